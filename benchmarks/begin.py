@@ -29,7 +29,7 @@ from harness.report import facts_text, time_table, verdict_table, write_json
 from harness.statistics import Measurement
 from harness.verdicts import at_most
 
-importlib.import_module("flashlight_py.distributed.initialize")  # else each rank would
+importlib.import_module("flashlight_py.distributed.start.initialize")  # else each rank would
 
 FILE, TCP, SHARED = "file", "address", "shared memory"
 MOST = {FILE: 2.0, TCP: 1.0, SHARED: 1.5}  # seconds, of 64 ranks on two cores

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from flashlight_py.distributed.call import Call
+from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.verbs import VERBS as TABLE
 from flashlight_py.distributed.verbs import Verb
 from harness import collectives_targets

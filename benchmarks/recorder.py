@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from flashlight_py.distributed.call import Call
-from flashlight_py.distributed.recorder.journal import Journal
+from flashlight_py.distributed.calls.call import Call
+from flashlight_py.distributed.failures.journal import Journal
 from flashlight_py.distributed.verbs import BROADCAST
 from flashlight_py.distributed.work import Done, Work
 from harness.facts import machine_facts

@@ -52,7 +52,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "launch.engine_rank": ("launch", "", "interfaces", "distributed.rendezvous"),
     "launch.ray_world": ("launch", ""),
     "launch.ray_train": ("launch", ""),
-    "launch.records": ("launch", "distributed.recorder"),
+    "launch.records": ("launch", "distributed.failures"),
     "launch": ("_version", "errors", "tracebacks", "cores", "interfaces", "distributed.rendezvous"),
 }
 OPTIONAL = {

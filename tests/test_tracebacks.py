@@ -32,7 +32,9 @@ def test_a_users_mistake_shows_the_users_lines() -> None:
     assert '    return fl.all_reduce(np.zeros(3), op="total")' in lines
     hidden = [line for line in lines if "flashlight_py" in line]
     assert len(hidden) == 1
-    assert re.match(r"  \[\d frames inside flashlight_py, to distributed/arrays.py:", hidden[0])
+    assert re.match(
+        r"  \[\d frames inside flashlight_py, to distributed/calls/arrays.py:", hidden[0]
+    )
     assert hidden[0].endswith(" in parse_op; FLASHLIGHT_FULL_TRACEBACK=1 shows them]")
     assert lines[-1].startswith("ValueError: all_reduce: op must be one of")
     assert error.__traceback__ is not None  # it is as it was
@@ -40,7 +42,7 @@ def test_a_users_mistake_shows_the_users_lines() -> None:
 
 def test_all_of_it_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHLIGHT_FULL_TRACEBACK", "1")
-    assert "distributed/running.py" in folded(raised(mistake))
+    assert "distributed/calls/running.py" in folded(raised(mistake))
 
 
 def test_what_led_to_it_is_folded_too() -> None:
@@ -68,7 +70,7 @@ def test_frames_of_the_user_below_ours_are_shown() -> None:
 
     text = folded(raised(called))
     assert 'raise OSError("by the user")' in text
-    assert "1 frame inside flashlight_py, to distributed/control/abort.py" in text
+    assert "1 frame inside flashlight_py, to distributed/failures/abort.py" in text
     assert "contextlib.py" not in text
 
 
@@ -76,7 +78,7 @@ def test_an_error_that_is_all_ours_is_shown_whole() -> None:
     error = raised(mistake)
     while error.__traceback__ is not None and error.__traceback__.tb_next is not None:
         error = error.with_traceback(error.__traceback__.tb_next)
-    assert "flashlight_py/distributed/arrays.py" in folded(error)
+    assert "flashlight_py/distributed/calls/arrays.py" in folded(error)
 
 
 PROGRAM = """
@@ -100,5 +102,5 @@ def test_a_program_that_ends_by_it_prints_it_so(full: str) -> None:
         check=False,
     )
     assert done.returncode == 1
-    assert ("distributed/running.py" in done.stderr) == (full == "1")
+    assert ("distributed/calls/running.py" in done.stderr) == (full == "1")
     assert "in train" in done.stderr

@@ -26,7 +26,7 @@ from flashlight_py.checkpoint.parts import (
 from flashlight_py.checkpoint.tensors import from_bytes
 from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.world import group_or_world
+from flashlight_py.distributed.groups.world import group_or_world
 from flashlight_py.errors import CheckpointError
 from flashlight_py.parallel.data_parallel import is_leaf_by_leaf
 

@@ -26,8 +26,8 @@ from flashlight_py.checkpoint.tensors import from_bytes, pieces, to_bytes
 from flashlight_py.checkpoint.tree import pack
 from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.numbers import whole_number
-from flashlight_py.distributed.world import group_or_world
+from flashlight_py.distributed.calls.checks import whole_number
+from flashlight_py.distributed.groups.world import group_or_world
 
 
 def save(

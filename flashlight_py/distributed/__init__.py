@@ -11,9 +11,9 @@ from flashlight_py.distributed.constants import (
     DistributedConstants as DistributedConstants,
     DistributedInit as DistributedInit,
 )
-from flashlight_py.distributed.control.abort import abort_on_exception as abort_on_exception
-from flashlight_py.distributed.group import ProcessGroup as ProcessGroup
-from flashlight_py.distributed.hooks import (
+from flashlight_py.distributed.failures.abort import abort_on_exception as abort_on_exception
+from flashlight_py.distributed.groups.group import ProcessGroup as ProcessGroup
+from flashlight_py.distributed.reducers import (
     Bfloat16Compression as Bfloat16Compression,
     Bucket as Bucket,
     Compression as Compression,
@@ -21,18 +21,18 @@ from flashlight_py.distributed.hooks import (
     PowerSGDCompression as PowerSGDCompression,
     TopKCompression as TopKCompression,
 )
-from flashlight_py.distributed.initialize import (
+from flashlight_py.distributed.start.initialize import (
     distributed_init as distributed_init,
     distributed_shutdown as distributed_shutdown,
 )
-from flashlight_py.distributed.rank_filter import RankFilter as RankFilter
-from flashlight_py.distributed.reducer import (
+from flashlight_py.distributed.groups.rank_filter import RankFilter as RankFilter
+from flashlight_py.distributed.reducers.reducer import (
     CoalescingReducer as CoalescingReducer,
     InlineReducer as InlineReducer,
     Reducer as Reducer,
 )
 from flashlight_py.distributed.work import Work as Work
-from flashlight_py.distributed.world import (
+from flashlight_py.distributed.groups.world import (
     describe as describe,
     distributed_backend as distributed_backend,
     get_local_rank as get_local_rank,

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flashlight_py.device import Array
-from flashlight_py.distributed.call import Call
+from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.verbs import BARRIER, Verb
 from flashlight_py.distributed.work import AllOf, Work
 from flashlight_py.errors import DistributedError
 
 if TYPE_CHECKING:
-    from flashlight_py.distributed.recorder.journal import Journal
+    from flashlight_py.distributed.failures.journal import Journal
 
 
 class Backend(abc.ABC):

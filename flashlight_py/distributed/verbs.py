@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from flashlight_py.device import Array
-from flashlight_py.distributed.combining import combined, cut, joined
+from flashlight_py.distributed.calls.combining import combined, cut, joined
 
 if TYPE_CHECKING:
-    from flashlight_py.distributed.call import Call
+    from flashlight_py.distributed.calls.call import Call
 
 Shape: TypeAlias = "tuple[int | None, ...]"
 """Dimensions; the first is None where it is known only when all ranks have called."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from flashlight_py._version import __version__
-from flashlight_py.distributed.settings import interface_asked
+from flashlight_py.distributed.start.settings import interface_asked
 from flashlight_py.doctor import folder, machine, mpi, running
 from flashlight_py.doctor.finding import Finding, State, table
 

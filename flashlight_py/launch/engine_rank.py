@@ -159,7 +159,7 @@ def end_rank(key: str) -> bool:
         if _rank is None or _rank.key != key:
             return False
         if _endable is not None:
-            fl.distributed.control.abort.report(SystemExit("the launcher has ended this rank"))
+            fl.distributed.failures.abort.report(SystemExit("the launcher has ended this rank"))
             _raise_in(_endable, SystemExit)
         threading.Thread(target=_kill_late, args=[_rank], daemon=True).start()
         return True

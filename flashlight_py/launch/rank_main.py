@@ -98,7 +98,7 @@ def _report(link: Connection, folder: Path, task: int) -> bool:
 def _notify_the_others(error: BaseException) -> None:
     import flashlight_py as fl
 
-    fl.distributed.control.abort.report(error)
+    fl.distributed.failures.abort.report(error)
 
 
 def _work(link: Connection, task: int) -> None:

@@ -27,7 +27,7 @@ def enter(size: int, rank: int, name: str) -> Any:
     import flashlight_py as fl
 
     fresh = secrets.token_hex(32)
-    world = fl.distributed.world.current_world().job if fl.is_distributed_init() else ""
+    world = fl.distributed.groups.world.current_world().job if fl.is_distributed_init() else ""
     meeting = None if rank or world else listen_here(fresh)
     try:
         mine = [world, fl.get_world_rank(), meeting, fresh]

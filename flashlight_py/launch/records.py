@@ -90,7 +90,7 @@ def store_records(found: Mapping[int, tuple[str, bytes]], size: int) -> str:
     ``found`` has, by rank, the folder on the rank's host and the record. Returns what to tell the
     user; "" where there are no records.
     """
-    from flashlight_py.distributed.recorder.flight_record import (
+    from flashlight_py.distributed.failures.flight_record import (
         Flight,
         default_folder,
         store_record,

@@ -13,8 +13,8 @@ import numpy as np
 from flashlight_py.autograd import Variable
 from flashlight_py.device import Array, to_device
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.exchange import exchange_bytes
-from flashlight_py.distributed.world import group_or_world
+from flashlight_py.distributed.groups.world import group_or_world
+from flashlight_py.distributed.start.exchange import exchange_bytes
 from flashlight_py.errors import MismatchError
 from flashlight_py.parallel.native import digest
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from flashlight_py.distributed import ProcessGroup, blas
+from flashlight_py.distributed import ProcessGroup
+from flashlight_py.distributed.start import blas
 from flashlight_py.errors import MismatchError
 from flashlight_py.parallel.agreement import by_rank, of_all_ranks
 

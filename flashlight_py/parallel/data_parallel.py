@@ -18,10 +18,15 @@ from flashlight_py import random
 from flashlight_py.autograd import Variable
 from flashlight_py.device import is_cupy
 from flashlight_py.distributed import DistributedConstants, ProcessGroup, broadcast_object
-from flashlight_py.distributed.hooks import CommunicationHook
-from flashlight_py.distributed.numbers import whole_number
-from flashlight_py.distributed.reducer import EagerReducer, HookReducer, Reducer, reduce_all
-from flashlight_py.distributed.world import group_or_world
+from flashlight_py.distributed.calls.checks import whole_number
+from flashlight_py.distributed.groups.world import group_or_world
+from flashlight_py.distributed.reducers import CommunicationHook
+from flashlight_py.distributed.reducers.reducer import (
+    EagerReducer,
+    HookReducer,
+    Reducer,
+    reduce_all,
+)
 from flashlight_py.nn import Module
 from flashlight_py.parallel.agreement import (
     check_modules_agree,

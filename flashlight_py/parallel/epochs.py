@@ -9,7 +9,7 @@ import numpy as np
 
 from flashlight_py.dataset.dataset import Indices
 from flashlight_py.dataset.shares import epoch_order
-from flashlight_py.distributed.numbers import whole_number
+from flashlight_py.distributed.calls.checks import whole_number
 from flashlight_py.parallel.agreement import check_settings_agree
 from flashlight_py.parallel.place import Place
 

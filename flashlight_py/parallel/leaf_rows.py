@@ -10,7 +10,7 @@ import numpy as np
 from flashlight_py.autograd import Variable
 from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.host_memory import hosts_of
+from flashlight_py.distributed.memory.host_memory import hosts_of
 from flashlight_py.parallel.leaf_tree import MERGE, Subtree, fold, reduction
 
 _LINE = 64  # elements: the shares of two ranks begin on lines of their own

@@ -23,7 +23,7 @@ from flashlight_py.autograd.engine import InPasses
 from flashlight_py.dataset.shares import contiguous_share
 from flashlight_py.device import Array, effect
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.world import group_or_world
+from flashlight_py.distributed.groups.world import group_or_world
 from flashlight_py.errors import MismatchError, NotInitializedError
 from flashlight_py.nn import Module
 from flashlight_py.parallel.agreement import differing_arguments, of_all_ranks

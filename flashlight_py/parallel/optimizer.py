@@ -8,10 +8,10 @@ from typing import Any
 from flashlight_py.autograd import Variable
 from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.arrays import as_array, check_reduction
+from flashlight_py.distributed.calls.arrays import as_array, check_reduction
 from flashlight_py.distributed.constants import ReduceOp
-from flashlight_py.distributed.reducer import reduce_all
-from flashlight_py.distributed.world import group_or_world
+from flashlight_py.distributed.groups.world import group_or_world
+from flashlight_py.distributed.reducers.reducer import reduce_all
 from flashlight_py.optim import FirstOrderOptimizer
 from flashlight_py.parallel.agreement import check_arrays_agree, digests_of_ranks, warn_of_differing
 from flashlight_py.parallel.gradient_sync import gradient_of, is_synchronised, used_on_any_rank

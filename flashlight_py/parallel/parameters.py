@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.numbers import whole_number
-from flashlight_py.distributed.reducer import reduce_all
-from flashlight_py.distributed.world import group_or_world
+from flashlight_py.distributed.calls.checks import whole_number
+from flashlight_py.distributed.groups.world import group_or_world
+from flashlight_py.distributed.reducers.reducer import reduce_all
 from flashlight_py.nn import Module
 from flashlight_py.parallel.agreement import check_modules_agree, check_settings_agree
 from flashlight_py.parallel.sharded import refuse_sharded

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashlight_py.distributed import get_world_rank, get_world_size
-from flashlight_py.distributed.numbers import whole_number
+from flashlight_py.distributed.calls.checks import whole_number
 from flashlight_py.errors import NotInitializedError
 
 

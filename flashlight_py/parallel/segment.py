@@ -20,8 +20,8 @@ from numpy.typing import DTypeLike
 from flashlight_py.autograd import Variable
 from flashlight_py.device import Array, to_device
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.host_memory import hosts_of, map_zeros, meet
-from flashlight_py.distributed.running import refusing
+from flashlight_py.distributed.calls.running import refusing
+from flashlight_py.distributed.memory.host_memory import hosts_of, map_zeros, meet
 from flashlight_py.errors import TornStateError, UnavailableEverywhereError
 from flashlight_py.optim.placement import Placement
 from flashlight_py.optim.squares import sum_of_squares

@@ -13,8 +13,8 @@ import numpy as np
 
 from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.arrays import scale_in_place
-from flashlight_py.distributed.host_memory import add_up, map_zeros, meet
+from flashlight_py.distributed.calls.arrays import scale_in_place
+from flashlight_py.distributed.memory.host_memory import add_up, map_zeros, meet
 from flashlight_py.parallel.shard_layout import Chunk
 
 # What ranks compare where they meet: one may be in another pass, or in a step.

@@ -19,8 +19,8 @@ from flashlight_py.autograd import Variable
 from flashlight_py.autograd.engine import after_node
 from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.host_memory import add_up, map_zeros, meet
-from flashlight_py.distributed.running import refusing
+from flashlight_py.distributed.calls.running import refusing
+from flashlight_py.distributed.memory.host_memory import add_up, map_zeros, meet
 from flashlight_py.parallel.shard_buckets import BACKWARD, Buckets
 from flashlight_py.parallel.shard_layout import Chunk
 from flashlight_py.parallel.shard_sync import ShardSync, Sink, Unit

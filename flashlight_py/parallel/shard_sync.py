@@ -20,9 +20,9 @@ from flashlight_py.autograd import Variable
 from flashlight_py.autograd.engine import GradSink, at_end, is_last_contribution
 from flashlight_py.device import Array, array_module, effect
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.arrays import scale_in_place
-from flashlight_py.distributed.reducer import InlineReducer
-from flashlight_py.distributed.running import refusing
+from flashlight_py.distributed.calls.arrays import scale_in_place
+from flashlight_py.distributed.calls.running import refusing
+from flashlight_py.distributed.reducers.reducer import InlineReducer
 from flashlight_py.errors import DistributedError
 from flashlight_py.parallel.failing import fail, forget_gradients
 from flashlight_py.parallel.gradient_sync import PassSync, used_on_any_rank

@@ -13,7 +13,7 @@ from flashlight_py.dataset.shares import (
     count_batches,
     weight_of_part,
 )
-from flashlight_py.distributed.numbers import whole_number
+from flashlight_py.distributed.calls.checks import whole_number
 from flashlight_py.parallel.epochs import InEpochs
 from flashlight_py.parallel.place import find_place
 

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from flashlight_py.distributed import ProcessGroup, all_reduce, broadcast
-from flashlight_py.distributed.exchange import exchange_bytes
-from flashlight_py.distributed.numbers import whole
-from flashlight_py.distributed.running import ending, refusing
-from flashlight_py.distributed.world import group_or_world
+from flashlight_py.distributed.calls.checks import whole
+from flashlight_py.distributed.calls.running import ending, refusing
+from flashlight_py.distributed.groups.world import group_or_world
+from flashlight_py.distributed.start.exchange import exchange_bytes
 from flashlight_py.errors import DistributedError, MismatchError
 from flashlight_py.meter import Meter
 from flashlight_py.parallel.agreement import by_rank

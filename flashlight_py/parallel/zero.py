@@ -24,8 +24,8 @@ from flashlight_py.autograd import Variable, on_backward_end
 from flashlight_py.autograd.engine import InPasses, after_node, in_backward
 from flashlight_py.device import Array, device_of
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.reducer import InlineReducer
-from flashlight_py.distributed.world import group_or_world
+from flashlight_py.distributed.groups.world import group_or_world
+from flashlight_py.distributed.reducers.reducer import InlineReducer
 from flashlight_py.nn import Module
 from flashlight_py.optim import FirstOrderOptimizer
 from flashlight_py.optim.placement import Shards

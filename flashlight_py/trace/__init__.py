@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from flashlight_py.distributed.recorder.watchdog import dump
+from flashlight_py.distributed.failures.watchdog import dump
 from flashlight_py.trace.profiling import Profile, profile
 
 __all__ = ["Profile", "dump", "profile"]

@@ -15,14 +15,14 @@ from types import TracebackType
 import numpy as np
 
 from flashlight_py.distributed.backend import Backend
-from flashlight_py.distributed.call import Call
-from flashlight_py.distributed.exchange import exchange_bytes
-from flashlight_py.distributed.hosts import host_identity
-from flashlight_py.distributed.recorder import incidents
-from flashlight_py.distributed.recorder.journal import leave_to_python
-from flashlight_py.distributed.recorder.record import Record
+from flashlight_py.distributed.calls.call import Call
+from flashlight_py.distributed.failures import incidents
+from flashlight_py.distributed.failures.journal import leave_to_python
+from flashlight_py.distributed.failures.record import Record
+from flashlight_py.distributed.groups.world import current_world
+from flashlight_py.distributed.start.exchange import exchange_bytes
+from flashlight_py.distributed.start.hosts import host_identity
 from flashlight_py.distributed.verbs import RECV, SEND
-from flashlight_py.distributed.world import current_world
 from flashlight_py.errors import DistributedError
 from flashlight_py.trace.records import RankTimeline
 from flashlight_py.trace.timeline import chrome_trace

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from flashlight_py.distributed.control.agreement import between_hosts
+from flashlight_py.distributed.failures.agreement import between_hosts
 from tests.chaos.rank import EXIT_CODE
 from tests.distributed import conformance, leftovers
 from tests.distributed.rendezvous_helpers import Rank, Ranks

@@ -188,7 +188,8 @@ def test_one_rank_alone_elsewhere(world: Any, size: int, tmp_path: Path) -> None
 
 def saves_after_the_others_left(rank: int, size: int, folder: Path) -> str:
     if rank == 1:
-        fl.distributed.initialize._close_at_exit()  # as a program that ends without a shutdown
+        # As a program that ends without a shutdown.
+        fl.distributed.start.initialize._close_at_exit()
         return ""
     with pytest.raises(PeerLostError) as caught:
         fl.save(folder, step=1)

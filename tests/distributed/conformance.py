@@ -17,8 +17,8 @@ import pytest
 from numpy.typing import NDArray
 
 import flashlight_py as fl
-from flashlight_py.distributed.call import Call
-from flashlight_py.distributed.combining import combined as in_order
+from flashlight_py.distributed.calls.call import Call
+from flashlight_py.distributed.calls.combining import combined as in_order
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.verbs import ALL_REDUCE, REDUCE, VERBS, Verb
 

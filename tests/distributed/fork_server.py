@@ -32,8 +32,9 @@ __all__ = ["ONE_THREAD", "Forked", "server_pids", "start"]
 # be forked.
 PRELOADED = (
     *("numpy", "numpy.testing", "ml_dtypes", "pytest", "hypothesis.strategies"),
-    *("concurrent.futures.thread", "flashlight_py.distributed.initialize", "flashlight_py.nn"),
-    *("flashlight_py.optim", "flashlight_py.parallel", "flashlight_py.parallel.functional"),
+    *("concurrent.futures.thread", "flashlight_py.distributed.start.initialize"),
+    *("flashlight_py.nn", "flashlight_py.optim", "flashlight_py.parallel"),
+    "flashlight_py.parallel.functional",
 )
 # Two cores run four ranks: a BLAS with threads of its own would only add noise, and a process with
 # threads must not be forked.

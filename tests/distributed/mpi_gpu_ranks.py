@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 import flashlight_py as fl
-from flashlight_py.distributed.call import Call
+from flashlight_py.distributed.calls.call import Call
+from flashlight_py.distributed.groups.world import current_world
 from flashlight_py.distributed.verbs import ALL_TO_ALL, GATHER, RECV, SCATTER
-from flashlight_py.distributed.world import current_world
 from tests.distributed import cuda_stand_in
 from tests.distributed.conformance import values
 from tests.gpu.verbs import on_gpu

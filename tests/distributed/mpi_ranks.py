@@ -16,11 +16,11 @@ from flashlight_py.distributed.backends.mpi import memory
 from flashlight_py.distributed.backends.mpi.backend import MpiBackend
 from flashlight_py.distributed.backends.mpi.joining import join
 from flashlight_py.distributed.backends.shm import ShmBackend
-from flashlight_py.distributed.call import Call
-from flashlight_py.distributed.exchange import BackendStore
+from flashlight_py.distributed.calls.call import Call
+from flashlight_py.distributed.groups.world import current_world
 from flashlight_py.distributed.rendezvous.store import Store, SubStore
+from flashlight_py.distributed.start.exchange import BackendStore
 from flashlight_py.distributed.verbs import ALL_GATHER, ALL_REDUCE, BARRIER, BROADCAST
-from flashlight_py.distributed.world import current_world
 from tests.distributed.conformance import assert_equal, combined, values
 
 TIMEOUT = 20.0

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed import apart, reducer
-from flashlight_py.distributed.apart import Apart
+from flashlight_py.distributed.calls import apart
+from flashlight_py.distributed.calls.apart import Apart
+from flashlight_py.distributed.reducers import reducer
 from tests.distributed.cuda_stand_in import StandInCupy
 
 X = np.zeros((8, 6))

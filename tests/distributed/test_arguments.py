@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed import initialize
+from flashlight_py.distributed.start import initialize
 
 
 @pytest.mark.parametrize(

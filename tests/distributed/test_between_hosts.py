@@ -11,7 +11,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.distributed.backends.hierarchical_large import LargeCalls
-from flashlight_py.distributed.combining import combined, cut
+from flashlight_py.distributed.calls.combining import combined, cut
 from flashlight_py.distributed.constants import ReduceOp
 from tests.distributed.conformance import assert_equal, dtype_of, values
 from tests.distributed.harness import run_ranks

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from flashlight_py.cores import usable_cores
-from flashlight_py.distributed import blas
+from flashlight_py.distributed.start import blas
 from flashlight_py.launch.ranks import rank_variables
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("leaves_nothing")
 PROGRAM = """
 import sys
 import flashlight_py as fl
-from flashlight_py.distributed import blas
+from flashlight_py.distributed.start import blas
 (library,) = blas._loaded()
 if sys.argv[1:]:
     library.set(int(sys.argv[1]))

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed.call import ANY_RANK, Call, Matched
+from flashlight_py.distributed.calls.call import ANY_RANK, Call, Matched
 from flashlight_py.distributed.constants import ReduceOp
+from flashlight_py.distributed.groups.world import current_world
 from flashlight_py.distributed.verbs import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -30,7 +31,6 @@ from flashlight_py.distributed.verbs import (
     SCATTER,
     SEND,
 )
-from flashlight_py.distributed.world import current_world
 from flashlight_py.errors import MismatchError
 from tests.distributed.conformance import ranks_in
 

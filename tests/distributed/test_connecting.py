@@ -21,7 +21,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py import _native
-from flashlight_py.distributed.arrays import dtype_code
+from flashlight_py.distributed.calls.arrays import dtype_code
 from flashlight_py.distributed.verbs import ALL_REDUCE, BARRIER
 from flashlight_py.errors import BackendUnavailableError
 from tests.distributed.harness import run_ranks

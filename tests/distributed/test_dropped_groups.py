@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed import open_groups
+from flashlight_py.distributed.groups import open_groups
 from flashlight_py.parallel import functional
 from tests.distributed.conformance import ranks_in
 from tests.distributed.harness import run_ranks

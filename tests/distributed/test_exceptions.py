@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed.control import abort
+from flashlight_py.distributed.failures import abort
 from tests.distributed import conformance
 from tests.distributed.harness import mpirun_command
 from tests.distributed.jobs import ended, start

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flashlight_py.distributed.hooks.half import LARGEST, from_half, to_half
-from flashlight_py.distributed.hooks.orthonormal import orthonormal, outer_sum
-from flashlight_py.distributed.hooks.top_k import indices_of_largest
+from flashlight_py.distributed.reducers.half import LARGEST, from_half, to_half
+from flashlight_py.distributed.reducers.orthonormal import orthonormal, outer_sum
+from flashlight_py.distributed.reducers.top_k import indices_of_largest
 
 
 def test_half_precision_is_numpys_for_every_kind_of_number() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed.settings import Settings, read_init_method
+from flashlight_py.distributed.start.settings import Settings, read_init_method
 from tests.distributed.harness import run_ranks
 
 ENV, FILE = fl.DistributedInit.ENV, fl.DistributedInit.FILE_SYSTEM

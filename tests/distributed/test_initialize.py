@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed import initialize
-from flashlight_py.distributed.recorder import watchdog
+from flashlight_py.distributed.failures import watchdog
+from flashlight_py.distributed.start import initialize
 from tests.distributed.harness import mpirun_command, run_ranks
 
 MAIN = Path(__file__).with_name("start_main.py")

@@ -12,8 +12,8 @@ import pytest
 
 from flashlight_py.distributed.backends.hierarchical_messages import HierarchicalMessages
 from flashlight_py.distributed.backends.mpi.operation import Operation
-from flashlight_py.distributed.call import Call
-from flashlight_py.distributed.recorder.journal import Journal
+from flashlight_py.distributed.calls.call import Call
+from flashlight_py.distributed.failures.journal import Journal
 from flashlight_py.distributed.verbs import BARRIER
 from flashlight_py.distributed.work import Work, limit_passed
 from flashlight_py.errors import CollectiveTimeoutError, DistributedError

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from flashlight_py.distributed import memory_file
-from flashlight_py.distributed.memory_file import MemoryFile, needs_names, open_memory
+from flashlight_py.distributed.memory import memory_file
+from flashlight_py.distributed.memory.memory_file import MemoryFile, needs_names, open_memory
 
 
 @pytest.fixture
@@ -68,8 +68,8 @@ def test_what_an_owner_that_died_has_left_is_removed(folder: Path) -> None:
     living = MemoryFile(named=True)
     age(Path(living.path))
     program = (
-        "import os, sys; from pathlib import Path; from flashlight_py.distributed import "
-        "memory_file; memory_file.DIRECTORY = Path(sys.argv[1]); "
+        "import os, sys; from pathlib import Path; from flashlight_py.distributed.memory "
+        "import memory_file; memory_file.DIRECTORY = Path(sys.argv[1]); "
         "print(memory_file.MemoryFile(True).path); sys.stdout.flush(); os.kill(os.getpid(), 9)"
     )
     command = [sys.executable, "-c", program, str(folder)]

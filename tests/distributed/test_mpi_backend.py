@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flashlight_py.distributed.backends.mpi import exits, joining, library
-from flashlight_py.distributed.settings import Settings
+from flashlight_py.distributed.start.settings import Settings
 from flashlight_py.errors import BackendUnavailableError, UnavailableEverywhereError
 from tests.distributed import mpi_mix, mpi_ranks
 from tests.distributed.harness import run_ranks

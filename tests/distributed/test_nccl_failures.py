@@ -19,7 +19,7 @@ from flashlight_py.distributed.backends.nccl.backend import NcclBackend
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
 from flashlight_py.distributed.backends.nccl.library import NcclLibrary
 from flashlight_py.distributed.backends.single import SingleBackend
-from flashlight_py.distributed.call import Call
+from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.verbs import ALL_REDUCE, BARRIER, BROADCAST
 from flashlight_py.distributed.work import Done, Work
 from flashlight_py.errors import (

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed import devices
 from flashlight_py.distributed.backends.nccl import library
 from flashlight_py.distributed.backends.nccl.meeting import Card, meet
-from flashlight_py.distributed.devices import DeviceRule
-from flashlight_py.distributed.world import current_world
+from flashlight_py.distributed.groups.world import current_world
+from flashlight_py.distributed.start import devices
+from flashlight_py.distributed.start.devices import DeviceRule
 from flashlight_py.errors import BackendUnavailableError, UnavailableEverywhereError
 from tests.distributed.harness import run_outcomes, run_ranks
 

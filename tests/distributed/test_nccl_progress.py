@@ -20,7 +20,7 @@ from flashlight_py import _native
 from flashlight_py.distributed.backends.nccl.backend import NcclBackend
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
 from flashlight_py.distributed.backends.nccl.library import NcclLibrary
-from flashlight_py.distributed.call import Call
+from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.verbs import ALL_REDUCE, BROADCAST, REDUCE, REDUCE_SCATTER
 from tests.distributed.cuda_stand_in import Event, StandInCupy, Stream

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed.numbers import require_bits
+from flashlight_py.distributed.calls.checks import require_bits
 
 
 def all_of_them(rank: int, size: int) -> list[Any]:

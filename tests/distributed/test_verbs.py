@@ -14,7 +14,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py import _native
 from flashlight_py.distributed import api
-from flashlight_py.distributed.call import Call
+from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.verbs import (
     ALL_GATHER,

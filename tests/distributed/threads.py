@@ -11,7 +11,7 @@ import pytest
 
 from flashlight_py import _native
 from flashlight_py.distributed.backends.gloo import GlooBackend
-from flashlight_py.distributed.call import Call
+from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.verbs import ALL_GATHER
 from flashlight_py.errors import BackendUnavailableError, PeerLostError

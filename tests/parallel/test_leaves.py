@@ -13,7 +13,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py import random as numbers
-from flashlight_py.distributed import blas
+from flashlight_py.distributed.start import blas
 from tests.distributed.conformance import BACKENDS, ranks_in
 
 F = fl.autograd.functions

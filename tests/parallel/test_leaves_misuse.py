@@ -18,7 +18,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py import random as numbers
-from flashlight_py.distributed import blas
+from flashlight_py.distributed.start import blas
 from flashlight_py.parallel import arithmetic
 from tests.parallel.test_leaves import Net, backward, batch, optimizer_of
 

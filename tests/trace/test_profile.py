@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed.recorder import incidents
-from flashlight_py.distributed.recorder.record import Record
-from flashlight_py.distributed.world import current_world
+from flashlight_py.distributed.failures import incidents
+from flashlight_py.distributed.failures.record import Record
+from flashlight_py.distributed.groups.world import current_world
 from flashlight_py.trace import profiling
 from tests.trace.validity import assert_valid
 

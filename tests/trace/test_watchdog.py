@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed.recorder import watchdog
-from flashlight_py.distributed.recorder.flight_record import Flight, write_record
-from flashlight_py.distributed.recorder.watchdog import ANSWER, OtherRecords
+from flashlight_py.distributed.failures import watchdog
+from flashlight_py.distributed.failures.flight_record import Flight, write_record
+from flashlight_py.distributed.failures.watchdog import ANSWER, OtherRecords
 from flashlight_py.errors import PeerLostError
 
 

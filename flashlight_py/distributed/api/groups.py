@@ -10,17 +10,17 @@ import numpy as np
 
 from flashlight_py.distributed.api.methods import method
 from flashlight_py.distributed.backend import Backend
-from flashlight_py.distributed.call import Call
-from flashlight_py.distributed.exchange import Steps, exchange_bytes
-from flashlight_py.distributed.membership import Membership, of
-from flashlight_py.distributed.numbers import check_rank, check_seconds, whole
+from flashlight_py.distributed.calls.call import Call
+from flashlight_py.distributed.calls.checks import check_rank, check_seconds, whole
+from flashlight_py.distributed.calls.running import refusing
+from flashlight_py.distributed.groups.membership import Membership, of
 from flashlight_py.distributed.rendezvous.store import Store
-from flashlight_py.distributed.running import refusing
+from flashlight_py.distributed.start.exchange import Steps, exchange_bytes
 from flashlight_py.distributed.verbs import BARRIER, RECV, SEND
 from flashlight_py.errors import MismatchError
 
 if TYPE_CHECKING:
-    from flashlight_py.distributed.group import ProcessGroup
+    from flashlight_py.distributed.groups.group import ProcessGroup
 
 __all__ = ["barrier", "new_group", "split", "sync_distributed"]
 

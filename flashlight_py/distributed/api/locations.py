@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed.api.methods import method
-from flashlight_py.distributed.arrays import as_array, check_reduction, pack, parse_op
-from flashlight_py.distributed.call import Call
-from flashlight_py.distributed.membership import of
-from flashlight_py.distributed.running import refusing
+from flashlight_py.distributed.calls.arrays import as_array, check_reduction, pack, parse_op
+from flashlight_py.distributed.calls.call import Call
+from flashlight_py.distributed.calls.running import refusing
+from flashlight_py.distributed.groups.membership import of
 from flashlight_py.distributed.verbs import ALL_GATHER
 from flashlight_py.distributed.work import Then
 
 if TYPE_CHECKING:
-    from flashlight_py.distributed.group import ProcessGroup
+    from flashlight_py.distributed.groups.group import ProcessGroup
 
 __all__ = ["all_reduce_location"]
 

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from flashlight_py.device import deferred
 from flashlight_py.distributed.api.methods import method
-from flashlight_py.distributed.membership import native, native_sendrecv, of
-from flashlight_py.distributed.messaging import P2POp, begin_all, ends_of, exchange, run
-from flashlight_py.distributed.numbers import check_rank
-from flashlight_py.distributed.running import refusing
+from flashlight_py.distributed.calls.checks import check_rank
+from flashlight_py.distributed.calls.messaging import P2POp, begin_all, ends_of, exchange, run
+from flashlight_py.distributed.calls.running import refusing
+from flashlight_py.distributed.groups.membership import native, native_sendrecv, of
 from flashlight_py.distributed.verbs import RECV, SEND
 from flashlight_py.distributed.work import AllOf, Done, Work
 
 if TYPE_CHECKING:
-    from flashlight_py.distributed.group import ProcessGroup
+    from flashlight_py.distributed.groups.group import ProcessGroup
 
 __all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send", "sendrecv"]
 

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.api.methods import method
-from flashlight_py.distributed.arrays import require_length
-from flashlight_py.distributed.membership import native, of
-from flashlight_py.distributed.numbers import check_rank
-from flashlight_py.distributed.running import collective, refusing
-from flashlight_py.distributed.scattering import Scatter
+from flashlight_py.distributed.calls.arrays import require_length
+from flashlight_py.distributed.calls.checks import check_rank
+from flashlight_py.distributed.calls.running import collective, refusing
+from flashlight_py.distributed.calls.scattering import Scatter
+from flashlight_py.distributed.groups.membership import native, of
 from flashlight_py.distributed.verbs import ALL_GATHER, ALL_TO_ALL, BROADCAST, GATHER, SCATTER
 from flashlight_py.distributed.work import Then, Work
 
 if TYPE_CHECKING:
-    from flashlight_py.distributed.group import ProcessGroup
+    from flashlight_py.distributed.groups.group import ProcessGroup
 
 __all__ = ["all_gather", "all_to_all", "broadcast", "gather", "scatter"]
 

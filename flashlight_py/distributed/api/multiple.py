@@ -7,24 +7,24 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from flashlight_py.device import Array, array_module, is_cupy
-from flashlight_py.distributed.apart import Apart
 from flashlight_py.distributed.api.methods import method
-from flashlight_py.distributed.arrays import as_array, pack_terms
-from flashlight_py.distributed.call import Call
-from flashlight_py.distributed.constants import Op
-from flashlight_py.distributed.membership import Membership, of
-from flashlight_py.distributed.running import (
+from flashlight_py.distributed.calls.apart import Apart
+from flashlight_py.distributed.calls.arrays import as_array, pack_terms
+from flashlight_py.distributed.calls.call import Call
+from flashlight_py.distributed.calls.running import (
     COLLECTIVE,
     collective,
     reduction,
     refusing,
     unpack_into,
 )
+from flashlight_py.distributed.constants import Op
+from flashlight_py.distributed.groups.membership import Membership, of
 from flashlight_py.distributed.verbs import ALL_REDUCE
 from flashlight_py.distributed.work import AllOf, Then, Work
 
 if TYPE_CHECKING:
-    from flashlight_py.distributed.group import ProcessGroup
+    from flashlight_py.distributed.groups.group import ProcessGroup
 
 __all__ = ["all_reduce_multiple"]
 

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from flashlight_py.distributed.api.methods import method
-from flashlight_py.distributed.call import Call
-from flashlight_py.distributed.exchange import Frame, Steps, broadcast_frame, exchange_frames
-from flashlight_py.distributed.membership import Membership, of
-from flashlight_py.distributed.numbers import check_rank
-from flashlight_py.distributed.running import refusing
+from flashlight_py.distributed.calls.call import Call
+from flashlight_py.distributed.calls.checks import check_rank
+from flashlight_py.distributed.calls.running import refusing
+from flashlight_py.distributed.groups.membership import Membership, of
+from flashlight_py.distributed.start.exchange import Frame, Steps, broadcast_frame, exchange_frames
 from flashlight_py.distributed.verbs import ALL_TO_ALL
 
 if TYPE_CHECKING:
-    from flashlight_py.distributed.group import ProcessGroup
+    from flashlight_py.distributed.groups.group import ProcessGroup
 
 __all__ = ["all_gather_object", "broadcast_object", "gather_object", "scatter_object"]
 

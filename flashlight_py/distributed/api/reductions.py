@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.api.methods import method
+from flashlight_py.distributed.calls.running import collective
 from flashlight_py.distributed.constants import Op
-from flashlight_py.distributed.membership import native
-from flashlight_py.distributed.running import collective
+from flashlight_py.distributed.groups.membership import native
 from flashlight_py.distributed.verbs import ALL_REDUCE, EXSCAN, REDUCE, REDUCE_SCATTER, SCAN
 from flashlight_py.distributed.work import Work
 
 if TYPE_CHECKING:
-    from flashlight_py.distributed.group import ProcessGroup
+    from flashlight_py.distributed.groups.group import ProcessGroup
 
 __all__ = ["all_reduce", "reduce", "reduce_scatter", "scan", "exscan"]
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from flashlight_py.distributed.recorder.journal import CALLER, not_begun
+from flashlight_py.distributed.failures.journal import CALLER, not_begun
 from flashlight_py.errors import DistributedError
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import Any
 
 from flashlight_py import _native
 from flashlight_py.device import Array, is_cupy
-from flashlight_py.distributed.arrays import MOVED, code_of, name_of, number_of
-from flashlight_py.distributed.call import COMPOSED, Call
+from flashlight_py.distributed.calls.arrays import MOVED, code_of, name_of, number_of
+from flashlight_py.distributed.calls.call import COMPOSED, Call
 from flashlight_py.distributed.verbs import SCATTER
 from flashlight_py.errors import BackendUnavailableError
 

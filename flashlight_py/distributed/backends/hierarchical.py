@@ -25,12 +25,12 @@ from flashlight_py.distributed.backends.hierarchical_messages import (
 )
 from flashlight_py.distributed.backends.hierarchical_small import SmallCalls
 from flashlight_py.distributed.backends.native_group import NativeGroup
-from flashlight_py.distributed.call import Call
-from flashlight_py.distributed.call_site import Place, called_at, caller
+from flashlight_py.distributed.calls.call import Call
+from flashlight_py.distributed.calls.call_site import Place, called_at, caller
 from flashlight_py.distributed.constants import DistributedBackend
-from flashlight_py.distributed.control import abort
-from flashlight_py.distributed.control.agreement import Agreement, Load, between_hosts
-from flashlight_py.distributed.control.wording import names
+from flashlight_py.distributed.failures import abort
+from flashlight_py.distributed.failures.agreement import Agreement, Load, between_hosts
+from flashlight_py.distributed.failures.wording import names
 from flashlight_py.distributed.verbs import (
     ALL_GATHER,
     ALL_REDUCE,

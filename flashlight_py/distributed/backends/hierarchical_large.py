@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 
 from flashlight_py.device import Array
-from flashlight_py.distributed.arrays import as_bytes
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.hierarchical_small import (
     in_rank_order,
@@ -23,8 +22,9 @@ from flashlight_py.distributed.backends.hierarchical_small import (
     row_bytes,
     rows_of,
 )
-from flashlight_py.distributed.call import Call
-from flashlight_py.distributed.combining import cut, factors
+from flashlight_py.distributed.calls.arrays import as_bytes
+from flashlight_py.distributed.calls.call import Call
+from flashlight_py.distributed.calls.combining import cut, factors
 from flashlight_py.distributed.verbs import (
     ALL_GATHER,
     ALL_REDUCE,

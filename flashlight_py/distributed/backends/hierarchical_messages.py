@@ -16,7 +16,7 @@ from typing import Any
 
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.callers import Callers
-from flashlight_py.distributed.call import ANY_RANK, Call, Matched
+from flashlight_py.distributed.calls.call import ANY_RANK, Call, Matched
 from flashlight_py.distributed.work import Done, Then, Work, limit_passed
 from flashlight_py.errors import (
     DistributedError,

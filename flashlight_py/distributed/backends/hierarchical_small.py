@@ -12,10 +12,10 @@ import numpy as np
 
 from flashlight_py import _native
 from flashlight_py.device import Array
-from flashlight_py.distributed.arrays import as_bytes, dtype_code, require_length
-from flashlight_py.distributed.call import Call
-from flashlight_py.distributed.combining import cut, factors
-from flashlight_py.distributed.control.agreement import NO_LOAD, Load, Message
+from flashlight_py.distributed.calls.arrays import as_bytes, dtype_code, require_length
+from flashlight_py.distributed.calls.call import Call
+from flashlight_py.distributed.calls.combining import cut, factors
+from flashlight_py.distributed.failures.agreement import NO_LOAD, Load, Message
 from flashlight_py.distributed.verbs import (
     ALL_GATHER,
     ALL_REDUCE,

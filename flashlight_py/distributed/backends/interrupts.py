@@ -6,7 +6,7 @@ import threading
 from types import ModuleType, TracebackType
 from typing import Any
 
-from flashlight_py.distributed.call_site import call_site
+from flashlight_py.distributed.calls.call_site import call_site
 
 SITE_BYTES = 255  # and a zero: the text of an fl_site
 

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.device import Array
-from flashlight_py.distributed.arrays import require_length
 from flashlight_py.distributed.backends.describing import describe
 from flashlight_py.distributed.backends.interrupts import raise_interruption
 from flashlight_py.distributed.backends.native_group import NativeGroup
@@ -23,7 +22,8 @@ from flashlight_py.distributed.backends.native_work import (
     NativeWork,
     Received,
 )
-from flashlight_py.distributed.call import Call, Matched
+from flashlight_py.distributed.calls.arrays import require_length
+from flashlight_py.distributed.calls.call import Call, Matched
 from flashlight_py.distributed.verbs import ALL_GATHER, GATHER, SCATTER
 from flashlight_py.distributed.work import AllOf, Done, Then, Work
 

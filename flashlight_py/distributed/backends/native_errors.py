@@ -6,12 +6,12 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from flashlight_py.distributed.arrays import DTYPES, LEAST_NUMBER, MOVED
 from flashlight_py.distributed.backends.describing import NAMED, names_seen
-from flashlight_py.distributed.call import COMPOSED, array_in_words, in_words
+from flashlight_py.distributed.calls.arrays import DTYPES, LEAST_NUMBER, MOVED
+from flashlight_py.distributed.calls.call import COMPOSED, array_in_words, in_words
 from flashlight_py.distributed.constants import ReduceOp
-from flashlight_py.distributed.control import abort
-from flashlight_py.distributed.control.wording import (
+from flashlight_py.distributed.failures import abort
+from flashlight_py.distributed.failures.wording import (
     HOST_ADVICE,
     LEAVING_ADVICE,
     PEER_ADVICE,

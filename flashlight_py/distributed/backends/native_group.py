@@ -9,7 +9,6 @@ from typing import Any
 
 from flashlight_py import _native
 from flashlight_py.device import Array
-from flashlight_py.distributed import open_groups
 from flashlight_py.distributed.backend import Backend, left_to_python
 from flashlight_py.distributed.backends.callers import Callers
 from flashlight_py.distributed.backends.describing import NAMED, Describer, describe
@@ -25,10 +24,11 @@ from flashlight_py.distributed.backends.native_work import (
     StartedWork,
     freed_by,
 )
-from flashlight_py.distributed.call import Call
-from flashlight_py.distributed.call_site import PACKAGE, Place, caller, site_of, text_at_site
-from flashlight_py.distributed.control import abort
-from flashlight_py.distributed.recorder.journal import NATIVE, SENDRECV, Journal, Ring
+from flashlight_py.distributed.calls.call import Call
+from flashlight_py.distributed.calls.call_site import PACKAGE, Place, caller, site_of, text_at_site
+from flashlight_py.distributed.failures import abort
+from flashlight_py.distributed.failures.journal import NATIVE, SENDRECV, Journal, Ring
+from flashlight_py.distributed.groups import open_groups
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.verbs import BARRIER, VERBS, Verb
 from flashlight_py.distributed.work import AllOf, Done, Work

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flashlight_py.device import Array
-from flashlight_py.distributed.arrays import (
+from flashlight_py.distributed.backends.native_errors import failure
+from flashlight_py.distributed.calls.arrays import (
     MOVED,
     WITH_TEXT,
     dtype_of_code,
     of_bytes,
     require_length,
 )
-from flashlight_py.distributed.backends.native_errors import failure
-from flashlight_py.distributed.recorder import journal
+from flashlight_py.distributed.failures import journal
 from flashlight_py.distributed.verbs import SCATTER, VERBS
 from flashlight_py.distributed.work import Work, limit_passed
 

@@ -27,9 +27,9 @@ from flashlight_py.distributed.backends.native_errors import call_in_words
 from flashlight_py.distributed.backends.native_group import MESSAGE_BYTES
 from flashlight_py.distributed.backends.native_work import freed_by, keeping
 from flashlight_py.distributed.constants import DistributedBackend
-from flashlight_py.distributed.exchange import BackendStore, Steps
-from flashlight_py.distributed.memory_file import DIRECTORY, MemoryFile, needs_names
+from flashlight_py.distributed.memory.memory_file import DIRECTORY, MemoryFile, needs_names
 from flashlight_py.distributed.rendezvous.store import Store
+from flashlight_py.distributed.start.exchange import BackendStore, Steps
 from flashlight_py.errors import BackendUnavailableError, UnavailableEverywhereError
 
 _PAGE = 4096

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.device import Array
-from flashlight_py.distributed.arrays import require_length, scale_in_place
 from flashlight_py.distributed.backend import Backend
-from flashlight_py.distributed.call import Call
+from flashlight_py.distributed.calls.arrays import require_length, scale_in_place
+from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.constants import DistributedBackend
-from flashlight_py.distributed.recorder import incidents
+from flashlight_py.distributed.failures import incidents
 from flashlight_py.distributed.verbs import ALL_REDUCE, SCATTER
 from flashlight_py.distributed.work import Done, Work
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from flashlight_py.autograd import Variable
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.arrays import scale_in_place
+from flashlight_py.distributed.calls.arrays import scale_in_place
 from flashlight_py.distributed.constants import LinearOp
-from flashlight_py.distributed.world import group_or_world
+from flashlight_py.distributed.groups.world import group_or_world
 from flashlight_py.parallel.functional.call import Call, copy_of, require_variable
 
 

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from flashlight_py.autograd import Variable
 from flashlight_py.cores import thread_variables
 from flashlight_py.device import Array
-from flashlight_py.distributed import blas
+from flashlight_py.distributed.start import blas
 from flashlight_py.errors import RankFailedError
 from flashlight_py.launch.worker import Worker
 from flashlight_py.parallel.workers.memory import Memory, Place, lay_out

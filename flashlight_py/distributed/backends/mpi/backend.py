@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.device import Array, array_module
-from flashlight_py.distributed.arrays import WITH_TEXT, as_bytes, of_bytes, require_length
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.callers import Callers
 from flashlight_py.distributed.backends.mpi import exits
@@ -18,7 +17,8 @@ from flashlight_py.distributed.backends.mpi.memory import on_device, settle
 from flashlight_py.distributed.backends.mpi.movement import Movement
 from flashlight_py.distributed.backends.mpi.progress import Progress, Steps
 from flashlight_py.distributed.backends.mpi.reduction import Reduction
-from flashlight_py.distributed.call import Call, Matched
+from flashlight_py.distributed.calls.arrays import WITH_TEXT, as_bytes, of_bytes, require_length
+from flashlight_py.distributed.calls.call import Call, Matched
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.verbs import GATHER, VERBS, Verb
 from flashlight_py.distributed.work import Done, Then, Work

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from flashlight_py.distributed.control.abort import is_interactive
+from flashlight_py.distributed.failures.abort import is_interactive
 
 # How long a rank whose program has raised waits for what is read, and then for the others.
 _LINGER_SECONDS = 1.0

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.device import Array, is_cupy
-from flashlight_py.distributed.arrays import scale_in_place
+from flashlight_py.distributed.calls.arrays import scale_in_place
 from flashlight_py.distributed.constants import ReduceOp
 
 _TYPES = {

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.device import Array, array_module
-from flashlight_py.distributed.arrays import require_length
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.mpi.backend import MpiBackend
 from flashlight_py.distributed.backends.mpi.memory import settle
-from flashlight_py.distributed.call import Call
+from flashlight_py.distributed.calls.arrays import require_length
+from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.verbs import BARRIER, SCATTER, SEND
 from flashlight_py.distributed.work import Then, Work

@@ -16,8 +16,8 @@ from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.mpi.leaving import Leaving
 from flashlight_py.distributed.backends.mpi.operation import Operation
 from flashlight_py.distributed.backends.mpi.progress import Progress, Steps
-from flashlight_py.distributed.call import Call
-from flashlight_py.distributed.control.wording import UNUSABLE, did_not_join, who_that_was
+from flashlight_py.distributed.calls.call import Call
+from flashlight_py.distributed.failures.wording import UNUSABLE, did_not_join, who_that_was
 from flashlight_py.distributed.verbs import BARRIER, SCATTER
 from flashlight_py.errors import (
     CollectiveTimeoutError,

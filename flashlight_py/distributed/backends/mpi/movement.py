@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed.backends.mpi.memory import chunks, largest, settle
 from flashlight_py.distributed.backends.mpi.progress import Begin, Progress, Steps
-from flashlight_py.distributed.combining import cut
+from flashlight_py.distributed.calls.combining import cut
 
 Parts: TypeAlias = Iterable[tuple[int, Any]]
 

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 from flashlight_py.device import Array
-from flashlight_py.distributed.arrays import require_length
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.nccl import collect
 from flashlight_py.distributed.backends.nccl.communicator import FINALIZE_SECONDS, Communicator
@@ -23,7 +22,8 @@ from flashlight_py.distributed.backends.nccl.reduction import Reduction
 from flashlight_py.distributed.backends.nccl.streams import CommunicationStream, Flight, Flights
 from flashlight_py.distributed.backends.nccl.watchdog import Watchdog
 from flashlight_py.distributed.backends.nccl.work import Led, StreamWork
-from flashlight_py.distributed.call import Call
+from flashlight_py.distributed.calls.arrays import require_length
+from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
 from flashlight_py.distributed.verbs import SEND, VERBS, Verb
 from flashlight_py.distributed.work import Done, Then, Work

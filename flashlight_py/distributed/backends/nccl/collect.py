@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.backends.nccl.dtypes import BYTES
-from flashlight_py.distributed.call import Call
+from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.verbs import REDUCE
 from flashlight_py.distributed.work import AllOf, Then, Work
 

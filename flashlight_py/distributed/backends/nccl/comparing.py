@@ -17,8 +17,8 @@ import numpy as np
 
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
-from flashlight_py.distributed.call import Call
-from flashlight_py.distributed.control.wording import NOTHING_CHANGED
+from flashlight_py.distributed.calls.call import Call
+from flashlight_py.distributed.failures.wording import NOTHING_CHANGED
 from flashlight_py.distributed.verbs import ALL_GATHER, BARRIER, VERBS, Verb
 from flashlight_py.distributed.work import Done, Work
 from flashlight_py.errors import (

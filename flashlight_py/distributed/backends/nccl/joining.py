@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from flashlight_py.distributed import devices
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.nccl.backend import NcclBackend
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
 from flashlight_py.distributed.backends.nccl.library import NcclLibrary, load
 from flashlight_py.distributed.backends.nccl.meeting import Card, agree_on_outcome, meet
-from flashlight_py.distributed.devices import DeviceRule
-from flashlight_py.distributed.exchange import Steps
+from flashlight_py.distributed.start import devices
+from flashlight_py.distributed.start.devices import DeviceRule
+from flashlight_py.distributed.start.exchange import Steps
 from flashlight_py.errors import BackendUnavailableError, DistributedError
 
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.nccl.library import version_text
-from flashlight_py.distributed.exchange import exchange_bytes
+from flashlight_py.distributed.start.exchange import exchange_bytes
 from flashlight_py.errors import DistributedError, UnavailableEverywhereError
 
 

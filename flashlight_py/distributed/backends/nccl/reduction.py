@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.device import Array, array_module
-from flashlight_py.distributed.arrays import scale_in_place
 from flashlight_py.distributed.backends.nccl.dtypes import Form, form_of
+from flashlight_py.distributed.calls.arrays import scale_in_place
 from flashlight_py.distributed.constants import ReduceOp
 
 

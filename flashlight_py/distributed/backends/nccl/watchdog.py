@@ -13,7 +13,7 @@ from typing import Any
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
 from flashlight_py.distributed.backends.nccl.comparing import Comparisons
 from flashlight_py.distributed.backends.nccl.streams import Flight, Flights
-from flashlight_py.distributed.recorder import incidents
+from flashlight_py.distributed.failures import incidents
 
 _INTERVAL = 0.2
 # While a profile is taken, which wants to know when collectives ended.

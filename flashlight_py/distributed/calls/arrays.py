@@ -1,0 +1,376 @@
+"""From what a user passes to what a backend takes: checks, dtypes, packing and unpacking."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flashlight_py.device import Array, array_module, is_cupy
+from flashlight_py.distributed.calls.foreign import shared_view
+from flashlight_py.distributed.constants import ReduceOp
+
+ACCEPTED = (
+    "numpy.ndarray, cupy.ndarray, torch.Tensor, flashlight_py.Variable or an array with DLPack "
+    "or the buffer protocol, of dtype bool, int8 to int64, uint8 to uint64, float16, bfloat16, "
+    "float32, float64, longdouble or complex; where it is only moved (broadcast, all_gather, "
+    "gather, scatter, all_to_all, messages), of any dtype without objects; min and max take dates"
+)
+
+# In the order of csrc/reduce/reduce.h. bfloat16 is recognised by its name: NumPy knows it only once
+# ml_dtypes has been imported, by whoever made the array.
+DTYPES = (
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "bfloat16", "float32", "float64", "longdouble"),
+    *("complex64", "complex128", "clongdouble"),
+)
+_CODES = {name: code for code, name in enumerate(DTYPES)}
+for name in ("longdouble", "clongdouble"):  # NumPy calls them by their width
+    _CODES[np.dtype(name).name] = _CODES[name]
+
+MOVED = len(DTYPES)
+"""The code of every other dtype: verbs move it as bytes, and ranks compare its ``number_of``."""
+
+_LONG_NAME = 128  # of a dtype, beside which the line of a call is shown
+_SEEN = 1024  # dtypes that are remembered; a program has few, unless it makes them of its data
+
+LEAST_NUMBER = 1 << 62
+"""Of a ``number_of``: no dimension is as large."""
+# A thousand of each unit are one of that before.
+_UNITS = ("s", "ms", "us", "ns", "ps", "fs", "as")
+
+_codes_seen: dict[np.dtype[Any], int] = {}
+
+_OF_OBJECTS = ("all_gather", "broadcast", "gather", "scatter")
+
+_OPS = {op.name.lower(): op for op in ReduceOp}
+_BITWISE = (ReduceOp.AND, ReduceOp.OR, ReduceOp.XOR)
+# What they are of truth values.
+_LOGICAL = dict(zip((ReduceOp.LAND, ReduceOp.LOR, ReduceOp.LXOR), _BITWISE, strict=True))
+
+
+def as_array(verb: str, value: Any, writes: bool = True, of_any_dtype: bool = False) -> Array:
+    """Return the array that ``value`` is or holds, sharing its memory.
+
+    NumPy's may be ``of_any_dtype`` without objects, where nothing is computed with it.
+
+    Raises:
+        TypeError: ``value`` is no array, or of a dtype that cannot be sent.
+        ValueError: it is read-only and the verb ``writes`` into it, a tensor that requires grad, or
+            a Variable that was computed from others and needs a gradient.
+    """
+    array = value if type(value) is np.ndarray else _held_by(verb, value, writes)
+    if not of_any_dtype or array.dtype.hasobject or is_cupy(array):
+        dtype_code(verb, array.dtype)
+    if writes and not is_cupy(array) and not array.flags.writeable:
+        raise ValueError(
+            f"{verb} works in place and the array is read-only (shape {array.shape}, dtype "
+            f"{array.dtype}); pass a copy, x.copy()"
+        )
+    return array
+
+
+def _held_by(verb: str, value: Any, writes: bool) -> Array:
+    """Return the array of a Variable, of another library, or of a class derived from NumPy's."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(
+            f"{verb} knows no masks, and what is masked would take part; pass x.data, or a copy "
+            "such as x.filled(0)"
+        )
+    if getattr(value, "has_history", False):
+        raise ValueError(
+            f"{verb} knows no gradients, and this Variable (shape {value.shape}) was computed from "
+            "others and needs one: it would be cut off, or silently wrong where the verb works in "
+            "place. Use the verbs of flashlight_py.functional, which are differentiable; or, where "
+            f"no gradient is to flow, {verb}(x.array)"
+        )
+    held: Any = getattr(value, "array", value)
+    known = isinstance(held, np.ndarray) or is_cupy(held)
+    view: Array | None = held if known else shared_view(verb, held, writes)
+    if view is None:
+        raise TypeError(
+            f"{verb} takes an array, got {type(value).__name__}. {_advice(verb, value)}. An array "
+            f"is a {ACCEPTED}"
+        )
+    return view
+
+
+def _advice(verb: str, value: Any) -> str:
+    """Say how to send what is no array."""
+    name = verb.partition("(")[0]
+    of_objects = f"{name}_object" if name in _OF_OBJECTS else "all_gather_object"
+    arrays = isinstance(value, list | tuple | bool | int | float | complex | np.generic)
+    by_array = "np.asarray(x) makes an array of numbers, and " if arrays else ""
+    return f"{by_array}{of_objects}(x) sends any object"
+
+
+def dtype_code(verb: str, dtype: np.dtype[Any]) -> int:
+    """Return the native code of ``dtype``.
+
+    Raises:
+        TypeError: nothing is computed with arrays of this dtype (object, str, date, structured).
+    """
+    code = code_of(dtype)
+    if code == MOVED:
+        advice = f". {_advice(verb, None)}" if dtype.hasobject else ""
+        raise TypeError(
+            f"{verb} got an array of dtype {name_of(dtype)}{advice}; it takes a {ACCEPTED}"
+        )
+    return code
+
+
+def code_of(dtype: np.dtype[Any]) -> int:
+    """Return the native code of ``dtype``; ``MOVED`` where nothing is computed with it."""
+    code = _codes_seen.get(dtype)  # dtype.name takes NumPy 2 us to put together
+    if code is None:
+        code = _codes_seen[dtype] = _CODES.get(dtype.name, MOVED)
+    return code
+
+
+@functools.lru_cache(maxsize=_SEEN)
+def name_of(dtype: np.dtype[Any]) -> str:
+    """Return ``dtype`` in words, equal where dtypes are: byte orders are not kept by verbs."""
+    if code_of(dtype) != MOVED:
+        return dtype.name
+    name = str(dtype if dtype.hasobject else of_text(in_text(dtype)))
+    return name if len(name) <= _LONG_NAME else f"{name[:96]}... #{number_of(dtype):x}"
+
+
+@functools.lru_cache(maxsize=_SEEN)
+def number_of(dtype: np.dtype[Any]) -> int:
+    """Return a number that equal dtypes have in common on all ranks."""
+    digest = hashlib.blake2b(in_text(dtype).encode(), digest_size=8).digest()
+    return LEAST_NUMBER | int.from_bytes(digest, "little") >> 2
+
+
+def in_text(dtype: np.dtype[Any]) -> str:
+    """Return all of a ``dtype`` but its byte order, equal where dtypes are."""
+    return json.dumps(_parts(dtype.newbyteorder("=")), default=str)
+
+
+def _parts(dtype: np.dtype[Any]) -> Any:
+    if dtype.subdtype is not None:
+        base, shape = dtype.subdtype
+        return [_parts(base), shape]
+    if dtype.names is None:
+        return _of_dates(dtype) if dtype.kind in "mM" else str(dtype)
+    fields = [dtype.fields[name] for name in dtype.names] if dtype.fields else []
+    return {
+        "names": dtype.names,
+        "formats": [_parts(field[0]) for field in fields],
+        "offsets": [field[1] for field in fields],
+        "titles": [field[2] if len(field) > 2 else None for field in fields],
+        "itemsize": dtype.itemsize,
+    }
+
+
+def _of_dates(dtype: np.dtype[Any]) -> str:
+    """Return the same for M8[1000ms] as for M8[s], which NumPy takes for equal."""
+    unit, count = np.datetime_data(dtype)
+    while unit in _UNITS[1:] and count % 1000 == 0:
+        unit, count = _UNITS[_UNITS.index(unit) - 1], count // 1000
+    return str(np.dtype(f"{dtype.kind}8[{count}{unit}]")) if unit != "generic" else str(dtype)
+
+
+def of_text(text: str) -> np.dtype[Any]:
+    """Return the dtype of an ``in_text``."""
+    return _joined(json.loads(text))
+
+
+def _joined(parts: Any) -> np.dtype[Any]:
+    of: Any = parts
+    if isinstance(parts, list):
+        of = _joined(parts[0]), tuple(parts[1])
+    elif isinstance(parts, dict):
+        of = {**parts, "formats": [_joined(part) for part in parts["formats"]]}
+    try:
+        found: np.dtype[Any] = np.dtype(of)
+    except TypeError:  # NumPy knows the names of ml_dtypes only once that has been imported
+        import ml_dtypes
+
+        found = np.dtype(getattr(ml_dtypes, of))
+    return found
+
+
+WITH_TEXT = np.dtype("V1")
+"""The dtype of what ``of_bytes`` reads, where nobody knows yet what it is."""
+
+
+def with_text(part: Array) -> Array:
+    """Return the bytes of ``part``, and behind them its dtype and shape."""
+    text = f"{json.dumps(part.shape)}{in_text(part.dtype)}".encode()
+    tail = text + len(text).to_bytes(8, "little")
+    return np.frombuffer(part.tobytes() + tail, np.uint8)
+
+
+def of_bytes(whole: Array) -> Array:
+    """Return the array whose ``with_text`` is ``whole``, in the same memory."""
+    size = whole.size - 8
+    begin = size - int.from_bytes(whole[size:].tobytes(), "little")
+    shape, kind = whole[begin:size].tobytes().decode().split("]", 1)
+    return np.ndarray(json.loads(f"{shape}]"), of_text(kind), whole.data)
+
+
+def dtype_of_code(code: int) -> np.dtype[Any]:
+    """Return the dtype of a native code: the inverse of ``dtype_code``."""
+    return _joined(DTYPES[code])
+
+
+def parse_op(verb: str, op: str) -> ReduceOp:
+    """Return the reduce operation called ``op``.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    found = _OPS.get(op) if isinstance(op, str) else None
+    if found is None:
+        raise ValueError(f"{verb}: op must be one of {', '.join(_OPS)}; got {op!r}")
+    return found
+
+
+def check_reduction(verb: str, dtype: np.dtype[Any], op: ReduceOp, scale: float) -> float:
+    """Return ``scale`` as a float, if ``op`` and ``scale`` mean something for ``dtype``.
+
+    Raises:
+        TypeError: op does not exist for this dtype (sum of bool, min of complex, average of
+            integers, bits of floats, anything but min and max of dates), or scale is no real
+            number.
+        ValueError: scale is not finite, would give fractions in an integer array, or is not 1
+            where the result is no number.
+    """
+    if isinstance(scale, complex) or not hasattr(scale, "__float__"):
+        raise TypeError(f"{verb}: scale must be a real number, got {type(scale).__name__}")
+    try:
+        factor = float(scale)
+    except OverflowError:  # an integer of more than 300 digits
+        factor = math.inf
+    if not math.isfinite(factor):
+        raise ValueError(f"{verb}: scale must be finite, got {factor}")
+    kind = dtype.kind
+    if code_of(dtype) == MOVED:
+        if kind not in "mM":
+            dtype_code(verb, dtype)
+        if op not in (ReduceOp.MIN, ReduceOp.MAX) or factor != 1.0:
+            raise TypeError(
+                f"{verb}: an array of {dtype} takes op 'min' or 'max' and no scale, got "
+                f"op={op.name.lower()!r}, scale={factor}"
+            )
+        return factor
+    if op in _BITWISE or op in _LOGICAL:
+        _check_bits(verb, dtype, op, factor)
+    elif kind == "b" and (op not in (ReduceOp.MIN, ReduceOp.MAX) or factor != 1.0):
+        raise TypeError(
+            f"{verb}: a bool array takes op 'and' or 'min' (all), 'or' or 'max' (any), 'xor' and "
+            f"no scale, got op={op.name.lower()!r}, scale={factor}; cast it to an integer to count"
+        )
+    if kind == "c" and op in (ReduceOp.MIN, ReduceOp.MAX):
+        raise TypeError(f"{verb}: complex numbers have no {op.name.lower()}; use sum, avg or prod")
+    if kind in "iu":
+        _check_integer(verb, dtype, op, scale, factor)
+    return factor
+
+
+def _check_bits(verb: str, dtype: np.dtype[Any], op: ReduceOp, factor: float) -> None:
+    if op in _BITWISE and dtype.kind not in "biu":
+        raise TypeError(
+            f"{verb}: op={op.name.lower()!r} combines the bits of integers and bool, got {dtype}; "
+            f"op='l{op.name.lower()}' takes every number that is not zero for true"
+        )
+    if factor != 1.0:
+        raise ValueError(f"{verb}: op={op.name.lower()!r} takes no scale, got {factor}")
+
+
+def _check_integer(
+    verb: str, dtype: np.dtype[Any], op: ReduceOp, scale: float, factor: float
+) -> None:
+    if op is ReduceOp.AVG:
+        raise TypeError(
+            f"{verb}: the average of {dtype} would lose its fraction; use op='sum', or a float "
+            "array"
+        )
+    if factor != int(scale) or abs(factor) >= 2.0**63:
+        raise ValueError(
+            f"{verb}: scale={scale} on an array of {dtype} would not give whole numbers, or is not "
+            "one that a float64 holds, as which it travels; use a float array"
+        )
+
+
+def pack(array: Array) -> Array:
+    """Return ``array`` itself where a backend can take it, else a packed, native copy."""
+    if array.flags.c_contiguous and array.dtype.isnative:
+        return array
+    xp = array_module(array)
+    packed: Array = xp.array(array, dtype=array.dtype.newbyteorder("="), order="C")
+    return packed
+
+
+class Terms(NamedTuple):
+    """``array`` is what a backend reduces by ``op``; ``back`` makes numbers of such a result."""
+
+    array: Array
+    op: ReduceOp
+    back: Callable[[Array], Array] | None = None
+
+
+def pack_terms(array: Array, op: ReduceOp) -> Terms:
+    """Return what a backend reduces in place of ``array`` by ``op``.
+
+    That is ``array`` packed; of logical operations its truth values; of dates their numbers, whose
+    order has "not a time" at the end that wins: it is the least number, and for a maximum all are
+    less by one, which wraps around.
+    """
+    packed = pack(array)
+    if array.dtype.kind in "mM":
+        if op is not ReduceOp.MAX:
+            return Terms(packed.view(np.int64), op, lambda part: part.view(packed.dtype))
+        less = _plus(-1, packed.view(np.int64))
+        return Terms(less, op, lambda part: _plus(1, part).view(packed.dtype))
+    native = _LOGICAL.get(op)
+    if native is None:
+        return Terms(packed, op)
+    truth = pack(array_module(array).asarray(array != 0))
+    return Terms(truth, native, lambda part: part.astype(array.dtype))
+
+
+def _plus(number: int, array: Array) -> Array:
+    """Return an array also where there is no dimension: NumPy warns of numbers that wrap around."""
+    more: Array = np.add(array, number, out=np.empty_like(array))
+    return more
+
+
+def as_bytes(array: Array) -> Array:
+    """Return the memory of ``array``, which is contiguous, as bytes of one dimension."""
+    flat: Array = array.reshape(-1).view(np.uint8) if array.itemsize else np.empty(0, np.uint8)
+    return flat
+
+
+def may_overlap(one: Array, other: Array) -> bool:
+    """Return whether two arrays may share memory; cheap, and never wrong where they do."""
+    xp = array_module(one)
+    return xp is array_module(other) and bool(xp.may_share_memory(one, other))
+
+
+def require_length(verb: str, out: Array, rows: int, rank: int, size: int) -> None:
+    """Raise ValueError where ``out`` has another first dimension than the ``rows`` that arrived."""
+    if out.shape[0] != rows:
+        raise ValueError(
+            f"[{verb}] rank {rank} of {size}: out has {out.shape[0]} rows, and {rows} arrived from "
+            "all ranks together; out was not changed, and the other ranks have their result"
+        )
+
+
+def scale_in_place(array: Array, scale: float) -> None:
+    """Multiply ``array`` by ``scale``, rounding as the native reductions do."""
+    if scale == 1.0:
+        return
+    if array.dtype.kind in "iu":
+        array *= np.int64(int(scale)).astype(array.dtype)  # a scalar, which CuPy takes too
+    elif array.dtype.itemsize == 2:  # float16 and bfloat16: one rounding, from float32
+        array[...] = array.astype(np.float32) * np.float32(scale)
+    else:
+        array *= array.real.dtype.type(scale)

@@ -1,0 +1,195 @@
+"""One call of a verb as one value: what is compared between ranks, recorded, and worded.
+
+A backend is given it (``Backend.start``); nothing below describes a call in any other way.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flashlight_py.device import Array, is_cupy
+from flashlight_py.distributed.calls.arrays import name_of
+from flashlight_py.distributed.constants import ReduceOp
+from flashlight_py.distributed.verbs import RECV, SCATTER, Verb
+
+ANY_RANK = -1
+"""The peer of a receive that takes what any rank sends."""
+
+PASS_FAILED = "end of a backward pass that has failed"
+
+# Calls that several collectives make up. Ranks know them by their places in this list.
+COMPOSED = (
+    *("broadcast_object", "all_gather_object", "gather_object", "scatter_object"),
+    *("new_group", "split", "shared_empty", "all_to_all(rows=...)", "scatter(rows=...)"),
+    *("all_reduce_location(min)", "all_reduce_location(max)"),
+    # Often called on rank 0 alone, by mistake: so a mismatch says what is wrong with that.
+    *(
+        "save(collective, to be called on every rank)",
+        "load(collective, to be called on every rank)",
+    ),
+    *("host_array", "backward of a sharded module", "optimizer.step of a sharded module"),
+    *("clip_grad_norm of a sharded module", PASS_FAILED),
+)
+
+
+class Matched(NamedTuple):
+    """What a receive has taken that did not know who sends, or how much."""
+
+    source: int
+    rows: int
+
+
+@dataclass(slots=True)
+class Call:
+    """A call of ``verb``, as one rank makes it.
+
+    Args:
+        verb: a row of the table.
+        array: what is sent, filled, or both: C-contiguous, of native byte order, writable where
+            the verb writes it. Of a scatter the whole, of shape (size, shape of a part), on the
+            root alone. None elsewhere, and of a barrier or a refusal.
+        op: how values are combined. ``AVG`` arrives of a prefix alone: else it is ``SUM`` with
+            another scale.
+        scale: factor of the result.
+        root: rank of a rooted verb.
+        peer: the other end of a message.
+        tag: that of a message.
+        rows: how many rows rank 0, 1, ... gets, where parts are unequal.
+        out: where the result goes, else a new array. A gather's may be too long or too short,
+            which raises ValueError on this rank when all have called.
+        blocking: the caller waits at once: the backend may run the call on the caller's thread.
+        seconds: what it may take, default the group's timeout.
+        part_of: what it is a step of, one of ``COMPOSED``. It goes with calls of the other ranks
+            that are steps of the same.
+        partial: of a receive: fewer rows may arrive than ``array`` has, and fill its first ones.
+        patience: of a receive, in seconds: it ends without a message after them, with None;
+            negative: no limit.
+        waited: of a receive with patience, in seconds: so long the caller, whom somebody waits for,
+            has asked for it before, again and again.
+        received: where the rows go that each rank has sent here, at the end at the latest; of a
+            message that is only compared its number, which both ends have in common: no other
+            message has it that the one has sent to the other.
+        compared: nothing moves: the ranks only compare what they call, for a library that does not
+            do so itself, and that may be given arrays of a GPU. The result of a verb in which
+            shapes may differ is every rank's first dimension, of a scatter the dtype and shape of a
+            part, as the root has it, else None.
+        holds: the dtype and shape of what ``array`` stands for, where they are not its own: dates
+            are reduced as integers, and a scatter of a dtype that the others cannot know beforehand
+            has it with each part.
+        refusal: why this rank does not make the call, in words: it takes part all the same, so that
+            the others raise ``MismatchError``. Nothing moves then, and nothing is to be waited for.
+    """
+
+    verb: Verb
+    array: Any = None
+    op: ReduceOp = ReduceOp.SUM
+    scale: float = 1.0
+    root: int = 0
+    peer: int = ANY_RANK
+    tag: int = 0
+    rows: Sequence[int] | None = None
+    out: Array | None = None
+    blocking: bool = True
+    seconds: float | None = None
+    part_of: str = ""
+    partial: bool = False
+    patience: float = -1.0
+    waited: float = 0.0
+    received: list[int] | None = None
+    compared: bool = False
+    holds: tuple[np.dtype[Any], tuple[int, ...]] | None = None
+    refusal: str = ""
+
+    @property
+    def like(self) -> Any:
+        """An array that has the dtype and shape which the call is about; None: not known here."""
+        if self.verb is SCATTER and self.array is not None:
+            return self.array[0] if self.out is None else self.out
+        return self.out if self.verb is SCATTER else self.array
+
+    @property
+    def name(self) -> str:
+        """The function that users have called."""
+        return self.part_of.partition("(")[0] if self.part_of else self.verb.name
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether the first dimensions of the ranks' arrays may differ."""
+        return self.verb.ragged or (self.rows is not None and not self.verb.reduces)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is a receive that does not know who sends, or how much."""
+        return self.verb is RECV and (self.peer == ANY_RANK or self.partial)
+
+    def __str__(self) -> str:
+        """Return the call as users know it, such as ``"broadcast(float32 (3,), root=0)"``."""
+        return self.refusal or self.part_of or self._in_words(self.like, False)
+
+    @property
+    def key(self) -> str:
+        """Text that is the same on all ranks where their calls go together."""
+        like = None if self.verb is SCATTER else self.like  # who receives may not know more
+        return self.refusal or f"{self.part_of}\n{self._in_words(like, self.is_ragged)}"
+
+    @property
+    def steps(self) -> str:
+        """The call in words, and of which verb it is a step."""
+        return self.key.strip("\n").replace("\n", ": ")
+
+    def _in_words(self, like: Array | None, is_ragged: bool) -> str:
+        rows = "" if self.rows is None else str(list(self.rows)) if self.verb.reduces else "..."
+        what = None
+        if like is not None:
+            dtype, shape = self.holds or (like.dtype, like.shape)
+            what = f"{'cupy ' * is_cupy(like)}{name_of(dtype)}", shape
+        how = self.op, self.scale + 0.0, self.root, self.tag, rows  # -0.0 and 0.0 are one scale
+        return _in_words(self.verb, what, is_ragged, *how)
+
+
+@functools.lru_cache(maxsize=1024)  # a program calls the same again and again, and waits for this
+def _in_words(
+    verb: Verb, what: tuple[str, tuple[int, ...]] | None, is_ragged: bool, *how: Any
+) -> str:
+    """Return a call of an array of ``what`` kind and shape as it is written."""
+    about = ""
+    if what is not None:
+        kind, shape = what
+        about = f"{kind} rows of {shape[1:]}" if is_ragged else array_in_words(kind, shape)
+    return in_words(verb, about, *how)
+
+
+def in_words(
+    verb: Verb, about: str, op: ReduceOp, scale: float, root: int, tag: int, rows: str = ""
+) -> str:
+    """Return a call as it is written: ``about`` is its array in words, ``rows`` empty if equal."""
+    values = {
+        "op": op.name.lower(),
+        "scale": _number(scale),
+        "root": root,
+        "tag": tag,
+        "rows": rows,
+    }
+    named = (f"{name}={values[name]}" for name in verb.takes if name != "rows" or rows)
+    return f"{verb.name}({', '.join([*filter(None, [about]), *named])})"
+
+
+def array_in_words(kind: str, shape: Sequence[object]) -> str:
+    """Return a dtype and a shape.
+
+    Example:
+        >>> array_in_words("int8", [3])
+        'int8 (3,)'
+    """
+    return f"{kind} ({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
+
+
+def _number(value: float) -> str:
+    """Return ``value``, short where that says all of it: unequal ones must look unequal."""
+    short = f"{value:g}"
+    return short if float(short) == value else repr(value)

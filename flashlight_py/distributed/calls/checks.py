@@ -1,0 +1,148 @@
+"""Arguments that are numbers: ranks, rows, timeouts, and what verbs reduce in place of an array."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flashlight_py.device import Array
+
+if TYPE_CHECKING:
+    from flashlight_py.distributed.groups.membership import Membership
+
+
+def whole(value: object) -> int | None:
+    """Return an integer of any kind, also NumPy's, as an int; None for anything else."""
+    if type(value) is int:
+        return value
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def whole_number(what: str, name: str, value: object, least: int = 0) -> int:
+    """Return ``value``, the argument ``name`` of ``what``, as an int.
+
+    Raises:
+        TypeError: it is not an integer.
+        ValueError: it is less than ``least``.
+    """
+    number = None if isinstance(value, bool) else whole(value)
+    if number is None:
+        raise TypeError(f"{what}: {name} must be an integer, got {type(value).__name__}")
+    if number < least:
+        raise ValueError(f"{what}: {name} must be at least {least}, got {number}")
+    return number
+
+
+def check_rank(group: Membership, verb: str, name: str, rank: object) -> int:
+    """Return ``rank``, the argument called ``name``, as an int.
+
+    Raises:
+        ValueError: it is no rank of ``group``.
+    """
+    number = whole(rank)
+    if number is None or not 0 <= number < group.size:
+        raise ValueError(
+            f"{verb}: {name} must be a rank of this group, 0 to {group.size - 1}; got {rank!r}"
+        )
+    return number
+
+
+def check_seconds(verb: str, timeout: Any) -> float | None:
+    """Return a ``timeout`` in seconds as a float, None as it is.
+
+    Raises:
+        ValueError: it is no positive number.
+    """
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not hasattr(timeout, "__float__") or not timeout > 0:
+        raise ValueError(f"{verb}: timeout must be a positive number of seconds: {timeout!r}")
+    return float(timeout)
+
+
+def require_equal_parts(verb: str, array: Array, size: int) -> None:
+    """Raise ValueError unless the first dimension can be cut into a part for each rank."""
+    if array.ndim == 0 or array.shape[0] % size:
+        raise ValueError(
+            f"{verb}: the first dimension must be a multiple of the {size} ranks, got shape "
+            f"{array.shape}; unequal parts need rows="
+        )
+
+
+def check_rows(verb: str, array: Array, rows: Iterable[object], size: int) -> list[int]:
+    """Return ``rows`` as ints, if they cut the first dimension of ``array`` into ``size`` parts.
+
+    Raises:
+        ValueError: they do not, or one of them is no integer.
+    """
+    counts = each_rank(verb, rows, size)
+    have = array.shape[0] if array.ndim else 0
+    if sum(counts) != have or not array.ndim:
+        raise ValueError(
+            f"{verb}: rows must say for each of the {size} ranks how many of the rows of x (shape "
+            f"{array.shape}) it gets, {have} in all; got {counts}"
+        )
+    return counts
+
+
+def each_rank(verb: str, rows: Iterable[object], size: int) -> list[int]:
+    """Return ``rows`` as ints.
+
+    Raises:
+        ValueError: they are not one integer for each rank, none of them negative.
+    """
+    given = list(rows)
+    counts = [count for n in given if (count := whole(n)) is not None and not isinstance(n, bool)]
+    if len(given) != size or len(counts) != size or min(counts) < 0:
+        raise ValueError(
+            f"{verb}: rows must say, in integers, for each of the {size} ranks how many rows it "
+            f"gets; got {given}"
+        )
+    return counts
+
+
+NUMBERS = (bool, int, float, complex, np.generic)
+"""Python's numbers, and NumPy's scalars."""
+
+_LIMIT = 2**63
+
+
+def as_number(verb: str, x: Any) -> tuple[Array, Callable[[], Any]]:
+    """Return ``x`` as an array, and what makes a number of the kind of ``x`` of it again.
+
+    Python's numbers travel as bool, int64, float64 and complex128, NumPy's scalars as they are.
+
+    Raises:
+        OverflowError: ``x`` is an int beyond 64 bits.
+    """
+    require_bits(verb, x)
+    array = np.array(x, np.int64 if type(x) is int else None)
+    return array, (lambda: array[()]) if isinstance(x, np.generic) else array.item
+
+
+def require_bits(verb: str, x: Any, op: str = "", scale: float = 1.0, size: int = 1) -> None:
+    """Refuse a Python int whose reduction could pass 64 bits, where NumPy's would wrap around.
+
+    Each rank looks at its own, as if all ``size`` had the same: then none passes.
+
+    Raises:
+        OverflowError: it could.
+    """
+    if type(x) is not int:
+        return
+    largest = {"sum": abs(x) * size, "prod": abs(x) ** size}.get(op, abs(x))
+    if isinstance(scale, int | float) and math.isfinite(scale):
+        largest = math.ceil(largest * abs(int(scale)))
+    if largest >= _LIMIT:
+        of = f" of {size} ranks by {op!r}" if op else ""
+        raise OverflowError(
+            f"{verb}: {x}, an int, travels in 64 bits, and its reduction{of} could pass them; pass "
+            "a float, or the digits by all_gather_object"
+        )

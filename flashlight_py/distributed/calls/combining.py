@@ -1,0 +1,92 @@
+"""What verbs mean: the result of one rank, of the arrays of all, as NumPy (or CuPy) computes it.
+
+The table of the verbs refers to these. Tests compare every backend with them, and a backend whose
+library lacks a verb does it so.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+
+from flashlight_py.device import Array, array_module
+from flashlight_py.distributed.calls.arrays import scale_in_place
+from flashlight_py.distributed.constants import ReduceOp
+
+_UFUNC = {
+    ReduceOp.SUM: "add",
+    ReduceOp.AVG: "add",
+    ReduceOp.PROD: "multiply",
+    ReduceOp.MIN: "minimum",
+    ReduceOp.MAX: "maximum",
+    ReduceOp.AND: "bitwise_and",
+    ReduceOp.OR: "bitwise_or",
+    ReduceOp.XOR: "bitwise_xor",
+    ReduceOp.LAND: "logical_and",
+    ReduceOp.LOR: "logical_or",
+    ReduceOp.LXOR: "logical_xor",
+}
+_LOGICAL = (ReduceOp.LAND, ReduceOp.LOR, ReduceOp.LXOR)
+
+
+def combined(
+    arrays: Sequence[Array], op: ReduceOp, scale: float = 1.0, hosts: Sequence[int] = ()
+) -> Array:
+    """Return ``scale`` times ``arrays``, combined in their order, as a new array.
+
+    16-bit floats are combined in float32 and rounded once; integers wrap around; an average is
+    divided by the number of arrays. Of several ``hosts``, each with so many of the arrays, those of
+    each are combined first, and rounded, as what leaves a host has the arrays' dtype.
+    """
+    if op is ReduceOp.AVG:
+        op, scale = ReduceOp.SUM, scale / len(arrays)
+    if hosts:
+        first, scale = factors(arrays[0].dtype, op, scale)
+        arrays = [combined(some, op, first) for some in cut(arrays, hosts)]
+    dtype, xp = arrays[0].dtype, array_module(arrays[0])
+    narrow = is_narrow(dtype)
+    terms = [array.astype(np.float32) for array in arrays] if narrow else list(arrays)
+    if op in _LOGICAL:
+        terms = [array != 0 for array in arrays]  # of one alone too
+    fold = functools.partial(functools.reduce, getattr(xp, _UFUNC[op]))
+    with np.errstate(over="ignore", invalid="ignore"):  # infinities come as they come
+        total = xp.array(fold(terms))
+        scale_in_place(total, scale)
+        result: Array = total.astype(dtype, copy=False)
+    return result
+
+
+def is_narrow(dtype: np.dtype[Any]) -> bool:
+    """Return whether arrays of ``dtype``, a float of 16 bits, are combined in float32."""
+    return dtype.itemsize == 2 and dtype.kind not in "iu"
+
+
+def factors(dtype: np.dtype[Any], op: ReduceOp, scale: float) -> tuple[float, float]:
+    """Return by what the results of the hosts are multiplied, and by what that of all of them.
+
+    What leaves a host in 16 bits is made smaller before it is rounded: a mean does not overflow on
+    its way.
+    """
+    first = is_narrow(dtype) and op is ReduceOp.SUM and abs(scale) <= 1
+    return (scale, 1.0) if first else (1.0, scale)
+
+
+def cut(rows: Any, counts: Sequence[int]) -> list[Any]:
+    """Return ``rows`` in parts, of so many of them each.
+
+    Example:
+        >>> [part.tolist() for part in cut(np.arange(5), [2, 0, 3])]
+        [[0, 1], [], [2, 3, 4]]
+    """
+    return [rows[start:end] for start, end in pairwise(accumulate(counts, initial=0))]
+
+
+def joined(arrays: Sequence[Array]) -> Array:
+    """Return ``arrays`` one after the other; one without dimensions is one row."""
+    rows = [array.reshape(1) if array.ndim == 0 else array for array in arrays]
+    whole: Array = array_module(rows[0]).concatenate(rows)
+    return whole

@@ -1,0 +1,383 @@
+"""From the arguments of a verb to a ``Call``, and from its end to what the user gets.
+
+Whatever is wrong with arguments is found before anything is sent. A rank that refuses its
+arguments makes the call all the same, as one that equals no other rank's, and raises its own error
+at once: the others raise ``MismatchError`` with its reason instead of waiting for it, and the group
+lives on. A message whose other end or tag is wrong itself is no part of any call: nobody is
+notified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from flashlight_py.device import Array, is_cupy, owner_of
+from flashlight_py.distributed.calls.arrays import (
+    Terms,
+    as_array,
+    check_reduction,
+    may_overlap,
+    pack,
+    pack_terms,
+    parse_op,
+)
+from flashlight_py.distributed.calls.call import Call
+from flashlight_py.distributed.calls.checks import (
+    NUMBERS,
+    as_number,
+    check_rank,
+    check_rows,
+    require_bits,
+    require_equal_parts,
+)
+from flashlight_py.distributed.constants import ReduceOp
+from flashlight_py.distributed.groups.membership import Membership, of, place_of_native
+from flashlight_py.distributed.verbs import BARRIER, RECV, SEND, Verb
+from flashlight_py.distributed.work import AllOf, Done, Then, Work
+from flashlight_py.errors import DistributedError
+
+
+def collective(
+    group: Membership | None,
+    verb: Verb,
+    x: Any,
+    *,
+    op: str = "sum",
+    scale: float = 1.0,
+    root: Any = 0,
+    rows: Iterable[object] | None = None,
+    out: Any = None,
+    async_op: bool = False,
+    received: list[int] | None = None,
+) -> Any:
+    """Do ``verb`` of one array, a number or a list of arrays, as far as its row allows.
+
+    The arguments are those of the public functions; ``received`` as of ``Call``. Returns the
+    result, or a Work.
+    """
+    owner = owner_of((x, out))
+    if owner is not None:
+        how = {"op": op, "scale": scale, "root": root, "rows": rows, "out": out}
+        return owner.__operation__(_once_more, (group, verb, x), {**how, "async_op": async_op})
+    members = of(group)
+    several = verb.lists and isinstance(x, list | tuple)
+    begun = len(x) if several and async_op else 1
+    how = {"op": op, "scale": scale, "root": root, "rows": rows, "received": received}
+    with refusing(members, verb, [COLLECTIVE] * begun, (x, out)):
+        if verb.numbers and isinstance(x, NUMBERS):
+            return _of_number(members, verb, x, how, async_op)
+        if several:
+            return _each(members, verb, x, how, out, async_op)
+        return _prepare(members, verb, x, how, out, async_op)()
+
+
+class _OnceMore:
+    """What a public function does, done again by each replay of a step that was recorded."""
+
+    def __call__(
+        self,
+        group: Membership | None,
+        verb: Verb,
+        x: Any,
+        *,
+        op: str,
+        scale: float,
+        root: Any,
+        rows: Any,
+        out: Any,
+        async_op: bool,
+    ) -> Any:
+        """Do it by the short way if that can do it."""
+        how: Any = {"op": op, "scale": scale, "root": root, "rows": rows, "out": out}
+        (holder, name), args = self.short(group, verb, x, **how, async_op=async_op)
+        y = getattr(holder, name)(*args)
+        return collective(group, verb, x, **how, async_op=async_op) if y is NotImplemented else y
+
+    @staticmethod
+    def described(group: Membership | None, verb: Verb, x: Any) -> tuple[str, bool, bool]:
+        """Return the verb's name, whether it changes ``x`` in place, and whether one rank calls."""
+        return verb.name, verb.in_place, of(group).size == 1
+
+    @staticmethod
+    def short(
+        group: Membership | None,
+        verb: Verb,
+        x: Any,
+        *,
+        op: str,
+        scale: float,
+        root: Any,
+        rows: Any,
+        out: Any,
+        async_op: bool,
+    ) -> tuple[tuple[Any, str], tuple[Any, ...]]:
+        """Return where the short way is to be found at each call, and what it takes."""
+        args = verb.code, x, out, op if rows is None else rows, scale, root, 0, async_op
+        return place_of_native(group), args
+
+
+_once_more = _OnceMore()
+
+
+def _of_number(group: Membership, verb: Verb, x: Any, how: dict[str, Any], async_op: bool) -> Any:
+    if verb.reduces:
+        require_bits(verb.name, x, how["op"], how["scale"], group.size)
+    array, number = as_number(verb.name, x)
+    done = _prepare(group, verb, array, how, None, async_op)()
+    return Then(done, lambda _: number()) if async_op else number()
+
+
+def _each(
+    group: Membership, verb: Verb, xs: Sequence[Any], how: dict[str, Any], out: Any, async_op: bool
+) -> Any:
+    """Start ``verb`` of each of ``xs``, with its part of ``out``; all are checked before any."""
+    outs = [None] * len(xs) if out is None else list(out)
+    if len(outs) != len(xs):
+        raise ValueError(f"{verb}: {len(xs)} arrays are passed, and out has {len(outs)}")
+    pairs = zip(xs, outs, strict=True)
+    prepared = [_prepare(group, verb, x, how, out, async_op) for x, out in pairs]
+    results = [start() for start in prepared]
+    return AllOf(results) if async_op else results
+
+
+def _prepare(
+    group: Membership, verb: Verb, x: Any, how: dict[str, Any], out: Any, async_op: bool
+) -> Callable[[], Any]:
+    """Check everything, and return what starts the call and returns the result."""
+    name, rows = verb.name, how["rows"]
+    root = check_rank(group, name, "root", how["root"]) if verb.rooted else 0
+    array = as_array(name, x, writes=verb.in_place, of_any_dtype=True)
+    if verb.ragged and array.ndim == 0:
+        array = array.reshape(1)
+    op, scale = ReduceOp.SUM, 1.0
+    if verb.reduces:
+        op, scale = reduction(group, name, array, how["op"], how["scale"], verb.prefix)
+    mine = None
+    if verb.cuts and rows is not None:
+        rows = check_rows(name, array, rows, group.size)
+        mine = rows[group.rank]
+    elif verb.cuts:
+        require_equal_parts(name, array, group.size)
+    call = Call(verb, None, op, scale, root, rows=rows, blocking=not async_op)
+    call.received = how["received"]
+    if verb.in_place:
+        return lambda: _run_in_place(group, call, array, x)
+    wanted = verb.fills(group.rank, root)
+    space = output(name, out if wanted else None, array, verb.shape(array.shape, group.size, mine))
+    return lambda: _run_into(group, call, array, space)
+
+
+def reduction(
+    group: Membership, name: str, array: Array, op: str, scale: float, of_some: bool = False
+) -> tuple[ReduceOp, float]:
+    """Check the operation and the factor; an average, unless ``of_some``, becomes a scaled sum."""
+    reduce_op = parse_op(name, op)
+    factor = check_reduction(name, array.dtype, reduce_op, scale)
+    if reduce_op is ReduceOp.AVG and not of_some:
+        return ReduceOp.SUM, factor / group.size
+    return reduce_op, factor
+
+
+def _reducing(call: Call, array: Array) -> Terms:
+    """Have ``call`` reduce what stands for ``array``, or move that itself."""
+    terms = pack_terms(array, call.op) if call.verb.reduces else Terms(pack(array), call.op)
+    call.array, call.op = terms.array, terms.op
+    if array.dtype.kind in "mM" and call.verb.reduces:
+        call.holds = array.dtype, array.shape
+    return terms
+
+
+def _run_in_place(group: Membership, call: Call, array: Array, x: Any) -> Any:
+    back = _reducing(call, array).back
+    work = group.run(call)
+    if not call.verb.fills(group.rank, call.root):
+        return finish(group, call, work, x, None)
+    return finish(group, call, work, x, unpack_into(array, call.array, back))
+
+
+def _run_into(group: Membership, call: Call, array: Array, space: Output) -> Any:
+    back = _reducing(call, array).back
+    if back is None:
+        call.array, call.out = _apart(call.array, space), space.packed
+        return finish_into(group, call, group.run(call), space)
+    work = group.run(call)
+
+    def as_given(part: Array) -> Any:  # truth values become numbers, and numbers dates
+        if space.array is None:
+            return back(part)
+        space.array[...] = back(part)
+        return space.given
+
+    return as_given(work.wait()) if call.blocking else group.keep(Then(work, as_given))
+
+
+class Output(NamedTuple):
+    """Where a result goes: what the user passed, its array, and a form that backends can fill."""
+
+    given: Any
+    array: Array | None
+    packed: Array | None
+
+
+NO_OUTPUT = Output(None, None, None)
+
+
+def output(name: str, out: Any, like: Array, shape: tuple[int | None, ...]) -> Output:
+    """Return where a result of ``shape`` goes; its first extent is None if not known.
+
+    Raises:
+        ValueError: ``out`` has another shape, or another dtype than ``like``.
+    """
+    if out is None:
+        return NO_OUTPUT
+    array = as_array(f"{name}(out=)", out, of_any_dtype=True)
+    if not _fits(array.shape, shape) or array.dtype != like.dtype:
+        extents = ", ".join("any" if extent is None else str(extent) for extent in shape)
+        raise ValueError(
+            f"{name}: out must be {like.dtype} ({extents}), got {array.dtype} {array.shape}"
+        )
+    return Output(out, array, pack(array))
+
+
+def _fits(got: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
+    if got == wanted:
+        return True
+    same_rank = len(got) == len(wanted) > 0
+    return same_rank and wanted[0] is None and got[1:] == wanted[1:]
+
+
+def _apart(packed: Array, space: Output) -> Array:
+    """Return ``packed``, or a copy where backends would write into it while they read it."""
+    if space.packed is not None and may_overlap(packed, space.packed):
+        return packed.copy()
+    return packed
+
+
+def pack_apart(array: Array, space: Output) -> Array:
+    """Return ``array`` in a form that backends can read while they fill ``space``."""
+    return _apart(pack(array), space)
+
+
+def unpack_into(
+    array: Array, packed: Array, back: Callable[[Array], Array] | None = None
+) -> Callable[[], None] | None:
+    """Return what copies the result into ``array``, or None where it is there already.
+
+    ``back`` is that of its ``Terms``.
+    """
+    if packed is array:
+        return None
+
+    def unpack() -> None:
+        array[...] = packed if back is None else back(packed)
+
+    return unpack
+
+
+def finish(
+    group: Membership, call: Call, work: Work, x: Any, unpack: Callable[[], None] | None
+) -> Any:
+    """Return ``x``, or a Work whose result is ``x``, once it is complete."""
+
+    def complete(_: Any) -> Any:
+        if unpack is not None:
+            unpack()
+        return x
+
+    if call.blocking:
+        return complete(work.wait())
+    if unpack is None:
+        return Done(x) if isinstance(work, Done) else Then(work, complete)
+    return group.keep(Then(work, complete))
+
+
+def finish_into(group: Membership, call: Call, work: Work, space: Output) -> Any:
+    """Return what has arrived: a new array, or the ``out`` of the user; or a Work for it."""
+    if space.array is None or space.packed is None:
+        return work.wait() if call.blocking else work
+    return finish(group, call, work, space.given, unpack_into(space.array, space.packed))
+
+
+class End(NamedTuple):
+    """This rank's end of a message."""
+
+    sends: bool
+    peer: Any
+    tag: Any
+
+
+COLLECTIVE = None  # in place of an End
+
+
+class ending:
+    """A block of several calls of ``group``: Ctrl-C between two of them ends it, as inside one."""
+
+    def __init__(self, group: Membership) -> None:
+        self._group = group
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None and not isinstance(error, Exception):
+            self._group.end(error)
+
+
+class refusing(ending):
+    """A block in which a rank checks arguments: the others raise as well where that raises.
+
+    ``begun`` is what the verb begins on the other ranks: ``COLLECTIVE`` or an ``End`` each; several
+    where they do not wait for the first before they begin the second. ``given`` are its arguments:
+    a CuPy array among them says which backend the others are in. ``how``: what the rank has done.
+    """
+
+    def __init__(
+        self,
+        group: Membership,
+        verb: Verb | str,
+        begun: Iterable[End | None] = (COLLECTIVE,),
+        given: Iterable[Any] = (),
+        how: str = "refused its arguments",
+    ) -> None:
+        super().__init__(group)
+        self._verb, self._begun, self._given, self._how = verb, begun, given, how
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        if isinstance(error, DistributedError):  # which the other ranks know of
+            return
+        group = self._group
+        if not isinstance(error, Exception) or group.rank < 0 or group.size == 1:
+            return
+        if not group.journal.has_noted(error):  # else a call has begun, or was refused
+            self.refuse(error)
+
+    def refuse(self, error: Exception) -> None:
+        """Make the other ranks raise because of ``error``."""
+        group, begun = self._group, list(self._begun)
+        words = f"{self._verb}, and {self._how} ({reason_of(error)})"
+        held = [getattr(value, "array", value) for value in self._given]
+        backend = group.backend(next(filter(is_cupy, held), None))
+        if not all(end is COLLECTIVE or _is_known(group, end) for end in begun):
+            return
+        for end in begun:
+            group.journal.refused(str(self._verb), error, None if end is COLLECTIVE else end.peer)
+            if end is COLLECTIVE:
+                verb = self._verb if isinstance(self._verb, Verb) else BARRIER
+                backend.start(Call(verb, blocking=False, refusal=words))
+            elif end.peer != group.rank:
+                verb = SEND if end.sends else RECV
+                call = Call(verb, peer=end.peer, tag=end.tag, blocking=False, refusal=words)
+                backend.start(call)
+
+
+def reason_of(error: BaseException) -> str:
+    """Return an exception in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _is_known(group: Membership, end: End) -> bool:
+    peer, tag = end.peer, end.tag
+    is_rank = isinstance(peer, int) and 0 <= peer < group.size
+    return is_rank and isinstance(tag, int) and 0 <= tag < 2**31

@@ -1,0 +1,180 @@
+"""What the ranks of several hosts call, compared before anything is changed.
+
+Every collective begins with it, so that ranks which call different things meet in the same
+place: inside each host, then one rank of each host with the others', then inside again. Small data
+travels with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from flashlight_py.device import Array
+from flashlight_py.distributed.backend import Backend
+from flashlight_py.distributed.calls.call import Call
+from flashlight_py.distributed.calls.call_site import text_at_site
+from flashlight_py.distributed.failures.wording import different_calls
+from flashlight_py.distributed.verbs import ALL_GATHER, GATHER
+from flashlight_py.errors import MismatchError
+
+_KEY_BYTES = 16
+# Bytes for a call and its place as text, exchanged only where calls differ.
+_TEXT_BYTES = 320
+# Where a message's data begins, and the next message: aligned for every dtype.
+_ALIGNED = 16
+
+_EMPTY = np.empty(0, np.uint8)
+
+
+def between_hosts(seconds: float, times: int = 1) -> float:
+    """Return how long hosts wait for each other where ranks of one host wait ``seconds``.
+
+    A little longer: the host of a rank that is late can then say so, instead of being late itself.
+    And so on, ``times`` times, for who waits for one that waits.
+    """
+    for _ in range(times):
+        seconds += min(2.0, 0.2 * seconds)
+    return seconds
+
+
+def joined(parts: Sequence[Array]) -> Array:
+    """Return the bytes of ``parts``, one after the other."""
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+class Load(NamedTuple):
+    """What travels with a rank's call: ``data``, as bytes, and the ``length`` of its array in rows.
+
+    ``inside`` makes what a host sends of what its ranks have given, ``between`` what all get of
+    what the hosts have sent.
+    """
+
+    length: int = 0
+    data: Array = _EMPTY
+    inside: Callable[[Sequence[Array]], Array] = joined
+    between: Callable[[Sequence[Array]], Array] = joined
+
+
+NO_LOAD = Load()
+
+
+class Message(NamedTuple):
+    """What travels: a digest of the call, the lengths of some ranks' arrays, and data as bytes."""
+
+    digest: bytes
+    lengths: Sequence[int]
+    data: Array
+
+    def packed(self) -> Array:
+        """Return it as bytes."""
+        numbers = (self.data.size, len(self.lengths), *self.lengths)
+        head = self.digest + struct.pack(f"={len(numbers)}q", *numbers)
+        room = np.zeros(_up(len(head)) + _up(self.data.size), np.uint8)
+        room[: len(head)] = np.frombuffer(head, np.uint8)
+        room[_up(len(head)) :][: self.data.size] = self.data
+        return room
+
+
+def unpacked(whole: Array) -> list[Message]:
+    """Return the messages of which ``whole`` has the bytes, one after the other."""
+    messages, text, at = [], whole.data, 0
+    while at < whole.size:
+        size, count = struct.unpack_from("=2q", text, at + _KEY_BYTES)
+        lengths = struct.unpack_from(f"={count}q", text, at + _KEY_BYTES + 16)
+        begin = at + _up(_KEY_BYTES + 16 + 8 * count)
+        digest = bytes(text[at : at + _KEY_BYTES])
+        messages.append(Message(digest, lengths, whole[begin : begin + size]))
+        at = begin + _up(size)
+    return messages
+
+
+def _up(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+class Agreement:
+    """Compares calls of all ranks of ``flat``; ``inside`` and ``between`` join hosts: see there.
+
+    ``timeout`` is that of ``inside``, in seconds.
+    """
+
+    def __init__(
+        self, inside: Backend, between: Backend | None, flat: Backend, timeout: float
+    ) -> None:
+        self._inside, self._between, self._flat = inside, between, flat
+        self._timeout = timeout
+        self._is_ahead = False
+        self._last, self._last_at = "no call of this group", time.monotonic()
+
+    def reach(self, call: Call, number: int, load: Load) -> Message:
+        """Return once every rank has called what goes together with ``call``, with what they gave.
+
+        That is what the functions of ``load`` have made of all ranks' loads, and the lengths of
+        their arrays, host by host. It is call ``number`` of the group, as users count. Its
+        ``seconds`` bound each step of the way; None: the group's timeout does.
+
+        Raises:
+            MismatchError: another rank called something else; on every rank, nothing was changed.
+            DistributedError: as ``Work.wait``.
+        """
+        found = self.meet(call.key, load, call.seconds)
+        if not any(found.digest):
+            raise self._differences(call, number)
+        self._last, self._last_at = f"call {number}, {call.steps}", time.monotonic()
+        return found
+
+    def runs_ahead(self) -> None:
+        """Note that the last call has ended here while a local peer may wait for other hosts."""
+        self._is_ahead = True
+
+    def last(self) -> str:
+        """Say which call all ranks have joined last, and when."""
+        return f"All ranks joined {self._last}, {time.monotonic() - self._last_at:.1f} s ago"
+
+    def meet(self, key: str, load: Load, seconds: float | None) -> Message:
+        """Return what all ranks give, on all of them; with a digest of zeros where keys differ.
+
+        ``seconds`` is as for :meth:`reach`.
+        """
+        if seconds is None:  # a local peer that is behind has three limits of other hosts itself
+            seconds = between_hosts(self._timeout, 4) if self._is_ahead else self._timeout
+        self._is_ahead = False
+        mine = Message(_digest(key), (load.length,), load.data).packed()
+        answer = _EMPTY
+        local = self._inside.step(GATHER, mine, seconds)
+        if self._inside.rank == 0 and self._between is not None:
+            sent = _one_of(unpacked(local), load.inside)
+            whole = self._between.step(ALL_GATHER, sent.packed(), between_hosts(seconds))
+            answer = _one_of(unpacked(whole), load.between).packed()
+        # The rank that has it may wait for another host meanwhile, and is not late itself.
+        return unpacked(self._inside.step(ALL_GATHER, answer, between_hosts(seconds, 2)))[0]
+
+    def _differences(self, call: Call, number: int) -> MismatchError:
+        mine = bytearray(text_at_site(str(call), _TEXT_BYTES).ljust(_TEXT_BYTES, b"\0"))
+        text = Call(ALL_GATHER, np.frombuffer(mine, np.uint8))
+        if call.seconds is not None:
+            text.seconds = between_hosts(call.seconds)
+        rows = self._flat.start(text).wait().reshape(-1, _TEXT_BYTES)
+        calls = [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
+        where = f"[{call.name}] rank {self._flat.rank} of {self._flat.size}"
+        words = different_calls(where, f"call {number} of this group", enumerate(calls))
+        return MismatchError(words, calls=calls)
+
+
+def _one_of(messages: Sequence[Message], made: Callable[[Sequence[Array]], Array]) -> Message:
+    """Return one message in place of several; of zeros, as no call's, where calls differ."""
+    digest = messages[0].digest
+    if any(message.digest != digest for message in messages) or not any(digest):
+        return Message(bytes(_KEY_BYTES), (), _EMPTY)
+    lengths = [length for message in messages for length in message.lengths]
+    return Message(digest, lengths, made([message.data for message in messages]))
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.blake2b(key.encode(), digest_size=_KEY_BYTES).digest()

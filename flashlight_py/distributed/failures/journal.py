@@ -1,0 +1,375 @@
+"""The flight record of each group: its calls are counted, and the last ones kept in a ring.
+
+csrc/fast/ring.h is the layout of what native code writes. A call that goes through Python takes a
+place in the same ring, and its ``Record`` stands beside it.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from time import monotonic_ns
+from typing import Any
+
+import numpy as np
+
+from flashlight_py.device import operations_made
+from flashlight_py.distributed.calls.arrays import DTYPES
+from flashlight_py.distributed.calls.call import Call
+from flashlight_py.distributed.constants import ReduceOp
+from flashlight_py.distributed.failures import incidents
+from flashlight_py.distributed.failures.record import Record, What, place_of_caller
+from flashlight_py.distributed.verbs import BARRIER, VERBS, Verb
+from flashlight_py.distributed.work import Done, Work
+from flashlight_py.errors import DistributedError, GroupClosedError
+
+SENDRECV = Verb("sendrecv", 32, ("tag",), "result")  # its code is that of csrc/fast/ring.h
+NATIVE = {verb.code: verb for verb in (*VERBS, SENDRECV)}
+"""The verbs of native code by their codes."""
+
+# The ring of csrc/fast/ring.h.
+_CALLS = 512
+_HEADER_BYTES = 64
+_CALL = np.dtype(
+    {
+        "names": [
+            *("number", "started", "ended", "bytes", "shape", "verb", "dtype", "op", "ndim"),
+            *("flags", "peer", "tag", "id"),
+        ],
+        "formats": [
+            *("u8", "i8", "i8", "i8", ("i8", 3), "i1", "i1", "i1", "i1", "i4", "i4", "i4", "u8"),
+        ],
+        "offsets": [0, 8, 16, 24, 32, 56, 57, 58, 59, 60, 64, 68, 72],
+        "itemsize": 80,
+    }
+)
+# Places in its header, in eights of bytes.
+_NUMBER, _WRITTEN, _OFF, CALLER = 0, 1, 2, 3
+_FAILED, _PLACED, _ASYNC = 1, 2, 4
+
+# Attributes of errors.
+_NOTED, _NOT_BEGUN = "flashlight_py_noted", "flashlight_py_not_begun"
+
+_journals: list[weakref.ref[Journal]] = []  # a list can be read while another thread adds to it
+# Those of the latest groups are kept: what was called in a closed one may explain a failure.
+_latest: deque[Journal] = deque(maxlen=16)
+_made: Counter[tuple[int, ...]] = Counter()
+_forks = 0  # between the first process and this one
+_profiles = 0
+
+
+def _calls_made() -> int:
+    """Return how many calls this process has made in all groups that are left."""
+    journals = [journal for known in _journals if (journal := known()) is not None]
+    return sum(journal.header[_WRITTEN] for journal in journals)
+
+
+operations_made.append(_calls_made)
+
+
+def name_of_group(ranks: Sequence[int]) -> str:
+    """Return a name for a new group of ``ranks`` (of the world) that its members agree on.
+
+    They make the groups that they share in one order, so the second of the same ranks is the
+    second on each of them.
+    """
+    key = tuple(ranks)
+    _made[key] += 1
+    again = "" if _made[key] == 1 else f" #{_made[key]}"
+    return f"ranks {', '.join(map(str, key))}{again}"
+
+
+class Ring:
+    """Where native code writes its calls.
+
+    ``memory`` is the ring, ``notes`` has for each of its places a line of user code, or the record
+    of a call that went through Python. ``header[CALLER]`` is the thread that is in a native
+    collective, or 0.
+    """
+
+    __captured_state__: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        self.memory = np.zeros(_HEADER_BYTES + _CALLS * _CALL.itemsize, np.uint8)
+        self.notes: list[Any] = [None] * _CALLS
+        self.header = memoryview(self.memory.data)[:_HEADER_BYTES].cast("Q")
+
+
+class Journal(Ring):
+    """Counts the calls of the group ``name`` and records them.
+
+    ``ranks`` are its ranks in the world, ``path`` says in words what carries the data.
+    """
+
+    def __init__(self, name: str, ranks: Sequence[int], path: str) -> None:
+        super().__init__()
+        self.name, self.ranks, self.path = name, tuple(ranks), path
+        self.count: Sequence[int] = self.header[_NUMBER : _NUMBER + 1]
+        self._calls = self.memory[_HEADER_BYTES:].view(_CALL)
+        self._errors: dict[int, str] = {}
+        self._clocks: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self._zero = 0, 0
+        self.header[_OFF] = _profiles
+        _journals[:] = [known for known in _journals if known() is not None]
+        _journals.append(weakref.ref(self))
+        if self.ranks:
+            _latest.append(self)
+
+    @property
+    def calls(self) -> int:
+        """How many collectives this rank has called."""
+        return self.header[_NUMBER]
+
+    def run(self, calls: Sequence[Call], name: str, start: Callable[[], Work]) -> Work:
+        """Record ``calls``, which users know as one call of ``name`` and ``start`` starts.
+
+        Waits for the end of blocking ones.
+        """
+        call, verb = calls[0], calls[0].verb
+        number = 0 if verb.is_message else self._count()
+        kinds = {_kind(each) for each in calls}
+        dtype, shape = kinds.pop() if len(kinds) == 1 else (None, None)
+        size = None if shape is not None else sum(_bytes(each) for each in calls)
+        peer, tag = (call.peer, call.tag) if verb.is_message else (None, None)
+        op, root = call.op if verb.reduces else None, call.root if verb.rooted else None
+        what = (self.name, number, name, dtype, shape, op, root, peer, tag, size)
+        record = self._begin(what, 3)
+        try:
+            work = start()
+            if not call.blocking and not isinstance(work, Done):
+                return _Recorded(work, record)
+            value = work.wait()
+        except BaseException as error:
+            self._failed(record, number, error)
+            raise
+        record.flight = work.flight
+        if record.flight is None:
+            record.ended = monotonic_ns()
+        return work if isinstance(work, Done) else Done(value)
+
+    @contextmanager
+    def recording(
+        self, verb: str, root: int | None = None, like: tuple[Any, Any] = (None, None)
+    ) -> Iterator[Record]:
+        """Record what the body does, which blocks, as one call; ``like`` are dtype and shape."""
+        number = self._count()
+        record = self._begin((self.name, number, verb, *like, None, root), 4)
+        try:
+            yield record
+        except BaseException as error:
+            self._failed(record, number, error)
+            raise
+        record.ended = monotonic_ns()
+
+    def refused(self, verb: str, error: Exception, peer: int | None = None) -> None:
+        """Count and record a call that this rank refused to make, because of ``error``."""
+        number = self._count() if peer is None else 0
+        what = (self.name, number, verb, None, None, None, None, peer)
+        _fail(self._begin(what, 4), error)
+
+    def has_noted(self, error: BaseException) -> bool:
+        """Return whether ``error`` ended a call of this group that had begun or was refused."""
+        return self.name in getattr(error, _NOTED, ())
+
+    def failed(self, call: int, error: BaseException) -> None:
+        """Note that the native call with this id has ended by ``error``."""
+        slot = (call - 1) % _CALLS
+        row = self._calls[slot : slot + 1]
+        if row["id"][0] == call:
+            if not row["flags"][0] & _PLACED:
+                self.notes[slot] = place_of_caller(2)
+            row["flags"] |= _FAILED | _PLACED
+        oldest = self.header[_WRITTEN] - _CALLS
+        known = {other: text for other, text in self._errors.items() if other > oldest}
+        self._errors = {**known, call: f"{type(error).__name__}: {error}"}
+        _note(error, self.name)
+
+    def open_to_native(self, clocks: Callable[[], tuple[int, int]]) -> None:
+        """Have native code write as well; ``clocks`` reads its clock, and ``time.monotonic_ns``."""
+        self._clocks, self._zero = clocks, clocks()
+
+    def records(self) -> list[Record]:
+        """Return the calls of the ring, the oldest first."""
+        written = self.header[_WRITTEN]
+        calls, notes = self._calls.copy(), list(self.notes)
+        rate = self._nanoseconds_per_tick()
+        found = []
+        for call in range(max(1, written - _CALLS + 1), written + 1):
+            slot = (call - 1) % _CALLS
+            if isinstance(note := notes[slot], Record) and note.id == call:
+                found.append(note)
+            elif calls[slot]["id"] == call:  # else it has just been overwritten
+                found.append(self._record(calls[slot], note, rate))
+        return found
+
+    def _count(self) -> int:
+        self.header[_NUMBER] = number = self.header[_NUMBER] + 1
+        return number
+
+    def _failed(self, record: Record, number: int, error: BaseException) -> None:
+        """Note how call ``number`` has ended; 0: a message, which is not counted."""
+        if number and hasattr(error, _NOT_BEGUN):
+            self.header[_NUMBER] -= 1
+        _fail(record, error)
+
+    def _begin(self, what: tuple[Any, ...], depth: int) -> Record:
+        record = Record(what, monotonic_ns(), place_of_caller(depth))
+        self.header[_WRITTEN] = record.id = self.header[_WRITTEN] + 1
+        self.notes[(record.id - 1) % _CALLS] = record
+        if incidents.listener is not None:
+            incidents.listener(record)
+        return record
+
+    def _nanoseconds_per_tick(self) -> float:
+        ticks, nanoseconds = self._clocks()
+        return float((nanoseconds - self._zero[1]) / max(1, ticks - self._zero[0]))
+
+    def _record(self, row: Any, note: Any, rate: float) -> Record:
+        """Return what native code has written as a record."""
+        verb, flags = NATIVE[int(row["verb"])], row["flags"]
+        ndim, peer, size = int(row["ndim"]), int(row["peer"]), int(row["bytes"])
+        dtype = shape = None
+        if verb is not BARRIER and ndim >= 0:
+            dtype = np.dtype(DTYPES[row["dtype"]])
+            fits = ndim <= len(row["shape"])
+            shape = tuple(int(extent) for extent in row["shape"][:ndim]) if fits else None
+        what = What(
+            *(self.name, int(row["number"]), verb.name, dtype, shape),
+            op=ReduceOp(int(row["op"])) if verb.reduces else None,
+            root=peer if verb.rooted else None,
+            peer=peer if verb.is_message else None,
+            tag=int(row["tag"]) if verb.is_message else None,
+            bytes=size,
+        )
+        ticks, nanoseconds = self._zero
+        started = nanoseconds + int((int(row["started"]) - ticks) * rate)
+        record = Record(what, started, note if flags & _PLACED else None)
+        record.id, record.is_async = int(row["id"]), bool(flags & _ASYNC)
+        if row["ended"] > 0:
+            record.ended = nanoseconds + int((int(row["ended"]) - ticks) * rate)
+        if flags & _FAILED:
+            record.error = self._errors.get(record.id, "failed")
+        return record
+
+
+def _kind(call: Call) -> tuple[Any, Any]:
+    like = call.like
+    return call.holds or ((None, None) if like is None else (like.dtype, like.shape))
+
+
+def _bytes(call: Call) -> int:
+    return 0 if call.array is None else call.array.nbytes
+
+
+class _Recorded(Work):
+    """An operation whose end is noted when somebody waits for it."""
+
+    def __init__(self, work: Work, record: Record) -> None:
+        self._work, self._record = work, record
+        self._forks = _forks
+        record.is_async = True
+        record.work = weakref.ref(work)
+        record.flight = work.flight
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Wait up to ``timeout`` seconds; see ``Work``."""
+        if self._forks != _forks:
+            raise forked(What(*self._record.what).verb)
+        record, began = self._record, monotonic_ns()
+        try:
+            value = self._work.wait(timeout)
+        except BaseException as error:
+            goes_on = getattr(error, "goes_on", False)
+            if not (record.ended or goes_on) and self._work.is_completed():
+                _fail(record, error)
+            raise
+        if not record.ended:
+            now = monotonic_ns()
+            ended = self._work.end_time()
+            if record.flight is None:
+                record.ended = now if ended is None else int(ended * 1e9)
+            if incidents.listener is not None:
+                record.waits = (*record.waits, (began, now))
+        return value
+
+    def is_completed(self) -> bool:
+        """Return whether it has ended; in a forked child it has, as it is not this process's."""
+        return self._forks != _forks or self._work.is_completed()
+
+    def end_time(self) -> float | None:
+        """Return when it ended, in seconds; see ``Work``."""
+        return None if self._forks != _forks else self._work.end_time()
+
+
+def not_begun(error: DistributedError) -> DistributedError:
+    """Mark ``error``, of a call of which no rank was notified: it does not count."""
+    setattr(error, _NOT_BEGUN, True)
+    return error
+
+
+def forks() -> int:
+    """Return how many forks there are between the first process and this one."""
+    return _forks
+
+
+def forked(verb: str) -> GroupClosedError:
+    """Return the error of a wait for a parent's operation, an instance of ``verb``."""
+    return GroupClosedError(
+        f"[{verb}] this process was forked from the rank that has started the operation, "
+        "and cannot wait for it; wait in the parent"
+    )
+
+
+def _fail(record: Record, error: BaseException) -> None:
+    record.ended = monotonic_ns()
+    record.error = f"{type(error).__name__}: {error}"
+    _note(error, record.what[0])
+
+
+def _note(error: BaseException, group: str) -> None:
+    setattr(error, _NOTED, {*getattr(error, _NOTED, ()), group})
+    incidents.report(error)
+
+
+def leave_to_python(off: bool) -> None:
+    """Have every call take the way through Python, which notes more; or no longer."""
+    global _profiles  # noqa: PLW0603  (rings that are made meanwhile must know)
+    change = int(off) - _profiles
+    _profiles = int(off)
+    for journal in _living():
+        journal.header[_OFF] = journal.header[_OFF] + change
+
+
+def recent() -> list[Record]:
+    """Return the last calls of this process in all groups, in the order in which they began."""
+    records = [record for journal in _living() for record in journal.records()]
+    return sorted(records, key=lambda record: record.started)
+
+
+def groups() -> dict[str, dict[str, Any]]:
+    """Return the groups of this process by name: ranks in the world, path, number of calls."""
+    return {
+        journal.name: {"ranks": list(journal.ranks), "path": journal.path, "calls": journal.calls}
+        for journal in _living()
+        if journal.ranks
+    }
+
+
+def _living() -> list[Journal]:
+    found = [known() for known in list(_journals)]
+    return [journal for journal in found if journal is not None]
+
+
+def _forget_in_child() -> None:
+    """After a fork: what the parent has called is not the child's."""
+    global _forks  # noqa: PLW0603  (a process is forked once)
+    _forks += 1
+    _latest.clear()
+    _journals.clear()
+    _made.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

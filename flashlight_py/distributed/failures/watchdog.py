@@ -1,0 +1,310 @@
+"""Writes the flight record: after a failed call, at SIGUSR1, when another rank wrote its own.
+
+A thread of its own waits for the signal, so that it is answered while the main thread hangs in a
+library: faulthandler writes the stacks into a pipe from within the signal's handler, and the thread
+adds the calls. Where a handler for SIGUSR1 is there already, it stays and is not called upon.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import fcntl
+import logging
+import math
+import os
+import re
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from flashlight_py.distributed.failures import incidents
+from flashlight_py.distributed.failures.flight_record import (
+    Flight,
+    default_folder,
+    read_fields,
+    write_record,
+)
+from flashlight_py.errors import CollectiveTimeoutError, MismatchError, PeerLostError
+
+ANSWER = "another rank has written its own"
+"""The reason of a record that answers another; it is not answered again, or there were no end."""
+
+_NAME = re.compile(r"rank\d+\.json")
+
+# Which file it is, and when it was written (``st_mtime_ns``): a later record is another file.
+_Version = tuple[int, int]
+
+
+class OtherRecords:
+    """Finds what the other ranks of ``flight``'s job write, from now on.
+
+    The folder may be the user's own, or shared with other jobs: other files in it do not count.
+    """
+
+    def __init__(self, flight: Flight) -> None:
+        self._flight = flight
+        self._changed = 0, 0  # when, as of the last two looks
+        self._seen: dict[str, _Version] = {}
+        self._new()
+
+    def have_written(self, after: float) -> bool:
+        """Return whether another rank has written for a reason of its own since the last question.
+
+        Only what was written later than ``after`` counts, an ``st_mtime``: the clock of whoever
+        keeps the folder, as NFS may list a file long after it was written.
+        """
+        new = self._new()
+        return any(when > after * 1e9 and self._has_own_reason(path) for path, (_, when) in new)
+
+    def _new(self) -> list[tuple[str, _Version]]:
+        """Return the others' files that are new or have changed since the last look."""
+        assert self._flight.folder is not None
+        try:
+            changed = self._changed[1], os.stat(self._flight.folder).st_mtime_ns
+            # Looked at once more: it may change again in the same tick of its clock.
+            if self._changed == changed == changed[::-1]:
+                return []
+            found = self._versions()
+        except OSError:  # not there yet, or out of reach for a while
+            return []
+        before, self._seen, self._changed = self._seen, found, changed
+        return [(path, version) for path, version in found.items() if before.get(path) != version]
+
+    def _versions(self) -> dict[str, _Version]:
+        assert self._flight.file is not None
+        assert self._flight.folder is not None
+        with os.scandir(self._flight.folder) as entries:
+            files = [
+                entry
+                for entry in entries
+                if _NAME.fullmatch(entry.name)
+                and entry.name != self._flight.file.name
+                and entry.is_file(follow_symlinks=False)
+            ]
+            found = [(file.path, file.stat(follow_symlinks=False)) for file in files]
+        return {path: (status.st_ino, status.st_mtime_ns) for path, status in found}
+
+    def _has_own_reason(self, path: str) -> bool:
+        try:
+            fields = read_fields(path)
+        except (OSError, ValueError):  # replaced meanwhile, or somebody else's
+            return False
+        return bool(fields.get("job") == self._flight.job and fields.get("reason") != ANSWER)
+
+
+_log = logging.getLogger("flashlight_py")
+
+# Failures come in cascades, and programs may provoke mismatches: the first of them is written, and
+# not answered by ranks that have just written as well.
+_QUIET_SECONDS = 10.0
+# How often a rank looks for others' records; a network's file system notifies nobody.
+_LOOK_SECONDS = 0.5
+# More than the stacks of a hundred threads.
+_PIPE_BYTES = 1 << 20
+# So long a thread lets another write first. One that holds the lock for longer has been interrupted
+# by a signal handler, which may wait for the thread that wants it.
+_LOCK_SECONDS = 1.0
+# Until all stacks have arrived through the pipe, once the first has.
+_WRITING_SECONDS = 0.05
+
+
+class Watchdog:
+    """Writes the record of ``flight`` when it is time to, until ``stop``."""
+
+    def __init__(self, flight: Flight) -> None:
+        self.flight = flight
+        self._written, self._explained = -math.inf, -math.inf
+        # The handler of a signal may dump while its thread is writing.
+        self._lock = threading.RLock()
+        self._others = OtherRecords(flight)
+        with contextlib.ExitStack() as undo:
+            self._reader, self._writer = _pipe(os.O_CLOEXEC | os.O_NONBLOCK, undo)
+            with contextlib.suppress(OSError):  # more than this user may have: the default will do
+                fcntl.fcntl(self._writer, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+            self._stopping, self._stop = _pipe(os.O_CLOEXEC, undo)
+            self._answers_signal = _take(signal.SIGUSR1, self._writer)
+            undo.callback(self.release_signal)
+            name = "flashlight-watchdog"
+            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+            self._thread.start()
+            undo.pop_all()
+
+    def stop(self) -> None:
+        """End the thread and let go of the signal."""
+        self.release_signal()
+        os.close(self._stop)
+        self._thread.join()
+        for end in (self._reader, self._writer, self._stopping):
+            os.close(end)
+
+    def abandon(self) -> None:
+        """Let go of everything in a child that was forked, where the thread does not run."""
+        self.release_signal()
+        for end in (self._reader, self._writer, self._stopping, self._stop):
+            os.close(end)
+
+    def release_signal(self) -> None:
+        """Release SIGUSR1, unless somebody else has taken it meanwhile."""
+        if self._answers_signal and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+            faulthandler.unregister(signal.SIGUSR1)
+
+    def record(self, reason: str, threads: list[str] | None = None) -> Path:
+        """Write the record and return its path.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        with self._alone():
+            self._written = time.time()  # nearly; it counts also where the writing fails
+            path = write_record(self.flight, reason, threads)
+            self._written = path.stat().st_mtime  # by the clock that dates the others' files
+            return path
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other threads from writing, as a rule: each record replaces the other as a whole."""
+        has_lock = self._lock.acquire(timeout=_LOCK_SECONDS)
+        try:
+            yield
+        finally:
+            if has_lock:
+                self._lock.release()
+
+    def write(
+        self, reason: str, threads: list[str] | None = None, level: int = logging.WARNING
+    ) -> Path | None:
+        """Write the record and return its path, logged at ``level``; None where that fails."""
+        try:
+            path = self.record(reason, threads)
+        except OSError as error:
+            _log.warning(
+                "rank %d of %d: the flight record (%s) cannot be written: %s",
+                *(self.flight.rank, self.flight.size, reason, error),
+            )
+            return None
+        _log.log(
+            level,
+            "rank %d of %d: the flight record (%s) is in %s",
+            *(self.flight.rank, self.flight.size, reason, path),
+        )
+        return path
+
+    def explain(self, error: BaseException) -> None:
+        """Write the record for a failed call, and say in its message where it is."""
+        if not isinstance(error, CollectiveTimeoutError | PeerLostError | MismatchError):
+            return
+        if time.monotonic() - self._explained < _QUIET_SECONDS:
+            return
+        self._explained = time.monotonic()
+        path = self.write(
+            f"{type(error).__name__}: {error}", level=logging.INFO
+        )  # the error says so
+        if path is not None and error.args:
+            compare = f"python -m flashlight_py.trace diff {path.parent}"
+            where = f"The last calls of this rank are in {path}; to compare the ranks: {compare}"
+            end = "\n\n" if "\n" in str(error.args[0]) else ". "  # after a traceback
+            error.args = (f"{error.args[0]}{end}{where}", *error.args[1:])
+
+    def _run(self) -> None:
+        """Wait for the signal, for others' records and for the end."""
+        while True:
+            ready, _, _ = select.select([self._reader, self._stopping], [], [], _LOOK_SECONDS)
+            if self._stopping in ready:
+                return
+            if ready:
+                self.write("SIGUSR1", self._stacks().splitlines())
+            else:
+                self._answer()
+
+    def _answer(self) -> None:
+        """Write the record if another rank has, unless this one has its own reason meanwhile."""
+        with self._alone():
+            if self._others.have_written(after=self._written + _QUIET_SECONDS):
+                self.write(ANSWER, level=logging.INFO)
+
+    def _stacks(self) -> str:
+        """Read what the signal's handler writes, which it may not have done yet."""
+        text = b""
+        while select.select([self._reader], [], [], _WRITING_SECONDS)[0]:
+            text += os.read(self._reader, _PIPE_BYTES)
+        return text.decode(errors="replace")
+
+
+def _pipe(flags: int, undo: contextlib.ExitStack) -> tuple[int, int]:
+    """Return the reading and the writing end of a pipe, which ``undo`` closes."""
+    ends = os.pipe2(flags)
+    for end in ends:
+        undo.callback(os.close, end)
+    return ends
+
+
+def _take(number: signal.Signals, file: int) -> bool:
+    """Have the stacks written to ``file`` when the signal arrives, unless somebody else handles it.
+
+    MPICH does, to be notified of processes that have ended: its handler is called afterwards.
+    """
+    caught, ignored = _is_in("SigCgt", number), _is_in("SigIgn", number)
+    by_mpi = "mpi4py" in sys.modules and signal.getsignal(number) is signal.SIG_DFL
+    if ignored or (caught and not by_mpi):
+        return False
+    faulthandler.register(number, file, all_threads=True, chain=caught)
+    return True
+
+
+def _is_in(mask: str, number: signal.Signals) -> bool:
+    """Return whether the kernel has the signal in this mask of the process, also by C code."""
+    # The first line holds the process's name, which is cut off anywhere.
+    lines = Path("/proc/self/status").read_text(errors="replace").splitlines()
+    bits = next(line.split()[1] for line in lines if line.startswith(f"{mask}:"))
+    return bool(int(bits, 16) >> (number - 1) & 1)
+
+
+current: Watchdog | None = None
+
+
+def start(flight: Flight) -> None:
+    """Begin to watch over this rank; a flight without a folder is not written."""
+    global current  # noqa: PLW0603  (a process is one rank)
+    if flight.folder is not None:
+        current = Watchdog(flight)
+        incidents.on_failure = current.explain
+
+
+def stop() -> None:
+    """End what ``start`` has begun."""
+    global current
+    incidents.on_failure = None
+    watchdog, current = current, None
+    if watchdog is not None:
+        watchdog.stop()
+
+
+def dump(reason: str = "asked for") -> Path:
+    """Write this rank's flight record now, whatever runs, and return its path. Not collective.
+
+    It holds the last calls of this process (verb, bytes, dtype, shape, line of user code, times)
+    and where its threads stand. Other ranks of the host notice, and write theirs within a second.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if current is not None:
+        return current.record(reason)
+    return write_record(Flight(folder=default_folder(f"alone-{os.getpid()}")), reason)
+
+
+def _forget_in_child() -> None:
+    """After a fork: the thread is the parent's, and so are the pipe and the file."""
+    global current
+    incidents.on_failure = None
+    watchdog, current = current, None
+    if watchdog is not None:
+        watchdog.abandon()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

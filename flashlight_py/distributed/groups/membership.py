@@ -1,0 +1,307 @@
+"""Who is in a group, what joins them, and the groups that are made of it: all but the verbs."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from flashlight_py.device import is_cupy
+from flashlight_py.distributed.backend import Backend, left_to_python
+from flashlight_py.distributed.backends.single import reduced_alone
+from flashlight_py.distributed.calls.call import Call
+from flashlight_py.distributed.calls.self_messages import SelfMessages
+from flashlight_py.distributed.failures import abort
+from flashlight_py.distributed.failures.journal import Journal, name_of_group
+from flashlight_py.distributed.groups import open_groups
+from flashlight_py.distributed.rendezvous.store import Store
+from flashlight_py.distributed.verbs import BARRIER
+from flashlight_py.distributed.work import AllOf, Then, Work
+from flashlight_py.errors import BackendUnavailableError, GroupClosedError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@dataclass(frozen=True)
+class Joiner:
+    """How the ranks of a group and of its subgroups are joined.
+
+    ``limited(seconds)`` returns the same for groups of another timeout.
+    """
+
+    join: Callable[[Store], Backend]
+    join_gpus: Callable[[Backend], Backend]
+    limited: Callable[[float], Joiner]
+
+
+class Membership:
+    """Some ranks of the world and the backends that join them. ``rank`` is -1 outside of it."""
+
+    __captured_state__: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        backend: Backend | None,
+        ranks: Sequence[int] | None = None,
+        joiner: Joiner | None = None,
+    ) -> None:
+        everyone = () if backend is None else range(backend.size)
+        self.ranks = tuple(everyone if ranks is None else ranks)
+        self.size = len(self.ranks)
+        self.journal = _journal(backend, ranks, self.ranks)
+        self.messages_to_self = SelfMessages()
+        self.on_first_use: Callable[[], None] | None = None
+        self._unfinished: list[Then] = []
+        self._backend = backend
+        if backend is not None:
+            backend.count = self.journal.count
+        self._joiner = joiner
+        self._gpus: Backend | None = None
+        self._forked = False
+        # What is to be closed, also where the group is only dropped.
+        self._joined = [] if backend is None else [backend]
+        if backend is not None and (joiner is not None or backend.size > 1):
+            open_groups.watch(self, self._joined)
+        self._children: dict[weakref.ref[Membership], None] = {}
+        self.native: Callable[..., Any] = left_to_python
+        self.native_sendrecv: Callable[..., Any] = left_to_python
+        if backend is not None:
+            self.native, self.native_sendrecv = backend.bind(self.journal)
+        self.native_replay = reduced_alone if self.size == 1 else self.native
+        self.rank = -1 if backend is None else backend.rank
+
+    @property
+    def is_member(self) -> bool:
+        """Whether this process is one of the group's ranks."""
+        return self.rank >= 0
+
+    def backend(self, array: Any = None) -> Backend:
+        """Return the backend that ``array`` (None: a NumPy array) goes through.
+
+        The first CuPy array of a group joins its GPUs: collective then, and blocking.
+
+        Raises:
+            ValueError: this process is not in the group.
+            GroupClosedError: the group was closed.
+            BackendUnavailableError: nothing here moves arrays of this kind.
+        """
+        if open_groups.dropped:
+            open_groups.close_dropped()
+        if self.on_first_use is not None:
+            first_use, self.on_first_use = self.on_first_use, None
+            first_use()
+        if self._backend is None:
+            raise self._unusable()
+        if self.size > 1 and is_cupy(array):
+            return self._gpus or self.join_gpus()
+        return self._backend
+
+    def _unusable(self) -> Exception:
+        if not self.is_member:
+            return ValueError(
+                f"this process is not in the group of the world's ranks {list(self.ranks)}, and "
+                "only they can use it; ask group.is_member first"
+            )
+        place = f"rank {self.rank} of {self.size}"
+        if self._forked:
+            return GroupClosedError(
+                f"{place}: this process was forked from that rank, and is none itself: its groups "
+                "cannot be used here. Call distributed_init in the child for a world of its own"
+            )
+        return GroupClosedError(f"{place}: this group is closed")
+
+    @property
+    def gpus(self) -> Backend | None:
+        """The backend of CuPy arrays; None until the GPUs are joined."""
+        return self._gpus
+
+    def join_gpus(self) -> Backend:
+        """Join the ranks' GPUs by NCCL, unless they are. Collective and blocking the first time.
+
+        Raises:
+            BackendUnavailableError: NCCL, CuPy or a GPU is missing on a rank; raised on all.
+            DistributedError: NCCL failed, or a rank (named) did not arrive.
+        """
+        if self._gpus is None:
+            if self._joiner is None:
+                raise BackendUnavailableError(
+                    f"rank {self.rank} of {self.size}: CuPy arrays travel through NCCL, and this "
+                    "group was made without it; use array.get()"
+                )
+            self._gpus = self._joiner.join_gpus(self.backend())
+            self._joined.insert(0, self._gpus)
+        return self._gpus
+
+    def inside(self, members: list[int], store: Store, timeout: float | None) -> Self:
+        """Join ``members`` of this group, this rank among them. Collective among them, blocking.
+
+        ``timeout`` is in seconds, that of the new group's calls; None: as in this one.
+        """
+        joiner = self._joiner
+        assert joiner is not None or self.size == 1
+        if joiner is not None and timeout is not None:
+            joiner = joiner.limited(timeout)
+        backend = self.backend() if joiner is None else joiner.join(store)
+        child = type(self)(backend, self._worldwide(members), joiner)
+        self._children[weakref.ref(child, self._children.pop)] = None
+        try:
+            # One that closes the group at once must not do so while others still connect to it.
+            store.exchange(b"")
+        except BaseException:
+            child.close()
+            raise
+        return child
+
+    def outside(self, members: list[int]) -> Self:
+        """Return a group of ``members`` that this process is not in."""
+        return type(self)(None, self._worldwide(members))
+
+    def _worldwide(self, members: list[int]) -> list[int]:
+        return [self.ranks[member] for member in members]
+
+    def run(self, call: Call, name: str = "") -> Work:
+        """Start ``call``, and wait for its end if it is blocking; it is recorded, as ``name``."""
+        like = call.array if call.array is not None else call.out
+        backend = self.backend(like)
+        if call.verb is BARRIER:  # of everything that ranks do
+            backend = self._gpus or backend
+        return self.journal.run([call], name or call.name, lambda: backend.start(call))
+
+    def run_many(self, calls: Sequence[Call], name: str) -> Work:
+        """Start ``calls`` of arrays of one device together, recorded as one call of ``name``."""
+        backend = self.backend(calls[0].array)
+        return self.journal.run(calls, name, lambda: backend.start_many(calls))
+
+    def keep(self, work: Then) -> Then:
+        """Remember a result that is still to be brought home, also if nobody waits for it."""
+        self._unfinished = [other for other in self._unfinished if not other.is_finished()]
+        self._unfinished.append(work)
+        return work
+
+    def synchronize(self) -> None:
+        """Block until every operation that this rank has started in the group has ended."""
+        unfinished, self._unfinished = self._unfinished, []
+        AllOf([work for work in unfinished if not work.is_finished()]).wait()
+        self.backend().synchronize()
+        if self._gpus is not None:
+            self._gpus.synchronize()
+
+    def is_calling(self) -> bool:
+        """Return whether this thread is in the middle of a call: it runs a signal handler."""
+        return any(backend.is_calling() for backend in (self._gpus, self._backend) if backend)
+
+    def end(self, error: BaseException) -> None:
+        """End the group, as Ctrl-C has interrupted a call: nobody knows how far. The others raise.
+
+        ``error`` is what they are shown.
+        """
+        abort.report(error, self._joined)  # none, or one that does nothing, where there is no other
+
+    def close(self) -> None:
+        """End what runs, also in groups made of this one, and free the sockets.
+
+        Not collective; closing twice does nothing. A verb that another thread is in, or that a
+        signal handler has interrupted which closes the group, raises GroupClosedError there.
+        """
+        for known in list(self._children):
+            if (child := known()) is not None:
+                child.close()
+        for backend in self._leave():
+            backend.close()
+
+    def _leave(self) -> list[Backend]:
+        """Make the group unusable, and return what is to be closed."""
+        backends, self._joined = self._joined, []
+        self._gpus = self._backend = None
+        self.native = self.native_sendrecv = self.native_replay = left_to_python
+        open_groups.forget(self)
+        return backends
+
+    def forget(self) -> list[Backend]:
+        """Make the group unusable, in a child that was forked from one of its ranks.
+
+        Returns its backends, which are not this process's to close or to destroy.
+        """
+        self._forked = self.is_member
+        return self._leave()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        if not self.is_member:
+            return f"ProcessGroup(not a member, ranks={list(self.ranks)})"
+        state = "closed" if self._backend is None else self._backend.kind.name
+        return f"ProcessGroup(rank={self.rank}, size={self.size}, {state})"
+
+
+def _journal(backend: Backend | None, given: Sequence[int] | None, ranks: Sequence[int]) -> Journal:
+    """Return the journal of a new group; the world is the one that is given no ranks."""
+    if backend is None:
+        return Journal("none of this process", (), "")
+    name = "world" if given is None else name_of_group(ranks)
+    return Journal(name, ranks, backend.path)
+
+
+_world: Membership | None = None
+# The world's, here because small calls have no time to look for them.
+_native: Callable[..., Any] = left_to_python
+_native_sendrecv: Callable[..., Any] = left_to_python
+_native_replay: Callable[..., Any] = left_to_python
+
+
+def use_as_world(group: Membership) -> None:
+    """Make ``group`` what stands for the world: all ranks as they are now."""
+    global _world, _native, _native_sendrecv, _native_replay
+    _world, _native_replay = group, group.native_replay
+    _native, _native_sendrecv = group.native, group.native_sendrecv
+
+
+def of(group: Membership | None) -> Membership:
+    """Return ``group``, or the world in place of None.
+
+    Raises:
+        TypeError: it is no group, such as a list of ranks.
+    """
+    if group is None:
+        assert _world is not None  # world.py begins with a world of this process alone
+        return _world
+    if not isinstance(group, Membership):
+        raise TypeError(
+            "group must be a ProcessGroup, as new_group(ranks) and split(color) make it; got "
+            f"{type(group).__name__}"
+        )
+    return group
+
+
+def native(group: Membership | None) -> Callable[..., Any]:
+    """Return the short way of ``group``, or of the world; see ``Backend.bind``.
+
+    To be called at once and not kept: whoever has it, as a frame of a traceback does, keeps the
+    library's group from being freed.
+    """
+    return _native if group is None else of(group).native
+
+
+def place_of_native(group: Membership | None) -> tuple[Any, str]:
+    """Return what has, as an attribute, the short way of ``group`` in replays; and its name."""
+    if group is None:
+        return sys.modules[__name__], "_native_replay"
+    return of(group), "native_replay"
+
+
+def native_sendrecv(group: Membership | None) -> Callable[..., Any]:
+    """Return the short way of a sendrecv; see ``native``."""
+    return _native_sendrecv if group is None else of(group).native_sendrecv

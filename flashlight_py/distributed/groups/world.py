@@ -1,0 +1,164 @@
+"""The world: the one group that holds every rank, and what this process knows of its place."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from flashlight_py.distributed.backends.single import SingleBackend
+from flashlight_py.distributed.calls.call_site import caller
+from flashlight_py.distributed.constants import DistributedBackend
+from flashlight_py.distributed.groups import membership
+from flashlight_py.distributed.groups.group import ProcessGroup
+from flashlight_py.distributed.rendezvous.alone import started_as
+from flashlight_py.distributed.rendezvous.environment import ALONE
+from flashlight_py.distributed.start import blas, devices
+from flashlight_py.distributed.start.devices import DeviceRule
+
+
+@dataclass(frozen=True)
+class World:
+    """All ranks, and this one's place on its host."""
+
+    group: ProcessGroup
+    local_rank: int = 0
+    local_size: int = 1
+    why: str = "the world is this process alone"
+    device_rule: DeviceRule = field(default_factory=DeviceRule)
+    job: str = "alone"  # a name that all ranks agree on
+    threads: int = 0  # its share of the host's cores, to compute with; 0: nobody to share with
+
+
+def alone() -> World:
+    """Return a new world of this process alone."""
+    return World(ProcessGroup(SingleBackend()))
+
+
+def _warn_of_forgotten_init() -> None:
+    said = started_as()
+    if said:
+        warnings.warn_explicit(
+            "distributed_init was not called, so this process is a world of its own, and so is "
+            "each of the others: nothing is exchanged, and each takes itself for rank 0. Call "
+            f"flashlight_py.distributed_init() first, or set {ALONE}=1 if that is meant; {said}",
+            RuntimeWarning,
+            *caller(),
+        )
+
+
+# Before distributed_init, and after distributed_shutdown, a process is a world of its own.
+_ALONE = alone()
+_ALONE.group.on_first_use = _warn_of_forgotten_init
+_world: World | None = None
+membership.use_as_world(_ALONE.group)
+
+
+def current_world() -> World:
+    """Return the world as initialised, else the one of this process alone."""
+    return _ALONE if _world is None else _world
+
+
+def group_or_world(group: ProcessGroup | None) -> ProcessGroup:
+    """Return ``group``, else the group of the world as it is now; see ``membership.of``."""
+    return cast("ProcessGroup", membership.of(group))
+
+
+def set_world(world: World | None) -> None:
+    """Make ``world`` the current one; None: this process alone."""
+    global _world  # noqa: PLW0603  (the one piece of process-wide state)
+    _world = world
+    _ALONE.group.on_first_use = None  # whoever uses the process alone after this knows
+    membership.use_as_world(current_world().group)
+
+
+# Worlds of a parent process. Their threads and sockets are the parent's: a child must neither use
+# nor close nor collect them.
+_inherited: list[World | None] = []
+
+
+def _forget_in_child() -> None:
+    """After a fork: the child is a process of its own, and no rank of its parent's world."""
+    _inherited.append(_world)
+    set_world(None)
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def is_distributed_init() -> bool:
+    """Return whether ``distributed_init`` has succeeded and no shutdown followed."""
+    return _world is not None
+
+
+def get_world_rank() -> int:
+    """Return this process's rank in the world, from 0; 0 before ``distributed_init``."""
+    return current_world().group.rank
+
+
+def get_world_size() -> int:
+    """Return how many processes the world has; 1 before ``distributed_init``."""
+    return current_world().group.size
+
+
+def is_main_process() -> bool:
+    """Return whether this is rank 0 of the world, the one that prints, logs and saves.
+
+    True before ``distributed_init``, when a process is a world of its own.
+    """
+    return get_world_rank() == 0
+
+
+def get_local_rank() -> int:
+    """Return this process's number among those of its host, from 0."""
+    return current_world().local_rank
+
+
+def get_local_size() -> int:
+    """Return how many processes of the world run on this host."""
+    return current_world().local_size
+
+
+def describe() -> str:
+    """Return in a few lines which rank this is, what joins the ranks, and why that was chosen.
+
+    Where ranks share a host, also how many threads NumPy's BLAS computes with, and who chose that.
+    """
+    world = current_world()
+    group = world.group
+    backend = group.backend()
+    threads = f"\nBLAS threads: {blas.describe()}" if world.threads else ""
+    gpus = "" if group.gpus is None else f"\nCuPy arrays: {group.gpus.path}"
+    return (
+        f"rank {group.rank} of {group.size}, {world.local_rank} of {world.local_size} here\n"
+        f"NumPy arrays: {backend.path} ({world.why}){threads}{gpus}"
+    )
+
+
+def use_local_device() -> str:
+    """Make this rank's GPU CuPy's current device on this thread, and return its name.
+
+    It is number ``rank % MAX_DEVICE_PER_NODE`` where that is given, as in flashlight, else the
+    rank on this host modulo the number of visible GPUs. Collectives of CuPy arrays take those on
+    this device.
+
+    Returns:
+        A name for ``Module.to`` and ``device.to_device``, such as ``"cuda:1"``.
+
+    Raises:
+        BackendUnavailableError: CuPy is missing, or there is no such GPU.
+    """
+    cupy, count = devices.cuda()
+    index = current_world().device_rule.index(count)
+    cupy.cuda.Device(index).use()
+    return f"cuda:{index}"
+
+
+def distributed_backend(array: Any = None) -> DistributedBackend:
+    """Return the backend that ``array`` goes through; None stands for a NumPy array.
+
+    Raises:
+        BackendUnavailableError: nothing here moves arrays of this kind.
+    """
+    return current_world().group.backend(array).kind

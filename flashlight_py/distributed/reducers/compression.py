@@ -1,0 +1,146 @@
+"""What the hooks that compress have in common: dtypes, counted bytes, state."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from flashlight_py.device import Array, array_module, device_of, is_cupy, to_device
+from flashlight_py.distributed.reducers.bucket import Bucket
+from flashlight_py.distributed.work import Work
+
+
+class Compression(abc.ABC):
+    """A communication hook that sends less than it is given: float32 or float64 arrays.
+
+    Its result is the same on every rank, bit for bit. Every rank makes it with the same arguments,
+    and one instance serves one reducer or module: what it remembers belongs to their buckets.
+    """
+
+    # What is remembered of a bucket, under "<name>.<index>" and "<name>.<index>.<part>".
+    _remembers: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        self._state: dict[str, Array] = {}
+        self._sent: dict[int, int] = {}
+
+    def __call__(self, bucket: Bucket) -> Work:
+        """Start reducing ``bucket``; see ``CommunicationHook``.
+
+        Raises:
+            TypeError: its dtype is neither float32 nor float64.
+            ValueError: what was loaded does not fit the bucket.
+        """
+        self.check_dtype(bucket.flat.dtype)
+        if bucket.index == 0:
+            self._sent.clear()
+        self._sent[bucket.index] = 0
+        return self._start(bucket)
+
+    @abc.abstractmethod
+    def _start(self, bucket: Bucket) -> Work:
+        """Start reducing ``bucket``, whose dtype is right; count the bytes of each message."""
+
+    def _count(self, bucket: Bucket, message: Array) -> None:
+        self._sent[bucket.index] += message.nbytes
+
+    def check_dtype(self, dtype: np.dtype[Any]) -> None:
+        """Refuse arrays that this hook does not compress.
+
+        Raises:
+            TypeError: the dtype is neither float32 nor float64.
+        """
+        if dtype.name not in ("float32", "float64"):  # in any byte order
+            raise TypeError(
+                f"{type(self).__name__} compresses float32 and float64, got {dtype}; reduce these "
+                "arrays without a hook, or cast the module"
+            )
+
+    @property
+    def bytes_per_step(self) -> int:
+        """How many bytes this rank passed to collectives in the last step.
+
+        A collective of two ranks sends as many; what it sends on n ranks stands in
+        docs/compression.md. Within a step: of its buckets so far.
+        """
+        return sum(self._sent.values())
+
+    def state_dict(self) -> dict[str, Array]:
+        """Return copies of what the next step depends on, by name; every rank has its own.
+
+        It is empty for hooks that remember nothing, and before the first step.
+        """
+        return {name: array.copy() for name, array in self._state.items()}
+
+    def load_state_dict(self, state: Mapping[str, Array]) -> None:
+        """Copy what ``state_dict`` of this rank returned; the next step then has the same bits.
+
+        Arrays may be of any shape here: the step that finds them compares them with its buckets.
+
+        Raises:
+            ValueError: a name is not one of this hook's; nothing was loaded.
+            TypeError: a value is no NumPy or CuPy array; nothing was loaded.
+        """
+        for name, value in state.items():
+            self._check_entry(name, value)
+        self._state = {name: array.copy() for name, array in state.items()}
+
+    def _check_entry(self, name: str, value: object) -> None:
+        kind, *numbers = name.split(".")
+        if kind not in self._remembers or not all(number.isdigit() for number in numbers):
+            known = ", ".join(f"{kind}.<bucket>" for kind in self._remembers) or "no state"
+            raise ValueError(
+                f"{type(self).__name__}.load_state_dict: nothing was loaded: it has {known}, got "
+                f"{name!r}; load what state_dict() of the same hook returned"
+            )
+        if not isinstance(value, np.ndarray) and not is_cupy(value):
+            raise TypeError(
+                f"{type(self).__name__}.load_state_dict: nothing was loaded: {name!r} is no array "
+                f"but {type(value).__name__}"
+            )
+
+    def _residual(self, bucket: Bucket) -> Array:
+        """Return what earlier steps have left of the bucket unsent, to be changed in place."""
+        found = self._recall(f"residual.{bucket.index}", bucket.flat.shape, bucket.flat)
+        if found is None:
+            found = array_module(bucket.flat).zeros_like(bucket.flat)
+            self._state[f"residual.{bucket.index}"] = found
+        return found
+
+    def _recall(self, name: str, shape: tuple[int, ...], like: Array) -> Array | None:
+        """Return what is remembered under ``name``, on the device of ``like``, or None.
+
+        Raises:
+            ValueError: it has another shape, or another dtype than ``like``.
+        """
+        found = self._state.get(name)
+        if found is None:
+            return None
+        if found.shape != shape or found.dtype != like.dtype:
+            raise ValueError(
+                f"{type(self).__name__}: {name} is {found.dtype} {found.shape} and the bucket "
+                f"needs {like.dtype} {shape}; the state is that of other arrays, or this hook "
+                "serves two reducers: give each one of its own"
+            )
+        if device_of(found) != device_of(like):
+            found = self._state[name] = to_device(found, device_of(like))
+        return found
+
+
+def check_hook(hook: object, parts: Sequence[Sequence[Array]] = ()) -> None:
+    """Refuse what is no hook, or a compression of ``parts`` whose dtype it does not take.
+
+    Raises:
+        TypeError: it is so.
+    """
+    if not callable(hook) or isinstance(hook, type):
+        raise TypeError(
+            "a communication hook is called with a bucket, such as fl.Float16Compression(); got "
+            f"{hook!r}"
+        )
+    if isinstance(hook, Compression):
+        for arrays in parts:
+            hook.check_dtype(arrays[0].dtype)

@@ -1,0 +1,326 @@
+"""Reducers: arrays in, one after the other, reduced arrays out.
+
+A reducer decides when arrays travel and which travel together. It knows nothing of modules or
+gradients; ranks must pass it the same arrays in the same order.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from flashlight_py.device import Array, array_module, device_of, is_cupy
+from flashlight_py.distributed.api import all_reduce, all_reduce_multiple
+from flashlight_py.distributed.calls.apart import Apart
+from flashlight_py.distributed.calls.arrays import as_array, pack
+from flashlight_py.distributed.constants import DistributedConstants
+from flashlight_py.distributed.groups.group import ProcessGroup
+from flashlight_py.distributed.groups.world import group_or_world
+from flashlight_py.distributed.reducers.bucket import Bucket, CommunicationHook, call_hook, views
+from flashlight_py.distributed.reducers.buckets import Filling
+from flashlight_py.distributed.reducers.compression import check_hook
+from flashlight_py.distributed.work import Then, Work
+
+# Handing an operation to a thread and notifying of its end takes some 100 us while Python computes;
+# in shared memory 1 MB takes less.
+INLINE_BYTES = 1 << 20
+
+
+class Reducer(abc.ABC):
+    """Sums arrays over the ranks of ``group`` (None: the world) and multiplies by ``scale``."""
+
+    def __init__(self, scale: float, group: ProcessGroup | None = None) -> None:
+        self.scale = float(scale)
+        self.group = group
+
+    @abc.abstractmethod
+    def add(self, array: Any) -> None:
+        """Take an array (any shape), to be reduced in place by the end of :meth:`finalize`."""
+
+    @abc.abstractmethod
+    def finalize(self) -> None:
+        """Block until every array that was added holds the reduced values."""
+
+    def abandon(self) -> None:  # noqa: B027  (optional: only reducers that collect need it)
+        """Forget what was added and not yet sent: whoever added it has failed."""
+
+
+class InlineReducer(Reducer):
+    """Reduces each array as soon as it is added, blocking.
+
+    Args:
+        scale: factor of every sum, such as 1 / world size for the mean.
+        group: the process group, default the world.
+    """
+
+    def add(self, array: Any) -> None:
+        """Reduce ``array`` in place, any shape; blocks.
+
+        Raises:
+            TypeError, ValueError, DistributedError: as :func:`flashlight_py.all_reduce`.
+        """
+        all_reduce(array, self.scale, group=self.group)
+
+    def finalize(self) -> None:
+        """Return at once: nothing is ever pending."""
+
+
+class _Pending(Reducer):
+    """A reducer whose operations go on until :meth:`finalize`."""
+
+    def __init__(self, scale: float, group: ProcessGroup | None) -> None:
+        super().__init__(scale, group)
+        self._works: list[Work] = []
+
+    def finalize(self) -> None:
+        """Block until everything that was added has been reduced.
+
+        Raises:
+            DistributedError: as :func:`flashlight_py.all_reduce`.
+        """
+        works = self._works
+        self.abandon()
+        for work in works:
+            work.wait()
+
+    def abandon(self) -> None:
+        """Forget what was added; what is on its way cannot be called back."""
+        self._works = []
+
+
+class EagerReducer(_Pending):
+    """Starts each array when it is added, without waiting, and waits in ``finalize``.
+
+    Small NumPy arrays are reduced at once, blocking, unless others are on their way before them:
+    to have a thread do it costs more than it hides. CuPy arrays always overlap: no thread is
+    needed, and waiting at once would make the computation wait.
+
+    Args:
+        scale: factor of every sum, such as 1 / world size for the mean.
+        inline_bytes: what counts as small, in bytes.
+        group: the process group, default the world.
+    """
+
+    __captured_state__ = ("scale", "group", "_inline_bytes")
+
+    def __init__(
+        self,
+        scale: float,
+        inline_bytes: int = INLINE_BYTES,
+        group: ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(scale, group)
+        self._inline_bytes = inline_bytes
+        self._apart = Apart("EagerReducer.add")
+
+    def add(self, array: Any) -> None:
+        """Start reducing ``array`` in place, any shape; it must not be used until ``finalize``.
+
+        Raises:
+            ValueError: it shares memory with one that was added before.
+            TypeError, ValueError, DistributedError: as :func:`flashlight_py.all_reduce`.
+        """
+        self._apart.add(as_array("EagerReducer.add", array))
+        if array.nbytes <= self._inline_bytes and not self._works and not is_cupy(array):
+            all_reduce(array, self.scale, group=self.group)
+        else:
+            self._works.append(all_reduce(array, self.scale, async_op=True, group=self.group))
+
+    def abandon(self) -> None:
+        """Forget what is on its way; it cannot be called back."""
+        super().abandon()
+        self._apart = Apart("EagerReducer.add")
+
+
+class CoalescingReducer(_Pending):
+    """Collects arrays and reduces them together, in buckets, while the caller goes on.
+
+    Args:
+        scale: factor of every sum, such as 1 / world size for the mean.
+        async_op: start full buckets without waiting; they end in ``finalize``.
+        contiguous: pack each bucket into one transfer per dtype.
+        bucket_bytes: a bucket is sent when it is full or the next array would make it larger
+            than this (default 20 MiB, flashlight's); a larger array travels at once and alone.
+        group: the process group, default the world.
+        hook: reduces the buckets in a way of its own, such as ``Float16Compression()``. They then
+            hold one dtype on one device each, and are known by their order since
+            ``finalize``: add the same arrays in the same order in every step.
+
+    Raises:
+        ValueError: ``bucket_bytes`` is not positive, or there is a hook and not ``contiguous``.
+        TypeError: ``hook`` is not callable.
+    """
+
+    __captured_state__ = ("scale", "group", "_hook", "_async", "_contiguous")
+
+    def __init__(
+        self,
+        scale: float,
+        async_op: bool = True,
+        contiguous: bool = True,
+        bucket_bytes: int = DistributedConstants.COALESCE_CACHE_SIZE,
+        group: ProcessGroup | None = None,
+        hook: CommunicationHook | None = None,
+    ) -> None:
+        super().__init__(scale, group)
+        if bucket_bytes <= 0:
+            raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
+        if hook is not None:
+            check_hook(hook)
+            if not contiguous:
+                raise ValueError("CoalescingReducer: a hook needs buckets that are contiguous")
+        self._hook = hook
+        self._hooked = 0  # buckets that the hook was given since finalize
+        self._async = async_op
+        self._contiguous = contiguous
+        self._filling = Filling[Array](bucket_bytes)
+        self._apart = Apart("CoalescingReducer.add")
+
+    def add(self, array: Any) -> None:
+        """Take an array of any shape; sends the bucket that it does not fit into.
+
+        It must not be used until ``finalize``.
+
+        Raises:
+            ValueError: it shares memory with one that was added before.
+            TypeError, ValueError, DistributedError: as :func:`flashlight_py.all_reduce`.
+        """
+        array = as_array("CoalescingReducer.add", array)
+        if self._hook is not None:
+            check_hook(self._hook, [[array]])
+        self._apart.add(array)
+        # A hook is given one dtype on one device at a time.
+        kind = None if self._hook is None else (array.dtype.name, device_of(array))
+        self._send(self._filling.add(array, array.nbytes, kind))
+        if self._filling.is_full:
+            self._send(self._filling.take())
+
+    def finalize(self) -> None:
+        """Send what is left and block until everything has been reduced.
+
+        Raises:
+            DistributedError: as :func:`flashlight_py.all_reduce`.
+        """
+        self._send(self._filling.take())
+        super().finalize()
+
+    def abandon(self) -> None:
+        """Forget what was collected. What is on its way cannot be called back."""
+        self._filling.take()
+        super().abandon()
+        self._hooked = 0
+        self._apart = Apart("CoalescingReducer.add")
+
+    def _send(self, bucket: list[Array]) -> None:
+        if not bucket:
+            return
+        if self._hook is not None:
+            self._send_by(self._hook, bucket)
+            return
+        packed = self._contiguous and len(bucket) > 1
+        work = all_reduce_multiple(
+            bucket, self.scale, async_op=self._async, contiguous=packed, group=self.group
+        )
+        if self._async:
+            self._works.append(work)
+
+    def _send_by(self, hook: CommunicationHook, bucket: list[Array]) -> None:
+        number, self._hooked = self._hooked, self._hooked + 1
+        group = group_or_world(self.group)
+        inline_bytes = 0 if self._async else math.inf
+        work = _reduce_packed(hook, bucket, number, self.scale, group, inline_bytes)
+        if self._async:
+            self._works.append(work)
+        else:
+            work.wait()
+
+
+def _reduce_packed(
+    hook: CommunicationHook,
+    arrays: Sequence[Array],
+    index: int,
+    scale: float,
+    group: ProcessGroup,
+    inline_bytes: float,
+) -> Work:
+    """Pass arrays of one dtype on one device to ``hook`` as one bucket.
+
+    They are copied together, and the results back when the Work is waited for; a single array that
+    is contiguous is used as it is.
+    """
+    first = arrays[0]
+    if len(arrays) == 1 and pack(first) is first:
+        flat = first.reshape(-1)
+        return call_hook(hook, Bucket(index, flat, [first], scale, group, inline_bytes))
+    flat = array_module(first).concatenate([pack(array).reshape(-1) for array in arrays])
+    parts = views(flat, [array.shape for array in arrays])
+
+    def bring_home(_: Any) -> None:
+        for array, part in zip(arrays, parts, strict=True):
+            array[...] = part
+
+    return Then(call_hook(hook, Bucket(index, flat, parts, scale, group, inline_bytes)), bring_home)
+
+
+class HookReducer(_Pending):
+    """Lets ``hook`` start each flat array when it is added, and waits in ``finalize``.
+
+    Args:
+        scale: factor of every sum, such as 1 / world size for the mean.
+        hook: what reduces them.
+        parts: for each array, in the order in which they will be added, the views into it.
+        inline_bytes: messages of at most so many bytes block, as in ``EagerReducer``.
+        group: the process group, default the world.
+
+    Raises:
+        TypeError: ``hook`` is not callable, or does not compress arrays of this dtype.
+    """
+
+    __captured_state__ = ("scale", "group", "_hook", "_parts", "_inline_bytes")
+
+    def __init__(
+        self,
+        scale: float,
+        hook: CommunicationHook,
+        parts: Sequence[Sequence[Array]],
+        inline_bytes: int = INLINE_BYTES,
+        group: ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(scale, group)
+        check_hook(hook, parts)
+        self._hook = hook
+        self._parts = parts
+        self._inline_bytes = inline_bytes
+        self._in_background = False
+
+    def add(self, array: Any) -> None:
+        """Start reducing the next flat array, in place; it must not be used until ``finalize``.
+
+        Its shape and dtype are those of its parts, one after the other.
+
+        Raises:
+            TypeError, ValueError, DistributedError: as the hook does.
+        """
+        index = len(self._works)
+        group = group_or_world(self.group)
+        inline = 0 if self._in_background else self._inline_bytes
+        bucket = Bucket(index, array, self._parts[index], self.scale, group, inline)
+        self._works.append(call_hook(self._hook, bucket))
+        self._in_background |= bucket.in_background
+
+    def abandon(self) -> None:
+        """Forget what is on its way; it cannot be called back."""
+        super().abandon()
+        self._in_background = False
+
+
+def reduce_all(arrays: Sequence[Array], scale: float, group: ProcessGroup | None) -> None:
+    """Sum arrays over the ranks and multiply by ``scale``, in place. Collective, blocking."""
+    # One bucket leaves nothing to overlap; then a thread would only cost.
+    several = sum(array.nbytes for array in arrays) > DistributedConstants.COALESCE_CACHE_SIZE
+    reducer = CoalescingReducer(scale, async_op=several, group=group)
+    for array in arrays:
+        reducer.add(array)
+    reducer.finalize()

@@ -1,0 +1,1 @@
+"""From some processes to a world."""

@@ -1,0 +1,382 @@
+"""From "some processes" to a world: choose the rendezvous, meet, connect; and the way back."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import json
+import logging
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flashlight_py import _native
+from flashlight_py.cores import fair_share
+from flashlight_py.distributed.constants import DistributedInit
+from flashlight_py.distributed.failures import abort, watchdog
+from flashlight_py.distributed.failures.flight_record import Flight, default_folder, new_job
+from flashlight_py.distributed.groups import open_groups
+from flashlight_py.distributed.groups.group import ProcessGroup
+from flashlight_py.distributed.groups.membership import Joiner
+from flashlight_py.distributed.groups.world import (
+    World,
+    alone,
+    current_world,
+    is_distributed_init,
+    set_world,
+)
+from flashlight_py.distributed.rendezvous.alone import (
+    check_no_launcher,
+    check_schedulers,
+    check_size_one,
+    is_alone,
+)
+from flashlight_py.distributed.rendezvous.environment import LaunchEnvironment, detect
+from flashlight_py.distributed.rendezvous.file_store import FileStore
+from flashlight_py.distributed.rendezvous.mpi_store import MpiStore
+from flashlight_py.distributed.rendezvous.peers import Peer, check_apart, check_member, this_process
+from flashlight_py.distributed.rendezvous.secret import nonce, proof
+from flashlight_py.distributed.rendezvous.store import Store
+from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
+from flashlight_py.distributed.start import blas
+from flashlight_py.distributed.start.connect import connect, gpu_joiner
+from flashlight_py.distributed.start.devices import DeviceRule
+from flashlight_py.distributed.start.hosts import host_identity, local_place
+from flashlight_py.distributed.start.routes import address_between_hosts
+from flashlight_py.distributed.start.settings import Settings, read_init_method
+from flashlight_py.errors import GroupClosedError, RendezvousError, UnavailableEverywhereError
+from flashlight_py.interfaces import own_addresses
+
+_log = logging.getLogger("flashlight_py")
+
+StoreFactory = Callable[[], Store]
+
+
+def distributed_init(
+    init_method: DistributedInit | str | None = None,
+    world_rank: int = -1,
+    world_size: int = -1,
+    params: Mapping[str, Any] | None = None,
+) -> None:
+    """Find the other processes and connect to them. Collective; blocks until all are here.
+
+    A second call warns and returns; after ``distributed_shutdown`` it works again.
+
+    Where ranks share a host, NumPy's OpenBLAS computes with this rank's share of the cores until
+    then, unless OPENBLAS_NUM_THREADS, OMP_NUM_THREADS or the program has chosen; ``describe`` says
+    which.
+
+    Args:
+        init_method: ``DistributedInit.MPI``: under ``mpirun``; rank and size are MPI's, the
+            arguments are ignored. ``FILE_SYSTEM``: through ``params["FILE_PATH"]``, with rank and
+            size given. ``ENV``: as the environment variables of a launcher say. None: whichever
+            the environment calls for, and a world of one process where it calls for none, or
+            FLASHLIGHT_ALONE=1. As torch's users write it: ``"env://"`` (ENV), ``"file://PATH"``
+            (FILE_SYSTEM), ``"tcp://HOST:PORT"`` (at that port of rank 0's host; rank and size
+            given, or the environment's), and ``"nccl"``, ``"gloo"`` or ``"mpi"`` (None, with that
+            BACKEND).
+        world_rank: this process's rank, from 0; for FILE_SYSTEM, ``"tcp://HOST:PORT"`` and
+            MASTER_ADDR in ``params`` only.
+        world_size: number of processes; for those only.
+        params: keys of ``DistributedConstants``: FILE_PATH, MASTER_ADDR and MASTER_PORT (as
+            ``"tcp://HOST:PORT"``; what one leaves out the environment says), TIMEOUT (seconds,
+            default 300, for meeting and later for each operation), INTERFACE (default: the variable
+            FLASHLIGHT_INTERFACE or GLOO_SOCKET_IFNAME, else by the route to rank 0), BACKEND,
+            MPI_CUDA_AWARE,
+            HOST_TIMEOUT (seconds, default 5: hosts that cannot be reached for so long are lost),
+            TRACE_DIR (default: the variable FLASHLIGHT_TRACE_DIR, else a folder among the
+            temporary files), and MAX_DEVICE_PER_NODE, which joins the GPUs at once; else the first
+            collective of a CuPy array does so.
+
+    Raises:
+        ValueError: unknown method or params key, rank or size that make no sense, FILE_SYSTEM
+            without FILE_PATH. Nothing was created.
+        BackendUnavailableError: mpi4py, an MPI library or Gloo is missing; says what to install.
+        RendezvousError: a rank (named) did not arrive in time, two claim one rank or are threads of
+            one process, sizes or secrets differ, the path cannot be used, hosts have no addresses
+            at which they reach each other, MPI does not know of the ranks that mpirun started, or
+            this would be a world of one among processes that were started as several.
+        PeerLostError: a rank died while ranks were connecting.
+        OSError: the process may open no more files; or TRACE_DIR is relative to a working directory
+            that was removed, and nothing was created.
+    """
+    if is_distributed_init():
+        warnings.warn(
+            "distributed_init was called again and does nothing; call distributed_shutdown first "
+            "to start anew",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return
+    asked = read_init_method(init_method, params)
+    settings = Settings.from_params(asked.params)
+    if asked.address is None:
+        create = _choose(asked.method, world_rank, world_size, settings)
+    else:
+        create = _by_address(*asked.address, world_rank, world_size, settings)
+    if create is None:
+        world = alone()
+        abort.install()
+    else:
+        world = _meet(create, settings)
+    try:
+        _watch(world, settings)
+    except BaseException as error:
+        abort.report(error)
+        abort.uninstall()
+        world.group.close()
+        raise
+    set_world(world)
+    if world.threads:
+        blas.limit(world.threads)
+    atexit.register(_close_at_exit)
+    if world.group.rank == 0:
+        _log.info("initialised %d process(es): %r", world.group.size, world.group)
+
+
+def distributed_shutdown() -> None:
+    """Leave the world; collective. Afterwards this process is rank 0 of 1 again.
+
+    Waits until every rank has arrived here, so that nobody's last operation is cut off, unless the
+    group broke before. One that waits for a message of this rank, which has not begun it, raises
+    PeerLostError: other threads of this process must be done with their messages, also with
+    answering those of others. Also without it nothing is left behind when the process exits.
+
+    In a signal handler that has interrupted a verb of the world it waits for nobody: the world is
+    left at once, and that verb raises GroupClosedError once the handler has returned. The other
+    ranks raise PeerLostError.
+
+    Raises:
+        MismatchError: another rank called something else instead.
+        PeerLostError: a rank is gone.
+        CollectiveTimeoutError: a rank did not arrive within the group's timeout (seconds).
+    """
+    if not is_distributed_init():
+        return
+    group = current_world().group
+    try:
+        if not group.is_calling():
+            open_groups.leave_all()
+            group.barrier()
+    except GroupClosedError:
+        _log.debug("the group broke before the shutdown; whoever used it has the error")
+    finally:
+        watchdog.stop()
+        set_world(None)
+        blas.restore()
+        group.close()
+        open_groups.close_all()
+        abort.uninstall()
+        atexit.unregister(_close_at_exit)
+
+
+def _close_at_exit() -> None:
+    """Close the sockets. Not collective: the others may still have work to do."""
+    group = current_world().group
+    watchdog.stop()
+    set_world(None)
+    abort.report_of_threads()
+    group.close()
+    open_groups.close_all()
+
+
+def _choose(
+    method: DistributedInit | None, rank: int, size: int, settings: Settings
+) -> StoreFactory | None:
+    """Return what makes the store; None: a world of one process, which has nobody to meet."""
+    if method is DistributedInit.MPI:
+        return lambda: MpiStore(settings.timeout)
+    if method is DistributedInit.FILE_SYSTEM:
+        if settings.file_path is None:
+            raise ValueError(
+                "DistributedInit.FILE_SYSTEM needs params={'FILE_PATH': a path that all ranks see}"
+            )
+        given = _given(rank, size, settings.timeout, "distributed_init(FILE_SYSTEM, 0, 1)")
+        return _by_environment(given, settings)
+    found = None if method is None and is_alone() else detect()
+    if method is DistributedInit.ENV:
+        return _by_environment(_agreeing(_require(found), rank, size), settings)
+    if rank != -1 or size != -1 or settings.file_path is not None:
+        raise ValueError(
+            "world_rank, world_size and FILE_PATH belong to DistributedInit.FILE_SYSTEM; pass it "
+            "as init_method, or leave them out to let the environment decide"
+        )
+    if found is None:
+        check_no_launcher()
+        return None
+    if found.launcher in ("openmpi", "pmi", "mvapich") and not found.file:
+        return lambda: MpiStore(settings.timeout)
+    return _by_environment(found, settings)
+
+
+def _by_address(
+    host: str, port: int, rank: int, size: int, settings: Settings
+) -> StoreFactory | None:
+    if settings.file_path is not None:
+        raise ValueError(f"port {port} of {host} and FILE_PATH are two places to meet; pass one")
+    if (rank, size) == (-1, -1):
+        found = _require(detect())
+    else:
+        found = _given(
+            rank, size, settings.timeout, f"distributed_init('tcp://{host}:{port}', 0, 1)"
+        )
+    here = dataclasses.replace(
+        found, file=None, master_address=host, master_port=port, addresses=()
+    )
+    return _by_environment(here, settings)
+
+
+def _agreeing(found: LaunchEnvironment, rank: int, size: int) -> LaunchEnvironment:
+    """Refuse a rank and size that are given as well and differ."""
+    if (rank, size) not in ((-1, -1), (found.rank, found.size)):
+        raise ValueError(
+            f"world_rank={rank} and world_size={size} are passed, and the environment says rank "
+            f"{found.rank} of {found.size} ({found.said_by}); leave them out with ENV"
+        )
+    return found
+
+
+def _given(rank: int, size: int, timeout: float, how: str) -> LaunchEnvironment:
+    """Check the rank and size that were passed; ``how`` is the call, were it for a world of one."""
+    for name, value in (("world_rank", rank), ("world_size", size)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(f"{name} must be an integer, got {value!r}")
+    check_member(rank, size, timeout)
+    if size == 1:
+        check_size_one(how)
+    return LaunchEnvironment("call", rank, size, variables=("world_rank", "world_size"))
+
+
+def _require(found: LaunchEnvironment | None) -> LaunchEnvironment:
+    if found is None:
+        check_schedulers()
+        raise RendezvousError(
+            "DistributedInit.ENV found no launcher in the environment; start by one (flrun, srun, "
+            "mpirun, torchrun), or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT by hand"
+        )
+    return found
+
+
+def _by_environment(found: LaunchEnvironment, settings: Settings) -> StoreFactory | None:
+    """Meet where the environment says: at a file, at a port of rank 0's host, or through MPI."""
+    if found.size == 1:
+        return None
+    rank, size, timeout = found.rank, found.size, settings.timeout
+    file = settings.file_path or found.file
+    host, port = found.master_address, found.master_port
+    if file is not None:
+        return lambda: FileStore(file, rank, size, timeout)
+    if host is not None and port is not None:
+        one_host = found.local_size == size
+        return lambda: TcpStore(host, port, rank, size, timeout, one_host, found.addresses)
+    if found.launcher in ("openmpi", "pmi", "mvapich"):
+        return lambda: MpiStore(timeout)
+    raise RendezvousError(
+        f"the environment says rank {rank} of {size} ({found.said_by}) but not where to meet; set "
+        "MASTER_ADDR and MASTER_PORT, or pass params={'FILE_PATH': a path that all ranks see}; or "
+        "DistributedInit.MPI, where the launcher starts processes of MPI"
+    )
+
+
+def _meet(create: StoreFactory, settings: Settings) -> World:
+    if settings.backend not in ("auto", "mpi"):
+        _native.load(settings.backend)  # absent, it says so before anything is created
+    store = create()
+    store.host_timeout = settings.host_timeout
+    abort.install()  # before MPI adds to it
+    try:
+        world = _connect(store, settings)
+        try:
+            store.close()
+        except BaseException:
+            world.group.close()
+            raise
+    except UnavailableEverywhereError:
+        abort.uninstall()
+        store.close()
+        raise
+    except BaseException as error:
+        abort.uninstall()
+        reason = f"{type(error).__name__}: {error}"
+        store.abort(reason.encode(errors="backslashreplace").decode())  # a path may be no text
+        raise
+    return world
+
+
+class _Card(NamedTuple):
+    """What a rank says of itself first; ``addresses`` are its host's."""
+
+    host: str
+    job: str
+    cores: list[int]
+    nonce: str
+    process: dict[str, object]
+    addresses: list[str]
+
+
+def _connect(store: Store, settings: Settings) -> World:
+    mine = _Card(
+        host=host_identity().decode(errors="backslashreplace"),
+        job=new_job(),
+        cores=sorted(os.sched_getaffinity(0)),
+        nonce=nonce().hex(),
+        process=this_process().as_record(),
+        addresses=own_addresses(),
+    )
+    texts = store.exchange(json.dumps(mine).encode())
+    # Also where the exchange can be overheard, nobody without the secret can make this key.
+    settings = dataclasses.replace(settings, job_key=proof(store.secret, *texts))
+    cards = [_Card(*json.loads(text)) for text in texts]
+    check_apart(store.rank, [Peer.from_record(card.process) for card in cards])
+    hosts = [card.host for card in cards]
+    local_rank, local_size = local_place(store.rank, hosts)
+    if local_size < store.size:
+        everyones = [card.addresses for card in cards]
+        address = address_between_hosts(store, hosts, everyones, settings.interface)
+        settings = dataclasses.replace(settings, address=address)
+    connection = connect(store, settings)
+    if connection.problem and store.rank == 0:
+        _log.warning("using Gloo instead of shared memory, slower: %s", connection.problem)
+    rule = DeviceRule(store.rank, local_rank, settings.max_device_per_node)
+    group = ProcessGroup(connection.backend, None, _joiner(rule, settings))
+    _join_gpus_at_once(group, settings)
+    near = [{*card.cores} for card in cards if card.host == mine.host]
+    threads = fair_share(local_rank, near) if local_size > 1 else 0
+    # The job's name is that which rank 0 has for it.
+    return World(group, local_rank, local_size, connection.why, rule, cards[0].job, threads)
+
+
+def _joiner(rule: DeviceRule, settings: Settings) -> Joiner:
+    return Joiner(
+        lambda members: connect(members, settings).backend,
+        gpu_joiner(rule, settings),
+        lambda seconds: _joiner(rule, settings.limited(seconds)),
+    )
+
+
+def _watch(world: World, settings: Settings) -> None:
+    """Have this rank's last calls written where ``settings`` say, when something goes wrong."""
+    chosen = settings.trace_dir is not None
+    folder = Path(settings.trace_dir) if settings.trace_dir else None
+    group, job = world.group, world.job if world.group.size > 1 else new_job()
+    watchdog.start(
+        Flight(group.rank, group.size, job, folder if chosen else default_folder(job), chosen)
+    )
+
+
+def _join_gpus_at_once(group: ProcessGroup, settings: Settings) -> None:
+    """Join the GPUs if ``params`` ask for them; else the first CuPy array does so."""
+    required = settings.backend == "nccl"
+    if group.size == 1 or not (required or settings.max_device_per_node is not None):
+        return
+    try:
+        group.join_gpus()
+    except BaseException as error:
+        # MAX_DEVICE_PER_NODE stands in scripts that run on machines without a GPU as well.
+        if not required and isinstance(error, UnavailableEverywhereError):
+            _log.info("MAX_DEVICE_PER_NODE is given, and the GPUs are not joined: %s", error)
+            return
+        group.close()
+        raise
