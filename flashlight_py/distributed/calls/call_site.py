@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 
-PACKAGE = f"{Path(__file__).parents[1]}/"
+PACKAGE = f"{Path(__file__).parents[2]}/"
 
 Place = tuple[str, int]
 """A file's path, and a line of it."""
