@@ -32,8 +32,8 @@ NEEDED = {
 }
 # What a system must have for the extension, as a program that includes it.
 HEADERS = {"gloo": ["gloo/context.h"], "shm": ["linux/futex.h"]}
-# Of all files: Python's own -g makes nine tenths of a library. Debian lacks a header of Gloo. A unit
-# of several sources is no header, of whose anonymous namespaces GCC would warn.
+# Of all files. Python's own -g makes nine tenths of a library, and Debian lacks a header of Gloo. A
+# unit of several sources is no header, of whose anonymous namespaces GCC would warn.
 FLAGS = ["-g0", "-Wno-subobject-linkage", "-idirafter", "csrc/gloo/missing"]
 # Folders of csrc whose sources are compiled several at a time.
 JOINED, TOGETHER = ("gloo", "shm"), 6
