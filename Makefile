@@ -29,7 +29,7 @@ DEV := .venv/.dev
 SOURCES := $(shell find csrc -type f -not -name '*.o' -not -name '*.so')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup example test test-slow test-all tools tools-slow oracle engines test-gpu lint docs chaos sanitize wheel gpu-bundle bench clean
+.PHONY: help setup example tiny test test-slow test-all tools tools-slow oracle engines test-gpu lint docs chaos sanitize wheel gpu-bundle bench clean
 
 help: ## show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +38,9 @@ setup: $(READY) ## install what the example needs: libgloo-dev, .venv, this pack
 
 example: $(READY) ## train flashlight's example on 4 real processes
 	$(IN_VENV) mpirun -n $(RANKS) python examples/DistributedTraining.py --epochs $(EPOCHS) $(EXAMPLE)
+
+tiny: $(DEV) ## the whole house in ten seconds: each verb, failures, training, flrun
+	$(IN_VENV) python -m pytest -q tests/test_tiny.py
 
 test: lint tools ## lint, types, then every test that is not marked slow: 7 minutes on 2 cores
 	$(IN_VENV) python -m pytest -m "not slow" $(PYTEST)
