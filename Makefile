@@ -23,24 +23,29 @@ PEERS ?= openmpi mpich torch pytagi
 SHELL := /bin/bash
 IN_VENV := . .venv/bin/activate &&
 READY := .venv/.ready
+# What tests need beside it.
+DEV := .venv/.dev
 # Whatever the installed extension is compiled from: a change makes the next target rebuild it.
 SOURCES := $(shell find csrc -type f -not -name '*.o' -not -name '*.so')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup example test test-slow test-all tools tools-slow oracle engines test-gpu lint docs chaos sanitize wheel gpu-bundle bench clean
+.PHONY: help setup example tiny test test-slow test-all tools tools-slow oracle engines test-gpu lint docs chaos sanitize wheel gpu-bundle bench clean
 
 help: ## show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(READY) ## install what is missing: libgloo-dev, .venv, this package (instant when done)
+setup: $(READY) ## install what the example needs: libgloo-dev, .venv, this package, MPI (instant when done)
 
 example: $(READY) ## train flashlight's example on 4 real processes
 	$(IN_VENV) mpirun -n $(RANKS) python examples/DistributedTraining.py --epochs $(EPOCHS) $(EXAMPLE)
 
+tiny: $(DEV) ## the whole house in ten seconds: each verb, failures, training, flrun
+	$(IN_VENV) python -m pytest -q tests/test_tiny.py
+
 test: lint tools ## lint, types, then every test that is not marked slow: 7 minutes on 2 cores
 	$(IN_VENV) python -m pytest -m "not slow" $(PYTEST)
 
-test-slow: $(READY) tools-slow oracle engines ## the slow tests: packaging, sanitizers, long failure rounds, documents' programs
+test-slow: $(DEV) tools-slow oracle engines ## the slow tests: packaging, sanitizers, long failure rounds, documents' programs
 	$(IN_VENV) python -m pytest -m slow $(SLOW) $(PYTEST)
 
 test-all: lint tools-slow oracle engines ## lint, types, then every test; before a release
@@ -52,18 +57,18 @@ tools: ## install what tests on several hosts need (ip, sshd); they are skipped 
 tools-slow:
 	@scripts/install_tools slow
 
-oracle: $(READY) ## install the real pytagi in .venv-bench-pytagi; its tests are skipped where it cannot be
+oracle: $(DEV) ## install the real pytagi in .venv-bench-pytagi; its tests are skipped where it cannot be
 	$(IN_VENV) cd benchmarks && python -m harness.install pytagi
 
 engines: .venv/.engines ## install Ray, Dask, Spark and submitit; their tests are skipped where it cannot be
 
-test-gpu: $(READY) ## the tests of tests/gpu; needs CuPy, NCCL and at least one GPU
+test-gpu: $(DEV) ## the tests of tests/gpu; needs CuPy, NCCL and at least one GPU
 	$(IN_VENV) python -m pytest tests/gpu -m gpu $(PYTEST)
 
-lint: $(READY) ## ruff and mypy
+lint: $(DEV) ## ruff and mypy
 	$(IN_VENV) ruff check . && ruff format --check . && mypy
 
-chaos: $(READY) ## ranks that die, stop and raise, hundreds of rounds; and 1,000 worlds in a row
+chaos: $(DEV) ## ranks that die, stop and raise, hundreds of rounds; and 1,000 worlds in a row
 	$(IN_VENV) python -m tests.chaos $(CHAOS)
 
 docs: .venv/.docs ## build the documentation into build/site; warnings are errors
@@ -77,13 +82,13 @@ sanitize: ## stress the native code: plain, with Address- and UndefinedBehavior-
 	done
 	@$(IN_VENV) $(MAKE) -s -j$$(nproc) -C tests/native/tape OUT=$(CURDIR)/build/native/tape address
 
-wheel: $(READY) ## build a wheel that carries libgloo inside, into wheelhouse/
+wheel: $(DEV) ## build a wheel that carries libgloo inside, into wheelhouse/
 	$(IN_VENV) scripts/build_wheel wheelhouse
 
-gpu-bundle: $(READY) ## make build/gpu_bundle: `run` in it tests and measures on a GPU, without a network
+gpu-bundle: $(DEV) ## make build/gpu_bundle: `run` in it tests and measures on a GPU, without a network
 	$(IN_VENV) scripts/gpu_bundle
 
-bench: $(READY) ## run every benchmark beside its peers, into build/bench
+bench: $(DEV) ## run every benchmark beside its peers, into build/bench
 	$(IN_VENV) cd benchmarks && python -m harness.install $(PEERS)
 	@mkdir -p build/bench
 	$(IN_VENV) set -o pipefail; for script in benchmarks/[a-z]*.py; do \
@@ -98,14 +103,20 @@ clean: ## remove everything that make has created, .venv included
 	rm -f flashlight_py/_native/*.so flashlight_py/_native/*.missing.txt flashlight_py/_native/_nccl.py
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.venv/.docs: $(READY) scripts/install_extra
+.venv/.docs: $(DEV) scripts/install_extra
 	$(IN_VENV) scripts/install_extra docs
 	@touch $@
 
 # Without the file it is tried again the next time.
-.venv/.engines: $(READY) scripts/install_extra
+.venv/.engines: $(DEV) scripts/install_extra
 	@$(IN_VENV) if scripts/install_extra ray dask spark slurm; then touch $@; else \
 	  echo "Engines are missing; their tests are skipped with the reason." >&2; fi
+
+$(DEV): $(READY) pyproject.toml scripts/install_extra
+	@[ -e $@ ] && [ ! pyproject.toml -nt $@ ] && [ ! scripts/install_extra -nt $@ ] || \
+	  { echo "Installing what tests need: mypy, pytest, ruff, scikit-learn, Jupyter, ..."; \
+	    $(IN_VENV) scripts/install_extra dev; }
+	@touch $@
 
 $(READY): pyproject.toml setup.py scripts/setup $(SOURCES)
 	@PYTHON="$(PYTHON)" scripts/setup

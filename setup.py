@@ -8,10 +8,12 @@ compiled, or was built and does not load, fails the build.
 
 from __future__ import annotations
 
-import copy
+import hashlib
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,11 @@ NEEDED = {
 }
 # What a system must have for the extension, as a program that includes it.
 HEADERS = {"gloo": ["gloo/context.h"], "shm": ["linux/futex.h"]}
+# Of all files. Python's own -g makes nine tenths of a library, and Debian lacks a header of Gloo. A
+# unit of several sources is no header, of whose anonymous namespaces GCC would warn.
+FLAGS = ["-g0", "-Wno-subobject-linkage", "-idirafter", "csrc/gloo/missing"]
+# Folders of csrc whose sources are compiled several at a time.
+JOINED, TOGETHER = ("gloo", "shm"), 6
 AGAIN = "pip install --force-reinstall --no-deps --no-cache-dir ."
 # Of a file, by the name under which the package imports it.
 LOAD = """
@@ -45,12 +52,101 @@ def _short_name(ext: Any) -> str:
     return str(ext.name).rpartition(".")[2].lstrip("_")
 
 
+class Objects:
+    """Object files: of all extensions over all cores, each once, again only after a change.
+
+    They are kept in FLASHLIGHT_OBJECTS, if that is set, for the next build. An object is named
+    after its source and all flags, so extensions share those that both would compile alike.
+    """
+
+    def __init__(self, compiler: Any, folder: Path) -> None:
+        self._compiler = compiler
+        self._folder = Path(os.environ.get("FLASHLIGHT_OBJECTS") or folder / "objects")
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._pool = ThreadPoolExecutor(os.cpu_count())
+        self._lock = threading.Lock()
+        self._made: dict[Path, Future[None]] = {}
+        self._ended = 0
+
+    def compile(
+        self,
+        sources: list[str],
+        output_dir: str | None = None,
+        macros: Any = None,
+        include_dirs: list[str] | None = None,
+        debug: bool = False,
+        extra_preargs: list[str] | None = None,
+        extra_postargs: list[str] | None = None,
+        depends: Any = None,
+    ) -> list[str]:
+        """Do what ``compile`` of a compiler of setuptools does."""
+        flags = self._compiler._setup_compile(
+            output_dir, macros, include_dirs, [], depends, extra_postargs
+        )
+        options = [*self._compiler._get_cc_args(flags[3], debug, extra_preargs), *flags[2], *FLAGS]
+        objects = []
+        for source in self._units(sources):
+            command = hashlib.sha256(repr((source, options)).encode()).hexdigest()[:12]
+            made = self._folder / f"{Path(source).stem}-{command}.o"
+            with self._lock:
+                if made not in self._made:
+                    self._made[made] = self._pool.submit(self._make, source, made, options)
+            objects.append(made)
+        for made in objects:
+            self._made[made].result()
+        return [str(made) for made in objects]
+
+    def _units(self, sources: list[str]) -> list[str]:
+        """Join sources of the folders whose headers take longer to compile than what is in them."""
+        units = [each for each in sources if Path(each).parent.name not in JOINED]
+        for folder in JOINED:
+            joined = sorted(each for each in sources if Path(each).parent == Path("csrc", folder))
+            for start in range(0, len(joined), TOGETHER):
+                unit = self._folder / f"{folder}_{start // TOGETHER}.cc"
+                lines = [f'#include "{each}"' for each in joined[start : start + TOGETHER]]
+                text = "\n".join([*lines, ""])
+                if not unit.exists() or unit.read_text() != text:
+                    unit.write_text(text)
+                units.append(str(unit))
+        return units
+
+    def _make(self, source: str, made: Path, options: list[str]) -> None:
+        sums, depends = made.with_suffix(".sum"), made.with_suffix(".d")
+        try:
+            if made.exists() and sums.read_text() == self._sum(depends):
+                return
+        except OSError:  # the first time, or a header is gone
+            pass
+        sums.unlink(missing_ok=True)
+        after = ["-MD", "-MF", str(depends)]
+        self._compiler._compile(str(made), source, Path(source).suffix, options, after, [])
+        sums.write_text(self._sum(depends))
+        with self._lock:
+            self._ended += 1
+            print(f"compiled {self._ended} of {len(self._made)}: {source}", flush=True)
+
+    @staticmethod
+    def _sum(depends: Path) -> str:
+        """Return a digest of all files that an object was compiled from."""
+        total = hashlib.sha256()
+        for name in depends.read_text().replace("\\\n", " ").split()[1:]:
+            total.update(Path(name).read_bytes())
+        return total.hexdigest()
+
+
 class BuildOptionalExtensions(build_ext):
     """Build each extension, or leave the reason why it is missing."""
 
     extensions: list[Any]
 
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        # Each extension waits for its objects in a thread. Editable installs do not see it as an
+        # option of setup().
+        self.parallel = len(self.distribution.ext_modules)
+
     def build_extensions(self) -> None:
+        self.compiler.compile = Objects(self.compiler, Path(self.build_temp)).compile
         super().build_extensions()
         for ext in self.extensions:
             self._check_that_it_loads(ext)
@@ -71,15 +167,11 @@ class BuildOptionalExtensions(build_ext):
         """Build ``ext``; return why it is left out, if it is."""
         if os.environ.get(self._switch(ext)):
             return f"{self._switch(ext)} was set when flashlight-py was built"
-        # Extensions are compiled at the same time, and two have sources in common: each compiles
-        # into a folder of its own.
-        own = copy.copy(self)
-        own.build_temp = os.path.join(self.build_temp, _short_name(ext))
         try:
-            super(BuildOptionalExtensions, own).build_extension(ext)
+            super().build_extension(ext)
         except (CCompilerError, BaseError) as error:
             reason = f"it could not be compiled when flashlight-py was built ({error})"
-            if own._has_what_is_needed(ext):
+            if self._has_what_is_needed(ext):
                 raise ExecError(f"{ext.name}: {reason}. {self._without(ext)}") from error
             return reason
         return None
@@ -215,6 +307,5 @@ setup(
     cmdclass={"build_ext": BuildOptionalExtensions},
     options={
         "bdist_wheel": {"py_limited_api": "cp310"},
-        "build_ext": {"parallel": os.cpu_count()},
     },
 )

@@ -31,14 +31,6 @@ ffi.set_source(
     include_dirs=["."],
     libraries=["gloo"],
     # No contraction into fused multiply-adds: the same bits on every machine.
-    # Last, what Debian's libgloo-dev lacks of Gloo's headers.
-    extra_compile_args=[
-        "-std=c++17",
-        "-O3",
-        "-ffp-contract=off",
-        "-fvisibility=hidden",
-        "-idirafter",
-        "csrc/gloo/missing",
-    ],
+    extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=off", "-fvisibility=hidden"],
     language="c++",
 )

@@ -11,7 +11,7 @@ namespace {
 constexpr size_t kPosted = 4;
 
 // Blanks that are kept: more messages at once are rare.
-constexpr size_t kSpare = 32;
+constexpr size_t kSpareEnvelopes = 32;
 
 // Only a small send has its payload with it.
 size_t payload_of(const fl_signature& call) {
@@ -56,7 +56,7 @@ EnvelopePtr Envelopes::blank() {
 
 void Envelopes::take_back(EnvelopePtr envelope) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (blanks_.size() < kSpare) blanks_.push_back(std::move(envelope));
+  if (blanks_.size() < kSpareEnvelopes) blanks_.push_back(std::move(envelope));
 }
 
 void Envelopes::post(Line& line, int peer) {

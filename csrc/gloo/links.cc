@@ -23,7 +23,7 @@ namespace {
 namespace tcp = gloo::transport::tcp;
 
 // Connections that have proven nothing yet, beyond one for each rank; more are a flood.
-constexpr size_t kSpare = 64;
+constexpr size_t kSpareAttempts = 64;
 
 // How long a wait reads the connection itself: a few times what it takes to have Gloo's thread
 // scheduled, and then the one that waits. Half of that after a wait for which it was too short, and so
@@ -230,7 +230,7 @@ void Links::accept() {
   Attempt* const begun = attempt.get();
   const auto other = std::find_if(attempts_.begin(), attempts_.end(),
                                   [](const auto& each) { return !each.first->is_ours; });
-  if (attempts_.size() >= 2 * size + kSpare && other != attempts_.end()) other->first->cancel();
+  if (attempts_.size() >= 2 * size + kSpareAttempts && other != attempts_.end()) other->first->cancel();
   attempts_.emplace(begun, std::move(attempt));
   device_->registerDescriptor(made, EPOLLIN, begun);
 }

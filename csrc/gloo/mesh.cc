@@ -24,7 +24,7 @@ constexpr milliseconds kGoodbye{500};
 
 // So long news take that a host is lost: to a rank of each host, which looks for them now and then, and
 // from there to the others, which look for them in every tick where they await them.
-constexpr milliseconds kNews = 2 * Heartbeat::kLongestInterval;
+constexpr milliseconds kNewsTakes = 2 * Heartbeat::kLongestInterval;
 
 // What the kernel says of hosts, where of a process that has ended another kernel says so.
 constexpr int kSilence[] = {ETIMEDOUT, EHOSTUNREACH, EHOSTDOWN, ENETUNREACH, ENETDOWN};
@@ -240,7 +240,7 @@ void Mesh::stop() { watch_.end(Failure(FL_CLOSED, {}, "the group was closed")); 
 void Mesh::await_reason(bool is_silent) {
   const Waiter* const waiter = Waiter::current();
   auto end = Clock::now();
-  if (patience_ > 0) end += kNews;
+  if (patience_ > 0) end += kNewsTakes;
   if (is_silent && waiter != nullptr) end = std::max(end, deadline_after(patience_));
   if (waiter != nullptr) end = std::min(end, waiter->deadline());
   while (!is_explained()) {

@@ -116,7 +116,7 @@ struct Verb<FL_SCAN> {
 
 namespace {
 
-const Entry entries[] = {{FL_SCAN, Verb<FL_SCAN>::run}, {FL_EXSCAN, Verb<FL_SCAN>::run}};
+const Entry scan_entries[] = {{FL_SCAN, Verb<FL_SCAN>::run}, {FL_EXSCAN, Verb<FL_SCAN>::run}};
 
 }  // namespace
 }  // namespace fl

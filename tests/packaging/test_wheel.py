@@ -49,10 +49,10 @@ with open("/proc/self/maps") as maps:
 """
 
 
-def test_extensions_that_are_compiled_at_once_share_no_object_file(made: Wheel) -> None:
-    """Two of them have sources in common; an object half written by the other makes no library."""
+def test_what_extensions_have_in_common_is_compiled_once(made: Wheel) -> None:
+    """Two compilers that write the same object would make no library."""
     objects = re.findall(r" -o (\S+\.o)\b", made.output)
-    assert sum(name.endswith("/reduce.o") for name in objects) == 2
+    assert sum("/reduce-" in name for name in objects) == 1
     assert len(objects) == len(set(objects)), sorted(objects)
 
 

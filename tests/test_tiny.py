@@ -1,0 +1,145 @@
+"""The whole house in ten seconds: one world of shared memory, one of Gloo, of two ranks each."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.distributed.verbs import VERBS
+from flashlight_py.tagi import nn as tagi_nn
+from tests.distributed import conformance
+from tests.distributed.conformance import meant, values
+from tests.distributed.harness import RankPool, run_outcomes
+
+ranks = conformance.ranks_in(("shm", 2), ("gloo", 2))
+
+
+def every_verb(rank: int, size: int) -> None:
+    """Do each row of the table of verbs, and compare with what the row means."""
+    everyone = [values(r, (6, 5), "float32") for r in range(size)]
+    for verb in VERBS:
+        if verb.is_message or verb.name == "barrier":
+            continue
+        x = everyone[rank].copy()
+        given = fl.scatter(x if rank == 0 else None) if verb.name == "scatter" else None
+        result = getattr(fl, verb.name)(x) if given is None else given
+        expected = meant(verb, everyone, rank)
+        if expected is not None:
+            conformance.assert_equal(np.asarray(result), expected, verb.name)
+    fl.barrier()
+    conformance.ring_of_messages(rank, size, 100)
+
+
+def other_shapes(rank: int, size: int) -> None:
+    with pytest.raises(fl.errors.MismatchError):
+        fl.all_reduce(np.ones(3 + rank))
+
+
+def train(rank: int, size: int, captured: bool) -> list[Any]:
+    """Train on this rank's share of one batch; return the parameters."""
+    random = np.random.default_rng(0)
+    x = random.random((8, 3), dtype=np.float32)[rank * 8 // size : (rank + 1) * 8 // size]
+    fl.set_seed(0)
+    model = fl.nn.Sequential()
+    model.add(fl.nn.Linear(3, 4))
+    model.add(fl.nn.ReLU())
+    model.add(fl.nn.Linear(4, 1))
+    fl.broadcast_parameters(model)
+    fl.distribute_module_grads(model)
+    optimizer = fl.optim.SGDOptimizer(model.params(), 0.1, momentum=0.9)
+
+    def step(x: Any, y: Any) -> None:
+        optimizer.zero_grad()
+        fl.nn.MeanSquaredError()(model(fl.input(x)), fl.no_grad(y)).backward()
+        optimizer.step()
+
+    run = fl.capture(step) if captured else step
+    for _ in range(10):
+        run(x, x.sum(axis=1, keepdims=True))
+    return [param.array for param in model.params()]
+
+
+def save_and_load(rank: int, size: int, folder: str) -> None:
+    model = fl.nn.Linear(3, 1)
+    fl.broadcast_parameters(model)
+    saved = [param.array.copy() for param in model.params()]
+    fl.save(folder, module=model, step=7)
+    for param in model.params():
+        param.array[...] = 0
+    loaded = fl.load(folder, module=model)
+    assert loaded is not None
+    assert loaded.step == 7
+    for param, before in zip(model.params(), saved, strict=True):
+        np.testing.assert_array_equal(param.array, before)
+
+
+def tagi_step() -> float:
+    fl.tagi.manual_seed(0)
+    net = tagi_nn.Sequential(tagi_nn.Linear(2, 8), tagi_nn.ReLU(), tagi_nn.Linear(8, 1))
+    updater = tagi_nn.OutputUpdater(net.device)
+    x = np.random.default_rng(0).uniform(-1, 1, (16, 2))
+    errors = []
+    for _ in range(10):
+        mean, _ = net(x)
+        errors.append(float(np.mean((np.asarray(mean).reshape(-1) - x[:, 0]) ** 2)))
+        updater.update(net.output_z_buffer, x[:, :1], 0.05**2, net.input_delta_z_buffer)
+        net.backward()
+        net.step()
+    return errors[-1] / errors[0]
+
+
+def killed(rank: int, size: int) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    fl.all_reduce(np.ones(3))
+
+
+def test_every_verb(ranks: RankPool) -> None:
+    ranks.run(every_verb)
+
+
+def test_a_mismatch_is_an_error_on_all_ranks(ranks: RankPool) -> None:
+    ranks.run(other_shapes)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_two_ranks_train_as_one(ranks: RankPool, captured: bool) -> None:
+    alone = train(0, 1, captured)
+    for params in ranks.run(train, captured):
+        for got, expected in zip(params, alone, strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_checkpoint_is_loaded_as_it_was_saved(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(save_and_load, str(tmp_path / "checkpoint"))
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_the_others_are_told_of_a_killed_rank(backend: str) -> None:
+    told, dead = run_outcomes(killed, 2, params={"BACKEND": backend})
+    assert dead.exit_code == -signal.SIGKILL
+    assert "PeerLostError" in told.error_classes
+
+
+def test_tagi_learns() -> None:
+    assert tagi_step() < 0.5
+
+
+def test_flrun(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import numpy as np, flashlight_py as fl\n"
+        "fl.distributed_init()\n"
+        "print(fl.all_reduce(np.ones(1)))\n"
+    )
+    command = [sys.executable, "-m", "flashlight_py.launch", "-n", "2", str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert sorted(done.stdout.splitlines()) == ["[0] [2.]", "[1] [2.]"], done.stderr
