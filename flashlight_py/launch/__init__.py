@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 __all__ = ["spawn"]
 
-_ENGINES = ("dask", "ray", "ray_collective", "ray_train", "spark")
+_ENGINES = ("dask", "ray", "ray_train", "spark")
 
 
 def __getattr__(name: str) -> Any:
