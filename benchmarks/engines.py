@@ -115,9 +115,9 @@ def alone(engine: str) -> Callable[[], Any]:
 def _actors() -> None:
     import ray
 
-    from flashlight_py.launch.ray import _Rank
+    from flashlight_py.engines.ray import _Actor
 
-    actors = [ray.remote(_Rank).options(num_cpus=1).remote() for _ in range(RANKS)]
+    actors = [ray.remote(_Actor).options(num_cpus=1).remote() for _ in range(RANKS)]
     ray.get([actor.call.remote(_nothing, i) for i, actor in enumerate(actors)])
     for actor in actors:
         ray.kill(actor)

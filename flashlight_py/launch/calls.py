@@ -23,7 +23,7 @@ T = TypeVar("T")
 _log = logging.getLogger("flashlight_py")
 
 
-class Call(NamedTuple):
+class SpawnCall(NamedTuple):
     """What is called, in the words of errors, on how many ranks, and until when at the latest.
 
     ``ends`` is a time of ``time.monotonic`` for all attempts together, of which there may be
@@ -45,7 +45,7 @@ class Call(NamedTuple):
         params: Mapping[str, Any] | None,
         timeout: float | None,
         max_restarts: int,
-    ) -> Call:
+    ) -> SpawnCall:
         """Return the call of ``fn`` by ``what``, if all arguments make sense.
 
         Raises:

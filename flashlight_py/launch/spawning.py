@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from flashlight_py.cores import thread_variables, usable_cores
 from flashlight_py.launch.attempt import Attempt
-from flashlight_py.launch.calls import Call
+from flashlight_py.launch.calls import SpawnCall
 from flashlight_py.launch.failures import Failure, describe_exit
 from flashlight_py.launch.loop import Poll
 from flashlight_py.launch.output import STREAMS, Output
@@ -98,7 +98,7 @@ def spawn(
         >>> if __name__ == "__main__":
         ...     print(fl.spawn(total, args=(10,), nprocs=2))  # [21, 21]
     """
-    call = Call.checked("spawn", fn, args, nprocs, params, timeout, max_restarts)
+    call = SpawnCall.checked("spawn", fn, args, nprocs, params, timeout, max_restarts)
     task = pack_task(call.name, fn, tuple(args), dict(params or {}))
     with open(os.memfd_create("flashlight task"), "wb") as memory:  # no file: nobody may write it
         memory.write(task)
@@ -108,7 +108,7 @@ def spawn(
     return call.results([world.results[rank] for rank in range(call.size)])
 
 
-def _attempt(call: Call, task: int, restarts: int) -> tuple[SpawnedWorld, list[int]]:
+def _attempt(call: SpawnCall, task: int, restarts: int) -> tuple[SpawnedWorld, list[int]]:
     """Start all ranks, with the task that a descriptor has, and wait for their end.
 
     Returns the world, with a result of each, and the exit codes. Nothing is left when it raises.
@@ -191,7 +191,7 @@ def _warn_of(name: str, codes: list[int]) -> None:
 class SpawnedWorld:
     """The ranks of one run, and our ends of the links to them; ``results`` are pickles, by rank."""
 
-    def __init__(self, poll: Poll, call: Call) -> None:
+    def __init__(self, poll: Poll, call: SpawnCall) -> None:
         self.results: dict[int, bytes] = {}
         self._poll, self._call, self._size = poll, call, call.size
         self._links: dict[int, Connection] = {}
