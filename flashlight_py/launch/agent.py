@@ -22,10 +22,16 @@ from typing import Any
 from flashlight_py.interfaces import listen_everywhere, own_addresses
 from flashlight_py.launch.channel import Outgoing, Reader, can_write, message, write_whole
 from flashlight_py.launch.front import die_with_parent, run_behind
-from flashlight_py.launch.loop import Loop
-from flashlight_py.launch.output import Output, Source
-from flashlight_py.launch.pulse import LOST_SECONDS, Pulse
-from flashlight_py.launch.ranks import LISTENER, RECORDS, Place, Ranks, end_leftovers, environ_of
+from flashlight_py.launch.loop import LOST_SECONDS, Loop, Pulse
+from flashlight_py.launch.output import RankOutput, Source
+from flashlight_py.launch.ranks import (
+    LISTENER,
+    RECORDS,
+    RankProcesses,
+    Slot,
+    end_leftovers,
+    environ_of,
+)
 from flashlight_py.launch.records import Notes, send_records
 
 _IN, _OUT = 0, 1
@@ -41,12 +47,12 @@ class Agent:
     addresses at which other hosts of the job have reached this one.
     """
 
-    output: Output | None = None
+    output: RankOutput | None = None
     reached: Sequence[str] = ()
 
     def __init__(self, loop: Loop, report: Callable[..., None], stdin: int | None = None) -> None:
         self._loop, self._report, self._stdin = loop, report, stdin
-        self._ranks: Ranks | None = None
+        self._ranks: RankProcesses | None = None
         self._listener: socket.socket | None = None
         self._input: Outgoing | None = None
         self.grace, self._has_lost_output = 0.0, False
@@ -64,13 +70,13 @@ class Agent:
         self._report("ready", addresses, port)
 
     def start(self, task: Mapping[str, Any]) -> None:
-        """Start ranks: ``places`` of ``size``, where ``meeting`` says; see ``Team``."""
-        self._ranks, self.grace = Ranks(self._loop, self._on_output), task["grace"]
+        """Start ranks: ``slots`` of ``size``, where ``meeting`` says; see ``Job``."""
+        self._ranks, self.grace = RankProcesses(self._loop, self._on_output), task["grace"]
         if task["wants_records"]:
             self._notes = Notes(self._loop)
         try:
-            for place in map(Place._make, task["places"]):
-                self._start(place, task)
+            for slot in map(Slot._make, task["slots"]):
+                self._start(slot, task)
         except OSError as error:
             self._report("cannot_run", f"{task['program'][0]}: {error}")
         self._close_listener()  # it is rank 0's alone, and ends with it
@@ -128,31 +134,31 @@ class Agent:
             self.output.say(self.output.error)
         return self.output.flush_at()
 
-    def _start(self, place: Place, task: Mapping[str, Any]) -> None:
+    def _start(self, slot: Slot, task: Mapping[str, Any]) -> None:
         assert self._ranks is not None
         meeting, descriptors = task["meeting"], []
-        if self._listener is not None and place.rank == 0:
+        if self._listener is not None and slot.rank == 0:
             descriptors = [self._listener.fileno()]
             meeting = {**meeting, LISTENER: str(descriptors[0])}
         if self._notes is not None:
             descriptors.append(self._notes.descriptor)
             meeting = {**meeting, RECORDS: self._notes.variable()}
         environ = {**os.environ, **task["environ"]}
-        with self._input_of(place, task["has_input"]) as stdin:
+        with self._input_of(slot, task["has_input"]) as stdin:
             process = self._ranks.start(
-                place.rank,
+                slot.rank,
                 task["program"],
-                environ_of(environ, place, task["size"], task["restarts"], meeting),
+                environ_of(environ, slot, task["size"], task["restarts"], meeting),
                 stdin,
                 descriptors,
                 partial(die_with_parent, os.getpid()),
             )
-        self._loop.child(process, partial(self._on_exit, self._ranks, place.rank))
+        self._loop.child(process, partial(self._on_exit, self._ranks, slot.rank))
 
     @contextmanager
-    def _input_of(self, place: Place, is_sent: bool) -> Iterator[int]:
+    def _input_of(self, slot: Slot, is_sent: bool) -> Iterator[int]:
         """Yield what a rank reads: our own input, what the launcher sends, or nothing."""
-        if place.rank != 0 or not (is_sent or self._stdin is not None):
+        if slot.rank != 0 or not (is_sent or self._stdin is not None):
             yield subprocess.DEVNULL
         elif self._stdin is not None:
             yield self._stdin
@@ -170,7 +176,7 @@ class Agent:
         else:
             self.output.take(source, data)
 
-    def _on_exit(self, ranks: Ranks, rank: int, code: int) -> None:
+    def _on_exit(self, ranks: RankProcesses, rank: int, code: int) -> None:
         if ranks is not self._ranks:
             return  # one of an earlier attempt, which the kernel has let go of at last
         ranks.drain(rank)
@@ -183,7 +189,7 @@ class Agent:
             self._listener = None
 
 
-class Server:
+class LauncherConnection:
     """Our end of the connection of an agent to its launcher, two descriptors.
 
     Once nothing has come from there for ``lost_after`` seconds, ``silence`` says since when.
@@ -275,21 +281,21 @@ def main() -> int:
 
 
 def _work() -> int:
+    lost_after = float(sys.argv[1]) if len(sys.argv) > 1 else LOST_SECONDS
     with closing(Loop()) as loop:
-        server = Server(loop, _IN, _OUT, float(sys.argv[1]) if len(sys.argv) > 1 else LOST_SECONDS)
-        loop.on_signal = lambda number: server.end()
-        server.run(Agent(loop, server.report))
-    if server.silence:
-        _say(f"nothing has come from the launcher {server.silence}; its ranks here were ended")
-        return 1
-    return 0
-
-
-def _say(text: str) -> None:
-    """Write a line where somebody may find it on a host that is cut off: to the system's log."""
-    line = f"flrun: agent on {os.uname().nodename}: {text}"
+        launcher = LauncherConnection(loop, _IN, _OUT, lost_after)
+        loop.on_signal = lambda number: launcher.end()
+        launcher.run(Agent(loop, launcher.report))
+    if not launcher.silence:
+        return 0
+    line = (
+        f"flrun: agent on {os.uname().nodename}: nothing has come from the launcher "
+        f"{launcher.silence}; its ranks here were ended"
+    )
     print(line, file=sys.stderr)
+    # Where somebody may find it on a host that is cut off: in the system's log.
     syslog.syslog(syslog.LOG_ERR, line)
+    return 1
 
 
 if __name__ == "__main__":

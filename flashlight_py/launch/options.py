@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from flashlight_py._version import __version__
 from flashlight_py.cores import usable_cores
-from flashlight_py.launch.loop import MOST_SECONDS
-from flashlight_py.launch.pulse import LOST_SECONDS
+from flashlight_py.launch.loop import LOST_SECONDS, MOST_SECONDS
 
 _EXAMPLES = """examples:
   flrun -n 4 train.py --epochs 10

@@ -28,7 +28,7 @@ class Source(NamedTuple):
     stream: str
 
 
-class Output:
+class RankOutput:
     """Takes what ``size`` ranks write, as it arrives, and writes lines.
 
     Each line goes to the descriptor of its stream, or an object like ``sys.stdout``, behind

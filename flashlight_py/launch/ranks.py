@@ -31,7 +31,7 @@ ADDRESSES = "FLASHLIGHT_ADDRESSES"
 _MEETINGS = ("FLASHLIGHT_FILE", "MASTER_ADDR", "MASTER_PORT", ADDRESSES, LISTENER, SECRET, RECORDS)
 
 
-class Place(NamedTuple):
+class Slot(NamedTuple):
     """A rank, its number on its host, how many are there, and which host it is."""
 
     rank: int
@@ -40,27 +40,27 @@ class Place(NamedTuple):
     host: int
 
 
-def places(counts: Sequence[int]) -> list[Place]:
-    """Return the places of all ranks, where host h has ``counts[h]`` of them; maybe none."""
-    found: list[Place] = []
+def slots_of(counts: Sequence[int]) -> list[Slot]:
+    """Return the slots of all ranks, where host h has ``counts[h]`` of them; maybe none."""
+    found: list[Slot] = []
     for host, count in enumerate(counts):
-        found += [Place(len(found) + local, local, count, host) for local in range(count)]
+        found += [Slot(len(found) + local, local, count, host) for local in range(count)]
     return [each._replace(rank=rank) for rank, each in enumerate(found)]
 
 
 def counts_of_remaining(counts: Sequence[int], lost: Collection[int]) -> list[int]:
     """Return how many ranks each host has without those that are ``lost``."""
-    remaining = [place.host for place in places(counts) if place.rank not in lost]
+    remaining = [slot.host for slot in slots_of(counts) if slot.rank not in lost]
     return [remaining.count(host) for host in range(len(counts))]
 
 
 def rank_variables(rank: int, size: int, file: str) -> dict[str, str]:
     """Return the variables of ``rank`` of ``size`` on one host, which meet at the path ``file``."""
-    return {**_numbers(Place(rank, rank, size, 0), size), "FLASHLIGHT_FILE": file}
+    return {**_numbers(Slot(rank, rank, size, 0), size), "FLASHLIGHT_FILE": file}
 
 
 def environ_of(
-    environ: Mapping[str, str], place: Place, size: int, restarts: int, meeting: Mapping[str, str]
+    environ: Mapping[str, str], slot: Slot, size: int, restarts: int, meeting: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the environment of a rank, made from ``environ`` of the launcher on its host.
 
@@ -72,8 +72,8 @@ def environ_of(
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
         **inherited,
-        **thread_variables(environ, place.local_size, usable_cores()),
-        **_numbers(place, size),
+        **thread_variables(environ, slot.local_size, usable_cores()),
+        **_numbers(slot, size),
         "FLASHLIGHT_RESTART_COUNT": str(restarts),
         **meeting,
     }
@@ -81,20 +81,20 @@ def environ_of(
 
 def without_place(environ: Mapping[str, str]) -> dict[str, str]:
     """Return ``environ`` without what says which rank a process is, and where the ranks meet."""
-    of_ranks = (*_numbers(Place(0, 0, 0, 0), 0), *_MEETINGS)
+    of_ranks = (*_numbers(Slot(0, 0, 0, 0), 0), *_MEETINGS)
     return {name: value for name, value in environ.items() if name not in of_ranks}
 
 
-def _numbers(place: Place, size: int) -> dict[str, str]:
+def _numbers(slot: Slot, size: int) -> dict[str, str]:
     return {
-        "RANK": str(place.rank),
+        "RANK": str(slot.rank),
         "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(place.local_rank),
-        "LOCAL_WORLD_SIZE": str(place.local_size),
+        "LOCAL_RANK": str(slot.local_rank),
+        "LOCAL_WORLD_SIZE": str(slot.local_size),
     }
 
 
-class Ranks:
+class RankProcesses:
     """Processes by rank; ``on_output`` is called with what they write to ``streams``.
 
     Other streams they have in common with this process. Each leads a session: a signal reaches what

@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from flashlight_py.cores import thread_variables, usable_cores
-from flashlight_py.launch.attempt import Attempt
 from flashlight_py.launch.calls import SpawnCall
 from flashlight_py.launch.failures import Failure, describe_exit
 from flashlight_py.launch.loop import Poll
-from flashlight_py.launch.output import STREAMS, Output
+from flashlight_py.launch.output import STREAMS, RankOutput
 from flashlight_py.launch.pickling import dumps
-from flashlight_py.launch.ranks import Ranks, rank_variables
+from flashlight_py.launch.ranks import RankProcesses, rank_variables
+from flashlight_py.launch.supervisor import Supervisor
 
 T = TypeVar("T")
 
@@ -202,9 +202,9 @@ class SpawnedWorld:
             for stream in STREAMS
             if getattr(sys, f"std{stream}") not in (None, getattr(sys, f"__std{stream}__"))
         ]
-        self.output = Output(call.size, descriptors=(sys.stdout, sys.stderr))
-        self._attempt = Attempt(poll, self.signal, self.output, range(call.size), ENDING_SECONDS)
-        self._ranks = Ranks(poll, self._attempt.on_output, replaced)
+        self.output = RankOutput(call.size, descriptors=(sys.stdout, sys.stderr))
+        self._attempt = Supervisor(poll, self.signal, self.output, range(call.size), ENDING_SECONDS)
+        self._ranks = RankProcesses(poll, self._attempt.on_output, replaced)
 
     def start(self, folder: str, task: int, restarts: int) -> None:
         """Start all ranks; they inherit the descriptor ``task`` and meet in ``folder``."""
