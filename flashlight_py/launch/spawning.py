@@ -1,20 +1,21 @@
-"""``spawn``: a world of new processes for one call of a function.
+"""New processes of this machine: the world of a call of ``spawn``, and workers, in no world.
 
-Each rank reports a result, or how it failed, through a link to this process.
+Each runs ``rank_main``, and reports through a link to this process.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import pickle
 import signal
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from multiprocessing import spawn as mp_spawn
 from multiprocessing.connection import Connection, Pipe
@@ -22,17 +23,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from flashlight_py.cores import thread_variables, usable_cores
+from flashlight_py.errors import RankFailedError
 from flashlight_py.launch.calls import SpawnCall
 from flashlight_py.launch.failures import Failure, describe_exit
-from flashlight_py.launch.loop import Poll
+from flashlight_py.launch.loop import Poll, code_of
 from flashlight_py.launch.output import STREAMS, RankOutput
-from flashlight_py.launch.pickling import dumps
-from flashlight_py.launch.ranks import RankProcesses, rank_variables
+from flashlight_py.launch.pickling import pack_task
+from flashlight_py.launch.ranks import RankProcesses, rank_variables, without_place
 from flashlight_py.launch.supervisor import Supervisor
 
 T = TypeVar("T")
 
-RANK_MAIN = Path(__file__).with_name("rank_main.py")
+_RANK_MAIN = Path(__file__).with_name("rank_main.py")
 
 # How long ranks have to clean up, in seconds, before they are killed.
 ENDING_SECONDS = 5.0
@@ -100,11 +102,16 @@ def spawn(
     """
     call = SpawnCall.checked("spawn", fn, args, nprocs, params, timeout, max_restarts)
     task = pack_task(call.name, fn, tuple(args), dict(params or {}))
-    with open(os.memfd_create("flashlight task"), "wb") as memory:  # no file: nobody may write it
-        memory.write(task)
-        memory.flush()
-        world, codes = call.attempted(partial(_attempt, call, memory.fileno()))
-    _warn_of(call.name, codes)
+    with _in_memory(task) as memory:
+        world, codes = call.attempted(partial(_attempt, call, memory))
+    for rank, code in enumerate(codes):
+        if code != 0:
+            warnings.warn(
+                f"{call.name}: rank {rank} of {call.size} {describe_exit(code)} after it had "
+                "returned its result",
+                RuntimeWarning,
+                stacklevel=2,
+            )
     return call.results([world.results[rank] for rank in range(call.size)])
 
 
@@ -130,62 +137,6 @@ def _attempt(call: SpawnCall, task: int, restarts: int) -> tuple[SpawnedWorld, l
     if world.output.error:
         raise OSError(f"{call.name}: {world.output.error}; all ranks were ended")
     return world, codes
-
-
-def pack_task(name: str, fn: object, args: object, params: object) -> bytes:
-    """Return two pickles: how to become this program's script, and what to call there.
-
-    Raises:
-        RuntimeError: this process is importing the script.
-        TypeError: the function or its arguments cannot be pickled.
-    """
-    preparation = _preparation(name)
-    del preparation["authkey"]  # a secret: it goes through the links and never lies in a file
-    has_script = _has_script(preparation)
-    if not has_script:
-        preparation.pop("init_main_from_path", None)
-    try:
-        return pickle.dumps(preparation) + dumps((fn, args, params), has_script)
-    except TypeError as error:
-        raise TypeError(f"{name}: the function or its arguments {error}") from error
-
-
-def main_can_be_imported(name: str) -> bool:
-    """Return whether processes that are started for ``name`` can import this one's script.
-
-    Raises:
-        RuntimeError: this process is importing the script.
-    """
-    return _has_script(_preparation(name))
-
-
-def _preparation(name: str) -> dict[str, Any]:
-    try:
-        return mp_spawn.get_preparation_data("rank")
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"{name}: called while a rank imports the script; put what starts the ranks under "
-            "if __name__ == '__main__':"
-        ) from error
-
-
-def _has_script(preparation: Mapping[str, Any]) -> bool:
-    """Return whether other processes can import this one's ``__main__`` (no notebook, no shell)."""
-    module = preparation.get("init_main_from_name", "__main__")
-    path = preparation.get("init_main_from_path")
-    # multiprocessing does not import a package's __main__, which is seldom guarded.
-    return not f".{module}".endswith(".__main__") or (path is not None and os.path.isfile(path))
-
-
-def _warn_of(name: str, codes: list[int]) -> None:
-    for rank, code in enumerate(codes):
-        if code != 0:
-            warnings.warn(
-                f"{name}: rank {rank} of {len(codes)} {describe_exit(code)} after it had returned "
-                "its result",
-                RuntimeWarning,
-                stacklevel=3,  # at who called spawn
-            )
 
 
 class SpawnedWorld:
@@ -220,8 +171,7 @@ class SpawnedWorld:
             environ = {**common, **rank_variables(rank, self._size, meeting)}
             ours, theirs = Pipe()
             with theirs:
-                place = [folder, str(task), str(theirs.fileno()), str(os.getpid())]
-                command = [*interpreter(), str(RANK_MAIN), *place]
+                command = _command(folder, task, theirs, os.getpid())
                 self._ranks.start(rank, command, environ, descriptors=[theirs.fileno(), task])
             self._links[rank] = ours
             self._poll.watch(ours.fileno(), partial(self._on_report, rank))
@@ -305,7 +255,112 @@ class SpawnedWorld:
         link.close()
 
 
-def interpreter() -> list[str]:
-    """Return how this Python was called: the program and its own options, such as -O and -W."""
+@contextmanager
+def _in_memory(task: bytes) -> Iterator[int]:
+    """Yield a descriptor of memory that holds ``task``: no file, so that nobody may write it."""
+    with open(os.memfd_create("flashlight task"), "wb") as memory:
+        memory.write(task)
+        memory.flush()
+        yield memory.fileno()
+
+
+def _command(folder: str, task: int, link: Connection, parent: int) -> list[str]:
+    """Return what runs ``rank_main`` in an interpreter that is called as this one: -O, -W, ..."""
     command = [os.fsdecode(word) for word in mp_spawn.get_command_line()]
-    return command[: command.index("-c")]
+    numbers = map(str, (task, link.fileno(), parent))
+    return [*command[: command.index("-c")], str(_RANK_MAIN), folder, *numbers]
+
+
+# Workers ------------------------------------------------------------------------------------------
+
+
+class Worker:
+    """Starts ``fn(link, *args)`` in a new process; ``what`` and ``number`` of ``count`` name it.
+
+    A fresh interpreter, as the ranks of ``spawn``, but in no world. It ends with this process, and
+    Ctrl-C on a terminal does not reach it. ``descriptors`` are inherited under the same numbers,
+    ``variables`` are added to the environment. Does not wait until it has started.
+
+    Raises:
+        TypeError: ``fn`` or ``args`` cannot be pickled.
+        RuntimeError: called while a worker or a rank imports the script.
+        OSError: the system starts no more processes.
+    """
+
+    def __init__(
+        self,
+        name: tuple[str, int, int],
+        fn: Callable[..., object],
+        args: Sequence[Any],
+        descriptors: Sequence[int],
+        variables: Mapping[str, str],
+    ) -> None:
+        self._what, self.number, self._count = name
+        task = pack_task(self._what, fn, tuple(args), {})
+        self._link, theirs = Pipe()
+        # The kernel ends a child when the thread that has started it ends: only the main one lasts.
+        is_main = threading.current_thread() is threading.main_thread()
+        parent = os.getpid() if is_main else 0
+        with theirs, _in_memory(task) as memory:
+            self._process = subprocess.Popen(
+                _command("", memory, theirs, parent),
+                env={**without_place(os.environ), **variables},
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                pass_fds=[theirs.fileno(), memory, *descriptors],
+            )
+        with suppress(ConnectionError):  # one that has died already is noticed by wait_for_start
+            self._link.send_bytes(multiprocessing.current_process().authkey)
+
+    def wait_for_start(self) -> None:
+        """Block until it has its task.
+
+        Raises:
+            RankFailedError: it cannot, because it fails to import the script, or has ended.
+        """
+        failure: Failure | None = self.receive()
+        if failure is not None:
+            raise self.error(failure.what, failure.traceback)
+
+    def send(self, message: object) -> None:
+        """Send ``message``, which can be pickled; blocks where it is long until it is taken.
+
+        Raises:
+            RankFailedError: the process has ended.
+        """
+        try:
+            self._link.send(message)
+        except ConnectionError:
+            raise self._ended() from None
+
+    def receive(self) -> Any:
+        """Return the next message; blocks until it is there.
+
+        Raises:
+            RankFailedError: the process has ended.
+        """
+        try:
+            return self._link.recv()
+        except (EOFError, ConnectionError):
+            raise self._ended() from None
+
+    def error(self, what: str, traceback: str = "") -> RankFailedError:
+        """Return the exception that reports what this worker did."""
+        words = f"{self._what}: worker {self.number} of {self._count} {what}"
+        return RankFailedError(f"{words}\n\n{traceback}" if traceback else words, self.number)
+
+    def end(self) -> None:
+        """Kill the process and what it has started; blocks until it is gone."""
+        if self._process.returncode is None:  # its number cannot be another's before it is reaped
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._link.close()
+
+    def _ended(self) -> RankFailedError:
+        # Not reaped, so that end() still reaches what it has left in its group.
+        end = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        assert end is not None, "waitid returns None only with WNOHANG"
+        error = self.error(describe_exit(code_of(end)))
+        error.exit_code = code_of(end)
+        return error
