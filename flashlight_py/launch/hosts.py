@@ -63,25 +63,21 @@ class LocalHost(Host):
         self, loop: Loop, slots: int, stdin: int | None, reached: Sequence[str] = ()
     ) -> None:
         super().__init__(loop, os.uname().nodename, slots)
-        self._agent = Agent(loop, self._on_report, stdin)
+        self._agent = Agent(loop, lambda kind, *values: self.on_message(kind, list(values)), stdin)
         self._agent.reached = reached
         self.is_open = True
 
     def send(self, kind: str, *values: Any) -> None:
-        """Have the agent do what the message says, at once; blocks until it is done."""
+        # At once; blocks until it is done.
         if kind == "leave":
             self.close()
         else:
             getattr(self._agent, kind)(*values)
 
     def close(self) -> None:
-        """End what is left of the ranks."""
         if self.is_open:
             self._agent.finish(self._agent.grace)
             self.is_open = False
-
-    def _on_report(self, kind: str, *values: Any) -> None:
-        self.on_message(kind, list(values))
 
 
 class ConnectedHost(Host):
@@ -95,12 +91,10 @@ class ConnectedHost(Host):
         self._lost_after = lost_after
 
     def send(self, kind: str, *values: Any) -> None:
-        """Send a message to the agent; does not block, nothing happens if it is gone."""
         if self.is_open:
             self._outgoing.put(message(kind, *values))
 
     def close(self) -> None:
-        """Close the connection; whatever is still there ends by it."""
         if self.is_open:
             self.is_open = False
             self._pulse.stop()
@@ -151,12 +145,11 @@ class SshHost(ConnectedHost):
         self._process: subprocess.Popen[bytes] | None = None
 
     def open(self) -> None:
-        """Start an agent, if none is there."""
         if self.is_open:
             return
-        module = f"flashlight_py.launch.agent {self._lost_after:g}"
-        agent = f"exec {shlex.quote(sys.executable)} -m {module}"
-        command = [*self._ssh, self.name, f"cd {shlex.quote(os.getcwd())} && {agent}"]
+        folder, python = shlex.quote(os.getcwd()), shlex.quote(sys.executable)
+        agent = f"exec {python} -m flashlight_py.launch.agent {self._lost_after:g}"
+        command = [*self._ssh, self.name, f"cd {folder} && {agent}"]
         try:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
@@ -170,7 +163,6 @@ class SshHost(ConnectedHost):
         self._loop.child(self._process, self._on_exit)
 
     def close(self) -> None:
-        """Close the connection and end ssh."""
         super().close()
         if self._process is not None:
             assert self._process.stdout

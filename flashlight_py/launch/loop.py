@@ -146,6 +146,16 @@ def code_of(end: os.waitid_result) -> int:
     return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
 
 
+def await_end(process: subprocess.Popen[bytes]) -> int:
+    """Wait for the end of ``process`` and return its exit code, or minus the signal.
+
+    It is not reaped, so that a signal still reaches what it has left in its group.
+    """
+    end = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert end is not None, "waitid returns None only with WNOHANG"
+    return code_of(end)
+
+
 class Pulse:
     """Shows the other end of a connection that this one is there, and notices its silence.
 

@@ -59,27 +59,27 @@ class NodeHost(ConnectedHost):
     ) -> None:
         super().__init__(loop, name, slots, lost_after)
         self._node, self._socket = node, connection
-        _prepare(connection, lost_after)
+        _keep_little(connection, lost_after)
         self._connect(connection.fileno(), connection.fileno(), is_there=True)
 
     def open(self) -> None:
-        """A launcher that is gone does not connect again."""
-        if not self.is_open:
+        if not self.is_open:  # a launcher that is gone does not connect again
             self._on_end()
 
     def close(self) -> None:
-        """Close the connection; its ranks end by it."""
         if self.is_open:
             super().close()
             self._socket.close()
 
     def _on_end(self) -> None:
-        self.close()
-        self.on_lost(f"is lost: the connection to its launcher (node {self._node}) has ended")
+        self._give_up(f"the connection to its launcher (node {self._node}) has ended")
 
     def _on_silence(self, since: str) -> None:
+        self._give_up(f"nothing has come from its launcher (node {self._node}) {since}")
+
+    def _give_up(self, why: str) -> None:
         self.close()
-        self.on_lost(f"is lost: nothing has come from its launcher (node {self._node}) {since}")
+        self.on_lost(f"is lost: {why}")
 
 
 class NodeAgent(Agent):
@@ -128,7 +128,15 @@ def job_of_nodes(loop: Loop, options: Options, store: Place, stdin: int | None) 
     with ExitStack() as ends:
         file = ""
         if not options.endpoint:
-            file = f"{ends.enter_context(_folder_at(Path(options.rdzv)))}/meeting"
+            # For what ranks meet at: a new folder of this user's in or beside the path.
+            path = Path(options.rdzv)
+            prefix, parent = f"{path.name}.job-", path.parent
+            if path.is_dir():
+                prefix, parent = "job-", path
+            folder = tempfile.TemporaryDirectory(
+                prefix=prefix, dir=parent.absolute(), ignore_cleanup_errors=True
+            )
+            file = f"{ends.enter_context(folder)}/meeting"
         with interruptible():
             key, found, connections = _meet(options, store)
         if options.endpoint:
@@ -143,12 +151,6 @@ def job_of_nodes(loop: Loop, options: Options, store: Place, stdin: int | None) 
         reached = [plain(each.getsockname())[0] for each in connections.values()]
         hosts = [LocalHost(loop, options.ranks, stdin, reached), *others]
         yield Job(loop, hosts, options, stdin, file, partial(secret_of_ranks, key))
-
-
-def _folder_at(path: Path) -> tempfile.TemporaryDirectory[str]:
-    """Return a new folder of this user's in or beside ``path``, for what ranks meet at."""
-    prefix, parent = ("job-", path) if path.is_dir() else (f"{path.name}.job-", path.parent)
-    return tempfile.TemporaryDirectory("", prefix, parent.absolute(), ignore_cleanup_errors=True)
 
 
 # The other nodes -----------------------------------------------------------------------------
@@ -166,7 +168,7 @@ def work_for_node_0(loop: Loop, options: Options, store: Place) -> int:
     with interruptible():
         key, _, connections = _meet(options, store)
     with connections[0] as connection:
-        _prepare(connection, options.lost_after)
+        _keep_little(connection, options.lost_after)
         ends = (connection.fileno(), connection.fileno())
         launcher = LauncherConnection(loop, *ends, options.lost_after)
         agent = NodeAgent(loop, launcher, options, key)
@@ -260,7 +262,7 @@ def secret_of_ranks(key: bytes, restarts: int) -> str:
     return proof(key, b"ranks", str(restarts).encode()).hex()
 
 
-def _prepare(connection: socket.socket, lost_after: float) -> None:
+def _keep_little(connection: socket.socket, lost_after: float) -> None:
     """Have the kernel keep what it could not deliver no longer than need be: see ``Pulse``."""
     milliseconds = int(2000 * lost_after)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)

@@ -8,11 +8,12 @@ import subprocess
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 from flashlight_py.cores import thread_variables, usable_cores
 from flashlight_py.launch.front import children
-from flashlight_py.launch.loop import Loop, Poll, code_of
+from flashlight_py.launch.loop import Loop, Poll, await_end
 from flashlight_py.launch.output import STREAMS, Source
 
 _CHUNK = 1 << 16
@@ -42,9 +43,7 @@ class Slot(NamedTuple):
 
 def slots_of(counts: Sequence[int]) -> list[Slot]:
     """Return the slots of all ranks, where host h has ``counts[h]`` of them; maybe none."""
-    found: list[Slot] = []
-    for host, count in enumerate(counts):
-        found += [Slot(len(found) + local, local, count, host) for local in range(count)]
+    found = [Slot(0, i, count, host) for host, count in enumerate(counts) for i in range(count)]
     return [each._replace(rank=rank) for rank, each in enumerate(found)]
 
 
@@ -130,8 +129,10 @@ class RankProcesses:
         theirs: dict[str, int] = {}
         try:
             for stream in self._streams:
-                ours, theirs[stream] = os.pipe()
-                self._watch(Source(rank, stream), ours)
+                source = Source(rank, stream)
+                self._pipes[source], theirs[stream] = os.pipe()
+                os.set_blocking(self._pipes[source], False)
+                self._loop.watch(self._pipes[source], partial(self._read, source))
             process = subprocess.Popen(
                 command,
                 env=environ,
@@ -161,14 +162,8 @@ class RankProcesses:
             self._drain(Source(rank, stream))
 
     def exit_code(self, rank: int) -> int:
-        """Wait for the end of ``rank`` and return its exit code, or minus the signal.
-
-        It is not reaped, so that ``signal`` still reaches what it has left in its group.
-        """
-        end = os.waitid(os.P_PID, self._processes[rank].pid, os.WEXITED | os.WNOWAIT)
-        if end is None:
-            raise AssertionError("waitid returns None only with WNOHANG")
-        return code_of(end)
+        """Wait for the end of ``rank``, which is not reaped; return its code; see ``await_end``."""
+        return await_end(self._processes[rank])
 
     def wait(self) -> list[int]:
         """Wait for the end of each rank and return their exit codes, or minus the signals."""
@@ -179,11 +174,6 @@ class RankProcesses:
         for source in list(self._pipes):
             self._drain(source)
             self._close(source)
-
-    def _watch(self, source: Source, descriptor: int) -> None:
-        os.set_blocking(descriptor, False)
-        self._pipes[source] = descriptor
-        self._loop.watch(descriptor, lambda: self._read(source))
 
     def _read(self, source: Source) -> bool:
         """Pass on what can be read at once; False if nothing can."""

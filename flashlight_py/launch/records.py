@@ -21,8 +21,7 @@ class Notes:
         self._reading, self.descriptor = os.pipe()
         for end in (self._reading, self.descriptor):
             os.set_blocking(end, False)
-        self._text = b""
-        self._is_open = True
+        self._text, self._is_open = b"", True
         loop.watch(self._reading, self._read)
 
     def variable(self) -> str:
@@ -67,21 +66,19 @@ def send_records(paths: Mapping[int, Path], report: Callable[..., None]) -> None
         try:
             if not path.is_file():  # the user has removed it meanwhile, or put something else there
                 continue
-            size, data = path.stat().st_size, b""
+            size = path.stat().st_size
             if size <= min(left, MOST_BYTES):
-                data = path.read_bytes()
+                report("record", rank, str(path.parent), path.read_bytes())
+                left -= size
+                continue
         except OSError as error:
-            report("left_out", rank, str(path), f"it cannot be read ({error.strerror})")
-            continue
-        if size > MOST_BYTES:
-            why = f"it has {size} bytes, more than the {MOST_BYTES} of one record"
-            report("left_out", rank, str(path), why)
-        elif size > left:
-            why = f"it has {size} bytes, more than is left of the {MOST_BYTES_OF_HOST} of a host"
-            report("left_out", rank, str(path), why)
+            why = f"it cannot be read ({error.strerror})"
         else:
-            left -= size
-            report("record", rank, str(path.parent), data)
+            limit = f"the {MOST_BYTES} of one record"
+            if size <= MOST_BYTES:
+                limit = f"is left of the {MOST_BYTES_OF_HOST} of a host"
+            why = f"it has {size} bytes, more than {limit}"
+        report("left_out", rank, str(path), why)
 
 
 def store_records(found: Mapping[int, tuple[str, bytes]], size: int) -> str:

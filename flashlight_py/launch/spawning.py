@@ -26,7 +26,7 @@ from flashlight_py.cores import thread_variables, usable_cores
 from flashlight_py.errors import RankFailedError
 from flashlight_py.launch.calls import SpawnCall
 from flashlight_py.launch.failures import Failure, describe_exit
-from flashlight_py.launch.loop import Poll, code_of
+from flashlight_py.launch.loop import Poll, await_end
 from flashlight_py.launch.output import STREAMS, RankOutput
 from flashlight_py.launch.pickling import pack_task
 from flashlight_py.launch.ranks import RankProcesses, rank_variables, without_place
@@ -103,7 +103,7 @@ def spawn(
     call = SpawnCall.checked("spawn", fn, args, nprocs, params, timeout, max_restarts)
     task = pack_task(call.name, fn, tuple(args), dict(params or {}))
     with _in_memory(task) as memory:
-        world, codes = call.attempted(partial(_attempt, call, memory))
+        results, codes = call.attempted(partial(_attempt, call, memory))
     for rank, code in enumerate(codes):
         if code != 0:
             warnings.warn(
@@ -112,31 +112,21 @@ def spawn(
                 RuntimeWarning,
                 stacklevel=2,
             )
-    return call.results([world.results[rank] for rank in range(call.size)])
+    return call.results([results[rank] for rank in range(call.size)])
 
 
-def _attempt(call: SpawnCall, task: int, restarts: int) -> tuple[SpawnedWorld, list[int]]:
-    """Start all ranks, with the task that a descriptor has, and wait for their end.
+def _attempt(call: SpawnCall, task: int, restarts: int) -> tuple[dict[int, bytes], list[int]]:
+    """Return the pickled results of all ranks, with the task that a descriptor has, and the codes.
 
-    Returns the world, with a result of each, and the exit codes. Nothing is left when it raises.
+    Nothing is left when it raises.
     """
     with (
         tempfile.TemporaryDirectory(prefix="flashlight-", ignore_cleanup_errors=True) as folder,
         closing(Poll()) as poll,
     ):
         world = SpawnedWorld(poll, call)
-        try:
-            world.start(folder, task, restarts)
-            world.run()
-        except BaseException as error:
-            is_interrupt = isinstance(error, KeyboardInterrupt)
-            world.end(signal.SIGINT if is_interrupt else signal.SIGTERM)
-            raise
-        finally:
-            codes = world.close()
-    if world.output.error:
-        raise OSError(f"{call.name}: {world.output.error}; all ranks were ended")
-    return world, codes
+        codes = world.run(folder, task, restarts)
+        return world.results, codes
 
 
 class SpawnedWorld:
@@ -153,8 +143,10 @@ class SpawnedWorld:
             for stream in STREAMS
             if getattr(sys, f"std{stream}") not in (None, getattr(sys, f"__std{stream}__"))
         ]
-        self.output = RankOutput(call.size, descriptors=(sys.stdout, sys.stderr))
-        self._attempt = Supervisor(poll, self.signal, self.output, range(call.size), ENDING_SECONDS)
+        self._output = RankOutput(call.size, descriptors=(sys.stdout, sys.stderr))
+        self._attempt = Supervisor(
+            poll, self._signal, self._output, range(call.size), ENDING_SECONDS
+        )
         self._ranks = RankProcesses(poll, self._attempt.on_output, replaced)
 
     def start(self, folder: str, task: int, restarts: int) -> None:
@@ -178,42 +170,45 @@ class SpawnedWorld:
             with suppress(ConnectionError):  # a rank that has died already is noticed later
                 ours.send_bytes(multiprocessing.current_process().authkey)
 
-    def run(self) -> None:
-        """Wait for every rank's result, and end.
+    def run(self, folder: str, task: int, restarts: int) -> list[int]:
+        """Start all ranks, wait for every result, and end; returns the exit codes.
 
         Raises:
             RankFailedError: a rank failed; the first cause.
             TimeoutError: time is up.
+            OSError: what they print cannot be written.
         """
-        self._attempt.run(self._call.ends)
-        if self._attempt.cause is not None:
-            raise self._call.failed(*self._attempt.cause)
-        if self._attempt.undecided and not self._attempt.is_ending:
-            raise self._call.late(self._attempt.undecided)
-
-    def end(self, number: int) -> None:
-        """Send ``number`` to the ranks and what they started; kill what is left of them later."""
+        attempt = self._attempt
         try:
-            self._attempt.on_end(set(range(self._size)) - self._links.keys())  # were not started
-            self._attempt.end(number)
-            self._attempt.run()
+            self.start(folder, task, restarts)
+            attempt.run(self._call.ends)
+            if attempt.cause is not None:
+                raise self._call.failed(*attempt.cause)
+            if attempt.undecided and not attempt.is_ending:
+                raise self._call.late(attempt.undecided)
+        except BaseException as error:
+            try:
+                attempt.on_end(set(range(self._size)) - self._links.keys())  # were not started
+                is_interrupt = isinstance(error, KeyboardInterrupt)
+                attempt.end(signal.SIGINT if is_interrupt else signal.SIGTERM)
+                attempt.run()
+            finally:
+                self._signal(signal.SIGKILL)
+            raise
         finally:
-            self.signal(signal.SIGKILL)
+            codes = self._ranks.wait()
+            for rank in list(self._links):
+                self._close_link(rank)
+            self._ranks.close()
+            self._output.end()
+        if self._output.error:
+            raise OSError(f"{self._call.name}: {self._output.error}; all ranks were ended")
+        return codes
 
-    def signal(self, number: int) -> None:
-        """Send ``number`` to the ranks and what they started."""
+    def _signal(self, number: int) -> None:
         self._ranks.signal(number)
         if number == signal.SIGKILL:
             self._attempt.on_end(range(self._size))
-
-    def close(self) -> list[int]:
-        """Wait for the end of all ranks, show what they have printed, return their exit codes."""
-        codes = self._ranks.wait()
-        for rank in list(self._links):
-            self._close_link(rank)
-        self._ranks.close()
-        self.output.end()
-        return codes
 
     def _on_report(self, rank: int) -> None:
         """Read a report of ``rank``, or its end."""
@@ -232,13 +227,10 @@ class SpawnedWorld:
             self._on_end(rank)
             return
         self._attempt.on_return(rank)
-        if len(self.results) == self._size:
-            self._let_all_go()
-
-    def _let_all_go(self) -> None:
-        for link in self._links.values():
-            with suppress(ConnectionError):  # it has ended since
-                link.send_bytes(b"")
+        if len(self.results) == self._size:  # let all go
+            for each in self._links.values():
+                with suppress(ConnectionError):  # it has ended since
+                    each.send_bytes(b"")
 
     def _on_end(self, rank: int) -> None:
         """The link has ended, and with it the process."""
@@ -358,9 +350,7 @@ class Worker:
         self._link.close()
 
     def _ended(self) -> RankFailedError:
-        # Not reaped, so that end() still reaches what it has left in its group.
-        end = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
-        assert end is not None, "waitid returns None only with WNOHANG"
-        error = self.error(describe_exit(code_of(end)))
-        error.exit_code = code_of(end)
+        code = await_end(self._process)
+        error = self.error(describe_exit(code))
+        error.exit_code = code
         return error
