@@ -15,7 +15,7 @@ import syslog
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from typing import Any
 
@@ -52,34 +52,42 @@ class Agent:
 
     def __init__(self, loop: Loop, report: Callable[..., None], stdin: int | None = None) -> None:
         self._loop, self._report, self._stdin = loop, report, stdin
+        self.grace, self._has_lost_output = 0.0, False
+        # Of an attempt; what of it is open is closed by ``_ends``.
         self._ranks: RankProcesses | None = None
         self._listener: socket.socket | None = None
         self._input: Outgoing | None = None
-        self.grace, self._has_lost_output = 0.0, False
         self._notes: Notes | None = None
+        self._ends = ExitStack()
 
     def prepare(self, needs_port: bool) -> None:
         """Report where ranks could meet on this host: its addresses, the best first, and a port."""
-        addresses: list[str] = []
-        port = 0
-        if needs_port:
-            addresses = addresses_of_host(self.reached)
-            # Rank 0 inherits it: a port that is merely reserved could be taken by somebody else.
-            self._listener = listen_everywhere(0, _BACKLOG)
-            port = self._listener.getsockname()[1]
-        self._report("ready", addresses, port)
+        if not needs_port:
+            self._report("ready", [], 0)
+            return
+        # Rank 0 inherits it: a port that is merely reserved could be taken by somebody else.
+        self._listener = self._ends.enter_context(listen_everywhere(0, _BACKLOG))
+        # Those first at which others have reached this host; one of them is that at which ssh came,
+        # as sshd says (ssh(1)).
+        by_ssh, own = os.environ.get("SSH_CONNECTION", "").split()[2:3], own_addresses()
+        reached = [each for each in (*self.reached, *by_ssh) if each in own]
+        port = self._listener.getsockname()[1]
+        self._report("ready", list(dict.fromkeys([*reached, *own])), port)
 
     def start(self, task: Mapping[str, Any]) -> None:
         """Start ranks: ``slots`` of ``size``, where ``meeting`` says; see ``Job``."""
         self._ranks, self.grace = RankProcesses(self._loop, self._on_output), task["grace"]
+        self._ends.callback(self._ranks.close)
         if task["wants_records"]:
             self._notes = Notes(self._loop)
+            self._ends.callback(self._notes.close)
         try:
             for slot in map(Slot._make, task["slots"]):
                 self._start(slot, task)
         except OSError as error:
             self._report("cannot_run", f"{task['program'][0]}: {error}")
-        self._close_listener()  # it is rank 0's alone, and ends with it
+        if self._listener is not None:
+            self._listener.close()  # it is rank 0's alone, and ends with it
 
     def signal(self, number: int) -> None:
         """Send ``number`` to the ranks and what they have started."""
@@ -101,14 +109,8 @@ class Agent:
     def finish(self, grace: float) -> None:
         """End what the ranks have left, by SIGKILL after ``grace`` seconds; blocks until then."""
         stuck = end_leftovers(self._loop, grace)
-        self._close_listener()
-        if self._input is not None:
-            self._input.close()
-        if self._ranks is not None:
-            self._ranks.close()
-        if self._notes is not None:
-            self._notes.close()
-        self._ranks = self._input = self._notes = None
+        self._ends.close()
+        self._ranks = self._listener = self._input = self._notes = None
         if self.output is not None:
             self.output.end()
         self.flush()
@@ -165,6 +167,7 @@ class Agent:
         else:
             theirs, ours = os.pipe()
             self._input = Outgoing(self._loop, ours, partial(self._report, "more"))
+            self._ends.callback(self._input.close)
             os.close(ours)
             yield theirs
             os.close(theirs)
@@ -182,11 +185,6 @@ class Agent:
         ranks.drain(rank)
         errors = [] if self.output is None else self.output.last_errors(rank)
         self._report("exited", rank, code, errors)
-
-    def _close_listener(self) -> None:
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
 
 
 class LauncherConnection:
@@ -263,16 +261,6 @@ class LauncherConnection:
     def _on_silence(self, since: str) -> None:
         self.silence = since
         self.end()
-
-
-def addresses_of_host(reached: Sequence[str]) -> list[str]:
-    """Return the addresses that others may reach this host at, those first where they have.
-
-    Beside those of ``reached``, that is the one at which ssh came, as sshd says (ssh(1)).
-    """
-    by_ssh = os.environ.get("SSH_CONNECTION", "").split()[2:3]
-    own = own_addresses()
-    return list(dict.fromkeys([*(each for each in (*reached, *by_ssh) if each in own), *own]))
 
 
 def main() -> int:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from flashlight_py.launch.loop import Loop
+from flashlight_py.launch.loop import Poll
 
 # Of a record, of which a usual one has 0.2 MB; and of all records of a host.
 MOST_BYTES, MOST_BYTES_OF_HOST = 4 << 20, 64 << 20
@@ -16,7 +16,7 @@ MOST_BYTES, MOST_BYTES_OF_HOST = 4 << 20, 64 << 20
 class Notes:
     """A pipe by which the ranks of a host say where they have written their flight records."""
 
-    def __init__(self, loop: Loop) -> None:
+    def __init__(self, loop: Poll) -> None:
         self._loop = loop
         self._reading, self.descriptor = os.pipe()
         for end in (self._reading, self.descriptor):
