@@ -1,4 +1,4 @@
-"""Findings without starting anything: extensions, GPUs, memory, network, the rendezvous's folder."""
+"""Findings without starting anything: extensions, GPUs, memory, network, folders to meet in."""
 
 from __future__ import annotations
 
@@ -189,9 +189,9 @@ _NETWORK = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "fuse", "9
 def folder(path: Path) -> Iterator[Finding]:
     """Report which file system ``path`` is on, and whether it keeps each promise, tried out there.
 
-    The rendezvous by file needs no locks and no links: a file is created exclusively, becomes visible
-    by a rename, whole, and is found by listing. What hosts see of each other's files cannot be tried
-    from one; a network file system is named, so that it is known.
+    The rendezvous by file needs no locks and no links: a file is created exclusively, becomes
+    visible by a rename, whole, and is found by listing. What hosts see of each other's files cannot
+    be tried from one; a network file system is named, so that it is known.
     """
     try:
         with tempfile.TemporaryDirectory(prefix=".flashlight-doctor-", dir=path) as inside:

@@ -28,7 +28,7 @@ _BACKLOG = 1024  # the kernel takes what it allows
 
 
 class Meeting(NamedTuple):
-    """Where ranks meet: a port of rank 0, and the addresses of its host, the engine's first."""
+    """A place for ranks to meet: a port of rank 0, and the addresses of its host, the engine's first."""
 
     addresses: Sequence[str]
     port: int

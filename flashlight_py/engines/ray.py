@@ -237,7 +237,7 @@ def config(params: Mapping[str, Any] | None = None) -> Any:
         """The world of a group of workers."""
 
     class WorldConfig(_TrainerConfig, BackendConfig):  # type: ignore[misc]
-        """What Ray makes the backend from, where it controls the workers."""
+        """The configuration that Ray makes the backend from, in the controlling process."""
 
         backend_cls = WorldBackend
 
@@ -260,7 +260,7 @@ class _TrainerConfig:
 
 
 class _TrainerWorld:
-    """What Ray calls, in the process that controls the workers."""
+    """The methods that Ray calls, in the process that controls the workers."""
 
     def on_start(self, workers: Any, backend_config: _TrainerConfig) -> None:
         """Have the workers join a world of their own."""

@@ -24,7 +24,7 @@ _log = logging.getLogger("flashlight_py")
 
 
 class SpawnCall(NamedTuple):
-    """What is called, in the words of errors, on how many ranks, and until when at the latest.
+    """A call of a function: its words for errors, the number of ranks, and the latest end.
 
     ``ends`` is a time of ``time.monotonic`` for all attempts together, of which there may be
     ``max_restarts`` more than one.

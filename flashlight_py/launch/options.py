@@ -31,7 +31,7 @@ _TORCHRUNS = ("rdzv-endpoint", "rdzv-backend", "rdzv-id", "master-addr", "master
 
 
 class Options(NamedTuple):
-    """What the command line says. Times are in seconds; ``hosts`` are names and ranks there."""
+    """The options of the command line. Times are in seconds; ``hosts`` are names and ranks there."""
 
     ranks: int
     hosts: tuple[tuple[str, int], ...]

@@ -1,4 +1,4 @@
-"""What ranks print: whole lines under the number of the rank, on the terminal or in files."""
+"""The output of ranks: whole lines under the number of the rank, on the terminal or in files."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class RankOutput:
 
     @property
     def error(self) -> str:
-        """What could not be written, and why; "" if all could."""
+        """The streams that could not be written, and why; "" if all could."""
         return "; ".join(
             f"{what} cannot be written: {error.strerror}" for what, error in self._failed.items()
         )
