@@ -28,7 +28,7 @@ _BACKLOG = 1024  # the kernel takes what it allows
 
 
 class Meeting(NamedTuple):
-    """A place for ranks to meet: a port of rank 0, and the addresses of its host, the engine's first."""
+    """A meeting of ranks: a port of rank 0, and the addresses of its host, the engine's first."""
 
     addresses: Sequence[str]
     port: int

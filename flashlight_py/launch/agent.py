@@ -1,4 +1,4 @@
-"""The agent runs the ranks of one host for a job's launcher: in it, at the end of a pipe or of a socket.
+"""The agent runs a host's ranks for the launcher: in it, or at the end of a pipe or a socket.
 
 ``python -m flashlight_py.launch.agent`` is the one that a launcher elsewhere starts over ssh; its
 standard input and output are the connection. See ``channel`` for the messages.

@@ -31,7 +31,7 @@ _TORCHRUNS = ("rdzv-endpoint", "rdzv-backend", "rdzv-id", "master-addr", "master
 
 
 class Options(NamedTuple):
-    """The options of the command line. Times are in seconds; ``hosts`` are names and ranks there."""
+    """Options of the command line. Times are in seconds; ``hosts`` are names and ranks there."""
 
     ranks: int
     hosts: tuple[tuple[str, int], ...]
