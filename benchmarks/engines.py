@@ -6,8 +6,7 @@ The engines are those of tests/engines, on this machine's loopback, started befo
 timed. A start is that of two ranks which initialise the world, do one all_reduce, return and end,
 in turns with ``spawn``. Beside it stands what the engine itself takes for two tasks that do
 nothing: an actor of Ray is a new process, a worker of Dask or Spark is there already. The method of
-the all_reduces is that of all_reduce.py. Ray's own function around its collectives takes some
-microseconds, so these are judged from 64 KB on.
+the all_reduces is that of all_reduce.py.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from harness.verdicts import Verdict, at_most
 ENGINES, RANKS = ["ray", "dask", "spark"], 2
 SIZES = [4, 64 << 10, 4 << 20]
 SPAWN, RUN, ALONE = "spawn", "run", "the engine alone"
-FLRUN, ACTORS, COLLECTIVE = "flrun", "fl.launch.ray", "ray.util.collective"
+FLRUN, ACTORS = "flrun", "fl.launch.ray"
 SECONDS = 1.0  # that a start may take beyond spawn's
 MOST = 1.2  # times flrun's all_reduce
 
@@ -116,9 +115,9 @@ def alone(engine: str) -> Callable[[], Any]:
 def _actors() -> None:
     import ray
 
-    from flashlight_py.launch.ray import _Rank
+    from flashlight_py.engines.ray import _Actor
 
-    actors = [ray.remote(_Rank).options(num_cpus=1).remote() for _ in range(RANKS)]
+    actors = [ray.remote(_Actor).options(num_cpus=1).remote() for _ in range(RANKS)]
     ray.get([actor.call.remote(_nothing, i) for i, actor in enumerate(actors)])
     for actor in actors:
         ray.kill(actor)
@@ -139,7 +138,6 @@ def measure_all_reduces(sizes: list[int], conductor: Conductor) -> list[Measurem
         for library in (
             Library(FLRUN, role, python, "flrun"),
             Library(ACTORS, role, python, "ray"),
-            Library(COLLECTIVE, role, python, "ray", {"through": COLLECTIVE}),
         )
     ]
     with _started(lambda: engines.ray_cluster(cpus=2), measurements[0]), conductor:
@@ -165,13 +163,10 @@ def verdicts(starts: list[Measurement], reduces: list[Measurement]) -> list[Verd
     missing = "; ".join(reason for m in starts for reason in m.left_out.values())
     return [
         at_most("run beyond spawn, in seconds", SECONDS, beyond, missing),
-        *(
-            at_most(
-                f"{title}, all_reduce, to {FLRUN}",
-                MOST,
-                {size_name(m.nbytes): m.ratios(title, FLRUN) for m in reduces if m.nbytes >= least},
-            )
-            for title, least in ((ACTORS, 0), (COLLECTIVE, 64 << 10))
+        at_most(
+            f"{ACTORS}, all_reduce, to {FLRUN}",
+            MOST,
+            {size_name(m.nbytes): m.ratios(ACTORS, FLRUN) for m in reduces},
         ),
     ]
 

@@ -15,8 +15,7 @@ import numpy as np
 
 from flashlight_py._version import __version__
 from flashlight_py.distributed.start.settings import interface_asked
-from flashlight_py.doctor import folder, machine, mpi, running
-from flashlight_py.doctor.finding import Finding, State, table
+from flashlight_py.doctor import Finding, Health, machine, mpi, running, table
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -31,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
         "MPI": mpi.look(),
         "GPUs": machine.gpus(),
         "Memory and network": machine.host(interface_asked(options.interface)),
-        f"Rendezvous folder {options.folder}": folder.look(options.folder),
+        f"Rendezvous folder {options.folder}": machine.folder(options.folder),
     }
     if options.run:
         sections[running.TITLE] = running.look(options.timeout, everything)
@@ -40,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
         section = list(found)
         print(table(section, width), flush=True)
         everything += section
-    failed = [each.what for each in everything if each.state is State.FAILED]
+    failed = [each.what for each in everything if each.state is Health.FAILED]
     if failed:
         print(f"\nDoes not work, and should: {', '.join(failed)}")
     elif not options.run:

@@ -17,14 +17,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from flashlight_py.doctor.finding import Finding, State
+from flashlight_py.doctor import Finding, Health
 
 SECONDS = 60.0
 _REMEDY = "pip install 'flashlight-py[mpi]' (MPICH), or an MPI of your system and mpi4py"
 _ABIS = {"mpich": "MPICH's ABI", "openmpi": "Open MPI's ABI", "mpiabi": "the MPI standard's ABI"}
 _THREADS = {
-    True: (State.OK, "any thread may call it"),
-    False: (State.WARNING, "one thread only: asynchronous verbs advance in waits"),
+    True: (Health.OK, "any thread may call it"),
+    False: (Health.WARNING, "one thread only: asynchronous verbs advance in waits"),
 }
 _CUDA = {
     None: "it does not say whether it takes CuPy arrays; they are staged through the host",
@@ -36,18 +36,18 @@ _CUDA = {
 def look() -> Iterator[Finding]:
     """Report on mpi4py, the library, what it knows of GPUs, and ``mpirun``."""
     if importlib.util.find_spec("mpi4py") is None:
-        yield Finding("mpi4py", State.MISSING, "not installed: no start by mpirun", _REMEDY)
+        yield Finding("mpi4py", Health.MISSING, "not installed: no start by mpirun", _REMEDY)
         return
     output, problem = _output(sys.executable, "-m", "flashlight_py.doctor.mpi")
     if problem:
         remedy = "the library and mpirun must be of one MPI; " + _REMEDY
-        yield Finding("library", State.MISSING, f"mpi4py cannot load it: {problem}", remedy)
+        yield Finding("library", Health.MISSING, f"mpi4py cannot load it: {problem}", remedy)
         return
     facts = json.loads(output.splitlines()[-1])
-    yield Finding("library", State.OK, f"{facts['library']}; mpi4py {facts['mpi4py']}")
-    yield Finding("ABI", State.OK, f"{facts['abi']}; MPI {facts['standard']}; {facts['path']}")
+    yield Finding("library", Health.OK, f"{facts['library']}; mpi4py {facts['mpi4py']}")
+    yield Finding("ABI", Health.OK, f"{facts['abi']}; MPI {facts['standard']}; {facts['path']}")
     yield Finding("threads", *_THREADS[facts["threads"]])
-    yield Finding("GPU memory", State.OK, _CUDA[facts["cuda"]])
+    yield Finding("GPU memory", Health.OK, _CUDA[facts["cuda"]])
     yield mpirun(facts["vendor"])
 
 
@@ -55,12 +55,12 @@ def mpirun(vendor: str) -> Finding:
     """Report which ``mpirun`` there is, and whether it is of the same MPI as the library."""
     command = mpirun_command(1)
     if command is None:
-        return Finding("mpirun", State.MISSING, "not on PATH", _REMEDY)
+        return Finding("mpirun", Health.MISSING, "not on PATH", _REMEDY)
     if ("--oversubscribe" in command) == (vendor == "Open MPI"):
-        return Finding("mpirun", State.OK, command[0])
+        return Finding("mpirun", Health.OK, command[0])
     return Finding(
         "mpirun",
-        State.WARNING,
+        Health.WARNING,
         f"{command[0]} is of another MPI than the library ({vendor}): each process would be "
         "alone in a world of one",
         "put the mpirun of the library first on PATH",

@@ -20,8 +20,7 @@ import numpy as np
 
 from flashlight_py import distributed as fl
 from flashlight_py.device import to_device
-from flashlight_py.doctor import mpi
-from flashlight_py.doctor.finding import Finding, State
+from flashlight_py.doctor import Finding, Health, mpi
 from flashlight_py.launch.failures import Tail
 
 SMALL_BYTES, LARGE_BYTES = 4, 4 << 20
@@ -63,13 +62,13 @@ _WAYS = (
 def look(timeout: float, found: Iterable[Finding]) -> Iterator[Finding]:
     """Try each way, for ``timeout`` seconds at most, unless what it needs was not ``found``."""
     mpirun = mpi.mpirun_command(2)  # also one that is of another MPI, as it seems, is tried
-    there = {each.what for each in found if each.state is State.OK} | (
+    there = {each.what for each in found if each.state is Health.OK} | (
         {"mpirun"} if mpirun else set()
     )
     for way in _WAYS:
         absent = [need for need in way.needs if need not in there]
         if absent:
-            yield Finding(way.name, State.MISSING, f"needs what is not here: {', '.join(absent)}")
+            yield Finding(way.name, Health.MISSING, f"needs what is not here: {', '.join(absent)}")
         else:
             starter = tuple(mpirun or ()) if way.backend == "mpi" else ()
             yield tried(way._replace(starter=starter), timeout)
@@ -92,21 +91,21 @@ def tried(way: Way, timeout: float) -> Finding:
         try:
             output, _ = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
-            return Finding(way.name, State.FAILED, f"has not ended within {timeout:g} s", _REMEDY)
+            return Finding(way.name, Health.FAILED, f"has not ended within {timeout:g} s", _REMEDY)
         finally:
             _end(process)
     result = _result(output)
     if process.returncode or result is None:
         problem = f"exit code {process.returncode}: {_last_error(output)}"
-        return Finding(way.name, State.FAILED, problem, _REMEDY)
+        return Finding(way.name, Health.FAILED, problem, _REMEDY)
     if result["ranks"] != way.ranks:
         problem = f"{result['ranks']} of {way.ranks} ranks have met; is mpirun of another MPI?"
-        return Finding(way.name, State.FAILED, problem, _REMEDY)
+        return Finding(way.name, Health.FAILED, problem, _REMEDY)
     small, large = result["seconds"]
     rate = f" ({LARGE_BYTES / large / 1e9:.2g} GB/s)" if way.ranks > 1 else ""
     path = f"{way.ranks} ranks, {result['path']}" if way.ranks > 1 else "one rank, nothing moves"
     detail = f"{_duration(small)} and {_duration(large)}{rate}; {path}"
-    return Finding(way.name, State.OK, detail)
+    return Finding(way.name, Health.OK, detail)
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -10,13 +10,14 @@ if TYPE_CHECKING:
 
 __all__ = ["spawn"]
 
-_ENGINES = ("dask", "ray", "ray_collective", "ray_train", "spark")
+# The modules of engines by their public names. Nothing else of this package knows of engines.
+_ENGINES = {"dask": "dask", "ray": "ray", "ray_train": "ray", "spark": "spark"}
 
 
 def __getattr__(name: str) -> Any:
     """Import ``spawn`` and the engines when they are used: the launcher needs nothing of them."""
     if name in _ENGINES:
-        return import_module(f"{__name__}.{name}")
+        return import_module(f"flashlight_py.engines.{_ENGINES[name]}")
     if name != "spawn":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from flashlight_py.launch.spawning import spawn

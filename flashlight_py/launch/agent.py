@@ -1,4 +1,4 @@
-"""What runs the ranks of one host for a job's launcher: in it, at the end of a pipe or of a socket.
+"""The agent runs a host's ranks for the launcher: in it, or at the end of a pipe or a socket.
 
 ``python -m flashlight_py.launch.agent`` is the one that a launcher elsewhere starts over ssh; its
 standard input and output are the connection. See ``channel`` for the messages.
@@ -15,17 +15,23 @@ import syslog
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from typing import Any
 
 from flashlight_py.interfaces import listen_everywhere, own_addresses
 from flashlight_py.launch.channel import Outgoing, Reader, can_write, message, write_whole
 from flashlight_py.launch.front import die_with_parent, run_behind
-from flashlight_py.launch.loop import Loop
-from flashlight_py.launch.output import Output, Source
-from flashlight_py.launch.pulse import LOST_SECONDS, Pulse
-from flashlight_py.launch.ranks import LISTENER, RECORDS, Place, Ranks, end_leftovers, environ_of
+from flashlight_py.launch.loop import LOST_SECONDS, Loop, Pulse
+from flashlight_py.launch.output import RankOutput, Source
+from flashlight_py.launch.ranks import (
+    LISTENER,
+    RECORDS,
+    RankProcesses,
+    Slot,
+    end_leftovers,
+    environ_of,
+)
 from flashlight_py.launch.records import Notes, send_records
 
 _IN, _OUT = 0, 1
@@ -41,39 +47,47 @@ class Agent:
     addresses at which other hosts of the job have reached this one.
     """
 
-    output: Output | None = None
+    output: RankOutput | None = None
     reached: Sequence[str] = ()
 
     def __init__(self, loop: Loop, report: Callable[..., None], stdin: int | None = None) -> None:
         self._loop, self._report, self._stdin = loop, report, stdin
-        self._ranks: Ranks | None = None
+        self.grace, self._has_lost_output = 0.0, False
+        # Of an attempt; what of it is open is closed by ``_ends``.
+        self._ranks: RankProcesses | None = None
         self._listener: socket.socket | None = None
         self._input: Outgoing | None = None
-        self.grace, self._has_lost_output = 0.0, False
         self._notes: Notes | None = None
+        self._ends = ExitStack()
 
     def prepare(self, needs_port: bool) -> None:
         """Report where ranks could meet on this host: its addresses, the best first, and a port."""
-        addresses: list[str] = []
-        port = 0
-        if needs_port:
-            addresses = addresses_of_host(self.reached)
-            # Rank 0 inherits it: a port that is merely reserved could be taken by somebody else.
-            self._listener = listen_everywhere(0, _BACKLOG)
-            port = self._listener.getsockname()[1]
-        self._report("ready", addresses, port)
+        if not needs_port:
+            self._report("ready", [], 0)
+            return
+        # Rank 0 inherits it: a port that is merely reserved could be taken by somebody else.
+        self._listener = self._ends.enter_context(listen_everywhere(0, _BACKLOG))
+        # Those first at which others have reached this host; one of them is that at which ssh came,
+        # as sshd says (ssh(1)).
+        by_ssh, own = os.environ.get("SSH_CONNECTION", "").split()[2:3], own_addresses()
+        reached = [each for each in (*self.reached, *by_ssh) if each in own]
+        port = self._listener.getsockname()[1]
+        self._report("ready", list(dict.fromkeys([*reached, *own])), port)
 
     def start(self, task: Mapping[str, Any]) -> None:
-        """Start ranks: ``places`` of ``size``, where ``meeting`` says; see ``Team``."""
-        self._ranks, self.grace = Ranks(self._loop, self._on_output), task["grace"]
+        """Start ranks: ``slots`` of ``size``, where ``meeting`` says; see ``Job``."""
+        self._ranks, self.grace = RankProcesses(self._loop, self._on_output), task["grace"]
+        self._ends.callback(self._ranks.close)
         if task["wants_records"]:
             self._notes = Notes(self._loop)
+            self._ends.callback(self._notes.close)
         try:
-            for place in map(Place._make, task["places"]):
-                self._start(place, task)
+            for slot in map(Slot._make, task["slots"]):
+                self._start(slot, task)
         except OSError as error:
             self._report("cannot_run", f"{task['program'][0]}: {error}")
-        self._close_listener()  # it is rank 0's alone, and ends with it
+        if self._listener is not None:
+            self._listener.close()  # it is rank 0's alone, and ends with it
 
     def signal(self, number: int) -> None:
         """Send ``number`` to the ranks and what they have started."""
@@ -95,14 +109,8 @@ class Agent:
     def finish(self, grace: float) -> None:
         """End what the ranks have left, by SIGKILL after ``grace`` seconds; blocks until then."""
         stuck = end_leftovers(self._loop, grace)
-        self._close_listener()
-        if self._input is not None:
-            self._input.close()
-        if self._ranks is not None:
-            self._ranks.close()
-        if self._notes is not None:
-            self._notes.close()
-        self._ranks = self._input = self._notes = None
+        self._ends.close()
+        self._ranks = self._listener = self._input = self._notes = None
         if self.output is not None:
             self.output.end()
         self.flush()
@@ -128,37 +136,38 @@ class Agent:
             self.output.say(self.output.error)
         return self.output.flush_at()
 
-    def _start(self, place: Place, task: Mapping[str, Any]) -> None:
+    def _start(self, slot: Slot, task: Mapping[str, Any]) -> None:
         assert self._ranks is not None
         meeting, descriptors = task["meeting"], []
-        if self._listener is not None and place.rank == 0:
+        if self._listener is not None and slot.rank == 0:
             descriptors = [self._listener.fileno()]
             meeting = {**meeting, LISTENER: str(descriptors[0])}
         if self._notes is not None:
             descriptors.append(self._notes.descriptor)
             meeting = {**meeting, RECORDS: self._notes.variable()}
         environ = {**os.environ, **task["environ"]}
-        with self._input_of(place, task["has_input"]) as stdin:
+        with self._input_of(slot, task["has_input"]) as stdin:
             process = self._ranks.start(
-                place.rank,
+                slot.rank,
                 task["program"],
-                environ_of(environ, place, task["size"], task["restarts"], meeting),
+                environ_of(environ, slot, task["size"], task["restarts"], meeting),
                 stdin,
                 descriptors,
                 partial(die_with_parent, os.getpid()),
             )
-        self._loop.child(process, partial(self._on_exit, self._ranks, place.rank))
+        self._loop.child(process, partial(self._on_exit, self._ranks, slot.rank))
 
     @contextmanager
-    def _input_of(self, place: Place, is_sent: bool) -> Iterator[int]:
+    def _input_of(self, slot: Slot, is_sent: bool) -> Iterator[int]:
         """Yield what a rank reads: our own input, what the launcher sends, or nothing."""
-        if place.rank != 0 or not (is_sent or self._stdin is not None):
+        if slot.rank != 0 or not (is_sent or self._stdin is not None):
             yield subprocess.DEVNULL
         elif self._stdin is not None:
             yield self._stdin
         else:
             theirs, ours = os.pipe()
             self._input = Outgoing(self._loop, ours, partial(self._report, "more"))
+            self._ends.callback(self._input.close)
             os.close(ours)
             yield theirs
             os.close(theirs)
@@ -170,20 +179,15 @@ class Agent:
         else:
             self.output.take(source, data)
 
-    def _on_exit(self, ranks: Ranks, rank: int, code: int) -> None:
+    def _on_exit(self, ranks: RankProcesses, rank: int, code: int) -> None:
         if ranks is not self._ranks:
             return  # one of an earlier attempt, which the kernel has let go of at last
         ranks.drain(rank)
         errors = [] if self.output is None else self.output.last_errors(rank)
         self._report("exited", rank, code, errors)
 
-    def _close_listener(self) -> None:
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
 
-
-class Server:
+class LauncherConnection:
     """Our end of the connection of an agent to its launcher, two descriptors.
 
     Once nothing has come from there for ``lost_after`` seconds, ``silence`` says since when.
@@ -259,37 +263,27 @@ class Server:
         self.end()
 
 
-def addresses_of_host(reached: Sequence[str]) -> list[str]:
-    """Return the addresses that others may reach this host at, those first where they have.
-
-    Beside those of ``reached``, that is the one at which ssh came, as sshd says (ssh(1)).
-    """
-    by_ssh = os.environ.get("SSH_CONNECTION", "").split()[2:3]
-    own = own_addresses()
-    return list(dict.fromkeys([*(each for each in (*reached, *by_ssh) if each in own), *own]))
-
-
 def main() -> int:
     """Run the agent of a launcher at the other end of ssh; returns its exit code."""
     return run_behind(_work, lambda: None)
 
 
 def _work() -> int:
+    lost_after = float(sys.argv[1]) if len(sys.argv) > 1 else LOST_SECONDS
     with closing(Loop()) as loop:
-        server = Server(loop, _IN, _OUT, float(sys.argv[1]) if len(sys.argv) > 1 else LOST_SECONDS)
-        loop.on_signal = lambda number: server.end()
-        server.run(Agent(loop, server.report))
-    if server.silence:
-        _say(f"nothing has come from the launcher {server.silence}; its ranks here were ended")
-        return 1
-    return 0
-
-
-def _say(text: str) -> None:
-    """Write a line where somebody may find it on a host that is cut off: to the system's log."""
-    line = f"flrun: agent on {os.uname().nodename}: {text}"
+        launcher = LauncherConnection(loop, _IN, _OUT, lost_after)
+        loop.on_signal = lambda number: launcher.end()
+        launcher.run(Agent(loop, launcher.report))
+    if not launcher.silence:
+        return 0
+    line = (
+        f"flrun: agent on {os.uname().nodename}: nothing has come from the launcher "
+        f"{launcher.silence}; its ranks here were ended"
+    )
     print(line, file=sys.stderr)
+    # Where somebody may find it on a host that is cut off: in the system's log.
     syslog.syslog(syslog.LOG_ERR, line)
+    return 1
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ T = TypeVar("T")
 _log = logging.getLogger("flashlight_py")
 
 
-class Call(NamedTuple):
-    """What is called, in the words of errors, on how many ranks, and until when at the latest.
+class SpawnCall(NamedTuple):
+    """A call of a function: its words for errors, the number of ranks, and the latest end.
 
     ``ends`` is a time of ``time.monotonic`` for all attempts together, of which there may be
     ``max_restarts`` more than one.
@@ -45,7 +45,7 @@ class Call(NamedTuple):
         params: Mapping[str, Any] | None,
         timeout: float | None,
         max_restarts: int,
-    ) -> Call:
+    ) -> SpawnCall:
         """Return the call of ``fn`` by ``what``, if all arguments make sense.
 
         Raises:
@@ -65,7 +65,7 @@ class Call(NamedTuple):
             )
         if params is not None and "FILE_PATH" in params:
             raise ValueError(f"{what}: the ranks meet at a path of their own; leave FILE_PATH out")
-        if _whole(max_restarts, -1) < 0:
+        if _whole(max_restarts) < 0:
             raise ValueError(
                 f"{what}: max_restarts must be an integer from 0 on, got {max_restarts!r}"
             )
@@ -107,24 +107,23 @@ class Call(NamedTuple):
         Raises:
             RankFailedError: one cannot be unpickled here.
         """
-        return [self._result(rank, each) for rank, each in enumerate(pickled)]
-
-    def _result(self, rank: int, pickled: bytes) -> Any:
+        results = []
         try:
-            return pickle.loads(pickled)
+            for each in pickled:
+                results.append(pickle.loads(each))  # noqa: PERF401 - its length says whose fails
         except Exception as error:
+            rank = len(results)
             raise RankFailedError(
                 f"{self.name}: what rank {rank} of {self.size} returned cannot be unpickled here: "
                 f"{error}",
                 rank,
             ) from error
+        return results
 
 
-def _whole(number: SupportsIndex, otherwise: int = 0) -> int:
-    """Return an integer of any kind, also NumPy's, as an int; ``otherwise`` for anything else."""
-    if isinstance(number, bool):
-        return otherwise
+def _whole(number: SupportsIndex) -> int:
+    """Return an integer of any kind, also NumPy's, as an int; -1 for anything else."""
     try:
-        return operator.index(number)
+        return -1 if isinstance(number, bool) else operator.index(number)
     except TypeError:
-        return otherwise
+        return -1

@@ -71,17 +71,11 @@ def write_whole(descriptor: int, data: bytes, waited: Callable[[], object] = lam
         OSError: the system says so; ``BrokenPipeError`` if nobody is at the other end.
     """
     while data:
-        data = data[_write_some(descriptor, data, waited) :]
-
-
-def _write_some(descriptor: int, data: bytes, waited: Callable[[], object]) -> int:
-    """Return how much could be written; if nothing, wait until something can be."""
-    try:
-        return os.write(descriptor, data)
-    except BlockingIOError:
-        if not can_write(descriptor, BEAT_SECONDS):
-            waited()
-        return 0
+        try:
+            data = data[os.write(descriptor, data) :]
+        except BlockingIOError:  # noqa: PERF203 - where it waits anyway
+            if not can_write(descriptor, BEAT_SECONDS):
+                waited()
 
 
 def can_write(descriptor: int, seconds: float = 0.0) -> bool:

@@ -12,8 +12,8 @@ from contextlib import closing, suppress
 
 from flashlight_py.errors import DistributedError
 from flashlight_py.launch.front import run_behind
-from flashlight_py.launch.hosts import Host, LocalHost, SshHost, Team
-from flashlight_py.launch.job import run_job
+from flashlight_py.launch.hosts import Host, LocalHost, SshHost
+from flashlight_py.launch.job import Job
 from flashlight_py.launch.loop import Interrupted, Loop
 from flashlight_py.launch.options import Options, read_options
 
@@ -47,14 +47,14 @@ def _run(options: Options, folder: str, stdin: int | None) -> int:
         # The loop is first: from here on no signal ends this process by itself.
         with closing(Loop()) as loop:
             if options.nnodes == 1:
-                return _run_team(loop, options, _team(loop, options, folder, stdin))
-            from flashlight_py.launch.nodes import meeting_of, team_of_nodes, work_for_node_0
+                return _job(loop, options, folder, stdin).run()
+            from flashlight_py.launch.nodes import job_of_nodes, meeting_of, work_for_node_0
 
             store = meeting_of(options)
             if store.rank != 0:
                 return work_for_node_0(loop, options, store)
-            with team_of_nodes(loop, options, store, stdin) as team:
-                return _run_team(loop, options, team)
+            with job_of_nodes(loop, options, store, stdin) as job:
+                return job.run()
     except Interrupted as interruption:
         print(f"flrun: {interruption}; no rank was started", file=sys.stderr)
         return 128 + interruption.number
@@ -63,17 +63,8 @@ def _run(options: Options, folder: str, stdin: int | None) -> int:
         return 1
 
 
-def _run_team(loop: Loop, options: Options, team: Team) -> int:
-    code = 1
-    try:
-        code = run_job(loop, team, options)
-    finally:
-        team.close(code)
-    return code
-
-
-def _team(loop: Loop, options: Options, folder: str, stdin: int | None) -> Team:
-    """Return where the ranks are: here, or on hosts that ssh reaches."""
+def _job(loop: Loop, options: Options, folder: str, stdin: int | None) -> Job:
+    """Return the job of ranks here, or on hosts that ssh reaches."""
     hosts: list[Host] = [LocalHost(loop, options.ranks, stdin)]
     file = os.path.join(folder, "meeting")
     if options.hosts:
@@ -84,7 +75,7 @@ def _team(loop: Loop, options: Options, folder: str, stdin: int | None) -> Team:
         }
         hosts = [SshHost(loop, *host, options, inherited) for host in options.hosts]
         file = f"{options.rdzv}.{secrets.token_hex(8)}" if options.rdzv else ""
-    return Team(loop, hosts, options, stdin, file)
+    return Job(loop, hosts, options, stdin, file)
 
 
 def _input_for_rank_0() -> int | None:

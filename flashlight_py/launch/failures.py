@@ -55,7 +55,8 @@ class Failure(NamedTuple):
         """Describe what a rank's call raised; ``SystemExit`` counts as an exit."""
         text = folded(error).rstrip()
         if isinstance(error, SystemExit):
-            code = _code_of(error)
+            # As Python does with the argument of ``sys.exit``.
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
             return cls(f"exited with code {code}", at, traceback=text, exit_code=code)
         return cls(f"raised {_in_one_line(error)}", at, _follows(error), text)
 
@@ -66,7 +67,8 @@ class Failure(NamedTuple):
         if len(error) > _LONGEST_CAUSE:  # the rank's own output has all of it
             error = f"{error[:_LONGEST_CAUSE]} [...]"
         if code == 1 and error:
-            follows = is_consequence(errors)
+            kinds = (line.partition(":")[0].rpartition(".")[2] for line in errors)
+            follows = max(_BY_NAME.get(kind, 0) for kind in kinds)
             return cls(f"raised {error}", time.monotonic(), follows, exit_code=code)
         before = f"; its last traceback ended with {error}" if error else ""
         return cls(f"{describe_exit(code)}{before}", time.monotonic(), exit_code=code)
@@ -106,17 +108,9 @@ def describe_exit(code: int) -> str:
     """Return how a process ended, in words, from its exit code or minus its signal."""
     if code >= 0:
         return f"exited with code {code}"
-    number = -code
-    known = number in set(signal.Signals)
-    name = signal.Signals(number).name if known else f"signal {number}"
-    hint = " (out of memory? see the kernel's log)" if number == signal.SIGKILL else ""
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    hint = " (out of memory? see the kernel's log)" if -code == signal.SIGKILL else ""
     return f"was killed by {name}{hint}"
-
-
-def is_consequence(last_lines: Iterable[str]) -> int:
-    """Return how far chained tracebacks with ``last_lines`` are from a cause; 0: they are one."""
-    kinds = (line.partition(":")[0].rpartition(".")[2] for line in last_lines)
-    return max((_BY_NAME.get(kind, 0) for kind in kinds), default=0)
 
 
 def first_cause(failures: Iterable[tuple[int, Failure]]) -> tuple[int, Failure]:
@@ -128,13 +122,6 @@ def _in_one_line(error: BaseException) -> str:
     """Return the class and the beginning of the message, as the last lines of a traceback do."""
     lines = "".join(traceback.format_exception_only(type(error), error)).splitlines()
     return next(line for line in lines if not line.startswith(" "))  # a SyntaxError's place is
-
-
-def _code_of(error: SystemExit) -> int:
-    """Return the exit code that Python makes of ``sys.exit``'s argument."""
-    if error.code is None:
-        return 0
-    return error.code if isinstance(error.code, int) else 1
 
 
 def _follows(error: BaseException) -> int:

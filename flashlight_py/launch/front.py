@@ -42,21 +42,17 @@ def run_behind(work: Callable[[], int], clean_up: Callable[[], None]) -> int:
             signal.signal(number, lambda number, frame: os.kill(pid, number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     try:
-        return _await(pid)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # its number is taken while we may signal
+        for number in FORWARDED:
+            signal.signal(number, signal.SIG_IGN)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if code < 0:
+            how = describe_exit(code)
+            print(f"flrun: the launcher {how}; its ranks were ended", file=sys.stderr)
+        return code if code >= 0 else 128 - code
     finally:
         end_children(strangers)
         clean_up()
-
-
-def _await(pid: int) -> int:
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # its number stays taken while we may signal
-    for number in FORWARDED:
-        signal.signal(number, signal.SIG_IGN)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    if code < 0:
-        print(f"flrun: the launcher {describe_exit(code)}; its ranks were ended", file=sys.stderr)
-        return 128 - code
-    return code
 
 
 def _be_the_copy(front: int, work: Callable[[], int]) -> None:
@@ -73,17 +69,12 @@ def _be_the_copy(front: int, work: Callable[[], int]) -> None:
     except BaseException:  # noqa: BLE001 - whatever it is, two processes must not go on as one
         sys.excepthook(*sys.exc_info())
     finally:
-        _leave(code)
-
-
-def _leave(code: int) -> None:
-    """Exit, whatever becomes of what is not written yet: a closed stream, a full disk."""
-    try:
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):
-                stream.flush()
-    finally:
-        os._exit(code)
+        try:
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError, ValueError):  # whatever becomes of it: closed, a full disk
+                    stream.flush()
+        finally:
+            os._exit(code)
 
 
 # What the kernel does: bind lives together, hand orphans over, list children -----------------

@@ -1,56 +1,259 @@
-"""A job from its start to its end: attempts, the first cause, and another start where allowed."""
+"""A job from its start to its end: attempts on its hosts, the first cause, and another start.
+
+The ranks of an attempt start when every host that takes some has reported to be ready.
+"""
 
 from __future__ import annotations
 
+import secrets
 import signal
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
-from flashlight_py.launch.attempt import Attempt
-from flashlight_py.launch.hosts import StartError, Team
+from flashlight_py.launch.channel import Supply
+from flashlight_py.launch.failures import Failure
+from flashlight_py.launch.hosts import Host, StartError
 from flashlight_py.launch.loop import Loop
 from flashlight_py.launch.options import Options
-from flashlight_py.launch.output import Output
-from flashlight_py.launch.ranks import counts_of_remaining, places
+from flashlight_py.launch.output import RankOutput, Source
+from flashlight_py.launch.ranks import ADDRESSES, SECRET, Slot, counts_of_remaining, slots_of
 from flashlight_py.launch.records import store_records
+from flashlight_py.launch.supervisor import Supervisor
 
 _CANNOT_RUN = 127  # as shells say
+# How much longer than the ranks' grace agents may take, in seconds, to end what is left there.
+_FINISHING_SECONDS = 10.0
 
 
-def run_job(loop: Loop, team: Team, options: Options) -> int:
-    """Run the job and return its exit code: that of the rank that failed first, or 0."""
-    counts, restarts = [host.slots for host in team.hosts], 0
-    while True:
-        output = Output(sum(counts), options.output_dir)
-        say = partial(_say, output, team)
-        attempt = Attempt(loop, team.signal, output, range(sum(counts)), options.grace, say)
-        loop.on_signal = attempt.on_signal
+class Job:
+    """Runs the program of ``options`` as ranks on ``hosts``.
+
+    They meet at paths that begin with ``file``; or, where that is empty, at a free port of the
+    first host, which its agent opens, with the ``secret`` of that start. ``stdin`` is the input for
+    rank 0 where its host is another one.
+    """
+
+    _attempt: Supervisor
+    _output: RankOutput
+
+    def __init__(
+        self,
+        loop: Loop,
+        hosts: Sequence[Host],
+        options: Options,
+        stdin: int | None,
+        file: str,
+        secret: Callable[[int], str] = lambda restarts: secrets.token_hex(32),
+    ) -> None:
+        self._hosts, self._loop, self._options = hosts, loop, options
+        self._stdin, self._file, self._secret_of = stdin, file, secret
+        self._slots: list[Slot] = []
+        self._working: set[int] = set()  # hosts that take ranks of this attempt
+        self._awaited: set[int] = set()  # those that have not finished
+        self._supply: Supply | None = None
+        for index, host in enumerate(hosts):
+            host.on_message = partial(self._on_message, index)
+            host.on_lost = partial(self._on_lost, index)
+
+    def run(self) -> int:
+        """Run the job and return its exit code: that of the rank that failed first, or 0.
+
+        The agents are let go; those that are launchers exit with the same code.
+        """
+        code = 1
         try:
-            team.start(attempt, counts, restarts)
-            attempt.run()
-        except StartError as error:
-            say(f"cannot run {error}")
-            return _CANNOT_RUN
-        stuck = team.finish()
-        attempt.end_output()
-        if stuck:
-            say(f"processes that the kernel does not let go of are left: {stuck}")
-        if output.error:
-            output.say(output.error)
-        if attempt.interrupted:
-            say(f"{_interruption(attempt.interrupted)}; all ranks were ended")
-            return 128 + attempt.interrupted
-        if attempt.cause is None:
-            return 0
-        say(_report(attempt, output, team, counts))
-        for text in sorted(team.left_out):
-            say(text)
-        if where := store_records(team.records, sum(counts)):
-            say(where)
-        remaining = counts_of_remaining(counts, attempt.lost) if options.min_n else counts
-        if not may_restart(restarts, options.max_restarts, sum(remaining), options.min_n):
-            return _exit_code(attempt)
-        counts, restarts = remaining, restarts + 1
-        say(f"starting again with {sum(counts)} rank(s), for the {_ordinal(restarts)} time")
+            code = self._run()
+        finally:
+            for host in self._hosts:
+                host.send("leave", code)
+            self._wait(lambda: any(host.is_open for host in self._hosts), _FINISHING_SECONDS)
+            for host in self._hosts:
+                host.close()
+        return code
+
+    def _run(self) -> int:
+        options, say = self._options, self._say
+        counts, restarts = [host.slots for host in self._hosts], 0
+        while True:
+            size = sum(counts)
+            self._output = output = RankOutput(size, options.output_dir)
+            self._attempt = attempt = Supervisor(
+                self._loop, self._signal, output, range(size), options.grace, say
+            )
+            self._loop.on_signal = attempt.on_signal
+            try:
+                self._start(counts, restarts)
+                attempt.run()
+            except StartError as error:
+                say(f"cannot run {error}")
+                return _CANNOT_RUN
+            self._finish()
+            attempt.end_output()
+            if self._stuck:
+                say(f"processes that the kernel does not let go of are left: {self._stuck}")
+            if output.error:
+                output.say(output.error)
+            if number := attempt.interrupted:
+                lost = "the output of the ranks is lost"
+                how = f"interrupted by {signal.Signals(number).name}"
+                say(f"{lost if number == signal.SIGPIPE else how}; all ranks were ended")
+                return 128 + number
+            if attempt.cause is None:
+                return 0
+            rank, failure = attempt.cause
+            host = self._hosts[self._slots[rank].host].name
+            file = output.files_of(rank)
+            where = f" (see {file})" if file else ""
+            others = "; the other ranks were ended" if size > 1 else ""
+            say(f"rank {rank} of {size} on {host} {failure.what}{where}{others}")
+            for text in sorted(self._left_out):
+                say(text)
+            if where := store_records(self._records, size):
+                say(where)
+            if options.min_n:
+                counts = counts_of_remaining(counts, attempt.lost)
+            if not may_restart(restarts, options.max_restarts, sum(counts), options.min_n):
+                code = failure.exit_code or 1
+                return code if code > 0 else 128 - code
+            restarts += 1
+            say(f"starting again with {sum(counts)} rank(s), for the {_ordinal(restarts)} time")
+
+    def _say(self, text: str) -> None:
+        """Write a line of the launcher's own wherever output of the ranks is shown."""
+        self._output.say(text)
+        for host in self._hosts:
+            if host.is_launcher:
+                host.send("say", text)
+
+    def _start(self, counts: Sequence[int], restarts: int) -> None:
+        self._slots, self._restarts = slots_of(counts), restarts
+        self._first = self._slots[0].host
+        self._working = {slot.host for slot in self._slots}
+        self._addresses: dict[int, tuple[list[str], int]] = {}  # of the hosts that are ready
+        self._secret = self._secret_of(restarts)
+        self._is_started = False
+        self._stuck: list[int] = []
+        # By rank, a flight record with the folder it comes from; and which ones stay there, why.
+        self._records: dict[int, tuple[str, bytes]] = {}
+        self._left_out: list[str] = []
+        self._supply = None
+        if self._stdin is not None:
+            self._supply = Supply(self._loop, self._stdin, self._send_input)
+        for index in sorted(self._working):
+            if not self._attempt.is_ending:
+                self._hosts[index].open()
+                self._hosts[index].send("prepare", index == self._first and not self._file)
+
+    def _signal(self, number: int) -> None:
+        """Send ``number`` to every rank, and to what it has started; SIGUSR1 where it was sent."""
+        for host in self._hosts:
+            if not (host.is_launcher and number in (signal.SIGUSR1, signal.SIGUSR2)):
+                host.send("signal", number)
+        if self._attempt.is_ending and not self._is_started:
+            self._attempt.on_end(slot.rank for slot in self._slots)
+
+    def _finish(self) -> None:
+        """Once all ranks have ended, have the agents end what they have left, and wait for that.
+
+        After a failure, they report flight records of ranks before.
+        """
+        grace = self._options.grace
+        if self._supply is not None:
+            self._supply.stop()
+        self._awaited = {index for index in self._working if self._hosts[index].is_open}
+        for index in sorted(self._awaited, reverse=True):  # one in this process blocks: the last
+            if self._attempt.cause:
+                self._hosts[index].send("collect")
+            self._hosts[index].send("finish", grace)
+        self._wait(lambda: bool(self._awaited), grace + _FINISHING_SECONDS)
+        for index in self._awaited:
+            self._hosts[index].close()
+
+    def _wait(self, is_needed: Callable[[], bool], seconds: float) -> None:
+        ends = time.monotonic() + seconds
+        while is_needed() and time.monotonic() < ends:
+            self._loop.once(ends)
+
+    # The agents' messages, see ``channel`` -------------------------------------------------------
+
+    def _on_message(self, host: int, kind: str, values: list[Any]) -> None:
+        getattr(self, f"_on_{kind}")(host, *values)
+
+    def _on_ready(self, host: int, addresses: list[str], port: int) -> None:
+        self._addresses[host] = addresses or [self._hosts[host].name], port
+        if self._working <= self._addresses.keys() and not self._attempt.is_ending:
+            self._is_started = True
+            for index in sorted(self._working):
+                self._hosts[index].send("start", self._task(index))
+
+    def _task(self, index: int) -> dict[str, Any]:
+        host = self._hosts[index]
+        return {
+            "slots": [slot for slot in self._slots if slot.host == index],
+            "size": len(self._slots),
+            "program": self._options.program,
+            "environ": host.environ,
+            "restarts": self._restarts,
+            "meeting": self._meeting(host.is_launcher),
+            "grace": self._options.grace,
+            "has_input": self._supply is not None,
+            "wants_records": len(self._hosts) > 1,
+        }
+
+    def _meeting(self, is_launcher: bool) -> dict[str, str]:
+        """Return the variables that say where the ranks meet, less a secret that is known there."""
+        if self._file:
+            return {"FLASHLIGHT_FILE": f"{self._file}-{self._restarts}"}
+        addresses, port = self._addresses[self._first]
+        # It travels inside ssh, and never in a command line, which every user can read.
+        secret = {} if is_launcher else {SECRET: self._secret}
+        # Ranks try them all: which of them a host can reach, only that host knows.
+        where = {"MASTER_ADDR": addresses[0], ADDRESSES: ",".join(addresses)}
+        return {**where, "MASTER_PORT": str(port), **secret}
+
+    def _on_cannot_run(self, host: int, reason: str) -> None:
+        raise StartError(reason)
+
+    def _on_output(self, host: int, rank: int, stream: str, data: bytes) -> None:
+        self._attempt.on_output(Source(rank, stream), data)
+
+    def _on_exited(self, host: int, rank: int, code: int, errors: list[str]) -> None:
+        self._attempt.on_exit(rank, code, errors)
+
+    def _on_more(self, host: int) -> None:
+        if self._supply is not None:
+            self._supply.ask()
+
+    def _send_input(self, data: bytes) -> None:
+        self._hosts[self._first].send("input", data)
+
+    def _on_lost_output(self, host: int) -> None:
+        self._attempt.on_lost_output()
+
+    def _on_interrupt(self, host: int, number: int) -> None:
+        self._loop.on_signal(signal.Signals(number))
+
+    def _on_pulse(self, host: int) -> None:
+        """Do nothing: that something has come from the host is noted already."""
+
+    def _on_record(self, host: int, rank: int, folder: str, data: bytes) -> None:
+        self._records[rank] = folder, data
+
+    def _on_left_out(self, host: int, rank: int, path: str, why: str) -> None:
+        where = f"on host {self._hosts[host].name}, at {path}"
+        self._left_out.append(f"the flight record of rank {rank} stays {where}: {why}")
+
+    def _on_finished(self, host: int, stuck: list[int]) -> None:
+        self._awaited.discard(host)
+        self._stuck += stuck
+
+    def _on_lost(self, host: int, how: str) -> None:
+        """Nothing will be reported of the ranks of ``host`` any more."""
+        self._awaited.discard(host)
+        ranks = [slot.rank for slot in self._slots if slot.host == host]
+        self._attempt.on_lost(ranks, Failure(how, time.monotonic()))
 
 
 def may_restart(restarts: int, most: int | None, remaining: int, least: int | None) -> bool:
@@ -62,34 +265,6 @@ def may_restart(restarts: int, most: int | None, remaining: int, least: int | No
     if least is not None and remaining < least:
         return False
     return restarts < (most if most is not None else 0 if least is None else restarts + 1)
-
-
-def _say(output: Output, team: Team, text: str) -> None:
-    """Write a line of the launcher's own wherever output of the ranks is shown."""
-    output.say(text)
-    team.say(text)
-
-
-def _interruption(number: int) -> str:
-    if number == signal.SIGPIPE:
-        return "the output of the ranks is lost"
-    return f"interrupted by {signal.Signals(number).name}"
-
-
-def _report(attempt: Attempt, output: Output, team: Team, counts: list[int]) -> str:
-    assert attempt.cause is not None
-    rank, failure = attempt.cause
-    host = team.hosts[places(counts)[rank].host]
-    others = "; the other ranks were ended" if sum(counts) > 1 else ""
-    file = output.files_of(rank)
-    where = f" (see {file})" if file else ""
-    return f"rank {rank} of {sum(counts)} on {host.name} {failure.what}{where}{others}"
-
-
-def _exit_code(attempt: Attempt) -> int:
-    assert attempt.cause is not None
-    code = attempt.cause[1].exit_code or 1
-    return code if code > 0 else 128 - code
 
 
 def _ordinal(number: int) -> str:

@@ -1,4 +1,4 @@
-"""Wait for whatever happens first: output, a signal, the end of a child, or a time."""
+"""Wait for whatever happens first: output, a signal, the end of a child, a time, or a silence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 # What users and schedulers send to a job. Those that were ignored when we started stay ignored.
 FORWARDED = (
@@ -27,13 +27,8 @@ MOST_SECONDS = 1e6
 
 # How often each end of a connection shows the other that it is there.
 BEAT_SECONDS = 0.5
-
-
-class Beating(Protocol):
-    """``beat`` is called every ``BEAT_SECONDS``, whatever blocks; ``look`` then by the loop."""
-
-    def beat(self) -> None: ...
-    def look(self) -> None: ...
+# After so many seconds in which nothing has come from a host it counts as lost.
+LOST_SECONDS = 6.0
 
 
 class Poll:
@@ -72,13 +67,13 @@ class Loop(Poll):
     """A poll that also calls back when a signal has arrived or a child has ended.
 
     One exists in a process: it takes the signals and reaps every child. ``on_signal`` may be
-    replaced at any time. Each of ``pulses`` beats once ``keep_time`` was called.
+    replaced at any time.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.on_signal: Callable[[signal.Signals], None] = lambda number: None
-        self.pulses: list[Beating] = []
+        self._pulses: list[Pulse] = []
         self._children: dict[int, tuple[subprocess.Popen[bytes], Callable[[int], None]]] = {}
         self._signals, self._woken = os.pipe()
         for end in (self._signals, self._woken):
@@ -87,7 +82,8 @@ class Loop(Poll):
         signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
         for number in (signal.SIGCHLD, *FORWARDED):
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, _do_nothing)
+                # A handler must be there for the signal to wake the loop.
+                signal.signal(number, lambda number, frame: None)
 
     def close(self) -> None:
         """Watch nothing any more, and take no more signals."""
@@ -97,11 +93,17 @@ class Loop(Poll):
         os.close(self._signals)
         os.close(self._woken)
 
-    def keep_time(self) -> None:
-        """Have ``pulses`` beat from now on, also while this process waits in a system call."""
+    def keep(self, pulse: Pulse) -> None:
+        """Have ``pulse`` beat from now on, also while this process waits in a system call."""
+        self._pulses.append(pulse)
         signal.signal(signal.SIGALRM, self._beat)
         if signal.getitimer(signal.ITIMER_REAL)[1] == 0.0:
             signal.setitimer(signal.ITIMER_REAL, BEAT_SECONDS, BEAT_SECONDS)
+
+    def stop(self, pulse: Pulse) -> None:
+        """Have ``pulse`` beat no more; nothing happens if it did not."""
+        with suppress(ValueError):
+            self._pulses.remove(pulse)
 
     def child(self, process: subprocess.Popen[bytes], callback: Callable[[int], None]) -> None:
         """Call ``callback`` when ``process`` has ended, with its exit code or minus the signal.
@@ -129,13 +131,13 @@ class Loop(Poll):
             if number == signal.SIGCHLD:
                 self.reap()
             elif number == signal.SIGALRM:
-                for pulse in tuple(self.pulses):
+                for pulse in tuple(self._pulses):
                     pulse.look()
             else:
                 self.on_signal(signal.Signals(number))
 
     def _beat(self, number: int, frame: object) -> None:
-        for pulse in tuple(self.pulses):
+        for pulse in tuple(self._pulses):
             pulse.beat()
 
 
@@ -144,8 +146,57 @@ def code_of(end: os.waitid_result) -> int:
     return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
 
 
-def _do_nothing(number: int, frame: object) -> None:
-    """Stand where a handler must be for the signal to wake the loop."""
+def await_end(process: subprocess.Popen[bytes]) -> int:
+    """Wait for the end of ``process`` and return its exit code, or minus the signal.
+
+    It is not reaped, so that a signal still reaches what it has left in its group.
+    """
+    end = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert end is not None, "waitid returns None only with WNOHANG"
+    return code_of(end)
+
+
+class Pulse:
+    """Shows the other end of a connection that this one is there, and notices its silence.
+
+    A cut cable ends no connection by itself, and a machine that hangs may still acknowledge what is
+    sent to it. So each end calls ``beat`` every ``BEAT_SECONDS``, from a signal's handler: also
+    while the process waits for a terminal that somebody has stopped. Silence is counted only while
+    this process reads, so that one that was stopped itself first takes what has arrived meanwhile.
+
+    ``on_silence`` is called, with words for how long, once nothing was heard for ``seconds``. They
+    count from now on, or, unless ``is_there``, once the other end was heard for the first time.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        seconds: float,
+        beat: Callable[[], None],
+        on_silence: Callable[[str], None],
+        is_there: bool = True,
+    ) -> None:
+        self.beat = beat
+        self._loop, self._seconds, self._on_silence = loop, seconds, on_silence
+        self._is_there, self._silent = is_there, 0.0
+        loop.keep(self)
+
+    def heard(self) -> None:
+        """Note that something has arrived."""
+        self._is_there, self._silent = True, 0.0
+
+    def look(self) -> None:
+        """Count a beat in which nothing has arrived, after reading what was there."""
+        if self._is_there:
+            self._silent += BEAT_SECONDS
+        if self._silent >= self._seconds:
+            self.stop()
+            since = time.strftime("%H:%M:%S", time.localtime(time.time() - self._silent))
+            self._on_silence(f"since {since} ({self._silent:g} s)")
+
+    def stop(self) -> None:
+        """Beat and count no more; may be called again."""
+        self._loop.stop(self)
 
 
 class Interrupted(BaseException):
@@ -159,9 +210,13 @@ class Interrupted(BaseException):
 @contextmanager
 def interruptible() -> Iterator[None]:
     """Raise ``Interrupted`` inside when a signal arrives that would end the job."""
+
+    def interrupt(number: int, frame: object) -> NoReturn:
+        raise Interrupted(number)
+
     ending = set(FORWARDED) - {signal.SIGUSR1, signal.SIGUSR2}
     before = {
-        number: signal.signal(number, _raise)
+        number: signal.signal(number, interrupt)
         for number in ending
         if signal.getsignal(number) is not signal.SIG_IGN
     }
@@ -170,7 +225,3 @@ def interruptible() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _raise(number: int, frame: object) -> NoReturn:
-    raise Interrupted(number)

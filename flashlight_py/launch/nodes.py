@@ -27,11 +27,12 @@ from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
 from flashlight_py.distributed.rendezvous.wire import plain
 from flashlight_py.errors import RendezvousError
 from flashlight_py.interfaces import addresses_of
-from flashlight_py.launch.agent import Agent, Server
-from flashlight_py.launch.hosts import ConnectedHost, LocalHost, Team
+from flashlight_py.launch.agent import Agent, LauncherConnection
+from flashlight_py.launch.hosts import ConnectedHost, LocalHost
+from flashlight_py.launch.job import Job
 from flashlight_py.launch.loop import Loop, interruptible
 from flashlight_py.launch.options import Options
-from flashlight_py.launch.output import Output
+from flashlight_py.launch.output import RankOutput
 from flashlight_py.launch.ranks import SECRET
 
 # How long launchers wait for each other, in seconds.
@@ -58,42 +59,44 @@ class NodeHost(ConnectedHost):
     ) -> None:
         super().__init__(loop, name, slots, lost_after)
         self._node, self._socket = node, connection
-        _prepare(connection, lost_after)
+        _keep_little(connection, lost_after)
         self._connect(connection.fileno(), connection.fileno(), is_there=True)
 
     def open(self) -> None:
-        """A launcher that is gone does not connect again."""
-        if not self.is_open:
+        if not self.is_open:  # a launcher that is gone does not connect again
             self._on_end()
 
     def close(self) -> None:
-        """Close the connection; its ranks end by it."""
         if self.is_open:
             super().close()
             self._socket.close()
 
     def _on_end(self) -> None:
-        self.close()
-        self.on_lost(f"is lost: the connection to its launcher (node {self._node}) has ended")
+        self._give_up(f"the connection to its launcher (node {self._node}) has ended")
 
     def _on_silence(self, since: str) -> None:
+        self._give_up(f"nothing has come from its launcher (node {self._node}) {since}")
+
+    def _give_up(self, why: str) -> None:
         self.close()
-        self.on_lost(f"is lost: nothing has come from its launcher (node {self._node}) {since}")
+        self.on_lost(f"is lost: {why}")
 
 
 class NodeAgent(Agent):
     """The agent of a launcher of its own, which has a program and a user before it."""
 
-    def __init__(self, loop: Loop, server: Server, options: Options, key: bytes) -> None:
-        super().__init__(loop, server.report)
-        self._server, self._options, self._key = server, options, key
-        self.output = Output(1)
+    def __init__(
+        self, loop: Loop, launcher: LauncherConnection, options: Options, key: bytes
+    ) -> None:
+        super().__init__(loop, launcher.report)
+        self._launcher, self._options, self._key = launcher, options, key
+        self.output = RankOutput(1)
         self.interrupted: signal.Signals | None = None
         loop.on_signal = self._on_signal
 
     def start(self, task: Mapping[str, Any]) -> None:
         """Start ranks of this launcher's own program."""
-        self.output = Output(task["size"], self._options.output_dir)
+        self.output = RankOutput(task["size"], self._options.output_dir)
         meeting = task["meeting"]
         if "MASTER_PORT" in meeting:
             meeting = {**meeting, SECRET: secret_of_ranks(self._key, task["restarts"])}
@@ -105,7 +108,7 @@ class NodeAgent(Agent):
             self.signal(number)
         elif self.interrupted:
             self.grace = 0.0
-            self._server.end()
+            self._launcher.end()
         else:
             self.interrupted = number
             self._report("interrupt", number)
@@ -115,8 +118,8 @@ class NodeAgent(Agent):
 
 
 @contextmanager
-def team_of_nodes(loop: Loop, options: Options, store: Place, stdin: int | None) -> Iterator[Team]:
-    """Yield the hosts of all nodes, this one first, when their launchers have met at ``store``.
+def job_of_nodes(loop: Loop, options: Options, store: Place, stdin: int | None) -> Iterator[Job]:
+    """Yield the job on all nodes, this one first, when their launchers have met at ``store``.
 
     Raises:
         RendezvousError: a launcher did not arrive in time, or two have one number.
@@ -125,7 +128,15 @@ def team_of_nodes(loop: Loop, options: Options, store: Place, stdin: int | None)
     with ExitStack() as ends:
         file = ""
         if not options.endpoint:
-            file = f"{ends.enter_context(_folder_at(Path(options.rdzv)))}/meeting"
+            # For what ranks meet at: a new folder of this user's in or beside the path.
+            path = Path(options.rdzv)
+            prefix, parent = f"{path.name}.job-", path.parent
+            if path.is_dir():
+                prefix, parent = "job-", path
+            folder = tempfile.TemporaryDirectory(
+                prefix=prefix, dir=parent.absolute(), ignore_cleanup_errors=True
+            )
+            file = f"{ends.enter_context(folder)}/meeting"
         with interruptible():
             key, found, connections = _meet(options, store)
         if options.endpoint:
@@ -139,13 +150,7 @@ def team_of_nodes(loop: Loop, options: Options, store: Place, stdin: int | None)
         ]
         reached = [plain(each.getsockname())[0] for each in connections.values()]
         hosts = [LocalHost(loop, options.ranks, stdin, reached), *others]
-        yield Team(loop, hosts, options, stdin, file, partial(secret_of_ranks, key))
-
-
-def _folder_at(path: Path) -> tempfile.TemporaryDirectory[str]:
-    """Return a new folder of this user's in or beside ``path``, for what ranks meet at."""
-    prefix, parent = ("job-", path) if path.is_dir() else (f"{path.name}.job-", path.parent)
-    return tempfile.TemporaryDirectory("", prefix, parent.absolute(), ignore_cleanup_errors=True)
+        yield Job(loop, hosts, options, stdin, file, partial(secret_of_ranks, key))
 
 
 # The other nodes -----------------------------------------------------------------------------
@@ -163,19 +168,19 @@ def work_for_node_0(loop: Loop, options: Options, store: Place) -> int:
     with interruptible():
         key, _, connections = _meet(options, store)
     with connections[0] as connection:
-        _prepare(connection, options.lost_after)
+        _keep_little(connection, options.lost_after)
         ends = (connection.fileno(), connection.fileno())
-        server = Server(loop, *ends, options.lost_after)
-        agent = NodeAgent(loop, server, options, key)
-        code = server.run(agent)
+        launcher = LauncherConnection(loop, *ends, options.lost_after)
+        agent = NodeAgent(loop, launcher, options, key)
+        code = launcher.run(agent)
     if code is not None:
         return code
     if agent.interrupted:
         agent.say(f"interrupted by {agent.interrupted.name}; the ranks of this node were ended")
         return 128 + agent.interrupted
     how = "the connection to the launcher of node 0 has ended"
-    if server.silence:
-        how = f"nothing has come from the launcher of node 0 {server.silence}"
+    if launcher.silence:
+        how = f"nothing has come from the launcher of node 0 {launcher.silence}"
     agent.say(f"{how}; its ranks here were ended")
     return 1
 
@@ -257,7 +262,7 @@ def secret_of_ranks(key: bytes, restarts: int) -> str:
     return proof(key, b"ranks", str(restarts).encode()).hex()
 
 
-def _prepare(connection: socket.socket, lost_after: float) -> None:
+def _keep_little(connection: socket.socket, lost_after: float) -> None:
     """Have the kernel keep what it could not deliver no longer than need be: see ``Pulse``."""
     milliseconds = int(2000 * lost_after)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)

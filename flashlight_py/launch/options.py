@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from flashlight_py._version import __version__
 from flashlight_py.cores import usable_cores
-from flashlight_py.launch.loop import MOST_SECONDS
-from flashlight_py.launch.pulse import LOST_SECONDS
+from flashlight_py.launch.loop import LOST_SECONDS, MOST_SECONDS
 
 _EXAMPLES = """examples:
   flrun -n 4 train.py --epochs 10
@@ -27,10 +26,12 @@ _EXAMPLES = """examples:
 # OpenSSH would wait for minutes, or for ever. These leave the first word to our own ``Pulse``.
 _DEADLINES = ("ConnectTimeout=10", "ServerAliveInterval=5")
 LEAST_SECONDS = 2.0
+# Where torchrun's hosts meet; ours meet elsewhere.
+_TORCHRUNS = ("rdzv-endpoint", "rdzv-backend", "rdzv-id", "master-addr", "master-port")
 
 
 class Options(NamedTuple):
-    """What the command line says. Times are in seconds; ``hosts`` are names and ranks there."""
+    """Options of the command line. Times are in seconds; ``hosts`` are names and ranks there."""
 
     ranks: int
     hosts: tuple[tuple[str, int], ...]
@@ -74,40 +75,25 @@ def read_options(arguments: Sequence[str] | None, interpreter: str) -> Options:
             "--rdzv: expected a path, or HOST:PORT with a port from 1 to 65535, "
             f"got {given.rdzv!r}; a path with a colon in its name needs a slash, as ./{given.rdzv}"
         )
-    hosts = _hosts(parser, given.hosts, given.n)
-    ranks = given.n or usable_cores()
-    total = sum(slots for _, slots in hosts) if hosts else ranks * given.nnodes
-    if given.standalone and (hosts or given.nnodes > 1):
+    given.ranks, given.env = given.n or usable_cores(), tuple(given.env)
+    given.hosts, given.program = _hosts(parser, given), _program(given, interpreter)
+    options = Options(*(getattr(given, name) for name in Options._fields))
+    nodes, node, hosts = options.nnodes, options.node_rank, options.hosts
+    total = sum(slots for _, slots in hosts) if hosts else options.ranks * nodes
+    if given.standalone and (hosts or nodes > 1):
         parser.error("--standalone is for this host alone; leave it out with --hosts or --nnodes")
-    if hosts and given.nnodes > 1:
+    if hosts and nodes > 1:
         parser.error("--hosts starts ranks on other hosts; --nnodes is for a launcher on each host")
-    if given.nnodes > 1 and given.rdzv is None:
+    if nodes > 1 and not options.rdzv:
         parser.error("--nnodes needs --rdzv: a path that all hosts see, or HOST:PORT of node 0")
-    if given.node_rank is not None and given.node_rank >= given.nnodes:
-        parser.error(f"--node-rank: expected 0 to {given.nnodes - 1}, got {given.node_rank}")
-    if given.min_n is not None and given.min_n > total:
-        parser.error(f"--min-n: expected 1 to {total}, the number of ranks, got {given.min_n}")
+    if node is not None and node >= nodes:
+        parser.error(f"--node-rank: expected 0 to {nodes - 1}, got {node}")
+    if options.min_n is not None and options.min_n > total:
+        parser.error(f"--min-n: expected 1 to {total}, the number of ranks, got {options.min_n}")
     if given.lost_after < LEAST_SECONDS:
         parser.error(f"--lost-after: expected {LEAST_SECONDS:g} or more, got {given.lost_after:g}")
-    options = Options(
-        ranks=ranks,
-        hosts=hosts,
-        ssh=_with_deadlines(tuple(shlex.split(given.ssh))),
-        env=tuple(given.env),
-        nnodes=given.nnodes,
-        node_rank=given.node_rank,
-        rdzv=given.rdzv or "",
-        max_restarts=given.max_restarts,
-        min_n=given.min_n,
-        output_dir=given.output_dir,
-        grace=given.grace,
-        lost_after=given.lost_after,
-        program=_program(given, interpreter),
-    )
-    if options.nnodes > 1 and options.node_rank is None and not options.endpoint:
-        parser.error(
-            f"--node-rank: expected 0 to {options.nnodes - 1} where --rdzv is a path, got none"
-        )
+    if nodes > 1 and node is None and not options.endpoint:
+        parser.error(f"--node-rank: expected 0 to {nodes - 1} where --rdzv is a path, got none")
     if hosts and options.endpoint:
         parser.error("--rdzv HOST:PORT is for --nnodes; with --hosts a free port is used by itself")
     return options
@@ -137,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
         help="start over ssh on these hosts, so many ranks on each",
     )
     ssh = os.environ.get("FLASHLIGHT_SSH", "ssh -T -o BatchMode=yes")
-    add("--ssh", default=ssh, metavar="COMMAND", help="the ssh command (FLASHLIGHT_SSH)")
+    add("--ssh", type=_ssh, default=ssh, metavar="COMMAND", help="the ssh command (FLASHLIGHT_SSH)")
     add(
         *("--env", "-x"),
         dest="env",
@@ -154,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
         help="which of them this is, from 0; at HOST:PORT it may be left out",
     )
     add("--standalone", action="store_true", help="on this host alone, as without --nnodes")
-    add("--rdzv", metavar="PLACE", help="a path that all hosts see, or HOST:PORT of node 0")
+    add("--rdzv", default="", metavar="PLACE", help="a path all hosts see, or HOST:PORT of node 0")
     for name in _TORCHRUNS:
         add(f"--{name}", f"--{name.replace('-', '_')}", help=argparse.SUPPRESS)
     add(
@@ -184,6 +170,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+# Defaults of options, by torchrun's variables PET_*, which Kubeflow sets.
+_POD_OPTIONS = {
+    "n": "NPROC_PER_NODE",
+    "nnodes": "NNODES",
+    "node_rank": "NODE_RANK",
+    "max_restarts": "MAX_RESTARTS",
+}
+
+
 def _of_the_pod(environ: Mapping[str, str], nnodes: int) -> dict[str, str]:
     """Return defaults for a launcher in each pod: of PET_*, torchrun's variables, as from Kubeflow.
 
@@ -201,32 +196,23 @@ def _of_the_pod(environ: Mapping[str, str], nnodes: int) -> dict[str, str]:
     return found
 
 
-_POD_OPTIONS = {
-    "n": "NPROC_PER_NODE",
-    "nnodes": "NNODES",
-    "node_rank": "NODE_RANK",
-    "max_restarts": "MAX_RESTARTS",
-}
-
-# Where torchrun's hosts meet; ours meet elsewhere.
-_TORCHRUNS = ("rdzv-endpoint", "rdzv-backend", "rdzv-id", "master-addr", "master-port")
-
-
 def _program(given: argparse.Namespace, interpreter: str) -> tuple[str, ...]:
     if given.module:
         return (interpreter, "-m", given.program, *given.arguments)
-    if given.no_python or _is_command(given.program):
+    # No file here but a program on the PATH, as in ``python train.py``.
+    is_command = not os.path.exists(given.program) and shutil.which(given.program) is not None
+    if given.no_python or is_command:
         # Where several are installed, the python meant is that which flrun belongs to.
         program = interpreter if given.program in ("python", "python3") else given.program
         return (program, *given.arguments)
     return (interpreter, given.program, *given.arguments)
 
 
-def _with_deadlines(ssh: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the command with options of OpenSSH that it has not, if it is that."""
+def _ssh(text: str) -> tuple[str, ...]:
+    """Return the words of the command, with options of OpenSSH that it has not, if it is that."""
+    ssh, said = tuple(shlex.split(text)), text.lower()
     if not ssh or os.path.basename(ssh[0]) != "ssh":
         return ssh
-    said = " ".join(ssh).lower()
     missing = [each for each in _DEADLINES if each.partition("=")[0].lower() not in said]
     # In front: what follows may be a host and another command, as in ``ssh jump docker exec``.
     return (ssh[0], *(word for each in missing for word in ("-o", each)), *ssh[1:])
@@ -240,24 +226,17 @@ def _is_no_place(text: str) -> bool:
     return not (host and port.isdecimal() and 0 < int(port) < 65536)
 
 
-def _is_command(program: str) -> bool:
-    """Return whether it is no file here but a program on the PATH, as in ``python train.py``."""
-    return not os.path.exists(program) and shutil.which(program) is not None
-
-
 def _hosts(
-    parser: argparse.ArgumentParser, text: str | None, ranks: int | None
+    parser: argparse.ArgumentParser, given: argparse.Namespace
 ) -> tuple[tuple[str, int], ...]:
-    if text is None:
-        return ()
     hosts = []
-    for entry in text.split(","):
+    for entry in given.hosts.split(",") if given.hosts is not None else ():
         name, _, slots = entry.partition(":")
         if not name or name.startswith("-") or (slots and not slots.isdecimal()):
             parser.error(
                 f"--hosts: expected NAME or NAME:RANKS, separated by commas, got {entry!r}"
             )
-        hosts.append((name, int(slots or ranks or 1)))
+        hosts.append((name, int(slots or given.n or 1)))
     if any(slots < 1 for _, slots in hosts):
         parser.error("--hosts: a host takes at least one rank")
     return tuple(hosts)

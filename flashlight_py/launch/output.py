@@ -1,4 +1,4 @@
-"""What ranks print: whole lines under the number of the rank, on the terminal or in files."""
+"""The output of ranks: whole lines under the number of the rank, on the terminal or in files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Source(NamedTuple):
     stream: str
 
 
-class Output:
+class RankOutput:
     """Takes what ``size`` ranks write, as it arrives, and writes lines.
 
     Each line goes to the descriptor of its stream, or an object like ``sys.stdout``, behind
@@ -62,8 +62,11 @@ class Output:
         """Take the next bytes of ``source``."""
         if self._folder is not None:
             self._store(source, data)
-        lines, rest = _cut(self._rests.get(source, b"") + data)
-        self._rests[source] = rest
+        data = self._rests.get(source, b"") + data
+        end = data.rfind(b"\n") + 1
+        if len(data) - end > LONGEST_LINE:
+            end = len(data)
+        lines, self._rests[source] = data[:end], data[end:]
         self._read_at[source] = time.monotonic()
         if source.stream == "err":
             for line in lines.splitlines():
@@ -73,18 +76,18 @@ class Output:
 
     def flush_at(self) -> float:
         """Return when ``flush`` should be called, of ``time.monotonic``; inf: no need."""
-        return min(map(self._due_at, self._unfinished()), default=math.inf)
+        return min(self._due().values(), default=math.inf)
 
     def flush(self, now: float = math.inf) -> None:
         """Show, on terminals, also lines that have no end yet: those that are due ``now``."""
-        for source in self._unfinished():
-            if self._due_at(source) <= now:
+        for source, due in self._due().items():
+            if due <= now:
                 rest, self._rests[source] = self._rests[source], b""
                 self._show(source, rest)
 
     @property
     def error(self) -> str:
-        """What could not be written, and why; "" if all could."""
+        """The streams that could not be written, and why; "" if all could."""
         return "; ".join(
             f"{what} cannot be written: {error.strerror}" for what, error in self._failed.items()
         )
@@ -116,15 +119,13 @@ class Output:
         """Return where the errors of ``rank`` can be read; "" if not in a file."""
         return "" if self._folder is None else str(self._folder / f"rank-{rank}.err")
 
-    def _unfinished(self) -> list[Source]:
-        """Return whose line on a terminal has begun and not ended."""
-        if self._folder is not None:
-            return []
-        begun = [source for source, rest in self._rests.items() if rest]
-        return [source for source in begun if self._is_terminal[source.stream]]
-
-    def _due_at(self, source: Source) -> float:
-        return self._read_at[source] + PARTIAL_SECONDS
+    def _due(self) -> dict[Source, float]:
+        """Return when lines on a terminal that have begun and not ended are to be shown."""
+        return {
+            source: self._read_at[source] + PARTIAL_SECONDS
+            for source, rest in self._rests.items()
+            if rest and self._is_terminal[source.stream] and self._folder is None
+        }
 
     def _store(self, source: Source, data: bytes) -> None:
         """Write to the file of ``source``."""
@@ -158,7 +159,10 @@ class Output:
     def _show(self, source: Source, text: bytes) -> None:
         if self._folder is not None:
             return
-        prefix = self._prefix(source)
+        number = f"[{source.rank:>{self._width}}]"
+        if self._is_terminal[source.stream]:
+            number = f"\033[{_COLOURS[source.rank % len(_COLOURS)]}m{number}\033[0m"
+        prefix = f"{number} ".encode()
         body = text[:-1] if text.endswith(b"\n") else text
         body = body.replace(b"\r\n", b"\n").replace(b"\r", b"\r" + prefix)
         body = body.replace(b"\n", b"\n" + prefix)
@@ -173,15 +177,3 @@ class Output:
         if self._open is not None:
             self._put(self._open.stream, b"\n")
             self._open = None
-
-    def _prefix(self, source: Source) -> bytes:
-        text = f"[{source.rank:>{self._width}}]"
-        if self._is_terminal[source.stream]:
-            text = f"\033[{_COLOURS[source.rank % len(_COLOURS)]}m{text}\033[0m"
-        return f"{text} ".encode()
-
-
-def _cut(data: bytes) -> tuple[bytes, bytes]:
-    """Return the whole lines and the beginning of the next one."""
-    end = data.rfind(b"\n") + 1
-    return (data, b"") if len(data) - end > LONGEST_LINE else (data[:end], data[end:])

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import os
 import pickle
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -74,3 +75,53 @@ def _by_cloudpickle(value: Any, stand_in: StandIn | None, plain_error: Exception
         return _pickled(cloudpickle.Pickler, value, stand_in)
     except Exception as error:
         raise TypeError(f"cannot be pickled, not by cloudpickle either: {error}") from error
+
+
+# To processes that this one starts ----------------------------------------------------------------
+
+
+def pack_task(name: str, fn: object, args: object, params: object) -> bytes:
+    """Return two pickles: how to become this program's script, and what to call there.
+
+    Raises:
+        RuntimeError: this process is importing the script.
+        TypeError: the function or its arguments cannot be pickled.
+    """
+    preparation = _preparation(name)
+    del preparation["authkey"]  # a secret: it goes through the links and never lies in a file
+    has_script = _has_script(preparation)
+    if not has_script:
+        preparation.pop("init_main_from_path", None)
+    try:
+        return pickle.dumps(preparation) + dumps((fn, args, params), has_script)
+    except TypeError as error:
+        raise TypeError(f"{name}: the function or its arguments {error}") from error
+
+
+def main_can_be_imported(name: str) -> bool:
+    """Return whether processes that are started for ``name`` can import this one's script.
+
+    Raises:
+        RuntimeError: this process is importing the script.
+    """
+    return _has_script(_preparation(name))
+
+
+def _preparation(name: str) -> dict[str, Any]:
+    from multiprocessing import spawn  # a rank, which sends its result, needs none
+
+    try:
+        return spawn.get_preparation_data("rank")
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{name}: called while a rank imports the script; put what starts the ranks under "
+            "if __name__ == '__main__':"
+        ) from error
+
+
+def _has_script(preparation: Mapping[str, Any]) -> bool:
+    """Return whether other processes can import this one's ``__main__`` (no notebook, no shell)."""
+    module = preparation.get("init_main_from_name", "__main__")
+    path = preparation.get("init_main_from_path")
+    # multiprocessing does not import a package's __main__, which is seldom guarded.
+    return not f".{module}".endswith(".__main__") or (path is not None and os.path.isfile(path))

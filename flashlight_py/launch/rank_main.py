@@ -44,11 +44,25 @@ def main() -> None:
     os.register_at_fork(after_in_child=lambda: _be_no_rank(link))
     _prepare_output()
     multiprocessing.current_process().authkey = link.recv_bytes()
+    try:
+        fn, args, params = _load(task)
+        result = _call(fn, args, params, Path(folder)) if folder else b""
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the parent raises it
+        from flashlight_py.launch.failures import Failure
+
+        link.send(Failure.of_exception(error, time.monotonic()))
+        if folder:
+            import flashlight_py as fl
+
+            fl.distributed.failures.abort.report(error)  # to the other ranks
+        return
+    link.send(None)
     if not folder:
-        _work(link, task)
-    elif _report(link, Path(folder), task):
-        with suppress(EOFError, ConnectionResetError):
-            link.recv_bytes()
+        fn(link, *args)
+        return
+    link.send_bytes(result)
+    with suppress(EOFError, ConnectionResetError):
+        link.recv_bytes()
 
 
 def die_with_parent(parent: int) -> None:
@@ -80,40 +94,6 @@ def _prepare_output() -> None:
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
 
 
-def _report(link: Connection, folder: Path, task: int) -> bool:
-    """Do the task and report to the parent how it went; True if it could be done."""
-    try:
-        result = _do(folder, task)
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the parent raises it
-        from flashlight_py.launch.failures import Failure
-
-        link.send(Failure.of_exception(error, time.monotonic()))
-        _notify_the_others(error)
-        return False
-    link.send(None)
-    link.send_bytes(result)
-    return True
-
-
-def _notify_the_others(error: BaseException) -> None:
-    import flashlight_py as fl
-
-    fl.distributed.failures.abort.report(error)
-
-
-def _work(link: Connection, task: int) -> None:
-    """Load the task, report that, and call the function with the link."""
-    try:
-        fn, args, _ = _load(task)
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the parent raises it
-        from flashlight_py.launch.failures import Failure
-
-        link.send(Failure.of_exception(error, time.monotonic()))
-        return
-    link.send(None)
-    fn(link, *args)
-
-
 def _load(task: int) -> tuple[Any, Any, Any]:
     # Opened anew: the ranks share the descriptor, and with it the place up to which it was read.
     with open(f"/proc/self/fd/{task}", "rb") as file:
@@ -123,9 +103,8 @@ def _load(task: int) -> tuple[Any, Any, Any]:
     return fn, args, params
 
 
-def _do(folder: Path, task: int) -> bytes:
-    """Load the task, call the function in an initialised world, return the pickled result."""
-    fn, args, params = _load(task)
+def _call(fn: Any, args: Any, params: Mapping[str, Any], folder: Path) -> bytes:
+    """Call the function in an initialised world, and return the pickled result."""
     rank = _join_world(folder, params)
     result = fn(rank, *args)
 

@@ -8,11 +8,12 @@ import subprocess
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 from flashlight_py.cores import thread_variables, usable_cores
 from flashlight_py.launch.front import children
-from flashlight_py.launch.loop import Loop, Poll, code_of
+from flashlight_py.launch.loop import Loop, Poll, await_end
 from flashlight_py.launch.output import STREAMS, Source
 
 _CHUNK = 1 << 16
@@ -31,7 +32,7 @@ ADDRESSES = "FLASHLIGHT_ADDRESSES"
 _MEETINGS = ("FLASHLIGHT_FILE", "MASTER_ADDR", "MASTER_PORT", ADDRESSES, LISTENER, SECRET, RECORDS)
 
 
-class Place(NamedTuple):
+class Slot(NamedTuple):
     """A rank, its number on its host, how many are there, and which host it is."""
 
     rank: int
@@ -40,27 +41,25 @@ class Place(NamedTuple):
     host: int
 
 
-def places(counts: Sequence[int]) -> list[Place]:
-    """Return the places of all ranks, where host h has ``counts[h]`` of them; maybe none."""
-    found: list[Place] = []
-    for host, count in enumerate(counts):
-        found += [Place(len(found) + local, local, count, host) for local in range(count)]
+def slots_of(counts: Sequence[int]) -> list[Slot]:
+    """Return the slots of all ranks, where host h has ``counts[h]`` of them; maybe none."""
+    found = [Slot(0, i, count, host) for host, count in enumerate(counts) for i in range(count)]
     return [each._replace(rank=rank) for rank, each in enumerate(found)]
 
 
 def counts_of_remaining(counts: Sequence[int], lost: Collection[int]) -> list[int]:
     """Return how many ranks each host has without those that are ``lost``."""
-    remaining = [place.host for place in places(counts) if place.rank not in lost]
+    remaining = [slot.host for slot in slots_of(counts) if slot.rank not in lost]
     return [remaining.count(host) for host in range(len(counts))]
 
 
 def rank_variables(rank: int, size: int, file: str) -> dict[str, str]:
     """Return the variables of ``rank`` of ``size`` on one host, which meet at the path ``file``."""
-    return {**_numbers(Place(rank, rank, size, 0), size), "FLASHLIGHT_FILE": file}
+    return {**_numbers(Slot(rank, rank, size, 0), size), "FLASHLIGHT_FILE": file}
 
 
 def environ_of(
-    environ: Mapping[str, str], place: Place, size: int, restarts: int, meeting: Mapping[str, str]
+    environ: Mapping[str, str], slot: Slot, size: int, restarts: int, meeting: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the environment of a rank, made from ``environ`` of the launcher on its host.
 
@@ -72,8 +71,8 @@ def environ_of(
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
         **inherited,
-        **thread_variables(environ, place.local_size, usable_cores()),
-        **_numbers(place, size),
+        **thread_variables(environ, slot.local_size, usable_cores()),
+        **_numbers(slot, size),
         "FLASHLIGHT_RESTART_COUNT": str(restarts),
         **meeting,
     }
@@ -81,20 +80,20 @@ def environ_of(
 
 def without_place(environ: Mapping[str, str]) -> dict[str, str]:
     """Return ``environ`` without what says which rank a process is, and where the ranks meet."""
-    of_ranks = (*_numbers(Place(0, 0, 0, 0), 0), *_MEETINGS)
+    of_ranks = (*_numbers(Slot(0, 0, 0, 0), 0), *_MEETINGS)
     return {name: value for name, value in environ.items() if name not in of_ranks}
 
 
-def _numbers(place: Place, size: int) -> dict[str, str]:
+def _numbers(slot: Slot, size: int) -> dict[str, str]:
     return {
-        "RANK": str(place.rank),
+        "RANK": str(slot.rank),
         "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(place.local_rank),
-        "LOCAL_WORLD_SIZE": str(place.local_size),
+        "LOCAL_RANK": str(slot.local_rank),
+        "LOCAL_WORLD_SIZE": str(slot.local_size),
     }
 
 
-class Ranks:
+class RankProcesses:
     """Processes by rank; ``on_output`` is called with what they write to ``streams``.
 
     Other streams they have in common with this process. Each leads a session: a signal reaches what
@@ -130,8 +129,10 @@ class Ranks:
         theirs: dict[str, int] = {}
         try:
             for stream in self._streams:
-                ours, theirs[stream] = os.pipe()
-                self._watch(Source(rank, stream), ours)
+                source = Source(rank, stream)
+                self._pipes[source], theirs[stream] = os.pipe()
+                os.set_blocking(self._pipes[source], False)
+                self._loop.watch(self._pipes[source], partial(self._read, source))
             process = subprocess.Popen(
                 command,
                 env=environ,
@@ -161,14 +162,8 @@ class Ranks:
             self._drain(Source(rank, stream))
 
     def exit_code(self, rank: int) -> int:
-        """Wait for the end of ``rank`` and return its exit code, or minus the signal.
-
-        It is not reaped, so that ``signal`` still reaches what it has left in its group.
-        """
-        end = os.waitid(os.P_PID, self._processes[rank].pid, os.WEXITED | os.WNOWAIT)
-        if end is None:
-            raise AssertionError("waitid returns None only with WNOHANG")
-        return code_of(end)
+        """Wait for the end of ``rank``, which is not reaped; return its code; see ``await_end``."""
+        return await_end(self._processes[rank])
 
     def wait(self) -> list[int]:
         """Wait for the end of each rank and return their exit codes, or minus the signals."""
@@ -179,11 +174,6 @@ class Ranks:
         for source in list(self._pipes):
             self._drain(source)
             self._close(source)
-
-    def _watch(self, source: Source, descriptor: int) -> None:
-        os.set_blocking(descriptor, False)
-        self._pipes[source] = descriptor
-        self._loop.watch(descriptor, lambda: self._read(source))
 
     def _read(self, source: Source) -> bool:
         """Pass on what can be read at once; False if nothing can."""

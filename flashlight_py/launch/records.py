@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from flashlight_py.launch.loop import Loop
+from flashlight_py.launch.loop import Poll
 
 # Of a record, of which a usual one has 0.2 MB; and of all records of a host.
 MOST_BYTES, MOST_BYTES_OF_HOST = 4 << 20, 64 << 20
@@ -16,13 +16,12 @@ MOST_BYTES, MOST_BYTES_OF_HOST = 4 << 20, 64 << 20
 class Notes:
     """A pipe by which the ranks of a host say where they have written their flight records."""
 
-    def __init__(self, loop: Loop) -> None:
+    def __init__(self, loop: Poll) -> None:
         self._loop = loop
         self._reading, self.descriptor = os.pipe()
         for end in (self._reading, self.descriptor):
             os.set_blocking(end, False)
-        self._text = b""
-        self._is_open = True
+        self._text, self._is_open = b"", True
         loop.watch(self._reading, self._read)
 
     def variable(self) -> str:
@@ -67,21 +66,19 @@ def send_records(paths: Mapping[int, Path], report: Callable[..., None]) -> None
         try:
             if not path.is_file():  # the user has removed it meanwhile, or put something else there
                 continue
-            size, data = path.stat().st_size, b""
+            size = path.stat().st_size
             if size <= min(left, MOST_BYTES):
-                data = path.read_bytes()
+                report("record", rank, str(path.parent), path.read_bytes())
+                left -= size
+                continue
         except OSError as error:
-            report("left_out", rank, str(path), f"it cannot be read ({error.strerror})")
-            continue
-        if size > MOST_BYTES:
-            why = f"it has {size} bytes, more than the {MOST_BYTES} of one record"
-            report("left_out", rank, str(path), why)
-        elif size > left:
-            why = f"it has {size} bytes, more than is left of the {MOST_BYTES_OF_HOST} of a host"
-            report("left_out", rank, str(path), why)
+            why = f"it cannot be read ({error.strerror})"
         else:
-            left -= size
-            report("record", rank, str(path.parent), data)
+            limit = f"the {MOST_BYTES} of one record"
+            if size <= MOST_BYTES:
+                limit = f"is left of the {MOST_BYTES_OF_HOST} of a host"
+            why = f"it has {size} bytes, more than {limit}"
+        report("left_out", rank, str(path), why)
 
 
 def store_records(found: Mapping[int, tuple[str, bytes]], size: int) -> str:

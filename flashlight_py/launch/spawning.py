@@ -1,20 +1,21 @@
-"""``spawn``: a world of new processes for one call of a function.
+"""New processes of this machine: the world of a call of ``spawn``, and workers, in no world.
 
-Each rank reports a result, or how it failed, through a link to this process.
+Each runs ``rank_main``, and reports through a link to this process.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import pickle
 import signal
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from multiprocessing import spawn as mp_spawn
 from multiprocessing.connection import Connection, Pipe
@@ -22,17 +23,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from flashlight_py.cores import thread_variables, usable_cores
-from flashlight_py.launch.attempt import Attempt
-from flashlight_py.launch.calls import Call
+from flashlight_py.errors import RankFailedError
+from flashlight_py.launch.calls import SpawnCall
 from flashlight_py.launch.failures import Failure, describe_exit
-from flashlight_py.launch.loop import Poll
-from flashlight_py.launch.output import STREAMS, Output
-from flashlight_py.launch.pickling import dumps
-from flashlight_py.launch.ranks import Ranks, rank_variables
+from flashlight_py.launch.loop import Poll, await_end
+from flashlight_py.launch.output import STREAMS, RankOutput
+from flashlight_py.launch.pickling import pack_task
+from flashlight_py.launch.ranks import RankProcesses, rank_variables, without_place
+from flashlight_py.launch.supervisor import Supervisor
 
 T = TypeVar("T")
 
-RANK_MAIN = Path(__file__).with_name("rank_main.py")
+_RANK_MAIN = Path(__file__).with_name("rank_main.py")
 
 # How long ranks have to clean up, in seconds, before they are killed.
 ENDING_SECONDS = 5.0
@@ -98,100 +100,39 @@ def spawn(
         >>> if __name__ == "__main__":
         ...     print(fl.spawn(total, args=(10,), nprocs=2))  # [21, 21]
     """
-    call = Call.checked("spawn", fn, args, nprocs, params, timeout, max_restarts)
+    call = SpawnCall.checked("spawn", fn, args, nprocs, params, timeout, max_restarts)
     task = pack_task(call.name, fn, tuple(args), dict(params or {}))
-    with open(os.memfd_create("flashlight task"), "wb") as memory:  # no file: nobody may write it
-        memory.write(task)
-        memory.flush()
-        world, codes = call.attempted(partial(_attempt, call, memory.fileno()))
-    _warn_of(call.name, codes)
-    return call.results([world.results[rank] for rank in range(call.size)])
+    with _in_memory(task) as memory:
+        results, codes = call.attempted(partial(_attempt, call, memory))
+    for rank, code in enumerate(codes):
+        if code != 0:
+            warnings.warn(
+                f"{call.name}: rank {rank} of {call.size} {describe_exit(code)} after it had "
+                "returned its result",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+    return call.results([results[rank] for rank in range(call.size)])
 
 
-def _attempt(call: Call, task: int, restarts: int) -> tuple[SpawnedWorld, list[int]]:
-    """Start all ranks, with the task that a descriptor has, and wait for their end.
+def _attempt(call: SpawnCall, task: int, restarts: int) -> tuple[dict[int, bytes], list[int]]:
+    """Return the pickled results of all ranks, with the task that a descriptor has, and the codes.
 
-    Returns the world, with a result of each, and the exit codes. Nothing is left when it raises.
+    Nothing is left when it raises.
     """
     with (
         tempfile.TemporaryDirectory(prefix="flashlight-", ignore_cleanup_errors=True) as folder,
         closing(Poll()) as poll,
     ):
         world = SpawnedWorld(poll, call)
-        try:
-            world.start(folder, task, restarts)
-            world.run()
-        except BaseException as error:
-            is_interrupt = isinstance(error, KeyboardInterrupt)
-            world.end(signal.SIGINT if is_interrupt else signal.SIGTERM)
-            raise
-        finally:
-            codes = world.close()
-    if world.output.error:
-        raise OSError(f"{call.name}: {world.output.error}; all ranks were ended")
-    return world, codes
-
-
-def pack_task(name: str, fn: object, args: object, params: object) -> bytes:
-    """Return two pickles: how to become this program's script, and what to call there.
-
-    Raises:
-        RuntimeError: this process is importing the script.
-        TypeError: the function or its arguments cannot be pickled.
-    """
-    preparation = _preparation(name)
-    del preparation["authkey"]  # a secret: it goes through the links and never lies in a file
-    has_script = _has_script(preparation)
-    if not has_script:
-        preparation.pop("init_main_from_path", None)
-    try:
-        return pickle.dumps(preparation) + dumps((fn, args, params), has_script)
-    except TypeError as error:
-        raise TypeError(f"{name}: the function or its arguments {error}") from error
-
-
-def main_can_be_imported(name: str) -> bool:
-    """Return whether processes that are started for ``name`` can import this one's script.
-
-    Raises:
-        RuntimeError: this process is importing the script.
-    """
-    return _has_script(_preparation(name))
-
-
-def _preparation(name: str) -> dict[str, Any]:
-    try:
-        return mp_spawn.get_preparation_data("rank")
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"{name}: called while a rank imports the script; put what starts the ranks under "
-            "if __name__ == '__main__':"
-        ) from error
-
-
-def _has_script(preparation: Mapping[str, Any]) -> bool:
-    """Return whether other processes can import this one's ``__main__`` (no notebook, no shell)."""
-    module = preparation.get("init_main_from_name", "__main__")
-    path = preparation.get("init_main_from_path")
-    # multiprocessing does not import a package's __main__, which is seldom guarded.
-    return not f".{module}".endswith(".__main__") or (path is not None and os.path.isfile(path))
-
-
-def _warn_of(name: str, codes: list[int]) -> None:
-    for rank, code in enumerate(codes):
-        if code != 0:
-            warnings.warn(
-                f"{name}: rank {rank} of {len(codes)} {describe_exit(code)} after it had returned "
-                "its result",
-                RuntimeWarning,
-                stacklevel=3,  # at who called spawn
-            )
+        codes = world.run(folder, task, restarts)
+        return world.results, codes
 
 
 class SpawnedWorld:
     """The ranks of one run, and our ends of the links to them; ``results`` are pickles, by rank."""
 
-    def __init__(self, poll: Poll, call: Call) -> None:
+    def __init__(self, poll: Poll, call: SpawnCall) -> None:
         self.results: dict[int, bytes] = {}
         self._poll, self._call, self._size = poll, call, call.size
         self._links: dict[int, Connection] = {}
@@ -202,9 +143,11 @@ class SpawnedWorld:
             for stream in STREAMS
             if getattr(sys, f"std{stream}") not in (None, getattr(sys, f"__std{stream}__"))
         ]
-        self.output = Output(call.size, descriptors=(sys.stdout, sys.stderr))
-        self._attempt = Attempt(poll, self.signal, self.output, range(call.size), ENDING_SECONDS)
-        self._ranks = Ranks(poll, self._attempt.on_output, replaced)
+        self._output = RankOutput(call.size, descriptors=(sys.stdout, sys.stderr))
+        self._attempt = Supervisor(
+            poll, self._signal, self._output, range(call.size), ENDING_SECONDS
+        )
+        self._ranks = RankProcesses(poll, self._attempt.on_output, replaced)
 
     def start(self, folder: str, task: int, restarts: int) -> None:
         """Start all ranks; they inherit the descriptor ``task`` and meet in ``folder``."""
@@ -220,50 +163,52 @@ class SpawnedWorld:
             environ = {**common, **rank_variables(rank, self._size, meeting)}
             ours, theirs = Pipe()
             with theirs:
-                place = [folder, str(task), str(theirs.fileno()), str(os.getpid())]
-                command = [*interpreter(), str(RANK_MAIN), *place]
+                command = _command(folder, task, theirs, os.getpid())
                 self._ranks.start(rank, command, environ, descriptors=[theirs.fileno(), task])
             self._links[rank] = ours
             self._poll.watch(ours.fileno(), partial(self._on_report, rank))
             with suppress(ConnectionError):  # a rank that has died already is noticed later
                 ours.send_bytes(multiprocessing.current_process().authkey)
 
-    def run(self) -> None:
-        """Wait for every rank's result, and end.
+    def run(self, folder: str, task: int, restarts: int) -> list[int]:
+        """Start all ranks, wait for every result, and end; returns the exit codes.
 
         Raises:
             RankFailedError: a rank failed; the first cause.
             TimeoutError: time is up.
+            OSError: what they print cannot be written.
         """
-        self._attempt.run(self._call.ends)
-        if self._attempt.cause is not None:
-            raise self._call.failed(*self._attempt.cause)
-        if self._attempt.undecided and not self._attempt.is_ending:
-            raise self._call.late(self._attempt.undecided)
-
-    def end(self, number: int) -> None:
-        """Send ``number`` to the ranks and what they started; kill what is left of them later."""
+        attempt = self._attempt
         try:
-            self._attempt.on_end(set(range(self._size)) - self._links.keys())  # were not started
-            self._attempt.end(number)
-            self._attempt.run()
+            self.start(folder, task, restarts)
+            attempt.run(self._call.ends)
+            if attempt.cause is not None:
+                raise self._call.failed(*attempt.cause)
+            if attempt.undecided and not attempt.is_ending:
+                raise self._call.late(attempt.undecided)
+        except BaseException as error:
+            try:
+                attempt.on_end(set(range(self._size)) - self._links.keys())  # were not started
+                is_interrupt = isinstance(error, KeyboardInterrupt)
+                attempt.end(signal.SIGINT if is_interrupt else signal.SIGTERM)
+                attempt.run()
+            finally:
+                self._signal(signal.SIGKILL)
+            raise
         finally:
-            self.signal(signal.SIGKILL)
+            codes = self._ranks.wait()
+            for rank in list(self._links):
+                self._close_link(rank)
+            self._ranks.close()
+            self._output.end()
+        if self._output.error:
+            raise OSError(f"{self._call.name}: {self._output.error}; all ranks were ended")
+        return codes
 
-    def signal(self, number: int) -> None:
-        """Send ``number`` to the ranks and what they started."""
+    def _signal(self, number: int) -> None:
         self._ranks.signal(number)
         if number == signal.SIGKILL:
             self._attempt.on_end(range(self._size))
-
-    def close(self) -> list[int]:
-        """Wait for the end of all ranks, show what they have printed, return their exit codes."""
-        codes = self._ranks.wait()
-        for rank in list(self._links):
-            self._close_link(rank)
-        self._ranks.close()
-        self.output.end()
-        return codes
 
     def _on_report(self, rank: int) -> None:
         """Read a report of ``rank``, or its end."""
@@ -282,13 +227,10 @@ class SpawnedWorld:
             self._on_end(rank)
             return
         self._attempt.on_return(rank)
-        if len(self.results) == self._size:
-            self._let_all_go()
-
-    def _let_all_go(self) -> None:
-        for link in self._links.values():
-            with suppress(ConnectionError):  # it has ended since
-                link.send_bytes(b"")
+        if len(self.results) == self._size:  # let all go
+            for each in self._links.values():
+                with suppress(ConnectionError):  # it has ended since
+                    each.send_bytes(b"")
 
     def _on_end(self, rank: int) -> None:
         """The link has ended, and with it the process."""
@@ -305,7 +247,110 @@ class SpawnedWorld:
         link.close()
 
 
-def interpreter() -> list[str]:
-    """Return how this Python was called: the program and its own options, such as -O and -W."""
+@contextmanager
+def _in_memory(task: bytes) -> Iterator[int]:
+    """Yield a descriptor of memory that holds ``task``: no file, so that nobody may write it."""
+    with open(os.memfd_create("flashlight task"), "wb") as memory:
+        memory.write(task)
+        memory.flush()
+        yield memory.fileno()
+
+
+def _command(folder: str, task: int, link: Connection, parent: int) -> list[str]:
+    """Return what runs ``rank_main`` in an interpreter that is called as this one: -O, -W, ..."""
     command = [os.fsdecode(word) for word in mp_spawn.get_command_line()]
-    return command[: command.index("-c")]
+    numbers = map(str, (task, link.fileno(), parent))
+    return [*command[: command.index("-c")], str(_RANK_MAIN), folder, *numbers]
+
+
+# Workers ------------------------------------------------------------------------------------------
+
+
+class Worker:
+    """Starts ``fn(link, *args)`` in a new process; ``what`` and ``number`` of ``count`` name it.
+
+    A fresh interpreter, as the ranks of ``spawn``, but in no world. It ends with this process, and
+    Ctrl-C on a terminal does not reach it. ``descriptors`` are inherited under the same numbers,
+    ``variables`` are added to the environment. Does not wait until it has started.
+
+    Raises:
+        TypeError: ``fn`` or ``args`` cannot be pickled.
+        RuntimeError: called while a worker or a rank imports the script.
+        OSError: the system starts no more processes.
+    """
+
+    def __init__(
+        self,
+        name: tuple[str, int, int],
+        fn: Callable[..., object],
+        args: Sequence[Any],
+        descriptors: Sequence[int],
+        variables: Mapping[str, str],
+    ) -> None:
+        self._what, self.number, self._count = name
+        task = pack_task(self._what, fn, tuple(args), {})
+        self._link, theirs = Pipe()
+        # The kernel ends a child when the thread that has started it ends: only the main one lasts.
+        is_main = threading.current_thread() is threading.main_thread()
+        parent = os.getpid() if is_main else 0
+        with theirs, _in_memory(task) as memory:
+            self._process = subprocess.Popen(
+                _command("", memory, theirs, parent),
+                env={**without_place(os.environ), **variables},
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                pass_fds=[theirs.fileno(), memory, *descriptors],
+            )
+        with suppress(ConnectionError):  # one that has died already is noticed by wait_for_start
+            self._link.send_bytes(multiprocessing.current_process().authkey)
+
+    def wait_for_start(self) -> None:
+        """Block until it has its task.
+
+        Raises:
+            RankFailedError: it cannot, because it fails to import the script, or has ended.
+        """
+        failure: Failure | None = self.receive()
+        if failure is not None:
+            raise self.error(failure.what, failure.traceback)
+
+    def send(self, message: object) -> None:
+        """Send ``message``, which can be pickled; blocks where it is long until it is taken.
+
+        Raises:
+            RankFailedError: the process has ended.
+        """
+        try:
+            self._link.send(message)
+        except ConnectionError:
+            raise self._ended() from None
+
+    def receive(self) -> Any:
+        """Return the next message; blocks until it is there.
+
+        Raises:
+            RankFailedError: the process has ended.
+        """
+        try:
+            return self._link.recv()
+        except (EOFError, ConnectionError):
+            raise self._ended() from None
+
+    def error(self, what: str, traceback: str = "") -> RankFailedError:
+        """Return the exception that reports what this worker did."""
+        words = f"{self._what}: worker {self.number} of {self._count} {what}"
+        return RankFailedError(f"{words}\n\n{traceback}" if traceback else words, self.number)
+
+    def end(self) -> None:
+        """Kill the process and what it has started; blocks until it is gone."""
+        if self._process.returncode is None:  # its number cannot be another's before it is reaped
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._link.close()
+
+    def _ended(self) -> RankFailedError:
+        code = await_end(self._process)
+        error = self.error(describe_exit(code))
+        error.exit_code = code
+        return error

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from flashlight_py.doctor import folder, machine, mpi, running
+from flashlight_py.doctor import Finding, Health, machine, mpi, running, table
 from flashlight_py.doctor.__main__ import main
-from flashlight_py.doctor.finding import Finding, State, table
 
 NEEDS_MPI = pytest.mark.skipif(
     importlib.util.find_spec("mpi4py") is None, reason="needs MPI: pip install 'flashlight-py[mpi]'"
@@ -21,8 +20,8 @@ NEEDS_MPI = pytest.mark.skipif(
 
 def test_table_has_columns_and_wraps() -> None:
     found = [
-        Finding("gloo", State.OK, "there"),
-        Finding("shared memory", State.WARNING, "very little " * 5, "take more of it"),
+        Finding("gloo", Health.OK, "there"),
+        Finding("shared memory", Health.WARNING, "very little " * 5, "take more of it"),
     ]
     assert table(found, 60).splitlines() == [
         "  ok       gloo           there",
@@ -34,14 +33,14 @@ def test_table_has_columns_and_wraps() -> None:
 
 
 def test_names_that_are_the_loopback_are_reported() -> None:
-    assert machine.host_name("a", ["127.0.1.1", "::1"]).state is State.WARNING
-    assert machine.host_name("a", ["127.0.1.1", "10.0.0.1"]).state is State.OK
-    assert machine.host_name("a", []).state is State.WARNING
+    assert machine.host_name("a", ["127.0.1.1", "::1"]).state is Health.WARNING
+    assert machine.host_name("a", ["127.0.1.1", "10.0.0.1"]).state is Health.OK
+    assert machine.host_name("a", []).state is Health.WARNING
 
 
 def test_an_interface_that_is_not_there_fails() -> None:
     states = {name: machine.interface(name).state for name in ("lo", "127.0.0.1", "nothing0")}
-    assert states == {"lo": State.OK, "127.0.0.1": State.OK, "nothing0": State.FAILED}
+    assert states == {"lo": Health.OK, "127.0.0.1": Health.OK, "nothing0": Health.FAILED}
 
 
 def test_the_source_of_the_secret_is_reported_and_not_the_secret(
@@ -49,15 +48,17 @@ def test_the_source_of_the_secret_is_reported_and_not_the_secret(
 ) -> None:
     monkeypatch.setenv("MASTER_SECRET", "short")
     found = machine.job_secret()
-    assert (found.state, "short" in found.remedy) == (State.WARNING, False)
+    assert (found.state, "short" in found.remedy) == (Health.WARNING, False)
     monkeypatch.setenv("MASTER_SECRET", "a word that is long enough")
     found = machine.job_secret()
-    assert found == Finding("job secret", State.OK, "from MASTER_SECRET; every rank needs the same")
+    assert found == Finding(
+        "job secret", Health.OK, "from MASTER_SECRET; every rank needs the same"
+    )
     monkeypatch.setenv("MASTER_SECRET", "")
-    assert machine.job_secret().state is State.FAILED
+    assert machine.job_secret().state is Health.FAILED
     monkeypatch.delenv("MASTER_SECRET")
     found = machine.job_secret()
-    assert found.state is State.OK
+    assert found.state is Health.OK
     assert str(Path(os.environ["XDG_RUNTIME_DIR"])) in found.detail
 
 
@@ -66,42 +67,42 @@ def test_the_file_system_is_named(tmp_path: Path) -> None:
         "1 0 8:1 / / rw - ext4 /dev/vda rw\n2 1 0:2 / /data\\040x rw,shared:1 - nfs4 server:/x rw\n"
         "3 1 0:3 / /\u00e9t\u00e9\udce9 rw - tmpfs none rw\n"
     )
-    assert folder.file_system_of(Path("/\u00e9t\u00e9\udce9/x"), mountinfo)[0] == "tmpfs"
-    assert folder.file_system_of(Path("/data x/run"), mountinfo) == ("nfs4", "/data x")
-    assert folder.file_system_of(Path("/home"), mountinfo) == ("ext4", "/")
+    assert machine.file_system_of(Path("/\u00e9t\u00e9\udce9/x"), mountinfo)[0] == "tmpfs"
+    assert machine.file_system_of(Path("/data x/run"), mountinfo) == ("nfs4", "/data x")
+    assert machine.file_system_of(Path("/home"), mountinfo) == ("ext4", "/")
 
 
 def test_a_good_folder_keeps_every_promise_and_stays_as_it_was(tmp_path: Path) -> None:
-    found = list(folder.look(tmp_path))
-    assert [each.what for each in found] == ["file system", *folder.PROMISES]
-    assert all(each.state is State.OK for each in found)
+    found = list(machine.folder(tmp_path))
+    assert [each.what for each in found] == ["file system", *machine.PROMISES]
+    assert all(each.state is Health.OK for each in found)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_is_not_there_fails(tmp_path: Path) -> None:
-    (found,) = folder.look(tmp_path / "nowhere")
-    assert found.state is State.FAILED
+    (found,) = machine.folder(tmp_path / "nowhere")
+    assert found.state is Health.FAILED
     assert "nowhere" in found.detail
 
 
 def test_broken_promises_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system that breaks its promises cannot be had, so the system calls are changed."""
     monkeypatch.setattr(os, "O_EXCL", 0)
-    problem = folder.PROMISES["exclusive create"][1](tmp_path)
+    problem = machine.PROMISES["exclusive create"][1](tmp_path)
     assert "created the same file with O_EXCL, expected 1" in problem
     monkeypatch.setattr(os, "listdir", lambda path: [])
     (tmp_path / "empty").mkdir()
-    assert "the listing has 0" in folder.PROMISES["listing"][1](tmp_path / "empty")
+    assert "the listing has 0" in machine.PROMISES["listing"][1](tmp_path / "empty")
 
 
 def test_little_shared_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(machine, "ENOUGH_BYTES", 2**62)
     found = machine.shared_memory()
-    assert found.state is State.WARNING
+    assert found.state is Health.WARNING
     assert "--shm-size" in found.remedy
     monkeypatch.setattr(machine, "DIRECTORY", tmp_path / "none")
     found = machine.shared_memory()
-    assert found.state is State.WARNING
+    assert found.state is Health.WARNING
     assert "there is no" in found.detail
 
 
@@ -113,8 +114,8 @@ def test_a_driver_without_cupy_is_a_warning(
     monkeypatch.setattr(machine, "_DRIVER", driver)
     monkeypatch.setitem(sys.modules, "cupy", None)  # importing it fails, whether it is there or not
     first, second, _ = machine.gpus()
-    assert (first.state, first.detail) == (State.OK, "NVRM version: 550.1")
-    assert second.state is State.WARNING
+    assert (first.state, first.detail) == (Health.OK, "NVRM version: 550.1")
+    assert second.state is Health.WARNING
 
 
 def test_a_command_of_another_mpi_is_a_warning(
@@ -124,8 +125,8 @@ def test_a_command_of_another_mpi_is_a_warning(
     program = tmp_path / "mpirun"
     program.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 5.0.1'\n")
     program.chmod(0o755)
-    assert mpi.mpirun("MPICH").state is State.WARNING
-    assert mpi.mpirun("Open MPI").state is State.OK
+    assert mpi.mpirun("MPICH").state is Health.WARNING
+    assert mpi.mpirun("Open MPI").state is Health.OK
     assert mpi.mpirun_command(2) == [
         *(str(program), "--allow-run-as-root", "--oversubscribe", "-n", "2")
     ]
@@ -135,7 +136,7 @@ def test_a_command_of_another_mpi_is_a_warning(
 def test_the_mpi_that_is_here() -> None:
     found = {each.what: each for each in mpi.look()}
     assert list(found) == ["library", "ABI", "threads", "GPU memory", "mpirun"]
-    assert found["library"].state is found["ABI"].state is found["GPU memory"].state is State.OK
+    assert found["library"].state is found["ABI"].state is found["GPU memory"].state is Health.OK
     abi, standard, path = found["ABI"].detail.split("; ")
     assert abi
     assert standard.startswith("MPI ")
@@ -160,7 +161,7 @@ def test_an_mpi_and_the_memory_of_gpus(
     monkeypatch.setattr(mpi, "_output", lambda *command: (output, ""))
     found = {each.what: each for each in mpi.look()}
     assert found["GPU memory"].detail.startswith(words)
-    assert found["threads"].state is State.WARNING
+    assert found["threads"].state is Health.WARNING
 
 
 @NEEDS_MPI
@@ -171,7 +172,7 @@ def test_an_mpi_that_cannot_be_loaded_is_missing_and_not_tried(
     monkeypatch.setattr(running, "_WAYS", [way for way in running._WAYS if way.name == "mpi"])
     (library,) = mpi.look()
     (way,) = running.look(1.0, [library])
-    assert library.state is way.state is State.MISSING
+    assert library.state is way.state is Health.MISSING
     assert library.detail == "mpi4py cannot load it: libmpi.so.12: cannot open"
     assert way.detail.startswith("needs what is not here: library")
 
@@ -182,13 +183,13 @@ SPEED = '{"seconds": [1e-6, 1e-3], "ranks": 2, "path": "shm"}'
 @pytest.mark.parametrize(
     ("script", "state", "words"),
     [
-        (f"echo '{SPEED}'; echo '{{a leak}}'", State.OK, "1 us and 1 ms (4.2 GB/s); 2 ranks, shm"),
-        (f"echo '{SPEED}' | sed s/2,/1,/", State.FAILED, "1 of 2 ranks have met"),
-        ("echo hello", State.FAILED, "exit code 0: hello"),
-        ("true", State.FAILED, "exit code 0: it wrote nothing"),
+        (f"echo '{SPEED}'; echo '{{a leak}}'", Health.OK, "1 us and 1 ms (4.2 GB/s); 2 ranks, shm"),
+        (f"echo '{SPEED}' | sed s/2,/1,/", Health.FAILED, "1 of 2 ranks have met"),
+        ("echo hello", Health.FAILED, "exit code 0: hello"),
+        ("true", Health.FAILED, "exit code 0: it wrote nothing"),
     ],
 )
-def test_what_the_ranks_of_a_way_wrote(script: str, state: State, words: str) -> None:
+def test_what_the_ranks_of_a_way_wrote(script: str, state: Health, words: str) -> None:
     """Of whatever is written, by libraries too, the line of rank 0 is found, or its absence."""
     found = running.tried(running.Way("mpi", 2, starter=("sh", "-c", script)), 10.0)
     assert found.state is state
@@ -215,7 +216,7 @@ def test_a_way_that_fails_is_reported_by_its_cause(
     way: running.Way, timeout: float, words: str
 ) -> None:
     found = running.tried(way, timeout)
-    assert (found.what, found.state) == (way.name, State.FAILED)
+    assert (found.what, found.state) == (way.name, Health.FAILED)
     assert found.detail.startswith(words)
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import flashlight_py as fl
+from flashlight_py.engines import rank as engine_rank
 from flashlight_py.errors import RankFailedError
-from flashlight_py.launch import engine_rank
 from tests.engines import tasks
 from tests.engines.engines import SIZE, Run, dask, ended, ray, spark
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from flashlight_py.launch.engine_rank import Start
+from flashlight_py.engines.rank import Start
 from flashlight_py.launch.pickling import dumps
 from tests.cluster.hosts import Cluster
 from tests.engines import tasks
@@ -19,12 +19,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 # What the process of an engine does: rank 0 says where to meet, the other one is told.
 PROGRAM = """
 import json, pickle, sys
-from flashlight_py.launch.engine_rank import Meeting
+from flashlight_py.engines.rank import Meeting, listen
 from flashlight_py.launch.failures import Failure
 packed, rank, hosts, meeting = json.loads(sys.argv[1])
 start = pickle.loads(bytes.fromhex(packed))
 if rank == 0:
-    meeting = start.listen(hosts[0], hosts)
+    meeting = listen(start.key, hosts[0], hosts)
     print(json.dumps(meeting), flush=True)
 found = start.serve(rank, Meeting(*meeting))
 print(found.what if isinstance(found, Failure) else pickle.loads(found), flush=True)

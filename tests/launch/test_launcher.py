@@ -212,9 +212,9 @@ def test_other_signals_reach_the_ranks_and_the_job_goes_on(tmp_path: Path) -> No
 # The launcher, less patient.
 IMPATIENT = """
 import sys
-from flashlight_py.launch import attempt
+from flashlight_py.launch import supervisor
 from flashlight_py.launch.command_line import main
-attempt.STAYING_SECONDS = 0.2
+supervisor.STAYING_SECONDS = 0.2
 sys.exit(main())
 """
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from flashlight_py.launch.failures import Tail
-from flashlight_py.launch.output import LONGEST_LINE, PARTIAL_SECONDS, Output, Source
+from flashlight_py.launch.output import LONGEST_LINE, PARTIAL_SECONDS, RankOutput, Source
 
 
-def written(ours: int, theirs: int, steps: Callable[[Output], None], size: int = 2) -> str:
-    """What ``steps`` make an Output write to ``theirs``."""
-    steps(Output(size, descriptors=(theirs, theirs)))
+def written(ours: int, theirs: int, steps: Callable[[RankOutput], None], size: int = 2) -> str:
+    """What ``steps`` make an output write to ``theirs``."""
+    steps(RankOutput(size, descriptors=(theirs, theirs)))
     os.close(theirs)
     with open(ours, "rb", buffering=0) as stream:
         return b"".join(iter(lambda: _part(stream.fileno()), b"")).decode()
@@ -34,7 +34,7 @@ def _part(descriptor: int) -> bytes:
 
 
 def test_lines_of_ranks_do_not_mix() -> None:
-    def steps(output: Output) -> None:
+    def steps(output: RankOutput) -> None:
         output.take(Source(0, "out"), b"one ")
         output.take(Source(1, "err"), b"two\nthr")
         output.flush()  # nobody waits for an answer to a pipe
@@ -56,7 +56,7 @@ def test_lines_of_ranks_do_not_mix() -> None:
 def test_what_cannot_be_written_is_dropped_and_reported() -> None:
     ours, theirs = os.pipe()
     with open("/dev/full", "wb") as full:
-        output = Output(1, descriptors=(full.fileno(), theirs))
+        output = RankOutput(1, descriptors=(full.fileno(), theirs))
         assert output.error == ""
         output.take(Source(0, "out"), b"one\ntwo\n")
         output.take(Source(0, "err"), b"three\n")
@@ -73,7 +73,7 @@ def test_what_cannot_be_written_is_dropped_and_reported() -> None:
 def test_a_file_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "rank-0.out").symlink_to("/dev/full")
     (tmp_path / "rank-1.out").mkdir()
-    output = Output(2, tmp_path)
+    output = RankOutput(2, tmp_path)
     for rank in (0, 0, 1):
         output.take(Source(rank, "out"), b"x\n")
     output.end()
@@ -84,7 +84,7 @@ def test_a_file_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
 
 
 def test_a_line_without_end_does_not_fill_the_memory() -> None:
-    def steps(output: Output) -> None:
+    def steps(output: RankOutput) -> None:
         output.take(Source(0, "out"), b"x" * (LONGEST_LINE + 1))
         output.take(Source(1, "out"), b"y\n")
 
@@ -95,7 +95,7 @@ def test_a_line_without_end_does_not_fill_the_memory() -> None:
 
 
 def test_a_question_is_shown_on_a_terminal_and_goes_on_in_its_line() -> None:
-    def steps(output: Output) -> None:
+    def steps(output: RankOutput) -> None:
         output.take(Source(0, "out"), b"50%\r60%")
         assert output.flush_at() < float("inf")
         output.flush()
@@ -114,7 +114,7 @@ def test_a_question_is_shown_while_another_rank_prints(monkeypatch: pytest.Monke
     clock = [0.0]
     monkeypatch.setattr("flashlight_py.launch.output.time.monotonic", lambda: clock[0])
 
-    def steps(output: Output) -> None:
+    def steps(output: RankOutput) -> None:
         output.take(Source(0, "out"), b"go on? ")
         for clock[0] in (0.1, 0.2):
             output.take(Source(1, "out"), b"a line\nanother")
@@ -159,7 +159,7 @@ def test_the_last_errors_of_a_rank(text: str, errors: list[str]) -> None:
 
 
 def test_files_take_all_as_it_is(tmp_path: Path) -> None:
-    output = Output(2, tmp_path)
+    output = RankOutput(2, tmp_path)
     output.take(Source(1, "err"), b"a\r\nb")
     output.end()
     assert (tmp_path / "rank-1.err").read_bytes() == b"a\r\nb"

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from flashlight_py.launch.loop import Loop
+from flashlight_py.launch.loop import Poll
 from flashlight_py.launch.records import MOST_BYTES, MOST_BYTES_OF_HOST, Notes, send_records
 from tests.launch.launcher import launch, write
 
@@ -64,7 +64,7 @@ def test_the_limits_of_records(tmp_path: Path) -> None:
 
 
 def test_notes_that_are_none(temporary_folder: Path) -> None:
-    loop = Loop()
+    loop = Poll()
     notes = Notes(loop)
     os.write(notes.descriptor, b"0 /a b\n\nx /c\n1 relative\n2\n3 /cut")
     assert notes.paths() == {0: Path("/a b")}

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashlight_py.launch.job import may_restart
-from flashlight_py.launch.ranks import Place, counts_of_remaining, places
+from flashlight_py.launch.ranks import Slot, counts_of_remaining, slots_of
 from tests.launch.launcher import launch, write
 
 
 def test_places_of_ranks() -> None:
-    assert places([2, 0, 1]) == [Place(0, 0, 2, 0), Place(1, 1, 2, 0), Place(2, 0, 1, 2)]
+    assert slots_of([2, 0, 1]) == [Slot(0, 0, 2, 0), Slot(1, 1, 2, 0), Slot(2, 0, 1, 2)]
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=4), st.data())

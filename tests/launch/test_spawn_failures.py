@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.launch import attempt, spawning
+from flashlight_py.launch import spawning, supervisor
 
 
 def fail_on_one(rank: int, how: str) -> Any:
@@ -105,7 +105,7 @@ FAILURES = {
 def test_the_first_cause_is_raised(
     monkeypatch: pytest.MonkeyPatch, how: str, code: int | None, reported: list[str]
 ) -> None:
-    monkeypatch.setattr(attempt, "CAUSE_SECONDS", 30.0)  # however busy the machine is
+    monkeypatch.setattr(supervisor, "CAUSE_SECONDS", 30.0)  # however busy the machine is
     with pytest.raises(fl.errors.RankFailedError) as caught:
         fl.spawn(fail_on_one, (how,), nprocs=3)
     message = str(caught.value)

@@ -18,7 +18,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.autograd import functions as F
 from flashlight_py.errors import RankFailedError
-from flashlight_py.launch.worker import Worker
+from flashlight_py.launch.spawning import Worker
 from flashlight_py.parallel.workers.wrapper import _shares
 from tests.distributed import leftovers
 from tests.parallel import worker_modules

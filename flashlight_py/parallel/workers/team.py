@@ -23,7 +23,7 @@ from flashlight_py.cores import thread_variables
 from flashlight_py.device import Array
 from flashlight_py.distributed.start import blas
 from flashlight_py.errors import RankFailedError
-from flashlight_py.launch.worker import Worker
+from flashlight_py.launch.spawning import Worker
 from flashlight_py.parallel.workers.memory import Memory, Place, lay_out
 from flashlight_py.parallel.workers.serving import Raised, serve
 

@@ -14,7 +14,7 @@ from flashlight_py.cores import usable_cores
 from flashlight_py.device import is_cupy
 from flashlight_py.distributed import get_local_size
 from flashlight_py.distributed.calls.checks import whole_number
-from flashlight_py.launch.spawning import main_can_be_imported
+from flashlight_py.launch.pickling import main_can_be_imported
 from flashlight_py.nn import Module
 from flashlight_py.parallel.workers.graph import ShareResult, WorkersGraph, join
 from flashlight_py.parallel.workers.parts import (

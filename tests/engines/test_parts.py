@@ -10,17 +10,19 @@ from contextlib import AbstractContextManager
 
 import pytest
 
+from flashlight_py.engines import rank as engine_rank
+from flashlight_py.engines import ray, spark
+from flashlight_py.engines import run as engine
+from flashlight_py.engines.rank import Meeting, Start
 from flashlight_py.errors import RankFailedError
-from flashlight_py.launch import engine, engine_rank, ray_cluster
-from flashlight_py.launch.calls import Call
-from flashlight_py.launch.engine_rank import Meeting, Start
+from flashlight_py.launch.calls import SpawnCall
 from flashlight_py.launch.failures import Failure
 
 NOWHERE = Meeting(["127.0.0.1"], 1)
 
 
-def call_of(size: int, timeout: float | None = None) -> Call:
-    return Call.checked("run", len, (), size, None, timeout, 0)
+def call_of(size: int, timeout: float | None = None) -> SpawnCall:
+    return SpawnCall.checked("run", len, (), size, None, timeout, 0)
 
 
 # A rank in a process of the engine ----------------------------------------------------------------
@@ -32,7 +34,7 @@ def test_a_second_rank_of_a_process_leaves_the_environment_of_the_first(
     def forbidden(*_: object) -> AbstractContextManager[None]:
         raise AssertionError("changed the environment that the first one reads")
 
-    monkeypatch.setattr(engine_rank, "_environment_of", forbidden)
+    monkeypatch.setattr(Start, "_environment", forbidden)
     with engine_rank._as_the_only_rank("first"):
         outcome = Start(2, 0, b"").serve(1, NOWHERE)
     assert isinstance(outcome, Failure)
@@ -71,7 +73,7 @@ def test_rank_0_listens_at_all_addresses_where_others_are_elsewhere(
 
 def test_a_rank_that_begins_after_its_attempt_has_ended_ends_at_once() -> None:
     start = Start(2, 0, b"")
-    _, port = start.listen("127.0.0.1")
+    _, port = engine_rank.listen(start.key, "127.0.0.1")
     assert not engine_rank.end_rank(start.key)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port))
@@ -151,10 +153,10 @@ def test_work_that_blocks_is_cancelled_when_time_is_up() -> None:
         raise RuntimeError("cancelled")
 
     with pytest.raises(TimeoutError, match=r"rank\(s\) 0, 1 of 2 had not returned"):
-        engine.interruptible(call_of(2, 0.01), work, cancelled.set)
-    assert engine.interruptible(call_of(2), lambda: 5, cancelled.clear) == 5
+        spark.interruptible(call_of(2, 0.01), work, cancelled.set)
+    assert spark.interruptible(call_of(2), lambda: 5, cancelled.clear) == 5
     with pytest.raises(RuntimeError, match="cancelled"):
-        engine.interruptible(call_of(2), work, cancelled.clear)
+        spark.interruptible(call_of(2), work, cancelled.clear)
 
 
 class Ended:
@@ -193,5 +195,5 @@ def test_the_first_cause_is_waited_for_where_a_rank_has_lost_another() -> None:
 )
 def test_room_on_the_nodes_of_ray(strategy: str, cpus: list[int], most: int) -> None:
     nodes = [{"CPU": float(count), "node:127.0.0.2": 1.0} for count in cpus]
-    assert ray_cluster.most_ranks(nodes, {"CPU": 2, "GPU": 0}, strategy) == most
-    assert ray_cluster.most_ranks(nodes, {"CPU": 1, "GPU": 1}, strategy) == 0
+    assert ray.most_ranks(nodes, {"CPU": 2, "GPU": 0}, strategy) == most
+    assert ray.most_ranks(nodes, {"CPU": 1, "GPU": 1}, strategy) == 0

@@ -1,25 +1,21 @@
-"""``spawn`` on an engine that is there already: what Ray, Dask and Spark have in common.
+"""``run`` where the program is: what Ray, Dask and Spark have in common there.
 
-``run`` is called where the program is. An engine brings a function that starts every rank once, in
-processes that go on to live afterwards; what happens there is in ``engine_rank``.
+An engine brings a function that starts every rank once, in processes that go on to live afterwards;
+what happens there is in ``rank``.
 """
 
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
-from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from flashlight_py.launch.calls import Call
-from flashlight_py.launch.engine_rank import Start
+from flashlight_py.engines.rank import Start
+from flashlight_py.launch.calls import SpawnCall
 from flashlight_py.launch.failures import Failure, first_cause
 from flashlight_py.launch.pickling import dumps
-
-T = TypeVar("T")
 
 # How long is waited for the cause, in seconds, once a rank has ended by a mere consequence.
 CAUSE_SECONDS = 3.0
@@ -27,19 +23,14 @@ CAUSE_SECONDS = 3.0
 ROOM_SECONDS = 60.0
 # How often is seen what an engine does not report, in seconds.
 LOOK_SECONDS = 0.5
-# How often work is cancelled that must end, in seconds.
-_CANCEL_SECONDS = 0.2
 
 Outcomes = dict[int, bytes | Failure]
 """By rank, the pickled result, or how it failed."""
 
-Attempt = Callable[[Start, Call], Sequence[bytes]]
-"""Starts every rank and returns the pickled results in rank order; leaves none when it raises."""
-
 
 def run(
     what: str,
-    attempt: Attempt,
+    attempt: Callable[[Start, SpawnCall], Sequence[bytes]],
     fn: Callable[..., Any],
     args: Sequence[Any],
     nprocs: int,
@@ -47,8 +38,12 @@ def run(
     timeout: float | None,
     max_restarts: int,
 ) -> list[Any]:
-    """Run ``fn(rank, *args)`` on ``nprocs`` ranks that ``attempt`` starts; see ``spawn``."""
-    call = Call.checked(what, fn, args, nprocs, params, timeout, max_restarts)
+    """Run ``fn(rank, *args)`` on ``nprocs`` ranks; see ``spawn``.
+
+    ``attempt`` starts every rank and returns the pickled results in rank order; it leaves none when
+    it raises.
+    """
+    call = SpawnCall.checked(what, fn, args, nprocs, params, timeout, max_restarts)
     try:
         task = dumps((fn, tuple(args), dict(params or {})), main_can_be_imported=False)
     except TypeError as error:
@@ -56,7 +51,7 @@ def run(
     return call.results(call.attempted(lambda n: attempt(Start(call.size, n, task), call)))
 
 
-class Ranks(Protocol):
+class EngineRanks(Protocol):
     """The ranks of one attempt, in an engine that reports the end of each."""
 
     def start(self) -> None:
@@ -72,80 +67,36 @@ class Ranks(Protocol):
         """End the ranks that run, and see that no further one begins."""
 
 
-def follow(call: Call, ranks: Ranks) -> list[bytes]:
+def follow(call: SpawnCall, ranks: EngineRanks) -> list[bytes]:
     """Start ``ranks``, return the results of all, in order, and see that none is left.
 
     Raises:
         RankFailedError: a rank failed; the first cause.
         TimeoutError: time is up.
     """
+    found, ends = Outcomes(), call.ends
+    waiting, failures = set(range(call.size)), dict[int, Failure]()
     try:
         ranks.start()
-        return _collected(call, ranks)
+        while waiting and time.monotonic() < ends:
+            found.update(ranks.outcomes(waiting, ends))
+            waiting.difference_update(found)
+            failures = {rank: each for rank, each in found.items() if isinstance(each, Failure)}
+            if any(not failure.follows for failure in failures.values()):
+                break
+            if failures:
+                ends = min(ends, time.monotonic() + CAUSE_SECONDS)
     finally:
         ranks.end()
-
-
-def _collected(call: Call, ranks: Ranks) -> list[bytes]:
-    waiting, results, failures = set(range(call.size)), dict[int, bytes](), dict[int, Failure]()
-    ends = call.ends
-    while waiting and time.monotonic() < ends:
-        for rank, outcome in ranks.outcomes(waiting, ends).items():
-            waiting.discard(rank)
-            if isinstance(outcome, Failure):
-                failures[rank] = outcome
-            else:
-                results[rank] = outcome
-        if any(not failure.follows for failure in failures.values()):
-            break
-        if failures:
-            ends = min(ends, time.monotonic() + CAUSE_SECONDS)
     if failures:
         raise call.failed(*first_cause(failures.items()))
     if waiting:
         raise call.late(waiting)
-    return [results[rank] for rank in sorted(results)]
-
-
-def interruptible(
-    call: Call,
-    work: Callable[[], T],
-    cancel: Callable[[], None],
-    kind: type[threading.Thread] = threading.Thread,
-) -> T:
-    """Return what ``work`` does, in a thread, which ``cancel`` ends when time is up or by Ctrl-C.
-
-    ``cancel`` is called until that has happened: the work may not have begun at first. ``kind`` is
-    that of the thread.
-
-    Raises:
-        TimeoutError: time is up.
-        Exception: what ``work`` raises.
-    """
-    outcome: Future[T] = Future()
-    thread = kind(target=_set, args=[outcome, work], daemon=True)
-    thread.start()
-    try:
-        thread.join(seconds_until(call.ends))
-        is_late = thread.is_alive()
-    finally:
-        while thread.is_alive():
-            cancel()
-            thread.join(_CANCEL_SECONDS)
-    if is_late:
-        raise call.late(range(call.size))
-    return outcome.result()
-
-
-def _set(outcome: Future[T], work: Callable[[], T]) -> None:
-    try:
-        outcome.set_result(work())
-    except Exception as error:  # noqa: BLE001 - the thread that waits raises it
-        outcome.set_exception(error)
+    return [each for _, each in sorted(found.items()) if isinstance(each, bytes)]
 
 
 def wait_for_room(
-    call: Call, seconds: float, count: Callable[[], int], places: str, advice: str
+    call: SpawnCall, seconds: float, count: Callable[[], int], places: str, advice: str
 ) -> None:
     """Wait until ``count()`` says that there is a place for each rank, for so long at most.
 

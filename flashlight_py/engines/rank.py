@@ -28,7 +28,7 @@ _BACKLOG = 1024  # the kernel takes what it allows
 
 
 class Meeting(NamedTuple):
-    """Where ranks meet: a port of rank 0, and the addresses of its host, the engine's first."""
+    """A meeting of ranks: a port of rank 0, and the addresses of its host, the engine's first."""
 
     addresses: Sequence[str]
     port: int
@@ -39,14 +39,10 @@ class Start:
     """One attempt, as the engine hands it to every rank; ``key`` is its alone."""
 
     size: int
-    restarts: int
-    task: bytes = field(repr=False)
+    restarts: int = 0
+    task: bytes = field(default=b"", repr=False)
     secret: str = field(repr=False, default_factory=lambda: secrets.token_hex(32))
     key: str = field(default_factory=lambda: f"flashlight-{uuid.uuid4().hex}")
-
-    def listen(self, host: str, hosts: Collection[str] = ()) -> Meeting:
-        """Listen in this process, which is to be rank 0; see :func:`listen`."""
-        return listen(self.key, host, hosts)
 
     def serve(self, rank: int, meeting: Meeting) -> bytes | Failure:
         """Be ``rank``, which meets the others there, until all have returned.
@@ -54,12 +50,8 @@ class Start:
         Returns the pickled result, or how this rank has failed. Its environment is that of a rank
         while the function runs, and as before afterwards.
         """
-        more = {"FLASHLIGHT_RESTART_COUNT": str(self.restarts)}
         try:
-            with (
-                _as_the_only_rank(self.key),
-                _environment_of(self.key, rank, self.size, meeting, self.secret, more),
-            ):
+            with _as_the_only_rank(self.key), self._environment(rank, meeting):
                 return self._call(rank)
         except BaseException as error:  # noqa: BLE001 - whatever it is, ``run`` raises it
             return Failure.of_exception(error, time.monotonic())
@@ -82,20 +74,35 @@ class Start:
         finally:
             fl.distributed_shutdown()
 
+    def join(self, rank: int, meeting: Meeting, params: Mapping[str, Any]) -> None:
+        """Make this process ``rank`` of the world that meets there, and no more."""
+        import flashlight_py as fl
 
-def join(
-    key: str,
-    rank: int,
-    size: int,
-    meeting: Meeting,
-    secret: str,
-    params: Mapping[str, Any] | None = None,
-) -> None:
-    """Make this process ``rank`` of the world that meets there; ``key`` is that of ``listen``."""
-    import flashlight_py as fl
+        with self._environment(rank, meeting):
+            fl.distributed_init(fl.DistributedInit.ENV, params=params)
 
-    with _environment_of(key, rank, size, meeting, secret, {}):
-        fl.distributed_init(fl.DistributedInit.ENV, params=params)
+    @contextmanager
+    def _environment(self, rank: int, meeting: Meeting) -> Iterator[None]:
+        """Have the environment of a rank, and the listener that was made for it."""
+        listener = _listeners.pop(self.key, None) if rank == 0 else None
+        before = dict(os.environ)
+        addresses, port = meeting
+        variables = {
+            **without_place(before),
+            **{"RANK": str(rank), "WORLD_SIZE": str(self.size), SECRET: self.secret},
+            **{"MASTER_ADDR": addresses[0], "MASTER_PORT": str(port)},
+            **{ADDRESSES: ",".join(addresses), "FLASHLIGHT_RESTART_COUNT": str(self.restarts)},
+            **({LISTENER: str(listener.fileno())} if listener else {}),
+        }
+        try:
+            os.environ.clear()
+            os.environ.update(variables)
+            yield
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+            if listener is not None:
+                listener.close()
 
 
 # Where ranks meet ---------------------------------------------------------------------------------
@@ -131,7 +138,7 @@ def stop_listening(key: str) -> None:
 # The end of a rank --------------------------------------------------------------------------------
 
 
-class _Rank(NamedTuple):
+class _RunningRank(NamedTuple):
     thread: int
     key: str
     has_ended: threading.Event
@@ -139,7 +146,7 @@ class _Rank(NamedTuple):
 
 _lock = threading.Lock()
 # The rank that this process is; the thread that can be ended now.
-_rank: _Rank | None = None
+_rank: _RunningRank | None = None
 _endable: int | None = None
 # Attempts that are over, of which a rank may still begin here.
 _over: set[str] = set()
@@ -165,7 +172,7 @@ def end_rank(key: str) -> bool:
         return True
 
 
-def _kill_late(rank: _Rank) -> None:
+def _kill_late(rank: _RunningRank) -> None:
     if not rank.has_ended.wait(ENDING_SECONDS):
         signal.raise_signal(signal.SIGKILL)
 
@@ -177,7 +184,7 @@ def _as_the_only_rank(key: str) -> Iterator[None]:
         _check_not_over(key)
         if _rank is not None:
             raise RuntimeError("this process is a rank already; each rank needs one of its own")
-        mine = _rank = _Rank(threading.get_ident(), key, threading.Event())
+        mine = _rank = _RunningRank(threading.get_ident(), key, threading.Event())
     try:
         yield
     finally:
@@ -211,29 +218,3 @@ def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
     """Have ``thread`` raise ``kind`` as soon as it executes Python; None takes that back."""
     exception = None if kind is None else ctypes.py_object(kind)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), exception)
-
-
-@contextmanager
-def _environment_of(
-    key: str, rank: int, size: int, meeting: Meeting, secret: str, more: Mapping[str, str]
-) -> Iterator[None]:
-    """Have the environment of a rank, and the listener that was made for it."""
-    listener = _listeners.pop(key, None) if rank == 0 else None
-    before = dict(os.environ)
-    addresses, port = meeting
-    variables = {
-        **without_place(before),
-        **{"RANK": str(rank), "WORLD_SIZE": str(size), SECRET: secret},
-        **{"MASTER_ADDR": addresses[0], "MASTER_PORT": str(port), ADDRESSES: ",".join(addresses)},
-        **({LISTENER: str(listener.fileno())} if listener else {}),
-        **more,
-    }
-    try:
-        os.environ.clear()
-        os.environ.update(variables)
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-        if listener is not None:
-            listener.close()

@@ -9,13 +9,14 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from flashlight_py.distributed.rendezvous.peers import this_process
-from flashlight_py.launch import engine, engine_rank
-from flashlight_py.launch.calls import Call
+from flashlight_py.engines import run as engine
+from flashlight_py.engines.rank import ENDING_SECONDS, Start, end_rank, listen
+from flashlight_py.launch.calls import SpawnCall
 
 T = TypeVar("T")
 
 # How long is waited for the end of ranks, in seconds: until their processes are gone.
-_END_SECONDS = 2 * engine_rank.ENDING_SECONDS
+_END_SECONDS = 2 * ENDING_SECONDS
 
 
 def run(
@@ -46,13 +47,13 @@ def run(
     """
     size = len(client.nthreads()) if nprocs is None else nprocs
 
-    def attempt(start: engine_rank.Start, call: Call) -> list[bytes]:
-        return engine.follow(call, _Ranks(client, call, start))
+    def attempt(start: Start, call: SpawnCall) -> list[bytes]:
+        return engine.follow(call, DaskRanks(client, call, start))
 
     return engine.run("dask.run", attempt, fn, args, size, params, timeout, max_restarts)
 
 
-def _workers(client: Any, call: Call, restarts: int) -> list[str]:
+def _workers(client: Any, call: SpawnCall, restarts: int) -> list[str]:
     """Return the addresses of workers that are processes of their own, one for each rank."""
     found: list[str] = []
 
@@ -66,7 +67,9 @@ def _workers(client: Any, call: Call, restarts: int) -> list[str]:
     return found[: call.size]
 
 
-def _answers(client: Any, call: Call, function: Callable[..., T], *args: Any, **at: Any) -> Any:
+def _answers(
+    client: Any, call: SpawnCall, function: Callable[..., T], *args: Any, **at: Any
+) -> Any:
     """Return what ``function`` returns on workers; one that is stopped does not, and time is up."""
     try:
         return client.run(function, *args, callback_timeout=engine.seconds_until(call.ends), **at)
@@ -74,16 +77,17 @@ def _answers(client: Any, call: Call, function: Callable[..., T], *args: Any, **
         raise call.late(range(call.size)) from None
 
 
-class _Ranks:
+class DaskRanks:
     """A task for each rank, which nothing of Dask can end once it runs."""
 
-    def __init__(self, client: Any, call: Call, start: engine_rank.Start) -> None:
+    def __init__(self, client: Any, call: SpawnCall, start: Start) -> None:
         self._client, self._call, self._start = client, call, start
         self._workers, self._tasks = _workers(client, call, start.restarts), dict[int, Any]()
 
     def start(self) -> None:
         start, first, hosts = self._start, self._workers[0], [*map(engine.host_of, self._workers)]
-        where = _answers(self._client, self._call, start.listen, hosts[0], hosts, workers=[first])
+        listening = (listen, start.key, hosts[0], hosts)
+        where = _answers(self._client, self._call, *listening, workers=[first])
         for rank, worker in enumerate(self._workers):
             pinned = {"workers": [worker], "retries": 0, "key": f"{start.key}-{rank}"}
             self._tasks[rank] = self._client.submit(start.serve, rank, where[first], **pinned)
@@ -113,7 +117,7 @@ class _Ranks:
         at = {r: each for r, each in enumerate(self._workers) if r not in done and each in living}
         asked = {"on_error": "ignore", "callback_timeout": _END_SECONDS, "workers": [*at.values()]}
         with suppress(asyncio.TimeoutError):  # one is stopped; the others have ended by then
-            runs = self._client.run(engine_rank.end_rank, self._start.key, **asked)
+            runs = self._client.run(end_rank, self._start.key, **asked)
         late, ends = {r for r in at if runs.get(at[r])}, time.monotonic() + _END_SECONDS
         while late and time.monotonic() < ends:  # the next attempt must not get its worker
             late -= self.outcomes(late, ends).keys()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from flashlight_py.launch.failures import Failure, first_cause
 from flashlight_py.launch.loop import Poll
-from flashlight_py.launch.output import Output, Source
+from flashlight_py.launch.output import RankOutput, Source
 
 # How long to wait for the cause, in seconds, once a rank has ended by a mere consequence.
 CAUSE_SECONDS = 3.0
@@ -17,7 +17,7 @@ CAUSE_SECONDS = 3.0
 STAYING_SECONDS = 10.0
 
 
-class Attempt:
+class Supervisor:
     """Follows ``ranks``; ends all of them by SIGTERM when one fails, by SIGKILL ``grace`` s later.
 
     ``send`` sends a signal to every rank, wherever it is, and to what it has started.
@@ -31,7 +31,7 @@ class Attempt:
         self,
         loop: Poll,
         send: Callable[[int], None],
-        output: Output,
+        output: RankOutput,
         ranks: Iterable[int],
         grace: float,
         say: Callable[[str], None] | None = None,
@@ -44,7 +44,7 @@ class Attempt:
         self._running = set(ranks)
         self.undecided = set(self._running)
         self._cause_until = self._kill_at = self._report_at = math.inf
-        self._say = say
+        self._say = say  # None once it was called
 
     def run(self, until: float = math.inf) -> None:
         """Block until all ranks have ended, or the time ``until`` while some are undecided."""
@@ -154,20 +154,15 @@ class Attempt:
             self._send(signal.SIGKILL)
         if now >= self._report_at:
             self._report_at = math.inf
-            self._report_who_stays()
+            if self._say is not None and self._running and not self.is_ending:
+                self._say(
+                    f"{_still_run(sorted(self._running))}, {STAYING_SECONDS:g} s after the last of "
+                    "the others has ended with exit code 0; Ctrl-C ends the job"
+                )
+                self._say = None
         if now >= self._output.flush_at():
             self._output.flush(now)
             self._check_output()
-
-    def _report_who_stays(self) -> None:
-        if self._say is None or self.is_ending or not self._running:
-            return
-        say, self._say = self._say, None
-        ranks = sorted(self._running)
-        say(
-            f"{_still_run(ranks)}, {STAYING_SECONDS:g} s after the last of the others has ended "
-            "with exit code 0; Ctrl-C ends the job"
-        )
 
     def _check_output(self) -> None:
         if self._output.error:

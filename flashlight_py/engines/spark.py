@@ -9,18 +9,22 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
-from flashlight_py.launch import engine
-from flashlight_py.launch.calls import Call
-from flashlight_py.launch.engine_rank import Meeting, Start
+from flashlight_py.engines import run as engine
+from flashlight_py.engines.rank import Meeting, Start, listen
+from flashlight_py.launch.calls import SpawnCall
 from flashlight_py.launch.failures import Failure
 
 T = TypeVar("T")
 
 # For how long executors are waited for, and Spark's default.
 _EXECUTORS_SECONDS = ("spark.scheduler.maxRegisteredResourcesWaitingTime", "30s")
+
+# How often a stage is cancelled that must end, in seconds.
+_CANCEL_SECONDS = 0.2
 
 # What the exception of a task carries to the driver, in the text that Spark makes of it.
 _REPORT = re.compile(r"flashlight rank (\d+) failed: ([\w+/=]+)!")
@@ -64,7 +68,7 @@ def run(
     return engine.run("spark.run", attempt, fn, args, size, params, timeout, max_restarts)
 
 
-def _attempt(context: Any, start: Start, call: Call) -> list[bytes]:
+def _attempt(context: Any, start: Start, call: SpawnCall) -> list[bytes]:
     from pyspark import InheritableThread
 
     _wait_for_slots(context._jsc.sc(), call)
@@ -76,7 +80,7 @@ def _attempt(context: Any, start: Start, call: Call) -> list[bytes]:
 
     cancel = partial(context.cancelJobsWithTag, start.key)
     try:
-        found = engine.interruptible(call, stage, cancel, InheritableThread)
+        found = interruptible(call, stage, cancel, InheritableThread)
     except Exception as error:
         if failed := _failure(call, str(error)):
             raise failed from None
@@ -84,7 +88,44 @@ def _attempt(context: Any, start: Start, call: Call) -> list[bytes]:
     return [pickled for _, pickled in sorted(found)]
 
 
-def _wait_for_slots(context: Any, call: Call) -> None:
+def interruptible(
+    call: SpawnCall,
+    work: Callable[[], T],
+    cancel: Callable[[], None],
+    kind: type[threading.Thread] = threading.Thread,
+) -> T:
+    """Return what ``work`` does, in a thread, which ``cancel`` ends when time is up or by Ctrl-C.
+
+    ``cancel`` is called until that has happened: the work may not have begun at first. ``kind`` is
+    that of the thread.
+
+    Raises:
+        TimeoutError: time is up.
+        Exception: what ``work`` raises.
+    """
+    outcome: Future[T] = Future()
+
+    def do() -> None:
+        try:
+            outcome.set_result(work())
+        except Exception as error:  # noqa: BLE001 - the thread that waits raises it
+            outcome.set_exception(error)
+
+    thread = kind(target=do, daemon=True)
+    thread.start()
+    try:
+        thread.join(engine.seconds_until(call.ends))
+        is_late = thread.is_alive()
+    finally:
+        while thread.is_alive():
+            cancel()
+            thread.join(_CANCEL_SECONDS)
+    if is_late:
+        raise call.late(range(call.size))
+    return outcome.result()
+
+
+def _wait_for_slots(context: Any, call: SpawnCall) -> None:
     """Wait for executors that are about to come; Spark itself would for 10 minutes."""
     profile = context.resourceProfileManager().defaultResourceProfile()
     seconds = context.conf().getTimeAsSeconds(*_EXECUTORS_SECONDS)
@@ -99,7 +140,7 @@ def _serve(start: Start) -> Iterator[tuple[int, bytes]]:
 
     task = BarrierTaskContext.get()
     rank, hosts = task.partitionId(), [engine.host_of(each.address) for each in task.getTaskInfos()]
-    meetings = task.allGather(json.dumps(start.listen(hosts[0], hosts)) if rank == 0 else "")
+    meetings = task.allGather(json.dumps(listen(start.key, hosts[0], hosts)) if rank == 0 else "")
     outcome = start.serve(rank, Meeting(*json.loads(meetings[0])))
     if not isinstance(outcome, Failure):
         return iter([(rank, outcome)])
@@ -109,7 +150,7 @@ def _serve(start: Start) -> Iterator[tuple[int, bytes]]:
     raise RuntimeError(f"{outcome.what}; flashlight rank {rank} failed: {report}!")
 
 
-def _failure(call: Call, text: str) -> Exception | None:
+def _failure(call: SpawnCall, text: str) -> Exception | None:
     """Return the error of the rank that failed, from the text of Spark's exception."""
     if match := _REPORT.search(text):
         failure = pickle.loads(base64.b64decode(match[2]))
