@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashlight_py import kernels
-from flashlight_py.autograd.functions.operands import as_variable
+from flashlight_py.autograd.functions.elementwise import as_variable
 from flashlight_py.autograd.narrow import narrowed, total, widened
 from flashlight_py.autograd.variable import Input, Variable, record
 from flashlight_py.device import Array, array_module, is_cupy, require
