@@ -29,8 +29,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, TypeAlias
 
 from flashlight_py.autograd.graph import Node, Part, Target, Walk
-from flashlight_py.autograd.narrow import total
-from flashlight_py.device import Array, array_module
+from flashlight_py.device import Array, array_module, total
 
 if TYPE_CHECKING:
     import numpy as np

@@ -13,9 +13,17 @@ from typing import Any, TypeAlias
 from flashlight_py import kernels
 from flashlight_py.autograd.engine import GradSink
 from flashlight_py.autograd.functions.elementwise import as_pair, as_variable, mul, relu, sub
-from flashlight_py.autograd.narrow import narrowed, total, widened
 from flashlight_py.autograd.variable import Input, Operand, Variable, record
-from flashlight_py.device import Array, array_module, captured_gpu, is_cupy, product
+from flashlight_py.device import (
+    Array,
+    array_module,
+    captured_gpu,
+    is_cupy,
+    narrowed,
+    product,
+    total,
+    widened,
+)
 
 
 def reshape(x: Input, shape: int | Sequence[int]) -> Variable:
