@@ -1,4 +1,4 @@
-"""Which array library an array belongs to. CuPy is never imported before a CuPy array exists."""
+"""The array library of an array. CuPy is never imported before a CuPy array exists."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from flashlight_py.optim.optimizer import Shards, as_param_list, check_at_least_
 
 
 class Summing(Protocol):
-    """What a sum over ranks is asked of, such as a ``fl.ProcessGroup``."""
+    """An object that sums over ranks, such as a ``fl.ProcessGroup``."""
 
     def all_reduce(self, x: Any) -> Any:
         """Sum ``x`` over the ranks, in place."""

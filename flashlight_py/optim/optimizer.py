@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Shards(ABC):
-    """What the parameters of one sharded module have in common.
+    """The state that all parameters of one sharded module share.
 
     ``group``: the processes that step them together; sums over it are those of the whole module.
     """
@@ -80,7 +80,7 @@ class Shards(ABC):
 
 
 class Placement(ABC):
-    """Where one parameter, its gradient and its optimizers' state lie."""
+    """The place of one parameter, its gradient and its optimizers' state."""
 
     shards: Shards
     is_cut = False  # a process has its part alone, and steps it like a parameter of its own
@@ -325,7 +325,7 @@ def _check_names(state: Mapping[str, Any], own: set[str]) -> None:
 
 
 class RuleOptimizer(FirstOrderOptimizer):
-    """What the optimizers of this package share; each only says its rule and its state's names.
+    """The base of this package's optimizers; each adds its rule and its state's names.
 
     It steps parameters of sharded modules too, beside others: their state is made by their
     placement, and each process steps its own pieces. Then making it, ``step``, ``state_dict`` and

@@ -331,7 +331,7 @@ def _fused(x: Variable, weight: Variable, bias: Variable) -> Variable:
 
 
 class _SlopeOnce:
-    """What a gradient is before the ReLU, computed once for all that need it."""
+    """The gradient before the ReLU, computed once for all that need it."""
 
     def __init__(self, out: Array) -> None:
         self._out = out
