@@ -1,4 +1,4 @@
-"""Which processor cores a process may use, and how the ranks of a host share them."""
+"""The processor cores of a process, and how the ranks of a host share them."""
 
 from __future__ import annotations
 

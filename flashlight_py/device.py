@@ -1,4 +1,4 @@
-"""Which array library an array belongs to. CuPy is never imported before a CuPy array exists."""
+"""The array library of an array. CuPy is never imported before a CuPy array exists."""
 
 from __future__ import annotations
 
@@ -217,3 +217,25 @@ def _import_cupy(device: str) -> Any:
             f"device {device!r} was asked for and this machine has {count} CUDA device(s)"
         )
     return cupy
+
+
+# Float16 counts no further than 2,048 and ends at 65,504: what adds up many elements, or divides by
+# how many there are, does so in float32 and rounds once.
+_FLOAT16 = "e"  # NumPy's letter; comparing dtypes takes longer, and steps are short
+
+
+def widened(array: Array) -> Array:
+    """Return a float16 array as float32, and any other as it is."""
+    return array.astype(np.float32) if array.dtype.char == _FLOAT16 else array
+
+
+def narrowed(result: Array, like: Array) -> Array:
+    """Return ``result`` as float16 where ``like`` is, else as it is."""
+    return result.astype(like.dtype) if like.dtype.char == _FLOAT16 else result
+
+
+def total(array: Array, axis: int | tuple[int, ...] | None = None, keepdims: bool = False) -> Array:
+    """Return the sum over ``axis``: that of float16 as float32, to be cast by the caller."""
+    wide = np.float32 if array.dtype.char == _FLOAT16 else None
+    found: Array = array.sum(axis=axis, keepdims=keepdims, dtype=wide)
+    return found

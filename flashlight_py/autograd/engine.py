@@ -29,8 +29,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, TypeAlias
 
 from flashlight_py.autograd.graph import Node, Part, Target, Walk
-from flashlight_py.autograd.narrow import total
-from flashlight_py.device import Array, array_module
+from flashlight_py.device import Array, array_module, total
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,7 +40,7 @@ EndCallback: TypeAlias = Callable[[bool], None]
 
 
 class GradSink:
-    """What takes a leaf's gradient in the place of an array: see ``Variable.grad_buffer``."""
+    """A receiver of a leaf's gradient in the place of an array; see ``Variable.grad_buffer``."""
 
     __slots__ = ()
 
@@ -59,7 +58,7 @@ class GradSink:
 
 
 class InPasses:
-    """What has methods that a pass calls, and is to know of one that fails before it has.
+    """An owner of methods that a pass calls, notified of a pass that fails before it has.
 
     They are gradient hooks of leaves or vjps of operations, by ``functools.partial``.
     """
@@ -72,7 +71,7 @@ _LAST = sys.maxsize  # the turn of what users ask for
 
 
 class _Pass(threading.local):
-    """What the backward pass that runs on this thread knows, and is to call.
+    """State and callbacks of the backward pass that runs on this thread.
 
     ``callbacks``: when it ends. ``pending``: how many contributions each target still waits for.
     ``grads``: what has arrived at nodes whose visit has not ended.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from flashlight_py.autograd.functions.arithmetic import mul
-from flashlight_py.autograd.functions.reduction import sum as total
+from flashlight_py.autograd.functions.dimensions import sum as total
+from flashlight_py.autograd.functions.elementwise import mul
 from flashlight_py.autograd.variable import Variable, param
 from flashlight_py.device import Array, array_module
 

@@ -1,4 +1,4 @@
-"""What operations leave behind for a backward pass: nodes and their edges, and their number.
+"""The graph of a backward pass: nodes, left by operations, and their edges.
 
 An operation that is not recorded leaves an ``Outline``: what it was computed from, without the
 arrays. From the outlines of a computation that is to be done again follows what it leads to, for
@@ -79,7 +79,7 @@ class OrderedNode(Node):
 
 
 class Outline(Node):
-    """What is left of an operation in a block that keeps no results: what it was computed from."""
+    """The sources of an operation, all that a block without results keeps of it."""
 
     __slots__ = ("ordered", "sources")
 
@@ -153,7 +153,7 @@ def _no_vjp(grad: Array) -> Array:
 
 
 class Walk:
-    """What a backward pass knows of the graph that it walks.
+    """The state of a backward pass on its way through a graph.
 
     ``pending``: how many contributions each target still waits for. ``grads``: their sums so far;
     ``owned``: those whose sum was made by the pass, hence its own to add into.

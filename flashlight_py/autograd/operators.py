@@ -5,38 +5,18 @@ Each is one of the functions, or says something of the array.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from flashlight_py.autograd.functions import arithmetic, elementwise, matrix, reduction, shape
+from flashlight_py.autograd.functions import dimensions, elementwise
 from flashlight_py.autograd.variable import Operand, Variable
 from flashlight_py.device import Array
 
 
-def _radd(self: Variable, other: Operand) -> Variable:
-    return arithmetic.add(other, self)
-
-
-def _rsub(self: Variable, other: Operand) -> Variable:
-    return arithmetic.sub(other, self)
-
-
-def _rmul(self: Variable, other: Operand) -> Variable:
-    return arithmetic.mul(other, self)
-
-
-def _rtruediv(self: Variable, other: Operand) -> Variable:
-    return arithmetic.div(other, self)
-
-
-def _rpow(self: Variable, other: Operand) -> Variable:
-    return arithmetic.pow(other, self)
-
-
-def _rmatmul(self: Variable, other: Operand) -> Variable:
-    return matrix.matmul(other, self)
+def _reversed(function: Callable[[Operand, Operand], Variable]) -> Callable[..., Variable]:
+    return lambda self, other: function(other, self)
 
 
 def _array(self: Variable, dtype: Any = None, copy: bool | None = None) -> Array:
@@ -69,51 +49,31 @@ def _rows(self: Variable) -> Iterator[Variable]:
     return map(self.__getitem__, range(len(self)))
 
 
-def _bool(self: Variable) -> bool:
-    """Return whether the only element is not 0."""
-    return bool(self.scalar())
-
-
-def _int(self: Variable) -> int:
-    """Return the only element as an int."""
-    return int(self.scalar())
-
-
-def _float(self: Variable) -> float:
-    """Return the only element as a float."""
-    return float(self.scalar())
-
-
-def _transposed(self: Variable) -> Variable:
-    """The variable with its dimensions reversed."""
-    return shape.transpose(self)
-
-
-_OPERATORS = {
-    "__neg__": arithmetic.negative,
+_OPERATORS: dict[str, Any] = {
+    "__neg__": elementwise.negative,
     "__abs__": elementwise.abs,
-    "__add__": arithmetic.add,
-    "__radd__": _radd,
-    "__sub__": arithmetic.sub,
-    "__rsub__": _rsub,
-    "__mul__": arithmetic.mul,
-    "__rmul__": _rmul,
-    "__truediv__": arithmetic.div,
-    "__rtruediv__": _rtruediv,
-    "__pow__": arithmetic.pow,
-    "__rpow__": _rpow,
-    "__matmul__": matrix.matmul,
-    "__rmatmul__": _rmatmul,
-    "__getitem__": shape.index,
+    "__add__": elementwise.add,
+    "__radd__": _reversed(elementwise.add),
+    "__sub__": elementwise.sub,
+    "__rsub__": _reversed(elementwise.sub),
+    "__mul__": elementwise.mul,
+    "__rmul__": _reversed(elementwise.mul),
+    "__truediv__": elementwise.div,
+    "__rtruediv__": _reversed(elementwise.div),
+    "__pow__": elementwise.pow,
+    "__rpow__": _reversed(elementwise.pow),
+    "__matmul__": dimensions.matmul,
+    "__rmatmul__": _reversed(dimensions.matmul),
+    "__getitem__": dimensions.index,
     "__array__": _array,
     "__len__": _length,
     "__iter__": _rows,
-    "__bool__": _bool,
-    "__int__": _int,
-    "__float__": _float,
-    "sum": reduction.sum,
-    "mean": reduction.mean,
-    "T": property(_transposed),
+    "__bool__": lambda self: bool(self.scalar()),
+    "__int__": lambda self: int(self.scalar()),
+    "__float__": lambda self: float(self.scalar()),
+    "sum": dimensions.sum,
+    "mean": dimensions.mean,
+    "T": property(dimensions.transpose),
 }
 
 for _name, _function in _OPERATORS.items():

@@ -36,7 +36,7 @@ class Variable:
     """
 
     # data, hook, buffer, node and placement are for the library's own use: .array is data with
-    # checks; placement says where a sharded module's parameter lies (optim.placement); changed is
+    # checks; placement says where a sharded module's parameter lies (optim.optimizer); changed is
     # Changes.count of a leaf's last change that was noted.
     __slots__ = ("__weakref__", "_calc_grad", "buffer", "changed", "data", "grad", "hook", "node",
                  "placement")  # fmt: skip

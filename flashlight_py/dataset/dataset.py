@@ -1,11 +1,14 @@
-"""The contract of a dataset: a length, and a sample for each index."""
+"""Datasets: samples by index, from arrays, in batches, in another order, or ahead of time."""
 
 from __future__ import annotations
 
 import abc
 import operator
-from collections.abc import Iterator, Sequence
-from typing import Any, SupportsIndex, TypeAlias
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import count, islice
+from typing import Any, Literal, SupportsIndex, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,3 +91,267 @@ def _stack_field(number: int, values: Sequence[Any]) -> Array:
         )
     stacked: Array = array_module(values[0]).stack(values)
     return stacked
+
+
+class TensorDataset(Dataset):
+    """The rows of some arrays: sample ``i`` is ``(arrays[0][i], arrays[1][i], ...)``.
+
+    All arrays have the same first dimension, the number of samples. Samples are views (NumPy
+    scalars where an array has one dimension only); nothing is copied.
+
+    Raises:
+        TypeError: ``arrays`` is a single array, whose rows would be taken for the arrays, or holds
+            something that is none.
+        ValueError: there is no array, one has no dimension, or the first dimensions differ.
+    """
+
+    def __init__(self, arrays: Sequence[Array]) -> None:
+        if hasattr(arrays, "shape"):
+            raise TypeError(
+                f"a TensorDataset takes a list of arrays, got one of shape {arrays.shape}, whose "
+                "rows would become arrays of their own; write TensorDataset([array])"
+            )
+        self.arrays: tuple[Array, ...] = tuple(arrays)
+        for array in self.arrays:
+            if not hasattr(array, "shape"):
+                raise TypeError(
+                    f"a TensorDataset takes arrays, got {type(array).__name__} among them; "
+                    "make one by numpy.asarray"
+                )
+        if not self.arrays:
+            raise ValueError("a TensorDataset needs at least one array")
+        shapes = [array.shape for array in self.arrays]
+        if any(not shape for shape in shapes) or len({shape[0] for shape in shapes}) > 1:
+            raise ValueError(
+                "the arrays of a TensorDataset need the same first dimension, the number of "
+                f"samples; got the shapes {shapes}"
+            )
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self.arrays[0])
+
+    def get(self, index: int) -> Sample:
+        """Return views of row ``index`` of every array."""
+        return tuple([array[index] for array in self.arrays])
+
+    def take(self, indices: Indices) -> Sample:
+        """Return the rows at ``indices`` of every array, as new arrays of shape (batch, ...)."""
+        return tuple([array[indices] for array in self.arrays])
+
+    def batches(self, batch_size: int, stop: int) -> Iterator[Sample]:
+        """Iterate over views of ``batch_size`` rows each, up to row ``stop``; the last is shorter.
+
+        No line of Python runs per batch: a training step may take no longer than one would.
+        """
+        starts = range(0, stop, batch_size)
+        stops = [*starts[1:], stop] if starts else []
+        views = (map(array.__getitem__, map(slice, starts, stops)) for array in self.arrays)
+        return zip(*views, strict=True)
+
+    def __iter__(self) -> Iterator[Sample]:
+        """Go through all samples in order."""
+        return zip(*self.arrays, strict=True)
+
+
+BatchPolicy: TypeAlias = Literal["include_last", "skip_last", "divisible_only"]
+# Makes one array of the samples' values of one field.
+BatchFunction: TypeAlias = Callable[[Sequence[Any]], Array]
+
+
+class BatchDataset(Dataset):
+    """Groups ``batch_size`` successive samples of ``dataset``; each field gains a first dimension.
+
+    ``policy`` says what becomes of a last batch that is not full: "include_last" keeps it, short;
+    "skip_last" drops it; "divisible_only" refuses a dataset that has one. ``batch_functions``
+    has one function per field, which makes an array of a list of values; None (also in place of
+    one function) stacks them.
+
+    Batches of a ``TensorDataset`` without functions are views of its arrays, not copies.
+
+    Raises:
+        ValueError: ``batch_size`` < 1, an unknown ``policy``, or the number of samples is no
+            multiple of ``batch_size`` where the policy demands it.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        batch_size: int,
+        policy: BatchPolicy = "include_last",
+        batch_functions: Sequence[BatchFunction | None] | None = None,
+    ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        if policy not in get_args(BatchPolicy):
+            raise ValueError(f"policy must be one of {get_args(BatchPolicy)}, got {policy!r}")
+        rest = len(dataset) % batch_size
+        if rest and policy == "divisible_only":
+            raise ValueError(
+                f"{len(dataset)} samples do not divide into batches of {batch_size}: {rest} remain"
+            )
+        self._dataset = dataset
+        self._batch_size = batch_size
+        self._functions = batch_functions
+        self._stop = len(dataset) - (rest if policy == "skip_last" else 0)
+
+    def __len__(self) -> int:
+        """Return the number of batches."""
+        return len(range(0, self._stop, self._batch_size))
+
+    def get(self, index: int) -> Sample:
+        """Return batch ``index``: for each field an array of shape (batch, ...)."""
+        start = index * self._batch_size
+        stop = min(start + self._batch_size, self._stop)
+        if self._functions is not None:
+            return self._apply([self._dataset.get(i) for i in range(start, stop)], self._functions)
+        if isinstance(self._dataset, TensorDataset):
+            return tuple([array[start:stop] for array in self._dataset.arrays])
+        return self._dataset.take(np.arange(start, stop))
+
+    def _apply(self, samples: list[Sample], functions: Sequence[BatchFunction | None]) -> Sample:
+        fields = list(zip(*samples, strict=True))
+        if len(functions) != len(fields):
+            raise ValueError(
+                f"batch_functions has {len(functions)} entries, the samples have {len(fields)} "
+                "fields; pass one per field, None to stack"
+            )
+        return tuple(
+            stack([(value,) for value in values])[0] if function is None else function(values)
+            for function, values in zip(functions, fields, strict=True)
+        )
+
+    def __iter__(self) -> Iterator[Sample]:
+        """Go through all batches in order."""
+        if self._functions is None and isinstance(self._dataset, TensorDataset):
+            return self._dataset.batches(self._batch_size, self._stop)
+        return super().__iter__()
+
+
+class ResampleDataset(Dataset):
+    """The samples of ``dataset`` at ``indices``, in that order; an index may be repeated.
+
+    ``indices`` is a sequence of integers, or a function from [0, n) to an index of ``dataset``,
+    asked once for each; ``n`` goes with a function and defaults to the length of ``dataset``.
+
+    Raises:
+        ValueError: an index is not in [0, len(dataset)), or ``n`` is passed with a sequence.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        indices: Sequence[int] | Indices | Callable[[int], int],
+        n: int | None = None,
+    ) -> None:
+        if callable(indices):
+            indices = [indices(i) for i in range(len(dataset) if n is None else n)]
+        elif n is not None:
+            raise ValueError("n goes with a function; a sequence of indices has its own length")
+        self._dataset = dataset
+        self._indices = _checked(indices, len(dataset))
+
+    def __len__(self) -> int:
+        """Return the number of indices."""
+        return len(self._indices)
+
+    def get(self, index: int) -> Sample:
+        """Return the sample that the ``index``-th index points to."""
+        return self._dataset.get(int(self._indices[index]))
+
+    def take(self, indices: Indices) -> Sample:
+        """Return one batch, as the underlying dataset makes it."""
+        return self._dataset.take(self._indices[indices])
+
+    def _replace_indices(self, indices: Indices) -> None:
+        self._indices = indices
+
+
+def _checked(indices: Sequence[int] | Indices, size: int) -> Indices:
+    checked = np.array(indices)
+    if checked.size == 0:
+        checked = checked.astype(np.int64)
+    if checked.ndim != 1 or not np.issubdtype(checked.dtype, np.integer):
+        raise ValueError(
+            "indices must be a flat sequence of integers; "
+            f"got shape {checked.shape} and dtype {checked.dtype}"
+        )
+    wrong = checked[(checked < 0) | (checked >= size)]
+    if wrong.size:
+        raise ValueError(f"indices must be in [0, {size}), the dataset's length; got {wrong[0]}")
+    return checked.astype(np.int64)
+
+
+class ShuffleDataset(ResampleDataset):
+    """All samples of ``dataset`` once each, in an order that ``seed`` decides.
+
+    The same seed gives the same order in every process; ``resample`` draws the next one.
+    """
+
+    def __init__(self, dataset: Dataset, seed: int = 0) -> None:
+        super().__init__(dataset, [])
+        self._random = np.random.default_rng(seed)
+        self.resample()
+
+    def resample(self) -> None:
+        """Draw a new order, such as before each epoch; the n-th one is the same for equal seeds."""
+        self._replace_indices(self._random.permutation(len(self._dataset)))
+
+    def set_seed(self, seed: int) -> None:
+        """Let the next ``resample`` start anew from ``seed``."""
+        self._random = np.random.default_rng(seed)
+
+
+class PrefetchDataset(Dataset):
+    """The samples of ``dataset``, of which iteration makes ``prefetch_size`` ahead in ``threads``.
+
+    Order and content are those of ``dataset``, whose ``get`` must bear calls from several threads
+    at once. An error in it is raised when its sample's turn comes. The threads live as long as
+    an iteration and end with it, also if it is left halfway. With 0 threads, and for
+    ``dataset[i]``, samples are made when they are asked for.
+
+    Raises:
+        ValueError: ``threads`` < 0 or ``prefetch_size`` < 1.
+    """
+
+    def __init__(self, dataset: Dataset, threads: int, prefetch_size: int) -> None:
+        if threads < 0 or prefetch_size < 1:
+            raise ValueError(
+                "expected threads >= 0 and prefetch_size >= 1, "
+                f"got threads={threads} and prefetch_size={prefetch_size}"
+            )
+        self._dataset = dataset
+        self._threads = threads
+        self._prefetch_size = prefetch_size
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self._dataset)
+
+    def get(self, index: int) -> Sample:
+        """Return the sample at ``index``, made now."""
+        return self._dataset.get(index)
+
+    def handed_out(self, index: int) -> None:
+        """Notify ``dataset``."""
+        self._dataset.handed_out(index)
+
+    def __iter__(self) -> Iterator[Sample]:
+        """Go through all samples in order."""
+        return self._iterate_ahead() if self._threads else iter(self._dataset)
+
+    def _iterate_ahead(self) -> Iterator[Sample]:
+        indices = iter(range(len(self)))
+        executor = ThreadPoolExecutor(self._threads, thread_name_prefix="flashlight-prefetch")
+        try:
+            first = islice(indices, self._prefetch_size)
+            ahead: deque[Future[Sample]] = deque(executor.submit(self.get, i) for i in first)
+            for index in count():
+                if not ahead:
+                    return
+                sample = ahead.popleft().result()
+                ahead.extend(executor.submit(self.get, i) for i in islice(indices, 1))
+                self._dataset.handed_out(index)
+                yield sample
+        finally:
+            executor.shutdown(cancel_futures=True)

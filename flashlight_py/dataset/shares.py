@@ -1,4 +1,4 @@
-"""Which samples belong to which process, and in which order: computed by each for itself."""
+"""Shares of the samples and their order, computed by each process for itself."""
 
 from __future__ import annotations
 

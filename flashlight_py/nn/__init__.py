@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from flashlight_py.nn import init
-from flashlight_py.nn.containers import Container, Sequential
 from flashlight_py.nn.layers import (
     CategoricalCrossEntropy,
+    Container,
     Dropout,
     Linear,
     LogSoftmax,
     MeanSquaredError,
     ReLU,
+    Sequential,
     Sigmoid,
     Tanh,
     View,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from flashlight_py.optim.adam import AdamOptimizer
-from flashlight_py.optim.adaptive import (
+from flashlight_py.optim.algorithms import (
     AdadeltaOptimizer,
     AdagradOptimizer,
+    AdamOptimizer,
     AMSgradOptimizer,
     NovogradOptimizer,
     RMSPropOptimizer,
+    SGDOptimizer,
 )
 from flashlight_py.optim.clip import clip_grad_norm
 from flashlight_py.optim.optimizer import FirstOrderOptimizer
@@ -23,7 +24,6 @@ from flashlight_py.optim.schedules import (
     SequentialLR,
     StepLR,
 )
-from flashlight_py.optim.sgd import SGDOptimizer
 
 __all__ = [
     "FirstOrderOptimizer",

@@ -10,13 +10,12 @@ import numpy as np
 
 from flashlight_py.autograd import Variable
 from flashlight_py.device import Array, array_module, operation
-from flashlight_py.optim.optimizer import as_param_list, check_at_least_zero
-from flashlight_py.optim.placement import Shards
-from flashlight_py.optim.squares import sums_of_squares
+from flashlight_py.optim.cpu import sums_of_squares
+from flashlight_py.optim.optimizer import Shards, as_param_list, check_at_least_zero
 
 
 class Summing(Protocol):
-    """What a sum over ranks is asked of, such as a ``fl.ProcessGroup``."""
+    """An object that sums over ranks, such as a ``fl.ProcessGroup``."""
 
     def all_reduce(self, x: Any) -> Any:
         """Sum ``x`` over the ranks, in place."""

@@ -98,7 +98,7 @@ def change(steps: Iterable[Step], grad_scale: float, optimizer: Any = None) -> N
 
 
 class Table:
-    """What one launch reads: a row of each step, and behind the rows the rules' numbers."""
+    """The input of one launch: a row of each step, and behind the rows the rules' numbers."""
 
     def __init__(self, steps: Sequence[Step], grad_scale: float) -> None:
         self.steps, self.grad_scale = steps, grad_scale

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from flashlight_py.autograd.narrow import widened
-from flashlight_py.device import Array, array_module
+from flashlight_py.device import Array, array_module, widened
 
 __all__ = ["change"]
 

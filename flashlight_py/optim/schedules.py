@@ -15,7 +15,7 @@ Formula: TypeAlias = Callable[[float, int], float]
 
 
 class HasRate(Protocol):
-    """What a schedule drives: an optimizer of ``fl.optim``, distributed or not, or one like it."""
+    """An optimizer of ``fl.optim``, distributed or not, or one like it."""
 
     lr: float
 

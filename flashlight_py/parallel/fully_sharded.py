@@ -21,9 +21,8 @@ from flashlight_py.distributed.groups.world import group_or_world
 from flashlight_py.distributed.memory.host_memory import hosts_of, meet
 from flashlight_py.nn import Module
 from flashlight_py.optim import FirstOrderOptimizer
-from flashlight_py.optim.placement import Shards
-from flashlight_py.optim.rule import RuleOptimizer
-from flashlight_py.optim.squares import BLOCK, sums_of_squares
+from flashlight_py.optim.cpu import BLOCK, sums_of_squares
+from flashlight_py.optim.optimizer import RuleOptimizer, Shards
 from flashlight_py.parallel.agreement import check_modules_agree, check_settings_agree
 from flashlight_py.parallel.data_parallel import distribute_module_grads, install, release
 from flashlight_py.parallel.parameters import broadcast_parameters, give_state, require_module

@@ -23,8 +23,8 @@ from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.calls.running import refusing
 from flashlight_py.distributed.memory.host_memory import hosts_of, map_zeros, meet
 from flashlight_py.errors import TornStateError, UnavailableEverywhereError
-from flashlight_py.optim.placement import Placement
-from flashlight_py.optim.squares import sum_of_squares
+from flashlight_py.optim.cpu import sum_of_squares
+from flashlight_py.optim.optimizer import Placement
 from flashlight_py.parallel.agreement import of_all_ranks
 from flashlight_py.parallel.shard_buckets import BACKWARD
 from flashlight_py.parallel.shard_layout import Chunk, Layout, UnitPlan, pieces_of

@@ -20,9 +20,8 @@ from flashlight_py.distributed.calls.checks import whole
 from flashlight_py.distributed.groups.world import group_or_world
 from flashlight_py.errors import MismatchError
 from flashlight_py.nn import Linear
-from flashlight_py.optim.optimizer import FirstOrderOptimizer
-from flashlight_py.optim.placement import Placement, Shards
-from flashlight_py.optim.squares import sum_of_squares
+from flashlight_py.optim.cpu import sum_of_squares
+from flashlight_py.optim.optimizer import FirstOrderOptimizer, Placement, Shards
 from flashlight_py.parallel.agreement import (
     by_rank,
     check_modules_agree,

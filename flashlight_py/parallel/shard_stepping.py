@@ -26,7 +26,7 @@ from flashlight_py.parallel.shard_layout import Chunk
 from flashlight_py.parallel.shard_sync import ShardSync, Sink, Unit
 
 if TYPE_CHECKING:
-    from flashlight_py.optim.rule import RuleOptimizer
+    from flashlight_py.optim.optimizer import RuleOptimizer
     from flashlight_py.parallel.segment import HostMemory
 
 # Of a parameter: who steps it, and as which of its parameters.

@@ -28,8 +28,7 @@ from flashlight_py.distributed.groups.world import group_or_world
 from flashlight_py.distributed.reducers.reducer import InlineReducer
 from flashlight_py.nn import Module
 from flashlight_py.optim import FirstOrderOptimizer
-from flashlight_py.optim.placement import Shards
-from flashlight_py.optim.rule import RuleOptimizer
+from flashlight_py.optim.optimizer import RuleOptimizer, Shards
 from flashlight_py.parallel.agreement import check_modules_agree
 from flashlight_py.parallel.data_parallel import release
 from flashlight_py.parallel.failing import end_together, fail

@@ -16,8 +16,8 @@ from flashlight_py.autograd import Variable
 from flashlight_py.autograd.engine import GradSink
 from flashlight_py.device import Array, array_module, device_of, is_cupy, to_device
 from flashlight_py.distributed import ProcessGroup, Work
-from flashlight_py.optim.placement import Placement
-from flashlight_py.optim.squares import sum_of_squares
+from flashlight_py.optim.cpu import sum_of_squares
+from flashlight_py.optim.optimizer import Placement
 
 if TYPE_CHECKING:
     from flashlight_py.parallel.zero import GatheredShards

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flashlight_py.autograd import param
-from flashlight_py.optim.rule import RuleOptimizer
+from flashlight_py.optim.optimizer import RuleOptimizer
 from tests.autograd.strict_library import StrictLibrary
 from tests.optim.test_native import RULES, bits
 

@@ -12,9 +12,9 @@ import pytest
 from flashlight_py import _native, optim
 from flashlight_py.autograd import Variable, param
 from flashlight_py.device import to_device
-from flashlight_py.optim import native, rule, squares
+from flashlight_py.optim import cpu, optimizer, reference
 
-MODULE = native.native()
+MODULE = cpu.native()
 pytestmark = pytest.mark.skipif(MODULE is None, reason="csrc/optim was not built")
 
 Make = Callable[[list[Variable]], Any]
@@ -58,7 +58,7 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Return what switches the native module off for the rest of the test."""
 
     def off() -> None:
-        for module in (rule, squares):
+        for module in (optimizer, cpu):
             monkeypatch.setattr(module, "native", lambda: None)
 
     return off
@@ -133,8 +133,8 @@ def test_all_instruction_sets_give_the_bits_of_the_reference(
 def test_sums_of_squares_are_the_reference_s(instructions: str, dtype: str, use: Any) -> None:
     use(instructions)
     for array in draw(3, dtype, [0, 1, 15, 16, 17, 70, 65535, 65536, 65537, 200_000]):
-        total = squares.sum_of_squares(array)
-        assert total == squares.reference_sum(array)
+        total = cpu.sum_of_squares(array)
+        assert total == cpu.reference_sum(array)
         np.testing.assert_allclose(total, np.square(array, dtype="float64").sum(), rtol=1e-12)
 
 
@@ -179,7 +179,7 @@ def test_what_does_not_fit_is_stepped_by_the_reference(make: Make, what: str, wi
 
 
 def test_what_fits_is_not_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(rule.reference, "change")
+    monkeypatch.delattr(reference, "change")
     for make in RULES.values():
         stepped(make, "float32", [3, 100])
 
@@ -252,7 +252,7 @@ def test_without_it_a_warning_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "flashlight_py._native._optim", None)
-    for cached in (_native.optional, native.native):
+    for cached in (_native.optional, cpu.native):
         cached.cache_clear()
     try:
         with caplog.at_level(logging.WARNING, "flashlight_py"):
@@ -262,7 +262,7 @@ def test_without_it_a_warning_says_so_once(
                 optim.SGDOptimizer([variable], 1.0).step()
                 assert variable.data.tolist() == [0.0]
     finally:
-        for cached in (_native.optional, native.native):
+        for cached in (_native.optional, cpu.native):
             cached.cache_clear()
     assert len(caplog.records) == 1
     assert "optimizers step in NumPy" in caplog.text

@@ -11,7 +11,7 @@ import pytest
 
 from flashlight_py.autograd import Variable, param
 from flashlight_py.optim import AdamOptimizer, SGDOptimizer
-from flashlight_py.optim.placement import Placement, Shards
+from flashlight_py.optim.optimizer import Placement, Shards
 
 
 class Notes(Shards):

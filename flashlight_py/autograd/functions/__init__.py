@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
-from flashlight_py.autograd.functions.arithmetic import (
+from flashlight_py.autograd.functions.dimensions import (
+    astype,
+    concatenate,
+    flat,
+    index,
+    linear,
+    linear_relu,
+    matmul,
+    max,
+    mean,
+    min,
+    moddims,
+    reshape,
+    sum,
+    transpose,
+    var,
+)
+from flashlight_py.autograd.functions.elementwise import (
+    abs,
     add,
+    clamp,
+    cos,
     div,
+    dropout,
+    exp,
+    log,
     maximum,
     minimum,
     mul,
     negative,
     pow,
-    sub,
-)
-from flashlight_py.autograd.functions.dropout import dropout
-from flashlight_py.autograd.functions.elementwise import (
-    abs,
-    clamp,
-    cos,
-    exp,
-    log,
     relu,
     sigmoid,
     sin,
     sqrt,
+    sub,
     tanh,
 )
 from flashlight_py.autograd.functions.losses import (
@@ -30,17 +45,6 @@ from flashlight_py.autograd.functions.losses import (
     log_softmax,
     mean_squared_error,
     softmax,
-)
-from flashlight_py.autograd.functions.matrix import linear, linear_relu, matmul
-from flashlight_py.autograd.functions.reduction import max, mean, min, sum, var
-from flashlight_py.autograd.functions.shape import (
-    astype,
-    concatenate,
-    flat,
-    index,
-    moddims,
-    reshape,
-    transpose,
 )
 
 __all__ = [

@@ -1,13 +1,136 @@
-"""Functions of one operand, element by element; the results are new arrays of the same shape."""
+"""Functions element by element, of one operand or of two, broadcast as NumPy's.
+
+The results are new arrays. Functions of two operands take variables, arrays and numbers, at least
+one of them a variable. The shapes must broadcast (else ``ValueError``). A number takes the dtype of
+the other operand.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from flashlight_py import kernels
-from flashlight_py.autograd.functions.operands import as_variable
-from flashlight_py.autograd.variable import Input, Variable, record
-from flashlight_py.device import array_module, is_cupy
+from flashlight_py.autograd.variable import Input, Operand, Variable, record
+from flashlight_py.device import Array, array_module, is_cupy
+from flashlight_py.random import generator
+
+
+def as_variable(x: Input) -> Variable:
+    """Return ``x``, or an array as a constant, as ``fl.input`` makes it.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    return x if x.__class__ is Variable else _as_input(x)
+
+
+def _as_input(x: Input) -> Variable:
+    return x if isinstance(x, Variable) else Variable(x)
+
+
+def as_pair(a: Operand, b: Operand) -> tuple[Variable, Variable]:
+    """Return both operands as variables; a number takes the dtype and device of the other one.
+
+    Raises:
+        TypeError: an operand is no variable, array or number, or none of both is a variable.
+    """
+    if isinstance(a, Variable):
+        return a, b if isinstance(b, Variable) else _as_constant(b, a)
+    if isinstance(b, Variable):
+        return _as_constant(a, b), b
+    raise TypeError(
+        f"expected at least one Variable, got {type(a).__name__} and {type(b).__name__}; "
+        "make one of an array by fl.input or fl.no_grad"
+    )
+
+
+def _as_constant(value: Operand, like: Variable) -> Variable:
+    if not isinstance(value, (int, float)):
+        return Variable(value)  # type: ignore[arg-type]
+    dtype = like.data.dtype
+    if isinstance(value, float) and dtype.kind != "f":
+        dtype = None  # type: ignore[assignment]  # integers and a fraction: the library's choice
+    return Variable(array_module(like.data).asarray(value, dtype))
+
+
+def negative(x: Input) -> Variable:
+    """Return ``-x``, elementwise."""
+    x = as_variable(x)
+    return record(-x.data, (x, lambda grad: -grad))
+
+
+def add(a: Operand, b: Operand) -> Variable:
+    """Return ``a + b``, elementwise."""
+    x, y = as_pair(a, b)
+    return record(x.data + y.data, (x, lambda grad: grad), (y, lambda grad: grad))
+
+
+def sub(a: Operand, b: Operand) -> Variable:
+    """Return ``a - b``, elementwise."""
+    x, y = as_pair(a, b)
+    return record(x.data - y.data, (x, lambda grad: grad), (y, lambda grad: -grad))
+
+
+def mul(a: Operand, b: Operand) -> Variable:
+    """Return ``a * b``, elementwise."""
+    x, y = as_pair(a, b)
+    p, q = x.data, y.data
+    return record(p * q, (x, lambda grad: grad * q), (y, lambda grad: grad * p))
+
+
+def div(a: Operand, b: Operand) -> Variable:
+    """Return ``a / b``, elementwise."""
+    x, y = as_pair(a, b)
+    p, q = x.data, y.data
+    return record(p / q, (x, lambda grad: grad / q), (y, lambda grad: -grad * p / (q * q)))
+
+
+def pow(a: Operand, b: Operand) -> Variable:
+    """Return ``a ** b``, elementwise.
+
+    Where the base is 0, the gradient of the exponent is 0. Where it is negative, that gradient
+    does not exist and is nan.
+    """
+    x, y = as_pair(a, b)
+    base, exponent = x.data, y.data
+    out = base**exponent
+
+    def base_vjp(grad: Array) -> Any:
+        # An exponent of 0 has slope 0 everywhere; base ** -1 would make that nan at base 0.
+        lowered = array_module(exponent).where(exponent == 0, 0, exponent - 1)
+        return grad * exponent * base ** lowered.astype(exponent.dtype)
+
+    def exponent_vjp(grad: Array) -> Any:
+        xp = array_module(base)
+        return grad * out * xp.log(xp.where(base == 0, 1, base))
+
+    return record(out, (x, base_vjp), (y, exponent_vjp))
+
+
+def maximum(a: Operand, b: Operand) -> Variable:
+    """Return the larger of both, elementwise; equal elements share the gradient in halves."""
+    x, y = as_pair(a, b)
+    p, q = x.data, y.data
+    out = array_module(p).maximum(p, q)
+    return record(out, (x, lambda grad: grad * _share(p > q, p == q, grad)),
+                  (y, lambda grad: grad * _share(q > p, p == q, grad)))  # fmt: skip
+
+
+def minimum(a: Operand, b: Operand) -> Variable:
+    """Return the smaller of both, elementwise; equal elements share the gradient in halves."""
+    x, y = as_pair(a, b)
+    p, q = x.data, y.data
+    out = array_module(p).minimum(p, q)
+    return record(out, (x, lambda grad: grad * _share(p < q, p == q, grad)),
+                  (y, lambda grad: grad * _share(q < p, p == q, grad)))  # fmt: skip
+
+
+def _share(chosen: Array, equal: Array, grad: Array) -> Any:
+    """Return 1 where chosen, 1/2 where equal, else 0, in the dtype of ``grad``."""
+    half = array_module(grad).asarray(0.5, grad.dtype)
+    return (chosen * 2 + equal) * half
 
 
 def exp(x: Input) -> Variable:
@@ -97,3 +220,33 @@ def clamp(x: Input, lower: float | None = None, upper: float | None = None) -> V
     if upper is not None:
         inside = inside & (array <= upper)
     return record(array_module(array).clip(array, lower, upper), (x, lambda grad: grad * inside))
+
+
+def dropout(x: Input, ratio: float) -> Variable:
+    """Return ``x`` with each element zeroed with probability ``ratio``, the rest scaled up.
+
+    The scale ``1 / (1 - ratio)`` keeps the expectation. The generator is the one that
+    ``set_seed`` seeds. A ratio of 0 returns ``x`` itself.
+
+    Raises:
+        ValueError: ``ratio`` is not in ``0 <= ratio < 1``.
+    """
+    x = as_variable(x)
+    check_ratio(ratio)
+    if not ratio:
+        return x
+    array = x.data
+    draw = generator(array_module(array)).random(array.shape, dtype=np.float32)
+    mask = (draw >= ratio).astype(array.dtype)
+    mask *= 1 / (1 - ratio)
+    return record(array * mask, (x, lambda grad: grad * mask))
+
+
+def check_ratio(ratio: float) -> None:
+    """Check a dropout ratio.
+
+    Raises:
+        ValueError: ``ratio`` is not in ``0 <= ratio < 1``.
+    """
+    if not 0 <= ratio < 1:
+        raise ValueError(f"dropout: the ratio must be at least 0 and below 1, got {ratio}")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from flashlight_py import kernels
-from flashlight_py.autograd.functions.operands import as_variable
-from flashlight_py.autograd.narrow import narrowed, total, widened
+from flashlight_py.autograd.functions.elementwise import as_variable
 from flashlight_py.autograd.variable import Input, Variable, record
-from flashlight_py.device import Array, array_module, is_cupy, require
+from flashlight_py.device import Array, array_module, is_cupy, narrowed, require, total, widened
 
 
 def softmax(x: Input, axis: int = -1) -> Variable:

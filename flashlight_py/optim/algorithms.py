@@ -1,15 +1,121 @@
-"""Rules that scale steps by sums or means of squares of gradients, in flashlight's forms."""
+"""The optimizers: each is a rule of rules.inc, its numbers, and its state's names."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from math import sqrt
 from typing import Any, ClassVar
 
 from flashlight_py.autograd import Variable
 from flashlight_py.optim.cuda import Rule
-from flashlight_py.optim.optimizer import check_at_least_zero, check_below_one
-from flashlight_py.optim.rule import RuleOptimizer
+from flashlight_py.optim.optimizer import RuleOptimizer, check_at_least_zero, check_below_one
+
+
+class SGDOptimizer(RuleOptimizer):
+    """Stochastic gradient descent with momentum, weight decay and Nesterov's variant.
+
+    ``g = grad + weight_decay * p``; ``v = momentum * v + g``; then ``p -= lr * v``, or with
+    Nesterov ``p -= lr * (g + momentum * v)`` (Sutskever et al., ICML 2013, in the form of
+    flashlight and torch). Without momentum ``p -= lr * g``.
+
+    Args:
+        params: the variables to change.
+        lr: the learning rate, at least 0.
+        momentum: how much of the last step is kept, at least 0.
+        weight_decay: the factor of the L2 penalty's gradient, at least 0.
+        nesterov: look ahead; needs momentum.
+
+    Raises:
+        TypeError: ``params`` is not an iterable of variables, or a number is none.
+        ValueError: a number is negative, ``params`` is empty, or Nesterov without momentum.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Variable],
+        lr: float,
+        momentum: float = 0,
+        weight_decay: float = 0,
+        nesterov: bool = False,
+    ) -> None:
+        self.momentum = check_at_least_zero("momentum", momentum)
+        self.weight_decay = check_at_least_zero("weight_decay", weight_decay)
+        self.nesterov = bool(nesterov)
+        if nesterov and not momentum:
+            raise ValueError("nesterov=True needs a momentum above 0")
+        super().__init__(params, lr, ["velocity"] if momentum else [])
+
+    def _rule(self, position: int, grad_scale: float) -> Rule:
+        if not self._states:
+            return "sgd", (self._lr, self.weight_decay)
+        return "momentum", (self._lr, self.momentum, self.weight_decay, self.nesterov)
+
+    def _state(self) -> dict[str, list[Any]]:
+        return {"velocity": [], **super()._state()}
+
+
+class AdamOptimizer(RuleOptimizer):
+    """Adam: steps scaled by running means of the gradient and of its square.
+
+    ``m = beta1 * m + (1 - beta1) * g``; ``v = beta2 * v + (1 - beta2) * g * g``; then
+    ``p -= lr * m' / (sqrt(v') + eps)`` where ``m'`` and ``v'`` are ``m / (1 - beta1 ** t)`` and
+    ``v / (1 - beta2 ** t)`` at the parameter's own step ``t``: algorithm 1 of the paper. ``m`` and
+    ``v`` of float16 parameters are float32.
+
+    Args:
+        params: the variables to change.
+        lr: the learning rate, at least 0.
+        beta1: decay of the mean of gradients, in ``0 <= beta1 < 1``.
+        beta2: decay of the mean of squares, in ``0 <= beta2 < 1``.
+        eps: keeps the divisor from 0, at least 0.
+        weight_decay: at least 0.
+        decoupled: shrink parameters by ``lr * weight_decay`` before the step (AdamW, Loshchilov
+            and Hutter, ICLR 2019; flashlight's way); else add ``weight_decay * p`` to ``g``.
+
+    Raises:
+        TypeError: ``params`` is not an iterable of variables, or a number is none.
+        ValueError: a number is outside its range, or ``params`` is empty.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Variable],
+        lr: float,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        *,
+        decoupled: bool = True,
+    ) -> None:
+        self.beta1 = check_below_one("beta1", beta1)
+        self.beta2 = check_below_one("beta2", beta2)
+        self.eps = check_at_least_zero("eps", eps)
+        self.weight_decay = check_at_least_zero("weight_decay", weight_decay)
+        self.decoupled = decoupled
+        super().__init__(params, lr, ["mean", "square"])
+
+    def _rule(self, position: int, grad_scale: float) -> Rule:
+        # Called at every step, also of models for which it is half of the time.
+        beta1, beta2, lr, decay = self.beta1, self.beta2, self._lr, self.weight_decay
+        time = self._steps[position]
+        rate, root = lr / (1 - beta1**time), 1 / sqrt(1 - beta2**time)
+        shrink, penalty = (1 - lr * decay, 0.0) if self.decoupled else (1.0, decay)
+        return "adam", (
+            beta1,
+            1 - beta1,
+            beta2,
+            1 - beta2,
+            self.eps,
+            rate,
+            root,
+            shrink,
+            penalty,
+        )
+
+    def _state(self) -> dict[str, list[Any]]:
+        return {"steps": self._steps, **super()._state()}
 
 
 class AdagradOptimizer(RuleOptimizer):

@@ -1,4 +1,4 @@
-"""What is measured over many samples, and how meters of several ranks become one."""
+"""Meters: values gathered while a model trains, alone or summed over processes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashlight_py.device import Array, array_module, operation
+
+__all__ = ["Meter", "AverageValueMeter", "TimeMeter", "TopKMeter", "CountMeter", "MSEMeter"]
 
 # Sums of float64, with shape (number of sums,).
 State: TypeAlias = NDArray[np.float64]

@@ -1,13 +1,21 @@
-"""The sum of the squares of a gradient, the same bits on every machine."""
+"""The native kernels of optimizers, and the sum of the squares of a gradient."""
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import numpy as np
 
+from flashlight_py import _native
 from flashlight_py.device import Array, is_cupy
-from flashlight_py.optim.native import native
 
-__all__ = ["sum_of_squares", "sums_of_squares"]
+
+@functools.cache
+def native() -> Any | None:
+    """Return the module of the kernels, or None, with a warning, where it is missing."""
+    return _native.optional("optim", "optimizers step in NumPy, some ten times slower")
+
 
 BLOCK = 65536  # elements
 

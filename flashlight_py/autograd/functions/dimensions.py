@@ -1,0 +1,424 @@
+"""Functions over dimensions: other shapes, parts, reductions and matrix products.
+
+In reductions ``axis`` is None for all dimensions, a dimension, or several; negative ones count from
+the end. ``keepdims`` leaves the reduced dimensions in place with size 1. Their results are new.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from flashlight_py import kernels
+from flashlight_py.autograd.engine import GradSink
+from flashlight_py.autograd.functions.elementwise import as_pair, as_variable, mul, relu, sub
+from flashlight_py.autograd.variable import Input, Operand, Variable, record
+from flashlight_py.device import (
+    Array,
+    array_module,
+    captured_gpu,
+    is_cupy,
+    narrowed,
+    product,
+    total,
+    widened,
+)
+
+
+def reshape(x: Input, shape: int | Sequence[int]) -> Variable:
+    """Return ``x`` with another shape of as many elements; a view of its array where possible.
+
+    Args:
+        x: any shape.
+        shape: the new shape; one entry may be -1 and is then computed.
+
+    Raises:
+        ValueError: the number of elements differs.
+    """
+    x = as_variable(x)
+    old = x.data.shape
+    return record(x.data.reshape(shape), (x, lambda grad: grad.reshape(old)))
+
+
+def moddims(x: Input, shape: int | Sequence[int]) -> Variable:
+    """Return ``reshape(x, shape)``; flashlight's name for it.
+
+    Raises:
+        ValueError: the number of elements differs.
+    """
+    return reshape(x, shape)
+
+
+def flat(x: Input) -> Variable:
+    """Return ``x`` as one dimension, in row-major order; a view of its array where possible."""
+    return reshape(x, -1)
+
+
+def transpose(x: Input, axes: Sequence[int] | None = None) -> Variable:
+    """Return ``x`` with its dimensions permuted (None: reversed); a view of its array.
+
+    Raises:
+        ValueError: ``axes`` is not a permutation of the dimensions.
+    """
+    x = as_variable(x)
+    if axes is None:
+        return record(x.data.T, (x, lambda grad: grad.T))
+    ndim = x.data.ndim
+    forward = [axis % ndim if -ndim <= axis < ndim else axis for axis in axes]
+    if sorted(forward) != list(range(ndim)):
+        raise ValueError(f"transpose: axes must permute {ndim} dimensions, got {tuple(axes)}")
+    inverse = sorted(range(ndim), key=forward.__getitem__)
+    return record(x.data.transpose(forward), (x, lambda grad: grad.transpose(inverse)))
+
+
+def concatenate(variables: Sequence[Input], axis: int = 0) -> Variable:
+    """Return the variables joined along an existing dimension, as a new array.
+
+    Args:
+        variables: one or more, of equal shape except along ``axis``.
+        axis: the dimension to join along; negative counts from the end.
+
+    Raises:
+        ValueError: no variables, or shapes that do not fit.
+    """
+    if not variables:
+        raise ValueError("concatenate needs at least one variable, got none")
+    given = [as_variable(variable) for variable in variables]
+    arrays = [variable.data for variable in given]
+    joined = array_module(arrays[0]).concatenate(arrays, axis=axis)
+    before = (slice(None),) * (axis % joined.ndim)
+    inputs, start = [], 0
+    for variable in given:
+        stop = start + variable.data.shape[axis]
+        inputs.append((variable, _slicer((*before, slice(start, stop)))))
+        start = stop
+    return record(joined, *inputs)
+
+
+def _slicer(where: tuple[slice, ...]) -> Any:
+    return lambda grad: grad[where]
+
+
+def index(x: Input, where: Any) -> Variable:
+    """Return ``x[where]`` with NumPy's rules; a view for slices and numbers, else a copy.
+
+    An element that is picked more than once collects the gradients of all its copies.
+
+    Args:
+        x: any shape.
+        where: an index; integer or Boolean variables in it count as arrays.
+
+    Raises:
+        IndexError: out of range, or not an index.
+    """
+    x = as_variable(x)
+    array = x.data
+    where = _as_index(where, array)
+    parts = where if isinstance(where, tuple) else (where,)
+    basic = all(p is None or p is Ellipsis or isinstance(p, (int, slice)) for p in parts)
+
+    def x_vjp(grad: Array) -> Array:
+        xp = array_module(array)
+        spread: Array = xp.zeros(array.shape, grad.dtype)
+        if basic:
+            spread[where] = grad
+        else:
+            xp.add.at(spread, where, grad)
+        return spread
+
+    return record(array[where], (x, x_vjp))
+
+
+def _as_index(where: Any, array: Array) -> Any:
+    """Return an index whose arrays, variables' included, are where ``array`` is."""
+    if isinstance(where, tuple):
+        return tuple(_as_index(part, array) for part in where)
+    if isinstance(where, Variable):
+        where = where.data
+    return array_module(array).asarray(where) if hasattr(where, "__array__") else where
+
+
+def astype(x: Input, dtype: Any) -> Variable:
+    """Return ``x`` cast to ``dtype``, as a new array; its gradient has ``x``'s dtype.
+
+    A cast to a dtype that is not floating ends the graph: the result has no gradient.
+    """
+    x = as_variable(x)
+    array = x.data.astype(dtype)
+    if array.dtype.kind != "f":
+        return Variable(array)
+    return record(array, (x, lambda grad: grad))
+
+
+Axis: TypeAlias = int | Sequence[int] | None
+
+
+def sum(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
+    """Return the sum over ``axis``.
+
+    Raises:
+        ValueError: ``axis`` names no dimension of ``x``, or one twice.
+    """
+    x = as_variable(x)
+    array = x.data
+    axes = _axes(axis, array.ndim)
+    out = narrowed(total(array, axes, keepdims), array)
+    return record(out, (x, lambda grad: _spread(grad, axes, array.shape)))
+
+
+def mean(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
+    """Return the mean over ``axis``.
+
+    Raises:
+        ValueError: ``axis`` names no dimension of ``x``, or one twice, or has no element.
+    """
+    x = as_variable(x)
+    array = x.data
+    axes = _axes(axis, array.ndim)
+    count = _count(array.shape, axes, "mean")
+    out = array.mean(axis=axes, keepdims=keepdims)
+    return record(out, (x, lambda grad: _spread(widened(grad) / count, axes, array.shape)))
+
+
+def var(x: Input, axis: Axis = None, keepdims: bool = False, ddof: int = 0) -> Variable:
+    """Return the variance over ``axis``: the squared deviations' sum divided by ``n - ddof``.
+
+    Raises:
+        ValueError: ``axis`` names no dimension of ``x``, or one twice, or ``n <= ddof``.
+    """
+    x = as_variable(x)
+    axes = _axes(axis, x.data.ndim)
+    count = _count(x.data.shape, axes, "var")
+    if count <= ddof:
+        raise ValueError(f"var: needs more than ddof ({ddof}) elements, got {count}")
+    deviation = sub(x, mean(x, axes, keepdims=True))
+    return mul(mean(mul(deviation, deviation), axes, keepdims), count / (count - ddof))
+
+
+def max(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
+    """Return the largest element over ``axis``; equal ones share the gradient evenly.
+
+    Raises:
+        ValueError: ``axis`` names no dimension of ``x``, or one twice, or has no element.
+    """
+    x = as_variable(x)
+    axes = _axes(axis, x.data.ndim)
+    return _extremum(x, x.data.max(axis=axes, keepdims=True), axes, keepdims)
+
+
+def min(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
+    """Return the smallest element over ``axis``; equal ones share the gradient evenly.
+
+    Raises:
+        ValueError: ``axis`` names no dimension of ``x``, or one twice, or has no element.
+    """
+    x = as_variable(x)
+    axes = _axes(axis, x.data.ndim)
+    return _extremum(x, x.data.min(axis=axes, keepdims=True), axes, keepdims)
+
+
+def _extremum(x: Variable, best: Array, axes: tuple[int, ...], keepdims: bool) -> Variable:
+    array = x.data
+
+    def vjp(grad: Array) -> Any:
+        winners = array == best
+        shares = winners / winners.sum(axis=axes, keepdims=True)
+        wide = widened(grad)
+        return _spread(wide, axes, array.shape) * shares.astype(wide.dtype)
+
+    return record(best if keepdims else best.squeeze(axes).copy(), (x, vjp))
+
+
+def _axes(axis: Axis, ndim: int) -> tuple[int, ...]:
+    """Return the dimensions to reduce as numbers of 0 .. ndim - 1."""
+    if axis is None:
+        return tuple(range(ndim))
+    named = (axis,) if isinstance(axis, int) else tuple(axis)
+    axes = tuple(a + ndim if a < 0 else a for a in named)
+    if len(set(axes)) < len(axes) or not all(0 <= a < ndim for a in axes):
+        raise ValueError(f"axis {axis} does not name distinct dimensions of {ndim}")
+    return axes
+
+
+def _count(shape: tuple[int, ...], axes: tuple[int, ...], what: str) -> int:
+    count = math.prod(shape[a] for a in axes)
+    if not count:
+        raise ValueError(f"{what}: nothing to reduce over axis {axes} of shape {shape}")
+    return count
+
+
+def _spread(grad: Array, axes: tuple[int, ...], shape: tuple[int, ...]) -> Array:
+    """Return the gradient of a reduction repeated over the reduced dimensions, as a view."""
+    kept = tuple(1 if a in axes else n for a, n in enumerate(shape))
+    return array_module(grad).broadcast_to(grad.reshape(kept), shape)  # type: ignore[no-any-return]
+
+
+def linear(x: Input, weight: Input, bias: Input | None = None) -> Variable:
+    """Return ``x @ weight.T + bias``, a new variable of shape ``[..., out]``.
+
+    Args:
+        x: shape ``[..., in]``.
+        weight: shape ``[out, in]``.
+        bias: shape ``[out]``, or None.
+
+    Raises:
+        ValueError: the shapes do not fit together.
+    """
+    x, weight = as_variable(x), as_variable(weight)
+    bias = None if bias is None else as_variable(bias)
+    _check_shapes(x, weight, bias)
+    if x.data.ndim == 2:
+        return _linear(x, weight, bias)
+    *outer, features = x.data.shape
+    rows = reshape(x, (math.prod(outer), features))
+    return reshape(_linear(rows, weight, bias), (*outer, weight.data.shape[0]))
+
+
+def _linear(x: Variable, weight: Variable, bias: Variable | None) -> Variable:
+    rows, w = x.data, _to_keep(weight)
+    out = product(rows, weight.data.T)
+
+    def weight_vjp(grad: Array) -> Any:
+        return _into_gradient(weight, grad, rows)
+
+    def x_vjp(grad: Array) -> Any:
+        return product(grad, weight.data if w is None else w)
+
+    # The parameters come first: their hooks fire while the input's gradient is still to compute.
+    edges = [(weight, weight_vjp), (x, x_vjp)]
+    if bias is not None:
+        out += bias.data
+        edges.insert(1, (bias, _sum_rows))
+    if isinstance(weight.buffer, GradSink) and weight.buffer.is_stepped:
+        edges.insert(0, edges.pop())
+    return record(out, *edges)
+
+
+def linear_relu(x: Input, weight: Input, bias: Input) -> Variable:
+    """Return ``max(linear(x, weight, bias), 0)``; on a GPU, bias and maximum are one launch.
+
+    Args:
+        x: shape ``[..., in]``.
+        weight: shape ``[out, in]``.
+        bias: shape ``[out]``.
+
+    Raises:
+        ValueError: the shapes do not fit together.
+    """
+    x, weight, bias = as_variable(x), as_variable(weight), as_variable(bias)
+    _check_shapes(x, weight, bias)
+    rows = x.data
+    fits = rows.ndim == 2 and rows.dtype == weight.data.dtype == bias.data.dtype
+    return _fused(x, weight, bias) if fits and is_cupy(rows) else relu(linear(x, weight, bias))
+
+
+def _fused(x: Variable, weight: Variable, bias: Variable) -> Variable:
+    rows, w = x.data, _to_keep(weight)
+    out = product(rows, weight.data.T)
+    kernels.add_bias_relu(out, bias.data)
+    slope = _SlopeOnce(out)
+
+    def weight_vjp(grad: Array) -> Any:
+        return _into_gradient(weight, slope(grad), rows)
+
+    return record(
+        out,
+        (weight, weight_vjp),
+        (bias, lambda grad: _sum_rows(slope(grad))),
+        (x, lambda grad: product(slope(grad), weight.data if w is None else w)),
+    )
+
+
+class _SlopeOnce:
+    """The gradient before the ReLU, computed once for all that need it."""
+
+    def __init__(self, out: Array) -> None:
+        self._out = out
+        self._grad: Array | None = None
+        self._through: Array = out
+
+    def __call__(self, grad: Array) -> Array:
+        if grad is not self._grad:
+            self._grad, self._through = grad, kernels.relu_slope(grad, self._out)
+        return self._through
+
+
+def _sum_rows(grad: Array) -> Any:
+    return grad[0] if len(grad) == 1 else total(grad, 0)  # a view is ten times cheaper
+
+
+def _into_gradient(weight: Variable, grad: Array, rows: Array) -> Any:
+    """Return the product; the first contribution is written to where it belongs, if it can be."""
+    buffer = weight.buffer
+    if isinstance(buffer, GradSink):
+        return buffer.product(weight, grad.T, rows)
+    fits = buffer is not None and weight.grad is None and buffer.flags.c_contiguous
+    fits = fits and grad.dtype == rows.dtype == weight.dtype
+    return product(grad.T, rows, buffer if fits else None)
+
+
+def _check_shapes(x: Variable, weight: Variable, bias: Variable | None) -> None:
+    shape = weight.data.shape
+    if len(shape) != 2:
+        raise ValueError(f"linear: expected a weight of shape [out, in], got {shape}")
+    if x.data.shape[-1:] != shape[1:]:
+        raise ValueError(
+            f"linear: expected input of shape [..., {shape[1]}] for a weight of shape {shape}, "
+            f"got {x.data.shape}"
+        )
+    if bias is not None and bias.data.shape != shape[:1]:
+        raise ValueError(
+            f"linear: expected bias of shape ({shape[0]},) for a weight of shape {shape}, "
+            f"got {bias.data.shape}"
+        )
+
+
+def matmul(a: Operand, b: Operand) -> Variable:
+    """Return ``a @ b`` with NumPy's rules, as a new array.
+
+    Args:
+        a: shape ``[..., n, k]``, or ``[k]``, a row.
+        b: shape ``[..., k, m]``, or ``[k]``, a column. Leading dimensions broadcast.
+
+    Returns:
+        Shape ``[..., n, m]``, without the dimension that a row or column stands for.
+
+    Raises:
+        ValueError: the inner sizes differ, or an operand has no dimensions.
+    """
+    x, y = as_pair(a, b)
+    if not x.data.ndim or not y.data.ndim:
+        raise ValueError(f"matmul: needs dimensions, got shapes {x.shape} and {y.shape}")
+    row = x if x.data.ndim > 1 else reshape(x, (1, -1))
+    column = y if y.data.ndim > 1 else reshape(y, (-1, 1))
+    out = _matmul(row, column)
+    if row is x and column is y:
+        return out
+    *outer, n, m = out.data.shape
+    return reshape(out, (*outer, *([n] if row is x else []), *([m] if column is y else [])))
+
+
+def _matmul(x: Variable, y: Variable) -> Variable:
+    p, q = _to_keep(x), _to_keep(y)
+    return record(
+        _stacked(x.data, y.data),
+        (x, lambda grad: _stacked(grad, _transposed(y.data if q is None else q))),
+        (y, lambda grad: _stacked(_transposed(x.data if p is None else p), grad)),
+    )
+
+
+def _stacked(a: Array, b: Array) -> Array:
+    """Return the products of matrices in the last two dimensions."""
+    owner = captured_gpu() if is_cupy(a) else None
+    found: Array = a @ b if owner is None else owner.product(a, b)
+    return found
+
+
+def _to_keep(operand: Variable) -> Array | None:
+    """Return the array for the backward pass; None: a sharded one is read again then, not kept."""
+    return operand.data if operand.placement is None else None
+
+
+def _transposed(array: Array) -> Array:
+    return array.swapaxes(-1, -2)
