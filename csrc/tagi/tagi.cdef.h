@@ -17,7 +17,7 @@ void fl_tagi_lstm_backward(const fl_tagi_lstm *lstm, const float *weight, const 
                            const float *d, const float *e, float *dz, float *ez, float *dx,
                            float *ex);
 
-/* The step of flat arrays of `size` elements; see flashlight_py/tagi/capped_step.py. */
+/* The step of flat arrays of `size` elements; see flashlight_py/tagi/parameters.py. */
 void fl_tagi_step(float *mean, float *variance, const float *mean_sum, const float *variance_sum,
                   size_t size, float inverse_cap);
 

@@ -8,9 +8,8 @@ import numpy as np
 
 from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.tagi.images import ImageLayer, images_of
-from flashlight_py.tagi.init import gaussian, spread
 from flashlight_py.tagi.layer import Deltas, Shape, times_slope
-from flashlight_py.tagi.parameters import Parameter
+from flashlight_py.tagi.parameters import Parameter, gaussian, spread
 from flashlight_py.tagi.states import REAL, BaseHiddenStates
 from flashlight_py.tagi.windows import (
     Part,

@@ -7,21 +7,21 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from flashlight_py.tagi.layer import BaseLayer
-from flashlight_py.tagi.parameters import Bucket, on_device
+from flashlight_py.tagi.parameters import ParameterBucket, on_device
 
 
 class Gathered:
     """A part of :class:`flashlight_py.tagi.Sequential`."""
 
     device: str
-    buckets: list[Bucket]
+    buckets: list[ParameterBucket]
 
     def named_layers(self) -> Iterator[tuple[str, BaseLayer]]:
         """Yield every layer, also those inside blocks, by the names that pytagi gives them."""
         raise NotImplementedError
 
     def gather_parameters(
-        self, make: Callable[[list[BaseLayer]], list[Bucket]] | None = None
+        self, make: Callable[[list[BaseLayer]], list[ParameterBucket]] | None = None
     ) -> None:
         """Let the parameters lie in the buckets that ``make`` returns; None: in one.
 
@@ -31,7 +31,7 @@ class Gathered:
         layers = [layer for _, layer in self.named_layers() if layer.parameters_in_use][::-1]
         if make is None:
             parameters = [each for layer in layers for each in layer.parameters_in_use]
-            self.buckets = [Bucket(parameters, on_device(self.device))]
+            self.buckets = [ParameterBucket(parameters, on_device(self.device))]
         else:
             self.buckets = make(layers)
 

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.device import Array, array_module, to_device
-from flashlight_py.tagi.init import constant
 from flashlight_py.tagi.layer import BaseLayer, Deltas, Shape
-from flashlight_py.tagi.parameters import Parameter
+from flashlight_py.tagi.parameters import Parameter, constant
 from flashlight_py.tagi.standardize import row_sums, standardize, standardize_back
 from flashlight_py.tagi.states import REAL, BaseHiddenStates
 

@@ -8,11 +8,10 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from flashlight_py.device import Array, array_module, to_device
-from flashlight_py.tagi.init import gaussian, spread
 from flashlight_py.tagi.layer import BaseLayer, Deltas, Shape, times_slope
 from flashlight_py.tagi.lstm_cell import States
 from flashlight_py.tagi.lstm_window import Pass, window_backward, window_forward
-from flashlight_py.tagi.parameters import Parameter
+from flashlight_py.tagi.parameters import Parameter, gaussian, spread
 from flashlight_py.tagi.states import REAL, BaseHiddenStates, real
 
 Window: TypeAlias = Literal["recurrent", "independent"]

@@ -11,10 +11,10 @@ import numpy as np
 from flashlight_py.device import Array, array_module, device_of, is_cupy, to_device
 from flashlight_py.tagi import state
 from flashlight_py.tagi.buffers import Buffers, returned
-from flashlight_py.tagi.capped_step import FLOOR, cap_factor
 from flashlight_py.tagi.gathered import Gathered
 from flashlight_py.tagi.layer import BaseLayer, Shape
 from flashlight_py.tagi.normalization import NormMeanVar, norm_mean_var
+from flashlight_py.tagi.parameters import FLOOR, cap_factor
 from flashlight_py.tagi.pytagi_files import Files
 from flashlight_py.tagi.recurrence import Recurrence
 from flashlight_py.tagi.states import REAL, BaseDeltaStates, BaseHiddenStates, fits, reads_as, real

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from flashlight_py.device import Array, array_module
-from flashlight_py.tagi.capped_step import FLOOR
 from flashlight_py.tagi.layer import Deltas
 from flashlight_py.tagi.linear import Linear
 from flashlight_py.tagi.lstm_cell import States
+from flashlight_py.tagi.parameters import FLOOR
 from flashlight_py.tagi.recurrent import LSTM
 from flashlight_py.tagi.states import BaseHiddenStates
 
