@@ -9,9 +9,8 @@ import numpy as np
 
 from flashlight_py.device import Array, to_device
 from flashlight_py.tagi.layer import BaseLayer
-from flashlight_py.tagi.lstm_cell import States
-from flashlight_py.tagi.recurrent import LSTM
-from flashlight_py.tagi.smoothing import SLSTM, SLinear
+from flashlight_py.tagi.lstm import States
+from flashlight_py.tagi.recurrent import LSTM, SLSTM, SLinear
 from flashlight_py.tagi.state import wrong_moments
 from flashlight_py.tagi.states import BaseHiddenStates, real
 
