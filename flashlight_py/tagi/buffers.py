@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.device import Array, to_device
-from flashlight_py.tagi.states import REAL, BaseDeltaStates, BaseHiddenStates, fits, real
+from flashlight_py.tagi.states import REAL, BaseDeltaStates, BaseHiddenStates, fits, host_copy, real
 
 
 class Buffers:
@@ -43,7 +43,7 @@ class Buffers:
 
     def delta_z_to_host(self) -> Array:
         """Return the deltas of the outputs' means, flat, on the CPU; a copy."""
-        return np.array(to_device(self.input_delta_z_buffer.delta_mu, "cpu"))
+        return host_copy(self.input_delta_z_buffer.delta_mu)
 
     def set_delta_z(self, delta_mu: Any, delta_var: Any) -> None:
         """Set the deltas of the outputs by hand, for the next backward pass.
@@ -77,7 +77,7 @@ class Buffers:
                 "net.input_state_update = True before it"
             )
         flat = (deltas.delta_mu, deltas.delta_var)
-        return np.array(to_device(flat[0], "cpu")), np.array(to_device(flat[1], "cpu"))
+        return host_copy(flat[0]), host_copy(flat[1])
 
 
 def returned(moments: BaseHiddenStates, flat: bool, on_gpu: bool) -> tuple[Array, Array]:

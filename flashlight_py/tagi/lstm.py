@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flashlight_py.device import Array, array_module, is_cupy
-from flashlight_py.tagi.native import native
+from flashlight_py.device import Array, array_module
+from flashlight_py.tagi.native import floats, native, native_for
 from flashlight_py.tagi.parameters import Parameter
 from flashlight_py.tagi.states import REAL
 
@@ -132,7 +132,7 @@ SMALL = 2**14
 
 
 class Pass(NamedTuple):
-    """What a forward pass keeps for the way back.
+    """The memory of a forward pass for the way back.
 
     Attributes:
         joined: means of each time step's inputs and of h before it, ``[steps, rows, ni + no]``;
@@ -147,8 +147,8 @@ class Pass(NamedTuple):
 
 
 class Back(NamedTuple):
-    """What comes back: deltas of the gates' inputs, ``[rows * steps, 4 * no]`` in the order of
-    ``joined``, and of the layer's, ``[rows, steps * ni]``, if wanted.
+    """The result of a backward pass: deltas of the gates' inputs, ``[rows * steps, 4 * no]`` in the
+    order of ``joined``, and of the layer's, ``[rows, steps * ni]``, if wanted.
     """
 
     dz: Array
@@ -167,7 +167,7 @@ def window_forward(
     carry: bool,
 ) -> tuple[Array, Array, States | None, Pass]:
     """Return means and variances of h at all time steps, ``[rows, steps * no]``, the last states,
-    and what to keep.
+    and the memory for the way back.
 
     Args:
         weight: ``[4, no, ni + no]``.
@@ -177,7 +177,7 @@ def window_forward(
         states: what to begin with, ``[1, no]`` each, of one row; None: 0.
         carry: whether to return the last states, of one row.
     """
-    kernels = None if is_cupy(x) or weight.mean.size > SMALL else native()
+    kernels = None if weight.mean.size > SMALL else native_for(x)
     if kernels is None:
         *moments, last, kept = forward_in_numpy(weight, biases, x, x_variance, steps, states)
         return moments[0], moments[1], last if carry else None, kept
@@ -185,7 +185,7 @@ def window_forward(
 
 
 def window_backward(weight: Parameter, kept: Pass, d: Array, e: Array, wanted: bool) -> Back:
-    """Return what the deltas of h, ``[rows, steps * no]``, send back."""
+    """Return the deltas that those of h, ``[rows, steps * no]``, send back."""
     if kept.by_sample:
         return _backward_natively(weight, kept, d, e, wanted)
     return backward_in_numpy(weight, kept, d, e, wanted)
@@ -285,7 +285,7 @@ def _forward_natively(
     arrays = (weight.mean, weight.variance, *known, x, x_variance)
     kernels.lib.fl_tagi_lstm_forward(
         kernels.ffi.new("fl_tagi_lstm *", (rows, steps, n - no, no)),
-        *(_pointer(kernels.ffi, each) for each in (*arrays, h, v_h, joined, slopes, last)),
+        *(floats(kernels, each) for each in (*arrays, h, v_h, joined, slopes, last)),
     )
     after = None if last is None else States(*last)
     return h, v_h, after, Pass(joined, slopes, True)
@@ -302,16 +302,9 @@ def _backward_natively(weight: Parameter, kept: Pass, d: Array, e: Array, wanted
         dx, ex = np.empty((2, rows, steps * (n - no)), REAL)
     kernels.lib.fl_tagi_lstm_backward(
         kernels.ffi.new("fl_tagi_lstm *", (rows, steps, n - no, no)),
-        *(_pointer(kernels.ffi, a) for a in (weight.mean, slopes, d, e, dz, ez, dx, ex)),
+        *(floats(kernels, a) for a in (weight.mean, slopes, d, e, dz, ez, dx, ex)),
     )
     return Back(dz, ez, dx, ex)
-
-
-def _pointer(ffi: Any, array: Array | None) -> Any:
-    """Return where a float32 array is; of one that is not contiguous, where a copy is."""
-    if array is None:
-        return ffi.NULL
-    return ffi.from_buffer("float[]", np.ascontiguousarray(array, REAL))
 
 
 def _products(weight: Parameter, pairs: int) -> Array:

@@ -14,7 +14,7 @@ from flashlight_py.tagi.layer import BaseLayer, Deltas, Shape, times_slope
 from flashlight_py.tagi.mixtures import Moments
 from flashlight_py.tagi.native import address, native
 from flashlight_py.tagi.parameters import Parameter, constant
-from flashlight_py.tagi.states import REAL, BaseHiddenStates
+from flashlight_py.tagi.states import REAL, BaseHiddenStates, host_copy
 
 # Of one normalization or several: running means, running variances, means and variances of the
 # last batch.
@@ -269,7 +269,7 @@ def norm_mean_var(layers: Iterable[BaseLayer]) -> NormMeanVar:
     """Return copies of what those of ``layers`` have that normalize over the batch, on the CPU."""
     norms = [layer for layer in layers if isinstance(layer, BatchNorm2d)]
     running_means, running_variances, means, variances = (
-        [np.array(to_device(getattr(norm, which), "cpu")) for norm in norms]
+        [host_copy(getattr(norm, which)) for norm in norms]
         for which in ("running_mean", "running_variance", "batch_mean", "batch_variance")
     )
     return running_means, running_variances, means, variances

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from flashlight_py.device import Array, array_module, is_cupy
+from flashlight_py.device import Array, array_module
 from flashlight_py.tagi.layer import Deltas, Shape, times_slope
-from flashlight_py.tagi.native import address, native
+from flashlight_py.tagi.native import address, native_for
 from flashlight_py.tagi.states import REAL, BaseHiddenStates
 from flashlight_py.tagi.windows import (
     ImageLayer,
@@ -132,7 +132,7 @@ def sum_windows(windows: Windows, images: Array, factor: float) -> Array:
     """
     images, _ = readable(images)
     sums = empty_like(images, (images.shape[1], windows.out_height, windows.out_width))
-    module = None if is_cupy(images) else native()
+    module = native_for(images)
     if module is None:
         sum_windows_in_numpy(windows, images, factor, sums)
         return sums
@@ -169,7 +169,7 @@ def spread_windows(windows: Windows, deltas: Array, factor: float, like: Array) 
         like: images of the shape, batch and channels lying in the order, that those returned have.
     """
     images, deltas = empty_like(like, like.shape[1:]), contiguous(deltas)
-    module = None if is_cupy(images) else native()
+    module = native_for(images)
     if module is None:
         spread_windows_in_numpy(windows, deltas, factor, images)
         return images
@@ -216,7 +216,7 @@ def largest(
     shape = (mean.shape[1], windows.out_height, windows.out_width)
     best, taken = empty_like(mean, shape), empty_like(mean, shape, np.int32)
     best_v = None if variance is None else empty_like(mean, shape)
-    module = None if is_cupy(mean) else native()
+    module = native_for(mean)
     if module is None:
         largest_in_numpy(windows, mean, variance, best, best_v, taken)
         return best, best_v, taken
@@ -266,7 +266,7 @@ def spread_taken(windows: Windows, deltas: Array, taken: Array, like: Array) -> 
     """
     images = empty_like(like, like.shape[1:])
     images[...] = 0
-    module = None if is_cupy(images) else native()
+    module = native_for(images)
     if module is None:
         spread_taken_in_numpy(windows, deltas, taken, images)
         return images

@@ -12,7 +12,7 @@ from flashlight_py.tagi.layer import BaseLayer, Deltas, Shape, times_slope
 from flashlight_py.tagi.linear import Linear
 from flashlight_py.tagi.lstm import Pass, States, window_backward, window_forward
 from flashlight_py.tagi.parameters import FLOOR, Parameter, gaussian, spread
-from flashlight_py.tagi.states import REAL, BaseHiddenStates, real
+from flashlight_py.tagi.states import REAL, BaseHiddenStates, host_copy, real
 
 Window: TypeAlias = Literal["recurrent", "independent"]
 
@@ -155,7 +155,7 @@ class LSTM(BaseLayer):
         """Return what the next call begins with: four flat copies on the CPU."""
         if self._carried is None:
             return States(*(np.zeros(self._outputs, REAL) for _ in States._fields))
-        return States(*(np.array(to_device(each, "cpu")).reshape(-1) for each in self._carried))
+        return States(*(host_copy(each).reshape(-1) for each in self._carried))
 
     def set_states(self, states: Sequence[Any] | None) -> None:
         """Let the next call begin with these; None: with 0. ``output_size`` elements each.

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from flashlight_py.device import Array, array_module, is_cupy, to_device
-from flashlight_py.tagi.native import native
+from flashlight_py.device import Array, array_module, to_device
+from flashlight_py.tagi.native import floats, native_for
 from flashlight_py.tagi.states import (
     REAL,
     BaseDeltaStates,
@@ -32,7 +32,7 @@ def deltas_of(
         observed: as many float32 elements.
         errors: the variances of the errors, as many float32 elements, or one for all.
     """
-    module = None if is_cupy(outputs.mean) else native()
+    module = native_for(outputs.mean)
     if module is not None:
         return _natively(module, outputs, indices, observed, errors)
     if indices is None:
@@ -76,12 +76,10 @@ def _natively(
     module: Any, outputs: BaseHiddenStates, indices: Array | None, observed: Array, errors: Array
 ) -> tuple[Array, Array]:
     ffi, shape = module.ffi, outputs.mean.shape
-    # What owns memory that is pointed to stays in a variable until the call has returned.
-    kept = [
-        None if array is None else np.ascontiguousarray(array, REAL)
+    pointers = [
+        floats(module, array)
         for array in (outputs.mean, outputs.variance, outputs.slope, observed, errors)
     ]
-    pointers = [ffi.NULL if array is None else ffi.from_buffer("float[]", array) for array in kept]
     places = ffi.NULL
     if indices is None:
         d, e = np.empty(shape, REAL), np.empty(shape, REAL)
@@ -97,8 +95,8 @@ def _natively(
         places,
         *pointers[3:],
         int(errors.size != 1),
-        ffi.from_buffer("float[]", d),
-        ffi.from_buffer("float[]", e),
+        floats(module, d),
+        floats(module, e),
     )
     return d, e
 

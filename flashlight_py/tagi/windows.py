@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from numpy.typing import DTypeLike
 
-from flashlight_py.device import Array, array_module, is_cupy
+from flashlight_py.device import Array, array_module
 from flashlight_py.tagi.layer import BaseLayer, Shape
-from flashlight_py.tagi.native import address, native
+from flashlight_py.tagi.native import address, native_for
 from flashlight_py.tagi.states import REAL
 
 
@@ -145,7 +145,7 @@ def patches(
         out: contiguous arrays: for windows of ``mean``; if there is a variance, for those of
             ``variance`` and of ``mean**2 + variance``; otherwise, if it has two, of ``mean**2``.
     """
-    module = None if is_cupy(mean) else native()
+    module = native_for(mean)
     if module is None:
         patches_in_numpy(windows, part, mean, variance, out)
         return
@@ -194,7 +194,7 @@ def add_patches(windows: Windows, part: WindowPart, columns: Array, images: Arra
         columns: contiguous.
         images: with contiguous rows.
     """
-    module = None if is_cupy(images) else native()
+    module = native_for(images)
     if module is None:
         add_patches_in_numpy(windows, part, columns, images)
         return
