@@ -13,7 +13,7 @@ import numpy as np
 
 from flashlight_py.checkpoint.directory import Manifest, is_checkpoint, newest_first, read
 from flashlight_py.checkpoint.parts import (
-    Attempt,
+    DeferredFailure,
     Stateful,
     check_agreement,
     check_generators,
@@ -118,7 +118,7 @@ def load(
 def _found(members: ProcessGroup, path: Path, wanted: Sequence[str]) -> tuple[_Found, Array]:
     """Return what rank 0 finds, and the state's bytes, on every rank."""
     found, state = _NOTHING
-    with Attempt("load", members) as attempt:
+    with DeferredFailure("load", members) as attempt:
         if members.rank == 0:
             found, state = _newest_whole(path, where("load", members))
             _check_wanted(found, wanted)
@@ -172,7 +172,7 @@ def _restored(
 ) -> dict[str, Any]:
     """Put the state into ``parts`` and ``rng``, on all ranks or raise on all; return the tree."""
     tree: dict[str, Any] = {}
-    with Attempt("load", members) as attempt:
+    with DeferredFailure("load", members) as attempt:
         tree = from_bytes(state)
         try:
             for name, part in parts.items():

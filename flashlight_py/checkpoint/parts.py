@@ -86,7 +86,7 @@ def everyone(what: str, group: ProcessGroup, mine: object) -> list[Any]:
     return [json.loads(text) for text in texts]
 
 
-class Attempt:
+class DeferredFailure:
     """A ``with`` block that keeps its exception until the other ranks have been notified."""
 
     def __init__(self, what: str, group: ProcessGroup) -> None:
@@ -94,7 +94,7 @@ class Attempt:
         self._group = group
         self._error: Exception | None = None
 
-    def __enter__(self) -> Attempt:
+    def __enter__(self) -> DeferredFailure:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
