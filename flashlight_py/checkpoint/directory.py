@@ -35,7 +35,7 @@ WAITING_BYTES = 2 * PIECE_BYTES
 
 
 class Content(NamedTuple):
-    """What identifies a file's content: its length in bytes, and its SHA-256 in hexadecimal."""
+    """The identity of a file's content: its length in bytes, and its SHA-256 in hexadecimal."""
 
     nbytes: int
     sha256: str
@@ -152,7 +152,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is written beside the state: the step, who saved what, and the file's content.
+    """The file beside the state: the step, who saved what, and the file's content.
 
     ``parts`` are the arguments of ``save`` that were given; ``ranks`` how many saved.
     """

@@ -34,7 +34,7 @@ _log = logging.getLogger("flashlight_py")
 
 
 class Checkpoint(NamedTuple):
-    """What was loaded: its step, its path on rank 0, and ``extra`` as it was saved.
+    """A checkpoint that was loaded: its step, its path on rank 0, and ``extra`` as it was saved.
 
     ``ranks`` is how many saved it; ``skipped`` why newer ones were not used, one text each.
     """
@@ -48,7 +48,7 @@ class Checkpoint(NamedTuple):
 
 @dataclass(frozen=True)
 class _Found:
-    """What rank 0 has found: a checkpoint that is whole, or none; its bytes stay there."""
+    """The find of rank 0: a checkpoint that is whole, or none; its bytes stay there."""
 
     path: Path | None
     manifest: Manifest | None

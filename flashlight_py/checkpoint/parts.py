@@ -1,4 +1,4 @@
-"""What of a run is saved, by the name of the argument, and how all ranks learn of a failure."""
+"""The parts of a run that are saved, by argument name, and failures that all ranks share."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class DeferredFailure:
 
     @property
     def failure(self) -> list[str] | None:
-        """What the others receive: the kind of the exception and its text; None: there is none."""
+        """The report to the others: the kind of the exception and its text; None: there is none."""
         return None if self._error is None else [type(self._error).__name__, str(self._error)]
 
     def end(self, failures: Sequence[Any]) -> None:

@@ -28,7 +28,7 @@ CACHED, CACHED_ON_GPU, COLUMNS = 1 << 21, 1 << 28, 256
 
 
 class _Convolution(ImageLayer):
-    """What a convolution and its transpose have in common: parameters, and the shape of images."""
+    """The base of a convolution and its transpose: parameters, and the shape of images."""
 
     def __init__(
         self,

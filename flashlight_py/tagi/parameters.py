@@ -137,7 +137,8 @@ class ParameterBucket:
         self._homes = [each.mean for each in parameters]
         # Means, variances, and the sums for each; looking at an array for native code takes longer
         # than a small step, so pointers are kept.
-        self._arrays = (self.mean, self.variance, *self.sums[: 2 * self.size].reshape(2, self.size))
+        sums = self.sums[: self.size], self.sums[self.size : 2 * self.size]
+        self._arrays = (self.mean, self.variance, *sums)
         self._native = native_for(self.mean)
         if self._native is not None:
             self._pointers = [floats(self._native, array) for array in self._arrays]

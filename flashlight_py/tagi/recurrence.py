@@ -1,4 +1,4 @@
-"""What a network has for its recurrent layers: states between calls, and the smoother."""
+"""The part of a network for its recurrent layers: states between calls, and the smoother."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def posterior(states: States, d: Array, e: Array, slope: Array) -> States:
 
 
 class TimeStep(NamedTuple):
-    """What a smoother needs of one time step.
+    """One time step as a smoother needs it.
 
     Attributes:
         prior, posterior: means and variances of h, then of c, ``[n]`` each.

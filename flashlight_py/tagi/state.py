@@ -1,4 +1,4 @@
-"""What a network has learnt, as a dictionary by pytagi's names."""
+"""The state of a network as a dictionary by pytagi's names."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from flashlight_py.tagi.states import REAL
 
 
 class WindowPart(NamedTuple):
-    """Which windows: those of some images, in some rows of the output."""
+    """The windows of some images, in some rows of the output."""
 
     images: slice
     rows: slice

@@ -12,7 +12,7 @@ from flashlight_py.distributed.recorder.flight_record import read_fields
 
 @dataclass
 class RankTimeline:
-    """What one rank did. Times are in nanoseconds of its own clock.
+    """The calls and spans of one rank. Times are in nanoseconds of its own clock.
 
     ``offset`` added to them makes them those of a clock that all ranks have. ``calls`` are as
     ``Record.as_dict`` returns them; what has not ended has lasted ``until`` then. ``spans`` are the
@@ -30,7 +30,7 @@ class RankTimeline:
 
 @dataclass(kw_only=True)
 class FlightRecord(RankTimeline):
-    """What one rank has left in its file; ``calls`` and ``groups`` are as there.
+    """The record that one rank has left in its file; ``calls`` and ``groups`` are as there.
 
     The clock that all ranks have is that of their hosts, in nanoseconds since 1970.
     """
