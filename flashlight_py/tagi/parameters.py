@@ -137,8 +137,8 @@ class ParameterBucket:
         self._homes = [each.mean for each in parameters]
         # Means, variances, and the sums for each; looking at an array for native code takes longer
         # than a small step, so pointers are kept.
-        sums = self.sums[: self.size], self.sums[self.size : 2 * self.size]
-        self._arrays = (self.mean, self.variance, *sums)
+        of_means, of_variances = self.sums[: self.size], self.sums[self.size : 2 * self.size]
+        self._arrays = (self.mean, self.variance, of_means, of_variances)
         self._native = native_for(self.mean)
         if self._native is not None:
             self._pointers = [floats(self._native, array) for array in self._arrays]
