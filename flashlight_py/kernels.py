@@ -29,7 +29,7 @@ def capped_step(
 ) -> None:
     """Change ``mean`` and ``variance`` in place; all float32, of one shape.
 
-    The formula is that of ``tagi.capped_step``.
+    The formula is that of ``tagi.parameters``.
     """
     _capped_step()(mean_sum, variance_sum, inverse_cap, mean, variance)
 

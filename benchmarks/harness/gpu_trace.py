@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from flashlight_py.trace.timeline import covered
+from flashlight_py.trace.profiling import covered
 
 __all__ = ["overlap_of", "record"]
 

@@ -3,7 +3,7 @@ typedef struct {
   size_t rows, steps, inputs, outputs;
 } fl_tagi_lstm;
 
-/* All time steps of all samples; see flashlight_py/tagi/lstm_window.py. NULL: no biases; no
+/* All time steps of all samples; see flashlight_py/tagi/lstm.py. NULL: no biases; no
    variances of inputs; begin with 0. Otherwise `states`, of one sample, is where h and c with their
    variances are, `[4, outputs]`, and are written. */
 void fl_tagi_lstm_forward(const fl_tagi_lstm *lstm, const float *weight,
@@ -17,7 +17,7 @@ void fl_tagi_lstm_backward(const fl_tagi_lstm *lstm, const float *weight, const 
                            const float *d, const float *e, float *dz, float *ez, float *dx,
                            float *ex);
 
-/* The step of flat arrays of `size` elements; see flashlight_py/tagi/capped_step.py. */
+/* The step of flat arrays of `size` elements; see flashlight_py/tagi/parameters.py. */
 void fl_tagi_step(float *mean, float *variance, const float *mean_sum, const float *variance_sum,
                   size_t size, float inverse_cap);
 
@@ -68,7 +68,7 @@ void fl_tagi_mixture_between(const float *mean, const float *variance, float *me
                              float shift);
 
 /* Units as rows of `positions` contiguous elements, one for each sample and feature; see
-   flashlight_py/tagi/standardize.py. Steps are in elements; all arrays of a call have the same. */
+   flashlight_py/tagi/normalization.py. Steps are in elements; all arrays of a call have the same. */
 typedef struct {
   ptrdiff_t batch, features, positions, batch_step, feature_step;
 } fl_tagi_rows;
@@ -100,7 +100,7 @@ typedef struct {
   size_t each, observed, observed_each;
 } fl_tagi_outputs;
 
-/* The deltas of what is observed; see flashlight_py/tagi/observation.py. Without indices (NULL) that
+/* The deltas of what is observed; see flashlight_py/tagi/updater.py. Without indices (NULL) that
    is every output. errors_step 0: all have the first error's variance. */
 void fl_tagi_observe(const fl_tagi_outputs *outputs, const int64_t *indices, const float *observed,
                      const float *errors, size_t errors_step, float *d, float *e);

@@ -13,7 +13,7 @@ import numpy as np
 
 from flashlight_py.checkpoint.directory import Manifest, is_checkpoint, newest_first, read
 from flashlight_py.checkpoint.parts import (
-    Attempt,
+    DeferredFailure,
     Stateful,
     check_agreement,
     check_generators,
@@ -34,7 +34,7 @@ _log = logging.getLogger("flashlight_py")
 
 
 class Checkpoint(NamedTuple):
-    """What was loaded: its step, its path on rank 0, and ``extra`` as it was saved.
+    """A checkpoint that was loaded: its step, its path on rank 0, and ``extra`` as it was saved.
 
     ``ranks`` is how many saved it; ``skipped`` why newer ones were not used, one text each.
     """
@@ -48,7 +48,7 @@ class Checkpoint(NamedTuple):
 
 @dataclass(frozen=True)
 class _Found:
-    """What rank 0 has found: a checkpoint that is whole, or none; its bytes stay there."""
+    """The find of rank 0: a checkpoint that is whole, or none; its bytes stay there."""
 
     path: Path | None
     manifest: Manifest | None
@@ -118,7 +118,7 @@ def load(
 def _found(members: ProcessGroup, path: Path, wanted: Sequence[str]) -> tuple[_Found, Array]:
     """Return what rank 0 finds, and the state's bytes, on every rank."""
     found, state = _NOTHING
-    with Attempt("load", members) as attempt:
+    with DeferredFailure("load", members) as attempt:
         if members.rank == 0:
             found, state = _newest_whole(path, where("load", members))
             _check_wanted(found, wanted)
@@ -172,7 +172,7 @@ def _restored(
 ) -> dict[str, Any]:
     """Put the state into ``parts`` and ``rng``, on all ranks or raise on all; return the tree."""
     tree: dict[str, Any] = {}
-    with Attempt("load", members) as attempt:
+    with DeferredFailure("load", members) as attempt:
         tree = from_bytes(state)
         try:
             for name, part in parts.items():

@@ -1,4 +1,4 @@
-"""What of a run is saved, by the name of the argument, and how all ranks learn of a failure."""
+"""The parts of a run that are saved, by argument name, and failures that all ranks share."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def everyone(what: str, group: ProcessGroup, mine: object) -> list[Any]:
     return [json.loads(text) for text in texts]
 
 
-class Attempt:
+class DeferredFailure:
     """A ``with`` block that keeps its exception until the other ranks have been notified."""
 
     def __init__(self, what: str, group: ProcessGroup) -> None:
@@ -94,7 +94,7 @@ class Attempt:
         self._group = group
         self._error: Exception | None = None
 
-    def __enter__(self) -> Attempt:
+    def __enter__(self) -> DeferredFailure:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
@@ -104,7 +104,7 @@ class Attempt:
 
     @property
     def failure(self) -> list[str] | None:
-        """What the others receive: the kind of the exception and its text; None: there is none."""
+        """The report to the others: the kind of the exception and its text; None: there is none."""
         return None if self._error is None else [type(self._error).__name__, str(self._error)]
 
     def end(self, failures: Sequence[Any]) -> None:

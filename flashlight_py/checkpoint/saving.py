@@ -13,7 +13,7 @@ import numpy as np
 
 from flashlight_py.checkpoint.directory import clear, publish
 from flashlight_py.checkpoint.parts import (
-    Attempt,
+    DeferredFailure,
     Stateful,
     check_agreement,
     check_generators,
@@ -22,8 +22,7 @@ from flashlight_py.checkpoint.parts import (
     generator_states,
     given_parts,
 )
-from flashlight_py.checkpoint.tensors import from_bytes, pieces, to_bytes
-from flashlight_py.checkpoint.tree import pack
+from flashlight_py.checkpoint.tensors import from_bytes, pack, pieces, to_bytes
 from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.calls.checks import whole_number
@@ -112,13 +111,13 @@ def _collected(
     """Return the states of the parts, and this rank's random numbers as a file; all ranks agree.
 
     Raises:
-        TypeError, ValueError, CheckpointError: as ``Attempt.end``, on every rank.
+        TypeError, ValueError, CheckpointError: as ``DeferredFailure.end``, on every rank.
         MismatchError: the ranks save different things.
     """
     states: dict[str, Any] = {}
     numbers = np.empty(0, np.uint8)
     settings = {"step": step, "parts": sorted(parts), "rng": bool(rng)}
-    with Attempt("save", members) as attempt:
+    with DeferredFailure("save", members) as attempt:
         states = {name: part.state_dict() for name, part in parts.items()}
         numbers = to_bytes(generator_states(rng)) if rng else numbers
         settings["sampler"] = json.dumps(pack(states.get("sampler"))[0], sort_keys=True)
@@ -144,7 +143,7 @@ def _written(
 ) -> Path:
     """Let rank 0 write; return the checkpoint's path, or raise, on every rank."""
     written = ""
-    with Attempt("save", members) as attempt:
+    with DeferredFailure("save", members) as attempt:
         if members.rank == 0:
             written = str(publish(path, step, members.size, parts, pieces(tree)))
             clear(path, keep)

@@ -31,7 +31,7 @@ from flashlight_py.parallel.gradient_sync import PassSync, shared_zeros
 from flashlight_py.parallel.synchronize import synchronize
 from flashlight_py.tagi.layer import BaseLayer
 from flashlight_py.tagi.normalization import BatchNorm2d
-from flashlight_py.tagi.parameters import Bucket, on_device
+from flashlight_py.tagi.parameters import ParameterBucket, on_device
 from flashlight_py.tagi.sequential import Sequential
 from flashlight_py.tagi.states import REAL, BaseDeltaStates, BaseHiddenStates
 
@@ -285,7 +285,7 @@ class DeltaSync(PassSync):
         self._in_pass = False
         self._weight = 1.0
 
-    def _make_buckets(self, limit: int, layers: Sequence[BaseLayer]) -> list[Bucket]:
+    def _make_buckets(self, limit: int, layers: Sequence[BaseLayer]) -> list[ParameterBucket]:
         """Plan the buckets, and have each layer report when its sums are complete. Collective."""
         if not layers:
             raise ValueError("DDPSequential: the network has no parameters")
@@ -303,7 +303,7 @@ class DeltaSync(PassSync):
             extra = 1 if bucket is planned[-1] else 0
             shared = functools.partial(shared_zeros, dtype=REAL, group=group)
             sums = shared if device == "cpu" else on_device(device)
-            buckets.append(Bucket(parameters, on_device(device), sums, extra))
+            buckets.append(ParameterBucket(parameters, on_device(device), sums, extra))
         return buckets
 
     def begin_forward(self) -> None:

@@ -1,23 +1,30 @@
 """Activations: moments of a function of a Gaussian unit, and the slope that leads back.
 
-Each is a function of means and variances, float32 arrays of one shape, that returns new arrays of
-means, variances and slopes, and knows of no layer. The slope of ``a(z)`` is cov(a, z) / var(z).
-Those that no bound cuts off are linearised at the mean: ``a(m)``, ``a'(m)^2 v``, ``a'(m)``.
+The slope of ``a(z)`` is cov(a, z) / var(z). Functions that no bound cuts off are linearised at the
+mean: ``a(m)``, ``a'(m)^2 v``, ``a'(m)``.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+import abc
 
 import numpy as np
 
 from flashlight_py.device import Array, array_module
 from flashlight_py.tagi.layer import BaseLayer, Deltas, Shape
-from flashlight_py.tagi.mixtures import Moments, mixture_relu, mixture_sigmoid, mixture_tanh
+from flashlight_py.tagi.mixtures import (
+    SMALLEST,
+    Moments,
+    mixture_relu,
+    mixture_sigmoid,
+    mixture_tanh,
+)
 from flashlight_py.tagi.states import REAL, BaseHiddenStates
 
 LEAK = REAL.type(0.1)
 HIGHEST = 88.0  # of exponents: e^88 is near float32's largest number
+LARGEST = float(np.finfo(REAL).max)
+WIDEST = 80.0  # of variances of exponents: from here on e^v is beyond float32
 
 
 class Activation(BaseLayer):
@@ -25,7 +32,6 @@ class Activation(BaseLayer):
 
     has_state = False
     keeps_input = False
-    _function: ClassVar[staticmethod[[Array, Array], Moments]]
 
     def connect(self, shape: Shape) -> Shape:
         """Take inputs of any shape."""
@@ -49,107 +55,75 @@ class Activation(BaseLayer):
         """Return its name, such as ``"ReLU()"``."""
         return f"{self.get_layer_name()}()"
 
+    @abc.abstractmethod
     def _moments(self, mean: Array, variance: Array) -> Moments:
-        return type(self)._function(mean, variance)
-
-
-def relu(mean: Array, variance: Array) -> Moments:
-    """Return 0 below 0, the units themselves above, linearised."""
-    slope = (mean > 0).astype(REAL)
-    return mean * slope, variance * slope, slope
-
-
-def leaky_relu(mean: Array, variance: Array) -> Moments:
-    """Return a tenth of the units below 0, the units themselves above."""
-    slope = array_module(mean).where(mean > 0, REAL.type(1), LEAK)
-    return mean * slope, variance * (slope * slope), slope
-
-
-def sigmoid(mean: Array, variance: Array) -> Moments:
-    """Return 1 / (1 + e^-m), linearised."""
-    xp = array_module(mean)
-    small = xp.exp(-abs(mean))  # at most 1, of either sign
-    whole = 1 / (1 + small)
-    slope = small * whole * whole
-    return xp.where(mean > 0, whole, small * whole), variance * (slope * slope), slope
-
-
-def tanh(mean: Array, variance: Array) -> Moments:
-    """Return tanh(m), linearised."""
-    xp = array_module(mean)
-    small = xp.exp(-2 * abs(mean))
-    whole = 1 / (1 + small)
-    slope = 4 * small * whole * whole  # 1 - tanh(m)^2, and exact where this is near 0
-    return xp.tanh(mean), variance * (slope * slope), slope
-
-
-def softplus(mean: Array, variance: Array) -> Moments:
-    """Return ln(1 + e^m), linearised."""
-    xp = array_module(mean)
-    slope, _, _ = sigmoid(mean, variance)
-    value = xp.log1p(xp.exp(-abs(mean))) + xp.maximum(mean, 0)
-    return value, variance * (slope * slope), slope
-
-
-def exponential(mean: Array, variance: Array) -> Moments:
-    """Return the exact moments of e^z: E = exp(m + v/2), E^2 (e^v - 1); the slope is E.
-
-    Exponents above 88 count as 88, and variances above float32's largest number as this.
-    """
-    xp = array_module(mean)
-    m, v = mean.astype(np.float64), variance.astype(np.float64)
-    value = xp.exp(xp.minimum(m + v / 2, HIGHEST))
-    spread = value * value * xp.expm1(xp.minimum(v, HIGHEST))
-    slope = value.astype(REAL)
-    return slope, xp.minimum(spread, np.finfo(REAL).max).astype(REAL), slope
+        """Return means, variances and slopes: new float32 arrays of one shape."""
 
 
 class ReLU(Activation):
     """``max(z, 0)``, linearised at the mean."""
 
-    _function = staticmethod(relu)
+    def _moments(self, mean: Array, variance: Array) -> Moments:
+        slope = (mean > 0).astype(REAL)
+        return mean * slope, variance * slope, slope
 
 
 class LeakyReLU(Activation):
     """``max(z, z / 10)``, linearised at the mean."""
 
-    _function = staticmethod(leaky_relu)
+    def _moments(self, mean: Array, variance: Array) -> Moments:
+        slope = array_module(mean).where(mean > 0, REAL.type(1), LEAK)
+        return mean * slope, variance * (slope * slope), slope
 
 
 class Sigmoid(Activation):
     """``1 / (1 + e^-z)``, linearised at the mean."""
 
-    _function = staticmethod(sigmoid)
+    def _moments(self, mean: Array, variance: Array) -> Moments:
+        value, slope = _logistic(mean)
+        return value, variance * (slope * slope), slope
 
 
 class Tanh(Activation):
     """``tanh(z)``, linearised at the mean."""
 
-    _function = staticmethod(tanh)
+    def _moments(self, mean: Array, variance: Array) -> Moments:
+        xp = array_module(mean)
+        small = xp.exp(-2 * abs(mean))
+        whole = 1 / (1 + small)
+        slope = 4 * small * whole * whole  # 1 - tanh(m)^2, and exact where this is near 0
+        return xp.tanh(mean), variance * (slope * slope), slope
 
 
 class Softplus(Activation):
-    """``ln(1 + e^z)``, linearised at the mean."""
+    """``ln(1 + e^z)``, linearised at the mean: its slope is the sigmoid."""
 
-    _function = staticmethod(softplus)
+    def _moments(self, mean: Array, variance: Array) -> Moments:
+        xp = array_module(mean)
+        slope, _ = _logistic(mean)
+        value = xp.log1p(xp.exp(-abs(mean))) + xp.maximum(mean, 0)
+        return value, variance * (slope * slope), slope
 
 
 class MixtureReLU(Activation):
     """``max(z, 0)``, with the exact moments of a Gaussian that is cut off."""
 
-    _function = staticmethod(mixture_relu)
+    def _moments(self, mean: Array, variance: Array) -> Moments:
+        return mixture_relu(mean, variance)
 
 
 class MixtureSigmoid(Activation):
     """``max(0, min((z + 1) / 2, 1))``, with the exact moments of a Gaussian that is cut off."""
 
-    _function = staticmethod(mixture_sigmoid)
+    def _moments(self, mean: Array, variance: Array) -> Moments:
+        return mixture_sigmoid(mean, variance)
 
 
 class MixtureTanh(Activation):
     """``max(-1, min(z, 1))``, with the exact moments of a Gaussian that is cut off."""
 
-    _function = staticmethod(mixture_tanh)
+    def _moments(self, mean: Array, variance: Array) -> Moments:
+        return mixture_tanh(mean, variance)
 
 
 class EvenExp(Activation):
@@ -184,3 +158,118 @@ class EvenExp(Activation):
         m[:, 1], v[:, 1], growth = exponential(m[:, 1], v[:, 1])
         slope[:, 1] *= growth
         return m.reshape(mean.shape), v.reshape(mean.shape), slope.reshape(mean.shape)
+
+
+def _logistic(mean: Array) -> tuple[Array, Array]:
+    """Return 1 / (1 + e^-m) and its derivative."""
+    xp = array_module(mean)
+    small = xp.exp(-abs(mean))  # at most 1, of either sign
+    whole = 1 / (1 + small)
+    return xp.where(mean > 0, whole, small * whole), small * whole * whole
+
+
+def exponential(mean: Array, variance: Array) -> Moments:
+    """Return the exact moments of e^z: E = exp(m + v/2), E^2 (e^v - 1); the slope is E.
+
+    Exponents above 88 count as 88, and variances above float32's largest number as this.
+    """
+    xp = array_module(mean)
+    m, v = mean.astype(np.float64), variance.astype(np.float64)
+    value = xp.exp(xp.minimum(m + v / 2, HIGHEST))
+    spread = value * value * xp.expm1(xp.minimum(v, HIGHEST))
+    slope = value.astype(REAL)
+    return slope, xp.minimum(spread, np.finfo(REAL).max).astype(REAL), slope
+
+
+class _Shares(Activation):
+    """The base of activations that make the units of a sample shares of a whole.
+
+    They take all units of a sample, of any shape, as one class each, and compute in float64; the
+    largest number is float32's.
+    """
+
+    def _moments(self, mean: Array, variance: Array) -> Moments:
+        xp, rows = array_module(mean), (len(mean), -1)
+        m, v, slope = (
+            xp.minimum(each, LARGEST).astype(REAL).reshape(mean.shape)
+            for each in self._shares(mean.reshape(rows), variance.reshape(rows))
+        )
+        return m, v, slope
+
+    @abc.abstractmethod
+    def _shares(self, mean: Array, variance: Array) -> Moments:
+        """Return the moments in float64; all arrays are ``[batch, classes]``."""
+
+
+class Softmax(_Shares):
+    """``e^z`` over its sum, linearised at the means; the slope is that of each unit alone.
+
+    p = softmax(m), variances ``J^2 (v + v of the largest m)``, J = p (1 - p).
+    """
+
+    def _shares(self, mean: Array, variance: Array) -> Moments:
+        xp = array_module(mean)
+        m, v = mean.astype(np.float64), variance.astype(np.float64)
+        largest = m.argmax(axis=1)
+        shares = xp.exp(m - m.max(axis=1, keepdims=True))
+        shares /= shares.sum(axis=1, keepdims=True)
+        slope = shares * (1 - shares)
+        return shares, slope * slope * (v + v[xp.arange(len(v)), largest][:, None]), slope
+
+
+class Remax(_Shares):
+    """``max(z, 0)`` over its sum: probabilities in closed form, which stay in bounds.
+
+    ReLU's moments and their sums over the classes are both taken as log-normal. M, V, P are those
+    of ``MixtureReLU``; with sums M', V' and (lambda, kappa) of each as :func:`_log_normal`, c =
+    ln(1 + V / (M M')), w = lambda + lambda' - 2c: means A = exp(kappa - kappa' + w / 2), at least
+    1e-6, then over their sum; variances (e^w - 1) A^2; slopes (e^(lambda - c) - 1) A M / (P v), by
+    which no correlation is above 1, and 0 where v is.
+    """
+
+    def _shares(self, mean: Array, variance: Array) -> Moments:
+        xp = array_module(mean)
+        positive, spread, above = (each.astype(np.float64) for each in mixture_relu(mean, variance))
+        v = xp.maximum(variance.astype(np.float64), SMALLEST)
+        total, total_spread = (each.sum(axis=1, keepdims=True) for each in (positive, spread))
+        log_variance, log_mean = _log_normal(positive, spread)
+        total_log_variance, total_log_mean = _log_normal(total, total_spread)
+        together = xp.log1p(spread / (positive * total))
+        width = xp.maximum(log_variance + total_log_variance - 2 * together, 0)
+        shares = xp.maximum(xp.exp(log_mean - total_log_mean + width / 2), 1e-6)
+        shares /= shares.sum(axis=1, keepdims=True)
+        variances = xp.expm1(width) * shares * shares
+        covariance = xp.expm1(log_variance - together) * shares * positive
+        slope = xp.minimum(xp.sqrt(variances * v), covariance / xp.maximum(above, SMALLEST)) / v
+        return shares, variances, xp.where(variance > 0, slope, 0)
+
+
+class ClosedFormSoftmax(_Shares):
+    """``e^z`` over its sum in closed form; less stable than ``Remax`` where variances are large.
+
+    The exponentials and their sum over the classes are both taken as log-normal: E = exp(m + v/2),
+    V = E^2 (e^v - 1); with sums E', V' and (lambda', kappa') of these as :func:`_log_normal`, c =
+    ln(1 + V / (E E')), w = v + lambda' - 2c: means A = exp(m - kappa' + w / 2); variances (e^w - 1)
+    A^2; slopes A (v - c) / v. Variances above 80 count as 80.
+    """
+
+    def _shares(self, mean: Array, variance: Array) -> Moments:
+        xp = array_module(mean)
+        v = xp.clip(variance.astype(np.float64), SMALLEST, WIDEST)
+        m = mean.astype(np.float64)
+        m -= (m + v / 2).max(axis=1, keepdims=True)  # shares stay, and no exponent is above 0
+        exponential = xp.exp(m + v / 2)
+        total = exponential.sum(axis=1, keepdims=True)
+        spread = exponential * exponential * xp.expm1(v)
+        total_log_variance, total_log_mean = _log_normal(total, spread.sum(axis=1, keepdims=True))
+        together = xp.log1p(exponential * xp.expm1(v) / total)
+        width = xp.maximum(v + total_log_variance - 2 * together, 0)
+        shares = xp.exp(m - total_log_mean + width / 2)
+        return shares, xp.expm1(width) * shares * shares, shares * (v - together) / v
+
+
+def _log_normal(mean: Array, variance: Array) -> tuple[Array, Array]:
+    """Return variance and mean of the logarithm: lambda = ln(1 + V / M^2), ln M - lambda / 2."""
+    xp = array_module(mean)
+    log_variance = xp.log1p(variance / (mean * mean))
+    return log_variance, xp.log(mean) - log_variance / 2

@@ -6,11 +6,51 @@ import math
 from collections.abc import Iterator
 
 from flashlight_py.device import Array
-from flashlight_py.tagi.layer import BaseLayer, Deltas, Shape, times_slope
+from flashlight_py.tagi.layer import (
+    BaseLayer,
+    Deltas,
+    Shape,
+    backward_through,
+    connect_in_row,
+    forward_through,
+    times_slope,
+)
 from flashlight_py.tagi.states import BaseHiddenStates
 
 
-class LayerBlock(BaseLayer):
+class _Block(BaseLayer):
+    """The base of both blocks, of the layers ``parts``."""
+
+    has_state = False
+
+    def __init__(self, *parts: BaseLayer) -> None:
+        super().__init__()
+        name = self.get_layer_name()
+        if not parts:
+            raise TypeError(f"{name}: a block needs at least one layer")
+        for part in parts:
+            if not isinstance(part, BaseLayer):
+                raise TypeError(f"{name}: expected layers of fl.tagi, got {type(part).__name__}")
+        self._parts = list(parts)
+        self.input_shape = parts[0].input_shape
+
+    def set_training(self, training: bool) -> None:
+        """Switch all layers between training and evaluation."""
+        super().set_training(training)
+        for part in self._parts:
+            part.set_training(training)
+
+    def to_device(self, device: str) -> None:
+        """Move the arrays that the layers keep beside their parameters to ``device``."""
+        for part in self._parts:
+            part.to_device(device)
+
+    def get_max_num_states(self) -> int:
+        """Return how many units a sample has at most inside the block."""
+        return max(part.get_max_num_states() for part in self._parts)
+
+
+class LayerBlock(_Block):
     """Layers in a row, as one layer: a path of a :class:`ResNetBlock`.
 
     Attributes:
@@ -20,70 +60,37 @@ class LayerBlock(BaseLayer):
         TypeError: something is no layer of ``fl.tagi``, or there is none.
     """
 
-    has_state = False
-
     def __init__(self, *layers: BaseLayer) -> None:
-        super().__init__()
-        if not layers:
-            raise TypeError("LayerBlock: a block needs at least one layer")
-        _check("LayerBlock", *layers)
-        self.layers = list(layers)
-        self.input_shape = layers[0].input_shape
+        super().__init__(*layers)
+        self.layers = self._parts
 
     def connect(self, shape: Shape) -> Shape:
         """Connect the layers one after the other.
 
         Raises:
-            ValueError: one cannot take what the one before makes; names both.
+            ValueError: one cannot take the output of the one before; names both.
         """
-        self.input_shape, before = shape, "the input of the block"
-        for number, layer in enumerate(self.layers):
-            try:
-                shape = layer.connect(shape)
-            except ValueError as error:
-                raise ValueError(
-                    f"layer {number} of the block, {layer}, after {before}: {error}"
-                ) from error
-            before = f"layer {number}, {layer}"
-        self.output_shape = shape
-        return shape
+        self.input_shape = shape
+        self.output_shape = connect_in_row(
+            self.layers, shape, "the input of the block", " of the block"
+        )
+        return self.output_shape
 
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
-        """Return what the last layer returns."""
-        for layer in self.layers:
-            x = layer.forward(x)
-        return x
+        """Return the output of the last layer."""
+        return forward_through(self.layers, x)
 
     def backward(self, d: Array, e: Array, wanted: bool) -> Deltas | None:
         """Go back through the layers, the last one first."""
-        for number in range(len(self.layers) - 1, -1, -1):
-            deltas = self.layers[number].backward(d, e, wanted or number > 0)
-            if deltas is not None:
-                d, e = deltas
-        return (d, e) if wanted else None
+        return backward_through(self.layers, d, e, wanted)
 
     def named_layers(self, suffix: str) -> Iterator[tuple[str, BaseLayer]]:
         """Yield the layers that it consists of, such as ``"Linear.main.3.0"``."""
         for number, layer in enumerate(self.layers):
             yield from layer.named_layers(f"{suffix}.{number}")
 
-    def set_training(self, training: bool) -> None:
-        """Switch all layers between training and evaluation."""
-        super().set_training(training)
-        for layer in self.layers:
-            layer.set_training(training)
 
-    def to_device(self, device: str) -> None:
-        """Move to ``device`` what the layers keep beside their parameters."""
-        for layer in self.layers:
-            layer.to_device(device)
-
-    def get_max_num_states(self) -> int:
-        """Return how many units a sample has, where it has most inside the block."""
-        return max(layer.get_max_num_states() for layer in self.layers)
-
-
-class ResNetBlock(BaseLayer):
+class ResNetBlock(_Block):
     """The sum of two paths from one input: ``main_block(x) + shortcut(x)``, or ``+ x`` itself.
 
     Means are added, and variances are, as those of independent units (He, Zhang, Ren and Sun, Deep
@@ -97,13 +104,9 @@ class ResNetBlock(BaseLayer):
         TypeError: one is no layer of ``fl.tagi``.
     """
 
-    has_state = False
-
     def __init__(self, main_block: BaseLayer, shortcut: BaseLayer | None = None) -> None:
-        super().__init__()
-        _check("ResNetBlock", main_block, *([] if shortcut is None else [shortcut]))
+        super().__init__(main_block, *([] if shortcut is None else [shortcut]))
         self.main_block, self.shortcut = main_block, shortcut
-        self.input_shape = main_block.input_shape
         self._shape: Shape = ()  # of the output, with the batch
         self._slopes: tuple[Array | None, Array | None] = (None, None)  # that the paths end with
 
@@ -163,30 +166,6 @@ class ResNetBlock(BaseLayer):
         yield from self.main_block.named_layers(f"main.{suffix}")
         if self.shortcut is not None:
             yield from self.shortcut.named_layers(f"shortcut.{suffix}")
-
-    def set_training(self, training: bool) -> None:
-        """Switch both paths between training and evaluation."""
-        super().set_training(training)
-        for path in self._paths():
-            path.set_training(training)
-
-    def to_device(self, device: str) -> None:
-        """Move to ``device`` what the paths keep beside their parameters."""
-        for path in self._paths():
-            path.to_device(device)
-
-    def get_max_num_states(self) -> int:
-        """Return how many units a sample has, where it has most inside the block."""
-        return max(path.get_max_num_states() for path in self._paths())
-
-    def _paths(self) -> list[BaseLayer]:
-        return [self.main_block] if self.shortcut is None else [self.main_block, self.shortcut]
-
-
-def _check(block: str, *layers: object) -> None:
-    for layer in layers:
-        if not isinstance(layer, BaseLayer):
-            raise TypeError(f"{block}: expected layers of fl.tagi, got {type(layer).__name__}")
 
 
 def _connect(path: str, layer: BaseLayer, shape: Shape) -> Shape:

@@ -7,17 +7,17 @@ import threading
 import numpy as np
 
 from flashlight_py.device import Array, array_module, is_cupy
-from flashlight_py.tagi.images import ImageLayer, images_of
-from flashlight_py.tagi.init import gaussian, spread
 from flashlight_py.tagi.layer import Deltas, Shape, times_slope
-from flashlight_py.tagi.parameters import Parameter
+from flashlight_py.tagi.parameters import Parameter, gaussian, spread
 from flashlight_py.tagi.states import REAL, BaseHiddenStates
 from flashlight_py.tagi.windows import (
-    Part,
+    ImageLayer,
+    WindowPart,
     Windows,
     add_patches,
     batch_first,
     channel_first,
+    images_of,
     patches,
     readable,
 )
@@ -28,7 +28,7 @@ CACHED, CACHED_ON_GPU, COLUMNS = 1 << 21, 1 << 28, 256
 
 
 class _Convolution(ImageLayer):
-    """What a convolution and its transpose have in common: parameters, and the shape of images."""
+    """The base of a convolution and its transpose: parameters, and the shape of images."""
 
     def __init__(
         self,
@@ -300,7 +300,7 @@ class ConvTranspose2d(_Convolution):
 
 def _columns(
     windows: Windows, batch: int, inputs: int, kinds: int, like: Array
-) -> list[tuple[Part, Array]]:
+) -> list[tuple[WindowPart, Array]]:
     """Divide the windows into parts; with each, memory for ``kinds`` matrices of its columns,
     ``[kinds, inputs, columns]``, which all parts share.
     """

@@ -1,4 +1,4 @@
-"""What CUDA offers here. Nothing raises where there is no driver, no device or no CuPy."""
+"""The CUDA devices here. Nothing raises without a driver, a device or CuPy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layer that looks up: a Gaussian vector for each index."""
+"""The layer of a table: a Gaussian vector for each index."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import ClassVar
 import numpy as np
 
 from flashlight_py.device import Array, array_module
-from flashlight_py.tagi.init import gaussian
 from flashlight_py.tagi.layer import BaseLayer, Deltas, Shape
-from flashlight_py.tagi.parameters import Parameter
+from flashlight_py.tagi.parameters import Parameter, gaussian
 from flashlight_py.tagi.states import REAL, BaseHiddenStates
 
 EXACT = 2**24  # whole numbers up to here are exact in float32, as which indices arrive

@@ -1,17 +1,17 @@
-"""What a layer is: moments in, moments out; deltas in, sums for its parameters and deltas out."""
+"""The layer: moments in, moments out; deltas in, sums for its parameters and deltas out."""
 
 from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
-from flashlight_py.device import Array, to_device
+from flashlight_py.device import Array
 from flashlight_py.tagi.parameters import Parameter
-from flashlight_py.tagi.states import REAL, BaseHiddenStates, unmasked
+from flashlight_py.tagi.states import REAL, BaseHiddenStates, host_copy, unmasked
 
 Shape: TypeAlias = tuple[int, ...]
 Deltas: TypeAlias = tuple[Array, Array]  # of the means and of the variances
@@ -20,7 +20,8 @@ Deltas: TypeAlias = tuple[Array, Array]  # of the means and of the variances
 class _Flat:
     """An attribute of a layer: an array of its weights or biases, as a flat copy on the CPU.
 
-    Assigning as many finite values, of any shape, sets them in place. What a layer lacks is empty.
+    Assigning as many finite values, of any shape, sets them in place. It is empty where the layer
+    has none.
     """
 
     def __init__(self, of: str, which: str) -> None:
@@ -32,7 +33,7 @@ class _Flat:
         parameter: Parameter | None = getattr(layer, self._of)
         if parameter is None:
             return np.empty(0, REAL)
-        return np.array(to_device(getattr(parameter, self._which), "cpu")).reshape(-1)
+        return host_copy(getattr(parameter, self._which)).reshape(-1)
 
     def __set__(self, layer: BaseLayer, values: Array) -> None:
         parameter: Parameter | None = getattr(layer, self._of)
@@ -49,7 +50,7 @@ class _Flat:
 class BaseLayer(abc.ABC):
     """The base of all layers.
 
-    A subclass sets ``weight`` and ``bias`` where it has some, and writes ``connect``, ``forward``
+    A subclass sets ``weight`` and ``biases`` if it has some, and writes ``connect``, ``forward``
     and ``backward``. Arrays have the batch first and are float32; those that a layer is passed
     may have any strides, and must not be changed.
 
@@ -113,7 +114,7 @@ class BaseLayer(abc.ABC):
         """
 
     def forward_nothing(self) -> None:  # noqa: B027  (most do nothing together)
-        """Take part in what processes do together in a forward pass, without any sample."""
+        """Take part in the collective work of a forward pass, without any sample."""
 
     def backward_nothing(self) -> None:
         """Set the sums of the parameters for a batch without samples; call ``on_sums``."""
@@ -124,13 +125,11 @@ class BaseLayer(abc.ABC):
 
     @property
     def parameters_in_use(self) -> list[Parameter]:
-        """The parameters that it has, the weight first."""
+        """The parameters that the layer has, the weight first."""
         return [each for each in (self.weight, self.biases) if each is not None]
 
     def statistics(self) -> list[Array]:
-        """Return the arrays that it has learnt beside its parameters, which are part of its state;
-        changing them changes the layer.
-        """
+        """Return the rest of its state beside its parameters, such as running means; not copies."""
         return []
 
     def named_layers(self, suffix: str) -> Iterator[tuple[str, BaseLayer]]:
@@ -142,7 +141,7 @@ class BaseLayer(abc.ABC):
         self.training = training
 
     def to_device(self, device: str) -> None:  # noqa: B027  (most have nothing but parameters)
-        """Move to ``device`` what the layer keeps beside its parameters."""
+        """Move the arrays that the layer keeps beside its parameters to ``device``."""
 
     def get_layer_name(self) -> str:
         """Return the name of its kind, as in the keys of ``state_dict()``."""
@@ -189,8 +188,42 @@ class BaseLayer(abc.ABC):
         return self.get_layer_info()
 
 
+def forward_through(layers: Sequence[BaseLayer], x: BaseHiddenStates) -> BaseHiddenStates:
+    """Return the moments that ``layers`` in a row make of ``x``."""
+    for layer in layers:
+        x = layer.forward(x)
+    return x
+
+
+def backward_through(
+    layers: Sequence[BaseLayer], d: Array, e: Array, wanted: bool
+) -> Deltas | None:
+    """Go back through ``layers`` in a row, the last one first; as :meth:`BaseLayer.backward`."""
+    for number in range(len(layers) - 1, -1, -1):
+        deltas = layers[number].backward(d, e, wanted or number > 0)
+        if deltas is not None:
+            d, e = deltas
+    return (d, e) if wanted else None
+
+
+def connect_in_row(layers: Sequence[BaseLayer], shape: Shape, before: str, within: str) -> Shape:
+    """Connect ``layers`` one after the other; return the shape of the last one's output.
+
+    Raises:
+        ValueError: one cannot take the output of the one before; names both.
+    """
+    for number, layer in enumerate(layers):
+        try:
+            shape = layer.connect(shape)
+        except ValueError as error:
+            name = f"layer {number}{within}, {layer}"
+            raise ValueError(f"{name}, after {before}: {error}") from error
+        before = f"layer {number}, {layer}"
+    return shape
+
+
 def times_slope(d: Array, e: Array, slope: Array | None) -> Deltas:
-    """Return the deltas of what an activation was given from those of what it made, in place."""
+    """Return the deltas of an activation's input from those of its output, in place."""
     if slope is not None:
         d *= slope
         e *= slope

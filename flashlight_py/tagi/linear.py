@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from flashlight_py.device import Array, array_module
-from flashlight_py.tagi.init import gaussian, spread
 from flashlight_py.tagi.layer import BaseLayer, Deltas, Shape, times_slope
-from flashlight_py.tagi.parameters import Parameter
+from flashlight_py.tagi.parameters import Parameter, gaussian, spread
 from flashlight_py.tagi.states import BaseHiddenStates
 
 FEW = 100  # samples

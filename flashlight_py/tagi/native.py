@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from flashlight_py import _native
-from flashlight_py.device import Array
+from flashlight_py.device import Array, is_cupy
+from flashlight_py.tagi.states import REAL
 
 
 def native() -> Any | None:
@@ -13,8 +16,23 @@ def native() -> Any | None:
     return _native.optional("tagi", "fl.tagi computes with NumPy alone, some times slower")
 
 
+def native_for(array: Array) -> Any | None:
+    """Return the kernels for ``array``; None: it is CuPy's, or they were not built."""
+    return None if is_cupy(array) else native()
+
+
+def floats(module: Any, array: Array | None) -> Any:
+    """Return a pointer to a float32 array, or to a copy if it is not contiguous; NULL for None.
+
+    It keeps the memory while it is in a variable, as of all that a kernel is passed.
+    """
+    if array is None:
+        return module.ffi.NULL
+    return module.ffi.from_buffer("float[]", np.ascontiguousarray(array, REAL))
+
+
 def address(module: Any, array: Array | None, pointer: str = "float *") -> Any:
-    """Return where an array is that need not be contiguous, as a ``pointer``; NULL: there is none.
+    """Return the address of an array that need not be contiguous, as a ``pointer``; NULL for None.
 
     It does not keep the array's memory: the array lives in a variable until the call has returned.
     """

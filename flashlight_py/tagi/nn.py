@@ -6,13 +6,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from flashlight_py.tagi.activations import (
+    ClosedFormSoftmax,
     EvenExp,
     LeakyReLU,
     MixtureReLU,
     MixtureSigmoid,
     MixtureTanh,
     ReLU,
+    Remax,
     Sigmoid,
+    Softmax,
     Softplus,
     Tanh,
 )
@@ -24,10 +27,8 @@ from flashlight_py.tagi.layer import BaseLayer
 from flashlight_py.tagi.linear import Linear
 from flashlight_py.tagi.normalization import BatchNorm2d, LayerNorm
 from flashlight_py.tagi.pooling import AvgPool2d, MaxPool2d
-from flashlight_py.tagi.recurrent import LSTM
+from flashlight_py.tagi.recurrent import LSTM, SLSTM, SLinear
 from flashlight_py.tagi.sequential import Sequential
-from flashlight_py.tagi.smoothing import SLSTM, SLinear
-from flashlight_py.tagi.softmax import ClosedFormSoftmax, Remax, Softmax
 from flashlight_py.tagi.states import BaseDeltaStates, BaseHiddenStates
 from flashlight_py.tagi.updater import OutputUpdater
 

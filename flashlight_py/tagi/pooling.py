@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from flashlight_py.device import Array
-from flashlight_py.tagi.images import ImageLayer, images_of
+from flashlight_py.device import Array, array_module
 from flashlight_py.tagi.layer import Deltas, Shape, times_slope
-from flashlight_py.tagi.pools import largest, spread_taken, spread_windows, sum_windows
+from flashlight_py.tagi.native import address, native_for
 from flashlight_py.tagi.states import REAL, BaseHiddenStates
+from flashlight_py.tagi.windows import (
+    ImageLayer,
+    Windows,
+    contiguous,
+    described,
+    empty_like,
+    images_of,
+    readable,
+)
 
 
 class _Pool(ImageLayer):
@@ -116,3 +124,173 @@ class MaxPool2d(_Pool):
             spread_taken(over, each.reshape(taken.shape), taken, like) for each in (d, e)
         )
         return times_slope(back, back_e, self._slope)
+
+
+def sum_windows(windows: Windows, images: Array, factor: float) -> Array:
+    """Return the sum of each window times ``factor``, ``[batch, channels, out_height,
+    out_width]``; in the order of batch and channels that the images have.
+    """
+    images, _ = readable(images)
+    sums = empty_like(images, (images.shape[1], windows.out_height, windows.out_width))
+    module = native_for(images)
+    if module is None:
+        sum_windows_in_numpy(windows, images, factor, sums)
+        return sums
+    module.lib.fl_tagi_sum_windows(
+        described(module, windows, windows.whole(len(images)), images),
+        address(module, images),
+        address(module, sums),
+        *_steps(sums),
+        factor,
+    )
+    return sums
+
+
+def sum_windows_in_numpy(windows: Windows, images: Array, factor: float, sums: Array) -> None:
+    """Do what the kernel does, in the same order of additions: down, then along the rows."""
+    padded = windows.padded(images)
+    down = windows.down(padded, 0).copy()
+    for y in range(1, windows.kernel):
+        down += windows.down(padded, y)
+    sums[...] = 0
+    for x in range(windows.kernel):
+        sums += windows.along(down, x)
+    sums *= REAL.type(factor)
+
+
+def spread_windows(windows: Windows, deltas: Array, factor: float, like: Array) -> Array:
+    """Return images that have ``factor`` times the delta of each window at its places, added up:
+    the adjoint of :func:`sum_windows`.
+
+    Args:
+        windows: over the images.
+        deltas: ``[batch, channels, out_height, out_width]``.
+        factor: of all.
+        like: images of the shape, batch and channels lying in the order, that those returned have.
+    """
+    images, deltas = empty_like(like, like.shape[1:]), contiguous(deltas)
+    module = native_for(images)
+    if module is None:
+        spread_windows_in_numpy(windows, deltas, factor, images)
+        return images
+    module.lib.fl_tagi_spread_windows(
+        described(module, windows, windows.whole(len(images)), images),
+        address(module, deltas),
+        address(module, images),
+        *_steps(deltas),
+        factor,
+    )
+    return images
+
+
+def spread_windows_in_numpy(windows: Windows, deltas: Array, factor: float, images: Array) -> None:
+    """Do what the kernel does, in the same order of additions."""
+    padded = windows.padded(array_module(images).zeros_like(images))
+    rows = array_module(images).zeros_like(windows.down(padded, 0))
+    deltas = deltas * REAL.type(factor)
+    for x in range(windows.kernel):
+        windows.along(rows, x)[...] += deltas
+    for y in range(windows.kernel):
+        windows.down(padded, y)[...] += rows
+    images[...] = windows.inner(padded)
+
+
+def largest(
+    windows: Windows, mean: Array, variance: Array | None
+) -> tuple[Array, Array | None, Array]:
+    """Return the largest mean of each window, the variance of the same element, and which it is.
+
+    The first of several, row by row; NaN only where there is nothing else; never one of the zeros
+    around the images.
+
+    Args:
+        windows: over the images.
+        mean: ``[batch, channels, height, width]``.
+        variance: the same shape; or None, and then None is returned.
+
+    Returns:
+        Images ``[batch, channels, out_height, out_width]`` in the order of batch and channels that
+        ``mean`` has; the last ones int32: the place in the window, from 0, row by row.
+    """
+    mean, variance = readable(mean, variance)
+    shape = (mean.shape[1], windows.out_height, windows.out_width)
+    best, taken = empty_like(mean, shape), empty_like(mean, shape, np.int32)
+    best_v = None if variance is None else empty_like(mean, shape)
+    module = native_for(mean)
+    if module is None:
+        largest_in_numpy(windows, mean, variance, best, best_v, taken)
+        return best, best_v, taken
+    module.lib.fl_tagi_largest(
+        described(module, windows, windows.whole(len(mean)), mean),
+        address(module, mean),
+        address(module, variance),
+        address(module, best),
+        address(module, best_v),
+        address(module, taken, "int32_t *"),
+        *_steps(best),
+    )
+    return best, best_v, taken
+
+
+def largest_in_numpy(
+    windows: Windows,
+    mean: Array,
+    variance: Array | None,
+    best: Array,
+    best_variance: Array | None,
+    taken: Array,
+) -> None:
+    """Do what the kernel does."""
+    xp, padded = array_module(mean), windows.padded(mean)
+    inside = windows.padded(xp.ones_like(mean[:1, :1], dtype=bool))
+    padded_v = None if variance is None else windows.padded(variance)
+    best[...] = np.nan
+    taken[...] = 0
+    for place, (y, x) in enumerate(np.ndindex(windows.kernel, windows.kernel)):
+        found = windows.at(padded, y, x)
+        better = ((found > best) | xp.isnan(best)) & windows.at(inside, y, x)
+        xp.copyto(best, found, where=better)
+        xp.copyto(taken, place, where=better)
+        if padded_v is not None:
+            xp.copyto(best_variance, windows.at(padded_v, y, x), where=better)
+
+
+def spread_taken(windows: Windows, deltas: Array, taken: Array, like: Array) -> Array:
+    """Return images that have the delta of each window at the element that was taken, added up.
+
+    Args:
+        windows: over the images.
+        deltas: ``[batch, channels, out_height, out_width]``.
+        taken: as :func:`largest` has returned it, the same shape.
+        like: images of the shape, batch and channels lying in the order, that those returned have.
+    """
+    images = empty_like(like, like.shape[1:])
+    images[...] = 0
+    module = native_for(images)
+    if module is None:
+        spread_taken_in_numpy(windows, deltas, taken, images)
+        return images
+    deltas = contiguous(deltas)
+    module.lib.fl_tagi_spread_taken(
+        described(module, windows, windows.whole(len(images)), images),
+        address(module, deltas),
+        *_steps(deltas),
+        address(module, taken, "int32_t *"),
+        *_steps(taken),
+        address(module, images),
+    )
+    return images
+
+
+def spread_taken_in_numpy(windows: Windows, deltas: Array, taken: Array, images: Array) -> None:
+    """Do what the kernel does, in another order of additions; the images are 0."""
+    padded = windows.padded(images)
+    for place, (y, x) in enumerate(np.ndindex(windows.kernel, windows.kernel)):
+        windows.at(padded, y, x)[...] += array_module(images).where(taken == place, deltas, 0)
+    images[...] = windows.inner(padded)
+
+
+def _steps(images: Array) -> tuple[int, int]:
+    """Return how many elements the images, and their channels, are apart."""
+    batch_step, channel_step = (step // images.itemsize for step in images.strides[:2])
+    return batch_step, channel_step

@@ -30,7 +30,7 @@ FileName = str | os.PathLike[str]
 
 
 class Files:
-    """What a network can do with pytagi's files."""
+    """The part of a network that writes and reads pytagi's files."""
 
     def named_layers(self) -> Iterator[tuple[str, BaseLayer]]:
         """Yield every layer with its name; the network has this."""

@@ -1,4 +1,4 @@
-"""What a network has for its recurrent layers: states between calls, and the smoother."""
+"""The part of a network for its recurrent layers: states between calls, and the smoother."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from flashlight_py.device import Array, to_device
+from flashlight_py.device import Array
 from flashlight_py.tagi.layer import BaseLayer
-from flashlight_py.tagi.lstm_cell import States
-from flashlight_py.tagi.recurrent import LSTM
-from flashlight_py.tagi.smoothing import SLSTM, SLinear
+from flashlight_py.tagi.lstm import States
+from flashlight_py.tagi.recurrent import LSTM, SLSTM, SLinear
 from flashlight_py.tagi.state import wrong_moments
-from flashlight_py.tagi.states import BaseHiddenStates, real
+from flashlight_py.tagi.states import BaseHiddenStates, host_copy, real
 
 
 class Recurrence:
@@ -70,7 +69,7 @@ class Recurrence:
                 f"from 0, got {time_step}"
             )
         return {
-            key: States(*(np.array(to_device(each[time_step], "cpu")) for each in states))
+            key: States(*(host_copy(each[time_step]) for each in states))
             for key, states in smoothed.items()
         }
 
@@ -141,7 +140,7 @@ class Recurrence:
         if self._smoothed is None:
             raise RuntimeError("get_outputs_smoother: call smoother() first")
         flat = (self._smoothed.mu_a, self._smoothed.var_a)
-        return np.array(to_device(flat[0], "cpu")), np.array(to_device(flat[1], "cpu"))
+        return host_copy(flat[0]), host_copy(flat[1])
 
     def _lstms(self) -> dict[int | str, LSTM]:
         """Return the layers that carry states."""

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from flashlight_py.device import Array, array_module, device_of, is_cupy, to_device
 from flashlight_py.tagi import state
-from flashlight_py.tagi.buffers import Buffers, returned
-from flashlight_py.tagi.capped_step import FLOOR, cap_factor
-from flashlight_py.tagi.gathered import Gathered
-from flashlight_py.tagi.layer import BaseLayer, Shape
+from flashlight_py.tagi.layer import BaseLayer, Shape, forward_through
 from flashlight_py.tagi.normalization import NormMeanVar, norm_mean_var
+from flashlight_py.tagi.parameters import FLOOR, ParameterBucket, cap_factor, on_device
 from flashlight_py.tagi.pytagi_files import Files
 from flashlight_py.tagi.recurrence import Recurrence
-from flashlight_py.tagi.states import REAL, BaseDeltaStates, BaseHiddenStates, fits, reads_as, real
+from flashlight_py.tagi.states import (
+    REAL,
+    BaseDeltaStates,
+    BaseHiddenStates,
+    fits,
+    host_copy,
+    reads_as,
+    real,
+)
 
 
-class Sequential(Buffers, Gathered, Recurrence, Files):
+class Sequential(Recurrence, Files):
     """A network of layers in a row, trained by observing its outputs, without gradients.
 
     A step of training is ``net(x)``, a method of :class:`OutputUpdater`, ``net.backward()``,
@@ -58,8 +65,11 @@ class Sequential(Buffers, Gathered, Recurrence, Files):
                 )
         if not layers:
             raise TypeError("Sequential: a network needs at least one layer")
-        super().__init__()
         self.layers = list(layers)
+        self.device = "cpu"
+        self.output_z_buffer = BaseHiddenStates(np.empty((0, 0), REAL))
+        self.input_delta_z_buffer = BaseDeltaStates()
+        self.output_delta_z_buffer = BaseDeltaStates()
         self.training = True
         self.input_state_update = False
         self._shape: Shape | None = None  # of one sample, once the layers are connected
@@ -115,11 +125,7 @@ class Sequential(Buffers, Gathered, Recurrence, Files):
         flat = not self._from_states and np.ndim(mu_x) == 1
         if self._from_states:
             x = x.shaped(self._shape_of_samples(x.mean.shape))
-        if self.samples:
-            for layer in self.layers:
-                x = layer.forward(x)
-        else:
-            x = self._forward_nothing(x)
+        x = forward_through(self.layers, x) if self.samples else self._forward_nothing(x)
         self.output_z_buffer = x
         self.input_delta_z_buffer.mean = None
         return returned(x, flat, is_cupy(mu_x))  # x: other threads may evaluate meanwhile
@@ -214,6 +220,33 @@ class Sequential(Buffers, Gathered, Recurrence, Files):
         for layer in self.layers:
             layer.to_device(self.device)
 
+    def gather_parameters(
+        self, make: Callable[[list[BaseLayer]], list[ParameterBucket]] | None = None
+    ) -> None:
+        """Let the parameters lie in the buckets that ``make`` returns; None: in one.
+
+        ``make`` is passed the layers with parameters, in the order in which a backward pass
+        completes their sums.
+        """
+        layers = [layer for _, layer in self.named_layers() if layer.parameters_in_use][::-1]
+        if make is None:
+            parameters = [each for layer in layers for each in layer.parameters_in_use]
+            self.buckets = [ParameterBucket(parameters, on_device(self.device))]
+        else:
+            self.buckets = make(layers)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return all but the buckets: in a copy, layers would no longer be parts of these."""
+        return {name: value for name, value in self.__dict__.items() if name != "buckets"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.gather_parameters()
+
+    def __copy__(self) -> Sequential:
+        """Return a deep copy: parameters lie in the buckets of one network alone."""
+        return copy.deepcopy(self)
+
     def parameters(self) -> list[tuple[Array, Array, Array, Array]]:
         """Return mean and variance of weights, then of biases, of each layer that has some.
 
@@ -250,6 +283,58 @@ class Sequential(Buffers, Gathered, Recurrence, Files):
             ValueError: its layers differ. Nothing was changed.
         """
         self.load_state_dict(other.state_dict())
+
+    def params_to_device(self) -> None:
+        """Do nothing: parameters are where the network is."""
+
+    def params_to_host(self) -> None:
+        """Do nothing: what reads parameters copies them."""
+
+    def get_outputs(self) -> tuple[Array, Array]:
+        """Return the means and variances of the last forward pass, flat, on the CPU; copies."""
+        return returned(self.output_z_buffer, True, False)
+
+    def output_to_host(self) -> Array:
+        """Return the means of the last forward pass, flat, on the CPU; a copy."""
+        return self.get_outputs()[0]
+
+    def delta_z_to_host(self) -> Array:
+        """Return the deltas of the outputs' means, flat, on the CPU; a copy."""
+        return host_copy(self.input_delta_z_buffer.delta_mu)
+
+    def set_delta_z(self, delta_mu: Any, delta_var: Any) -> None:
+        """Set the deltas of the outputs by hand, for the next backward pass.
+
+        Raises:
+            TypeError: they are no real numbers.
+            ValueError: they have another shape than the outputs of the last forward pass and are
+                not flat, or something is masked.
+        """
+        shape = self.output_z_buffer.mean.shape
+        d = real("set_delta_z: delta_mu", delta_mu, self.device, own=True)
+        e = real("set_delta_z: delta_var", delta_var, self.device, own=True)
+        if not (fits(d.shape, shape) and fits(e.shape, shape)):
+            raise ValueError(
+                f"set_delta_z: expected shape {shape}, one element for each output, or "
+                f"{self.output_z_buffer.size} elements flat, got {d.shape} and {e.shape}"
+            )
+        deltas = self.input_delta_z_buffer
+        deltas.mean, deltas.variance = d.reshape(shape), e.reshape(shape)
+
+    def get_input_states(self) -> tuple[Array, Array]:
+        """Return the deltas of the input's means and variances, flat, on the CPU; copies.
+
+        Raises:
+            RuntimeError: the last backward pass did not go so far; set ``input_state_update``.
+        """
+        deltas = self.output_delta_z_buffer
+        if deltas.mean is None:
+            raise RuntimeError(
+                "get_input_states: the last backward pass ended at the first layer; set "
+                "net.input_state_update = True before it"
+            )
+        flat = (deltas.delta_mu, deltas.delta_var)
+        return host_copy(flat[0]), host_copy(flat[1])
 
     def get_neg_var_w_counter(self) -> dict[str, int]:
         """Return how many weights of each layer are at the floor of the variance, 1e-5.
@@ -336,3 +421,13 @@ class Sequential(Buffers, Gathered, Recurrence, Files):
                 raise ValueError(f"layer {number}, {layer}, after {before}: {error}") from error
             before = f"layer {number}, {layer}"
         self._shape = own
+
+
+def returned(moments: BaseHiddenStates, flat: bool, on_gpu: bool) -> tuple[Array, Array]:
+    """Return copies of means and variances, flat or in their shape, on the CPU or as they lie."""
+    both = (moments.mean, moments.variance)
+    mean, variance = (np.zeros(moments.mean.shape, REAL) if a is None else a for a in both)
+    if not on_gpu:
+        mean, variance = to_device(mean, "cpu"), to_device(variance, "cpu")
+    shape = (-1,) if flat else mean.shape
+    return mean.copy().reshape(shape), variance.copy().reshape(shape)

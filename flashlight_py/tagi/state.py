@@ -1,4 +1,4 @@
-"""What a network has learnt, as a dictionary by pytagi's names."""
+"""The state of a network as a dictionary by pytagi's names."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from flashlight_py.device import Array, array_module, to_device
+from flashlight_py.device import Array, array_module
 from flashlight_py.tagi.layer import BaseLayer
-from flashlight_py.tagi.states import REAL, unmasked
+from flashlight_py.tagi.states import REAL, host_copy, unmasked
 
 # The first four entries of a layer, which pytagi's dictionaries have as well.
 FOUR = ("mu_w", "var_w", "mu_b", "var_b")
@@ -28,7 +28,7 @@ def state_dict(network: Named) -> dict[str, tuple[Array, ...]]:
     return {
         name: (
             *(getattr(layer, which) for which in FOUR),
-            *(np.array(to_device(each, "cpu")) for each in layer.statistics()),
+            *(host_copy(each) for each in layer.statistics()),
         )
         for name, layer in network.named_layers()
         if layer.has_state

@@ -1,4 +1,4 @@
-"""What travels between layers: moments on the way forward, deltas on the way back."""
+"""The data between layers: moments on the way forward, deltas on the way back."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ class BaseHiddenStates:
     __slots__ = ("mean", "slope", "variance")
 
     def __init__(self, mean: Array, variance: Array | None = None, slope: Array | None = None):
-        self.mean = mean
-        self.variance = variance
-        self.slope = slope
+        self.mean, self.variance, self.slope = mean, variance, slope
 
     @property
     def mu_a(self) -> Array:
@@ -37,12 +35,12 @@ class BaseHiddenStates:
     @property
     def var_a(self) -> Array:
         """The variances, flat."""
-        return self._flat(self.variance, 0)
+        return _flat(self.variance, self.mean, 0)
 
     @property
     def jcb(self) -> Array:
         """The slopes, flat."""
-        return self._flat(self.slope, 1)
+        return _flat(self.slope, self.mean, 1)
 
     @property
     def size(self) -> int:
@@ -70,15 +68,16 @@ class BaseHiddenStates:
             None if self.slope is None else self.slope.reshape(full),
         )
 
-    def _flat(self, array: Array | None, instead: float) -> Array:
-        if array is None:
-            array = array_module(self.mean).full(self.size, instead, REAL)
-        flat: Array = array.reshape(-1)
-        return flat
+
+def _flat(array: Array | None, like: Array, instead: float) -> Array:
+    if array is None:
+        array = array_module(like).full(like.size, instead, REAL)
+    flat: Array = array.reshape(-1)
+    return flat
 
 
 class BaseDeltaStates:
-    """What a batch of units learns: posterior mean = mean + variance * ``delta_mu``, posterior
+    """The deltas of a batch of units: posterior mean = mean + variance * ``delta_mu``, posterior
     variance = variance + variance ** 2 * ``delta_var``. Arrays ``[batch, *shape]``, float32.
 
     An :class:`OutputUpdater` fills the network's ``input_delta_z_buffer``; its backward pass uses
@@ -88,18 +87,17 @@ class BaseDeltaStates:
     __slots__ = ("mean", "variance")
 
     def __init__(self, mean: Array | None = None, variance: Array | None = None) -> None:
-        self.mean = mean
-        self.variance = variance
+        self.mean, self.variance = mean, variance
 
     @property
     def delta_mu(self) -> Array:
         """The deltas of the means, flat; empty where there are none yet."""
-        return _flat_or_empty(self.mean)
+        return _flat(self.mean, np.empty(0), 0)
 
     @property
     def delta_var(self) -> Array:
         """The deltas of the variances, flat; empty where there are none yet."""
-        return _flat_or_empty(self.variance)
+        return _flat(self.variance, np.empty(0), 0)
 
     @property
     def size(self) -> int:
@@ -136,8 +134,9 @@ class BaseDeltaStates:
                 array[...] = 0
 
 
-def _flat_or_empty(array: Array | None) -> Array:
-    return np.empty(0, REAL) if array is None else array.reshape(-1)
+def host_copy(array: Array) -> Array:
+    """Return a copy on the CPU, of the same shape."""
+    return np.array(to_device(array, "cpu"))
 
 
 def real(

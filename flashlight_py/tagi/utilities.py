@@ -1,4 +1,4 @@
-"""What pytagi's scripts need beside networks: labels, data sets, windows, scales, schedules."""
+"""Helpers of pytagi's scripts beside networks: labels, data sets, windows, scales, schedules."""
 
 from __future__ import annotations
 

@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 
 from numpy.typing import DTypeLike
 
-from flashlight_py.device import Array, array_module, is_cupy
-from flashlight_py.tagi.native import address, native
+from flashlight_py.device import Array, array_module
+from flashlight_py.tagi.layer import BaseLayer, Shape
+from flashlight_py.tagi.native import address, native_for
 from flashlight_py.tagi.states import REAL
 
 
-class Part(NamedTuple):
-    """Which windows: those of some images, in some rows of the output."""
+class WindowPart(NamedTuple):
+    """The windows of some images, in some rows of the output."""
 
     images: slice
     rows: slice
@@ -51,7 +52,7 @@ class Windows:
         """How many windows there are beside each other."""
         return (self.width + self.before + self.after - self.kernel) // self.stride + 1
 
-    def parts(self, batch: int, columns: int) -> Iterator[Part]:
+    def parts(self, batch: int, columns: int) -> Iterator[WindowPart]:
         """Divide the windows of ``batch`` images into parts of about ``columns``, at most so many
         where a row has not more.
         """
@@ -60,13 +61,13 @@ class Windows:
             for images in _evenly(batch, rows // height):
                 size = height * self.out_width
                 places = slice(images.start * size, images.stop * size)
-                yield Part(images, slice(0, height), places)
+                yield WindowPart(images, slice(0, height), places)
             return
         for image in range(batch):
             for part in _evenly(height, rows):
                 first = (image * height + part.start) * self.out_width
                 places = slice(first, first + (part.stop - part.start) * self.out_width)
-                yield Part(slice(image, image + 1), part, places)
+                yield WindowPart(slice(image, image + 1), part, places)
 
     def padded(self, images: Array) -> Array:
         """Return copies of the images with zeros around them."""
@@ -98,10 +99,10 @@ class Windows:
         elements: Array = rows[:, :, :, x : end : self.stride]
         return elements
 
-    def whole(self, batch: int) -> Part:
+    def whole(self, batch: int) -> WindowPart:
         """Return the part that all windows of ``batch`` images are."""
         size = batch * self.out_height * self.out_width
-        return Part(slice(0, batch), slice(0, self.out_height), slice(0, size))
+        return WindowPart(slice(0, batch), slice(0, self.out_height), slice(0, size))
 
 
 def _evenly(size: int, most: int) -> Iterator[slice]:
@@ -132,7 +133,7 @@ def readable(mean: Array, variance: Array | None = None) -> tuple[Array, Array |
 
 
 def patches(
-    windows: Windows, part: Part, mean: Array, variance: Array | None, out: tuple[Array, ...]
+    windows: Windows, part: WindowPart, mean: Array, variance: Array | None, out: tuple[Array, ...]
 ) -> None:
     """Write windows of a part as columns, ``[channels * kernel**2, windows]``.
 
@@ -144,7 +145,7 @@ def patches(
         out: contiguous arrays: for windows of ``mean``; if there is a variance, for those of
             ``variance`` and of ``mean**2 + variance``; otherwise, if it has two, of ``mean**2``.
     """
-    module = None if is_cupy(mean) else native()
+    module = native_for(mean)
     if module is None:
         patches_in_numpy(windows, part, mean, variance, out)
         return
@@ -162,7 +163,7 @@ def patches(
 
 
 def patches_in_numpy(
-    windows: Windows, part: Part, mean: Array, variance: Array | None, out: tuple[Array, ...]
+    windows: Windows, part: WindowPart, mean: Array, variance: Array | None, out: tuple[Array, ...]
 ) -> None:
     """Do what the kernel does."""
     xp, k = array_module(mean), windows.kernel
@@ -184,7 +185,7 @@ def patches_in_numpy(
         xp.multiply(out[0], out[0], out=out[1])
 
 
-def add_patches(windows: Windows, part: Part, columns: Array, images: Array) -> None:
+def add_patches(windows: Windows, part: WindowPart, columns: Array, images: Array) -> None:
     """Add columns, as of :func:`patches`, to the places that they are of, in place: its adjoint.
 
     Args:
@@ -193,7 +194,7 @@ def add_patches(windows: Windows, part: Part, columns: Array, images: Array) -> 
         columns: contiguous.
         images: with contiguous rows.
     """
-    module = None if is_cupy(images) else native()
+    module = native_for(images)
     if module is None:
         add_patches_in_numpy(windows, part, columns, images)
         return
@@ -204,7 +205,7 @@ def add_patches(windows: Windows, part: Part, columns: Array, images: Array) -> 
     )
 
 
-def add_patches_in_numpy(windows: Windows, part: Part, columns: Array, images: Array) -> None:
+def add_patches_in_numpy(windows: Windows, part: WindowPart, columns: Array, images: Array) -> None:
     """Do what the kernel does, in the same order of additions."""
     k, chosen = windows.kernel, images[part.images]
     padded = windows.padded(chosen)
@@ -232,7 +233,7 @@ def empty_like(x: Array, shape: tuple[int, ...], dtype: DTypeLike = REAL) -> Arr
     return images
 
 
-def described(module: Any, windows: Windows, part: Part, images: Array) -> Any:
+def described(module: Any, windows: Windows, part: WindowPart, images: Array) -> Any:
     """Return the struct that the kernels know the windows by."""
     batch_step, channel_step, row_step, _ = (step // REAL.itemsize for step in images.strides)
     return module.ffi.new(
@@ -254,3 +255,117 @@ def described(module: Any, windows: Windows, part: Part, images: Array) -> Any:
             row_step,
         ),
     )
+
+
+class ImageLayer(BaseLayer):
+    """The base of layers that move a square window over images ``[batch, channels, height,
+    width]``.
+
+    Args:
+        kernel_size: height and width of the window, at least 1.
+        stride: from one window to the next, at least 1.
+        padding: how many rows and columns of zeros are put around the images.
+        padding_type: where: 1: on all sides; 2: below and to the right; 0: nowhere, and then
+            ``padding`` must be 0.
+
+    Raises:
+        ValueError: one of them is out of range.
+    """
+
+    def __init__(self, kernel_size: int, stride: int, padding: int, padding_type: int) -> None:
+        super().__init__()
+        name = self.get_layer_name()
+        if kernel_size < 1 or stride < 1 or padding < 0:
+            raise ValueError(
+                f"{name}: kernel_size and stride must be at least 1, padding at least 0; got "
+                f"{kernel_size}, {stride}, {padding}"
+            )
+        if padding_type not in (0, 1, 2):
+            raise ValueError(f"{name}: padding_type must be 0, 1 or 2, got {padding_type}")
+        if padding and padding_type == 0:
+            raise ValueError(
+                f"{name}: padding_type 0 is no padding, got padding={padding}; pass padding_type=1 "
+                "for all sides, 2 for below and to the right"
+            )
+        self.kernel_size, self.stride = kernel_size, stride
+        self.padding, self.padding_type = padding, padding_type
+
+    @property
+    def in_channels(self) -> int:
+        """Channels of the input; 0 until they are known."""
+        return _part(self.input_shape, 0)
+
+    @property
+    def in_height(self) -> int:
+        """Rows of an input image; 0 until they are known."""
+        return _part(self.input_shape, 1)
+
+    @property
+    def in_width(self) -> int:
+        """Columns of an input image; 0 until they are known."""
+        return _part(self.input_shape, 2)
+
+    @property
+    def out_channels(self) -> int:
+        """Channels of the output; 0 until they are known."""
+        return _part(self.output_shape, 0)
+
+    @property
+    def out_height(self) -> int:
+        """Rows of an output image; 0 until they are known."""
+        return _part(self.output_shape, 1)
+
+    @property
+    def out_width(self) -> int:
+        """Columns of an output image; 0 until they are known."""
+        return _part(self.output_shape, 2)
+
+    def get_layer_info(self) -> str:
+        """Return its kind and sizes: ``"Conv2d(in_channels,out_channels,out_width,out_height,
+        kernel_size)"``; a size is 0 until it is known.
+        """
+        sizes = (
+            self.in_channels,
+            self.out_channels,
+            self.out_width,
+            self.out_height,
+            self.kernel_size,
+        )
+        return f"{self.get_layer_name()}({','.join(map(str, sizes))})"
+
+    def _windows(self, height: int, width: int) -> Windows:
+        """Return the windows over images of this size.
+
+        Raises:
+            ValueError: they do not cover the images exactly.
+        """
+        before = self.padding if self.padding_type == 1 else 0
+        windows = Windows(self.kernel_size, self.stride, before, self.padding, height, width)
+        for name, size in (("height", height), ("width", width)):
+            rest = size + before + self.padding - self.kernel_size
+            if rest < 0 or rest % self.stride:
+                raise ValueError(
+                    f"windows of {self.kernel_size}, {self.stride} apart, do not cover a {name} of "
+                    f"{size} with padding {before} before and {self.padding} after it exactly; "
+                    f"{rest} is to be 0 or a multiple of {self.stride}: change padding, "
+                    "padding_type, kernel_size or the images"
+                )
+        return windows
+
+
+def _part(shape: Shape | None, index: int) -> int:
+    return 0 if shape is None else shape[index]
+
+
+def images_of(shape: Shape) -> tuple[int, int, int]:
+    """Return the shape of a sample as (channels, height, width).
+
+    Raises:
+        ValueError: it has not three dimensions.
+    """
+    if len(shape) != 3:
+        raise ValueError(
+            f"expected images (channels, height, width), got samples of shape {shape}; pass an "
+            "array [batch, channels, height, width], or in_width and in_height to a convolution"
+        )
+    return shape

@@ -24,7 +24,7 @@ Result = Callable[[Sequence[Any]], Any]
 
 
 class GpuReach(Reach):
-    """What a step can reach, with CuPy's objects, which are compared by identity.
+    """All that a step can reach, with CuPy's objects, which are compared by identity.
 
     ``gpu_arrays``: the arrays of them, by how a person would write them.
     """

@@ -194,7 +194,7 @@ class GpuSession:
 
 
 class Pending:
-    """What is begun and goes on beside the step: a ``Work`` of each replay."""
+    """An operation that goes on beside the step: a ``Work`` of each replay."""
 
     def __init__(self, session: GpuSession, begin: Callable[[], Any], arrays: Any) -> None:
         self._session, self._begin, self._arrays = session, begin, arrays

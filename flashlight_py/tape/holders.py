@@ -1,4 +1,4 @@
-"""What holds Python state: each kind of container, how it is read, changed, guarded and named."""
+"""Containers of Python state: how each kind it is read, changed, guarded and named."""
 
 from __future__ import annotations
 
@@ -265,7 +265,7 @@ class Large(Holder):
 
 
 class Parts(Holder):
-    """What cannot change in itself: a tuple, a bound method, a partial function."""
+    """A holder that cannot change in itself: a tuple, a bound method, a partial function."""
 
     __slots__ = ("first", "names")
 

@@ -1,4 +1,4 @@
-"""What kinds of objects there are: whose they are, and where their attributes lie in memory."""
+"""The kinds of objects: their owners, and the places of their attributes in memory."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from flashlight_py.tape.noting import compute, current, read
 
 
 class Methods:
-    """What arrays compute by functions of NumPy that are written in Python."""
+    """Methods of arrays, computed by functions of NumPy that are written in Python."""
 
     def item(self: Any, *where: Any) -> Any:
         if where or self.array.size != 1 or current.recording is None:

@@ -1,4 +1,4 @@
-"""What is being recorded on this thread, and how what is computed gets into it."""
+"""The recording of this thread, and how computations get into it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the notes of a step are about: which memory each operand is in, and what is needed of it."""
+"""The operands of a step's notes: the memory each is in, and the part needed of it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Where(NamedTuple):
 
 
 class Memory:
-    """Which array an address lies in: of those ``made`` by the step, or its ``arguments``."""
+    """The array that an address lies in: of those ``made`` by the step, or its ``arguments``."""
 
     def __init__(
         self, made: Sequence[np.ndarray[Any, Any]], arguments: Sequence[np.ndarray[Any, Any] | None]
@@ -98,7 +98,7 @@ def read_by(note: Note) -> Iterator[np.ndarray[Any, Any]]:
 
 
 class Touched:
-    """Which memory ``notes`` read and write, in their order."""
+    """The memory that ``notes`` read and write, in their order."""
 
     def __init__(self, notes: Iterable[Note]) -> None:
         self._spans = [

@@ -1,4 +1,4 @@
-"""What operations return while a step is recorded, and what they are in its replays."""
+"""Results of operations while a step is recorded, and in its replays."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def returning(function: Callable[..., Any], recorded: Any) -> Callable[..., None
 
 
 class Later:
-    """What an operation returned that goes on beside the step: a Work, which the step waits for."""
+    """The result of an operation that goes on beside the step: a Work, which the step waits for."""
 
     def __init__(
         self,

@@ -79,7 +79,7 @@ _Visit: TypeAlias = Callable[[Any, "Holder | None", Any], None]
 
 
 class Place:
-    """Where an array was found."""
+    """The place of an array that was found."""
 
     __slots__ = ("holder", "key")
 

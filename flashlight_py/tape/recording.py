@@ -55,7 +55,7 @@ class Note:
 
 
 class Recording:
-    """What a step does, from ``begin`` to ``end`` on this thread.
+    """The notes of a step, from ``begin`` to ``end`` on this thread.
 
     ``known``: arrays that were there before.
     """

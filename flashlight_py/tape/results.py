@@ -1,4 +1,4 @@
-"""What a step returns: how a replay makes it anew."""
+"""The results of a step: how a replay makes it anew."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONSTANT, ARRAY, VARIABLE, NUMBER, SCALAR, ARGUMENT_ITSELF, TUPLE, LIST, DICT = 
 
 
 class CannotCapture(Exception):
-    """What a step does has no program; the message says why."""
+    """A step has no program; the message says why."""
 
 
 class Returned(NamedTuple):

@@ -60,7 +60,7 @@ _has_blas = blas.connect(_tape)
 
 
 class Captured(_tape.Step):  # type: ignore[misc, name-defined]
-    """What :func:`capture` returns: called like the step."""
+    """The result of :func:`capture`: called like the step."""
 
     __captured_state__ = ()
 

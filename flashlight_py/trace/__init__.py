@@ -1,4 +1,4 @@
-"""What the ranks called, and when: profiles and flight records, and what makes them readable.
+"""The calls of the ranks and their times: profiles, flight records, and tools to read them.
 
 ``python -m flashlight_py.trace diff DIR`` compares the flight records of the ranks,
 ``python -m flashlight_py.trace view trace.json`` makes a page of a profile.

@@ -9,9 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flashlight_py.trace.diff import compare
-from flashlight_py.trace.records import read_records
-from flashlight_py.trace.timeline import chrome_trace, page, read_trace
+from flashlight_py.trace.profiling import chrome_trace, page, read_trace
+from flashlight_py.trace.records import compare, read_records
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

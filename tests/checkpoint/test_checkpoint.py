@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.checkpoint import files
+from flashlight_py.checkpoint import directory
 from flashlight_py.errors import CheckpointError
 from tests.autograd.strict_library import StrictArray, StrictLibrary
 from tests.checkpoint.runs import Run
@@ -248,8 +248,8 @@ def test_few_copies_are_held_where_the_digest_is_slower_than_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Copies such as are made of arrays of a GPU: three that wait, and what is at hand."""
-    monkeypatch.setattr(files, "hashlib", SimpleNamespace(sha256=SlowDigest))
-    monkeypatch.setattr(files, "WAITING_BYTES", 3000)
+    monkeypatch.setattr(directory, "hashlib", SimpleNamespace(sha256=SlowDigest))
+    monkeypatch.setattr(directory, "WAITING_BYTES", 3000)
     gone: list[int] = []
     held: list[int] = []
 
@@ -259,7 +259,7 @@ def test_few_copies_are_held_where_the_digest_is_slower_than_the_disk(
         held.append(number + 1 - len(gone))
         return array
 
-    files.write_durable(tmp_path / "file", map(copy, range(30)))
+    directory.write_durable(tmp_path / "file", map(copy, range(30)))
     assert len(held) == 30
     assert max(held) <= 5
 

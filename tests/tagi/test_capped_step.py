@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
-from flashlight_py.tagi.capped_step import Step, cap_factor, step_in_numpy
 from flashlight_py.tagi.native import native
+from flashlight_py.tagi.parameters import (
+    Parameter,
+    ParameterBucket,
+    cap_factor,
+    on_device,
+    step_in_numpy,
+)
 from tests.tagi.oracle import compare
 
 
@@ -44,6 +52,15 @@ def arrays(size: int) -> tuple[np.ndarray, ...]:
     return mean, variance, d, e
 
 
+def step(arrays: Sequence[np.ndarray], cap: float) -> tuple[np.ndarray, ...]:
+    """Return means and variances after the step of a bucket of these."""
+    mean, variance, *sums = arrays
+    bucket = ParameterBucket([Parameter(mean, variance)], on_device("cpu"))
+    bucket.sums[...] = np.concatenate(sums)
+    bucket.step(cap)
+    return bucket.mean, bucket.variance
+
+
 @pytest.mark.parametrize("size", [0, 1, 2, 15, 16, 17, 1000, 4099])
 @pytest.mark.parametrize("batch", [1, 16, 256])
 def test_native_code_has_the_bits_of_numpy(size: int, batch: int) -> None:
@@ -52,10 +69,10 @@ def test_native_code_has_the_bits_of_numpy(size: int, batch: int) -> None:
     ours, reference = arrays(size), arrays(size)
     with np.errstate(all="ignore"):
         step_in_numpy(*reference, 1 / cap_factor(batch))
-    Step(*ours)(cap_factor(batch))
-    for own, expected in zip(ours, reference, strict=True):
+    found = step(ours, cap_factor(batch))
+    for own, expected in zip(found, reference[:2], strict=True):
         np.testing.assert_array_equal(own, expected)
-    assert (ours[1] > 0).all()
+    assert (found[1] > 0).all()
 
 
 @pytest.mark.parametrize("batch", [1, 16, 256])
@@ -72,15 +89,14 @@ def test_native_code_has_the_bits_of_numpy_at_the_bounds(batch: int) -> None:
     mean = rng.standard_normal(8192).astype(np.float32)
     ours, reference = ([mean.copy(), variance.copy(), *sums] for _ in range(2))
     step_in_numpy(*reference, 1 / cap)
-    Step(*ours)(cap)
-    for own, expected in zip(ours, reference, strict=True):
+    for own, expected in zip(step(ours, cap), reference[:2], strict=True):
         np.testing.assert_array_equal(own, expected)
 
 
 def test_without_native_code_numpy_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashlight_py.tagi.capped_step.native", lambda: None)
+    monkeypatch.setattr("flashlight_py.tagi.native.native", lambda: None)
     ours, reference = arrays(50), arrays(50)
     with np.errstate(all="ignore"):
-        Step(*ours)(2.0)
+        found = step(ours, 2.0)
         step_in_numpy(*reference, 0.5)
-    np.testing.assert_array_equal(ours[0], reference[0])
+    np.testing.assert_array_equal(found[0], reference[0])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flashlight_py import tagi
-from flashlight_py.tagi import lstm_window, nn
+from flashlight_py.tagi import lstm, nn
 from flashlight_py.tagi.native import native
 
 pytestmark = pytest.mark.skipif(native() is None, reason="the native kernels are not built")
@@ -52,7 +52,7 @@ def test_native_code_does_what_numpy_does(
         return passes(nn.LSTM(inputs, outputs, steps, bias), x, variance)
 
     own = made()
-    monkeypatch.setattr(lstm_window, "native", lambda: None)
+    monkeypatch.setattr("flashlight_py.tagi.native.native", lambda: None)
     for number, (array, expected) in enumerate(zip(own, made(), strict=True)):
         largest = np.abs(expected).max(initial=0)
         np.testing.assert_allclose(array, expected, 1e-4, 2e-6 * largest, err_msg=str(number))
@@ -60,13 +60,13 @@ def test_native_code_does_what_numpy_does(
 
 def test_large_ones_are_computed_with_the_blas(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways are open to a layer of one size, and meet."""
-    monkeypatch.setattr(lstm_window, "SMALL", 4 * 6 * 8)
+    monkeypatch.setattr(lstm, "SMALL", 4 * 6 * 8)
     tagi.manual_seed(0)
     small = nn.Sequential(nn.LSTM(2, 6, 3))
     x = np.ones((2, 6))
     expected = small(x)
     assert small.layers[0]._kept.by_sample
-    monkeypatch.setattr(lstm_window, "SMALL", 4 * 6 * 8 - 1)
+    monkeypatch.setattr(lstm, "SMALL", 4 * 6 * 8 - 1)
     np.testing.assert_allclose(small(x), expected, 1e-5)
     assert not small.layers[0]._kept.by_sample
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.tagi import nn, standardize
+from flashlight_py.tagi import nn, normalization
 from flashlight_py.tagi.native import native
 from flashlight_py.tagi.states import BaseHiddenStates
 from tests.tagi.oracle import compare, oracle_run
@@ -132,17 +132,17 @@ def test_native_code_is_numpy_s(positions: int) -> None:
                 for centers in (None, center):
                     by_row = None if centers is None else np.broadcast_to(centers, shape[:2])
                     close(
-                        standardize.row_sums(arrays[0], centers),
-                        standardize.row_sums_in_numpy(arrays[0], by_row),
+                        normalization.row_sums(arrays[0], centers),
+                        normalization.row_sums_in_numpy(arrays[0], by_row),
                     )
                 given = (arrays[0], variance, center, scale, weight, bias)
-                found = standardize.standardize(*given)
-                for one, two in zip(found, standardize.standardize_in_numpy(*given), strict=True):
+                found = normalization.standardize(*given)
+                for one, two in zip(found, normalization.standardize_in_numpy(*given), strict=True):
                     np.testing.assert_allclose(one, two, rtol=1e-6, atol=1e-6)
                 for wanted in (True, False):
                     given = (found[0], *arrays[2:4], j, scale, wanted)
-                    sums, deltas = standardize.standardize_back(*given)
-                    sums_2, deltas_2 = standardize.standardize_back_in_numpy(*given)
+                    sums, deltas = normalization.standardize_back(*given)
+                    sums_2, deltas_2 = normalization.standardize_back_in_numpy(*given)
                     close(sums, sums_2)
                     assert (deltas is None) == (deltas_2 is None) == (not wanted)
                     for one, two in zip(deltas or (), deltas_2 or (), strict=True):

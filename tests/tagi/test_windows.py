@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flashlight_py.tagi import pools
+from flashlight_py.tagi import pooling
 from flashlight_py.tagi import windows as module
 from flashlight_py.tagi.native import native
 from flashlight_py.tagi.windows import Windows
@@ -75,14 +75,14 @@ def test_sums_of_windows_are_those_of_numpy(over: Windows, first: bool) -> None:
     """To the last bit; the adjoint, too."""
     rng = np.random.default_rng(2)
     x = images(over, rng, first)
-    sums = pools.sum_windows(over, x, 1 / 9)
+    sums = pooling.sum_windows(over, x, 1 / 9)
     expected = np.empty_like(sums)
-    pools.sum_windows_in_numpy(over, x, 1 / 9, expected)
+    pooling.sum_windows_in_numpy(over, x, 1 / 9, expected)
     np.testing.assert_array_equal(sums, expected)
     deltas = rng.standard_normal(sums.shape).astype(F)
-    spread = pools.spread_windows(over, deltas, 1 / 9, x)
+    spread = pooling.spread_windows(over, deltas, 1 / 9, x)
     expected = np.empty_like(spread)
-    pools.spread_windows_in_numpy(over, deltas, 1 / 9, expected)
+    pooling.spread_windows_in_numpy(over, deltas, 1 / 9, expected)
     np.testing.assert_array_equal(spread, expected)
     assert np.isclose((sums * deltas).sum(), (x * spread).sum(), rtol=1e-4, atol=1e-4)
 
@@ -96,14 +96,14 @@ def test_largest_elements_are_those_of_numpy(over: Windows, first: bool) -> None
     mean = np.round(images(over, rng, first))
     mean[rng.uniform(size=mean.shape) < 0.3] = np.nan
     variance = np.abs(images(over, rng, not first))
-    own = pools.largest(over, mean, variance)
+    own = pooling.largest(over, mean, variance)
     expected = tuple(np.empty_like(each) for each in own)
-    pools.largest_in_numpy(over, mean, variance, *expected)
+    pooling.largest_in_numpy(over, mean, variance, *expected)
     for found, wanted in zip(own, expected, strict=True):
         np.testing.assert_array_equal(found, wanted)
-    assert pools.largest(over, mean, None)[1] is None
+    assert pooling.largest(over, mean, None)[1] is None
     deltas = rng.standard_normal(own[0].shape).astype(F)
-    spread = pools.spread_taken(over, deltas, own[2], mean)
+    spread = pooling.spread_taken(over, deltas, own[2], mean)
     wanted = np.zeros_like(spread)
-    pools.spread_taken_in_numpy(over, deltas, own[2], wanted)
+    pooling.spread_taken_in_numpy(over, deltas, own[2], wanted)
     np.testing.assert_allclose(spread, wanted, rtol=1e-5, atol=1e-6)

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from flashlight_py.trace.__main__ import main
-from flashlight_py.trace.diff import compare
-from flashlight_py.trace.records import FlightRecord
+from flashlight_py.trace.records import FlightRecord, compare
 
 
 def call(number: int, verb: str = "all_reduce", **fields: Any) -> dict[str, Any]:

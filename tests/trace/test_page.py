@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from flashlight_py.trace.profiling import chrome_trace, page
 from flashlight_py.trace.records import RankTimeline
-from flashlight_py.trace.timeline import chrome_trace, page
 from tests.trace.chromium import PROGRAM, Browser
 
 MS = 1_000_000

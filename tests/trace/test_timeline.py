@@ -8,8 +8,8 @@ from typing import Any
 import hypothesis
 import hypothesis.strategies as st
 
+from flashlight_py.trace.profiling import chrome_trace, covered
 from flashlight_py.trace.records import RankTimeline
-from flashlight_py.trace.timeline import chrome_trace, covered
 from tests.trace.validity import assert_valid
 
 TIMES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)).map(sorted).map(tuple))

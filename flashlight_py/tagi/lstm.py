@@ -1,8 +1,18 @@
-"""All time steps of an LSTM, forward and back through time: in NumPy or CuPy, or natively.
+"""The time steps of an LSTM, forward and back through time: in NumPy or CuPy, or natively.
 
 Both take samples ``[rows, steps * width]``, time steps one after the other. Native code computes
 sample by sample, with loops of its own for matrices, where they are small; otherwise the time steps
 of all samples are computed together, one after the other, and matrices are the BLAS's.
+
+Gates are in pytagi's order f, i, g, o. What a step needs of the matrices are sums over the inputs
+``x_j`` of products of two gates' weights, ``sum_j W_p[k, j] W_q[k, j] var(x_j)``: for a gate with
+itself it is a part of the variance, for two gates the covariance before their functions. ``PAIRS``
+are these p and q, in the order in which arrays have them:
+
+    ff ii gg oo   the variances, completed by those of the weights
+    ig            for the mean and variance of i g
+    fo io go      for those of o tanh(c); over the inputs of the layer alone, as pytagi has it
+    fi fg         only for the way back
 """
 
 from __future__ import annotations
@@ -11,23 +21,123 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flashlight_py.device import Array, array_module, is_cupy
-from flashlight_py.tagi.lstm_cell import PAIRS, States, cell_backward, cell_forward
-from flashlight_py.tagi.native import native
+from flashlight_py.device import Array, array_module
+from flashlight_py.tagi.native import floats, native, native_for
 from flashlight_py.tagi.parameters import Parameter
 from flashlight_py.tagi.states import REAL
+
+PAIRS = [0, 1, 2, 3, 1, 0, 1, 2, 0, 0], [0, 1, 2, 3, 2, 3, 3, 3, 1, 2]
+
+
+class States(NamedTuple):
+    """Moments of the hidden states h and of the cells c, all of one shape."""
+
+    mean_h: Array
+    variance_h: Array
+    mean_c: Array
+    variance_c: Array
+
+
+def cell_forward(z: Array, u: Array, states: States | None, slopes: Array) -> States:
+    """Return means and variances of h, then of c, ``[rows, n]`` each.
+
+    Args:
+        z: means of the inputs of the gates, ``[rows, 4, n]``.
+        u: their variances and covariances, ``[rows, 8, n]``, the first eight of ``PAIRS``.
+        states: those of the step before; None: 0.
+        slopes: ``[rows, 6, n]``, is written: covariances with c of the inputs of f, i and g, over
+            their variances; that of o with h; that of c with h; and f.
+    """
+    xp = array_module(z)
+    # sigmoid(z) = 1/2 + tanh(z/2) / 2, so all four gates are one tanh.
+    half = xp.array([[0.5], [0.5], [1], [0.5]], REAL)
+    t = xp.tanh(z * half)
+    gates = t * half + (1 - half)
+    gates[:, 2] = t[:, 2]
+    slope = (1 - t * t) * (half * half)
+    variances = slope * slope * u[:, :4]
+    f, i, g, o = gates[:, 0], gates[:, 1], gates[:, 2], gates[:, 3]
+    v_f, v_i, v_g, v_o = variances[:, 0], variances[:, 1], variances[:, 2], variances[:, 3]
+
+    cov = slope[:, 1] * slope[:, 2] * u[:, 4]  # of i and g
+    ig = i * g
+    c = ig + cov
+    v_c = v_g * (i * i) + v_i * (v_g + g * g) + cov * (cov + 2 * ig)
+    if states is None:
+        slopes[:, 0] = 0
+    else:
+        before, v_before = states.mean_c, states.variance_c
+        c += f * before
+        v_c += v_before * (f * f + v_f) + v_f * (before * before)
+        slopes[:, 0] = slope[:, 0] * before
+    slopes[:, 1] = slope[:, 1] * g
+    slopes[:, 2] = slope[:, 2] * i
+
+    a = xp.tanh(c)
+    slope_a = 1 - a * a
+    v_a = slope_a * slope_a * v_c
+    cov = slope_a * slope[:, 3] * (slopes[:, :3] * u[:, 5:8]).sum(axis=1)  # of o and a
+    oa = o * a
+    h = oa + cov
+    v_h = v_a * (o * o + v_o) + v_o * (a * a) + cov * (cov + 2 * oa)
+    slopes[:, 3] = slope[:, 3] * a
+    slopes[:, 4] = slope_a * o
+    slopes[:, 5] = f
+    return States(h, v_h, c, v_c)
+
+
+def cell_backward(
+    dh: Array,
+    eh: Array,
+    dc: Array | None,
+    ec: Array | None,
+    slopes: Array,
+    dz: Array,
+    coefficients: Array,
+) -> tuple[Array, Array]:
+    """Write the deltas of the gates' inputs; return those of the c of the step before.
+
+    Args:
+        dh, eh: the deltas of h, from the output and from the next step, ``[rows, n]``.
+        dc, ec: those of c that the next step sends; None: there is none. What h sends to c is
+            added here.
+        slopes: as :func:`cell_forward` has written them.
+        dz: ``[rows, 4, n]``, is written: the deltas of the gates' means.
+        coefficients: ``[rows, 10, n]``, is written: with the products of weights of ``PAIRS`` it
+            makes the deltas of the variances of what the gates are computed from; the first four
+            are those of the gates' own variances.
+    """
+    k, k_o, r, f = slopes[:, :3], slopes[:, 3], slopes[:, 4], slopes[:, 5]
+    to_c = r * dh
+    of_o = k_o * eh
+    shared = 2 * r * of_o
+    var_c = r * r * eh
+    if dc is not None and ec is not None:
+        to_c += dc
+        var_c += ec
+    dz[:, :3] = k * to_c[:, None]
+    dz[:, 3] = k_o * dh
+    weighted = k * var_c[:, None]
+    coefficients[:, :3] = k * weighted
+    coefficients[:, 3] = k_o * of_o
+    weighted *= 2
+    coefficients[:, 4] = k[:, 1] * weighted[:, 2]
+    coefficients[:, 5:8] = k * shared[:, None]
+    coefficients[:, 8:] = k[:, :1] * weighted[:, 1:]
+    return f * to_c, f * f * var_c
+
 
 # Up to how many weights native loops are faster than a BLAS that is called for each time step.
 SMALL = 2**14
 
 
 class Pass(NamedTuple):
-    """What a forward pass keeps for the way back.
+    """The memory of a forward pass for the way back.
 
     Attributes:
         joined: means of each time step's inputs and of h before it, ``[steps, rows, ni + no]``;
             ``[rows, steps, ...]`` where native code has computed them.
-        slopes: as of :func:`flashlight_py.tagi.lstm_cell.cell_forward`, ``[steps, rows, 6, no]``.
+        slopes: as of :func:`flashlight_py.tagi.lstm.cell_forward`, ``[steps, rows, 6, no]``.
         by_sample: whether it was native code.
     """
 
@@ -37,8 +147,8 @@ class Pass(NamedTuple):
 
 
 class Back(NamedTuple):
-    """What comes back: deltas of the gates' inputs, ``[rows * steps, 4 * no]`` in the order of
-    ``joined``, and of the layer's, ``[rows, steps * ni]``, if wanted.
+    """The result of a backward pass: deltas of the gates' inputs, ``[rows * steps, 4 * no]`` in the
+    order of ``joined``, and of the layer's, ``[rows, steps * ni]``, if wanted.
     """
 
     dz: Array
@@ -57,7 +167,7 @@ def window_forward(
     carry: bool,
 ) -> tuple[Array, Array, States | None, Pass]:
     """Return means and variances of h at all time steps, ``[rows, steps * no]``, the last states,
-    and what to keep.
+    and the memory for the way back.
 
     Args:
         weight: ``[4, no, ni + no]``.
@@ -67,7 +177,7 @@ def window_forward(
         states: what to begin with, ``[1, no]`` each, of one row; None: 0.
         carry: whether to return the last states, of one row.
     """
-    kernels = None if is_cupy(x) or weight.mean.size > SMALL else native()
+    kernels = None if weight.mean.size > SMALL else native_for(x)
     if kernels is None:
         *moments, last, kept = forward_in_numpy(weight, biases, x, x_variance, steps, states)
         return moments[0], moments[1], last if carry else None, kept
@@ -75,7 +185,7 @@ def window_forward(
 
 
 def window_backward(weight: Parameter, kept: Pass, d: Array, e: Array, wanted: bool) -> Back:
-    """Return what the deltas of h, ``[rows, steps * no]``, send back."""
+    """Return the deltas that those of h, ``[rows, steps * no]``, send back."""
     if kept.by_sample:
         return _backward_natively(weight, kept, d, e, wanted)
     return backward_in_numpy(weight, kept, d, e, wanted)
@@ -175,7 +285,7 @@ def _forward_natively(
     arrays = (weight.mean, weight.variance, *known, x, x_variance)
     kernels.lib.fl_tagi_lstm_forward(
         kernels.ffi.new("fl_tagi_lstm *", (rows, steps, n - no, no)),
-        *(_pointer(kernels.ffi, each) for each in (*arrays, h, v_h, joined, slopes, last)),
+        *(floats(kernels, each) for each in (*arrays, h, v_h, joined, slopes, last)),
     )
     after = None if last is None else States(*last)
     return h, v_h, after, Pass(joined, slopes, True)
@@ -192,16 +302,9 @@ def _backward_natively(weight: Parameter, kept: Pass, d: Array, e: Array, wanted
         dx, ex = np.empty((2, rows, steps * (n - no)), REAL)
     kernels.lib.fl_tagi_lstm_backward(
         kernels.ffi.new("fl_tagi_lstm *", (rows, steps, n - no, no)),
-        *(_pointer(kernels.ffi, a) for a in (weight.mean, slopes, d, e, dz, ez, dx, ex)),
+        *(floats(kernels, a) for a in (weight.mean, slopes, d, e, dz, ez, dx, ex)),
     )
     return Back(dz, ez, dx, ex)
-
-
-def _pointer(ffi: Any, array: Array | None) -> Any:
-    """Return where a float32 array is; of one that is not contiguous, where a copy is."""
-    if array is None:
-        return ffi.NULL
-    return ffi.from_buffer("float[]", np.ascontiguousarray(array, REAL))
 
 
 def _products(weight: Parameter, pairs: int) -> Array:
