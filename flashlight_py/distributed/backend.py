@@ -1,4 +1,4 @@
-"""What a backend owes. Everything above it is validation, everything below it is transport."""
+"""The contract of a backend: validation is above it, transport below."""
 
 from __future__ import annotations
 

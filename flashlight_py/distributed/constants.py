@@ -18,7 +18,7 @@ class DistributedInit(enum.IntEnum):
 
 
 class DistributedBackend(enum.IntEnum):
-    """What moves the arrays."""
+    """The backends, by the library that moves the arrays."""
 
     GLOO = 0
     """NumPy arrays between processes, by connections; inside a host through shared memory."""

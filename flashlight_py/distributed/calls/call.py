@@ -38,7 +38,7 @@ COMPOSED = (
 
 
 class Matched(NamedTuple):
-    """What a receive has taken that did not know who sends, or how much."""
+    """Sender and length of a message, of a receive that did not know them beforehand."""
 
     source: int
     rows: int

@@ -40,7 +40,7 @@ def frame_of_caller(depth: int) -> tuple[FrameType, CodeType]:
 
 
 class _Pinned(threading.local):
-    """What this thread works for: a line that was left long ago, on another thread."""
+    """The line that this thread works for, left long ago by another thread."""
 
     place: Place | None = None
 

@@ -1,4 +1,4 @@
-"""What verbs mean: the result of one rank, of the arrays of all, as NumPy (or CuPy) computes it.
+"""The meaning of verbs: one rank's result from all arrays, as NumPy (or CuPy) computes it.
 
 The table of the verbs refers to these. Tests compare every backend with them, and a backend whose
 library lacks a verb does it so.

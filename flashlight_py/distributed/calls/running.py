@@ -73,7 +73,7 @@ def collective(
 
 
 class _OnceMore:
-    """What a public function does, done again by each replay of a step that was recorded."""
+    """A call of a public function, repeated by each replay of a recorded step."""
 
     def __call__(
         self,
@@ -213,7 +213,7 @@ def _run_into(group: Membership, call: Call, array: Array, space: Output) -> Any
 
 
 class Output(NamedTuple):
-    """Where a result goes: what the user passed, its array, and a form that backends can fill."""
+    """The place of a result: the user's object, its array, and a form that backends can fill."""
 
     given: Any
     array: Array | None

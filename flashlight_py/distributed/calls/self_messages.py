@@ -11,7 +11,7 @@ from flashlight_py.errors import MismatchError
 
 
 class SelfMessages:
-    """What was sent and not yet received, and what waits to be filled, by tag and in order."""
+    """Messages sent and not yet received, and receives that wait, by tag and in order."""
 
     def __init__(self) -> None:
         self._sent: defaultdict[int, deque[Array]] = defaultdict(deque)

@@ -1,4 +1,4 @@
-"""What the ranks of several hosts call, compared before anything is changed.
+"""Calls of the ranks of several hosts, compared before anything is changed.
 
 Every collective begins with it, so that ranks which call different things meet in the same
 place: inside each host, then one rank of each host with the others', then inside again. Small data
@@ -49,7 +49,7 @@ def joined(parts: Sequence[Array]) -> Array:
 
 
 class Load(NamedTuple):
-    """What travels with a rank's call: ``data``, as bytes, and the ``length`` of its array in rows.
+    """A rank's part of a comparison: ``data``, as bytes, and the ``length`` of its array in rows.
 
     ``inside`` makes what a host sends of what its ranks have given, ``between`` what all get of
     what the hosts have sent.
@@ -65,7 +65,7 @@ NO_LOAD = Load()
 
 
 class Message(NamedTuple):
-    """What travels: a digest of the call, the lengths of some ranks' arrays, and data as bytes."""
+    """A digest of the call, the lengths of some ranks' arrays, and data as bytes."""
 
     digest: bytes
     lengths: Sequence[int]

@@ -34,7 +34,7 @@ _PREFIX = "flashlight-trace-"
 
 @dataclass(frozen=True)
 class Flight:
-    """Which rank of how many this is, of which job, and where its file goes (None: nowhere).
+    """This process's rank, size and job, and the folder of its file (None: nowhere).
 
     A folder ``chosen`` by the user may be a link, or somebody else's that this user may write to.
     """

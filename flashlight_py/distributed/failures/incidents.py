@@ -1,4 +1,4 @@
-"""Who is notified of calls, and of those that failed."""
+"""Functions that are notified of calls, and of those that failed."""
 
 from __future__ import annotations
 

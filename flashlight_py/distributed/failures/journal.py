@@ -83,7 +83,7 @@ def name_of_group(ranks: Sequence[int]) -> str:
 
 
 class Ring:
-    """Where native code writes its calls.
+    """The memory that native code writes its calls to.
 
     ``memory`` is the ring, ``notes`` has for each of its places a line of user code, or the record
     of a call that went through Python. ``header[CALLER]`` is the thread that is in a native

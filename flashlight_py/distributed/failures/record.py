@@ -17,7 +17,7 @@ Place = tuple[CodeType, int, str]
 
 
 class What(NamedTuple):
-    """What is called; ``number`` counts the calls of the group, and is 0 for messages."""
+    """The verb and its arguments; ``number`` counts the group's calls, and is 0 for messages."""
 
     group: str
     number: int

@@ -1,4 +1,4 @@
-"""Who is in a group, what joins them, and the groups that are made of it: all but the verbs."""
+"""The members of a group, its backends, and the groups made of it: all but the verbs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a communication hook is given, and what it owes: the contract, on one screen."""
+"""The contract of a communication hook, on one screen: its bucket, and what it returns."""
 
 from __future__ import annotations
 

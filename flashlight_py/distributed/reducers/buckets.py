@@ -1,4 +1,4 @@
-"""Which arrays travel together: the one rule, for plans and for what is collected as it arrives."""
+"""The one rule by which arrays travel together, for plans and for arrays that arrive singly."""
 
 from __future__ import annotations
 

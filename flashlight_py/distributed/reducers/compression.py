@@ -1,4 +1,4 @@
-"""What the hooks that compress have in common: dtypes, counted bytes, state."""
+"""The common base of hooks that compress: dtypes, counted bytes, state."""
 
 from __future__ import annotations
 
