@@ -23,8 +23,7 @@ from flashlight_py.distributed import (
 )
 from flashlight_py.distributed.calls.arrays import scale_in_place
 from flashlight_py.distributed.groups.world import group_or_world
-from flashlight_py.distributed.reducers.buckets import plan_buckets
-from flashlight_py.distributed.reducers.reducer import EagerReducer
+from flashlight_py.distributed.reducers.reducer import EagerReducer, plan_buckets
 from flashlight_py.errors import DistributedError
 from flashlight_py.parallel.agreement import check_entries_agree, check_settings_agree
 from flashlight_py.parallel.gradient_sync import PassSync, shared_zeros

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashlight_py.distributed.reducers.buckets import plan_buckets
+from flashlight_py.distributed.reducers.reducer import plan_buckets
 
 
 @given(st.lists(st.integers(0, 50)), st.integers(1, 60))

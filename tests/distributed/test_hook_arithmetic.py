@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flashlight_py.distributed.reducers.half import LARGEST, from_half, to_half
-from flashlight_py.distributed.reducers.orthonormal import orthonormal, outer_sum
+from flashlight_py.distributed.reducers.power_sgd import orthonormal, outer_sum
 from flashlight_py.distributed.reducers.top_k import indices_of_largest
 
 

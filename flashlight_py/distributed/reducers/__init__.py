@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from flashlight_py.distributed.reducers.bucket import Bucket, CommunicationHook
-from flashlight_py.distributed.reducers.compression import Compression
 from flashlight_py.distributed.reducers.half import Bfloat16Compression, Float16Compression
+from flashlight_py.distributed.reducers.hook import Bucket, CommunicationHook, Compression
 from flashlight_py.distributed.reducers.power_sgd import PowerSGDCompression
 from flashlight_py.distributed.reducers.top_k import TopKCompression
 

@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from flashlight_py.device import Array, array_module, is_cupy
-from flashlight_py.distributed.reducers.bucket import Bucket
-from flashlight_py.distributed.reducers.compression import Compression
+from flashlight_py.distributed.reducers.hook import Bucket, Compression
 from flashlight_py.distributed.work import Then, Work
 
 LARGEST = 65504.0

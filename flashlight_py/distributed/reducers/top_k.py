@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.device import Array, array_module, is_cupy
-from flashlight_py.distributed.reducers.bucket import Bucket
-from flashlight_py.distributed.reducers.compression import Compression
+from flashlight_py.distributed.reducers.hook import Bucket, Compression
 from flashlight_py.distributed.work import Done, Then, Work
 
 # Looking for candidates among more values than these is faster than sorting all of them partly.
