@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed.calls import apart
-from flashlight_py.distributed.calls.apart import Apart
+from flashlight_py.distributed.calls import checks
+from flashlight_py.distributed.calls.checks import Apart
 from flashlight_py.distributed.reducers import reducer
 from tests.distributed.cuda_stand_in import StandInCupy
 
@@ -40,7 +40,7 @@ APART: list[tuple[Any, Any]] = [
 @pytest.fixture(params=[False, True], ids=["natively", "by NumPy"], autouse=True)
 def address(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param:
-        monkeypatch.setattr(apart, "_numpy_address", lambda: lambda array: array.ctypes.data)
+        monkeypatch.setattr(checks, "_numpy_address", lambda: lambda array: array.ctypes.data)
 
 
 def add_all(arrays: Any) -> None:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed.api.methods import method
-from flashlight_py.distributed.calls.apart import Apart
 from flashlight_py.distributed.calls.arrays import as_array, pack_terms
 from flashlight_py.distributed.calls.call import Call
+from flashlight_py.distributed.calls.checks import Apart
 from flashlight_py.distributed.calls.running import (
     COLLECTIVE,
     collective,

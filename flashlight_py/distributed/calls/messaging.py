@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from flashlight_py.device import Array, is_cupy
-from flashlight_py.distributed.calls.apart import Apart
 from flashlight_py.distributed.calls.arrays import as_array, may_overlap, pack
 from flashlight_py.distributed.calls.call import ANY_RANK, Call, Matched
-from flashlight_py.distributed.calls.checks import check_rank, whole
+from flashlight_py.distributed.calls.checks import Apart, check_rank, whole
 from flashlight_py.distributed.calls.running import End, finish, unpack_into
 from flashlight_py.distributed.groups.membership import Membership
 from flashlight_py.distributed.verbs import RECV, SEND

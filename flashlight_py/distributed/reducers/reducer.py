@@ -9,8 +9,8 @@ from typing import Any, Generic, TypeVar
 
 from flashlight_py.device import Array, array_module, device_of, is_cupy
 from flashlight_py.distributed.api import all_reduce, all_reduce_multiple
-from flashlight_py.distributed.calls.apart import Apart
 from flashlight_py.distributed.calls.arrays import as_array, pack
+from flashlight_py.distributed.calls.checks import Apart
 from flashlight_py.distributed.constants import DistributedConstants
 from flashlight_py.distributed.groups.group import ProcessGroup
 from flashlight_py.distributed.groups.world import group_or_world
