@@ -11,25 +11,33 @@ import os
 import weakref
 from collections import deque
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from flashlight_py.distributed.backend import Backend
 
-if TYPE_CHECKING:
-    from flashlight_py.distributed.groups.membership import Membership
+
+class Group(Protocol):
+    """A group of processes, as far as its end is concerned."""
+
+    def close(self) -> None:
+        """End the group; may be repeated."""
+
+    def forget(self) -> object:
+        """Let go of everything, in a child that was forked."""
+
 
 # The backends of each group that is not closed. References, and what they call when a group is
 # collected, are no Python code: what a signal handler raises there would be lost. A dictionary, as
 # threads add to it while others read it.
-_watched: dict[weakref.ref[Membership], list[Backend]] = {}
-dropped: deque[weakref.ref[Membership]] = deque()
+_watched: dict[weakref.ref[Group], list[Backend]] = {}
+dropped: deque[weakref.ref[Group]] = deque()
 """Groups that were collected and not closed."""
 
 # What a child that was forked has from its parent: kept, since nothing of it may be destroyed here.
 _inherited: list[list[Backend]] = []
 
 
-def watch(group: Membership, backends: list[Backend]) -> None:
+def watch(group: Group, backends: list[Backend]) -> None:
     """Close ``backends`` in the end if ``group`` is dropped, until ``forget`` is called.
 
     More backends may be added to the list.
@@ -37,7 +45,7 @@ def watch(group: Membership, backends: list[Backend]) -> None:
     _watched[weakref.ref(group, dropped.append)] = backends
 
 
-def forget(group: Membership) -> None:
+def forget(group: Group) -> None:
     """Undo ``watch``."""
     _watched.pop(weakref.ref(group), None)
 
@@ -77,7 +85,7 @@ def close_all() -> None:
     dropped.clear()
 
 
-def _groups() -> list[Membership]:
+def _groups() -> list[Group]:
     """Return the groups that are neither closed nor dropped."""
     return [group for known in list(_watched) if (group := known()) is not None]
 
