@@ -12,10 +12,9 @@ from flashlight_py.device import Array, array_module
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.callers import Callers
 from flashlight_py.distributed.backends.mpi import exits
-from flashlight_py.distributed.backends.mpi.group import Group
+from flashlight_py.distributed.backends.mpi.group import Group, Progress, Steps
 from flashlight_py.distributed.backends.mpi.memory import on_device, settle
 from flashlight_py.distributed.backends.mpi.movement import Movement
-from flashlight_py.distributed.backends.mpi.progress import Progress, Steps
 from flashlight_py.distributed.backends.mpi.reduction import Reduction
 from flashlight_py.distributed.calls.arrays import WITH_TEXT, as_bytes, of_bytes, require_length
 from flashlight_py.distributed.calls.call import Call, Matched

@@ -10,7 +10,7 @@ from typing import Any
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.mpi import library
 from flashlight_py.distributed.backends.mpi.backend import MpiBackend
-from flashlight_py.distributed.backends.mpi.progress import progress_of
+from flashlight_py.distributed.backends.mpi.group import progress_of
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.errors import DistributedError, UnavailableEverywhereError
 

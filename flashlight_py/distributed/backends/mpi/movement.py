@@ -13,15 +13,15 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from flashlight_py.device import Array, is_cupy
+from flashlight_py.distributed.backends.mpi.group import Begin, Progress, Steps
 from flashlight_py.distributed.backends.mpi.memory import chunks, largest, settle
-from flashlight_py.distributed.backends.mpi.progress import Begin, Progress, Steps
 from flashlight_py.distributed.calls.combining import cut
 
 Parts: TypeAlias = Iterable[tuple[int, Any]]
 
 
 def _tag_of(number: int) -> int:
-    """Return a tag between that of the parts of collectives and that of who leaves (leaving.py)."""
+    """Return a tag between that of the parts of collectives and that of who leaves (group.py)."""
     return 1 + number % 32766
 
 

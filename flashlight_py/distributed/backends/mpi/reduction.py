@@ -12,9 +12,9 @@ import numpy as np
 
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed.backends.mpi.forms import Form, form_of
+from flashlight_py.distributed.backends.mpi.group import Begin, Progress, Steps
 from flashlight_py.distributed.backends.mpi.memory import chunks, largest, settle
 from flashlight_py.distributed.backends.mpi.movement import Movement
-from flashlight_py.distributed.backends.mpi.progress import Begin, Progress, Steps
 from flashlight_py.distributed.calls.arrays import as_bytes
 from flashlight_py.distributed.calls.combining import combined, cut
 from flashlight_py.distributed.constants import ReduceOp
