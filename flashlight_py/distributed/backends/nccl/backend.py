@@ -7,28 +7,33 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.backend import Backend
-from flashlight_py.distributed.backends.nccl import collect
 from flashlight_py.distributed.backends.nccl.communicator import FINALIZE_SECONDS, Communicator
 from flashlight_py.distributed.backends.nccl.comparing import Comparisons, begins_at_once
-from flashlight_py.distributed.backends.nccl.dtypes import BYTES, OPS
 from flashlight_py.distributed.backends.nccl.library import version_text
-from flashlight_py.distributed.backends.nccl.reduction import Reduction
-from flashlight_py.distributed.backends.nccl.streams import CommunicationStream, Flight, Flights
-from flashlight_py.distributed.backends.nccl.watchdog import Watchdog
-from flashlight_py.distributed.backends.nccl.work import Led, StreamWork
+from flashlight_py.distributed.backends.nccl.reduction import BYTES, OPS, ReducedArray
+from flashlight_py.distributed.backends.nccl.streams import (
+    CommunicationStream,
+    DeviceFlight,
+    Flights,
+    NcclWatchdog,
+)
 from flashlight_py.distributed.calls.arrays import require_length
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
-from flashlight_py.distributed.verbs import SEND, VERBS, Verb
-from flashlight_py.distributed.work import Done, Then, Work
+from flashlight_py.distributed.verbs import REDUCE, SEND, VERBS, Verb
+from flashlight_py.distributed.work import AllOf, Done, Then, Work, limit_passed
 
 _ALONE = contextlib.nullcontext()
+# CUDA has no wait with a time limit, and one without would not answer Ctrl-C.
+_LOOK_SECONDS = 0.0002
 
 
 class NcclBackend(Backend):
@@ -57,7 +62,7 @@ class NcclBackend(Backend):
         }
         self._comparisons = Comparisons(cpu, communicator)
         looked_at = communicator, self._flights, self._comparisons
-        self._watchdog = Watchdog(cupy, device, *looked_at)
+        self._watchdog = NcclWatchdog(cupy, device, *looked_at)
         communicator.who_is_missing = self._comparisons.who_is_missing
         communicator.look = functools.partial(self._watchdog.look, needs_all=True)
 
@@ -118,7 +123,16 @@ class NcclBackend(Backend):
         array, mine = call.array, None if call.rows is None else call.rows[self.rank]
         part = self._room(call, call.verb.shape(array.shape, self.size, mine)[0])
         if call.rows is not None:
-            return collect.reduce_each(self._reduce, call, part, self.rank)
+            works, end = list[Work](), 0
+            for root, count in enumerate(call.rows):
+                rows = array[end : end + count]
+                end += count
+                if root == self.rank:
+                    part[...] = rows
+                    rows = part
+                step = Call(REDUCE, rows, call.op, call.scale, root, blocking=call.blocking)
+                works.append(self._reduce(step))
+            return Then(AllOf(works), lambda _: part)
         return self._reduce_pairs(call, self.functions.ncclReduceScatter, [(array, part)], part)
 
     def _reduce(self, call: Call) -> Work:
@@ -177,9 +191,10 @@ class NcclBackend(Backend):
 
     def _gather(self, call: Call) -> Work:
         rows = self._comparisons.ask(call)
+        sent, lengths = {call.root: call.array.nbytes}, _lengths(call.array, rows)
         if self.rank != call.root:
-            return collect.gather(self, call, None, rows)
-        return self._into(call, sum(rows), lambda joined: collect.gather(self, call, joined, rows))
+            return self._swap(call, sent, None, lengths)
+        return self._into(call, sum(rows), lambda joined: self._swap(call, sent, joined, lengths))
 
     def _scatter(self, call: Call) -> Work:
         out = call.out
@@ -187,7 +202,8 @@ class NcclBackend(Backend):
             assert call.array is not None  # other ranks know by their out that a GPU is meant
             out = self.empty(call.array.shape[1:], call.array)
         self._comparisons.ask(call)
-        return collect.scatter(self, call, out)
+        sent = dict.fromkeys(range(self.size), out.nbytes)
+        return self._swap(call, sent, out, {call.root: out.nbytes})
 
     def _all_to_all(self, call: Call) -> Work:
         sends = receives = [call.array.shape[0] // self.size] * self.size
@@ -196,9 +212,34 @@ class NcclBackend(Backend):
             sends, receives = list(call.rows), self._comparisons.rows_for_this_rank(call)
             if call.received is not None:
                 call.received += receives
-        return self._into(
-            call, sum(receives), lambda got: collect.all_to_all(self, call, got, sends, receives)
-        )
+        sent, received = _lengths(call.array, sends), _lengths(call.array, receives)
+        return self._into(call, sum(receives), lambda got: self._swap(call, sent, got, received))
+
+    def _swap(
+        self, call: Call, sent: dict[int, int], result: Array | None, received: dict[int, int]
+    ) -> Work:
+        """Send blocks of the array, if there is one, and fill ``result``, if there is one.
+
+        Of both, so many bytes for each rank, in order. That is for the collectives that NCCL has no
+        function for (before 2.28): messages, begun as one. A rank's message to itself is a message
+        too, as NCCL allows.
+        """
+        lib = self.functions
+        both = (lib.ncclSend, call.array, sent), (lib.ncclRecv, result, received)
+        ways = [(function, array, each) for function, array, each in both if array is not None]
+
+        def begin() -> None:
+            with self.together(call.name):
+                for function, array, lengths in ways:
+                    start = 0
+                    for rank, length in lengths.items():
+                        if length:
+                            there = self.pointer(array, start)
+                            self.call(call.name, function, there, length, BYTES, rank)
+                        start += length
+
+        kept = [array for _, array, _ in ways if array.size]
+        return self.launch(call, begin, kept, result)
 
     def _into(self, call: Call, rows: int, run: Callable[[Array], Work]) -> Work:
         """Have ``run`` fill where the result of ``call`` goes, of ``rows`` rows.
@@ -290,7 +331,7 @@ class NcclBackend(Backend):
                 return Done(result)
             self._stream.follow()
             begin()
-            flight = Flight(verb, self._stream.mark(), arrays, self._comparisons.latest)
+            flight = DeviceFlight(verb, self._stream.mark(), arrays, self._comparisons.latest)
             self._flights.add(flight)
             if blocking:
                 self._stream.lead(flight.event)
@@ -317,7 +358,7 @@ class NcclBackend(Backend):
             array: Array = self._cupy.empty(shape, like.dtype)
         return array
 
-    def join(self, flight: Flight) -> None:
+    def join(self, flight: DeviceFlight) -> None:
         """Have the current stream wait for ``flight``.
 
         Raises:
@@ -329,7 +370,7 @@ class NcclBackend(Backend):
         with self._on_device():
             self._stream.lead(flight.event)
 
-    def has_ended(self, flight: Flight) -> bool:
+    def has_ended(self, flight: DeviceFlight) -> bool:
         """Return whether ``flight`` has ended, or never will because the communicator broke."""
         with self._communicator.lock:
             return self._communicator.broken is not None or flight.ask()
@@ -363,7 +404,7 @@ class NcclBackend(Backend):
         full = [pair for pair in pairs if pair[0].size]
 
         def begin() -> None:
-            parts = [Reduction(stream, *pair, call.op, call.scale) for pair in full]
+            parts = [ReducedArray(stream, *pair, call.op, call.scale) for pair in full]
             rules = [self._rule(verb, part, call.op) for part in parts]
             with self.together(verb) if len(parts) > 1 else _ALONE:
                 for part, rule in zip(parts, rules, strict=True):
@@ -375,8 +416,61 @@ class NcclBackend(Backend):
         arrays = {id(array): array for pair in full for array in pair}
         return self.launch(call, begin, list(arrays.values()), result)
 
-    def _rule(self, verb: str, part: Reduction, op: ReduceOp) -> int:
+    def _rule(self, verb: str, part: ReducedArray, op: ReduceOp) -> int:
         """Return NCCL's number of ``op``, with the factor in it."""
         if part.factor == 1.0:
             return OPS[op]
         return self._communicator.scaled_sum(verb, part.factor, part.form.dtype, part.form.code)
+
+
+def _lengths(array: Array, rows: Sequence[int]) -> dict[int, int]:
+    """Return how many bytes ``rows[r]`` rows are, for each rank r."""
+    row = array.dtype.itemsize * math.prod(array.shape[1:])
+    return {rank: count * row for rank, count in enumerate(rows)}
+
+
+class Led(Done):
+    """A collective that the caller's stream waits for already: the result can be used."""
+
+    def __init__(self, flight: DeviceFlight, result: Any) -> None:
+        super().__init__(result)
+        self.flight = flight
+
+
+class StreamWork(Work):
+    """Waiting makes the caller's current stream wait; the host blocks only for a ``timeout``."""
+
+    def __init__(self, backend: NcclBackend, flight: DeviceFlight, result: Any) -> None:
+        self._backend, self._result = backend, result
+        self.flight: DeviceFlight = flight
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Return the result, which the current stream can use; see ``Work``.
+
+        With ``timeout`` the host blocks, up to so many seconds, until the device is done.
+        """
+        if timeout is not None:
+            self.block(timeout)
+        self._backend.join(self.flight)
+        return self._result
+
+    def is_completed(self) -> bool:
+        """Return whether the device is done with it, or it failed."""
+        return self._backend.has_ended(self.flight)
+
+    def end_time(self) -> float | None:
+        """Return when it was seen to have ended; see ``Work``."""
+        return self.flight.ended
+
+    def block(self, timeout: float = math.inf) -> None:
+        """Block the host until it has ended, well or not, for at most ``timeout`` seconds.
+
+        Raises:
+            CollectiveTimeoutError: it has not; it goes on, and can be waited for again.
+        """
+        end = time.monotonic() + timeout
+        while not self.is_completed():
+            if not time.monotonic() < end:
+                place = f"rank {self._backend.rank} of {self._backend.size}"
+                raise limit_passed(f"[{self.flight.verb}] {place}", timeout)
+            time.sleep(_LOOK_SECONDS)
