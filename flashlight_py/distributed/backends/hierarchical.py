@@ -1,7 +1,7 @@
 """Several hosts: shared memory inside each, another backend between them, by composition.
 
-Small arrays travel with the comparison of the calls (``hierarchical_small.py``), large ones after
-it (``hierarchical_large.py``). Reductions add the ranks of a host in order, then the hosts in
+Small arrays travel with the comparison of the calls, large ones after it: see
+``hierarchical_calls.py``. Reductions add the ranks of a host in order, then the hosts in
 order: the same bits on every rank and in every run with the same placement.
 """
 
@@ -17,14 +17,13 @@ import numpy as np
 from flashlight_py.device import Array
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.callers import Callers
-from flashlight_py.distributed.backends.hierarchical_large import LargeCalls
+from flashlight_py.distributed.backends.hierarchical_calls import LargeCalls, SmallCalls
 from flashlight_py.distributed.backends.hierarchical_messages import (
     FutureWork,
     HierarchicalMessages,
     Searches,
 )
-from flashlight_py.distributed.backends.hierarchical_small import SmallCalls
-from flashlight_py.distributed.backends.native_group import NativeGroup
+from flashlight_py.distributed.backends.native import NativeBackend
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.call_site import Place, called_at, caller
 from flashlight_py.distributed.constants import DistributedBackend
@@ -85,7 +84,7 @@ class HierarchicalBackend(HierarchicalMessages):
         team = object()
         take_along = getattr(flat, "take_along", None)
         for part in (inside, between):
-            if take_along is not None and isinstance(part, NativeGroup):
+            if take_along is not None and isinstance(part, NativeBackend):
                 take_along(part)
         self._parts = [part for part in (inside, between, flat) if part is not None]
         for part in self._parts:

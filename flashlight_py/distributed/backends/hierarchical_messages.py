@@ -1,4 +1,4 @@
-"""What a hierarchical backend runs beside its collectives: messages, and Works of its threads.
+"""Messages of a hierarchical backend, beside its collectives, and the Works of its threads.
 
 A message travels through memory inside a host, else between hosts; a receive from any rank looks at
 both ways in turn.

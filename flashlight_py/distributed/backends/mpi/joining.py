@@ -21,7 +21,7 @@ from flashlight_py.errors import (
 
 @dataclass(frozen=True)
 class MpiCard:
-    """What a rank reports to the others: its place among those that MPI knows, and settings."""
+    """A rank's report to the others: its place among those that MPI knows, and settings."""
 
     world_rank: int = -1
     world_size: int = 0

@@ -1,4 +1,4 @@
-"""What the ranks call, compared over the group's backend for NumPy arrays: NCCL compares nothing.
+"""Calls compared over the group's backend for NumPy arrays, as NCCL compares nothing.
 
 What reduces or broadcasts is given to the device at once, and compared meanwhile: where calls
 differ, or a rank is missing, NCCL's kernels would wait for ever, and the communicator is aborted.

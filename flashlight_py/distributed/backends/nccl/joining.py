@@ -29,7 +29,7 @@ from flashlight_py.errors import (
 
 @dataclass(frozen=True)
 class NcclCard:
-    """What a rank reports of itself: a ``problem`` if it cannot, else its NCCL version and its GPU.
+    """A rank's report of itself: a ``problem`` if it cannot, else its NCCL version and its GPU.
 
     ``unique_id`` (hexadecimal) is rank 0's for the communicator, empty from the others.
     """

@@ -103,7 +103,7 @@ class DeviceFlight:
 
 
 class Flights:
-    """What is on its way, in the order of the launches, which is that of the ends.
+    """The collectives on their way, in the order of the launches, which is that of the ends.
 
     The watchdog lets go of what has ended while other threads ask.
     """
