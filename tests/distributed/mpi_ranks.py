@@ -192,13 +192,13 @@ def half_of_the_world(rank: int, size: int) -> Any:
 
 def open_and_close(rank: int, size: int, times: int) -> int:
     """Groups whose ranks have all left are freed when the next one is made."""
-    before = len(backend()._progress._closed)
+    before = len(backend().progress._closed)
     for _ in range(times):
         group = join_again(BackendStore(backend()))
         group.start(Call(BARRIER)).wait()
         group.close()
         fl.barrier()
-    return len(backend()._progress._closed) - before
+    return len(backend().progress._closed) - before
 
 
 def world_again(rank: int, size: int, times: int) -> int:

@@ -15,7 +15,6 @@ import numpy as np
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.callers import Callers
-from flashlight_py.distributed.backends.mpi import exits
 from flashlight_py.distributed.backends.mpi.bodies import Bodies
 from flashlight_py.distributed.backends.mpi.group import Group, Progress
 from flashlight_py.distributed.backends.mpi.movement import on_device, settle
@@ -27,7 +26,7 @@ from flashlight_py.distributed.work import Done, Then, Work
 from flashlight_py.errors import DistributedError
 
 
-class MpiBackend(Backend):
+class MpiBackend(Group):
     """The ranks of ``comm``, and of ``control``, the CPU backend over which calls are compared.
 
     ``seconds`` bounds each operation; with ``checked`` ranks compare all that they call;
@@ -47,14 +46,10 @@ class MpiBackend(Backend):
         checked: bool,
         gpu_aware: bool,
     ) -> None:
-        self.rank, self.size, self.processes = control.rank, control.size, control.processes
-        self.control, self.path, self.gpu_aware = control, path, gpu_aware
-        self._progress = progress
-        self._group = Group(mpi, progress, comm, control, seconds, checked)
-        self._callers = Callers(self._group.place, [control])
+        super().__init__(mpi, progress, comm, control, seconds, checked)
+        self.processes, self.path, self.gpu_aware = control.processes, path, gpu_aware
+        self._callers = Callers(self.place, [control])
         self._bodies = Bodies(mpi, comm, progress, gpu_aware)
-        self._guarded = True
-        exits.install(mpi, progress.linger)
 
     @property
     def hosts(self) -> Sequence[Sequence[int]]:
@@ -68,17 +63,17 @@ class MpiBackend(Backend):
         try:
             self._callers.threads.add(thread)
             if call.refusal:
-                self._group.refuse(call)
+                self._refuse(call)
                 return Done()
             if call.verb.is_message:
                 call.received = []  # what the two ends call it
             body, like = self._bodies.of(call.verb), call.like
-            work = self._group.start(call, lambda found: on_device(like, body(call, found)))
-            return self._checked(call, Done(work.wait()) if call.blocking else work)
+            work = self._begin(call, lambda found: on_device(like, body(call, found)))
+            return self._fitting(call, Done(work.wait()) if call.blocking else work)
         finally:
             self._callers.threads.discard(thread)
 
-    def _checked(self, call: Call, work: Work) -> Work:
+    def _fitting(self, call: Call, work: Work) -> Work:
         """Return ``work``, which fails at its end if ``out`` has another length than what came."""
         elsewhere = call.verb is GATHER and self.rank != call.root
         if call.out is None or not call.is_ragged or elsewhere:
@@ -90,10 +85,6 @@ class MpiBackend(Backend):
             return arrived
 
         return Then(work, check)
-
-    def synchronize(self) -> None:
-        """Block until all that was started has ended; see ``Backend``."""
-        self._group.synchronize()
 
     def abort(self, cause: str | DistributedError) -> None:
         """Notify the others of what has ended this rank's part; see ``Backend``."""
@@ -109,18 +100,11 @@ class MpiBackend(Backend):
 
     def is_busy(self) -> bool:
         """Return whether something runs; see ``Backend``."""
-        return bool(self._group.pending()) or self.control.is_busy()
+        return bool(self.pending()) or self.control.is_busy()
 
     def is_calling(self) -> bool:
         """Return whether this thread is in the middle of a call; see ``Backend``."""
         return self._callers.has_this()
-
-    def close(self) -> None:
-        """Leave the group; the others are notified. What runs fails."""
-        self._group.close()
-        if self._guarded:
-            self._guarded = False
-            exits.uninstall()
 
 
 class MpiGpuBackend(Backend):

@@ -28,6 +28,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from flashlight_py.distributed.backend import Backend
+from flashlight_py.distributed.backends.mpi import exits
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.failures.wording import UNUSABLE, did_not_join, who_that_was
 from flashlight_py.distributed.verbs import BARRIER, SCATTER
@@ -128,12 +129,6 @@ class Operation(Work):
         self._end_time = time.monotonic()
         self.error, self.ended = error, True
 
-    def compare_for(self, seconds: float | None) -> None:
-        """Wait until the calls are compared, for ``seconds`` at most, if that is not None."""
-        if self.comparison is not None and not self.ended:
-            with contextlib.suppress(DistributedError):  # its next step raises it, or it goes on
-                self.comparison.wait(seconds)
-
     def cause(self) -> DistributedError | None:
         """Return what other ranks have done where the comparison has failed, which ends soon."""
         try:
@@ -220,7 +215,7 @@ class Leaving:
         return is_over
 
 
-class Group:
+class Group(Backend):
     """The ranks of ``comm``, and of ``control``.
 
     ``seconds`` is how long each operation may take; with ``checked`` all calls are compared.
@@ -236,7 +231,7 @@ class Group:
         checked: bool,
     ) -> None:
         self._mpi, self.progress, self.control = mpi, progress, control
-        self.seconds, self._checked = seconds, checked
+        self.seconds, self._compares_all = seconds, checked
         self.rank, self.size = control.rank, control.size
         self.place = f"rank {self.rank} of {self.size}"
         self.leaving = Leaving(mpi, comm)
@@ -247,8 +242,8 @@ class Group:
         self._unusable = ""  # why no operation can be started any more
         progress.add(self)
 
-    def start(self, call: Call, body: Callable[[Any], Steps]) -> Operation:
-        """Start ``call``: where all ranks agree, ``body(what they have found)`` is the result."""
+    def _begin(self, call: Call, body: Callable[[Any], Steps]) -> Operation:
+        """Begin ``call``: where all ranks agree, ``body(what they have found)`` is the result."""
         with self.progress.lock:  # operations begin on all ranks in the order of the comparisons
             if self._unusable:
                 raise GroupClosedError(f"[{call.name}] {self.place}: {self._unusable}")
@@ -256,7 +251,7 @@ class Group:
             operation = Operation(self, call.name, seconds)
             operation.steps = self._steps(operation, body)
             try:
-                if self._checked or is_compared_always(call):
+                if self._is_compared(call):
                     compared = replace(call, compared=True, blocking=False)
                     operation.comparison = self.control.start(compared)
                 (self._beside if call.verb.is_message else self._queue).append(operation)
@@ -272,12 +267,17 @@ class Group:
             self.progress.attend()
         return operation
 
-    def refuse(self, call: Call) -> None:
-        """Start ``call``, which fits no other rank's; where none are compared, end the group."""
-        if self._checked or is_compared_always(call):
+    def _refuse(self, call: Call) -> None:
+        """Begin ``call``, which fits no other rank's; where none are compared, end the group."""
+        if self._is_compared(call):
             self.control.start(call)
         else:
             self.control.abort(self._lost(call.name, f"MismatchError: {call}"))
+
+    def _is_compared(self, call: Call) -> bool:
+        """Ranks cannot do without where the result of comparing ``call`` says what to move."""
+        tells = call.is_ragged or call.verb.is_message or call.verb in (SCATTER, BARRIER)
+        return self._compares_all or tells
 
     def _steps(self, operation: Operation, body: Callable[[Any], Steps]) -> Steps:
         found = None
@@ -289,7 +289,7 @@ class Group:
         return (yield from body(found))
 
     def synchronize(self) -> None:
-        """Wait for everything that was started; raises the first failure nobody knows of."""
+        """Block until all has ended; raises the first failure nobody knows of. See ``Backend``."""
         unheard, self._unheard = self._unheard, []
         for operation in unheard:
             if not operation.was_raised:
@@ -394,7 +394,7 @@ class Group:
         self._beside.clear()
 
     def close(self) -> None:
-        """Leave, and notify the others; may be repeated."""
+        """Leave, and notify the others; may be repeated. What runs fails."""
         with self.progress.lock:
             if self._unusable == _CLOSED:
                 return
@@ -407,18 +407,13 @@ class Group:
         self.progress.remove(self, healthy)
 
 
-def is_compared_always(call: Call) -> bool:
-    """Return whether ranks cannot do without comparing ``call``: its result says what to move."""
-    return call.is_ragged or call.verb.is_message or call.verb in (SCATTER, BARRIER)
-
-
 class Progress:
     """All groups of this process. ``lock`` is held by whoever makes them advance."""
 
     def __init__(self, mpi: Any, threaded: bool) -> None:
         self.lock = threading.RLock()
         self.threaded = threaded
-        self._testall = mpi.Request.Testall
+        self._mpi, self._testall = mpi, mpi.Request.Testall
         self._groups: list[Group] = []
         self._closed: list[Group] = []
         self._turn = threading.Condition()
@@ -437,12 +432,14 @@ class Progress:
                 if not closed.leaving.free():
                     _abandoned.append(closed)
             self._groups.append(group)
+        exits.install(self._mpi, self.linger)
 
     def remove(self, group: Group, healthy: bool) -> None:
         """Forget ``group``; a ``healthy`` one is freed later, when all others have left it too."""
         with self.lock:
             self._groups.remove(group)
             (self._closed if healthy else _abandoned).append(group)
+        exits.uninstall()
         if self._groups:
             return
         with self._turn:
@@ -490,7 +487,9 @@ class Progress:
         """
         alone = sum(group.pending() for group in tuple(self._groups)) == 1
         left = None if end is None else max(0.0, end - time.monotonic())
-        operation.compare_for(left if alone else _NO_TIME)  # it is awaited
+        if operation.comparison is not None and not operation.ended:
+            with contextlib.suppress(DistributedError):  # its next step raises it, or it goes on
+                operation.comparison.wait(left if alone else _NO_TIME)  # it is awaited
         with self._turn:
             self._waiting += 1
         try:
