@@ -6,7 +6,6 @@ see ``form_of``.
 
 from __future__ import annotations
 
-import itertools
 import math
 import sys
 from collections.abc import Callable
@@ -66,7 +65,7 @@ class Bodies:
         """Reduce in place."""
         array, form = call.array, _form_of(self._mpi, call.array, call.op)
         if form is None:
-            counts = self._shares(array.size)
+            counts = self._movement.shares(array.size)
             yield from self._combine(call, counts, cut(array.reshape(-1), counts)[self._rank])
             counts = [count * array.itemsize for count in counts]
             yield from self._movement.all_gather(None, as_bytes(array), counts)
@@ -86,7 +85,7 @@ class Bodies:
         array, form, root = call.array, _form_of(self._mpi, call.array, call.op), call.root
         at_root = self._rank == root
         if form is None:
-            counts = self._shares(array.size)
+            counts = self._movement.shares(array.size)
             mine = array_module(array).empty(counts[self._rank], array.dtype)
             yield from self._combine(call, counts, mine)
             whole = as_bytes(array) if at_root else None
@@ -133,11 +132,6 @@ class Bodies:
         _decode(form, reduced, part, call.scale)
         return part
 
-    def _shares(self, count: int) -> list[int]:
-        """Return how many of ``count`` elements each rank combines."""
-        ends = [count * i // self._size for i in range(self._size + 1)]
-        return [end - start for start, end in itertools.pairwise(ends)]
-
     def _combine(self, call: Call, counts: list[int], out: Array) -> Steps:
         """Combine this rank's share of everybody's array into ``out``, in rank order."""
         array = call.array
@@ -145,7 +139,7 @@ class Bodies:
         gives, takes = [n * array.itemsize for n in counts], [pieces[0].nbytes] * self._size
         most = max(array.nbytes, max(gives) * self._size)
         given, taken = as_bytes(array), as_bytes(pieces)
-        yield from self._movement.all_to_all_uneven(given, gives, taken, takes, most)
+        yield from self._movement.all_to_all(given, taken, gives, takes, most)
         out[...] = combined(list(pieces), call.op, call.scale)
         settle(out)
 
@@ -175,14 +169,13 @@ class Bodies:
         return whole
 
     def _gather(self, call: Call, rows: list[int]) -> Steps:
-        array, root = call.array, call.root
-        if self._rank == root:
-            whole, counts = _rows_like(array, rows, call.out)
-            yield from self._movement.gather(as_bytes(array), as_bytes(whole), counts, root)
-            return whole
+        array, whole, room = call.array, None, None
         counts = [count * _row_bytes(array) for count in rows]
-        yield from self._movement.gather(as_bytes(array), None, counts, root)
-        return None
+        if self._rank == call.root:
+            whole, _ = _rows_like(array, rows, call.out)
+            room = as_bytes(whole)
+        yield from self._movement.gather(as_bytes(array), room, counts, call.root)
+        return whole
 
     def _scatter(self, call: Call, kind: tuple[Any, tuple[int, ...]]) -> Steps:
         mine, like = call.out, call.like
@@ -214,20 +207,21 @@ class Bodies:
         bytes_sent = [count * _row_bytes(array) for count in sends]
         most = sum(totals) * _row_bytes(array)
         data, room = as_bytes(array), as_bytes(received)
-        yield from self._movement.all_to_all_uneven(data, bytes_sent, room, bytes_received, most)
+        yield from self._movement.all_to_all(data, room, bytes_sent, bytes_received, most)
         return received
 
     def _send(self, call: Call, _: None) -> Steps:
-        number = _number_of(call)
-        yield from self._movement.send(as_bytes(call.array), call.peer, number)
+        assert call.received is not None
+        yield from self._movement.send(as_bytes(call.array), call.peer, call.received[0])
         return call.array
 
     def _recv(self, call: Call, found: Matched | None) -> Steps:
         if found is None and call.is_open:
             return None  # nothing has arrived in time
+        assert call.received is not None
         array, source = call.array, call.peer if found is None else found.source
         part = array[: found.rows] if found is not None and array.ndim else array
-        yield from self._movement.recv(as_bytes(part), source, _number_of(call))
+        yield from self._movement.recv(as_bytes(part), source, call.received[0])
         return array if found is None else found
 
 
@@ -245,11 +239,6 @@ def _rows_like(array: Array, rows: list[int], out: Array | None) -> tuple[Array,
         return out, counts
     whole: Array = array_module(array).empty((sum(rows), *array.shape[1:]), array.dtype)
     return whole, counts
-
-
-def _number_of(call: Call) -> int:
-    assert call.received is not None
-    return call.received[0]
 
 
 @dataclass(frozen=True)

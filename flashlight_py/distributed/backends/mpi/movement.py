@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed.backends.mpi.group import Progress, Steps
@@ -19,6 +19,10 @@ from flashlight_py.distributed.calls.combining import cut
 # The largest count of MPI-3's functions. MPI-4 has larger ones, not every library has MPI-4, and
 # pieces of 2 GB cost nothing.
 LARGEST_BYTES = 2**31 - 1
+# The tag of the parts of collectives, below those of messages.
+_OF_PARTS = 0
+
+Pair: TypeAlias = tuple[int, Any]  # another rank, and an array for it or from it
 
 
 def chunks(flat: Array) -> list[Array]:
@@ -68,21 +72,22 @@ class Movement:
     def broadcast(self, data: Array, root: int) -> Steps:
         """Make ``data`` equal to ``root``'s."""
         if self._needs_pairs(data, 0):
-            yield from self._broadcast_by_pairs(data, root)
+            # Each rank gets a part, then joins the parts (van de Geijn): 2 sizes on every link.
+            counts = self.shares(data.size)
+            parts = cut(data, counts)
+            if self._rank == root:
+                yield from self._pairs(self._but_mine(parts), [])
+            else:
+                yield from self._pairs([], [(root, parts[self._rank])])
+            yield from self.all_gather(None, data, counts)
             return
         comm = self._comm
         yield from self._until(partial(comm.Ibcast, self._told(c), root) for c in chunks(data))
 
-    def _broadcast_by_pairs(self, data: Array, root: int) -> Steps:
-        """Give each rank a part, then join the parts (van de Geijn): 2 sizes on every link."""
-        bounds = [data.size * i // self._size for i in range(self._size + 1)]
-        counts = [end - start for start, end in itertools.pairwise(bounds)]
-        parts = cut(data, counts)
-        if self._rank == root:
-            yield from self._pairs(self._but_mine(parts), [])
-        else:
-            yield from self._pairs([], [(root, parts[self._rank])])
-        yield from self.all_gather(None, data, counts)
+    def shares(self, count: int) -> list[int]:
+        """Return how many of ``count`` elements each rank gets, or combines."""
+        ends = [count * i // self._size for i in range(self._size + 1)]
+        return [end - start for start, end in itertools.pairwise(ends)]
 
     def all_gather(self, mine: Array | None, whole: Array, counts: Sequence[int]) -> Steps:
         """Fill ``whole`` with every rank's ``mine``; None, on all: it is in its place already."""
@@ -130,60 +135,55 @@ class Movement:
         given = None if whole is None else [whole, part.size, self._mpi.BYTE]
         yield from self._until([partial(self._comm.Iscatter, given, self._told(part), root)])
 
-    def all_to_all(self, given: Array, taken: Array) -> Steps:
-        """Give an equal part of ``given`` to each rank, and take one from each."""
-        count = given.size // self._size
-        if self._needs_pairs(given, given.size):
-            yield from self._swap_by_pairs(given, [count] * self._size, taken, [count] * self._size)
-            return
-        sends, receives = [given, count, self._mpi.BYTE], [taken, count, self._mpi.BYTE]
-        yield from self._until([partial(self._comm.Ialltoall, sends, receives)])
-
-    def all_to_all_uneven(
-        self, given: Array, gives: Sequence[int], taken: Array, takes: Sequence[int], most: int
+    def all_to_all(
+        self,
+        given: Array,
+        taken: Array,
+        gives: Sequence[int] | None = None,
+        takes: Sequence[int] | None = None,
+        most: int = 0,
     ) -> Steps:
         """Give ``gives[r]`` bytes of ``given`` to rank r, and take ``takes[r]`` from it.
 
-        ``most`` is a number that no rank's bytes exceed, either way, and that all ranks know.
+        Without them it is an equal part. Else no rank's bytes exceed ``most``, either way, a number
+        that all ranks know.
         """
-        if self._needs_pairs(given, most):
-            yield from self._swap_by_pairs(given, gives, taken, takes)
-            return
-        sends, receives = self._told_parts(given, gives), self._told_parts(taken, takes)
-        yield from self._until([partial(self._comm.Ialltoallv, sends, receives)])
-
-    def _swap_by_pairs(
-        self, given: Array, gives: Sequence[int], taken: Array, takes: Sequence[int]
-    ) -> Steps:
-        out, into = cut(given, gives), cut(taken, takes)
-        into[self._rank][...] = out[self._rank]
-        settle(taken)
-        yield from self._pairs(self._but_mine(out), self._but_mine(into))
+        even = given.size // self._size
+        if self._needs_pairs(given, given.size if gives is None else most):
+            out = cut(given, gives or [even] * self._size)
+            into = cut(taken, takes or [even] * self._size)
+            into[self._rank][...] = out[self._rank]
+            settle(taken)
+            yield from self._pairs(self._but_mine(out), self._but_mine(into))
+        elif gives is None or takes is None:
+            sends, receives = [given, even, self._mpi.BYTE], [taken, even, self._mpi.BYTE]
+            yield from self._until([partial(self._comm.Ialltoall, sends, receives)])
+        else:
+            sends, receives = self._told_parts(given, gives), self._told_parts(taken, takes)
+            yield from self._until([partial(self._comm.Ialltoallv, sends, receives)])
 
     def send(self, data: Array, dst: int, number: int) -> Steps:
         """Send ``data`` to ``dst``, which receives message ``number`` of this rank."""
-        begin, tag = self._comm.Isend, _tag_of(number)
-        yield from self._until(partial(begin, self._told(c), dst, tag) for c in chunks(data))
+        return self._pairs([(dst, data)], [], _tag_of(number))
 
     def recv(self, data: Array, src: int, number: int) -> Steps:
         """Fill ``data`` with message ``number`` of ``src``, which is as long."""
-        begin, tag = self._comm.Irecv, _tag_of(number)
-        yield from self._until(partial(begin, self._told(c), src, tag) for c in chunks(data))
+        return self._pairs([], [(src, data)], _tag_of(number))
 
     def _needs_pairs(self, data: Array | None, total: int) -> bool:
         return total > LARGEST_BYTES or is_cupy(data)
 
-    def _pairs(self, gives: Sequence[tuple[int, Any]], takes: Sequence[tuple[int, Any]]) -> Steps:
-        """Send and receive (rank, array) all at once, in order between two ranks."""
+    def _pairs(self, gives: Sequence[Pair], takes: Sequence[Pair], tag: int = _OF_PARTS) -> Steps:
+        """Send and receive all at once; those between two ranks keep their order."""
         comm = self._comm
         yield from self._until(
-            partial(method, self._told(c), rank)
+            partial(method, self._told(c), rank, tag)
             for method, parts in ((comm.Irecv, takes), (comm.Isend, gives))
             for rank, part in parts
             for c in chunks(part)
         )
 
-    def _but_mine(self, parts: list[Array]) -> list[tuple[int, Array]]:
+    def _but_mine(self, parts: list[Array]) -> list[Pair]:
         return [(rank, part) for rank, part in enumerate(parts) if rank != self._rank]
 
     def _told(self, data: Array) -> list[Any]:
