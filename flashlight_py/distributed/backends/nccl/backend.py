@@ -27,7 +27,7 @@ from flashlight_py.distributed.backends.nccl.streams import (
 )
 from flashlight_py.distributed.calls.arrays import require_length
 from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
+from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.verbs import REDUCE, SEND, VERBS, Verb
 from flashlight_py.distributed.work import AllOf, Done, Then, Work, limit_passed
 
@@ -74,7 +74,8 @@ class NcclBackend(Backend):
         the host must know the sizes.
         """
         if call.refusal:
-            return self._refuse(call)
+            self._comparisons.refuse(call)
+            return Done()
         if call.verb.is_message:
             return Then(self._exchange([call]), lambda arrays: arrays[0])
         if not begins_at_once(call.verb):
@@ -94,7 +95,9 @@ class NcclBackend(Backend):
                 self._require(call)
             for call in calls:
                 self._comparisons.post(call)
-            return self._all_reduce_together(calls, [call.array for call in calls])
+            arrays = [call.array for call in calls]
+            pairs = list(zip(arrays, arrays, strict=True))
+            return self._reduce_pairs(calls[0], self.functions.ncclAllReduce, pairs, arrays)
 
     def _require(self, call: Call) -> None:
         """Raise where ``call`` cannot be begun, before anything is sent."""
@@ -103,20 +106,9 @@ class NcclBackend(Backend):
         with self._communicator.lock:
             self._communicator.require(call.name)
 
-    def _refuse(self, call: Call) -> Work:
-        """Have the others raise. What NCCL has begun there ends this group."""
-        if call.verb.is_message:
-            self._comparisons.refuse_message(call)
-        else:
-            self._comparisons.refuse(call)
-        return Done()
-
     def _all_reduce(self, call: Call) -> Work:
-        return self._all_reduce_together([call], call.array)
-
-    def _all_reduce_together(self, calls: Sequence[Call], result: Any) -> Work:
-        pairs = [(call.array, call.array) for call in calls]
-        return self._reduce_pairs(calls[0], self.functions.ncclAllReduce, pairs, result)
+        pair = call.array, call.array
+        return self._reduce_pairs(call, self.functions.ncclAllReduce, [pair], call.array)
 
     def _reduce_scatter(self, call: Call) -> Work:
         """Reduce to this rank's part; unequal ones are reduced one by one."""
@@ -138,14 +130,14 @@ class NcclBackend(Backend):
     def _reduce(self, call: Call) -> Work:
         """Reduce in place on the root; the array of every other rank stays as it is."""
         array, root = call.array, call.root
-        target = array if self.rank == root else self.empty(array.shape, array)
+        target = array if self.rank == root else self._empty(array.shape, array)
         return self._reduce_pairs(call, self.functions.ncclReduce, [(array, target)], array, root)
 
     def _by_meaning(self, call: Call) -> Work:
         """Combine in place what NCCL does not: each GPU gathers all arrays, and does it itself."""
         array, combine = call.array, call.verb.meaning
         assert combine is not None
-        pieces = self.empty((self.size, *array.shape), array)
+        pieces = self._empty((self.size, *array.shape), array)
 
         def begin() -> None:
             self._gather_rows(array, pieces, [array.nbytes] * self.size)
@@ -153,40 +145,41 @@ class NcclBackend(Backend):
                 with self._stream.stream:
                     array[...] = combine(list(pieces), self.rank, call)
 
-        return self.launch(call, begin, [array, pieces] if array.size else [], array)
+        return self._launch(call, begin, [array, pieces] if array.size else [], array)
 
     def _broadcast(self, call: Call) -> Work:
         array = call.array
 
         def begin() -> None:
-            there = self.pointer(array)
+            there = self._pointer(array)
             function = self.functions.ncclBroadcast
-            self.call(call.name, function, there, there, array.nbytes, BYTES, call.root)
+            self._call(call.name, function, there, there, array.nbytes, BYTES, call.root)
 
-        return self.launch(call, begin, [array] if array.size else [], array)
+        return self._launch(call, begin, [array] if array.size else [], array)
 
     def _all_gather(self, call: Call) -> Work:
-        rows = self._comparisons.ask(call)
-        return self._into(call, sum(rows), lambda joined: self._gather_all(call, joined, rows))
+        array, rows = call.array, self._comparisons.ask(call)
+        lengths = list(_lengths(array, rows).values())
 
-    def _gather_all(self, call: Call, joined: Array, rows: Sequence[int]) -> Work:
-        row = joined.nbytes // max(sum(rows), 1)
-        begin = functools.partial(self._gather_rows, call.array, joined, [row * n for n in rows])
-        return self.launch(call, begin, [call.array, joined] if joined.size else [], joined)
+        def gather(joined: Array) -> Work:
+            begin = functools.partial(self._gather_rows, array, joined, lengths)
+            return self._launch(call, begin, [array, joined] if joined.size else [], joined)
+
+        return self._into(call, sum(rows), gather)
 
     def _gather_rows(self, array: Array, joined: Array, lengths: Sequence[int]) -> None:
         """Gather ``lengths`` bytes from each rank: unequal ones as one broadcast from each."""
-        lib, source = self.functions, self.pointer(array)
+        lib, source = self.functions, self._pointer(array)
         if len(set(lengths)) == 1:
-            there = self.pointer(joined)
-            self.call("all_gather", lib.ncclAllGather, source, there, array.nbytes, BYTES)
+            there = self._pointer(joined)
+            self._call("all_gather", lib.ncclAllGather, source, there, array.nbytes, BYTES)
             return
         start = 0
         with self._communicator.together("all_gather"):
             for root, length in enumerate(lengths):
                 if length:
-                    there = self.pointer(joined, start)
-                    self.call("all_gather", lib.ncclBroadcast, source, there, length, BYTES, root)
+                    there = self._pointer(joined, start)
+                    self._call("all_gather", lib.ncclBroadcast, source, there, length, BYTES, root)
                 start += length
 
     def _gather(self, call: Call) -> Work:
@@ -200,7 +193,7 @@ class NcclBackend(Backend):
         out = call.out
         if out is None:
             assert call.array is not None  # other ranks know by their out that a GPU is meant
-            out = self.empty(call.array.shape[1:], call.array)
+            out = self._empty(call.array.shape[1:], call.array)
         self._comparisons.ask(call)
         sent = dict.fromkeys(range(self.size), out.nbytes)
         return self._swap(call, sent, out, {call.root: out.nbytes})
@@ -229,17 +222,17 @@ class NcclBackend(Backend):
         ways = [(function, array, each) for function, array, each in both if array is not None]
 
         def begin() -> None:
-            with self.together(call.name):
+            with self._communicator.together(call.name):
                 for function, array, lengths in ways:
                     start = 0
                     for rank, length in lengths.items():
                         if length:
-                            there = self.pointer(array, start)
-                            self.call(call.name, function, there, length, BYTES, rank)
+                            there = self._pointer(array, start)
+                            self._call(call.name, function, there, length, BYTES, rank)
                         start += length
 
         kept = [array for _, array, _ in ways if array.size]
-        return self.launch(call, begin, kept, result)
+        return self._launch(call, begin, kept, result)
 
     def _into(self, call: Call, rows: int, run: Callable[[Array], Work]) -> Work:
         """Have ``run`` fill where the result of ``call`` goes, of ``rows`` rows.
@@ -256,7 +249,7 @@ class NcclBackend(Backend):
     def _room(self, call: Call, rows: Any) -> Array:
         """Return where the result of ``call`` goes, of ``rows`` rows."""
         return (
-            self.empty((rows, *call.array.shape[1:]), call.array) if call.out is None else call.out
+            self._empty((rows, *call.array.shape[1:]), call.array) if call.out is None else call.out
         )
 
     def _exchange(self, calls: Sequence[Call]) -> Work:
@@ -269,15 +262,15 @@ class NcclBackend(Backend):
         full = [call for call in sorted(calls, key=lambda call: call.tag) if call.array.size]
 
         def begin() -> None:
-            with self.together(name) if len(full) > 1 else _ALONE:
+            with self._communicator.together(name) if len(full) > 1 else _ALONE:
                 for call in full:
                     lib, array = self.functions, call.array
                     function = lib.ncclSend if call.verb is SEND else lib.ncclRecv
-                    there = self.pointer(array)
-                    self.call(name, function, there, array.nbytes, BYTES, call.peer)
+                    there = self._pointer(array)
+                    self._call(name, function, there, array.nbytes, BYTES, call.peer)
 
         arrays = [call.array for call in calls]
-        return self.launch(calls[0], begin, [call.array for call in full], arrays, name)
+        return self._launch(calls[0], begin, [call.array for call in full], arrays, name)
 
     def _barrier(self, call: Call) -> Work:
         """Block until this rank's collectives have ended and every rank is here."""
@@ -308,7 +301,7 @@ class NcclBackend(Backend):
                 self._comparisons.finish(FINALIZE_SECONDS)
         self._flights.clear()
 
-    def launch(
+    def _launch(
         self,
         call: Call,
         begin: Callable[[], None],
@@ -338,21 +331,17 @@ class NcclBackend(Backend):
                 return Led(flight, result)
         return StreamWork(self, flight, result)
 
-    def call(self, verb: str, function: Callable[..., int], *arguments: Any) -> None:
+    def _call(self, verb: str, function: Callable[..., int], *arguments: Any) -> None:
         """Call a collective of NCCL on the communication stream; see ``Communicator.call``."""
         communicator, stream = self._communicator, self._stream_handle
         communicator.call(verb, function, *arguments, communicator.handle, stream)
 
-    def together(self, verb: str) -> contextlib.AbstractContextManager[None]:
-        """Have the calls within begin as one; see ``Communicator.together``."""
-        return self._communicator.together(verb)
-
-    def pointer(self, array: Array, offset: int = 0) -> Any:
+    def _pointer(self, array: Array, offset: int = 0) -> Any:
         """Return the address of ``array``'s data, ``offset`` bytes on."""
         memory: Any = array.data
         return self._ffi.cast("void *", memory.ptr + offset)
 
-    def empty(self, shape: tuple[int, ...], like: Array) -> Array:
+    def _empty(self, shape: tuple[int, ...], like: Array) -> Array:
         """Return a new array of ``like``'s dtype that belongs to the caller's current stream."""
         with self._on_device():
             array: Array = self._cupy.empty(shape, like.dtype)
@@ -400,27 +389,26 @@ class NcclBackend(Backend):
         *root: int,
     ) -> Work:
         """Reduce each pair (source, target), several of them begun as one."""
-        verb, stream = call.name, self._stream.stream
+        verb, stream, scaled_sum = call.name, self._stream.stream, self._communicator.scaled_sum
         full = [pair for pair in pairs if pair[0].size]
 
         def begin() -> None:
             parts = [ReducedArray(stream, *pair, call.op, call.scale) for pair in full]
-            rules = [self._rule(verb, part, call.op) for part in parts]
-            with self.together(verb) if len(parts) > 1 else _ALONE:
+            rules = [
+                OPS[call.op]
+                if part.factor == 1.0
+                else scaled_sum(verb, part.factor, part.form.dtype, part.form.code)
+                for part in parts
+            ]
+            with self._communicator.together(verb) if len(parts) > 1 else _ALONE:
                 for part, rule in zip(parts, rules, strict=True):
-                    there = self.pointer(part.source), self.pointer(part.room)
-                    self.call(verb, function, *there, part.count, part.form.code, rule, *root)
+                    there = self._pointer(part.source), self._pointer(part.room)
+                    self._call(verb, function, *there, part.count, part.form.code, rule, *root)
             for part in parts:
                 part.finish()
 
         arrays = {id(array): array for pair in full for array in pair}
-        return self.launch(call, begin, list(arrays.values()), result)
-
-    def _rule(self, verb: str, part: ReducedArray, op: ReduceOp) -> int:
-        """Return NCCL's number of ``op``, with the factor in it."""
-        if part.factor == 1.0:
-            return OPS[op]
-        return self._communicator.scaled_sum(verb, part.factor, part.form.dtype, part.form.code)
+        return self._launch(call, begin, list(arrays.values()), result)
 
 
 def _lengths(array: Array, rows: Sequence[int]) -> dict[int, int]:
