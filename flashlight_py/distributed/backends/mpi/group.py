@@ -275,7 +275,7 @@ class Group(Backend):
             self.control.abort(self._lost(call.name, f"MismatchError: {call}"))
 
     def _is_compared(self, call: Call) -> bool:
-        """Ranks cannot do without where the result of comparing ``call`` says what to move."""
+        """Return whether ranks compare ``call``: always if the result says what to move."""
         tells = call.is_ragged or call.verb.is_message or call.verb in (SCATTER, BARRIER)
         return self._compares_all or tells
 
