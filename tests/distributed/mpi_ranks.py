@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed.backends.mpi import memory
+from flashlight_py.distributed.backends.mpi import movement
 from flashlight_py.distributed.backends.mpi.backend import MpiBackend
 from flashlight_py.distributed.backends.mpi.joining import join
 from flashlight_py.distributed.backends.shm import ShmBackend
@@ -20,7 +20,7 @@ from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.groups.world import current_world
 from flashlight_py.distributed.rendezvous.store import Store, SubStore
 from flashlight_py.distributed.start.exchange import BackendStore
-from flashlight_py.distributed.verbs import ALL_GATHER, ALL_REDUCE, BARRIER, BROADCAST
+from flashlight_py.distributed.verbs import ALL_GATHER, ALL_REDUCE, BARRIER
 from tests.distributed.conformance import assert_equal, combined, values
 
 TIMEOUT = 20.0
@@ -81,7 +81,7 @@ def all_to_all_both_ways(rank: int, size: int, name: str, rows: int) -> None:
 
 def every_verb_in_small_pieces(rank: int, size: int, limit: int) -> None:
     """As if MPI's counts ended at ``limit``."""
-    before, memory._LARGEST_BYTES = memory._LARGEST_BYTES, limit
+    before, movement.LARGEST_BYTES = movement.LARGEST_BYTES, limit
     try:
         for name in ("float32", "int8", "longdouble"):
             for count in (1, 7, 100):
@@ -99,7 +99,7 @@ def every_verb_in_small_pieces(rank: int, size: int, limit: int) -> None:
         assert_equal(fl.broadcast(x, root=1), values(1, (1000,), "float32"), "broadcast")
         ring(rank, size, 5000)
     finally:
-        memory._LARGEST_BYTES = before
+        movement.LARGEST_BYTES = before
 
 
 def ring(rank: int, size: int, count: int) -> None:
@@ -192,13 +192,13 @@ def half_of_the_world(rank: int, size: int) -> Any:
 
 def open_and_close(rank: int, size: int, times: int) -> int:
     """Groups whose ranks have all left are freed when the next one is made."""
-    before = len(backend()._progress._closed)
+    before = len(backend().progress._closed)
     for _ in range(times):
         group = join_again(BackendStore(backend()))
         group.start(Call(BARRIER)).wait()
         group.close()
         fl.barrier()
-    return len(backend()._progress._closed) - before
+    return len(backend().progress._closed) - before
 
 
 def world_again(rank: int, size: int, times: int) -> int:
@@ -285,7 +285,7 @@ def stop_in_the_middle(rank: int, size: int, how: str) -> str:
     """Rank 1 has agreed on a call, and does not do its part of what MPI moves then."""
     group, x = current_world().group, np.ones(100_000)
     if rank == 1:
-        backend()._bodies[ALL_REDUCE] = lambda call, _: _stop(how, group)
+        backend()._bodies._all_reduce = lambda call, _: _stop(how, group)
     started = time.monotonic()
     try:
         fl.all_reduce(x)
@@ -315,8 +315,8 @@ def leave_in_order(rank: int, size: int) -> list[float]:
     """Rank 0 has sent what it had to, and leaves, while another rank has yet to take its part."""
     x = np.full(10, float(rank + 1))
     if rank:
-        broadcast = backend()._broadcast
-        backend()._bodies[BROADCAST] = lambda call, _: _late(broadcast(call, None))
+        broadcast = backend()._bodies._broadcast
+        backend()._bodies._broadcast = lambda call, _: _late(broadcast(call, None))
     fl.broadcast(x, 0)
     current_world().group.close()
     return x.tolist()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed.backends.hierarchical_large import LargeCalls
+from flashlight_py.distributed.backends.hierarchical_calls import LargeCalls
 from flashlight_py.distributed.calls.combining import combined, cut
 from flashlight_py.distributed.constants import ReduceOp
 from tests.distributed.conformance import assert_equal, dtype_of, values

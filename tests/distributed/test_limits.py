@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from flashlight_py.distributed.backends.hierarchical_messages import HierarchicalMessages
-from flashlight_py.distributed.backends.mpi.operation import Operation
+from flashlight_py.distributed.backends.hierarchical import HierarchicalBackend
+from flashlight_py.distributed.backends.mpi.group import Operation
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.failures.journal import Journal
 from flashlight_py.distributed.verbs import BARRIER
@@ -40,7 +40,7 @@ def test_hierarchical_group_ends_by_the_operation_alone(goes_on: bool) -> None:
     work = EndsAtLimit(limit_passed("late", 0.0) if goes_on else CollectiveTimeoutError("late"))
     owner: Any = SimpleNamespace(end=ended.append)
     with pytest.raises(CollectiveTimeoutError, match="late"):
-        HierarchicalMessages.guarded(owner, "send", lambda: work.wait(0.0))
+        HierarchicalBackend.guarded(owner, "send", lambda: work.wait(0.0))
     assert len(ended) == (not goes_on)
 
 

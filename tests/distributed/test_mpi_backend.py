@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flashlight_py.distributed.backends.mpi import exits, joining, library
+from flashlight_py.distributed.backends.mpi import exits, joining
 from flashlight_py.distributed.start.settings import Settings
 from flashlight_py.errors import BackendUnavailableError, UnavailableEverywhereError
 from tests.distributed import mpi_mix, mpi_ranks
@@ -145,10 +145,10 @@ def test_where_one_thread_may_call_mpi_operations_advance_in_waits() -> None:
 
 
 def test_settings_that_differ_are_refused() -> None:
-    cards = [joining._Card(rank, 2, gpu_aware=rank == 0) for rank in range(2)]
+    cards = [joining.MpiCard(rank, 2, gpu_aware=rank == 0) for rank in range(2)]
     with pytest.raises(UnavailableEverywhereError, match="MPI_CUDA_AWARE is not the same"):
         joining._check(cards)
-    cards = [joining._Card(0, 2), joining._Card(problem="no libmpi")]
+    cards = [joining.MpiCard(0, 2), joining.MpiCard(problem="no libmpi")]
     with pytest.raises(UnavailableEverywhereError, match="rank 1: no libmpi"):
         joining._check(cards)
 
@@ -173,7 +173,7 @@ def test_without_mpi_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "mpi4py", None)  # Python's mark of what cannot be imported
     monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
     with pytest.raises(BackendUnavailableError, match=r"pip install 'flashlight-py\[mpi\]'"):
-        library.load()
+        joining.load()
 
 
 class FakeMpi:

@@ -12,7 +12,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.distributed.backends.nccl import library
-from flashlight_py.distributed.backends.nccl.meeting import Card, meet
+from flashlight_py.distributed.backends.nccl.joining import NcclCard, meet
 from flashlight_py.distributed.groups.world import current_world
 from flashlight_py.distributed.start import devices
 from flashlight_py.distributed.start.devices import DeviceRule
@@ -40,7 +40,7 @@ def real_unique_id(rank: int, size: int, port: int = 0) -> tuple[bytes, bytes]:
     if port:
         join_by_environment(rank, port, size)
     made = library.load().unique_id() if rank == 0 else b""
-    card = Card(version=library.load().version, gpu=f"gpu {rank}", unique_id=made.hex())
+    card = NcclCard(version=library.load().version, gpu=f"gpu {rank}", unique_id=made.hex())
     arrived = meet(current_world().group.backend(), card)
     if port:
         fl.distributed_shutdown()
@@ -71,7 +71,7 @@ def check_ids(results: list[tuple[bytes, bytes]]) -> None:
 
 def meet_with(rank: int, size: int, cards: list[dict[str, Any]]) -> str:
     try:
-        meet(current_world().group.backend(), Card(**cards[rank]))
+        meet(current_world().group.backend(), NcclCard(**cards[rank]))
     except UnavailableEverywhereError as error:
         return str(error)
     return "met"

@@ -13,8 +13,8 @@ import pytest
 from flashlight_py import _native
 from flashlight_py.distributed.backends.nccl import library
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
-from flashlight_py.distributed.backends.nccl.dtypes import form_of
 from flashlight_py.distributed.backends.nccl.library import NcclLibrary
+from flashlight_py.distributed.backends.nccl.reduction import form_of
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.errors import BackendUnavailableError, DistributedError
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from flashlight_py.distributed.backends.nccl.streams import Flight, Flights
+from flashlight_py.distributed.backends.nccl.streams import DeviceFlight, Flights
 from tests.distributed.cuda_stand_in import Event
 
 
@@ -30,13 +30,13 @@ def test_flights_land_once_whoever_asks_at_the_same_time() -> None:
         while not ended.is_set():
             flights.oldest()
 
-    last = Flight("all_reduce", Event(), [np.ones(1)])
+    last = DeviceFlight("all_reduce", Event(), [np.ones(1)])
     last.event.done = False
     with ThreadPoolExecutor(3) as threads:
         asked = [threads.submit(ask) for _ in range(3)]
         try:
             for _ in range(2_000):
-                flights.add(Flight("all_reduce", Landed(), [np.ones(1)]))
+                flights.add(DeviceFlight("all_reduce", Landed(), [np.ones(1)]))
                 flights.newest()
             flights.add(last)
         finally:

@@ -1,16 +1,22 @@
-"""Which threads are in the middle of a call: one that calls again there runs a signal handler."""
+"""Threads in the middle of a call: signal handlers run there, and may call again, or raise.
+
+A native library asks Python while it works whether to stop (Ctrl-C), and for the caller's site.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING, Any
 
+from flashlight_py.distributed.calls.call_site import call_site
 from flashlight_py.distributed.failures.journal import CALLER, not_begun
 from flashlight_py.errors import DistributedError
 
 if TYPE_CHECKING:
     from flashlight_py.distributed.backend import Backend
+SITE_BYTES = 255  # and a zero: the text of an fl_site
 
 
 class Callers:
@@ -58,3 +64,44 @@ class Callers:
             )
             raise not_begun(error)
         return threading.get_ident()
+
+
+class _Interruption(threading.local):
+    """The exception that a signal handler raised while this thread waited in the library."""
+
+    raised: BaseException | None = None
+
+
+_interruption = _Interruption()
+
+
+def raise_interruption(lib: Any, handle: Any) -> None:
+    """Raise what a signal handler raised during the wait for ``handle``, if one did."""
+    if _interruption.raised is not None:
+        raised, _interruption.raised = _interruption.raised, None
+        lib.fl_op_free(handle)
+        raise raised
+
+
+def _keep(kind: type[BaseException], error: BaseException, trace: TracebackType) -> None:
+    _interruption.raised = error
+
+
+def answer_where(native: ModuleType, name: str) -> Any:
+    """Return the C function ``name``, which writes where user code has called, as an fl_site."""
+
+    @native.ffi.def_extern(name=name, onerror=_keep)  # type: ignore[untyped-decorator]
+    def where(site: Any) -> None:
+        site.text = call_site().encode()[-SITE_BYTES:]
+
+    return getattr(native.lib, name)
+
+
+def answer_to_interrupts(native: ModuleType, name: str) -> Any:
+    """Return the C function ``name``, which lets Python's signal handlers run during a wait."""
+
+    @native.ffi.def_extern(name=name, error=1, onerror=_keep)  # type: ignore[untyped-decorator]
+    def interrupted() -> int:
+        return 0  # the interpreter runs pending handlers on its way here; what they raise is kept
+
+    return getattr(native.lib, name)

@@ -1,4 +1,4 @@
-"""What a thread is about to call, for a native library: arrays, and the call's signature."""
+"""Calls described for a native library: the addresses of arrays, and the call's signature."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SEEN = 1024  # dtypes whose names are remembered
 _STEPS = {"": 0} | {name: number for number, name in enumerate(COMPOSED, 1)}
 
 NAMED = "\n"
-"""What the name of a dtype ends with, in front of the line of the call."""
+"""The end of a dtype's name, in front of the line of the call."""
 names_seen: dict[int, str] = {}
 """Dtypes that the library does not know, by their numbers, as far as they were seen here."""
 

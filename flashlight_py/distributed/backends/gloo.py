@@ -7,19 +7,17 @@ the group's own: collectives in turn, messages beside them.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from flashlight_py import _native
-from flashlight_py.distributed.backends.host_watch import HostWatch
-from flashlight_py.distributed.backends.interrupts import (
+from flashlight_py.distributed.backends.callers import (
     answer_to_interrupts,
     raise_interruption,
 )
-from flashlight_py.distributed.backends.native import NativeBackend
+from flashlight_py.distributed.backends.native import MESSAGE_BYTES, NativeBackend
 from flashlight_py.distributed.backends.native_errors import call_in_words
-from flashlight_py.distributed.backends.native_group import MESSAGE_BYTES, NativeGroup
 from flashlight_py.distributed.backends.native_work import NOTHING, NativeWork
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.failures.wording import HOST_ADVICE, UNUSABLE, names, who_that_was
@@ -192,14 +190,14 @@ class GlooBackend(NativeBackend):
         self.lib.fl_gloo_exchange(group, messages, len(messages), seconds, not blocking, results)
 
     def call_ahead(self, rank: int) -> str:
-        """Say what ``rank`` has begun here and this rank has not; see ``NativeGroup``."""
+        """Say what ``rank`` has begun here and this rank has not; see ``NativeBackend``."""
         call = self.ffi.new("fl_signature *")
         group = self._group
         ahead = group is not None and self.lib.fl_gloo_is_ahead(group, rank, call)
         return call_in_words(self.lib, call) if ahead else ""
 
-    def take_along(self, other: NativeGroup) -> None:
-        """Where hosts are lost, have ``other`` end too, also while nobody asks this group."""
+    def take_along(self, other: NativeBackend) -> None:
+        """Have ``other`` end too when hosts are lost, also while nobody asks this group."""
         give_up = other.ffi.addressof(other.lib, f"{other.symbols}_give_up")
         addresses = [int(other.ffi.cast("uintptr_t", each)) for each in (give_up, other.group)]
         function = self.ffi.cast("void (*)(void *, const char *)", addresses[0])
@@ -226,3 +224,57 @@ def _has_ended(work: NativeWork, seconds: float) -> bool:
     with suppress(CollectiveTimeoutError):  # its own timeout is raised by the next wait again
         work.wait(seconds)
     return work.is_completed()
+
+
+class HostWatch:
+    """Notices when other hosts cannot be reached any more: see csrc/gloo/heartbeat.h.
+
+    ``group`` sends heartbeats between the ``hosts`` of its ranks (equal bytes: the same host).
+    ``timeout``: a host that is silent for so many seconds is lost; 0: never. The longest that any
+    rank was given counts for all, and 0 of any. On one host there is nothing to watch. Where
+    ``is_watched``, another group, of more ranks of these hosts, does it, and takes this one along:
+    it is only awaited what that finds.
+
+    Raises:
+        BackendUnavailableError: it cannot listen for those of the other hosts.
+    """
+
+    def __init__(
+        self,
+        ffi: Any,
+        lib: Any,
+        group: Any,
+        hosts: Sequence[bytes],
+        timeout: float,
+        is_watched: bool,
+    ) -> None:
+        self._ffi, self._lib, self._group = ffi, lib, group
+        numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+        self._numbers = [numbers[host] for host in hosts]
+        self._timeout, self._port, self._count = timeout, 0, len(numbers)
+        if self._count > 1 and not is_watched:
+            room = ffi.new("char[]", MESSAGE_BYTES)
+            self._port = lib.fl_gloo_listen_for_hosts(group, room, MESSAGE_BYTES)
+            if self._port < 0:
+                raise BackendUnavailableError(ffi.string(room).decode(errors="replace"))
+
+    def card(self) -> dict[str, object]:
+        """Return what the other ranks are to know."""
+        return {"heartbeats": self._port, "host_timeout": self._timeout}
+
+    def begin(
+        self, cards: Sequence[Mapping[str, Any]], addresses: bytes, size: int, proofs: bytes
+    ) -> None:
+        """Begin to watch; ``cards`` are of all ranks. For the rest see ``fl_gloo_connect``."""
+        if self._count < 2:
+            return
+        limits = [card["host_timeout"] for card in cards]
+        names = [self._ffi.new("char[]", card["peer"]["host"].encode()) for card in cards]
+        known = {
+            "numbers": self._ffi.new("int[]", self._numbers),
+            "names": self._ffi.new("char *[]", names),
+            "ports": self._ffi.new("int[]", [card["heartbeats"] for card in cards]),
+            "seconds": max(limits) if all(limits) else 0.0,
+        }
+        hosts = self._ffi.new("fl_hosts *", known)
+        self._lib.fl_gloo_watch_hosts(self._group, hosts, addresses, size, proofs)

@@ -1,14 +1,19 @@
 """Several hosts: shared memory inside each, another backend between them, by composition.
 
-Small arrays travel with the comparison of the calls (``hierarchical_small.py``), large ones after
-it (``hierarchical_large.py``). Reductions add the ranks of a host in order, then the hosts in
+Small arrays travel with the comparison of the calls, large ones after it: see
+``hierarchical_calls.py``. Reductions add the ranks of a host in order, then the hosts in
 order: the same bits on every rank and in every run with the same placement.
+
+A message travels through memory inside a host, else between hosts; a receive from any rank looks at
+both ways in turn.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
 from dataclasses import replace
 from typing import Any
 
@@ -17,15 +22,9 @@ import numpy as np
 from flashlight_py.device import Array
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.callers import Callers
-from flashlight_py.distributed.backends.hierarchical_large import LargeCalls
-from flashlight_py.distributed.backends.hierarchical_messages import (
-    FutureWork,
-    HierarchicalMessages,
-    Searches,
-)
-from flashlight_py.distributed.backends.hierarchical_small import SmallCalls
-from flashlight_py.distributed.backends.native_group import NativeGroup
-from flashlight_py.distributed.calls.call import Call
+from flashlight_py.distributed.backends.hierarchical_calls import LargeCalls, SmallCalls
+from flashlight_py.distributed.backends.native import NativeBackend
+from flashlight_py.distributed.calls.call import ANY_RANK, Call, Matched
 from flashlight_py.distributed.calls.call_site import Place, called_at, caller
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.failures import abort
@@ -41,7 +40,7 @@ from flashlight_py.distributed.verbs import (
     SCATTER,
     Verb,
 )
-from flashlight_py.distributed.work import Done, Work
+from flashlight_py.distributed.work import Done, Then, Work, limit_passed
 from flashlight_py.errors import (
     CollectiveTimeoutError,
     DistributedError,
@@ -50,8 +49,14 @@ from flashlight_py.errors import (
     PeerLostError,
 )
 
+# How long one way is waited on before the other is looked at: nothing waits for both.
+_SLICE_SECONDS = 0.001
 
-class HierarchicalBackend(HierarchicalMessages):
+# How long a group that is closed waits for its receives, which end sooner.
+_LEAVING_SECONDS = 0.5
+
+
+class HierarchicalBackend(Backend):
     """Joins the ranks of ``hosts``, each a list of ranks that share memory.
 
     Args:
@@ -85,7 +90,7 @@ class HierarchicalBackend(HierarchicalMessages):
         team = object()
         take_along = getattr(flat, "take_along", None)
         for part in (inside, between):
-            if take_along is not None and isinstance(part, NativeGroup):
+            if take_along is not None and isinstance(part, NativeBackend):
                 take_along(part)
         self._parts = [part for part in (inside, between, flat) if part is not None]
         for part in self._parts:
@@ -108,7 +113,7 @@ class HierarchicalBackend(HierarchicalMessages):
             ALL_GATHER: self._all_gather,
         }
         self._rows: Sequence[int] = ()  # of each rank's array, in the call that has been agreed on
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread: futures.ThreadPoolExecutor | None = None
         self._searches = Searches()
         self._running: list[FutureWork] = []
         self._notified: list[Backend] = []  # parts that end since another one was lost
@@ -122,7 +127,7 @@ class HierarchicalBackend(HierarchicalMessages):
     def start(self, call: Call) -> Work:
         """Start ``call``; see ``Backend``."""
         if call.verb.is_message:
-            return self.message(call)
+            return self._message(call)
         if call.refusal:
             return self._refuse(call)
         run: Callable[[Call], Any] = self._steps.get(call.verb, self._flatly)
@@ -131,6 +136,29 @@ class HierarchicalBackend(HierarchicalMessages):
         if call.compared:
             run = self._compare
         return self._start(call, lambda: run(call))
+
+    def _message(self, call: Call) -> Work:
+        """Start a message: through memory inside the host, else between hosts; see ``Backend``."""
+        self._callers.check("refuse" if call.refusal else call.name)
+        if call.peer == ANY_RANK:
+            search = _AnyRank(self, self._ways(), call)
+            blocking = call.blocking
+            return Done(search.run(call.patience)) if blocking else self._searches.start(search)
+        backend, peer = self._way_to(call.peer)
+        work = _GuardedWork(backend.start(replace(call, peer=peer)), self, call)
+        if not call.is_open:
+            return work
+        return Then(work, lambda found: found and found._replace(source=call.peer))
+
+    def _ways(self) -> list[tuple[Backend, Sequence[int]]]:
+        """Return what carries messages to this rank, and whom it knows as which rank."""
+        host = self._hosts[self._host_of[self.rank]]
+        ways = (self._inside, host), (self._flat, range(self.size))
+        return [way for way in ways if way[0].size > 1]
+
+    def _way_to(self, rank: int) -> tuple[Backend, int]:
+        host = self._hosts[self._host_of[self.rank]]
+        return (self._inside, host.index(rank)) if rank in host else (self._flat, rank)
 
     def _compare(self, call: Call) -> Any:
         """Find out what else is asked for: that all call the same is agreed upon before."""
@@ -178,7 +206,7 @@ class HierarchicalBackend(HierarchicalMessages):
             if call.blocking and not self._running:
                 return Done(self._run(call, number, run))
             if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, "flashlight_py hierarchical")
+                self._thread = futures.ThreadPoolExecutor(1, "flashlight_py hierarchical")
             work = FutureWork(self._thread.submit(self._run_there, caller(), call, number, run))
             work.failure_reported = call.compared  # by whoever compares
         finally:
@@ -220,6 +248,18 @@ class HierarchicalBackend(HierarchicalMessages):
         except BaseException as error:
             abort.report(error, self._parts)
             self._close_backends()
+            raise
+
+    def guarded(self, doing: str, wait: Callable[[], Any]) -> Any:
+        """Return what ``wait`` does for a part; what breaks that one ends the others as well."""
+        try:
+            return wait()
+        except GroupClosedError as error:
+            raise self.of_lost_hosts(doing, error) from error
+        except DistributedError as error:
+            group_lives = isinstance(error, MismatchError) and error.group_lives
+            if not (group_lives or error.goes_on):
+                self.end(error)
             raise
 
     def of_lost_hosts(self, doing: str, error: GroupClosedError) -> DistributedError:
@@ -306,3 +346,158 @@ class HierarchicalBackend(HierarchicalMessages):
 
 def _nothing(_: Call) -> None:
     """Be done: the agreement was all."""
+
+
+class FutureWork(Work):
+    """An operation on the thread of a hierarchical backend."""
+
+    def __init__(self, future: futures.Future[Any]) -> None:
+        self._future = future
+        self.failure_reported = False
+        self._end_time: float | None = None
+        future.add_done_callback(self._note_end)
+
+    def _note_end(self, _: futures.Future[Any]) -> None:
+        self._end_time = time.monotonic()
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Wait up to ``timeout`` seconds; see ``Work``."""
+        if timeout is not None:
+            limit = min(timeout, threading.TIMEOUT_MAX)
+            if not futures.wait([self._future], limit).done:
+                raise limit_passed("an operation over several hosts", timeout)
+        try:
+            return self._future.result()
+        except DistributedError:
+            self.failure_reported = True
+            raise
+
+    def is_completed(self) -> bool:
+        """Return whether it has ended."""
+        return self._future.done()
+
+    def end_time(self) -> float | None:
+        """Return when it ended, if it has; see ``Work``."""
+        return self._end_time
+
+
+class _GuardedWork(Work):
+    """``call``, a message; what breaks the backend that carries it ends the others as well."""
+
+    def __init__(self, work: Work, owner: HierarchicalBackend, call: Call) -> None:
+        self._work, self._owner, self._call = work, owner, call
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Wait up to ``timeout`` seconds; see ``Work``."""
+        work = self._work
+        return self._owner.guarded(self._call.name, lambda: work.wait(timeout))
+
+    def is_completed(self) -> bool:
+        """Return whether it has ended."""
+        return self._work.is_completed()
+
+    def end_time(self) -> float | None:
+        """Return when it ended, if it has; see ``Work``."""
+        return self._work.end_time()
+
+
+class _AnyRank:
+    """``call``, a receive of what any rank sends by one of ``ways``.
+
+    Each of these is a backend and the ranks that its ranks are to ``owner``.
+    """
+
+    def __init__(
+        self,
+        owner: HierarchicalBackend,
+        ways: Sequence[tuple[Backend, Sequence[int]]],
+        call: Call,
+    ) -> None:
+        self._owner, self._ways, self._call = owner, ways, call
+        self.tag, self.is_awaited = call.tag, call.blocking
+
+    def run(self, patience: float = -1.0) -> Matched | None:
+        """Receive; None where nothing has arrived within ``patience`` seconds, if not negative."""
+        began = time.monotonic()
+        while True:
+            waited = time.monotonic() - began
+            for backend, ranks in self._ways:
+                # Who knows all ranks notices that none of them will send any more.
+                asks = self.is_awaited and len(ranks) == self._owner.size
+                times = {"patience": _SLICE_SECONDS, "waited": waited * asks}
+                found = self._look(backend, **times)
+                if found is not None:
+                    return found._replace(source=ranks[found.source])
+            if 0 <= patience <= waited:
+                return None
+            if waited >= self._owner.timeout:
+                backend, ranks = self._ways[-1]  # which knows what is sent instead, and raises it
+                found = self._look(backend, seconds=_SLICE_SECONDS)
+                if found is not None:
+                    return found._replace(source=ranks[found.source])
+
+    def _look(self, backend: Backend, **how: Any) -> Matched | None:
+        work = backend.start(replace(self._call, blocking=True, **how))
+        found: Matched | None = _GuardedWork(work, self._owner, self._call).wait()
+        return found
+
+
+class Searches:
+    """Receives that run on threads of their own, those of one tag one after the other."""
+
+    def __init__(self) -> None:
+        self._all: list[_Search] = []  # as they began
+        self._starting = threading.RLock()  # signal handlers run on the thread that holds it
+
+    def start(self, receive: _AnyRank) -> FutureWork:
+        """Begin ``receive`` when those of its tag before it have ended."""
+        with self._starting:
+            self._all = [one for one in self._all if one.thread.is_alive()]
+            tag = receive.tag
+            ahead = next((one for one in reversed(self._all) if one.receive.tag == tag), None)
+            work = _Search(receive, ahead)
+            work.thread.start()
+            self._all.append(work)
+        return work
+
+    def running(self) -> list[FutureWork]:
+        """Return those that have not ended."""
+        return [work for work in list(self._all) if not work.is_completed()]
+
+    def join(self) -> None:
+        """Wait until none runs: whatever they wait for has been closed.
+
+        For half a second at most: in a signal handler they may need what the thread holds that it
+        has interrupted, and end when that goes on.
+        """
+        end = time.monotonic() + _LEAVING_SECONDS
+        for work in list(self._all):
+            if work.thread is not threading.current_thread():
+                work.thread.join(max(0.0, end - time.monotonic()))
+
+
+class _Search(FutureWork):
+    """``receive`` on a thread, after the one ``ahead``; who waits for it waits for that one too."""
+
+    def __init__(self, receive: _AnyRank, ahead: _Search | None) -> None:
+        super().__init__(futures.Future())
+        self.receive, self._ahead = receive, ahead
+        name = "flashlight_py receive"
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Wait up to ``timeout`` seconds; see ``Work``."""
+        work: _Search | None = self
+        while work is not None and not work.receive.is_awaited:
+            work.receive.is_awaited = True
+            work = work._ahead
+        return super().wait(timeout)
+
+    def _run(self) -> None:
+        if self._ahead is not None:
+            self._ahead.thread.join()
+            self._ahead = None  # nor what was ahead of that
+        try:
+            self._future.set_result(self.receive.run())
+        except BaseException as error:  # noqa: BLE001  (whoever waits raises it)
+            self._future.set_exception(error)

@@ -1,35 +1,327 @@
-"""Calls as a native library takes them: the signature, what is read, and where the result goes."""
+"""A group in a native library: describing a call, starting it, waiting for it, and the end.
+
+Calls go there as the library takes them: a signature, addresses to read and to write.
+"""
 
 from __future__ import annotations
 
 import abc
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
+from flashlight_py import _native
 from flashlight_py.device import Array
-from flashlight_py.distributed.backends.describing import describe
-from flashlight_py.distributed.backends.interrupts import raise_interruption
-from flashlight_py.distributed.backends.native_group import NativeGroup
+from flashlight_py.distributed.backend import Backend, left_to_python
+from flashlight_py.distributed.backends.callers import SITE_BYTES, Callers, raise_interruption
+from flashlight_py.distributed.backends.describing import NAMED, Describer, describe
+from flashlight_py.distributed.backends.native_errors import failure, words_of, words_of_traceback
 from flashlight_py.distributed.backends.native_work import (
     COMPARED,
     GATHERED,
+    NOTHING,
     SCATTERED,
     NativeWork,
     Received,
+    StartedWork,
+    freed_by,
 )
 from flashlight_py.distributed.calls.arrays import require_length
 from flashlight_py.distributed.calls.call import Call, Matched
-from flashlight_py.distributed.verbs import ALL_GATHER, GATHER, SCATTER
+from flashlight_py.distributed.calls.call_site import PACKAGE, Place, caller, site_of, text_at_site
+from flashlight_py.distributed.failures import abort
+from flashlight_py.distributed.failures.journal import NATIVE, SENDRECV, Journal, Ring
+from flashlight_py.distributed.groups import open_groups
+from flashlight_py.distributed.rendezvous.store import Store
+from flashlight_py.distributed.verbs import ALL_GATHER, BARRIER, GATHER, SCATTER, VERBS, Verb
 from flashlight_py.distributed.work import AllOf, Done, Then, Work
+from flashlight_py.errors import DistributedError, GroupClosedError
+
+MESSAGE_BYTES = 1024
+_ARRAY = object()
+
+_SLOWER = "small calls take some microseconds longer"
+
+# What csrc/fast/plain.h wants to know of each verb, by its code.
+_FLAGS = bytes(
+    0
+    if verb is None
+    else 1 | verb.rooted << 1 | verb.in_place << 2 | verb.reduces << 3 | verb.prefix << 4
+    for verb in map({verb.code: verb for verb in VERBS}.get, range(1 + max(v.code for v in VERBS)))
+)
 
 
-class NativeBackend(NativeGroup):
+class NativeBackend(Backend):
     """A backend whose operations run in a library with the C ABI of ``csrc/common``."""
+
+    symbols = ""  # what the names of the library's functions begin with
+    steps: tuple[str, ...] = ()  # its functions for calls in steps, if it has them
+    journal: Journal | None = None  # of the group that has this backend
+
+    def __init__(self, native: ModuleType, store: Store, timeout: float) -> None:
+        self.ffi, self.lib = native.ffi, native.lib
+        self.rank, self.size, self.timeout = store.rank, store.size, timeout
+        self.processes = store.processes
+        # What users know the ranks as.
+        self.numbers = list(store.numbers) or list(range(self.size))
+        self.name = f"rank {self.numbers[self.rank]} of {store.total or self.size}"
+        abort.watch(self)
+        # The library's handle, which is freed when the last call that has it is done; None once the
+        # group is closed.
+        self._group: Any = None
+        self._sites: dict[Place, Any] = {}
+        self._next = Describer(self.ffi)  # the call that this thread is about to make
+        self._pointer = self._next.pointer
+        self._callers = Callers(self.name)
+        self._running: dict[NativeWork, None] = {}  # in order; threads change it at the same time
+        self._first: list[Any] = []  # what is to be done before the next call
+        self._step: Callable[..., Any] | None = None  # native code for steps of calls
+        self._kept: list[Any] = []  # what the library may write to until its group is freed
+
+    def bind(self, journal: Journal) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Let native code read plain arrays by itself; see ``Backend``."""
+        if (fast := _native.optional("fast", _SLOWER)) is None:
+            return super().bind(journal)
+        self.journal = journal
+        journal.open_to_native(fast.clocks)
+        return self._bound(fast, journal)
+
+    def step(self, verb: Verb, array: Array, seconds: float) -> Any:
+        """Let native code make a step of a call; see ``Backend``. Nothing is recorded."""
+        if (native := self._step) is None:
+            fast = _native.optional("fast", _SLOWER)
+            native = self._step = left_to_python if fast is None else self._bound(fast, Ring())[0]
+        result = native(verb.code, array, None, "sum", 1.0, 0, 0, False, seconds)
+        return super().step(verb, array, seconds) if result is NotImplemented else result
+
+    def _bound(self, fast: Any, ring: Ring) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        fast.verbs(_FLAGS)
+        group = self._open("bind")
+        self._callers.of_native = ring.header
+        self._kept.append(ring.memory)
+        own = [f"{self.symbols}_{name}" for name in ("run", "exchange")]
+        of_op = [f"fl_op_{name}" for name in ("stamp", "wait", "signatures", "output", "free")]
+        names = (*own, *of_op, *self.steps)
+        functions = [self._address_of(self.ffi.addressof(self.lib, name)) for name in names]
+        return fast.bind(  # type: ignore[no-any-return]
+            *(self._address_of(group), group, self.rank, self.size, self.timeout),
+            (*functions, *((0,) * 5 if not self.steps else ())),
+            (self._native_ended, self._native_started, self._native_here),
+            *(ring.memory, ring.notes, PACKAGE, self._callers.threads),
+            (self._first, open_groups.dropped),
+        )
+
+    def _owned(self, group: Any) -> Any:
+        """Return ``group`` of the library, which is freed when nothing refers to it any more."""
+        return freed_by(self.ffi, group, getattr(self.lib, f"{self.symbols}_free"), self._kept)
+
+    @property
+    def group(self) -> Any:
+        """The library's handle; None once the group is closed."""
+        return self._group
+
+    def _address_of(self, pointer: Any) -> int:
+        return int(self.ffi.cast("uintptr_t", pointer))
+
+    def _native_here(self) -> int:
+        """Return the address of the site of user code."""
+        return self._address_of(self._here(1))
+
+    def _native_ended(
+        self,
+        handle: Any,
+        verb: int,
+        x: Any,
+        out: Any,
+        made: Any,
+        root: int,
+        call: int,
+        limit: float,
+    ) -> Any:
+        """Return the result of a blocking native call that was not simply done, or raise."""
+        try:
+            if verb == SENDRECV.code:
+                arrays = x, out, out
+                works = [self._wrapped(one, verb, arrays, 0, limit) for one in handle if one]
+                raise_interruption(self.lib, self.ffi.NULL)
+                AllOf(works).wait()
+                return out
+            raise_interruption(self.lib, self.ffi.cast("fl_op *", handle))
+            return self._wrapped(handle, verb, (x, out, made), root, limit).wait()
+        except BaseException as error:
+            if self.journal is not None:
+                self.journal.failed(call, error)
+            if not isinstance(error, Exception):  # of a call that was queued the rest would go on
+                abort.report(error, [self])
+            raise
+
+    def _native_started(
+        self,
+        handle: int,
+        verb: int,
+        x: Any,
+        out: Any,
+        made: Any,
+        room: Any,
+        root: int,
+        peer: int,
+        call: int,
+    ) -> Work:
+        """Return the Work of an asynchronous native call; ``room`` must live as long."""
+        work: Work = Done(made)
+        if handle:
+            work = self._wrapped(handle, verb, (x, out, made, room), root, self.timeout)
+            work.id = call
+        if verb == self.lib.FL_RECV:
+            work.source = peer
+        return work
+
+    def _wrapped(
+        self, handle: int, verb: int, arrays: tuple[Any, ...], root: int, seconds: float
+    ) -> StartedWork:
+        """Return the Work of the operation ``handle``, an address; it needs all of ``arrays``."""
+        x, out, made, *_ = arrays
+        result = made
+        if made is None and verb == self.lib.FL_SCATTER:
+            result = SCATTERED
+        elif made is not None and verb in (self.lib.FL_ALL_GATHER, self.lib.FL_GATHER):
+            result = GATHERED
+        name = NATIVE[verb].name
+        received = Received(name, result, x, out, root, made)
+        op = self.ffi.cast("fl_op *", handle)
+        work = StartedWork(self, name, op, arrays, received, seconds)
+        self._track(work)
+        return work
+
+    @abc.abstractmethod
+    def _run(
+        self,
+        group: Any,
+        data: Any,
+        output: Any,
+        peer: int,
+        seconds: float,
+        blocking: bool,
+        site: Any = None,
+    ) -> Any:
+        """Start what ``self._next`` describes; a handle, or NULL where it has ended well.
+
+        ``site`` is where it was called; None: where user code is.
+        """
+
+    def _refuse(self, call: Call) -> Work:
+        """Take part in ``call`` as one that equals no other's: the other ranks raise.
+
+        The Work raises ``MismatchError`` when they have; nobody needs to wait for it.
+        """
+        group, thread = self._group, self._callers.check("refuse")
+        if group is None:
+            return Done()  # it has ended, which the others know
+        site = self.ffi.new("fl_site *", {"text": text_at_site(call.refusal, SITE_BYTES)})
+        null, verb = self.ffi.NULL, call.verb if call.verb.is_message else BARRIER
+        try:
+            self._callers.threads.add(thread)
+            describe(self._next, self.lib, call, None, verb.code, call.tag)
+            self._next.signature.ndim = self.lib.FL_REFUSED
+            seconds = self._seconds(call)
+            handle = self._run(group, null, null, call.peer, seconds, blocking=False, site=site)
+        finally:
+            self._callers.threads.discard(thread)
+        return NativeWork(self, call.name, handle, None, NOTHING, seconds)
+
+    @abc.abstractmethod
+    def call_ahead(self, rank: int) -> str:
+        """Return a collective that ``rank`` has begun and this rank has not, in words, or ""."""
+
+    def _launch(
+        self,
+        call: Call,
+        *,
+        like: Array | None = None,
+        root: int | None = None,
+        data: Any = None,
+        keep: Any = None,
+        output: Array | None = None,
+        room: Any = None,
+        result: Any = _ARRAY,
+    ) -> Work:
+        """Have the library run ``call``, described by ``like`` (else its array).
+
+        ``root`` is the number that ranks compare (else that of the root, or the tag). ``data`` and
+        ``room`` are what the library gets in place of the addresses of array and output, ``keep``
+        what must live as long as the operation, ``result`` what the Work returns (else the array).
+        """
+        group, thread = self._open(call.name), self._callers.check(call.name)
+        verb, array, seconds = call.verb, call.array, self._seconds(call)
+        if root is None:
+            root = call.tag if verb.is_message else call.root
+        result = array if result is _ARRAY else result
+        if call.compared:
+            data = self.ffi.NULL
+        source = self._pointer(array) if data is None else data
+        target = self._pointer(output) if room is None else room
+        code = verb.code if call.rows is None else verb.uneven
+        like = array if like is None else like
+        try:
+            self._callers.threads.add(thread)
+            name = describe(self._next, self.lib, call, like, code, root)
+            how = seconds, call.blocking, self._site(name)
+            handle = self._run(group, source, target, call.peer, *how)
+        finally:
+            self._callers.threads.discard(thread)
+        if handle == self.ffi.NULL:
+            return Done(output if result is GATHERED else None if result is COMPARED else result)
+        if call.compared:
+            array = None  # nobody reads it
+        received = Received(call.name, result, array, output, root)
+        work = NativeWork(self, call.name, handle, (array, output, room, keep), received, seconds)
+        if not call.compared:  # else whoever compares keeps the Work
+            self._track(work)
+        return work
+
+    def _track(self, work: NativeWork) -> None:
+        """Keep the arrays of ``work``.
+
+        The library writes into them whether or not anybody keeps the Work, also after Ctrl-C has
+        ended a blocking wait for it.
+        """
+        for other in list(self._running):
+            if other.is_completed():
+                self.forget(other)
+        self._running[work] = None
+
+    def _seconds(self, call: Call) -> float:
+        return self.timeout if call.seconds is None else call.seconds
+
+    def is_calling(self) -> bool:
+        """Return whether this thread is in the middle of a call; see ``Backend``."""
+        return self._callers.has_this()
+
+    def _open(self, name: str) -> Any:
+        """Return the library's handle for a call of ``name``."""
+        group = self._group
+        if group is None:
+            raise GroupClosedError(f"[{name}] {self.name}: the group is closed")
+        return group
+
+    def _site(self, name: str) -> Any:
+        """Return where user code has called, with the ``name`` of a dtype; None without one."""
+        text = name and text_at_site(f"{name}{NAMED}", SITE_BYTES)
+        return self.ffi.new("fl_site *", {"text": text}) if text else None
+
+    def _here(self, depth: int = 3) -> Any:
+        """Return where user code has called, as the library takes it."""
+        place = caller(depth)
+        site = self._sites.get(place)
+        if site is None:
+            text = site_of(place).encode()[-SITE_BYTES:]
+            site = self._sites[place] = self.ffi.new("fl_site *", {"text": text})
+        return site
 
     def start(self, call: Call) -> Work:
         """Start ``call``; see ``Backend``."""
@@ -172,6 +464,75 @@ class NativeBackend(NativeGroup):
         work = NativeWork(self, call.name, handle, call.array, received, self._seconds(call))
         self._running[work] = None
         return work
+
+    def message(self, room: Any) -> str:
+        """Return what the library wrote into ``room``."""
+        text: str = self.ffi.string(room).decode(errors="replace")
+        return text
+
+    def forget(self, work: NativeWork) -> None:
+        """Let go of an operation that has ended, and of whose end the caller learns now."""
+        self._running.pop(work, None)
+
+    def synchronize(self) -> None:
+        """Block until all that was started has ended; raises what the first failure raises."""
+        for work in list(self._running):
+            work.wait()
+
+    def abort(self, cause: str | DistributedError) -> None:
+        """End the group, and have the others raise; see ``Backend``."""
+        group = self._group
+        if group is not None:
+            words = words_of_traceback(self, cause) if isinstance(cause, str) else words_of(cause)
+            self._abort(group, words.encode(errors="replace"))
+
+    def lost(self, doing: str) -> DistributedError | None:
+        """Return why the group cannot be used any more; see ``Backend``."""
+        group = self._group
+        if group is None:
+            return GroupClosedError(f"[{doing}] {self.name}: the group is closed")
+        handle = getattr(self.lib, f"{self.symbols}_lost")(group)
+        if handle == self.ffi.NULL:
+            return None
+        handle = self.ffi.gc(handle, self.lib.fl_op_free)
+        return failure(self, handle, self.lib.fl_op_wait(handle, 0.0), doing, self.timeout, 0)
+
+    def leave(self) -> None:
+        """Let the others know that this rank begins no more messages; see ``Backend``."""
+        if (group := self._group) is not None:
+            getattr(self.lib, f"{self.symbols}_leave")(group)
+
+    @abc.abstractmethod
+    def _abort(self, group: Any, why: bytes) -> None:
+        """Have the library notify the others."""
+
+    def is_busy(self) -> bool:
+        """Return whether something runs; see ``Backend``."""
+        return any(not work.is_completed() for work in list(self._running))
+
+    def abandon(self) -> None:
+        """Close the descriptors, in a forked child; see ``Backend``."""
+        group, self._group, self._step = self._group, None, None
+        if group is not None:
+            self._abandon(group)
+
+    @abc.abstractmethod
+    def _abandon(self, group: Any) -> None:
+        """Close the descriptors of the library's ``group``."""
+
+    def close(self) -> None:
+        """End what runs; the native threads have ended on return.
+
+        What this very thread is in the middle of, as in a signal handler, ends when that goes on.
+        """
+        group, self._group, self._step, self._kept = self._group, None, None, []
+        if group is not None:
+            self._close(group)
+        self._running.clear()
+
+    @abc.abstractmethod
+    def _close(self, group: Any) -> None:
+        """Close the library's ``group``."""
 
 
 def _keep(call: Call, number: int | None) -> None:

@@ -23,7 +23,7 @@ from flashlight_py.distributed.verbs import SCATTER, VERBS
 from flashlight_py.distributed.work import Work, limit_passed
 
 if TYPE_CHECKING:
-    from flashlight_py.distributed.backends.native_group import NativeGroup
+    from flashlight_py.distributed.backends.native import NativeBackend
 
 # How long a wait stays inside the library: signal handlers (Ctrl-C) run in between.
 _SLICE_SECONDS = 0.1
@@ -41,7 +41,7 @@ _WITH_SHAPES = {
 
 
 class Received:
-    """What an operation returns: a result that is there already, or is made of what arrived."""
+    """The result of an operation: it is there already, or is made of what arrived."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Received:
         self._out, self._root = out, root
         self._made = made  # a gather's result where all have the same number of rows
 
-    def get(self, backend: NativeGroup, handle: Any) -> Any:
+    def get(self, backend: NativeBackend, handle: Any) -> Any:
         """Return the result of the operation, which has ended well."""
         if self._result is GATHERED:
             self._result = self._gathered(backend, handle)
@@ -66,7 +66,7 @@ class Received:
             self._result = self._compared(backend, handle)
         return self._result
 
-    def _compared(self, backend: NativeGroup, handle: Any) -> Any:
+    def _compared(self, backend: NativeBackend, handle: Any) -> Any:
         """Return what ``Call.compared`` asks for; of a message its number."""
         lib, signatures = backend.lib, backend.lib.fl_op_signatures(handle)
         if signatures == backend.ffi.NULL:
@@ -84,7 +84,7 @@ class Received:
             return WITH_TEXT, (sent.count,)
         return dtype_of_code(code), tuple(sent.shape[d] for d in range(sent.ndim))
 
-    def _gathered(self, backend: NativeGroup, handle: Any) -> Array:
+    def _gathered(self, backend: NativeBackend, handle: Any) -> Array:
         """Return the rows of all ranks: ``out``, if the library has filled it, or a new array."""
         assert self._like is not None
         room = self._made if self._out is None else self._out
@@ -98,7 +98,7 @@ class Received:
             require_length(self._name, self._out, rows, backend.rank, backend.size)
         return _wrap(backend, handle, self._like.dtype, (rows, *self._like.shape[1:]))
 
-    def _scattered(self, backend: NativeGroup, handle: Any) -> Array:
+    def _scattered(self, backend: NativeBackend, handle: Any) -> Array:
         """Wrap this rank's part, of the dtype and shape that the root has sent."""
         sent = backend.lib.fl_op_signatures(handle)[self._root]
         if sent.dtype == MOVED:
@@ -110,7 +110,9 @@ class Received:
 NOTHING = Received("", None, None, None, 0)
 
 
-def _wrap(backend: NativeGroup, handle: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+def _wrap(
+    backend: NativeBackend, handle: Any, dtype: np.dtype[Any], shape: tuple[int, ...]
+) -> Array:
     """Return what the library received, without a copy; the array keeps the handle alive."""
     ffi, (pointer, count) = backend.ffi, _fetched(backend, handle)
     owner = keeping(ffi, ffi.cast("char *", pointer), handle)
@@ -134,7 +136,7 @@ def keeping(ffi: Any, pointer: Any, kept: object) -> Any:
     return freed_by(ffi, pointer, id, kept)  # which does nothing
 
 
-def _fetched(backend: NativeGroup, handle: Any) -> tuple[Any, int]:
+def _fetched(backend: NativeBackend, handle: Any) -> tuple[Any, int]:
     """Return where the library has put what it received, and its bytes; NULL: into the room."""
     count = backend.ffi.new("size_t *")
     return backend.lib.fl_op_output(handle, count), count[0]
@@ -145,7 +147,7 @@ class NativeWork(Work):
 
     def __init__(
         self,
-        backend: NativeGroup,
+        backend: NativeBackend,
         name: str,
         handle: Any,
         kept: Any,

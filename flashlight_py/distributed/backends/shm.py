@@ -17,14 +17,13 @@ import numpy as np
 
 from flashlight_py import _native
 from flashlight_py.device import Array
-from flashlight_py.distributed.backends.interrupts import (
+from flashlight_py.distributed.backends.callers import (
     answer_to_interrupts,
     answer_where,
     raise_interruption,
 )
-from flashlight_py.distributed.backends.native import NativeBackend
+from flashlight_py.distributed.backends.native import MESSAGE_BYTES, NativeBackend
 from flashlight_py.distributed.backends.native_errors import call_in_words
-from flashlight_py.distributed.backends.native_group import MESSAGE_BYTES
 from flashlight_py.distributed.backends.native_work import freed_by, keeping
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.memory.memory_file import DIRECTORY, MemoryFile, needs_names
@@ -150,7 +149,7 @@ class ShmBackend(NativeBackend):
         ]
 
     def call_ahead(self, rank: int) -> str:
-        """Say what ``rank`` has begun here and this rank has not; see ``NativeGroup``."""
+        """Say what ``rank`` has begun here and this rank has not; see ``NativeBackend``."""
         call = self.ffi.new("fl_signature *")
         group = self._group
         ahead = group is not None and self.lib.fl_shm_is_ahead(group, rank, call)

@@ -68,7 +68,7 @@ def gpu_joiner(rule: DeviceRule, settings: Settings) -> Callable[[Backend], Back
         from flashlight_py.distributed.backends.mpi.backend import MpiBackend
 
         if isinstance(cpu, MpiBackend):
-            from flashlight_py.distributed.backends.mpi.gpu import MpiGpuBackend
+            from flashlight_py.distributed.backends.mpi.backend import MpiGpuBackend
 
             return MpiGpuBackend(cpu)
         from flashlight_py.distributed.backends.nccl.joining import join_gpus

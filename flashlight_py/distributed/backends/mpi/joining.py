@@ -8,16 +8,20 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from flashlight_py.distributed.backend import Backend
-from flashlight_py.distributed.backends.mpi import library
 from flashlight_py.distributed.backends.mpi.backend import MpiBackend
-from flashlight_py.distributed.backends.mpi.progress import progress_of
+from flashlight_py.distributed.backends.mpi.group import progress_of
+from flashlight_py.distributed.rendezvous.mpi_store import load_mpi
 from flashlight_py.distributed.rendezvous.store import Store
-from flashlight_py.errors import DistributedError, UnavailableEverywhereError
+from flashlight_py.errors import (
+    BackendUnavailableError,
+    DistributedError,
+    UnavailableEverywhereError,
+)
 
 
 @dataclass(frozen=True)
-class _Card:
-    """What a rank reports to the others: its place among those that MPI knows, and settings."""
+class MpiCard:
+    """A rank's report to the others: its place among those that MPI knows, and settings."""
 
     world_rank: int = -1
     world_size: int = 0
@@ -42,32 +46,33 @@ def join(
         UnavailableEverywhereError: mpi4py or a library is missing on a rank, the processes were
             not started together by MPI, or their settings differ. Raised on every rank.
     """
-    mpi, card = _look(gpu_aware)
+    mpi: Any = None
+    try:
+        mpi = load()
+        world = mpi.COMM_WORLD
+        card = MpiCard(world.Get_rank(), world.Get_size(), gpu_aware)
+    except DistributedError as error:
+        card = MpiCard(problem=str(error))
     cards = [
-        _Card(**json.loads(text)) for text in store.exchange(json.dumps(asdict(card)).encode())
+        MpiCard(**json.loads(text)) for text in store.exchange(json.dumps(asdict(card)).encode())
     ]
     _check(cards)
     control = join_cpus()
     try:
-        comm = _communicator(mpi, [other.world_rank for other in cards])
+        # All members are here: each has just reported so.
+        members = mpi.COMM_WORLD.Get_group().Incl([other.world_rank for other in cards])
+        comm = mpi.COMM_WORLD.Create_group(members)
+        members.Free()
+        comm.Set_errhandler(mpi.ERRORS_RETURN)
     except BaseException:
         control.close()
         raise
-    progress = progress_of(mpi, library.has_threads(mpi))
-    path = library.describe(mpi)
+    threaded = mpi.Query_thread() == mpi.THREAD_MULTIPLE  # any thread may call it at any time
+    progress, path = progress_of(mpi, threaded), _described(mpi, threaded)
     return MpiBackend(mpi, progress, comm, control, path, seconds, checked, gpu_aware)
 
 
-def _look(gpu_aware: bool) -> tuple[Any, _Card]:
-    try:
-        mpi = library.load()
-    except DistributedError as error:
-        return None, _Card(problem=str(error))
-    world = mpi.COMM_WORLD
-    return mpi, _Card(world.Get_rank(), world.Get_size(), gpu_aware)
-
-
-def _check(cards: Sequence[_Card]) -> None:
+def _check(cards: Sequence[MpiCard]) -> None:
     """Find out, on every rank alike, whether these processes can be joined."""
     for rank, card in enumerate(cards):
         if card.problem:
@@ -85,10 +90,31 @@ def _check(cards: Sequence[_Card]) -> None:
         )
 
 
-def _communicator(mpi: Any, places: Sequence[int]) -> Any:
-    """Return a communicator of the members, who are all here: each has just reported so."""
-    members = mpi.COMM_WORLD.Get_group().Incl(list(places))
-    comm = mpi.COMM_WORLD.Create_group(members)
-    members.Free()
-    comm.Set_errhandler(mpi.ERRORS_RETURN)
-    return comm
+def load() -> Any:
+    """Import and return ``mpi4py.MPI``, initialised.
+
+    Raises:
+        BackendUnavailableError: mpi4py or an MPI library is missing, or MPI has ended already.
+    """
+    mpi = load_mpi()
+    if not mpi.Is_initialized():
+        raise BackendUnavailableError(
+            "BACKEND is mpi, and MPI is not initialised: mpi4py.rc.initialize is False; leave it "
+            "True, or call MPI.Init_thread() before distributed_init"
+        )
+    if mpi.Is_finalized():
+        raise BackendUnavailableError(
+            "BACKEND is mpi, and MPI has been finalised in this process, which cannot be undone; "
+            "leave MPI.Finalize() to mpi4py, which calls it at exit"
+        )
+    return mpi
+
+
+def _described(mpi: Any, threaded: bool) -> str:
+    """Return the library's name and version, mpi4py's, and what threads may do."""
+    import mpi4py
+
+    line = mpi.Get_library_version().splitlines()[0].split(",")[0]
+    library = " ".join(line.replace("Version:", "").split())
+    threads = "any thread" if threaded else "one thread: async verbs advance in waits only"
+    return f"MPI ({library}; mpi4py {mpi4py.__version__}; {threads})"

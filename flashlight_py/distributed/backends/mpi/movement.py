@@ -8,20 +8,57 @@ collectives. Every rank must choose alike, so the choice rests on what all ranks
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
-from flashlight_py.device import Array, is_cupy
-from flashlight_py.distributed.backends.mpi.memory import chunks, largest, settle
-from flashlight_py.distributed.backends.mpi.progress import Begin, Progress, Steps
+from flashlight_py.device import Array, array_module, is_cupy
+from flashlight_py.distributed.backends.mpi.group import Progress, Steps
 from flashlight_py.distributed.calls.combining import cut
 
-Parts: TypeAlias = Iterable[tuple[int, Any]]
+# The largest count of MPI-3's functions. MPI-4 has larger ones, not every library has MPI-4, and
+# pieces of 2 GB cost nothing.
+LARGEST_BYTES = 2**31 - 1
+# The tag of the parts of collectives, below those of messages.
+_OF_PARTS = 0
+
+Pair: TypeAlias = tuple[int, Any]  # another rank, and an array for it or from it
+
+
+def chunks(flat: Array) -> list[Array]:
+    """Cut ``flat`` into pieces that one MPI call each can move; an empty array is one piece."""
+    step = max(1, LARGEST_BYTES // flat.itemsize)
+    return [flat[start : start + step] for start in range(0, max(flat.size, 1), step)]
+
+
+def settle(array: Array) -> None:
+    """Wait until ``array``, if it is on a GPU, holds what the current stream computes."""
+    if is_cupy(array):
+        array_module(array).cuda.get_current_stream().synchronize()
+
+
+def on_device(array: Any, steps: Steps) -> Steps:
+    """Return ``steps``, each taken with the GPU of ``array``, if it is on one, as the current one.
+
+    Whichever thread takes a step: MPI and CuPy both go by the thread's current device.
+    """
+    if not is_cupy(array):
+        return (yield from steps)
+    device = array_module(array).cuda.Device(array.device.id)
+    try:
+        while True:
+            with device:
+                try:
+                    next(steps)
+                except StopIteration as end:
+                    return end.value
+            yield
+    finally:
+        steps.close()
 
 
 def _tag_of(number: int) -> int:
-    """Return a tag between that of the parts of collectives and that of who leaves (leaving.py)."""
+    """Return a tag between that of the parts of collectives and that of who leaves (group.py)."""
     return 1 + number % 32766
 
 
@@ -29,27 +66,28 @@ class Movement:
     """Moves flat arrays of bytes between the ranks of ``comm``. Counts are in bytes."""
 
     def __init__(self, mpi: Any, comm: Any, progress: Progress) -> None:
-        self._mpi, self._comm, self._progress = mpi, comm, progress
+        self._mpi, self._comm, self._until = mpi, comm, progress.until
         self._rank, self._size = int(comm.Get_rank()), int(comm.Get_size())
 
     def broadcast(self, data: Array, root: int) -> Steps:
         """Make ``data`` equal to ``root``'s."""
         if self._needs_pairs(data, 0):
-            yield from self._broadcast_by_pairs(data, root)
+            # Each rank gets a part, then joins the parts (van de Geijn): 2 sizes on every link.
+            counts = self.shares(data.size)
+            parts = cut(data, counts)
+            if self._rank == root:
+                yield from self._pairs(self._but_mine(parts), [])
+            else:
+                yield from self._pairs([], [(root, parts[self._rank])])
+            yield from self.all_gather(None, data, counts)
             return
         comm = self._comm
         yield from self._until(partial(comm.Ibcast, self._told(c), root) for c in chunks(data))
 
-    def _broadcast_by_pairs(self, data: Array, root: int) -> Steps:
-        """Give each rank a part, then join the parts (van de Geijn): 2 sizes on every link."""
-        bounds = [data.size * i // self._size for i in range(self._size + 1)]
-        counts = [end - start for start, end in itertools.pairwise(bounds)]
-        parts = cut(data, counts)
-        if self._rank == root:
-            yield from self._pairs(self._but_mine(parts), [])
-        else:
-            yield from self._pairs([], [(root, parts[self._rank])])
-        yield from self.all_gather(None, data, counts)
+    def shares(self, count: int) -> list[int]:
+        """Return how many of ``count`` elements each rank gets, or combines."""
+        ends = [count * i // self._size for i in range(self._size + 1)]
+        return [end - start for start, end in itertools.pairwise(ends)]
 
     def all_gather(self, mine: Array | None, whole: Array, counts: Sequence[int]) -> Steps:
         """Fill ``whole`` with every rank's ``mine``; None, on all: it is in its place already."""
@@ -58,7 +96,8 @@ class Movement:
             if mine is not None:
                 parts[self._rank][...] = mine
                 settle(whole)
-            yield from self._pairs(self._to_all(parts[self._rank]), self._but_mine(parts))
+            takes = self._but_mine(parts)
+            yield from self._pairs([(rank, parts[self._rank]) for rank, _ in takes], takes)
             return
         given = self._mpi.IN_PLACE if mine is None else self._told(mine)
         if len(set(counts)) == 1:
@@ -67,31 +106,20 @@ class Movement:
             begin = partial(self._comm.Iallgatherv, given, self._told_parts(whole, counts))
         yield from self._until([begin])
 
-    def gather(
-        self, mine: Array | None, whole: Array | None, counts: Sequence[int], root: int
-    ) -> Steps:
-        """Fill ``whole``, on ``root`` alone, with every rank's ``mine``.
-
-        None as ``mine``, on ``root``: it is in its place already.
-        """
-        if self._needs_pairs(whole if mine is None else mine, sum(counts)):
-            yield from self._gather_by_pairs(mine, whole, counts, root)
+    def gather(self, mine: Array, whole: Array | None, counts: Sequence[int], root: int) -> Steps:
+        """Fill ``whole``, on ``root`` alone, with every rank's ``mine``."""
+        if self._needs_pairs(mine, sum(counts)):
+            if whole is None:
+                yield from self._pairs([(root, mine)], [])
+            else:
+                parts = cut(whole, counts)
+                parts[self._rank][...] = mine
+                settle(whole)
+                yield from self._pairs([], self._but_mine(parts))
             return
-        given = self._mpi.IN_PLACE if mine is None else self._told(mine)
         taken = None if whole is None else self._told_parts(whole, counts)
+        given = self._told(mine)
         yield from self._until([partial(self._comm.Igatherv, given, taken, root)])
-
-    def _gather_by_pairs(
-        self, mine: Array | None, whole: Array | None, counts: Sequence[int], root: int
-    ) -> Steps:
-        if whole is None:
-            yield from self._pairs([(root, mine)], [])
-            return
-        parts = cut(whole, counts)
-        if mine is not None:
-            parts[self._rank][...] = mine
-            settle(whole)
-        yield from self._pairs([], self._but_mine(parts))
 
     def scatter(self, whole: Array | None, part: Array, root: int) -> Steps:
         """Fill ``part`` with this rank's equal part of ``whole``, which ``root`` alone has."""
@@ -107,65 +135,56 @@ class Movement:
         given = None if whole is None else [whole, part.size, self._mpi.BYTE]
         yield from self._until([partial(self._comm.Iscatter, given, self._told(part), root)])
 
-    def all_to_all(self, given: Array, taken: Array) -> Steps:
-        """Give an equal part of ``given`` to each rank, and take one from each."""
-        count = given.size // self._size
-        if self._needs_pairs(given, given.size):
-            yield from self._swap_by_pairs(given, [count] * self._size, taken, [count] * self._size)
-            return
-        sends, receives = [given, count, self._mpi.BYTE], [taken, count, self._mpi.BYTE]
-        yield from self._until([partial(self._comm.Ialltoall, sends, receives)])
-
-    def all_to_all_uneven(
-        self, given: Array, gives: Sequence[int], taken: Array, takes: Sequence[int], most: int
+    def all_to_all(
+        self,
+        given: Array,
+        taken: Array,
+        gives: Sequence[int] | None = None,
+        takes: Sequence[int] | None = None,
+        most: int = 0,
     ) -> Steps:
         """Give ``gives[r]`` bytes of ``given`` to rank r, and take ``takes[r]`` from it.
 
-        ``most`` is a number that no rank's bytes exceed, either way, and that all ranks know.
+        Without them it is an equal part. Else no rank's bytes exceed ``most``, either way, a number
+        that all ranks know.
         """
-        if self._needs_pairs(given, most):
-            yield from self._swap_by_pairs(given, gives, taken, takes)
-            return
-        sends, receives = self._told_parts(given, gives), self._told_parts(taken, takes)
-        yield from self._until([partial(self._comm.Ialltoallv, sends, receives)])
-
-    def _swap_by_pairs(
-        self, given: Array, gives: Sequence[int], taken: Array, takes: Sequence[int]
-    ) -> Steps:
-        out, into = cut(given, gives), cut(taken, takes)
-        into[self._rank][...] = out[self._rank]
-        settle(taken)
-        yield from self._pairs(self._but_mine(out), self._but_mine(into))
+        even = given.size // self._size
+        if self._needs_pairs(given, given.size if gives is None else most):
+            out = cut(given, gives or [even] * self._size)
+            into = cut(taken, takes or [even] * self._size)
+            into[self._rank][...] = out[self._rank]
+            settle(taken)
+            yield from self._pairs(self._but_mine(out), self._but_mine(into))
+        elif gives is None or takes is None:
+            sends, receives = [given, even, self._mpi.BYTE], [taken, even, self._mpi.BYTE]
+            yield from self._until([partial(self._comm.Ialltoall, sends, receives)])
+        else:
+            sends, receives = self._told_parts(given, gives), self._told_parts(taken, takes)
+            yield from self._until([partial(self._comm.Ialltoallv, sends, receives)])
 
     def send(self, data: Array, dst: int, number: int) -> Steps:
         """Send ``data`` to ``dst``, which receives message ``number`` of this rank."""
-        begin, tag = self._comm.Isend, _tag_of(number)
-        yield from self._until(partial(begin, self._told(c), dst, tag) for c in chunks(data))
+        return self._pairs([(dst, data)], [], _tag_of(number))
 
     def recv(self, data: Array, src: int, number: int) -> Steps:
         """Fill ``data`` with message ``number`` of ``src``, which is as long."""
-        begin, tag = self._comm.Irecv, _tag_of(number)
-        yield from self._until(partial(begin, self._told(c), src, tag) for c in chunks(data))
+        return self._pairs([], [(src, data)], _tag_of(number))
 
     def _needs_pairs(self, data: Array | None, total: int) -> bool:
-        return total > largest() or is_cupy(data)
+        return total > LARGEST_BYTES or is_cupy(data)
 
-    def _pairs(self, gives: Parts, takes: Parts) -> Steps:
-        """Send and receive all at once; messages between two ranks keep their order."""
+    def _pairs(self, gives: Sequence[Pair], takes: Sequence[Pair], tag: int = _OF_PARTS) -> Steps:
+        """Send and receive all at once; those between two ranks keep their order."""
         comm = self._comm
-        begins = [
-            partial(method, self._told(c), rank)
+        yield from self._until(
+            partial(method, self._told(c), rank, tag)
             for method, parts in ((comm.Irecv, takes), (comm.Isend, gives))
             for rank, part in parts
             for c in chunks(part)
-        ]
-        yield from self._until(begins)
+        )
 
-    def _but_mine(self, parts: list[Array]) -> Parts:
+    def _but_mine(self, parts: list[Array]) -> list[Pair]:
         return [(rank, part) for rank, part in enumerate(parts) if rank != self._rank]
-
-    def _to_all(self, part: Array) -> Parts:
-        return [(rank, part) for rank in range(self._size) if rank != self._rank]
 
     def _told(self, data: Array) -> list[Any]:
         return [data, data.size, self._mpi.BYTE]
@@ -173,6 +192,3 @@ class Movement:
     def _told_parts(self, data: Array, counts: Sequence[int]) -> list[Any]:
         starts = [0, *itertools.accumulate(counts)][:-1]
         return [data, (list(counts), starts), self._mpi.BYTE]
-
-    def _until(self, begins: Iterable[Begin]) -> Steps:
-        yield from self._progress.until(begins)

@@ -7,28 +7,33 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.backend import Backend
-from flashlight_py.distributed.backends.nccl import collect
 from flashlight_py.distributed.backends.nccl.communicator import FINALIZE_SECONDS, Communicator
 from flashlight_py.distributed.backends.nccl.comparing import Comparisons, begins_at_once
-from flashlight_py.distributed.backends.nccl.dtypes import BYTES, OPS
 from flashlight_py.distributed.backends.nccl.library import version_text
-from flashlight_py.distributed.backends.nccl.reduction import Reduction
-from flashlight_py.distributed.backends.nccl.streams import CommunicationStream, Flight, Flights
-from flashlight_py.distributed.backends.nccl.watchdog import Watchdog
-from flashlight_py.distributed.backends.nccl.work import Led, StreamWork
+from flashlight_py.distributed.backends.nccl.reduction import BYTES, OPS, ReducedArray
+from flashlight_py.distributed.backends.nccl.streams import (
+    CommunicationStream,
+    DeviceFlight,
+    Flights,
+    NcclWatchdog,
+)
 from flashlight_py.distributed.calls.arrays import require_length
 from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
-from flashlight_py.distributed.verbs import SEND, VERBS, Verb
-from flashlight_py.distributed.work import Done, Then, Work
+from flashlight_py.distributed.constants import DistributedBackend
+from flashlight_py.distributed.verbs import REDUCE, SEND, VERBS, Verb
+from flashlight_py.distributed.work import AllOf, Done, Then, Work, limit_passed
 
 _ALONE = contextlib.nullcontext()
+# CUDA has no wait with a time limit, and one without would not answer Ctrl-C.
+_LOOK_SECONDS = 0.0002
 
 
 class NcclBackend(Backend):
@@ -57,7 +62,7 @@ class NcclBackend(Backend):
         }
         self._comparisons = Comparisons(cpu, communicator)
         looked_at = communicator, self._flights, self._comparisons
-        self._watchdog = Watchdog(cupy, device, *looked_at)
+        self._watchdog = NcclWatchdog(cupy, device, *looked_at)
         communicator.who_is_missing = self._comparisons.who_is_missing
         communicator.look = functools.partial(self._watchdog.look, needs_all=True)
 
@@ -69,7 +74,8 @@ class NcclBackend(Backend):
         the host must know the sizes.
         """
         if call.refusal:
-            return self._refuse(call)
+            self._comparisons.refuse(call)
+            return Done()
         if call.verb.is_message:
             return Then(self._exchange([call]), lambda arrays: arrays[0])
         if not begins_at_once(call.verb):
@@ -89,7 +95,9 @@ class NcclBackend(Backend):
                 self._require(call)
             for call in calls:
                 self._comparisons.post(call)
-            return self._all_reduce_together(calls, [call.array for call in calls])
+            arrays = [call.array for call in calls]
+            pairs = list(zip(arrays, arrays, strict=True))
+            return self._reduce_pairs(calls[0], self.functions.ncclAllReduce, pairs, arrays)
 
     def _require(self, call: Call) -> None:
         """Raise where ``call`` cannot be begun, before anything is sent."""
@@ -98,40 +106,38 @@ class NcclBackend(Backend):
         with self._communicator.lock:
             self._communicator.require(call.name)
 
-    def _refuse(self, call: Call) -> Work:
-        """Have the others raise. What NCCL has begun there ends this group."""
-        if call.verb.is_message:
-            self._comparisons.refuse_message(call)
-        else:
-            self._comparisons.refuse(call)
-        return Done()
-
     def _all_reduce(self, call: Call) -> Work:
-        return self._all_reduce_together([call], call.array)
-
-    def _all_reduce_together(self, calls: Sequence[Call], result: Any) -> Work:
-        pairs = [(call.array, call.array) for call in calls]
-        return self._reduce_pairs(calls[0], self.functions.ncclAllReduce, pairs, result)
+        pair = call.array, call.array
+        return self._reduce_pairs(call, self.functions.ncclAllReduce, [pair], call.array)
 
     def _reduce_scatter(self, call: Call) -> Work:
         """Reduce to this rank's part; unequal ones are reduced one by one."""
         array, mine = call.array, None if call.rows is None else call.rows[self.rank]
         part = self._room(call, call.verb.shape(array.shape, self.size, mine)[0])
         if call.rows is not None:
-            return collect.reduce_each(self._reduce, call, part, self.rank)
+            works, end = list[Work](), 0
+            for root, count in enumerate(call.rows):
+                rows = array[end : end + count]
+                end += count
+                if root == self.rank:
+                    part[...] = rows
+                    rows = part
+                step = Call(REDUCE, rows, call.op, call.scale, root, blocking=call.blocking)
+                works.append(self._reduce(step))
+            return Then(AllOf(works), lambda _: part)
         return self._reduce_pairs(call, self.functions.ncclReduceScatter, [(array, part)], part)
 
     def _reduce(self, call: Call) -> Work:
         """Reduce in place on the root; the array of every other rank stays as it is."""
         array, root = call.array, call.root
-        target = array if self.rank == root else self.empty(array.shape, array)
+        target = array if self.rank == root else self._empty(array.shape, array)
         return self._reduce_pairs(call, self.functions.ncclReduce, [(array, target)], array, root)
 
     def _by_meaning(self, call: Call) -> Work:
         """Combine in place what NCCL does not: each GPU gathers all arrays, and does it itself."""
         array, combine = call.array, call.verb.meaning
         assert combine is not None
-        pieces = self.empty((self.size, *array.shape), array)
+        pieces = self._empty((self.size, *array.shape), array)
 
         def begin() -> None:
             self._gather_rows(array, pieces, [array.nbytes] * self.size)
@@ -139,55 +145,58 @@ class NcclBackend(Backend):
                 with self._stream.stream:
                     array[...] = combine(list(pieces), self.rank, call)
 
-        return self.launch(call, begin, [array, pieces] if array.size else [], array)
+        return self._launch(call, begin, [array, pieces] if array.size else [], array)
 
     def _broadcast(self, call: Call) -> Work:
         array = call.array
 
         def begin() -> None:
-            there = self.pointer(array)
+            there = self._pointer(array)
             function = self.functions.ncclBroadcast
-            self.call(call.name, function, there, there, array.nbytes, BYTES, call.root)
+            self._call(call.name, function, there, there, array.nbytes, BYTES, call.root)
 
-        return self.launch(call, begin, [array] if array.size else [], array)
+        return self._launch(call, begin, [array] if array.size else [], array)
 
     def _all_gather(self, call: Call) -> Work:
-        rows = self._comparisons.ask(call)
-        return self._into(call, sum(rows), lambda joined: self._gather_all(call, joined, rows))
+        array, rows = call.array, self._comparisons.ask(call)
+        lengths = list(_lengths(array, rows).values())
 
-    def _gather_all(self, call: Call, joined: Array, rows: Sequence[int]) -> Work:
-        row = joined.nbytes // max(sum(rows), 1)
-        begin = functools.partial(self._gather_rows, call.array, joined, [row * n for n in rows])
-        return self.launch(call, begin, [call.array, joined] if joined.size else [], joined)
+        def gather(joined: Array) -> Work:
+            begin = functools.partial(self._gather_rows, array, joined, lengths)
+            return self._launch(call, begin, [array, joined] if joined.size else [], joined)
+
+        return self._into(call, sum(rows), gather)
 
     def _gather_rows(self, array: Array, joined: Array, lengths: Sequence[int]) -> None:
         """Gather ``lengths`` bytes from each rank: unequal ones as one broadcast from each."""
-        lib, source = self.functions, self.pointer(array)
+        lib, source = self.functions, self._pointer(array)
         if len(set(lengths)) == 1:
-            there = self.pointer(joined)
-            self.call("all_gather", lib.ncclAllGather, source, there, array.nbytes, BYTES)
+            there = self._pointer(joined)
+            self._call("all_gather", lib.ncclAllGather, source, there, array.nbytes, BYTES)
             return
         start = 0
         with self._communicator.together("all_gather"):
             for root, length in enumerate(lengths):
                 if length:
-                    there = self.pointer(joined, start)
-                    self.call("all_gather", lib.ncclBroadcast, source, there, length, BYTES, root)
+                    there = self._pointer(joined, start)
+                    self._call("all_gather", lib.ncclBroadcast, source, there, length, BYTES, root)
                 start += length
 
     def _gather(self, call: Call) -> Work:
         rows = self._comparisons.ask(call)
+        sent, lengths = {call.root: call.array.nbytes}, _lengths(call.array, rows)
         if self.rank != call.root:
-            return collect.gather(self, call, None, rows)
-        return self._into(call, sum(rows), lambda joined: collect.gather(self, call, joined, rows))
+            return self._swap(call, sent, None, lengths)
+        return self._into(call, sum(rows), lambda joined: self._swap(call, sent, joined, lengths))
 
     def _scatter(self, call: Call) -> Work:
         out = call.out
         if out is None:
             assert call.array is not None  # other ranks know by their out that a GPU is meant
-            out = self.empty(call.array.shape[1:], call.array)
+            out = self._empty(call.array.shape[1:], call.array)
         self._comparisons.ask(call)
-        return collect.scatter(self, call, out)
+        sent = dict.fromkeys(range(self.size), out.nbytes)
+        return self._swap(call, sent, out, {call.root: out.nbytes})
 
     def _all_to_all(self, call: Call) -> Work:
         sends = receives = [call.array.shape[0] // self.size] * self.size
@@ -196,9 +205,34 @@ class NcclBackend(Backend):
             sends, receives = list(call.rows), self._comparisons.rows_for_this_rank(call)
             if call.received is not None:
                 call.received += receives
-        return self._into(
-            call, sum(receives), lambda got: collect.all_to_all(self, call, got, sends, receives)
-        )
+        sent, received = _lengths(call.array, sends), _lengths(call.array, receives)
+        return self._into(call, sum(receives), lambda got: self._swap(call, sent, got, received))
+
+    def _swap(
+        self, call: Call, sent: dict[int, int], result: Array | None, received: dict[int, int]
+    ) -> Work:
+        """Send blocks of the array, if there is one, and fill ``result``, if there is one.
+
+        Of both, so many bytes for each rank, in order. That is for the collectives that NCCL has no
+        function for (before 2.28): messages, begun as one. A rank's message to itself is a message
+        too, as NCCL allows.
+        """
+        lib = self.functions
+        both = (lib.ncclSend, call.array, sent), (lib.ncclRecv, result, received)
+        ways = [(function, array, each) for function, array, each in both if array is not None]
+
+        def begin() -> None:
+            with self._communicator.together(call.name):
+                for function, array, lengths in ways:
+                    start = 0
+                    for rank, length in lengths.items():
+                        if length:
+                            there = self._pointer(array, start)
+                            self._call(call.name, function, there, length, BYTES, rank)
+                        start += length
+
+        kept = [array for _, array, _ in ways if array.size]
+        return self._launch(call, begin, kept, result)
 
     def _into(self, call: Call, rows: int, run: Callable[[Array], Work]) -> Work:
         """Have ``run`` fill where the result of ``call`` goes, of ``rows`` rows.
@@ -215,7 +249,7 @@ class NcclBackend(Backend):
     def _room(self, call: Call, rows: Any) -> Array:
         """Return where the result of ``call`` goes, of ``rows`` rows."""
         return (
-            self.empty((rows, *call.array.shape[1:]), call.array) if call.out is None else call.out
+            self._empty((rows, *call.array.shape[1:]), call.array) if call.out is None else call.out
         )
 
     def _exchange(self, calls: Sequence[Call]) -> Work:
@@ -228,15 +262,15 @@ class NcclBackend(Backend):
         full = [call for call in sorted(calls, key=lambda call: call.tag) if call.array.size]
 
         def begin() -> None:
-            with self.together(name) if len(full) > 1 else _ALONE:
+            with self._communicator.together(name) if len(full) > 1 else _ALONE:
                 for call in full:
                     lib, array = self.functions, call.array
                     function = lib.ncclSend if call.verb is SEND else lib.ncclRecv
-                    there = self.pointer(array)
-                    self.call(name, function, there, array.nbytes, BYTES, call.peer)
+                    there = self._pointer(array)
+                    self._call(name, function, there, array.nbytes, BYTES, call.peer)
 
         arrays = [call.array for call in calls]
-        return self.launch(calls[0], begin, [call.array for call in full], arrays, name)
+        return self._launch(calls[0], begin, [call.array for call in full], arrays, name)
 
     def _barrier(self, call: Call) -> Work:
         """Block until this rank's collectives have ended and every rank is here."""
@@ -267,7 +301,7 @@ class NcclBackend(Backend):
                 self._comparisons.finish(FINALIZE_SECONDS)
         self._flights.clear()
 
-    def launch(
+    def _launch(
         self,
         call: Call,
         begin: Callable[[], None],
@@ -290,34 +324,30 @@ class NcclBackend(Backend):
                 return Done(result)
             self._stream.follow()
             begin()
-            flight = Flight(verb, self._stream.mark(), arrays, self._comparisons.latest)
+            flight = DeviceFlight(verb, self._stream.mark(), arrays, self._comparisons.latest)
             self._flights.add(flight)
             if blocking:
                 self._stream.lead(flight.event)
                 return Led(flight, result)
         return StreamWork(self, flight, result)
 
-    def call(self, verb: str, function: Callable[..., int], *arguments: Any) -> None:
+    def _call(self, verb: str, function: Callable[..., int], *arguments: Any) -> None:
         """Call a collective of NCCL on the communication stream; see ``Communicator.call``."""
         communicator, stream = self._communicator, self._stream_handle
         communicator.call(verb, function, *arguments, communicator.handle, stream)
 
-    def together(self, verb: str) -> contextlib.AbstractContextManager[None]:
-        """Have the calls within begin as one; see ``Communicator.together``."""
-        return self._communicator.together(verb)
-
-    def pointer(self, array: Array, offset: int = 0) -> Any:
+    def _pointer(self, array: Array, offset: int = 0) -> Any:
         """Return the address of ``array``'s data, ``offset`` bytes on."""
         memory: Any = array.data
         return self._ffi.cast("void *", memory.ptr + offset)
 
-    def empty(self, shape: tuple[int, ...], like: Array) -> Array:
+    def _empty(self, shape: tuple[int, ...], like: Array) -> Array:
         """Return a new array of ``like``'s dtype that belongs to the caller's current stream."""
         with self._on_device():
             array: Array = self._cupy.empty(shape, like.dtype)
         return array
 
-    def join(self, flight: Flight) -> None:
+    def join(self, flight: DeviceFlight) -> None:
         """Have the current stream wait for ``flight``.
 
         Raises:
@@ -329,7 +359,7 @@ class NcclBackend(Backend):
         with self._on_device():
             self._stream.lead(flight.event)
 
-    def has_ended(self, flight: Flight) -> bool:
+    def has_ended(self, flight: DeviceFlight) -> bool:
         """Return whether ``flight`` has ended, or never will because the communicator broke."""
         with self._communicator.lock:
             return self._communicator.broken is not None or flight.ask()
@@ -359,24 +389,76 @@ class NcclBackend(Backend):
         *root: int,
     ) -> Work:
         """Reduce each pair (source, target), several of them begun as one."""
-        verb, stream = call.name, self._stream.stream
+        verb, stream, scaled_sum = call.name, self._stream.stream, self._communicator.scaled_sum
         full = [pair for pair in pairs if pair[0].size]
 
         def begin() -> None:
-            parts = [Reduction(stream, *pair, call.op, call.scale) for pair in full]
-            rules = [self._rule(verb, part, call.op) for part in parts]
-            with self.together(verb) if len(parts) > 1 else _ALONE:
+            parts = [ReducedArray(stream, *pair, call.op, call.scale) for pair in full]
+            rules = [
+                OPS[call.op]
+                if part.factor == 1.0
+                else scaled_sum(verb, part.factor, part.form.dtype, part.form.code)
+                for part in parts
+            ]
+            with self._communicator.together(verb) if len(parts) > 1 else _ALONE:
                 for part, rule in zip(parts, rules, strict=True):
-                    there = self.pointer(part.source), self.pointer(part.room)
-                    self.call(verb, function, *there, part.count, part.form.code, rule, *root)
+                    there = self._pointer(part.source), self._pointer(part.room)
+                    self._call(verb, function, *there, part.count, part.form.code, rule, *root)
             for part in parts:
                 part.finish()
 
         arrays = {id(array): array for pair in full for array in pair}
-        return self.launch(call, begin, list(arrays.values()), result)
+        return self._launch(call, begin, list(arrays.values()), result)
 
-    def _rule(self, verb: str, part: Reduction, op: ReduceOp) -> int:
-        """Return NCCL's number of ``op``, with the factor in it."""
-        if part.factor == 1.0:
-            return OPS[op]
-        return self._communicator.scaled_sum(verb, part.factor, part.form.dtype, part.form.code)
+
+def _lengths(array: Array, rows: Sequence[int]) -> dict[int, int]:
+    """Return how many bytes ``rows[r]`` rows are, for each rank r."""
+    row = array.dtype.itemsize * math.prod(array.shape[1:])
+    return {rank: count * row for rank, count in enumerate(rows)}
+
+
+class Led(Done):
+    """A collective that the caller's stream waits for already: the result can be used."""
+
+    def __init__(self, flight: DeviceFlight, result: Any) -> None:
+        super().__init__(result)
+        self.flight = flight
+
+
+class StreamWork(Work):
+    """Waiting makes the caller's current stream wait; the host blocks only for a ``timeout``."""
+
+    def __init__(self, backend: NcclBackend, flight: DeviceFlight, result: Any) -> None:
+        self._backend, self._result = backend, result
+        self.flight: DeviceFlight = flight
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Return the result, which the current stream can use; see ``Work``.
+
+        With ``timeout`` the host blocks, up to so many seconds, until the device is done.
+        """
+        if timeout is not None:
+            self.block(timeout)
+        self._backend.join(self.flight)
+        return self._result
+
+    def is_completed(self) -> bool:
+        """Return whether the device is done with it, or it failed."""
+        return self._backend.has_ended(self.flight)
+
+    def end_time(self) -> float | None:
+        """Return when it was seen to have ended; see ``Work``."""
+        return self.flight.ended
+
+    def block(self, timeout: float = math.inf) -> None:
+        """Block the host until it has ended, well or not, for at most ``timeout`` seconds.
+
+        Raises:
+            CollectiveTimeoutError: it has not; it goes on, and can be waited for again.
+        """
+        end = time.monotonic() + timeout
+        while not self.is_completed():
+            if not time.monotonic() < end:
+                place = f"rank {self._backend.rank} of {self._backend.size}"
+                raise limit_passed(f"[{self.flight.verb}] {place}", timeout)
+            time.sleep(_LOOK_SECONDS)

@@ -69,16 +69,13 @@ class Communicator:
         self._scaled_sums: dict[tuple[float, str], int] = {}
         self._grouped = False
         self._failed_in_group: tuple[str, int] | None = None
-        self._create(unique_id)
-
-    def _create(self, unique_id: bytes) -> None:
-        ffi = self.nccl.ffi
+        ffi = nccl.ffi
         identity, place = ffi.new("ncclUniqueId *"), ffi.new("ncclComm_t *")
         ffi.buffer(identity)[:] = unique_id
         config = ffi.new("ncclConfig_t *")
         config.size, config.magic = ffi.sizeof("ncclConfig_t"), _MAGIC
         config.version, config.blocking = _CONFIG_VERSION, 0
-        status = self.lib.ncclCommInitRankConfig(place, self.size, identity[0], self.rank, config)
+        status = self.lib.ncclCommInitRankConfig(place, size, identity[0], rank, config)
         self.handle = place[0]
         self._check("init", status)
 
@@ -123,23 +120,17 @@ class Communicator:
             DistributedError: NCCL refused.
         """
         found = self._scaled_sums.get((scale, dtype))
-        if found is None:
-            if len(self._scaled_sums) >= _MOST_SCALED_SUMS:
-                self._forget_oldest_scaled_sum(verb)
-            found = self._new_scaled_sum(verb, scale, dtype, code)
-            self._scaled_sums[scale, dtype] = found
-        return found
-
-    def _new_scaled_sum(self, verb: str, scale: float, dtype: str, code: int) -> int:
+        if found is not None:
+            return found
         ffi, lib = self.nccl.ffi, self.lib
+        if len(self._scaled_sums) >= _MOST_SCALED_SUMS:
+            oldest = self._scaled_sums.pop(next(iter(self._scaled_sums)))
+            self.call(verb, lib.ncclRedOpDestroy, oldest, self.handle)
         op, scalar = ffi.new("ncclRedOp_t *"), ffi.from_buffer(_as_scalar(scale, dtype))
         here = lib.ncclScalarHostImmediate
         self.call(verb, lib.ncclRedOpCreatePreMulSum, op, scalar, code, here, self.handle)
-        return int(op[0])
-
-    def _forget_oldest_scaled_sum(self, verb: str) -> None:
-        op = self._scaled_sums.pop(next(iter(self._scaled_sums)))
-        self.call(verb, self.lib.ncclRedOpDestroy, op, self.handle)
+        found = self._scaled_sums[scale, dtype] = int(op[0])
+        return found
 
     def poll(self) -> int:
         """Return the communicator's state: ncclSuccess, ncclInProgress, or what went wrong."""
@@ -202,7 +193,7 @@ class Communicator:
         with self.lock:
             if self.broken is None:
                 self.broken = error
-                self._abort()
+                self._release(self.lib.ncclCommAbort)
 
     def give_up_on(self, error: Exception) -> None:
         """Cut the communicator off, since ``error`` has ended whoever watches it."""
@@ -225,7 +216,7 @@ class Communicator:
                 self._release(self.lib.ncclCommDestroy)
                 return True
             _log.info("%s; cutting NCCL off", self.nccl.failure(self._doing("close"), status))
-            self._abort()
+            self._release(self.lib.ncclCommAbort)
             return False
 
     def _check(self, verb: str, status: int) -> None:
@@ -273,9 +264,6 @@ class Communicator:
 
     def _doing(self, verb: str) -> str:
         return f"[{verb}] rank {self.rank} of {self.size}"
-
-    def _abort(self) -> None:
-        self._release(self.lib.ncclCommAbort)
 
     def _release(self, function: Callable[[Any], int]) -> None:
         handle, self.handle = self.handle, self.nccl.ffi.NULL

@@ -1,4 +1,4 @@
-"""What the ranks call, compared over the group's backend for NumPy arrays: NCCL compares nothing.
+"""Calls compared over the group's backend for NumPy arrays, as NCCL compares nothing.
 
 What reduces or broadcasts is given to the device at once, and compared meanwhile: where calls
 differ, or a rank is missing, NCCL's kernels would wait for ever, and the communicator is aborted.
@@ -67,7 +67,13 @@ class Comparisons:
         self._communicator.require(call.name)
 
     def refuse(self, call: Call) -> None:
-        """Have the others raise, and this rank's communicator end if theirs do."""
+        """Have the others raise (of a message: its peer), and this communicator end if theirs do.
+
+        What NCCL has begun there ends this group.
+        """
+        if call.verb.is_message:
+            self._cpu.start(call)
+            return
         with self._communicator.lock:
             self._add(call)
 
@@ -126,10 +132,6 @@ class Comparisons:
         """Wait in the barrier ``call`` until every rank is here; raises as ``ask``."""
         with self._asking():
             return Done(self._cpu.start(replace(call, blocking=True)).wait())
-
-    def refuse_message(self, call: Call) -> None:
-        """Have the peer raise."""
-        self._cpu.start(call)
 
     @contextlib.contextmanager
     def _asking(self) -> Iterator[None]:

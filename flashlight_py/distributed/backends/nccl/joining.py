@@ -1,19 +1,43 @@
-"""From a group whose ranks are joined on the CPU to one whose GPUs are joined as well."""
+"""From a group whose ranks are joined on the CPU to one whose GPUs are joined as well.
+
+The ranks first exchange over the CPU backend what NCCL needs, so that every rendezvous serves NCCL
+too, and a rank that does not join, or cannot, is known by name before any call that would wait for
+it inside NCCL.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.nccl.backend import NcclBackend
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
-from flashlight_py.distributed.backends.nccl.library import NcclLibrary, load
-from flashlight_py.distributed.backends.nccl.meeting import Card, agree_on_outcome, meet
+from flashlight_py.distributed.backends.nccl.library import NcclLibrary, load, version_text
 from flashlight_py.distributed.start import devices
 from flashlight_py.distributed.start.devices import DeviceRule
-from flashlight_py.distributed.start.exchange import Steps
-from flashlight_py.errors import BackendUnavailableError, DistributedError
+from flashlight_py.distributed.start.exchange import Steps, exchange_bytes
+from flashlight_py.errors import (
+    BackendUnavailableError,
+    DistributedError,
+    UnavailableEverywhereError,
+)
+
+
+@dataclass(frozen=True)
+class NcclCard:
+    """A rank's report of itself: a ``problem`` if it cannot, else its NCCL version and its GPU.
+
+    ``unique_id`` (hexadecimal) is rank 0's for the communicator, empty from the others.
+    """
+
+    problem: str = ""
+    version: int = 0
+    gpu: str = ""
+    unique_id: str = ""
 
 
 def join_gpus(rule: DeviceRule, timeout: float, joining: float, cpu: Backend) -> NcclBackend:
@@ -36,46 +60,88 @@ def join_gpus(rule: DeviceRule, timeout: float, joining: float, cpu: Backend) ->
     return NcclBackend(cpu, communicator, cupy, index)
 
 
-def _look(rule: DeviceRule, first: bool) -> tuple[tuple[NcclLibrary, Any, int] | None, Card]:
+def _look(rule: DeviceRule, first: bool) -> tuple[tuple[NcclLibrary, Any, int] | None, NcclCard]:
     """Return NCCL, CuPy and the device's index, if all are there, and what the others get."""
     try:
-        _require_patience()
+        if os.environ.get("NCCL_COMM_BLOCKING", "") == "1":
+            raise BackendUnavailableError(
+                "NCCL_COMM_BLOCKING=1 makes NCCL wait for ever for a rank that does not join, and "
+                "overrides what this package asks of it; unset it"
+            )
         nccl = load()
         cupy, count = devices.cuda()
         index = rule.index(count)
         identity = nccl.unique_id().hex() if first else ""
     except DistributedError as error:
-        return None, Card(problem=str(error))
-    card = Card(version=nccl.version, gpu=devices.gpu_identity(cupy, index), unique_id=identity)
+        return None, NcclCard(problem=str(error))
+    card = NcclCard(version=nccl.version, gpu=devices.gpu_identity(cupy, index), unique_id=identity)
     return (nccl, cupy, index), card
 
 
-def _require_patience() -> None:
-    """Refuse a variable that would have NCCL wait without end, whatever it is asked.
+def meet(cpu: Backend, mine: NcclCard) -> bytes:
+    """Exchange ``mine`` and return the communicator's unique id. Collective, blocking.
 
     Raises:
-        BackendUnavailableError: it is set.
+        UnavailableEverywhereError: some rank cannot, versions differ, or two ranks have one GPU;
+            on every rank.
+        DistributedError: as ``Work.wait``; names the rank that did not join.
     """
-    if os.environ.get("NCCL_COMM_BLOCKING", "") == "1":
-        raise BackendUnavailableError(
-            "NCCL_COMM_BLOCKING=1 makes NCCL wait for ever for a rank that does not join, and "
-            "overrides what this package asks of it; unset it"
-        )
+    payload = json.dumps(asdict(mine)).encode()
+    cards = [NcclCard(**json.loads(text)) for text in exchange_bytes(cpu, payload)]
+    problem = _first_problem(cards)
+    if problem:
+        raise UnavailableEverywhereError(f"rank {cpu.rank} of {cpu.size}: {problem}")
+    return bytes.fromhex(cards[0].unique_id)
+
+
+def _first_problem(cards: Sequence[NcclCard]) -> str:
+    problems = [f"rank {rank}: {card.problem}" for rank, card in enumerate(cards) if card.problem]
+    if problems:
+        others = "" if len(problems) == 1 else f" ({len(problems)} ranks cannot)"
+        return f"CuPy arrays cannot travel between these ranks. {problems[0]}{others}"
+    if len({card.version for card in cards}) > 1:
+        found = ", ".join(f"{rank}: {version_text(c.version)}" for rank, c in enumerate(cards))
+        return f"the ranks have different versions of NCCL ({found}); install the same everywhere"
+    return _shared_gpu(cards)
+
+
+def _shared_gpu(cards: Sequence[NcclCard]) -> str:
+    owners: dict[str, int] = {}
+    for rank, card in enumerate(cards):
+        if card.gpu and card.gpu in owners:
+            return (
+                f"ranks {owners[card.gpu]} and {rank} are on the same GPU, and NCCL takes one "
+                "rank per GPU. Start as many ranks as there are GPUs, or, to try things out, set "
+                "another NCCL_HOSTID for each rank (or from NCCL 2.30 on, "
+                "NCCL_MULTI_RANK_GPU_ENABLE=1)"
+            )
+        owners[card.gpu] = rank
+    return ""
 
 
 def _communicator(
     cpu: Backend, nccl: NcclLibrary, unique_id: bytes, joining: float
 ) -> Communicator:
+    """Join on every rank, or raise on every rank. Collective, blocking."""
     communicator, problem = None, None
     try:
         communicator = Communicator(nccl, unique_id, cpu.rank, cpu.size, joining)
     except DistributedError as error:
         problem = error
+    words = "" if problem is None else str(problem)
     try:
-        agree_on_outcome(Steps(cpu, seconds=joining), problem)
+        answers = exchange_bytes(Steps(cpu, seconds=joining), words.encode())
+        failed = [f"rank {rank}: {text.decode()}" for rank, text in enumerate(answers) if text]
+        if problem is not None:
+            raise problem
+        if failed:
+            raise DistributedError(
+                f"rank {cpu.rank} of {cpu.size}: NCCL joined this rank, but not every one: "
+                f"{failed[0]}"
+            )
     except DistributedError:
         if communicator is not None:
             communicator.close()
         raise
-    assert communicator is not None  # else agree_on_outcome has raised the problem
+    assert communicator is not None  # else the problem was raised
     return communicator

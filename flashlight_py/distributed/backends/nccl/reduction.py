@@ -1,19 +1,86 @@
-"""One array's part in a reduction: how it is given to NCCL, and what remains to do afterwards."""
+"""How arrays are given to NCCL: as the type that it is to see, converted where there is none.
+
+What is only moved (broadcast, gathers, messages) travels as bytes, whatever its dtype. What is
+reduced needs a type that NCCL calculates with; some dtypes are seen as another one.
+"""
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from flashlight_py.device import Array, array_module
-from flashlight_py.distributed.backends.nccl.dtypes import Form, form_of
 from flashlight_py.distributed.calls.arrays import scale_in_place
 from flashlight_py.distributed.constants import ReduceOp
 
+# ncclDataType_t, as csrc/nccl/nccl.cdef.h declares it.
+_CODES = {
+    "int8": 0,
+    "uint8": 1,
+    "int32": 2,
+    "uint32": 3,
+    "int64": 4,
+    "uint64": 5,
+    "float16": 6,
+    "float32": 7,
+    "float64": 8,
+    "bfloat16": 9,
+}
+BYTES = _CODES["uint8"]
 
-class Reduction:
+# ncclRedOp_t. The bits of bool are its least and greatest; other bits have no form.
+OPS = {ReduceOp.SUM: 0, ReduceOp.PROD: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3}
+OPS |= {ReduceOp.AND: 3, ReduceOp.OR: 2}
+
+_SEEN_AS = {"bool": "uint8", "complex64": "float32", "complex128": "float64"}
+# NCCL has no 16-bit integers. Sums and products that wrap in 32 bits are right in the lower 16.
+_WIDENED = {"int16": "int32", "uint16": "int32"}
+
+
+@dataclass(frozen=True)
+class NcclForm:
+    """How the elements of an array are reduced.
+
+    ``dtype`` is what NCCL calculates with, ``code`` its number of it, ``parts`` how many of these
+    one element has, and ``widened`` whether the array must be converted before and after.
+    """
+
+    dtype: str
+    code: int
+    parts: int = 1
+    widened: bool = False
+
+
+@functools.cache
+def form_of(dtype: str, op: ReduceOp) -> NcclForm:
+    """Return the form in which elements of the dtype of that name are combined by ``op``.
+
+    Raises:
+        TypeError: NCCL cannot do that; says what can.
+    """
+    if op is ReduceOp.XOR or (op in (ReduceOp.AND, ReduceOp.OR) and dtype != "bool"):
+        raise TypeError(
+            f"NCCL has no {op.name.lower()} of {dtype}: it combines numbers, not bits; reduce on "
+            "the CPU (x.get()), or all_gather and combine"
+        )
+    if dtype in _WIDENED:
+        wide = _WIDENED[dtype]
+        return NcclForm(wide, _CODES[wide], widened=True)
+    if dtype.startswith("complex") and op is not ReduceOp.SUM:
+        raise TypeError(
+            f"NCCL has no {op.name.lower()} of {dtype}: real and imaginary parts are summed on "
+            "their own; reduce on the CPU (x.get()), or all_gather and combine"
+        )
+    seen = _SEEN_AS.get(dtype, dtype)
+    if seen not in _CODES:
+        raise TypeError(f"NCCL reduces {', '.join((*_CODES, *_SEEN_AS, *_WIDENED))}; got {dtype}")
+    return NcclForm(seen, _CODES[seen], parts=2 if dtype.startswith("complex") else 1)
+
+
+class ReducedArray:
     """``target = scale * (op over the ranks' source)``; ``target`` may be ``source`` itself.
 
     What must be converted is converted on ``stream``, in order with the collective, and belongs
@@ -31,13 +98,10 @@ class Reduction:
         self.factor = scale if op is ReduceOp.SUM else 1.0
         self._scale = 1.0 if op is ReduceOp.SUM else scale
         if self.form.widened:
-            self._widen()
-
-    def _widen(self) -> None:
-        with self._stream:
-            same = self._target is self.source
-            self.source = self.source.astype(self.form.dtype)
-            self.room = self.source if same else _empty(self._target, self.form.dtype)
+            with stream:
+                self.source = self.room = source.astype(self.form.dtype)
+                if target is not source:
+                    self.room = array_module(target).empty(target.shape, self.form.dtype)
 
     def finish(self) -> None:
         """Convert back, and scale what NCCL cannot scale; for after the call."""
@@ -50,9 +114,5 @@ class Reduction:
 
 
 @functools.cache
-def _form(dtype: np.dtype[Any], op: ReduceOp) -> Form:
+def _form(dtype: np.dtype[Any], op: ReduceOp) -> NcclForm:
     return form_of(dtype.name, op)  # the name takes NumPy 2 us to put together
-
-
-def _empty(like: Array, dtype: str) -> Any:
-    return array_module(like).empty(like.shape, dtype)

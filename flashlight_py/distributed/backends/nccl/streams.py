@@ -3,6 +3,9 @@
 A collective starts when the work is done that the caller's current stream had at the call, and
 the caller's stream goes on, once the result is asked for, when the collective is done. Both are
 waits of streams for events on the device: the host goes on at once.
+
+As the host does not wait for collectives, nobody would notice one that cannot end, and a user who
+asks the device for a result would wait for ever on a rank that is gone. The watchdog does.
 """
 
 from __future__ import annotations
@@ -16,7 +19,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flashlight_py.device import Array
+from flashlight_py.distributed.backends.nccl.communicator import Communicator
+from flashlight_py.distributed.backends.nccl.comparing import Comparisons
+from flashlight_py.distributed.failures import incidents
 from flashlight_py.distributed.work import Done, Work
+
+_INTERVAL = 0.2
+# While a profile is taken, which wants to know when collectives ended.
+_INTERVAL_OF_PROFILE = 0.0005
+# Whether a rank is lost is asked for less often than that: it takes some system calls for each.
+_INTERVAL_OF_LOSSES = 0.15
+# Of an event's status: success, cudaErrorNotReady, and what concerns a graph that somebody captures
+# meanwhile (cudaErrorStreamCaptureUnsupported to cudaErrorStreamCaptureWrongThread).
+_NO_FAILURES = {0, 600, *range(900, 909)}
 
 
 class CommunicationStream:
@@ -54,7 +69,7 @@ class CommunicationStream:
 
 
 @dataclass
-class Flight:
+class DeviceFlight:
     """A collective that was given to the device; ``started`` is a time in seconds.
 
     ``ended`` is when it was first seen to have ended, ``compared`` what compares the calls of it.
@@ -88,29 +103,29 @@ class Flight:
 
 
 class Flights:
-    """What is on its way, in the order of the launches, which is that of the ends.
+    """The collectives on their way, in the order of the launches, which is that of the ends.
 
     The watchdog lets go of what has ended while other threads ask.
     """
 
     def __init__(self) -> None:
-        self._pending: deque[Flight] = deque()
+        self._pending: deque[DeviceFlight] = deque()
         self._lock = threading.RLock()  # to let go of an array may run anything
 
-    def add(self, flight: Flight) -> None:
+    def add(self, flight: DeviceFlight) -> None:
         """Keep ``flight``, and forget those that have ended."""
         with self._lock:
             self.oldest()
             self._pending.append(flight)
 
-    def oldest(self) -> Flight | None:
+    def oldest(self) -> DeviceFlight | None:
         """Return the first that has not ended, if any."""
         with self._lock:
             while self._pending and self._pending[0].ask():
                 self._pending.popleft()
             return self._pending[0] if self._pending else None
 
-    def newest(self) -> Flight | None:
+    def newest(self) -> DeviceFlight | None:
         """Return the one that ends last, if any is on its way."""
         with self._lock:
             return self._pending[-1] if self._pending else None
@@ -119,3 +134,67 @@ class Flights:
         """Forget all of them: nothing runs any more."""
         with self._lock:
             self._pending.clear()
+
+
+class NcclWatchdog:
+    """A thread that ends a communicator whose collective cannot end, or must not.
+
+    It looks at the oldest collective on its way, a few times a second, until ``stop``.
+    """
+
+    def __init__(
+        self,
+        cupy: Any,
+        index: int,
+        communicator: Communicator,
+        flights: Flights,
+        comparisons: Comparisons,
+    ) -> None:
+        self._cuda = cupy.cuda
+        self._device = cupy.cuda.Device(index)  # used by the thread alone
+        self._communicator, self._flights = communicator, flights
+        self._comparisons, self._next = comparisons, 0.0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="flashlight-nccl", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; blocks for as long as one look takes."""
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._device.use()
+            while self._communicator.broken is None:
+                profiled = incidents.listener is not None
+                if self._stop.wait(_INTERVAL_OF_PROFILE if profiled else _INTERVAL):
+                    break
+                self.look()
+        except Exception as error:
+            self._communicator.give_up_on(error)  # nobody else would end a wait for the device
+            raise
+
+    def look(self, needs_all: bool = False) -> None:
+        """Break the communicator if ranks differ, one is lost, or a collective is late or fails.
+
+        ``needs_all``: this rank waits for the others, though no collective is on its way yet.
+        """
+        with self._communicator.lock:
+            self._comparisons.look()
+            # What an aborted communicator leaves behind looks as if it had ended well.
+            if self._communicator.broken is not None:
+                return
+            oldest = self._flights.oldest()
+            now = time.monotonic()
+            if (oldest is not None or needs_all) and now >= self._next:
+                self._next = now + _INTERVAL_OF_LOSSES
+                self._comparisons.find_lost("NCCL" if oldest is None else oldest.verb)
+            if oldest is not None:
+                self._communicator.watch(oldest.verb, oldest.begun(), self._failure_of(oldest))
+
+    def _failure_of(self, flight: DeviceFlight) -> str:
+        """Return what CUDA says of a collective that cannot end because CUDA itself has failed."""
+        runtime = self._cuda.runtime
+        status = runtime.eventQuery(flight.event.ptr)
+        return "" if status in _NO_FAILURES else str(runtime.CUDARuntimeError(status))

@@ -1,0 +1,337 @@
+"""The steps of each verb: reductions by the library where it can do them, else combined here.
+
+Combined here means in rank order. The library's reductions need an array in a form that it takes:
+see ``form_of``.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from flashlight_py.device import Array, array_module, is_cupy
+from flashlight_py.distributed.backends.mpi import movement
+from flashlight_py.distributed.backends.mpi.group import Progress, Steps
+from flashlight_py.distributed.backends.mpi.movement import Movement, chunks, settle
+from flashlight_py.distributed.calls.arrays import WITH_TEXT, as_bytes, of_bytes, scale_in_place
+from flashlight_py.distributed.calls.call import Call, Matched
+from flashlight_py.distributed.calls.combining import combined, cut
+from flashlight_py.distributed.constants import ReduceOp
+from flashlight_py.distributed.verbs import Verb
+
+# Of all ranks together, of which a verb that the library lacks makes its result at a time.
+_PIECE_BYTES = 4 << 20
+
+_TYPES = {
+    **{np.dtype(f"int{bits}"): f"INT{bits}_T" for bits in (8, 16, 32, 64)},
+    **{np.dtype(f"uint{bits}"): f"UINT{bits}_T" for bits in (8, 16, 32, 64)},
+    np.dtype("float32"): "FLOAT",
+    np.dtype("float64"): "DOUBLE",
+    np.dtype("longdouble"): "LONG_DOUBLE",
+    np.dtype("complex64"): "C_FLOAT_COMPLEX",
+    np.dtype("complex128"): "C_DOUBLE_COMPLEX",
+    np.dtype("clongdouble"): "C_LONG_DOUBLE_COMPLEX",
+}
+_BITWISE = {ReduceOp.AND: "BAND", ReduceOp.OR: "BOR", ReduceOp.XOR: "BXOR"}
+
+
+class Bodies:
+    """The steps of a call between the ranks of ``comm``, by verb; their result is the call's.
+
+    Each is given the call, and the findings of the ranks' comparison. ``gpu_aware`` says that the
+    library takes pointers to a GPU's memory.
+    """
+
+    def __init__(self, mpi: Any, comm: Any, progress: Progress, gpu_aware: bool) -> None:
+        self._mpi, self._comm, self._until = mpi, comm, progress.until
+        self._gpu_aware = gpu_aware
+        self._movement = Movement(mpi, comm, progress)
+        self._rank, self._size = int(comm.Get_rank()), int(comm.Get_size())
+
+    def of(self, verb: Verb) -> Callable[[Call, Any], Steps]:
+        """Return the steps of ``verb``."""
+        return getattr(self, f"_{verb.name}", self._by_meaning)
+
+    def _barrier(self, call: Call, _: None) -> Steps:
+        yield from ()  # to have compared it is to have arrived
+
+    def _all_reduce(self, call: Call, _: None) -> Steps:
+        """Reduce in place."""
+        array, form = call.array, _form_of(self._mpi, call.array, call.op)
+        if form is None:
+            counts = self._movement.shares(array.size)
+            yield from self._combine(call, counts, cut(array.reshape(-1), counts)[self._rank])
+            counts = [count * array.itemsize for count in counts]
+            yield from self._movement.all_gather(None, as_bytes(array), counts)
+            return array
+        carrier = form.encode(array.reshape(-1))
+        yield from self._until(
+            partial(
+                self._comm.Iallreduce, self._mpi.IN_PLACE, [part, part.size, form.type], form.op
+            )
+            for part in chunks(carrier)
+        )
+        _decode(form, carrier, array, call.scale)
+        return array
+
+    def _reduce(self, call: Call, _: None) -> Steps:
+        """Reduce in place on the root; the others' stay as they are."""
+        array, form, root = call.array, _form_of(self._mpi, call.array, call.op), call.root
+        at_root = self._rank == root
+        if form is None:
+            counts = self._movement.shares(array.size)
+            mine = array_module(array).empty(counts[self._rank], array.dtype)
+            yield from self._combine(call, counts, mine)
+            whole = as_bytes(array) if at_root else None
+            counts = [count * array.itemsize for count in counts]
+            yield from self._movement.gather(as_bytes(mine), whole, counts, root)
+            return array
+        carrier = form.encode(array.reshape(-1))
+        begins = []
+        for part in chunks(carrier):
+            data = [part, part.size, form.type]
+            buffers = (self._mpi.IN_PLACE, data) if at_root else (data, None)
+            begins.append(partial(self._comm.Ireduce, *buffers, form.op, root))
+        yield from self._until(begins)
+        if at_root:
+            _decode(form, carrier, array, call.scale)
+        return array
+
+    def _reduce_scatter(self, call: Call, _: None) -> Steps:
+        """Reduce; the result is ``out`` or a new array: this rank's part of the first dimension."""
+        array, rows, size = call.array, call.rows, self._size
+        lengths = [array.shape[0] // size] * size if rows is None else rows
+        shape = (lengths[self._rank], *array.shape[1:])
+        part = array_module(array).empty(shape, array.dtype) if call.out is None else call.out
+        form = _form_of(self._mpi, array, call.op) if rows is None else None
+        if form is None:
+            counts = [length * math.prod(array.shape[1:]) for length in lengths]
+            yield from self._combine(call, counts, part.reshape(-1))
+            return part
+        carrier = form.encode(array.reshape(-1))
+        in_part = carrier.itemsize == part.itemsize
+        reduced = (
+            part.reshape(-1).view(carrier.dtype) if in_part else np.empty(part.size, carrier.dtype)
+        )
+        # Lane r is reduced onto rank r; in columns, if all lanes together are too long for a call.
+        lanes = carrier.reshape(size, -1)
+        step = max(1, movement.LARGEST_BYTES // (size * lanes.itemsize))
+        begins = []
+        for start in range(0, max(reduced.size, 1), step):
+            columns = np.ascontiguousarray(lanes[:, start : start + step])
+            into = reduced[start : start + step]
+            given, taken = [columns, into.size, form.type], [into, into.size, form.type]
+            begins.append(partial(self._comm.Ireduce_scatter_block, given, taken, form.op))
+        yield from self._until(begins)
+        _decode(form, reduced, part, call.scale)
+        return part
+
+    def _combine(self, call: Call, counts: list[int], out: Array) -> Steps:
+        """Combine this rank's share of everybody's array into ``out``, in rank order."""
+        array = call.array
+        pieces = array_module(array).empty((self._size, counts[self._rank]), array.dtype)
+        gives, takes = [n * array.itemsize for n in counts], [pieces[0].nbytes] * self._size
+        most = max(array.nbytes, max(gives) * self._size)
+        given, taken = as_bytes(array), as_bytes(pieces)
+        yield from self._movement.all_to_all(given, taken, gives, takes, most)
+        out[...] = combined(list(pieces), call.op, call.scale)
+        settle(out)
+
+    def _by_meaning(self, call: Call, _: None) -> Steps:
+        """Combine in place what the library does not: every rank receives all arrays, in pieces."""
+        flat, xp, combine = call.array.reshape(-1), array_module(call.array), call.verb.meaning
+        assert combine is not None
+        step = max(1, _PIECE_BYTES // (flat.itemsize * self._size))
+        for start in range(0, flat.size, step):
+            part = flat[start : start + step]
+            pieces = xp.empty((self._size, part.size), flat.dtype)
+            counts = [part.nbytes] * self._size
+            yield from self._movement.all_gather(as_bytes(part), as_bytes(pieces), counts)
+            if call.verb.fills(self._rank, call.root):
+                part[...] = combine(list(pieces), self._rank, call)
+                settle(part)
+        return call.array
+
+    def _broadcast(self, call: Call, _: None) -> Steps:
+        yield from self._movement.broadcast(as_bytes(call.array), call.root)
+        return call.array
+
+    def _all_gather(self, call: Call, rows: list[int]) -> Steps:
+        array = call.array
+        whole, counts = _rows_like(array, rows, call.out)
+        yield from self._movement.all_gather(as_bytes(array), as_bytes(whole), counts)
+        return whole
+
+    def _gather(self, call: Call, rows: list[int]) -> Steps:
+        array, whole, room = call.array, None, None
+        counts = [count * _row_bytes(array) for count in rows]
+        if self._rank == call.root:
+            whole, _ = _rows_like(array, rows, call.out)
+            room = as_bytes(whole)
+        yield from self._movement.gather(as_bytes(array), room, counts, call.root)
+        return whole
+
+    def _scatter(self, call: Call, kind: tuple[Any, tuple[int, ...]]) -> Steps:
+        mine, like = call.out, call.like
+        library: Any = np if like is None else array_module(like)
+        if self._gpu_aware:  # who receives may not know which memory the root's is
+            on_gpu = np.array([library is not np], np.uint8)
+            yield from self._movement.broadcast(on_gpu, call.root)
+            library = sys.modules["cupy"] if on_gpu[0] else np
+        if mine is None:
+            dtype, shape = kind
+            mine = library.empty(shape, dtype)
+        whole = None if call.array is None else as_bytes(call.array)
+        yield from self._movement.scatter(whole, as_bytes(mine), call.root)
+        return of_bytes(mine.view(np.uint8)) if mine.dtype == WITH_TEXT else mine
+
+    def _all_to_all(self, call: Call, totals: list[int]) -> Steps:
+        array = call.array
+        if call.rows is None:
+            received = array_module(array).empty_like(array) if call.out is None else call.out
+            yield from self._movement.all_to_all(as_bytes(array), as_bytes(received))
+            return received
+        sends = [int(count) for count in call.rows]
+        counted = np.empty(self._size, np.int64)
+        yield from self._movement.all_to_all(as_bytes(np.array(sends, np.int64)), as_bytes(counted))
+        receives = counted.tolist()
+        if call.received is not None:
+            call.received.extend(receives)
+        received, bytes_received = _rows_like(array, receives, call.out)
+        bytes_sent = [count * _row_bytes(array) for count in sends]
+        most = sum(totals) * _row_bytes(array)
+        data, room = as_bytes(array), as_bytes(received)
+        yield from self._movement.all_to_all(data, room, bytes_sent, bytes_received, most)
+        return received
+
+    def _send(self, call: Call, _: None) -> Steps:
+        assert call.received is not None
+        yield from self._movement.send(as_bytes(call.array), call.peer, call.received[0])
+        return call.array
+
+    def _recv(self, call: Call, found: Matched | None) -> Steps:
+        if found is None and call.is_open:
+            return None  # nothing has arrived in time
+        assert call.received is not None
+        array, source = call.array, call.peer if found is None else found.source
+        part = array[: found.rows] if found is not None and array.ndim else array
+        yield from self._movement.recv(as_bytes(part), source, call.received[0])
+        return array if found is None else found
+
+
+def _row_bytes(array: Array) -> int:
+    return int(np.prod(array.shape[1:], dtype=np.int64)) * array.itemsize
+
+
+def _rows_like(array: Array, rows: list[int], out: Array | None) -> tuple[Array, list[int]]:
+    """Return where the rows of all ranks go, and how many bytes each rank's are.
+
+    That is ``out`` if it is as long, else a new array: the other ranks are on their way.
+    """
+    counts = [count * _row_bytes(array) for count in rows]
+    if out is not None and out.shape[0] == sum(rows):
+        return out, counts
+    whole: Array = array_module(array).empty((sum(rows), *array.shape[1:]), array.dtype)
+    return whole, counts
+
+
+@dataclass(frozen=True)
+class MpiForm:
+    """An MPI datatype and operation, in which the library itself can reduce arrays of a dtype.
+
+    ``encode(array)`` returns what MPI reduces: the array's own memory, or a new array.
+    ``decode(carrier, out, scale)`` turns what MPI has made of it into ``out``, scaled.
+    """
+
+    type: Any
+    op: Any
+    encode: Callable[[Array], Array]
+    decode: Callable[[Array, Array, float], None]
+
+
+def _decode(form: MpiForm, carrier: Array, out: Array, scale: float) -> None:
+    with np.errstate(over="ignore", invalid="ignore"):  # infinities come as they come
+        form.decode(carrier, out, scale)
+
+
+def _form_of(mpi: Any, array: Array, op: ReduceOp) -> MpiForm | None:
+    """Return the form for reducing arrays like ``array`` by ``op``, if there is one.
+
+    Not if the library cannot, or not so that all ranks get the same bits. Minima and maxima of
+    floats travel as integers in the same order, because MPI's comparison makes the result depend on
+    the order of ranks where there is a NaN or a zero of the other sign. 16-bit floats are summed as
+    float32 and rounded once.
+    """
+    if is_cupy(array):
+        return None
+    does, kind, bits = getattr(mpi, _BITWISE.get(op, op.name)), array.dtype.kind, array.itemsize * 8
+    carrier, plain = array.dtype, op in (ReduceOp.SUM, ReduceOp.PROD)
+    if kind in "biu":
+        if plain:  # unsigned, which wraps around; some libraries (Open MPI, by AVX) saturate 8 and
+            carrier = np.dtype(f"uint{max(bits, 32)}")  # 16 bits: they go as 32
+        elif kind == "b":
+            carrier = np.dtype(np.uint8)
+    elif op in (ReduceOp.MIN, ReduceOp.MAX):
+        return _extreme_form(mpi, op, bits) if bits <= 64 else None
+    elif bits == 16:
+        return MpiForm(mpi.FLOAT, does, lambda a: a.astype(np.float32), _decode_rounded)
+    elif kind == "c" and op is ReduceOp.PROD:
+        return None  # the library may round a * b and b * a differently, where it fuses them
+
+    def encode(array: Array) -> Array:
+        same = array.itemsize == carrier.itemsize
+        return array.view(carrier) if same else array.astype(carrier)
+
+    return MpiForm(getattr(mpi, _TYPES[carrier]), does, encode, _decode_plain)
+
+
+def _decode_plain(carrier: Array, out: Array, scale: float) -> None:
+    """The carrier is as wide as ``out``, and mostly in its memory, or holds wider integers."""
+    same = carrier.itemsize == out.itemsize
+    values = carrier.view(out.dtype) if same else carrier.astype(out.dtype)
+    if not np.may_share_memory(values, out):
+        out[...] = values.reshape(out.shape)
+    scale_in_place(out, scale)
+
+
+def _decode_rounded(carrier: Array, out: Array, scale: float) -> None:
+    if scale != 1.0:
+        carrier *= np.float32(scale)
+    out[...] = carrier.reshape(out.shape)
+
+
+def _extreme_form(mpi: Any, op: ReduceOp, bits: int) -> MpiForm:
+    signed = np.dtype(f"int{bits}")
+    limits = np.iinfo(signed)
+    nan = limits.min if op is ReduceOp.MIN else limits.max  # a NaN wins
+
+    def encode(array: Array) -> Array:
+        keys = _mirrored(array.view(signed), bits)
+        keys[np.isnan(array)] = nan
+        return keys
+
+    def decode(carrier: Array, out: Array, scale: float) -> None:
+        out[...] = _mirrored(carrier, bits).view(out.dtype).reshape(out.shape)
+        scale_in_place(out, scale)
+
+    return MpiForm(getattr(mpi, _TYPES[signed]), getattr(mpi, op.name), encode, decode)
+
+
+def _mirrored(integers: Array, bits: int) -> Array:
+    """Turn the bits of IEEE floats into integers of the same order; applied twice, it is undone.
+
+    Of negative floats all bits but the sign are flipped: the larger they are, the smaller.
+
+    Example:
+        >>> floats = np.array([-2.0, -0.0, 0.0, 1.0], np.float32)
+        >>> bool(np.all(np.diff(_mirrored(floats.view(np.int32), 32)) > 0))
+        True
+    """
+    flipped: Array = integers ^ ((integers >> (bits - 1)) & np.iinfo(integers.dtype).max)
+    return flipped
