@@ -66,8 +66,8 @@ def __getattr__(name: str) -> Any:
 
 
 def _verbs() -> list[str]:
-    homes: dict[str, list[str]] = import_module(f"{__name__}.distributed.api").HOMES
-    return [verb for verbs in homes.values() for verb in verbs]
+    names: list[str] = import_module(f"{__name__}.distributed.api").__all__
+    return names
 
 
 def __dir__() -> list[str]:

@@ -1,5 +1,3 @@
-# Written by scripts/stubs.
-
 from flashlight_py._version import __version__ as __version__
 from flashlight_py import autograd as autograd
 from flashlight_py import checkpoint as checkpoint

@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-from flashlight_py.distributed.api import HOMES
+from flashlight_py.distributed import api
 
 # Where each public name is imported from; `scripts/stubs` tells type checkers the same.
 _HOMES = {
@@ -21,7 +21,7 @@ _HOMES = {
         *("Bucket", "Compression", "Float16Compression", "Bfloat16Compression"),
         *("TopKCompression", "PowerSGDCompression"),
     ],
-    **HOMES,
+    "api": api.__all__,
 }
 for _home, _names in _HOMES.items():
     _module = import_module(f"{__name__}.{_home}")

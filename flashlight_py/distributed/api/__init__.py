@@ -5,15 +5,14 @@ shared, or a ``Variable`` (its array is meant). Before ``distributed_init`` the 
 of 1, and every verb is the identity, times the scale.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 
 _FAMILIES = (
     *("groups", "locations", "memory", "messages", "movement", "multiple", "objects"),
     "reductions",
 )
-# The verbs of each family, by its module in the package distributed.
-HOMES: dict[str, list[str]] = {
-    f"api.{family}": import_module(f"{__name__}.{family}").__all__ for family in _FAMILIES
-}
+__all__ = []
+for _family in _FAMILIES:
+    _module = import_module(f"{__name__}.{_family}")
+    globals().update({name: getattr(_module, name) for name in _module.__all__})
+    __all__ += _module.__all__

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flashlight_py.device import Array, array_module, device_of, is_cupy
-from flashlight_py.distributed.api.multiple import all_reduce_multiple
-from flashlight_py.distributed.api.reductions import all_reduce
+from flashlight_py.distributed.api import all_reduce, all_reduce_multiple
 from flashlight_py.distributed.calls.apart import Apart
 from flashlight_py.distributed.calls.arrays import as_array, pack
 from flashlight_py.distributed.constants import DistributedConstants
