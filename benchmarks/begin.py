@@ -62,7 +62,7 @@ def seconds_of(way: str, ranks: int) -> float:
                 try:
                     rank_main(way, rank, ranks, place, starts, ends)
                     fl.distributed_shutdown()
-                except (OSError, ValueError, fl.DistributedError):
+                except (OSError, ValueError, fl.errors.DistributedError):
                     traceback.print_exc()
                 finally:
                     os._exit(0)

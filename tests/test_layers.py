@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-
-import flashlight_py
-from flashlight_py.distributed import api
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "flashlight_py"
@@ -186,22 +184,10 @@ def test_the_launcher_imports_next_to_nothing() -> None:
     assert not {"numpy", "cffi", "multiprocessing", "asyncio", "inspect", "logging"} & loaded
 
 
-def test_public_names_are_imported_from_where_the_type_checker_finds_them() -> None:
-    tree = ast.parse((PACKAGE / "__init__.py").read_text())
-    reported = {
-        alias.name: str(node.module).split(".")[1:2] or [alias.name]
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and within(str(node.module), "flashlight_py")
-        for alias in node.names
-    }
-    assert reported.pop("*") == ["distributed"]  # the verbs, by the lists of the families
-    assert set(reported) == set(flashlight_py._NAMES)
-    assert {*reported, *api.__all__} == set(flashlight_py.__all__)
-    homes = flashlight_py._HOME_OF
-    for name, (home,) in reported.items():
-        if name not in (*flashlight_py._PARTS, "__version__"):
-            assert homes.get(name, "distributed") == home, name
-    assert set(homes) <= set(reported)
+def test_type_checkers_see_the_public_names() -> None:
+    stubs = dict(runpy.run_path(str(ROOT / "scripts" / "stubs"))["stubs"]())
+    assert {stub: stub.read_text() for stub in stubs} == stubs, "run scripts/stubs"
+    assert set(PACKAGE.rglob("*.pyi")) == set(stubs)
 
 
 def test_files_stay_short() -> None:

@@ -5,37 +5,14 @@ shared, or a ``Variable`` (its array is meant). Before ``distributed_init`` the 
 of 1, and every verb is the identity, times the scale.
 """
 
-from __future__ import annotations
+from importlib import import_module
 
-from typing import TYPE_CHECKING
-
-from flashlight_py.distributed.api import (
-    groups,
-    locations,
-    memory,
-    messages,
-    movement,
-    multiple,
-    objects,
-    reductions,
+_FAMILIES = (
+    *("groups", "locations", "memory", "messages", "movement", "multiple", "objects"),
+    "reductions",
 )
-from flashlight_py.distributed.api.groups import *
-from flashlight_py.distributed.api.locations import *
-from flashlight_py.distributed.api.memory import *
-from flashlight_py.distributed.api.messages import *
-from flashlight_py.distributed.api.movement import *
-from flashlight_py.distributed.api.multiple import *
-from flashlight_py.distributed.api.objects import *
-from flashlight_py.distributed.api.reductions import *
-
-if not TYPE_CHECKING:  # type checkers know by how it is imported
-    __all__ = [
-        *groups.__all__,
-        *locations.__all__,
-        *memory.__all__,
-        *messages.__all__,
-        *movement.__all__,
-        *multiple.__all__,
-        *objects.__all__,
-        *reductions.__all__,
-    ]
+__all__ = []
+for _family in _FAMILIES:
+    _module = import_module(f"{__name__}.{_family}")
+    globals().update({name: getattr(_module, name) for name in _module.__all__})
+    __all__ += _module.__all__

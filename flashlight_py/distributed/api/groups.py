@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from flashlight_py.distributed.api.methods import method
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.checks import check_rank, check_seconds, whole
@@ -221,11 +220,3 @@ def sync_distributed(group: ProcessGroup | None = None) -> None:
         DistributedError: one of them failed; as for :func:`all_reduce`.
     """
     of(group).synchronize()
-
-
-class Methods:
-    """Of a group."""
-
-    barrier = method(barrier)
-    new_group = method(new_group)
-    split = method(split)

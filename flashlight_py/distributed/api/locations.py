@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from flashlight_py.device import Array, array_module
-from flashlight_py.distributed.api.methods import method
 from flashlight_py.distributed.calls.arrays import as_array, check_reduction, pack, parse_op
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.running import refusing
@@ -66,9 +65,3 @@ def all_reduce_location(
 
         work = members.run(step)
         return members.keep(Then(work, locate)) if async_op else locate(work.wait())
-
-
-class Methods:
-    """Of a group."""
-
-    all_reduce_location = method(all_reduce_location)

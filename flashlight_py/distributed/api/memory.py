@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from flashlight_py.device import Array
-from flashlight_py.distributed.api.methods import method
 from flashlight_py.distributed.calls.arrays import dtype_code
 from flashlight_py.distributed.calls.checks import whole
 from flashlight_py.distributed.calls.running import refusing
@@ -120,10 +119,3 @@ def _extents(caller: str, shape: int | Sequence[int]) -> tuple[int, ...]:
             f"{caller}: a shape consists of integers that are not negative, got {given}"
         )
     return extents
-
-
-class Methods:
-    """Of a group."""
-
-    shared_empty = method(shared_empty)
-    host_array = method(host_array)

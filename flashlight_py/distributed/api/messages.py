@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from flashlight_py.device import deferred
-from flashlight_py.distributed.api.methods import method
 from flashlight_py.distributed.calls.checks import check_rank
 from flashlight_py.distributed.calls.messaging import P2POp, begin_all, ends_of, exchange, run
 from flashlight_py.distributed.calls.running import refusing
@@ -82,7 +81,7 @@ def recv(
         if y is NotImplemented:
             y = deferred(recv, x, src, tag, group)
         if y is not NotImplemented:
-            return y  # type: ignore[no-any-return]
+            return y
     members, op = of(group), P2POp("recv", x, src, tag, partial)
     with refusing(members, "recv", [op.end], [x]):
         filled: X = run(members, op)
@@ -104,7 +103,7 @@ def isend(x: X, dst: int, tag: int = 0, group: ProcessGroup | None = None) -> Wo
     if y is NotImplemented:
         y = deferred(isend, x, dst, tag, group)
     if y is not NotImplemented:
-        return y  # type: ignore[no-any-return]
+        return y
     members, op = of(group), P2POp("send", x, dst, tag)
     with refusing(members, "isend", [op.end], [x]):
         return begin_all(members, [op])[0]
@@ -131,7 +130,7 @@ def irecv(
         if y is NotImplemented:
             y = deferred(irecv, x, src, tag, group)
         if y is not NotImplemented:
-            return y  # type: ignore[no-any-return]
+            return y
     members, op = of(group), P2POp("recv", x, src, tag, partial)
     with refusing(members, "irecv", [op.end], [x]):
         work = begin_all(members, [op])[0]
@@ -179,7 +178,7 @@ def sendrecv(
     if y is NotImplemented:
         y = deferred(sendrecv, x, dst, out, src, tag, recv_tag, group)
     if y is not NotImplemented:
-        return y  # type: ignore[no-any-return]
+        return y
     members, sending = of(group), P2POp("send", x, dst, tag)
     receiving = P2POp("recv", out, src, other)
     with refusing(members, "sendrecv", [sending.end, receiving.end], [x, out]):
@@ -207,14 +206,3 @@ def batch_isend_irecv(ops: Sequence[P2POp], group: ProcessGroup | None = None) -
     members, given = of(group), [getattr(op, "x", None) for op in ops]
     with refusing(members, "batch_isend_irecv", ends_of(ops), given):
         return AllOf(begin_all(members, ops))
-
-
-class Methods:
-    """Of a group."""
-
-    send = method(send)
-    recv = method(recv)
-    isend = method(isend)
-    irecv = method(irecv)
-    sendrecv = method(sendrecv)
-    batch_isend_irecv = method(batch_isend_irecv)

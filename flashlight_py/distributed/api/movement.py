@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from flashlight_py.device import Array
-from flashlight_py.distributed.api.methods import method
 from flashlight_py.distributed.calls.arrays import require_length
 from flashlight_py.distributed.calls.checks import check_rank
 from flashlight_py.distributed.calls.running import collective, refusing
@@ -23,21 +22,9 @@ __all__ = ["all_gather", "all_to_all", "broadcast", "gather", "scatter"]
 X = TypeVar("X")
 
 
-@overload
-def broadcast(
-    x: X, root: int = 0, async_op: Literal[False] = False, group: ProcessGroup | None = None
-) -> X: ...
-@overload
-def broadcast(
-    x: X, root: int = 0, *, async_op: Literal[True], group: ProcessGroup | None = None
-) -> Work[X]: ...
-@overload
 def broadcast(
     x: X, root: int = 0, async_op: bool = False, group: ProcessGroup | None = None
-) -> Any: ...
-def broadcast(
-    x: Any, root: int = 0, async_op: bool = False, group: ProcessGroup | None = None
-) -> Any:
+) -> X | Work[X]:
     """Send every rank the ``x`` of rank ``root``, in place.
 
     Args:
@@ -60,28 +47,9 @@ def broadcast(
     return collective(group, BROADCAST, x, root=root, async_op=async_op)
 
 
-@overload
-def all_gather(
-    x: list[Any] | tuple[Any, ...],
-    out: Any = None,
-    async_op: Literal[False] = False,
-    group: ProcessGroup | None = None,
-) -> list[Array]: ...
-@overload
-def all_gather(
-    x: Any, out: Any = None, async_op: Literal[False] = False, group: ProcessGroup | None = None
-) -> Array: ...
-@overload
-def all_gather(
-    x: Any, out: Any = None, *, async_op: Literal[True], group: ProcessGroup | None = None
-) -> Work[Array]: ...
-@overload
 def all_gather(
     x: Any, out: Any = None, async_op: bool = False, group: ProcessGroup | None = None
-) -> Any: ...
-def all_gather(
-    x: Any, out: Any = None, async_op: bool = False, group: ProcessGroup | None = None
-) -> Any:
+) -> Array | list[Array] | Work[Array]:
     """Join the ``x`` of all ranks along the first dimension, in rank order.
 
     Args:
@@ -110,38 +78,13 @@ def all_gather(
     return collective(group, ALL_GATHER, x, out=out, async_op=async_op)
 
 
-@overload
-def gather(
-    x: Any,
-    root: int = 0,
-    out: Any = None,
-    async_op: Literal[False] = False,
-    group: ProcessGroup | None = None,
-) -> Array | None: ...
-@overload
-def gather(
-    x: Any,
-    root: int = 0,
-    out: Any = None,
-    *,
-    async_op: Literal[True],
-    group: ProcessGroup | None = None,
-) -> Work[Array | None]: ...
-@overload
 def gather(
     x: Any,
     root: int = 0,
     out: Any = None,
     async_op: bool = False,
     group: ProcessGroup | None = None,
-) -> Any: ...
-def gather(
-    x: Any,
-    root: int = 0,
-    out: Any = None,
-    async_op: bool = False,
-    group: ProcessGroup | None = None,
-) -> Any:
+) -> Array | Work[Array | None] | None:
     """Join the ``x`` of all ranks along the first dimension, in rank order, on one rank.
 
     Args:
@@ -167,26 +110,6 @@ def gather(
     return collective(group, GATHER, x, root=root, out=out, async_op=async_op)
 
 
-@overload
-def scatter(
-    xs: Any = None,
-    root: int = 0,
-    out: Any = None,
-    async_op: Literal[False] = False,
-    group: ProcessGroup | None = None,
-    rows: Sequence[int] | None = None,
-) -> Array: ...
-@overload
-def scatter(
-    xs: Any = None,
-    root: int = 0,
-    out: Any = None,
-    *,
-    async_op: Literal[True],
-    group: ProcessGroup | None = None,
-    rows: Sequence[int] | None = None,
-) -> Work[Array]: ...
-@overload
 def scatter(
     xs: Any = None,
     root: int = 0,
@@ -194,15 +117,7 @@ def scatter(
     async_op: bool = False,
     group: ProcessGroup | None = None,
     rows: Sequence[int] | None = None,
-) -> Any: ...
-def scatter(
-    xs: Any = None,
-    root: int = 0,
-    out: Any = None,
-    async_op: bool = False,
-    group: ProcessGroup | None = None,
-    rows: Sequence[int] | None = None,
-) -> Any:
+) -> Array | Work[Array]:
     """Send each rank its part of what rank ``root`` has.
 
     The other ranks need not know what arrives: dtype and shape travel along. CuPy arrays are the
@@ -242,26 +157,6 @@ def scatter(
         return scatter.equal() if rows is None else scatter.uneven(rows)
 
 
-@overload
-def all_to_all(
-    x: Any,
-    rows: Sequence[int] | None = None,
-    out: Any = None,
-    async_op: Literal[False] = False,
-    group: ProcessGroup | None = None,
-    return_rows: Literal[False] = False,
-) -> Array: ...
-@overload
-def all_to_all(
-    x: Any,
-    rows: Sequence[int] | None = None,
-    out: Any = None,
-    *,
-    async_op: Literal[True],
-    group: ProcessGroup | None = None,
-    return_rows: Literal[False] = False,
-) -> Work[Array]: ...
-@overload
 def all_to_all(
     x: Any,
     rows: Sequence[int] | None = None,
@@ -269,15 +164,7 @@ def all_to_all(
     async_op: bool = False,
     group: ProcessGroup | None = None,
     return_rows: bool = False,
-) -> Any: ...
-def all_to_all(
-    x: Any,
-    rows: Sequence[int] | None = None,
-    out: Any = None,
-    async_op: bool = False,
-    group: ProcessGroup | None = None,
-    return_rows: bool = False,
-) -> Any:
+) -> Array | tuple[Array, list[int]] | Work[Array]:
     """Send each rank a part of ``x`` and join what each sends, in rank order.
 
     Args:
@@ -323,13 +210,3 @@ def all_to_all(
         return got, received or [got.shape[0] // size] * size
 
     return Then(result, with_rows) if async_op else with_rows(result)
-
-
-class Methods:
-    """Of a group."""
-
-    broadcast = method(broadcast)
-    all_gather = method(all_gather)
-    gather = method(gather)
-    scatter = method(scatter)
-    all_to_all = method(all_to_all)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from flashlight_py.device import Array, array_module, is_cupy
-from flashlight_py.distributed.api.methods import method
 from flashlight_py.distributed.calls.arrays import as_array, pack_terms
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.checks import Apart
@@ -31,26 +30,6 @@ __all__ = ["all_reduce_multiple"]
 X = TypeVar("X")
 
 
-@overload
-def all_reduce_multiple(
-    xs: Sequence[X],
-    scale: float = 1.0,
-    op: Op = "sum",
-    async_op: Literal[False] = False,
-    contiguous: bool = False,
-    group: ProcessGroup | None = None,
-) -> list[X]: ...
-@overload
-def all_reduce_multiple(
-    xs: Sequence[X],
-    scale: float = 1.0,
-    op: Op = "sum",
-    *,
-    async_op: Literal[True],
-    contiguous: bool = False,
-    group: ProcessGroup | None = None,
-) -> Work[list[X]]: ...
-@overload
 def all_reduce_multiple(
     xs: Sequence[X],
     scale: float = 1.0,
@@ -58,15 +37,7 @@ def all_reduce_multiple(
     async_op: bool = False,
     contiguous: bool = False,
     group: ProcessGroup | None = None,
-) -> Any: ...
-def all_reduce_multiple(
-    xs: Sequence[Any],
-    scale: float = 1.0,
-    op: Op = "sum",
-    async_op: bool = False,
-    contiguous: bool = False,
-    group: ProcessGroup | None = None,
-) -> Any:
+) -> list[X] | Work[list[X]]:
     """Combine each array of ``xs`` over the ranks, in place, as :func:`all_reduce` does.
 
     Args:
@@ -169,9 +140,3 @@ def _by_dtype(arrays: list[Array]) -> list[list[Array]]:
     for array in arrays:
         groups.setdefault(f"{array_module(array).__name__} {array.dtype.name}", []).append(array)
     return list(groups.values())
-
-
-class Methods:
-    """Of a group."""
-
-    all_reduce_multiple = method(all_reduce_multiple)

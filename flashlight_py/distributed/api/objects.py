@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from flashlight_py.distributed.api.methods import method
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.checks import check_rank
 from flashlight_py.distributed.calls.running import refusing
@@ -202,12 +201,3 @@ def _with_lengths(pickles: Frame, lengths: Sequence[int]) -> Frame:
     table = np.array(lengths, np.int64).tobytes()
     payload = pickles.content if len(pickles.content) <= _TOGETHER_BYTES else b""
     return Frame(bytearray(table + bytes(payload)))
-
-
-class Methods:
-    """Of a group."""
-
-    broadcast_object = method(broadcast_object)
-    all_gather_object = method(all_gather_object)
-    gather_object = method(gather_object)
-    scatter_object = method(scatter_object)

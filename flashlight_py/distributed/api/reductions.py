@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from flashlight_py.device import Array
-from flashlight_py.distributed.api.methods import method
 from flashlight_py.distributed.calls.running import collective
 from flashlight_py.distributed.constants import Op
 from flashlight_py.distributed.groups.membership import native
@@ -21,38 +20,13 @@ __all__ = ["all_reduce", "reduce", "reduce_scatter", "scan", "exscan"]
 X = TypeVar("X")
 
 
-@overload
-def all_reduce(
-    x: X,
-    scale: float = 1.0,
-    op: Op = "sum",
-    async_op: Literal[False] = False,
-    group: ProcessGroup | None = None,
-) -> X: ...
-@overload
-def all_reduce(
-    x: X,
-    scale: float = 1.0,
-    op: Op = "sum",
-    *,
-    async_op: Literal[True],
-    group: ProcessGroup | None = None,
-) -> Work[X]: ...
-@overload
 def all_reduce(
     x: X,
     scale: float = 1.0,
     op: Op = "sum",
     async_op: bool = False,
     group: ProcessGroup | None = None,
-) -> Any: ...
-def all_reduce(
-    x: Any,
-    scale: float = 1.0,
-    op: Op = "sum",
-    async_op: bool = False,
-    group: ProcessGroup | None = None,
-) -> Any:
+) -> X | Work[X]:
     """Combine ``x`` of all ranks; afterwards every rank holds ``scale`` times the result.
 
     In place, for any shape and memory layout; every rank must pass the same shape and dtype.
@@ -103,26 +77,6 @@ def all_reduce(
     return collective(group, ALL_REDUCE, x, scale=scale, op=op, async_op=async_op)
 
 
-@overload
-def reduce(
-    x: X,
-    root: int = 0,
-    op: Op = "sum",
-    scale: float = 1.0,
-    async_op: Literal[False] = False,
-    group: ProcessGroup | None = None,
-) -> X: ...
-@overload
-def reduce(
-    x: X,
-    root: int = 0,
-    op: Op = "sum",
-    scale: float = 1.0,
-    *,
-    async_op: Literal[True],
-    group: ProcessGroup | None = None,
-) -> Work[X]: ...
-@overload
 def reduce(
     x: X,
     root: int = 0,
@@ -130,15 +84,7 @@ def reduce(
     scale: float = 1.0,
     async_op: bool = False,
     group: ProcessGroup | None = None,
-) -> Any: ...
-def reduce(
-    x: Any,
-    root: int = 0,
-    op: Op = "sum",
-    scale: float = 1.0,
-    async_op: bool = False,
-    group: ProcessGroup | None = None,
-) -> Any:
+) -> X | Work[X]:
     """Combine ``x`` of all ranks; afterwards rank ``root`` holds ``scale`` times the result.
 
     In place on ``root``; the arrays of the other ranks stay as they are. Values are combined in
@@ -166,38 +112,6 @@ def reduce(
     return collective(group, REDUCE, x, root=root, op=op, scale=scale, async_op=async_op)
 
 
-@overload
-def reduce_scatter(
-    x: list[Any] | tuple[Any, ...],
-    scale: float = 1.0,
-    op: Op = "sum",
-    out: Any = None,
-    async_op: Literal[False] = False,
-    group: ProcessGroup | None = None,
-    rows: Sequence[int] | None = None,
-) -> list[Array]: ...
-@overload
-def reduce_scatter(
-    x: Any,
-    scale: float = 1.0,
-    op: Op = "sum",
-    out: Any = None,
-    async_op: Literal[False] = False,
-    group: ProcessGroup | None = None,
-    rows: Sequence[int] | None = None,
-) -> Array: ...
-@overload
-def reduce_scatter(
-    x: Any,
-    scale: float = 1.0,
-    op: Op = "sum",
-    out: Any = None,
-    *,
-    async_op: Literal[True],
-    group: ProcessGroup | None = None,
-    rows: Sequence[int] | None = None,
-) -> Work[Array]: ...
-@overload
 def reduce_scatter(
     x: Any,
     scale: float = 1.0,
@@ -206,16 +120,7 @@ def reduce_scatter(
     async_op: bool = False,
     group: ProcessGroup | None = None,
     rows: Sequence[int] | None = None,
-) -> Any: ...
-def reduce_scatter(
-    x: Any,
-    scale: float = 1.0,
-    op: Op = "sum",
-    out: Any = None,
-    async_op: bool = False,
-    group: ProcessGroup | None = None,
-    rows: Sequence[int] | None = None,
-) -> Any:
+) -> Array | list[Array] | Work[Array]:
     """Combine ``x`` of all ranks and return this rank's part of the result.
 
     Args:
@@ -250,38 +155,13 @@ def reduce_scatter(
     return collective(group, REDUCE_SCATTER, x, **how, async_op=async_op)
 
 
-@overload
-def scan(
-    x: X,
-    op: Op = "sum",
-    scale: float = 1.0,
-    async_op: Literal[False] = False,
-    group: ProcessGroup | None = None,
-) -> X: ...
-@overload
-def scan(
-    x: X,
-    op: Op = "sum",
-    scale: float = 1.0,
-    *,
-    async_op: Literal[True],
-    group: ProcessGroup | None = None,
-) -> Work[X]: ...
-@overload
 def scan(
     x: X,
     op: Op = "sum",
     scale: float = 1.0,
     async_op: bool = False,
     group: ProcessGroup | None = None,
-) -> Any: ...
-def scan(
-    x: Any,
-    op: Op = "sum",
-    scale: float = 1.0,
-    async_op: bool = False,
-    group: ProcessGroup | None = None,
-) -> Any:
+) -> X | Work[X]:
     """Combine ``x`` of the ranks up to this one, in rank order: a prefix reduction.
 
     In place; afterwards rank r holds ``scale`` times the result of ranks 0 to r, with the same bits
@@ -310,38 +190,13 @@ def scan(
     return collective(group, SCAN, x, op=op, scale=scale, async_op=async_op)
 
 
-@overload
-def exscan(
-    x: X,
-    op: Op = "sum",
-    scale: float = 1.0,
-    async_op: Literal[False] = False,
-    group: ProcessGroup | None = None,
-) -> X: ...
-@overload
-def exscan(
-    x: X,
-    op: Op = "sum",
-    scale: float = 1.0,
-    *,
-    async_op: Literal[True],
-    group: ProcessGroup | None = None,
-) -> Work[X]: ...
-@overload
 def exscan(
     x: X,
     op: Op = "sum",
     scale: float = 1.0,
     async_op: bool = False,
     group: ProcessGroup | None = None,
-) -> Any: ...
-def exscan(
-    x: Any,
-    op: Op = "sum",
-    scale: float = 1.0,
-    async_op: bool = False,
-    group: ProcessGroup | None = None,
-) -> Any:
+) -> X | Work[X]:
     """Combine ``x`` of the ranks before this one, in rank order: an exclusive prefix reduction.
 
     As :func:`scan`, without this rank's own: rank r gets the result of ranks 0 to r - 1. Rank 0,
@@ -364,13 +219,3 @@ def exscan(
     if y is not NotImplemented:
         return y
     return collective(group, EXSCAN, x, op=op, scale=scale, async_op=async_op)
-
-
-class Methods:
-    """Of a group."""
-
-    all_reduce = method(all_reduce)
-    reduce = method(reduce)
-    reduce_scatter = method(reduce_scatter)
-    scan = method(scan)
-    exscan = method(exscan)

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from flashlight_py.distributed.api import (
-    groups,
-    locations,
-    memory,
-    messages,
-    movement,
-    multiple,
-    objects,
-    reductions,
-)
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from flashlight_py.distributed import api
 from flashlight_py.distributed.groups.membership import Membership
 
 
-class ProcessGroup(
-    reductions.Methods,
-    locations.Methods,
-    multiple.Methods,
-    movement.Methods,
-    messages.Methods,
-    objects.Methods,
-    memory.Methods,
-    groups.Methods,
-    Membership,
-):
+class ProcessGroup(Membership):
     """Some ranks of the world and the backend that joins them.
 
     ``rank`` is this process's place in the group (-1: it is not in it, and every verb raises
@@ -35,3 +21,27 @@ class ProcessGroup(
 
     The methods are the public functions of the same names, without their argument ``group``.
     """
+
+
+def _method(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` as a method: its argument ``group`` is the object itself."""
+    signature = inspect.signature(function)
+    names = list(signature.parameters)
+    place = names.index("group")
+
+    @functools.wraps(function)
+    def bound(self: ProcessGroup, /, *args: Any, **how: Any) -> Any:
+        if len(args) > place:
+            return function(*args[:place], self, *args[place:], **how)
+        return function(*args, group=self, **how)
+
+    bound.__code__ = bound.__code__.replace(co_name=function.__name__)  # for flight records
+    others = [p for name, p in signature.parameters.items() if name != "group"]
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    bound.__signature__ = signature.replace(parameters=[own, *others])
+    return bound
+
+
+for _name in api.__all__:
+    if _name not in ("P2POp", "sync_distributed"):  # no verb; Membership.synchronize
+        setattr(ProcessGroup, _name, _method(getattr(api, _name)))
