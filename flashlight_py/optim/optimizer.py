@@ -21,7 +21,7 @@ from flashlight_py.device import (
     leave_recording,
     to_device,
 )
-from flashlight_py.optim import cuda, reference
+from flashlight_py.optim import cpu, cuda
 from flashlight_py.optim.cpu import native, sum_of_squares
 from flashlight_py.optim.cuda import Rule
 
@@ -493,7 +493,7 @@ class RuleOptimizer(FirstOrderOptimizer):
         module = native()
         if module is not None and module.change(rule, piece, grad_scale, zero):
             return
-        reference.change(*rule, piece, grad_scale)
+        cpu.change(*rule, piece, grad_scale)
         for grad in piece[1] if zero else ():
             grad[...] = 0
 
