@@ -27,7 +27,7 @@ struct Rule {
   Step float32, float64;
 };
 
-// As sum_of_squares() in flashlight_py/optim/reference.py.
+// As sum_of_squares() in flashlight_py/optim/cpu.py.
 using Squares = double (*)(const void* grad, size_t size);
 
 struct Set {

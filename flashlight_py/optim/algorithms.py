@@ -19,16 +19,15 @@ class SGDOptimizer(RuleOptimizer):
     Nesterov ``p -= lr * (g + momentum * v)`` (Sutskever et al., ICML 2013, in the form of
     flashlight and torch). Without momentum ``p -= lr * g``.
 
+    Arguments and errors in common: see :class:`FirstOrderOptimizer`.
+
     Args:
-        params: the variables to change.
-        lr: the learning rate, at least 0.
         momentum: how much of the last step is kept, at least 0.
         weight_decay: the factor of the L2 penalty's gradient, at least 0.
         nesterov: look ahead; needs momentum.
 
     Raises:
-        TypeError: ``params`` is not an iterable of variables, or a number is none.
-        ValueError: a number is negative, ``params`` is empty, or Nesterov without momentum.
+        ValueError: also for Nesterov without momentum.
     """
 
     def __init__(
@@ -63,19 +62,12 @@ class AdamOptimizer(RuleOptimizer):
     ``v / (1 - beta2 ** t)`` at the parameter's own step ``t``: algorithm 1 of the paper. ``m`` and
     ``v`` of float16 parameters are float32.
 
+    Arguments and errors in common: see :class:`FirstOrderOptimizer`.
+
     Args:
-        params: the variables to change.
-        lr: the learning rate, at least 0.
-        beta1: decay of the mean of gradients, in ``0 <= beta1 < 1``.
-        beta2: decay of the mean of squares, in ``0 <= beta2 < 1``.
-        eps: keeps the divisor from 0, at least 0.
         weight_decay: at least 0.
         decoupled: shrink parameters by ``lr * weight_decay`` before the step (AdamW, Loshchilov
             and Hutter, ICLR 2019; flashlight's way); else add ``weight_decay * p`` to ``g``.
-
-    Raises:
-        TypeError: ``params`` is not an iterable of variables, or a number is none.
-        ValueError: a number is outside its range, or ``params`` is empty.
     """
 
     def __init__(
@@ -102,17 +94,8 @@ class AdamOptimizer(RuleOptimizer):
         time = self._steps[position]
         rate, root = lr / (1 - beta1**time), 1 / sqrt(1 - beta2**time)
         shrink, penalty = (1 - lr * decay, 0.0) if self.decoupled else (1.0, decay)
-        return "adam", (
-            beta1,
-            1 - beta1,
-            beta2,
-            1 - beta2,
-            self.eps,
-            rate,
-            root,
-            shrink,
-            penalty,
-        )
+        rest1, rest2, eps = 1 - beta1, 1 - beta2, self.eps
+        return "adam", (beta1, rest1, beta2, rest2, eps, rate, root, shrink, penalty)
 
     def _state(self) -> dict[str, list[Any]]:
         return {"steps": self._steps, **super()._state()}
@@ -124,15 +107,7 @@ class AdagradOptimizer(RuleOptimizer):
     ``s = s + g * g``; ``p = (1 - weight_decay) * p - lr * g / (sqrt(s) + eps)``. Without
     ``weight_decay`` that is torch's too, whose ``eps`` is 1e-10; torch's decay is an L2 penalty.
 
-    Args:
-        params: the variables to change.
-        lr: the learning rate, at least 0.
-        eps: keeps the divisor from 0, at least 0.
-        weight_decay: the share of a parameter that each step takes off, whatever ``lr`` is.
-
-    Raises:
-        TypeError: ``params`` is not an iterable of variables, or a number is none.
-        ValueError: a number is negative, or ``params`` is empty.
+    Arguments and errors in common: see :class:`FirstOrderOptimizer`.
     """
 
     def __init__(
@@ -158,17 +133,10 @@ class RMSPropOptimizer(RuleOptimizer):
     least 0, stands in place of ``s`` (torch: ``centered``). Without ``weight_decay`` that is
     torch's too; torch's decay is an L2 penalty.
 
-    Args:
-        params: the variables to change.
-        lr: the learning rate, at least 0.
-        rho: decay of the means, in ``0 <= rho < 1``.
-        eps: keeps the divisor from 0, at least 0.
-        weight_decay: the share of a parameter that each step takes off, whatever ``lr`` is.
-        use_first: scale by the variance instead of the mean of squares.
+    Arguments and errors in common: see :class:`FirstOrderOptimizer`.
 
-    Raises:
-        TypeError: ``params`` is not an iterable of variables, or a number is none.
-        ValueError: a number is outside its range, or ``params`` is empty.
+    Args:
+        use_first: scale by the variance instead of the mean of squares.
     """
 
     def __init__(
@@ -197,16 +165,14 @@ class AdadeltaOptimizer(RuleOptimizer):
     ``p = (1 - weight_decay) * p - lr * d``; ``u = rho * u + (1 - rho) * d * d``. Without
     ``weight_decay`` that is torch's too, whose ``eps`` is 1e-6; torch's decay is an L2 penalty.
 
+    Arguments and errors in common: see :class:`FirstOrderOptimizer`.
+
     Args:
-        params: the variables to change.
         lr: the learning rate, at least 0; 1 in the paper.
-        rho: decay of the means, in ``0 <= rho < 1``.
         eps: the first steps' size, above 0.
-        weight_decay: the share of a parameter that each step takes off, whatever ``lr`` is.
 
     Raises:
-        TypeError: ``params`` is not an iterable of variables, or a number is none.
-        ValueError: a number is outside its range, or ``params`` is empty.
+        ValueError: also where ``eps`` is 0.
     """
 
     def __init__(
@@ -235,17 +201,7 @@ class AMSgradOptimizer(RuleOptimizer):
     ``w = max(w, v)``; ``p = (1 - weight_decay) * p - lr * m / (sqrt(w) + eps)``. As in the paper
     and in flashlight nothing corrects the bias of ``m`` and ``v``; torch's does.
 
-    Args:
-        params: the variables to change.
-        lr: the learning rate, at least 0.
-        beta1: decay of the mean of gradients, in ``0 <= beta1 < 1``.
-        beta2: decay of the mean of squares, in ``0 <= beta2 < 1``.
-        eps: keeps the divisor from 0, at least 0.
-        weight_decay: the share of a parameter that each step takes off, whatever ``lr`` is.
-
-    Raises:
-        TypeError: ``params`` is not an iterable of variables, or a number is none.
-        ValueError: a number is outside its range, or ``params`` is empty.
+    Arguments and errors in common: see :class:`FirstOrderOptimizer`.
     """
 
     def __init__(
@@ -278,17 +234,12 @@ class NovogradOptimizer(RuleOptimizer):
     The norm needs all of a gradient, so this one cannot step inside the backward pass; and it is a
     number in Python: on a GPU each parameter is waited for.
 
+    Arguments and errors in common: see :class:`FirstOrderOptimizer`.
+
     Args:
-        params: the variables to change.
-        lr: the learning rate, at least 0.
-        beta1: decay of the mean of gradients, in ``0 <= beta1 < 1``.
-        beta2: decay of the mean of squared norms, in ``0 <= beta2 < 1``.
+        beta2: decay of the mean of squared norms.
         eps: keeps the divisor from 0, at least 0; where it is 0, a gradient of zeros counts as 0.
         weight_decay: the coefficient of decay, which is scaled by ``lr``; at least 0.
-
-    Raises:
-        TypeError: ``params`` is not an iterable of variables, or a number is none.
-        ValueError: a number is outside its range, or ``params`` is empty.
     """
 
     needs_whole_gradient: ClassVar[bool] = True

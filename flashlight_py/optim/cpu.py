@@ -1,14 +1,18 @@
-"""The native kernels of optimizers, and the sum of the squares of a gradient."""
+"""The rules of optimizers on the CPU, native or in NumPy, and the sum of a gradient's squares."""
 
 from __future__ import annotations
 
 import functools
+import re
+from collections.abc import Sequence
+from importlib import resources
+from types import CodeType
 from typing import Any
 
 import numpy as np
 
 from flashlight_py import _native
-from flashlight_py.device import Array, is_cupy
+from flashlight_py.device import Array, array_module, is_cupy, widened
 
 
 @functools.cache
@@ -16,6 +20,67 @@ def native() -> Any | None:
     """Return the module of the kernels, or None, with a warning, where it is missing."""
     return _native.optional("optim", "optimizers step in NumPy, some ten times slower")
 
+
+def change(rule: str, numbers: Sequence[float], piece: Sequence[Any], grad_scale: float) -> None:
+    """Change the arrays of ``piece`` in place by NumPy or CuPy, to the bit as csrc/optim does.
+
+    What is narrower than float32 is computed in float32, and rounded once.
+
+    Args:
+        rule: the name of a rule of rules.inc.
+        numbers: what the rule takes, in the order of its fields.
+        piece: parameter, list of gradients, states, all of one shape; the gradients count as their
+            sum, added in their order, and stay as they are.
+        grad_scale: the factor of the gradient.
+    """
+    fields, changed, statements = _rules()[rule]
+    param, (first, *others), *states = piece
+    wide = widened(param)
+    total = widened(first)
+    for other in others:
+        total = total + widened(other)
+    # Python's numbers would make float64 of arrays without dimensions.
+    real = wide.dtype.type
+    if grad_scale != 1:
+        total = total * real(grad_scale)
+    values = dict(zip(fields, map(real, numbers), strict=True), grad=total, R=real)
+    values.update(zip(changed, (wide, *map(widened, states)), strict=True))
+    exec(statements, dict(_FUNCTIONS), values)
+    for array, name in zip((param, *states), changed, strict=True):
+        array[...] = values[name]
+
+
+_STRUCT = re.compile(
+    r"struct (\w+) \{.*?\n  R ([^;]+);\n.*?operator\(\)\((.+?)\) const \{(.+?)\}\n", re.DOTALL
+)
+_CHOICE = re.compile(r"(\w+ != 0) \? (.+?) : (\w+)")
+
+
+@functools.cache
+def _rules() -> dict[str, tuple[list[str], list[str], CodeType]]:
+    """Return the fields of each rule of rules.inc, what it changes, and its body as Python."""
+    text = resources.files("flashlight_py.optim").joinpath("rules.inc").read_text("utf-8")
+    found = {}
+    for name, fields, arguments, body in _STRUCT.findall(text):
+        python = _CHOICE.sub(r"\2 if \1 else \3", body.replace("const R ", ""))
+        lines = "\n".join(map(str.strip, python.split(";")))
+        changed = re.findall(r"R &(\w+)", arguments)
+        found[name] = fields.split(", "), changed, compile(lines, f"rules.inc, {name}", "exec")
+    return found
+
+
+def _normal(array: Array) -> Array:
+    is_small = abs(array) < np.finfo(array.dtype).tiny
+    return array_module(array).where(is_small, array.dtype.type(0), array)  # type: ignore[no-any-return]
+
+
+# What rules.inc calls, for arrays. Without decay infinite parameters stay.
+_FUNCTIONS = {
+    "decayed": lambda grad, param, decay: grad + param * decay if decay else grad,
+    "larger": lambda a, b: array_module(b).maximum(a, b),
+    "normal": _normal,
+    "sqrt": lambda array: array_module(array).sqrt(array),
+}
 
 BLOCK = 65536  # elements
 

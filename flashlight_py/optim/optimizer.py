@@ -21,7 +21,7 @@ from flashlight_py.device import (
     leave_recording,
     to_device,
 )
-from flashlight_py.optim import cuda, reference
+from flashlight_py.optim import cpu, cuda
 from flashlight_py.optim.cpu import native, sum_of_squares
 from flashlight_py.optim.cuda import Rule
 
@@ -139,15 +139,18 @@ class FirstOrderOptimizer(ABC):
     """Changes parameters in place by their gradients; one without a gradient is skipped.
 
     Make it after ``Module.astype`` and ``Module.to``: its state has the parameters' dtype and
-    device.
+    device. Unless they say otherwise, in all optimizers ``beta1`` and ``beta2`` (of gradients and
+    of their squares) and ``rho`` are the decays of running means, at least 0 and below 1; ``eps``,
+    at least 0, keeps the divisor from 0; ``weight_decay``, at least 0, is the share of a parameter
+    that each step takes off, whatever ``lr`` is.
 
     Args:
         params: the variables to change, such as ``module.params()``; at least one, none twice.
         lr: the learning rate, at least 0.
 
     Raises:
-        TypeError: ``params`` is not an iterable of variables, or ``lr`` is no number.
-        ValueError: ``params`` is empty or names a variable twice, or ``lr`` is negative.
+        TypeError: ``params`` is not an iterable of variables, or a number is none.
+        ValueError: ``params`` is empty or names a variable twice, or a number is outside its range.
     """
 
     def __init__(self, params: Iterable[Variable], lr: float) -> None:
@@ -493,7 +496,7 @@ class RuleOptimizer(FirstOrderOptimizer):
         module = native()
         if module is not None and module.change(rule, piece, grad_scale, zero):
             return
-        reference.change(*rule, piece, grad_scale)
+        cpu.change(*rule, piece, grad_scale)
         for grad in piece[1] if zero else ():
             grad[...] = 0
 

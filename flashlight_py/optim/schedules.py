@@ -24,16 +24,17 @@ class LearningRateSchedule:
     """Sets ``optimizer.lr`` as a function of how often ``step()`` was called.
 
     The base rate is the one that the optimizer has when the schedule is made; the rate of step 0 is
-    set at once. Momentum stays as it is.
+    set at once. Momentum stays as it is. In all schedules rates, factors and ``gamma`` are at least
+    0, and lengths such as ``step_size``, ``total_iters`` and ``T_max`` are at least 1, in steps.
 
     Args:
         optimizer: of ``fl.optim``, an ``fl.DistributedOptimizer``, or anything else whose ``lr``
             can be assigned.
-        formula: from the base rate and the number of steps, from 0 on, to the rate, at least 0.
+        formula: from the base rate and the number of steps, from 0 on, to the rate.
 
     Raises:
-        TypeError: ``optimizer`` has no ``lr``.
-        ValueError: the formula yields a negative rate or nan.
+        TypeError: ``optimizer`` has no ``lr``, or a number is none.
+        ValueError: a number is outside its range; here or in ``step``, a rate is negative or nan.
     """
 
     def __init__(self, optimizer: HasRate, formula: Formula) -> None:
@@ -98,33 +99,14 @@ class LearningRateSchedule:
 
 
 class LambdaLR(LearningRateSchedule):
-    """The base rate times ``lr_lambda(step)``.
-
-    Args:
-        optimizer: see :class:`LearningRateSchedule`.
-        lr_lambda: from the number of steps to a factor, at least 0.
-
-    Raises:
-        TypeError: ``optimizer`` has no ``lr``.
-        ValueError: a negative factor, here or in ``step``.
-    """
+    """The base rate times ``lr_lambda(step)``."""
 
     def __init__(self, optimizer: HasRate, lr_lambda: Callable[[int], float]) -> None:
         super().__init__(optimizer, lambda base, step: base * lr_lambda(step))
 
 
 class StepLR(LearningRateSchedule):
-    """The rate times ``gamma`` after every ``step_size`` steps.
-
-    Args:
-        optimizer: see :class:`LearningRateSchedule`.
-        step_size: number of steps, at least 1.
-        gamma: the factor, at least 0.
-
-    Raises:
-        TypeError: ``optimizer`` has no ``lr``, or a number is none.
-        ValueError: a number is outside its range.
-    """
+    """The rate times ``gamma`` after every ``step_size`` steps."""
 
     def __init__(self, optimizer: HasRate, step_size: int, gamma: float = 0.1) -> None:
         size, gamma = _steps("step_size", step_size), check_at_least_zero("gamma", gamma)
@@ -134,14 +116,7 @@ class StepLR(LearningRateSchedule):
 class MultiStepLR(LearningRateSchedule):
     """The rate times ``gamma`` at each of the ``milestones``.
 
-    Args:
-        optimizer: see :class:`LearningRateSchedule`.
-        milestones: numbers of steps, in any order; one that is there twice counts twice.
-        gamma: the factor, at least 0.
-
-    Raises:
-        TypeError: ``optimizer`` has no ``lr``, or a number is none.
-        ValueError: ``gamma`` is negative.
+    They are numbers of steps, in any order; one that is there twice counts twice.
     """
 
     def __init__(self, optimizer: HasRate, milestones: Sequence[int], gamma: float = 0.1) -> None:
@@ -150,16 +125,7 @@ class MultiStepLR(LearningRateSchedule):
 
 
 class ExponentialLR(LearningRateSchedule):
-    """The rate times ``gamma`` after every step.
-
-    Args:
-        optimizer: see :class:`LearningRateSchedule`.
-        gamma: the factor, at least 0.
-
-    Raises:
-        TypeError: ``optimizer`` has no ``lr``, or ``gamma`` is no number.
-        ValueError: ``gamma`` is negative.
-    """
+    """The rate times ``gamma`` after every step."""
 
     def __init__(self, optimizer: HasRate, gamma: float) -> None:
         gamma = check_at_least_zero("gamma", gamma)
@@ -170,16 +136,6 @@ class LinearLR(LearningRateSchedule):
     """Warm-up: from ``start_factor`` to ``end_factor`` times the base rate, in a straight line.
 
     After ``total_iters`` steps the rate stays. :class:`SequentialLR` goes on with another schedule.
-
-    Args:
-        optimizer: see :class:`LearningRateSchedule`.
-        start_factor: the factor of step 0, at least 0.
-        end_factor: the factor in the end, at least 0.
-        total_iters: number of steps, at least 1.
-
-    Raises:
-        TypeError: ``optimizer`` has no ``lr``, or a number is none.
-        ValueError: a number is outside its range.
     """
 
     def __init__(
@@ -203,15 +159,6 @@ class CosineAnnealingLR(LearningRateSchedule):
 
     Past ``T_max`` it rises again, as torch's does: the period is ``2 * T_max`` (SGDR without
     restarts, Loshchilov and Hutter, ICLR 2017).
-
-    Args:
-        optimizer: see :class:`LearningRateSchedule`.
-        T_max: number of steps, at least 1.
-        eta_min: the lowest rate, at least 0.
-
-    Raises:
-        TypeError: ``optimizer`` has no ``lr``, or a number is none.
-        ValueError: a number is outside its range.
     """
 
     def __init__(self, optimizer: HasRate, T_max: int, eta_min: float = 0.0) -> None:
@@ -227,10 +174,9 @@ class OneCycleLR(LearningRateSchedule):
 
     Args:
         optimizer: see :class:`LearningRateSchedule`.
-        max_lr: the highest rate, at least 0.
+        max_lr: the highest rate.
         total_steps: the length of the cycle in steps; default ``epochs * steps_per_epoch``.
-        epochs: number of epochs, where ``total_steps`` is not given.
-        steps_per_epoch: number of steps of each.
+        epochs, steps_per_epoch: needed only without ``total_steps``.
         pct_start: the part of the cycle in which the rate rises, in ``0 < pct_start < 1``.
         anneal_strategy: ``"cos"`` or ``"linear"``: the shape of each phase.
         div_factor: the first rate is ``max_lr`` divided by it, above 0.
@@ -238,9 +184,8 @@ class OneCycleLR(LearningRateSchedule):
         three_phase: go down as fast as up, to the first rate, then on to the last one.
 
     Raises:
-        TypeError: ``optimizer`` has no ``lr``, or a number is none.
-        ValueError: a number is outside its range, the length is not given, or the phases are too
-            short to have a step each; and by ``step()`` past the end.
+        ValueError: also if the length is not given, or the phases are too short to have a step
+            each; and by ``step()`` past the end.
     """
 
     def __init__(
@@ -307,19 +252,13 @@ class OneCycleLR(LearningRateSchedule):
 class SequentialLR(LearningRateSchedule):
     """One schedule after the other, such as a warm-up and what follows it.
 
-    Each begins with its step 0 at its milestone, from the base rate of the first one, which has to
-    be made first. From then on only this schedule's ``step()`` is called.
-
-    Args:
-        optimizer: see :class:`LearningRateSchedule`.
-        schedulers: made for this optimizer, in the order of their turns.
-        milestones: where the second and later ones begin, in steps, rising; one less than there are
-            schedules.
+    Each of ``schedulers``, all made for this optimizer, begins with its step 0, from the base rate
+    of the first one, which has to be made first: the second and later ones at ``milestones``, in
+    steps, rising. From then on only this schedule's ``step()`` is called.
 
     Raises:
-        TypeError: ``optimizer`` has no ``lr``.
-        ValueError: a schedule is of another optimizer, or the milestones do not rise or are too few
-            or too many.
+        ValueError: also if a schedule is of another optimizer, or the milestones do not rise or are
+            not one less than the schedules.
 
     Example:
         >>> optimizer = fl.optim.SGDOptimizer([fl.param(np.ones(2))], lr=1.0)

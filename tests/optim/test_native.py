@@ -1,4 +1,4 @@
-"""The kernels of csrc/optim give the bits of optim.reference, and leave what does not fit to it."""
+"""The kernels of csrc/optim and the statements of rules.inc on arrays give the reference's bits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 from flashlight_py import _native, optim
 from flashlight_py.autograd import Variable, param
 from flashlight_py.device import to_device
-from flashlight_py.optim import cpu, optimizer, reference
+from flashlight_py.optim import cpu, optimizer
+from tests.optim import reference
 
 MODULE = cpu.native()
 pytestmark = pytest.mark.skipif(MODULE is None, reason="csrc/optim was not built")
@@ -178,8 +179,20 @@ def test_what_does_not_fit_is_stepped_by_the_reference(make: Make, what: str, wi
     assert with_native == run()
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@EVERY_RULE
+def test_rules_on_arrays_give_the_bits_of_the_reference(
+    make: Make, dtype: str, without: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference is a second writing of the rules, which shares no line with rules.inc."""
+    without()
+    found = stepped(make, dtype, SIZES), in_slices(make, dtype, zero=False)
+    monkeypatch.setattr(cpu, "change", reference.change)
+    assert found == (stepped(make, dtype, SIZES), in_slices(make, dtype, zero=False))
+
+
 def test_what_fits_is_not_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(reference, "change")
+    monkeypatch.delattr(cpu, "change")
     for make in RULES.values():
         stepped(make, "float32", [3, 100])
 

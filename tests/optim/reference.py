@@ -1,4 +1,4 @@
-"""The rules of the optimizers in the words of NumPy and CuPy: what csrc/optim computes, to the bit.
+"""The rules of the optimizers written a second time, for NumPy and CuPy, to check those that run.
 
 Each takes a parameter, its gradient, its states and numbers, and returns the new values of the
 parameter and of the states, as new arrays.
