@@ -126,6 +126,10 @@ class Backend(abc.ABC):
         """
         return left_to_python, left_to_python
 
+    def cupy_side(self) -> Backend | None:
+        """Return the backend of the same ranks for CuPy arrays; None: NCCL joins their GPUs."""
+        return None
+
     def step(self, verb: Verb, array: Array, seconds: float) -> Any:
         """Return the result of ``verb`` of ``array``, which is a step of a call; blocking."""
         return self.start(Call(verb, array, seconds=seconds)).wait()

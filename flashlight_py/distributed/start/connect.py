@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 
 from flashlight_py import _native
 from flashlight_py.distributed.backend import Backend
@@ -19,6 +20,9 @@ from flashlight_py.distributed.start.routes import address_inside
 from flashlight_py.distributed.start.settings import Settings
 from flashlight_py.distributed.start.topology import exchange_process_info, ranks_by_memory
 from flashlight_py.errors import BackendUnavailableError, UnavailableEverywhereError
+
+# A wing: found by its name, when it is asked for.
+_MPI = "flashlight_py.distributed.backends.mpi.joining"
 
 
 @dataclass(frozen=True)
@@ -65,12 +69,9 @@ def gpu_joiner(rule: DeviceRule, settings: Settings) -> Callable[[Backend], Back
     """Return what joins the GPUs of a group, given its CPU backend."""
 
     def join(cpu: Backend) -> Backend:
-        from flashlight_py.distributed.backends.mpi.backend import MpiBackend
-
-        if isinstance(cpu, MpiBackend):
-            from flashlight_py.distributed.backends.mpi.backend import MpiGpuBackend
-
-            return MpiGpuBackend(cpu)
+        cupy_side = cpu.cupy_side()
+        if cupy_side is not None:
+            return cupy_side
         from flashlight_py.distributed.backends.nccl.joining import join_gpus
 
         return join_gpus(rule, settings.timeout, settings.joining_seconds, cpu)
@@ -79,13 +80,11 @@ def gpu_joiner(rule: DeviceRule, settings: Settings) -> Callable[[Backend], Back
 
 
 def _mpi(store: Store, settings: Settings) -> Connection:
-    from flashlight_py.distributed.backends.mpi.joining import join
-
     def join_cpus() -> Backend:  # which only compare calls
         return _by_cpu(store, replace(settings, backend="auto", checks=True)).backend
 
     how = settings.timeout, settings.checks, settings.mpi_cuda_aware
-    backend = join(store, join_cpus, *how)
+    backend = import_module(_MPI).join(store, join_cpus, *how)
     return Connection(backend, f"BACKEND is mpi; calls are compared over {backend.control.path}")
 
 

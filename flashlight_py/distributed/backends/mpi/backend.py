@@ -94,6 +94,10 @@ class MpiBackend(Group):
         """Let the others know that this rank begins no more messages; see ``Backend``."""
         self.control.leave()
 
+    def cupy_side(self) -> Backend:
+        """Return the backend of the same ranks for CuPy arrays."""
+        return MpiGpuBackend(self)
+
     def lost(self, doing: str) -> DistributedError | None:
         """Return why nothing can be done in the group any more; see ``Backend``."""
         return self.control.lost(doing)
