@@ -40,7 +40,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "tape": (*FRAMEWORK[:5], "libraries", "_native"),
     # Workers are processes that this one starts, as the ranks of spawn.
     "parallel.workers": (*FRAMEWORK, "cores", "distributed", "launch"),
-    "parallel": (*FRAMEWORK, "dataset", "meter", "distributed", "tagi", "_native"),
+    "parallel": (*FRAMEWORK, "dataset", "meter", "distributed", "_native"),
+    "tagi.distributed": ("tagi", "errors", "device", "distributed", "parallel"),
     "tagi": ("errors", "device", "random", "kernels", "_native"),
     "trace": ("errors", "distributed"),
     "checkpoint": ("_version", *FRAMEWORK[:3], "distributed", "parallel"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import Protocol, SupportsIndex
 
 import numpy as np
 
@@ -25,8 +25,14 @@ from flashlight_py.parallel.gradient_sync import PassSync
 from flashlight_py.parallel.parameters import give_state
 from flashlight_py.parallel.synchronize import synchronize
 
-if TYPE_CHECKING:
-    from flashlight_py.parallel.tagi import DDPSequential
+
+class Trained(Protocol):
+    """A network, not of modules, that ranks train together: a ``fl.tagi.DDPSequential``."""
+
+    sync: PassSync
+
+    def synchronize(self, root: int = 0) -> object:
+        """Give all ranks what ``root`` has. Collective, blocking."""
 
 
 class Joined:
@@ -102,7 +108,7 @@ class Joined:
 
 @contextlib.contextmanager
 def join(
-    module: Module | DDPSequential, optimizer: FirstOrderOptimizer | None = None
+    module: Module | Trained, optimizer: FirstOrderOptimizer | None = None
 ) -> Iterator[Joined]:
     """Within the context, ranks may run different numbers of backward passes, also none at all.
 
@@ -163,7 +169,7 @@ def join(
         synchronize(optimizer, root, group)
 
 
-def _sync_of(module: Module | DDPSequential) -> PassSync:
+def _sync_of(module: Module | Trained) -> PassSync:
     if isinstance(module, Module):
         return gradient_sync_of(module, "join")
     sync = getattr(module, "sync", None)

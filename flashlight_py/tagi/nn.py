@@ -33,7 +33,7 @@ from flashlight_py.tagi.states import BaseDeltaStates, BaseHiddenStates
 from flashlight_py.tagi.updater import OutputUpdater
 
 if TYPE_CHECKING:
-    from flashlight_py.parallel.tagi import DDPConfig, DDPSequential
+    from flashlight_py.tagi.distributed import DDPConfig, DDPSequential
 
 __all__ = [
     "AvgPool2d",
@@ -75,5 +75,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import what communicates when it is first used: networks know nothing of it."""
     if name in ("DDPConfig", "DDPSequential"):
-        return getattr(import_module("flashlight_py.parallel.tagi"), name)
+        return getattr(import_module("flashlight_py.tagi.distributed"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
