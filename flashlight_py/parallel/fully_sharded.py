@@ -190,7 +190,7 @@ def _before_forward(shards: HostShards | GatheredShards, module: Module) -> None
 
 
 class HostShards(Shards):
-    """What the parameters of a module have in common that is sharded in the memory of hosts.
+    """The common part of the parameters of a module that is sharded in the memory of hosts.
 
     Args:
         params: in the order in which their gradients are sent.

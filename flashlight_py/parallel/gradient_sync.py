@@ -154,7 +154,7 @@ def _owner_of(param: Variable) -> object:
 
 
 class PassSync(InPasses, abc.ABC):
-    """What adds up something of every backward pass over the ranks, and lets them join.
+    """A sum over the ranks in every backward pass, in which ranks without data can join.
 
     ``weigh(first)``, where it is set, says before each array is passed to ``reducer`` what to
     multiply it by; ``first``: it begins a pass. A weight of 0: nothing of this rank was used.
@@ -208,7 +208,7 @@ class PassSync(InPasses, abc.ABC):
 
 
 class Hooked:
-    """What reduces the gradients of ``_params``, which have its methods for hooks."""
+    """A sync whose methods are the gradient hooks of ``_params``."""
 
     _params: Sequence[Variable]
 

@@ -36,7 +36,7 @@ class Trained(Protocol):
 
 
 class Joined:
-    """What :func:`flashlight_py.join` yields to the body of its ``with``."""
+    """The object that :func:`flashlight_py.join` yields to the body of its ``with``."""
 
     def __init__(self, sync: PassSync, group: ProcessGroup) -> None:
         self._sync = sync

@@ -1,4 +1,4 @@
-"""Where the gradients of leaves lie: rows of memory that work as a stack, and what adds them up."""
+"""The memory of the leaves' gradients: rows that work as a stack, and their sums."""
 
 from __future__ import annotations
 

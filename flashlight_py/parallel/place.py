@@ -1,4 +1,4 @@
-"""Which share of the data this process takes: that of its rank in the world, or one passed."""
+"""This process's share of the data: that of its rank in the world, or one passed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of a host have in common of a sharded module: parameters, gradients, state.
+"""Memory that the ranks of a host share of a sharded module: parameters, gradients, state.
 
 Each lies once, as flat arrays in memory that all of them map. Between hosts it is summed, and sent,
 by the first ranks of each, which all see the whole of it.
@@ -197,7 +197,7 @@ class HostMemory:
         self.protect(True)
 
     def protect(self, on: bool) -> None:
-        """Where that is asked for, have every write to parameters end the process, or allow it."""
+        """Have every write to parameters end the process, or allow it, if that is asked for."""
         if not self.is_debugged:
             return
         libc = ctypes.CDLL(None, use_errno=True)
@@ -264,7 +264,7 @@ class HostMemory:
 
 
 class HostPlacement(Placement):
-    """Where one parameter lies in flat arrays of layout ``name``: at ``position`` of ``unit``."""
+    """The place of one parameter in flat arrays of layout ``name``: at ``position`` of ``unit``."""
 
     shards: HostShards
     __captured_state__ = ("shards",)

@@ -1,4 +1,4 @@
-"""Where a sharded module's parameters lie, and which rank steps which elements: pure.
+"""The layout of a sharded module's parameters, and the elements that each rank steps: pure.
 
 All parameters of a dtype lie in one flat array, and their gradients in another of the same order.
 The flat array is cut into chunks, no larger than a bucket; rank r of a host sums, and steps, the

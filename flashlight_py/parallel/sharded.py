@@ -1,4 +1,4 @@
-"""What is for parameters of which every rank has a copy refuses those that ranks have in common."""
+"""Reject parameters that ranks share, where each rank must have a copy."""
 
 from __future__ import annotations
 

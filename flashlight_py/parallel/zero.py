@@ -123,7 +123,7 @@ def _row(elements: int, ranks: int, taken: set[int]) -> int:
 
 
 class GatherSync(PassSync):
-    """What ``no_sync`` and ``join`` find: neither changes anything, and the second is refused."""
+    """The sync for ``no_sync``, which changes nothing, and for ``join``, which is refused."""
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__(InlineReducer(1.0, group=group))

@@ -174,7 +174,7 @@ class Reduction:
 
 
 class Cut:
-    """Which elements of a parameter a rank has: ``here`` in its part, ``of_all`` in the whole."""
+    """A rank's elements of a parameter: ``here`` in its part, ``of_all`` in the whole."""
 
     def __init__(self, flat: Flat, position: int, rank: int | None = None) -> None:
         first = (flat.group.rank if rank is None else rank) * flat.row
@@ -259,7 +259,7 @@ class PartedVariable(Variable):
 
     @property
     def buffer(self) -> Array | GradSink | None:
-        """Where a backward pass is to write all of the gradient; None outside of one."""
+        """The array that a backward pass writes the whole gradient to; None outside of one."""
         placement = self.placement
         homes = placement.shards.homes_of(placement.flat)
         return None if homes is None else homes[placement.position]

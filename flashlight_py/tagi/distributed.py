@@ -38,7 +38,7 @@ _BACKENDS = ("auto", "nccl", "gloo", "shm", "mpi")
 
 
 class DDPConfig:
-    """What pytagi's DDPSequential needs to know; here nothing of it is needed.
+    """The configuration of pytagi's DDPSequential; here nothing of it is needed.
 
     Args:
         device_ids: the GPU of each rank; empty: the network stays where it is.

@@ -1,4 +1,4 @@
-"""Which rank has the extreme."""
+"""The rank that has an extreme."""
 
 from __future__ import annotations
 

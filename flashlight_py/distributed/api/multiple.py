@@ -76,7 +76,7 @@ def all_reduce_multiple(
 
 
 class _Begun:
-    """What other ranks begin of an all_reduce_multiple that this rank refuses."""
+    """The calls that other ranks begin of an all_reduce_multiple that this rank refuses."""
 
     def __init__(self, xs: Any, contiguous: bool) -> None:
         self._xs, self._contiguous = xs, contiguous

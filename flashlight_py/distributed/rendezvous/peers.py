@@ -1,4 +1,4 @@
-"""Who takes part in a rendezvous: processes, their names in messages, who is dead or missing."""
+"""The members of a rendezvous: processes, their names in messages, the dead and the missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where ranks find rank 0: what a host's port and a file that all see have in common."""
+"""The place of a meeting: the common part of a host's port and of a file that all see."""
 
 from __future__ import annotations
 

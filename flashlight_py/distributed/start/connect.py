@@ -1,4 +1,4 @@
-"""Which backend joins the ranks of a store, and why that one."""
+"""The choice of the backend that joins the ranks of a store, with its reason."""
 
 from __future__ import annotations
 

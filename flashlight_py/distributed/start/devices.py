@@ -1,4 +1,4 @@
-"""Which GPU is this rank's, and whether there is one at all."""
+"""This rank's GPU, if there is one."""
 
 from __future__ import annotations
 

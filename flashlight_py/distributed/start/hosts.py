@@ -1,4 +1,4 @@
-"""Who shares a host."""
+"""Ranks that share a host."""
 
 from __future__ import annotations
 

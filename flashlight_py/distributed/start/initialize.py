@@ -306,7 +306,7 @@ def _meet(create: StoreFactory, settings: Settings) -> World:
 
 
 class _Card(NamedTuple):
-    """What a rank says of itself first; ``addresses`` are its host's."""
+    """The first message of a rank about itself; ``addresses`` are its host's."""
 
     host: str
     job: str

@@ -1,4 +1,4 @@
-"""Which address each rank's connections to other hosts use: one that the others can reach.
+"""The address of each rank for connections to other hosts: one that the others can reach.
 
 Names and default routes lie about it: a name may be the loopback's, and behind a NAT many hosts
 have one address. What is known is the connection between a rank and rank 0 of the rendezvous: where
@@ -33,7 +33,7 @@ _REMEDY = (
 
 
 class Card(NamedTuple):
-    """What a rank says of its addresses.
+    """The addresses of a rank, as it reports them.
 
     ``host`` is equal for ranks that the loopback joins, ``name`` for people, ``has`` says which
     interfaces are there. ``asked`` is what the user wants, ``wanted`` the addresses that this

@@ -1,4 +1,4 @@
-"""What a user asks ``distributed_init`` for, checked and typed: ``init_method`` and ``params``."""
+"""The arguments of ``distributed_init``, checked and typed: ``init_method`` and ``params``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KNOWN = (
 
 @dataclass(frozen=True)
 class Settings:
-    """What a user may set. Values may be strings, as flashlight's are; times are in seconds.
+    """Settings of a user. Values may be strings, as flashlight's are; times are in seconds.
 
     ``checks``: ranks of several hosts compare what they call, unless the environment says no.
     ``host_timeout``: a host that cannot be reached for so long is lost; 0: never.

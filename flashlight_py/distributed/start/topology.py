@@ -1,4 +1,4 @@
-"""Which process each rank is, and which ranks share memory.
+"""The process of each rank, and the ranks that share memory.
 
 That is found by trying, since names lie about it in containers.
 """

@@ -1,4 +1,4 @@
-"""What a value of a tree is: an array, a number, something with parts, or none of our business.
+"""The kind of a value in a tree: an array, a number, something with parts, or anything else.
 
 ``look`` says it of every value that is no dict, list, tuple, array or number of exactly Python's
 or NumPy's type; those are plain, and the walk knows them by itself. Its answers are tuples that

@@ -34,7 +34,7 @@ _Entry: TypeAlias = "tuple[bytes, int, Any, Any]"
 
 @dataclass(frozen=True)
 class Plan:
-    """What a tree consists of, in the order of the walk.
+    """The arrays and numbers of a tree, in the order of the walk.
 
     ``array_bytes`` is the size of a buffer for all ``arrays``. ``numbers`` are ``(node, key,
     number)``: entry ``key`` of the container with the number ``node``. ``nodes`` are the

@@ -34,7 +34,7 @@ _NOTHING = np.zeros(())
 
 
 class ShareResult(NamedTuple):
-    """What a worker has computed; its ``arrays`` are valid until the next request."""
+    """The result of a worker; its ``arrays`` are valid until the next request."""
 
     computed: Computed
     arrays: list[Array]

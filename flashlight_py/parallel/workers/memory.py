@@ -17,7 +17,7 @@ _ALIGNMENT = 64
 
 
 class Place(NamedTuple):
-    """Where an array lies in a memory: from which byte on, its shape and dtype."""
+    """The place of an array in a memory: its first byte, its shape and dtype."""
 
     offset: int
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What a worker does: forward passes of its share of a batch, and their backward passes."""
+"""The loop of a worker: forward passes of its share of a batch, and their backward passes."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Asker(Protocol):
 
 @dataclass
 class _Held:
-    """What is to be ended of a team."""
+    """The parts of a team that have to be ended."""
 
     pid: int = field(default_factory=os.getpid)
     is_there: bool = True
