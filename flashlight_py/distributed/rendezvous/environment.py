@@ -1,4 +1,4 @@
-"""Who started this process, and as which rank of how many, by its environment variables.
+"""The launcher, rank and world size of this process, by its environment variables.
 
 Pure functions over a mapping. Sources: torchrun's manual (RANK, WORLD_SIZE, ...), Slurm's srun(1)
 and sbatch(1), Open MPI's mpirun(1), MPICH's Hydra (PMI_RANK, MPI_LOCALRANKID), Flux (flux-run(1)),
@@ -26,7 +26,7 @@ _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """What the environment says about this process.
+    """This process as its environment describes it.
 
     ``launcher`` is "launcher" (ours or torchrun), "openmpi", "mvapich", "pmi", "flux", "jsm",
     "slurm", "kubeflow" or "kubernetes" (the only rank of its pod), or "call": an argument of

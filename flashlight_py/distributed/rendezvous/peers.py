@@ -1,4 +1,4 @@
-"""Who takes part in a rendezvous: processes, their names in messages, who is dead or missing."""
+"""The parties of a rendezvous: processes, their names in messages, who is dead or missing."""
 
 from __future__ import annotations
 

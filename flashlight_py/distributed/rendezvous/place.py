@@ -1,4 +1,4 @@
-"""Where ranks find rank 0: what a host's port and a file that all see have in common."""
+"""Meeting at rank 0: the part common to a host's port and a shared file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Offer(NamedTuple):
     advice: str = ""
 
 
-class Place(Store):
+class MeetingPoint(Store):
     """A store whose ranks connect to rank 0 there; server and clients ask it where and how.
 
     ``timeout`` is in seconds for each exchange. ``name`` is for messages, ``kind`` what the place

@@ -1,4 +1,4 @@
-"""What a process must know to take part in a job, and how two processes prove it to each other.
+"""The secret of a job, and how two processes prove to each other that they know it.
 
 A job's secret is what its environment says: FLASHLIGHT_SECRET, which launchers set, or
 MASTER_SECRET. Without one, processes of one host have the user's: a file that nobody else may read.
@@ -80,7 +80,7 @@ def proof(key: bytes, *facts: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Secret:
-    """What this process knows. ``source`` says where from, for messages.
+    """The secrets known to this process. ``source`` says where from, for messages.
 
     ``given`` is what the environment says, ``of_user`` what the user's processes on this host know.
     ``one_host``: all ranks are known to be on this host.
@@ -115,7 +115,7 @@ class Secret:
 
     @property
     def common(self) -> bytes:
-        """What all ranks know; empty where they may be on several hosts without a secret."""
+        """The secret of all ranks; empty where they may be on several hosts without a secret."""
         return self.given or (self.of_user if self.one_host else b"")
 
     def key(self, other: tuple[Any, ...]) -> bytes:

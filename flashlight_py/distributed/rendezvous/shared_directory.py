@@ -29,7 +29,7 @@ _FORMS = {"run": r"-\d+", "ask": rf"-{_NONCE}", "tmp": r"-\d+"}
 
 
 class Name(NamedTuple):
-    """What a file's name says: its kind, the run that it belongs to, which one or whose it is."""
+    """Parts of a file's name: its kind, its run, and its number or owner."""
 
     kind: str
     run: str
@@ -40,7 +40,7 @@ class Name(NamedTuple):
 
 
 class Announcement(NamedTuple):
-    """What a rank 0 announces: its process, where it listens, and the secret of its run."""
+    """Announcement of a rank 0: its process, where it listens, and the secret of its run."""
 
     peer: Peer
     addresses: list[tuple[str, int]]

@@ -1,4 +1,4 @@
-"""What travels between rank 0 and the others, and how both prove that they know the run's secret.
+"""Messages between rank 0 and the others, and the proof that both know the run's secret.
 
 A message is a header (magic, version, kind, length) and a body. Nothing is unpickled, and nothing
 is believed before its header was checked. A connection begins with a handshake. Client: a nonce.
@@ -36,7 +36,7 @@ _MEMBER_LIMIT = 1 << 40
 
 
 class Kind(enum.IntEnum):
-    """What a message is for."""
+    """Purpose of a message."""
 
     HELLO = 1  # client: its nonce
     WELCOME = 2  # rank 0: its proof that it knows the secret; the client's was right
@@ -58,11 +58,11 @@ class Message(NamedTuple):
 
 
 class WireError(Exception):
-    """What arrived is no message of this protocol."""
+    """Something arrived that is no message of this protocol."""
 
 
 class Greeting(NamedTuple):
-    """Who a client is: its rank, the world size that it was given, and its process."""
+    """Identity of a client: its rank, the world size that it was given, and its process."""
 
     rank: int
     size: int

@@ -1,4 +1,4 @@
-"""Who shares a host."""
+"""Identity of hosts, and ranks that share one."""
 
 from __future__ import annotations
 
