@@ -21,7 +21,7 @@ from typing import Any
 
 from flashlight_py.distributed.rendezvous.file_store import FileStore
 from flashlight_py.distributed.rendezvous.peers import ANY_RANK
-from flashlight_py.distributed.rendezvous.place import Place
+from flashlight_py.distributed.rendezvous.place import MeetingPoint
 from flashlight_py.distributed.rendezvous.secret import REMEDY, proof
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
 from flashlight_py.distributed.rendezvous.wire import plain
@@ -118,7 +118,9 @@ class NodeAgent(Agent):
 
 
 @contextmanager
-def job_of_nodes(loop: Loop, options: Options, store: Place, stdin: int | None) -> Iterator[Job]:
+def job_of_nodes(
+    loop: Loop, options: Options, store: MeetingPoint, stdin: int | None
+) -> Iterator[Job]:
     """Yield the job on all nodes, this one first, when their launchers have met at ``store``.
 
     Raises:
@@ -156,7 +158,7 @@ def job_of_nodes(loop: Loop, options: Options, store: Place, stdin: int | None) 
 # The other nodes -----------------------------------------------------------------------------
 
 
-def work_for_node_0(loop: Loop, options: Options, store: Place) -> int:
+def work_for_node_0(loop: Loop, options: Options, store: MeetingPoint) -> int:
     """Run the ranks of this node for the launcher of node 0, which is met at ``store``.
 
     Returns the exit code of the job.
@@ -188,7 +190,7 @@ def work_for_node_0(loop: Loop, options: Options, store: Place) -> int:
 # All nodes -----------------------------------------------------------------------------------
 
 
-def meeting_of(options: Options) -> Place:
+def meeting_of(options: Options) -> MeetingPoint:
     """Return where the launchers meet. ``rank`` there is 0 for the one that has the job.
 
     Without a --node-rank, at HOST:PORT that is the one on the host that HOST means, and the others
@@ -219,7 +221,7 @@ def meeting_of(options: Options) -> Place:
 
 
 def _meet(
-    options: Options, store: Place
+    options: Options, store: MeetingPoint
 ) -> tuple[bytes, list[dict[str, Any]], dict[int, socket.socket]]:
     """Return a key that all launchers know now, what each reports of itself, and connections.
 

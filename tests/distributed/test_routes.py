@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from flashlight_py import interfaces
-from flashlight_py.distributed.rendezvous import connecting, sockets
-from flashlight_py.distributed.rendezvous.connecting import Attempts
+from flashlight_py.distributed.rendezvous import client as joining
+from flashlight_py.distributed.rendezvous import sockets
+from flashlight_py.distributed.rendezvous.client import Attempts
 from flashlight_py.distributed.rendezvous.environment import detect
 from flashlight_py.distributed.rendezvous.peers import Peer, check_apart
 from flashlight_py.distributed.start.routes import Card, choose
@@ -260,7 +261,7 @@ def test_names_are_asked_anew_for_each_attempt(monkeypatch: pytest.MonkeyPatch) 
     def unknown(*_: Any) -> Any:
         raise OSError("Name or service not known")
 
-    monkeypatch.setattr(connecting, "resolved", unknown)
+    monkeypatch.setattr(joining, "resolved", unknown)
     attempts = Attempts([("later", 1)])
     assert list(attempts.connected(time.monotonic() + 1)) == []
     assert attempts.problems == {"later": "Name or service not known"}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import selectors
 import socket
 import time
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
-from flashlight_py.distributed.rendezvous.connecting import Attempts
 from flashlight_py.distributed.rendezvous.peers import (
     Waiting,
     cannot_be_reached,
@@ -14,6 +17,7 @@ from flashlight_py.distributed.rendezvous.peers import (
     this_process,
 )
 from flashlight_py.distributed.rendezvous.secret import REMEDY, nonce
+from flashlight_py.distributed.rendezvous.sockets import resolved
 from flashlight_py.distributed.rendezvous.wire import (
     CHUNK_BYTES,
     EMPTY_BYTES,
@@ -28,7 +32,7 @@ from flashlight_py.distributed.rendezvous.wire import (
 from flashlight_py.errors import RendezvousError
 
 if TYPE_CHECKING:
-    from flashlight_py.distributed.rendezvous.place import Offer, Place
+    from flashlight_py.distributed.rendezvous.place import MeetingPoint, Offer
 
 # Between two looks for rank 0, in seconds: ranks that start together meet at once, and a long wait
 # costs a file server ten requests a second.
@@ -37,6 +41,11 @@ FIRST_PAUSE, PAUSE_GROWTH, LONGEST_PAUSE = 0.002, 1.5, 0.1
 _LONGEST_CONNECT = 5.0
 # So long rank 0 may take to report who is missing, in seconds.
 _ANSWER = 2.0
+# After so many seconds without an answer the next address is tried as well, as RFC 8305 says.
+_NEXT_SECONDS = 0.25
+# Where one address refuses, rank 0 may not be there yet: then those that do not answer get so many
+# seconds more, and all are tried again.
+_REFUSED_SECONDS = 1.0
 
 
 class NobodyError(Exception):
@@ -145,7 +154,7 @@ def claim(offer: Offer, greeting: Greeting, deadline: float) -> str:
 class Client:
     """A rank that connects to rank 0, in its first exchange."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: MeetingPoint) -> None:
         self._place = place
         self._greeting = Greeting(place.rank, place.size, this_process())
         self._connection: Connection | None = None
@@ -274,3 +283,91 @@ class Client:
         if self._connection is not None:
             self._connection.close()
         self._connection = None
+
+
+class Attempts:
+    """Connections to ``addresses``, hosts and ports, a host being an address or a name.
+
+    ``problems`` are why there is none to an address, by the address, in words.
+    """
+
+    def __init__(self, addresses: Iterable[tuple[str, int]]) -> None:
+        self.problems: dict[str, str] = {}
+        self._targets: deque[tuple[socket.AddressFamily, tuple[Any, ...]]] = deque()
+        for host, port in addresses:
+            try:
+                self._targets.extend(resolved(host, port))
+            except OSError as error:  # noqa: PERF203 - each for itself
+                self.problems[host] = str(error)
+        self.left = len(self._targets)
+
+    def connected(self, until: float) -> Iterator[socket.socket]:
+        """Yield what connects before ``until``, a time of ``time.monotonic``, the first one first.
+
+        Each is the caller's to close. ``left`` is how many addresses have not been heard of then.
+        """
+        with selectors.DefaultSelector() as selector:
+            try:
+                yield from self._race(selector, until)
+            finally:
+                for key in list(selector.get_map().values()):
+                    assert isinstance(key.fileobj, socket.socket)
+                    key.fileobj.close()
+
+    def _race(self, selector: selectors.BaseSelector, until: float) -> Iterator[socket.socket]:
+        due = time.monotonic()
+        # All are tried in half of the time, however many do not answer.
+        pause = min(_NEXT_SECONDS, (until - due) / (2 * max(1, len(self._targets))))
+        while self._targets or selector.get_map():
+            now = time.monotonic()
+            if self._targets and (now >= due or not selector.get_map()):
+                self._start(selector, *self._targets.popleft())
+                due = now + pause
+                continue
+            ready = selector.select(min(until, due if self._targets else until) - now)
+            for key, _ in ready:
+                assert isinstance(key.fileobj, socket.socket)
+                selector.unregister(key.fileobj)
+                wire, error = (
+                    key.fileobj,
+                    key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR),
+                )
+                if error:
+                    wire.close()
+                    self._failed(key.data, OSError(error, os.strerror(error)))
+                    due = 0.0  # nobody is there: the next one need not wait
+                    until = min(until, time.monotonic() + _REFUSED_SECONDS)
+                    continue
+                self.left -= 1
+                wire.setblocking(True)
+                yield wire
+            if not ready and time.monotonic() >= until:
+                for key in selector.get_map().values():
+                    self._failed(key.data, TimeoutError("timed out"))
+                return
+
+    def _start(
+        self,
+        selector: selectors.BaseSelector,
+        family: socket.AddressFamily,
+        address: tuple[Any, ...],
+    ) -> None:
+        try:
+            wire = socket.socket(family, socket.SOCK_STREAM)
+        except OSError as error:  # a family that this host does not have
+            self._failed(address, error)
+            return
+        wire.setblocking(False)
+        try:
+            wire.connect(address)
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            wire.close()
+            self._failed(address, error)
+            return
+        selector.register(wire, selectors.EVENT_WRITE, address)
+
+    def _failed(self, address: tuple[Any, ...], error: OSError) -> None:
+        self.left -= 1
+        self.problems[address[0]] = str(error)

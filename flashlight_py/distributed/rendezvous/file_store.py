@@ -31,7 +31,7 @@ from flashlight_py.distributed.rendezvous.client import (
     claim,
 )
 from flashlight_py.distributed.rendezvous.peers import check_member, this_process
-from flashlight_py.distributed.rendezvous.place import Offer, Place
+from flashlight_py.distributed.rendezvous.place import MeetingPoint, Offer
 from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, Secret
 from flashlight_py.distributed.rendezvous.shared_directory import (
     Announcement,
@@ -47,7 +47,7 @@ from flashlight_py.interfaces import listen_everywhere, own_addresses
 _PATIENCE, _SHORT_PATIENCE = 2.0, 0.25
 
 
-class FileStore(Place):
+class FileStore(MeetingPoint):
     """A store at ``path``, which every rank must see; ``timeout`` seconds per exchange.
 
     ``path`` may be an existing directory or a new name in one. Nothing needs to be prepared or
@@ -81,7 +81,7 @@ class FileStore(Place):
         super().__init__(rank, size, timeout)
 
     def remedy(self) -> str:
-        """Say what was passed over; see ``Place``."""
+        """Say what was passed over; see ``MeetingPoint``."""
         ignored = "; ".join(f"{name} {why}" for name, why in self._directory.ignored.items())
         passed_over = f" (files passed over: {ignored})" if ignored else ""
         what = (
@@ -92,7 +92,7 @@ class FileStore(Place):
     # Rank 0 ---------------------------------------------------------------------------------------
 
     def listen(self, backlog: int) -> list[socket.socket]:
-        """Listen on the loopback; see ``Place``."""
+        """Listen on the loopback; see ``MeetingPoint``."""
         self._backlog = backlog
         self._listeners.append(socket.create_server((LOOPBACK, 0), backlog=backlog))
         return list(self._listeners)

@@ -31,7 +31,7 @@ class Offer(NamedTuple):
     advice: str = ""
 
 
-class Place(Store):
+class MeetingPoint(Store):
     """A store whose ranks connect to rank 0 there; server and clients ask it where and how.
 
     ``timeout`` is in seconds for each exchange. ``name`` is for messages, ``kind`` what the place

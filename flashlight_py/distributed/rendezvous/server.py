@@ -37,7 +37,7 @@ from flashlight_py.distributed.rendezvous.wire import (
 from flashlight_py.errors import RendezvousError
 
 if TYPE_CHECKING:
-    from flashlight_py.distributed.rendezvous.place import Place
+    from flashlight_py.distributed.rendezvous.place import MeetingPoint
 
 # How long a short message may take, and a reason for failing is kept readable, in seconds.
 _SHORTLY = 2.0
@@ -56,7 +56,7 @@ class Server:
         RendezvousError: it cannot listen at ``place``.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: MeetingPoint) -> None:
         self._place, self._size = place, place.size
         self._selector = selectors.EpollSelector()
         self._listeners: list[socket.socket] = []

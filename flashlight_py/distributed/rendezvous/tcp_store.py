@@ -17,7 +17,7 @@ from contextlib import suppress
 
 from flashlight_py.distributed.rendezvous.client import NobodyError, claim
 from flashlight_py.distributed.rendezvous.peers import check_member, this_process
-from flashlight_py.distributed.rendezvous.place import Offer, Place
+from flashlight_py.distributed.rendezvous.place import MeetingPoint, Offer
 from flashlight_py.distributed.rendezvous.secret import Secret
 from flashlight_py.distributed.rendezvous.sockets import is_local, listen, resolved
 from flashlight_py.distributed.rendezvous.wire import Greeting
@@ -27,7 +27,7 @@ from flashlight_py.interfaces import is_own
 _RIVAL_SECONDS = 2.0
 
 
-class TcpStore(Place):
+class TcpStore(MeetingPoint):
     """A store at ``host``:``port``, an address of rank 0; ``timeout`` seconds per exchange.
 
     ``one_host``: all ranks are known to be on one host, so that they know the user's secret where
@@ -68,7 +68,7 @@ class TcpStore(Place):
         super().__init__(rank, size, timeout)
 
     def remedy(self) -> str:
-        """See ``Place``."""
+        """See ``MeetingPoint``."""
         return (
             "see whether every rank was started, with the same MASTER_ADDR and MASTER_PORT, and "
             f"can reach that address{self._own_address()}"
@@ -92,7 +92,7 @@ class TcpStore(Place):
         )
 
     def listen(self, backlog: int) -> list[socket.socket]:
-        """Listen at the address, or for a name at all that this host has; see ``Place``."""
+        """Listen at the address, or for a name at all that this host has; see ``MeetingPoint``."""
         try:
             listeners = listen(self._host, self._port, backlog, self.one_host)
         except OSError as error:
@@ -112,5 +112,5 @@ class TcpStore(Place):
         return ""
 
     def offers(self) -> list[Offer]:
-        """Return the address; see ``Place``."""
+        """Return the address; see ``MeetingPoint``."""
         return [Offer(self._addresses, self.known, advice="; choose another MASTER_PORT")]
