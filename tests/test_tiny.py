@@ -61,9 +61,10 @@ def train(rank: int, size: int, captured: bool) -> list[Any]:
         fl.nn.MeanSquaredError()(model(fl.input(x)), fl.no_grad(y)).backward()
         optimizer.step()
 
-    run = fl.capture(step) if captured else step
+    run: Any = fl.capture(step) if captured else step
     for _ in range(10):
         run(x, x.sum(axis=1, keepdims=True))
+    assert not captured or run.replays > 0
     return [param.array for param in model.params()]
 
 
