@@ -93,7 +93,7 @@ class DaskRanks:
             self._tasks[rank] = self._client.submit(start.serve, rank, where[first], **pinned)
 
     def outcomes(self, ranks: Set[int], until: float) -> engine.Outcomes:
-        """Wait for the end of one of ``ranks``, for a moment; return how those did that have."""
+        """Wait a moment for a rank of ``ranks`` to end; return the outcomes of all that ended."""
         import distributed
 
         seconds = min(engine.LOOK_SECONDS, max(until - time.monotonic(), 0.0))

@@ -93,7 +93,7 @@ class RayRanks:
             self._tasks[actor.call.remote(self._start.serve, rank, where)] = rank
 
     def outcomes(self, ranks: Set[int], until: float) -> engine.Outcomes:
-        """Wait for the end of one of ``ranks``, until that time; return how those did that have."""
+        """Wait until one of ``ranks`` ends, or that time; return the outcomes of all that ended."""
         tasks = [task for task, rank in self._tasks.items() if rank in ranks]
         self._ray.wait(tasks, num_returns=1, timeout=engine.seconds_until(until))
         ended, _ = self._ray.wait(tasks, num_returns=len(tasks), timeout=0)

@@ -58,7 +58,7 @@ class EngineRanks(Protocol):
         """Start all; does not wait until they run."""
 
     def outcomes(self, ranks: Set[int], until: float) -> Outcomes:
-        """Wait for the end of one of ``ranks``, for a while, and return how those did that have.
+        """Wait a while for a rank of ``ranks`` to end; return the outcomes of all that ended.
 
         At the latest until ``until``, a time of ``time.monotonic``.
         """

@@ -100,7 +100,7 @@ class HostMemory:
 
     Args:
         hosts: the ranks.
-        layouts: of each dtype, by its name, where what lies.
+        layouts: the layout of each dtype, by its name.
         across_hosts: each host steps a part of its own, and sends it to the others.
     """
 

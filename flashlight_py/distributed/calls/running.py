@@ -88,7 +88,7 @@ class _OnceMore:
         out: Any,
         async_op: bool,
     ) -> Any:
-        """Do it by the short way if that can do it."""
+        """Repeat the call natively where it is plain, else as the function does."""
         how: Any = {"op": op, "scale": scale, "root": root, "rows": rows, "out": out}
         (holder, name), args = self.short(group, verb, x, **how, async_op=async_op)
         y = getattr(holder, name)(*args)
