@@ -28,7 +28,7 @@ from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.groups.world import group_or_world
 from flashlight_py.errors import CheckpointError
-from flashlight_py.parallel.data_parallel import is_leaf_by_leaf
+from flashlight_py.parallel.leaf_sync import is_leaf_by_leaf
 
 _log = logging.getLogger("flashlight_py")
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from flashlight_py import random
 from flashlight_py.autograd import Variable
-from flashlight_py.device import is_cupy
+from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed import DistributedConstants, ProcessGroup, broadcast_object
 from flashlight_py.distributed.calls.checks import whole_number
 from flashlight_py.distributed.groups.world import group_or_world
@@ -25,6 +24,7 @@ from flashlight_py.distributed.reducers.reducer import (
     EagerReducer,
     HookReducer,
     Reducer,
+    plan_buckets,
     reduce_all,
 )
 from flashlight_py.nn import Module
@@ -34,22 +34,20 @@ from flashlight_py.parallel.agreement import (
     warn_of_differing,
 )
 from flashlight_py.parallel.arithmetic import check_arithmetic
-from flashlight_py.parallel.gradient_sync import (
-    GradientSync,
-    PassSync,
-    buffers_of,
-    flat_buckets,
+from flashlight_py.parallel.gradient_pass import (
+    GradientPass,
+    Unit,
     gradient_of,
-    one_by_one,
+    gradient_sync_of,
+    install,
+    release,
+    shared_zeros,
     used_on_any_rank,
+    weigh_in_place,
 )
 from flashlight_py.parallel.leaf_sync import LeafSync
 from flashlight_py.parallel.parameters import give_state, require_module
 from flashlight_py.parallel.sharded import refuse_sharded
-
-# Which modules are distributed; a module that is gone takes its entry along.
-_Synchronizer: TypeAlias = PassSync | LeafSync
-_synchronizers: dict[weakref.ref[Module], _Synchronizer] = {}
 
 
 def distribute_module_grads(
@@ -153,7 +151,7 @@ def distribute_module_grads(
     sync.ignored = ignored
     install(module, sync)
     if buffers:
-        module.before_forward = functools.partial(_before_forward, sync)
+        module.before_forward = functools.partial(before_forward, sync)
     warn_of_differing("distribute_module_grads", digests, members)
 
 
@@ -171,20 +169,6 @@ def _leaf_by_leaf(
     return LeafSync(module, params, buffers, leaves, group)
 
 
-def release(module: Module) -> None:
-    """Undo an earlier call for ``module``, if there was one."""
-    sync = _synchronizers.pop(weakref.ref(module), None)
-    if sync is not None:
-        sync.detach()
-    if getattr(module.before_forward, "func", None) is _before_forward:
-        module.before_forward = None
-
-
-def install(module: Module, sync: _Synchronizer) -> None:
-    """Let ``sync`` be what :func:`no_sync` and :func:`join` find for ``module``."""
-    _synchronizers[weakref.ref(module, _synchronizers.pop)] = sync
-
-
 def _bucketed(
     params: list[Variable],
     scale: float | None,
@@ -197,8 +181,135 @@ def _bucketed(
         units, flags = flat_buckets(params, limit, group, extra=len(params))
         return GradientSync(units, EagerReducer(factor, group=group), flags, scale is None)
     units, _ = flat_buckets(params, limit, group)
-    parts = [buffers_of(unit.params) for unit in units]
+    parts = [[p.grad_buffer for p in unit.params if p.grad_buffer is not None] for unit in units]
     return GradientSync(units, HookReducer(factor, hook, parts, group=group), None, scale is None)
+
+
+class GradientUnit(Unit):
+    """Gradients that travel as one array, which ``collect`` returns once they are complete.
+
+    ``flat``: that array, or None where it is the gradient of the only parameter.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Variable],
+        collect: Callable[[], Array],
+        flat: Array | None = None,
+    ) -> None:
+        super().__init__(params)
+        self.collect, self.flat = collect, flat
+
+
+class GradientSync(GradientPass[GradientUnit]):
+    """Passes units to ``reducer``, which sums them in place, as hooks complete them.
+
+    ``flags``: space for a number of each parameter in the array of the last unit; None: whether it
+    was used travels in a message of its own. ``averages``: the reducer leaves the mean over the
+    ranks.
+    """
+
+    __captured_state__ = (
+        *("reducer", "weigh", "ignored", "enabled", "is_shared", "averages"),
+        *("_units", "_params", "_flags", "_running", "_given", "_has_failed"),
+    )
+
+    def __init__(
+        self,
+        units: list[GradientUnit],
+        reducer: Reducer,
+        flags: Array | None = None,
+        averages: bool = False,
+    ) -> None:
+        super().__init__(reducer, units)
+        self.averages, self.ends_with_message = averages, flags is None
+        self._flags = flags
+        self.install()
+
+    def _give(self, unit: GradientUnit, weight: float) -> None:
+        unused = unit.params if not weight else [p for p in unit.params if p.grad is None]
+        if unused:
+            self._unused.update(unused)
+        array = unit.collect()
+        if weight != 1.0:
+            weigh_in_place(array, weight)
+        flags = self._flags
+        if flags is not None and unit is self._units[-1]:
+            flags.fill(1)
+            if self._unused:
+                flags[...] = array_module(flags).asarray(self._used_here(), flags.dtype)
+        self.reducer.add(array)
+
+    def _sent_next(self) -> Iterable[Array]:
+        unit = self._units[min(self._given, len(self._units) - 1)]
+        return [unit.params[0].data if unit.flat is None else unit.flat]
+
+    def _finish(self) -> None:
+        self.reducer.finalize()
+        if self._flags is None:
+            used = used_on_any_rank(self._used_here(), self.reducer.group)
+        elif self._unused:
+            used = [bool(flag) for flag in self._flags.tolist()]
+        else:  # nothing to learn from the others, and a GPU need not be waited for
+            return
+        for param, anywhere in zip(self._params, used, strict=True):
+            # A hook may bring what it had left over of gradients of earlier passes.
+            if not (anywhere or gradient_of(param).any()):
+                param.grad = None
+
+
+def one_by_one(params: Sequence[Variable]) -> list[GradientUnit]:
+    """Let every gradient travel as it is; for reducers that pack by themselves."""
+    return [GradientUnit([param], functools.partial(gradient_of, param)) for param in params]
+
+
+def flat_buckets(
+    params: Sequence[Variable], limit: int, group: ProcessGroup | None, extra: int = 0
+) -> tuple[list[GradientUnit], Array]:
+    """Make all gradients views into flat buckets of at most ``limit`` bytes. Collective, blocking.
+
+    The backward pass accumulates straight into them, so that nothing is packed or unpacked. A
+    bucket holds one dtype on one device.
+
+    Returns:
+        The buckets, and a view of ``extra`` more elements at the end of the last one.
+    """
+    planned = [
+        [params[index] for index in bucket]
+        for bucket in plan_buckets(
+            [param.data.nbytes for param in params], limit, [param.dtype for param in params]
+        )
+    ]
+    sizes = [sum(param.size for param in bucket) for bucket in planned]
+    flats = []
+    for size, bucket in zip(sizes, planned, strict=True):
+        room, like = size + (extra if bucket is planned[-1] else 0), bucket[0].data
+        # On the CPU in memory that needs no copy to be reduced.
+        flats.append(
+            array_module(like).zeros(room, like.dtype)
+            if is_cupy(like)
+            else shared_zeros(room, like.dtype, group)
+        )
+    units = [_flat_bucket(bucket, flat) for bucket, flat in zip(planned, flats, strict=True)]
+    return units, flats[-1][sizes[-1] :]
+
+
+def _flat_bucket(params: list[Variable], flat: Array) -> GradientUnit:
+    start = 0
+    for param in params:
+        param.grad_buffer = flat[start : start + param.size].reshape(param.shape)
+        start += param.size
+
+    def collect() -> Array:
+        for param in params:
+            grad, home = param.grad, param.grad_buffer
+            # Also if the pass left it out or a user set it.
+            if grad is not home and home is not None:
+                home[...] = 0 if grad is None else grad
+                param.grad = home
+        return flat
+
+    return GradientUnit(params, collect, flat)
 
 
 def _refuse_beside_leaves(given: Mapping[str, object]) -> None:
@@ -256,54 +367,13 @@ def _names(module: Module, ignore: Iterable[str | Variable]) -> frozenset[str]:
     return frozenset(found)
 
 
-def _before_forward(sync: GradientSync, module: Module) -> None:
+def before_forward(sync: GradientPass[Any], module: Module) -> None:
     """Make the buffers the same, where all ranks begin the same synchronised pass."""
+    sync.check("forward")
     if module.training and sync.enabled and sync.weigh is None:
         state = {name: each for name, each in module.buffers.items() if name not in sync.ignored}
-        give_state(module, state, 0, sync.reducer.group)
-
-
-def gradient_sync_of(module: Module, caller: str) -> PassSync:
-    """Return what :func:`distribute_module_grads` has installed.
-
-    Raises:
-        ValueError: nothing; the message says that ``caller`` needs it. Or leaf by leaf.
-    """
-    sync = _synchronizers.get(weakref.ref(module))
-    if sync is None:
-        raise ValueError(
-            f"{caller}: call distribute_module_grads or fully_shard on this module first"
-        )
-    if isinstance(sync, LeafSync):
-        raise ValueError(
-            f"{caller}: the module was distributed with leaves={sync.leaves}, whose gradients are "
-            "those of one loop over fl.leaves. Instead of accumulating pass a larger global batch, "
-            "and every rank the whole of it, so that none runs out of data before the others"
-        )
-    return sync
-
-
-def leaf_sync_of(module: Module) -> LeafSync:
-    """Return what :func:`distribute_module_grads` with ``leaves`` has installed.
-
-    Raises:
-        TypeError: ``module`` is no Module.
-        ValueError: it has not installed that.
-    """
-    require_module(module)
-    sync = _synchronizers.get(weakref.ref(module))
-    if not isinstance(sync, LeafSync):
-        raise ValueError(
-            "leaves: call distribute_module_grads(module, leaves=8) on this module first"
-        )
-    return sync
-
-
-def is_leaf_by_leaf(module: object) -> bool:
-    """Return whether ``module`` is trained leaf by leaf: the same random numbers on all ranks."""
-    return isinstance(module, Module) and isinstance(
-        _synchronizers.get(weakref.ref(module)), LeafSync
-    )
+        if state:
+            give_state(module, state, 0, sync.reducer.group)
 
 
 @contextlib.contextmanager

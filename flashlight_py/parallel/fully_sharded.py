@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from flashlight_py.autograd import Variable
-from flashlight_py.device import Array, effect, is_cupy
+from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.calls.running import refusing
 from flashlight_py.distributed.groups.world import group_or_world
@@ -24,14 +24,15 @@ from flashlight_py.optim import FirstOrderOptimizer
 from flashlight_py.optim.cpu import BLOCK, sums_of_squares
 from flashlight_py.optim.optimizer import RuleOptimizer, Shards
 from flashlight_py.parallel.agreement import check_modules_agree, check_settings_agree
-from flashlight_py.parallel.data_parallel import distribute_module_grads, install, release
+from flashlight_py.parallel.data_parallel import before_forward, distribute_module_grads
+from flashlight_py.parallel.gradient_pass import install, release
 from flashlight_py.parallel.parameters import broadcast_parameters, give_state, require_module
 from flashlight_py.parallel.segment import FROZEN, EachOnce, HostMemory, HostPlacement, Hosts
 from flashlight_py.parallel.shard_buckets import Buckets, bucket_bytes
 from flashlight_py.parallel.shard_layout import Layout, UnitPlan, plan
 from flashlight_py.parallel.shard_stepping import Stepper, StepSync
-from flashlight_py.parallel.shard_sync import ShardSync, Unit
-from flashlight_py.parallel.zero import GatheredShards, shard_by_gathering
+from flashlight_py.parallel.shard_sync import ShardSync, ShardUnit
+from flashlight_py.parallel.zero import shard_by_gathering
 
 # Of all parameters. Below it ranks take less time to step alone than to wait for each other: at 8
 # MiB a sharded step took two ranks 1.15 times as long, at 16 MiB 0.98 times, and four ranks 0.76.
@@ -125,7 +126,7 @@ def fully_shard(
     shards.take()
     shards.sync.ignored = frozenset(named)
     install(module, shards.sync)
-    module.before_forward = functools.partial(_before_forward, shards)
+    module.before_forward = functools.partial(before_forward, shards.sync)
 
 
 def _shard_gpus(
@@ -137,7 +138,7 @@ def _shard_gpus(
     with refusing(members, "fully_shard"):
         shards = shard_by_gathering(module, members, step_in_backward)
     install(module, shards.sync)
-    module.before_forward = functools.partial(_before_forward, shards)
+    module.before_forward = functools.partial(before_forward, shards.sync)
 
 
 def _check_placements(named: dict[str, Variable]) -> None:
@@ -179,14 +180,6 @@ def _in_order(module: Module) -> list[Variable]:
     layers = itertools.groupby(named, key=lambda name: name.rpartition(".")[0])
     grouped = [[named[name] for name in names] for _, names in layers]
     return [param for layer in reversed(grouped) for param in layer]
-
-
-def _before_forward(shards: HostShards | GatheredShards, module: Module) -> None:
-    """Refuse torn parameters; make the buffers the same, where all ranks begin the same pass."""
-    shards.check("forward")
-    sync = shards.sync
-    if module.training and sync.enabled and sync.weigh is None and module.buffers:
-        give_state(module, module.buffers, 0, shards.members)
 
 
 class HostShards(Shards):
@@ -241,7 +234,7 @@ class HostShards(Shards):
         self.params = [param for unit in self._units for param in unit.params]
         self.sync.step_all = self.step_all
 
-    def _sync(self, hosts: Hosts, nbytes: int, units: Sequence[Unit]) -> ShardSync:
+    def _sync(self, hosts: Hosts, nbytes: int, units: Sequence[ShardUnit]) -> ShardSync:
         """Return what adds up gradients through buckets of ``nbytes``. Collective, blocking."""
         scale = 1.0 / self.members.size if hosts.count == 1 else 1.0
         buckets = Buckets(hosts.local, nbytes, scale, keeps=not self.steps)
@@ -249,12 +242,12 @@ class HostShards(Shards):
             return StepSync(self.members, self.memory, buckets, units, self._steppers.get)
         return ShardSync(self.members, self.memory, buckets, units)
 
-    def _unit(self, name: str, plan: UnitPlan, params: Sequence[Variable]) -> Unit:
-        unit = Unit(name, plan, params, [])
+    def _unit(self, name: str, plan: UnitPlan, params: Sequence[Variable]) -> ShardUnit:
+        unit = ShardUnit(name, plan, params, [])
         unit.wholes = [place.view(self.memory.grads[name]) for _, place in self._places(unit)]
         return unit
 
-    def _places(self, unit: Unit) -> Iterator[tuple[Variable, HostPlacement]]:
+    def _places(self, unit: ShardUnit) -> Iterator[tuple[Variable, HostPlacement]]:
         """Yield the parameters of ``unit``, and where they are to lie."""
         for position, param in enumerate(unit.params):
             yield param, HostPlacement(self, unit.name, unit.plan, position, param.shape)
@@ -277,7 +270,7 @@ class HostShards(Shards):
                     param.data.flags.writeable = not self.memory.is_debugged
         self.sync.install()
 
-    def _fill(self, unit: Unit) -> None:
+    def _fill(self, unit: ShardUnit) -> None:
         """Set a unit's parameters on this host; what they were before is free, if nobody has it."""
         hosts, flat = self.memory.hosts, self.memory.params[unit.name]
         places = [(param, place.view(flat)) for param, place in self._places(unit)]
@@ -328,10 +321,9 @@ class HostShards(Shards):
             self.sync.is_done = False
         return self.memory.changing(what)
 
-    @effect
     def check(self, what: str) -> None:
         """Refuse ``what`` where a rank has ended in the middle of a step; see ``Shards``."""
-        self.memory.check(what)
+        self.sync.check(what)
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Protocol, SupportsIndex
+from typing import Any, Protocol, SupportsIndex
 
 import numpy as np
 
@@ -20,8 +20,7 @@ from flashlight_py.distributed.groups.world import current_world
 from flashlight_py.errors import MismatchError
 from flashlight_py.nn import Module
 from flashlight_py.optim import FirstOrderOptimizer
-from flashlight_py.parallel.data_parallel import gradient_sync_of
-from flashlight_py.parallel.gradient_sync import PassSync
+from flashlight_py.parallel.gradient_pass import GradientPass, gradient_sync_of
 from flashlight_py.parallel.parameters import give_state
 from flashlight_py.parallel.synchronize import synchronize
 
@@ -29,7 +28,7 @@ from flashlight_py.parallel.synchronize import synchronize
 class Trained(Protocol):
     """A network, not of modules, that ranks train together: a ``fl.tagi.DDPSequential``."""
 
-    sync: PassSync
+    sync: GradientPass[Any]
 
     def synchronize(self, root: int = 0) -> object:
         """Give all ranks what ``root`` has. Collective, blocking."""
@@ -38,7 +37,7 @@ class Trained(Protocol):
 class Joined:
     """The object that :func:`flashlight_py.join` yields to the body of its ``with``."""
 
-    def __init__(self, sync: PassSync, group: ProcessGroup) -> None:
+    def __init__(self, sync: GradientPass[Any], group: ProcessGroup) -> None:
         self._sync = sync
         self._group = group
         self._count = 1
@@ -169,11 +168,11 @@ def join(
         synchronize(optimizer, root, group)
 
 
-def _sync_of(module: Module | Trained) -> PassSync:
+def _sync_of(module: Module | Trained) -> GradientPass[Any]:
     if isinstance(module, Module):
         return gradient_sync_of(module, "join")
     sync = getattr(module, "sync", None)
-    if not isinstance(sync, PassSync):
+    if not isinstance(sync, GradientPass):
         raise TypeError(
             f"join: expected a fl.nn.Module or a fl.tagi.DDPSequential, got {type(module).__name__}"
         )

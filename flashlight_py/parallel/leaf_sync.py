@@ -9,7 +9,6 @@ that another leaf has left behind.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,25 +17,26 @@ from zlib import crc32
 import numpy as np
 
 from flashlight_py import random
-from flashlight_py.autograd import Variable, on_backward_end
-from flashlight_py.autograd.engine import InPasses
+from flashlight_py.autograd import Variable
 from flashlight_py.dataset.shares import contiguous_share
 from flashlight_py.device import Array, effect
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.groups.world import group_or_world
+from flashlight_py.distributed.reducers.reducer import InlineReducer
 from flashlight_py.errors import MismatchError, NotInitializedError
 from flashlight_py.nn import Module
 from flashlight_py.parallel.agreement import differing_arguments, of_all_ranks
 from flashlight_py.parallel.failing import fail
-from flashlight_py.parallel.gradient_sync import Hooked
+from flashlight_py.parallel.gradient_pass import GradientPass, Unit, pass_of
 from flashlight_py.parallel.leaf_buffers import Buffers
 from flashlight_py.parallel.leaf_rows import Rows, join_hosts, merges_after
 from flashlight_py.parallel.leaf_tree import MERGE, ops_of, rows_needed
+from flashlight_py.parallel.parameters import require_module
 
 _DIGESTED = 1024  # elements of the first and the last row: enough to notice another order
 
 
-class LeafSync(Hooked, InPasses):
+class LeafSync(GradientPass[Unit]):
     """Makes each step's gradients those of ``leaves`` leaves, added up in the order of their tree.
 
     ``params``: whose gradients; ``buffers``: names of the module's buffers that are to be the same
@@ -44,8 +44,8 @@ class LeafSync(Hooked, InPasses):
     """
 
     __captured_state__ = (
-        *("_params", "leaves", "group", "members", "_buffers", "_rows", "_number_of"),
-        *("_is_open", "_leaf", "_is_done", "_in_pass", "_error", "_failure"),
+        *("_params", "leaves", "reducer", "members", "_buffers", "_rows", "_number_of"),
+        *("_is_open", "_leaf", "_is_done", "_running", "_error", "_failure"),
     )
 
     def __init__(
@@ -56,9 +56,8 @@ class LeafSync(Hooked, InPasses):
         leaves: int,
         group: ProcessGroup | None,
     ) -> None:
-        self._params = params
+        super().__init__(InlineReducer(1.0, group=group), [Unit(params)])
         self.leaves = leaves
-        self.group = group
         self.members = group_or_world(group)
         self._buffers = Buffers(module, buffers, group)
         depth, hosts = rows_needed(leaves, self.members.size), join_hosts(self.members)
@@ -80,11 +79,9 @@ class LeafSync(Hooked, InPasses):
         self._is_open = False
         self._leaf = -1  # the one that is computed; -1: none
         self._is_done = False  # whether its gradient is there
-        self._in_pass = False
         self._error = ""  # what was wrong in a pass of this step
         self._failure: BaseException | None = None  # of the leaf's last pass
-        for param in params:
-            param.register_grad_hook(functools.partial(self._on_ready))
+        self.install()
 
     def where(self) -> str:
         """Return how a message begins."""
@@ -96,7 +93,7 @@ class LeafSync(Hooked, InPasses):
         Raises:
             NotInitializedError: they are not.
         """
-        if group_or_world(self.group) is not self.members:
+        if group_or_world(self.reducer.group) is not self.members:
             raise NotInitializedError(
                 f"{self.where()}: the module was distributed in a world that is no more; call "
                 "distribute_module_grads again, after distributed_init"
@@ -107,7 +104,7 @@ class LeafSync(Hooked, InPasses):
 
         ``arrays`` are what all ranks must have in common.
         """
-        self._begin(rows, arrays)
+        self._open(rows, arrays)
         try:
             for leaf in self._mine:
                 self._select(leaf)
@@ -121,7 +118,7 @@ class LeafSync(Hooked, InPasses):
     def _positions(self, leaf: int) -> range:
         return contiguous_share(self._batch, leaf, self.leaves)
 
-    def _begin(self, rows: int, arrays: Sequence[Array]) -> None:
+    def _open(self, rows: int, arrays: Sequence[Array]) -> None:
         if self._is_open:
             raise RuntimeError(
                 f"{self.where()}: a loop over leaves of this module is not over on this rank, and "
@@ -202,14 +199,10 @@ class LeafSync(Hooked, InPasses):
 
     def join_failed(self) -> None:
         """Autograd: the pass fails; see ``InPasses``."""
-        if self._leaf >= 0 and not (self._in_pass or self._is_reduced):
-            self._in_pass = True
-            on_backward_end(self._on_end)
+        if self._leaf >= 0 and not (self._running or self._is_reduced):
+            self._join()
 
-    def _on_ready(self, _: Variable) -> None:
-        """Autograd: the gradient of a parameter is complete; the first one of a pass begins it."""
-        if self._in_pass:
-            return
+    def _enter(self) -> None:
         if self._leaf < 0:
             raise RuntimeError(
                 f"{self.where()}: a backward pass outside of a loop over fl.leaves(module, ...), "
@@ -223,21 +216,23 @@ class LeafSync(Hooked, InPasses):
                 "backward once"
             )
             raise RuntimeError(self._error)
-        self._in_pass = True
-        on_backward_end(self._on_end)
 
-    def _on_end(self, completed: bool) -> None:
-        """Autograd: the pass is over."""
-        self._in_pass = False
-        if completed:
-            self._is_done, self._failure = True, None
-            self._take_gradient()
-            if self._leaf == self._mine[-1]:
-                self._reduce()
-        else:
-            self._failure = sys.exc_info()[1]
-            for param in self._params:
-                param.grad = None
+    def _give(self, unit: Unit, weight: float) -> None:
+        """Do nothing: a leaf's gradients are taken together."""
+
+    def fail(self) -> None:
+        """Keep what the pass fails by until the end of the step; then the others get to know."""
+        self._has_failed, self._failure = True, sys.exc_info()[1]
+
+    def end_failed(self) -> None:
+        """Go on: where the body does, the leaf may have another pass."""
+        self._has_failed = False
+
+    def _finish(self) -> None:
+        self._is_done, self._failure = True, None
+        self._take_gradient()
+        if self._leaf == self._mine[-1]:
+            self._reduce()
 
     def _take_gradient(self) -> None:
         """Push the leaf's row, and merge what waits for it."""
@@ -298,6 +293,27 @@ class LeafSync(Hooked, InPasses):
             f"{differing_arguments(everyone)}. Pass every rank the whole global batch, leave no "
             "loop over leaves before its end, and draw the same random numbers on every rank"
         )
+
+
+def leaf_sync_of(module: Module) -> LeafSync:
+    """Return what :func:`distribute_module_grads` with ``leaves`` has installed.
+
+    Raises:
+        TypeError: ``module`` is no Module.
+        ValueError: it has not installed that.
+    """
+    require_module(module)
+    sync = pass_of(module)
+    if not isinstance(sync, LeafSync):
+        raise ValueError(
+            "leaves: call distribute_module_grads(module, leaves=8) on this module first"
+        )
+    return sync
+
+
+def is_leaf_by_leaf(module: object) -> bool:
+    """Return whether ``module`` is trained leaf by leaf: the same random numbers on all ranks."""
+    return isinstance(module, Module) and isinstance(pass_of(module), LeafSync)
 
 
 def looks_of(array: Array) -> str:

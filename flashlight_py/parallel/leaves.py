@@ -10,8 +10,7 @@ import numpy as np
 from flashlight_py.device import Array
 from flashlight_py.distributed.calls.running import refusing
 from flashlight_py.nn import Module
-from flashlight_py.parallel.data_parallel import leaf_sync_of
-from flashlight_py.parallel.leaf_sync import LeafSync
+from flashlight_py.parallel.leaf_sync import LeafSync, leaf_sync_of
 
 
 def leaves(module: Module, *arrays: Array) -> Iterator[Any]:

@@ -21,9 +21,10 @@ from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.calls.running import refusing
 from flashlight_py.distributed.memory.host_memory import add_up, map_zeros, meet
+from flashlight_py.parallel.gradient_pass import weigh_in_place
 from flashlight_py.parallel.shard_buckets import BACKWARD, Buckets
 from flashlight_py.parallel.shard_layout import Chunk
-from flashlight_py.parallel.shard_sync import ShardSync, Sink, Unit
+from flashlight_py.parallel.shard_sync import ShardSync, ShardUnit, Sink
 
 if TYPE_CHECKING:
     from flashlight_py.optim.optimizer import RuleOptimizer
@@ -59,11 +60,11 @@ class StepSync(ShardSync):
         group: ProcessGroup,
         memory: HostMemory,
         buckets: Buckets,
-        units: Sequence[Unit],
+        units: Sequence[ShardUnit],
         stepper_of: Callable[[Variable], Stepper | None],
     ) -> None:
         super().__init__(group, memory, buckets, units)
-        self._rooms, self._stepper_of = buckets, stepper_of
+        self._stepper_of = stepper_of
         # Whether a rank has a gradient of a parameter, in this pass.
         places = {param: place for place, param in enumerate(self._params)}
         self._places = places
@@ -72,8 +73,8 @@ class StepSync(ShardSync):
         self._change = contextlib.ExitStack()
         self.is_done = False  # a pass has stepped, and optimizer.step() was not called since
 
-    def _on_ready(self, unit: Unit, param: Variable) -> None:
-        after_node(lambda: super(StepSync, self)._on_ready(unit, param))
+    def _on_ready(self, unit: ShardUnit, _: object = None) -> None:
+        after_node(lambda: super(StepSync, self)._on_ready(unit))
 
     def _enter(self) -> None:
         with refusing(self._group, BACKWARD):
@@ -84,14 +85,16 @@ class StepSync(ShardSync):
                 )
         self._change.enter_context(self._memory.changing("backward"))
 
-    def _send(self, unit: Unit, chunk: Chunk, bucket: Array, weight: float, adds: bool) -> None:
-        self._scale(bucket, weight)
+    def _send(
+        self, unit: ShardUnit, chunk: Chunk, bucket: Array, weight: float, adds: bool
+    ) -> None:
+        weigh_in_place(bucket, weight)
         is_first = chunk is unit.plan.chunks[0]
         if is_first:
             for param in unit.params:
                 self._flags[self._group.rank, self._places[param]] = param not in self._unused
         meet(self._group, BACKWARD)
-        rooms = self._rooms.of_ranks(chunk, unit.params[0].dtype)
+        rooms = self._buckets.of_ranks(chunk, unit.params[0].dtype)
         part = chunk.part_of(self._group.rank)
         for position, param in enumerate(unit.params):
             stepper = self._stepper_of(param)
@@ -100,7 +103,7 @@ class StepSync(ShardSync):
 
     def _step(
         self,
-        unit: Unit,
+        unit: ShardUnit,
         position: int,
         stepper: Stepper,
         part: slice,

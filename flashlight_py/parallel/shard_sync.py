@@ -1,9 +1,8 @@
 """How the gradients of a sharded module are added up over the ranks, while a backward pass runs.
 
-As in ``gradient_sync``, what is sent must be the same sequence on all ranks: units go in the order
-of the layout. A gradient that is complete before its turn waits as an array of this rank's own. The
-product that is a large weight's gradient is computed into the buckets, when it is its turn; then
-it never exists as a whole.
+Units go in the order of the layout. A gradient that is complete before its turn waits as an array
+of this rank's own. The product that is a large weight's gradient is computed into the buckets, when
+it is its turn; then it never exists as a whole.
 """
 
 from __future__ import annotations
@@ -17,15 +16,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flashlight_py.autograd import Variable
-from flashlight_py.autograd.engine import GradSink, at_end, is_last_contribution
+from flashlight_py.autograd.engine import GradSink, is_last_contribution
 from flashlight_py.device import Array, array_module, effect
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.calls.arrays import scale_in_place
 from flashlight_py.distributed.calls.running import refusing
 from flashlight_py.distributed.reducers.reducer import InlineReducer
 from flashlight_py.errors import DistributedError
-from flashlight_py.parallel.failing import fail, forget_gradients
-from flashlight_py.parallel.gradient_sync import PassSync, used_on_any_rank
+from flashlight_py.parallel.failing import fail
+from flashlight_py.parallel.gradient_pass import (
+    GradientPass,
+    Unit,
+    used_on_any_rank,
+    weigh_in_place,
+)
 from flashlight_py.parallel.shard_layout import Chunk, UnitPlan
 
 if TYPE_CHECKING:
@@ -40,13 +43,12 @@ class Sink(GradSink):
     passes; else its own gradient is ``Variable.grad`` until it has been sent.
     """
 
-    __slots__ = ("beside", "dtype", "passed", "shape", "sync", "unit", "whole")
+    __slots__ = ("beside", "dtype", "shape", "sync", "unit", "whole")
 
-    def __init__(self, sync: ShardSync, unit: Unit, whole: Array) -> None:
+    def __init__(self, sync: ShardSync, unit: ShardUnit, whole: Array) -> None:
         self.sync, self.unit, self.whole = sync, unit, whole
         self.shape, self.dtype = whole.shape, whole.dtype
         self.beside: Array | None = None
-        self.passed = False  # the pass has computed it into the buckets
 
     def add(self, leaf: Variable, contribution: Array, is_new: bool) -> None:
         """Add a contribution to this rank's own gradient; see ``GradSink``."""
@@ -72,13 +74,12 @@ class Sink(GradSink):
         fits = a.dtype == b.dtype == self.dtype and self.own(leaf) is None
         if fits and is_last_contribution(leaf) and self.sync.may_stream(self.unit):
             self.sync.stream(self.unit, leaf, a, b)
-            self.passed = True
             return self
         product: Array = a.dot(b)
         return product
 
 
-class Unit:
+class ShardUnit(Unit):
     """Parameters that are sent together, and where."""
 
     __captured_state__ = ("pending", "wholes")
@@ -86,8 +87,8 @@ class Unit:
     def __init__(
         self, name: str, plan: UnitPlan, params: Sequence[Variable], wholes: Sequence[Array]
     ) -> None:
-        self.name, self.plan, self.params, self.wholes = name, plan, params, wholes
-        self.pending = len(params)
+        super().__init__(params)
+        self.name, self.plan, self.wholes = name, plan, wholes
         self.sinks: list[Sink] = []
 
     def begin(self) -> bool:
@@ -100,7 +101,7 @@ class Unit:
         return any(kept)
 
 
-class ShardSync(PassSync):
+class ShardSync(GradientPass[ShardUnit]):
     """Sends units in order, as hooks complete them, and finishes with the pass.
 
     Args:
@@ -113,26 +114,20 @@ class ShardSync(PassSync):
     sink_type = Sink
     __captured_state__ = (
         *("weigh", "ignored", "enabled", "is_shared"),
-        *("_units", "_params", "_sinks", "_given", "_weight", "_running", "_gave_all"),
-        "_unused",
+        *("_units", "_params", "_sinks", "_given", "_running", "_unused", "_has_failed"),
     )
 
     def __init__(
-        self, group: ProcessGroup, memory: HostMemory, buckets: Buckets, units: Sequence[Unit]
+        self, group: ProcessGroup, memory: HostMemory, buckets: Buckets, units: Sequence[ShardUnit]
     ) -> None:
-        super().__init__(InlineReducer(1.0, group=group))
+        super().__init__(InlineReducer(1.0, group=group), units)
         self.is_shared = True
-        self._group, self._memory, self._buckets, self._units = group, memory, buckets, units
+        self._group, self._memory, self._buckets = group, memory, buckets
         for unit in units:
             unit.sinks = [self.sink_type(self, unit, whole) for whole in unit.wholes]
-        self._params = [param for unit in units for param in unit.params]
         self._sinks = [sink for unit in units for sink in unit.sinks]
         self.step_all: Callable[[], None] = _nothing  # that the ranks step after a pass
-        self._given = 0  # units that this pass has sent
-        self._weight = 1.0
-        self._running = self._gave_all = False
-        self._failed: Exception | None = None  # by which the pass has, on this rank alone
-        self._unused: set[Variable] = set()
+        self._error: Exception | None = None  # by which the pass fails, on this rank alone
 
     def install(self) -> None:
         """Make the parameters' gradients go here."""
@@ -140,7 +135,7 @@ class ShardSync(PassSync):
             for param, sink in zip(unit.params, unit.sinks, strict=True):
                 param.buffer = sink
                 param.grad = None
-                param.register_grad_hook(functools.partial(self._on_ready, unit))
+        super().install()
 
     def detach(self) -> None:
         """Let go of the parameters, whose gradients something else adds up from now on."""
@@ -155,7 +150,7 @@ class ShardSync(PassSync):
         for unit in self._units:
             unit.sinks = []
 
-    def clear(self, unit: Unit, sink: Sink) -> None:
+    def clear(self, unit: ShardUnit, sink: Sink) -> None:
         """Set this rank's part of a gradient that is not there to zeros, to be added to."""
         position = unit.sinks.index(sink)
         flat = sink.whole.reshape(-1)
@@ -164,7 +159,7 @@ class ShardSync(PassSync):
 
     # What hooks and sinks ask ------------------------------------------------------------------
 
-    def may_stream(self, unit: Unit) -> bool:
+    def may_stream(self, unit: ShardUnit) -> bool:
         """Return whether a product can be computed into the buckets now."""
         return (
             self.enabled
@@ -173,16 +168,18 @@ class ShardSync(PassSync):
             and self._units[self._given] is unit
         )
 
-    def stream(self, unit: Unit, leaf: Variable, a: Array, b: Array) -> None:
+    def stream(self, unit: ShardUnit, leaf: Variable, a: Array, b: Array) -> None:
         """Compute ``a @ b``, the gradient of the unit's only parameter, into the buckets."""
-        self._begin()
+        if not self._running:
+            self._begin()
         weight, adds = self._weigh(), unit.begin()
         if not weight:
             self._unused.add(leaf)
         self._multiply(unit, a, b, weight, adds)
+        self._given += 1
 
     @effect
-    def _multiply(self, unit: Unit, a: Array, b: Array, weight: float, adds: bool) -> None:
+    def _multiply(self, unit: ShardUnit, a: Array, b: Array, weight: float, adds: bool) -> None:
         start, columns = unit.plan.starts[0], b.shape[1]
         for chunk in unit.plan.chunks:
             bucket = self._buckets.next(chunk, self._memory.grads[unit.name], adds)
@@ -192,42 +189,13 @@ class ShardSync(PassSync):
             bucket[high - low :] = 0
             self._send(unit, chunk, bucket, weight, adds)
 
-    def _on_ready(self, unit: Unit, _: Variable) -> None:
-        """Autograd: the gradient of one of the unit's parameters is complete."""
-        if not self.enabled:
-            return
-        self._begin()
-        unit.pending -= 1
-        while self._given < len(self._units) and not self._units[self._given].pending:
-            self._give_next()
-
-    def _begin(self) -> None:
-        if not self._running:
-            self._enter()
-            self._running = True
-            at_end(self._on_walked, 0)
-            at_end(self._on_end, self._turn)
-
-    def _enter(self) -> None:
-        """Do what comes before the first unit of a pass."""
-
-    def _weigh(self) -> float:
-        """Return what this rank's gradients count in this pass."""
-        if self.weigh is not None:
-            self._weight = self.weigh(self._given == 0)
-        return self._weight
-
     # Sending -----------------------------------------------------------------------------------
 
-    def _give_next(self) -> None:
-        unit = self._units[self._given]
-        passed = any(sink.passed for sink in unit.sinks)
-        if not passed:
-            weight = self._weigh()
-            self._give(unit, weight if self._failed is None else 0.0)
-        self._given += 1
+    def _weigh(self) -> float:
+        weight = super()._weigh()
+        return weight if self._error is None else 0.0
 
-    def _give(self, unit: Unit, weight: float) -> None:
+    def _give(self, unit: ShardUnit, weight: float) -> None:
         own = [sink.own(param) for param, sink in zip(unit.params, unit.sinks, strict=True)]
         if not weight:
             own = [None] * len(own)  # a batch of no samples may have nan for its mean
@@ -239,28 +207,25 @@ class ShardSync(PassSync):
                 param.grad = None
 
     @effect
-    def _pack(self, unit: Unit, own: Sequence[Array | None], weight: float, adds: bool) -> None:
+    def _pack(
+        self, unit: ShardUnit, own: Sequence[Array | None], weight: float, adds: bool
+    ) -> None:
         for chunk in unit.plan.chunks:
             bucket = self._buckets.next(chunk, self._memory.grads[unit.name], adds)
             _fill(bucket, chunk, unit.plan, own)
             self._send(unit, chunk, bucket, weight, adds)
 
-    def _send(self, unit: Unit, chunk: Chunk, bucket: Array, weight: float, adds: bool) -> None:
-        self._scale(bucket, weight)
+    def _send(
+        self, unit: ShardUnit, chunk: Chunk, bucket: Array, weight: float, adds: bool
+    ) -> None:
+        weigh_in_place(bucket, weight)
         old = functools.partial(self._memory.weigh_old, unit.name) if adds else None
         self._buckets.send(chunk, self._memory.grads[unit.name], old)
 
-    @staticmethod
-    def _scale(bucket: Array, weight: float) -> None:
-        if not weight:
-            bucket[...] = 0
-        elif weight != 1.0:
-            scale_in_place(bucket, weight)
-
     def join_failed(self) -> None:
         """Autograd: the pass fails; see ``InPasses``."""
-        if self.enabled and self._failure() is not None:
-            self._begin()
+        if self._failure() is not None:
+            super().join_failed()
 
     def _failure(self) -> Exception | None:
         """Return what ends the pass here, if no other rank knows of it."""
@@ -270,66 +235,32 @@ class ShardSync(PassSync):
         fail(group, error)
         return None
 
-    def _on_walked(self, completed: bool) -> None:
-        """Autograd: all is computed. Send what is left, before any module waits for its sums."""
-        if not completed:
-            self._give_zeros()
+    def fail(self) -> None:
+        """Get to the end of a pass that fails here, by zeros: there all ranks find out."""
+        if not self._running:
+            super().fail()
+            return
+        self._has_failed, self._error = True, self._failure()
+        if self._error is None:
             return
         try:
             self._give_rest()
-        except Exception:
-            self._give_zeros()
-            raise
+        except Exception as error:  # the pass fails by what is raised already
+            self._error = None
+            if not isinstance(error, DistributedError):
+                raise
 
-    def _give_rest(self) -> None:
-        while self._given < len(self._units):
-            self._give_next()
-        self._gave_all = True
-
-    def _give_zeros(self) -> None:
-        """Get to the end of a pass that fails here: there all ranks find out."""
-        self._failed = self._failure()
-        if self._failed is not None:
-            with contextlib.suppress(DistributedError):  # the pass fails by what is raised already
-                self._give_rest()
-
-    def _on_end(self, completed: bool) -> None:
-        """Autograd: the pass is over. Wait for everything."""
-        is_right = False
-        try:
-            if self._failed is not None:
-                self._refuse_end(self._failed)
-            elif self._gave_all:
-                self._finish()
-                is_right = True
-        finally:
-            if not is_right:
-                forget_gradients(self._params)
-            self._reset()
-
-    def _refuse_end(self, error: Exception) -> None:
+    def end_failed(self) -> None:
         """Let the other ranks raise where they exchange what they have used."""
-        if self._gave_all:
+        error, self._error, self._has_failed = self._error, None, False
+        if error is not None:
             with contextlib.suppress(DistributedError):
                 self._memory.sum_between_hosts()
                 refusing(self._group, "backward", how="failed").refuse(error)
 
-    def end_failed(self) -> None:
-        """Do nothing: all ranks have made the same calls."""
-
-    def _reset(self) -> None:
-        for unit in self._units:
-            unit.pending = len(unit.params)
-            for sink in unit.sinks:
-                sink.passed = False
-        self._running = self._gave_all = False
-        self._given, self._weight, self._failed = 0, 1.0, None
-        self._unused.clear()
-
     def _finish(self) -> None:
         """Wait for all ranks' sums; parameters that no rank used have no gradient then."""
-        here = [param not in self._unused for param in self._params]
-        used = self._complete(here)
+        used = self._complete(self._used_here())
         for param, sink, anywhere in zip(self._params, self._sinks, used, strict=True):
             if anywhere:
                 param.grad = sink.whole
@@ -341,21 +272,16 @@ class ShardSync(PassSync):
         # As all ranks pass their flags when their parts are complete, the sums are, too.
         return used_on_any_rank(here, self._group)
 
-    def weight(self, samples: int, all_samples: int, training: int, ranks: int) -> float:
-        """Return this rank's share of the samples, relative to the mean."""
-        return samples * ranks / all_samples if all_samples else 0.0
+    @effect
+    def check(self, what: str) -> None:
+        """Refuse ``what`` where a rank has ended in the middle of a step."""
+        self._memory.check(what)
 
     def give_zeros(self) -> None:
         """Take part in a pass of the other ranks with zeros, and in the step after it."""
-        try:
-            for param in self._params:
-                param.grad = None
-            self._enter()
-            for unit in self._units:
-                self._give(unit, 0.0)
-            self._finish()
-        finally:
-            self._reset()
+        for param in self._params:
+            param.grad = None
+        super().give_zeros()
         self.step_all()
 
 

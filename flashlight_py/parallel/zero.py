@@ -30,9 +30,8 @@ from flashlight_py.nn import Module
 from flashlight_py.optim import FirstOrderOptimizer
 from flashlight_py.optim.optimizer import RuleOptimizer, Shards
 from flashlight_py.parallel.agreement import check_modules_agree
-from flashlight_py.parallel.data_parallel import release
 from flashlight_py.parallel.failing import end_together, fail
-from flashlight_py.parallel.gradient_sync import PassSync, used_on_any_rank
+from flashlight_py.parallel.gradient_pass import GradientPass, Unit, release, used_on_any_rank
 from flashlight_py.parallel.parameters import give_state
 from flashlight_py.parallel.zero_flat import (
     GRAIN,
@@ -122,11 +121,11 @@ def _row(elements: int, ranks: int, taken: set[int]) -> int:
     return row
 
 
-class GatherSync(PassSync):
+class GatherSync(GradientPass[Unit]):
     """The sync for ``no_sync``, which changes nothing, and for ``join``, which is refused."""
 
     def __init__(self, group: ProcessGroup) -> None:
-        super().__init__(InlineReducer(1.0, group=group))
+        super().__init__(InlineReducer(1.0, group=group), [])
 
     def __setattr__(self, name: str, value: object) -> None:
         if name == "weigh" and value is not None:
@@ -137,9 +136,11 @@ class GatherSync(PassSync):
         """Refuse."""
         _refuse_join()
 
-    def give_zeros(self) -> None:
-        """Refuse."""
-        _refuse_join()
+    def _give(self, unit: Unit, weight: float) -> None:
+        """Do nothing: there are no units here."""
+
+    def _finish(self) -> None:
+        """Do nothing: ``GatheredShards`` waits."""
 
 
 def _refuse_join() -> NoReturn:

@@ -21,12 +21,15 @@ from flashlight_py.distributed import (
     distributed_init,
     is_distributed_init,
 )
-from flashlight_py.distributed.calls.arrays import scale_in_place
 from flashlight_py.distributed.groups.world import group_or_world
 from flashlight_py.distributed.reducers.reducer import EagerReducer, plan_buckets
-from flashlight_py.errors import DistributedError
 from flashlight_py.parallel.agreement import check_entries_agree, check_settings_agree
-from flashlight_py.parallel.gradient_sync import PassSync, shared_zeros
+from flashlight_py.parallel.gradient_pass import (
+    GradientPass,
+    Unit,
+    shared_zeros,
+    weigh_in_place,
+)
 from flashlight_py.parallel.synchronize import synchronize
 from flashlight_py.tagi.layer import BaseLayer
 from flashlight_py.tagi.normalization import BatchNorm2d
@@ -255,12 +258,22 @@ class DDPSequential:
         self.model.load_state_dict(state_dict)
 
 
-class DeltaSync(PassSync):
+class DeltaUnit(Unit):
+    """A bucket of sums of so many layers."""
+
+    def __init__(self, bucket: ParameterBucket, layers: int) -> None:
+        super().__init__((), layers)
+        self.bucket = bucket
+
+
+class DeltaSync(GradientPass[DeltaUnit]):
     """Adds up the sums of a network's backward passes over the ranks, bucket by bucket.
 
     The network's ``learnt`` becomes how many samples the last pass had on all ranks together; where
     sums are averaged, on the mean rank.
     """
+
+    ends_with_message = False
 
     def __init__(
         self,
@@ -271,8 +284,8 @@ class DeltaSync(PassSync):
         group: ProcessGroup | None,
     ) -> None:
         self._ranks = group_or_world(group).size
-        super().__init__(EagerReducer(1 / self._ranks if average else 1.0, group=group))
-        self._average = average
+        super().__init__(EagerReducer(1 / self._ranks if average else 1.0, group=group), [])
+        self.averages = average
         self._model = model
         norms = [layer for _, layer in model.named_layers() if isinstance(layer, BatchNorm2d)]
         for norm in norms:  # also those that were wrapped with sync before
@@ -280,8 +293,6 @@ class DeltaSync(PassSync):
         self._norms = norms if sync else []
         model.gather_parameters(functools.partial(self._make_buckets, limit))
         self._buckets = model.buckets
-        self._passed = 0  # buckets that this pass has passed to the reducer
-        self._in_pass = False
         self._weight = 1.0
 
     def _make_buckets(self, limit: int, layers: Sequence[BaseLayer]) -> list[ParameterBucket]:
@@ -289,21 +300,19 @@ class DeltaSync(PassSync):
         if not layers:
             raise ValueError("DDPSequential: the network has no parameters")
         device, group = self._model.device, self.reducer.group
+        shared = functools.partial(shared_zeros, dtype=REAL, group=group)
+        sums = shared if device == "cpu" else on_device(device)
         sizes = [2 * REAL.itemsize * (each.num_weights + each.num_biases) for each in layers]
         planned = [[layers[i] for i in bucket] for bucket in plan_buckets(sizes, limit)]
-        self._layers = [len(bucket) for bucket in planned]
-        self._pending = list(self._layers)
-        buckets = []
-        for number, bucket in enumerate(planned):
+        for bucket in planned:
             parameters = [each for layer in bucket for each in layer.parameters_in_use]
-            for layer in bucket:
-                layer.on_sums = functools.partial(self._on_sums, number)
             # At the end of the last one travels how many samples there were.
             extra = 1 if bucket is planned[-1] else 0
-            shared = functools.partial(shared_zeros, dtype=REAL, group=group)
-            sums = shared if device == "cpu" else on_device(device)
-            buckets.append(ParameterBucket(parameters, on_device(device), sums, extra))
-        return buckets
+            room = ParameterBucket(parameters, on_device(device), sums, extra)
+            self._units.append(DeltaUnit(room, len(bucket)))
+            for layer in bucket:
+                layer.on_sums = functools.partial(self._on_sums, self._units[-1])
+        return [unit.bucket for unit in self._units]
 
     def begin_forward(self) -> None:
         """Begin the pass here where the ranks add up statistics on the way forward."""
@@ -312,18 +321,18 @@ class DeltaSync(PassSync):
 
     def backward(self) -> None:
         """Do what ``DDPSequential.backward`` does."""
+        completed = False
         try:
-            self._backward()
-        except BaseException as error:
-            if self._passed < len(self._buckets) or isinstance(error, DistributedError):
-                self.fail(self._buckets[0].sums)
-                self.end_failed()
-            raise
+            self._begin_backward()
+            self._model.backward()
+            completed = True
         finally:
-            self._pending = list(self._layers)
-            self._passed, self._in_pass = 0, False
+            try:
+                self._on_walked(completed)
+            finally:
+                self._on_end(completed)
 
-    def _backward(self) -> None:
+    def _begin_backward(self) -> None:
         if self._model.buckets is not self._buckets:
             raise RuntimeError(
                 "backward: the network's parameters were moved after DDPSequential was made; move "
@@ -340,25 +349,27 @@ class DeltaSync(PassSync):
             self._weight = 1.0
         elif not self._norms:
             self._weight = self.weigh(True)
-        self._in_pass = True
-        self._model.backward()
-        self._finish()
+        self._running = True
 
-    def _on_sums(self, number: int, _: BaseLayer) -> None:
+    def _on_sums(self, unit: DeltaUnit, _: BaseLayer) -> None:
         """A layer's sums are complete: pass on each bucket that is, in order."""
-        if not self._in_pass:
+        if not self._running:
             raise RuntimeError(
                 "backward: this network is trained by a DDPSequential; call its backward(), "
                 "as it adds up over the ranks"
             )
-        self._pending[number] -= 1
-        while self._passed < len(self._buckets) and not self._pending[self._passed]:
-            bucket = self._buckets[self._passed]
-            bucket.extra[...] = self._model.samples
-            if self._weight != 1.0:
-                scale_in_place(bucket.sums, self._weight)
-            self.reducer.add(bucket.sums)
-            self._passed += 1
+        self._on_ready(unit)
+
+    def _weigh(self) -> float:
+        return self._weight
+
+    def _give(self, unit: DeltaUnit, weight: float) -> None:
+        unit.bucket.extra[...] = self._model.samples
+        weigh_in_place(unit.bucket.sums, weight)
+        self.reducer.add(unit.bucket.sums)
+
+    def _sent_next(self) -> list[Array]:
+        return [self._buckets[0].sums]
 
     def _finish(self) -> None:
         self.reducer.finalize()
@@ -366,16 +377,13 @@ class DeltaSync(PassSync):
 
     def weight(self, samples: int, all_samples: int, training: int, ranks: int) -> float:
         """Return 1, or what turns the mean over all ranks into that over those with data."""
-        return ranks / training if self._average else 1.0
+        return ranks / training if self.averages else 1.0
 
     def give_zeros(self) -> None:
         """Take part with no samples, on the way forward and on the way back."""
         for norm in self._norms:
             norm.forward_nothing()
-        for bucket in self._buckets:
-            bucket.sums[...] = 0
-            self.reducer.add(bucket.sums)
-        self._finish()
+        super().give_zeros()
 
 
 def _statistics(model: Sequential) -> list[Array]:

@@ -16,7 +16,7 @@ from flashlight_py.autograd.graph import note_changes
 from flashlight_py.autograd.variable import record
 from flashlight_py.distributed.memory.host_memory import hosts_of
 from flashlight_py.errors import DistributedError, MismatchError, PeerLostError, TornStateError
-from flashlight_py.parallel import data_parallel, fully_sharded
+from flashlight_py.parallel import fully_sharded, gradient_pass
 from tests.distributed.conformance import ranks_in
 from tests.distributed.harness import run_ranks
 
@@ -57,7 +57,7 @@ def in_buckets(model: Net, **how: Any) -> None:
 
 def in_background(model: Net, **how: Any) -> None:
     in_buckets(model, **how)
-    data_parallel._synchronizers[weakref.ref(model)].reducer._inline_bytes = 0
+    gradient_pass._passes[weakref.ref(model)].reducer._inline_bytes = 0
 
 
 def by_themselves(model: Net) -> None:
@@ -77,7 +77,7 @@ def collected(model: Net, **how: Any) -> None:
 
 def compressed_in_background(model: Net, hook: Any) -> None:
     in_buckets(model, hook=hook)
-    data_parallel._synchronizers[weakref.ref(model)].reducer._inline_bytes = 0
+    gradient_pass._passes[weakref.ref(model)].reducer._inline_bytes = 0
 
 
 WAYS: dict[str, Callable[..., None]] = {
