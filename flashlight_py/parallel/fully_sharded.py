@@ -9,29 +9,36 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from flashlight_py.autograd import Variable
-from flashlight_py.device import Array, is_cupy
+from flashlight_py.device import Array, is_cupy, to_device
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.calls.running import refusing
 from flashlight_py.distributed.groups.world import group_or_world
 from flashlight_py.distributed.memory.host_memory import hosts_of, meet
 from flashlight_py.nn import Module
 from flashlight_py.optim import FirstOrderOptimizer
-from flashlight_py.optim.cpu import BLOCK, sums_of_squares
-from flashlight_py.optim.optimizer import RuleOptimizer, Shards
+from flashlight_py.optim.cpu import BLOCK, sum_of_squares, sums_of_squares
+from flashlight_py.optim.optimizer import Placement, RuleOptimizer, Shards
 from flashlight_py.parallel.agreement import check_modules_agree, check_settings_agree
 from flashlight_py.parallel.data_parallel import before_forward, distribute_module_grads
 from flashlight_py.parallel.gradient_pass import install, release
 from flashlight_py.parallel.parameters import broadcast_parameters, give_state, require_module
-from flashlight_py.parallel.segment import FROZEN, EachOnce, HostMemory, HostPlacement, Hosts
-from flashlight_py.parallel.shard_buckets import Buckets, bucket_bytes
-from flashlight_py.parallel.shard_layout import Layout, UnitPlan, plan
-from flashlight_py.parallel.shard_stepping import Stepper, StepSync
-from flashlight_py.parallel.shard_sync import ShardSync, ShardUnit
+from flashlight_py.parallel.shard_memory import (
+    FROZEN,
+    Buckets,
+    FlatLayout,
+    HostMemory,
+    Hosts,
+    UnitPlan,
+    bucket_bytes,
+    plan,
+)
+from flashlight_py.parallel.shard_sync import ShardSync, ShardUnit, Stepper, StepSync
 from flashlight_py.parallel.zero import shard_by_gathering
 
 # Of all parameters. Below it ranks take less time to step alone than to wait for each other: at 8
@@ -180,6 +187,89 @@ def _in_order(module: Module) -> list[Variable]:
     layers = itertools.groupby(named, key=lambda name: name.rpartition(".")[0])
     grouped = [[named[name] for name in names] for _, names in layers]
     return [param for layer in reversed(grouped) for param in layer]
+
+
+class EachOnce:
+    """Sums over ranks what each host has as a whole, ``copies`` in all; the same on every rank."""
+
+    def __init__(self, members: ProcessGroup, copies: int) -> None:
+        self._members, self._copies = members, copies
+
+    def all_reduce(self, x: Any) -> Any:
+        """Sum ``x`` over the ranks, in place; see ``Summing``."""
+        return self._members.all_reduce(x, scale=1.0 / self._copies)
+
+
+class HostPlacement(Placement):
+    """The place of one parameter in flat arrays of layout ``name``: at ``position`` of ``unit``."""
+
+    shards: HostShards
+    __captured_state__ = ("shards",)
+
+    def __init__(
+        self, shards: HostShards, name: str, unit: UnitPlan, position: int, shape: tuple[int, ...]
+    ) -> None:
+        self.shards, self._name, self._shape = shards, name, shape
+        start = unit.starts[position]
+        self._place = slice(start, start + unit.sizes[position])
+        self._number = unit.numbers[position]
+        self._pieces = shards.memory.pieces(name, unit, position)
+        self.replays = not shards.steps
+
+    def view(self, flat: Array) -> Array:
+        """Return what of a flat array is this parameter's."""
+        return flat[self._place].reshape(self._shape)
+
+    def zeros(self, dtype: DTypeLike) -> Array:
+        """Return new state for the parameter, zeros; see ``Placement``."""
+        flat = self.shards.new_state(self._name, self._number, dtype)
+        return self.view(flat)
+
+    def pieces(self, variable: Variable, states: Sequence[Array]) -> Sequence[tuple[Array, ...]]:
+        """Return what this process steps; see ``Placement``."""
+        memory = self.shards.memory
+        data = memory.params[self._name][self._place]
+        if self._name.endswith(FROZEN):
+            raise ValueError(
+                f"a parameter of shape {self._shape} had no calc_grad when fully_shard was called, "
+                "so its gradients are not summed; call fully_shard again to train it"
+            )
+        assert variable.grad is not None
+        arrays = [data, *(each.reshape(-1) for each in (variable.grad, *states))]
+        return [tuple([array[piece] for array in arrays]) for piece in self._pieces]
+
+    def sum_of_squares(self, variable: Variable) -> float:
+        """Return that of the whole gradient; collective across hosts. See ``Placement``."""
+        if not self.shards.memory.across:
+            return super().sum_of_squares(variable)
+        parts = [sum_of_squares(grad) for _, grad in self.pieces(variable, ())]
+        return float(self.shards.members.all_reduce(np.array([sum(parts)], np.float64))[0])
+
+    def whole(self, state: Array) -> Array:
+        """Return ``state`` in the parameter's shape; collective across hosts."""
+        whole = np.array(state) if self.shards.memory.across else state
+        for host, part in self._parts():
+            root = self.shards.memory.hosts.first_ranks[host]
+            self.shards.members.broadcast(whole.reshape(-1)[part], root=root)
+        return whole
+
+    def put(self, state: Array, value: Any) -> None:
+        """Set what this host keeps of ``state`` to ``value``; see ``Placement``."""
+        memory = self.shards.memory
+        flat, new = state.reshape(-1), to_device(value, "cpu").reshape(-1)
+        parts = dict(self._parts()) if memory.across else {memory.hosts.index: slice(None)}
+        own = parts.get(memory.hosts.index)
+        if own is not None:
+            flat[own] = new[own]
+
+    def _parts(self) -> Iterator[tuple[int, slice]]:
+        """Yield which of the parameter's elements which host steps, where each has a part."""
+        memory, place = self.shards.memory, self._place
+        for host in range(memory.hosts.count if memory.across else 0):
+            own = memory.own(self._name, host)
+            low, high = max(own.start, place.start), min(own.stop, place.stop)
+            if low < high:
+                yield host, slice(low - place.start, high - place.start)
 
 
 class HostShards(Shards):
@@ -352,7 +442,7 @@ class HostShards(Shards):
                 optimizer.step()
 
 
-def _largest(layouts: dict[str, Layout]) -> int:
+def _largest(layouts: dict[str, FlatLayout]) -> int:
     return max(
         (chunk.stop - chunk.start) * np.dtype(name.removesuffix(FROZEN)).itemsize
         for name, layout in layouts.items()

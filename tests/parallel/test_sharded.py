@@ -18,7 +18,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.distributed.memory.host_memory import hosts_of
 from flashlight_py.optim import clip
-from flashlight_py.parallel import fully_sharded, shard_buckets
+from flashlight_py.parallel import fully_sharded, shard_memory
 from tests.distributed.conformance import ranks_in
 
 ranks = ranks_in(
@@ -52,7 +52,7 @@ class Net(fl.nn.Module):
 
 def small_buckets() -> None:
     """Let parameters of a few kilobytes be large."""
-    shard_buckets.LEAST_BYTES = shard_buckets.MOST_BYTES = 4096
+    shard_memory.LEAST_BYTES = shard_memory.MOST_BYTES = 4096
     fully_sharded.SMALL_BYTES = 0
 
 

@@ -1,36 +1,233 @@
-"""Memory that the ranks of a host share of a sharded module: parameters, gradients, state.
+"""The memory of a sharded module that the ranks of a host have in common.
 
-Each lies once, as flat arrays in memory that all of them map. Between hosts it is summed, and sent,
-by the first ranks of each, which all see the whole of it.
+All parameters of a dtype lie in one flat array, and their gradients in another of the same order,
+each once on a host, in memory that all its ranks map. The arrays are cut into chunks, no larger
+than a bucket; rank r of a host sums, and steps, the r-th part of each. Gradients come in through
+two buckets per rank; between hosts they are summed, and sent, by the first ranks of each.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import mmap
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-from flashlight_py.autograd import Variable
-from flashlight_py.device import Array, to_device
+from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
+from flashlight_py.distributed.calls.arrays import scale_in_place
 from flashlight_py.distributed.calls.running import refusing
-from flashlight_py.distributed.memory.host_memory import hosts_of, map_zeros, meet
+from flashlight_py.distributed.memory.host_memory import add_up, hosts_of, map_zeros, meet
 from flashlight_py.errors import TornStateError, UnavailableEverywhereError
-from flashlight_py.optim.cpu import sum_of_squares
-from flashlight_py.optim.optimizer import Placement
 from flashlight_py.parallel.agreement import of_all_ranks
-from flashlight_py.parallel.shard_buckets import BACKWARD
-from flashlight_py.parallel.shard_layout import Chunk, Layout, UnitPlan, pieces_of
 
-if TYPE_CHECKING:
-    from flashlight_py.parallel.fully_sharded import HostShards
+LINE = 64  # bytes of a cache line, at which the parts of ranks begin
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Elements ``start`` to ``stop`` of the flat array, in parts of ``part``, one for each rank.
+
+    The last chunk of a unit may have room that no parameter uses.
+    """
+
+    start: int
+    stop: int
+    part: int
+
+    def part_of(self, rank: int) -> slice:
+        """Return the elements of ``rank``, in the flat array."""
+        return slice(self.start + rank * self.part, self.start + (rank + 1) * self.part)
+
+
+@dataclass(eq=False)
+class UnitPlan:
+    """Parameters, by number, that are sent together, and where each begins in the flat array."""
+
+    numbers: list[int]
+    starts: list[int]
+    sizes: list[int]
+    chunks: list[Chunk] = field(default_factory=list)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it is one parameter alone, whose gradient need not exist as a whole."""
+        return len(self.numbers) == 1
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """The units of one flat array in the order in which they are sent, and its length."""
+
+    units: list[UnitPlan]
+    length: int
+
+
+def plan(
+    shapes: Sequence[Sequence[int]],
+    itemsize: int,
+    ranks: int,
+    bucket_bytes: int,
+    hosts: Sequence[int] = (1,),
+) -> FlatLayout:
+    """Return where parameters of ``shapes`` lie, which are in the order of their gradients.
+
+    A host has ``ranks`` ranks; ``hosts``: how many all hosts have, so that things lie at the same
+    places on each.
+
+    Example:
+        >>> layout = plan([(100, 40), (40,), (3,)], 4, ranks=2, bucket_bytes=8192)
+        >>> [(unit.numbers, unit.starts) for unit in layout.units]
+        [([0], [0]), ([1, 2], [4000, 4040])]
+        >>> [(chunk.start, chunk.stop, chunk.part) for chunk in layout.units[0].chunks]
+        [(0, 1920, 960), (1920, 3840, 960), (3840, 4000, 80)]
+    """
+    line = max(1, LINE // itemsize)
+    grain = line * math.lcm(ranks, *hosts)
+    room = max(bucket_bytes // itemsize // grain, 1) * grain
+    units: list[UnitPlan] = []
+    small: list[int] = []
+    sizes = [math.prod(shape) for shape in shapes]
+    for number, size in enumerate(sizes):
+        if size * 4 > room:
+            units.append(UnitPlan([number], [], [size]))
+            continue
+        if sum(sizes[other] for other in small) + size > room:
+            units.append(UnitPlan(small, [], [sizes[other] for other in small]))
+            small = []
+        small = [*small, number]
+    if small:
+        units.append(UnitPlan(small, [], [sizes[other] for other in small]))
+    length = 0
+    for unit in units:
+        length = _place(unit, length, shapes, grain, room, ranks)
+    return FlatLayout(units, length)
+
+
+def _place(
+    unit: UnitPlan,
+    start: int,
+    shapes: Sequence[Sequence[int]],
+    grain: int,
+    room: int,
+    ranks: int,
+) -> int:
+    """Give ``unit`` its place from ``start`` on; return where the next one begins."""
+    at = start
+    for size in unit.sizes:
+        unit.starts.append(at)
+        at += size
+    end = start + -(-(at - start) // grain) * grain
+    step = _step(shapes[unit.numbers[0]], grain, room) if unit.is_large else room
+    for begin in range(start, max(end, start + 1), step):
+        if begin < end:
+            stop = min(begin + step, end)
+            unit.chunks.append(Chunk(begin, stop, (stop - begin) // ranks))
+    return end
+
+
+def _step(shape: Sequence[int], grain: int, room: int) -> int:
+    """Return how many elements of a large parameter a chunk has: whole rows where they fit."""
+    row = math.prod(shape[1:])
+    rows = math.lcm(row, grain) if row else grain
+    return room // rows * rows or room
+
+
+def pieces_of(
+    unit: UnitPlan, position: int, rank: int, within: slice | None = None
+) -> Iterator[slice]:
+    """Yield the elements of the unit's parameter ``position`` that ``rank`` steps.
+
+    They count from the parameter's first element; ``within``: of the flat array only these.
+    """
+    start, size = unit.starts[position], unit.sizes[position]
+    for chunk in unit.chunks:
+        part = chunk.part_of(rank)
+        low, high = max(part.start, start), min(part.stop, start + size)
+        if within is not None:
+            low, high = max(low, within.start), min(high, within.stop)
+        if low < high:
+            yield slice(low - start, high - start)
+
+
+# What ranks compare where they meet: one may be in another pass, or in a step.
+BACKWARD = "backward of a sharded module"
+# Of all ranks of a host together, and of one bucket.
+ALL_BYTES = 16 << 20
+LEAST_BYTES, MOST_BYTES = 256 << 10, 2 << 20
+
+# Of this rank's part of a sum of earlier passes, in place; the chunk says where it lies.
+Scaling = Callable[[Array, Chunk], None]
+
+
+def bucket_bytes(ranks: int) -> int:
+    """Return how large a bucket of one of ``ranks`` ranks of a host may be.
+
+    Example:
+        >>> [bucket_bytes(ranks) >> 10 for ranks in (1, 4, 8, 64)]
+        [2048, 2048, 1024, 256]
+    """
+    return min(max(ALL_BYTES // (2 * ranks), LEAST_BYTES), MOST_BYTES)
+
+
+class Buckets:
+    """The buckets of all ranks of a host. Making them is collective, and blocks.
+
+    Args:
+        local: the ranks of this host.
+        nbytes: of one bucket.
+        scale: the factor of the sums.
+        keeps: sums are kept, so that a rank which is alone on its host needs no bucket.
+    """
+
+    def __init__(self, local: ProcessGroup, nbytes: int, scale: float, keeps: bool) -> None:
+        self._local, self._scale = local, scale
+        self._alone = keeps and local.size == 1
+        nbytes = -(-nbytes // 4096) * 4096
+        self._memory = map_zeros(local, local.size * 2 * nbytes).reshape(local.size, 2, nbytes)
+        self._turn = 0
+
+    def next(self, chunk: Chunk, total: Array, adds: bool) -> Array:
+        """Return room for what this rank has of ``chunk``, which goes into ``total``.
+
+        A rank that is alone on its host has it in ``total`` itself, unless that is added to.
+        """
+        if self._alone and not adds:
+            return total[chunk.start : chunk.stop]
+        self._turn ^= 1
+        return self.of_ranks(chunk, total.dtype)[self._local.rank]
+
+    def of_ranks(self, chunk: Chunk, dtype: np.dtype[np.generic]) -> list[Array]:
+        """Return every rank's room for ``chunk``, for which ``next`` was called last."""
+        nbytes = (chunk.stop - chunk.start) * dtype.itemsize
+        rooms: list[Array] = [rank[self._turn, :nbytes].view(dtype) for rank in self._memory]
+        return rooms
+
+    def send(self, chunk: Chunk, total: Array, old: Scaling | None) -> None:
+        """Sum what ranks have in their rooms into this rank's part of ``total``. Collective.
+
+        Blocks. ``old``: what is there stays, scaled by this, and is added to.
+        """
+        part = chunk.part_of(self._local.rank)
+        if self._alone and old is None:
+            scale_in_place(total[part], self._scale)
+            return
+        meet(self._local, BACKWARD)
+        place = slice(part.start - chunk.start, part.stop - chunk.start)
+        own = [room[place] for room in self.of_ranks(chunk, total.dtype)]
+        if old is None:
+            add_up(own, self._scale, total[part])
+            return
+        old(total[part], chunk)
+        total[part] += add_up(own, self._scale, np.empty_like(total[part]))
+
 
 DEBUG = "FLASHLIGHT_DEBUG_SHARED"
 STEP = "optimizer.step of a sharded module"
@@ -84,17 +281,6 @@ class Hosts:
                 )
 
 
-class EachOnce:
-    """Sums over ranks what each host has as a whole, ``copies`` in all; the same on every rank."""
-
-    def __init__(self, members: ProcessGroup, copies: int) -> None:
-        self._members, self._copies = members, copies
-
-    def all_reduce(self, x: Any) -> Any:
-        """Sum ``x`` over the ranks, in place; see ``Summing``."""
-        return self._members.all_reduce(x, scale=1.0 / self._copies)
-
-
 class HostMemory:
     """Flat arrays by dtype for ``layouts``; collective, blocking.
 
@@ -106,7 +292,7 @@ class HostMemory:
 
     __captured_state__ = ("params",)
 
-    def __init__(self, hosts: Hosts, layouts: Mapping[str, Layout], across_hosts: bool) -> None:
+    def __init__(self, hosts: Hosts, layouts: Mapping[str, FlatLayout], across_hosts: bool) -> None:
         self.hosts, self._layouts = hosts, layouts
         self.across = across_hosts and hosts.count > 1
         dtypes = {name: name.partition(" ")[0] for name in layouts}
@@ -261,75 +447,3 @@ class HostMemory:
         if self.hosts.between is None:
             return []
         return [flat[self._led(part.start, part.stop)] for part in parts]
-
-
-class HostPlacement(Placement):
-    """The place of one parameter in flat arrays of layout ``name``: at ``position`` of ``unit``."""
-
-    shards: HostShards
-    __captured_state__ = ("shards",)
-
-    def __init__(
-        self, shards: HostShards, name: str, unit: UnitPlan, position: int, shape: tuple[int, ...]
-    ) -> None:
-        self.shards, self._name, self._shape = shards, name, shape
-        start = unit.starts[position]
-        self._place = slice(start, start + unit.sizes[position])
-        self._number = unit.numbers[position]
-        self._pieces = shards.memory.pieces(name, unit, position)
-        self.replays = not shards.steps
-
-    def view(self, flat: Array) -> Array:
-        """Return what of a flat array is this parameter's."""
-        return flat[self._place].reshape(self._shape)
-
-    def zeros(self, dtype: DTypeLike) -> Array:
-        """Return new state for the parameter, zeros; see ``Placement``."""
-        flat = self.shards.new_state(self._name, self._number, dtype)
-        return self.view(flat)
-
-    def pieces(self, variable: Variable, states: Sequence[Array]) -> Sequence[tuple[Array, ...]]:
-        """Return what this process steps; see ``Placement``."""
-        memory = self.shards.memory
-        data = memory.params[self._name][self._place]
-        if self._name.endswith(FROZEN):
-            raise ValueError(
-                f"a parameter of shape {self._shape} had no calc_grad when fully_shard was called, "
-                "so its gradients are not summed; call fully_shard again to train it"
-            )
-        assert variable.grad is not None
-        arrays = [data, *(each.reshape(-1) for each in (variable.grad, *states))]
-        return [tuple([array[piece] for array in arrays]) for piece in self._pieces]
-
-    def sum_of_squares(self, variable: Variable) -> float:
-        """Return that of the whole gradient; collective across hosts. See ``Placement``."""
-        if not self.shards.memory.across:
-            return super().sum_of_squares(variable)
-        parts = [sum_of_squares(grad) for _, grad in self.pieces(variable, ())]
-        return float(self.shards.members.all_reduce(np.array([sum(parts)], np.float64))[0])
-
-    def whole(self, state: Array) -> Array:
-        """Return ``state`` in the parameter's shape; collective across hosts."""
-        whole = np.array(state) if self.shards.memory.across else state
-        for host, part in self._parts():
-            root = self.shards.memory.hosts.first_ranks[host]
-            self.shards.members.broadcast(whole.reshape(-1)[part], root=root)
-        return whole
-
-    def put(self, state: Array, value: Any) -> None:
-        """Set what this host keeps of ``state`` to ``value``; see ``Placement``."""
-        memory = self.shards.memory
-        flat, new = state.reshape(-1), to_device(value, "cpu").reshape(-1)
-        parts = dict(self._parts()) if memory.across else {memory.hosts.index: slice(None)}
-        own = parts.get(memory.hosts.index)
-        if own is not None:
-            flat[own] = new[own]
-
-    def _parts(self) -> Iterator[tuple[int, slice]]:
-        """Yield which of the parameter's elements which host steps, where each has a part."""
-        memory, place = self.shards.memory, self._place
-        for host in range(memory.hosts.count if memory.across else 0):
-            own = memory.own(self._name, host)
-            low, high = max(own.start, place.start), min(own.stop, place.stop)
-            if low < high:
-                yield host, slice(low - place.start, high - place.start)
