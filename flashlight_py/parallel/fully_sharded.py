@@ -26,6 +26,7 @@ from flashlight_py.optim.cpu import BLOCK, sum_of_squares, sums_of_squares
 from flashlight_py.optim.optimizer import Placement, RuleOptimizer, Shards
 from flashlight_py.parallel.agreement import check_modules_agree, check_settings_agree
 from flashlight_py.parallel.data_parallel import before_forward, distribute_module_grads
+from flashlight_py.parallel.gathered_shards import shard_by_gathering
 from flashlight_py.parallel.gradient_pass import install, release
 from flashlight_py.parallel.parameters import broadcast_parameters, give_state, require_module
 from flashlight_py.parallel.shard_memory import (
@@ -39,7 +40,6 @@ from flashlight_py.parallel.shard_memory import (
     plan,
 )
 from flashlight_py.parallel.shard_sync import ShardSync, ShardUnit, Stepper, StepSync
-from flashlight_py.parallel.zero import shard_by_gathering
 
 # Of all parameters. Below it ranks take less time to step alone than to wait for each other: at 8
 # MiB a sharded step took two ranks 1.15 times as long, at 16 MiB 0.98 times, and four ranks 0.76.
@@ -144,8 +144,8 @@ def _shard_gpus(
         raise ValueError(f"fully_shard: across_hosts is for parameters on the CPU; {how}")
     with refusing(members, "fully_shard"):
         shards = shard_by_gathering(module, members, step_in_backward)
-    install(module, shards.sync)
-    module.before_forward = functools.partial(before_forward, shards.sync)
+    install(module, shards)
+    module.before_forward = functools.partial(before_forward, shards)
 
 
 def _check_placements(named: dict[str, Variable]) -> None:

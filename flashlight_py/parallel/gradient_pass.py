@@ -6,8 +6,9 @@ and a unit that is complete waits until those before it were given. What no hook
 given when all is computed; then the pass waits for the sums.
 
 The kinds of passes differ in what a unit is and where its sum goes: reduced in place
-(``data_parallel``), into the memory of a host (``shard_sync``), gathered (``gathered``), into a
-tree of leaves (``leaf_step``), or as what a network of distributions learns (``tagi``).
+(``data_parallel``), into the memory of a host (``shard_sync``), scattered to the ranks
+(``gathered_shards``), into a tree of leaves (``leaf_sync``), or to what a network of distributions
+learns (``tagi``).
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class GradientPass(InPasses, abc.ABC, Generic[AnyUnit]):
     steps = False  # inside the pass, so that there are no gradients to keep
     averages = True  # over the ranks
     ends_with_message = True  # which ranks wait for after that of the last unit
+    not_joined = ""  # why there is no ``join``
     leaves = 0  # of a global batch, whose gradients are added up one by one; 0: it is not cut
 
     def __init__(self, reducer: Reducer, units: Iterable[AnyUnit]) -> None:
@@ -124,7 +126,7 @@ class GradientPass(InPasses, abc.ABC, Generic[AnyUnit]):
         try:
             if completed:
                 self._give_rest()
-        except Exception:
+        except BaseException:
             completed = False
             raise
         finally:
@@ -136,7 +138,7 @@ class GradientPass(InPasses, abc.ABC, Generic[AnyUnit]):
         """Autograd: the pass is over. Wait for everything."""
         is_right = False
         try:
-            if self._given == len(self._units) and not self._has_failed:
+            if not self._has_failed:
                 self._finish()
                 is_right = True
         except Exception as error:
@@ -145,8 +147,7 @@ class GradientPass(InPasses, abc.ABC, Generic[AnyUnit]):
             raise
         finally:
             if not is_right:  # ranks would have different parts of the gradients
-                for param in self._params:
-                    param.grad = None
+                self._forget()
             try:
                 if self._has_failed:
                     self.end_failed()
@@ -175,6 +176,10 @@ class GradientPass(InPasses, abc.ABC, Generic[AnyUnit]):
             unit.pending = unit.parts
         self._given, self._running = 0, False
         self._unused.clear()
+
+    def _forget(self) -> None:
+        for param in self._params:
+            param.grad = None
 
     # A pass that fails --------------------------------------------------------------------------
 

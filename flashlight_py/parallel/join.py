@@ -147,6 +147,8 @@ def join(
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
     sync = _sync_of(module)
+    if sync.not_joined:
+        raise ValueError(f"join: {sync.not_joined}")
     if optimizer is not None and not isinstance(optimizer, FirstOrderOptimizer):
         raise TypeError(f"join: expected an optimizer of fl.optim, got {type(optimizer).__name__}")
     group = sync.reducer.group or current_world().group

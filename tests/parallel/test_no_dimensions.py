@@ -12,7 +12,7 @@ import numpy as np
 import flashlight_py as fl
 from flashlight_py.distributed.memory.host_memory import hosts_of
 from flashlight_py.parallel import fully_sharded
-from flashlight_py.parallel.zero import shard_by_gathering
+from flashlight_py.parallel.gathered_shards import shard_by_gathering
 from tests.distributed.conformance import ranks_in
 
 ranks = ranks_in(("single", 1), ("gloo", 2), ("shm", 2), slow=[("hierarchical", 4), ("mpi", 2)])

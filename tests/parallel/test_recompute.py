@@ -13,7 +13,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py import nn
 from flashlight_py.parallel import fully_sharded
-from flashlight_py.parallel.zero import shard_by_gathering
+from flashlight_py.parallel.gathered_shards import shard_by_gathering
 from tests.distributed.conformance import BACKENDS, ranks_in
 
 ranks = ranks_in(("shm", 2), slow=[("gloo", 3)])

@@ -12,7 +12,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.parallel import fully_sharded
-from flashlight_py.parallel.zero import shard_by_gathering
+from flashlight_py.parallel.gathered_shards import shard_by_gathering
 from tests.distributed.conformance import ranks_in
 from tests.parallel.test_sharded import Net, build, loss_of, optimizer_of, same, this_host
 

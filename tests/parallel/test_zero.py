@@ -14,9 +14,8 @@ import flashlight_py as fl
 from flashlight_py.autograd import functions as F
 from flashlight_py.distributed.work import Done
 from flashlight_py.errors import MismatchError
-from flashlight_py.parallel import zero
-from flashlight_py.parallel.zero import shard_by_gathering
-from flashlight_py.parallel.zero_flat import Flat
+from flashlight_py.parallel import gathered_shards
+from flashlight_py.parallel.gathered_shards import Flat, shard_by_gathering
 from tests.distributed.conformance import ranks_in
 
 BATCH, STEPS = 24, 4
@@ -280,7 +279,7 @@ def fail_midway(rank: int, size: int) -> None:
     with pytest.raises(OSError, match="full"):
         one_pass(model, 1, rank, size)
     layer.register_grad_hook(hook)
-    assert all(flat._whole is flat.homes is flat._gradients is None for flat in shards._flats)
+    assert all(flat._whole is flat.homes is flat._gradients is None for flat in shards._units)
     for each in (model, other):
         one_pass(each, 2, rank, size)
     for got, expected in zip(model.params(), other.params(), strict=True):
@@ -367,8 +366,8 @@ class OneRank:
 
 
 def test_stays_in_the_library_of_its_arrays(strict: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zero, "group_or_world", lambda group: group)
-    monkeypatch.setattr(zero, "used_on_any_rank", lambda used, group: [*used])
+    monkeypatch.setattr(gathered_shards, "group_or_world", lambda group: group)
+    monkeypatch.setattr(gathered_shards, "used_on_any_rank", lambda used, group: [*used])
     random = np.random.default_rng(3)
     first, second = random.standard_normal((8, 6)), random.standard_normal((2, 8))
     x = random.standard_normal((4, 6))

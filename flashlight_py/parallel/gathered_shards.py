@@ -1,0 +1,587 @@
+"""Sharding by gathering (ZeRO-3): each rank keeps a part of everything, and gathers what it uses.
+
+For ranks that cannot read each other's memory, such as GPUs. When a module reads its parameters
+they are gathered, and in the meantime those that were read next in the last pass; what was read
+before is let go of. A backward pass reads them again. The gradients of a module are reduced as soon
+as they are complete, and each rank keeps its part of them.
+
+Nothing is wrapped: reading a parameter is what gathers it, so any module will do. What is saved by
+it depends on operations that read their operands again in the backward pass instead of keeping
+them: ``linear``, ``linear_relu`` and ``matmul`` do. After others, such as a product with a vector,
+the module's parameters stay until the backward pass has used them; the numbers are the same.
+
+The arrays may be NumPy's or CuPy's: what is done with them here, both can.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from flashlight_py.autograd import Variable
+from flashlight_py.autograd.engine import GradSink, after_node, in_backward
+from flashlight_py.device import Array, array_module, device_of, is_cupy, to_device
+from flashlight_py.distributed import ProcessGroup, Work
+from flashlight_py.distributed.groups.world import group_or_world
+from flashlight_py.distributed.reducers.reducer import InlineReducer
+from flashlight_py.nn import Module
+from flashlight_py.optim import FirstOrderOptimizer
+from flashlight_py.optim.cpu import sum_of_squares
+from flashlight_py.optim.optimizer import Placement, RuleOptimizer, Shards
+from flashlight_py.parallel.agreement import check_modules_agree
+from flashlight_py.parallel.gradient_pass import GradientPass, Unit, release, used_on_any_rank
+from flashlight_py.parallel.parameters import give_state
+
+# Parts begin at multiples of so many elements: 64 bytes of float32.
+GRAIN = 16
+
+
+def shard_by_gathering(
+    module: Module, group: ProcessGroup | None = None, step_in_backward: bool = False
+) -> GatheredShards:
+    """Shard the module's parameters, gradients and optimizers' state over the ranks, in place.
+
+    Collective, blocking. Every rank begins with the parameters and buffers of the group's rank 0,
+    and keeps a part of each module's that is a multiple of 16 elements. Afterwards ``backward()``
+    leaves the mean of the ranks' gradients; ``Variable.grad`` is this rank's part of it, of one
+    dimension. Several passes without ``zero_grad`` add up, each reduced by itself, within
+    ``no_sync`` as well: a rank has no place for gradients of its own.
+
+    All ranks must run the same modules in the same order, forward and backward. To read
+    ``Variable.array``, and ``state_dict()``, gather and are collective; ``load_state_dict`` is not.
+
+    Args:
+        module: the same on every rank but for its values; floating parameters are sharded.
+        group: the ranks that share the model, default the world.
+        step_in_backward: step the parameters of a module when their gradients are reduced, by the
+            optimizers that are made for them afterwards; gradients are None after the pass then.
+
+    Returns:
+        What the parameters have in common.
+
+    Raises:
+        ValueError: a parameter is sharded, or has a gradient hook or buffer.
+        MismatchError: ranks' modules differ; names the first parameter that does.
+        DistributedError: as :func:`flashlight_py.all_reduce`.
+    """
+    members = group_or_world(group)
+    params = module.named_params()
+    _refuse_sharded(params)
+    check_modules_agree(params, members)
+    release(module)
+    _refuse_used(params)
+    shards = GatheredShards(members, step_in_backward)
+    rows: set[int] = set()
+    for together in _grouped(module):
+        row = _row(sum(param.size for param in together), members.size, rows)
+        shards.take(Flat(together, members, row))
+    if module.buffers:
+        give_state(module, module.buffers, 0, members)
+    return shards
+
+
+def _refuse_sharded(params: dict[str, Variable]) -> None:
+    for name, param in params.items():
+        if param.placement is not None:
+            raise ValueError(f"fully_shard: {name!r} is sharded already; call it once")
+
+
+def _refuse_used(params: dict[str, Variable]) -> None:
+    for name, param in params.items():
+        if param.hook is not None or param.buffer is not None:
+            raise ValueError(
+                f"fully_shard: {name!r} has a gradient hook or buffer, and sharding needs its own; "
+                "clear it before"
+            )
+
+
+def _grouped(module: Module) -> Iterator[list[Variable]]:
+    """Yield the floating parameters that a module has itself, by dtype and device; each once."""
+    met: set[Variable] = set()
+    for _, each in module._walk():
+        kinds: dict[tuple[str, str], list[Variable]] = {}
+        for _, param in each._own_params():
+            if param not in met and param.dtype.kind == "f":
+                met.add(param)
+                kinds.setdefault((param.dtype.name, device_of(param.data)), []).append(param)
+        yield from kinds.values()
+
+
+def _row(elements: int, ranks: int, taken: set[int]) -> int:
+    """Return how many elements each rank keeps: enough, and no number that is ``taken``."""
+    least = max(1, -(-elements // (ranks * GRAIN))) * GRAIN
+    row = next(row for row in itertools.count(least, GRAIN) if row not in taken)
+    taken.add(row)
+    return row
+
+
+class Flat(Unit):
+    """The parameters of one module and dtype in one array of shape ``(ranks, row)``.
+
+    Rank r keeps row r, ``part``. All of it is there between ``start`` and ``release``, as
+    ``arrays``; its gradients between ``open`` and ``close``, as ``homes``.
+
+    ``row`` must differ from that of every other flat: then the shapes that collectives compare say
+    which flat is meant, and ranks that use different modules get an error instead of a mixture.
+    """
+
+    def __init__(self, params: Sequence[Variable], group: ProcessGroup, row: int) -> None:
+        super().__init__(params)
+        self.group = group
+        self.row = row
+        self.shapes = [param.shape for param in params]
+        self.starts = [0]
+        for param in params:
+            self.starts.append(self.starts[-1] + param.size)
+        self._library = array_module(params[0].data)
+        self.dtype = params[0].dtype
+        self.part = self._part_of_first_rank()
+        self.arrays: list[Array] | None = None
+        self._whole: Array | None = None  # arrives while there is work
+        self._work: Work | None = None
+        self.homes: list[Array] | None = None
+        self._gradients: Array | None = None
+        self._set_aside: list[Array | None] = []
+
+    def _part_of_first_rank(self) -> Array:
+        """Return this rank's part of the values on rank 0. Collective, blocking."""
+        whole = self._empty()
+        for array, param in zip(self._views(whole), self.params, strict=True):
+            array[...] = param.data
+        self._fill_padding(whole)
+        self.group.broadcast(whole, 0)
+        part: Array = whole[self.group.rank].copy()
+        return part
+
+    def _empty(self) -> Array:
+        shape = (self.group.size, self.row)
+        return self._library.empty(shape, self.dtype)  # type: ignore[no-any-return]
+
+    def _views(self, whole: Array) -> list[Array]:
+        line = whole.reshape(-1)
+        return [
+            line[start : start + math.prod(shape)].reshape(shape)
+            for start, shape in zip(self.starts, self.shapes, strict=False)
+        ]
+
+    def _fill_padding(self, whole: Array) -> None:
+        whole.reshape(-1)[self.starts[-1] :] = 0
+
+    def start(self) -> None:
+        """Begin to gather the parameters, unless they are here. Collective."""
+        if self._whole is None:
+            whole = self._empty()
+            row = self.part.reshape(1, -1)
+            self._work = self.group.all_gather(row, out=whole, async_op=True)
+            self._whole = whole
+
+    def finish(self) -> list[Array]:
+        """Wait until the parameters are here; return them, not to be written to."""
+        if self.arrays is None:
+            whole, work = self._whole, self._work
+            self._whole = self._work = None
+            assert whole is not None
+            assert work is not None
+            work.wait()
+            if not is_cupy(whole):
+                whole.flags.writeable = False  # it is a copy: what is written there would be lost
+            self._whole, self.arrays = whole, self._views(whole)
+        return self.arrays
+
+    def release(self, wait: bool = True) -> None:
+        """Let go of the parameters; with ``wait``, of those on their way when they are here."""
+        work = self._work
+        self._whole = self._work = self.arrays = None
+        if wait and work is not None:
+            work.wait()
+
+    def open(self) -> list[Array]:
+        """Make memory for the gradients of one pass; what earlier passes have left is set aside."""
+        self._gradients = self._empty()
+        self.homes = self._views(self._gradients)
+        self._set_aside = [param.grad for param in self.params]
+        for param in self.params:
+            param.grad = None
+        self.pending = sum(param.calc_grad for param in self.params)
+        return self.homes
+
+    def close(self) -> FlatReduction:
+        """Begin to average this pass's gradients over the ranks; zeros for those not there."""
+        assert self._gradients is not None
+        assert self.homes is not None
+        used = [param.grad is not None for param in self.params]
+        for param, home in zip(self.params, self.homes, strict=True):
+            if param.grad is not home:
+                home[...] = 0 if param.grad is None else param.grad
+        self._fill_padding(self._gradients)
+        reduction = FlatReduction(self, self._gradients, used)
+        self.forget_gradients()
+        return reduction
+
+    def forget_gradients(self) -> None:
+        """End what ``open`` has begun: parameters have the gradients of before again."""
+        for param, grad in zip(self.params, self._set_aside, strict=True):
+            param.grad = grad
+        self._set_aside = []
+        self.homes = self._gradients = None
+
+    def put(self, position: int, value: Array) -> None:
+        """Set a parameter to ``value``, of its shape and on its device: this rank's part of it."""
+        cut = PartSlices(self, position)
+        self.part[cut.here] = value.reshape(-1)[cut.of_all]
+
+
+class FlatReduction:
+    """Gradients of one flat on their way: each rank gets the mean of its row."""
+
+    def __init__(self, flat: Flat, gradients: Array, used: list[bool]) -> None:
+        self.flat = flat
+        self.used = used  # by this rank
+        part = array_module(flat.part).empty((1, flat.row), flat.dtype)
+        self._part = part.reshape(-1)
+        self._work: Work | None = flat.group.reduce_scatter(
+            gradients, 1.0 / flat.group.size, out=part, async_op=True
+        )
+
+    def wait(self) -> None:
+        """Block until it has ended, and free the gradients that were reduced."""
+        work, self._work = self._work, None  # which keeps the gradients
+        if work is not None:
+            work.wait()
+
+    def add(self, used: Sequence[bool]) -> None:
+        """Add this rank's part to the parameters' gradients: of those that were ``used``."""
+        for position, param in enumerate(self.flat.params):
+            if not used[position]:
+                continue
+            piece = self._part[PartSlices(self.flat, position).here]
+            if param.grad is None:
+                param.grad = piece
+            else:
+                param.grad += piece
+
+
+class PartSlices:
+    """A rank's elements of a parameter: ``here`` in its part, ``of_all`` in the whole."""
+
+    def __init__(self, flat: Flat, position: int, rank: int | None = None) -> None:
+        first = (flat.group.rank if rank is None else rank) * flat.row
+        start, stop = flat.starts[position : position + 2]
+        begin, end = (min(max(edge, first), first + flat.row) for edge in (start, stop))
+        self.here = slice(begin - first, end - first)
+        self.of_all = slice(begin - start, end - start)
+        self.length = end - begin
+
+
+class PartPlacement(Placement):
+    """A parameter of which this rank has a part, and a part of its gradient and of its state."""
+
+    shards: GatheredShards
+
+    def __init__(self, shards: GatheredShards, flat: Flat, position: int) -> None:
+        self.shards, self.flat, self.position = shards, flat, position
+        self._cut = PartSlices(flat, position)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole parameter."""
+        return self.flat.shapes[self.position]
+
+    def zeros(self, dtype: DTypeLike) -> Array:
+        """Return new state for this rank's part, of one dimension. Not collective."""
+        library = array_module(self.flat.part)
+        return library.zeros(self._cut.length, dtype)  # type: ignore[no-any-return]
+
+    def pieces(self, variable: Variable, states: Sequence[Array]) -> Sequence[tuple[Array, ...]]:
+        """Return (part of the parameter, of the gradient, *states), unless this rank has none."""
+        assert variable.grad is not None
+        part = self.flat.part[self._cut.here]
+        return [(part, variable.grad, *states)] if self._cut.length else []
+
+    def sum_of_squares(self, variable: Variable) -> float:
+        """Return that of the whole gradient, in float64. Collective, blocking."""
+        assert variable.grad is not None
+        squares = np.array([sum_of_squares(variable.grad)])
+        return float(self.flat.group.all_reduce(squares)[0])
+
+    def whole(self, state: Array) -> Array:
+        """Return the parts of all ranks in the parameter's shape, a new array. Collective."""
+        group, library = self.flat.group, array_module(state)
+        cuts = [PartSlices(self.flat, self.position, rank) for rank in range(group.size)]
+        longest = max(cut.length for cut in cuts)
+        mine = library.zeros((1, longest), state.dtype)
+        mine[0, : state.size] = state
+        rows = group.all_gather(mine)
+        found = library.empty(math.prod(self.shape), state.dtype)
+        for rank, cut in enumerate(cuts):
+            found[cut.of_all] = rows[rank, : cut.length]
+        return found.reshape(self.shape)  # type: ignore[no-any-return]
+
+    def put(self, state: Array, value: Any) -> None:
+        """Set ``state`` to this rank's part of ``value``. Not collective."""
+        state[...] = to_device(value.reshape(-1)[self._cut.of_all], device_of(state))
+
+
+class PartedVariable(Variable):
+    """A parameter that is gathered when its array is read, as the modules of a model do.
+
+    Its gradient is the part of this rank, of one dimension. To read ``array`` is collective.
+    Parameters become this class in place, so that whoever holds one need not know.
+    """
+
+    __slots__ = ()
+    placement: PartPlacement
+
+    @property
+    def data(self) -> Array:
+        """All of the parameter; read-only where NumPy can say so, and freed when others follow."""
+        placement = self.placement
+        return placement.shards.arrays_of(placement.flat)[placement.position]
+
+    @data.setter
+    def data(self, value: Array) -> None:
+        raise ValueError(
+            "this parameter is sharded, so there is no array of this process to replace; "
+            "load_state_dict copies values into it"
+        )
+
+    @property
+    def buffer(self) -> Array | GradSink | None:
+        """The array that a backward pass writes the whole gradient to; None outside of one."""
+        placement = self.placement
+        homes = placement.shards.homes_of(placement.flat)
+        return None if homes is None else homes[placement.position]
+
+    @buffer.setter
+    def buffer(self, value: Array | GradSink | None) -> None:
+        if value is not None:
+            raise ValueError(
+                "this parameter is sharded: its gradients are reduced where fl.fully_shard has "
+                "arranged it, and neither distribute_module_grads nor a gradient buffer goes with "
+                "that"
+            )
+
+    def assign(self, value: Array) -> None:
+        """Set the parameter, of which this rank keeps its part. Every rank passes the same."""
+        flat = self.placement.flat
+        flat.release()
+        flat.put(self.placement.position, to_device(value, device_of(flat.part)))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole parameter."""
+        return self.placement.shape
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements of the whole parameter."""
+        return math.prod(self.shape)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The parameter's dtype."""
+        return self.placement.flat.dtype
+
+    def __repr__(self) -> str:
+        return f"Variable(sharded, shape={self.shape}, dtype={self.dtype})"
+
+
+class GatheredShards(Shards, GradientPass[Flat]):
+    """When flats are gathered and let go of, and when their gradients are reduced.
+
+    At most two flats are gathered at a time: the one that was read last, and the one that was read
+    after it the last time. Forward and backward passes are remembered apart. Gradients are reduced
+    in the order in which a pass completes them, the same on all ranks.
+    """
+
+    group: ProcessGroup
+    not_joined = (
+        "the module's parameters are gathered from all ranks in every pass, in which a rank "
+        "without data has no part; give every rank the same number of batches"
+    )
+
+    def __init__(self, group: ProcessGroup, step_in_backward: bool) -> None:
+        super().__init__(InlineReducer(1.0, group=group), [])
+        self.group = self.members = group
+        self._steps = step_in_backward
+        self.ends_with_message = not step_in_backward
+        self._optimizers: dict[Variable, tuple[RuleOptimizer, int]] = {}
+        self._here: set[Flat] = set()  # gathered, or on their way
+        self._read: Flat | None = None  # last
+        self._was_backward = False
+        self._next: dict[tuple[bool, Flat], Flat] = {}
+        self._reductions: list[FlatReduction] = []  # of this pass
+        self._unsettled: list[FlatReduction] = []  # of those
+        self._stepped: set[Flat] = set()  # in this pass
+
+    def take(self, flat: Flat) -> None:
+        """Have the parameters of ``flat`` sharded from now on."""
+        self._units.append(flat)
+        for position, param in enumerate(flat.params):
+            param.data = flat.part[:0]  # nothing is to keep the memory of the whole
+            param.grad = None
+            param.placement = PartPlacement(self, flat, position)
+            param.__class__ = PartedVariable
+            param.register_grad_hook(functools.partial(self._on_ready, flat))
+
+    def attach(self, optimizer: FirstOrderOptimizer) -> None:
+        """Let ``optimizer`` step its parameters inside the backward pass, if that is asked for.
+
+        Raises:
+            ValueError: it is asked for, and the optimizer cannot step one parameter by itself.
+        """
+        if not self._steps:
+            return
+        if not isinstance(optimizer, RuleOptimizer):
+            raise ValueError(
+                f"fully_shard(step_in_backward=True): {type(optimizer).__name__} cannot step one "
+                "parameter by itself; use an optimizer of fl.optim, or step after the pass"
+            )
+        for position, param in enumerate(optimizer.params):
+            self._optimizers[param] = optimizer, position
+
+    @contextmanager
+    def changing(self, what: str) -> Iterator[None]:
+        """Let go of what is gathered, as it will be old; the parts are this process's own."""
+        self._release()
+        self._read = None
+        yield
+
+    def arrays_of(self, flat: Flat) -> list[Array]:
+        """Return the whole parameters of ``flat``. Collective, unless it was read last."""
+        backward = in_backward()
+        if flat is not self._read or backward is not self._was_backward or flat.arrays is None:
+            self._turn_to(flat, backward)
+        return flat.finish()
+
+    def _turn_to(self, flat: Flat, backward: bool) -> None:
+        if flat in self._stepped:
+            raise RuntimeError(
+                "fully_shard(step_in_backward=True): parameters are read again after they were "
+                "stepped in this backward pass; step after the pass instead"
+            )
+        if backward:
+            self._join_pass()
+        if self._read is not None and backward is not self._was_backward:
+            self._next.pop((self._was_backward, self._read), None)
+        elif self._read is not None and self._read is not flat:
+            self._next[backward, self._read] = flat
+        self._read, self._was_backward = flat, backward
+        expected = self._next.get((backward, flat))
+        self._release(flat, expected)
+        for each in (flat, expected):
+            if each is not None and each not in self._stepped:
+                self._here.add(each)
+                each.start()
+
+    def _release(self, *but: Flat | None, wait: bool = True) -> None:
+        for flat in self._here.difference(but):
+            self._here.discard(flat)
+            flat.release(wait)
+
+    def homes_of(self, flat: Flat) -> list[Array] | None:
+        """Return where this pass's gradients of ``flat`` belong; None: there is no pass."""
+        if not in_backward():
+            return None
+        if flat.homes is None:
+            self._join_pass()
+            flat.open()
+        return flat.homes
+
+    def _join_pass(self) -> None:
+        if self._steps and not self.enabled:
+            raise RuntimeError(
+                "fully_shard(step_in_backward=True): a pass within no_sync would be stepped by "
+                "itself; step after the pass to add several up"
+            )
+        self.join_failed()
+
+    def join_failed(self) -> None:
+        """Have the end of the pass be seen; see ``InPasses``."""
+        if not self._running:
+            self._join()
+
+    def _on_ready(self, flat: Flat, _: object = None) -> None:
+        flat.pending -= 1
+        if not flat.pending:
+            self._give(flat, 1.0)
+
+    def _give(self, flat: Flat, weight: float) -> None:
+        """Begin to reduce; by now the one before has had the time to end, and its memory goes."""
+        reduction = flat.close()
+        self._reductions.append(reduction)
+        self._unsettled.append(reduction)
+        self._given += 1
+        # What reads the parameters for the last time may be in the middle of it.
+        after_node(functools.partial(self._settle, but=1))
+
+    def _give_rest(self) -> None:
+        for flat in self._units:
+            if flat.homes is not None:
+                self._give(flat, 1.0)
+
+    def _settle(self, but: int = 0) -> None:
+        """Wait for all reductions but the last ones; take the steps that are part of the pass."""
+        while len(self._unsettled) > but:
+            reduction = self._unsettled.pop(0)
+            reduction.wait()
+            if self._steps:
+                self._step(reduction)
+
+    def _step(self, reduction: FlatReduction) -> None:
+        """Step the parameters whose gradients have arrived; nothing reads them in this pass."""
+        flat = reduction.flat
+        flat.release()
+        reduction.add(reduction.used)
+        self._stepped.add(flat)
+        for param in flat.params:
+            optimizer, position = self._optimizers.get(param, (None, 0))
+            if param.grad is not None and optimizer is not None:
+                pieces = param.placement.pieces(param, optimizer.states_of(position))
+                optimizer.step_pieces(position, pieces)
+                param.grad = None
+
+    def _finish(self) -> None:
+        self._settle()
+        if not self._steps:
+            self._add_up()
+
+    def _sent_next(self) -> list[Array]:
+        return [flat.part for flat in self._units]
+
+    def _forget(self) -> None:
+        for flat in self._units:
+            if flat.homes is not None:
+                flat.forget_gradients()
+        self._release(wait=False)
+
+    def _reset(self) -> None:
+        """Be as before the pass; nothing stays gathered."""
+        super()._reset()
+        self._reductions, self._unsettled = [], []
+        self._stepped = set()
+        self._read = None
+        self._release()
+
+    def _add_up(self) -> None:
+        """Keep the gradients of parameters that any rank has used. Collective, blocking."""
+        of_flat = {flat: [False] * len(flat.params) for flat in self._units}
+        for reduction in self._reductions:
+            known = of_flat[reduction.flat]
+            of_flat[reduction.flat] = [a or b for a, b in zip(known, reduction.used, strict=True)]
+        used = iter(used_on_any_rank(itertools.chain(*of_flat.values()), self.group))
+        anywhere = {flat: list(itertools.islice(used, len(flat.params))) for flat in self._units}
+        for reduction in self._reductions:
+            reduction.add(anywhere[reduction.flat])
