@@ -14,7 +14,7 @@ from flashlight_py.parallel.data_parallel import (
 from flashlight_py.parallel.fully_sharded import fully_shard
 from flashlight_py.parallel.gradcheck import gradcheck_over_ranks
 from flashlight_py.parallel.join import Joined, join
-from flashlight_py.parallel.leaves import leaves
+from flashlight_py.parallel.leaf_sync import leaves
 from flashlight_py.parallel.optimizer import DistributedOptimizer
 from flashlight_py.parallel.parameters import (
     PeriodicAveraging,

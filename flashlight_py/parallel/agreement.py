@@ -167,3 +167,26 @@ def by_rank(entries: Sequence[str]) -> str:
     for rank, entry in enumerate(entries):
         seen.setdefault(entry, []).append(rank)
     return "; ".join(f"rank(s) {', '.join(map(str, ranks))}: {e}" for e, ranks in seen.items())
+
+
+def refuse_sharded(what: str, params: Iterable[Variable], may_be_cut: bool = False) -> None:
+    """Refuse parameters of a sharded module for ``what``.
+
+    ``may_be_cut``: not those of ``shard_linear``, of which ranks may well have the same part;
+    whether they do ``check_modules_agree`` finds out.
+
+    Raises:
+        ValueError: one of ``params`` is such a parameter.
+    """
+    for position, param in enumerate(params):
+        if param.placement is not None and not (may_be_cut and param.placement.is_cut):
+            how = (
+                "cut by shard_linear: other ranks have other parts of it"
+                if param.placement.is_cut
+                else "sharded by fl.fully_shard: its values, gradient and state are the ranks' in "
+                "common and are kept equal there"
+            )
+            raise ValueError(
+                f"{what}: parameter {position} (shape {param.shape}) is {how}; {what} is for "
+                "parameters of which every rank has a copy"
+            )

@@ -31,6 +31,7 @@ from flashlight_py.nn import Module
 from flashlight_py.parallel.agreement import (
     check_modules_agree,
     digest_of_values,
+    refuse_sharded,
     warn_of_differing,
 )
 from flashlight_py.parallel.arithmetic import check_arithmetic
@@ -47,7 +48,6 @@ from flashlight_py.parallel.gradient_pass import (
 )
 from flashlight_py.parallel.leaf_sync import LeafSync
 from flashlight_py.parallel.parameters import give_state, require_module
-from flashlight_py.parallel.sharded import refuse_sharded
 
 
 def distribute_module_grads(

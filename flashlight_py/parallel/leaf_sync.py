@@ -10,7 +10,8 @@ that another leaf has left behind.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -21,6 +22,7 @@ from flashlight_py.autograd import Variable
 from flashlight_py.dataset.shares import contiguous_share
 from flashlight_py.device import Array, effect
 from flashlight_py.distributed import ProcessGroup
+from flashlight_py.distributed.calls.running import refusing
 from flashlight_py.distributed.groups.world import group_or_world
 from flashlight_py.distributed.reducers.reducer import InlineReducer
 from flashlight_py.errors import MismatchError, NotInitializedError
@@ -28,12 +30,73 @@ from flashlight_py.nn import Module
 from flashlight_py.parallel.agreement import differing_arguments, of_all_ranks
 from flashlight_py.parallel.failing import fail
 from flashlight_py.parallel.gradient_pass import GradientPass, Unit, pass_of
-from flashlight_py.parallel.leaf_buffers import Buffers
-from flashlight_py.parallel.leaf_rows import Rows, join_hosts, merges_after
-from flashlight_py.parallel.leaf_tree import MERGE, ops_of, rows_needed
-from flashlight_py.parallel.parameters import require_module
+from flashlight_py.parallel.leaf_tree import (
+    MERGE,
+    Rows,
+    join_hosts,
+    merges_after,
+    ops_of,
+    rows_needed,
+)
+from flashlight_py.parallel.parameters import give_state, require_module
+from flashlight_py.parallel.tree import put_buffer
 
 _DIGESTED = 1024  # elements of the first and the last row: enough to notice another order
+
+
+def leaves(module: Module, *arrays: Array) -> Iterator[Any]:
+    """Iterate over this rank's leaves of a global batch; afterwards gradients are those of it all.
+
+    The batch is cut along the first dimension into as many leaves as
+    ``distribute_module_grads(module, leaves=...)`` was given: neighbouring rows, whose numbers
+    differ by one at most, the longer ones first. Each rank gets neighbouring leaves; where there
+    are more ranks than leaves, the last ones get none, and just take part in the reduction. A
+    batch of fewer rows than leaves has as many leaves as rows.
+
+    The body of the loop calls ``backward()`` once for each leaf, on a loss that is a mean over the
+    leaf's rows: means are weighed by numbers of rows. The pass of a rank's last leaf ends with the
+    reduction, collective and blocking: then every gradient is that of the mean over the global
+    batch, with the same bits for any number of ranks, and what was there before is gone. In the
+    body, the package's random numbers (dropout, ``flashlight_py.random.generator()``) are the
+    leaf's own; after it they go on as if one number had been drawn. Each leaf finds the module's
+    buffers as they were when the loop began; after it they are the mean over the leaves (integers
+    and the like: what the first leaf made of them).
+
+    Args:
+        module: passed to ``distribute_module_grads`` with ``leaves`` before.
+        arrays: NumPy arrays of shape (rows, ...), the same on every rank; at least one.
+
+    Yields:
+        For each leaf a tuple of views of the arrays, of shape (rows of the leaf, ...); where one
+        array is passed, its view.
+
+    Raises:
+        TypeError: there is no array, or one is no NumPy array.
+        ValueError: ``leaves`` was not passed to ``distribute_module_grads`` for this module; the
+            arrays have no rows, or different numbers of them.
+        RuntimeError: a leaf had no backward pass, or two; another loop over leaves of the module is
+            open.
+        MismatchError: ranks pass batches of other sizes, dtypes or first and last rows, or are not
+            in the same step; on every rank, before any gradient is sent.
+        NotInitializedError: the world is another one than when the module was distributed.
+        DistributedError: as :func:`flashlight_py.all_reduce`.
+
+    Example:
+        >>> model = fl.nn.Linear(3, 1)
+        >>> fl.distribute_module_grads(model, leaves=4)
+        >>> for x in fl.leaves(model, np.ones((10, 3), np.float32)):
+        ...     print(x.shape)
+        ...     model(fl.input(x)).mean().backward()
+        (3, 3)
+        (3, 3)
+        (2, 3)
+        (2, 3)
+    """
+    sync = leaf_sync_of(module)
+    sync.require_world()
+    with refusing(sync.members, "leaves"):
+        rows = sync.rows_of(arrays)
+    return sync.steps_leaves(rows, arrays)
 
 
 class LeafSync(GradientPass[Unit]):
@@ -59,7 +122,7 @@ class LeafSync(GradientPass[Unit]):
         super().__init__(InlineReducer(1.0, group=group), [Unit(params)])
         self.leaves = leaves
         self.members = group_or_world(group)
-        self._buffers = Buffers(module, buffers, group)
+        self._buffers = LeafBuffers(module, buffers, group)
         depth, hosts = rows_needed(leaves, self.members.size), join_hosts(self.members)
         floating = self._buffers.floating()
         dtypes = dict.fromkeys([p.dtype for p in params] + [b.dtype for b in floating.values()])
@@ -99,16 +162,38 @@ class LeafSync(GradientPass[Unit]):
                 "distribute_module_grads again, after distributed_init"
             )
 
-    def steps_leaves(self, rows: int, arrays: Sequence[Array]) -> Iterator[range]:
-        """Yield the positions of each of this rank's leaves of a batch of ``rows``, ready for it.
+    def rows_of(self, arrays: tuple[Array, ...]) -> int:
+        """Return how many rows the arrays of a global batch have.
 
-        ``arrays`` are what all ranks must have in common.
+        Raises:
+            TypeError, ValueError: as ``leaves``.
         """
+        if not arrays:
+            raise TypeError(f"{self.where()}: expected the arrays of a global batch, got none")
+        for number, array in enumerate(arrays):
+            if not isinstance(array, np.ndarray) or not array.ndim:
+                shape = " of shape ()" if isinstance(array, np.ndarray) else ""
+                raise TypeError(
+                    f"{self.where()}: expected NumPy arrays of shape (rows, ...), got as number "
+                    f"{number} one of type {type(array).__name__}{shape}"
+                )
+        lengths = [len(array) for array in arrays]
+        if len(set(lengths)) > 1 or not lengths[0]:
+            raise ValueError(
+                f"{self.where()}: expected arrays with the same number of rows, at least one; got "
+                f"{', '.join(map(str, lengths))}"
+            )
+        return lengths[0]
+
+    def steps_leaves(self, rows: int, arrays: Sequence[Array]) -> Iterator[Any]:
+        """Yield each of this rank's leaves of a batch of ``rows``, when all is ready for it."""
         self._open(rows, arrays)
         try:
             for leaf in self._mine:
                 self._select(leaf)
-                yield self._positions(leaf)
+                here = self._positions(leaf)
+                views = tuple([array[here.start : here.stop] for array in arrays])
+                yield views if len(views) > 1 else views[0]
                 self._require_gradient()
             if not self._mine:
                 self._reduce()
@@ -324,3 +409,77 @@ def looks_of(array: Array) -> str:
         else b"".join([row.reshape(-1)[:_DIGESTED].tobytes() for row in (array[:1], array[-1:])])
     )
     return f"{array.dtype} {array.shape}, first and last row {crc32(ends):08x}"
+
+
+class LeafBuffers:
+    """The buffers ``names`` of ``module``. Making it is collective where there are any, and blocks.
+
+    They become those of rank 0 of ``group``.
+    """
+
+    __captured_state__ = ("_module", "_names", "_group", "_averaged", "_others")
+
+    def __init__(self, module: Module, names: Sequence[str], group: ProcessGroup | None) -> None:
+        # Not kept alive: what is known of distributed modules goes with them.
+        self._module, self._names, self._group = weakref.ref(module), list(names), group
+        self._before: dict[str, Any] = {}
+        self._first: dict[str, Any] = {}
+        if names:
+            give_state(module, self._now(names), 0, group)
+        self._averaged = [name for name, value in self._now(names).items() if _is_floating(value)]
+        self._others = [name for name in names if name not in self._averaged]
+
+    def floating(self) -> dict[str, Array]:
+        """Return the buffers that are averaged, by name."""
+        return self._now(self._averaged)
+
+    def begin(self) -> None:
+        """Keep what the step begins with."""
+        self._before = {name: np.array(value) for name, value in self._now(self._names).items()}
+        self._first = {}
+
+    def restore(self) -> None:
+        """Make the buffers what the step has begun with."""
+        self._set(self._before)
+
+    def changes(self, is_first: bool) -> dict[str, Array]:
+        """Return by how much the leaf has changed those that are averaged, exactly 0 where not."""
+        now = self._now(self._names)
+        if is_first:
+            self._first = {name: np.array(now[name]) for name in self._others}
+        with np.errstate(all="ignore"):  # a leaf's statistics may be infinite
+            return {
+                name: np.where(now[name] == self._before[name], 0, now[name] - self._before[name])
+                for name in self._averaged
+            }
+
+    def end(self, means: Mapping[str, Array]) -> None:
+        """Add the mean changes, and share what the first leaf made; that is collective."""
+        with np.errstate(all="ignore"):
+            self._set({name: self._before[name] + mean for name, mean in means.items()})
+        if self._others:
+            self._set(self._first or {name: self._before[name] for name in self._others})
+            give_state(self._owner(), self._now(self._others), 0, self._group)
+
+    def _now(self, names: Sequence[str]) -> dict[str, Any]:
+        if not names:
+            return {}
+        found = self._owner().buffers
+        return {name: found[name] for name in names}
+
+    def _set(self, values: Mapping[str, Array]) -> None:
+        now = self._now(list(values))
+        for name, value in values.items():
+            if isinstance(now[name], np.ndarray):
+                now[name][...] = value
+            else:
+                put_buffer(self._owner(), name, value.item())
+
+    def _owner(self) -> Module:
+        module = self._module()
+        assert module is not None, "whoever runs a step has it"
+        return module
+
+
+def _is_floating(value: object) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype.kind in "fc"

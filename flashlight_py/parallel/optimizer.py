@@ -13,9 +13,13 @@ from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.groups.world import group_or_world
 from flashlight_py.distributed.reducers.reducer import reduce_all
 from flashlight_py.optim import FirstOrderOptimizer
-from flashlight_py.parallel.agreement import check_arrays_agree, digests_of_ranks, warn_of_differing
+from flashlight_py.parallel.agreement import (
+    check_arrays_agree,
+    digests_of_ranks,
+    refuse_sharded,
+    warn_of_differing,
+)
 from flashlight_py.parallel.gradient_pass import gradient_of, is_synchronised, used_on_any_rank
-from flashlight_py.parallel.sharded import refuse_sharded
 
 
 class DistributedOptimizer:

@@ -10,8 +10,11 @@ from flashlight_py.distributed.calls.checks import whole_number
 from flashlight_py.distributed.groups.world import group_or_world
 from flashlight_py.distributed.reducers.reducer import reduce_all
 from flashlight_py.nn import Module
-from flashlight_py.parallel.agreement import check_modules_agree, check_settings_agree
-from flashlight_py.parallel.sharded import refuse_sharded
+from flashlight_py.parallel.agreement import (
+    check_modules_agree,
+    check_settings_agree,
+    refuse_sharded,
+)
 from flashlight_py.parallel.synchronize import synchronize, synchronize_for
 from flashlight_py.parallel.tree import put_buffer
 

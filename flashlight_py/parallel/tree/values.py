@@ -20,8 +20,8 @@ from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed.calls.arrays import as_array, is_of
 from flashlight_py.nn import Module
 from flashlight_py.optim import FirstOrderOptimizer, LearningRateSchedule
+from flashlight_py.parallel.agreement import refuse_sharded
 from flashlight_py.parallel.optimizer import DistributedOptimizer
-from flashlight_py.parallel.sharded import refuse_sharded
 from flashlight_py.parallel.tree.description import array_text, dtype_text, text
 
 NUMBER, ARRAY, GPU_ARRAY, PARTS = range(4)
