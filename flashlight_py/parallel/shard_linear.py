@@ -28,7 +28,7 @@ from flashlight_py.parallel.agreement import (
     check_settings_agree,
     digest_of_values,
 )
-from flashlight_py.parallel.functional.call import Call, copy_of
+from flashlight_py.parallel.functional.collectives import DifferentiableCall, copy_of
 
 How = Literal["column", "row"]
 
@@ -258,7 +258,7 @@ def _entering(x: Variable, group: ProcessGroup) -> Variable:
     def add_up(grad: Array) -> Array:
         return group.all_reduce(copy_of(grad))
 
-    return Call("shard_linear", group).record(x, x.data, vjp=add_up)
+    return DifferentiableCall("shard_linear", group).record(x, x.data, vjp=add_up)
 
 
 def _left(part: Variable, bias: Variable | None, group: ProcessGroup) -> Variable:
@@ -271,7 +271,7 @@ def _left(part: Variable, bias: Variable | None, group: ProcessGroup) -> Variabl
         if bias is not None:
             array += bias.data
         return part
-    result = Call("shard_linear", group).record(part, array, vjp=lambda grad: grad)
+    result = DifferentiableCall("shard_linear", group).record(part, array, vjp=lambda grad: grad)
     return result if bias is None else result + bias
 
 

@@ -20,7 +20,7 @@ from flashlight_py.distributed.calls.checks import whole
 from flashlight_py.distributed.groups.world import group_or_world
 from flashlight_py.distributed.verbs import RECV, SEND, Verb
 from flashlight_py.parallel.failing import refuse_message
-from flashlight_py.parallel.functional.call import require_variable
+from flashlight_py.parallel.functional.collectives import require_variable
 
 Like: TypeAlias = "Variable | Array | tuple[int | Sequence[int], DTypeLike]"
 
