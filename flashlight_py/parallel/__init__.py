@@ -11,6 +11,7 @@ from flashlight_py.parallel.data_parallel import (
     distribute_module_grads,
     no_sync,
 )
+from flashlight_py.parallel.epochs import DistributedSampler, ShardedDataset
 from flashlight_py.parallel.fully_sharded import fully_shard
 from flashlight_py.parallel.gradcheck import gradcheck_over_ranks
 from flashlight_py.parallel.join import Joined, join
@@ -21,9 +22,7 @@ from flashlight_py.parallel.parameters import (
     all_reduce_parameters,
     broadcast_parameters,
 )
-from flashlight_py.parallel.sampler import DistributedSampler
 from flashlight_py.parallel.shard_linear import shard_linear
-from flashlight_py.parallel.sharded_dataset import ShardedDataset
 from flashlight_py.parallel.synchronize import sync_meter, synchronize
 
 if TYPE_CHECKING:
