@@ -29,11 +29,11 @@ from flashlight_py.distributed.reducers.reducer import (
 )
 from flashlight_py.nn import Module
 from flashlight_py.parallel.agreement import (
+    check_arithmetic,
     check_modules_agree,
     digest_of_values,
     warn_of_differing,
 )
-from flashlight_py.parallel.arithmetic import check_arithmetic
 from flashlight_py.parallel.gradient_sync import (
     GradientSync,
     PassSync,

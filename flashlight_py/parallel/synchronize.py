@@ -14,11 +14,10 @@ from flashlight_py.distributed.groups.world import group_or_world
 from flashlight_py.distributed.start.exchange import exchange_bytes
 from flashlight_py.errors import DistributedError, MismatchError
 from flashlight_py.meter import Meter
-from flashlight_py.parallel.agreement import by_rank
-from flashlight_py.parallel.native import digest
+from flashlight_py.parallel.agreement import by_rank, digest
 from flashlight_py.parallel.tree import (
-    Buffers,
     Plan,
+    TreeBuffers,
     decode_numbers,
     encode_numbers,
     first_difference,
@@ -111,7 +110,7 @@ class _Synchronization:
         changed: SomeTree = put_numbers(plan, decode_numbers(like, buffers.unpack()))
         return changed
 
-    def _agreed_buffers(self, tree: object) -> tuple[Plan, Buffers]:
+    def _agreed_buffers(self, tree: object) -> tuple[Plan, TreeBuffers]:
         """Return this rank's plan and its buffers, packed on the root, if all trees agree.
 
         Dicts may have their keys in another order on other ranks. Few have, so keys are sorted
@@ -124,10 +123,10 @@ class _Synchronization:
             agreed, number_bytes = self._compare(plan.description, numbers)
             if agreed:
                 with refusing(self._members, self._verb, how="failed"):
-                    return plan, packed or Buffers(plan, number_bytes)
+                    return plan, packed or TreeBuffers(plan, number_bytes)
         raise self._mismatch(*descriptions)
 
-    def _walk(self, tree: object, sort_keys: bool) -> tuple[Plan, Buffers | None, int]:
+    def _walk(self, tree: object, sort_keys: bool) -> tuple[Plan, TreeBuffers | None, int]:
         """Return the plan and, on the root, packed buffers and the bytes of its numbers.
 
         The root packs before it receives anything from the others, who may still be unpacking what
@@ -138,7 +137,7 @@ class _Synchronization:
             if not self._is_root:
                 return plan, None, 0
             numbers = encode_numbers([number for _, _, number in plan.numbers])
-            buffers = Buffers(plan, len(numbers))
+            buffers = TreeBuffers(plan, len(numbers))
             buffers.pack(numbers)
             return plan, buffers, len(numbers)
         except Exception as error:

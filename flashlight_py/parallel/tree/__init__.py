@@ -7,14 +7,19 @@ built; the same in Python serves where it was not, and for what is not plain.
 
 from __future__ import annotations
 
-from flashlight_py.parallel.tree.change import put_buffer, put_numbers
 from flashlight_py.parallel.tree.description import first_difference
-from flashlight_py.parallel.tree.packing import Buffers, decode_numbers, encode_numbers
+from flashlight_py.parallel.tree.packing import (
+    TreeBuffers,
+    decode_numbers,
+    encode_numbers,
+    put_buffer,
+    put_numbers,
+)
 from flashlight_py.parallel.tree.walk import Plan, plan_of
 
 __all__ = [
-    "Buffers",
     "Plan",
+    "TreeBuffers",
     "decode_numbers",
     "encode_numbers",
     "first_difference",

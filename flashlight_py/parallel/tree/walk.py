@@ -5,27 +5,32 @@ The walk in Python and csrc/tree/walk.c find the same; that is faster, and not a
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from flashlight_py.device import Array
-from flashlight_py.parallel.native import native
+from flashlight_py.parallel.agreement import native
 from flashlight_py.parallel.tree.description import (
+    ARRAY,
+    NUMBER,
+    PARTS,
     REMEMBERED,
     array_text,
     count,
     dtype_text,
+    is_immutable,
     key,
     key_text,
+    look,
     text,
 )
-from flashlight_py.parallel.tree.packing import aligned
-from flashlight_py.parallel.tree.values import ARRAY, NUMBER, PARTS, is_immutable, look
 
+_ALIGNMENT = 16
 _NUMBERS = {bool: b"b", int: b"i", float: b"f", complex: b"c"}
 
 # A value before its turn: the description of its key, the container it stands in, key, value.
@@ -65,6 +70,16 @@ def plan_of(tree: object, sort_keys: bool = False) -> Plan:
     return Plan(*Walker(sort_keys).walk([tree]))
 
 
+def bytes_for(arrays: Sequence[Array]) -> int:
+    """Return the size of a buffer for all of ``arrays``."""
+    return sum(aligned(array.nbytes) for array in arrays)
+
+
+def aligned(size: int) -> int:
+    """Return how many bytes of a buffer an array of ``size`` bytes takes."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
 class Walker:
     """Walks through one tree and collects what a ``Plan`` consists of."""
 
@@ -95,7 +110,7 @@ class Walker:
                 kind = TypeError if isinstance(error, TypeError) else ValueError
                 raise kind(f"{self._path(node, at)}: {error}") from error
             waiting.extend(reversed(parts))
-        size = sum(aligned(array.nbytes) for array in self._arrays)
+        size = bytes_for(self._arrays)
         description = b"".join(self._text)
         return description, self._arrays, size, self._gpu_arrays, self._numbers, self._nodes
 
@@ -164,7 +179,7 @@ class Walker:
         self._text.append(count(b"", len(parts)))
         if names is None:
             return [(b"", here, position, part) for position, part in enumerate(parts)]
-        describe = key if tag == "D" else _attribute
+        describe = key if tag == "D" else functools.partial(text, b"p")
         entries = [
             (describe(name), here, name, part) for name, part in zip(names, parts, strict=True)
         ]
@@ -194,10 +209,6 @@ class Walker:
             steps.append(_step(container, at))
             node, at = above, above_at
         return "tree" + "".join(reversed(steps))
-
-
-def _attribute(name: str) -> bytes:
-    return text(b"p", name)
 
 
 def _step(container: Any, at: Any) -> str:
