@@ -44,8 +44,8 @@ from flashlight_py.parallel.gradient_sync import (
     used_on_any_rank,
 )
 from flashlight_py.parallel.leaf_sync import LeafSync
-from flashlight_py.parallel.parameters import give_state, require_module
 from flashlight_py.parallel.sharded import refuse_sharded
+from flashlight_py.parallel.synchronize import give_state, require_module
 
 # Which modules are distributed; a module that is gone takes its entry along.
 _Synchronizer: TypeAlias = PassSync | LeafSync

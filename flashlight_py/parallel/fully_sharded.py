@@ -25,12 +25,12 @@ from flashlight_py.optim.cpu import BLOCK, sums_of_squares
 from flashlight_py.optim.optimizer import RuleOptimizer, Shards
 from flashlight_py.parallel.agreement import check_modules_agree, check_settings_agree
 from flashlight_py.parallel.data_parallel import distribute_module_grads, install, release
-from flashlight_py.parallel.parameters import broadcast_parameters, give_state, require_module
 from flashlight_py.parallel.segment import FROZEN, EachOnce, HostMemory, HostPlacement, Hosts
 from flashlight_py.parallel.shard_buckets import Buckets, bucket_bytes
 from flashlight_py.parallel.shard_layout import Layout, UnitPlan, plan
 from flashlight_py.parallel.shard_stepping import Stepper, StepSync
 from flashlight_py.parallel.shard_sync import ShardSync, Unit
+from flashlight_py.parallel.synchronize import broadcast_parameters, give_state, require_module
 from flashlight_py.parallel.zero import GatheredShards, shard_by_gathering
 
 # Of all parameters. Below it ranks take less time to step alone than to wait for each other: at 8

@@ -22,8 +22,7 @@ from flashlight_py.nn import Module
 from flashlight_py.optim import FirstOrderOptimizer
 from flashlight_py.parallel.data_parallel import gradient_sync_of
 from flashlight_py.parallel.gradient_sync import PassSync
-from flashlight_py.parallel.parameters import give_state
-from flashlight_py.parallel.synchronize import synchronize
+from flashlight_py.parallel.synchronize import give_state, synchronize
 
 
 class Trained(Protocol):

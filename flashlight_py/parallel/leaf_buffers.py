@@ -16,7 +16,7 @@ import numpy as np
 from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.nn import Module
-from flashlight_py.parallel.parameters import give_state
+from flashlight_py.parallel.synchronize import give_state
 from flashlight_py.parallel.tree import put_buffer
 
 

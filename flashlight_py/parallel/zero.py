@@ -33,7 +33,7 @@ from flashlight_py.parallel.agreement import check_modules_agree
 from flashlight_py.parallel.data_parallel import release
 from flashlight_py.parallel.failing import end_together, fail
 from flashlight_py.parallel.gradient_sync import PassSync, used_on_any_rank
-from flashlight_py.parallel.parameters import give_state
+from flashlight_py.parallel.synchronize import give_state
 from flashlight_py.parallel.zero_flat import (
     GRAIN,
     Flat,
