@@ -17,8 +17,9 @@ from flashlight_py.autograd.variable import record
 from flashlight_py.device import Array
 from flashlight_py.launch.failures import Failure
 from flashlight_py.launch.pickling import dumps
-from flashlight_py.parallel.workers.memory import Memory, Place
-from flashlight_py.parallel.workers.parts import (
+from flashlight_py.parallel.workers.shared_values import (
+    ArrayPlace,
+    Memory,
     Part,
     array_of,
     is_data,
@@ -37,13 +38,13 @@ class Forward(NamedTuple):
     number: int
     seed: int
     inputs: bytes
-    places: list[Place]
+    places: list[ArrayPlace]
 
 
 class Computed(NamedTuple):
     """The answer: where the results lie, and on which leaves each depends."""
 
-    places: list[Place]
+    places: list[ArrayPlace]
     leaves: list[list[Leaf]]
 
 
@@ -52,7 +53,7 @@ class Backward(NamedTuple):
 
     number: int
     results: list[int]
-    places: list[Place]
+    places: list[ArrayPlace]
 
 
 class Differentiated(NamedTuple):
@@ -62,7 +63,7 @@ class Differentiated(NamedTuple):
     """
 
     leaves: list[Leaf]
-    places: dict[int, Place]
+    places: dict[int, ArrayPlace]
 
 
 class Raised(NamedTuple):
@@ -75,8 +76,8 @@ class Raised(NamedTuple):
 def serve(
     link: Connection,
     fds: tuple[int, int, int],
-    params: list[Place],
-    buffers: list[Place | None],
+    params: list[ArrayPlace],
+    buffers: list[ArrayPlace | None],
     takes_output: bool,
 ) -> None:
     """Answer requests until the link ends: ``(request, module, numbers of graphs to forget)``.
@@ -123,7 +124,7 @@ class _Share:
     """This worker's side: the parameters in shared memory, and the graphs of forward passes."""
 
     def __init__(
-        self, fds: tuple[int, int, int], params: list[Place], buffers: list[Place | None]
+        self, fds: tuple[int, int, int], params: list[ArrayPlace], buffers: list[ArrayPlace | None]
     ) -> None:
         model, self._inbox, self._outbox = map(Memory, fds)
         self._params = [Variable(array) for array in model.views(params)]
