@@ -24,8 +24,8 @@ from flashlight_py.device import Array
 from flashlight_py.distributed.start import blas
 from flashlight_py.errors import RankFailedError
 from flashlight_py.launch.spawning import Worker
-from flashlight_py.parallel.workers.serving import Raised, serve
-from flashlight_py.parallel.workers.shared_values import ArrayPlace, Memory, lay_out
+from flashlight_py.parallel.workers.serving import Raised, Request, ShareResult, serve
+from flashlight_py.parallel.workers.shared_values import Memory, lay_out
 
 WHAT = "DataParallel"
 
@@ -161,13 +161,13 @@ class Team:
 
     def ask(
         self,
-        requests: Sequence[tuple[Any, Sequence[Array]]],
+        requests: Sequence[tuple[Request, Sequence[Array]]],
         asker: Any = None,
         module: bytes | None = None,
     ) -> None:
         """Send the first workers a request each, with arrays that are put into their inboxes.
 
-        The last field of a request is replaced by the places of its arrays. All workers receive
+        Their ``places`` are filled in. All workers receive
         the form of the ``module``, if there is a new one. ``asker``, which is not kept alive by
         this, is told to ``save()`` what it needs of the answers before the next request is sent:
         until then their memory stays as it is.
@@ -200,8 +200,10 @@ class Team:
                     worker.send((None, module, dropped))
         self._asker = None if asker is None else weakref.ref(asker)
 
-    def answers(self) -> list[Any]:
-        """Return the answers of the workers that were asked; blocks until they are there.
+    def answers(self) -> list[ShareResult]:
+        """Return leaves and arrays of each worker that was asked; blocks until they are there.
+
+        The arrays are valid until the next request.
 
         Raises:
             RankFailedError: a worker has raised, its exception is the cause where it can be sent,
@@ -217,11 +219,8 @@ class Team:
                 raise worker.error(answer.failure.what, answer.failure.traceback) from _cause(
                     answer
                 )
-        return [answer for answer, _ in found]
-
-    def results(self, worker: int, places: Sequence[ArrayPlace]) -> list[Array]:
-        """Return the arrays of an answer of ``worker``: valid until the next request."""
-        return self._outboxes[worker].views(places)
+        outboxes = zip(found, self._outboxes, strict=False)
+        return [(answer.leaves, box.views(answer.places)) for (answer, _), box in outboxes]
 
     def gradient(self, worker: int, param: int) -> Array:
         """Return what ``worker`` has computed for ``param``: valid until the next request."""

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -21,13 +21,7 @@ from flashlight_py.distributed import get_local_size
 from flashlight_py.distributed.calls.checks import whole_number
 from flashlight_py.launch.pickling import main_can_be_imported
 from flashlight_py.nn import Module
-from flashlight_py.parallel.workers.serving import (
-    Backward,
-    Computed,
-    Differentiated,
-    Forward,
-    Leaf,
-)
+from flashlight_py.parallel.workers.serving import Leaf, Request, ShareResult
 from flashlight_py.parallel.workers.shared_values import (
     Part,
     array_of,
@@ -130,7 +124,8 @@ class DataParallel(Module):
         requests = []
         for share in range(1, len(counts)):
             own = [array_of(part)[starts[share] : starts[share + 1]] for part in parts]
-            requests.append((Forward(self._number, seed + share, form, []), own))
+            request = Request(self._number, "forward", (seed + share, form), [])
+            requests.append((request, own))
         graph = WorkersGraph(team, self._number, starts)
         team.ask(requests, module=changed)
         self._sent = self._sent if changed is None else changed
@@ -138,12 +133,8 @@ class DataParallel(Module):
         run = self.module._instead
         compute = self.module.forward if run is None else partial(run, self.module)
         result = compute(*put_together(form, lambda number, _: own_parts[number]))
-        answers = team.answers()
+        shares = team.answers()
         result_form, results = _apart("a result", result, is_data)
-        shares = [
-            ShareResult(answer, team.results(worker, answer.places))
-            for worker, answer in enumerate(answers)
-        ]
         joined = _join(graph, results, shares, self._params, parts)
         return put_together(result_form, lambda number, _: joined[number])
 
@@ -243,13 +234,6 @@ def _first_rows(part: Part, rows: int) -> Part:
 # 2, 3 and 4 are ordered operations of the engine, recorded last to first.
 
 
-class ShareResult(NamedTuple):
-    """The result of a worker; its ``arrays`` are valid until the next request."""
-
-    computed: Computed
-    arrays: list[Array]
-
-
 def _join(
     graph: WorkersGraph,
     own: Sequence[Part],
@@ -262,14 +246,14 @@ def _join(
     Args:
         graph: of the workers that compute the others.
         own: the results of this process's share.
-        shares: those of the workers, in order.
+        shares: of each worker, in order, the leaves of its results and their arrays.
         params: the module's parameters, by number.
         inputs: the whole inputs, by number.
 
     Raises:
         ValueError: a result has no dimensions, or the shares have results of different shapes.
     """
-    counts = [len(own), *(len(share.arrays) for share in shares)]
+    counts = [len(own), *(len(arrays) for _, arrays in shares)]
     if len(set(counts)) > 1:
         raise ValueError(
             f"{WHAT}: the shares of the batch have different numbers of results: "
@@ -280,7 +264,7 @@ def _join(
     send = record_in_order(_NOTHING, (Variable(_NOTHING, True), graph.send))
     results: list[Part] = []
     for k, part in enumerate(ordered):
-        arrays = [array_of(part), *(share.arrays[k] for share in shares)]
+        arrays = [array_of(part), *(arrays[k] for _, arrays in shares)]
         if not all(array.ndim for array in arrays):
             raise ValueError(
                 f"{WHAT}: a result has no dimensions, so the shares cannot be joined; return one "
@@ -319,7 +303,7 @@ class WorkersGraph:
         self._noted: dict[int, list[Array]] = {}  # by result: the gradient of each worker's rows
         # Of the pass that is running:
         self._left = set[Leaf]()  # whose gradients have not been taken
-        self._answers: list[Differentiated] | None = None
+        self._answers: list[ShareResult] | None = None
         self._saved: dict[Leaf, Array] = {}
         team.numbers[weakref.ref(self, team.dropped.append)] = number
 
@@ -333,7 +317,7 @@ class WorkersGraph:
         """
         self._count = len(shares)
         edges: dict[tuple[int, ...], list[tuple[Variable, Vjp]]] = {}
-        of_shares = zip(*(share.computed.leaves for share in shares), strict=True)
+        of_shares = zip(*(leaves for leaves, _ in shares), strict=True)
         of_results = [set[Leaf]().union(*leaves) for leaves in of_shares]
         for leaf in sorted(set[Leaf]().union(*of_results)):
             is_param, number = leaf
@@ -354,9 +338,9 @@ class WorkersGraph:
     def send(self, grad: Array) -> Array:
         """Send the workers what was noted; does not wait for them."""
         results = list(self._noted)
+        request = Request(self._number, "backward", (results,), [])
         requests = [
-            (Backward(self._number, results, []), [self._noted[k][worker] for k in results])
-            for worker in range(self._count)
+            (request, [self._noted[k][worker] for k in results]) for worker in range(self._count)
         ]
         self._team.ask(requests, self)
         self._left = set(self._arrays)
@@ -368,13 +352,12 @@ class WorkersGraph:
             return self._saved[leaf]
         self._left.discard(leaf)
         is_param, number = leaf
-        return self._of_param(number) if is_param else self._of_input(number)
-
-    def _of_param(self, number: int) -> Array:
+        if not is_param:
+            return self._of_input(leaf)
         grads = [
             self._team.gradient(worker, number)
-            for worker, answer in enumerate(self._received())
-            if (True, number) in answer.leaves
+            for worker, (leaves, _) in enumerate(self._received())
+            if leaf in leaves
         ]
         if len(grads) == 1:
             return grads[0]
@@ -383,16 +366,16 @@ class WorkersGraph:
             total += grad
         return total
 
-    def _of_input(self, number: int) -> Array:
+    def _of_input(self, leaf: Leaf) -> Array:
         """Return the gradient of all rows; those of this process's share are zeros here."""
-        whole = np.zeros_like(self._arrays[False, number])
-        for worker, answer in enumerate(self._received()):
-            if number in answer.places:
+        whole = np.zeros_like(self._arrays[leaf])
+        for worker, (leaves, grads) in enumerate(self._received()):
+            if leaf in leaves:
                 begin, end = self._starts[worker + 1 : worker + 3]
-                whole[begin:end] = self._team.results(worker, [answer.places[number]])[0]
+                whole[begin:end] = grads[leaves.index(leaf)]
         return whole
 
-    def _received(self) -> list[Differentiated]:
+    def _received(self) -> list[ShareResult]:
         """Return the workers' answers; blocks until they are there."""
         if self._answers is None:
             self._answers = self._team.answers()
@@ -401,7 +384,7 @@ class WorkersGraph:
     def save(self) -> None:
         """Copy what the running pass has not taken yet; see ``Team.ask``."""
         if self._left:
-            answered = {leaf for answer in self._received() for leaf in answer.leaves}
+            answered = {leaf for leaves, _ in self._received() for leaf in leaves}
             for leaf in sorted(answered & self._left):
                 self._saved[leaf] = np.array(self._gradient(leaf))
 
