@@ -46,7 +46,7 @@ def check_modules_agree(
     return check_entries_agree(
         "the modules differ in parameter",
         "Build the same module on every rank",
-        _describe(params),
+        [_words_of(name, param) for name, param in params.items()],
         group,
         values,
     )
@@ -65,20 +65,24 @@ def check_entries_agree(
             do, which rank has what, and ``remedy``.
     """
     of_ranks = of_all_ranks([entries, values], group)
-    if differing := _first_differing([found for found, _ in of_ranks]):
-        raise MismatchError(f"rank {group.rank} of {group.size}: {differ} {differing}. {remedy}")
-    return [number for _, number in of_ranks]
+    in_turn = itertools.zip_longest(*(found for found, _ in of_ranks), fillvalue="nothing")
+    for number, found in enumerate(in_turn):
+        if len(set(found)) > 1:
+            raise MismatchError(
+                f"rank {group.rank} of {group.size}: {differ} {number} ({by_rank(found)}). {remedy}"
+            )
+    return [value for _, value in of_ranks]
 
 
 def digest_of_values(params: Iterable[Variable]) -> int:
     """Return 64 bits that identify the values of parameters; reads each once, without a copy."""
-    parts = [_sum_of_words(to_device(param.data, "cpu")) for param in params]
+    parts = []
+    for param in params:
+        raw = np.ascontiguousarray(to_device(param.data, "cpu")).reshape(-1).view(np.uint8)
+        end = raw.size // 8 * 8
+        words = raw[:end].view(np.uint64)
+        parts.append([int(words.sum(dtype=np.uint64)), raw[end:].tobytes().hex()])
     return digest(json.dumps(parts).encode())
-
-
-def digests_of_ranks(params: Iterable[Variable], group: ProcessGroup) -> list[int]:
-    """Return ``digest_of_values`` of every rank, in rank order. Collective, blocking."""
-    return [0] if group.size == 1 else of_all_ranks(digest_of_values(params), group)
 
 
 def warn_of_differing(what: str, digests: Sequence[int], group: ProcessGroup) -> None:
@@ -92,13 +96,6 @@ def warn_of_differing(what: str, digests: Sequence[int], group: ProcessGroup) ->
         "are not. Call fl.broadcast_parameters(module) before it, and after fl.distributed_init()",
         stacklevel=3,
     )
-
-
-def _sum_of_words(array: Array) -> tuple[int, str]:
-    """Return the sum of all words of 8 bytes, and the bytes that are left."""
-    raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    end = raw.size // 8 * 8
-    return int(raw[:end].view(np.uint64).sum(dtype=np.uint64)), raw[end:].tobytes().hex()
 
 
 def check_settings_agree(
@@ -128,20 +125,13 @@ def check_arrays_agree(what: str, arrays: Sequence[Array], group: ProcessGroup) 
         MismatchError: they differ, on every rank; names the first one that does.
     """
     mine = [f"{array.dtype} {array.shape}" for array in arrays]
-    if group.size == 1 or agree(json.dumps(mine).encode(), group):
+    if group.size == 1:
         return
-    if differing := _first_differing(of_all_ranks(mine, group)):
-        raise MismatchError(
-            f"rank {group.rank} of {group.size}: {what} differ in number {differing}. "
-            "Pass the same shapes and dtypes on every rank"
-        )
-
-
-def agree(mine: bytes, group: ProcessGroup) -> bool:
-    """Return whether every rank passes the same; by a digest of 64 bits. Collective, blocking."""
-    own = digest(mine)
+    own = digest(json.dumps(mine).encode())
     highest, inverse_of_lowest = group.all_reduce(np.array([own, ~own]), op="max").tolist()
-    return bool(highest == ~inverse_of_lowest)
+    if highest != ~inverse_of_lowest:
+        remedy = "Pass the same shapes and dtypes on every rank"
+        check_entries_agree(f"{what} differ in number", remedy, mine, group)
 
 
 def of_all_ranks(mine: object, group: ProcessGroup) -> list[Any]:
@@ -149,12 +139,10 @@ def of_all_ranks(mine: object, group: ProcessGroup) -> list[Any]:
     return [json.loads(text) for text in exchange_bytes(group.backend(), json.dumps(mine).encode())]
 
 
-def _describe(params: Mapping[str, Variable]) -> list[str]:
-    return [
-        f"{name}: {param.dtype} {tuple(param.shape)}{'' if param.calc_grad else ', frozen'}"
-        f"{'' if param.placement is None else param.placement.words()}"
-        for name, param in params.items()
-    ]
+def _words_of(name: str, param: Variable) -> str:
+    frozen = "" if param.calc_grad else ", frozen"
+    placed = "" if param.placement is None else param.placement.words()
+    return f"{name}: {param.dtype} {tuple(param.shape)}{frozen}{placed}"
 
 
 def differing_arguments(of_ranks: Sequence[Mapping[str, Any]]) -> str:
@@ -162,14 +150,6 @@ def differing_arguments(of_ranks: Sequence[Mapping[str, Any]]) -> str:
     names = dict.fromkeys(itertools.chain.from_iterable(of_ranks))
     values = {name: [str(each.get(name, "nothing")) for each in of_ranks] for name in names}
     return ", ".join(f"{n} ({by_rank(v)})" for n, v in values.items() if len(set(v)) > 1)
-
-
-def _first_differing(of_ranks: Sequence[Sequence[str]]) -> str:
-    """Return the first number at which not all ranks have the same, and who has what; or ""."""
-    for number, entries in enumerate(itertools.zip_longest(*of_ranks, fillvalue="nothing")):
-        if len(set(entries)) > 1:
-            return f"{number} ({by_rank(entries)})"
-    return ""
 
 
 def by_rank(entries: Sequence[str]) -> str:
@@ -226,13 +206,15 @@ def check_arithmetic(what: str, leaves: int, members: ProcessGroup) -> None:
         MismatchError: ranks differ; on every rank, naming hosts, ranks and a remedy.
     """
     threads, core_type = _threads_and_core_type()
+    config: Any = np.show_config(mode="dicts")
+    blas_built_with = config.get("Build Dependencies", {}).get("blas", {})
     mine: dict[str, Any] = {
         "host": socket.gethostname(),
         "threads": threads,
         "facts": {
             "leaves": str(leaves),
             "NumPy": np.__version__,
-            "BLAS": _blas(),
+            "BLAS": f"{blas_built_with.get('name')} {blas_built_with.get('version')}",
             _CORE_TYPE: core_type,
             _FEATURES: _features(),
         },
@@ -266,12 +248,6 @@ def _threads_and_core_type() -> tuple[int, str]:
         return threads, core_type
     named = [os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")]
     return 1 if "1" in named else 0, "not known"
-
-
-def _blas() -> str:
-    config: Any = np.show_config(mode="dicts")
-    built_with = config.get("Build Dependencies", {}).get("blas", {})
-    return f"{built_with.get('name')} {built_with.get('version')}"
 
 
 def _features() -> str:
