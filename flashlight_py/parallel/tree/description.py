@@ -1,11 +1,11 @@
 """The kind of a value in a tree, and the description of a tree by the kinds of its values.
 
-``look`` says the kind of every value that is no dict, list, tuple, array or number of exactly
-Python's or NumPy's type; those are plain, and the walk knows them by itself.
+``look`` says the kind of a value. Dicts, lists, tuples, arrays and numbers of exactly Python's or
+NumPy's type are plain: the native walk knows them by itself.
 
 A description is bytes that are equal where the structure is, and can be read back: values in the
-order of the walk. A text is a tag, its length (32 bits) and UTF-8; a count is a tag
-and 32 bits; numbers are in the machine's byte order.
+order of the walk. A text is a tag, its length (32 bits) and UTF-8; a count is a tag and 32 bits;
+numbers are in the machine's byte order.
 
     x                        what is left alone: None, strings, functions, ...
     b i f c                  a Python number: bool, int, float, complex
@@ -60,7 +60,7 @@ _FIXED = {
 
 
 def look(value: Any) -> Answer:
-    """Say what a value is that is not plain.
+    """Say what a value is that is no number of Python's.
 
     Returns:
         None for what is left alone; ``(NUMBER, description)``; ``(ARRAY, array, identity)`` where
@@ -73,7 +73,13 @@ def look(value: Any) -> Answer:
         ValueError: an array is read-only, or a Variable was computed and needs a gradient.
     """
     if isinstance(value, Variable):
-        value = _data_of(value)
+        refuse_sharded("synchronize", [value])
+        if value.has_history:
+            raise ValueError(
+                f"this Variable (shape {value.shape}) was computed from others and needs a "
+                "gradient, which would be silently wrong; put its array into the tree: x.array"
+            )
+        value = value.data
     if is_cupy(value):
         return GPU_ARRAY, array_text(b"g", value), value
     if isinstance(value, np.ndarray):
@@ -93,16 +99,6 @@ def is_immutable(value: object) -> bool:
     return params is not None and params.frozen
 
 
-def _data_of(variable: Variable) -> Array:
-    refuse_sharded("synchronize", [variable])
-    if variable.has_history:
-        raise ValueError(
-            f"this Variable (shape {variable.shape}) was computed from others and needs a "
-            "gradient, which would be silently wrong; put its array into the tree: x.array"
-        )
-    return variable.data
-
-
 def _array(value: Array) -> Answer:
     dtype_text(value.dtype)  # refuses what cannot be sent
     if not value.flags.writeable:
@@ -119,7 +115,10 @@ def _array(value: Array) -> Answer:
 def _parts(value: Any) -> Answer:
     """Return the parts of a container or of an object whose values we know how to reach."""
     if isinstance(value, tuple):
-        return _tuple(value)
+        if hasattr(value, "_fields") and hasattr(value, "_replace"):
+            return _object(value, dict(zip(value._fields, value, strict=True)))
+        _try_making_anew(value, type(value))
+        return PARTS, "T", "", None, list(value)
     if isinstance(value, dict):
         return PARTS, "D", "", list(value), list(value.values())
     if isinstance(value, (list, deque)):
@@ -138,7 +137,8 @@ def _state(value: Any) -> dict[str, Any] | None:
         refuse_sharded("synchronize", value.params())
         return dict(value.state_dict())
     if is_of(value, "torch.nn", "Module"):
-        return _tensors_of(value)
+        state = value.state_dict().items()  # with what is no tensor
+        return {name: entry for name, entry in state if is_of(entry, "torch", "Tensor")}
     if isinstance(value, DistributedOptimizer):
         return {"optimizer": value.optimizer}
     if isinstance(value, FirstOrderOptimizer):
@@ -153,22 +153,9 @@ def _state(value: Any) -> dict[str, Any] | None:
     return None
 
 
-def _tensors_of(module: Any) -> dict[str, Any]:
-    """Return the parameters and buffers of a module of PyTorch, without what it adds to them."""
-    state = module.state_dict().items()
-    return {name: entry for name, entry in state if is_of(entry, "torch", "Tensor")}
-
-
 def _object(value: Any, parts: dict[str, Any]) -> Answer:
     tag = "N" if is_immutable(value) else "O"
     return PARTS, tag, type(value).__qualname__, list(parts), list(parts.values())
-
-
-def _tuple(value: tuple[Any, ...]) -> Answer:
-    if hasattr(value, "_fields") and hasattr(value, "_replace"):
-        return _object(value, dict(zip(value._fields, value, strict=True)))
-    _try_making_anew(value, type(value))
-    return PARTS, "T", "", None, list(value)
 
 
 def _try_making_anew(value: Any, make: Callable[[Any], Any]) -> None:

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
-
-import numpy as np
 
 from flashlight_py.device import Array
 from flashlight_py.parallel.agreement import native
@@ -116,41 +114,21 @@ class Walker:
 
     def _visit(self, node: int, at: Any, value: Any) -> list[_Entry]:
         """Write down one value; return its parts."""
-        kind = type(value)
-        if kind is np.ndarray and value.flags.writeable:
-            self._array(b"a", value, value, self._arrays)
-        elif kind in _NUMBERS:
-            self._number(_NUMBERS[kind], (node, at, value))
-        elif value is None or kind is str:
-            self._text.append(b"x")
-        elif kind is dict:
-            return self._parts(node, at, value, "D", "", list(value), list(value.values()))
-        elif kind is list:
-            return self._parts(node, at, value, "L", "", None, value)
-        elif kind is tuple:
-            return self._parts(node, at, value, "T", "", None, value)
-        else:
-            return self._other(node, at, value)
-        return []
-
-    def _other(self, node: int, at: Any, value: Any) -> list[_Entry]:
-        answer = look(value)
+        number = _NUMBERS.get(type(value))
+        answer = look(value) if number is None else (NUMBER, number)
         self._kept += (value, answer)
         if answer is None:
             self._text.append(b"x")
         elif answer[0] == PARTS:
             return self._parts(node, at, value, *answer[1:])
         elif answer[0] == NUMBER:
-            self._number(answer[1], (node, at, value))
+            self._text.append(answer[1])
+            self._numbers.append((node, at, value))
         elif answer[0] == ARRAY:
             self._array(b"a", answer[1], answer[2], self._arrays)
         else:
             self._array(b"g", answer[2], answer[2], self._gpu_arrays)
         return []
-
-    def _number(self, description: bytes, record: tuple[int, Any, Any]) -> None:
-        self._text.append(description)
-        self._numbers.append(record)
 
     def _array(self, tag: bytes, array: Array, identity: Any, into: list[Array]) -> None:
         if not self._met_before(identity):
@@ -187,7 +165,8 @@ class Walker:
 
     def _refuse_cycle(self, node: int, value: Any) -> None:
         """Refuse an object that must be made anew and consists of itself."""
-        for container in self._containers(node):
+        while node > 0:
+            node, _, container = self._nodes[node]
             if container is value:
                 raise TypeError(
                     f"this {type(value).__qualname__} is immutable and contains itself, so it "
@@ -196,22 +175,14 @@ class Walker:
             if not is_immutable(container):
                 return
 
-    def _containers(self, node: int) -> Iterator[Any]:
-        """Yield a container, the one that it stands in, and so on."""
-        while node > 0:
-            node, _, container = self._nodes[node]
-            yield container
-
     def _path(self, node: int, at: Any) -> str:
         steps = []
         while node > 0:
             above, above_at, container = self._nodes[node]
-            steps.append(_step(container, at))
+            if isinstance(container, dict):
+                name = json.dumps(at, ensure_ascii=False) if type(at) is str else repr(at)
+                steps.append(f"[{name}]")
+            else:
+                steps.append(f"[{at}]" if isinstance(at, int) else f".{at}")
             node, at = above, above_at
         return "tree" + "".join(reversed(steps))
-
-
-def _step(container: Any, at: Any) -> str:
-    if isinstance(container, dict):
-        return f"[{json.dumps(at, ensure_ascii=False) if type(at) is str else repr(at)}]"
-    return f"[{at}]" if isinstance(at, int) else f".{at}"
