@@ -17,7 +17,7 @@ from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.nn import Module
 from flashlight_py.parallel.synchronize import give_state
-from flashlight_py.parallel.tree import put_buffer
+from flashlight_py.parallel.tree.packing import put_buffer
 
 
 class Buffers:

@@ -24,16 +24,15 @@ from flashlight_py.parallel.agreement import (
     digest,
 )
 from flashlight_py.parallel.sharded import refuse_sharded
-from flashlight_py.parallel.tree import (
-    Plan,
+from flashlight_py.parallel.tree.description import first_difference
+from flashlight_py.parallel.tree.packing import (
     TreeBuffers,
     decode_numbers,
     encode_numbers,
-    first_difference,
-    plan_of,
     put_buffer,
     put_numbers,
 )
+from flashlight_py.parallel.tree.walk import Plan, plan_of
 
 SomeTree = TypeVar("SomeTree")
 

@@ -12,7 +12,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.distributed.groups.world import current_world
 from flashlight_py.parallel.agreement import native
-from flashlight_py.parallel.tree import plan_of
+from flashlight_py.parallel.tree.walk import plan_of
 from tests.gpu import trees as gpu_trees
 from tests.parallel.trees import Box, Frozen, Point, everything, model_of, optimizer_of
 

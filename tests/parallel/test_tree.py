@@ -13,17 +13,16 @@ from hypothesis import strategies as st
 
 import flashlight_py as fl
 from flashlight_py.parallel.agreement import digest, digest_in_python, native
-from flashlight_py.parallel.tree import (
-    Plan,
-    decode_numbers,
-    encode_numbers,
+from flashlight_py.parallel.tree import packing
+from flashlight_py.parallel.tree.description import (
+    dtype_text,
+    entries,
     first_difference,
-    packing,
-    plan_of,
-    put_numbers,
+    key_text,
+    look,
 )
-from flashlight_py.parallel.tree.description import dtype_text, entries, key_text, look
-from flashlight_py.parallel.tree.walk import Walker, bytes_for
+from flashlight_py.parallel.tree.packing import decode_numbers, encode_numbers, put_numbers
+from flashlight_py.parallel.tree.walk import Plan, Walker, bytes_for, plan_of
 from tests.parallel.tree_strategies import trees
 from tests.parallel.trees import Box, Frozen, Point, Tensor, everything
 
