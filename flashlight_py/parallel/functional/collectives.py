@@ -56,9 +56,7 @@ def all_reduce(
         >>> x.grad
         array([2., 2., 2.])
     """
-    require_variable("all_reduce", v)
-    _require_linear("all_reduce", op)
-    call = DifferentiableCall("all_reduce", group_or_world(group))
+    call = _begin("all_reduce", v, group, op)
 
     def combine(array: Array) -> Array:
         return call.group.all_reduce(copy_of(array), scale, op)
@@ -92,9 +90,7 @@ def reduce_scatter(
         ValueError: ``op`` is another, or as :func:`flashlight_py.reduce_scatter`.
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
-    require_variable("reduce_scatter", v)
-    _require_linear("reduce_scatter", op)
-    call = DifferentiableCall("reduce_scatter", group_or_world(group))
+    call = _begin("reduce_scatter", v, group, op)
     factor = scale / call.group.size if op == "avg" else scale
 
     def gather(grad: Array) -> Array:
@@ -128,12 +124,16 @@ def all_gather(v: Variable, group: ProcessGroup | None = None) -> Variable:
         TypeError: ``v`` is no Variable, or as :func:`flashlight_py.all_gather`.
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
-    require_variable("all_gather", v)
-    call = DifferentiableCall("all_gather", group_or_world(group))
-    shape = v.shape
+    call = _begin("all_gather", v, group)
+    shape, rank = v.shape, call.group.rank
 
     def own_rows(grad: Array) -> Array:
-        return _reduced_rows(grad, call).reshape(shape)
+        rows = call.rows[:, 0].tolist()
+        if min(rows) == max(rows):
+            return call.group.reduce_scatter(grad).reshape(shape)
+        start = sum(rows[:rank])
+        summed: Array = call.group.all_reduce(copy_of(grad))
+        return summed[start : start + rows[rank]].reshape(shape)
 
     whole = call.group.all_gather(v.data)
     return call.record(v, whole, vjp=own_rows, rows=[shape[0] if shape else 1])
@@ -164,8 +164,7 @@ def all_to_all(
         ValueError: the first dimension cannot be cut so.
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
-    require_variable("all_to_all", v)
-    call = DifferentiableCall("all_to_all", group_or_world(group))
+    call = _begin("all_to_all", v, group)
 
     def take_back(grad: Array) -> Array:
         received = None if rows is None else call.rows[:, call.group.rank].tolist()
@@ -197,14 +196,26 @@ def broadcast(v: Variable, root: int = 0, group: ProcessGroup | None = None) -> 
         ValueError: ``root`` is no rank of the group.
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
-    require_variable("broadcast", v)
-    call = DifferentiableCall("broadcast", group_or_world(group))
+    call = _begin("broadcast", v, group)
 
     def sum_for_root(grad: Array) -> Array:
         summed: Array = call.group.reduce(copy_of(grad), root)
         return summed if call.group.rank == root else array_module(grad).zeros_like(grad)
 
     return call.record(v, call.group.broadcast(copy_of(v.data), root), vjp=sum_for_root)
+
+
+def _begin(
+    verb: str, v: Variable, group: ProcessGroup | None, op: str = "sum"
+) -> DifferentiableCall:
+    """Check the arguments of a verb and begin its call."""
+    require_variable(verb, v)
+    if op not in ("sum", "avg"):
+        raise ValueError(
+            f"functional.{verb}: op must be 'sum' or 'avg', got {op!r}; where no gradient is "
+            f"needed, flashlight_py.{verb} takes the others"
+        )
+    return DifferentiableCall(verb, group_or_world(group))
 
 
 # How many differentiable collectives each group has had: the same number on all of its ranks.
@@ -273,20 +284,17 @@ class DifferentiableCall(InPasses):
         table[group.rank] = mine
         group.all_reduce(table)  # only this rank's row is not zero: the sum is a gathering
         if (table[:, :2] != mine[:2]).any():
-            raise MismatchError(self._difference(table))
+            where = [
+                f"rank {rank}: the {'backward' if backward else 'forward'} pass of number {number}"
+                for rank, (number, backward) in enumerate(table[:, :2].tolist())
+            ]
+            raise MismatchError(
+                f"[functional.{self._verb}] rank {group.rank} of {group.size}: the ranks are at "
+                f"different differentiable collectives of this group: {', '.join(where)}. Let "
+                "backward() reach the results of the same calls on every rank, and in the same "
+                "passes; a rank that has no use for a result adds 0 times its sum to the loss"
+            )
         return table[:, 2:]
-
-    def _difference(self, table: Array) -> str:
-        where = [
-            f"rank {rank}: the {'backward' if backward else 'forward'} pass of number {number}"
-            for rank, (number, backward) in enumerate(table[:, :2].tolist())
-        ]
-        return (
-            f"[functional.{self._verb}] rank {self.group.rank} of {self.group.size}: the ranks are "
-            f"at different differentiable collectives of this group: {', '.join(where)}. Let "
-            "backward() reach the results of the same calls on every rank, and in the same passes; "
-            "a rank that has no use for a result adds 0 times its sum to the loss"
-        )
 
 
 def require_variable(verb: str, v: object) -> None:
@@ -305,21 +313,3 @@ def require_variable(verb: str, v: object) -> None:
 def copy_of(array: Array) -> Array:
     """Return a new array of the same values for a verb to work on in place."""
     return array_module(array).array(array, order="C")  # type: ignore[no-any-return]
-
-
-def _require_linear(verb: str, op: str) -> None:
-    if op not in ("sum", "avg"):
-        raise ValueError(
-            f"functional.{verb}: op must be 'sum' or 'avg', got {op!r}; where no gradient is "
-            f"needed, flashlight_py.{verb} takes the others"
-        )
-
-
-def _reduced_rows(grad: Array, call: DifferentiableCall) -> Array:
-    """Return the sum over the ranks of those rows of their ``grad`` that this rank passed."""
-    rows, rank = call.rows[:, 0].tolist(), call.group.rank
-    if min(rows) == max(rows):
-        return call.group.reduce_scatter(grad)
-    start = sum(rows[:rank])
-    summed: Array = call.group.all_reduce(copy_of(grad))
-    return summed[start : start + rows[rank]]

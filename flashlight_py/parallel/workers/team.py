@@ -72,12 +72,10 @@ def _end(team: weakref.ref[Team]) -> None:
         _watched.pop(team, None)
 
 
+@atexit.register
 def _end_all() -> None:
     for team in list(_watched):
         _end(team)
-
-
-atexit.register(_end_all)
 
 
 class Team:
