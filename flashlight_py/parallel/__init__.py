@@ -11,20 +11,20 @@ from flashlight_py.parallel.data_parallel import (
     distribute_module_grads,
     no_sync,
 )
+from flashlight_py.parallel.epochs import DistributedSampler, ShardedDataset
 from flashlight_py.parallel.fully_sharded import fully_shard
 from flashlight_py.parallel.gradcheck import gradcheck_over_ranks
 from flashlight_py.parallel.join import Joined, join
 from flashlight_py.parallel.leaf_sync import leaves
 from flashlight_py.parallel.optimizer import DistributedOptimizer
-from flashlight_py.parallel.parameters import (
+from flashlight_py.parallel.shard_linear import shard_linear
+from flashlight_py.parallel.synchronize import (
     PeriodicAveraging,
     all_reduce_parameters,
     broadcast_parameters,
+    sync_meter,
+    synchronize,
 )
-from flashlight_py.parallel.sampler import DistributedSampler
-from flashlight_py.parallel.shard_linear import shard_linear
-from flashlight_py.parallel.sharded_dataset import ShardedDataset
-from flashlight_py.parallel.synchronize import sync_meter, synchronize
 
 if TYPE_CHECKING:
     from flashlight_py.parallel.workers import DataParallel

@@ -1,22 +1,33 @@
-"""Do all ranks have the same? Asked once, before results depend on it."""
+"""Do all ranks have the same, and compute the same? Asked once, before results depend on it."""
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
+import os
+import socket
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from flashlight_py import _native
 from flashlight_py.autograd import Variable
 from flashlight_py.device import Array, to_device
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.groups.world import group_or_world
+from flashlight_py.distributed.start import blas
 from flashlight_py.distributed.start.exchange import exchange_bytes
 from flashlight_py.errors import MismatchError
-from flashlight_py.parallel.native import digest
+
+_STEP = 0x9E3779B97F4A7C15  # of digests
+_CORE_TYPE, _FEATURES = "BLAS core type", "CPU features that NumPy uses"
+_REMEDIES = {
+    _CORE_TYPE: "set OPENBLAS_CORETYPE=Haswell on every host, or another type that all have",
+    _FEATURES: "set NPY_DISABLE_CPU_FEATURES on every host to those that not all have",
+}
 
 
 def check_modules_agree(
@@ -35,7 +46,7 @@ def check_modules_agree(
     return check_entries_agree(
         "the modules differ in parameter",
         "Build the same module on every rank",
-        _describe(params),
+        [_words_of(name, param) for name, param in params.items()],
         group,
         values,
     )
@@ -54,20 +65,24 @@ def check_entries_agree(
             do, which rank has what, and ``remedy``.
     """
     of_ranks = of_all_ranks([entries, values], group)
-    if differing := _first_differing([found for found, _ in of_ranks]):
-        raise MismatchError(f"rank {group.rank} of {group.size}: {differ} {differing}. {remedy}")
-    return [number for _, number in of_ranks]
+    in_turn = itertools.zip_longest(*(found for found, _ in of_ranks), fillvalue="nothing")
+    for number, found in enumerate(in_turn):
+        if len(set(found)) > 1:
+            raise MismatchError(
+                f"rank {group.rank} of {group.size}: {differ} {number} ({by_rank(found)}). {remedy}"
+            )
+    return [value for _, value in of_ranks]
 
 
 def digest_of_values(params: Iterable[Variable]) -> int:
     """Return 64 bits that identify the values of parameters; reads each once, without a copy."""
-    parts = [_sum_of_words(to_device(param.data, "cpu")) for param in params]
+    parts = []
+    for param in params:
+        raw = np.ascontiguousarray(to_device(param.data, "cpu")).reshape(-1).view(np.uint8)
+        end = raw.size // 8 * 8
+        words = raw[:end].view(np.uint64)
+        parts.append([int(words.sum(dtype=np.uint64)), raw[end:].tobytes().hex()])
     return digest(json.dumps(parts).encode())
-
-
-def digests_of_ranks(params: Iterable[Variable], group: ProcessGroup) -> list[int]:
-    """Return ``digest_of_values`` of every rank, in rank order. Collective, blocking."""
-    return [0] if group.size == 1 else of_all_ranks(digest_of_values(params), group)
 
 
 def warn_of_differing(what: str, digests: Sequence[int], group: ProcessGroup) -> None:
@@ -81,13 +96,6 @@ def warn_of_differing(what: str, digests: Sequence[int], group: ProcessGroup) ->
         "are not. Call fl.broadcast_parameters(module) before it, and after fl.distributed_init()",
         stacklevel=3,
     )
-
-
-def _sum_of_words(array: Array) -> tuple[int, str]:
-    """Return the sum of all words of 8 bytes, and the bytes that are left."""
-    raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    end = raw.size // 8 * 8
-    return int(raw[:end].view(np.uint64).sum(dtype=np.uint64)), raw[end:].tobytes().hex()
 
 
 def check_settings_agree(
@@ -117,20 +125,13 @@ def check_arrays_agree(what: str, arrays: Sequence[Array], group: ProcessGroup) 
         MismatchError: they differ, on every rank; names the first one that does.
     """
     mine = [f"{array.dtype} {array.shape}" for array in arrays]
-    if group.size == 1 or agree(json.dumps(mine).encode(), group):
+    if group.size == 1:
         return
-    if differing := _first_differing(of_all_ranks(mine, group)):
-        raise MismatchError(
-            f"rank {group.rank} of {group.size}: {what} differ in number {differing}. "
-            "Pass the same shapes and dtypes on every rank"
-        )
-
-
-def agree(mine: bytes, group: ProcessGroup) -> bool:
-    """Return whether every rank passes the same; by a digest of 64 bits. Collective, blocking."""
-    own = digest(mine)
+    own = digest(json.dumps(mine).encode())
     highest, inverse_of_lowest = group.all_reduce(np.array([own, ~own]), op="max").tolist()
-    return bool(highest == ~inverse_of_lowest)
+    if highest != ~inverse_of_lowest:
+        remedy = "Pass the same shapes and dtypes on every rank"
+        check_entries_agree(f"{what} differ in number", remedy, mine, group)
 
 
 def of_all_ranks(mine: object, group: ProcessGroup) -> list[Any]:
@@ -138,12 +139,10 @@ def of_all_ranks(mine: object, group: ProcessGroup) -> list[Any]:
     return [json.loads(text) for text in exchange_bytes(group.backend(), json.dumps(mine).encode())]
 
 
-def _describe(params: Mapping[str, Variable]) -> list[str]:
-    return [
-        f"{name}: {param.dtype} {tuple(param.shape)}{'' if param.calc_grad else ', frozen'}"
-        f"{'' if param.placement is None else param.placement.words()}"
-        for name, param in params.items()
-    ]
+def _words_of(name: str, param: Variable) -> str:
+    frozen = "" if param.calc_grad else ", frozen"
+    placed = "" if param.placement is None else param.placement.words()
+    return f"{name}: {param.dtype} {tuple(param.shape)}{frozen}{placed}"
 
 
 def differing_arguments(of_ranks: Sequence[Mapping[str, Any]]) -> str:
@@ -151,14 +150,6 @@ def differing_arguments(of_ranks: Sequence[Mapping[str, Any]]) -> str:
     names = dict.fromkeys(itertools.chain.from_iterable(of_ranks))
     values = {name: [str(each.get(name, "nothing")) for each in of_ranks] for name in names}
     return ", ".join(f"{n} ({by_rank(v)})" for n, v in values.items() if len(set(v)) > 1)
-
-
-def _first_differing(of_ranks: Sequence[Sequence[str]]) -> str:
-    """Return the first number at which not all ranks have the same, and who has what; or ""."""
-    for number, entries in enumerate(itertools.zip_longest(*of_ranks, fillvalue="nothing")):
-        if len(set(entries)) > 1:
-            return f"{number} ({by_rank(entries)})"
-    return ""
 
 
 def by_rank(entries: Sequence[str]) -> str:
@@ -190,3 +181,100 @@ def refuse_sharded(what: str, params: Iterable[Variable], may_be_cut: bool = Fal
                 f"{what}: parameter {position} (shape {param.shape}) is {how}; {what} is for "
                 "parameters of which every rank has a copy"
             )
+
+
+# Digests ------------------------------------------------------------------------------------------
+
+
+def native() -> Any | None:
+    """Return the native module, or None, with a warning, where it is missing."""
+    return _native.optional("tree", "synchronize takes some microseconds longer for each array")
+
+
+def digest(data: bytes) -> int:
+    """Return 64 bits, as an int with sign, that identify ``data``; the same on every machine."""
+    module = native()
+    found: int = digest_in_python(data) if module is None else module.digest(data)
+    return found
+
+
+def digest_in_python(data: bytes) -> int:
+    """Return what ``digest`` returns."""
+    words = np.frombuffer(data + bytes(-len(data) % 8), np.uint64)
+    places = np.arange(1, words.size + 1, dtype=np.uint64) * np.uint64(_STEP)
+    total = _mixed(words + places).sum(dtype=np.uint64)
+    ended = np.array([(int(total) + len(data)) % 2**64], np.uint64)
+    return int(_mixed(ended).view(np.int64)[0])
+
+
+def _mixed(words: Array) -> Array:
+    """Mix the bits of each word: variant 13 (Stafford) of MurmurHash3's finaliser (Appleby)."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: Array = words ^ (words >> np.uint64(31))
+    return mixed
+
+
+# The same bits from the same numbers --------------------------------------------------------------
+
+
+def check_arithmetic(what: str, leaves: int, members: ProcessGroup) -> None:
+    """Have BLAS compute with one thread, and compare what bits depend on. Collective, blocking.
+
+    Compared are the versions of NumPy and of its BLAS, the core type of OpenBLAS, and the CPU
+    features for which NumPy has loops of their own.
+
+    Raises:
+        ValueError: BLAS computes with several threads and is no OpenBLAS, on some rank.
+        MismatchError: ranks differ; on every rank, naming hosts, ranks and a remedy.
+    """
+    threads, core_type = _threads_and_core_type()
+    config: Any = np.show_config(mode="dicts")
+    blas_built_with = config.get("Build Dependencies", {}).get("blas", {})
+    mine: dict[str, Any] = {
+        "host": socket.gethostname(),
+        "threads": threads,
+        "facts": {
+            "leaves": str(leaves),
+            "NumPy": np.__version__,
+            "BLAS": f"{blas_built_with.get('name')} {blas_built_with.get('version')}",
+            _CORE_TYPE: core_type,
+            _FEATURES: _features(),
+        },
+    }
+    of_ranks = of_all_ranks(mine, members) if members.size > 1 else [mine]
+    where = f"{what}: rank {members.rank} of {members.size}"
+    several = [
+        f"rank {rank} on {each['host']}"
+        for rank, each in enumerate(of_ranks)
+        if each["threads"] != 1
+    ]
+    if several:
+        raise ValueError(
+            f"{where}: leaves={leaves} needs a BLAS with one thread, as the bits of its results "
+            f"depend on their number; not so on {', '.join(several)}. NumPy's BLAS there is no "
+            "OpenBLAS, which could be asked: start with OMP_NUM_THREADS=1"
+        )
+    for name in mine["facts"]:
+        entries = [f"{each['facts'][name]} on {each['host']}" for each in of_ranks]
+        if len({each["facts"][name] for each in of_ranks}) > 1:
+            remedy = _REMEDIES.get(name, "use the same on every rank")
+            raise MismatchError(
+                f"{where}: the ranks would compute other bits from the same numbers: {name} "
+                f"differs ({by_rank(entries)}). To have the same, {remedy}"
+            )
+
+
+def _threads_and_core_type() -> tuple[int, str]:
+    threads, core_type = blas.use_one_thread()
+    if threads:
+        return threads, core_type
+    named = [os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")]
+    return 1 if "1" in named else 0, "not known"
+
+
+def _features() -> str:
+    """Return which of the instruction sets that NumPy has loops for this processor has."""
+    core = "numpy._core" if int(np.__version__.partition(".")[0]) > 1 else "numpy.core"
+    loops = importlib.import_module(f"{core}._multiarray_umath")
+    return " ".join(name for name in loops.__cpu_dispatch__ if loops.__cpu_features__[name])

@@ -3,12 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol, SupportsIndex
 
 from flashlight_py.dataset import Dataset
 from flashlight_py.dataset.dataset import Indices, Sample
 from flashlight_py.dataset.shares import contiguous_share
-from flashlight_py.parallel.place import find_place
+from flashlight_py.distributed import get_world_rank, get_world_size
+from flashlight_py.distributed.calls.checks import whole_number
+from flashlight_py.errors import NotInitializedError
+
+
+@dataclass(frozen=True)
+class Share:
+    """Share ``rank`` of ``size`` of some data, and whether the world said so."""
+
+    rank: int
+    size: int
+    of_world: bool
+
+    def require_world(self, what: str) -> None:
+        """Check that the share's world is still the one that ``what`` is used in.
+
+        A process that is alone now (after a shutdown, or forked by a rank to load data) may keep
+        its share.
+
+        Raises:
+            NotInitializedError: the world is another one, such as the one initialised since.
+        """
+        if not self.of_world or get_world_size() == 1:
+            return
+        rank, size = get_world_rank(), get_world_size()
+        if (rank, size) != (self.rank, self.size):
+            raise NotInitializedError(
+                f"rank {rank} of {size}: this {what} was made as rank {self.rank} of {self.size}, "
+                "for a world that is no more; make it anew, after distributed_init"
+            )
+
+
+def find_share(what: str, rank: int | None, size: int | None) -> Share:
+    """Return the share passed, or the world's where both are None.
+
+    Raises:
+        TypeError: ``rank`` or ``size`` is not an integer.
+        ValueError: only one is given, or ``rank`` is not in [0, size).
+    """
+    if rank is None and size is None:
+        return Share(get_world_rank(), get_world_size(), of_world=True)
+    if rank is None or size is None:
+        raise ValueError(
+            f"{what}: pass both rank and size, or neither for those of the world; "
+            f"got rank={rank}, size={size}"
+        )
+    share = Share(whole_number(what, "rank", rank), whole_number(what, "size", size), False)
+    if share.rank >= share.size:
+        raise ValueError(f"{what}: rank must be in [0, size), got rank={rank}, size={size}")
+    return share
 
 
 class Indexed(Protocol):
@@ -48,9 +98,9 @@ class DistributedDataContainer(Dataset):
     """
 
     def __init__(self, data: Indexed, rank: int | None = None, size: int | None = None) -> None:
-        self._place = find_place("DistributedDataContainer", rank, size)
+        self._share = find_share("DistributedDataContainer", rank, size)
         self._data = data
-        self._positions = contiguous_share(_length(data), self._place.rank, self._place.size)
+        self._positions = contiguous_share(_length(data), self._share.rank, self._share.size)
 
     def __len__(self) -> int:
         """Return the number of elements in this rank's share."""
@@ -92,7 +142,7 @@ class DistributedDataContainer(Dataset):
 
     def _current(self) -> Indexed:
         """Return the data, if the share is still that of this rank in the world."""
-        self._place.require_world("DistributedDataContainer")
+        self._share.require_world("DistributedDataContainer")
         return self._data
 
 

@@ -29,12 +29,12 @@ from flashlight_py.distributed.reducers.reducer import (
 )
 from flashlight_py.nn import Module
 from flashlight_py.parallel.agreement import (
+    check_arithmetic,
     check_modules_agree,
     digest_of_values,
     refuse_sharded,
     warn_of_differing,
 )
-from flashlight_py.parallel.arithmetic import check_arithmetic
 from flashlight_py.parallel.gradient_pass import (
     GradientPass,
     Unit,
@@ -47,7 +47,7 @@ from flashlight_py.parallel.gradient_pass import (
     weigh_in_place,
 )
 from flashlight_py.parallel.leaf_sync import LeafSync
-from flashlight_py.parallel.parameters import give_state, require_module
+from flashlight_py.parallel.synchronize import give_state, require_module
 
 
 def distribute_module_grads(

@@ -1,17 +1,25 @@
-"""One order of the samples for each epoch, how much of it is used, and that all ranks agree."""
+"""Samples in an order for each epoch, and a rank's part of it: of the indices, or of batches."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, SupportsIndex
 
 import numpy as np
 
-from flashlight_py.dataset.dataset import Indices
-from flashlight_py.dataset.shares import epoch_order
+from flashlight_py.dataset import Dataset
+from flashlight_py.dataset.dataset import Indices, Sample
+from flashlight_py.dataset.shares import (
+    batch_positions,
+    contiguous_share,
+    count_batches,
+    epoch_order,
+    strided_share,
+    weight_of_part,
+)
 from flashlight_py.distributed.calls.checks import whole_number
 from flashlight_py.parallel.agreement import check_settings_agree
-from flashlight_py.parallel.place import Place
+from flashlight_py.parallel.data_container import find_share
 
 
 class InEpochs:
@@ -27,16 +35,25 @@ class InEpochs:
     """
 
     def __init__(
-        self, what: str, place: Place, n: int, shuffle: bool, seed: int, **others: int
+        self,
+        what: str,
+        n: int,
+        shuffle: bool,
+        seed: int,
+        drop_last: bool,
+        rank: int | None,
+        size: int | None,
+        **others: int,
     ) -> None:
-        self._n = whole_number(what, "n", n)
-        self._epoch = self._begin = self._consumed = 0
-        self._is_set = False  # by the user
         self._what = what
-        self._place = place
+        self._share = find_share(what, rank, size)
+        self._n = whole_number(what, "n", n)
         self._shuffle = bool(shuffle)
         self._seed = whole_number(what, "seed", seed)
-        self._others = others
+        self._drop_last = bool(drop_last)
+        self._others = {**others, "drop_last": self._drop_last}
+        self._epoch = self._begin = self._consumed = 0
+        self._is_set = False  # by the user
         self._agree(0)
         self._order = self._draw(0)
 
@@ -60,7 +77,7 @@ class InEpochs:
             DistributedError: as :func:`flashlight_py.all_reduce`.
         """
         epoch = whole_number(self._what, "epoch", epoch)
-        self._place.require_world(self._what)
+        self._share.require_world(self._what)
         self._agree(epoch)
         if epoch != self._epoch:
             self._go_to(epoch, 0)
@@ -117,7 +134,7 @@ class InEpochs:
                 )
         if consumed > self._n:
             raise ValueError(f"{self._what}: a state with {consumed} of {self._n} samples consumed")
-        self._place.require_world(self._what)
+        self._share.require_world(self._what)
         self._agree(epoch, consumed)
         self._go_to(epoch, consumed)
 
@@ -136,7 +153,7 @@ class InEpochs:
         Raises:
             NotInitializedError: the world is another one.
         """
-        self._place.require_world(self._what)
+        self._share.require_world(self._what)
         start, stop = self._begin + positions.start, self._begin + positions.stop
         if self._order is None:
             return np.arange(start, stop, positions.step, dtype=np.int64)
@@ -164,7 +181,220 @@ class InEpochs:
         return whole_number(self._what, f"the state's {name}", value)
 
     def _agree(self, epoch: int, consumed: int = 0) -> None:
-        if not self._place.of_world:
+        if not self._share.of_world:
             return
         settings = {**self._order_settings(), **self._others, "epoch": epoch}
         check_settings_agree(self._what, {**settings, "consumed": consumed})
+
+
+class DistributedSampler(InEpochs):
+    """This rank's indices of ``n`` samples, in a new order for each epoch.
+
+    One permutation of all samples, the same on every rank, is dealt out like cards: rank r of s
+    gets its entries r, r + s, r + 2 s, ... So what the ranks have consumed when each took k
+    samples are the permutation's first s k entries: if together they take B samples per step (B
+    a multiple of s, B / s each), step t covers its entries [B t, B (t + 1)), whatever s is.
+    Contiguous shares have no such property, and a seed of one's own for each rank gives shares
+    that overlap.
+
+    No sample comes twice and none is padded. Without ``drop_last`` every sample comes once, for
+    evaluation: numbers of samples differ by one at most, so ranks may end after different
+    numbers of steps. With ``drop_last`` every rank gets the same number, as training needs: the
+    last n % size of the order are left out, if shuffled other ones in each epoch.
+
+    Making one, ``set_epoch`` and ``load_state_dict`` are collective, unless rank and size are
+    given: all ranks then compare n, shuffle, seed, drop_last, epoch and what is consumed.
+    Iterating is not, and communicates nothing: it may happen in a thread or on one rank only. It
+    begins anew each time, in the epoch's order. An index counts as used when it is handed out, and
+    the other ranks are taken to be as far as this one; for loaders that read ahead, such as one
+    that is given ``list(sampler)``, ``set_consumed`` corrects the count.
+
+    ``state_dict`` returns the epoch and how many of its samples all ranks have consumed, and
+    ``load_state_dict`` goes on from there, on any number of ranks: what is left of the epoch is
+    dealt out again, so that each sample comes once.
+
+    Args:
+        n: number of samples, the same on every rank.
+        shuffle: whether the order is a random one; else it is 0, 1, 2, ... in every epoch.
+        seed: at least 0, the same on every rank. With the epoch it decides the order, on every
+            platform alike.
+        drop_last: whether every rank gets n // size samples.
+        rank: which share, in [0, size); default that of the world.
+        size: how many shares; default the size of the world. Pass both or neither; those passed
+            are not compared with other ranks.
+
+    Raises:
+        TypeError: an argument that must be an integer is none.
+        ValueError: ``n`` or ``seed`` is negative, ``rank`` is not in [0, size), or one of both
+            is missing.
+        MismatchError: ranks differ in an argument; on every rank, naming ranks and values.
+        DistributedError: as :func:`flashlight_py.all_reduce`.
+
+    Example:
+        >>> [list(DistributedSampler(5, rank=rank, size=2)) for rank in range(2)]
+        [[3, 4, 0], [1, 2]]
+    """
+
+    def __init__(
+        self,
+        n: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        rank: int | None = None,
+        size: int | None = None,
+    ) -> None:
+        super().__init__("DistributedSampler", n, shuffle, seed, drop_last, rank, size)
+
+    def __len__(self) -> int:
+        """Return the number of this rank's samples that are left of the epoch."""
+        return len(self._positions())
+
+    def __iter__(self) -> Iterator[int]:
+        """Go through this rank's indices.
+
+        Raises:
+            NotInitializedError: the world is another one than when the sampler was made.
+        """
+        return self._counting(self._at(self._positions()).tolist())
+
+    def _positions(self) -> range:
+        share = self._share
+        return strided_share(self._left, share.rank, share.size, self._drop_last)
+
+    def _counting(self, indices: list[int]) -> Iterator[int]:
+        """Hand out ``indices``; with each, every rank is taken to be one further."""
+        left, size = self._left, self._share.size
+        end = left - left % size if self._drop_last else left
+        for number, index in enumerate(indices, 1):
+            used = number * size
+            self._count(used if used < end else left)
+            yield index
+        self._count(left)
+
+
+class ShardedDataset(InEpochs, Dataset):
+    """Item t is this rank's part of global batch t; every rank has as many items.
+
+    Global batch t are the entries [B t, B (t + 1)) of the epoch's order, where B is
+    ``global_batch_size``: no number of ranks comes into it. Its samples are shared out in
+    neighbouring parts whose sizes differ by one at most. A batch of fewer samples than ranks
+    leaves some rank an empty part: arrays of zero rows. ``weight(t)`` makes the mean over a part
+    count for what it is worth, so that training gives the same for any number of ranks (but for
+    rounding), also with a shorter last batch.
+
+    Making one, ``set_epoch`` and ``load_state_dict`` are collective, unless rank and size are
+    given: all ranks then compare their arguments, the number of samples, the epoch and what is
+    consumed. Everything else communicates nothing, and ``PrefetchDataset`` may do it in threads.
+    A batch counts as used when iterating hands it out, also by a ``PrefetchDataset``;
+    ``dataset[t]`` does not count.
+    Batches are new arrays, as ``take`` of ``dataset`` makes them: define it to pad samples of
+    unequal shapes.
+
+    ``state_dict`` returns the epoch and how many of its samples are consumed. After
+    ``load_state_dict``, on any number of ranks and with any batch size, the items are the
+    batches of the samples that are left, counted from 0.
+
+    Args:
+        dataset: the same samples on every rank; its length is asked for once.
+        global_batch_size: number of samples that all ranks take together in a step, at least 1.
+        shuffle: whether each epoch has a random order of its own.
+        seed: at least 0, the same on every rank; decides the orders, on every platform alike.
+        drop_last: whether a last batch of fewer samples is left out.
+        rank: whose parts, in [0, size); default that of the world.
+        size: how many parts; default the size of the world. Pass both or neither; those are
+            not compared with other ranks.
+
+    Raises:
+        TypeError: ``dataset`` is no Dataset, or an argument that must be an integer is none.
+        ValueError: ``global_batch_size`` < 1, ``seed`` is negative, ``rank`` is not in
+            [0, size), or one of both is missing.
+        MismatchError: ranks differ in an argument; on every rank, naming ranks and values.
+        DistributedError: as :func:`flashlight_py.all_reduce`.
+
+    Example:
+        >>> rows = fl.dataset.TensorDataset([np.arange(5)])
+        >>> parts = ShardedDataset(rows, 3, shuffle=False, rank=1, size=2)
+        >>> [(x.tolist(), parts.weight(t)) for t, (x,) in enumerate(parts)]
+        [([2], 0.6666666666666666), ([4], 1.0)]
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        global_batch_size: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        rank: int | None = None,
+        size: int | None = None,
+    ) -> None:
+        what = "ShardedDataset"
+        if not isinstance(dataset, Dataset):
+            raise TypeError(
+                f"{what}: expected a flashlight_py.dataset.Dataset, got {type(dataset).__name__}; "
+                "arrays become one by TensorDataset([...])"
+            )
+        batch = whole_number(what, "global_batch_size", global_batch_size, least=1)
+        n = len(dataset)
+        super().__init__(what, n, shuffle, seed, drop_last, rank, size, global_batch_size=batch)
+        self._dataset = dataset
+        self._batch_size = batch
+
+    def __len__(self) -> int:
+        """Return the number of global batches left of the epoch, the same on every rank."""
+        return count_batches(self._left, self._batch_size, self._drop_last)
+
+    def __iter__(self) -> Iterator[Sample]:
+        """Go through the batches, counting the samples that are used."""
+        for index in range(len(self)):
+            part = self.get(index)
+            self.handed_out(index)
+            yield part
+
+    def handed_out(self, index: int) -> None:
+        """Count batch ``index`` as used, and with it those before; the last one ends the epoch."""
+        is_last = index + 1 >= len(self)
+        self._count(self._left if is_last else (index + 1) * self._batch_size)
+
+    def get(self, index: int) -> Sample:
+        """Return this rank's part of global batch ``index``: arrays of shape (part, ...).
+
+        Raises:
+            NotInitializedError: the world is another one than when this was made.
+        """
+        part = self._part(index)
+        if part:
+            return self._dataset.take(self._at(part))
+        # A dataset of one's own can show what no rows look like by a row only.
+        one = self._dataset.take(self._at(self._batch(index)[:1]))
+        return tuple([field[:0] for field in one])
+
+    def weight(self, index: SupportsIndex) -> float:
+        """Return the weight of this rank's part of global batch ``index``; 0 if it is empty.
+
+        It is rows of the part * size / rows of the batch: the average over ranks of weight *
+        (mean over the part) is the mean over the whole batch. ``distribute_module_grads`` and
+        ``all_reduce_gradients(module, 1 / size)`` take that average, so multiply the loss by it.
+
+        Raises:
+            IndexError: ``index`` is not in [-len, len).
+            TypeError: ``index`` is no integer.
+        """
+        try:
+            position = range(len(self))[index]
+        except IndexError:
+            raise IndexError(
+                f"ShardedDataset holds {len(self)} batch(es); index {index} is out of range"
+            ) from None
+        return weight_of_part(
+            len(self._part(position)), len(self._batch(position)), self._share.size
+        )
+
+    def _batch(self, index: int) -> range:
+        return batch_positions(index, self._left, self._batch_size)
+
+    def _part(self, index: int) -> range:
+        batch = self._batch(index)
+        share = contiguous_share(len(batch), self._share.rank, self._share.size)
+        return batch[share.start : share.stop]

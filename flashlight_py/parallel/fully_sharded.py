@@ -28,7 +28,6 @@ from flashlight_py.parallel.agreement import check_modules_agree, check_settings
 from flashlight_py.parallel.data_parallel import before_forward, distribute_module_grads
 from flashlight_py.parallel.gathered_shards import shard_by_gathering
 from flashlight_py.parallel.gradient_pass import install, release
-from flashlight_py.parallel.parameters import broadcast_parameters, give_state, require_module
 from flashlight_py.parallel.shard_memory import (
     FROZEN,
     Buckets,
@@ -40,6 +39,7 @@ from flashlight_py.parallel.shard_memory import (
     plan,
 )
 from flashlight_py.parallel.shard_sync import ShardSync, ShardUnit, Stepper, StepSync
+from flashlight_py.parallel.synchronize import broadcast_parameters, give_state, require_module
 
 # Of all parameters. Below it ranks take less time to step alone than to wait for each other: at 8
 # MiB a sharded step took two ranks 1.15 times as long, at 16 MiB 0.98 times, and four ranks 0.76.

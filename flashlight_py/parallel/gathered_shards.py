@@ -37,7 +37,7 @@ from flashlight_py.optim.cpu import sum_of_squares
 from flashlight_py.optim.optimizer import Placement, RuleOptimizer, Shards
 from flashlight_py.parallel.agreement import check_modules_agree
 from flashlight_py.parallel.gradient_pass import GradientPass, Unit, release, used_on_any_rank
-from flashlight_py.parallel.parameters import give_state
+from flashlight_py.parallel.synchronize import give_state
 
 # Parts begin at multiples of so many elements: 64 bytes of float32.
 GRAIN = 16

@@ -21,8 +21,7 @@ from flashlight_py.errors import MismatchError
 from flashlight_py.nn import Module
 from flashlight_py.optim import FirstOrderOptimizer
 from flashlight_py.parallel.gradient_pass import GradientPass, gradient_sync_of
-from flashlight_py.parallel.parameters import give_state
-from flashlight_py.parallel.synchronize import synchronize
+from flashlight_py.parallel.synchronize import give_state, synchronize
 
 
 class Trained(Protocol):
@@ -67,15 +66,12 @@ class Joined:
     def _weigh(self, first: bool) -> float:
         """Return what gradients of this rank's own pass count before they are added up."""
         if first:
-            self._begin_own_pass()
+            total, training = self._add_up(self._count, 1)
+            self._weight = self._sync.weight(self._count, total, training, self._group.size)
+            self._counting = False
+            self._own_passes += 1
+            self._all_passes += 1
         return self._weight
-
-    def _begin_own_pass(self) -> None:
-        total, training = self._add_up(self._count, 1)
-        self._weight = self._sync.weight(self._count, total, training, self._group.size)
-        self._counting = False
-        self._own_passes += 1
-        self._all_passes += 1
 
     def _add_up(self, samples: int, training: int) -> tuple[int, int]:
         """Return the sums over all ranks; of a kind and shape that no gradient has."""
@@ -103,6 +99,9 @@ class Joined:
         rank, size = self._group.rank, self._group.size
         best = np.array([rank if self._own_passes == self._all_passes else size])
         return int(self._group.all_reduce(best, op="min")[0])
+
+
+_open: list[Joined] = []
 
 
 @contextlib.contextmanager
@@ -152,14 +151,20 @@ def join(
     if optimizer is not None and not isinstance(optimizer, FirstOrderOptimizer):
         raise TypeError(f"join: expected an optimizer of fl.optim, got {type(optimizer).__name__}")
     group = sync.reducer.group or current_world().group
+    if _open:
+        raise ValueError(
+            "join: another join is open on this rank, and one without data could not know whose "
+            "backward pass comes next. Make the modules parts of one module and join that"
+        )
     joined = Joined(sync, group)
-    with _the_only_one(joined):
-        sync.weigh = joined._weigh
-        try:
-            yield joined
-            joined._take_part_until_all_have_ended()
-        finally:
-            sync.weigh = None
+    _open.append(joined)
+    sync.weigh = joined._weigh
+    try:
+        yield joined
+        joined._take_part_until_all_have_ended()
+    finally:
+        sync.weigh = None
+        _open.remove(joined)
     root = joined._a_rank_that_trained_to_the_last()
     if isinstance(module, Module):
         entries = {name: x for name, x in module.state_dict().items() if name not in sync.ignored}
@@ -179,21 +184,3 @@ def _sync_of(module: Module | Trained) -> GradientPass[Any]:
             f"join: expected a fl.nn.Module or a fl.tagi.DDPSequential, got {type(module).__name__}"
         )
     return sync
-
-
-_open: list[Joined] = []
-
-
-@contextlib.contextmanager
-def _the_only_one(joined: Joined) -> Iterator[None]:
-    """Refuse a second join: a rank without data could not know whose passes the others run."""
-    if _open:
-        raise ValueError(
-            "join: another join is open on this rank, and one without data could not know whose "
-            "backward pass comes next. Make the modules parts of one module and join that"
-        )
-    _open.append(joined)
-    try:
-        yield
-    finally:
-        _open.remove(joined)

@@ -38,8 +38,8 @@ from flashlight_py.parallel.leaf_tree import (
     ops_of,
     rows_needed,
 )
-from flashlight_py.parallel.parameters import give_state, require_module
-from flashlight_py.parallel.tree import put_buffer
+from flashlight_py.parallel.synchronize import give_state, require_module
+from flashlight_py.parallel.tree.packing import put_buffer
 
 _DIGESTED = 1024  # elements of the first and the last row: enough to notice another order
 

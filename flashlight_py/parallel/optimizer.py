@@ -15,7 +15,8 @@ from flashlight_py.distributed.reducers.reducer import reduce_all
 from flashlight_py.optim import FirstOrderOptimizer
 from flashlight_py.parallel.agreement import (
     check_arrays_agree,
-    digests_of_ranks,
+    digest_of_values,
+    of_all_ranks,
     refuse_sharded,
     warn_of_differing,
 )
@@ -121,13 +122,17 @@ class DistributedOptimizer:
             DistributedError: as :func:`flashlight_py.all_reduce`.
         """
         self._refuse_reduced_twice()
+        members = group_or_world(self._group)
         if not self._agreed:
             arrays = [param.data for param in self.params]
-            check_arrays_agree("DistributedOptimizer: parameters", arrays, self._members)
-            digests = digests_of_ranks(self.params, self._members)
+            check_arrays_agree("DistributedOptimizer: parameters", arrays, members)
+            digests = [0]
+            if members.size > 1:
+                digests = of_all_ranks(digest_of_values(self.params), members)
             self._agreed = True
-            warn_of_differing("DistributedOptimizer", digests, self._members)
-        self._reduce([gradient_of(param) for param in self._params_with_gradients()])
+            warn_of_differing("DistributedOptimizer", digests, members)
+        used = used_on_any_rank((param.grad is not None for param in self.params), self._group)
+        self._reduce([gradient_of(p) for p, there in zip(self.params, used, strict=True) if there])
         self._optimizer.step()
 
     def reduce(self, updates: Sequence[Any]) -> list[Any]:
@@ -147,30 +152,18 @@ class DistributedOptimizer:
             DistributedError: as :func:`flashlight_py.all_reduce`.
         """
         updates = list(updates)
-        arrays = [self._update(update) for update in updates]
+        what, op = "DistributedOptimizer.reduce", ReduceOp.AVG if self._average else ReduceOp.SUM
+        arrays = [as_array(what, update) for update in updates]
+        for array in arrays:
+            check_reduction(what, array.dtype, op, 1.0)
         if len({id(array) for array in arrays}) < len(arrays):
-            raise ValueError("DistributedOptimizer.reduce: the same array was given twice")
-        check_arrays_agree("DistributedOptimizer.reduce: updates", arrays, self._members)
+            raise ValueError(f"{what}: the same array was given twice")
+        check_arrays_agree(f"{what}: updates", arrays, group_or_world(self._group))
         self._reduce(arrays)
         return updates
 
-    def _update(self, update: Any) -> Array:
-        what, op = "DistributedOptimizer.reduce", ReduceOp.AVG if self._average else ReduceOp.SUM
-        array = as_array(what, update)
-        check_reduction(what, array.dtype, op, 1.0)
-        return array
-
-    @property
-    def _members(self) -> ProcessGroup:
-        return group_or_world(self._group)
-
-    def _params_with_gradients(self) -> list[Variable]:
-        """Return the parameters that have a gradient on any rank."""
-        used = used_on_any_rank((param.grad is not None for param in self.params), self._group)
-        return [param for param, there in zip(self.params, used, strict=True) if there]
-
     def _reduce(self, arrays: Sequence[Array]) -> None:
-        scale = 1.0 / self._members.size if self._average else 1.0
+        scale = 1.0 / group_or_world(self._group).size if self._average else 1.0
         reduce_all(arrays, scale, self._group)
 
     def _refuse_reduced_twice(self) -> None:

@@ -28,7 +28,7 @@ from flashlight_py.parallel.agreement import (
     check_settings_agree,
     digest_of_values,
 )
-from flashlight_py.parallel.functional.call import Call, copy_of
+from flashlight_py.parallel.functional.collectives import DifferentiableCall, copy_of
 
 How = Literal["column", "row"]
 
@@ -95,7 +95,15 @@ def shard_linear(
     axis = 0 if how == "column" else 1
     cut = Cut(group, axis, _sizes(sizes, layer.weight.shape[axis], members.size))
     check_settings_agree("shard_linear", {"how": how, "sizes": str(cut.sizes)}, members)
-    _check_values(layer, members)
+    params = layer.named_params()
+    digest = digest_of_values(params.values()) if members.size > 1 else 0
+    digests = check_modules_agree(params, members, digest)
+    if len(set(digests)) > 1:
+        raise MismatchError(
+            f"rank {members.rank} of {members.size}: shard_linear: the layers have different "
+            f"values ({by_rank([f'{each:x}' for each in digests])}), and parts of different layers "
+            "make none. Call fl.broadcast_parameters(module) before, or draw from the same seed"
+        )
     layer.__class__ = ShardedLinear
     assert isinstance(layer, ShardedLinear)
     layer.cut = cut
@@ -113,7 +121,7 @@ class ShardedLinear(Linear):
 
     def forward(self, x: Variable) -> Variable:
         """Return this rank's part of ``x @ weight.T + bias``, or the whole of it, by its kind."""
-        members = self.cut.members
+        members = self.cut.group
         if self.cut.axis == 0:
             return F.linear(_entering(x, members), self.weight, self.bias)
         part = self.weight.shape[1]
@@ -155,18 +163,13 @@ class Cut(Shards):
         self._group, self.axis, self.sizes = group, axis, sizes
 
     @property
-    def members(self) -> ProcessGroup:
+    def group(self) -> ProcessGroup:  # type: ignore[override]
         """The ranks that hold the layer, the world where no group was given."""
         return group_or_world(self._group)
 
-    @property
-    def group(self) -> ProcessGroup:  # type: ignore[override]
-        """The same, for optimizers."""
-        return self.members
-
     def part(self, axis: int) -> tuple[slice, ...]:
         """Return this rank's part along dimension ``axis``."""
-        rank = self.members.rank
+        rank = self.group.rank
         ends = list(accumulate(self.sizes))
         return (slice(None),) * axis + (slice(ends[rank] - self.sizes[rank], ends[rank]),)
 
@@ -213,14 +216,13 @@ class CutParameter(Placement):
         """Return that of all ranks' gradients. Collective, blocking."""
         assert variable.grad is not None
         own = np.array(sum_of_squares(variable.grad), np.float64)
-        return float(self.cut.members.all_reduce(own))
+        return float(self.cut.group.all_reduce(own))
 
     def whole(self, state: Array) -> Array:
         """Return all ranks' parts, joined. Collective, blocking."""
-        members = self.cut.members
         if self._axis == 0:
-            return members.all_gather(state)
-        joined = members.all_gather(array_module(state).ascontiguousarray(state.T))
+            return self.cut.group.all_gather(state)
+        joined = self.cut.group.all_gather(array_module(state).ascontiguousarray(state.T))
         return array_module(state).ascontiguousarray(joined.T)  # type: ignore[no-any-return]
 
     def put(self, state: Array, value: Any) -> None:
@@ -258,7 +260,7 @@ def _entering(x: Variable, group: ProcessGroup) -> Variable:
     def add_up(grad: Array) -> Array:
         return group.all_reduce(copy_of(grad))
 
-    return Call("shard_linear", group).record(x, x.data, vjp=add_up)
+    return DifferentiableCall("shard_linear", group).record(x, x.data, vjp=add_up)
 
 
 def _left(part: Variable, bias: Variable | None, group: ProcessGroup) -> Variable:
@@ -271,7 +273,7 @@ def _left(part: Variable, bias: Variable | None, group: ProcessGroup) -> Variabl
         if bias is not None:
             array += bias.data
         return part
-    result = Call("shard_linear", group).record(part, array, vjp=lambda grad: grad)
+    result = DifferentiableCall("shard_linear", group).record(part, array, vjp=lambda grad: grad)
     return result if bias is None else result + bias
 
 
@@ -286,15 +288,3 @@ def _sizes(sizes: Sequence[int] | None, extent: int, ranks: int) -> tuple[int, .
             f"got {list(sizes)}"
         )
     return found
-
-
-def _check_values(layer: Linear, members: ProcessGroup) -> None:
-    params = layer.named_params()
-    digest = digest_of_values(params.values()) if members.size > 1 else 0
-    digests = check_modules_agree(params, members, digest)
-    if len(set(digests)) > 1:
-        raise MismatchError(
-            f"rank {members.rank} of {members.size}: shard_linear: the layers have different "
-            f"values ({by_rank([f'{each:x}' for each in digests])}), and parts of different layers "
-            "make none. Call fl.broadcast_parameters(module) before, or draw from the same seed"
-        )

@@ -19,7 +19,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py import random as numbers
 from flashlight_py.distributed.start import blas
-from flashlight_py.parallel import arithmetic
+from flashlight_py.parallel import agreement
 from tests.parallel.test_leaves import Net, backward, batch, optimizer_of
 
 
@@ -221,19 +221,19 @@ def test_a_module_that_is_gone_takes_its_rows_along() -> None:
 
 
 def other_arithmetic(rank: int, size: int, name: str, value: str) -> str:
-    before = arithmetic._threads_and_core_type, arithmetic._features
+    before = agreement._threads_and_core_type, agreement._features
     if rank == 1 and name == "threads":
-        arithmetic._threads_and_core_type = lambda: (0, "")
+        agreement._threads_and_core_type = lambda: (0, "")
     elif rank == 1 and name == "core":
-        arithmetic._threads_and_core_type = lambda: (1, value)
+        agreement._threads_and_core_type = lambda: (1, value)
     elif rank == 1:
-        arithmetic._features = lambda: value
+        agreement._features = lambda: value
     try:
         small(leaves=4 + rank if name == "leaves" else 4)
     except (ValueError, fl.errors.MismatchError) as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        arithmetic._threads_and_core_type, arithmetic._features = before
+        agreement._threads_and_core_type, agreement._features = before
     return "nothing"
 
 

@@ -11,8 +11,8 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.distributed.groups.world import current_world
-from flashlight_py.parallel.native import native
-from flashlight_py.parallel.tree import plan_of
+from flashlight_py.parallel.agreement import native
+from flashlight_py.parallel.tree.walk import plan_of
 from tests.gpu import trees as gpu_trees
 from tests.parallel.trees import Box, Frozen, Point, everything, model_of, optimizer_of
 
@@ -59,7 +59,7 @@ def test_everything_becomes_the_roots_in_place(pool: Any, size: int, world: Any)
 
 
 def without_native_code() -> None:
-    for name in ("native", "tree.packing", "tree.walk"):
+    for name in ("agreement", "tree.packing", "tree.walk"):
         module: Any = importlib.import_module(f"flashlight_py.parallel.{name}")
         module.native = lambda: None
 
@@ -71,7 +71,7 @@ def synchronize_partly_in_python(rank: int, size: int) -> None:
         synchronize_everything(rank, size, 1)
         synchronize_everything(rank, size, 0)
     finally:
-        for name in ("native", "tree.packing", "tree.walk"):
+        for name in ("agreement", "tree.packing", "tree.walk"):
             module: Any = importlib.import_module(f"flashlight_py.parallel.{name}")
             module.native = native
 

@@ -12,19 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flashlight_py as fl
-from flashlight_py.parallel.native import digest, digest_in_python, native
-from flashlight_py.parallel.tree import (
-    Plan,
-    decode_numbers,
-    encode_numbers,
+from flashlight_py.parallel.agreement import digest, digest_in_python, native
+from flashlight_py.parallel.tree import packing
+from flashlight_py.parallel.tree.description import (
+    dtype_text,
+    entries,
     first_difference,
-    packing,
-    plan_of,
-    put_numbers,
+    key_text,
+    look,
 )
-from flashlight_py.parallel.tree.description import dtype_text, entries, key_text
-from flashlight_py.parallel.tree.values import look
-from flashlight_py.parallel.tree.walk import Walker
+from flashlight_py.parallel.tree.packing import decode_numbers, encode_numbers, put_numbers
+from flashlight_py.parallel.tree.walk import Plan, Walker, bytes_for, plan_of
 from tests.parallel.tree_strategies import trees
 from tests.parallel.trees import Box, Frozen, Point, Tensor, everything
 
@@ -82,7 +80,7 @@ def test_native_packing_is_packing_in_python(tree: Any) -> None:
     native().pack(plan.arrays, one)  # type: ignore[union-attr]
     packing.pack(plan.arrays, other)
     assert one.tobytes() == other.tobytes()
-    assert packing.size_of(plan.arrays) == plan.array_bytes
+    assert bytes_for(plan.arrays) == plan.array_bytes
 
 
 @any_tree

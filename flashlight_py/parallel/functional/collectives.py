@@ -1,16 +1,27 @@
-"""Differentiable collectives. For the convention behind the gradients see the package."""
+"""Differentiable collectives, and what all ranks agree on in their forward and backward passes.
+
+For the convention behind the gradients see the package.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from flashlight_py.autograd import Variable
-from flashlight_py.device import Array, array_module
+from flashlight_py.autograd.engine import InPasses
+from flashlight_py.autograd.variable import record_in_order
+from flashlight_py.device import Array, array_module, effect
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.calls.arrays import scale_in_place
 from flashlight_py.distributed.constants import LinearOp
 from flashlight_py.distributed.groups.world import group_or_world
-from flashlight_py.parallel.functional.call import Call, copy_of, require_variable
+from flashlight_py.errors import MismatchError
+from flashlight_py.parallel.failing import fail
 
 
 def all_reduce(
@@ -45,9 +56,7 @@ def all_reduce(
         >>> x.grad
         array([2., 2., 2.])
     """
-    require_variable("all_reduce", v)
-    _require_linear("all_reduce", op)
-    call = Call("all_reduce", group_or_world(group))
+    call = _begin("all_reduce", v, group, op)
 
     def combine(array: Array) -> Array:
         return call.group.all_reduce(copy_of(array), scale, op)
@@ -81,9 +90,7 @@ def reduce_scatter(
         ValueError: ``op`` is another, or as :func:`flashlight_py.reduce_scatter`.
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
-    require_variable("reduce_scatter", v)
-    _require_linear("reduce_scatter", op)
-    call = Call("reduce_scatter", group_or_world(group))
+    call = _begin("reduce_scatter", v, group, op)
     factor = scale / call.group.size if op == "avg" else scale
 
     def gather(grad: Array) -> Array:
@@ -117,12 +124,16 @@ def all_gather(v: Variable, group: ProcessGroup | None = None) -> Variable:
         TypeError: ``v`` is no Variable, or as :func:`flashlight_py.all_gather`.
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
-    require_variable("all_gather", v)
-    call = Call("all_gather", group_or_world(group))
-    shape = v.shape
+    call = _begin("all_gather", v, group)
+    shape, rank = v.shape, call.group.rank
 
     def own_rows(grad: Array) -> Array:
-        return _reduced_rows(grad, call).reshape(shape)
+        rows = call.rows[:, 0].tolist()
+        if min(rows) == max(rows):
+            return call.group.reduce_scatter(grad).reshape(shape)
+        start = sum(rows[:rank])
+        summed: Array = call.group.all_reduce(copy_of(grad))
+        return summed[start : start + rows[rank]].reshape(shape)
 
     whole = call.group.all_gather(v.data)
     return call.record(v, whole, vjp=own_rows, rows=[shape[0] if shape else 1])
@@ -153,8 +164,7 @@ def all_to_all(
         ValueError: the first dimension cannot be cut so.
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
-    require_variable("all_to_all", v)
-    call = Call("all_to_all", group_or_world(group))
+    call = _begin("all_to_all", v, group)
 
     def take_back(grad: Array) -> Array:
         received = None if rows is None else call.rows[:, call.group.rank].tolist()
@@ -186,8 +196,7 @@ def broadcast(v: Variable, root: int = 0, group: ProcessGroup | None = None) -> 
         ValueError: ``root`` is no rank of the group.
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
-    require_variable("broadcast", v)
-    call = Call("broadcast", group_or_world(group))
+    call = _begin("broadcast", v, group)
 
     def sum_for_root(grad: Array) -> Array:
         summed: Array = call.group.reduce(copy_of(grad), root)
@@ -196,19 +205,111 @@ def broadcast(v: Variable, root: int = 0, group: ProcessGroup | None = None) -> 
     return call.record(v, call.group.broadcast(copy_of(v.data), root), vjp=sum_for_root)
 
 
-def _require_linear(verb: str, op: str) -> None:
+def _begin(
+    verb: str, v: Variable, group: ProcessGroup | None, op: str = "sum"
+) -> DifferentiableCall:
+    """Check the arguments of a verb and begin its call."""
+    require_variable(verb, v)
     if op not in ("sum", "avg"):
         raise ValueError(
             f"functional.{verb}: op must be 'sum' or 'avg', got {op!r}; where no gradient is "
             f"needed, flashlight_py.{verb} takes the others"
         )
+    return DifferentiableCall(verb, group_or_world(group))
 
 
-def _reduced_rows(grad: Array, call: Call) -> Array:
-    """Return the sum over the ranks of those rows of their ``grad`` that this rank passed."""
-    rows, rank = call.rows[:, 0].tolist(), call.group.rank
-    if min(rows) == max(rows):
-        return call.group.reduce_scatter(grad)
-    start = sum(rows[:rank])
-    summed: Array = call.group.all_reduce(copy_of(grad))
-    return summed[start : start + rows[rank]]
+# How many differentiable collectives each group has had: the same number on all of its ranks.
+_calls: dict[weakref.ref[ProcessGroup], int] = {}
+
+
+class DifferentiableCall(InPasses):
+    """A differentiable collective of ``group``, numbered as all its ranks number it.
+
+    ``rows`` are numbers that the ranks have exchanged, those of a rank in a row.
+    """
+
+    def __init__(self, verb: str, group: ProcessGroup) -> None:
+        self.group = group
+        self.rows = np.zeros((group.size, 0), np.int64)
+        self._verb = verb
+        self._number = 0
+
+    def record(
+        self,
+        v: Variable,
+        result: Array,
+        vjp: Callable[[Array], Array],
+        rows: Sequence[int] = (),
+    ) -> Variable:
+        """Return ``result`` as a variable whose backward pass calls ``vjp`` on every rank.
+
+        It has a gradient on all ranks if ``v`` has one on any. Collective: to be called when the
+        forward pass of the collective has succeeded.
+
+        Raises:
+            MismatchError: another rank is at another differentiable collective.
+        """
+        table = self._pass_forward(int(v.calc_grad), *rows)
+        self.rows = np.array([row[1:] for row in table])
+        if not any(row[0] for row in table):
+            return Variable(result)
+        # A rank that needs no gradient takes part in the backward pass for the others' sake.
+        source = v if v.calc_grad else Variable(v.data, calc_grad=True)
+        return record_in_order(result, (source, functools.partial(self._answer, vjp)))
+
+    def _answer(self, vjp: Callable[[Array], Array], grad: Array) -> Array:
+        self._pass_back()
+        return vjp(grad)
+
+    def join_failed(self) -> None:
+        """Autograd: a pass fails that has yet to come here, where the other ranks wait."""
+        fail(self.group, sys.exc_info()[1])
+
+    @effect
+    def _pass_forward(self, *facts: int) -> list[list[int]]:
+        self._number = _calls.get(weakref.ref(self.group), 0) + 1
+        table = self._meet(False, *facts)
+        _calls[weakref.ref(self.group, _calls.pop)] = self._number
+        return table.tolist()  # type: ignore[no-any-return]
+
+    @effect
+    def _pass_back(self) -> None:
+        self._meet(True)
+
+    def _meet(self, backward: bool, *facts: int) -> Array:
+        """Return every rank's ``facts``, one rank a row, if all are where this rank is."""
+        group = self.group
+        mine = np.array([self._number, backward, *facts], np.int64)
+        table = np.zeros((group.size, mine.size), np.int64)
+        table[group.rank] = mine
+        group.all_reduce(table)  # only this rank's row is not zero: the sum is a gathering
+        if (table[:, :2] != mine[:2]).any():
+            where = [
+                f"rank {rank}: the {'backward' if backward else 'forward'} pass of number {number}"
+                for rank, (number, backward) in enumerate(table[:, :2].tolist())
+            ]
+            raise MismatchError(
+                f"[functional.{self._verb}] rank {group.rank} of {group.size}: the ranks are at "
+                f"different differentiable collectives of this group: {', '.join(where)}. Let "
+                "backward() reach the results of the same calls on every rank, and in the same "
+                "passes; a rank that has no use for a result adds 0 times its sum to the loss"
+            )
+        return table[:, 2:]
+
+
+def require_variable(verb: str, v: object) -> None:
+    """Refuse what has no gradient.
+
+    Raises:
+        TypeError: ``v`` is no Variable.
+    """
+    if not isinstance(v, Variable):
+        raise TypeError(
+            f"functional.{verb} takes a flashlight_py.Variable, got {type(v).__name__}; wrap data "
+            f"in flashlight_py.input, or use flashlight_py.{verb}, which works on arrays"
+        )
+
+
+def copy_of(array: Array) -> Array:
+    """Return a new array of the same values for a verb to work on in place."""
+    return array_module(array).array(array, order="C")  # type: ignore[no-any-return]

@@ -20,7 +20,7 @@ from flashlight_py.distributed.calls.checks import whole
 from flashlight_py.distributed.groups.world import group_or_world
 from flashlight_py.distributed.verbs import RECV, SEND, Verb
 from flashlight_py.parallel.failing import refuse_message
-from flashlight_py.parallel.functional.call import require_variable
+from flashlight_py.parallel.functional.collectives import require_variable
 
 Like: TypeAlias = "Variable | Array | tuple[int | Sequence[int], DTypeLike]"
 
@@ -158,19 +158,14 @@ class _Answer(InPasses):
 
 
 @effect
-def _receive(group: ProcessGroup, like: Like, src: int, tag: int) -> Array:
-    return group.recv(_buffer_for(like), src, tag)
-
-
-def _buffer_for(like: Any) -> Array:
-    """Return a new array, not initialised."""
+def _receive(group: ProcessGroup, like: Any, src: int, tag: int) -> Array:
+    """Receive into a new array."""
     if isinstance(like, tuple) and len(like) == 2:
-        return np.empty(*like)
+        return group.recv(np.empty(*like), src, tag)
     array = like.data if isinstance(like, Variable) else like
     if not isinstance(array, np.ndarray) and not is_cupy(array):
         raise TypeError(
             "functional.recv needs a variable or an array like what arrives, or a tuple "
             f"(shape, dtype); got {type(like).__name__}"
         )
-    buffer: Array = array_module(array).empty(array.shape, array.dtype)
-    return buffer
+    return group.recv(array_module(array).empty(array.shape, array.dtype), src, tag)

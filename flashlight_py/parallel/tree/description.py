@@ -1,7 +1,11 @@
-"""The description of a tree: bytes that are equal where the structure is, and can be read back.
+"""The kind of a value in a tree, and the description of a tree by the kinds of its values.
 
-Values in the order of the walk. A text is a tag, its length (32 bits) and UTF-8; a count is a tag
-and 32 bits; numbers are in the machine's byte order.
+``look`` says the kind of a value. Dicts, lists, tuples, arrays and numbers of exactly Python's or
+NumPy's type are plain: the native walk knows them by itself.
+
+A description is bytes that are equal where the structure is, and can be read back: values in the
+order of the walk. A text is a tag, its length (32 bits) and UTF-8; a count is a tag and 32 bits;
+numbers are in the machine's byte order.
 
     x                        what is left alone: None, strings, functions, ...
     b i f c                  a Python number: bool, int, float, complex
@@ -22,15 +26,29 @@ may be one object on one rank and two on another, so those are described whereve
 
 from __future__ import annotations
 
+import array as stdlib_array
+import dataclasses
 import functools
 import json
 import struct
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from flashlight_py.device import Array
+from flashlight_py.autograd import Variable
+from flashlight_py.device import Array, is_cupy
+from flashlight_py.distributed.calls.arrays import as_array, is_of
+from flashlight_py.nn import Module
+from flashlight_py.optim import FirstOrderOptimizer, LearningRateSchedule
+from flashlight_py.parallel.agreement import refuse_sharded
+from flashlight_py.parallel.optimizer import DistributedOptimizer
+
+# Answers of ``look`` begin with one of these; csrc/tree/walk.c reads them as well.
+NUMBER, ARRAY, GPU_ARRAY, PARTS = range(4)
+
+Answer: TypeAlias = "tuple[Any, ...] | None"
 
 REMEMBERED = b"agDLO"
 
@@ -39,6 +57,127 @@ _FIXED = {
     **{b"x": "no array or number", b"b": "bool", b"i": "int", b"f": "float", b"c": "complex"},
     **{b"D": "dict", b"L": "list", b"T": "tuple"},
 }
+
+
+def look(value: Any) -> Answer:
+    """Say what a value is that is no number of Python's.
+
+    Returns:
+        None for what is left alone; ``(NUMBER, description)``; ``(ARRAY, array, identity)`` where
+        ``array`` is a plain array of the memory of ``identity``, an object that may have been met
+        before; ``(GPU_ARRAY, description, array)``; or ``(PARTS, tag, class name, names, parts)``,
+        with a tag of the description and None as names of parts known by their positions.
+
+    Raises:
+        TypeError: an array holds Python objects, or a class cannot be built again.
+        ValueError: an array is read-only, or a Variable was computed and needs a gradient.
+    """
+    if isinstance(value, Variable):
+        refuse_sharded("synchronize", [value])
+        if value.has_history:
+            raise ValueError(
+                f"this Variable (shape {value.shape}) was computed from others and needs a "
+                "gradient, which would be silently wrong; put its array into the tree: x.array"
+            )
+        value = value.data
+    if is_cupy(value):
+        return GPU_ARRAY, array_text(b"g", value), value
+    if isinstance(value, np.ndarray):
+        return _array(value)
+    if isinstance(value, np.generic):
+        if isinstance(value, np.flexible):
+            return None
+        return NUMBER, text(b"n", dtype_text(value.dtype))
+    return _parts(value) or _foreign(value)
+
+
+def is_immutable(value: object) -> bool:
+    """Return whether ``value``, which has parts, must be made anew where one of them changes."""
+    if isinstance(value, tuple):
+        return True
+    params = getattr(type(value), "__dataclass_params__", None)
+    return params is not None and params.frozen
+
+
+def _array(value: Array) -> Answer:
+    dtype_text(value.dtype)  # refuses what cannot be sent
+    if not value.flags.writeable:
+        raise ValueError(
+            f"the array is read-only (shape {value.shape}, dtype {value.dtype}) and would be "
+            "changed in place; put a copy into the tree: x.copy()"
+        )
+    if isinstance(value, np.ma.MaskedArray):
+        mask = None if value.mask is np.ma.nomask else value.mask
+        return _object(value, {"data": value.data, "mask": mask})
+    return ARRAY, np.asarray(value), value
+
+
+def _parts(value: Any) -> Answer:
+    """Return the parts of a container or of an object whose values we know how to reach."""
+    if isinstance(value, tuple):
+        if hasattr(value, "_fields") and hasattr(value, "_replace"):
+            return _object(value, dict(zip(value._fields, value, strict=True)))
+        _try_making_anew(value, type(value))
+        return PARTS, "T", "", None, list(value)
+    if isinstance(value, dict):
+        return PARTS, "D", "", list(value), list(value.values())
+    if isinstance(value, (list, deque)):
+        return PARTS, "L", "", None, list(value)
+    state = _state(value)
+    return None if state is None else _object(value, state)
+
+
+def _state(value: Any) -> dict[str, Any] | None:
+    """Return what an object consists of, by name; None for one that we know nothing of.
+
+    Raises:
+        ValueError: a parameter is sharded.
+    """
+    if isinstance(value, Module):
+        refuse_sharded("synchronize", value.params())
+        return dict(value.state_dict())
+    if is_of(value, "torch.nn", "Module"):
+        state = value.state_dict().items()  # with what is no tensor
+        return {name: entry for name, entry in state if is_of(entry, "torch", "Tensor")}
+    if isinstance(value, DistributedOptimizer):
+        return {"optimizer": value.optimizer}
+    if isinstance(value, FirstOrderOptimizer):
+        refuse_sharded("synchronize", value.params)
+    if isinstance(value, FirstOrderOptimizer | LearningRateSchedule):
+        return {name: part for name, part in vars(value).items() if name != "params"}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        if is_immutable(value):
+            _try_making_anew(value, dataclasses.replace)
+        names = [field.name for field in dataclasses.fields(value)]
+        return {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return None
+
+
+def _object(value: Any, parts: dict[str, Any]) -> Answer:
+    tag = "N" if is_immutable(value) else "O"
+    return PARTS, tag, type(value).__qualname__, list(parts), list(parts.values())
+
+
+def _try_making_anew(value: Any, make: Callable[[Any], Any]) -> None:
+    """Refuse early what would fail when the root's numbers have arrived."""
+    try:
+        make(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{type(value).__qualname__} is immutable and cannot be made anew from its values "
+            f"({error}); put a tuple or a dict of them into the tree"
+        ) from error
+
+
+def _foreign(value: Any) -> Answer:
+    """Return the memory of an array of another library, such as a torch tensor."""
+    if not (hasattr(type(value), "__dlpack__") or isinstance(value, stdlib_array.array)):
+        return None
+    found = as_array("synchronize", value)
+    return look(found) if is_cupy(found) else (ARRAY, found, value)
+
+
+# Descriptions -------------------------------------------------------------------------------------
 
 
 def count(tag: bytes, number: int) -> bytes:

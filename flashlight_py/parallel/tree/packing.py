@@ -1,4 +1,4 @@
-"""A plan's arrays and numbers as bytes: what travels between the ranks.
+"""A plan's arrays and numbers as bytes, which travel between the ranks, and back into the tree.
 
 Arrays lie in a buffer one after the other, each at a multiple of 16, so every element type can be
 used where it lies, on CPUs and GPUs; csrc/tree/pack.c does the same. Ranks know which kinds of
@@ -7,24 +7,24 @@ numbers there are; only their values travel.
 
 from __future__ import annotations
 
+import dataclasses
 import struct
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from flashlight_py.device import Array, array_module
-from flashlight_py.parallel.native import native
+from flashlight_py.nn import Module
+from flashlight_py.parallel.agreement import native
+from flashlight_py.parallel.tree.description import is_immutable
+from flashlight_py.parallel.tree.walk import Plan, aligned, bytes_for
 
-if TYPE_CHECKING:
-    from flashlight_py.parallel.tree.walk import Plan
-
-_ALIGNMENT = 16
 _FIXED = {bool: struct.Struct("=?"), float: struct.Struct("=d"), complex: struct.Struct("=dd")}
 _LENGTH = struct.Struct("=Q")
 
 
-class Buffers:
+class TreeBuffers:
     """Buffers for the arrays of a plan and ``number_bytes`` of encoded numbers.
 
     ``used`` are the buffers that have any bytes, uint8, in an order that all ranks share.
@@ -36,7 +36,7 @@ class Buffers:
         self._gpu: Array | None = None
         if plan.gpu_arrays:
             xp = array_module(plan.gpu_arrays[0])
-            self._gpu = xp.empty(size_of(plan.gpu_arrays), xp.uint8)
+            self._gpu = xp.empty(bytes_for(plan.gpu_arrays), xp.uint8)
         both = (self._host, self._gpu)
         self.used = [buffer for buffer in both if buffer is not None and buffer.size]
 
@@ -55,16 +55,6 @@ class Buffers:
         if self._gpu is not None:
             unpack(self._plan.gpu_arrays, self._gpu)
         return self._host[self._plan.array_bytes :].tobytes()
-
-
-def aligned(size: int) -> int:
-    """Return how many bytes of a buffer an array of ``size`` bytes takes."""
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def size_of(arrays: Sequence[Array]) -> int:
-    """Return how many bytes a buffer for all of ``arrays`` has."""
-    return sum(aligned(array.nbytes) for array in arrays)
 
 
 def pack(arrays: Sequence[Array], buffer: Array) -> None:
@@ -124,3 +114,67 @@ def _decode(model: Any, data: bytes, start: int) -> tuple[Any, int]:
         return int.from_bytes(data[begin:end], "little", signed=True), end
     form = _FIXED[type(model)]
     return type(model)(*form.unpack_from(data, start)), start + form.size
+
+
+# Numbers into a tree ------------------------------------------------------------------------------
+
+
+def put_numbers(plan: Plan, values: Iterable[Any]) -> Any:
+    """Replace the numbers of the tree by ``values``, in the order of the plan.
+
+    Containers are changed in place, immutable ones made anew.
+
+    Returns:
+        The tree: the same object, unless it is a number, or immutable with a number in it.
+    """
+    changes: dict[int, dict[Any, Any]] = {}
+    for (node, key, _), value in zip(plan.numbers, values, strict=True):
+        changes.setdefault(node, {})[key] = value
+    # A container stands after the one it stands in, so the inner ones are made before the outer.
+    for node in range(len(plan.nodes) - 1, -1, -1):
+        if node not in changes:
+            continue
+        above, key, container = plan.nodes[node]
+        if is_immutable(container):
+            changes.setdefault(above, {})[key] = _made_anew(container, changes[node])
+        else:
+            _put(container, changes[node])
+    return plan.nodes[0][2][0]
+
+
+def _put(container: Any, entries: Mapping[Any, Any]) -> None:
+    for key, value in entries.items():
+        if isinstance(container, Module):
+            put_buffer(container, key, value)
+        elif isinstance(container, dict) or isinstance(key, int):
+            container[key] = value
+        else:
+            setattr(container, key, value)
+
+
+def put_buffer(module: Module, name: str, value: Any) -> None:
+    """Set a buffer by its dotted name, as in ``Module.buffers``."""
+    *parents, own = name.split(".")
+    for parent in parents:
+        module = dict(module.children())[parent]
+    setattr(module, own, value)
+
+
+def _made_anew(container: Any, entries: Mapping[Any, Any]) -> Any:
+    if isinstance(container, tuple):
+        if hasattr(container, "_replace"):
+            return container._replace(**entries)
+        values = [entries.get(position, value) for position, value in enumerate(container)]
+        return type(container)(values)
+    return _frozen_dataclass(container, entries)
+
+
+def _frozen_dataclass(value: Any, entries: Mapping[str, Any]) -> Any:
+    """Call its class, which computes whatever depends on fields; fields alone are then set."""
+    fields = {field.name: field for field in dataclasses.fields(value)}
+    given = {name: entry for name, entry in entries.items() if fields[name].init}
+    made = dataclasses.replace(value, **given)
+    for name, field in fields.items():
+        if not field.init and hasattr(value, name):
+            object.__setattr__(made, name, entries.get(name, getattr(value, name)))
+    return made

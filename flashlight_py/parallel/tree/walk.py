@@ -5,27 +5,30 @@ The walk in Python and csrc/tree/walk.c find the same; that is faster, and not a
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from flashlight_py.device import Array
-from flashlight_py.parallel.native import native
+from flashlight_py.parallel.agreement import native
 from flashlight_py.parallel.tree.description import (
+    ARRAY,
+    NUMBER,
+    PARTS,
     REMEMBERED,
     array_text,
     count,
     dtype_text,
+    is_immutable,
     key,
     key_text,
+    look,
     text,
 )
-from flashlight_py.parallel.tree.packing import aligned
-from flashlight_py.parallel.tree.values import ARRAY, NUMBER, PARTS, is_immutable, look
 
+_ALIGNMENT = 16
 _NUMBERS = {bool: b"b", int: b"i", float: b"f", complex: b"c"}
 
 # A value before its turn: the description of its key, the container it stands in, key, value.
@@ -65,6 +68,16 @@ def plan_of(tree: object, sort_keys: bool = False) -> Plan:
     return Plan(*Walker(sort_keys).walk([tree]))
 
 
+def bytes_for(arrays: Sequence[Array]) -> int:
+    """Return the size of a buffer for all of ``arrays``."""
+    return sum(aligned(array.nbytes) for array in arrays)
+
+
+def aligned(size: int) -> int:
+    """Return how many bytes of a buffer an array of ``size`` bytes takes."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
 class Walker:
     """Walks through one tree and collects what a ``Plan`` consists of."""
 
@@ -95,47 +108,27 @@ class Walker:
                 kind = TypeError if isinstance(error, TypeError) else ValueError
                 raise kind(f"{self._path(node, at)}: {error}") from error
             waiting.extend(reversed(parts))
-        size = sum(aligned(array.nbytes) for array in self._arrays)
+        size = bytes_for(self._arrays)
         description = b"".join(self._text)
         return description, self._arrays, size, self._gpu_arrays, self._numbers, self._nodes
 
     def _visit(self, node: int, at: Any, value: Any) -> list[_Entry]:
         """Write down one value; return its parts."""
-        kind = type(value)
-        if kind is np.ndarray and value.flags.writeable:
-            self._array(b"a", value, value, self._arrays)
-        elif kind in _NUMBERS:
-            self._number(_NUMBERS[kind], (node, at, value))
-        elif value is None or kind is str:
-            self._text.append(b"x")
-        elif kind is dict:
-            return self._parts(node, at, value, "D", "", list(value), list(value.values()))
-        elif kind is list:
-            return self._parts(node, at, value, "L", "", None, value)
-        elif kind is tuple:
-            return self._parts(node, at, value, "T", "", None, value)
-        else:
-            return self._other(node, at, value)
-        return []
-
-    def _other(self, node: int, at: Any, value: Any) -> list[_Entry]:
-        answer = look(value)
+        number = _NUMBERS.get(type(value))
+        answer = look(value) if number is None else (NUMBER, number)
         self._kept += (value, answer)
         if answer is None:
             self._text.append(b"x")
         elif answer[0] == PARTS:
             return self._parts(node, at, value, *answer[1:])
         elif answer[0] == NUMBER:
-            self._number(answer[1], (node, at, value))
+            self._text.append(answer[1])
+            self._numbers.append((node, at, value))
         elif answer[0] == ARRAY:
             self._array(b"a", answer[1], answer[2], self._arrays)
         else:
             self._array(b"g", answer[2], answer[2], self._gpu_arrays)
         return []
-
-    def _number(self, description: bytes, record: tuple[int, Any, Any]) -> None:
-        self._text.append(description)
-        self._numbers.append(record)
 
     def _array(self, tag: bytes, array: Array, identity: Any, into: list[Array]) -> None:
         if not self._met_before(identity):
@@ -164,7 +157,7 @@ class Walker:
         self._text.append(count(b"", len(parts)))
         if names is None:
             return [(b"", here, position, part) for position, part in enumerate(parts)]
-        describe = key if tag == "D" else _attribute
+        describe = key if tag == "D" else functools.partial(text, b"p")
         entries = [
             (describe(name), here, name, part) for name, part in zip(names, parts, strict=True)
         ]
@@ -172,7 +165,8 @@ class Walker:
 
     def _refuse_cycle(self, node: int, value: Any) -> None:
         """Refuse an object that must be made anew and consists of itself."""
-        for container in self._containers(node):
+        while node > 0:
+            node, _, container = self._nodes[node]
             if container is value:
                 raise TypeError(
                     f"this {type(value).__qualname__} is immutable and contains itself, so it "
@@ -181,26 +175,14 @@ class Walker:
             if not is_immutable(container):
                 return
 
-    def _containers(self, node: int) -> Iterator[Any]:
-        """Yield a container, the one that it stands in, and so on."""
-        while node > 0:
-            node, _, container = self._nodes[node]
-            yield container
-
     def _path(self, node: int, at: Any) -> str:
         steps = []
         while node > 0:
             above, above_at, container = self._nodes[node]
-            steps.append(_step(container, at))
+            if isinstance(container, dict):
+                name = json.dumps(at, ensure_ascii=False) if type(at) is str else repr(at)
+                steps.append(f"[{name}]")
+            else:
+                steps.append(f"[{at}]" if isinstance(at, int) else f".{at}")
             node, at = above, above_at
         return "tree" + "".join(reversed(steps))
-
-
-def _attribute(name: str) -> bytes:
-    return text(b"p", name)
-
-
-def _step(container: Any, at: Any) -> str:
-    if isinstance(container, dict):
-        return f"[{json.dumps(at, ensure_ascii=False) if type(at) is str else repr(at)}]"
-    return f"[{at}]" if isinstance(at, int) else f".{at}"

@@ -17,8 +17,9 @@ from flashlight_py.autograd.variable import record
 from flashlight_py.device import Array
 from flashlight_py.launch.failures import Failure
 from flashlight_py.launch.pickling import dumps
-from flashlight_py.parallel.workers.memory import Memory, Place
-from flashlight_py.parallel.workers.parts import (
+from flashlight_py.parallel.workers.shared_values import (
+    ArrayPlace,
+    Memory,
     Part,
     array_of,
     is_data,
@@ -29,40 +30,24 @@ from flashlight_py.random import set_seed
 
 # A parameter of the module (True) or an input (False), and its number.
 Leaf: TypeAlias = tuple[bool, int]
+# What a worker has computed: leaves, as its method says, and arrays.
+ShareResult: TypeAlias = tuple[list[Any], list[Array]]
 
 
-class Forward(NamedTuple):
-    """A request: compute ``inputs`` under ``number``."""
-
-    number: int
-    seed: int
-    inputs: bytes
-    places: list[Place]
-
-
-class Computed(NamedTuple):
-    """The answer: where the results lie, and on which leaves each depends."""
-
-    places: list[Place]
-    leaves: list[list[Leaf]]
-
-
-class Backward(NamedTuple):
-    """A request: the backward pass of ``number``, from the gradients of some results on."""
+class Request(NamedTuple):
+    """Call ``method`` of the share for forward pass ``number``, with the arrays at ``places``."""
 
     number: int
-    results: list[int]
-    places: list[Place]
+    method: str
+    arguments: tuple[Any, ...]
+    places: list[ArrayPlace]
 
 
-class Differentiated(NamedTuple):
-    """The answer: which leaves have a gradient, and where that of each input lies.
+class Answer(NamedTuple):
+    """The result of a method: the leaves that it names, and where its arrays lie."""
 
-    Those of parameters are in their buffers.
-    """
-
-    leaves: list[Leaf]
-    places: dict[int, Place]
+    leaves: list[Any]
+    places: list[ArrayPlace]
 
 
 class Raised(NamedTuple):
@@ -75,8 +60,8 @@ class Raised(NamedTuple):
 def serve(
     link: Connection,
     fds: tuple[int, int, int],
-    params: list[Place],
-    buffers: list[Place | None],
+    params: list[ArrayPlace],
+    buffers: list[ArrayPlace | None],
     takes_output: bool,
 ) -> None:
     """Answer requests until the link ends: ``(request, module, numbers of graphs to forget)``.
@@ -105,27 +90,27 @@ def serve(
         link.send((answer, printed.getvalue()))
 
 
-def _answer(share: _Share, request: Forward | Backward) -> Computed | Differentiated | Raised:
+def _answer(share: _Share, request: Request) -> Answer | Raised:
     try:
-        return share.forward(request) if isinstance(request, Forward) else share.backward(request)
+        arrays = share.inbox.views(request.places)
+        method = getattr(share, request.method)
+        leaves, results = method(request.number, arrays, *request.arguments)
+        return Answer(leaves, share.outbox.put(results))
     except Exception as error:  # noqa: BLE001 - whatever it is, the parent raises it
-        return Raised(Failure.of_exception(error, time.monotonic()), _pickled(error))
-
-
-def _pickled(error: Exception) -> bytes | None:
-    try:
-        return dumps(error)
-    except TypeError:
-        return None
+        try:
+            pickled = dumps(error)
+        except TypeError:
+            pickled = None
+        return Raised(Failure.of_exception(error, time.monotonic()), pickled)
 
 
 class _Share:
     """This worker's side: the parameters in shared memory, and the graphs of forward passes."""
 
     def __init__(
-        self, fds: tuple[int, int, int], params: list[Place], buffers: list[Place | None]
+        self, fds: tuple[int, int, int], params: list[ArrayPlace], buffers: list[ArrayPlace | None]
     ) -> None:
-        model, self._inbox, self._outbox = map(Memory, fds)
+        model, self.inbox, self.outbox = map(Memory, fds)
         self._params = [Variable(array) for array in model.views(params)]
         for param, place in zip(self._params, buffers, strict=True):
             param.buffer = place and model.views([place])[0]
@@ -137,40 +122,48 @@ class _Share:
         for number in numbers:
             self._graphs.pop(number, None)  # none where the forward pass raised
 
-    def forward(self, asked: Forward) -> Computed:
+    def forward(
+        self, number: int, arrays: Sequence[Array], seed: int, form: bytes
+    ) -> tuple[list[list[Leaf]], list[Array]]:
+        """Return the leaves on which each result depends, and the results' arrays."""
         module = put_together(self.module, self._param)
-        set_seed(asked.seed)
+        set_seed(seed)
         # Copies: the graph needs the inputs, and the next request overwrites the inbox.
-        inputs: list[Part] = [np.array(view) for view in self._inbox.views(asked.places)]
+        inputs: list[Part] = [np.array(view) for view in arrays]
 
         def find(number: int, calc_grad: bool | None) -> Part:
             if calc_grad is not None and not isinstance(inputs[number], Variable):
                 inputs[number] = Variable(array_of(inputs[number]), calc_grad)
             return inputs[number]
 
-        result = module(*put_together(asked.inputs, find))
+        result = module(*put_together(form, find))
         _, results = take_apart(result, is_data)
-        self._graphs[asked.number] = inputs, results
+        self._graphs[number] = inputs, results
         known = self._leaves(inputs)
         leaves = [[known[v] for v in leaves_below(part) if v in known] for part in results]
-        return Computed(self._outbox.put([array_of(part) for part in results]), leaves)
+        return leaves, [array_of(part) for part in results]
 
-    def backward(self, asked: Backward) -> Differentiated:
-        inputs, results = self._graphs[asked.number]
+    def backward(
+        self, number: int, seeds: Sequence[Array], numbers: Sequence[int]
+    ) -> tuple[list[Leaf], list[Array]]:
+        """Go back from the results of ``numbers``, whose gradients are ``seeds``.
+
+        Returns:
+            The leaves that have a gradient, inputs first, and the gradients of these; those of
+            parameters are in their buffers.
+        """
+        inputs, results = self._graphs[number]
         leaves = self._leaves(inputs)
         for variable in leaves:
             variable.grad = None
-        seeds = zip(asked.results, self._inbox.views(asked.places), strict=True)
-        roots = [(results[number], seed) for number, seed in seeds]
+        roots = zip([results[each] for each in numbers], seeds, strict=True)
         # One pass from all results: the root is a number that depends on each of them.
         edges = [(root, _constant(seed)) for root, seed in roots if isinstance(root, Variable)]
         root = record(np.zeros(()), *edges)
         if root.calc_grad:
             root.backward(retain_graph=True)  # until the parent's graph is gone
         grads = {leaf: v.grad for v, leaf in leaves.items() if v.grad is not None}
-        of_inputs = {number: grad for (is_param, number), grad in grads.items() if not is_param}
-        places = self._outbox.put(list(of_inputs.values()))
-        return Differentiated(list(grads), dict(zip(of_inputs, places, strict=True)))
+        return list(grads), [grad for (is_param, _), grad in grads.items() if not is_param]
 
     def _leaves(self, inputs: Sequence[Part]) -> dict[Variable, Leaf]:
         """Return what may have a gradient that the parent needs."""

@@ -7,6 +7,7 @@ its workers are set aside then, without any Python code. The next use of a team 
 from __future__ import annotations
 
 import atexit
+import operator
 import os
 import pickle
 import sys
@@ -15,8 +16,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 from flashlight_py.autograd import Variable
 from flashlight_py.cores import thread_variables
@@ -24,17 +24,10 @@ from flashlight_py.device import Array
 from flashlight_py.distributed.start import blas
 from flashlight_py.errors import RankFailedError
 from flashlight_py.launch.spawning import Worker
-from flashlight_py.parallel.workers.memory import Memory, Place, lay_out
-from flashlight_py.parallel.workers.serving import Raised, serve
+from flashlight_py.parallel.workers.serving import Raised, Request, ShareResult, serve
+from flashlight_py.parallel.workers.shared_values import Memory, lay_out
 
 WHAT = "DataParallel"
-
-
-class Asker(Protocol):
-    """Whoever has asked the workers."""
-
-    def save(self) -> None:
-        """Take what it still needs of the answers: their memory is about to be used again."""
 
 
 @dataclass
@@ -79,12 +72,10 @@ def _end(team: weakref.ref[Team]) -> None:
         _watched.pop(team, None)
 
 
+@atexit.register
 def _end_all() -> None:
     for team in list(_watched):
         _end(team)
-
-
-atexit.register(_end_all)
 
 
 class Team:
@@ -106,7 +97,7 @@ class Team:
         self.dropped: list[weakref.ref[Any]] = []  # those that nobody can differentiate any more
         self._params = list(params)
         self._waiting = 0  # workers whose answer has not been received
-        self._asker: weakref.ref[Asker] | None = None
+        self._asker: weakref.ref[Any] | None = None
         end_dropped()
         self._held = held = _watched[weakref.ref(self, _dropped.append)] = _Held()
         self._workers, self._memories = held.workers, held.memories
@@ -115,7 +106,16 @@ class Team:
 
     def _start(self, count: int, cores: int) -> None:
         model = self._memory()
-        places, places_of_grads = self._place(model, count)
+        places, size = lay_out(param.data for param in self._params)
+        model.reserve(size * (count + 1))
+        # Each worker's gradients lie as the parameters do; those that do not learn have none.
+        places_of_grads = [
+            [
+                p._replace(offset=worker * size + p.offset) if p.dtype.kind == "f" else None
+                for p in places
+            ]
+            for worker in range(1, count + 1)
+        ]
         self._views = model.views(places)
         for param, view in zip(self._params, self._views, strict=True):
             view[...] = param.data
@@ -141,7 +141,7 @@ class Team:
 
         An array that was replaced by another of its shape and dtype is moved there.
         """
-        same = len(params) == len(self._params) and all(map(_is, params, self._params))
+        same = len(params) == len(self._params) and all(map(operator.is_, params, self._params))
         if not (self.is_there and same):
             return False
         for param, view in zip(self._params, self._views, strict=True):
@@ -159,16 +159,16 @@ class Team:
 
     def ask(
         self,
-        requests: Sequence[tuple[Any, Sequence[Array]]],
-        asker: Asker | None = None,
+        requests: Sequence[tuple[Request, Sequence[Array]]],
+        asker: Any = None,
         module: bytes | None = None,
     ) -> None:
         """Send the first workers a request each, with arrays that are put into their inboxes.
 
-        The last field of a request is replaced by the places of its arrays. All workers receive
+        Their ``places`` are filled in. All workers receive
         the form of the ``module``, if there is a new one. ``asker``, which is not kept alive by
-        this, saves the answers before the next request is sent: until then their memory stays as it
-        is.
+        this, is told to ``save()`` what it needs of the answers before the next request is sent:
+        until then their memory stays as it is.
 
         Raises:
             RankFailedError: a worker has ended.
@@ -198,8 +198,10 @@ class Team:
                     worker.send((None, module, dropped))
         self._asker = None if asker is None else weakref.ref(asker)
 
-    def answers(self) -> list[Any]:
-        """Return the answers of the workers that were asked; blocks until they are there.
+    def answers(self) -> list[ShareResult]:
+        """Return leaves and arrays of each worker that was asked; blocks until they are there.
+
+        The arrays are valid until the next request.
 
         Raises:
             RankFailedError: a worker has raised, its exception is the cause where it can be sent,
@@ -215,11 +217,8 @@ class Team:
                 raise worker.error(answer.failure.what, answer.failure.traceback) from _cause(
                     answer
                 )
-        return [answer for answer, _ in found]
-
-    def results(self, worker: int, places: Sequence[Place]) -> list[Array]:
-        """Return the arrays of an answer of ``worker``: valid until the next request."""
-        return self._outboxes[worker].views(places)
+        outboxes = zip(found, self._outboxes, strict=False)
+        return [(answer.leaves, box.views(answer.places)) for (answer, _), box in outboxes]
 
     def gradient(self, worker: int, param: int) -> Array:
         """Return what ``worker`` has computed for ``param``: valid until the next request."""
@@ -245,21 +244,6 @@ class Team:
         self._memories.append(Memory())
         return self._memories[-1]
 
-    def _place(self, model: Memory, count: int) -> tuple[list[Place], list[list[Place | None]]]:
-        """Make room for the parameters and every worker's gradients; return the places of both."""
-        places, size = lay_out(param.data for param in self._params)
-        starts = list(accumulate([size] * (count + 1), initial=0))
-        model.reserve(starts[-1])
-        floating = [place.dtype.kind == "f" for place in places]
-        grads = [
-            [
-                place._replace(offset=start + place.offset) if learns else None
-                for place, learns in zip(places, floating, strict=True)
-            ]
-            for start in starts[1:-1]
-        ]
-        return places, grads
-
     @contextmanager
     def _ending_on_errors(self) -> Iterator[None]:
         """End the workers when an exception leaves: also an interrupt, halfway in a message."""
@@ -268,10 +252,6 @@ class Team:
         except BaseException:
             self.end()
             raise
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other
 
 
 def _cause(answer: Raised) -> BaseException | None:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
 from flashlight_py import random
 from flashlight_py.autograd import Variable
+from flashlight_py.autograd.engine import on_backward_end
+from flashlight_py.autograd.graph import Vjp
+from flashlight_py.autograd.variable import record, record_in_order
 from flashlight_py.cores import usable_cores
-from flashlight_py.device import is_cupy
+from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed import get_local_size
 from flashlight_py.distributed.calls.checks import whole_number
 from flashlight_py.launch.pickling import main_can_be_imported
 from flashlight_py.nn import Module
-from flashlight_py.parallel.workers.graph import ShareResult, WorkersGraph, join
-from flashlight_py.parallel.workers.parts import (
+from flashlight_py.parallel.workers.serving import Leaf, Request, ShareResult
+from flashlight_py.parallel.workers.shared_values import (
     Part,
     array_of,
     is_data,
@@ -25,8 +30,10 @@ from flashlight_py.parallel.workers.parts import (
     put_together,
     take_apart,
 )
-from flashlight_py.parallel.workers.serving import Forward
 from flashlight_py.parallel.workers.team import WHAT, Team
+
+# What stands for the workers in a graph has a value, which nobody needs.
+_NOTHING = np.zeros(())
 
 
 class DataParallel(Module):
@@ -117,7 +124,8 @@ class DataParallel(Module):
         requests = []
         for share in range(1, len(counts)):
             own = [array_of(part)[starts[share] : starts[share + 1]] for part in parts]
-            requests.append((Forward(self._number, seed + share, form, []), own))
+            request = Request(self._number, "forward", (seed + share, form), [])
+            requests.append((request, own))
         graph = WorkersGraph(team, self._number, starts)
         team.ask(requests, module=changed)
         self._sent = self._sent if changed is None else changed
@@ -125,13 +133,9 @@ class DataParallel(Module):
         run = self.module._instead
         compute = self.module.forward if run is None else partial(run, self.module)
         result = compute(*put_together(form, lambda number, _: own_parts[number]))
-        answers = team.answers()
+        shares = team.answers()
         result_form, results = _apart("a result", result, is_data)
-        shares = [
-            ShareResult(answer, team.results(worker, answer.places))
-            for worker, answer in enumerate(answers)
-        ]
-        joined = join(graph, results, shares, self._params, parts)
+        joined = _join(graph, results, shares, self._params, parts)
         return put_together(result_form, lambda number, _: joined[number])
 
     def close(self) -> None:
@@ -215,3 +219,177 @@ def _first_rows(part: Part, rows: int) -> Part:
     if isinstance(part, Variable) and not part.calc_grad:
         return Variable(part.data[:rows])
     return part[:rows]
+
+
+# The graph through all shares ---------------------------------------------------------------------
+#
+# A result is recorded with the one of this process's share as an input, and others that stand for
+# the workers. A pass visits, in this order,
+#
+# 1. the results, where the workers' rows of each gradient are noted;
+# 2. ``send``: the noted rows go to the workers;
+# 3. this process's own share, meanwhile;
+# 4. ``collect``: the workers' gradients are awaited, and added in the order of the shares.
+#
+# 2, 3 and 4 are ordered operations of the engine, recorded last to first.
+
+
+def _join(
+    graph: WorkersGraph,
+    own: Sequence[Part],
+    shares: Sequence[ShareResult],
+    params: Sequence[Variable],
+    inputs: Sequence[Part],
+) -> list[Part]:
+    """Return the results of a forward pass, joined, with a graph through all shares.
+
+    Args:
+        graph: of the workers that compute the others.
+        own: the results of this process's share.
+        shares: of each worker, in order, the leaves of its results and their arrays.
+        params: the module's parameters, by number.
+        inputs: the whole inputs, by number.
+
+    Raises:
+        ValueError: a result has no dimensions, or the shares have results of different shapes.
+    """
+    counts = [len(own), *(len(arrays) for _, arrays in shares)]
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f"{WHAT}: the shares of the batch have different numbers of results: "
+            f"{', '.join(map(str, counts))}; the module must return as many for any rows"
+        )
+    collect = graph.collect(shares, params, inputs)
+    ordered = [_in_order(part) for part in own]
+    send = record_in_order(_NOTHING, (Variable(_NOTHING, True), graph.send))
+    results: list[Part] = []
+    for k, part in enumerate(ordered):
+        arrays = [array_of(part), *(arrays[k] for _, arrays in shares)]
+        if not all(array.ndim for array in arrays):
+            raise ValueError(
+                f"{WHAT}: a result has no dimensions, so the shares cannot be joined; return one "
+                "row for each sample, and take the mean of the whole outside: loss(model(x), y)"
+            )
+        joined = np.concatenate(arrays)
+        if not isinstance(part, Variable):
+            results.append(joined)
+            continue
+        ends = np.cumsum([len(array) for array in arrays]).tolist()
+        edges: list[tuple[Variable, Vjp]] = [(part, itemgetter(slice(ends[0])))]
+        below = [node for group, node in collect.items() if k in group]
+        if below:
+            edges.insert(0, (send, partial(graph.note, k, ends)))
+            edges += [(node, lambda _: _NOTHING) for node in below]
+        results.append(record(joined, *edges))
+    return results
+
+
+def _in_order(part: Part) -> Part:
+    """Return ``part`` behind an ordered operation that does nothing."""
+    if not isinstance(part, Variable):
+        return part
+    return record_in_order(part.data, (part, lambda grad: grad))
+
+
+class WorkersGraph:
+    """The workers' graphs of forward pass ``number``; they forget them when this object is gone.
+
+    Share s is the rows from ``starts[s]`` on. In the end only the operations here refer to it.
+    """
+
+    def __init__(self, team: Team, number: int, starts: Sequence[int]) -> None:
+        self._team, self._number, self._starts = team, number, starts
+        self._arrays: dict[Leaf, Array] = {}  # what may have a gradient
+        self._noted: dict[int, list[Array]] = {}  # by result: the gradient of each worker's rows
+        # Of the pass that is running:
+        self._left = set[Leaf]()  # whose gradients have not been taken
+        self._answers: list[ShareResult] | None = None
+        self._saved: dict[Leaf, Array] = {}
+        team.numbers[weakref.ref(self, team.dropped.append)] = number
+
+    def collect(
+        self, shares: Sequence[ShareResult], params: Sequence[Variable], inputs: Sequence[Part]
+    ) -> dict[tuple[int, ...], Variable]:
+        """Return what stands for the end of the workers' backward passes, by groups of results.
+
+        One for the leaves that all results of a group depend on, and no other result: so a leaf
+        that a pass does not reach has no gradient.
+        """
+        self._count = len(shares)
+        edges: dict[tuple[int, ...], list[tuple[Variable, Vjp]]] = {}
+        of_shares = zip(*(leaves for leaves, _ in shares), strict=True)
+        of_results = [set[Leaf]().union(*leaves) for leaves in of_shares]
+        for leaf in sorted(set[Leaf]().union(*of_results)):
+            is_param, number = leaf
+            part = (params if is_param else inputs)[number]
+            assert isinstance(part, Variable), "an array has no gradient"
+            self._arrays[leaf] = part.data
+            group = tuple(k for k, leaves in enumerate(of_results) if leaf in leaves)
+            edges.setdefault(group, []).append((part, partial(self._gradient, leaf)))
+        return {group: record_in_order(_NOTHING, *some) for group, some in edges.items()}
+
+    def note(self, result: int, ends: Sequence[int], grad: Array) -> Array:
+        """Note the workers' rows of the gradient of ``result``; they end at ``ends[1:]``."""
+        if not self._noted:
+            on_backward_end(self._forget)
+        self._noted[result] = np.split(grad, ends[:-1])[1:]
+        return _NOTHING
+
+    def send(self, grad: Array) -> Array:
+        """Send the workers what was noted; does not wait for them."""
+        results = list(self._noted)
+        request = Request(self._number, "backward", (results,), [])
+        requests = [
+            (request, [self._noted[k][worker] for k in results]) for worker in range(self._count)
+        ]
+        self._team.ask(requests, self)
+        self._left = set(self._arrays)
+        return grad
+
+    def _gradient(self, leaf: Leaf, _: object = None) -> Array:
+        """Return the sum over the workers for a parameter, or the gradient of an input."""
+        if leaf in self._saved:
+            return self._saved[leaf]
+        self._left.discard(leaf)
+        is_param, number = leaf
+        if not is_param:
+            return self._of_input(leaf)
+        grads = [
+            self._team.gradient(worker, number)
+            for worker, (leaves, _) in enumerate(self._received())
+            if leaf in leaves
+        ]
+        if len(grads) == 1:
+            return grads[0]
+        total = np.asarray(grads[0] + grads[1])  # NumPy makes a scalar where there is no dimension
+        for grad in grads[2:]:
+            total += grad
+        return total
+
+    def _of_input(self, leaf: Leaf) -> Array:
+        """Return the gradient of all rows; those of this process's share are zeros here."""
+        whole = np.zeros_like(self._arrays[leaf])
+        for worker, (leaves, grads) in enumerate(self._received()):
+            if leaf in leaves:
+                begin, end = self._starts[worker + 1 : worker + 3]
+                whole[begin:end] = grads[leaves.index(leaf)]
+        return whole
+
+    def _received(self) -> list[ShareResult]:
+        """Return the workers' answers; blocks until they are there."""
+        if self._answers is None:
+            self._answers = self._team.answers()
+        return self._answers
+
+    def save(self) -> None:
+        """Copy what the running pass has not taken yet; see ``Team.ask``."""
+        if self._left:
+            answered = {leaf for leaves, _ in self._received() for leaf in leaves}
+            for leaf in sorted(answered & self._left):
+                self._saved[leaf] = np.array(self._gradient(leaf))
+
+    def _forget(self, completed: bool) -> None:
+        self._noted.clear()
+        self._saved.clear()
+        self._left.clear()
+        self._answers = None

@@ -1,0 +1,152 @@
+"""Values between this process and its workers: their form as a pickle, arrays in shared memory.
+
+In the form a number stands for each array, so that any nesting of tuples, dicts and objects is
+carried. The memory has no name: a process and those it has started map it.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import mmap
+import os
+import pickle
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from flashlight_py.autograd import Variable
+from flashlight_py.device import Array, is_cupy
+from flashlight_py.launch.pickling import dumps
+
+_ALIGNMENT = 64
+
+Part: TypeAlias = "Variable | Array"
+
+# What stands for a part: its number, and of a Variable its calc_grad.
+StandIn: TypeAlias = "tuple[int, bool | None]"
+
+
+def take_apart(
+    value: Any, is_part: Callable[[Any], bool], main_can_be_imported: bool = True
+) -> tuple[bytes, list[Any]]:
+    """Return the form of ``value`` and its parts, each once, in the order in which they are met.
+
+    Raises:
+        TypeError: it cannot be pickled.
+    """
+    numbers: dict[int, int] = {}
+    parts: list[Any] = []
+
+    def stand_in(value: Any) -> StandIn | None:
+        if not is_part(value):
+            return None
+        if id(value) not in numbers:
+            numbers[id(value)] = len(parts)
+            parts.append(value)
+        return numbers[id(value)], value.calc_grad if isinstance(value, Variable) else None
+
+    return dumps(value, main_can_be_imported, stand_in), parts
+
+
+def put_together(form: bytes, find: Callable[[int, bool | None], Any]) -> Any:
+    """Return the value of ``form``, with what ``find`` returns for the number of each part."""
+
+    unpickler = _Unpickler(io.BytesIO(form))
+    unpickler.find = find
+    return unpickler.load()
+
+
+class _Unpickler(pickle.Unpickler):
+    find: Callable[[int, bool | None], Any]
+
+    def persistent_load(self, stand_in: StandIn) -> Any:
+        return self.find(*stand_in)
+
+
+def is_parameter(value: Any) -> bool:
+    """Return whether ``value``, in a module, is a Variable of its own, not a result."""
+    return isinstance(value, Variable) and value.node is None
+
+
+def is_data(value: Any) -> bool:
+    """Return whether ``value`` is a Variable or an array: what inputs and results consist of."""
+    return isinstance(value, (Variable, np.ndarray)) or is_cupy(value)
+
+
+def array_of(part: Part) -> Array:
+    """Return the array of an input or a result."""
+    return part.data if isinstance(part, Variable) else part
+
+
+# Memory -------------------------------------------------------------------------------------------
+
+
+class ArrayPlace(NamedTuple):
+    """The place of an array in a memory: its first byte, its shape and dtype."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[np.generic]
+
+
+def lay_out(arrays: Iterable[Array]) -> tuple[list[ArrayPlace], int]:
+    """Return places for arrays like these, one after the other, and how many bytes they take.
+
+    Raises:
+        TypeError: an array holds Python objects.
+    """
+    arrays = list(arrays)
+    if any(array.dtype.hasobject for array in arrays):
+        raise TypeError("an array of Python objects cannot lie in memory that processes share")
+    sizes = (-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays)
+    offsets = list(accumulate(sizes, initial=0))
+    places = [ArrayPlace(at, a.shape, a.dtype) for at, a in zip(offsets, arrays, strict=False)]
+    return places, offsets[-1]
+
+
+class Memory:
+    """Bytes that grow as needed; who has inherited the descriptor ``fd`` makes it with that.
+
+    Raises:
+        OSError: the system has no more memory.
+    """
+
+    def __init__(self, fd: int | None = None) -> None:
+        self.fd = os.memfd_create("flashlight workers") if fd is None else fd
+        os.set_inheritable(self.fd, False)
+        self._map: mmap.mmap | None = None
+
+    def put(self, arrays: Sequence[Array]) -> list[ArrayPlace]:
+        """Write ``arrays`` over whatever was there; return where they lie."""
+        places, size = lay_out(arrays)
+        self.reserve(size)
+        for view, array in zip(self.views(places), arrays, strict=True):
+            view[...] = array
+        return places
+
+    def reserve(self, size: int) -> None:
+        """Make it at least ``size`` bytes; the new ones are zeros."""
+        if size > os.fstat(self.fd).st_size:
+            os.posix_fallocate(self.fd, 0, size)
+
+    def views(self, places: Iterable[ArrayPlace]) -> list[Array]:
+        """Return the arrays at ``places``: not copies, and valid for as long as they are used."""
+        return [self._view(place) for place in places]
+
+    def _view(self, place: ArrayPlace) -> Array:
+        kind = place.dtype
+        size = math.prod(place.shape) * kind.itemsize
+        if not size:
+            return np.empty(place.shape, kind)
+        end = place.offset + size
+        if self._map is None or len(self._map) < end:
+            self._map = mmap.mmap(self.fd, 0)  # the old one goes with the last array in it
+        return np.ndarray(place.shape, kind, self._map, place.offset)
+
+    def close(self) -> None:
+        """Let go of it; arrays stay."""
+        os.close(self.fd)
+        self._map = None
