@@ -20,7 +20,7 @@ from flashlight_py.distributed.rendezvous import client as joining
 from flashlight_py.distributed.rendezvous import sockets
 from flashlight_py.distributed.rendezvous.client import Attempts
 from flashlight_py.distributed.rendezvous.environment import detect
-from flashlight_py.distributed.rendezvous.peers import Peer, check_apart
+from flashlight_py.distributed.rendezvous.store import Peer, check_apart
 from flashlight_py.distributed.start.routes import Card, choose
 from flashlight_py.distributed.start.settings import Settings
 from flashlight_py.errors import RendezvousError

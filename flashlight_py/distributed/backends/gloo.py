@@ -21,9 +21,8 @@ from flashlight_py.distributed.backends.native_errors import call_in_words
 from flashlight_py.distributed.backends.native_work import NOTHING, NativeWork
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.failures.wording import HOST_ADVICE, UNUSABLE, names, who_that_was
-from flashlight_py.distributed.rendezvous.peers import Peer, Waiting, this_process
 from flashlight_py.distributed.rendezvous.secret import nonce, proof
-from flashlight_py.distributed.rendezvous.store import Store
+from flashlight_py.distributed.rendezvous.store import Peer, Store, Waiting, this_process
 from flashlight_py.errors import (
     BackendUnavailableError,
     CollectiveTimeoutError,

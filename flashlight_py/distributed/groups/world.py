@@ -12,8 +12,7 @@ from flashlight_py.distributed.calls.call_site import caller
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.groups import membership
 from flashlight_py.distributed.groups.group import ProcessGroup
-from flashlight_py.distributed.rendezvous.alone import started_as
-from flashlight_py.distributed.rendezvous.environment import ALONE
+from flashlight_py.distributed.rendezvous.environment import ALONE, started_as
 from flashlight_py.distributed.start import blas, devices
 from flashlight_py.distributed.start.devices import DeviceRule
 

@@ -10,14 +10,14 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from flashlight_py.distributed.rendezvous.peers import (
+from flashlight_py.distributed.rendezvous.secret import REMEDY, nonce
+from flashlight_py.distributed.rendezvous.sockets import resolved
+from flashlight_py.distributed.rendezvous.store import (
     Waiting,
     cannot_be_reached,
     not_arrived,
     this_process,
 )
-from flashlight_py.distributed.rendezvous.secret import REMEDY, nonce
-from flashlight_py.distributed.rendezvous.sockets import resolved
 from flashlight_py.distributed.rendezvous.wire import (
     CHUNK_BYTES,
     EMPTY_BYTES,

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.distributed.rendezvous.environment import LaunchEnvironment, detect
-from flashlight_py.distributed.rendezvous.peers import Waiting, not_arrived
-from flashlight_py.distributed.rendezvous.store import Store
+from flashlight_py.distributed.rendezvous.store import Store, Waiting, not_arrived
 from flashlight_py.errors import BackendUnavailableError, RendezvousError
 
 _PAYLOAD, _NOTICE = 1, 2

@@ -10,10 +10,9 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from flashlight_py.distributed.rendezvous.client import Client
-from flashlight_py.distributed.rendezvous.peers import ANY_RANK
 from flashlight_py.distributed.rendezvous.secret import Secret
 from flashlight_py.distributed.rendezvous.server import Server
-from flashlight_py.distributed.rendezvous.store import Store
+from flashlight_py.distributed.rendezvous.store import ANY_RANK, Store
 from flashlight_py.errors import RendezvousError
 
 

@@ -14,7 +14,9 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-from flashlight_py.distributed.rendezvous.peers import (
+from flashlight_py.distributed.rendezvous.secret import REMEDY, TurnedAway, nonce, warn_if_open
+from flashlight_py.distributed.rendezvous.sockets import user_of
+from flashlight_py.distributed.rendezvous.store import (
     ANY_RANK,
     Peer,
     Waiting,
@@ -23,8 +25,6 @@ from flashlight_py.distributed.rendezvous.peers import (
     not_arrived,
     this_process,
 )
-from flashlight_py.distributed.rendezvous.secret import REMEDY, TurnedAway, nonce, warn_if_open
-from flashlight_py.distributed.rendezvous.sockets import user_of
 from flashlight_py.distributed.rendezvous.wire import (
     Connection,
     Greeting,

@@ -18,9 +18,9 @@ from collections import deque
 from collections.abc import Container, Iterable
 from typing import Any, NamedTuple
 
-from flashlight_py.distributed.rendezvous.peers import ANY_RANK, Peer
 from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, proof
 from flashlight_py.distributed.rendezvous.sockets import UNREACHABLE, watch_over
+from flashlight_py.distributed.rendezvous.store import ANY_RANK, Peer
 
 _MAGIC = b"FLrv"
 _VERSION = 2

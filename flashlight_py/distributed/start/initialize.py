@@ -27,18 +27,24 @@ from flashlight_py.distributed.groups.world import (
     is_distributed_init,
     set_world,
 )
-from flashlight_py.distributed.rendezvous.alone import (
+from flashlight_py.distributed.rendezvous.environment import (
+    LaunchEnvironment,
     check_no_launcher,
     check_schedulers,
     check_size_one,
+    detect,
     is_alone,
 )
-from flashlight_py.distributed.rendezvous.environment import LaunchEnvironment, detect
 from flashlight_py.distributed.rendezvous.file_store import FileStore
 from flashlight_py.distributed.rendezvous.mpi_store import MpiStore
-from flashlight_py.distributed.rendezvous.peers import Peer, check_apart, check_member, this_process
 from flashlight_py.distributed.rendezvous.secret import nonce, proof
-from flashlight_py.distributed.rendezvous.store import Store
+from flashlight_py.distributed.rendezvous.store import (
+    Peer,
+    Store,
+    check_apart,
+    check_member,
+    this_process,
+)
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
 from flashlight_py.distributed.start import blas
 from flashlight_py.distributed.start.connect import connect, gpu_joiner
