@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from flashlight_py.distributed.rendezvous.file_store import FileStore
-from flashlight_py.distributed.rendezvous.place import MeetingPoint
+from flashlight_py.distributed.rendezvous.meeting import MeetingPoint
 from flashlight_py.distributed.rendezvous.secret import REMEDY, proof
 from flashlight_py.distributed.rendezvous.store import ANY_RANK
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore

@@ -32,15 +32,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from flashlight_py.distributed.rendezvous.client import (
-    LONGEST_PAUSE,
+from flashlight_py.distributed.rendezvous.connecting import (
+    LOOPBACK,
     NobodyError,
+    Offer,
     SilentError,
     claim,
 )
-from flashlight_py.distributed.rendezvous.place import MeetingPoint, Offer
+from flashlight_py.distributed.rendezvous.meeting import LONGEST_PAUSE, MeetingPoint
 from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, Secret
-from flashlight_py.distributed.rendezvous.sockets import LOOPBACK
 from flashlight_py.distributed.rendezvous.store import Peer, check_member, this_process
 from flashlight_py.distributed.rendezvous.wire import Greeting
 from flashlight_py.errors import RendezvousError

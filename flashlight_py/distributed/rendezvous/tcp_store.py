@@ -15,10 +15,16 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from flashlight_py.distributed.rendezvous.client import NobodyError, claim
-from flashlight_py.distributed.rendezvous.place import MeetingPoint, Offer
+from flashlight_py.distributed.rendezvous.connecting import (
+    NobodyError,
+    Offer,
+    claim,
+    is_local,
+    listen,
+    resolved,
+)
+from flashlight_py.distributed.rendezvous.meeting import MeetingPoint
 from flashlight_py.distributed.rendezvous.secret import Secret
-from flashlight_py.distributed.rendezvous.sockets import is_local, listen, resolved
 from flashlight_py.distributed.rendezvous.store import check_member, this_process
 from flashlight_py.distributed.rendezvous.wire import Greeting
 from flashlight_py.interfaces import is_own

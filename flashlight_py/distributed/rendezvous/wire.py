@@ -10,16 +10,19 @@ in a way that no content can harm.
 from __future__ import annotations
 
 import enum
+import errno
 import hmac
+import ipaddress
 import socket
 import struct
+import sys
 import time
 from collections import deque
 from collections.abc import Container, Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, proof
-from flashlight_py.distributed.rendezvous.sockets import UNREACHABLE, watch_over
 from flashlight_py.distributed.rendezvous.store import ANY_RANK, Peer
 
 _MAGIC = b"FLrv"
@@ -27,6 +30,9 @@ _VERSION = 2
 _HEADER = struct.Struct("!4sHHQ")
 _LENGTH = struct.Struct("!Q")
 _MAPPED = "::ffff:"
+# What a connection ends by whose other end is silent: it was not closed there.
+_UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN}
+_PROBES = 5
 EMPTY_BYTES = _HEADER.size  # of a message without a body
 CHUNK_BYTES = 1 << 20  # that are read at a time
 _PROOF_BYTES = 32
@@ -164,7 +170,7 @@ class Connection:
         """
         self._limit = _MEMBER_LIMIT
         if host_timeout:
-            watch_over(self.wire, host_timeout)
+            _watch_over(self.wire, host_timeout)
 
     def send(self, kind: Kind, body: bytes, deadline: float) -> bool:
         """Send a message; return whether it went out before the deadline and the peer's end."""
@@ -188,7 +194,7 @@ class Connection:
         except OSError as error:
             if isinstance(error, TimeoutError) and error.errno is None:  # ours, not the kernel's
                 return
-            self.is_unreachable = error.errno in UNREACHABLE
+            self.is_unreachable = error.errno in _UNREACHABLE
             data = b""
         self.has_ended = not data
         self._buffer += data
@@ -255,10 +261,48 @@ class Connection:
             raise WireError(f"unknown kind of message {kind}") from None
 
 
+def _watch_over(wire: socket.socket, seconds: float) -> None:
+    """End the connection when the kernel at its other end is silent for ``seconds``.
+
+    Also when the process there takes nothing for so long while its kernel has no more room.
+    """
+    interval = max(1, int(seconds / _PROBES))
+    wire.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, interval)
+    wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval)
+    wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+    wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
+
+
 def plain(address: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return an IPv4 address that a socket for both families writes as one of IPv6, as it is."""
     host = str(address[0])
     return (host.removeprefix(_MAPPED), address[1]) if host.startswith(_MAPPED) else address
+
+
+def user_of(theirs: tuple[Any, ...], ours: tuple[Any, ...]) -> int | None:
+    """Return the user whose socket at ``theirs`` is connected to ours; None if none of this host.
+
+    The kernel's own word, net/tcp of proc(5). A socket that its process has closed has no inode
+    there and is listed as root's.
+    """
+    wanted = [_in_hex(theirs), _in_hex(ours)]
+    table = Path("/proc/net/tcp6" if ":" in theirs[0] else "/proc/net/tcp")
+    if not table.exists():
+        return None
+    for line in table.read_text().splitlines()[1:]:
+        _, *ends, _, _, _, _, user, _, inode = line.split()[:10]
+        if ends == wanted and inode != "0":
+            return int(user)
+    return None
+
+
+def _in_hex(address: tuple[Any, ...]) -> str:
+    """Return an address as net/tcp has it: words of 32 bits of the host's byte order."""
+    packed = ipaddress.ip_address(address[0].partition("%")[0]).packed
+    words = (packed[at : at + 4] for at in range(0, len(packed), 4))
+    host = "".join(f"{int.from_bytes(word, sys.byteorder):08X}" for word in words)
+    return f"{host}:{address[1]:04X}"
 
 
 def join_payloads(payloads: Iterable[bytes]) -> bytes:

@@ -1,51 +1,172 @@
-"""A rank other than 0: connects to rank 0, sends its payloads, receives everybody's."""
+"""Connections for a rendezvous: where rank 0 listens, how others reach it, and their greeting."""
 
 from __future__ import annotations
 
+import errno
+import ipaddress
 import os
 import selectors
 import socket
+import stat
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from flashlight_py.distributed.rendezvous.secret import REMEDY, nonce
-from flashlight_py.distributed.rendezvous.sockets import resolved
-from flashlight_py.distributed.rendezvous.store import (
-    Waiting,
-    cannot_be_reached,
-    not_arrived,
-    this_process,
-)
+from flashlight_py.distributed.rendezvous.secret import REMEDY, Secret, nonce
 from flashlight_py.distributed.rendezvous.wire import (
-    CHUNK_BYTES,
-    EMPTY_BYTES,
     Connection,
     Greeting,
     Handshake,
     Kind,
     Message,
     WireError,
-    split_payloads,
 )
-from flashlight_py.errors import RendezvousError
+from flashlight_py.interfaces import is_loopback, is_own, listen_everywhere
 
-if TYPE_CHECKING:
-    from flashlight_py.distributed.rendezvous.place import MeetingPoint, Offer
-
-# Between two looks for rank 0, in seconds: ranks that start together meet at once, and a long wait
-# costs a file server ten requests a second.
-FIRST_PAUSE, PAUSE_GROWTH, LONGEST_PAUSE = 0.002, 1.5, 0.1
+LISTENER = "FLASHLIGHT_LISTENER"
+"""The environment variable with the descriptor of a socket that listens at MASTER_PORT already."""
+LOOPBACK = "127.0.0.1"
 # Hosts that answer no connection request at all are asked anew after so many seconds.
 _LONGEST_CONNECT = 5.0
-# So long rank 0 may take to report who is missing, in seconds.
-_ANSWER = 2.0
 # After so many seconds without an answer the next address is tried as well, as RFC 8305 says.
 _NEXT_SECONDS = 0.25
 # Where one address refuses, rank 0 may not be there yet: then those that do not answer get so many
 # seconds more, and all are tried again.
 _REFUSED_SECONDS = 1.0
+
+
+# Rank 0 ------------------------------------------------------------------------------------------
+
+
+def listen(host: str, port: int, backlog: int, one_host: bool) -> list[socket.socket]:
+    """Return sockets that listen at ``port`` for who reaches this host as ``host``; to be closed.
+
+    At an address, on the loopback, and where all ranks are on ``one_host``, they listen at nothing
+    but what ``host`` means here. What another host takes a name for, only that host knows: then
+    they listen at all addresses, of both families.
+
+    Raises:
+        OSError: ``host`` is not this host, or the port is in use; says what to do.
+    """
+    listener = _handed_over(port, os.environ)
+    if listener is not None:
+        return [listener]
+    try:
+        found = resolved(host, port)
+    except OSError as error:
+        raise OSError(f"cannot resolve MASTER_ADDR: {error}") from error
+    if one_host or is_local(host) or is_address(host):
+        return _listen_at([address for _, address in found], backlog)
+    if not any(is_own(address[0], address[2:]) for _, address in found):
+        raise OSError(_explain_bind(OSError(errno.EADDRNOTAVAIL, "")))
+    try:
+        return [listen_everywhere(port, backlog)]
+    except OSError as error:
+        raise OSError(_explain_bind(error)) from error
+
+
+def _listen_at(addresses: Sequence[tuple[Any, ...]], backlog: int) -> list[socket.socket]:
+    """Listen at those of ``addresses`` that are this host's."""
+    listeners, problem = [], OSError(errno.EADDRNOTAVAIL, "")
+    try:
+        for address in addresses:
+            try:
+                family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+                # It sets SO_REUSEADDR, without which the port of a run that has just ended would
+                # stay blocked for a minute.
+                listeners.append(socket.create_server(address, family=family, backlog=backlog))
+            except OSError as error:  # noqa: PERF203 - each for itself
+                problem = error
+                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                    raise
+        if not listeners:
+            raise problem
+    except OSError as error:
+        for listener in listeners:
+            listener.close()
+        raise OSError(_explain_bind(error)) from error
+    return listeners
+
+
+def resolved(host: str, port: int) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
+    """Return the families and socket addresses that ``host`` means here.
+
+    Raises:
+        OSError: it means none.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except UnicodeError as error:  # of a name that cannot be one
+        raise OSError(str(error)) from error
+    return list(dict.fromkeys((family, address) for family, *_, address in found))
+
+
+def is_address(host: str) -> bool:
+    """Return whether ``host`` is an address, not a name."""
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def is_local(host: str) -> bool:
+    """Return whether ``host``, a name or an address, means each host itself, wherever it is."""
+    return host == "localhost" or (is_address(host) and is_loopback(host.partition("%")[0]))
+
+
+def _handed_over(port: int, environ: Mapping[str, str]) -> socket.socket | None:
+    """Return a copy of the socket that the launcher has handed over, if there is one for ``port``.
+
+    A copy, so that the port stays ours for a later ``distributed_init``. A process that inherited
+    the variable alone has some other file under that number, or none.
+    """
+    text = environ.get(LISTENER, "")
+    descriptor = int(text) if text.isdecimal() else -1
+    try:
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            return None
+    except OSError:
+        return None
+    listener = socket.socket(fileno=os.dup(descriptor))
+    is_listening = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    if is_listening and listener.getsockname()[1:2] == (port,):
+        os.set_inheritable(descriptor, False)
+        return listener
+    listener.close()
+    return None
+
+
+def _explain_bind(error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return (
+            "the port is in use, by another program or by a second rank 0; "
+            "choose another MASTER_PORT for every rank"
+        )
+    if error.errno == errno.EADDRNOTAVAIL:
+        return (
+            "MASTER_ADDR is no address of this host, where rank 0 runs; "
+            "set it to one that the other hosts can reach"
+        )
+    return f"cannot listen: {os.strerror(error.errno or 0)}; choose another MASTER_PORT"
+
+
+# The others --------------------------------------------------------------------------------------
+
+
+class Offer(NamedTuple):
+    """Addresses where a rank 0 may listen, and the secret by which it is recognised.
+
+    ``run`` names its run, ``who`` says who made the offer, and ``advice`` what to do where another
+    program listens.
+    """
+
+    addresses: Sequence[tuple[str, int]]
+    secret: Secret
+    run: str = ""
+    who: str = ""
+    advice: str = ""
 
 
 class NobodyError(Exception):
@@ -149,140 +270,6 @@ def claim(offer: Offer, greeting: Greeting, deadline: float) -> str:
         connection.close()
     has_failed = answer is not None and answer.kind is Kind.FAILURE
     return answer.body.decode(errors="replace") if answer and has_failed else ""
-
-
-class Client:
-    """A rank that connects to rank 0, in its first exchange."""
-
-    def __init__(self, place: MeetingPoint) -> None:
-        self._place = place
-        self._greeting = Greeting(place.rank, place.size, this_process())
-        self._connection: Connection | None = None
-        self._round, self._problem = 0, ""
-
-    def exchange(self, payload: bytes) -> list[bytes]:
-        """Send ``payload`` and return everybody's, in rank order."""
-        deadline = time.monotonic() + self._place.timeout
-        try:
-            message = None
-            while message is None:
-                message = self._exchange(payload, deadline)
-        except RendezvousError:
-            self._disconnect()
-            raise
-        self._round += 1
-        return split_payloads(message.body)
-
-    def connections(self) -> dict[int, Connection]:
-        """Return that to rank 0, if there is one."""
-        return {} if self._connection is None else {0: self._connection}
-
-    def _exchange(self, payload: bytes, deadline: float) -> Message | None:
-        """Return what rank 0 sends; None: it has died, and another one may take its place."""
-        if self._connection is None:
-            self._connection = self._connect(deadline)
-        connection = self._connection
-        connection.send(Kind.PAYLOAD, payload, deadline)
-        message = self._take(connection, deadline)
-        if message is None and not connection.has_ended:
-            connection.send(Kind.LATE, str(self._round).encode(), time.monotonic() + _ANSWER)
-            message = self._take(connection, time.monotonic() + _ANSWER)
-            if message is None and not connection.has_ended:
-                raise self._place.error(not_arrived([0], self._place.size, self._place.timeout))
-        if message is None:
-            self._disconnect()
-            if connection.is_unreachable:
-                who = f"rank 0 of {self._place.size}"
-                raise self._place.error(cannot_be_reached(who, self._place.host_timeout))
-            if self._round > 0 or not self._place.moves:
-                raise self._place.error(
-                    f"rank 0 of {self._place.size} has died or exited: it closed the connection"
-                )
-        return message
-
-    def _take(
-        self, connection: Connection, deadline: float, most: int = CHUNK_BYTES
-    ) -> Message | None:
-        """Return the next message; None at the deadline. Raises if rank 0 reports a failure."""
-        try:
-            message = connection.take(deadline, most)
-        except WireError as error:
-            raise self._place.error(f"rank 0 has sent what is no message: {error}") from error
-        if message is not None and message.kind is Kind.FAILURE:
-            raise self._place.error(message.body.decode(errors="replace"))
-        return message
-
-    def _connect(self, deadline: float) -> Connection:
-        """Connect and be welcomed, trying again until the deadline.
-
-        Nobody may be listening yet, or a rank 0 that is just ending.
-        """
-        pause = FIRST_PAUSE
-        waiting = Waiting(True, f"rendezvous at {self._place.name}", self._place.first_report)
-        try:
-            while (now := time.monotonic()) < deadline:
-                for offer in self._place.offers():
-                    connection = self._greet(offer, deadline)
-                    if connection is not None:
-                        connection.trust(self._place.host_timeout)
-                        return connection
-                # That rank 0 is merely late, it says itself once it is there.
-                says = self._problem or self._place.first_report is not None
-                waiting.look([0] if says else [], self._problem)
-                time.sleep(max(0.0, min(pause, deadline - now)))
-                pause = min(pause * PAUSE_GROWTH, LONGEST_PAUSE)
-        finally:
-            self._place.clear()
-        missing = not_arrived([0], self._place.size, self._place.timeout)
-        raise self._place.error(f"{missing}{self._problem}; {self._place.remedy()}")
-
-    def _greet(self, offer: Offer, deadline: float) -> Connection | None:
-        until = min(deadline, time.monotonic() + self._place.patience)
-        try:
-            connection = greet(offer, self._greeting, until)
-        except NobodyError as error:
-            if isinstance(error, WrongServerError) and not self._place.moves:
-                raise self._place.error(str(error)) from error
-            self._problem = f": {offer.who}{error}"
-            self._place.failed(offer)
-            return None
-        self._place.secret = offer.secret.common
-        return connection
-
-    # The end --------------------------------------------------------------------------------------
-
-    def hand_over(self) -> dict[int, socket.socket]:
-        """Take leave of rank 0, and return the connection to it."""
-        connection, self._connection = self._connection, None
-        assert connection
-        deadline = time.monotonic() + self._place.timeout
-        connection.send(Kind.GOODBYE, b"", deadline)
-        try:
-            if self._take(connection, deadline, EMPTY_BYTES) is None:
-                raise self._place.error(not_arrived([0], self._place.size, self._place.timeout))
-        except BaseException:
-            connection.close()
-            raise
-        connection.wire.setblocking(True)
-        return {0: connection.wire}
-
-    def leave(self) -> None:
-        """Take leave of rank 0."""
-        self._send_last(Kind.GOODBYE, b"")
-
-    def abort(self, reason: str) -> None:
-        """Report the reason to rank 0, which notifies everybody."""
-        self._send_last(Kind.FAILURE, reason.encode())
-
-    def _send_last(self, kind: Kind, body: bytes) -> None:
-        if self._connection is not None:
-            self._connection.send(kind, body, time.monotonic() + _ANSWER)
-        self._disconnect()
-
-    def _disconnect(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-        self._connection = None
 
 
 class Attempts:

@@ -1,7 +1,8 @@
-"""Rank 0 of a rendezvous: listens, gathers a payload of every rank and sends all to all."""
+"""A meeting of ranks: rank 0 gathers a payload of each of the others and sends all to all."""
 
 from __future__ import annotations
 
+import abc
 import errno
 import logging
 import math
@@ -9,16 +10,28 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
-from flashlight_py.distributed.rendezvous.secret import REMEDY, TurnedAway, nonce, warn_if_open
-from flashlight_py.distributed.rendezvous.sockets import user_of
+from flashlight_py.distributed.rendezvous.connecting import (
+    NobodyError,
+    Offer,
+    WrongServerError,
+    greet,
+)
+from flashlight_py.distributed.rendezvous.secret import (
+    REMEDY,
+    Secret,
+    TurnedAway,
+    nonce,
+    warn_if_open,
+)
 from flashlight_py.distributed.rendezvous.store import (
     ANY_RANK,
     Peer,
+    Store,
     Waiting,
     cannot_be_reached,
     name_ranks,
@@ -26,6 +39,8 @@ from flashlight_py.distributed.rendezvous.store import (
     this_process,
 )
 from flashlight_py.distributed.rendezvous.wire import (
+    CHUNK_BYTES,
+    EMPTY_BYTES,
     Connection,
     Greeting,
     Handshake,
@@ -33,17 +48,303 @@ from flashlight_py.distributed.rendezvous.wire import (
     Message,
     WireError,
     join_payloads,
+    split_payloads,
+    user_of,
 )
 from flashlight_py.errors import RendezvousError
 
-if TYPE_CHECKING:
-    from flashlight_py.distributed.rendezvous.place import MeetingPoint
-
+# Between two looks for rank 0, in seconds: ranks that start together meet at once, and a long wait
+# costs a file server ten requests a second.
+FIRST_PAUSE, PAUSE_GROWTH, LONGEST_PAUSE = 0.002, 1.5, 0.1
+# So long rank 0 may take to report who is missing, in seconds.
+_ANSWER = 2.0
 # How long a short message may take, and a reason for failing is kept readable, in seconds.
 _SHORTLY = 2.0
 # Connections that have proven nothing yet, beyond one per rank; more are a flood.
 _SPARE_CANDIDATES = 64
 _log = logging.getLogger("flashlight_py")
+
+
+class MeetingPoint(Store):
+    """A store whose ranks connect to rank 0 there; server and clients ask it where and how.
+
+    ``timeout`` is in seconds for each exchange. ``name`` is for messages, ``kind`` what the place
+    is, ``own`` what every run needs one of for itself. ``known`` is what rank 0 expects its clients
+    to know. ``is_common``: whoever knows the place ought to know that too, so a process of this
+    user that does not was started wrongly. ``moves``: while ranks gather, another rank 0 may take
+    the place of one that died. A client waits ``patience`` seconds for the answer of one offer.
+    ``next_look``: when ``look`` has something to do, by ``time.monotonic``. ``note`` is what rank 0
+    adds when it reports whom it waits for. ``unnumbered``: it numbers who asks for ``ANY_RANK``,
+    one process of each host unless they all have ``one_host``. ``first_report``: after so many
+    seconds rather than the usual ones it is said who is missing, also where nobody is at the place.
+    """
+
+    timeout: float
+    name: str
+    kind: str
+    own: str
+    known: Secret
+    is_common = False
+    moves = False
+    patience = math.inf
+    next_look = math.inf
+    note = ""
+    unnumbered = False
+    one_host = False
+    first_report: float | None = None
+
+    def __init__(self, rank: int, size: int, timeout: float) -> None:
+        self.rank, self.size, self.timeout = rank, size, timeout
+        is_server = rank == 0 and size > 1
+        self._role: Server | Client = Server(self) if is_server else Client(self)
+        self._has_ended = False
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """Pass ``payload`` and return every rank's, in rank order. Collective, blocking.
+
+        Raises:
+            RendezvousError: a rank did not arrive within the timeout or has died (named), two
+                processes claim one rank, a rank has another world size, another rank failed, or
+                this store has ended. The store cannot be used again.
+        """
+        if self._has_ended:
+            raise self.error("this store was closed or has failed; make a new one")
+        if self.size == 1:
+            return [bytes(payload)]
+        try:
+            return self._role.exchange(bytes(payload))
+        except RendezvousError:
+            self._has_ended = True
+            raise
+
+    def close(self) -> None:
+        """Leave; collective. Rank 0 blocks until all have left; then nothing is left behind.
+
+        Raises:
+            RendezvousError: on rank 0, when a rank has not left within the timeout or has died
+                (named); nothing is left behind all the same.
+        """
+        if not self._has_ended:
+            self._has_ended = True
+            self._role.leave()
+
+    def hand_over(self) -> dict[int, socket.socket]:
+        """Leave as ``close`` does, and return the connections that are proven; collective.
+
+        Those of rank 0 to every other rank, by rank, and of these to rank 0. They block, and are
+        the caller's to close. Rank 0 goes on listening where it says so: see ``late``.
+
+        Raises:
+            RendezvousError: a rank has not left within the timeout or has died (named).
+        """
+        self._has_ended = True
+        return self._role.hand_over()
+
+    @contextmanager
+    def late(self) -> Iterator[tuple[int, Callable[[], object]]]:
+        """After ``hand_over`` on rank 0: yield what can be read when somebody comes too late.
+
+        And what to call then: it says that a run is under way, and does not block. At the end
+        nobody listens any more.
+        """
+        assert isinstance(self._role, Server)
+        try:
+            yield self._role.late()
+        finally:
+            self._role.close()
+
+    def abort(self, reason: str) -> None:
+        """Notify the connected ranks that this one aborts; waits up to 2 s until they know."""
+        if not self._has_ended:
+            self._has_ended = True
+            self._role.abort(f"{self._who} aborted: {reason}")
+
+    @property
+    def _who(self) -> str:
+        return "one" if self.rank == ANY_RANK else f"rank {self.rank}"
+
+    # What server and clients ask of it -----------------------------------------------------------
+
+    @property
+    def ends(self) -> Mapping[int, tuple[Any, Any]]:
+        """See ``Store``."""
+        return {
+            rank: (tuple(each.here[:2]), tuple(each.address[:2]))
+            for rank, each in self._role.connections().items()
+        }
+
+    @abc.abstractmethod
+    def remedy(self) -> str:
+        """Return what to do about ranks that have not arrived."""
+
+    @abc.abstractmethod
+    def listen(self, backlog: int) -> list[socket.socket]:
+        """Return the sockets on which rank 0 listens for the others.
+
+        Raises:
+            OSError: it cannot listen there; says why.
+        """
+
+    def look(self) -> socket.socket | None:
+        """Do what rank 0 has to while ranks gather; may return one more listening socket.
+
+        Raises:
+            RendezvousError: this is not the only rank 0, or the place cannot be used any more.
+        """
+        return None
+
+    @abc.abstractmethod
+    def offers(self) -> Iterable[Offer]:
+        """Return where rank 0 may be, the likeliest first."""
+
+    def takes(self, rank: int) -> bool:
+        """Return whether a client may ask for ``rank``."""
+        return rank != ANY_RANK or self.unnumbered
+
+    def failed(self, offer: Offer) -> None:
+        """Note that nobody answered ``offer`` as rank 0 of its run."""
+
+    def clear(self) -> None:
+        """Remove what this rank has left at the place."""
+
+    def error(self, reason: str) -> RendezvousError:
+        """Return the error of this rank."""
+        where = f"rendezvous at {self.name}, {self._who} of {self.size}"
+        return RendezvousError(f"{where}: {reason}")
+
+
+class Client:
+    """A rank that connects to rank 0, in its first exchange."""
+
+    def __init__(self, place: MeetingPoint) -> None:
+        self._place = place
+        self._greeting = Greeting(place.rank, place.size, this_process())
+        self._connection: Connection | None = None
+        self._round, self._problem = 0, ""
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """Send ``payload`` and return everybody's, in rank order."""
+        deadline = time.monotonic() + self._place.timeout
+        try:
+            message = None
+            while message is None:
+                message = self._exchange(payload, deadline)
+        except RendezvousError:
+            self._disconnect()
+            raise
+        self._round += 1
+        return split_payloads(message.body)
+
+    def connections(self) -> dict[int, Connection]:
+        """Return that to rank 0, if there is one."""
+        return {} if self._connection is None else {0: self._connection}
+
+    def _exchange(self, payload: bytes, deadline: float) -> Message | None:
+        """Return what rank 0 sends; None: it has died, and another one may take its place."""
+        if self._connection is None:
+            self._connection = self._connect(deadline)
+        connection = self._connection
+        connection.send(Kind.PAYLOAD, payload, deadline)
+        message = self._take(connection, deadline)
+        if message is None and not connection.has_ended:
+            connection.send(Kind.LATE, str(self._round).encode(), time.monotonic() + _ANSWER)
+            message = self._take(connection, time.monotonic() + _ANSWER)
+            if message is None and not connection.has_ended:
+                raise self._place.error(not_arrived([0], self._place.size, self._place.timeout))
+        if message is None:
+            self._disconnect()
+            if connection.is_unreachable:
+                who = f"rank 0 of {self._place.size}"
+                raise self._place.error(cannot_be_reached(who, self._place.host_timeout))
+            if self._round > 0 or not self._place.moves:
+                raise self._place.error(
+                    f"rank 0 of {self._place.size} has died or exited: it closed the connection"
+                )
+        return message
+
+    def _take(
+        self, connection: Connection, deadline: float, most: int = CHUNK_BYTES
+    ) -> Message | None:
+        """Return the next message; None at the deadline. Raises if rank 0 reports a failure."""
+        try:
+            message = connection.take(deadline, most)
+        except WireError as error:
+            raise self._place.error(f"rank 0 has sent what is no message: {error}") from error
+        if message is not None and message.kind is Kind.FAILURE:
+            raise self._place.error(message.body.decode(errors="replace"))
+        return message
+
+    def _connect(self, deadline: float) -> Connection:
+        """Connect and be welcomed, trying again until the deadline.
+
+        Nobody may be listening yet, or a rank 0 that is just ending.
+        """
+        pause = FIRST_PAUSE
+        waiting = Waiting(True, f"rendezvous at {self._place.name}", self._place.first_report)
+        try:
+            while (now := time.monotonic()) < deadline:
+                for offer in self._place.offers():
+                    connection = self._greet(offer, deadline)
+                    if connection is not None:
+                        connection.trust(self._place.host_timeout)
+                        return connection
+                # That rank 0 is merely late, it says itself once it is there.
+                says = self._problem or self._place.first_report is not None
+                waiting.look([0] if says else [], self._problem)
+                time.sleep(max(0.0, min(pause, deadline - now)))
+                pause = min(pause * PAUSE_GROWTH, LONGEST_PAUSE)
+        finally:
+            self._place.clear()
+        missing = not_arrived([0], self._place.size, self._place.timeout)
+        raise self._place.error(f"{missing}{self._problem}; {self._place.remedy()}")
+
+    def _greet(self, offer: Offer, deadline: float) -> Connection | None:
+        until = min(deadline, time.monotonic() + self._place.patience)
+        try:
+            connection = greet(offer, self._greeting, until)
+        except NobodyError as error:
+            if isinstance(error, WrongServerError) and not self._place.moves:
+                raise self._place.error(str(error)) from error
+            self._problem = f": {offer.who}{error}"
+            self._place.failed(offer)
+            return None
+        self._place.secret = offer.secret.common
+        return connection
+
+    # The end --------------------------------------------------------------------------------------
+
+    def hand_over(self) -> dict[int, socket.socket]:
+        """Take leave of rank 0, and return the connection to it."""
+        connection, self._connection = self._connection, None
+        assert connection
+        deadline = time.monotonic() + self._place.timeout
+        connection.send(Kind.GOODBYE, b"", deadline)
+        try:
+            if self._take(connection, deadline, EMPTY_BYTES) is None:
+                raise self._place.error(not_arrived([0], self._place.size, self._place.timeout))
+        except BaseException:
+            connection.close()
+            raise
+        connection.wire.setblocking(True)
+        return {0: connection.wire}
+
+    def leave(self) -> None:
+        """Take leave of rank 0."""
+        self._send_last(Kind.GOODBYE, b"")
+
+    def abort(self, reason: str) -> None:
+        """Report the reason to rank 0, which notifies everybody."""
+        self._send_last(Kind.FAILURE, reason.encode())
+
+    def _send_last(self, kind: Kind, body: bytes) -> None:
+        if self._connection is not None:
+            self._connection.send(kind, body, time.monotonic() + _ANSWER)
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
 
 
 class Server:
