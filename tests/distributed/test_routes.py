@@ -20,8 +20,8 @@ from flashlight_py.distributed.rendezvous import connecting
 from flashlight_py.distributed.rendezvous.connecting import Attempts
 from flashlight_py.distributed.rendezvous.environment import detect
 from flashlight_py.distributed.rendezvous.store import Peer, check_apart
-from flashlight_py.distributed.start.routes import Card, choose
 from flashlight_py.distributed.start.settings import Settings
+from flashlight_py.distributed.start.topology import Card, choose
 from flashlight_py.errors import RendezvousError
 from tests.distributed.without_ipv6 import SOCKET
 
