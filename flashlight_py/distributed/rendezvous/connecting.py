@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hmac
 import ipaddress
 import os
 import selectors
@@ -10,10 +11,10 @@ import socket
 import stat
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from flashlight_py.distributed.rendezvous.secret import REMEDY, Secret, nonce
+from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, REMEDY, Secret, nonce
 from flashlight_py.distributed.rendezvous.wire import (
     Connection,
     Greeting,
@@ -22,7 +23,7 @@ from flashlight_py.distributed.rendezvous.wire import (
     Message,
     WireError,
 )
-from flashlight_py.interfaces import is_loopback, is_own, listen_everywhere
+from flashlight_py.interfaces import family_of, is_loopback, is_own, listen_everywhere
 
 LISTENER = "FLASHLIGHT_LISTENER"
 """The environment variable with the descriptor of a socket that listens at MASTER_PORT already."""
@@ -49,19 +50,19 @@ def listen(host: str, port: int, backlog: int, one_host: bool) -> list[socket.so
     Raises:
         OSError: ``host`` is not this host, or the port is in use; says what to do.
     """
-    listener = _handed_over(port, os.environ)
+    listener = _handed_over(port)
     if listener is not None:
         return [listener]
     try:
-        found = resolved(host, port)
+        found = [address for _, address in resolved(host, port)]
     except OSError as error:
         raise OSError(f"cannot resolve MASTER_ADDR: {error}") from error
-    if one_host or is_local(host) or is_address(host):
-        return _listen_at([address for _, address in found], backlog)
-    if not any(is_own(address[0], address[2:]) for _, address in found):
-        raise OSError(_explain_bind(OSError(errno.EADDRNOTAVAIL, "")))
     try:
-        return [listen_everywhere(port, backlog)]
+        if one_host or is_local(host) or _is_address(host):
+            return _listen_at(found, backlog)
+        if any(is_own(address[0], address[2:]) for address in found):
+            return [listen_everywhere(port, backlog)]
+        raise OSError(errno.EADDRNOTAVAIL, "")
     except OSError as error:
         raise OSError(_explain_bind(error)) from error
 
@@ -69,23 +70,20 @@ def listen(host: str, port: int, backlog: int, one_host: bool) -> list[socket.so
 def _listen_at(addresses: Sequence[tuple[Any, ...]], backlog: int) -> list[socket.socket]:
     """Listen at those of ``addresses`` that are this host's."""
     listeners, problem = [], OSError(errno.EADDRNOTAVAIL, "")
-    try:
-        for address in addresses:
-            try:
-                family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-                # It sets SO_REUSEADDR, without which the port of a run that has just ended would
-                # stay blocked for a minute.
-                listeners.append(socket.create_server(address, family=family, backlog=backlog))
-            except OSError as error:  # noqa: PERF203 - each for itself
-                problem = error
-                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-                    raise
-        if not listeners:
-            raise problem
-    except OSError as error:
-        for listener in listeners:
-            listener.close()
-        raise OSError(_explain_bind(error)) from error
+    for address in addresses:
+        try:
+            # It sets SO_REUSEADDR, without which the port of a run that has just ended would stay
+            # blocked for a minute.
+            family = family_of(address[0])
+            listeners.append(socket.create_server(address, family=family, backlog=backlog))
+        except OSError as error:  # noqa: PERF203 - each for itself
+            problem = error
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                for listener in listeners:
+                    listener.close()
+                raise
+    if not listeners:
+        raise problem
     return listeners
 
 
@@ -102,7 +100,7 @@ def resolved(host: str, port: int) -> list[tuple[socket.AddressFamily, tuple[Any
     return list(dict.fromkeys((family, address) for family, *_, address in found))
 
 
-def is_address(host: str) -> bool:
+def _is_address(host: str) -> bool:
     """Return whether ``host`` is an address, not a name."""
     try:
         ipaddress.ip_address(host.partition("%")[0])
@@ -113,16 +111,16 @@ def is_address(host: str) -> bool:
 
 def is_local(host: str) -> bool:
     """Return whether ``host``, a name or an address, means each host itself, wherever it is."""
-    return host == "localhost" or (is_address(host) and is_loopback(host.partition("%")[0]))
+    return host == "localhost" or (_is_address(host) and is_loopback(host.partition("%")[0]))
 
 
-def _handed_over(port: int, environ: Mapping[str, str]) -> socket.socket | None:
+def _handed_over(port: int) -> socket.socket | None:
     """Return a copy of the socket that the launcher has handed over, if there is one for ``port``.
 
     A copy, so that the port stays ours for a later ``distributed_init``. A process that inherited
     the variable alone has some other file under that number, or none.
     """
-    text = environ.get(LISTENER, "")
+    text = os.environ.get(LISTENER, "")
     descriptor = int(text) if text.isdecimal() else -1
     try:
         if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
@@ -217,27 +215,24 @@ def _greet_at(wire: socket.socket, offer: Offer, greeting: Greeting, deadline: f
     except OSError as error:
         raise NobodyError(str(error)) from error
     try:
-        _shake_hands(connection, offer, greeting, deadline)
+        mine = nonce()
+        challenge = _ask(connection, Kind.HELLO, mine, deadline, offer)
+        if challenge.kind is not Kind.CHALLENGE or len(challenge.body) != NONCE_BYTES:
+            raise WrongServerError(f"another program listens there{offer.advice}")
+        handshake = Handshake(offer.secret.key(connection.address), mine, challenge.body)
+        answer = handshake.of_client(greeting.pack())
+        welcome = _ask(connection, Kind.PROOF, answer, deadline, offer)
+        is_proven = hmac.compare_digest(welcome.body, handshake.of_server())
+        if welcome.kind is not Kind.WELCOME or not is_proven:
+            ours = f"is from {offer.secret.source}" if handshake.key else "is missing"
+            raise SecretError(
+                f"the secrets differ: who listens there, as rank 0, does not know the secret of "
+                f"this process, which {ours}; {REMEDY}"
+            )
     except BaseException:
-        connection.close()
+        connection.wire.close()
         raise
     return connection
-
-
-def _shake_hands(connection: Connection, offer: Offer, greeting: Greeting, deadline: float) -> None:
-    mine = nonce()
-    challenge = _ask(connection, Kind.HELLO, mine, deadline, offer)
-    if challenge.kind is not Kind.CHALLENGE or not Handshake.is_nonce(challenge.body):
-        raise WrongServerError(f"another program listens there{offer.advice}")
-    handshake = Handshake(offer.secret.key(connection.address), mine, challenge.body)
-    answer = handshake.of_client(greeting.pack())
-    welcome = _ask(connection, Kind.PROOF, answer, deadline, offer)
-    if welcome.kind is not Kind.WELCOME or not handshake.check_server(welcome.body):
-        ours = f"is from {offer.secret.source}" if handshake.key else "is missing"
-        raise SecretError(
-            f"the secrets differ: who listens there, as rank 0, does not know the secret of this "
-            f"process, which {ours}; {REMEDY}"
-        )
 
 
 def _ask(connection: Connection, kind: Kind, body: bytes, deadline: float, offer: Offer) -> Message:
@@ -267,7 +262,7 @@ def claim(offer: Offer, greeting: Greeting, deadline: float) -> str:
     except WireError as error:
         raise WrongServerError(str(error)) from error
     finally:
-        connection.close()
+        connection.wire.close()
     has_failed = answer is not None and answer.kind is Kind.FAILURE
     return answer.body.decode(errors="replace") if answer and has_failed else ""
 
@@ -313,13 +308,10 @@ class Attempts:
                 continue
             ready = selector.select(min(until, due if self._targets else until) - now)
             for key, _ in ready:
-                assert isinstance(key.fileobj, socket.socket)
-                selector.unregister(key.fileobj)
-                wire, error = (
-                    key.fileobj,
-                    key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR),
-                )
-                if error:
+                wire = key.fileobj
+                assert isinstance(wire, socket.socket)
+                selector.unregister(wire)
+                if error := wire.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                     wire.close()
                     self._failed(key.data, OSError(error, os.strerror(error)))
                     due = 0.0  # nobody is there: the next one need not wait

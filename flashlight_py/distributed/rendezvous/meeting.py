@@ -10,7 +10,7 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from flashlight_py.distributed.rendezvous.connecting import (
     greet,
 )
 from flashlight_py.distributed.rendezvous.secret import (
+    NONCE_BYTES,
     REMEDY,
     Secret,
     TurnedAway,
@@ -41,6 +42,7 @@ from flashlight_py.distributed.rendezvous.store import (
 from flashlight_py.distributed.rendezvous.wire import (
     CHUNK_BYTES,
     EMPTY_BYTES,
+    PROOF_BYTES,
     Connection,
     Greeting,
     Handshake,
@@ -149,7 +151,7 @@ class MeetingPoint(Store):
         """
         assert isinstance(self._role, Server)
         try:
-            yield self._role.late()
+            yield self._role.selector.fileno(), partial(self._role.serve_ready, 0.0)
         finally:
             self._role.close()
 
@@ -170,7 +172,7 @@ class MeetingPoint(Store):
         """See ``Store``."""
         return {
             rank: (tuple(each.here[:2]), tuple(each.address[:2]))
-            for rank, each in self._role.connections().items()
+            for rank, each in self._role.members.items()
         }
 
     @abc.abstractmethod
@@ -197,10 +199,6 @@ class MeetingPoint(Store):
     def offers(self) -> Iterable[Offer]:
         """Return where rank 0 may be, the likeliest first."""
 
-    def takes(self, rank: int) -> bool:
-        """Return whether a client may ask for ``rank``."""
-        return rank != ANY_RANK or self.unnumbered
-
     def failed(self, offer: Offer) -> None:
         """Note that nobody answered ``offer`` as rank 0 of its run."""
 
@@ -219,7 +217,7 @@ class Client:
     def __init__(self, place: MeetingPoint) -> None:
         self._place = place
         self._greeting = Greeting(place.rank, place.size, this_process())
-        self._connection: Connection | None = None
+        self.members: dict[int, Connection] = {}  # rank 0, once it is connected
         self._round, self._problem = 0, ""
 
     def exchange(self, payload: bytes) -> list[bytes]:
@@ -235,32 +233,28 @@ class Client:
         self._round += 1
         return split_payloads(message.body)
 
-    def connections(self) -> dict[int, Connection]:
-        """Return that to rank 0, if there is one."""
-        return {} if self._connection is None else {0: self._connection}
-
     def _exchange(self, payload: bytes, deadline: float) -> Message | None:
         """Return what rank 0 sends; None: it has died, and another one may take its place."""
-        if self._connection is None:
-            self._connection = self._connect(deadline)
-        connection = self._connection
+        place = self._place
+        if not self.members:
+            self.members[0] = self._connect(deadline)
+        connection = self.members[0]
         connection.send(Kind.PAYLOAD, payload, deadline)
         message = self._take(connection, deadline)
         if message is None and not connection.has_ended:
             connection.send(Kind.LATE, str(self._round).encode(), time.monotonic() + _ANSWER)
             message = self._take(connection, time.monotonic() + _ANSWER)
-            if message is None and not connection.has_ended:
-                raise self._place.error(not_arrived([0], self._place.size, self._place.timeout))
-        if message is None:
-            self._disconnect()
-            if connection.is_unreachable:
-                who = f"rank 0 of {self._place.size}"
-                raise self._place.error(cannot_be_reached(who, self._place.host_timeout))
-            if self._round > 0 or not self._place.moves:
-                raise self._place.error(
-                    f"rank 0 of {self._place.size} has died or exited: it closed the connection"
-                )
-        return message
+        if message is not None:
+            return message
+        if not connection.has_ended:
+            raise place.error(not_arrived([0], place.size, place.timeout))
+        self._disconnect()
+        if connection.is_unreachable:
+            raise place.error(cannot_be_reached(f"rank 0 of {place.size}", place.host_timeout))
+        if self._round > 0 or not place.moves:
+            died = "has died or exited: it closed the connection"
+            raise place.error(f"rank 0 of {place.size} {died}")
+        return None
 
     def _take(
         self, connection: Connection, deadline: float, most: int = CHUNK_BYTES
@@ -315,15 +309,14 @@ class Client:
 
     def hand_over(self) -> dict[int, socket.socket]:
         """Take leave of rank 0, and return the connection to it."""
-        connection, self._connection = self._connection, None
-        assert connection
+        connection = self.members.pop(0)
         deadline = time.monotonic() + self._place.timeout
         connection.send(Kind.GOODBYE, b"", deadline)
         try:
             if self._take(connection, deadline, EMPTY_BYTES) is None:
                 raise self._place.error(not_arrived([0], self._place.size, self._place.timeout))
         except BaseException:
-            connection.close()
+            connection.wire.close()
             raise
         connection.wire.setblocking(True)
         return {0: connection.wire}
@@ -337,14 +330,14 @@ class Client:
         self._send_last(Kind.FAILURE, reason.encode())
 
     def _send_last(self, kind: Kind, body: bytes) -> None:
-        if self._connection is not None:
-            self._connection.send(kind, body, time.monotonic() + _ANSWER)
+        for connection in self.members.values():
+            connection.send(kind, body, time.monotonic() + _ANSWER)
         self._disconnect()
 
     def _disconnect(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-        self._connection = None
+        for connection in self.members.values():
+            connection.wire.close()
+        self.members.clear()
 
 
 class Server:
@@ -359,7 +352,7 @@ class Server:
 
     def __init__(self, place: MeetingPoint) -> None:
         self._place, self._size = place, place.size
-        self._selector = selectors.EpollSelector()
+        self.selector = selectors.EpollSelector()
         self._listeners: list[socket.socket] = []
         try:
             for listener in place.listen(self._size + _SPARE_CANDIDATES):
@@ -367,7 +360,7 @@ class Server:
         except OSError as error:
             raise self._place.error(str(error)) from error
         self._candidates: list[Connection] = []
-        self._members: dict[int, Connection] = {}
+        self.members: dict[int, Connection] = {}
         self._processes: dict[int, Peer] = {0: this_process()}
         self._turned_away = TurnedAway(place.name)
         self._round = 0
@@ -382,7 +375,14 @@ class Server:
         how = f"rendezvous at {self._place.name}{self._place.note}"
         waiting = Waiting(True, how, self._place.first_report)
         while absent := self._absent():
-            self._look()
+            if time.monotonic() >= self._place.next_look:
+                try:
+                    more = self._place.look()
+                except RendezvousError as error:
+                    self._failure(str(error))
+                    raise
+                if more is not None:
+                    self._listen(more)
             is_over = not self._serve(min(waiting.until(deadline), self._place.next_look))
             if is_over and time.monotonic() >= deadline and (absent := self._absent()):
                 raise self._failure(self._not_arrived(absent))
@@ -390,28 +390,24 @@ class Server:
         self._round += 1
         if self._round == 1:
             self._place.next_look = math.inf
-            handshakes = ((rank, member.handshake) for rank, member in self._members.items())
+            handshakes = ((rank, member.handshake) for rank, member in self.members.items())
             unproven = [rank for rank, handshake in handshakes if handshake and not handshake.key]
             if unproven:
                 warn_if_open(self._place.name, name_ranks(unproven))
-        others = (self._members[rank].inbox.popleft() for rank in range(1, self._size))
+        others = (self.members[rank].inbox.popleft() for rank in range(1, self._size))
         payloads = [payload, *(message.body for message in others)]
         body = join_payloads(payloads)
         # Whoever cannot be reached any more is noticed when the next thing is awaited from it.
         for rank in range(1, self._size):
-            self._members[rank].send(Kind.ROSTER, body, deadline)
+            self.members[rank].send(Kind.ROSTER, body, deadline)
         return payloads
-
-    def connections(self) -> dict[int, Connection]:
-        """Return those to the other ranks."""
-        return self._members
 
     def _absent(self) -> set[int]:
         """Return the ranks of which the next payload has not arrived."""
-        given = {rank for rank, member in self._members.items() if member.inbox}
+        given = {rank for rank, member in self.members.items() if member.inbox}
         absent = set(range(1, self._size)) - given
-        for rank in sorted(absent & self._members.keys()):
-            if self._round > 0 and self._members[rank].has_ended:
+        for rank in sorted(absent & self.members.keys()):
+            if self._round > 0 and self.members[rank].has_ended:
                 raise self._failure(
                     f"rank {rank} of {self._size} ({self._processes[rank]}) has died or exited: it "
                     "closed the connection"
@@ -421,42 +417,30 @@ class Server:
     def _not_arrived(self, absent: set[int]) -> str:
         left = "".join(
             f"; rank {rank} ({self._processes[rank]}) had joined and died or left"
-            for rank in sorted(absent & self._processes.keys() - self._members.keys())
+            for rank in sorted(absent & self._processes.keys() - self.members.keys())
         )
         sentence = not_arrived(absent, self._size, self._place.timeout)
         return f"{sentence}{left}; {self._place.remedy()}{self._turned_away}"
 
-    def _look(self) -> None:
-        """While ranks gather: keep the place in order."""
-        if time.monotonic() < self._place.next_look:
-            return
-        try:
-            more = self._place.look()
-        except RendezvousError as error:
-            self._publish_failure(str(error), set())
-            raise
-        if more is not None:
-            self._listen(more)
-
     def _listen(self, listener: socket.socket) -> None:
         listener.setblocking(False)
         self._listeners.append(listener)
-        self._selector.register(listener, selectors.EVENT_READ)
+        self.selector.register(listener, selectors.EVENT_READ)
 
     def _serve(self, deadline: float) -> bool:
         """Deal with what has arrived; wait for something if need be. False: time is up."""
         seconds = deadline - time.monotonic()
         # Strangers who never cease must not put off the end.
-        return self._serve_ready(max(0.0, seconds)) and seconds > 0
+        return self.serve_ready(max(0.0, seconds)) and seconds > 0
 
-    def _serve_ready(self, seconds: float) -> bool:
+    def serve_ready(self, seconds: float) -> bool:
         """Deal with what arrives within ``seconds``; False: nothing has."""
-        ready = self._selector.select(seconds)
+        ready = self.selector.select(seconds)
         for key, _ in ready:
             if key.data is None:
                 assert isinstance(key.fileobj, socket.socket)
                 self._accept(key.fileobj)
-            elif not key.data.is_closed():  # by a message of another one
+            elif key.data.wire.fileno() >= 0:  # by a message of another one
                 self._receive(key.data)
         return bool(ready)
 
@@ -467,7 +451,7 @@ class Server:
             if error.errno in (errno.EMFILE, errno.ENFILE) and self._candidates:
                 self._drop(self._candidates[0])
             return  # whoever it was has gone again, or is still there at the next look
-        self._selector.register(connection.wire, selectors.EVENT_READ, connection)
+        self.selector.register(connection.wire, selectors.EVENT_READ, connection)
         self._candidates.append(connection)
         if len(self._candidates) > self._size + _SPARE_CANDIDATES:
             self._drop(self._candidates[0])
@@ -486,11 +470,15 @@ class Server:
             return
         if connection.rank is not None and not self._verdict:
             self._handle(connection.rank, connection)
-        if connection.is_unreachable and connection.rank is not None and not self._verdict:
-            who = f"rank {connection.rank} of {self._size} ({self._processes[connection.rank]})"
-            raise self._failure(cannot_be_reached(who, self._place.host_timeout))
-        if connection.has_ended:
-            self._end(connection)
+            if connection.is_unreachable:
+                who = f"rank {connection.rank} of {self._size} ({self._processes[connection.rank]})"
+                raise self._failure(cannot_be_reached(who, self._place.host_timeout))
+        if not connection.has_ended:
+            return
+        if connection.rank is None or self._round == 0:  # it may join again
+            self._drop(connection)
+        else:
+            self.selector.unregister(connection.wire)
 
     def _handle(self, rank: int, member: Connection) -> None:
         """Act on a member's messages other than payloads, which stay in its inbox.
@@ -511,21 +499,14 @@ class Server:
                 raise self._failure(self._not_arrived(self._absent() or {0}))
         member.inbox.extend(payloads)
 
-    def _end(self, connection: Connection) -> None:
-        """Forget who has hung up; a member that did so before the run stands may join again."""
-        if connection.rank is None or self._round == 0:
-            self._drop(connection)
-        else:
-            self._selector.unregister(connection.wire)
-
     def _drop(self, connection: Connection) -> None:
         if connection.rank is not None:
-            self._members.pop(connection.rank, None)
+            self.members.pop(connection.rank, None)
         elif connection in self._candidates:
             self._candidates.remove(connection)
-        if connection.wire in self._selector.get_map():
-            self._selector.unregister(connection.wire)
-        connection.close()
+        if connection.wire in self.selector.get_map():
+            self.selector.unregister(connection.wire)
+        connection.wire.close()
 
     # Who joins ------------------------------------------------------------------------------------
 
@@ -538,15 +519,15 @@ class Server:
         kind, body = candidate.inbox.popleft()
         if candidate.inbox:
             raise WireError("more than was asked for")
-        if kind is Kind.HELLO and candidate.handshake is None and Handshake.is_nonce(body):
+        if kind is Kind.HELLO and candidate.handshake is None and len(body) == NONCE_BYTES:
             mine, key = nonce(), self._place.known.key(candidate.address)
             candidate.handshake = Handshake(key, body, mine)
             candidate.send(Kind.CHALLENGE, mine, time.monotonic() + _SHORTLY)
             return
         if kind is not Kind.PROOF or candidate.handshake is None:
             raise WireError("no greeting")
-        greeting = Greeting.parse(Handshake.greeting_of(body))
-        if greeting is None or not self._place.takes(greeting.rank):
+        greeting = Greeting.parse(body[PROOF_BYTES:])
+        if greeting is None or (greeting.rank == ANY_RANK and not self._place.unnumbered):
             raise WireError("a greeting of nonsense")
         if candidate.handshake.check_client(body):
             welcome = candidate.handshake.of_server()
@@ -561,13 +542,13 @@ class Server:
         Before the run stands nobody knows which of two processes that contradict each other is
         the right one, so it fails.
         """
-        rank, size, peer = greeting.numbered(self._members)
+        rank, size, peer = greeting.numbered(self.members)
         reason, me = "", self._processes[0]
-        here = [self._processes[each] for each in (0, *self._members)]
+        here = [self._processes[each] for each in (0, *self.members)]
         twin = None if self._place.one_host else peer.twin(here)
         if greeting.rank == ANY_RANK and twin:
             reason = f"two processes of one host ask for a rank: {twin} and {peer}; "
-        elif rank in self._members or rank == 0:
+        elif rank in self.members or rank == 0:
             reason = f"two processes claim rank {rank}: {self._processes[rank]} and {peer}; "
         if self._verdict:
             self._refuse(candidate, Kind.FAILURE, self._verdict)
@@ -589,7 +570,7 @@ class Server:
         else:
             self._candidates.remove(candidate)
             candidate.trust(self._place.host_timeout)
-            candidate.rank, self._members[rank], self._processes[rank] = rank, candidate, peer
+            candidate.rank, self.members[rank], self._processes[rank] = rank, candidate, peer
 
     def _turn_away(self, candidate: Connection, greeting: Greeting) -> None:
         """Answer who knows another secret, or none. Only a process of our own user is no enemy."""
@@ -616,19 +597,19 @@ class Server:
     def hand_over(self) -> dict[int, socket.socket]:
         """Wait until every member has left, and return their connections."""
         self._await_leave()
-        members, self._members = self._members, {}
+        members, self.members = self.members, {}
         if self._place.moves:
             self.close()
         for member in members.values():
             if not self._place.moves and not member.has_ended:
-                self._selector.unregister(member.wire)
+                self.selector.unregister(member.wire)
             member.send(Kind.GOODBYE, b"", time.monotonic() + _SHORTLY)
             member.wire.setblocking(True)
         return {rank: member.wire for rank, member in members.items()}
 
     def late(self) -> tuple[int, Callable[[], object]]:
         """Return what can be read when somebody comes too late, and what to call then."""
-        return self._selector.fileno(), partial(self._serve_ready, 0.0)
+        return self.selector.fileno(), partial(self.serve_ready, 0.0)
 
     def leave(self) -> None:
         """Wait until every member has left, then stop listening."""
@@ -637,10 +618,8 @@ class Server:
 
     def _await_leave(self) -> None:
         deadline = time.monotonic() + self._place.timeout
-        while lingering := self._members.keys() - self._departed:
-            if all(self._members[rank].has_ended for rank in lingering) or not self._serve(
-                deadline
-            ):
+        while lingering := self.members.keys() - self._departed:
+            if all(self.members[rank].has_ended for rank in lingering) or not self._serve(deadline):
                 self.close()
                 names = name_ranks(lingering)
                 raise self._place.error(f"{names} joined and did not take leave: died or stuck")
@@ -652,9 +631,9 @@ class Server:
             # Take in who has joined since, and those that are just doing so.
             while (left := until - time.monotonic()) > 0:
                 is_joining = any(not each.is_refused for each in self._candidates)
-                if not self._serve_ready(left if is_joining else 0.0):
+                if not self.serve_ready(left if is_joining else 0.0):
                     break
-        self._publish_failure(reason, set())
+        self._failure(reason)
 
     def _disagreement(self, reason: str, rank: int, culprit: Connection) -> RendezvousError:
         """Notify everybody that a greeting contradicts, and return the error to raise.
@@ -664,37 +643,37 @@ class Server:
         self._notified.add(rank)
         if not culprit.is_refused:
             self._refuse(culprit, Kind.FAILURE, reason)
-        self._publish_failure(reason, set(range(1, self._size)))
-        return self._place.error(reason)
+        return self._failure(reason, set(range(1, self._size)))
 
-    def _failure(self, reason: str) -> RendezvousError:
-        """Notify the members, and return the error to raise."""
-        self._publish_failure(reason, set())
-        return self._place.error(reason)
+    def _failure(self, reason: str, expected: Set[int] = frozenset()) -> RendezvousError:
+        """Notify the members, and those of the ``expected`` who join within two seconds.
 
-    def _publish_failure(self, reason: str, expected: set[int]) -> None:
-        """Notify the members, and those of the ``expected`` who join within two seconds."""
+        Returns:
+            The error to raise.
+        """
+        error = self._place.error(reason)
         if self._verdict:
-            return
+            return error
         self._verdict = reason
         deadline = time.monotonic() + _SHORTLY
-        for member in self._members.values():
+        for member in self.members.values():
             member.send(Kind.FAILURE, reason.encode(), deadline)
-        self._notified |= self._members.keys()
+        self._notified |= self.members.keys()
         while expected - self._notified and self._serve(deadline):
             pass
         refused = (candidate for candidate in self._candidates if candidate.is_refused)
-        for connection in (*self._members.values(), *refused):
+        for connection in (*self.members.values(), *refused):
             connection.shut()
             with suppress(WireError):
                 while not connection.has_ended and time.monotonic() < deadline:
                     connection.receive(deadline - time.monotonic())
         self.close()
+        return error
 
     def close(self) -> None:
         """Stop listening, and close what is not handed over."""
-        self._selector.close()
-        wires = (each.wire for each in (*self._members.values(), *self._candidates))
+        self.selector.close()
+        wires = (each.wire for each in (*self.members.values(), *self._candidates))
         for end in (*self._listeners, *wires):
             end.close()
         self._place.clear()

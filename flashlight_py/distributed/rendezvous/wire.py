@@ -22,7 +22,7 @@ from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, proof
+from flashlight_py.distributed.rendezvous.secret import proof
 from flashlight_py.distributed.rendezvous.store import ANY_RANK, Peer
 
 _MAGIC = b"FLrv"
@@ -35,7 +35,7 @@ _UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EN
 _PROBES = 5
 EMPTY_BYTES = _HEADER.size  # of a message without a body
 CHUNK_BYTES = 1 << 20  # that are read at a time
-_PROOF_BYTES = 32
+PROOF_BYTES = 32
 # Who has proven nothing yet may send at most this many bytes; only a handshake precedes it.
 _UNPROVEN_LIMIT = 4096
 _MEMBER_LIMIT = 1 << 40
@@ -49,9 +49,7 @@ class Kind(enum.IntEnum):
     PAYLOAD = 3  # client: its payload of the next round
     ROSTER = 4  # rank 0: everybody's payload
     LATE = 5  # client: my time is up; its body: the round, as decimal text
-    FAILURE = (
-        6  # either, after WELCOME: why this run fails, or has no place for the client, as text
-    )
+    FAILURE = 6  # either, after WELCOME: why the run fails, or has no place for the client, as text
     GOODBYE = 7  # client: I leave
     CHALLENGE = 8  # rank 0: its nonce
     PROOF = 9  # client: its proof that it knows the secret, and its greeting
@@ -104,35 +102,24 @@ def _printable(text: str) -> str:
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
-class Handshake:
-    """One side's view of a handshake: both nonces, and the key that both sides should know."""
+class Handshake(NamedTuple):
+    """One side's view of a handshake: the key that both sides should know, and both nonces."""
 
-    def __init__(self, key: bytes, client_nonce: bytes, server_nonce: bytes) -> None:
-        self.key, self._nonces = key, (client_nonce, server_nonce)
-
-    @staticmethod
-    def is_nonce(body: bytes) -> bool:
-        return len(body) == NONCE_BYTES
+    key: bytes
+    client_nonce: bytes
+    server_nonce: bytes
 
     def of_client(self, greeting: bytes) -> bytes:
         """Return a client's proof and greeting."""
-        return proof(self.key, b"client", *self._nonces, greeting) + greeting
+        return proof(self.key, b"client", *self[1:], greeting) + greeting
 
     def of_server(self) -> bytes:
         """Return the proof of rank 0."""
-        return proof(self.key, b"server", *self._nonces)
+        return proof(self.key, b"server", *self[1:])
 
     def check_client(self, body: bytes) -> bool:
         """Return whether ``body`` is what a client with our key would send."""
-        return hmac.compare_digest(body, self.of_client(self.greeting_of(body)))
-
-    def check_server(self, body: bytes) -> bool:
-        """Return whether ``body`` is what a rank 0 with our key would send."""
-        return hmac.compare_digest(body, self.of_server())
-
-    @staticmethod
-    def greeting_of(body: bytes) -> bytes:
-        return body[_PROOF_BYTES:]
+        return hmac.compare_digest(body, self.of_client(body[PROOF_BYTES:]))
 
 
 class Connection:
@@ -166,11 +153,18 @@ class Connection:
     def trust(self, host_timeout: float) -> None:
         """Accept long messages from now on; end when the other host is silent for so many seconds.
 
-        0: do not. The kernel asks, and answers, so that what a process does meanwhile is no matter.
+        0: do not. The kernel asks, and answers, so that what a process does meanwhile is no matter,
+        unless it takes nothing for so long while its kernel has no more room.
         """
         self._limit = _MEMBER_LIMIT
         if host_timeout:
-            _watch_over(self.wire, host_timeout)
+            interval = max(1, int(host_timeout / _PROBES))
+            self.wire.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            self.wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, interval)
+            self.wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval)
+            self.wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+            milliseconds = int(host_timeout * 1000)
+            self.wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
 
     def send(self, kind: Kind, body: bytes, deadline: float) -> bool:
         """Send a message; return whether it went out before the deadline and the peer's end."""
@@ -227,51 +221,24 @@ class Connection:
         except OSError:  # it has gone already
             self.has_ended = True
 
-    def close(self) -> None:
-        self.wire.close()
-
-    def is_closed(self) -> bool:
-        """Return whether this side has closed the socket."""
-        return self.wire.fileno() < 0
-
     def _take_message(self) -> bool:
-        if len(self._buffer) < _HEADER.size:
-            if not _MAGIC.startswith(bytes(self._buffer[: len(_MAGIC)])):
-                raise WireError("no message of a flashlight_py rendezvous")
-            return False
-        kind, length = self._read_header()
-        end = _HEADER.size + length
-        if len(self._buffer) < end:
-            return False
-        self.inbox.append(Message(kind, bytes(self._buffer[_HEADER.size : end])))
-        del self._buffer[:end]
-        return True
-
-    def _read_header(self) -> tuple[Kind, int]:
-        magic, version, kind, length = _HEADER.unpack_from(self._buffer)
-        if magic != _MAGIC:
+        if not _MAGIC.startswith(bytes(self._buffer[: len(_MAGIC)])):
             raise WireError("no message of a flashlight_py rendezvous")
+        if len(self._buffer) < _HEADER.size:
+            return False
+        _, version, kind, length = _HEADER.unpack_from(self._buffer)
         if version != _VERSION:
             raise WireError(f"protocol version {version}, this process has {_VERSION}")
         if length > self._limit:
             raise WireError(f"a message of {length} bytes where at most {self._limit} are taken")
-        try:
-            return Kind(kind), length
-        except ValueError:
-            raise WireError(f"unknown kind of message {kind}") from None
-
-
-def _watch_over(wire: socket.socket, seconds: float) -> None:
-    """End the connection when the kernel at its other end is silent for ``seconds``.
-
-    Also when the process there takes nothing for so long while its kernel has no more room.
-    """
-    interval = max(1, int(seconds / _PROBES))
-    wire.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, interval)
-    wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval)
-    wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
-    wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
+        if kind not in list(Kind):
+            raise WireError(f"unknown kind of message {kind}")
+        end = _HEADER.size + length
+        if len(self._buffer) < end:
+            return False
+        self.inbox.append(Message(Kind(kind), bytes(self._buffer[_HEADER.size : end])))
+        del self._buffer[:end]
+        return True
 
 
 def plain(address: tuple[Any, ...]) -> tuple[Any, ...]:
