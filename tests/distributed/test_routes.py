@@ -236,8 +236,7 @@ def test_where_rank_0_listens(
 ) -> None:
     """For a name at all addresses, as others may take it for any of them."""
     meant = {"a-name": "127.0.1.1", "localhost": "127.0.0.1"}.get(host, host)
-    found = [(socket.AF_INET, (meant, 0))]
-    monkeypatch.setattr(connecting, "resolved", lambda *_: found)
+    monkeypatch.setattr(connecting, "resolved", lambda *_: [(meant, 0)])
     listeners = connecting.listen(host, 0, 5, one_host)
     try:
         assert {each.getsockname()[0] for each in listeners} == at
@@ -250,8 +249,7 @@ def test_where_rank_0_listens(
 
 
 def test_a_name_of_another_host_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [(socket.AF_INET, ("192.0.2.77", 29511))]
-    monkeypatch.setattr(connecting, "resolved", lambda *_: found)
+    monkeypatch.setattr(connecting, "resolved", lambda *_: [("192.0.2.77", 29511)])
     with pytest.raises(OSError, match="MASTER_ADDR is no address of this host"):
         connecting.listen("a-name", 29511, 5, one_host=False)
 

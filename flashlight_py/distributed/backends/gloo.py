@@ -101,7 +101,7 @@ class GlooBackend(NativeBackend):
         """Send the peers this rank's address, and connect to theirs."""
         mine = self._address()
         card = {
-            "peer": this_process().as_record(),
+            "peer": this_process()._asdict(),
             "address": mine.hex(),
             "nonce": nonce().hex(),
             **watch.card(),

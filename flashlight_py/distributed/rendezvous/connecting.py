@@ -54,7 +54,7 @@ def listen(host: str, port: int, backlog: int, one_host: bool) -> list[socket.so
     if listener is not None:
         return [listener]
     try:
-        found = [address for _, address in resolved(host, port)]
+        found = resolved(host, port)
     except OSError as error:
         raise OSError(f"cannot resolve MASTER_ADDR: {error}") from error
     try:
@@ -87,8 +87,8 @@ def _listen_at(addresses: Sequence[tuple[Any, ...]], backlog: int) -> list[socke
     return listeners
 
 
-def resolved(host: str, port: int) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
-    """Return the families and socket addresses that ``host`` means here.
+def resolved(host: str, port: int) -> list[tuple[Any, ...]]:
+    """Return the socket addresses that ``host`` means here.
 
     Raises:
         OSError: it means none.
@@ -97,7 +97,7 @@ def resolved(host: str, port: int) -> list[tuple[socket.AddressFamily, tuple[Any
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except UnicodeError as error:  # of a name that cannot be one
         raise OSError(str(error)) from error
-    return list(dict.fromkeys((family, address) for family, *_, address in found))
+    return list(dict.fromkeys(address for *_, address in found))
 
 
 def _is_address(host: str) -> bool:
@@ -275,7 +275,7 @@ class Attempts:
 
     def __init__(self, addresses: Iterable[tuple[str, int]]) -> None:
         self.problems: dict[str, str] = {}
-        self._targets: deque[tuple[socket.AddressFamily, tuple[Any, ...]]] = deque()
+        self._targets: deque[tuple[Any, ...]] = deque()
         for host, port in addresses:
             try:
                 self._targets.extend(resolved(host, port))
@@ -303,7 +303,7 @@ class Attempts:
         while self._targets or selector.get_map():
             now = time.monotonic()
             if self._targets and (now >= due or not selector.get_map()):
-                self._start(selector, *self._targets.popleft())
+                self._start(selector, self._targets.popleft())
                 due = now + pause
                 continue
             ready = selector.select(min(until, due if self._targets else until) - now)
@@ -325,27 +325,19 @@ class Attempts:
                     self._failed(key.data, TimeoutError("timed out"))
                 return
 
-    def _start(
-        self,
-        selector: selectors.BaseSelector,
-        family: socket.AddressFamily,
-        address: tuple[Any, ...],
-    ) -> None:
+    def _start(self, selector: selectors.BaseSelector, address: tuple[Any, ...]) -> None:
         try:
-            wire = socket.socket(family, socket.SOCK_STREAM)
+            wire = socket.socket(family_of(address[0]), socket.SOCK_STREAM)
         except OSError as error:  # a family that this host does not have
             self._failed(address, error)
             return
         wire.setblocking(False)
-        try:
-            wire.connect(address)
-        except BlockingIOError:
-            pass
-        except OSError as error:
+        problem = wire.connect_ex(address)
+        if problem in (0, errno.EINPROGRESS):
+            selector.register(wire, selectors.EVENT_WRITE, address)
+        else:
             wire.close()
-            self._failed(address, error)
-            return
-        selector.register(wire, selectors.EVENT_WRITE, address)
+            self._failed(address, OSError(problem, os.strerror(problem)))
 
     def _failed(self, address: tuple[Any, ...], error: OSError) -> None:
         self.left -= 1

@@ -77,7 +77,7 @@ class Announcement(NamedTuple):
 
     def pack(self) -> bytes:
         """Return a JSON object."""
-        record = {"version": VERSION, **self.peer.as_record()}
+        record = {"version": VERSION, **self.peer._asdict()}
         return json.dumps({**record, "addresses": self.addresses, "secret": self.secret}).encode()
 
     @classmethod

@@ -10,6 +10,7 @@ import os
 import selectors
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -25,9 +26,7 @@ from flashlight_py.distributed.rendezvous.secret import (
     NONCE_BYTES,
     REMEDY,
     Secret,
-    TurnedAway,
     nonce,
-    warn_if_open,
 )
 from flashlight_py.distributed.rendezvous.store import (
     ANY_RANK,
@@ -64,6 +63,8 @@ _ANSWER = 2.0
 _SHORTLY = 2.0
 # Connections that have proven nothing yet, beyond one per rank; more are a flood.
 _SPARE_CANDIDATES = 64
+# Of hosts whose processes were turned away so many are remembered, for the message of a failure.
+_MOST_NAMED = 8
 _log = logging.getLogger("flashlight_py")
 
 
@@ -362,7 +363,7 @@ class Server:
         self._candidates: list[Connection] = []
         self.members: dict[int, Connection] = {}
         self._processes: dict[int, Peer] = {0: this_process()}
-        self._turned_away = TurnedAway(place.name)
+        self._turned_away: set[str] = set()  # hosts whose processes know another secret
         self._round = 0
         self._departed: set[int] = set()
         # Once this run has failed: why, and which ranks know it.
@@ -392,8 +393,14 @@ class Server:
             self._place.next_look = math.inf
             handshakes = ((rank, member.handshake) for rank, member in self.members.items())
             unproven = [rank for rank, handshake in handshakes if handshake and not handshake.key]
-            if unproven:
-                warn_if_open(self._place.name, name_ranks(unproven))
+            if unproven:  # nothing keeps strangers out
+                _log.warning(
+                    "%s joined from another host, and this job has no secret: whoever can reach %s "
+                    "could have joined, and had this program run what it sends; %s",
+                    name_ranks(unproven),
+                    self._place.name,
+                    REMEDY,
+                )
         others = (self.members[rank].inbox.popleft() for rank in range(1, self._size))
         payloads = [payload, *(message.body for message in others)]
         body = join_payloads(payloads)
@@ -420,7 +427,9 @@ class Server:
             for rank in sorted(absent & self._processes.keys() - self.members.keys())
         )
         sentence = not_arrived(absent, self._size, self._place.timeout)
-        return f"{sentence}{left}; {self._place.remedy()}{self._turned_away}"
+        hosts = ", ".join(sorted(self._turned_away))
+        strangers = f"processes on {hosts} were turned away, as they know another secret: {REMEDY}"
+        return f"{sentence}{left}; {self._place.remedy()}{f'; {strangers}' if hosts else ''}"
 
     def _listen(self, listener: socket.socket) -> None:
         listener.setblocking(False)
@@ -485,19 +494,15 @@ class Server:
 
         A member's complaint that is older than the roster it crossed on its way is void.
         """
-        payloads: list[Message] = []
-        while member.inbox:
-            message = member.inbox.popleft()
-            if message.kind is Kind.PAYLOAD:
-                payloads.append(message)
-            elif message.kind is Kind.GOODBYE:
+        messages = list(member.inbox)
+        member.inbox = deque(each for each in messages if each.kind is Kind.PAYLOAD)
+        for kind, body in messages:
+            if kind is Kind.GOODBYE:
                 self._departed.add(rank)
-            elif message.kind is Kind.FAILURE:
-                raise self._failure(message.body.decode(errors="replace"))
-            elif message.kind is Kind.LATE and message.body == str(self._round).encode():
-                member.inbox.extend(payloads)
+            elif kind is Kind.FAILURE:
+                raise self._failure(body.decode(errors="replace"))
+            elif kind is Kind.LATE and body == str(self._round).encode():
                 raise self._failure(self._not_arrived(self._absent() or {0}))
-        member.inbox.extend(payloads)
 
     def _drop(self, connection: Connection) -> None:
         if connection.rank is not None:
@@ -586,7 +591,10 @@ class Server:
         )
         if user == os.geteuid() and self._round == 0 and not self._verdict:
             raise self._disagreement(f"{reason}; {REMEDY}", greeting.rank, candidate)
-        self._turned_away.add(host, reason)
+        if host not in self._turned_away and len(self._turned_away) < _MOST_NAMED:
+            self._turned_away.add(host)
+            place = self._place.name
+            _log.warning("rendezvous at %s: %s, and was turned away", place, reason)
 
     def _refuse(self, candidate: Connection, kind: Kind, words: str) -> None:
         """Send the last message, which is there when the other side has read it and hangs up."""
@@ -606,10 +614,6 @@ class Server:
             member.send(Kind.GOODBYE, b"", time.monotonic() + _SHORTLY)
             member.wire.setblocking(True)
         return {rank: member.wire for rank, member in members.items()}
-
-    def late(self) -> tuple[int, Callable[[], object]]:
-        """Return what can be read when somebody comes too late, and what to call then."""
-        return self.selector.fileno(), partial(self.serve_ready, 0.0)
 
     def leave(self) -> None:
         """Wait until every member has left, then stop listening."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import dataclasses
 import functools
 import logging
 import os
@@ -11,7 +10,7 @@ import socket
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flashlight_py.errors import RendezvousError
 
@@ -96,8 +95,7 @@ class SubStore(Store):
         """Do nothing: the store that is wrapped is closed by whoever made it."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Peer:
+class Peer(NamedTuple):
     """A process of this or another machine.
 
     ``machine`` differs between kernels and PID namespaces, ``started`` between a process and a
@@ -114,25 +112,17 @@ class Peer:
 
     def is_gone(self) -> bool:
         """Return whether this process is known to be dead; False where that cannot be known."""
-        return self._is_of_this_machine() and not self._runs()
+        is_of_this_machine = bool(self.machine) and self.machine == _machine()
+        return is_of_this_machine and self.started != _start_time(self.pid)
 
     def twin(self, others: Iterable[Peer]) -> Peer | None:
         """Return one of ``others`` that is known to be on the same machine."""
         same = (each for each in others if each.machine and each.machine == self.machine)
         return next(same, None)
 
-    def _is_of_this_machine(self) -> bool:
-        return bool(self.machine) and self.machine == _machine()
-
-    def _runs(self) -> bool:
-        return self.started == _start_time(self.pid)
-
-    def as_record(self) -> dict[str, object]:
-        return dataclasses.asdict(self)
-
     @classmethod
     def from_record(cls, record: Mapping[str, object]) -> Peer:
-        """Read what ``as_record`` wrote, wherever it went through; never fails."""
+        """Read what ``_asdict`` returned, wherever it went through; never fails."""
         pid = record.get("pid")
         texts = {key: str(record.get(key, "")) for key in ("host", "machine", "started")}
         return cls(pid=pid if isinstance(pid, int) else 0, **texts)

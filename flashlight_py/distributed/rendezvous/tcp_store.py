@@ -87,7 +87,7 @@ class TcpStore(MeetingPoint):
         if self.rank == 0 or self.one_host:
             return ""
         try:
-            found = [each[1] for address in self._addresses for each in resolved(*address)]
+            found = [each for address in self._addresses for each in resolved(*address)]
         except OSError:
             return ""
         if not all(is_own(each[0], each[2:]) for each in found):

@@ -346,7 +346,7 @@ def _connect(store: Store, settings: Settings) -> World:
         job=new_job(),
         cores=sorted(os.sched_getaffinity(0)),
         nonce=nonce().hex(),
-        process=this_process().as_record(),
+        process=this_process()._asdict(),
         addresses=own_addresses(),
     )
     texts = store.exchange(json.dumps(mine).encode())
