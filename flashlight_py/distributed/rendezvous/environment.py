@@ -112,7 +112,7 @@ _OUTER = (
 )
 
 
-def detect(environ: Mapping[str, str] | None = None) -> LaunchEnvironment | None:
+def detect(environ: Mapping[str, str] = os.environ) -> LaunchEnvironment | None:
     """Return what ``environ`` (default: ``os.environ``) says, or None if no launcher started us.
 
     The innermost launcher wins: torchrun or ours, then an MPI, Flux or jsrun, then a Slurm step,
@@ -123,7 +123,6 @@ def detect(environ: Mapping[str, str] | None = None) -> LaunchEnvironment | None
         ValueError: variables are half set, no integers, out of range, or contradict each other;
             names them.
     """
-    environ = os.environ if environ is None else environ
     pod, slurm = _pod(environ), _slurm(environ)
     inner = None if pod else _INNER.read(environ)
     outer = next(filter(None, (names.read(environ) for names in _OUTER)), slurm)
@@ -219,12 +218,22 @@ def _slurm(environ: Mapping[str, str]) -> LaunchEnvironment | None:
     local_size = _slurm_local_size(environ, found.size)
     if found.local_rank is not None and local_size is not None:
         _check_range("SLURM_LOCALID", found.local_rank, "the tasks of this node", local_size)
+    # Task 0 is on the first host of the step's list, as in "gpu[03-05,9],login1". The node that
+    # srun was called on is only the second choice: it may be a login node.
+    hosts = environ.get("SLURM_STEP_NODELIST", "")
+    first = re.match(r"([^\[,]+)(?:\[(\w+)[^\]]*\]([^,\[]*))?", hosts)
+    address = environ.get("SLURM_LAUNCH_NODE_IPADDR")
+    if first is not None:
+        address = "".join(part or "" for part in first.groups())
+    job = _integer(environ, "SLURM_JOB_ID")
     return replace(
         found,
         variables=(*found.variables, "SLURM_STEP_ID"),
         local_size=local_size,
-        master_address=_slurm_first_host(environ),
-        master_port=_slurm_port(environ, step),
+        master_address=address,
+        # One that every task of a step derives alike and other steps rarely share; below 32768,
+        # where Linux starts to hand out ports by itself.
+        master_port=None if job is None else 12_000 + (job * 31 + step) % 20_000,
     )
 
 
@@ -240,30 +249,6 @@ def _slurm_local_size(environ: Mapping[str, str], size: int) -> int | None:
     per_node = _integer(environ, "SLURM_NTASKS_PER_NODE")
     is_even = per_node is not None and per_node > 0 and size % per_node == 0
     return per_node if is_even else None
-
-
-def _slurm_first_host(environ: Mapping[str, str]) -> str | None:
-    """Return the host of task 0: the first of the step's list, as in "gpu[03-05,9],login1".
-
-    The node that srun was called on is only the second choice: it may be a login node.
-    """
-    hosts = environ.get("SLURM_STEP_NODELIST", "")
-    match = re.match(r"([^\[,]+)(?:\[(\w+)[^\]]*\]([^,\[]*))?", hosts)
-    if match is None:
-        return environ.get("SLURM_LAUNCH_NODE_IPADDR")
-    return "".join(part or "" for part in match.groups())
-
-
-def _slurm_port(environ: Mapping[str, str], step: int) -> int | None:
-    """Return a port that every task of a step derives alike and other steps rarely share.
-
-    It lies below 32768, where Linux starts to hand out ports by itself.
-    """
-    job = _integer(environ, "SLURM_JOB_ID")
-    return None if job is None else 12_000 + (job * 31 + step) % 20_000
-
-
-# Reading ------------------------------------------------------------------------------------------
 
 
 def _integer(environ: Mapping[str, str], name: str) -> int | None:
@@ -299,14 +284,15 @@ class _Scheduler(NamedTuple):
     address: str
     each: str = ""
 
-    def speaks(self, environ: Mapping[str, str]) -> bool:
-        """Return whether this process is one of several, or may be, as nobody says how many."""
+    def said(self, environ: Mapping[str, str]) -> str:
+        """Return what it says, and how a shell starts one or several ranks on a node.
+
+        "" if this process is not one of several; it may be where nobody says how many.
+        """
         each = environ.get(self.each, "1")
         is_one = environ.get(self.nodes, "") == "1" and (each == "1" or not each.isdecimal())
-        return self.node in environ and not is_one
-
-    def advice(self, environ: Mapping[str, str]) -> str:
-        """Return what the variables say, and how a shell starts one or several ranks on a node."""
+        if is_one or self.node not in environ:
+            return ""
         names = [name for name in (self.node, self.nodes, self.each) if name in environ]
         count = f"${self.nodes}" if self.nodes else "HOW_MANY"
         return (
@@ -319,24 +305,18 @@ class _Scheduler(NamedTuple):
 
 _SCHEDULERS = (
     _Scheduler(
-        "SkyPilot",
-        "SKYPILOT_NODE_RANK",
-        "SKYPILOT_NUM_NODES",
+        *("SkyPilot", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES"),
         '$(echo "$SKYPILOT_NODE_IPS" | head -n 1)',
     ),
-    _Scheduler(  # the address is not set on the main node itself
-        "AWS Batch",
-        "AWS_BATCH_JOB_NODE_INDEX",
-        "AWS_BATCH_JOB_NUM_NODES",
+    _Scheduler(
+        *("AWS Batch", "AWS_BATCH_JOB_NODE_INDEX", "AWS_BATCH_JOB_NUM_NODES"),
+        # It is not set on the main node itself.
         "${AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS:-$(hostname -i)}",
     ),
     _Scheduler("dstack", "DSTACK_NODE_RANK", "DSTACK_NODES_NUM", "$DSTACK_MASTER_NODE_IP"),
     _Scheduler(
-        "Kubeflow (for torchrun)",
-        "PET_NODE_RANK",
-        "PET_NNODES",
-        "$PET_MASTER_ADDR",
-        "PET_NPROC_PER_NODE",
+        *("Kubeflow (for torchrun)", "PET_NODE_RANK", "PET_NNODES"),
+        *("$PET_MASTER_ADDR", "PET_NPROC_PER_NODE"),
     ),
     _Scheduler("an indexed Job of Kubernetes", "JOB_COMPLETION_INDEX", "", "NAME_OF_INDEX_0"),
     _Scheduler("PALS", "PALS_RANKID", "", "HOST_OF_RANK_0"),
@@ -353,8 +333,6 @@ def started_as(environ: Mapping[str, str] = os.environ) -> str:
 
     "" as well where the user wants each process to be a world of its own.
     """
-    if is_alone(environ):
-        return ""
     said = _one_of_several(environ)
     return f"this process was started as {said}" if said else _one_of_nodes(environ)
 
@@ -366,7 +344,7 @@ def check_size_one(what: str, environ: Mapping[str, str] = os.environ) -> None:
         RendezvousError: the environment says that this process is one of several.
     """
     said = _one_of_several(environ)
-    if said and not is_alone(environ):
+    if said:
         raise RendezvousError(
             f"{what} is a world of one process, and the environment says {said}: each of them "
             "would work alone, and none would say so. Pass that rank and size, or no init_method, "
@@ -381,7 +359,7 @@ def check_schedulers(environ: Mapping[str, str] = os.environ) -> None:
         RendezvousError: there is such a scheduler, and no rank and size; says what to set.
     """
     said = _one_of_nodes(environ)
-    if said and not is_alone(environ):
+    if said:
         raise RendezvousError(
             "this process is one of several, and which rank of how many it is, is not set: each "
             f"would be a world of its own, and not say so. {said}. If each process is meant to be "
@@ -420,7 +398,7 @@ def check_no_launcher(environ: Mapping[str, str] = os.environ) -> None:
 def _one_of_several(environ: Mapping[str, str]) -> str:
     """Return which rank of how many a launcher has started us as; "" if alone, or unclear."""
     with contextlib.suppress(ValueError):  # of variables that say nothing definite
-        found = detect(environ)
+        found = None if is_alone(environ) else detect(environ)
         if found is not None and found.size > 1:
             return f"rank {found.rank} of {found.size} ({found.said_by})"
     return ""
@@ -428,4 +406,5 @@ def _one_of_several(environ: Mapping[str, str]) -> str:
 
 def _one_of_nodes(environ: Mapping[str, str]) -> str:
     """Return what a scheduler of several nodes says, and what to do; "" if there is none."""
-    return next((each.advice(environ) for each in _SCHEDULERS if each.speaks(environ)), "")
+    schedulers = () if is_alone(environ) else _SCHEDULERS
+    return next(filter(None, (each.said(environ) for each in schedulers)), "")

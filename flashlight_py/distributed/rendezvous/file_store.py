@@ -134,7 +134,14 @@ class SharedDirectory:
         self._counter = itertools.count()
         self._cache: dict[Name, Announcement] = {}
         self.ignored: dict[str, str] = {}
-        self._owner = self._probe_owner()
+        # Who owns the files that we create, as the file's server sees it: one of NFS may map us to
+        # somebody else (root to nobody), so by geteuid() we would refuse our own files.
+        try:
+            probe = self._make_temporary(b"")
+            self._owner = probe.lstat().st_uid
+            probe.unlink(missing_ok=True)
+        except OSError as error:
+            self._refuse("create files in", error)
 
     def names(self) -> set[Name]:
         """Return the names of all files there are.
@@ -166,8 +173,14 @@ class SharedDirectory:
         ``again``: look at the file also if it was read before.
         """
         if again or name not in self._cache:
+            # O_NONBLOCK: a FIFO that somebody put there must not block us before fstat sees it.
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             try:
-                self._cache[name] = Announcement.parse(self._content(name))
+                with open(os.open(self._file(name), flags), "rb") as file:
+                    status = os.fstat(file.fileno())
+                    if not stat.S_ISREG(status.st_mode) or status.st_uid != self._owner:
+                        raise ValueError("belongs to another user or is no regular file")
+                    self._cache[name] = Announcement.parse(file.read())
             except (OSError, ValueError) as error:
                 self.ignored[str(name)] = _why(error)
                 return None
@@ -183,15 +196,6 @@ class SharedDirectory:
     def _file(self, name: Name) -> Path:
         return self._directory / f"{self._prefix}{name}"
 
-    def _content(self, name: Name) -> bytes:
-        # O_NONBLOCK: a FIFO that somebody put there must not block us before fstat sees it.
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        with open(os.open(self._file(name), flags), "rb") as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode) or status.st_uid != self._owner:
-                raise ValueError("belongs to another user or is no regular file")
-            return file.read()
-
     def _make_temporary(self, content: bytes) -> Path:
         path = self._file(Name("tmp", self.nonce, str(next(self._counter))))
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -203,20 +207,6 @@ class SharedDirectory:
             path.unlink(missing_ok=True)  # on a full disk there is room for its name alone
             raise
         return path
-
-    def _probe_owner(self) -> int:
-        """Return who owns the files that we create, as the file's server sees it.
-
-        An NFS server may map us to somebody else (root to nobody), so the answer of geteuid()
-        would make us refuse our own files.
-        """
-        try:
-            probe = self._make_temporary(b"")
-            owner = probe.lstat().st_uid
-            probe.unlink(missing_ok=True)
-        except OSError as error:
-            self._refuse("create files in", error)
-        return owner
 
     def _refuse(self, doing: str, error: OSError) -> NoReturn:
         raise RendezvousError(
@@ -267,11 +257,10 @@ class FileStore(MeetingPoint):
     def remedy(self) -> str:
         """Say what was passed over; see ``MeetingPoint``."""
         ignored = "; ".join(f"{name} {why}" for name, why in self._directory.ignored.items())
-        passed_over = f" (files passed over: {ignored})" if ignored else ""
-        what = (
+        return (
             "start every rank with the same FILE_PATH and world size, within reach of rank 0's host"
+            f"{f' (files passed over: {ignored})' if ignored else ''}"
         )
-        return f"{what}{passed_over}"
 
     # Rank 0 ---------------------------------------------------------------------------------------
 
@@ -286,7 +275,8 @@ class FileStore(MeetingPoint):
         names = self._directory.names()
         if self._announced is None:
             self._earlier = {name.run for name in names}
-        if not self._is_announced(names):
+        mine = self._announced
+        if mine not in names or self._directory.read(mine, again=True) != self._announcement:
             self._announce()
             names = self._directory.names()
         for offer in self._announced_by_others(names):
@@ -295,11 +285,11 @@ class FileStore(MeetingPoint):
                 self._greet_rival(offer)
         self.next_look = time.monotonic() + LONGEST_PAUSE
         is_asked = any(name.kind == "ask" and name.run == self.run for name in names)
-        return self._listen_outside() if is_asked and len(self._listeners) == 1 else None
-
-    def _is_announced(self, names: set[Name]) -> bool:
-        name = self._announced
-        return name in names and self._directory.read(name, again=True) == self._announcement
+        if not is_asked or len(self._listeners) > 1:
+            return None
+        self._listeners.append(listen_everywhere(0, self._backlog))
+        self._announce()
+        return self._listeners[-1]
 
     def _announce(self) -> None:
         """Write what the others need to know, as another file than before.
@@ -308,19 +298,13 @@ class FileStore(MeetingPoint):
         """
         before = self._announced
         self._announced = Name("run", self.run, str(int(before.rest) + 1 if before else 0))
-        ports = [int(listener.getsockname()[1]) for listener in self._listeners]
-        addresses = [(host, port) for port in ports[1:] for host in own_addresses()]
-        text = self.known.given.decode()
-        self._announcement = Announcement(self._me, [(LOOPBACK, ports[0]), *addresses], text)
+        first, *more = (int(listener.getsockname()[1]) for listener in self._listeners)
+        outside = ((host, port) for port in more for host in own_addresses())
+        addresses = [(LOOPBACK, first), *outside]
+        self._announcement = Announcement(self._me, addresses, self.known.given.decode())
         self._directory.write(self._announced, self._announcement.pack())
         if before is not None:
             self._directory.remove(before)
-
-    def _listen_outside(self) -> socket.socket:
-        listener = listen_everywhere(0, self._backlog)
-        self._listeners.append(listener)
-        self._announce()
-        return listener
 
     def _greet_rival(self, offer: Offer) -> None:
         """Find out whether another run's rank 0 lives; then one of us is too many."""

@@ -58,14 +58,13 @@ class Secret:
     source: str
 
     @classmethod
-    def find(cls, one_host: bool, environ: Mapping[str, str] | None = None) -> Secret:
+    def find(cls, one_host: bool, environ: Mapping[str, str] = os.environ) -> Secret:
         """Return the secret that ``environ`` (default: ``os.environ``) or else the user's file has.
 
         Raises:
             RendezvousError: neither is there, and the file cannot be created, or is not the
                 user's alone.
         """
-        environ = os.environ if environ is None else environ
         for name in VARIABLES:
             if name in environ:
                 if not environ[name]:
