@@ -62,7 +62,6 @@ from flashlight_py.distributed.start.topology import (
     address_inside,
     exchange_process_info,
     host_identity,
-    local_place,
     ranks_by_memory,
 )
 from flashlight_py.errors import (
@@ -75,6 +74,7 @@ from flashlight_py.interfaces import own_addresses
 
 # A wing: found by its name, when it is asked for.
 _MPI = "flashlight_py.distributed.backends.mpi.joining"
+_MPI_LAUNCHERS = ("openmpi", "pmi", "mvapich")
 _log = logging.getLogger("flashlight_py")
 
 StoreFactory = Callable[[], Store]
@@ -223,7 +223,13 @@ def _choose(
         return _by_environment(given, settings)
     found = None if method is None and is_alone() else detect()
     if method is DistributedInit.ENV:
-        return _by_environment(_agreeing(_require(found), rank, size), settings)
+        found = _require(found)
+        if (rank, size) not in ((-1, -1), (found.rank, found.size)):
+            raise ValueError(
+                f"world_rank={rank} and world_size={size} are passed, and the environment says "
+                f"rank {found.rank} of {found.size} ({found.said_by}); leave them out with ENV"
+            )
+        return _by_environment(found, settings)
     if rank != -1 or size != -1 or settings.file_path is not None:
         raise ValueError(
             "world_rank, world_size and FILE_PATH belong to DistributedInit.FILE_SYSTEM; pass it "
@@ -232,7 +238,7 @@ def _choose(
     if found is None:
         check_no_launcher()
         return None
-    if found.launcher in ("openmpi", "pmi", "mvapich") and not found.file:
+    if found.launcher in _MPI_LAUNCHERS and not found.file:
         return lambda: MpiStore(settings.timeout)
     return _by_environment(found, settings)
 
@@ -245,21 +251,10 @@ def _by_address(
     if (rank, size) == (-1, -1):
         found = _require(detect())
     else:
-        found = _given(
-            rank, size, settings.timeout, f"distributed_init('tcp://{host}:{port}', 0, 1)"
-        )
+        how = f"distributed_init('tcp://{host}:{port}', 0, 1)"
+        found = _given(rank, size, settings.timeout, how)
     here = replace(found, file=None, master_address=host, master_port=port, addresses=())
     return _by_environment(here, settings)
-
-
-def _agreeing(found: LaunchEnvironment, rank: int, size: int) -> LaunchEnvironment:
-    """Refuse a rank and size that are given as well and differ."""
-    if (rank, size) not in ((-1, -1), (found.rank, found.size)):
-        raise ValueError(
-            f"world_rank={rank} and world_size={size} are passed, and the environment says rank "
-            f"{found.rank} of {found.size} ({found.said_by}); leave them out with ENV"
-        )
-    return found
 
 
 def _given(rank: int, size: int, timeout: float, how: str) -> LaunchEnvironment:
@@ -295,7 +290,7 @@ def _by_environment(found: LaunchEnvironment, settings: Settings) -> StoreFactor
     if host is not None and port is not None:
         one_host = found.local_size == size
         return lambda: TcpStore(host, port, rank, size, timeout, one_host, found.addresses)
-    if found.launcher in ("openmpi", "pmi", "mvapich"):
+    if found.launcher in _MPI_LAUNCHERS:
         return lambda: MpiStore(timeout)
     raise RendezvousError(
         f"the environment says rank {rank} of {size} ({found.said_by}) but not where to meet; set "
@@ -355,7 +350,8 @@ def _connect(store: Store, settings: Settings) -> World:
     cards = [_Card(*json.loads(text)) for text in texts]
     check_apart(store.rank, [Peer.from_record(card.process) for card in cards])
     hosts = [card.host for card in cards]
-    local_rank, local_size = local_place(store.rank, hosts)
+    local_peers = [rank for rank, host in enumerate(hosts) if host == mine.host]
+    local_rank, local_size = local_peers.index(store.rank), len(local_peers)
     if local_size < store.size:
         everyones = [card.addresses for card in cards]
         address = address_between_hosts(store, hosts, everyones, settings.interface)
@@ -442,24 +438,9 @@ def connect(store: Store, settings: Settings) -> Choice:
     if store.size == 1:
         return Choice(SingleBackend(), "the world is this process alone")
     exchange_process_info(store, settings.checks)
-    if settings.backend == "mpi":
-        return _mpi(store, settings)
-    return _by_cpu(store, settings)
+    if settings.backend != "mpi":
+        return _by_cpu(store, settings)
 
-
-def _by_cpu(store: Store, settings: Settings) -> Choice:
-    if settings.backend == "gloo":
-        return Choice(_gloo(store, settings), "BACKEND is gloo")
-    hosts, apart = ranks_by_memory(store)
-    if settings.backend == "shm":
-        return _only_shm(store, settings, hosts, apart)
-    if len(hosts) == store.size:
-        why = f"no two ranks share memory{apart and f': {apart}'}"
-        return Choice(_gloo(store, settings), why, apart)
-    return _shared(store, settings, hosts, apart)
-
-
-def _mpi(store: Store, settings: Settings) -> Choice:
     def join_cpus() -> Backend:  # which only compare calls
         return _by_cpu(store, replace(settings, backend="auto", checks=True)).backend
 
@@ -468,15 +449,21 @@ def _mpi(store: Store, settings: Settings) -> Choice:
     return Choice(backend, f"BACKEND is mpi; calls are compared over {backend.control.path}")
 
 
-def _only_shm(
-    store: Store, settings: Settings, hosts: Sequence[Sequence[int]], apart: str
-) -> Choice:
-    if len(hosts) > 1:
-        raise UnavailableEverywhereError(
-            f"BACKEND is shm, but the ranks do not all share memory; those that do: {hosts}"
-            f"{apart and f' ({apart})'}. Leave BACKEND out to use Gloo between them"
-        )
-    return Choice(ShmBackend(store, settings.timeout), "BACKEND is shm")
+def _by_cpu(store: Store, settings: Settings) -> Choice:
+    if settings.backend == "gloo":
+        return Choice(_gloo(store, settings), "BACKEND is gloo")
+    hosts, apart = ranks_by_memory(store)
+    if settings.backend == "shm":
+        if len(hosts) > 1:
+            raise UnavailableEverywhereError(
+                "BACKEND is shm, but the ranks do not all share memory; those that do: "
+                f"{hosts}{apart and f' ({apart})'}. Leave BACKEND out to use Gloo between them"
+            )
+        return Choice(ShmBackend(store, settings.timeout), "BACKEND is shm")
+    if len(hosts) == store.size:
+        why = f"no two ranks share memory{apart and f': {apart}'}"
+        return Choice(_gloo(store, settings), why, apart)
+    return _shared(store, settings, hosts, apart)
 
 
 def _shared(store: Store, settings: Settings, hosts: Sequence[Sequence[int]], apart: str) -> Choice:

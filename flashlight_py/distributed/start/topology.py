@@ -60,12 +60,6 @@ def host_identity() -> bytes:
     return f"{boot.read_text().strip()} {os.readlink(namespace)}".encode()
 
 
-def local_place(rank: int, identities: Sequence[str]) -> tuple[int, int]:
-    """Return this rank's number among the ranks of its host, and how many they are."""
-    local_peers = [other for other, host in enumerate(identities) if host == identities[rank]]
-    return local_peers.index(rank), len(local_peers)
-
-
 @dataclass(frozen=True)
 class DeviceRule:
     """A rank's place, from which its device follows.
