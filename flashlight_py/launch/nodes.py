@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from flashlight_py.distributed.rendezvous.file_store import FileStore
-from flashlight_py.distributed.rendezvous.peers import ANY_RANK
-from flashlight_py.distributed.rendezvous.place import MeetingPoint
+from flashlight_py.distributed.rendezvous.meeting import MeetingPoint
 from flashlight_py.distributed.rendezvous.secret import REMEDY, proof
+from flashlight_py.distributed.rendezvous.store import ANY_RANK
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
 from flashlight_py.distributed.rendezvous.wire import plain
 from flashlight_py.errors import RendezvousError

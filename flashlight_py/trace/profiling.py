@@ -29,7 +29,7 @@ from flashlight_py.distributed.failures.journal import leave_to_python
 from flashlight_py.distributed.failures.record import Record
 from flashlight_py.distributed.groups.world import current_world
 from flashlight_py.distributed.start.exchange import exchange_bytes
-from flashlight_py.distributed.start.hosts import host_identity
+from flashlight_py.distributed.start.topology import host_identity
 from flashlight_py.distributed.verbs import RECV, SEND
 from flashlight_py.errors import DistributedError
 from flashlight_py.trace.records import RankTimeline, call_text

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from flashlight_py.distributed.rendezvous.shared_directory import VERSION
+from flashlight_py.distributed.rendezvous.file_store import VERSION
 from tests.distributed.rendezvous_helpers import Rank, Ranks, ranks
 
 __all__ = ["ranks"]

@@ -76,8 +76,8 @@ def test_a_missing_rank_is_named() -> None:
     """First by rank 0 while it waits, then by all."""
     script = """
 import logging
-from flashlight_py.distributed.rendezvous import peers
-peers.FIRST_SECONDS = 0.3
+from flashlight_py.distributed.rendezvous import store as contract
+contract.FIRST_SECONDS = 0.3
 logging.basicConfig(stream=sys.stdout, format="0: %(message).24s")
 store.exchange(b"")
 if store.rank != 1:

@@ -14,8 +14,8 @@ import flashlight_py as fl
 from flashlight_py.distributed.backends.nccl import library
 from flashlight_py.distributed.backends.nccl.joining import NcclCard, meet
 from flashlight_py.distributed.groups.world import current_world
-from flashlight_py.distributed.start import devices
-from flashlight_py.distributed.start.devices import DeviceRule
+from flashlight_py.distributed.start import topology
+from flashlight_py.distributed.start.topology import DeviceRule
 from flashlight_py.errors import BackendUnavailableError, UnavailableEverywhereError
 from tests.distributed.harness import run_outcomes, run_ranks
 
@@ -157,9 +157,9 @@ def test_several_ranks_on_one_gpu_when_nccl_is_told_so(monkeypatch: pytest.Monke
 
     cupy = StandInCupy(2)
     monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
-    assert devices.gpu_identity(cupy, 0) != devices.gpu_identity(cupy, 1)
-    here = devices.gpu_identity(cupy, 0)
+    assert topology.gpu_identity(cupy, 0) != topology.gpu_identity(cupy, 1)
+    here = topology.gpu_identity(cupy, 0)
     monkeypatch.setenv("NCCL_HOSTID", "another")
-    assert devices.gpu_identity(cupy, 0) != here
+    assert topology.gpu_identity(cupy, 0) != here
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-    assert devices.gpu_identity(cupy, 0) == devices.gpu_identity(cupy, 1) == ""
+    assert topology.gpu_identity(cupy, 0) == topology.gpu_identity(cupy, 1) == ""

@@ -17,9 +17,8 @@ import pytest
 
 from flashlight_py.distributed.rendezvous import secret
 from flashlight_py.distributed.rendezvous.secret import Secret, nonce
-from flashlight_py.distributed.rendezvous.sockets import user_of
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
-from flashlight_py.distributed.rendezvous.wire import Greeting, Handshake
+from flashlight_py.distributed.rendezvous.wire import Greeting, Handshake, user_of
 from flashlight_py.errors import PeerLostError, RendezvousError
 from tests.distributed.rendezvous_helpers import Rank, Ranks
 from tests.distributed.threads import connected

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed.rendezvous.alone import check_no_launcher, check_schedulers
+from flashlight_py.distributed.rendezvous.environment import check_no_launcher, check_schedulers
 
 STARTED = {
     "OMPI_COMM_WORLD": {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"},

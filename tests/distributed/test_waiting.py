@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from flashlight_py.distributed.rendezvous import peers
+from flashlight_py.distributed.rendezvous import store
 from flashlight_py.distributed.rendezvous.file_store import FileStore
-from flashlight_py.distributed.rendezvous.peers import Waiting
-from flashlight_py.distributed.rendezvous.store import Store
+from flashlight_py.distributed.rendezvous.store import Store, Waiting
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
 from flashlight_py.errors import RendezvousError
 from tests.distributed.threads import connected
@@ -22,8 +21,8 @@ from tests.distributed.threads import connected
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Say it after 0.3 s, and every 0.2 s from then on."""
-    monkeypatch.setattr(peers, "FIRST_SECONDS", 0.3)
-    monkeypatch.setattr(peers, "NEXT_SECONDS", 0.2)
+    monkeypatch.setattr(store, "FIRST_SECONDS", 0.3)
+    monkeypatch.setattr(store, "NEXT_SECONDS", 0.2)
 
 
 def started(kind: str, folder: Path, rank: int, size: int, port: int) -> Store:

@@ -21,9 +21,8 @@ from flashlight_py.distributed.backends.native_errors import call_in_words
 from flashlight_py.distributed.backends.native_work import NOTHING, NativeWork
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.failures.wording import HOST_ADVICE, UNUSABLE, names, who_that_was
-from flashlight_py.distributed.rendezvous.peers import Peer, Waiting, this_process
 from flashlight_py.distributed.rendezvous.secret import nonce, proof
-from flashlight_py.distributed.rendezvous.store import Store
+from flashlight_py.distributed.rendezvous.store import Peer, Store, Waiting, this_process
 from flashlight_py.errors import (
     BackendUnavailableError,
     CollectiveTimeoutError,
@@ -102,7 +101,7 @@ class GlooBackend(NativeBackend):
         """Send the peers this rank's address, and connect to theirs."""
         mine = self._address()
         card = {
-            "peer": this_process().as_record(),
+            "peer": this_process()._asdict(),
             "address": mine.hex(),
             "nonce": nonce().hex(),
             **watch.card(),

@@ -12,10 +12,9 @@ from flashlight_py.distributed.calls.call_site import caller
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.groups import membership
 from flashlight_py.distributed.groups.group import ProcessGroup
-from flashlight_py.distributed.rendezvous.alone import started_as
-from flashlight_py.distributed.rendezvous.environment import ALONE
-from flashlight_py.distributed.start import blas, devices
-from flashlight_py.distributed.start.devices import DeviceRule
+from flashlight_py.distributed.rendezvous.environment import ALONE, started_as
+from flashlight_py.distributed.start import blas, topology
+from flashlight_py.distributed.start.topology import DeviceRule
 
 
 @dataclass(frozen=True)
@@ -149,7 +148,7 @@ def use_local_device() -> str:
     Raises:
         BackendUnavailableError: CuPy is missing, or there is no such GPU.
     """
-    cupy, count = devices.cuda()
+    cupy, count = topology.cuda()
     index = current_world().device_rule.index(count)
     cupy.cuda.Device(index).use()
     return f"cuda:{index}"

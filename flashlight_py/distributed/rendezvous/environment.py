@@ -1,18 +1,27 @@
 """The launcher, rank and size of this process, by its environment variables.
 
-Pure functions over a mapping. Sources: torchrun's manual (RANK, WORLD_SIZE, ...), Slurm's srun(1)
-and sbatch(1), Open MPI's mpirun(1), MPICH's Hydra (PMI_RANK, MPI_LOCALRANKID), Flux (flux-run(1)),
-LSF's jsrun (JSM_NAMESPACE_RANK), Kubeflow's Trainer and training operator (PET_*, the options of
-torchrun), and the indexed Jobs of Kubernetes, those of a JobSet too (JOB_COMPLETION_INDEX).
+Pure functions over a mapping. Sources: torchrun's manual (RANK, WORLD_SIZE, ...; its options PET_*,
+as Kubeflow's Trainer and training operator set them), Slurm's srun(1) and sbatch(1), Open MPI's
+mpirun(1), MPICH's Hydra (PMI_RANK, MPI_LOCALRANKID), Flux (flux-run(1)), LSF's jsrun
+(JSM_NAMESPACE_RANK), the indexed Jobs of Kubernetes, those of a JobSet too (JOB_COMPLETION_INDEX),
+and the manuals of SkyPilot, AWS Batch (multi-node parallel jobs), dstack and HPE Cray PALS.
+
+A world of one process where the environment speaks of several is refused, or reported. Some
+schedulers start one process on each node and do not say which rank of how many it is: how many
+ranks a node has is the user's to say, so these are refused with what to set.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
+
+from flashlight_py.errors import RendezvousError
 
 ALONE = "FLASHLIGHT_ALONE"
 """The environment variable that, if it is "1", makes each process a world of its own."""
@@ -20,6 +29,7 @@ ALONE = "FLASHLIGHT_ALONE"
 ADDRESSES = "FLASHLIGHT_ADDRESSES"
 """The environment variable with all addresses of rank 0's host, MASTER_ADDR among them."""
 
+_log = logging.getLogger("flashlight_py")
 # Slurm numbers its special steps (batch, extern, interactive) down from 0xFFFFFFFF.
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 
@@ -102,7 +112,7 @@ _OUTER = (
 )
 
 
-def detect(environ: Mapping[str, str] | None = None) -> LaunchEnvironment | None:
+def detect(environ: Mapping[str, str] = os.environ) -> LaunchEnvironment | None:
     """Return what ``environ`` (default: ``os.environ``) says, or None if no launcher started us.
 
     The innermost launcher wins: torchrun or ours, then an MPI, Flux or jsrun, then a Slurm step,
@@ -113,7 +123,6 @@ def detect(environ: Mapping[str, str] | None = None) -> LaunchEnvironment | None
         ValueError: variables are half set, no integers, out of range, or contradict each other;
             names them.
     """
-    environ = os.environ if environ is None else environ
     pod, slurm = _pod(environ), _slurm(environ)
     inner = None if pod else _INNER.read(environ)
     outer = next(filter(None, (names.read(environ) for names in _OUTER)), slurm)
@@ -209,12 +218,22 @@ def _slurm(environ: Mapping[str, str]) -> LaunchEnvironment | None:
     local_size = _slurm_local_size(environ, found.size)
     if found.local_rank is not None and local_size is not None:
         _check_range("SLURM_LOCALID", found.local_rank, "the tasks of this node", local_size)
+    # Task 0 is on the first host of the step's list, as in "gpu[03-05,9],login1". The node that
+    # srun was called on is only the second choice: it may be a login node.
+    hosts = environ.get("SLURM_STEP_NODELIST", "")
+    first = re.match(r"([^\[,]+)(?:\[(\w+)[^\]]*\]([^,\[]*))?", hosts)
+    address = environ.get("SLURM_LAUNCH_NODE_IPADDR")
+    if first is not None:
+        address = "".join(part or "" for part in first.groups())
+    job = _integer(environ, "SLURM_JOB_ID")
     return replace(
         found,
         variables=(*found.variables, "SLURM_STEP_ID"),
         local_size=local_size,
-        master_address=_slurm_first_host(environ),
-        master_port=_slurm_port(environ, step),
+        master_address=address,
+        # One that every task of a step derives alike and other steps rarely share; below 32768,
+        # where Linux starts to hand out ports by itself.
+        master_port=None if job is None else 12_000 + (job * 31 + step) % 20_000,
     )
 
 
@@ -230,30 +249,6 @@ def _slurm_local_size(environ: Mapping[str, str], size: int) -> int | None:
     per_node = _integer(environ, "SLURM_NTASKS_PER_NODE")
     is_even = per_node is not None and per_node > 0 and size % per_node == 0
     return per_node if is_even else None
-
-
-def _slurm_first_host(environ: Mapping[str, str]) -> str | None:
-    """Return the host of task 0: the first of the step's list, as in "gpu[03-05,9],login1".
-
-    The node that srun was called on is only the second choice: it may be a login node.
-    """
-    hosts = environ.get("SLURM_STEP_NODELIST", "")
-    match = re.match(r"([^\[,]+)(?:\[(\w+)[^\]]*\]([^,\[]*))?", hosts)
-    if match is None:
-        return environ.get("SLURM_LAUNCH_NODE_IPADDR")
-    return "".join(part or "" for part in match.groups())
-
-
-def _slurm_port(environ: Mapping[str, str], step: int) -> int | None:
-    """Return a port that every task of a step derives alike and other steps rarely share.
-
-    It lies below 32768, where Linux starts to hand out ports by itself.
-    """
-    job = _integer(environ, "SLURM_JOB_ID")
-    return None if job is None else 12_000 + (job * 31 + step) % 20_000
-
-
-# Reading ------------------------------------------------------------------------------------------
 
 
 def _integer(environ: Mapping[str, str], name: str) -> int | None:
@@ -272,3 +267,144 @@ def _check_range(rank_name: str, rank: int, size_name: str, size: int) -> None:
             f"{rank_name}={rank} and {size_name}={size} contradict each other: "
             f"expected a size of at least 1 and a rank in [0, size)"
         )
+
+
+# A world of one, refused or reported --------------------------------------------------------------
+
+
+class _Scheduler(NamedTuple):
+    """The variables of one scheduler; ``address`` is how a shell names the first node's.
+
+    ``each`` says how many ranks it asks for on each node, where that is part of its contract.
+    """
+
+    name: str
+    node: str
+    nodes: str
+    address: str
+    each: str = ""
+
+    def said(self, environ: Mapping[str, str]) -> str:
+        """Return what it says, and how a shell starts one or several ranks on a node.
+
+        "" if this process is not one of several; it may be where nobody says how many.
+        """
+        each = environ.get(self.each, "1")
+        is_one = environ.get(self.nodes, "") == "1" and (each == "1" or not each.isdecimal())
+        if is_one or self.node not in environ:
+            return ""
+        names = [name for name in (self.node, self.nodes, self.each) if name in environ]
+        count = f"${self.nodes}" if self.nodes else "HOW_MANY"
+        return (
+            f"{self.name} says {', '.join(f'{name}={environ[name]}' for name in names)}. "
+            f"For one rank in each: `export RANK=${self.node} WORLD_SIZE={count} "
+            f"MASTER_ADDR={self.address} MASTER_PORT=29500`. For several: `flrun -n RANKS --nnodes "
+            f"{count} --node-rank ${self.node} --rdzv A_SHARED_PATH PROGRAM`, or torchrun"
+        )
+
+
+_SCHEDULERS = (
+    _Scheduler(
+        *("SkyPilot", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES"),
+        '$(echo "$SKYPILOT_NODE_IPS" | head -n 1)',
+    ),
+    _Scheduler(
+        *("AWS Batch", "AWS_BATCH_JOB_NODE_INDEX", "AWS_BATCH_JOB_NUM_NODES"),
+        # It is not set on the main node itself.
+        "${AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS:-$(hostname -i)}",
+    ),
+    _Scheduler("dstack", "DSTACK_NODE_RANK", "DSTACK_NODES_NUM", "$DSTACK_MASTER_NODE_IP"),
+    _Scheduler(
+        *("Kubeflow (for torchrun)", "PET_NODE_RANK", "PET_NNODES"),
+        *("$PET_MASTER_ADDR", "PET_NPROC_PER_NODE"),
+    ),
+    _Scheduler("an indexed Job of Kubernetes", "JOB_COMPLETION_INDEX", "", "NAME_OF_INDEX_0"),
+    _Scheduler("PALS", "PALS_RANKID", "", "HOST_OF_RANK_0"),
+)
+
+
+def is_alone(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the user wants each process to be a world of its own."""
+    return environ.get(ALONE) == "1"
+
+
+def started_as(environ: Mapping[str, str] = os.environ) -> str:
+    """Return as what a launcher has started this process, if as one of several; else "".
+
+    "" as well where the user wants each process to be a world of its own.
+    """
+    said = _one_of_several(environ)
+    return f"this process was started as {said}" if said else _one_of_nodes(environ)
+
+
+def check_size_one(what: str, environ: Mapping[str, str] = os.environ) -> None:
+    """Refuse ``what``, which makes a world of one, to one of several ranks of a launcher.
+
+    Raises:
+        RendezvousError: the environment says that this process is one of several.
+    """
+    said = _one_of_several(environ)
+    if said:
+        raise RendezvousError(
+            f"{what} is a world of one process, and the environment says {said}: each of them "
+            "would work alone, and none would say so. Pass that rank and size, or no init_method, "
+            f"which reads them; or set {ALONE}=1 if each process is meant to be a world of its own"
+        )
+
+
+def check_schedulers(environ: Mapping[str, str] = os.environ) -> None:
+    """Refuse a world of one to a process that a scheduler has started on one of several nodes.
+
+    Raises:
+        RendezvousError: there is such a scheduler, and no rank and size; says what to set.
+    """
+    said = _one_of_nodes(environ)
+    if said:
+        raise RendezvousError(
+            "this process is one of several, and which rank of how many it is, is not set: each "
+            f"would be a world of its own, and not say so. {said}. If each process is meant to be "
+            f"a world of its own, set {ALONE}=1"
+        )
+
+
+def check_no_launcher(environ: Mapping[str, str] = os.environ) -> None:
+    """Refuse a world of one, where no launcher sets a rank, to what was started with others.
+
+    A single process in a Slurm job of several tasks only gets a warning, as srun was perhaps
+    forgotten: a shell or a batch script of a job is where single processes are tried out.
+
+    Raises:
+        RendezvousError: there is a place to meet, or a scheduler of nodes, and no rank and size.
+    """
+    if is_alone(environ):
+        return
+    if "FLASHLIGHT_FILE" in environ:
+        raise RendezvousError(
+            "FLASHLIGHT_FILE is set, as for a rank that was started with others, but RANK and "
+            "WORLD_SIZE are not: this process would work alone, and not say so. Pass them on as "
+            f"well, unset FLASHLIGHT_FILE, or set {ALONE}=1"
+        )
+    check_schedulers(environ)
+    tasks = environ.get("SLURM_NTASKS", environ.get("SLURM_NPROCS", ""))
+    if tasks.isdecimal() and int(tasks) > 1:
+        _log.warning(
+            "this process is a world of its own, in a Slurm job of %s tasks (SLURM_NTASKS): start "
+            "it by srun to use them all, or set %s=1 if one is meant",
+            tasks,
+            ALONE,
+        )
+
+
+def _one_of_several(environ: Mapping[str, str]) -> str:
+    """Return which rank of how many a launcher has started us as; "" if alone, or unclear."""
+    with contextlib.suppress(ValueError):  # of variables that say nothing definite
+        found = None if is_alone(environ) else detect(environ)
+        if found is not None and found.size > 1:
+            return f"rank {found.rank} of {found.size} ({found.said_by})"
+    return ""
+
+
+def _one_of_nodes(environ: Mapping[str, str]) -> str:
+    """Return what a scheduler of several nodes says, and what to do; "" if there is none."""
+    schedulers = () if is_alone(environ) else _SCHEDULERS
+    return next(filter(None, (each.said(environ) for each in schedulers)), "")

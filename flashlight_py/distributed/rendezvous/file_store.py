@@ -17,34 +17,208 @@ file's time is looked at, so clocks may differ.
 
 from __future__ import annotations
 
+import ipaddress
+import itertools
+import json
 import os
+import re
 import secrets
 import socket
+import stat
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple, NoReturn
 
-from flashlight_py.distributed.rendezvous.client import (
-    LONGEST_PAUSE,
+from flashlight_py.distributed.rendezvous.connecting import (
+    LOOPBACK,
     NobodyError,
+    Offer,
     SilentError,
     claim,
 )
-from flashlight_py.distributed.rendezvous.peers import check_member, this_process
-from flashlight_py.distributed.rendezvous.place import MeetingPoint, Offer
+from flashlight_py.distributed.rendezvous.meeting import LONGEST_PAUSE, MeetingPoint
 from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, Secret
-from flashlight_py.distributed.rendezvous.shared_directory import (
-    Announcement,
-    Name,
-    SharedDirectory,
-)
-from flashlight_py.distributed.rendezvous.sockets import LOOPBACK
+from flashlight_py.distributed.rendezvous.store import Peer, check_member, this_process
 from flashlight_py.distributed.rendezvous.wire import Greeting
+from flashlight_py.errors import RendezvousError
 from flashlight_py.interfaces import listen_everywhere, own_addresses
 
 # How long one announcement may keep us from the next, in seconds; and a rank 0 that was announced
 # at the same time as we were: both may be waiting for each other.
 _PATIENCE, _SHORT_PATIENCE = 2.0, 0.25
+
+VERSION = 2  # of the format of announcements
+
+_NONCE = "[0-9a-f]{16}"
+# What follows the run in the name of a file of each kind.
+_FORMS = {"run": r"-\d+", "ask": rf"-{_NONCE}", "tmp": r"-\d+"}
+
+
+class Name(NamedTuple):
+    """The parts of a file's name: its kind, the run that it belongs to, its number or owner."""
+
+    kind: str
+    run: str
+    rest: str
+
+    def __str__(self) -> str:
+        return "-".join(self)
+
+
+class Announcement(NamedTuple):
+    """An announcement of rank 0: its process, its address, and the secret of its run."""
+
+    peer: Peer
+    addresses: list[tuple[str, int]]
+    secret: str
+
+    def pack(self) -> bytes:
+        """Return a JSON object."""
+        record = {"version": VERSION, **self.peer._asdict()}
+        return json.dumps({**record, "addresses": self.addresses, "secret": self.secret}).encode()
+
+    @classmethod
+    def parse(cls, content: bytes) -> Announcement:
+        """Read what ``pack`` wrote.
+
+        Raises:
+            ValueError: it is none; says why.
+        """
+        try:
+            record = json.loads(content)
+        except (ValueError, RecursionError) as error:  # what is nested too deeply
+            raise ValueError("is truncated or none of ours") from error
+        version = record.get("version") if isinstance(record, dict) else None
+        if version != VERSION:
+            raise ValueError(f"has protocol version {version!r}, this process {VERSION}")
+        try:
+            addresses = [
+                (str(ipaddress.ip_address(host)), port) for host, port in record["addresses"]
+            ]
+            is_whole = all(port in range(1, 65536) for _, port in addresses)
+            bytes.fromhex(record["secret"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError("lacks what such a file must hold") from error
+        if not is_whole:
+            raise ValueError("has a port that is none")
+        return cls(Peer.from_record(record), addresses, record["secret"])
+
+
+class SharedDirectory:
+    """The files of one rendezvous path: ``<name>.<kind>-<run>-...`` in one directory.
+
+    They are small and immutable, and several hosts see them by operations that hold on NFS: a file
+    is created exclusively under a temporary name, closed (an NFS client sends everything at close)
+    and renamed, so it appears whole or not at all. Nothing is locked, no link is counted and no
+    file time is compared. Content is JSON; nothing is unpickled.
+
+    ``path`` may be an existing directory (the files in it are then named ``flashlight.*``) or a
+    path whose parent exists (files beside it, named after it). ``nonce`` is fresh for every object.
+
+    Raises:
+        RendezvousError: the directory is missing, is none, or nothing can be created in it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).absolute()
+        # os.path and not Path: what we may not look at is no directory of ours, and no crash.
+        inside = os.path.isdir(self.path)
+        self._directory = self.path if inside else self.path.parent
+        self._prefix = ("flashlight" if inside else self.path.name) + "."
+        forms = "|".join(f"{kind}-{_NONCE}{rest}" for kind, rest in _FORMS.items())
+        self._names = re.compile(re.escape(self._prefix) + f"({forms})", re.ASCII)
+        self.nonce = secrets.token_hex(8)
+        self._counter = itertools.count()
+        self._cache: dict[Name, Announcement] = {}
+        self.ignored: dict[str, str] = {}
+        # Who owns the files that we create, as the file's server sees it: one of NFS may map us to
+        # somebody else (root to nobody), so by geteuid() we would refuse our own files.
+        try:
+            probe = self._make_temporary(b"")
+            self._owner = probe.lstat().st_uid
+            probe.unlink(missing_ok=True)
+        except OSError as error:
+            self._refuse("create files in", error)
+
+    def names(self) -> set[Name]:
+        """Return the names of all files there are.
+
+        An NFS client may answer from a listing that it cached up to a minute ago. Making a file
+        in the directory changes the directory, so that the client has to ask again. A name is
+        opened only after a listing has shown it, hence a cached "no such file" cannot hide one.
+        """
+        try:
+            self._make_temporary(b"").unlink(missing_ok=True)
+            matches = map(self._names.fullmatch, os.listdir(self._directory))
+            return {Name(*match[1].split("-")) for match in matches if match}
+        except OSError as error:
+            self._refuse("list", error)
+
+    def write(self, name: Name, content: bytes = b"") -> None:
+        """Create the file ``name``; it appears with its whole content."""
+        try:
+            temporary = self._make_temporary(content)
+            with suppress(FileNotFoundError):  # a later run's rank 0 took it for a dead one's
+                temporary.rename(self._file(name))
+        except OSError as error:
+            self._refuse(f"create {name} in", error)
+
+    def read(self, name: Name, again: bool = False) -> Announcement | None:
+        """Return what ``name`` holds, or None if it is gone, another user's or unreadable.
+
+        Why a file was passed over is kept in ``ignored``, for the message of a later failure.
+        ``again``: look at the file also if it was read before.
+        """
+        if again or name not in self._cache:
+            # O_NONBLOCK: a FIFO that somebody put there must not block us before fstat sees it.
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            try:
+                with open(os.open(self._file(name), flags), "rb") as file:
+                    status = os.fstat(file.fileno())
+                    if not stat.S_ISREG(status.st_mode) or status.st_uid != self._owner:
+                        raise ValueError("belongs to another user or is no regular file")
+                    self._cache[name] = Announcement.parse(file.read())
+            except (OSError, ValueError) as error:
+                self.ignored[str(name)] = _why(error)
+                return None
+        return self._cache[name]
+
+    def remove(self, name: Name) -> None:
+        """Remove the file ``name`` if it is there and ours to remove."""
+        try:
+            self._file(name).unlink(missing_ok=True)
+        except OSError as error:
+            self.ignored[str(name)] = f"could not be removed ({error.strerror})"
+
+    def _file(self, name: Name) -> Path:
+        return self._directory / f"{self._prefix}{name}"
+
+    def _make_temporary(self, content: bytes) -> Path:
+        path = self._file(Name("tmp", self.nonce, str(next(self._counter))))
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(path, flags, 0o600)
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(content)
+        except OSError:
+            path.unlink(missing_ok=True)  # on a full disk there is room for its name alone
+            raise
+        return path
+
+    def _refuse(self, doing: str, error: OSError) -> NoReturn:
+        raise RendezvousError(
+            f"rendezvous at {self.path}: cannot {doing} {self._directory}: {error.strerror}; "
+            "FILE_PATH needs a parent directory that exists, that every rank sees and may write to"
+        ) from error
+
+
+def _why(error: OSError | ValueError) -> str:
+    if isinstance(error, PermissionError):
+        return "belongs to another user or may not be read"
+    return f"cannot be opened ({error.strerror})" if isinstance(error, OSError) else str(error)
 
 
 class FileStore(MeetingPoint):
@@ -83,11 +257,10 @@ class FileStore(MeetingPoint):
     def remedy(self) -> str:
         """Say what was passed over; see ``MeetingPoint``."""
         ignored = "; ".join(f"{name} {why}" for name, why in self._directory.ignored.items())
-        passed_over = f" (files passed over: {ignored})" if ignored else ""
-        what = (
+        return (
             "start every rank with the same FILE_PATH and world size, within reach of rank 0's host"
+            f"{f' (files passed over: {ignored})' if ignored else ''}"
         )
-        return f"{what}{passed_over}"
 
     # Rank 0 ---------------------------------------------------------------------------------------
 
@@ -102,7 +275,8 @@ class FileStore(MeetingPoint):
         names = self._directory.names()
         if self._announced is None:
             self._earlier = {name.run for name in names}
-        if not self._is_announced(names):
+        mine = self._announced
+        if mine not in names or self._directory.read(mine, again=True) != self._announcement:
             self._announce()
             names = self._directory.names()
         for offer in self._announced_by_others(names):
@@ -111,11 +285,11 @@ class FileStore(MeetingPoint):
                 self._greet_rival(offer)
         self.next_look = time.monotonic() + LONGEST_PAUSE
         is_asked = any(name.kind == "ask" and name.run == self.run for name in names)
-        return self._listen_outside() if is_asked and len(self._listeners) == 1 else None
-
-    def _is_announced(self, names: set[Name]) -> bool:
-        name = self._announced
-        return name in names and self._directory.read(name, again=True) == self._announcement
+        if not is_asked or len(self._listeners) > 1:
+            return None
+        self._listeners.append(listen_everywhere(0, self._backlog))
+        self._announce()
+        return self._listeners[-1]
 
     def _announce(self) -> None:
         """Write what the others need to know, as another file than before.
@@ -124,19 +298,13 @@ class FileStore(MeetingPoint):
         """
         before = self._announced
         self._announced = Name("run", self.run, str(int(before.rest) + 1 if before else 0))
-        ports = [int(listener.getsockname()[1]) for listener in self._listeners]
-        addresses = [(host, port) for port in ports[1:] for host in own_addresses()]
-        text = self.known.given.decode()
-        self._announcement = Announcement(self._me, [(LOOPBACK, ports[0]), *addresses], text)
+        first, *more = (int(listener.getsockname()[1]) for listener in self._listeners)
+        outside = ((host, port) for port in more for host in own_addresses())
+        addresses = [(LOOPBACK, first), *outside]
+        self._announcement = Announcement(self._me, addresses, self.known.given.decode())
         self._directory.write(self._announced, self._announcement.pack())
         if before is not None:
             self._directory.remove(before)
-
-    def _listen_outside(self) -> socket.socket:
-        listener = listen_everywhere(0, self._backlog)
-        self._listeners.append(listener)
-        self._announce()
-        return listener
 
     def _greet_rival(self, offer: Offer) -> None:
         """Find out whether another run's rank 0 lives; then one of us is too many."""

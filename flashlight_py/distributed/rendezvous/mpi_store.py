@@ -6,14 +6,12 @@ import atexit
 import os
 import sys
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from flashlight_py.distributed.rendezvous.environment import LaunchEnvironment, detect
-from flashlight_py.distributed.rendezvous.peers import Waiting, not_arrived
-from flashlight_py.distributed.rendezvous.store import Store
+from flashlight_py.distributed.rendezvous.store import Store, Waiting, not_arrived
 from flashlight_py.errors import BackendUnavailableError, RendezvousError
 
 _PAYLOAD, _NOTICE = 1, 2
@@ -72,7 +70,7 @@ class MpiStore(Store):
     """A store over ``MPI.COMM_WORLD``, which knows rank and size; initialises MPI.
 
     Messages go through a communicator of our own, so they cannot meet an application's.
-    ``timeout`` is in seconds for each exchange, None to wait for ever.
+    ``timeout`` is in seconds for each exchange.
 
     Raises:
         BackendUnavailableError: mpi4py or an MPI library is missing.
@@ -80,13 +78,11 @@ class MpiStore(Store):
         ValueError: the launcher's variables contradict each other.
     """
 
-    def __init__(
-        self, timeout: float | None = None, environ: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, timeout: float) -> None:
         self._mpi = load_mpi()
         world = self._mpi.COMM_WORLD
         self.rank, self.size = int(world.Get_rank()), int(world.Get_size())
-        check_world(detect(os.environ if environ is None else environ), self.size)
+        check_world(detect(), self.size)
         self._timeout = timeout
         self._wire: Any = world.Dup()
         self._failed = ""
@@ -107,13 +103,18 @@ class MpiStore(Store):
             raise self._error(self._failed or "this store was closed")
         got = {self.rank: bytes(payload)}
         sends = self._send(payload, _PAYLOAD)
-        deadline = None if self._timeout is None else time.monotonic() + self._timeout
+        deadline = time.monotonic() + self._timeout
         waiting = Waiting(self.rank == 0, "rendezvous by MPI")
         while len(got) < self.size or not self._mpi.Request.Testall(sends):
             if not self._receive(got):
                 self._check_notices()
-                self._check_deadline(deadline, got)
-                waiting.look(set(range(self.size)) - got.keys())
+                missing = set(range(self.size)) - got.keys()
+                if time.monotonic() >= deadline:
+                    late = not_arrived(missing, self.size, self._timeout) if missing else ""
+                    what = f"{late or 'sends are stuck'}; see whether a rank has raised"
+                    self._failed = f"{what} or still computes"
+                    raise self._error(self._failed)
+                waiting.look(missing)
                 # MPI offers nothing to wait for "a message of any of two kinds" with a timeout.
                 time.sleep(_PAUSE)
         return [got[rank] for rank in range(self.size)]
@@ -149,14 +150,6 @@ class MpiStore(Store):
             self._failed = f"rank {rank} aborted: {reason}"
             raise self._error(self._failed)
 
-    def _check_deadline(self, deadline: float | None, got: dict[int, bytes]) -> None:
-        if deadline is None or self._timeout is None or time.monotonic() < deadline:
-            return
-        missing = set(range(self.size)) - got.keys()
-        what = not_arrived(missing, self.size, self._timeout) if missing else "sends are stuck"
-        self._failed = f"{what}; see whether a rank has raised or still computes"
-        raise self._error(self._failed)
-
     def close(self) -> None:
         """Leave; collective. Frees the communicator; MPI itself ends with the process.
 
@@ -166,9 +159,8 @@ class MpiStore(Store):
         if self._wire is None or self._failed:
             return
         self._leaves = True
-        self.exchange(
-            b""
-        )  # the notice of a rank that aborted would be received in the next communicator
+        # Else the notice of a rank that aborted would be received in the next communicator.
+        self.exchange(b"")
         self._wire.Free()
         self._wire = None
 

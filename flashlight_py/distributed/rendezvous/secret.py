@@ -8,7 +8,6 @@ Processes of several hosts have none in common then, and whoever reaches rank 0'
 from __future__ import annotations
 
 import hmac
-import logging
 import os
 import secrets
 import stat
@@ -31,45 +30,12 @@ REMEDY = (
     "start every rank with the same MASTER_SECRET in its environment, for example from "
     "MASTER_SECRET=$(openssl rand -hex 32)"
 )
-# Of hosts whose processes were turned away so many are remembered, for the message of a failure.
-_MOST_NAMED = 8
-_log = logging.getLogger("flashlight_py")
 _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 def nonce() -> bytes:
     """Return fresh random bytes, which the other side's proof must be made of."""
     return secrets.token_bytes(NONCE_BYTES - len(_LINE_END)) + _LINE_END
-
-
-def warn_if_open(place: str, joined: str) -> None:
-    """Report that ranks have ``joined`` at ``place`` where nothing keeps strangers out."""
-    _log.warning(
-        "%s joined from another host, and this job has no secret: whoever can reach %s "
-        "could have joined, and had this program run what it sends; %s",
-        joined,
-        place,
-        REMEDY,
-    )
-
-
-class TurnedAway:
-    """Hosts whose processes came to ``place`` and know another secret; each is reported once."""
-
-    def __init__(self, place: str) -> None:
-        self._place = place
-        self._hosts: set[str] = set()
-
-    def add(self, host: str, reason: str) -> None:
-        """Remember ``host`` unless there are many, and report the ``reason``."""
-        if host not in self._hosts and len(self._hosts) < _MOST_NAMED:
-            self._hosts.add(host)
-            _log.warning("rendezvous at %s: %s, and was turned away", self._place, reason)
-
-    def __str__(self) -> str:
-        hosts = ", ".join(sorted(self._hosts))
-        listed = f"; processes on {hosts} were turned away, as they know another secret: {REMEDY}"
-        return listed if hosts else ""
 
 
 def proof(key: bytes, *facts: bytes) -> bytes:
@@ -92,14 +58,13 @@ class Secret:
     source: str
 
     @classmethod
-    def find(cls, one_host: bool, environ: Mapping[str, str] | None = None) -> Secret:
+    def find(cls, one_host: bool, environ: Mapping[str, str] = os.environ) -> Secret:
         """Return the secret that ``environ`` (default: ``os.environ``) or else the user's file has.
 
         Raises:
             RendezvousError: neither is there, and the file cannot be created, or is not the
                 user's alone.
         """
-        environ = os.environ if environ is None else environ
         for name in VARIABLES:
             if name in environ:
                 if not environ[name]:

@@ -3,8 +3,22 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping, Sequence
-from typing import Any
+import functools
+import logging
+import os
+import socket
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flashlight_py.errors import RendezvousError
+
+# The rank of a process that takes whichever is free.
+ANY_RANK = -1
+# When rank 0 first says who is missing, and how often after that, in seconds.
+FIRST_SECONDS, NEXT_SECONDS = 10.0, 30.0
+_log = logging.getLogger("flashlight_py")
 
 
 class Store(abc.ABC):
@@ -79,3 +93,143 @@ class SubStore(Store):
 
     def close(self) -> None:
         """Do nothing: the store that is wrapped is closed by whoever made it."""
+
+
+class Peer(NamedTuple):
+    """A process of this or another machine.
+
+    ``machine`` differs between kernels and PID namespaces, ``started`` between a process and a
+    later one with the same PID; both are empty where /proc does not say.
+    """
+
+    host: str
+    pid: int
+    machine: str = ""
+    started: str = ""
+
+    def __str__(self) -> str:
+        return f"host {self.host}, pid {self.pid}"
+
+    def is_gone(self) -> bool:
+        """Return whether this process is known to be dead; False where that cannot be known."""
+        is_of_this_machine = bool(self.machine) and self.machine == _machine()
+        return is_of_this_machine and self.started != _start_time(self.pid)
+
+    def twin(self, others: Iterable[Peer]) -> Peer | None:
+        """Return one of ``others`` that is known to be on the same machine."""
+        same = (each for each in others if each.machine and each.machine == self.machine)
+        return next(same, None)
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, object]) -> Peer:
+        """Read what ``_asdict`` returned, wherever it went through; never fails."""
+        pid = record.get("pid")
+        texts = {key: str(record.get(key, "")) for key in ("host", "machine", "started")}
+        return cls(pid=pid if isinstance(pid, int) else 0, **texts)
+
+
+def this_process() -> Peer:
+    """Return the peer that this process is."""
+    machine = _machine()
+    started = _start_time(os.getpid())
+    return Peer(socket.gethostname(), os.getpid(), machine if started else "", started)
+
+
+@functools.cache
+def _machine() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+    return f"{socket.gethostname()} {boot} {namespace}"
+
+
+def _start_time(pid: int) -> str:
+    """Return when ``pid`` started, in the kernel's ticks, or "" if it has ended (proc(5), stat)."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return ""
+    # The second field is the command in parentheses and may hold spaces and parentheses.
+    fields = stat.rpartition(")")[2].split()
+    has_ended = fields[0] in "ZX"
+    return "" if has_ended else fields[19]
+
+
+def check_member(rank: int, size: int, timeout: float) -> None:
+    """Check what a store is constructed with.
+
+    Raises:
+        ValueError: ``size`` < 1, ``rank`` not in [0, size), or ``timeout`` <= 0 seconds.
+    """
+    if size < 1:
+        raise ValueError(f"world_size must be at least 1, got {size}")
+    if not 0 <= rank < size:
+        raise ValueError(f"world_rank must be from 0 to {size - 1} (world_size - 1), got {rank}")
+    if not timeout > 0:
+        raise ValueError(f"the timeout must be more than 0 seconds, got {timeout}")
+
+
+def check_apart(rank: int, peers: Sequence[Peer]) -> None:
+    """Refuse ranks that are one process, given the process of each.
+
+    Raises:
+        RendezvousError: two are, as two threads of it may be; so on every rank.
+    """
+    for peer in peers:
+        same = [other for other, each in enumerate(peers) if each == peer and peer.machine]
+        if len(same) > 1:
+            raise RendezvousError(
+                f"rank {rank} of {len(peers)}: {name_ranks(same)} are one process ({peer}), "
+                "as threads of a Dask worker may be: a rank is a process of its own, since there "
+                "is one world in each. Start one process for each rank, with Dask workers of one "
+                "thread (processes=True, threads_per_worker=1)"
+            )
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """Return "rank 2" or "ranks 2, 3"."""
+    numbers = sorted(ranks)
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
+def not_arrived(missing: Iterable[int], size: int, timeout: float) -> str:
+    """Return the sentence that names the ``missing`` ranks after ``timeout`` seconds."""
+    numbers = sorted(missing)
+    verb = "have" if len(numbers) > 1 else "has"
+    return f"{name_ranks(numbers)} of {size} {verb} not arrived within {timeout:g} s"
+
+
+def cannot_be_reached(who: str, seconds: float) -> str:
+    """Return the sentence about ``who``, of whose host nothing has come for ``seconds``."""
+    return (
+        f"{who} cannot be reached for {seconds:g} s: its host, this one "
+        f"({socket.gethostname()}) or the network between them is down; hosts that may be silent "
+        "for longer get params={'HOST_TIMEOUT': seconds}"
+    )
+
+
+class Waiting:
+    """One wait for others, in which ``reports`` says whether to report who is missing.
+
+    Where all can, rank 0 alone does; for the first time after ``first`` seconds, or the usual ones.
+    """
+
+    def __init__(self, reports: bool, how: str, first: float | None = None) -> None:
+        self._reports, self._how = reports, how
+        self._began = time.monotonic()
+        self._due = self._began + (FIRST_SECONDS if first is None else first)
+
+    def look(self, missing: Collection[int], why: str = "") -> None:
+        """Log who is ``missing``, if it is time to, and ``why`` if that is known."""
+        now = time.monotonic()
+        if not self._reports or now < self._due or not missing:
+            return
+        self._due += NEXT_SECONDS
+        names, seconds = name_ranks(missing), now - self._began
+        _log.warning("Still waiting for %s (%.0f s): %s%s", names, seconds, self._how, why)
+
+    def until(self, deadline: float) -> float:
+        """Return when to look again, at the latest: a time of ``time.monotonic``."""
+        return min(deadline, self._due) if self._reports else deadline

@@ -15,11 +15,17 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from flashlight_py.distributed.rendezvous.client import NobodyError, claim
-from flashlight_py.distributed.rendezvous.peers import check_member, this_process
-from flashlight_py.distributed.rendezvous.place import MeetingPoint, Offer
+from flashlight_py.distributed.rendezvous.connecting import (
+    NobodyError,
+    Offer,
+    claim,
+    is_local,
+    listen,
+    resolved,
+)
+from flashlight_py.distributed.rendezvous.meeting import MeetingPoint
 from flashlight_py.distributed.rendezvous.secret import Secret
-from flashlight_py.distributed.rendezvous.sockets import is_local, listen, resolved
+from flashlight_py.distributed.rendezvous.store import check_member, this_process
 from flashlight_py.distributed.rendezvous.wire import Greeting
 from flashlight_py.interfaces import is_own
 
@@ -81,7 +87,7 @@ class TcpStore(MeetingPoint):
         if self.rank == 0 or self.one_host:
             return ""
         try:
-            found = [each[1] for address in self._addresses for each in resolved(*address)]
+            found = [each for address in self._addresses for each in resolved(*address)]
         except OSError:
             return ""
         if not all(is_own(each[0], each[2:]) for each in found):

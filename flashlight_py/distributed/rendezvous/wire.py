@@ -10,26 +10,32 @@ in a way that no content can harm.
 from __future__ import annotations
 
 import enum
+import errno
 import hmac
+import ipaddress
 import socket
 import struct
+import sys
 import time
 from collections import deque
 from collections.abc import Container, Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from flashlight_py.distributed.rendezvous.peers import ANY_RANK, Peer
-from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, proof
-from flashlight_py.distributed.rendezvous.sockets import UNREACHABLE, watch_over
+from flashlight_py.distributed.rendezvous.secret import proof
+from flashlight_py.distributed.rendezvous.store import ANY_RANK, Peer
 
 _MAGIC = b"FLrv"
 _VERSION = 2
 _HEADER = struct.Struct("!4sHHQ")
 _LENGTH = struct.Struct("!Q")
 _MAPPED = "::ffff:"
+# What a connection ends by whose other end is silent: it was not closed there.
+_UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN}
+_PROBES = 5
 EMPTY_BYTES = _HEADER.size  # of a message without a body
 CHUNK_BYTES = 1 << 20  # that are read at a time
-_PROOF_BYTES = 32
+PROOF_BYTES = 32
 # Who has proven nothing yet may send at most this many bytes; only a handshake precedes it.
 _UNPROVEN_LIMIT = 4096
 _MEMBER_LIMIT = 1 << 40
@@ -43,9 +49,7 @@ class Kind(enum.IntEnum):
     PAYLOAD = 3  # client: its payload of the next round
     ROSTER = 4  # rank 0: everybody's payload
     LATE = 5  # client: my time is up; its body: the round, as decimal text
-    FAILURE = (
-        6  # either, after WELCOME: why this run fails, or has no place for the client, as text
-    )
+    FAILURE = 6  # either, after WELCOME: why the run fails, or has no place for the client, as text
     GOODBYE = 7  # client: I leave
     CHALLENGE = 8  # rank 0: its nonce
     PROOF = 9  # client: its proof that it knows the secret, and its greeting
@@ -98,35 +102,24 @@ def _printable(text: str) -> str:
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
-class Handshake:
-    """One side's view of a handshake: both nonces, and the key that both sides should know."""
+class Handshake(NamedTuple):
+    """One side's view of a handshake: the key that both sides should know, and both nonces."""
 
-    def __init__(self, key: bytes, client_nonce: bytes, server_nonce: bytes) -> None:
-        self.key, self._nonces = key, (client_nonce, server_nonce)
-
-    @staticmethod
-    def is_nonce(body: bytes) -> bool:
-        return len(body) == NONCE_BYTES
+    key: bytes
+    client_nonce: bytes
+    server_nonce: bytes
 
     def of_client(self, greeting: bytes) -> bytes:
         """Return a client's proof and greeting."""
-        return proof(self.key, b"client", *self._nonces, greeting) + greeting
+        return proof(self.key, b"client", *self[1:], greeting) + greeting
 
     def of_server(self) -> bytes:
         """Return the proof of rank 0."""
-        return proof(self.key, b"server", *self._nonces)
+        return proof(self.key, b"server", *self[1:])
 
     def check_client(self, body: bytes) -> bool:
         """Return whether ``body`` is what a client with our key would send."""
-        return hmac.compare_digest(body, self.of_client(self.greeting_of(body)))
-
-    def check_server(self, body: bytes) -> bool:
-        """Return whether ``body`` is what a rank 0 with our key would send."""
-        return hmac.compare_digest(body, self.of_server())
-
-    @staticmethod
-    def greeting_of(body: bytes) -> bytes:
-        return body[_PROOF_BYTES:]
+        return hmac.compare_digest(body, self.of_client(body[PROOF_BYTES:]))
 
 
 class Connection:
@@ -160,11 +153,18 @@ class Connection:
     def trust(self, host_timeout: float) -> None:
         """Accept long messages from now on; end when the other host is silent for so many seconds.
 
-        0: do not. The kernel asks, and answers, so that what a process does meanwhile is no matter.
+        0: do not. The kernel asks, and answers, so that what a process does meanwhile is no matter,
+        unless it takes nothing for so long while its kernel has no more room.
         """
         self._limit = _MEMBER_LIMIT
         if host_timeout:
-            watch_over(self.wire, host_timeout)
+            interval = max(1, int(host_timeout / _PROBES))
+            self.wire.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            self.wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, interval)
+            self.wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval)
+            self.wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+            milliseconds = int(host_timeout * 1000)
+            self.wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
 
     def send(self, kind: Kind, body: bytes, deadline: float) -> bool:
         """Send a message; return whether it went out before the deadline and the peer's end."""
@@ -188,7 +188,7 @@ class Connection:
         except OSError as error:
             if isinstance(error, TimeoutError) and error.errno is None:  # ours, not the kernel's
                 return
-            self.is_unreachable = error.errno in UNREACHABLE
+            self.is_unreachable = error.errno in _UNREACHABLE
             data = b""
         self.has_ended = not data
         self._buffer += data
@@ -221,44 +221,55 @@ class Connection:
         except OSError:  # it has gone already
             self.has_ended = True
 
-    def close(self) -> None:
-        self.wire.close()
-
-    def is_closed(self) -> bool:
-        """Return whether this side has closed the socket."""
-        return self.wire.fileno() < 0
-
     def _take_message(self) -> bool:
-        if len(self._buffer) < _HEADER.size:
-            if not _MAGIC.startswith(bytes(self._buffer[: len(_MAGIC)])):
-                raise WireError("no message of a flashlight_py rendezvous")
-            return False
-        kind, length = self._read_header()
-        end = _HEADER.size + length
-        if len(self._buffer) < end:
-            return False
-        self.inbox.append(Message(kind, bytes(self._buffer[_HEADER.size : end])))
-        del self._buffer[:end]
-        return True
-
-    def _read_header(self) -> tuple[Kind, int]:
-        magic, version, kind, length = _HEADER.unpack_from(self._buffer)
-        if magic != _MAGIC:
+        if not _MAGIC.startswith(bytes(self._buffer[: len(_MAGIC)])):
             raise WireError("no message of a flashlight_py rendezvous")
+        if len(self._buffer) < _HEADER.size:
+            return False
+        _, version, kind, length = _HEADER.unpack_from(self._buffer)
         if version != _VERSION:
             raise WireError(f"protocol version {version}, this process has {_VERSION}")
         if length > self._limit:
             raise WireError(f"a message of {length} bytes where at most {self._limit} are taken")
-        try:
-            return Kind(kind), length
-        except ValueError:
-            raise WireError(f"unknown kind of message {kind}") from None
+        if kind not in list(Kind):
+            raise WireError(f"unknown kind of message {kind}")
+        end = _HEADER.size + length
+        if len(self._buffer) < end:
+            return False
+        self.inbox.append(Message(Kind(kind), bytes(self._buffer[_HEADER.size : end])))
+        del self._buffer[:end]
+        return True
 
 
 def plain(address: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return an IPv4 address that a socket for both families writes as one of IPv6, as it is."""
     host = str(address[0])
     return (host.removeprefix(_MAPPED), address[1]) if host.startswith(_MAPPED) else address
+
+
+def user_of(theirs: tuple[Any, ...], ours: tuple[Any, ...]) -> int | None:
+    """Return the user whose socket at ``theirs`` is connected to ours; None if none of this host.
+
+    The kernel's own word, net/tcp of proc(5). A socket that its process has closed has no inode
+    there and is listed as root's.
+    """
+    wanted = [_in_hex(theirs), _in_hex(ours)]
+    table = Path("/proc/net/tcp6" if ":" in theirs[0] else "/proc/net/tcp")
+    if not table.exists():
+        return None
+    for line in table.read_text().splitlines()[1:]:
+        _, *ends, _, _, _, _, user, _, inode = line.split()[:10]
+        if ends == wanted and inode != "0":
+            return int(user)
+    return None
+
+
+def _in_hex(address: tuple[Any, ...]) -> str:
+    """Return an address as net/tcp has it: words of 32 bits of the host's byte order."""
+    packed = ipaddress.ip_address(address[0].partition("%")[0]).packed
+    words = (packed[at : at + 4] for at in range(0, len(packed), 4))
+    host = "".join(f"{int.from_bytes(word, sys.byteorder):08X}" for word in words)
+    return f"{host}:{address[1]:04X}"
 
 
 def join_payloads(payloads: Iterable[bytes]) -> bytes:

@@ -34,18 +34,15 @@ class _OpenBlas:
     def set(self, threads: int) -> None:
         self.library[self.spelling.format("set_num_threads")](ctypes.c_int(threads))
 
-    def core_type(self) -> str:
-        """Return whose instructions it computes with, such as Haswell: other ones, other bits."""
-        name = self.library[self.spelling.format("get_corename")]
-        name.restype = ctypes.c_char_p
-        found: bytes = name()
+    def text(self, name: str) -> str:
+        function = self.library[self.spelling.format(name)]
+        function.restype = ctypes.c_char_p
+        found: bytes = function()
         return found.decode()
 
     def default(self) -> int:
         """Return the threads that it has unless somebody has chosen: one for each core."""
-        config = self.library[self.spelling.format("get_config")]
-        config.restype = ctypes.c_char_p
-        most = re.search(rb"MAX_THREADS=(\d+)", config())
+        most = re.search(r"MAX_THREADS=(\d+)", self.text("get_config"))
         cores = self.ask("get_num_procs")
         return min(cores, int(most[1])) if most else cores
 
@@ -89,7 +86,8 @@ def use_one_thread() -> tuple[int, str]:
             _limited.append((each, had))
             each.set(1)
     threads = max((each.ask("get_num_threads") for each in found), default=0)
-    return threads, ", ".join(sorted({each.core_type() for each in found}))
+    # Other instructions (Haswell's, say) make other bits.
+    return threads, ", ".join(sorted({each.text("get_corename") for each in found}))
 
 
 def restore() -> None:

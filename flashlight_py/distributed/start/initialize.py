@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import json
 import logging
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from flashlight_py import _native
 from flashlight_py.cores import fair_share
+from flashlight_py.distributed.backend import Backend
+from flashlight_py.distributed.backends.gloo import GlooBackend
+from flashlight_py.distributed.backends.hierarchical import HierarchicalBackend
+from flashlight_py.distributed.backends.shm import ShmBackend
+from flashlight_py.distributed.backends.single import SingleBackend
 from flashlight_py.distributed.constants import DistributedInit
 from flashlight_py.distributed.failures import abort, watchdog
+from flashlight_py.distributed.failures.agreement import between_hosts
 from flashlight_py.distributed.failures.flight_record import Flight, default_folder, new_job
 from flashlight_py.distributed.groups import open_groups
 from flashlight_py.distributed.groups.group import ProcessGroup
@@ -27,28 +34,47 @@ from flashlight_py.distributed.groups.world import (
     is_distributed_init,
     set_world,
 )
-from flashlight_py.distributed.rendezvous.alone import (
+from flashlight_py.distributed.rendezvous.environment import (
+    LaunchEnvironment,
     check_no_launcher,
     check_schedulers,
     check_size_one,
+    detect,
     is_alone,
 )
-from flashlight_py.distributed.rendezvous.environment import LaunchEnvironment, detect
 from flashlight_py.distributed.rendezvous.file_store import FileStore
 from flashlight_py.distributed.rendezvous.mpi_store import MpiStore
-from flashlight_py.distributed.rendezvous.peers import Peer, check_apart, check_member, this_process
 from flashlight_py.distributed.rendezvous.secret import nonce, proof
-from flashlight_py.distributed.rendezvous.store import Store
+from flashlight_py.distributed.rendezvous.store import (
+    Peer,
+    Store,
+    SubStore,
+    check_apart,
+    check_member,
+    this_process,
+)
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
 from flashlight_py.distributed.start import blas
-from flashlight_py.distributed.start.connect import connect, gpu_joiner
-from flashlight_py.distributed.start.devices import DeviceRule
-from flashlight_py.distributed.start.hosts import host_identity, local_place
-from flashlight_py.distributed.start.routes import address_between_hosts
 from flashlight_py.distributed.start.settings import Settings, read_init_method
-from flashlight_py.errors import GroupClosedError, RendezvousError, UnavailableEverywhereError
+from flashlight_py.distributed.start.topology import (
+    DeviceRule,
+    address_between_hosts,
+    address_inside,
+    exchange_process_info,
+    host_identity,
+    ranks_by_memory,
+)
+from flashlight_py.errors import (
+    BackendUnavailableError,
+    GroupClosedError,
+    RendezvousError,
+    UnavailableEverywhereError,
+)
 from flashlight_py.interfaces import own_addresses
 
+# A wing: found by its name, when it is asked for.
+_MPI = "flashlight_py.distributed.backends.mpi.joining"
+_MPI_LAUNCHERS = ("openmpi", "pmi", "mvapich")
 _log = logging.getLogger("flashlight_py")
 
 StoreFactory = Callable[[], Store]
@@ -197,7 +223,13 @@ def _choose(
         return _by_environment(given, settings)
     found = None if method is None and is_alone() else detect()
     if method is DistributedInit.ENV:
-        return _by_environment(_agreeing(_require(found), rank, size), settings)
+        found = _require(found)
+        if (rank, size) not in ((-1, -1), (found.rank, found.size)):
+            raise ValueError(
+                f"world_rank={rank} and world_size={size} are passed, and the environment says "
+                f"rank {found.rank} of {found.size} ({found.said_by}); leave them out with ENV"
+            )
+        return _by_environment(found, settings)
     if rank != -1 or size != -1 or settings.file_path is not None:
         raise ValueError(
             "world_rank, world_size and FILE_PATH belong to DistributedInit.FILE_SYSTEM; pass it "
@@ -206,7 +238,7 @@ def _choose(
     if found is None:
         check_no_launcher()
         return None
-    if found.launcher in ("openmpi", "pmi", "mvapich") and not found.file:
+    if found.launcher in _MPI_LAUNCHERS and not found.file:
         return lambda: MpiStore(settings.timeout)
     return _by_environment(found, settings)
 
@@ -219,23 +251,10 @@ def _by_address(
     if (rank, size) == (-1, -1):
         found = _require(detect())
     else:
-        found = _given(
-            rank, size, settings.timeout, f"distributed_init('tcp://{host}:{port}', 0, 1)"
-        )
-    here = dataclasses.replace(
-        found, file=None, master_address=host, master_port=port, addresses=()
-    )
+        how = f"distributed_init('tcp://{host}:{port}', 0, 1)"
+        found = _given(rank, size, settings.timeout, how)
+    here = replace(found, file=None, master_address=host, master_port=port, addresses=())
     return _by_environment(here, settings)
-
-
-def _agreeing(found: LaunchEnvironment, rank: int, size: int) -> LaunchEnvironment:
-    """Refuse a rank and size that are given as well and differ."""
-    if (rank, size) not in ((-1, -1), (found.rank, found.size)):
-        raise ValueError(
-            f"world_rank={rank} and world_size={size} are passed, and the environment says rank "
-            f"{found.rank} of {found.size} ({found.said_by}); leave them out with ENV"
-        )
-    return found
 
 
 def _given(rank: int, size: int, timeout: float, how: str) -> LaunchEnvironment:
@@ -271,7 +290,7 @@ def _by_environment(found: LaunchEnvironment, settings: Settings) -> StoreFactor
     if host is not None and port is not None:
         one_host = found.local_size == size
         return lambda: TcpStore(host, port, rank, size, timeout, one_host, found.addresses)
-    if found.launcher in ("openmpi", "pmi", "mvapich"):
+    if found.launcher in _MPI_LAUNCHERS:
         return lambda: MpiStore(timeout)
     raise RendezvousError(
         f"the environment says rank {rank} of {size} ({found.said_by}) but not where to meet; set "
@@ -322,20 +341,21 @@ def _connect(store: Store, settings: Settings) -> World:
         job=new_job(),
         cores=sorted(os.sched_getaffinity(0)),
         nonce=nonce().hex(),
-        process=this_process().as_record(),
+        process=this_process()._asdict(),
         addresses=own_addresses(),
     )
     texts = store.exchange(json.dumps(mine).encode())
     # Also where the exchange can be overheard, nobody without the secret can make this key.
-    settings = dataclasses.replace(settings, job_key=proof(store.secret, *texts))
+    settings = replace(settings, job_key=proof(store.secret, *texts))
     cards = [_Card(*json.loads(text)) for text in texts]
     check_apart(store.rank, [Peer.from_record(card.process) for card in cards])
     hosts = [card.host for card in cards]
-    local_rank, local_size = local_place(store.rank, hosts)
+    local_peers = [rank for rank, host in enumerate(hosts) if host == mine.host]
+    local_rank, local_size = local_peers.index(store.rank), len(local_peers)
     if local_size < store.size:
         everyones = [card.addresses for card in cards]
         address = address_between_hosts(store, hosts, everyones, settings.interface)
-        settings = dataclasses.replace(settings, address=address)
+        settings = replace(settings, address=address)
     connection = connect(store, settings)
     if connection.problem and store.rank == 0:
         _log.warning("using Gloo instead of shared memory, slower: %s", connection.problem)
@@ -349,9 +369,19 @@ def _connect(store: Store, settings: Settings) -> World:
 
 
 def _joiner(rule: DeviceRule, settings: Settings) -> Joiner:
+    """Return what joins the ranks of a group, its GPUs, and those of one with another timeout."""
+
+    def join_gpus(cpu: Backend) -> Backend:
+        cupy_side = cpu.cupy_side()
+        if cupy_side is not None:
+            return cupy_side
+        from flashlight_py.distributed.backends.nccl.joining import join_gpus
+
+        return join_gpus(rule, settings.timeout, settings.joining_seconds, cpu)
+
     return Joiner(
         lambda members: connect(members, settings).backend,
-        gpu_joiner(rule, settings),
+        join_gpus,
         lambda seconds: _joiner(rule, settings.limited(seconds)),
     )
 
@@ -380,3 +410,133 @@ def _join_gpus_at_once(group: ProcessGroup, settings: Settings) -> None:
             return
         group.close()
         raise
+
+
+# The backend, with the reason why it was chosen --------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A backend and the reason why it was chosen.
+
+    ``problem`` is why ranks that could share memory do not; empty where all do.
+    """
+
+    backend: Backend
+    why: str
+    problem: str = ""
+
+
+def connect(store: Store, settings: Settings) -> Choice:
+    """Join the ranks of ``store``. Collective; every rank makes the same choice.
+
+    Raises:
+        BackendUnavailableError: the backend that was asked for, or every one, is unavailable, or
+            the environments differ in FLASHLIGHT_CHECKS.
+        PeerLostError, CollectiveTimeoutError: a rank could not be connected.
+    """
+    if store.size == 1:
+        return Choice(SingleBackend(), "the world is this process alone")
+    exchange_process_info(store, settings.checks)
+    if settings.backend != "mpi":
+        return _by_cpu(store, settings)
+
+    def join_cpus() -> Backend:  # which only compare calls
+        return _by_cpu(store, replace(settings, backend="auto", checks=True)).backend
+
+    how = settings.timeout, settings.checks, settings.mpi_cuda_aware
+    backend = import_module(_MPI).join(store, join_cpus, *how)
+    return Choice(backend, f"BACKEND is mpi; calls are compared over {backend.control.path}")
+
+
+def _by_cpu(store: Store, settings: Settings) -> Choice:
+    if settings.backend == "gloo":
+        return Choice(_gloo(store, settings), "BACKEND is gloo")
+    hosts, apart = ranks_by_memory(store)
+    if settings.backend == "shm":
+        if len(hosts) > 1:
+            raise UnavailableEverywhereError(
+                "BACKEND is shm, but the ranks do not all share memory; those that do: "
+                f"{hosts}{apart and f' ({apart})'}. Leave BACKEND out to use Gloo between them"
+            )
+        return Choice(ShmBackend(store, settings.timeout), "BACKEND is shm")
+    if len(hosts) == store.size:
+        why = f"no two ranks share memory{apart and f': {apart}'}"
+        return Choice(_gloo(store, settings), why, apart)
+    return _shared(store, settings, hosts, apart)
+
+
+def _shared(store: Store, settings: Settings, hosts: Sequence[Sequence[int]], apart: str) -> Choice:
+    """Use the memory that ranks share; where that fails on any host, all use Gloo alone."""
+    inside, problem = _inside(store, settings, hosts)
+    problems = store.exchange(problem.encode(errors="backslashreplace"))
+    failed = next((text.decode() for text in problems if text), "")
+    if failed:
+        if inside is not None:
+            inside.close()
+        why = f"shared memory cannot be used: {failed}"
+        return Choice(_gloo(store, settings), why, failed)
+    assert inside is not None
+    if len(hosts) == 1:
+        return Choice(inside, "all ranks share this host's memory")
+    flat, between = _between(store, settings, hosts)
+    backend = HierarchicalBackend(
+        store.rank, hosts, inside, between, flat, settings.timeout, settings.checks
+    )
+    sizes = ", ".join(str(len(host)) for host in hosts)
+    why = f"{len(hosts)} hosts with {sizes} ranks: shared memory inside, Gloo between"
+    return Choice(backend, f"{why}{apart and f'; {apart}'}", apart)
+
+
+def _inside(
+    store: Store, settings: Settings, hosts: Sequence[Sequence[int]]
+) -> tuple[Backend | None, str]:
+    """Join this host's ranks; returns why it failed, if it did. Two exchanges in any case."""
+    local_peers = next(host for host in hosts if store.rank in host)
+    if len(local_peers) == 1:
+        store.exchange(b"")
+        store.exchange(b"")
+        return SingleBackend(), ""
+    try:
+        return ShmBackend(SubStore(store, local_peers), settings.timeout), ""
+    except BackendUnavailableError as error:
+        return None, str(error)
+
+
+def _between(
+    store: Store, settings: Settings, hosts: Sequence[Sequence[int]]
+) -> tuple[Backend, Backend | None]:
+    """Join all ranks, and the ranks of one place on their hosts; three exchanges in any case."""
+    settings = replace(settings, timeout=between_hosts(settings.timeout))
+    flat = _gloo(store, settings, lazily=True)
+    local = next(host.index(store.rank) for host in hosts if store.rank in host)
+    leaders = min(len(host) for host in hosts)
+    if local >= leaders:
+        store.exchange(b"")
+        store.exchange(b"")
+        return flat, None
+    leading = SubStore(store, [host[local] for host in hosts])
+    return flat, _gloo(leading, settings, is_watched=True)
+
+
+def _gloo(
+    store: Store, settings: Settings, lazily: bool = False, is_watched: bool = False
+) -> Backend:
+    """Connect through Gloo, on the loopback where that joins all; two exchanges.
+
+    ``lazily``: no ranks before they need each other.
+    """
+    _native.load("gloo")
+    identities = store.exchange(host_identity())
+    one_host = len(set(identities)) == 1
+    return GlooBackend(
+        store,
+        address_inside(settings.interface) if one_host else settings.address,
+        settings.timeout,
+        settings.joining_seconds,
+        settings.job_key,
+        identities,
+        settings.host_timeout,
+        lazily,
+        is_watched,
+    )

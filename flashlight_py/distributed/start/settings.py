@@ -77,7 +77,12 @@ class Settings:
         if not isinstance(params, Mapping):
             raise TypeError(f"params must be a dict, got {type(params).__name__}")
         for key in params:
-            _check_key(key)
+            if key not in KNOWN:
+                (near,) = difflib.get_close_matches(str(key).upper(), KNOWN, n=1, cutoff=0.0)
+                known = ", ".join(KNOWN)
+                raise ValueError(
+                    f"params has an unknown key {key!r}; did you mean {near!r}? Known: {known}"
+                )
         values = {key: value for key, value in params.items() if value is not None}
         return cls(
             file_path=_path(values.get(Keys.FILE_PATH)),
@@ -96,15 +101,6 @@ def interface_asked(value: Any = None) -> str:
     """Return the interface or address to use between hosts: of ``params``, else the environment."""
     asked = (value, *map(os.environ.get, INTERFACES))
     return next((str(each) for each in asked if each), "")
-
-
-def _check_key(key: object) -> None:
-    if key in KNOWN:
-        return
-    near = difflib.get_close_matches(str(key).upper(), KNOWN, n=1, cutoff=0.0)
-    raise ValueError(
-        f"params has an unknown key {key!r}; did you mean {near[0]!r}? Known: {', '.join(KNOWN)}"
-    )
 
 
 def _path(value: Any) -> str | None:
@@ -130,33 +126,33 @@ def _count(value: Any) -> int | None:
     return int(value)
 
 
-def _seconds(value: Any) -> float:
+def _number(value: Any) -> float:
+    """Return ``value`` as a number; NaN, which is in no range, if it is none."""
     try:
-        seconds = float(value)
+        return float(value)
     except (TypeError, ValueError):
-        seconds = math.nan
-    if not 0 < seconds <= MOST_SECONDS:
+        return math.nan
+
+
+def _seconds(value: Any) -> float:
+    if not 0 < _number(value) <= MOST_SECONDS:
         raise ValueError(
             f"params['TIMEOUT'] must be a positive number of seconds, at most {MOST_SECONDS:.0f}, "
             f"got {value!r}"
         )
-    return seconds
+    return float(value)
 
 
 def _host_seconds(value: Any) -> float:
-    source = f"params[{Keys.HOST_TIMEOUT!r}]" if value is not None else HOST_TIMEOUT
+    source = f"params[{Keys.HOST_TIMEOUT!r}]"
     if value is None:
-        value = os.environ.get(HOST_TIMEOUT) or DEFAULT_HOST_TIMEOUT
-    try:
-        seconds = float(value)
-    except (TypeError, ValueError):
-        seconds = math.nan
-    if not (seconds == 0 or 1 <= seconds <= MOST_HOST_SECONDS):
+        source, value = HOST_TIMEOUT, os.environ.get(HOST_TIMEOUT) or DEFAULT_HOST_TIMEOUT
+    if _number(value) != 0 and not 1 <= _number(value) <= MOST_HOST_SECONDS:
         raise ValueError(
             f"{source} must be a number of seconds from 1 to {MOST_HOST_SECONDS:.0f}, or 0 for no "
             f"limit; got {value!r}"
         )
-    return seconds
+    return float(value)
 
 
 def _flag(key: str, value: Any) -> bool:
@@ -188,22 +184,17 @@ def read_init_method(value: Any, params: Mapping[str, Any] | None) -> Asked:
     Raises:
         ValueError: it is none of those and no ``DistributedInit``; or ``params`` say otherwise.
     """
-    asked = _read_method(value, params)
-    address = _of_params(asked)
-    return asked if address is None else asked._replace(address=address)
-
-
-def _read_method(value: Any, params: Mapping[str, Any] | None) -> Asked:
-    if value is None:
-        return Asked(None, params)
     if isinstance(value, DistributedBackend):  # an IntEnum: its numbers are those of methods, too
         value = value.name.lower()
     if isinstance(value, str):
-        return _of_text(value, params)
-    try:
-        return Asked(DistributedInit(value), params)
-    except ValueError:
-        raise _unknown(value) from None
+        asked = _of_text(value, params)
+    else:
+        try:
+            asked = Asked(None if value is None else DistributedInit(value), params)
+        except ValueError:
+            raise _unknown(value) from None
+    address = _of_params(asked)
+    return asked if address is None else asked._replace(address=address)
 
 
 def _of_text(text: str, params: Mapping[str, Any] | None) -> Asked:

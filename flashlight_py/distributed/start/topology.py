@@ -1,6 +1,9 @@
-"""The process of each rank, and the ranks that share memory.
+"""The place of each rank: its host, its GPU, who shares memory with it, and its address for others.
 
-That is found by trying, since names lie about it in containers.
+Shared memory is found by trying, since names lie about it in containers. They lie about addresses
+too: a name may be the loopback's, and behind a NAT many hosts have one address. What is known is
+the connection between a rank and rank 0 of the rendezvous: where both ends see the same addresses,
+these are good. Other routes are asked for, nothing is sent.
 """
 
 from __future__ import annotations
@@ -9,7 +12,10 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from flashlight_py import _native
 from flashlight_py.distributed.failures.wording import names
@@ -20,8 +26,106 @@ from flashlight_py.distributed.memory.memory_file import (
     process_space,
 )
 from flashlight_py.distributed.rendezvous.store import Store
-from flashlight_py.distributed.start.hosts import host_identity
-from flashlight_py.errors import BackendUnavailableError, UnavailableEverywhereError
+from flashlight_py.errors import (
+    BackendUnavailableError,
+    RendezvousError,
+    UnavailableEverywhereError,
+)
+from flashlight_py.interfaces import (
+    addresses_of,
+    family_of,
+    interfaces,
+    is_loopback,
+    own_addresses,
+    source_address,
+)
+
+_FAMILIES = {socket.AF_INET: "IPv4", socket.AF_INET6: "IPv6"}
+_REMEDY = (
+    "name an interface or an address of each host that the others reach, by params={'INTERFACE': "
+    "...} or the variable FLASHLIGHT_INTERFACE"
+)
+
+
+def host_identity() -> bytes:
+    """Return bytes that are equal for two processes exactly if loopback joins them.
+
+    Host names lie (containers share them, or have several on one machine). The kernel's boot id
+    distinguishes machines, the network namespace containers.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    namespace = Path("/proc/self/ns/net")
+    if not boot.exists() or not namespace.exists():
+        return socket.gethostname().encode()
+    return f"{boot.read_text().strip()} {os.readlink(namespace)}".encode()
+
+
+@dataclass(frozen=True)
+class DeviceRule:
+    """A rank's place, from which its device follows.
+
+    With ``max_per_node`` it is flashlight's rule, ``rank % MAX_DEVICE_PER_NODE``. Without, it is
+    the rank among those of the host, modulo the number of visible devices: a launcher may have
+    given each rank a device of its own, which then is number 0 for all of them.
+    """
+
+    rank: int = 0
+    local_rank: int = 0
+    max_per_node: int | None = None
+
+    def index(self, count: int) -> int:
+        """Return the device's index among ``count`` visible ones, at least one.
+
+        Raises:
+            BackendUnavailableError: the rule names a device that is not there.
+        """
+        if self.max_per_node is None:
+            return self.local_rank % count
+        index = self.rank % self.max_per_node
+        if index >= count:
+            raise BackendUnavailableError(
+                f"rank {self.rank} is to use CUDA device {index} (rank % MAX_DEVICE_PER_NODE, "
+                f"which is {self.max_per_node}), and {count} are visible; lower it, or leave it out"
+            )
+        return index
+
+
+def cuda() -> tuple[Any, int]:
+    """Return CuPy, and how many CUDA devices it sees: at least one.
+
+    Raises:
+        BackendUnavailableError: CuPy is missing, or finds no device.
+    """
+    try:
+        import cupy
+    except ImportError as error:
+        raise BackendUnavailableError(
+            f"CuPy, which holds arrays on a GPU, cannot be imported ({error}). Install it: "
+            "pip install 'flashlight-py[cuda12]' (or [cuda13])"
+        ) from error
+    try:
+        count = int(cupy.cuda.runtime.getDeviceCount())
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise BackendUnavailableError(
+            f"CUDA finds no GPU here ({error}). NCCL joins GPUs only: use NumPy arrays, or run "
+            "where nvidia-smi lists a device"
+        ) from error
+    return cupy, count
+
+
+def gpu_identity(cupy: Any, index: int) -> str:
+    """Return a text that two ranks share exactly if NCCL takes their GPUs for one and the same.
+
+    NCCL compares host and PCI address, and believes NCCL_HOSTID. From 2.30 on
+    NCCL_MULTI_RANK_GPU_ENABLE=1 allows several ranks on one GPU: then none is another's.
+    """
+    if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+        return ""
+    host = os.environ.get("NCCL_HOSTID") or host_identity().decode()
+    return f"{host} {cupy.cuda.Device(index).pci_bus_id}"
+
+
+# Shared memory ------------------------------------------------------------------------------------
 
 
 def exchange_process_info(store: Store, checks: bool) -> None:
@@ -129,3 +233,217 @@ def _why_unreadable(offer: tuple[list[str], str, str, str], own_domain: str) -> 
     finally:
         os.close(fd)
     return "" if same else f"{path} holds something else than it wrote"
+
+
+# Addresses ----------------------------------------------------------------------------------------
+
+
+class Card(NamedTuple):
+    """The addresses of a rank, as it reports them.
+
+    ``host`` is equal for ranks that the loopback joins, ``name`` for people, ``has`` says which
+    interfaces are there. ``asked`` is what the user wants, ``wanted`` the addresses that this
+    means. ``own`` are the host's, ``sources`` those from which packets to its peers leave, the best
+    first, and ``ends`` those of connections, as in ``Store``.
+    """
+
+    host: str
+    name: str
+    has: str
+    own: Sequence[str]
+    asked: str = ""
+    wanted: Sequence[str] = ()
+    sources: Sequence[str] = ()
+    ends: Mapping[str, Sequence[Any]] = {}
+
+
+def address_between_hosts(
+    store: Store, hosts: Sequence[str], own: Sequence[Sequence[str]], interface: str
+) -> str:
+    """Return this rank's address for connections with other hosts. Collective, blocking.
+
+    ``hosts`` are the identities of the ranks' hosts, of which there are several, ``own`` what
+    ``own_addresses`` returns on each; ``interface`` is what the user asks for here, or "".
+
+    Raises:
+        RendezvousError: on every rank, where there is no address that other hosts could reach.
+    """
+    mine, first = hosts[store.rank], hosts[0]
+    peer = next(rank for rank, host in enumerate(hosts) if (host == first) == (mine != first))
+    shared = _shared(zip(hosts, own, strict=True))
+    targets = [address for address in own[peer] if address not in shared]
+    card = Card(
+        host=mine,
+        name=socket.gethostname(),
+        has=_interfaces(),
+        own=own[store.rank],
+        asked=interface,
+        wanted=addresses_of(interface) if interface else (),
+        sources=[source for source in map(source_address, targets) if source],
+        ends={str(rank): ends for rank, ends in store.ends.items()},
+    )
+    texts = store.exchange(json.dumps(card).encode())
+    try:
+        return choose([Card(*json.loads(text)) for text in texts])[store.rank]
+    except ValueError as error:
+        raise RendezvousError(
+            f"rank {store.rank} of {store.size}: this job spans several hosts, and they cannot be "
+            f"connected: {error}; {_REMEDY}"
+        ) from error
+
+
+def address_inside(interface: str) -> str:
+    """Return the address of this rank for connections with others of its host.
+
+    Without an ``interface``, a name or an address, the loopback's: out of reach of other machines.
+
+    Raises:
+        BackendUnavailableError: it is neither an interface nor an address of this host.
+    """
+    found = addresses_of(interface) if interface else ["127.0.0.1"]
+    if not found:
+        raise BackendUnavailableError(
+            f"{interface!r} is neither an interface nor an address of this host, which has "
+            f"{_interfaces() or 'none but the loopback'}; choose another with "
+            "params={'INTERFACE': ...}"
+        )
+    return found[0]
+
+
+def likely_address(interface: str) -> str:
+    """Return what ``address_between_hosts`` would, as far as this host alone can know; or ""."""
+    found = addresses_of(interface) if interface else own_addresses()
+    return next(iter(found), "")
+
+
+def _interfaces() -> str:
+    return ", ".join(f"{each.name} {each.address}" for each in interfaces())
+
+
+def choose(cards: Sequence[Card]) -> list[str]:
+    """Return the address of each rank: all of one family, and none that two hosts have.
+
+    Raises:
+        ValueError: there is none; says of which host, and why.
+    """
+    ranks = range(len(cards))
+    proven = [cards[rank].wanted or _proven(cards, rank) for rank in ranks]
+    usable = [cards[rank].wanted or _usable(cards, rank, proven[rank]) for rank in ranks]
+    for rank in ranks:
+        if not usable[rank] or bool(cards[rank].asked) != bool(cards[rank].wanted):
+            raise ValueError(_why_none(cards, rank))
+    for known in (proven, usable):  # nothing is better than what has carried a connection
+        for family in _FAMILIES:
+            if all(_of_family(addresses, family) for addresses in known):
+                chosen = [_of_family(addresses, family)[0] for addresses in usable]
+                _check_wanted(cards, chosen)
+                return chosen
+    raise ValueError(_why_no_family(cards, usable))
+
+
+def _usable(cards: Sequence[Card], rank: int, proven: Sequence[str]) -> list[str]:
+    """Return the addresses that ``rank`` may use, the best first."""
+    card = cards[rank]
+    bad = _shared((each.host, each.own) for each in cards) | _translated(cards, card.host).keys()
+    good = [each for each in card.sources if each not in bad and not is_loopback(each)]
+    for family in _FAMILIES:  # without a route, what is the only one
+        only = [each for each in _of_family(card.own, family) if each not in bad]
+        good += only if len(only) == 1 else []
+    return list(dict.fromkeys([*proven, *good]))
+
+
+def _proven(cards: Sequence[Card], rank: int) -> list[str]:
+    """Return the addresses of the rank's host by which it is connected with another one.
+
+    Where both hosts say the same of both ends, nothing in between translates. One that is not among
+    the host's own is valid on one link alone, as a name of mDNS may mean: only with a zone.
+    """
+    host, first, found = cards[rank].host, cards[0].host, []
+    for other, client in enumerate(cards):
+        theirs, ours = _ends(cards, other)
+        if client.host != first and host in (client.host, first) and theirs == ours[::-1]:
+            end, own = (theirs, client.own) if host == client.host else (ours, cards[0].own)
+            found += [address for address, _ in end[:1] if address in own]
+    return list(dict.fromkeys(found))
+
+
+def _ends(cards: Sequence[Card], rank: int) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Return the ends of the connection of ``rank`` with rank 0, as each of them sees them."""
+    return cards[rank].ends.get("0", ()), cards[0].ends.get(str(rank), ())
+
+
+def _translated(cards: Sequence[Card], host: str) -> dict[str, str]:
+    """Return the addresses of ``host`` that rank 0 sees as others, and as which."""
+    both = (_ends(cards, rank) for rank, card in enumerate(cards) if card.host == host)
+    return {
+        theirs[0][0]: ours[1][0]
+        for theirs, ours in both
+        if theirs and ours and theirs[0] != ours[1]
+    }
+
+
+def _shared(hosts: Iterable[tuple[str, Sequence[str]]]) -> set[str]:
+    """Return the addresses that several hosts have."""
+    owners: dict[str, set[str]] = {}
+    for host, addresses in hosts:
+        for address in addresses:
+            owners.setdefault(address, set()).add(host)
+    return {address for address, those in owners.items() if len(those) > 1}
+
+
+def _of_family(addresses: Iterable[str], family: socket.AddressFamily) -> list[str]:
+    return [address for address in addresses if family_of(address) == family]
+
+
+# Why there is no address --------------------------------------------------------------------------
+
+
+def _check_wanted(cards: Sequence[Card], chosen: Sequence[str]) -> None:
+    """Refuse equal addresses of different hosts where users have asked for them."""
+    for rank, card in enumerate(cards):
+        same = [
+            other
+            for other, address in enumerate(chosen)
+            if address == chosen[rank] and cards[other].host != card.host
+        ]
+        if card.asked and same:
+            raise ValueError(
+                f"{card.asked!r} is {chosen[rank]} on {card.name} and on {cards[same[0]].name}, so "
+                "neither reaches the other by it"
+            )
+
+
+def _why_none(cards: Sequence[Card], rank: int) -> str:
+    """Say why the host of ``rank`` has no address that others reach."""
+    card = cards[rank]
+    has = card.has or "no interface that is up with an address valid beyond its link"
+    if card.asked:
+        return f"{card.name} (rank {rank}) has no {card.asked!r}; it has {has}"
+    shared = _shared((each.host, each.own) for each in cards) & {*card.own}
+    translated = _translated(cards, card.host)
+    if translated:
+        own, seen = next(iter(translated.items()))
+        return (
+            f"{card.name} (rank {rank}) calls itself {own}, and rank 0 sees it as {seen}: a NAT or "
+            f"a tunnel is in between, and nobody can connect to {own}; it has {has}"
+        )
+    if shared:
+        address = min(shared)
+        others = {each.name for each in cards if address in each.own and each.host != card.host}
+        return (
+            f"{card.name} (rank {rank}) and {', '.join(sorted(others))} have the same address "
+            f"{address}, as hosts behind a NAT have, and it has no other; it has {has}"
+        )
+    return f"{card.name} (rank {rank}) has no route to the others; it has {has}"
+
+
+def _why_no_family(cards: Sequence[Card], usable: Sequence[Sequence[str]]) -> str:
+    """Name a host for each family that lacks it."""
+    lacking = {
+        name: next(rank for rank, each in enumerate(usable) if not _of_family(each, family))
+        for family, name in _FAMILIES.items()
+    }
+    return "they have no version of IP in common: " + ", ".join(
+        f"{cards[rank].name} (rank {rank}) has {', '.join(usable[rank])} and no {name}"
+        for name, rank in lacking.items()
+    )

@@ -17,9 +17,9 @@ from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.nccl.backend import NcclBackend
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
 from flashlight_py.distributed.backends.nccl.library import NcclLibrary, load, version_text
-from flashlight_py.distributed.start import devices
-from flashlight_py.distributed.start.devices import DeviceRule
+from flashlight_py.distributed.start import topology
 from flashlight_py.distributed.start.exchange import Steps, exchange_bytes
+from flashlight_py.distributed.start.topology import DeviceRule
 from flashlight_py.errors import (
     BackendUnavailableError,
     DistributedError,
@@ -69,12 +69,13 @@ def _look(rule: DeviceRule, first: bool) -> tuple[tuple[NcclLibrary, Any, int] |
                 "overrides what this package asks of it; unset it"
             )
         nccl = load()
-        cupy, count = devices.cuda()
+        cupy, count = topology.cuda()
         index = rule.index(count)
         identity = nccl.unique_id().hex() if first else ""
     except DistributedError as error:
         return None, NcclCard(problem=str(error))
-    card = NcclCard(version=nccl.version, gpu=devices.gpu_identity(cupy, index), unique_id=identity)
+    gpu = topology.gpu_identity(cupy, index)
+    card = NcclCard(version=nccl.version, gpu=gpu, unique_id=identity)
     return (nccl, cupy, index), card
 
 
