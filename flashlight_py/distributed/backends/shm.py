@@ -6,11 +6,9 @@ the group's own: collectives in turn, messages beside them.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,10 +24,10 @@ from flashlight_py.distributed.backends.native import MESSAGE_BYTES, NativeBacke
 from flashlight_py.distributed.backends.native_errors import call_in_words
 from flashlight_py.distributed.backends.native_work import freed_by, keeping
 from flashlight_py.distributed.constants import DistributedBackend
-from flashlight_py.distributed.memory.memory_file import DIRECTORY, MemoryFile, needs_names
+from flashlight_py.distributed.memory.memory_file import map_together, needs_names
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.start.exchange import BackendStore, Steps
-from flashlight_py.errors import BackendUnavailableError, UnavailableEverywhereError
+from flashlight_py.errors import BackendUnavailableError
 
 _PAGE = 4096
 
@@ -164,54 +162,3 @@ class ShmBackend(NativeBackend):
     def _close(self, group: Any) -> None:
         self._dropped.clear()
         self.lib.fl_shm_close(group)
-
-
-def map_together(store: Store, map_path: Callable[[str, bool], Any], named: bool) -> Any:
-    """Have rank 0 make a file in memory and every rank map it. Collective; two exchanges.
-
-    ``map_path(path, create)`` raises OSError where it cannot; ``named``: the file needs a name,
-    which it has until all have mapped it.
-
-    Raises:
-        UnavailableEverywhereError: it failed on a rank; raised on every rank.
-    """
-    file, path, error = None, "", ""
-    try:
-        if store.rank == 0:
-            file, error = _attempt(lambda: MemoryFile(named))
-        mapped, error, path = _map_here(store, map_path, file, error)
-        errors = [answer.decode() for answer in store.exchange(error.encode())]
-    finally:  # also where a rank was lost meanwhile, or a signal handler raised
-        if file is not None:
-            file.close()
-        elif path and named:
-            Path(path).unlink(missing_ok=True)  # for a rank 0 that has died
-    failed = [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text]
-    if failed:
-        raise UnavailableEverywhereError(
-            f"shared memory cannot be used: {'; '.join(failed)}. Give it more room (a container "
-            f"needs more memory, or its {DIRECTORY} more space: docker run --shm-size=1g)"
-        )
-    return mapped
-
-
-def _map_here(
-    store: Store, map_path: Callable[[str, bool], Any], file: MemoryFile | None, error: str
-) -> tuple[Any, str, str]:
-    """Map rank 0's ``file``; returns this rank's error too, or "", and where the file is."""
-    mapped = None
-    if file is not None:
-        own = file.own_path
-        mapped, error = _attempt(lambda: map_path(own, True))
-    mine = json.dumps(["" if file is None else file.path, error])
-    path, problem = json.loads(store.exchange(mine.encode())[0])
-    if not problem and store.rank != 0:
-        mapped, error = _attempt(lambda: map_path(path, False))
-    return mapped, error, path
-
-
-def _attempt(do: Callable[[], Any]) -> tuple[Any, str]:
-    try:
-        return do(), ""
-    except OSError as error:
-        return None, str(error)
