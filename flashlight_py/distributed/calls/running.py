@@ -75,24 +75,11 @@ def collective(
 class _OnceMore:
     """A call of a public function, repeated by each replay of a recorded step."""
 
-    def __call__(
-        self,
-        group: Membership | None,
-        verb: Verb,
-        x: Any,
-        *,
-        op: str,
-        scale: float,
-        root: Any,
-        rows: Any,
-        out: Any,
-        async_op: bool,
-    ) -> Any:
+    def __call__(self, group: Membership | None, verb: Verb, x: Any, **how: Any) -> Any:
         """Repeat the call natively where it is plain, else as the function does."""
-        how: Any = {"op": op, "scale": scale, "root": root, "rows": rows, "out": out}
-        (holder, name), args = self.short(group, verb, x, **how, async_op=async_op)
+        (holder, name), args = self.short(group, verb, x, **how)
         y = getattr(holder, name)(*args)
-        return collective(group, verb, x, **how, async_op=async_op) if y is NotImplemented else y
+        return collective(group, verb, x, **how) if y is NotImplemented else y
 
     @staticmethod
     def described(group: Membership | None, verb: Verb, x: Any) -> tuple[str, bool, bool]:
@@ -101,20 +88,15 @@ class _OnceMore:
 
     @staticmethod
     def short(
-        group: Membership | None,
-        verb: Verb,
-        x: Any,
-        *,
-        op: str,
-        scale: float,
-        root: Any,
-        rows: Any,
-        out: Any,
-        async_op: bool,
+        group: Membership | None, verb: Verb, x: Any, **how: Any
     ) -> tuple[tuple[Any, str], tuple[Any, ...]]:
-        """Return where the short way is to be found at each call, and what it takes."""
-        args = verb.code, x, out, op if rows is None else rows, scale, root, 0, async_op
-        return place_of_native(group), args
+        """Return where the short way is to be found at each call, and what it takes.
+
+        ``how`` are the arguments of ``collective``, all but ``received``.
+        """
+        op = how["op"] if how["rows"] is None else how["rows"]
+        rest = how["scale"], how["root"], 0, how["async_op"]
+        return place_of_native(group), (verb.code, x, how["out"], op, *rest)
 
 
 _once_more = _OnceMore()
