@@ -17,12 +17,10 @@ import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
+from flashlight_py.distributed.backend import Backend
 from flashlight_py.tracebacks import folded, is_full
-
-if TYPE_CHECKING:
-    from flashlight_py.distributed.backend import Backend
 
 F = TypeVar("F", bound=Callable[..., Any])
 

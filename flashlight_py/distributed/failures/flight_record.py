@@ -20,9 +20,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
 
-from flashlight_py.distributed.calls.call_site import PACKAGE
+from flashlight_py.distributed.calls.call_site import PACKAGE, line_of
 from flashlight_py.distributed.failures import journal
-from flashlight_py.distributed.failures.record import line_of
 
 FORMAT = "flashlight_py flight record 1"
 RECORDS = "FLASHLIGHT_RECORDS"
