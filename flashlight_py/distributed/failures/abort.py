@@ -28,6 +28,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 _BYTES = 3900
 _SUMMARY_BYTES = 500
 
+afterwards: list[Callable[[], None]] = []
+"""Called when an exception that nobody catches has been printed and reported."""
+
 # Backends that are there. A WeakSet would run Python code when one is collected, and what a signal
 # handler raises there is lost.
 _open: dict[weakref.ref[Backend], None] = {}
@@ -71,7 +74,11 @@ class _Hooks:
                 self._main(kind, error, trace)
         finally:
             if self._is_rank():
-                report(error)
+                try:
+                    report(error)
+                finally:
+                    for end in afterwards:
+                        end()
 
     def _end_thread(self, args: Any) -> None:
         if self._is_rank() and args.exc_value is not None:

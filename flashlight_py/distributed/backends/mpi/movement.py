@@ -8,12 +8,11 @@ collectives. Every rank must choose alike, so the choice rests on what all ranks
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
 from flashlight_py.device import Array, array_module, is_cupy
-from flashlight_py.distributed.backends.mpi.group import Progress, Steps
 from flashlight_py.distributed.calls.combining import cut
 
 # The largest count of MPI-3's functions. MPI-4 has larger ones, not every library has MPI-4, and
@@ -23,6 +22,8 @@ LARGEST_BYTES = 2**31 - 1
 _OF_PARTS = 0
 
 Pair: TypeAlias = tuple[int, Any]  # another rank, and an array for it or from it
+Steps: TypeAlias = Generator[None, None, Any]  # of an operation, between which it has to wait
+Until: TypeAlias = Callable[[Iterable[partial[Any]]], Steps]  # ``Progress.until``
 
 
 def chunks(flat: Array) -> list[Array]:
@@ -58,15 +59,15 @@ def on_device(array: Any, steps: Steps) -> Steps:
 
 
 def _tag_of(number: int) -> int:
-    """Return a tag between that of the parts of collectives and that of who leaves (group.py)."""
+    """Return a tag between that of the parts of collectives and that of who leaves (leaving.py)."""
     return 1 + number % 32766
 
 
 class Movement:
     """Moves flat arrays of bytes between the ranks of ``comm``. Counts are in bytes."""
 
-    def __init__(self, mpi: Any, comm: Any, progress: Progress) -> None:
-        self._mpi, self._comm, self._until = mpi, comm, progress.until
+    def __init__(self, mpi: Any, comm: Any, until: Until) -> None:
+        self._mpi, self._comm, self._until = mpi, comm, until
         self._rank, self._size = int(comm.Get_rank()), int(comm.Get_size())
 
     def broadcast(self, data: Array, root: int) -> Steps:
