@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,31 +41,26 @@ _WITH_SHAPES = {
 }
 
 
+@dataclass
 class Received:
     """The result of an operation: it is there already, or is made of what arrived."""
 
-    def __init__(
-        self,
-        name: str,
-        result: Any,
-        like: Array | None,
-        out: Array | None,
-        root: int,
-        made: Array | None = None,
-    ) -> None:
-        self._name, self._result, self._like = name, result, like
-        self._out, self._root = out, root
-        self._made = made  # a gather's result where all have the same number of rows
+    name: str
+    result: Any
+    like: Array | None
+    out: Array | None
+    root: int
+    made: Array | None = None  # a gather's result where all have the same number of rows
 
     def get(self, backend: NativeBackend, handle: Any) -> Any:
         """Return the result of the operation, which has ended well."""
-        if self._result is GATHERED:
-            self._result = self._gathered(backend, handle)
-        elif self._result is SCATTERED:
-            self._result = self._scattered(backend, handle)
-        elif self._result is COMPARED:
-            self._result = self._compared(backend, handle)
-        return self._result
+        if self.result is GATHERED:
+            self.result = self._gathered(backend, handle)
+        elif self.result is SCATTERED:
+            self.result = self._scattered(backend, handle)
+        elif self.result is COMPARED:
+            self.result = self._compared(backend, handle)
+        return self.result
 
     def _compared(self, backend: NativeBackend, handle: Any) -> Any:
         """Return what ``Call.compared`` asks for; of a message its number."""
@@ -78,7 +74,7 @@ class Received:
             return None
         if verb != SCATTER.code:
             return [signatures[rank].shape[0] for rank in range(backend.size)]
-        sent = signatures[self._root]
+        sent = signatures[self.root]
         code = sent.dtype & ~(lib.FL_COMPARED | lib.FL_ON_GPU)
         if code == MOVED:
             return WITH_TEXT, (sent.count,)
@@ -86,21 +82,21 @@ class Received:
 
     def _gathered(self, backend: NativeBackend, handle: Any) -> Array:
         """Return the rows of all ranks: ``out``, if the library has filled it, or a new array."""
-        assert self._like is not None
-        room = self._made if self._out is None else self._out
+        assert self.like is not None
+        room = self.made if self.out is None else self.out
         if room is not None and not _fetched(backend, handle)[0]:
             return room
         signatures = backend.lib.fl_op_signatures(handle)
         rows = sum(signatures[rank].shape[0] for rank in range(backend.size))
         if room is not None and room.shape[0] == rows:  # without bytes
             return room
-        if self._out is not None:
-            require_length(self._name, self._out, rows, backend.rank, backend.size)
-        return _wrap(backend, handle, self._like.dtype, (rows, *self._like.shape[1:]))
+        if self.out is not None:
+            require_length(self.name, self.out, rows, backend.rank, backend.size)
+        return _wrap(backend, handle, self.like.dtype, (rows, *self.like.shape[1:]))
 
     def _scattered(self, backend: NativeBackend, handle: Any) -> Array:
         """Wrap this rank's part, of the dtype and shape that the root has sent."""
-        sent = backend.lib.fl_op_signatures(handle)[self._root]
+        sent = backend.lib.fl_op_signatures(handle)[self.root]
         if sent.dtype == MOVED:
             return of_bytes(_wrap(backend, handle, np.dtype(np.uint8), (sent.count,)))
         shape = tuple(sent.shape[d] for d in range(sent.ndim))
