@@ -36,7 +36,7 @@ from flashlight_py.distributed.calls.call import Call, Matched
 from flashlight_py.distributed.calls.call_site import PACKAGE, Place, caller, site_of, text_at_site
 from flashlight_py.distributed.failures import abort
 from flashlight_py.distributed.failures.journal import NATIVE, SENDRECV, Journal, Ring
-from flashlight_py.distributed.groups import open_groups
+from flashlight_py.distributed.groups import membership
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.verbs import ALL_GATHER, BARRIER, GATHER, SCATTER, VERBS, Verb
 from flashlight_py.distributed.work import AllOf, Done, Then, Work
@@ -113,7 +113,7 @@ class NativeBackend(Backend):
             (*functions, *((0,) * 5 if not self.steps else ())),
             (self._native_ended, self._native_started, self._native_here),
             *(ring.memory, ring.notes, PACKAGE, self._callers.threads),
-            (self._first, open_groups.dropped),
+            (self._first, membership.dropped),
         )
 
     def _owned(self, group: Any) -> Any:
