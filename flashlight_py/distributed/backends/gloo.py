@@ -12,12 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from flashlight_py import _native
-from flashlight_py.distributed.backends.callers import (
-    answer_to_interrupts,
-    raise_interruption,
-)
 from flashlight_py.distributed.backends.native import MESSAGE_BYTES, NativeBackend
-from flashlight_py.distributed.backends.native_errors import call_in_words
 from flashlight_py.distributed.backends.native_work import NOTHING, NativeWork
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.failures.wording import HOST_ADVICE, UNUSABLE, names, who_that_was
@@ -69,10 +64,7 @@ class GlooBackend(NativeBackend):
         native = _native.load("gloo")
         super().__init__(native, store, timeout)
         self._joining = joining
-        self._group = self._create(address)
-        answer = answer_to_interrupts(native, "fl_gloo_interrupted")
-        self.lib.fl_gloo_call_ranks(self._group, self.ffi.new("int[]", self.numbers))
-        self.lib.fl_gloo_on_interrupt(self._group, answer)
+        self._begin(native, self._create(address))
         try:
             watch = HostWatch(self.ffi, self.lib, self._group, hosts, host_timeout, is_watched)
             self._connect(store, key, watch, lazily)
@@ -161,41 +153,6 @@ class GlooBackend(NativeBackend):
         assert count > 0
         return bytes(self.ffi.buffer(room, count))
 
-    def _run(
-        self,
-        group: Any,
-        data: Any,
-        output: Any,
-        peer: int,
-        seconds: float,
-        blocking: bool,
-        site: Any = None,
-    ) -> Any:
-        handle = self.lib.fl_gloo_run(
-            group,
-            self._next.signature,
-            data,
-            output,
-            peer,
-            seconds,
-            not blocking,
-            self._here() if site is None else site,
-        )
-        raise_interruption(self.lib, handle)
-        return handle
-
-    def _exchange(
-        self, group: Any, messages: Any, results: Any, seconds: float, blocking: bool
-    ) -> None:
-        self.lib.fl_gloo_exchange(group, messages, len(messages), seconds, not blocking, results)
-
-    def call_ahead(self, rank: int) -> str:
-        """Say what ``rank`` has begun here and this rank has not; see ``NativeBackend``."""
-        call = self.ffi.new("fl_signature *")
-        group = self._group
-        ahead = group is not None and self.lib.fl_gloo_is_ahead(group, rank, call)
-        return call_in_words(self.lib, call) if ahead else ""
-
     def take_along(self, other: NativeBackend) -> None:
         """Have ``other`` end too when hosts are lost, also while nobody asks this group."""
         give_up = other.ffi.addressof(other.lib, f"{other.symbols}_give_up")
@@ -204,15 +161,6 @@ class GlooBackend(NativeBackend):
         self._kept.append(other.group)  # it is freed after this one
         pointer, advice = self.ffi.cast("void *", addresses[1]), f". {HOST_ADVICE}. {UNUSABLE}"
         self.lib.fl_gloo_take_along(self._group, function, pointer, advice.encode())
-
-    def _abort(self, group: Any, why: bytes) -> None:
-        self.lib.fl_gloo_give_up(group, why)
-
-    def _abandon(self, group: Any) -> None:
-        self.lib.fl_gloo_abandon(group)
-
-    def _close(self, group: Any) -> None:
-        self.lib.fl_gloo_close(group)
 
 
 def _proof(key: bytes, source: int, destination: int) -> bytes:

@@ -5,7 +5,6 @@ Calls go there as the library takes them: a signature, addresses to read and to 
 
 from __future__ import annotations
 
-import abc
 import math
 import zlib
 from collections.abc import Callable, Sequence
@@ -18,9 +17,19 @@ import numpy as np
 from flashlight_py import _native
 from flashlight_py.device import Array
 from flashlight_py.distributed.backend import Backend, left_to_python
-from flashlight_py.distributed.backends.callers import SITE_BYTES, Callers, raise_interruption
+from flashlight_py.distributed.backends.callers import (
+    SITE_BYTES,
+    Callers,
+    answer_to_interrupts,
+    raise_interruption,
+)
 from flashlight_py.distributed.backends.describing import NAMED, Describer, describe
-from flashlight_py.distributed.backends.native_errors import failure, words_of, words_of_traceback
+from flashlight_py.distributed.backends.native_errors import (
+    call_in_words,
+    failure,
+    words_of,
+    words_of_traceback,
+)
 from flashlight_py.distributed.backends.native_work import (
     COMPARED,
     GATHERED,
@@ -61,6 +70,7 @@ class NativeBackend(Backend):
 
     symbols = ""  # what the names of the library's functions begin with
     steps: tuple[str, ...] = ()  # its functions for calls in steps, if it has them
+    asks_for_sites = False  # whether it asks by itself where a blocking collective was called
     journal: Journal | None = None  # of the group that has this backend
 
     def __init__(self, native: ModuleType, store: Store, timeout: float) -> None:
@@ -75,6 +85,7 @@ class NativeBackend(Backend):
         # group is closed.
         self._group: Any = None
         self._sites: dict[Place, Any] = {}
+        self._run_there = self._function("run")
         self._next = Describer(self.ffi)  # the call that this thread is about to make
         self._pointer = self._next.pointer
         self._callers = Callers(self.name)
@@ -118,7 +129,18 @@ class NativeBackend(Backend):
 
     def _owned(self, group: Any) -> Any:
         """Return ``group`` of the library, which is freed when nothing refers to it any more."""
-        return freed_by(self.ffi, group, getattr(self.lib, f"{self.symbols}_free"), self._kept)
+        return freed_by(self.ffi, group, self._function("free"), self._kept)
+
+    def _begin(self, native: ModuleType, group: Any) -> None:
+        """Have calls go to ``group`` from now on."""
+        self._group = group
+        self._function("call_ranks")(group, self.ffi.new("int[]", self.numbers))
+        answer = answer_to_interrupts(native, f"{self.symbols}_interrupted")
+        self._function("on_interrupt")(group, answer)
+
+    def _function(self, name: str) -> Any:
+        """Return the library's function of that name, which takes its group."""
+        return getattr(self.lib, f"{self.symbols}_{name}")
 
     @property
     def group(self) -> Any:
@@ -198,7 +220,6 @@ class NativeBackend(Backend):
         self._track(work)
         return work
 
-    @abc.abstractmethod
     def _run(
         self,
         group: Any,
@@ -213,6 +234,19 @@ class NativeBackend(Backend):
 
         ``site`` is where it was called; None: where user code is.
         """
+        if self._first:
+            self._do_first(group)
+        if site is None:
+            asks = self.asks_for_sites and blocking and peer < 0
+            site = self.ffi.NULL if asks else self._here()
+        handle = self._run_there(
+            group, self._next.signature, data, output, peer, seconds, not blocking, site
+        )
+        raise_interruption(self.lib, handle)
+        return handle
+
+    def _do_first(self, group: Any) -> None:
+        """Do what ``_first`` has, of which only some libraries have anything."""
 
     def _refuse(self, call: Call) -> Work:
         """Take part in ``call`` as one that equals no other's: the other ranks raise.
@@ -234,9 +268,11 @@ class NativeBackend(Backend):
             self._callers.threads.discard(thread)
         return NativeWork(self, call.name, handle, None, NOTHING, seconds)
 
-    @abc.abstractmethod
     def call_ahead(self, rank: int) -> str:
         """Return a collective that ``rank`` has begun and this rank has not, in words, or ""."""
+        call, group = self.ffi.new("fl_signature *"), self._group
+        ahead = group is not None and self._function("is_ahead")(group, rank, call)
+        return call_in_words(self.lib, call) if ahead else ""
 
     def _launch(
         self,
@@ -436,25 +472,19 @@ class NativeBackend(Backend):
         try:
             self._callers.threads.add(thread)
             for room, call in zip(together, calls, strict=True):
-                how = call, call.array, call.verb.code, call.tag
-                name = describe(self._next, self.lib, *how)
+                what = call, call.array, call.verb.code, call.tag
+                name = describe(self._next, self.lib, *what)
                 room.signature = self._next.signature[0]
                 room.data = self._pointer(None if call.compared else call.array)
                 room.peer = call.peer
                 room.site = (self._site(name) or self._here())[0]
-            seconds, blocking = self._seconds(calls[0]), calls[0].blocking
-            self._exchange(group, together, results, seconds, blocking)
+            how = self._seconds(calls[0]), not calls[0].blocking
+            self._function("exchange")(group, together, len(together), *how, results)
         finally:
             self._callers.threads.discard(thread)
         works = [self._ended(*pair) for pair in zip(calls, results, strict=True)]
         raise_interruption(self.lib, self.ffi.NULL)
         return AllOf(works)
-
-    @abc.abstractmethod
-    def _exchange(
-        self, group: Any, messages: Any, results: Any, seconds: float, blocking: bool
-    ) -> None:
-        """Exchange ``messages``; ``results`` get what ``_run`` returns of each."""
 
     def _ended(self, call: Call, handle: Any) -> Work:
         """Return a message that has been exchanged, or still waits for an earlier one."""
@@ -484,14 +514,14 @@ class NativeBackend(Backend):
         group = self._group
         if group is not None:
             words = words_of_traceback(self, cause) if isinstance(cause, str) else words_of(cause)
-            self._abort(group, words.encode(errors="replace"))
+            self._function("give_up")(group, words.encode(errors="replace"))
 
     def lost(self, doing: str) -> DistributedError | None:
         """Return why the group cannot be used any more; see ``Backend``."""
         group = self._group
         if group is None:
             return GroupClosedError(f"[{doing}] {self.name}: the group is closed")
-        handle = getattr(self.lib, f"{self.symbols}_lost")(group)
+        handle = self._function("lost")(group)
         if handle == self.ffi.NULL:
             return None
         handle = self.ffi.gc(handle, self.lib.fl_op_free)
@@ -500,11 +530,7 @@ class NativeBackend(Backend):
     def leave(self) -> None:
         """Let the others know that this rank begins no more messages; see ``Backend``."""
         if (group := self._group) is not None:
-            getattr(self.lib, f"{self.symbols}_leave")(group)
-
-    @abc.abstractmethod
-    def _abort(self, group: Any, why: bytes) -> None:
-        """Have the library notify the others."""
+            self._function("leave")(group)
 
     def is_busy(self) -> bool:
         """Return whether something runs; see ``Backend``."""
@@ -514,11 +540,7 @@ class NativeBackend(Backend):
         """Close the descriptors, in a forked child; see ``Backend``."""
         group, self._group, self._step = self._group, None, None
         if group is not None:
-            self._abandon(group)
-
-    @abc.abstractmethod
-    def _abandon(self, group: Any) -> None:
-        """Close the descriptors of the library's ``group``."""
+            self._function("abandon")(group)
 
     def close(self) -> None:
         """End what runs; the native threads have ended on return.
@@ -527,12 +549,9 @@ class NativeBackend(Backend):
         """
         group, self._group, self._step, self._kept = self._group, None, None, []
         if group is not None:
-            self._close(group)
+            self._first.clear()
+            self._function("close")(group)
         self._running.clear()
-
-    @abc.abstractmethod
-    def _close(self, group: Any) -> None:
-        """Close the library's ``group``."""
 
 
 def _keep(call: Call, number: int | None) -> None:

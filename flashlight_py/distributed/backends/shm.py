@@ -16,12 +16,9 @@ import numpy as np
 from flashlight_py import _native
 from flashlight_py.device import Array
 from flashlight_py.distributed.backends.callers import (
-    answer_to_interrupts,
     answer_where,
-    raise_interruption,
 )
 from flashlight_py.distributed.backends.native import MESSAGE_BYTES, NativeBackend
-from flashlight_py.distributed.backends.native_errors import call_in_words
 from flashlight_py.distributed.backends.native_work import freed_by, keeping
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.memory.memory_file import map_together, needs_names
@@ -47,19 +44,15 @@ class ShmBackend(NativeBackend):
     kind = DistributedBackend.SHM
     path = "shared memory"
     symbols = "fl_shm"
+    asks_for_sites = True
     steps = ("fl_shm_begin", "fl_shm_ready", "fl_shm_finish", "fl_shm_post", "fl_shm_deliver")
 
     def __init__(self, store: Store, timeout: float) -> None:
         native = _native.load("shm")
         super().__init__(native, store, timeout)
         self._room = self.ffi.new("char[]", MESSAGE_BYTES)
-        self._dropped = self._first
         self._named = needs_names(store.spaces)
-        self._group = map_together(store, self._map, self._named)
-        self.lib.fl_shm_call_ranks(self._group, self.ffi.new("int[]", self.numbers))
-        self.lib.fl_shm_on_interrupt(
-            self._group, answer_to_interrupts(native, "fl_shm_interrupted")
-        )
+        self._begin(native, map_together(store, self._map, self._named))
         self.lib.fl_shm_on_mismatch(self._group, answer_where(native, "fl_shm_where"))
 
     @property
@@ -74,32 +67,6 @@ class ShmBackend(NativeBackend):
         if group == self.ffi.NULL:
             raise OSError(self.message(self._room))
         return self._owned(group)
-
-    def _run(
-        self,
-        group: Any,
-        data: Any,
-        output: Any,
-        peer: int,
-        seconds: float,
-        blocking: bool,
-        site: Any = None,
-    ) -> Any:
-        if self._dropped:
-            self._drop_regions(group)
-        if site is None:
-            asks = blocking and peer < 0  # where it was called, if that ever matters
-            site = self.ffi.NULL if asks else self._here()
-        handle = self.lib.fl_shm_run(
-            group, self._next.signature, data, output, peer, seconds, not blocking, site
-        )
-        raise_interruption(self.lib, handle)
-        return handle
-
-    def _exchange(
-        self, group: Any, messages: Any, results: Any, seconds: float, blocking: bool
-    ) -> None:
-        self.lib.fl_shm_exchange(group, messages, len(messages), seconds, not blocking, results)
 
     def shared_empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return an array, not initialised, in memory that all ranks have mapped. Collective.
@@ -131,7 +98,7 @@ class ShmBackend(NativeBackend):
         # It may be collected in the middle of a wait, where the group may hold its lock: which is
         # not notified then, but before its next operation.
         parts_of = (
-            freed_by(self.ffi, pointer, self._dropped.append),
+            freed_by(self.ffi, pointer, self._first.append),
             freed_by(self.ffi, region, self.lib.fl_shm_free_region),
         )
         begin = keeping(self.ffi, pointer - self.rank * stride, parts_of)
@@ -139,26 +106,7 @@ class ShmBackend(NativeBackend):
         parts = [whole[rank * stride :][: count * dtype.itemsize] for rank in range(self.size)]
         return [part.view(dtype).reshape(shape) for part in parts]
 
-    def _drop_regions(self, group: Any) -> None:
+    def _do_first(self, group: Any) -> None:
         """Let the group forget arrays that were collected, unless another thread is in a call."""
-        dropped, self._dropped[:] = list(self._dropped), []
-        self._dropped += [
-            array for array in dropped if not self.lib.fl_shm_drop_region(group, array)
-        ]
-
-    def call_ahead(self, rank: int) -> str:
-        """Say what ``rank`` has begun here and this rank has not; see ``NativeBackend``."""
-        call = self.ffi.new("fl_signature *")
-        group = self._group
-        ahead = group is not None and self.lib.fl_shm_is_ahead(group, rank, call)
-        return call_in_words(self.lib, call) if ahead else ""
-
-    def _abort(self, group: Any, why: bytes) -> None:
-        self.lib.fl_shm_give_up(group, why)
-
-    def _abandon(self, group: Any) -> None:
-        self.lib.fl_shm_abandon(group)
-
-    def _close(self, group: Any) -> None:
-        self._dropped.clear()
-        self.lib.fl_shm_close(group)
+        dropped, self._first[:] = list(self._first), []
+        self._first += [array for array in dropped if not self.lib.fl_shm_drop_region(group, array)]
