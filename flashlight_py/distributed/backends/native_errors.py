@@ -60,7 +60,12 @@ def failure(
         return _mismatch(where, backend, handle, number)
     if status == lib.FL_RAISED:
         return _as_told(where, text)
-    if advice := _advice(lib, status):
+    advice = {
+        lib.FL_PEER_LOST: PEER_ADVICE,
+        lib.FL_HOST_LOST: HOST_ADVICE,
+        lib.FL_LEAVING: LEAVING_ADVICE,
+    }.get(status)
+    if advice is not None:
         those = who_that_was(missing, backend.processes)
         return PeerLostError(f"{where}: lost {who} ({text}){those}. {advice}. {UNUSABLE}")
     if status == lib.FL_TIMEOUT:
@@ -69,16 +74,6 @@ def failure(
         words = _WORDS_FOR_OTHERS.sub("", text)
         return GroupClosedError(f"{where}: the group cannot be used any more: {words}")
     return DistributedError(f"{where}: {text}")
-
-
-def _advice(lib: Any, status: int) -> str:
-    """Say what to do about ranks that are lost; empty where none are."""
-    advice = {
-        lib.FL_PEER_LOST: PEER_ADVICE,
-        lib.FL_HOST_LOST: HOST_ADVICE,
-        lib.FL_LEAVING: LEAVING_ADVICE,
-    }
-    return advice.get(status, "")
 
 
 def words_of_traceback(backend: NativeBackend, traceback: str) -> str:

@@ -175,7 +175,9 @@ class NativeWork(Work):
                 if not left > 0:  # also where that is no number
                     raise limit_passed(f"[{self._name}] {self._backend.name}", timeout)
         self._backend.forget(self)
-        return self._finish(status)
+        if status != self._lib.FL_OK:
+            raise self._failure(status)
+        return self._received.get(self._backend, self._handle)
 
     def _status(self, seconds: float) -> int:
         """Wait up to ``seconds``, and return how the operation stands."""
@@ -193,12 +195,6 @@ class NativeWork(Work):
         if self._forks != journal.forks():
             return None
         return self._lib.fl_op_ended(self._handle) or None
-
-    def _finish(self, status: int) -> Any:
-        backend = self._backend
-        if status != self._lib.FL_OK:
-            raise self._failure(status)
-        return self._received.get(backend, self._handle)
 
     def _failure(self, status: int) -> Exception:
         how = self._handle, status, self._name, self._seconds, self._number

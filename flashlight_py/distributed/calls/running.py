@@ -214,19 +214,13 @@ def output(name: str, out: Any, like: Array, shape: tuple[int | None, ...]) -> O
     if out is None:
         return NO_OUTPUT
     array = as_array(f"{name}(out=)", out, of_any_dtype=True)
-    if not _fits(array.shape, shape) or array.dtype != like.dtype:
+    first = array.shape[:1] if shape[:1] == (None,) and array.ndim else shape[:1]
+    if array.shape != (*first, *shape[1:]) or array.dtype != like.dtype:
         extents = ", ".join("any" if extent is None else str(extent) for extent in shape)
         raise ValueError(
             f"{name}: out must be {like.dtype} ({extents}), got {array.dtype} {array.shape}"
         )
     return Output(out, array, pack(array))
-
-
-def _fits(got: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
-    if got == wanted:
-        return True
-    same_rank = len(got) == len(wanted) > 0
-    return same_rank and wanted[0] is None and got[1:] == wanted[1:]
 
 
 def _apart(packed: Array, space: Output) -> Array:

@@ -224,7 +224,11 @@ class Journal(Ring):
         number = 0 if verb.is_message else self._count()
         kinds = {_kind(each) for each in calls}
         dtype, shape = kinds.pop() if len(kinds) == 1 else (None, None)
-        size = None if shape is not None else sum(_bytes(each) for each in calls)
+        size = (
+            None
+            if shape is not None
+            else sum(each.array.nbytes for each in calls if each.array is not None)
+        )
         peer, tag = (call.peer, call.tag) if verb.is_message else (None, None)
         op, root = call.op if verb.reduces else None, call.root if verb.rooted else None
         what = (self.name, number, name, dtype, shape, op, root, peer, tag, size)
@@ -287,7 +291,8 @@ class Journal(Ring):
         """Return the calls of the ring, the oldest first."""
         written = self.header[_WRITTEN]
         calls, notes = self._calls.copy(), list(self.notes)
-        rate = self._nanoseconds_per_tick()
+        ticks, nanoseconds = self._clocks()
+        rate = (nanoseconds - self._zero[1]) / max(1, ticks - self._zero[0])
         found = []
         for call in range(max(1, written - _CALLS + 1), written + 1):
             slot = (call - 1) % _CALLS
@@ -314,10 +319,6 @@ class Journal(Ring):
         if listener is not None:
             listener(record)
         return record
-
-    def _nanoseconds_per_tick(self) -> float:
-        ticks, nanoseconds = self._clocks()
-        return float((nanoseconds - self._zero[1]) / max(1, ticks - self._zero[0]))
 
     def _record(self, row: Any, note: Any, rate: float) -> Record:
         """Return what native code has written as a record."""
@@ -350,10 +351,6 @@ class Journal(Ring):
 def _kind(call: Call) -> tuple[Any, Any]:
     like = call.like
     return call.holds or ((None, None) if like is None else (like.dtype, like.shape))
-
-
-def _bytes(call: Call) -> int:
-    return 0 if call.array is None else call.array.nbytes
 
 
 class _Recorded(Work):
