@@ -335,7 +335,6 @@ class NativeBackend(Backend):
         return self.timeout if call.seconds is None else call.seconds
 
     def is_calling(self) -> bool:
-        """Return whether this thread is in the middle of a call; see ``Backend``."""
         return self._callers.has_this()
 
     def _open(self, name: str) -> Any:
@@ -360,7 +359,6 @@ class NativeBackend(Backend):
         return site
 
     def start(self, call: Call) -> Work:
-        """Start ``call``; see ``Backend``."""
         if call.refusal:
             return self._refuse(call)
         if call.is_open:
@@ -517,7 +515,6 @@ class NativeBackend(Backend):
             self._function("give_up")(group, words.encode(errors="replace"))
 
     def lost(self, doing: str) -> DistributedError | None:
-        """Return why the group cannot be used any more; see ``Backend``."""
         group = self._group
         if group is None:
             return GroupClosedError(f"[{doing}] {self.name}: the group is closed")
@@ -528,12 +525,10 @@ class NativeBackend(Backend):
         return failure(self, handle, self.lib.fl_op_wait(handle, 0.0), doing, self.timeout, 0)
 
     def leave(self) -> None:
-        """Let the others know that this rank begins no more messages; see ``Backend``."""
         if (group := self._group) is not None:
             self._function("leave")(group)
 
     def is_busy(self) -> bool:
-        """Return whether something runs; see ``Backend``."""
         return any(not work.is_completed() for work in list(self._running))
 
     def abandon(self) -> None:

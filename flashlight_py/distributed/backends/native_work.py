@@ -161,7 +161,6 @@ class NativeWork(Work):
         self._forks = journal.forks()
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Wait up to ``timeout`` seconds; see ``Work``."""
         if self._forks != journal.forks():
             raise journal.forked(self._name)
         pending = self._lib.FL_PENDING
@@ -191,7 +190,6 @@ class NativeWork(Work):
         return self._status(0.0) != int(self._lib.FL_PENDING)
 
     def end_time(self) -> float | None:
-        """Return when it ended, if it has; see ``Work``."""
         if self._forks != journal.forks():
             return None
         return self._lib.fl_op_ended(self._handle) or None

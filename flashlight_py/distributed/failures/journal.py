@@ -364,7 +364,6 @@ class _Recorded(Work):
         record.flight = work.flight
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Wait up to ``timeout`` seconds; see ``Work``."""
         if self._forks != _forks:
             raise forked(What(*self._record.what).verb)
         record, began = self._record, monotonic_ns()
@@ -389,7 +388,6 @@ class _Recorded(Work):
         return self._forks != _forks or self._work.is_completed()
 
     def end_time(self) -> float | None:
-        """Return when it ended, in seconds; see ``Work``."""
         return None if self._forks != _forks else self._work.end_time()
 
 

@@ -148,7 +148,6 @@ class Operation(Work):
         return self.ended
 
     def end_time(self) -> float | None:
-        """Return when it ended, if it has; see ``Work``."""
         return self._end_time
 
 
@@ -373,23 +372,18 @@ class MpiBackend(Backend):
         self._beside.clear()
 
     def abort(self, cause: str | DistributedError) -> None:
-        """Notify the others of what has ended this rank's part; see ``Backend``."""
         self.control.abort(cause)
 
     def leave(self) -> None:
-        """Let the others know that this rank begins no more messages; see ``Backend``."""
         self.control.leave()
 
     def lost(self, doing: str) -> DistributedError | None:
-        """Return why nothing can be done in the group any more; see ``Backend``."""
         return self.control.lost(doing)
 
     def is_busy(self) -> bool:
-        """Return whether something runs; see ``Backend``."""
         return bool(self.pending()) or self.control.is_busy()
 
     def is_calling(self) -> bool:
-        """Return whether this thread is in the middle of a call; see ``Backend``."""
         return self._callers.has_this()
 
     def pending(self) -> int:

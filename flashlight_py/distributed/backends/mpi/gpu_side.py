@@ -36,7 +36,6 @@ class MpiGpuBackend(Backend):
         self._unfinished: list[Then] = []
 
     def start(self, call: Call) -> Work:
-        """Start ``call``; see ``Backend``."""
         if call.refusal or call.verb is BARRIER:
             return self._host.start(call)
         if self._aware:
