@@ -101,7 +101,7 @@ class GlooBackend(NativeBackend):
     def _listen_for_hosts(self) -> int:
         """Return the port at which this rank hears of the other hosts."""
         room = self.ffi.new("char[]", MESSAGE_BYTES)
-        port = int(self.lib.fl_gloo_listen_for_hosts(self._group, room, MESSAGE_BYTES))
+        port = int(self.lib.fl_gloo_listen_for_hosts(self.group, room, MESSAGE_BYTES))
         if port < 0:
             raise BackendUnavailableError(self.message(room))
         return port
@@ -130,14 +130,14 @@ class GlooBackend(NativeBackend):
         if len(set(hosts)) > 1:
             self._watch_hosts(hosts, cards, addresses, len(mine), proofs)
         seconds = self._joining
-        op = self.lib.fl_gloo_connect(self._group, addresses, len(mine), proofs, lazily, seconds)
+        op = self.lib.fl_gloo_connect(self.group, addresses, len(mine), proofs, lazily, seconds)
         work = NativeWork(self, "connect", op, addresses, NOTHING, self._joining)
         waiting = Waiting(self.rank == 0, "connecting through Gloo")
         while not _has_ended(work, _LOOK_SECONDS):
             dead = self._dead("connect")
             if dead is not None:
                 raise dead
-            awaited = self.lib.fl_gloo_awaited(self._group)
+            awaited = self.lib.fl_gloo_awaited(self.group)
             waiting.look([self.numbers[awaited]] if awaited >= 0 else [])
         work.wait()
 
@@ -160,7 +160,7 @@ class GlooBackend(NativeBackend):
             "seconds": max(limits) if all(limits) else 0.0,
         }
         watched = self.ffi.new("fl_hosts *", known)
-        self.lib.fl_gloo_watch_hosts(self._group, watched, addresses, size, proofs)
+        self.lib.fl_gloo_watch_hosts(self.group, watched, addresses, size, proofs)
 
     def _proofs(self, key: bytes) -> bytes:
         """Return what this rank shows each rank, and what that one must show, by turns.
@@ -194,7 +194,7 @@ class GlooBackend(NativeBackend):
 
     def _address(self) -> bytes:
         room = self.ffi.new("char[]", MESSAGE_BYTES)
-        count = self.lib.fl_gloo_address(self._group, room, MESSAGE_BYTES)
+        count = self.lib.fl_gloo_address(self.group, room, MESSAGE_BYTES)
         assert count > 0
         return bytes(self.ffi.buffer(room, count))
 
@@ -205,7 +205,7 @@ class GlooBackend(NativeBackend):
         function = self.ffi.cast("void (*)(void *, const char *)", addresses[0])
         self._kept.append(other.group)  # it is freed after this one
         pointer, advice = self.ffi.cast("void *", addresses[1]), f". {HOST_ADVICE}. {UNUSABLE}"
-        self.lib.fl_gloo_take_along(self._group, function, pointer, advice.encode())
+        self.lib.fl_gloo_take_along(self.group, function, pointer, advice.encode())
 
 
 def _proof(key: bytes, source: int, destination: int) -> bytes:

@@ -16,7 +16,7 @@ import numpy as np
 
 from flashlight_py import _native
 from flashlight_py.device import Array
-from flashlight_py.distributed.backend import Backend, left_to_python
+from flashlight_py.distributed.backend import left_to_python
 from flashlight_py.distributed.backends.callers import (
     SITE_BYTES,
     Callers,
@@ -30,6 +30,7 @@ from flashlight_py.distributed.backends.native_errors import (
     words_of,
     words_of_traceback,
 )
+from flashlight_py.distributed.backends.native_group import NativeGroup
 from flashlight_py.distributed.backends.native_work import (
     COMPARED,
     GATHERED,
@@ -65,31 +66,20 @@ _FLAGS = bytes(
 )
 
 
-class NativeBackend(Backend):
+class NativeBackend(NativeGroup):
     """A backend whose operations run in a library with the C ABI of ``csrc/common``."""
 
-    symbols = ""  # what the names of the library's functions begin with
     steps: tuple[str, ...] = ()  # its functions for calls in steps, if it has them
     asks_for_sites = False  # whether it asks by itself where a blocking collective was called
-    journal: Journal | None = None  # of the group that has this backend
 
     def __init__(self, native: ModuleType, store: Store, timeout: float) -> None:
-        self.ffi, self.lib = native.ffi, native.lib
-        self.rank, self.size, self.timeout = store.rank, store.size, timeout
-        self.processes = store.processes
-        # What users know the ranks as.
-        self.numbers = list(store.numbers) or list(range(self.size))
-        self.name = f"rank {self.numbers[self.rank]} of {store.total or self.size}"
+        super().__init__(native, store, timeout)
         abort.watch(self)
-        # The library's handle, which is freed when the last call that has it is done; None once the
-        # group is closed.
-        self._group: Any = None
         self._sites: dict[Place, Any] = {}
         self._run_there = self._function("run")
         self._next = Describer(self.ffi)  # the call that this thread is about to make
         self._pointer = self._next.pointer
         self._callers = Callers(self.name)
-        self._running: dict[NativeWork, None] = {}  # in order; threads change it at the same time
         self._first: list[Any] = []  # what is to be done before the next call
         self._step: Callable[..., Any] | None = None  # native code for steps of calls
         self._kept: list[Any] = []  # what the library may write to until its group is freed
@@ -133,19 +123,10 @@ class NativeBackend(Backend):
 
     def _begin(self, native: ModuleType, group: Any) -> None:
         """Have calls go to ``group`` from now on."""
-        self._group = group
+        self.group = group
         self._function("call_ranks")(group, self.ffi.new("int[]", self.numbers))
         answer = answer_to_interrupts(native, f"{self.symbols}_interrupted")
         self._function("on_interrupt")(group, answer)
-
-    def _function(self, name: str) -> Any:
-        """Return the library's function of that name, which takes its group."""
-        return getattr(self.lib, f"{self.symbols}_{name}")
-
-    @property
-    def group(self) -> Any:
-        """The library's handle; None once the group is closed."""
-        return self._group
 
     def _address_of(self, pointer: Any) -> int:
         return int(self.ffi.cast("uintptr_t", pointer))
@@ -253,7 +234,7 @@ class NativeBackend(Backend):
 
         The Work raises ``MismatchError`` when they have; nobody needs to wait for it.
         """
-        group, thread = self._group, self._callers.check("refuse")
+        group, thread = self.group, self._callers.check("refuse")
         if group is None:
             return Done()  # it has ended, which the others know
         site = self.ffi.new("fl_site *", {"text": text_at_site(call.refusal, SITE_BYTES)})
@@ -270,7 +251,7 @@ class NativeBackend(Backend):
 
     def call_ahead(self, rank: int) -> str:
         """Return a collective that ``rank`` has begun and this rank has not, in words, or ""."""
-        call, group = self.ffi.new("fl_signature *"), self._group
+        call, group = self.ffi.new("fl_signature *"), self.group
         ahead = group is not None and self._function("is_ahead")(group, rank, call)
         return call_in_words(self.lib, call) if ahead else ""
 
@@ -339,7 +320,7 @@ class NativeBackend(Backend):
 
     def _open(self, name: str) -> Any:
         """Return the library's handle for a call of ``name``."""
-        group = self._group
+        group = self.group
         if group is None:
             raise GroupClosedError(f"[{name}] {self.name}: the group is closed")
         return group
@@ -498,10 +479,6 @@ class NativeBackend(Backend):
         text: str = self.ffi.string(room).decode(errors="replace")
         return text
 
-    def forget(self, work: NativeWork) -> None:
-        """Let go of an operation that has ended, and of whose end the caller learns now."""
-        self._running.pop(work, None)
-
     def synchronize(self) -> None:
         """Block until all that was started has ended; raises what the first failure raises."""
         for work in list(self._running):
@@ -509,13 +486,13 @@ class NativeBackend(Backend):
 
     def abort(self, cause: str | DistributedError) -> None:
         """End the group, and have the others raise; see ``Backend``."""
-        group = self._group
+        group = self.group
         if group is not None:
             words = words_of_traceback(self, cause) if isinstance(cause, str) else words_of(cause)
             self._function("give_up")(group, words.encode(errors="replace"))
 
     def lost(self, doing: str) -> DistributedError | None:
-        group = self._group
+        group = self.group
         if group is None:
             return GroupClosedError(f"[{doing}] {self.name}: the group is closed")
         handle = self._function("lost")(group)
@@ -525,7 +502,7 @@ class NativeBackend(Backend):
         return failure(self, handle, self.lib.fl_op_wait(handle, 0.0), doing, self.timeout, 0)
 
     def leave(self) -> None:
-        if (group := self._group) is not None:
+        if (group := self.group) is not None:
             self._function("leave")(group)
 
     def is_busy(self) -> bool:
@@ -533,7 +510,7 @@ class NativeBackend(Backend):
 
     def abandon(self) -> None:
         """Close the descriptors, in a forked child; see ``Backend``."""
-        group, self._group, self._step = self._group, None, None
+        group, self.group, self._step = self.group, None, None
         if group is not None:
             self._function("abandon")(group)
 
@@ -542,7 +519,7 @@ class NativeBackend(Backend):
 
         What this very thread is in the middle of, as in a signal handler, ends when that goes on.
         """
-        group, self._group, self._step, self._kept = self._group, None, None, []
+        group, self.group, self._step, self._kept = self.group, None, None, []
         if group is not None:
             self._first.clear()
             self._function("close")(group)

@@ -6,12 +6,13 @@ import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.backends.native_errors import failure
+from flashlight_py.distributed.backends.native_group import NativeGroup
 from flashlight_py.distributed.calls.arrays import (
     MOVED,
     WITH_TEXT,
@@ -22,9 +23,6 @@ from flashlight_py.distributed.calls.arrays import (
 from flashlight_py.distributed.failures import journal
 from flashlight_py.distributed.verbs import SCATTER, VERBS
 from flashlight_py.distributed.work import Work, limit_passed
-
-if TYPE_CHECKING:
-    from flashlight_py.distributed.backends.native import NativeBackend
 
 # How long a wait stays inside the library: signal handlers (Ctrl-C) run in between.
 _SLICE_SECONDS = 0.1
@@ -52,7 +50,7 @@ class Received:
     root: int
     made: Array | None = None  # a gather's result where all have the same number of rows
 
-    def get(self, backend: NativeBackend, handle: Any) -> Any:
+    def get(self, backend: NativeGroup, handle: Any) -> Any:
         """Return the result of the operation, which has ended well."""
         if self.result is GATHERED:
             self.result = self._gathered(backend, handle)
@@ -62,7 +60,7 @@ class Received:
             self.result = self._compared(backend, handle)
         return self.result
 
-    def _compared(self, backend: NativeBackend, handle: Any) -> Any:
+    def _compared(self, backend: NativeGroup, handle: Any) -> Any:
         """Return what ``Call.compared`` asks for; of a message its number."""
         lib, signatures = backend.lib, backend.lib.fl_op_signatures(handle)
         if signatures == backend.ffi.NULL:
@@ -80,7 +78,7 @@ class Received:
             return WITH_TEXT, (sent.count,)
         return dtype_of_code(code), tuple(sent.shape[d] for d in range(sent.ndim))
 
-    def _gathered(self, backend: NativeBackend, handle: Any) -> Array:
+    def _gathered(self, backend: NativeGroup, handle: Any) -> Array:
         """Return the rows of all ranks: ``out``, if the library has filled it, or a new array."""
         assert self.like is not None
         room = self.made if self.out is None else self.out
@@ -94,7 +92,7 @@ class Received:
             require_length(self.name, self.out, rows, backend.rank, backend.size)
         return _wrap(backend, handle, self.like.dtype, (rows, *self.like.shape[1:]))
 
-    def _scattered(self, backend: NativeBackend, handle: Any) -> Array:
+    def _scattered(self, backend: NativeGroup, handle: Any) -> Array:
         """Wrap this rank's part, of the dtype and shape that the root has sent."""
         sent = backend.lib.fl_op_signatures(handle)[self.root]
         if sent.dtype == MOVED:
@@ -106,9 +104,7 @@ class Received:
 NOTHING = Received("", None, None, None, 0)
 
 
-def _wrap(
-    backend: NativeBackend, handle: Any, dtype: np.dtype[Any], shape: tuple[int, ...]
-) -> Array:
+def _wrap(backend: NativeGroup, handle: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
     """Return what the library received, without a copy; the array keeps the handle alive."""
     ffi, (pointer, count) = backend.ffi, _fetched(backend, handle)
     owner = keeping(ffi, ffi.cast("char *", pointer), handle)
@@ -132,7 +128,7 @@ def keeping(ffi: Any, pointer: Any, kept: object) -> Any:
     return freed_by(ffi, pointer, id, kept)  # which does nothing
 
 
-def _fetched(backend: NativeBackend, handle: Any) -> tuple[Any, int]:
+def _fetched(backend: NativeGroup, handle: Any) -> tuple[Any, int]:
     """Return where the library has put what it received, and its bytes; NULL: into the room."""
     count = backend.ffi.new("size_t *")
     return backend.lib.fl_op_output(handle, count), count[0]
@@ -143,7 +139,7 @@ class NativeWork(Work):
 
     def __init__(
         self,
-        backend: NativeBackend,
+        backend: NativeGroup,
         name: str,
         handle: Any,
         kept: Any,

@@ -53,7 +53,7 @@ class ShmBackend(NativeBackend):
         self._room = self.ffi.new("char[]", MESSAGE_BYTES)
         self._named = needs_names(store.spaces)
         self._begin(native, map_together(store, self._map, self._named))
-        self.lib.fl_shm_on_mismatch(self._group, answer_where(native, "fl_shm_where"))
+        self.lib.fl_shm_on_mismatch(self.group, answer_where(native, "fl_shm_where"))
 
     @property
     def hosts(self) -> Sequence[Sequence[int]]:
