@@ -5,19 +5,17 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.constants import DistributedBackend
+from flashlight_py.distributed.failures.journal import Journal
 from flashlight_py.distributed.verbs import BARRIER, Verb
 from flashlight_py.distributed.work import AllOf, Work
 from flashlight_py.errors import DistributedError
-
-if TYPE_CHECKING:
-    from flashlight_py.distributed.failures.journal import Journal
 
 
 class Backend(abc.ABC):

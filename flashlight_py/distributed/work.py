@@ -88,7 +88,6 @@ class Done(Work):
         return self._value
 
     def is_completed(self) -> bool:
-        """Return True."""
         return True
 
 
@@ -157,7 +156,6 @@ class Then(Work):
         return self._work.is_completed()
 
     def end_time(self) -> float | None:
-        """Return when the other operation ended; see ``Work``."""
         return self._work.end_time()
 
     def is_finished(self) -> bool:
@@ -183,7 +181,6 @@ class AllOf(Work[list[Any]]):
         return [result for result, _ in outcomes]
 
     def is_completed(self) -> bool:
-        """Return whether all have ended."""
         return all(work.is_completed() for work in self._works)
 
     def end_time(self) -> float | None:

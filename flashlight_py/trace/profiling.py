@@ -24,9 +24,8 @@ import numpy as np
 
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.failures import incidents
-from flashlight_py.distributed.failures.journal import leave_to_python
-from flashlight_py.distributed.failures.record import Record
+from flashlight_py.distributed.failures import journal
+from flashlight_py.distributed.failures.journal import Record, leave_to_python
 from flashlight_py.distributed.groups.world import current_world
 from flashlight_py.distributed.start.exchange import exchange_bytes
 from flashlight_py.distributed.start.topology import host_identity
@@ -57,12 +56,12 @@ class Profile:
             RuntimeError: a profile is being taken already.
             DistributedError: as for :func:`flashlight_py.all_reduce`.
         """
-        if incidents.listener is not None:
+        if journal.listener is not None:
             raise RuntimeError("profile: one is being taken already; stop it first")
         world = current_world().group
         self._records, self._spans = [], []
         self._offset = offset_to_rank_0(world.backend())
-        incidents.listener = self._records.append
+        journal.listener = self._records.append
         leave_to_python(True)
 
     def stop(self) -> None:
@@ -95,9 +94,9 @@ class Profile:
             self._spans.append((name, started, time.monotonic_ns()))
 
     def _end(self) -> RankTimeline:
-        if incidents.listener != self._records.append:
+        if journal.listener != self._records.append:
             raise RuntimeError("profile: nothing was started that could be stopped")
-        incidents.listener = None
+        journal.listener = None
         leave_to_python(False)
         calls = [record.as_dict() for record in self._records]
         rank, host, now = current_world().group.rank, socket.gethostname(), time.monotonic_ns()

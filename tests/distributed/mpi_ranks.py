@@ -285,7 +285,7 @@ def stop_in_the_middle(rank: int, size: int, how: str) -> str:
     """Rank 1 has agreed on a call, and does not do its part of what MPI moves then."""
     group, x = current_world().group, np.ones(100_000)
     if rank == 1:
-        backend()._bodies._all_reduce = lambda call, _: _stop(how, group)
+        backend()._verb_steps._all_reduce = lambda call, _: _stop(how, group)
     started = time.monotonic()
     try:
         fl.all_reduce(x)
@@ -315,8 +315,8 @@ def leave_in_order(rank: int, size: int) -> list[float]:
     """Rank 0 has sent what it had to, and leaves, while another rank has yet to take its part."""
     x = np.full(10, float(rank + 1))
     if rank:
-        broadcast = backend()._bodies._broadcast
-        backend()._bodies._broadcast = lambda call, _: _late(broadcast(call, None))
+        broadcast = backend()._verb_steps._broadcast
+        backend()._verb_steps._broadcast = lambda call, _: _late(broadcast(call, None))
     fl.broadcast(x, 0)
     current_world().group.close()
     return x.tolist()

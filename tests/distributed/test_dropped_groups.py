@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed.groups import open_groups
+from flashlight_py.distributed.groups import membership
 from flashlight_py.parallel import functional
 from tests.distributed.conformance import ranks_in
 from tests.distributed.harness import run_ranks
@@ -38,8 +38,8 @@ def drop_groups(rank: int, size: int, count: int) -> None:
 
 def count_held(rank: int, size: int) -> tuple[int, int]:
     end = time.monotonic() + 20
-    while open_groups.dropped and time.monotonic() < end:  # messages in them end by themselves
-        open_groups.close_dropped()
+    while membership.dropped and time.monotonic() < end:  # messages in them end by themselves
+        membership.close_dropped()
         time.sleep(0.001)
     fl.barrier()
     return held()
@@ -192,15 +192,15 @@ class _Interrupted:
 
 def test_a_group_whose_closing_is_interrupted_is_closed_later() -> None:
     backend, group = _Interrupted(), fl.ProcessGroup(None)
-    open_groups.watch(group, [backend])  # type: ignore[list-item]
+    membership.watch(group, [backend])  # type: ignore[list-item]
     del group
     with pytest.raises(KeyboardInterrupt):
-        open_groups.close_dropped()
-    open_groups.close_dropped()
+        membership.close_dropped()
+    membership.close_dropped()
     assert backend.closed == 2
-    open_groups.close_dropped()
+    membership.close_dropped()
     assert backend.closed == 2
-    assert not open_groups.dropped
+    assert not membership.dropped
 
 
 def shut_down_with_open_groups(rank: int, size: int, folder: str, backend: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flashlight_py.distributed.backends.hierarchical import HierarchicalBackend
-from flashlight_py.distributed.backends.mpi.group import Operation
+from flashlight_py.distributed.backends.mpi.backend import Operation
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.failures.journal import Journal
 from flashlight_py.distributed.verbs import BARRIER

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from flashlight_py.distributed.backends.mpi import exits, joining
+from flashlight_py.distributed.backends.mpi import joining
+from flashlight_py.distributed.backends.mpi.backend import Progress
+from flashlight_py.distributed.failures import abort
 from flashlight_py.distributed.start.settings import Settings
 from flashlight_py.errors import BackendUnavailableError, UnavailableEverywhereError
 from tests.distributed import mpi_mix, mpi_ranks
@@ -179,6 +182,8 @@ def test_without_mpi_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch)
 class FakeMpi:
     """Stands in for MPI where the real Abort would end the tests themselves."""
 
+    Request = SimpleNamespace(Testall=None)
+
     def __init__(self) -> None:
         self.COMM_WORLD = self
         self.aborted: list[int] = []
@@ -196,23 +201,28 @@ def test_the_hook_prints_first_and_is_gone_when_the_last_group_is(
     printed: list[BaseException] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: printed.append(error))
     before, mpi = sys.excepthook, FakeMpi()
-    exits.install(mpi, lambda _: None)
-    exits.install(mpi, lambda _: None)
-    exits.uninstall()
+    progress, (one, other) = Progress(mpi, threaded=False), (SimpleNamespace() for _ in range(2))
+    progress.add(one)
+    progress.add(other)
+    progress.remove(one, healthy=False)
+    for group in progress._groups:  # nobody is waited for
+        group.leaving = SimpleNamespace(leave=lambda moved: None, have_all_left=lambda: True)
     error = ValueError("uncaught")
     guard = sys.excepthook
     guard(ValueError, error, None)
     assert (printed, mpi.aborted) == ([error], [1])
-    exits.uninstall()
-    assert sys.excepthook is before
+    progress.remove(other, healthy=False)
     guard(ValueError, error, None)  # somebody wrapped it, and still calls it
     assert (printed, mpi.aborted) == ([error, error], [1])
+    abort.uninstall()
+    assert sys.excepthook is before
 
 
 # A program whose Abort tells what nobody has read of its output by then: mpirun loses that.
 ABORTING = """
 import fcntl, os, sys, termios
-from flashlight_py.distributed.backends.mpi import exits
+from flashlight_py.distributed.backends.mpi import leaving
+from flashlight_py.distributed.failures import abort
 
 class FakeMpi:
     def Is_finalized(self):
@@ -224,8 +234,9 @@ class FakeMpi:
         os._exit(code)
 
 FakeMpi.COMM_WORLD = FakeMpi()
-exits._LINGER_SECONDS = 30.0
-exits.install(FakeMpi(), lambda end: None)
+leaving._LINGER_SECONDS = 30.0
+abort.install()
+abort.afterwards.append(lambda: leaving.end_the_job(FakeMpi(), lambda end: None))
 raise ValueError("no such file")
 """
 
@@ -248,7 +259,7 @@ def test_the_job_is_ended_when_what_was_printed_has_been_read() -> None:
 
 def test_a_prompt_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    before = sys.excepthook
-    exits.install(FakeMpi(), lambda _: None)
+    before, progress, group = sys.excepthook, Progress(FakeMpi(), threaded=False), SimpleNamespace()
+    progress.add(group)
     assert sys.excepthook is before
-    exits.uninstall()
+    progress.remove(group, healthy=False)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from flashlight_py.distributed.backends.mpi.group import Progress
+from flashlight_py.distributed.backends.mpi.backend import Progress
 
 
 def test_the_arrays_of_an_operation_that_broke_are_kept() -> None:

@@ -17,7 +17,7 @@ import flashlight_py as fl
 from flashlight_py.distributed.calls.arrays import DTYPES
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.failures import journal
-from flashlight_py.distributed.failures.record import Record
+from flashlight_py.distributed.failures.journal import Record
 from flashlight_py.distributed.groups.group import ProcessGroup
 from flashlight_py.distributed.groups.world import current_world
 from flashlight_py.distributed.work import Work

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed.failures import incidents
-from flashlight_py.distributed.failures.record import Record
+from flashlight_py.distributed.failures import journal
+from flashlight_py.distributed.failures.journal import Record
 from flashlight_py.distributed.groups.world import current_world
 from flashlight_py.trace import profiling
 from tests.trace.validity import assert_valid
@@ -35,13 +35,13 @@ def profiled(rank: int, size: int, path: str) -> bool:
             work.wait()
         with pytest.raises(RuntimeError, match="being taken already"):
             fl.profile(path).start()
-    assert incidents.listener is None
+    assert journal.listener is None
     gc.collect()
     fl.all_reduce(x)  # lets go of what other tests have left in these ranks, which Python does
     fl.all_reduce(x)
-    journal = current_world().group.journal
-    last = journal.records()[-1].id
-    return any(isinstance(note, Record) and note.id == last for note in journal.notes)
+    of_world = current_world().group.journal
+    last = of_world.records()[-1].id
+    return any(isinstance(note, Record) and note.id == last for note in of_world.notes)
 
 
 def test_a_profile_of_two_ranks(pool: Any, tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_an_exception_leaves_the_part_of_its_rank(tmp_path: Path) -> None:
 
     with pytest.raises(KeyError):
         fail()
-    assert incidents.listener is None
+    assert journal.listener is None
     assert_valid(json.loads((tmp_path / "trace.rank0.json").read_text()))
     assert not (tmp_path / "trace.json").exists()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
@@ -164,10 +165,11 @@ class MemberStore(Store):
         hub, *others = self._members
         if self.rank != 0:
             self._send(hub, payload)
-            return _unpack(self._receive(hub), self.size)
+            received: list[bytes] = pickle.loads(self._receive(hub))
+            return received
         payloads = [payload, *(self._receive(member) for member in others)]
         for member in others:
-            self._send(member, _pack(payloads))
+            self._send(member, pickle.dumps(payloads))
         return payloads
 
     def close(self) -> None:
@@ -184,17 +186,6 @@ class MemberStore(Store):
         data = np.empty(length[0], np.uint8)
         self._backend.start(Call(RECV, data, peer=peer, tag=_TAG)).wait()
         return data.tobytes()
-
-
-def _pack(payloads: Sequence[bytes]) -> bytes:
-    lengths = np.array([len(payload) for payload in payloads], np.int64)
-    return lengths.tobytes() + b"".join(payloads)
-
-
-def _unpack(packed: bytes, count: int) -> list[bytes]:
-    lengths = np.frombuffer(packed[: 8 * count], np.int64)
-    ends = np.cumsum(lengths) + 8 * count
-    return [packed[end - n : end] for end, n in zip(ends, lengths, strict=True)]
 
 
 def barrier(timeout: float | None = None, group: ProcessGroup | None = None) -> None:

@@ -8,14 +8,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from types import ModuleType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.calls.call_site import call_site
 from flashlight_py.distributed.failures.journal import CALLER, not_begun
 from flashlight_py.errors import DistributedError
 
-if TYPE_CHECKING:
-    from flashlight_py.distributed.backend import Backend
 SITE_BYTES = 255  # and a zero: the text of an fl_site
 
 

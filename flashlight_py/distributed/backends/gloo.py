@@ -12,12 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from flashlight_py import _native
-from flashlight_py.distributed.backends.callers import (
-    answer_to_interrupts,
-    raise_interruption,
-)
 from flashlight_py.distributed.backends.native import MESSAGE_BYTES, NativeBackend
-from flashlight_py.distributed.backends.native_errors import call_in_words
 from flashlight_py.distributed.backends.native_work import NOTHING, NativeWork
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.failures.wording import HOST_ADVICE, UNUSABLE, names, who_that_was
@@ -40,11 +35,17 @@ class GlooBackend(NativeBackend):
     Those that every small collective needs connect at once, unless ``lazily``. ``address`` is what
     the sockets are bound to, of one family on all ranks. ``timeout`` (seconds) bounds an operation,
     ``joining`` connecting. Both ends of each connection prove that they know ``key``, which is that
-    of the job. ``hosts`` says which ranks share a host (equal bytes), ``host_timeout`` how long one
-    may be silent, ``is_watched`` that another backend watches: see ``HostWatch``.
+    of the job.
+
+    ``hosts`` says which ranks share a host (equal bytes). Where there are several, it is noticed
+    when one cannot be reached any more (csrc/gloo/heartbeat.h): one that is silent for
+    ``host_timeout`` seconds is lost. The longest that any rank was given counts for all, and 0, for
+    ever, of any. Where the group ``is_watched``, another one, of more ranks of these hosts, does
+    it, and takes this one along.
 
     Raises:
-        BackendUnavailableError: the native extension or the interface is missing.
+        BackendUnavailableError: the native extension or the interface is missing, or this rank
+            cannot listen to the other hosts.
         PeerLostError, CollectiveTimeoutError: a rank could not be connected, or somebody else came
             in its place.
     """
@@ -68,13 +69,12 @@ class GlooBackend(NativeBackend):
         native = _native.load("gloo")
         super().__init__(native, store, timeout)
         self._joining = joining
-        self._group = self._create(address)
-        answer = answer_to_interrupts(native, "fl_gloo_interrupted")
-        self.lib.fl_gloo_call_ranks(self._group, self.ffi.new("int[]", self.numbers))
-        self.lib.fl_gloo_on_interrupt(self._group, answer)
+        self._begin(native, self._create(address))
         try:
-            watch = HostWatch(self.ffi, self.lib, self._group, hosts, host_timeout, is_watched)
-            self._connect(store, key, watch, lazily)
+            is_watched |= len(set(hosts)) < 2
+            port = 0 if is_watched else self._listen_for_hosts()
+            watched = {"heartbeats": port, "host_timeout": host_timeout}
+            self._connect(store, key, hosts, watched, lazily)
         except BaseException:
             self.close()
             raise
@@ -97,32 +97,69 @@ class GlooBackend(NativeBackend):
             )
         return self._owned(group)
 
-    def _connect(self, store: Store, key: bytes, watch: HostWatch, lazily: bool) -> None:
+    def _listen_for_hosts(self) -> int:
+        """Return the port at which this rank hears of the other hosts."""
+        room = self.ffi.new("char[]", MESSAGE_BYTES)
+        port = int(self.lib.fl_gloo_listen_for_hosts(self.group, room, MESSAGE_BYTES))
+        if port < 0:
+            raise BackendUnavailableError(self.message(room))
+        return port
+
+    def _connect(
+        self,
+        store: Store,
+        key: bytes,
+        hosts: Sequence[bytes],
+        watched: dict[str, float],
+        lazily: bool,
+    ) -> None:
         """Send the peers this rank's address, and connect to theirs."""
         mine = self._address()
         card = {
             "peer": this_process()._asdict(),
             "address": mine.hex(),
             "nonce": nonce().hex(),
-            **watch.card(),
+            **watched,
         }
         texts = store.exchange(json.dumps(card).encode())
         cards = [json.loads(text) for text in texts]
         self._peers = [Peer.from_record(card["peer"]) for card in cards]
         addresses = b"".join(bytes.fromhex(card["address"]) for card in cards)
         proofs = self._proofs(proof(key, *texts))
-        watch.begin(cards, addresses, len(mine), proofs)
+        if len(set(hosts)) > 1:
+            self._watch_hosts(hosts, cards, addresses, len(mine), proofs)
         seconds = self._joining
-        op = self.lib.fl_gloo_connect(self._group, addresses, len(mine), proofs, lazily, seconds)
+        op = self.lib.fl_gloo_connect(self.group, addresses, len(mine), proofs, lazily, seconds)
         work = NativeWork(self, "connect", op, addresses, NOTHING, self._joining)
         waiting = Waiting(self.rank == 0, "connecting through Gloo")
         while not _has_ended(work, _LOOK_SECONDS):
             dead = self._dead("connect")
             if dead is not None:
                 raise dead
-            awaited = self.lib.fl_gloo_awaited(self._group)
+            awaited = self.lib.fl_gloo_awaited(self.group)
             waiting.look([self.numbers[awaited]] if awaited >= 0 else [])
         work.wait()
+
+    def _watch_hosts(
+        self,
+        hosts: Sequence[bytes],
+        cards: Sequence[Mapping[str, Any]],
+        addresses: bytes,
+        size: int,
+        proofs: bytes,
+    ) -> None:
+        """Begin to watch; ``cards`` are of all ranks. For the rest see ``fl_gloo_connect``."""
+        numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+        limits = [card["host_timeout"] for card in cards]
+        texts = [self.ffi.new("char[]", card["peer"]["host"].encode()) for card in cards]
+        known = {
+            "numbers": self.ffi.new("int[]", [numbers[host] for host in hosts]),
+            "names": self.ffi.new("char *[]", texts),
+            "ports": self.ffi.new("int[]", [card["heartbeats"] for card in cards]),
+            "seconds": max(limits) if all(limits) else 0.0,
+        }
+        watched = self.ffi.new("fl_hosts *", known)
+        self.lib.fl_gloo_watch_hosts(self.group, watched, addresses, size, proofs)
 
     def _proofs(self, key: bytes) -> bytes:
         """Return what this rank shows each rank, and what that one must show, by turns.
@@ -156,44 +193,9 @@ class GlooBackend(NativeBackend):
 
     def _address(self) -> bytes:
         room = self.ffi.new("char[]", MESSAGE_BYTES)
-        count = self.lib.fl_gloo_address(self._group, room, MESSAGE_BYTES)
+        count = self.lib.fl_gloo_address(self.group, room, MESSAGE_BYTES)
         assert count > 0
         return bytes(self.ffi.buffer(room, count))
-
-    def _run(
-        self,
-        group: Any,
-        data: Any,
-        output: Any,
-        peer: int,
-        seconds: float,
-        blocking: bool,
-        site: Any = None,
-    ) -> Any:
-        handle = self.lib.fl_gloo_run(
-            group,
-            self._next.signature,
-            data,
-            output,
-            peer,
-            seconds,
-            not blocking,
-            self._here() if site is None else site,
-        )
-        raise_interruption(self.lib, handle)
-        return handle
-
-    def _exchange(
-        self, group: Any, messages: Any, results: Any, seconds: float, blocking: bool
-    ) -> None:
-        self.lib.fl_gloo_exchange(group, messages, len(messages), seconds, not blocking, results)
-
-    def call_ahead(self, rank: int) -> str:
-        """Say what ``rank`` has begun here and this rank has not; see ``NativeBackend``."""
-        call = self.ffi.new("fl_signature *")
-        group = self._group
-        ahead = group is not None and self.lib.fl_gloo_is_ahead(group, rank, call)
-        return call_in_words(self.lib, call) if ahead else ""
 
     def take_along(self, other: NativeBackend) -> None:
         """Have ``other`` end too when hosts are lost, also while nobody asks this group."""
@@ -202,16 +204,7 @@ class GlooBackend(NativeBackend):
         function = self.ffi.cast("void (*)(void *, const char *)", addresses[0])
         self._kept.append(other.group)  # it is freed after this one
         pointer, advice = self.ffi.cast("void *", addresses[1]), f". {HOST_ADVICE}. {UNUSABLE}"
-        self.lib.fl_gloo_take_along(self._group, function, pointer, advice.encode())
-
-    def _abort(self, group: Any, why: bytes) -> None:
-        self.lib.fl_gloo_give_up(group, why)
-
-    def _abandon(self, group: Any) -> None:
-        self.lib.fl_gloo_abandon(group)
-
-    def _close(self, group: Any) -> None:
-        self.lib.fl_gloo_close(group)
+        self.lib.fl_gloo_take_along(self.group, function, pointer, advice.encode())
 
 
 def _proof(key: bytes, source: int, destination: int) -> bytes:
@@ -223,57 +216,3 @@ def _has_ended(work: NativeWork, seconds: float) -> bool:
     with suppress(CollectiveTimeoutError):  # its own timeout is raised by the next wait again
         work.wait(seconds)
     return work.is_completed()
-
-
-class HostWatch:
-    """Notices when other hosts cannot be reached any more: see csrc/gloo/heartbeat.h.
-
-    ``group`` sends heartbeats between the ``hosts`` of its ranks (equal bytes: the same host).
-    ``timeout``: a host that is silent for so many seconds is lost; 0: never. The longest that any
-    rank was given counts for all, and 0 of any. On one host there is nothing to watch. Where
-    ``is_watched``, another group, of more ranks of these hosts, does it, and takes this one along:
-    it is only awaited what that finds.
-
-    Raises:
-        BackendUnavailableError: it cannot listen for those of the other hosts.
-    """
-
-    def __init__(
-        self,
-        ffi: Any,
-        lib: Any,
-        group: Any,
-        hosts: Sequence[bytes],
-        timeout: float,
-        is_watched: bool,
-    ) -> None:
-        self._ffi, self._lib, self._group = ffi, lib, group
-        numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
-        self._numbers = [numbers[host] for host in hosts]
-        self._timeout, self._port, self._count = timeout, 0, len(numbers)
-        if self._count > 1 and not is_watched:
-            room = ffi.new("char[]", MESSAGE_BYTES)
-            self._port = lib.fl_gloo_listen_for_hosts(group, room, MESSAGE_BYTES)
-            if self._port < 0:
-                raise BackendUnavailableError(ffi.string(room).decode(errors="replace"))
-
-    def card(self) -> dict[str, object]:
-        """Return what the other ranks are to know."""
-        return {"heartbeats": self._port, "host_timeout": self._timeout}
-
-    def begin(
-        self, cards: Sequence[Mapping[str, Any]], addresses: bytes, size: int, proofs: bytes
-    ) -> None:
-        """Begin to watch; ``cards`` are of all ranks. For the rest see ``fl_gloo_connect``."""
-        if self._count < 2:
-            return
-        limits = [card["host_timeout"] for card in cards]
-        names = [self._ffi.new("char[]", card["peer"]["host"].encode()) for card in cards]
-        known = {
-            "numbers": self._ffi.new("int[]", self._numbers),
-            "names": self._ffi.new("char *[]", names),
-            "ports": self._ffi.new("int[]", [card["heartbeats"] for card in cards]),
-            "seconds": max(limits) if all(limits) else 0.0,
-        }
-        hosts = self._ffi.new("fl_hosts *", known)
-        self._lib.fl_gloo_watch_hosts(self._group, hosts, addresses, size, proofs)

@@ -121,18 +121,16 @@ class HierarchicalBackend(Backend):
 
     @property
     def hosts(self) -> Sequence[Sequence[int]]:
-        """The ranks of each host; see ``Backend``."""
         return self._hosts
 
     def start(self, call: Call) -> Work:
-        """Start ``call``; see ``Backend``."""
         if call.verb.is_message:
             return self._message(call)
         if call.refusal:
             return self._refuse(call)
         run: Callable[[Call], Any] = self._steps.get(call.verb, self._flatly)
         if call.verb is BARRIER and self._checked:
-            run = _nothing  # to agree on it is to have arrived
+            run = lambda _: None  # noqa: E731  (to agree on it is to have arrived)
         if call.compared:
             run = self._compare
         return self._start(call, lambda: run(call))
@@ -275,7 +273,6 @@ class HierarchicalBackend(Backend):
         return cause
 
     def is_calling(self) -> bool:
-        """Return whether this thread is in the middle of a call; see ``Backend``."""
         return self._callers.has_this()
 
     def synchronize(self) -> None:
@@ -303,7 +300,6 @@ class HierarchicalBackend(Backend):
             backend.abort(cause)
 
     def leave(self) -> None:
-        """Let the others know that this rank begins no more messages; see ``Backend``."""
         for backend in self._parts:
             backend.leave()
 
@@ -321,7 +317,6 @@ class HierarchicalBackend(Backend):
         return why
 
     def is_busy(self) -> bool:
-        """Return whether something runs; see ``Backend``."""
         if self._searches.running() or any(part.is_busy() for part in self._parts):
             return True
         return any(not work.is_completed() for work in self._running)
@@ -344,10 +339,6 @@ class HierarchicalBackend(Backend):
             backend.close()
 
 
-def _nothing(_: Call) -> None:
-    """Be done: the agreement was all."""
-
-
 class FutureWork(Work):
     """An operation on the thread of a hierarchical backend."""
 
@@ -361,7 +352,6 @@ class FutureWork(Work):
         self._end_time = time.monotonic()
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Wait up to ``timeout`` seconds; see ``Work``."""
         if timeout is not None:
             limit = min(timeout, threading.TIMEOUT_MAX)
             if not futures.wait([self._future], limit).done:
@@ -373,11 +363,9 @@ class FutureWork(Work):
             raise
 
     def is_completed(self) -> bool:
-        """Return whether it has ended."""
         return self._future.done()
 
     def end_time(self) -> float | None:
-        """Return when it ended, if it has; see ``Work``."""
         return self._end_time
 
 
@@ -388,16 +376,13 @@ class _GuardedWork(Work):
         self._work, self._owner, self._call = work, owner, call
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Wait up to ``timeout`` seconds; see ``Work``."""
         work = self._work
         return self._owner.guarded(self._call.name, lambda: work.wait(timeout))
 
     def is_completed(self) -> bool:
-        """Return whether it has ended."""
         return self._work.is_completed()
 
     def end_time(self) -> float | None:
-        """Return when it ended, if it has; see ``Work``."""
         return self._work.end_time()
 
 
@@ -486,7 +471,6 @@ class _Search(FutureWork):
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Wait up to ``timeout`` seconds; see ``Work``."""
         work: _Search | None = self
         while work is not None and not work.receive.is_awaited:
             work.receive.is_awaited = True

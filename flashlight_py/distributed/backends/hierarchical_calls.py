@@ -22,7 +22,7 @@ from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.calls.arrays import as_bytes, dtype_code, require_length
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.combining import cut, factors
-from flashlight_py.distributed.failures.agreement import NO_LOAD, Load, Message
+from flashlight_py.distributed.failures.agreement import NO_LOAD, Load, RankMessage
 from flashlight_py.distributed.verbs import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -75,7 +75,7 @@ class SmallCalls:
     def _are_few(self, call: Call, rows: int) -> bool:
         return rows * row_bytes(call.array) <= self._most_of_each
 
-    def has(self, call: Call, found: Message) -> bool:
+    def has(self, call: Call, found: RankMessage) -> bool:
         """Return whether ``found``, what the ranks have agreed with, has the result of ``call``."""
         if call.compared or call.array is None:
             return False
@@ -83,7 +83,7 @@ class SmallCalls:
             return all(self._are_few(call, rows) for rows in found.lengths)
         return call.verb in _MOVED and call.array.nbytes <= self._most
 
-    def take(self, call: Call, found: Message) -> Any:
+    def take(self, call: Call, found: RankMessage) -> Any:
         """Return the result of ``call``, which ``found`` has; writes what the verb writes."""
         array: Array = call.array
         if not call.verb.fills(self._rank, call.root):
@@ -101,7 +101,7 @@ class SmallCalls:
         result[...] = whole[mine]
         return result
 
-    def _gathered(self, call: Call, found: Message) -> Array:
+    def _gathered(self, call: Call, found: RankMessage) -> Array:
         """Return the rows of all ranks, which have come host by host."""
         rows = sum(found.lengths)
         whole = np.ndarray((rows, *call.array.shape[1:]), call.array.dtype, found.data)

@@ -5,7 +5,6 @@ Calls go there as the library takes them: a signature, addresses to read and to 
 
 from __future__ import annotations
 
-import abc
 import math
 import zlib
 from collections.abc import Callable, Sequence
@@ -17,10 +16,21 @@ import numpy as np
 
 from flashlight_py import _native
 from flashlight_py.device import Array
-from flashlight_py.distributed.backend import Backend, left_to_python
-from flashlight_py.distributed.backends.callers import SITE_BYTES, Callers, raise_interruption
+from flashlight_py.distributed.backend import left_to_python
+from flashlight_py.distributed.backends.callers import (
+    SITE_BYTES,
+    Callers,
+    answer_to_interrupts,
+    raise_interruption,
+)
 from flashlight_py.distributed.backends.describing import NAMED, Describer, describe
-from flashlight_py.distributed.backends.native_errors import failure, words_of, words_of_traceback
+from flashlight_py.distributed.backends.native_errors import (
+    call_in_words,
+    failure,
+    words_of,
+    words_of_traceback,
+)
+from flashlight_py.distributed.backends.native_group import NativeGroup
 from flashlight_py.distributed.backends.native_work import (
     COMPARED,
     GATHERED,
@@ -36,7 +46,7 @@ from flashlight_py.distributed.calls.call import Call, Matched
 from flashlight_py.distributed.calls.call_site import PACKAGE, Place, caller, site_of, text_at_site
 from flashlight_py.distributed.failures import abort
 from flashlight_py.distributed.failures.journal import NATIVE, SENDRECV, Journal, Ring
-from flashlight_py.distributed.groups import open_groups
+from flashlight_py.distributed.groups import membership
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.verbs import ALL_GATHER, BARRIER, GATHER, SCATTER, VERBS, Verb
 from flashlight_py.distributed.work import AllOf, Done, Then, Work
@@ -56,29 +66,20 @@ _FLAGS = bytes(
 )
 
 
-class NativeBackend(Backend):
+class NativeBackend(NativeGroup):
     """A backend whose operations run in a library with the C ABI of ``csrc/common``."""
 
-    symbols = ""  # what the names of the library's functions begin with
     steps: tuple[str, ...] = ()  # its functions for calls in steps, if it has them
-    journal: Journal | None = None  # of the group that has this backend
+    asks_for_sites = False  # whether it asks by itself where a blocking collective was called
 
     def __init__(self, native: ModuleType, store: Store, timeout: float) -> None:
-        self.ffi, self.lib = native.ffi, native.lib
-        self.rank, self.size, self.timeout = store.rank, store.size, timeout
-        self.processes = store.processes
-        # What users know the ranks as.
-        self.numbers = list(store.numbers) or list(range(self.size))
-        self.name = f"rank {self.numbers[self.rank]} of {store.total or self.size}"
+        super().__init__(native, store, timeout)
         abort.watch(self)
-        # The library's handle, which is freed when the last call that has it is done; None once the
-        # group is closed.
-        self._group: Any = None
         self._sites: dict[Place, Any] = {}
+        self._run_there = self._function("run")
         self._next = Describer(self.ffi)  # the call that this thread is about to make
         self._pointer = self._next.pointer
         self._callers = Callers(self.name)
-        self._running: dict[NativeWork, None] = {}  # in order; threads change it at the same time
         self._first: list[Any] = []  # what is to be done before the next call
         self._step: Callable[..., Any] | None = None  # native code for steps of calls
         self._kept: list[Any] = []  # what the library may write to until its group is freed
@@ -113,17 +114,19 @@ class NativeBackend(Backend):
             (*functions, *((0,) * 5 if not self.steps else ())),
             (self._native_ended, self._native_started, self._native_here),
             *(ring.memory, ring.notes, PACKAGE, self._callers.threads),
-            (self._first, open_groups.dropped),
+            (self._first, membership.dropped),
         )
 
     def _owned(self, group: Any) -> Any:
         """Return ``group`` of the library, which is freed when nothing refers to it any more."""
-        return freed_by(self.ffi, group, getattr(self.lib, f"{self.symbols}_free"), self._kept)
+        return freed_by(self.ffi, group, self._function("free"), self._kept)
 
-    @property
-    def group(self) -> Any:
-        """The library's handle; None once the group is closed."""
-        return self._group
+    def _begin(self, native: ModuleType, group: Any) -> None:
+        """Have calls go to ``group`` from now on."""
+        self.group = group
+        self._function("call_ranks")(group, self.ffi.new("int[]", self.numbers))
+        answer = answer_to_interrupts(native, f"{self.symbols}_interrupted")
+        self._function("on_interrupt")(group, answer)
 
     def _address_of(self, pointer: Any) -> int:
         return int(self.ffi.cast("uintptr_t", pointer))
@@ -198,7 +201,6 @@ class NativeBackend(Backend):
         self._track(work)
         return work
 
-    @abc.abstractmethod
     def _run(
         self,
         group: Any,
@@ -213,13 +215,26 @@ class NativeBackend(Backend):
 
         ``site`` is where it was called; None: where user code is.
         """
+        if self._first:
+            self._do_first(group)
+        if site is None:
+            asks = self.asks_for_sites and blocking and peer < 0
+            site = self.ffi.NULL if asks else self._here()
+        handle = self._run_there(
+            group, self._next.signature, data, output, peer, seconds, not blocking, site
+        )
+        raise_interruption(self.lib, handle)
+        return handle
+
+    def _do_first(self, group: Any) -> None:
+        """Do what ``_first`` has, of which only some libraries have anything."""
 
     def _refuse(self, call: Call) -> Work:
         """Take part in ``call`` as one that equals no other's: the other ranks raise.
 
         The Work raises ``MismatchError`` when they have; nobody needs to wait for it.
         """
-        group, thread = self._group, self._callers.check("refuse")
+        group, thread = self.group, self._callers.check("refuse")
         if group is None:
             return Done()  # it has ended, which the others know
         site = self.ffi.new("fl_site *", {"text": text_at_site(call.refusal, SITE_BYTES)})
@@ -234,9 +249,11 @@ class NativeBackend(Backend):
             self._callers.threads.discard(thread)
         return NativeWork(self, call.name, handle, None, NOTHING, seconds)
 
-    @abc.abstractmethod
     def call_ahead(self, rank: int) -> str:
         """Return a collective that ``rank`` has begun and this rank has not, in words, or ""."""
+        call, group = self.ffi.new("fl_signature *"), self.group
+        ahead = group is not None and self._function("is_ahead")(group, rank, call)
+        return call_in_words(self.lib, call) if ahead else ""
 
     def _launch(
         self,
@@ -299,12 +316,11 @@ class NativeBackend(Backend):
         return self.timeout if call.seconds is None else call.seconds
 
     def is_calling(self) -> bool:
-        """Return whether this thread is in the middle of a call; see ``Backend``."""
         return self._callers.has_this()
 
     def _open(self, name: str) -> Any:
         """Return the library's handle for a call of ``name``."""
-        group = self._group
+        group = self.group
         if group is None:
             raise GroupClosedError(f"[{name}] {self.name}: the group is closed")
         return group
@@ -324,7 +340,6 @@ class NativeBackend(Backend):
         return site
 
     def start(self, call: Call) -> Work:
-        """Start ``call``; see ``Backend``."""
         if call.refusal:
             return self._refuse(call)
         if call.is_open:
@@ -436,25 +451,19 @@ class NativeBackend(Backend):
         try:
             self._callers.threads.add(thread)
             for room, call in zip(together, calls, strict=True):
-                how = call, call.array, call.verb.code, call.tag
-                name = describe(self._next, self.lib, *how)
+                what = call, call.array, call.verb.code, call.tag
+                name = describe(self._next, self.lib, *what)
                 room.signature = self._next.signature[0]
                 room.data = self._pointer(None if call.compared else call.array)
                 room.peer = call.peer
                 room.site = (self._site(name) or self._here())[0]
-            seconds, blocking = self._seconds(calls[0]), calls[0].blocking
-            self._exchange(group, together, results, seconds, blocking)
+            how = self._seconds(calls[0]), not calls[0].blocking
+            self._function("exchange")(group, together, len(together), *how, results)
         finally:
             self._callers.threads.discard(thread)
         works = [self._ended(*pair) for pair in zip(calls, results, strict=True)]
         raise_interruption(self.lib, self.ffi.NULL)
         return AllOf(works)
-
-    @abc.abstractmethod
-    def _exchange(
-        self, group: Any, messages: Any, results: Any, seconds: float, blocking: bool
-    ) -> None:
-        """Exchange ``messages``; ``results`` get what ``_run`` returns of each."""
 
     def _ended(self, call: Call, handle: Any) -> Work:
         """Return a message that has been exchanged, or still waits for an earlier one."""
@@ -470,10 +479,6 @@ class NativeBackend(Backend):
         text: str = self.ffi.string(room).decode(errors="replace")
         return text
 
-    def forget(self, work: NativeWork) -> None:
-        """Let go of an operation that has ended, and of whose end the caller learns now."""
-        self._running.pop(work, None)
-
     def synchronize(self) -> None:
         """Block until all that was started has ended; raises what the first failure raises."""
         for work in list(self._running):
@@ -481,58 +486,44 @@ class NativeBackend(Backend):
 
     def abort(self, cause: str | DistributedError) -> None:
         """End the group, and have the others raise; see ``Backend``."""
-        group = self._group
+        group = self.group
         if group is not None:
             words = words_of_traceback(self, cause) if isinstance(cause, str) else words_of(cause)
-            self._abort(group, words.encode(errors="replace"))
+            self._function("give_up")(group, words.encode(errors="replace"))
 
     def lost(self, doing: str) -> DistributedError | None:
-        """Return why the group cannot be used any more; see ``Backend``."""
-        group = self._group
+        group = self.group
         if group is None:
             return GroupClosedError(f"[{doing}] {self.name}: the group is closed")
-        handle = getattr(self.lib, f"{self.symbols}_lost")(group)
+        handle = self._function("lost")(group)
         if handle == self.ffi.NULL:
             return None
         handle = self.ffi.gc(handle, self.lib.fl_op_free)
         return failure(self, handle, self.lib.fl_op_wait(handle, 0.0), doing, self.timeout, 0)
 
     def leave(self) -> None:
-        """Let the others know that this rank begins no more messages; see ``Backend``."""
-        if (group := self._group) is not None:
-            getattr(self.lib, f"{self.symbols}_leave")(group)
-
-    @abc.abstractmethod
-    def _abort(self, group: Any, why: bytes) -> None:
-        """Have the library notify the others."""
+        if (group := self.group) is not None:
+            self._function("leave")(group)
 
     def is_busy(self) -> bool:
-        """Return whether something runs; see ``Backend``."""
         return any(not work.is_completed() for work in list(self._running))
 
     def abandon(self) -> None:
         """Close the descriptors, in a forked child; see ``Backend``."""
-        group, self._group, self._step = self._group, None, None
+        group, self.group, self._step = self.group, None, None
         if group is not None:
-            self._abandon(group)
-
-    @abc.abstractmethod
-    def _abandon(self, group: Any) -> None:
-        """Close the descriptors of the library's ``group``."""
+            self._function("abandon")(group)
 
     def close(self) -> None:
         """End what runs; the native threads have ended on return.
 
         What this very thread is in the middle of, as in a signal handler, ends when that goes on.
         """
-        group, self._group, self._step, self._kept = self._group, None, None, []
+        group, self.group, self._step, self._kept = self.group, None, None, []
         if group is not None:
-            self._close(group)
+            self._first.clear()
+            self._function("close")(group)
         self._running.clear()
-
-    @abc.abstractmethod
-    def _close(self, group: Any) -> None:
-        """Close the library's ``group``."""
 
 
 def _keep(call: Call, number: int | None) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flashlight_py.distributed.backends.describing import NAMED, names_seen
+from flashlight_py.distributed.backends.native_group import NativeGroup
 from flashlight_py.distributed.calls.arrays import DTYPES, LEAST_NUMBER, MOVED
 from flashlight_py.distributed.calls.call import COMPOSED, array_in_words, in_words
 from flashlight_py.distributed.constants import ReduceOp
@@ -32,9 +33,6 @@ from flashlight_py.errors import (
     PeerLostError,
 )
 
-if TYPE_CHECKING:
-    from flashlight_py.distributed.backends.native import NativeBackend
-
 _MAX_MISSING = 64
 # What words for others begin with: the class of error that they are.
 _LOST, _LATE, _DIFFERENT = "P", "T", "M"
@@ -44,7 +42,7 @@ _WORDS_FOR_OTHERS = re.compile("^[PT](?=lost |rank |ranks |all |a rank )")
 
 
 def failure(
-    backend: NativeBackend, handle: Any, status: int, verb: str, seconds: float, number: int
+    backend: NativeGroup, handle: Any, status: int, verb: str, seconds: float, number: int
 ) -> DistributedError:
     """Return the exception for an operation of ``seconds`` that ended with ``status``.
 
@@ -60,7 +58,12 @@ def failure(
         return _mismatch(where, backend, handle, number)
     if status == lib.FL_RAISED:
         return _as_told(where, text)
-    if advice := _advice(lib, status):
+    advice = {
+        lib.FL_PEER_LOST: PEER_ADVICE,
+        lib.FL_HOST_LOST: HOST_ADVICE,
+        lib.FL_LEAVING: LEAVING_ADVICE,
+    }.get(status)
+    if advice is not None:
         those = who_that_was(missing, backend.processes)
         return PeerLostError(f"{where}: lost {who} ({text}){those}. {advice}. {UNUSABLE}")
     if status == lib.FL_TIMEOUT:
@@ -71,17 +74,7 @@ def failure(
     return DistributedError(f"{where}: {text}")
 
 
-def _advice(lib: Any, status: int) -> str:
-    """Say what to do about ranks that are lost; empty where none are."""
-    advice = {
-        lib.FL_PEER_LOST: PEER_ADVICE,
-        lib.FL_HOST_LOST: HOST_ADVICE,
-        lib.FL_LEAVING: LEAVING_ADVICE,
-    }
-    return advice.get(status, "")
-
-
-def words_of_traceback(backend: NativeBackend, traceback: str) -> str:
+def words_of_traceback(backend: NativeGroup, traceback: str) -> str:
     """Return what the others are to raise: this rank's program has raised ``traceback``.
 
     Its first line is the exception.
@@ -104,7 +97,7 @@ def _as_told(where: str, words: str) -> DistributedError:
     return CollectiveTimeoutError(text) if words.startswith(_LATE) else PeerLostError(text)
 
 
-def _mismatch(where: str, backend: NativeBackend, handle: Any, number: int) -> MismatchError:
+def _mismatch(where: str, backend: NativeGroup, handle: Any, number: int) -> MismatchError:
     """List what the ranks called."""
     lib, signatures = backend.lib, backend.lib.fl_op_signatures(handle)
     known = [rank for rank in range(backend.size) if signatures[rank].sequence]
@@ -116,11 +109,11 @@ def _mismatch(where: str, backend: NativeBackend, handle: Any, number: int) -> M
     return MismatchError(different_calls(where, which, calls), calls=[call for _, call in calls])
 
 
-def _names(backend: NativeBackend, ranks: Sequence[int]) -> str:
+def _names(backend: NativeGroup, ranks: Sequence[int]) -> str:
     return names(backend.numbers[rank] for rank in ranks)
 
 
-def _call_and_site(backend: NativeBackend, handle: Any, signature: Any, rank: int) -> str:
+def _call_and_site(backend: NativeGroup, handle: Any, signature: Any, rank: int) -> str:
     """Say what ``rank`` called, and where, if that is known; of a call that it refused also why."""
     lib = backend.lib
     site = backend.ffi.string(lib.fl_op_site(handle, rank)).decode(errors="replace")
@@ -132,7 +125,7 @@ def _call_and_site(backend: NativeBackend, handle: Any, signature: Any, rank: in
 
 def _late(
     where: str,
-    backend: NativeBackend,
+    backend: NativeGroup,
     handle: Any,
     missing: Sequence[int],
     limit: str,
@@ -156,7 +149,7 @@ def _late(
     )
 
 
-def _own_call(backend: NativeBackend, handle: Any) -> str:
+def _own_call(backend: NativeGroup, handle: Any) -> str:
     """Say what this rank has called, in which group."""
     signatures = backend.lib.fl_op_signatures(handle)
     if signatures == backend.ffi.NULL:
@@ -165,7 +158,7 @@ def _own_call(backend: NativeBackend, handle: Any) -> str:
     return f"this rank called {mine} as rank {backend.rank} of a group of {backend.size}"
 
 
-def _last_calls(backend: NativeBackend, handle: Any, missing: Sequence[int], number: int) -> str:
+def _last_calls(backend: NativeGroup, handle: Any, missing: Sequence[int], number: int) -> str:
     """Say what this rank waits in, and what each that is missing has called last."""
     lib, signatures = backend.lib, backend.lib.fl_op_signatures(handle)
     if signatures == backend.ffi.NULL:
@@ -186,7 +179,7 @@ def _last_calls(backend: NativeBackend, handle: Any, missing: Sequence[int], num
     return f"{'; '.join(found)}. "
 
 
-def waits_elsewhere(backend: NativeBackend, missing: Sequence[int]) -> str:
+def waits_elsewhere(backend: NativeGroup, missing: Sequence[int]) -> str:
     """Say what ranks that are ``missing`` here have called in other groups, for this rank too.
 
     Empty where none has. Ranks of two groups are the same where their processes are.
@@ -199,7 +192,7 @@ def waits_elsewhere(backend: NativeBackend, missing: Sequence[int]) -> str:
     return "; ".join(called)
 
 
-def _call_elsewhere(backend: NativeBackend, rank: int) -> str:
+def _call_elsewhere(backend: NativeGroup, rank: int) -> str:
     for other in abort.open_backends():
         call_ahead = getattr(other, "call_ahead", None)
         if other is backend or call_ahead is None or rank >= len(backend.processes):

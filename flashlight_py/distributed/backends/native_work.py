@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.backends.native_errors import failure
+from flashlight_py.distributed.backends.native_group import NativeGroup
 from flashlight_py.distributed.calls.arrays import (
     MOVED,
     WITH_TEXT,
@@ -21,9 +23,6 @@ from flashlight_py.distributed.calls.arrays import (
 from flashlight_py.distributed.failures import journal
 from flashlight_py.distributed.verbs import SCATTER, VERBS
 from flashlight_py.distributed.work import Work, limit_passed
-
-if TYPE_CHECKING:
-    from flashlight_py.distributed.backends.native import NativeBackend
 
 # How long a wait stays inside the library: signal handlers (Ctrl-C) run in between.
 _SLICE_SECONDS = 0.1
@@ -40,33 +39,28 @@ _WITH_SHAPES = {
 }
 
 
+@dataclass
 class Received:
     """The result of an operation: it is there already, or is made of what arrived."""
 
-    def __init__(
-        self,
-        name: str,
-        result: Any,
-        like: Array | None,
-        out: Array | None,
-        root: int,
-        made: Array | None = None,
-    ) -> None:
-        self._name, self._result, self._like = name, result, like
-        self._out, self._root = out, root
-        self._made = made  # a gather's result where all have the same number of rows
+    name: str
+    result: Any
+    like: Array | None
+    out: Array | None
+    root: int
+    made: Array | None = None  # a gather's result where all have the same number of rows
 
-    def get(self, backend: NativeBackend, handle: Any) -> Any:
+    def get(self, backend: NativeGroup, handle: Any) -> Any:
         """Return the result of the operation, which has ended well."""
-        if self._result is GATHERED:
-            self._result = self._gathered(backend, handle)
-        elif self._result is SCATTERED:
-            self._result = self._scattered(backend, handle)
-        elif self._result is COMPARED:
-            self._result = self._compared(backend, handle)
-        return self._result
+        if self.result is GATHERED:
+            self.result = self._gathered(backend, handle)
+        elif self.result is SCATTERED:
+            self.result = self._scattered(backend, handle)
+        elif self.result is COMPARED:
+            self.result = self._compared(backend, handle)
+        return self.result
 
-    def _compared(self, backend: NativeBackend, handle: Any) -> Any:
+    def _compared(self, backend: NativeGroup, handle: Any) -> Any:
         """Return what ``Call.compared`` asks for; of a message its number."""
         lib, signatures = backend.lib, backend.lib.fl_op_signatures(handle)
         if signatures == backend.ffi.NULL:
@@ -78,29 +72,29 @@ class Received:
             return None
         if verb != SCATTER.code:
             return [signatures[rank].shape[0] for rank in range(backend.size)]
-        sent = signatures[self._root]
+        sent = signatures[self.root]
         code = sent.dtype & ~(lib.FL_COMPARED | lib.FL_ON_GPU)
         if code == MOVED:
             return WITH_TEXT, (sent.count,)
         return dtype_of_code(code), tuple(sent.shape[d] for d in range(sent.ndim))
 
-    def _gathered(self, backend: NativeBackend, handle: Any) -> Array:
+    def _gathered(self, backend: NativeGroup, handle: Any) -> Array:
         """Return the rows of all ranks: ``out``, if the library has filled it, or a new array."""
-        assert self._like is not None
-        room = self._made if self._out is None else self._out
+        assert self.like is not None
+        room = self.made if self.out is None else self.out
         if room is not None and not _fetched(backend, handle)[0]:
             return room
         signatures = backend.lib.fl_op_signatures(handle)
         rows = sum(signatures[rank].shape[0] for rank in range(backend.size))
         if room is not None and room.shape[0] == rows:  # without bytes
             return room
-        if self._out is not None:
-            require_length(self._name, self._out, rows, backend.rank, backend.size)
-        return _wrap(backend, handle, self._like.dtype, (rows, *self._like.shape[1:]))
+        if self.out is not None:
+            require_length(self.name, self.out, rows, backend.rank, backend.size)
+        return _wrap(backend, handle, self.like.dtype, (rows, *self.like.shape[1:]))
 
-    def _scattered(self, backend: NativeBackend, handle: Any) -> Array:
+    def _scattered(self, backend: NativeGroup, handle: Any) -> Array:
         """Wrap this rank's part, of the dtype and shape that the root has sent."""
-        sent = backend.lib.fl_op_signatures(handle)[self._root]
+        sent = backend.lib.fl_op_signatures(handle)[self.root]
         if sent.dtype == MOVED:
             return of_bytes(_wrap(backend, handle, np.dtype(np.uint8), (sent.count,)))
         shape = tuple(sent.shape[d] for d in range(sent.ndim))
@@ -110,9 +104,7 @@ class Received:
 NOTHING = Received("", None, None, None, 0)
 
 
-def _wrap(
-    backend: NativeBackend, handle: Any, dtype: np.dtype[Any], shape: tuple[int, ...]
-) -> Array:
+def _wrap(backend: NativeGroup, handle: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
     """Return what the library received, without a copy; the array keeps the handle alive."""
     ffi, (pointer, count) = backend.ffi, _fetched(backend, handle)
     owner = keeping(ffi, ffi.cast("char *", pointer), handle)
@@ -136,7 +128,7 @@ def keeping(ffi: Any, pointer: Any, kept: object) -> Any:
     return freed_by(ffi, pointer, id, kept)  # which does nothing
 
 
-def _fetched(backend: NativeBackend, handle: Any) -> tuple[Any, int]:
+def _fetched(backend: NativeGroup, handle: Any) -> tuple[Any, int]:
     """Return where the library has put what it received, and its bytes; NULL: into the room."""
     count = backend.ffi.new("size_t *")
     return backend.lib.fl_op_output(handle, count), count[0]
@@ -147,7 +139,7 @@ class NativeWork(Work):
 
     def __init__(
         self,
-        backend: NativeBackend,
+        backend: NativeGroup,
         name: str,
         handle: Any,
         kept: Any,
@@ -165,7 +157,6 @@ class NativeWork(Work):
         self._forks = journal.forks()
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Wait up to ``timeout`` seconds; see ``Work``."""
         if self._forks != journal.forks():
             raise journal.forked(self._name)
         pending = self._lib.FL_PENDING
@@ -179,7 +170,9 @@ class NativeWork(Work):
                 if not left > 0:  # also where that is no number
                     raise limit_passed(f"[{self._name}] {self._backend.name}", timeout)
         self._backend.forget(self)
-        return self._finish(status)
+        if status != self._lib.FL_OK:
+            raise self._failure(status)
+        return self._received.get(self._backend, self._handle)
 
     def _status(self, seconds: float) -> int:
         """Wait up to ``seconds``, and return how the operation stands."""
@@ -193,16 +186,9 @@ class NativeWork(Work):
         return self._status(0.0) != int(self._lib.FL_PENDING)
 
     def end_time(self) -> float | None:
-        """Return when it ended, if it has; see ``Work``."""
         if self._forks != journal.forks():
             return None
         return self._lib.fl_op_ended(self._handle) or None
-
-    def _finish(self, status: int) -> Any:
-        backend = self._backend
-        if status != self._lib.FL_OK:
-            raise self._failure(status)
-        return self._received.get(backend, self._handle)
 
     def _failure(self, status: int) -> Exception:
         how = self._handle, status, self._name, self._seconds, self._number

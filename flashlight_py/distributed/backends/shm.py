@@ -6,11 +6,9 @@ the group's own: collectives in turn, messages beside them.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,18 +16,15 @@ import numpy as np
 from flashlight_py import _native
 from flashlight_py.device import Array
 from flashlight_py.distributed.backends.callers import (
-    answer_to_interrupts,
     answer_where,
-    raise_interruption,
 )
 from flashlight_py.distributed.backends.native import MESSAGE_BYTES, NativeBackend
-from flashlight_py.distributed.backends.native_errors import call_in_words
 from flashlight_py.distributed.backends.native_work import freed_by, keeping
 from flashlight_py.distributed.constants import DistributedBackend
-from flashlight_py.distributed.memory.memory_file import DIRECTORY, MemoryFile, needs_names
+from flashlight_py.distributed.memory.memory_file import map_together, needs_names
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.start.exchange import BackendStore, Steps
-from flashlight_py.errors import BackendUnavailableError, UnavailableEverywhereError
+from flashlight_py.errors import BackendUnavailableError
 
 _PAGE = 4096
 
@@ -49,20 +44,16 @@ class ShmBackend(NativeBackend):
     kind = DistributedBackend.SHM
     path = "shared memory"
     symbols = "fl_shm"
+    asks_for_sites = True
     steps = ("fl_shm_begin", "fl_shm_ready", "fl_shm_finish", "fl_shm_post", "fl_shm_deliver")
 
     def __init__(self, store: Store, timeout: float) -> None:
         native = _native.load("shm")
         super().__init__(native, store, timeout)
         self._room = self.ffi.new("char[]", MESSAGE_BYTES)
-        self._dropped = self._first
         self._named = needs_names(store.spaces)
-        self._group = map_together(store, self._map, self._named)
-        self.lib.fl_shm_call_ranks(self._group, self.ffi.new("int[]", self.numbers))
-        self.lib.fl_shm_on_interrupt(
-            self._group, answer_to_interrupts(native, "fl_shm_interrupted")
-        )
-        self.lib.fl_shm_on_mismatch(self._group, answer_where(native, "fl_shm_where"))
+        self._begin(native, map_together(store, self._map, self._named))
+        self.lib.fl_shm_on_mismatch(self.group, answer_where(native, "fl_shm_where"))
 
     @property
     def hosts(self) -> Sequence[Sequence[int]]:
@@ -76,32 +67,6 @@ class ShmBackend(NativeBackend):
         if group == self.ffi.NULL:
             raise OSError(self.message(self._room))
         return self._owned(group)
-
-    def _run(
-        self,
-        group: Any,
-        data: Any,
-        output: Any,
-        peer: int,
-        seconds: float,
-        blocking: bool,
-        site: Any = None,
-    ) -> Any:
-        if self._dropped:
-            self._drop_regions(group)
-        if site is None:
-            asks = blocking and peer < 0  # where it was called, if that ever matters
-            site = self.ffi.NULL if asks else self._here()
-        handle = self.lib.fl_shm_run(
-            group, self._next.signature, data, output, peer, seconds, not blocking, site
-        )
-        raise_interruption(self.lib, handle)
-        return handle
-
-    def _exchange(
-        self, group: Any, messages: Any, results: Any, seconds: float, blocking: bool
-    ) -> None:
-        self.lib.fl_shm_exchange(group, messages, len(messages), seconds, not blocking, results)
 
     def shared_empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return an array, not initialised, in memory that all ranks have mapped. Collective.
@@ -133,7 +98,7 @@ class ShmBackend(NativeBackend):
         # It may be collected in the middle of a wait, where the group may hold its lock: which is
         # not notified then, but before its next operation.
         parts_of = (
-            freed_by(self.ffi, pointer, self._dropped.append),
+            freed_by(self.ffi, pointer, self._first.append),
             freed_by(self.ffi, region, self.lib.fl_shm_free_region),
         )
         begin = keeping(self.ffi, pointer - self.rank * stride, parts_of)
@@ -141,77 +106,7 @@ class ShmBackend(NativeBackend):
         parts = [whole[rank * stride :][: count * dtype.itemsize] for rank in range(self.size)]
         return [part.view(dtype).reshape(shape) for part in parts]
 
-    def _drop_regions(self, group: Any) -> None:
+    def _do_first(self, group: Any) -> None:
         """Let the group forget arrays that were collected, unless another thread is in a call."""
-        dropped, self._dropped[:] = list(self._dropped), []
-        self._dropped += [
-            array for array in dropped if not self.lib.fl_shm_drop_region(group, array)
-        ]
-
-    def call_ahead(self, rank: int) -> str:
-        """Say what ``rank`` has begun here and this rank has not; see ``NativeBackend``."""
-        call = self.ffi.new("fl_signature *")
-        group = self._group
-        ahead = group is not None and self.lib.fl_shm_is_ahead(group, rank, call)
-        return call_in_words(self.lib, call) if ahead else ""
-
-    def _abort(self, group: Any, why: bytes) -> None:
-        self.lib.fl_shm_give_up(group, why)
-
-    def _abandon(self, group: Any) -> None:
-        self.lib.fl_shm_abandon(group)
-
-    def _close(self, group: Any) -> None:
-        self._dropped.clear()
-        self.lib.fl_shm_close(group)
-
-
-def map_together(store: Store, map_path: Callable[[str, bool], Any], named: bool) -> Any:
-    """Have rank 0 make a file in memory and every rank map it. Collective; two exchanges.
-
-    ``map_path(path, create)`` raises OSError where it cannot; ``named``: the file needs a name,
-    which it has until all have mapped it.
-
-    Raises:
-        UnavailableEverywhereError: it failed on a rank; raised on every rank.
-    """
-    file, path, error = None, "", ""
-    try:
-        if store.rank == 0:
-            file, error = _attempt(lambda: MemoryFile(named))
-        mapped, error, path = _map_here(store, map_path, file, error)
-        errors = [answer.decode() for answer in store.exchange(error.encode())]
-    finally:  # also where a rank was lost meanwhile, or a signal handler raised
-        if file is not None:
-            file.close()
-        elif path and named:
-            Path(path).unlink(missing_ok=True)  # for a rank 0 that has died
-    failed = [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text]
-    if failed:
-        raise UnavailableEverywhereError(
-            f"shared memory cannot be used: {'; '.join(failed)}. Give it more room (a container "
-            f"needs more memory, or its {DIRECTORY} more space: docker run --shm-size=1g)"
-        )
-    return mapped
-
-
-def _map_here(
-    store: Store, map_path: Callable[[str, bool], Any], file: MemoryFile | None, error: str
-) -> tuple[Any, str, str]:
-    """Map rank 0's ``file``; returns this rank's error too, or "", and where the file is."""
-    mapped = None
-    if file is not None:
-        own = file.own_path
-        mapped, error = _attempt(lambda: map_path(own, True))
-    mine = json.dumps(["" if file is None else file.path, error])
-    path, problem = json.loads(store.exchange(mine.encode())[0])
-    if not problem and store.rank != 0:
-        mapped, error = _attempt(lambda: map_path(path, False))
-    return mapped, error, path
-
-
-def _attempt(do: Callable[[], Any]) -> tuple[Any, str]:
-    try:
-        return do(), ""
-    except OSError as error:
-        return None, str(error)
+        dropped, self._first[:] = list(self._first), []
+        self._first += [array for array in dropped if not self.lib.fl_shm_drop_region(group, array)]

@@ -12,7 +12,7 @@ from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.calls.arrays import require_length, scale_in_place
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.constants import DistributedBackend
-from flashlight_py.distributed.failures import incidents
+from flashlight_py.distributed.failures import journal
 from flashlight_py.distributed.verbs import ALL_REDUCE, SCATTER
 from flashlight_py.distributed.work import Done, Work
 
@@ -65,7 +65,7 @@ def reduced_alone(
         and type(scale) is float
         and isfinite(scale)
         and not async_op
-        and incidents.listener is None
+        and journal.listener is None
         and x.flags.writeable
     )
     if not is_plain:

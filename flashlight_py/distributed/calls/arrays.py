@@ -58,12 +58,20 @@ def _view(value: Any) -> Array | None:
         return _of_torch(value)
     if is_of(value, "multiprocessing.sharedctypes", "SynchronizedBase"):
         value = value.get_obj()  # the ctypes array that multiprocessing.Array has a lock around
-    buffer = _buffer(value)
+    try:
+        buffer = memoryview(value)
+    except TypeError:  # the only way to ask before Python 3.12
+        buffer = None
     if buffer is not None:
         return np.asarray(buffer)
     if not hasattr(value, "__dlpack__"):
         return None
-    return _of_dlpack(value)
+    if hasattr(value, "__dlpack_device__") and value.__dlpack_device__()[0] in _DLPACK_CUDA:
+        import cupy
+
+        on_gpu: Array = cupy.from_dlpack(value)
+        return on_gpu
+    return np.from_dlpack(value)
 
 
 def _of_torch(tensor: Any) -> Array:
@@ -95,22 +103,6 @@ def _refuse_grad(verb: str, tensor: Any, writes: bool) -> None:
             f"{verb} {why} and this tensor requires grad (shape {tuple(tensor.shape)}, "
             f"{tensor.dtype}); pass x.detach(), which shares its memory"
         )
-
-
-def _of_dlpack(value: Any) -> Array:
-    if hasattr(value, "__dlpack_device__") and value.__dlpack_device__()[0] in _DLPACK_CUDA:
-        import cupy
-
-        on_gpu: Array = cupy.from_dlpack(value)
-        return on_gpu
-    return np.from_dlpack(value)
-
-
-def _buffer(value: Any) -> memoryview | None:
-    try:
-        return memoryview(value)
-    except TypeError:  # the only way to ask before Python 3.12
-        return None
 
 
 def is_of(value: object, module: str, name: str) -> bool:

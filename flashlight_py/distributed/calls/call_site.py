@@ -14,6 +14,10 @@ PACKAGE = f"{Path(__file__).parents[2]}/"
 Place = tuple[str, int]
 """A file's path, and a line of it."""
 
+Instruction = tuple[CodeType, int, str]
+"""A line of user code that is worked out when somebody reads it, as that takes longer than a call:
+its code, the instruction in it (a frame's ``f_lasti``), and the function of ours that it called."""
+
 
 class _Ours(dict[str, bool]):
     """Whether files are of this package, or what calls our context managers; remembered."""
@@ -66,6 +70,18 @@ def site_of(place: Place) -> str:
     path, line = place
     name = "/".join(path.split("/")[-2:])
     return f"{name.encode(errors='backslashreplace').decode()}:{line}"
+
+
+def place_of_caller(depth: int) -> Instruction:
+    """Return the line outside this package that called; ``depth`` frames above are ours."""
+    frame, ours = frame_of_caller(depth + 1)
+    return frame.f_code, frame.f_lasti, ours.co_name
+
+
+def line_of(code: CodeType, instruction: int) -> str:
+    """Return "folder/file.py:12" of an instruction, a frame's ``f_lasti``."""
+    found = [line for start, end, line in code.co_lines() if start <= instruction < end and line]
+    return site_of((code.co_filename, found[0] if found else code.co_firstlineno))
 
 
 def call_site() -> str:

@@ -7,17 +7,15 @@ import math
 import operator
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.exceptions import TooHardError
 
 from flashlight_py import _native
 from flashlight_py.device import Array, array_module, is_cupy
+from flashlight_py.distributed.groups.membership import Membership
 from flashlight_py.errors import BackendUnavailableError
-
-if TYPE_CHECKING:
-    from flashlight_py.distributed.groups.membership import Membership
 
 
 def whole(value: object) -> int | None:

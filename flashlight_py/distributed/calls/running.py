@@ -75,24 +75,11 @@ def collective(
 class _OnceMore:
     """A call of a public function, repeated by each replay of a recorded step."""
 
-    def __call__(
-        self,
-        group: Membership | None,
-        verb: Verb,
-        x: Any,
-        *,
-        op: str,
-        scale: float,
-        root: Any,
-        rows: Any,
-        out: Any,
-        async_op: bool,
-    ) -> Any:
+    def __call__(self, group: Membership | None, verb: Verb, x: Any, **how: Any) -> Any:
         """Repeat the call natively where it is plain, else as the function does."""
-        how: Any = {"op": op, "scale": scale, "root": root, "rows": rows, "out": out}
-        (holder, name), args = self.short(group, verb, x, **how, async_op=async_op)
+        (holder, name), args = self.short(group, verb, x, **how)
         y = getattr(holder, name)(*args)
-        return collective(group, verb, x, **how, async_op=async_op) if y is NotImplemented else y
+        return collective(group, verb, x, **how) if y is NotImplemented else y
 
     @staticmethod
     def described(group: Membership | None, verb: Verb, x: Any) -> tuple[str, bool, bool]:
@@ -101,20 +88,15 @@ class _OnceMore:
 
     @staticmethod
     def short(
-        group: Membership | None,
-        verb: Verb,
-        x: Any,
-        *,
-        op: str,
-        scale: float,
-        root: Any,
-        rows: Any,
-        out: Any,
-        async_op: bool,
+        group: Membership | None, verb: Verb, x: Any, **how: Any
     ) -> tuple[tuple[Any, str], tuple[Any, ...]]:
-        """Return where the short way is to be found at each call, and what it takes."""
-        args = verb.code, x, out, op if rows is None else rows, scale, root, 0, async_op
-        return place_of_native(group), args
+        """Return where the short way is to be found at each call, and what it takes.
+
+        ``how`` are the arguments of ``collective``, all but ``received``.
+        """
+        op = how["op"] if how["rows"] is None else how["rows"]
+        rest = how["scale"], how["root"], 0, how["async_op"]
+        return place_of_native(group), (verb.code, x, how["out"], op, *rest)
 
 
 _once_more = _OnceMore()
@@ -232,19 +214,13 @@ def output(name: str, out: Any, like: Array, shape: tuple[int | None, ...]) -> O
     if out is None:
         return NO_OUTPUT
     array = as_array(f"{name}(out=)", out, of_any_dtype=True)
-    if not _fits(array.shape, shape) or array.dtype != like.dtype:
+    first = array.shape[:1] if shape[:1] == (None,) and array.ndim else shape[:1]
+    if array.shape != (*first, *shape[1:]) or array.dtype != like.dtype:
         extents = ", ".join("any" if extent is None else str(extent) for extent in shape)
         raise ValueError(
             f"{name}: out must be {like.dtype} ({extents}), got {array.dtype} {array.shape}"
         )
     return Output(out, array, pack(array))
-
-
-def _fits(got: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
-    if got == wanted:
-        return True
-    same_rank = len(got) == len(wanted) > 0
-    return same_rank and wanted[0] is None and got[1:] == wanted[1:]
 
 
 def _apart(packed: Array, space: Output) -> Array:

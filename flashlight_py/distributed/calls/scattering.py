@@ -113,7 +113,11 @@ class Scatter:
         if self._here:
             array = _joined(self._xs)
             counts = check_rows("scatter", array, rows, self._members.size)
-            _check_parts(self._xs, counts)
+            lengths = [len(x) for x in self._xs] if isinstance(self._xs, list | tuple) else counts
+            if lengths != counts:
+                raise ValueError(
+                    f"scatter: rows={counts}, and the parts have {lengths} rows; make them the same"
+                )
         else:
             counts = each_rank("scatter", rows, self._members.size)
         like, space = array if array is not None else self._like_out(), NO_OUTPUT
@@ -180,14 +184,6 @@ def _joined(xs: Any) -> Array:
     xp, shape = array_module(arrays[0]), (sum(map(len, arrays)), *arrays[0].shape[1:])
     joined: Array = xp.concatenate(arrays, out=xp.empty(shape, arrays[0].dtype))
     return joined
-
-
-def _check_parts(xs: Any, counts: list[int]) -> None:
-    if isinstance(xs, list | tuple) and [len(x) for x in xs] != counts:
-        raise ValueError(
-            f"scatter: rows={counts}, and the parts have {[len(x) for x in xs]} rows; make them "
-            "the same"
-        )
 
 
 def _limited(whole: Array) -> Array:

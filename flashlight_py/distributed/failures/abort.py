@@ -17,18 +17,19 @@ import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
+from flashlight_py.distributed.backend import Backend
 from flashlight_py.tracebacks import folded, is_full
-
-if TYPE_CHECKING:
-    from flashlight_py.distributed.backend import Backend
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 # What fits into what csrc sends.
 _BYTES = 3900
 _SUMMARY_BYTES = 500
+
+afterwards: list[Callable[[], None]] = []
+"""Called when an exception that nobody catches has been printed and reported."""
 
 # Backends that are there. A WeakSet would run Python code when one is collected, and what a signal
 # handler raises there is lost.
@@ -73,7 +74,11 @@ class _Hooks:
                 self._main(kind, error, trace)
         finally:
             if self._is_rank():
-                report(error)
+                try:
+                    report(error)
+                finally:
+                    for end in afterwards:
+                        end()
 
     def _end_thread(self, args: Any) -> None:
         if self._is_rank() and args.exc_value is not None:

@@ -64,7 +64,7 @@ class Load(NamedTuple):
 NO_LOAD = Load()
 
 
-class Message(NamedTuple):
+class RankMessage(NamedTuple):
     """A digest of the call, the lengths of some ranks' arrays, and data as bytes."""
 
     digest: bytes
@@ -81,7 +81,7 @@ class Message(NamedTuple):
         return room
 
 
-def unpacked(whole: Array) -> list[Message]:
+def unpacked(whole: Array) -> list[RankMessage]:
     """Return the messages of which ``whole`` has the bytes, one after the other."""
     messages, text, at = [], whole.data, 0
     while at < whole.size:
@@ -89,7 +89,7 @@ def unpacked(whole: Array) -> list[Message]:
         lengths = struct.unpack_from(f"={count}q", text, at + _KEY_BYTES + 16)
         begin = at + _up(_KEY_BYTES + 16 + 8 * count)
         digest = bytes(text[at : at + _KEY_BYTES])
-        messages.append(Message(digest, lengths, whole[begin : begin + size]))
+        messages.append(RankMessage(digest, lengths, whole[begin : begin + size]))
         at = begin + _up(size)
     return messages
 
@@ -112,7 +112,7 @@ class Agreement:
         self._is_ahead = False
         self._last, self._last_at = "no call of this group", time.monotonic()
 
-    def reach(self, call: Call, number: int, load: Load) -> Message:
+    def reach(self, call: Call, number: int, load: Load) -> RankMessage:
         """Return once every rank has called what goes together with ``call``, with what they gave.
 
         That is what the functions of ``load`` have made of all ranks' loads, and the lengths of
@@ -137,7 +137,7 @@ class Agreement:
         """Say which call all ranks have joined last, and when."""
         return f"All ranks joined {self._last}, {time.monotonic() - self._last_at:.1f} s ago"
 
-    def meet(self, key: str, load: Load, seconds: float | None) -> Message:
+    def meet(self, key: str, load: Load, seconds: float | None) -> RankMessage:
         """Return what all ranks give, on all of them; with a digest of zeros where keys differ.
 
         ``seconds`` is as for :meth:`reach`.
@@ -145,7 +145,8 @@ class Agreement:
         if seconds is None:  # a local peer that is behind has three limits of other hosts itself
             seconds = between_hosts(self._timeout, 4) if self._is_ahead else self._timeout
         self._is_ahead = False
-        mine = Message(_digest(key), (load.length,), load.data).packed()
+        digest = hashlib.blake2b(key.encode(), digest_size=_KEY_BYTES).digest()
+        mine = RankMessage(digest, (load.length,), load.data).packed()
         answer = _EMPTY
         local = self._inside.step(GATHER, mine, seconds)
         if self._inside.rank == 0 and self._between is not None:
@@ -167,14 +168,12 @@ class Agreement:
         return MismatchError(words, calls=calls)
 
 
-def _one_of(messages: Sequence[Message], made: Callable[[Sequence[Array]], Array]) -> Message:
+def _one_of(
+    messages: Sequence[RankMessage], made: Callable[[Sequence[Array]], Array]
+) -> RankMessage:
     """Return one message in place of several; of zeros, as no call's, where calls differ."""
     digest = messages[0].digest
     if any(message.digest != digest for message in messages) or not any(digest):
-        return Message(bytes(_KEY_BYTES), (), _EMPTY)
+        return RankMessage(bytes(_KEY_BYTES), (), _EMPTY)
     lengths = [length for message in messages for length in message.lengths]
-    return Message(digest, lengths, made([message.data for message in messages]))
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.blake2b(key.encode(), digest_size=_KEY_BYTES).digest()
+    return RankMessage(digest, lengths, made([message.data for message in messages]))

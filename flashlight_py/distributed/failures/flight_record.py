@@ -20,9 +20,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
 
-from flashlight_py.distributed.calls.call_site import PACKAGE
+from flashlight_py.distributed.calls.call_site import PACKAGE, line_of
 from flashlight_py.distributed.failures import journal
-from flashlight_py.distributed.failures.record import line_of
 
 FORMAT = "flashlight_py flight record 1"
 RECORDS = "FLASHLIGHT_RECORDS"
@@ -85,7 +84,11 @@ def store_record(flight: Flight, text: str) -> Path:
     """
     assert flight.folder is not None
     assert flight.file is not None
-    _make_folder(flight.folder, flight.chosen)
+    flight.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not flight.chosen:
+        if _age(flight.folder) is None:
+            raise PermissionError(f"{flight.folder} is not a folder of this user's own")
+        _remove_oldest(flight.folder.parent)
     # Readers see a whole file or none, also of a rank that dies meanwhile.
     part = flight.folder / f".rank{flight.rank}-{secrets.token_hex(6)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -124,15 +127,6 @@ def read_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no flight record: {error}") from error
     return dict(fields)
-
-
-def _make_folder(folder: Path, chosen: bool) -> None:
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if chosen:
-        return
-    if _age(folder) is None:
-        raise PermissionError(f"{folder} is not a folder of this user's own")
-    _remove_oldest(folder.parent)
 
 
 def _remove_oldest(among: Path) -> None:

@@ -6,22 +6,22 @@ place in the same ring, and its ``Record`` stands beside it.
 
 from __future__ import annotations
 
+import math
 import os
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import monotonic_ns
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from flashlight_py.device import operations_made
 from flashlight_py.distributed.calls.arrays import DTYPES
 from flashlight_py.distributed.calls.call import Call
+from flashlight_py.distributed.calls.call_site import Instruction, line_of, place_of_caller
 from flashlight_py.distributed.constants import ReduceOp
-from flashlight_py.distributed.failures import incidents
-from flashlight_py.distributed.failures.record import Record, What, place_of_caller
 from flashlight_py.distributed.verbs import BARRIER, VERBS, Verb
 from flashlight_py.distributed.work import Done, Work
 from flashlight_py.errors import DistributedError, GroupClosedError
@@ -59,6 +59,98 @@ _latest: deque[Journal] = deque(maxlen=16)
 _made: Counter[tuple[int, ...]] = Counter()
 _forks = 0  # between the first process and this one
 _profiles = 0
+
+listener: Callable[[Record], None] | None = None
+"""Called with each call as it begins, while a profile is taken."""
+on_failure: Callable[[BaseException], None] | None = None
+"""Called with the exception of each call that failed."""
+
+
+class What(NamedTuple):
+    """The verb and its arguments; ``number`` counts the group's calls, and is 0 for messages."""
+
+    group: str
+    number: int
+    verb: str
+    dtype: Any = None
+    shape: tuple[int, ...] | None = None
+    op: ReduceOp | None = None
+    root: int | None = None
+    peer: int | None = None
+    tag: int | None = None
+    bytes: int | None = None  # where it does not follow from dtype and shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank sends or receives."""
+        if self.bytes is not None:
+            return self.bytes
+        if self.dtype is None or self.shape is None:
+            return 0
+        return int(self.dtype.itemsize * math.prod(self.shape))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it in plain types."""
+        return {
+            **self._asdict(),
+            "number": self.number or None,
+            "dtype": None if self.dtype is None else str(self.dtype),
+            "shape": None if self.shape is None else list(self.shape),
+            "op": None if self.op is None else self.op.name.lower(),
+            "bytes": self.nbytes,
+        }
+
+
+class Record:
+    """A call. Times are nanoseconds of ``time.monotonic_ns``; ``ended`` is 0 while it runs.
+
+    ``what`` are the fields of a ``What``, which would take longer to make than the rest. ``waits``
+    are the times (from, to) that the program spent in ``Work.wait`` for it, while profiled.
+    """
+
+    ended = 0
+    error = ""
+    id = 0  # of the group's calls in this process
+    is_async = False
+    size: int | None = None  # bytes that were not known when it began
+    waits: tuple[tuple[int, int], ...] = ()
+    work: weakref.ref[Work] | None = None
+    flight: Any = None  # of a collective that the device does while the host goes on
+
+    def __init__(self, what: tuple[Any, ...], started: int, place: Instruction | None) -> None:
+        self.what, self.started, self.place = what, started, place
+
+    def settle(self) -> None:
+        """Find out whether an operation that nobody has waited for has ended meanwhile."""
+        if self.ended:
+            return
+        work = None if self.work is None else self.work()
+        if self.flight is not None:
+            ended = self.flight.ended
+        else:
+            ended = work.end_time() if work is not None and work.is_completed() else None
+        if ended is not None:
+            self.ended = int(ended * 1e9)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what a reader wants to see, in plain types; times stay as they are."""
+        self.settle()
+        what = What(*self.what)
+        fields = what.as_dict()
+        if self.size is not None:
+            fields["bytes"] = self.size
+        if self.place is not None:
+            code, instruction, via = self.place
+            fields["line"] = line_of(code, instruction)
+            fields["via"] = via if via and via != what.verb else None
+        fields |= {
+            "async": self.is_async or None,
+            "started": self.started,
+            "ended": self.ended or None,
+            "waits": [list(wait) for wait in self.waits] or None,
+            "error": self.error or None,
+        }
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 def _calls_made() -> int:
@@ -132,7 +224,11 @@ class Journal(Ring):
         number = 0 if verb.is_message else self._count()
         kinds = {_kind(each) for each in calls}
         dtype, shape = kinds.pop() if len(kinds) == 1 else (None, None)
-        size = None if shape is not None else sum(_bytes(each) for each in calls)
+        size = (
+            None
+            if shape is not None
+            else sum(each.array.nbytes for each in calls if each.array is not None)
+        )
         peer, tag = (call.peer, call.tag) if verb.is_message else (None, None)
         op, root = call.op if verb.reduces else None, call.root if verb.rooted else None
         what = (self.name, number, name, dtype, shape, op, root, peer, tag, size)
@@ -195,7 +291,8 @@ class Journal(Ring):
         """Return the calls of the ring, the oldest first."""
         written = self.header[_WRITTEN]
         calls, notes = self._calls.copy(), list(self.notes)
-        rate = self._nanoseconds_per_tick()
+        ticks, nanoseconds = self._clocks()
+        rate = (nanoseconds - self._zero[1]) / max(1, ticks - self._zero[0])
         found = []
         for call in range(max(1, written - _CALLS + 1), written + 1):
             slot = (call - 1) % _CALLS
@@ -219,13 +316,9 @@ class Journal(Ring):
         record = Record(what, monotonic_ns(), place_of_caller(depth))
         self.header[_WRITTEN] = record.id = self.header[_WRITTEN] + 1
         self.notes[(record.id - 1) % _CALLS] = record
-        if incidents.listener is not None:
-            incidents.listener(record)
+        if listener is not None:
+            listener(record)
         return record
-
-    def _nanoseconds_per_tick(self) -> float:
-        ticks, nanoseconds = self._clocks()
-        return float((nanoseconds - self._zero[1]) / max(1, ticks - self._zero[0]))
 
     def _record(self, row: Any, note: Any, rate: float) -> Record:
         """Return what native code has written as a record."""
@@ -260,10 +353,6 @@ def _kind(call: Call) -> tuple[Any, Any]:
     return call.holds or ((None, None) if like is None else (like.dtype, like.shape))
 
 
-def _bytes(call: Call) -> int:
-    return 0 if call.array is None else call.array.nbytes
-
-
 class _Recorded(Work):
     """An operation whose end is noted when somebody waits for it."""
 
@@ -275,7 +364,6 @@ class _Recorded(Work):
         record.flight = work.flight
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Wait up to ``timeout`` seconds; see ``Work``."""
         if self._forks != _forks:
             raise forked(What(*self._record.what).verb)
         record, began = self._record, monotonic_ns()
@@ -291,7 +379,7 @@ class _Recorded(Work):
             ended = self._work.end_time()
             if record.flight is None:
                 record.ended = now if ended is None else int(ended * 1e9)
-            if incidents.listener is not None:
+            if listener is not None:
                 record.waits = (*record.waits, (began, now))
         return value
 
@@ -300,7 +388,6 @@ class _Recorded(Work):
         return self._forks != _forks or self._work.is_completed()
 
     def end_time(self) -> float | None:
-        """Return when it ended, in seconds; see ``Work``."""
         return None if self._forks != _forks else self._work.end_time()
 
 
@@ -331,7 +418,8 @@ def _fail(record: Record, error: BaseException) -> None:
 
 def _note(error: BaseException, group: str) -> None:
     setattr(error, _NOTED, {*getattr(error, _NOTED, ()), group})
-    incidents.report(error)
+    if on_failure is not None:
+        on_failure(error)
 
 
 def leave_to_python(off: bool) -> None:

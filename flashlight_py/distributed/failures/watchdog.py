@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from flashlight_py.distributed.failures import incidents
+from flashlight_py.distributed.failures import journal
 from flashlight_py.distributed.failures.flight_record import (
     Flight,
     default_folder,
@@ -272,13 +272,13 @@ def start(flight: Flight) -> None:
     global current  # noqa: PLW0603  (a process is one rank)
     if flight.folder is not None:
         current = Watchdog(flight)
-        incidents.on_failure = current.explain
+        journal.on_failure = current.explain
 
 
 def stop() -> None:
     """End what ``start`` has begun."""
     global current
-    incidents.on_failure = None
+    journal.on_failure = None
     watchdog, current = current, None
     if watchdog is not None:
         watchdog.stop()
@@ -301,7 +301,7 @@ def dump(reason: str = "asked for") -> Path:
 def _forget_in_child() -> None:
     """After a fork: the thread is the parent's, and so are the pipe and the file."""
     global current
-    incidents.on_failure = None
+    journal.on_failure = None
     watchdog, current = current, None
     if watchdog is not None:
         watchdog.abandon()

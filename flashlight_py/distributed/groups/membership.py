@@ -1,10 +1,19 @@
-"""The members of a group, its backends, and the groups made of it: all but the verbs."""
+"""The members of a group, its backends, and the groups made of it: all but the verbs.
+
+And the open groups of this process, with the end of those that nobody closes. A group may be
+collected in the middle of a wait and on any thread, where its backends must not be closed: they are
+set aside then. The next call of any group closes them, when what was started in them has ended:
+other ranks may still wait for that. A shutdown closes whatever is open.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -16,7 +25,6 @@ from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.self_messages import SelfMessages
 from flashlight_py.distributed.failures import abort
 from flashlight_py.distributed.failures.journal import Journal, name_of_group
-from flashlight_py.distributed.groups import open_groups
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.verbs import BARRIER
 from flashlight_py.distributed.work import AllOf, Then, Work
@@ -24,6 +32,17 @@ from flashlight_py.errors import BackendUnavailableError, GroupClosedError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+# The backends of each group that is not closed. References, and what they call when a group is
+# collected, are no Python code: what a signal handler raises there would be lost. A dictionary, as
+# threads add to it while others read it.
+_watched: dict[weakref.ref[Membership], list[Backend]] = {}
+dropped: deque[weakref.ref[Membership]] = deque()
+"""Groups that were collected and not closed."""
+
+# What a child that was forked has from its parent: kept, since nothing of it may be destroyed here.
+_inherited: list[list[Backend]] = []
 
 
 @dataclass(frozen=True)
@@ -65,7 +84,7 @@ class Membership:
         # What is to be closed, also where the group is only dropped.
         self._joined = [] if backend is None else [backend]
         if backend is not None and (joiner is not None or backend.size > 1):
-            open_groups.watch(self, self._joined)
+            watch(self, self._joined)
         self._children: dict[weakref.ref[Membership], None] = {}
         self.native: Callable[..., Any] = left_to_python
         self.native_sendrecv: Callable[..., Any] = left_to_python
@@ -89,8 +108,8 @@ class Membership:
             GroupClosedError: the group was closed.
             BackendUnavailableError: nothing here moves arrays of this kind.
         """
-        if open_groups.dropped:
-            open_groups.close_dropped()
+        if dropped:
+            close_dropped()
         if self.on_first_use is not None:
             first_use, self.on_first_use = self.on_first_use, None
             first_use()
@@ -218,7 +237,7 @@ class Membership:
         backends, self._joined = self._joined, []
         self._gpus = self._backend = None
         self.native = self.native_sendrecv = self.native_replay = left_to_python
-        open_groups.forget(self)
+        _watched.pop(weakref.ref(self), None)
         return backends
 
     def forget(self) -> list[Backend]:
@@ -253,6 +272,66 @@ def _journal(backend: Backend | None, given: Sequence[int] | None, ranks: Sequen
         return Journal("none of this process", (), "")
     name = "world" if given is None else name_of_group(ranks)
     return Journal(name, ranks, backend.path)
+
+
+def watch(group: Membership, backends: list[Backend]) -> None:
+    """Close ``backends`` in the end if ``group`` is dropped; until it is closed.
+
+    More backends may be added to the list.
+    """
+    _watched[weakref.ref(group, dropped.append)] = backends
+
+
+def close_dropped() -> None:
+    """Close what belonged to groups that were dropped, unless something runs there."""
+    for _ in range(len(dropped)):
+        try:
+            group = dropped[0]
+        except IndexError:  # another thread does the same
+            return
+        dropped.rotate(-1)  # it stays until it is closed, also where that is interrupted
+        backends = _watched.get(group, [])
+        if any(backend.is_busy() for backend in backends):
+            continue
+        for backend in backends:
+            backend.close()
+        _watched.pop(group, None)
+        with suppress(ValueError):  # another thread has closed it too
+            dropped.remove(group)
+
+
+def leave_all() -> None:
+    """Let the other ranks know that this one begins no more messages in any group."""
+    for backends in list(_watched.values()):
+        for backend in list(backends):
+            backend.leave()
+
+
+def close_all() -> None:
+    """Close every group that is open, and those that were dropped."""
+    for group in _groups():
+        group.close()
+    for known in list(_watched):
+        for backend in _watched.pop(known, []):
+            backend.close()
+    dropped.clear()
+
+
+def _groups() -> list[Membership]:
+    """Return the groups that are neither closed nor dropped."""
+    return [group for known in list(_watched) if (group := known()) is not None]
+
+
+def _forget_in_child() -> None:
+    """After a fork: the groups are the parent's, whose threads and connections are not here."""
+    _inherited.extend(_watched.values())
+    for group in _groups():
+        group.forget()
+    dropped.clear()
+    _watched.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 _world: Membership | None = None

@@ -6,30 +6,27 @@ Pages that nobody has written take no memory.
 from __future__ import annotations
 
 import contextlib
-import json
 import mmap
 import os
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 
 from flashlight_py import _native
 from flashlight_py.device import Array
-from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.calls.arrays import dtype_code, scale_in_place
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.groups.group import ProcessGroup
 from flashlight_py.distributed.memory.memory_file import (
-    MemoryFile,
+    map_together,
     needs_names,
     open_memory,
     process_space,
 )
-from flashlight_py.distributed.start.exchange import Steps, exchange_bytes
+from flashlight_py.distributed.start.exchange import BackendStore, Steps
 from flashlight_py.distributed.verbs import BARRIER
-from flashlight_py.errors import UnavailableEverywhereError
 
 
 def hosts_of(group: ProcessGroup) -> list[list[int]]:
@@ -94,62 +91,21 @@ def map_zeros(group: ProcessGroup, nbytes: int) -> Array:
         with contextlib.suppress(OSError):  # a kernel without large pages: nothing is lost
             own.madvise(mmap.MADV_HUGEPAGE)
         return np.frombuffer(own, np.uint8)
-    backend = Steps(group.backend(), "shared_empty")
-    spaces = [text.decode() for text in exchange_bytes(backend, process_space().encode())]
-    file: MemoryFile | None = None
-    mapped: Array | None = None
-    path, error = "", ""
-    try:
-        if backend.rank == 0:
-            file, error = _made(needs_names(spaces), nbytes)
-        offer = json.dumps(["" if file is None else file.path, error])
-        path, error = json.loads(exchange_bytes(backend, offer.encode())[0])
-        if not error:
-            mapped, error = _mapped(path if file is None else file.own_path, nbytes)
-        _raise_on_all(backend, error)
-    finally:
-        if file is not None:
-            file.close()
-        elif path and needs_names(spaces):
-            Path(path).unlink(missing_ok=True)  # for a rank 0 that has died
-    assert mapped is not None
-    return mapped
+    store = BackendStore(Steps(group.backend(), "shared_empty"))
+    named = needs_names([space.decode() for space in store.exchange(process_space().encode())])
 
-
-def _made(named: bool, nbytes: int) -> tuple[MemoryFile | None, str]:
-    """Return a file of ``nbytes``, or the reason why there is none."""
-    try:
-        file = MemoryFile(named)
-    except (OSError, MemoryError) as error:
-        return None, str(error) or repr(error)
-    try:
-        if named:  # its file system has a size; what is missing later would end the process
-            os.posix_fallocate(file.fd, 0, nbytes)
-        else:
-            os.ftruncate(file.fd, nbytes)
-    except OSError as error:
-        file.close()
-        return None, f"{nbytes:,} bytes: {error}"
-    return file, ""
-
-
-def _mapped(path: str, nbytes: int) -> tuple[Array | None, str]:
-    try:
+    def map_path(path: str, create: bool) -> Array:
         fd = open_memory(path)
         try:
-            return np.frombuffer(mmap.mmap(fd, nbytes), np.uint8), ""
+            if create:
+                # A named file's system has a size; what is missing later would end the process.
+                reserve = partial(os.posix_fallocate, fd, 0) if named else partial(os.ftruncate, fd)
+                reserve(nbytes)
+            return np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
+        except OSError as error:
+            raise OSError(f"{nbytes:,} bytes: {error}") from error
         finally:
             os.close(fd)
-    except (OSError, MemoryError) as error:
-        return None, str(error) or repr(error)
 
-
-def _raise_on_all(backend: Backend, error: str) -> None:
-    errors = [text.decode() for text in exchange_bytes(backend, error.encode())]
-    failed = [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text]
-    if failed:
-        raise UnavailableEverywhereError(
-            f"rank {backend.rank} of {backend.size}: memory for all ranks of this host cannot be "
-            f"mapped: {'; '.join(failed)}. Give it more room (a container needs more memory, or "
-            "its /dev/shm more space: docker run --shm-size=1g)"
-        )
+    mapped: Array = map_together(store, map_path, named)
+    return mapped

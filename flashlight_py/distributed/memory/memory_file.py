@@ -10,12 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import secrets
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+
+from flashlight_py.distributed.rendezvous.store import Store
+from flashlight_py.errors import UnavailableEverywhereError
 
 DIRECTORY = Path("/dev/shm")
 _PREFIX = "flashlight-"
@@ -111,3 +116,54 @@ def _remove_orphan(path: Path) -> None:
         path.unlink()
     finally:
         os.close(fd)
+
+
+def map_together(store: Store, map_path: Callable[[str, bool], Any], named: bool) -> Any:
+    """Have rank 0 make a file in memory and every rank map it. Collective; two exchanges.
+
+    ``map_path(path, create)`` raises OSError where it cannot; ``named``: the file needs a name,
+    which it has until all have mapped it.
+
+    Raises:
+        UnavailableEverywhereError: it failed on a rank; raised on every rank.
+    """
+    file, path, error = None, "", ""
+    try:
+        if store.rank == 0:
+            file, error = _attempt(lambda: MemoryFile(named))
+        mapped, error, path = _map_here(store, map_path, file, error)
+        errors = [answer.decode() for answer in store.exchange(error.encode())]
+    finally:  # also where a rank was lost meanwhile, or a signal handler raised
+        if file is not None:
+            file.close()
+        elif path and named:
+            Path(path).unlink(missing_ok=True)  # for a rank 0 that has died
+    failed = [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text]
+    if failed:
+        raise UnavailableEverywhereError(
+            f"shared memory cannot be used: {'; '.join(failed)}. Give it more room (a container "
+            f"needs more memory, or its {DIRECTORY} more space: docker run --shm-size=1g)"
+        )
+    return mapped
+
+
+def _map_here(
+    store: Store, map_path: Callable[[str, bool], Any], file: MemoryFile | None, error: str
+) -> tuple[Any, str, str]:
+    """Map rank 0's ``file``; returns this rank's error too, or "", and where the file is."""
+    mapped = None
+    if file is not None:
+        own = file.own_path
+        mapped, error = _attempt(lambda: map_path(own, True))
+    mine = json.dumps(["" if file is None else file.path, error])
+    path, problem = json.loads(store.exchange(mine.encode())[0])
+    if not problem and store.rank != 0:
+        mapped, error = _attempt(lambda: map_path(path, False))
+    return mapped, error, path
+
+
+def _attempt(do: Callable[[], Any]) -> tuple[Any, str]:
+    try:
+        return do(), ""
+    except (OSError, MemoryError) as error:
+        return None, str(error) or repr(error)

@@ -109,9 +109,6 @@ class PowerSGDCompression(Compression):
             return found
         return uniform(bucket.flat, shape, self.seed, bucket.index, part)
 
-    def _remember(self, bucket: Bucket, factors: dict[int, Array]) -> None:
-        self._state.update({f"factor.{bucket.index}.{part}": q for part, q in factors.items()})
-
     def _forget(self, bucket: Bucket, parts: Sequence[int]) -> None:
         self._residual(bucket)[...] = 0
         for part in parts:
@@ -153,7 +150,11 @@ class _Exchange:
         lefts = [orthonormal(left) for left in self._lefts]
         with np.errstate(invalid="ignore"):
             for number, matrix in enumerate(self._matrices):
-                _split(matrix, lefts[number], rights[number], self._residuals[number])
+                left, right, residual = lefts[number], rights[number], self._residuals[number]
+                xp = array_module(matrix)
+                xp.matmul(matrix.T, left, out=right)
+                xp.matmul(left, right.T, out=residual)  # what the product lacks
+                xp.subtract(matrix, residual, out=residual)
         self._bucket.all_reduce(message, blocking=True).wait()
         for left, right, matrix in zip(lefts, rights, self._matrices, strict=True):
             outer_sum(left, right, out=matrix)
@@ -161,7 +162,8 @@ class _Exchange:
             part[...] = sent
         if array_module(message).isfinite(message).all():
             factors = [orthonormal(right) for right in rights]
-            self._hook._remember(self._bucket, dict(zip(self._chosen, factors, strict=True)))
+            for number, factor in zip(self._chosen, factors, strict=True):
+                self._hook._state[f"factor.{self._bucket.index}.{number}"] = factor
         else:
             self._hook._forget(self._bucket, self._chosen)
 
@@ -175,14 +177,6 @@ class _Exchange:
 
 def _matrix(array: Array) -> Array:
     return array.reshape(len(array), -1)
-
-
-def _split(matrix: Array, left: Array, right: Array, residual: Array) -> None:
-    """Write ``matrix.T @ left`` into ``right``, and what the product of both lacks."""
-    xp = array_module(matrix)
-    xp.matmul(matrix.T, left, out=right)
-    xp.matmul(left, right.T, out=residual)
-    xp.subtract(matrix, residual, out=residual)
 
 
 def orthonormal(columns: Array) -> Array:

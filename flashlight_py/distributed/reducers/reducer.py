@@ -286,24 +286,18 @@ class CoalescingReducer(_Pending):
     def _send(self, bucket: list[Array]) -> None:
         if not bucket:
             return
-        if self._hook is not None:
-            self._send_by(self._hook, bucket)
-            return
-        packed = self._contiguous and len(bucket) > 1
-        work = all_reduce_multiple(
-            bucket, self.scale, async_op=self._async, contiguous=packed, group=self.group
-        )
-        if self._async:
-            self._works.append(work)
-
-    def _send_by(self, hook: CommunicationHook, bucket: list[Array]) -> None:
-        number, self._hooked = self._hooked, self._hooked + 1
-        group = group_or_world(self.group)
-        inline_bytes = 0 if self._async else math.inf
-        work = _reduce_packed(hook, bucket, number, self.scale, group, inline_bytes)
-        if self._async:
-            self._works.append(work)
+        if self._hook is None:
+            packed = self._contiguous and len(bucket) > 1
+            work: Any = all_reduce_multiple(
+                bucket, self.scale, async_op=self._async, contiguous=packed, group=self.group
+            )
         else:
+            number, self._hooked = self._hooked, self._hooked + 1
+            group, inline_bytes = group_or_world(self.group), 0 if self._async else math.inf
+            work = _reduce_packed(self._hook, bucket, number, self.scale, group, inline_bytes)
+        if self._async:
+            self._works.append(work)
+        elif self._hook is not None:
             work.wait()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 
@@ -66,21 +65,27 @@ class TopKCompression(Compression):
         self.ratio = float(ratio)
 
     def _start(self, bucket: Bucket) -> Work:
-        flat = bucket.flat
+        flat, xp = bucket.flat, array_module(bucket.flat)
         if not flat.size:
             return Done(flat)
         residual = self._residual(bucket)
         flat += residual
         chosen = self._choose(bucket)
-        message = _encode(flat[chosen], chosen)
+        # One row of 32-bit words: the values, then their indices.
+        words = [flat[chosen].view(np.int32), chosen.view(np.int32)]
+        message, end = xp.concatenate(words).reshape(1, -1), words[0].size
         self._count(bucket, message)
 
         def add_up(messages: Array) -> None:
-            values, indices = _decode(messages, flat.dtype, chosen.size, chosen.dtype)
-            finite = array_module(flat).isfinite(values[bucket.group.rank]).all()
+            values = xp.ascontiguousarray(messages[:, :end]).view(flat.dtype)
+            indices = xp.ascontiguousarray(messages[:, end:]).view(chosen.dtype)
+            finite = xp.isfinite(values[bucket.group.rank]).all()
             residual[...] = flat if finite else 0
             residual[chosen] = 0
-            _sum_sparse(values, indices, bucket.scale, flat)
+            flat[...] = 0
+            for row, where in zip(values, indices, strict=True):
+                flat[where] += row  # a row has no index twice
+            xp.multiply(flat, flat.dtype.type(bucket.scale), out=flat)
 
         return Then(bucket.all_gather(message), add_up)
 
@@ -122,28 +127,3 @@ def _candidates(magnitudes: Array, k: int) -> Array:
     threshold = np.partition(sample, sample.size - above)[sample.size - above]
     found = np.flatnonzero(~(magnitudes < threshold))  # also NaN
     return found if found.size >= k else np.arange(magnitudes.size)
-
-
-def _encode(values: Array, indices: Array) -> Array:
-    """Return one row of 32-bit words: the values, then their indices."""
-    xp = array_module(values)
-    words = [values.view(np.int32), indices.view(np.int32)]
-    return xp.concatenate(words).reshape(1, -1)  # type: ignore[no-any-return]
-
-
-def _decode(
-    messages: Array, dtype: np.dtype[Any], k: int, index_dtype: np.dtype[Any]
-) -> tuple[Array, Array]:
-    """Return the values and the indices of every rank, a row for each."""
-    xp = array_module(messages)
-    end = k * dtype.itemsize // 4
-    values = xp.ascontiguousarray(messages[:, :end]).view(dtype)
-    return values, xp.ascontiguousarray(messages[:, end:]).view(index_dtype)
-
-
-def _sum_sparse(values: Array, indices: Array, scale: float, out: Array) -> None:
-    """Write ``scale`` times the sum of the rows into ``out``; a row has no index twice."""
-    out[...] = 0
-    for row, where in zip(values, indices, strict=True):
-        out[where] += row
-    out *= out.dtype.type(scale)

@@ -24,7 +24,7 @@ from flashlight_py.distributed.constants import DistributedInit
 from flashlight_py.distributed.failures import abort, watchdog
 from flashlight_py.distributed.failures.agreement import between_hosts
 from flashlight_py.distributed.failures.flight_record import Flight, default_folder, new_job
-from flashlight_py.distributed.groups import open_groups
+from flashlight_py.distributed.groups import membership
 from flashlight_py.distributed.groups.group import ProcessGroup
 from flashlight_py.distributed.groups.membership import Joiner
 from flashlight_py.distributed.groups.world import (
@@ -184,7 +184,7 @@ def distributed_shutdown() -> None:
     group = current_world().group
     try:
         if not group.is_calling():
-            open_groups.leave_all()
+            membership.leave_all()
             group.barrier()
     except GroupClosedError:
         _log.debug("the group broke before the shutdown; whoever used it has the error")
@@ -193,7 +193,7 @@ def distributed_shutdown() -> None:
         set_world(None)
         blas.restore()
         group.close()
-        open_groups.close_all()
+        membership.close_all()
         abort.uninstall()
         atexit.unregister(_close_at_exit)
 
@@ -205,7 +205,7 @@ def _close_at_exit() -> None:
     set_world(None)
     abort.report_of_threads()
     group.close()
-    open_groups.close_all()
+    membership.close_all()
 
 
 def _choose(

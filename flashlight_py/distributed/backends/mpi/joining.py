@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from flashlight_py.distributed.backend import Backend
-from flashlight_py.distributed.backends.mpi.backend import MpiBackend
-from flashlight_py.distributed.backends.mpi.group import progress_of
+from flashlight_py.distributed.backends.mpi.backend import MpiBackend, progress_of
 from flashlight_py.distributed.rendezvous.mpi_store import load_mpi
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.errors import (

@@ -8,12 +8,11 @@ collectives. Every rank must choose alike, so the choice rests on what all ranks
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
 from flashlight_py.device import Array, array_module, is_cupy
-from flashlight_py.distributed.backends.mpi.group import Progress, Steps
 from flashlight_py.distributed.calls.combining import cut
 
 # The largest count of MPI-3's functions. MPI-4 has larger ones, not every library has MPI-4, and
@@ -22,7 +21,8 @@ LARGEST_BYTES = 2**31 - 1
 # The tag of the parts of collectives, below those of messages.
 _OF_PARTS = 0
 
-Pair: TypeAlias = tuple[int, Any]  # another rank, and an array for it or from it
+Steps: TypeAlias = Generator[None, None, Any]  # of an operation, between which it has to wait
+Until: TypeAlias = Callable[[Iterable[partial[Any]]], Steps]  # ``Progress.until``
 
 
 def chunks(flat: Array) -> list[Array]:
@@ -58,15 +58,15 @@ def on_device(array: Any, steps: Steps) -> Steps:
 
 
 def _tag_of(number: int) -> int:
-    """Return a tag between that of the parts of collectives and that of who leaves (group.py)."""
+    """Return a tag between that of the parts of collectives and that of who leaves (leaving.py)."""
     return 1 + number % 32766
 
 
 class Movement:
     """Moves flat arrays of bytes between the ranks of ``comm``. Counts are in bytes."""
 
-    def __init__(self, mpi: Any, comm: Any, progress: Progress) -> None:
-        self._mpi, self._comm, self._until = mpi, comm, progress.until
+    def __init__(self, mpi: Any, comm: Any, until: Until) -> None:
+        self._mpi, self._comm, self._until = mpi, comm, until
         self._rank, self._size = int(comm.Get_rank()), int(comm.Get_size())
 
     def broadcast(self, data: Array, root: int) -> Steps:
@@ -74,11 +74,11 @@ class Movement:
         if self._needs_pairs(data, 0):
             # Each rank gets a part, then joins the parts (van de Geijn): 2 sizes on every link.
             counts = self.shares(data.size)
-            parts = cut(data, counts)
+            parts = dict(enumerate(cut(data, counts)))
             if self._rank == root:
-                yield from self._pairs(self._but_mine(parts), [])
+                yield from self._swap(parts, {})
             else:
-                yield from self._pairs([], [(root, parts[self._rank])])
+                yield from self._swap({}, {root: parts[self._rank]})
             yield from self.all_gather(None, data, counts)
             return
         comm = self._comm
@@ -93,11 +93,8 @@ class Movement:
         """Fill ``whole`` with every rank's ``mine``; None, on all: it is in its place already."""
         if self._needs_pairs(whole, sum(counts)):
             parts = cut(whole, counts)
-            if mine is not None:
-                parts[self._rank][...] = mine
-                settle(whole)
-            takes = self._but_mine(parts)
-            yield from self._pairs([(rank, parts[self._rank]) for rank, _ in takes], takes)
+            own = parts[self._rank] if mine is None else mine
+            yield from self._swap(dict.fromkeys(range(self._size), own), dict(enumerate(parts)))
             return
         given = self._mpi.IN_PLACE if mine is None else self._told(mine)
         if len(set(counts)) == 1:
@@ -109,13 +106,8 @@ class Movement:
     def gather(self, mine: Array, whole: Array | None, counts: Sequence[int], root: int) -> Steps:
         """Fill ``whole``, on ``root`` alone, with every rank's ``mine``."""
         if self._needs_pairs(mine, sum(counts)):
-            if whole is None:
-                yield from self._pairs([(root, mine)], [])
-            else:
-                parts = cut(whole, counts)
-                parts[self._rank][...] = mine
-                settle(whole)
-                yield from self._pairs([], self._but_mine(parts))
+            takes = {} if whole is None else dict(enumerate(cut(whole, counts)))
+            yield from self._swap({root: mine}, takes)
             return
         taken = None if whole is None else self._told_parts(whole, counts)
         given = self._told(mine)
@@ -124,13 +116,9 @@ class Movement:
     def scatter(self, whole: Array | None, part: Array, root: int) -> Steps:
         """Fill ``part`` with this rank's equal part of ``whole``, which ``root`` alone has."""
         if self._needs_pairs(part, part.size * self._size):
-            if whole is None:
-                yield from self._pairs([], [(root, part)])
-            else:
-                parts = cut(whole, [part.size] * self._size)
-                part[...] = parts[self._rank]
-                settle(part)
-                yield from self._pairs(self._but_mine(parts), [])
+            counts = [part.size] * self._size
+            gives = {} if whole is None else dict(enumerate(cut(whole, counts)))
+            yield from self._swap(gives, {root: part})
             return
         given = None if whole is None else [whole, part.size, self._mpi.BYTE]
         yield from self._until([partial(self._comm.Iscatter, given, self._told(part), root)])
@@ -152,9 +140,7 @@ class Movement:
         if self._needs_pairs(given, given.size if gives is None else most):
             out = cut(given, gives or [even] * self._size)
             into = cut(taken, takes or [even] * self._size)
-            into[self._rank][...] = out[self._rank]
-            settle(taken)
-            yield from self._pairs(self._but_mine(out), self._but_mine(into))
+            yield from self._swap(dict(enumerate(out)), dict(enumerate(into)))
         elif gives is None or takes is None:
             sends, receives = [given, even, self._mpi.BYTE], [taken, even, self._mpi.BYTE]
             yield from self._until([partial(self._comm.Ialltoall, sends, receives)])
@@ -164,27 +150,33 @@ class Movement:
 
     def send(self, data: Array, dst: int, number: int) -> Steps:
         """Send ``data`` to ``dst``, which receives message ``number`` of this rank."""
-        return self._pairs([(dst, data)], [], _tag_of(number))
+        return self._swap({dst: data}, {}, _tag_of(number))
 
     def recv(self, data: Array, src: int, number: int) -> Steps:
         """Fill ``data`` with message ``number`` of ``src``, which is as long."""
-        return self._pairs([], [(src, data)], _tag_of(number))
+        return self._swap({}, {src: data}, _tag_of(number))
 
     def _needs_pairs(self, data: Array | None, total: int) -> bool:
         return total > LARGEST_BYTES or is_cupy(data)
 
-    def _pairs(self, gives: Sequence[Pair], takes: Sequence[Pair], tag: int = _OF_PARTS) -> Steps:
-        """Send and receive all at once; those between two ranks keep their order."""
-        comm = self._comm
+    def _swap(
+        self, gives: Mapping[int, Array], takes: Mapping[int, Array], tag: int = _OF_PARTS
+    ) -> Steps:
+        """Send and receive what is for or of each rank; what is this rank's own is copied.
+
+        All at once; those between two ranks keep their order.
+        """
+        comm, me = self._comm, self._rank
+        if me in gives and me in takes and takes[me] is not gives[me]:
+            takes[me][...] = gives[me]
+            settle(takes[me])
         yield from self._until(
             partial(method, self._told(c), rank, tag)
             for method, parts in ((comm.Irecv, takes), (comm.Isend, gives))
-            for rank, part in parts
+            for rank, part in parts.items()
+            if rank != me
             for c in chunks(part)
         )
-
-    def _but_mine(self, parts: list[Array]) -> list[Pair]:
-        return [(rank, part) for rank, part in enumerate(parts) if rank != self._rank]
 
     def _told(self, data: Array) -> list[Any]:
         return [data, data.size, self._mpi.BYTE]

@@ -288,7 +288,6 @@ class NcclBackend(Backend):
         self._communicator.require_unbroken()
 
     def is_busy(self) -> bool:
-        """Return whether a collective is on its way; see ``Backend``."""
         return self._flights.oldest() is not None or self._comparisons.are_pending()
 
     def close(self) -> None:
@@ -447,7 +446,6 @@ class StreamWork(Work):
         return self._backend.has_ended(self.flight)
 
     def end_time(self) -> float | None:
-        """Return when it was seen to have ended; see ``Work``."""
         return self.flight.ended
 
     def block(self, timeout: float = math.inf) -> None:

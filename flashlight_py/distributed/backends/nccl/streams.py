@@ -21,7 +21,7 @@ from typing import Any
 from flashlight_py.device import Array
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
 from flashlight_py.distributed.backends.nccl.comparing import Comparisons
-from flashlight_py.distributed.failures import incidents
+from flashlight_py.distributed.failures import journal
 from flashlight_py.distributed.work import Done, Work
 
 _INTERVAL = 0.2
@@ -167,7 +167,7 @@ class NcclWatchdog:
         try:
             self._device.use()
             while self._communicator.broken is None:
-                profiled = incidents.listener is not None
+                profiled = journal.listener is not None
                 if self._stop.wait(_INTERVAL_OF_PROFILE if profiled else _INTERVAL):
                     break
                 self.look()

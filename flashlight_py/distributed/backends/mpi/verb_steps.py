@@ -1,7 +1,7 @@
 """The steps of each verb: reductions by the library where it can do them, else combined here.
 
 Combined here means in rank order. The library's reductions need an array in a form that it takes:
-see ``form_of``.
+see ``_form_of``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import numpy as np
 
 from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed.backends.mpi import movement
-from flashlight_py.distributed.backends.mpi.group import Progress, Steps
-from flashlight_py.distributed.backends.mpi.movement import Movement, chunks, settle
+from flashlight_py.distributed.backends.mpi.movement import Movement, Steps, Until, chunks, settle
 from flashlight_py.distributed.calls.arrays import WITH_TEXT, as_bytes, of_bytes, scale_in_place
 from flashlight_py.distributed.calls.call import Call, Matched
 from flashlight_py.distributed.calls.combining import combined, cut
@@ -41,17 +40,17 @@ _TYPES = {
 _BITWISE = {ReduceOp.AND: "BAND", ReduceOp.OR: "BOR", ReduceOp.XOR: "BXOR"}
 
 
-class Bodies:
+class VerbSteps:
     """The steps of a call between the ranks of ``comm``, by verb; their result is the call's.
 
     Each is given the call, and the findings of the ranks' comparison. ``gpu_aware`` says that the
     library takes pointers to a GPU's memory.
     """
 
-    def __init__(self, mpi: Any, comm: Any, progress: Progress, gpu_aware: bool) -> None:
-        self._mpi, self._comm, self._until = mpi, comm, progress.until
+    def __init__(self, mpi: Any, comm: Any, until: Until, gpu_aware: bool) -> None:
+        self._mpi, self._comm, self._until = mpi, comm, until
         self._gpu_aware = gpu_aware
-        self._movement = Movement(mpi, comm, progress)
+        self._movement = Movement(mpi, comm, until)
         self._rank, self._size = int(comm.Get_rank()), int(comm.Get_size())
 
     def of(self, verb: Verb) -> Callable[[Call, Any], Steps]:
@@ -246,18 +245,23 @@ class MpiForm:
     """An MPI datatype and operation, in which the library itself can reduce arrays of a dtype.
 
     ``encode(array)`` returns what MPI reduces: the array's own memory, or a new array.
-    ``decode(carrier, out, scale)`` turns what MPI has made of it into ``out``, scaled.
+    ``decode(carrier)`` returns the numbers that MPI has made of it: of the dtype, or of a wider
+    float; in the memory of ``carrier``, or new.
     """
 
     type: Any
     op: Any
     encode: Callable[[Array], Array]
-    decode: Callable[[Array, Array, float], None]
+    decode: Callable[[Array], Array]
 
 
 def _decode(form: MpiForm, carrier: Array, out: Array, scale: float) -> None:
+    """Write ``scale`` times the numbers of ``carrier`` into ``out``, which it may lie in."""
+    values = form.decode(carrier)
     with np.errstate(over="ignore", invalid="ignore"):  # infinities come as they come
-        form.decode(carrier, out, scale)
+        scale_in_place(values, scale)
+        if not np.may_share_memory(values, out):
+            out[...] = values.reshape(out.shape)
 
 
 def _form_of(mpi: Any, array: Array, op: ReduceOp) -> MpiForm | None:
@@ -278,60 +282,45 @@ def _form_of(mpi: Any, array: Array, op: ReduceOp) -> MpiForm | None:
         elif kind == "b":
             carrier = np.dtype(np.uint8)
     elif op in (ReduceOp.MIN, ReduceOp.MAX):
-        return _extreme_form(mpi, op, bits) if bits <= 64 else None
+        return _extreme_form(mpi, op, array.dtype) if bits <= 64 else None
     elif bits == 16:
-        return MpiForm(mpi.FLOAT, does, lambda a: a.astype(np.float32), _decode_rounded)
+        return MpiForm(mpi.FLOAT, does, lambda a: a.astype(np.float32), lambda wide: wide)
     elif kind == "c" and op is ReduceOp.PROD:
         return None  # the library may round a * b and b * a differently, where it fuses them
 
-    def encode(array: Array) -> Array:
+    def seen_as(dtype: np.dtype[Any]) -> Callable[[Array], Array]:
         same = array.itemsize == carrier.itemsize
-        return array.view(carrier) if same else array.astype(carrier)
+        return lambda values: values.view(dtype) if same else values.astype(dtype)
 
-    return MpiForm(getattr(mpi, _TYPES[carrier]), does, encode, _decode_plain)
-
-
-def _decode_plain(carrier: Array, out: Array, scale: float) -> None:
-    """The carrier is as wide as ``out``, and mostly in its memory, or holds wider integers."""
-    same = carrier.itemsize == out.itemsize
-    values = carrier.view(out.dtype) if same else carrier.astype(out.dtype)
-    if not np.may_share_memory(values, out):
-        out[...] = values.reshape(out.shape)
-    scale_in_place(out, scale)
+    return MpiForm(getattr(mpi, _TYPES[carrier]), does, seen_as(carrier), seen_as(array.dtype))
 
 
-def _decode_rounded(carrier: Array, out: Array, scale: float) -> None:
-    if scale != 1.0:
-        carrier *= np.float32(scale)
-    out[...] = carrier.reshape(out.shape)
-
-
-def _extreme_form(mpi: Any, op: ReduceOp, bits: int) -> MpiForm:
-    signed = np.dtype(f"int{bits}")
+def _extreme_form(mpi: Any, op: ReduceOp, dtype: np.dtype[Any]) -> MpiForm:
+    signed = np.dtype(f"int{dtype.itemsize * 8}")
     limits = np.iinfo(signed)
     nan = limits.min if op is ReduceOp.MIN else limits.max  # a NaN wins
 
     def encode(array: Array) -> Array:
-        keys = _mirrored(array.view(signed), bits)
+        keys = _mirrored(array.view(signed))
         keys[np.isnan(array)] = nan
         return keys
 
-    def decode(carrier: Array, out: Array, scale: float) -> None:
-        out[...] = _mirrored(carrier, bits).view(out.dtype).reshape(out.shape)
-        scale_in_place(out, scale)
+    def decode(carrier: Array) -> Array:
+        return _mirrored(carrier).view(dtype)
 
     return MpiForm(getattr(mpi, _TYPES[signed]), getattr(mpi, op.name), encode, decode)
 
 
-def _mirrored(integers: Array, bits: int) -> Array:
+def _mirrored(integers: Array) -> Array:
     """Turn the bits of IEEE floats into integers of the same order; applied twice, it is undone.
 
     Of negative floats all bits but the sign are flipped: the larger they are, the smaller.
 
     Example:
         >>> floats = np.array([-2.0, -0.0, 0.0, 1.0], np.float32)
-        >>> bool(np.all(np.diff(_mirrored(floats.view(np.int32), 32)) > 0))
+        >>> bool(np.all(np.diff(_mirrored(floats.view(np.int32))) > 0))
         True
     """
-    flipped: Array = integers ^ ((integers >> (bits - 1)) & np.iinfo(integers.dtype).max)
+    last = integers.itemsize * 8 - 1
+    flipped: Array = integers ^ ((integers >> last) & np.iinfo(integers.dtype).max)
     return flipped

@@ -1,0 +1,103 @@
+"""CuPy arrays through MPI: by pointers to the GPU's memory, or through memory of the host."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from flashlight_py.device import Array, array_module
+from flashlight_py.distributed.backend import Backend
+from flashlight_py.distributed.backends.mpi.movement import settle
+from flashlight_py.distributed.calls.arrays import require_length
+from flashlight_py.distributed.calls.call import Call
+from flashlight_py.distributed.constants import DistributedBackend
+from flashlight_py.distributed.verbs import BARRIER, SCATTER, SEND
+from flashlight_py.distributed.work import Then, Work
+
+
+class MpiGpuBackend(Backend):
+    """The CuPy side of ``host``, the MPI backend of the same ranks.
+
+    Where the library takes pointers to a GPU's memory (``gpu_aware``), arrays go to it as they are;
+    reductions are combined by CuPy on the GPU. Else arrays are copied to pinned memory of the host,
+    and back. The host waits for the current stream before it hands memory to MPI.
+    """
+
+    kind = DistributedBackend.MPI
+
+    def __init__(self, host: Backend, gpu_aware: bool) -> None:
+        self.rank, self.size = host.rank, host.size
+        how = "memory of the GPU" if gpu_aware else "staged through pinned memory"
+        self.path = f"{host.path}, {how}"
+        self._host, self._aware = host, gpu_aware
+        self._unfinished: list[Then] = []
+
+    def start(self, call: Call) -> Work:
+        if call.refusal or call.verb is BARRIER:
+            return self._host.start(call)
+        if self._aware:
+            for array in (call.array, call.out):
+                if array is not None:
+                    settle(array)
+            return self._host.start(call)
+        given = None
+        if call.array is not None:
+            given = _pinned(call.array)
+            call.array.get(out=given)
+        # Of what a scatter brings, the host's side must know the shape.
+        room = _pinned(call.out) if call.verb is SCATTER and call.out is not None else None
+        work = self._host.start(replace(call, array=given, out=room))
+        if call.verb is SEND:
+            return work
+        work = Then(work, functools.partial(self._bring_back, call, given))
+        # What is still to be copied back is so also if nobody waits for it.
+        self._unfinished = [other for other in self._unfinished if not other.is_finished()]
+        self._unfinished.append(work)
+        return work
+
+    def _bring_back(self, call: Call, given: Array | None, result: Any) -> Any:
+        """Copy ``result`` to the GPU: into what the caller gave, or a new array.
+
+        That of a receive which is open is in ``given``, of which all goes back.
+        """
+        if call.is_open:
+            if result is not None:
+                call.array.set(given)
+                settle(call.array)
+            return result
+        if result is None or not call.verb.fills(self.rank, call.root):
+            return call.array if call.verb.in_place else None
+        target: Any = call.array if call.verb.in_place else call.out
+        if target is None:
+            import cupy
+
+            target = cupy.asarray(result)
+            settle(target)
+            return target
+        if target.shape != result.shape:
+            require_length(call.name, target, result.shape[0], self.rank, self.size)
+        target.set(result)
+        settle(target)  # the copy's memory is free from here on
+        return target
+
+    def synchronize(self) -> None:
+        """Block until all that was started has ended, and is back on the GPU."""
+        unfinished, self._unfinished = self._unfinished, []
+        for work in unfinished:
+            work.wait()
+        self._host.synchronize()
+
+    def close(self) -> None:
+        """Do nothing: the host's side is closed by whoever made it."""
+        self._unfinished.clear()
+
+
+def _pinned(array: Array) -> Array:
+    """Return new memory of the host, not initialised, that the GPU can copy to by itself."""
+    if not array.size:
+        return np.empty(array.shape, array.dtype)
+    memory = array_module(array).cuda.alloc_pinned_memory(array.nbytes)
+    return np.frombuffer(memory, array.dtype, array.size).reshape(array.shape)
