@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flashlight_py import random
-from flashlight_py.tape.noting import plain
+from flashlight_py.tape.methods import plain
 
 if TYPE_CHECKING:
     from flashlight_py.tape.recording import Recording
