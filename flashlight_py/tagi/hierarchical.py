@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.device import Array, array_module
-from flashlight_py.tagi.mixtures import tails
+from flashlight_py.tagi.activations import tails
 from flashlight_py.tagi.states import REAL, fits, real
 
 # A class is as probable as its path: at each node P(z + error > 0), with this for the error.

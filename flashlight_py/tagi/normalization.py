@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.device import Array, array_module, is_cupy, to_device
+from flashlight_py.tagi.activations import Moments
 from flashlight_py.tagi.layer import BaseLayer, Deltas, Shape, times_slope
-from flashlight_py.tagi.mixtures import Moments
 from flashlight_py.tagi.native import address, native
 from flashlight_py.tagi.parameters import Parameter, constant
 from flashlight_py.tagi.states import REAL, BaseHiddenStates, host_copy
@@ -280,27 +280,22 @@ SHORTEST = 8  # positions of rows for which the kernels pay
 
 def row_sums(units: Array, centers: Array | None = None) -> Array:
     """Return the sum of each row, or of squares of its differences to ``centers``; float64."""
+    xp, rows = array_module(units), _Rows.of(units)
     if centers is not None:
-        centers = array_module(units).broadcast_to(centers.astype(REAL), units.shape[:2])
-    rows = _Rows.of(units)
+        centers = xp.broadcast_to(centers.astype(REAL), units.shape[:2])
     if rows is None:
-        return row_sums_in_numpy(units, centers)
+        if centers is None:
+            sums: Array = units.sum(axis=2)
+        else:
+            units = units - centers[:, :, None]
+            sums = xp.einsum("bfp,bfp->bf", units, units)
+        return sums.astype(np.float64)
     sums = np.empty(units.shape[:2])
     if centers is None:
         rows.call("row_sums", rows.lead, sums)
     else:
         rows.call("row_squares", rows.lead, np.ascontiguousarray(centers), sums)
     return sums
-
-
-def row_sums_in_numpy(units: Array, centers: Array | None) -> Array:
-    """Do what the kernels do."""
-    if centers is not None:
-        units = units - centers[:, :, None]
-        sums: Array = array_module(units).einsum("bfp,bfp->bf", units, units)
-    else:
-        sums = units.sum(axis=2)
-    return sums.astype(np.float64)
 
 
 def standardize(
@@ -315,40 +310,26 @@ def standardize(
 
     ``weight`` and ``bias`` have an element for each feature.
     """
-    rows = _Rows.of(m)
-    if rows is None:
-        return standardize_in_numpy(m, v, center, scale, weight, bias)
+    rows, of_input = _Rows.of(m), scale * scale * (weight.mean * weight.mean + weight.variance)
+    if rows is None:  # the kernels' order of operations
+        t = m - center[..., None]
+        t *= scale[..., None]
+        mean, variance = t * weight.mean[:, None], t * t
+        variance *= weight.variance[:, None]
+        if bias is not None:
+            mean += bias.mean[:, None]
+            variance += bias.variance[:, None]
+        if v is not None:
+            variance += v * of_input[..., None]
+        return t, mean, variance
     affine = np.empty((*m.shape[:2], 7), REAL)
     affine[..., 0], affine[..., 1], affine[..., 2] = center, scale, weight.mean
     affine[..., 3] = 0 if bias is None else bias.mean
-    affine[..., 4] = weight.variance
-    affine[..., 5] = scale * scale * (weight.mean * weight.mean + weight.variance)
+    affine[..., 4], affine[..., 5] = weight.variance, of_input
     affine[..., 6] = 0 if bias is None else bias.variance
     moments = np.empty_like(rows.lead), np.empty_like(rows.lead), np.empty_like(rows.lead)
     rows.call("standardize", rows.lead, v, affine, *moments)
     return moments
-
-
-def standardize_in_numpy(
-    m: Array,
-    v: Array | None,
-    center: Array,
-    scale: Array,
-    weight: Parameter,
-    bias: Parameter | None,
-) -> Moments:
-    """Do what the kernels do, in the same order of operations."""
-    t = m - center[..., None]
-    t *= scale[..., None]
-    w, s = weight.mean[:, None], weight.variance[:, None]
-    mean, variance = t * w, t * t
-    variance *= s
-    if bias is not None:
-        mean += bias.mean[:, None]
-        variance += bias.variance[:, None]
-    if v is not None:
-        variance += v * (scale * scale * (weight.mean * weight.mean + weight.variance))[..., None]
-    return t, mean, variance
 
 
 def standardize_back(
@@ -357,27 +338,19 @@ def standardize_back(
     """Return sums, ``[4, features]``, float64: of t d, t^2 e, d, e; and, if ``wanted``, two new
     arrays: d and e times ``back`` and its square, and times ``slope`` and its square.
     """
-    rows = _Rows.of(t)
+    xp, rows = array_module(t), _Rows.of(t)
     if rows is None:
-        return standardize_back_in_numpy(t, d, e, slope, back, wanted)
+        products = xp.einsum("bfp,bfp->bf", t, d), xp.einsum("bfp,bfp->bf", t * t, e)
+        parts = (*products, d.sum(axis=2), e.sum(axis=2))
+        sums = xp.stack([part.sum(axis=0, dtype=np.float64) for part in parts])
+        if not wanted:
+            return sums, None
+        return sums, times_slope(d * back[..., None], e * (back * back)[..., None], slope)
     sums = np.empty((4, *t.shape[:2]))
     factors = np.ascontiguousarray(np.broadcast_to(back, t.shape[:2]))
     outs = (np.empty_like(rows.lead), np.empty_like(rows.lead)) if wanted else None
     rows.call("standardize_back", rows.lead, d, e, slope, factors, sums, *(outs or (None, None)))
     return sums.sum(axis=1), outs
-
-
-def standardize_back_in_numpy(
-    t: Array, d: Array, e: Array, slope: Array | None, back: Array, wanted: bool
-) -> tuple[Array, Deltas | None]:
-    """Do what the kernels do."""
-    xp = array_module(t)
-    products = xp.einsum("bfp,bfp->bf", t, d), xp.einsum("bfp,bfp->bf", t * t, e)
-    parts = (*products, d.sum(axis=2), e.sum(axis=2))
-    sums = xp.stack([part.sum(axis=0, dtype=np.float64) for part in parts])
-    if not wanted:
-        return sums, None
-    return sums, times_slope(d * back[..., None], e * (back * back)[..., None], slope)
 
 
 class _Rows:
@@ -410,7 +383,7 @@ class _Rows:
         Rows are so long that nothing else has their shape.
         """
         placed = [None if each is None else self._placed(each) for each in arrays]
-        pointers = [address(self._module, each, "void *") for each in placed]
+        pointers = [address(self._module, each) for each in placed]
         getattr(self._module.lib, f"fl_tagi_{name}")(self._described, *pointers)
 
     def _placed(self, array: Array) -> Array:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from numpy.typing import DTypeLike
 
@@ -145,27 +145,9 @@ def patches(
         out: contiguous arrays: for windows of ``mean``; if there is a variance, for those of
             ``variance`` and of ``mean**2 + variance``; otherwise, if it has two, of ``mean**2``.
     """
-    module = native_for(mean)
-    if module is None:
-        patches_in_numpy(windows, part, mean, variance, out)
+    columns = out if variance is not None else (out[0], None, *out[1:], None)[:3]
+    if call("patches", windows, part, mean, mean, variance, *columns):
         return
-    addresses = [module.ffi.from_buffer("float[]", each) for each in out]
-    if variance is None:  # there is no output of variances
-        null = module.ffi.NULL
-        addresses[1:1] = [null]
-        addresses = [*addresses, null][:3]
-    module.lib.fl_tagi_patches(
-        described(module, windows, part, mean),
-        address(module, mean),
-        address(module, variance),
-        *addresses,
-    )
-
-
-def patches_in_numpy(
-    windows: Windows, part: WindowPart, mean: Array, variance: Array | None, out: tuple[Array, ...]
-) -> None:
-    """Do what the kernel does."""
     xp, k = array_module(mean), windows.kernel
 
     def taken(images: Array, out: Array) -> None:
@@ -194,19 +176,8 @@ def add_patches(windows: Windows, part: WindowPart, columns: Array, images: Arra
         columns: contiguous.
         images: with contiguous rows.
     """
-    module = native_for(images)
-    if module is None:
-        add_patches_in_numpy(windows, part, columns, images)
+    if call("add_patches", windows, part, images, columns, images):
         return
-    module.lib.fl_tagi_add_patches(
-        described(module, windows, part, images),
-        module.ffi.from_buffer("float[]", columns),
-        address(module, images),
-    )
-
-
-def add_patches_in_numpy(windows: Windows, part: WindowPart, columns: Array, images: Array) -> None:
-    """Do what the kernel does, in the same order of additions."""
     k, chosen = windows.kernel, images[part.images]
     padded = windows.padded(chosen)
     split = columns.reshape(images.shape[1], k, k, len(chosen), -1, windows.out_width)
@@ -233,28 +204,30 @@ def empty_like(x: Array, shape: tuple[int, ...], dtype: DTypeLike = REAL) -> Arr
     return images
 
 
-def described(module: Any, windows: Windows, part: WindowPart, images: Array) -> Any:
-    """Return the struct that the kernels know the windows by."""
-    batch_step, channel_step, row_step, _ = (step // REAL.itemsize for step in images.strides)
-    return module.ffi.new(
-        "fl_tagi_windows *",
-        (
-            images.shape[1],
-            windows.height,
-            windows.width,
-            windows.out_width,
-            windows.kernel,
-            windows.stride,
-            windows.before,
-            part.images.start,
-            part.images.stop,
-            part.rows.start,
-            part.rows.stop,
-            batch_step,
-            channel_step,
-            row_step,
-        ),
-    )
+def call(
+    name: str,
+    windows: Windows,
+    part: WindowPart | None,
+    images: Array,
+    *arguments: Array | float | None,
+) -> bool:
+    """Call the kernel with a description of a part of the windows (None: all), and ``arguments``.
+
+    Returns:
+        False: there is none for ``images``, and nothing was done.
+    """
+    module = native_for(images)
+    if module is None:
+        return False
+    images_in, rows, _ = part or windows.whole(len(images))
+    sizes = (images.shape[1], windows.height, windows.width, windows.out_width)
+    moved = (windows.kernel, windows.stride, windows.before)
+    chosen = (images_in.start, images_in.stop, rows.start, rows.stop)
+    steps = (step // REAL.itemsize for step in images.strides[:3])
+    described = module.ffi.new("fl_tagi_windows *", (*sizes, *moved, *chosen, *steps))
+    kernel = getattr(module.lib, f"fl_tagi_{name}")
+    kernel(described, *(a if isinstance(a, int | float) else address(module, a) for a in arguments))
+    return True
 
 
 class ImageLayer(BaseLayer):
