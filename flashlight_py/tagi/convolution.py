@@ -56,7 +56,7 @@ class _Convolution(ImageLayer):
                 f"{name}: in_width and in_height are both sizes of the images, or both 0, got "
                 f"{in_width} and {in_height}"
             )
-        self._channels = (in_channels, out_channels)
+        self.in_channels, self.out_channels = in_channels, out_channels
         self._stated = (in_height, in_width) if in_width else None
         if self._stated is not None:
             self.input_shape = (in_channels, *self._stated)
@@ -67,16 +67,6 @@ class _Convolution(ImageLayer):
         self.biases = gaussian((out_channels,), deviation, gain_bias) if bias else None
         self._x = BaseHiddenStates(np.empty((0, in_channels, 0, 0), REAL))
         self._square = np.empty((0, 0), REAL)  # of the weights' means, until the backward pass
-
-    @property
-    def in_channels(self) -> int:
-        """Channels of the input."""
-        return self._channels[0]
-
-    @property
-    def out_channels(self) -> int:
-        """Channels of the output."""
-        return self._channels[1]
 
     def _order(self, in_channels: int, out_channels: int) -> tuple[int, int]:
         """Return the first two dimensions of the weights."""

@@ -230,6 +230,17 @@ def call(
     return True
 
 
+class _Extent:
+    """An attribute of a layer: an extent of its images, 0 until it is known."""
+
+    def __init__(self, of: str, at: int) -> None:
+        self._of, self._at = of, at
+
+    def __get__(self, layer: BaseLayer, owner: object = None) -> int:
+        shape: Shape | None = getattr(layer, self._of, None)
+        return 0 if shape is None else shape[self._at]
+
+
 class ImageLayer(BaseLayer):
     """The base of layers that move a square window over images ``[batch, channels, height,
     width]``.
@@ -241,9 +252,16 @@ class ImageLayer(BaseLayer):
         padding_type: where: 1: on all sides; 2: below and to the right; 0: nowhere, and then
             ``padding`` must be 0.
 
+    Attributes:
+        in_channels, in_height, in_width: of the input images; 0 until they are known.
+        out_channels, out_height, out_width: of the output images; 0 until they are known.
+
     Raises:
         ValueError: one of them is out of range.
     """
+
+    in_channels, in_height, in_width = (_Extent("input_shape", at) for at in range(3))
+    out_channels, out_height, out_width = (_Extent("output_shape", at) for at in range(3))
 
     def __init__(self, kernel_size: int, stride: int, padding: int, padding_type: int) -> None:
         super().__init__()
@@ -263,47 +281,12 @@ class ImageLayer(BaseLayer):
         self.kernel_size, self.stride = kernel_size, stride
         self.padding, self.padding_type = padding, padding_type
 
-    @property
-    def in_channels(self) -> int:
-        """Channels of the input; 0 until they are known."""
-        return _part(self.input_shape, 0)
-
-    @property
-    def in_height(self) -> int:
-        """Rows of an input image; 0 until they are known."""
-        return _part(self.input_shape, 1)
-
-    @property
-    def in_width(self) -> int:
-        """Columns of an input image; 0 until they are known."""
-        return _part(self.input_shape, 2)
-
-    @property
-    def out_channels(self) -> int:
-        """Channels of the output; 0 until they are known."""
-        return _part(self.output_shape, 0)
-
-    @property
-    def out_height(self) -> int:
-        """Rows of an output image; 0 until they are known."""
-        return _part(self.output_shape, 1)
-
-    @property
-    def out_width(self) -> int:
-        """Columns of an output image; 0 until they are known."""
-        return _part(self.output_shape, 2)
-
     def get_layer_info(self) -> str:
         """Return its kind and sizes: ``"Conv2d(in_channels,out_channels,out_width,out_height,
         kernel_size)"``; a size is 0 until it is known.
         """
-        sizes = (
-            self.in_channels,
-            self.out_channels,
-            self.out_width,
-            self.out_height,
-            self.kernel_size,
-        )
+        channels, size = (self.in_channels, self.out_channels), (self.out_width, self.out_height)
+        sizes = (*channels, *size, self.kernel_size)
         return f"{self.get_layer_name()}({','.join(map(str, sizes))})"
 
     def _windows(self, height: int, width: int) -> Windows:
@@ -324,10 +307,6 @@ class ImageLayer(BaseLayer):
                     "padding_type, kernel_size or the images"
                 )
         return windows
-
-
-def _part(shape: Shape | None, index: int) -> int:
-    return 0 if shape is None else shape[index]
 
 
 def images_of(shape: Shape) -> tuple[int, int, int]:
