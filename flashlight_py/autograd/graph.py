@@ -134,12 +134,7 @@ class Part(Node):
     __slots__ = ("place", "turn")
 
     def __init__(
-        self,
-        like: Array,
-        whole: Repeated,
-        place: int,
-        targets: Iterable[Target],
-        ordered: bool,
+        self, like: Array, whole: Repeated, place: int, targets: Iterable[Target], ordered: bool
     ) -> None:
         super().__init__(
             like.shape, like.dtype, ((whole, _no_vjp), *((target, _no_vjp) for target in targets))

@@ -467,11 +467,7 @@ class RuleOptimizer(FirstOrderOptimizer):
         return queued
 
     def _step_pieces(
-        self,
-        position: int,
-        pieces: Iterable[Sequence[Any]],
-        grad_scale: float,
-        zero: bool = False,
+        self, position: int, pieces: Iterable[Sequence[Any]], grad_scale: float, zero: bool = False
     ) -> list[cuda.Step]:
         """Step pieces of host memory, and count the step; return those that GPUs have."""
         (rule,) = self.next_rules([position], grad_scale)

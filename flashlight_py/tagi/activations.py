@@ -52,9 +52,8 @@ class Activation(BaseLayer):
         """Return the deltas as they are: the layer before multiplies them by the slope."""
         return d, e
 
-    def get_layer_info(self) -> str:
-        """Return its name, such as ``"ReLU()"``."""
-        return f"{self.get_layer_name()}()"
+    def _sizes(self) -> tuple[()]:
+        return ()
 
     @abc.abstractmethod
     def _moments(self, mean: Array, variance: Array) -> Moments:
@@ -142,11 +141,7 @@ class EvenExp(Activation):
         self.slope_times_variance = slope_times_variance
 
     def connect(self, shape: Shape) -> Shape:
-        """Take samples of an even number of units.
-
-        Raises:
-            ValueError: it is odd.
-        """
+        """Take samples of an even number of units."""
         if int(np.prod(shape)) % 2:
             raise ValueError(f"expected pairs, an even number of units, got samples of {shape}")
         return super().connect(shape)

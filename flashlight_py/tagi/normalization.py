@@ -16,8 +16,8 @@ from flashlight_py.tagi.native import address, native
 from flashlight_py.tagi.parameters import Parameter, constant
 from flashlight_py.tagi.states import REAL, BaseHiddenStates, host_copy
 
-# Of one normalization or several: running means, running variances, means and variances of the
-# last batch.
+# Of one normalization or several: lists of these.
+NORM_STATISTICS = ("running_mean", "running_variance", "batch_mean", "batch_variance")
 NormMeanVar = tuple[list[Array], list[Array], list[Array], list[Array]]
 
 
@@ -46,12 +46,10 @@ class Normalization(BaseLayer):
         self._t = np.empty((0, features, 1), REAL)
         self._back = self._t  # what deltas are multiplied by
 
-    def get_layer_info(self) -> str:
-        """Return its name, such as ``"BatchNorm2d()"``."""
-        return f"{self.get_layer_name()}()"
+    def _sizes(self) -> tuple[()]:
+        return ()
 
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
-        """Return moments of the same shape."""
         rows = (len(x.mean), self.num_weights, self._positions)
         m, v = x.mean.reshape(rows), None if x.variance is None else x.variance.reshape(rows)
         center, spread = self._statistics(m, v)
@@ -139,11 +137,7 @@ class BatchNorm2d(Normalization):
         return super().__getstate__() | {"add_up": None}
 
     def connect(self, shape: Shape) -> Shape:
-        """Take images of ``num_features`` channels, or as many features.
-
-        Raises:
-            ValueError: samples have others.
-        """
+        """Take images of ``num_features`` channels, or as many features."""
         if shape[:1] == (self.num_features,):
             return self._connect(shape, math.prod(shape[1:]))
         if math.prod(shape) == self.num_features:
@@ -153,15 +147,11 @@ class BatchNorm2d(Normalization):
         )
 
     def statistics(self) -> list[Array]:
-        """Return the running means and variances."""
         return [self.running_mean, self.running_variance]
 
     def to_device(self, device: str) -> None:
-        """Move the statistics to ``device``."""
-        self.running_mean = to_device(self.running_mean, device)
-        self.running_variance = to_device(self.running_variance, device)
-        self.batch_mean = to_device(self.batch_mean, device)
-        self.batch_variance = to_device(self.batch_variance, device)
+        for name in NORM_STATISTICS:
+            setattr(self, name, to_device(getattr(self, name), device))
 
     def _statistics(self, m: Array, v: Array | None) -> tuple[Array, Array]:
         if not self.training:
@@ -242,11 +232,7 @@ class LayerNorm(Normalization):
         self.connect(shape if len(shape) == 1 else (shape[0], shape[2], shape[1]))
 
     def connect(self, shape: Shape) -> Shape:
-        """Take samples of as many units; images have the channels first.
-
-        Raises:
-            ValueError: samples have another number of units or of channels.
-        """
+        """Take samples of as many units; images have the channels first."""
         images = len(self.normalized_shape) == 3
         channels = not images or len(shape) == 1 or shape[0] == self.num_weights
         if math.prod(shape) != math.prod(self.normalized_shape) or not channels:
@@ -269,8 +255,7 @@ def norm_mean_var(layers: Iterable[BaseLayer]) -> NormMeanVar:
     """Return copies of what those of ``layers`` have that normalize over the batch, on the CPU."""
     norms = [layer for layer in layers if isinstance(layer, BatchNorm2d)]
     running_means, running_variances, means, variances = (
-        [host_copy(getattr(norm, which)) for norm in norms]
-        for which in ("running_mean", "running_variance", "batch_mean", "batch_variance")
+        [host_copy(getattr(norm, which)) for norm in norms] for which in NORM_STATISTICS
     )
     return running_means, running_variances, means, variances
 

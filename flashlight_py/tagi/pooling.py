@@ -20,6 +20,8 @@ from flashlight_py.tagi.windows import (
 
 class _Pool(ImageLayer):
     has_state = False
+    _slope: Array | None = None
+    _like = np.empty((0, 0, 0, 0), REAL)
 
     def connect(self, shape: Shape) -> Shape:
         """Take images that the windows cover exactly."""
@@ -52,11 +54,8 @@ class AvgPool2d(_Pool):
         super().__init__(
             kernel_size, kernel_size if stride == -1 else stride, padding, padding_type
         )
-        self._slope: Array | None = None
-        self._like = np.empty((0, 0, 0, 0), REAL)
 
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
-        """Return ``[batch, *output_shape]``."""
         assert self.input_shape is not None
         x = x.shaped(self.input_shape)
         if self.training:
@@ -101,12 +100,9 @@ class MaxPool2d(_Pool):
                 f"MaxPool2d: a window of {kernel_size} that lies in a padding of {padding} has "
                 "no largest element"
             )
-        self._slope: Array | None = None
-        self._like = np.empty((0, 0, 0, 0), REAL)
         self._taken = np.empty((0, 0, 0, 0), np.int32)  # place in its window, row by row
 
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
-        """Return ``[batch, *output_shape]``."""
         assert self.input_shape is not None
         x = x.shaped(self.input_shape)
         mean, variance, taken = largest(self._over, x.mean, x.variance)

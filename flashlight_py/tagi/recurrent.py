@@ -105,7 +105,6 @@ class LSTM(BaseLayer):
         return self.output_shape
 
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
-        """Return ``[batch, seq_len * output_size]``."""
         x = x.shaped((self.input_size,))
         batch = len(x.mean)
         carry = self.carries_states and batch == 1
@@ -167,13 +166,11 @@ class LSTM(BaseLayer):
         self._carried = States(*map(array_module(self.weight.mean).asarray, copies))
 
     def to_device(self, device: str) -> None:
-        """Move the states that are carried."""
         if self._carried is not None:
             self._carried = States(*(to_device(each, device) for each in self._carried))
 
-    def get_layer_info(self) -> str:
-        """Return its kind and the sizes of one time step, such as ``"LSTM(1,8)"``."""
-        return f"{self.get_layer_name()}({self._inputs},{self._outputs})"
+    def _sizes(self) -> Sequence[int]:
+        return self._inputs, self._outputs
 
 
 def posterior(states: States, d: Array, e: Array, slope: Array) -> States:
@@ -185,10 +182,7 @@ def posterior(states: States, d: Array, e: Array, slope: Array) -> States:
     h, v_h, c, v_c = states
     t = v_c * slope
     return States(
-        h + v_h * d,
-        xp.maximum(v_h + v_h * v_h * e, 0),
-        c + t * d,
-        xp.maximum(v_c + t * t * e, 0),
+        h + v_h * d, xp.maximum(v_h + v_h * v_h * e, 0), c + t * d, xp.maximum(v_c + t * t * e, 0)
     )
 
 

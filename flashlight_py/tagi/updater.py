@@ -10,14 +10,7 @@ import numpy as np
 
 from flashlight_py.device import Array, array_module, to_device
 from flashlight_py.tagi.native import floats, native_for
-from flashlight_py.tagi.states import (
-    REAL,
-    BaseDeltaStates,
-    BaseHiddenStates,
-    fits,
-    real,
-    unmasked,
-)
+from flashlight_py.tagi.states import REAL, BaseDeltaStates, BaseHiddenStates, fits, real, unmasked
 
 
 def deltas_of(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ SMALL = 1e-10  # what pytagi adds to scales, so that nothing is divided by 0
 ERROR_VARIANCE = 1 / 9
 
 
-@dataclass(eq=False)
 class HRCSoftmax:
     """A binary tree with classes as its leaves, so that Gaussian outputs can say which it is.
 
@@ -39,10 +37,9 @@ class HRCSoftmax:
         len: how many outputs the network needs.
     """
 
-    obs: Array = field(default_factory=lambda: np.empty(0, REAL))
-    idx: Array = field(default_factory=lambda: np.empty(0, np.int32))
-    num_obs: int = 0
-    len: int = 0
+    def __init__(self) -> None:
+        self.obs, self.idx = np.empty(0, REAL), np.empty(0, np.int32)
+        self.num_obs = self.len = 0
 
 
 def tree_of(num_classes: int) -> HRCSoftmax:

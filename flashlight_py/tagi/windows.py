@@ -7,7 +7,7 @@ and the layers behind it read that as it lies.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -281,13 +281,9 @@ class ImageLayer(BaseLayer):
         self.kernel_size, self.stride = kernel_size, stride
         self.padding, self.padding_type = padding, padding_type
 
-    def get_layer_info(self) -> str:
-        """Return its kind and sizes: ``"Conv2d(in_channels,out_channels,out_width,out_height,
-        kernel_size)"``; a size is 0 until it is known.
-        """
+    def _sizes(self) -> Sequence[int]:
         channels, size = (self.in_channels, self.out_channels), (self.out_width, self.out_height)
-        sizes = (*channels, *size, self.kernel_size)
-        return f"{self.get_layer_name()}({','.join(map(str, sizes))})"
+        return (*channels, *size, self.kernel_size)
 
     def _windows(self, height: int, width: int) -> Windows:
         """Return the windows over images of this size.

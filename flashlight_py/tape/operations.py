@@ -35,11 +35,7 @@ class Later:
     """The result of an operation that goes on beside the step: a Work, which the step waits for."""
 
     def __init__(
-        self,
-        recording: Recording,
-        value: Any,
-        cell: list[Any],
-        arrays: list[np.ndarray[Any, Any]],
+        self, recording: Recording, value: Any, cell: list[Any], arrays: list[np.ndarray[Any, Any]]
     ) -> None:
         self._recording, self.value, self._cell = recording, value, cell
         self._arrays = arrays  # in use until it has ended
