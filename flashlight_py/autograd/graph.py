@@ -68,13 +68,8 @@ class OrderedNode(Node):
 
     __slots__ = ("turn",)
 
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        dtype: np.dtype[np.generic],
-        edges: tuple[tuple[Target, Vjp], ...],
-    ) -> None:
-        super().__init__(shape, dtype, edges)
+    def __init__(self, node: Node) -> None:
+        super().__init__(node.shape, node.dtype, node.edges or ())
         self.turn = -next(_recorded)
 
 

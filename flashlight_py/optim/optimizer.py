@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -25,8 +25,12 @@ from flashlight_py.optim import cpu, cuda
 from flashlight_py.optim.cpu import native, sum_of_squares
 from flashlight_py.optim.cuda import Rule
 
-if TYPE_CHECKING:
-    from flashlight_py.optim.clip import Summing
+
+class Summing(Protocol):
+    """An object that sums over ranks, such as a ``fl.ProcessGroup``."""
+
+    def all_reduce(self, x: Any) -> Any:
+        """Sum ``x`` over the ranks, in place."""
 
 
 class Shards(ABC):

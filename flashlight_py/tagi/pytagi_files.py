@@ -62,10 +62,10 @@ class Files(Network):
             OSError: a file cannot be written.
         """
         entries = self.state_dict().values()
-        for number, path in enumerate(_csv_paths(filename)):
+        for number, ending in enumerate(ENDINGS):
             columns = (entry[number].tolist() for entry in entries)
             lines = [f"{value:.6g}\n" for column in columns for value in column]
-            _write(path, "".join(lines).encode())
+            _write(Path(os.fspath(filename) + ending), "".join(lines).encode())
 
     def load_csv(self, filename: FileName) -> None:
         """Take what ``save_csv()`` has written; running statistics stay as they are.
@@ -77,8 +77,14 @@ class Files(Network):
         """
         state = self.state_dict()
         columns = []
-        for number, path in enumerate(_csv_paths(filename)):
-            values = _column(path)
+        for number, ending in enumerate(ENDINGS):
+            path = Path(os.fspath(filename) + ending)
+            try:
+                values = np.array(path.read_text().split(), FLOATS)
+            except ValueError as error:
+                raise ValueError(
+                    f"load_csv: {path} has something that is no number: {error}. Nothing was loaded"
+                ) from error
             expected = sum(entry[number].size for entry in state.values())
             if values.size != expected:
                 raise ValueError(
@@ -169,20 +175,6 @@ def _after_left_overs(data: bytes, place: int, following: BaseLayer | None) -> i
 
 def _unfit(path: Path, what: str) -> ValueError:
     return ValueError(f"load: {path} is not this network's: {what}. Nothing was loaded")
-
-
-def _csv_paths(filename: FileName) -> list[Path]:
-    return [Path(os.fspath(filename) + ending) for ending in ENDINGS]
-
-
-def _column(path: Path) -> Array:
-    lines = path.read_text().split()
-    try:
-        return np.array(lines, FLOATS)
-    except ValueError as error:
-        raise ValueError(
-            f"load_csv: {path} has something that is no number: {error}. Nothing was loaded"
-        ) from error
 
 
 def _write(path: Path, data: bytes) -> None:
