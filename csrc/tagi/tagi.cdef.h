@@ -58,7 +58,7 @@ void fl_tagi_spread_taken(const fl_tagi_windows *windows, const float *deltas,
                           ptrdiff_t image_step, ptrdiff_t channel_step, const int32_t *taken,
                           ptrdiff_t taken_image_step, ptrdiff_t taken_channel_step,
                           float *images);
-/* Moments of max(z, 0) for flat arrays of `size` elements; see flashlight_py/tagi/mixtures.py. */
+/* Moments of max(z, 0) for flat arrays of `size` elements; see tagi/activations.py. */
 void fl_tagi_mixture_relu(const float *mean, const float *variance, float *mean_out,
                           float *variance_out, float *slope_out, size_t size);
 

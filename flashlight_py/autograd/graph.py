@@ -68,13 +68,8 @@ class OrderedNode(Node):
 
     __slots__ = ("turn",)
 
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        dtype: np.dtype[np.generic],
-        edges: tuple[tuple[Target, Vjp], ...],
-    ) -> None:
-        super().__init__(shape, dtype, edges)
+    def __init__(self, node: Node) -> None:
+        super().__init__(node.shape, node.dtype, node.edges or ())
         self.turn = -next(_recorded)
 
 
@@ -134,12 +129,7 @@ class Part(Node):
     __slots__ = ("place", "turn")
 
     def __init__(
-        self,
-        like: Array,
-        whole: Repeated,
-        place: int,
-        targets: Iterable[Target],
-        ordered: bool,
+        self, like: Array, whole: Repeated, place: int, targets: Iterable[Target], ordered: bool
     ) -> None:
         super().__init__(
             like.shape, like.dtype, ((whole, _no_vjp), *((target, _no_vjp) for target in targets))

@@ -348,7 +348,7 @@ def record_in_order(array: Array | np.generic, *inputs: tuple[Variable, Vjp]) ->
     if isinstance(result.node, Outline):
         result.node.ordered = True
     elif result.node is not None:
-        result.node = OrderedNode(result.node.shape, result.node.dtype, result.node.edges or ())
+        result.node = OrderedNode(result.node)
     return result
 
 

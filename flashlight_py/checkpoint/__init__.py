@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from flashlight_py.checkpoint.loading import Checkpoint, load
-from flashlight_py.checkpoint.saving import save
+from flashlight_py.checkpoint.runs import Checkpoint, load, save
 
 __all__ = ["Checkpoint", "load", "save"]

@@ -33,21 +33,24 @@ class Stateful(Protocol):
         """Go on from ``state``."""
 
 
-def given_parts(**parts: Stateful | None) -> dict[str, Stateful]:
-    """Return the parts that are not None."""
-    return {name: part for name, part in parts.items() if part is not None}
-
-
-def check_parts(what: str, parts: Mapping[str, Stateful]) -> None:
-    """Refuse a part that has no state.
+def checked_parts(what: str, rng: object, **parts: Stateful | None) -> dict[str, Stateful]:
+    """Return the parts that are not None.
 
     Raises:
-        TypeError: it lacks ``state_dict`` or ``load_state_dict``.
+        TypeError: one lacks ``state_dict`` or ``load_state_dict``; or ``rng`` is not None, True, a
+            generator, or a list, tuple or dict of generators.
     """
-    for name, part in parts.items():
+    given = {name: part for name, part in parts.items() if part is not None}
+    for name, part in given.items():
         for method in ("state_dict", "load_state_dict"):
             if not callable(getattr(part, method, None)):
                 raise TypeError(f"{what}: {name}, a {type(part).__name__}, has no {method}()")
+    if rng is not None:
+        try:
+            generator_states(rng)
+        except TypeError as error:
+            raise TypeError(f"{what}: rng: {error}") from error
+    return given
 
 
 def check_agreement(what: str, group: ProcessGroup, of_ranks: Sequence[Mapping[str, Any]]) -> None:
@@ -86,26 +89,35 @@ def everyone(what: str, group: ProcessGroup, mine: object) -> list[Any]:
     return [json.loads(text) for text in texts]
 
 
-class DeferredFailure:
+class Attempt:
     """A ``with`` block that keeps its exception until the other ranks have been notified."""
 
     def __init__(self, what: str, group: ProcessGroup) -> None:
-        self._what = what
-        self._group = group
+        self._what, self._group = what, group
         self._error: Exception | None = None
 
-    def __enter__(self) -> DeferredFailure:
+    def __enter__(self) -> Attempt:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, Exception):
-            self._error = error
+        self._error = error if isinstance(error, Exception) else None
         return self._error is not None
 
     @property
     def failure(self) -> list[str] | None:
         """The report to the others: the kind of the exception and its text; None: there is none."""
         return None if self._error is None else [type(self._error).__name__, str(self._error)]
+
+    def share(self, mine: object = None) -> list[Any]:
+        """Return what every rank passes, as :func:`everyone`, if none has failed.
+
+        Raises:
+            DistributedError: as :func:`everyone`.
+            TypeError, ValueError, CheckpointError: as :meth:`end`.
+        """
+        of_ranks = everyone(self._what, self._group, [self.failure, mine])
+        self.end([failure for failure, _ in of_ranks])
+        return [given for _, given in of_ranks]
 
     def end(self, failures: Sequence[Any]) -> None:
         """Raise if one of ``failures``, those of the ranks in order, is not None.
@@ -122,20 +134,6 @@ class DeferredFailure:
                 error = _KINDS.get(kind, CheckpointError)
                 place = where(self._what, self._group)
                 raise error(f"{place}: rank {rank} failed: {kind}: {text}") from self._error
-
-
-def check_generators(what: str, rng: object) -> None:
-    """Refuse what is no ``rng`` argument.
-
-    Raises:
-        TypeError: it is not None, True, a generator, or a list, tuple or dict of generators.
-    """
-    if rng is None:
-        return
-    try:
-        generator_states(rng)
-    except TypeError as error:
-        raise TypeError(f"{what}: rng: {error}") from error
 
 
 def generator_states(rng: object) -> dict[str, Any]:

@@ -43,7 +43,6 @@ class Linear(Module):
         self.bias = param(init.uniform(shape[:1], -bound, bound, dtype)) if bias else None
 
     def forward(self, x: Variable) -> Variable:
-        """Return ``x @ weight.T + bias``."""
         return F.linear(x, self.weight, self.bias)
 
     def __repr__(self) -> str:
@@ -58,37 +57,32 @@ def _check_size(name: str, value: object) -> None:
         raise ValueError(f"Linear: {name} must be at least 1, got {value}")
 
 
-class ReLU(Module):
+class _Plain(Module):
+    """A module that is made without arguments."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+class ReLU(_Plain):
     """``max(x, 0)``, elementwise."""
 
     def forward(self, x: Variable) -> Variable:
-        """Return ``max(x, 0)``."""
         return F.relu(x)
 
-    def __repr__(self) -> str:
-        return "ReLU()"
 
-
-class Tanh(Module):
+class Tanh(_Plain):
     """The hyperbolic tangent, elementwise."""
 
     def forward(self, x: Variable) -> Variable:
-        """Return ``tanh(x)``."""
         return F.tanh(x)
 
-    def __repr__(self) -> str:
-        return "Tanh()"
 
-
-class Sigmoid(Module):
+class Sigmoid(_Plain):
     """``1 / (1 + exp(-x))``, elementwise."""
 
     def forward(self, x: Variable) -> Variable:
-        """Return the logistic function of ``x``."""
         return F.sigmoid(x)
-
-    def __repr__(self) -> str:
-        return "Sigmoid()"
 
 
 class LogSoftmax(Module):
@@ -102,7 +96,6 @@ class LogSoftmax(Module):
         self.axis = axis
 
     def forward(self, x: Variable) -> Variable:
-        """Return the log probabilities of the scores ``x``."""
         return F.log_softmax(x, self.axis)
 
     def __repr__(self) -> str:
@@ -154,15 +147,12 @@ class View(Module):
         return f"View({self.shape})"
 
 
-class MeanSquaredError(Module):
+class MeanSquaredError(_Plain):
     """The mean of the squared differences over all elements."""
 
     def forward(self, prediction: Variable, target: Variable) -> Variable:
         """Return the loss, without dimensions; see ``functions.mean_squared_error``."""
         return F.mean_squared_error(prediction, target)
-
-    def __repr__(self) -> str:
-        return "MeanSquaredError()"
 
 
 class CategoricalCrossEntropy(Module):

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, Protocol
 
 import numpy as np
 
 from flashlight_py.autograd import Variable
 from flashlight_py.device import Array, array_module, operation
 from flashlight_py.optim.cpu import sums_of_squares
-from flashlight_py.optim.optimizer import Shards, as_param_list, check_at_least_zero
-
-
-class Summing(Protocol):
-    """An object that sums over ranks, such as a ``fl.ProcessGroup``."""
-
-    def all_reduce(self, x: Any) -> Any:
-        """Sum ``x`` over the ranks, in place."""
+from flashlight_py.optim.optimizer import Shards, Summing, as_param_list, check_at_least_zero
 
 
 def clip_grad_norm(

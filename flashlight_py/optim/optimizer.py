@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -25,8 +25,12 @@ from flashlight_py.optim import cpu, cuda
 from flashlight_py.optim.cpu import native, sum_of_squares
 from flashlight_py.optim.cuda import Rule
 
-if TYPE_CHECKING:
-    from flashlight_py.optim.clip import Summing
+
+class Summing(Protocol):
+    """An object that sums over ranks, such as a ``fl.ProcessGroup``."""
+
+    def all_reduce(self, x: Any) -> Any:
+        """Sum ``x`` over the ranks, in place."""
 
 
 class Shards(ABC):
@@ -467,11 +471,7 @@ class RuleOptimizer(FirstOrderOptimizer):
         return queued
 
     def _step_pieces(
-        self,
-        position: int,
-        pieces: Iterable[Sequence[Any]],
-        grad_scale: float,
-        zero: bool = False,
+        self, position: int, pieces: Iterable[Sequence[Any]], grad_scale: float, zero: bool = False
     ) -> list[cuda.Step]:
         """Step pieces of host memory, and count the step; return those that GPUs have."""
         (rule,) = self.next_rules([position], grad_scale)

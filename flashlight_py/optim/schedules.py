@@ -149,8 +149,7 @@ class LinearLR(LearningRateSchedule):
         end = check_at_least_zero("end_factor", end_factor)
         total = _steps("total_iters", total_iters)
         super().__init__(
-            optimizer,
-            lambda base, step: base * (start + (end - start) * min(step, total) / total),
+            optimizer, lambda base, step: base * (start + (end - start) * min(step, total) / total)
         )
 
 

@@ -35,18 +35,15 @@ class _Block(BaseLayer):
         self.input_shape = parts[0].input_shape
 
     def set_training(self, training: bool) -> None:
-        """Switch all layers between training and evaluation."""
         super().set_training(training)
         for part in self._parts:
             part.set_training(training)
 
     def to_device(self, device: str) -> None:
-        """Move the arrays that the layers keep beside their parameters to ``device``."""
         for part in self._parts:
             part.to_device(device)
 
     def get_max_num_states(self) -> int:
-        """Return how many units a sample has at most inside the block."""
         return max(part.get_max_num_states() for part in self._parts)
 
 
@@ -65,11 +62,7 @@ class LayerBlock(_Block):
         self.layers = self._parts
 
     def connect(self, shape: Shape) -> Shape:
-        """Connect the layers one after the other.
-
-        Raises:
-            ValueError: one cannot take the output of the one before; names both.
-        """
+        """Connect the layers one after the other."""
         self.input_shape = shape
         self.output_shape = connect_in_row(
             self.layers, shape, "the input of the block", " of the block"
@@ -77,11 +70,9 @@ class LayerBlock(_Block):
         return self.output_shape
 
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
-        """Return the output of the last layer."""
         return forward_through(self.layers, x)
 
     def backward(self, d: Array, e: Array, wanted: bool) -> Deltas | None:
-        """Go back through the layers, the last one first."""
         return backward_through(self.layers, d, e, wanted)
 
     def named_layers(self, suffix: str) -> Iterator[tuple[str, BaseLayer]]:
@@ -111,11 +102,7 @@ class ResNetBlock(_Block):
         self._slopes: tuple[Array | None, Array | None] = (None, None)  # that the paths end with
 
     def connect(self, shape: Shape) -> Shape:
-        """Connect both paths. Their results have the same shape, or the same size and one is flat.
-
-        Raises:
-            ValueError: a path cannot take the input, or the results do not fit; says both shapes.
-        """
+        """Connect both paths; their results have one shape, or one size where one is flat."""
         self.input_shape = shape
         main = _connect("main block", self.main_block, shape)
         other = shape if self.shortcut is None else _connect("shortcut", self.shortcut, shape)

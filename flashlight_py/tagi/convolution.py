@@ -30,6 +30,8 @@ CACHED, CACHED_ON_GPU, COLUMNS = 1 << 21, 1 << 28, 256
 class _Convolution(ImageLayer):
     """The base of a convolution and its transpose: parameters, and the shape of images."""
 
+    transposed = False
+
     def __init__(
         self,
         in_channels: int,
@@ -56,31 +58,17 @@ class _Convolution(ImageLayer):
                 f"{name}: in_width and in_height are both sizes of the images, or both 0, got "
                 f"{in_width} and {in_height}"
             )
-        self._channels = (in_channels, out_channels)
+        self.in_channels, self.out_channels = in_channels, out_channels
         self._stated = (in_height, in_width) if in_width else None
         if self._stated is not None:
             self.input_shape = (in_channels, *self._stated)
         deviation = spread(init_method, kernel_size**2 * in_channels, kernel_size**2 * out_channels)
-        first, second = self._order(in_channels, out_channels)
-        shape = (first, second, kernel_size, kernel_size)
+        channels = (in_channels, out_channels) if self.transposed else (out_channels, in_channels)
+        shape = (*channels, kernel_size, kernel_size)
         self.weight: Parameter = gaussian(shape, deviation, gain_weight)
         self.biases = gaussian((out_channels,), deviation, gain_bias) if bias else None
         self._x = BaseHiddenStates(np.empty((0, in_channels, 0, 0), REAL))
         self._square = np.empty((0, 0), REAL)  # of the weights' means, until the backward pass
-
-    @property
-    def in_channels(self) -> int:
-        """Channels of the input."""
-        return self._channels[0]
-
-    @property
-    def out_channels(self) -> int:
-        """Channels of the output."""
-        return self._channels[1]
-
-    def _order(self, in_channels: int, out_channels: int) -> tuple[int, int]:
-        """Return the first two dimensions of the weights."""
-        raise NotImplementedError
 
     def _input_images(self, shape: Shape) -> tuple[int, int, int]:
         """Return the shape of input images for samples of ``shape``."""
@@ -142,9 +130,6 @@ class Conv2d(_Convolution):
         ValueError: a size is out of range; one of ``in_width`` and ``in_height`` is 0 and the other
             is not; ``init_method`` is neither.
     """
-
-    def _order(self, in_channels: int, out_channels: int) -> tuple[int, int]:
-        return out_channels, in_channels
 
     def connect(self, shape: Shape) -> Shape:
         """Take images, or flat samples where the layer knows width and height, that the windows
@@ -225,8 +210,7 @@ class ConvTranspose2d(_Convolution):
         ValueError: as :class:`Conv2d`.
     """
 
-    def _order(self, in_channels: int, out_channels: int) -> tuple[int, int]:
-        return in_channels, out_channels
+    transposed = True
 
     def connect(self, shape: Shape) -> Shape:
         """Take images, or flat samples where the layer knows width and height."""

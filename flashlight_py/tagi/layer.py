@@ -148,8 +148,11 @@ class BaseLayer(abc.ABC):
         return type(self).__name__
 
     def get_layer_info(self) -> str:
-        """Return its kind and sizes, such as ``"Linear(784,128)"``."""
-        return f"{self.get_layer_name()}({self.input_size},{self.output_size})"
+        """Return its kind and sizes, such as ``"Linear(784,128)"`` and ``"ReLU()"``."""
+        return f"{self.get_layer_name()}({','.join(map(str, self._sizes()))})"
+
+    def _sizes(self) -> Sequence[int]:
+        return self.input_size, self.output_size
 
     def get_max_num_states(self) -> int:
         """Return how many units a sample has, before it or after it, whichever are more."""

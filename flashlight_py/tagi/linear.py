@@ -59,7 +59,6 @@ class Linear(BaseLayer):
         return self.output_shape
 
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
-        """Return ``[batch, output_size]``."""
         x = x.shaped((self.input_size,))
         weight, biases = self.weight, self.biases
         mean = _times_transposed(x.mean, weight.mean)

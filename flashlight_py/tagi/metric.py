@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.device import Array, to_device
-from flashlight_py.tagi.hierarchical import probabilities, tree_of
 from flashlight_py.tagi.states import fits, unmasked
+from flashlight_py.tagi.utilities import probabilities, tree_of
 
 
 class HRCSoftmaxMetric:

@@ -31,11 +31,11 @@ def floats(module: Any, array: Array | None) -> Any:
     return module.ffi.from_buffer("float[]", np.ascontiguousarray(array, REAL))
 
 
-def address(module: Any, array: Array | None, pointer: str = "float *") -> Any:
-    """Return the address of an array that need not be contiguous, as a ``pointer``; NULL for None.
+def address(module: Any, array: Array | None) -> Any:
+    """Return the address of an array that need not be contiguous; NULL for None.
 
     It does not keep the array's memory: the array lives in a variable until the call has returned.
     """
     if array is None:
         return module.ffi.NULL
-    return module.ffi.cast(pointer, array.__array_interface__["data"][0])
+    return module.ffi.cast("void *", array.__array_interface__["data"][0])

@@ -22,7 +22,6 @@ from flashlight_py.tagi.activations import (
 from flashlight_py.tagi.blocks import LayerBlock, ResNetBlock
 from flashlight_py.tagi.convolution import Conv2d, ConvTranspose2d
 from flashlight_py.tagi.embedding import Embedding
-from flashlight_py.tagi.hierarchical import HRCSoftmax
 from flashlight_py.tagi.layer import BaseLayer
 from flashlight_py.tagi.linear import Linear
 from flashlight_py.tagi.normalization import BatchNorm2d, LayerNorm
@@ -31,6 +30,7 @@ from flashlight_py.tagi.recurrent import LSTM, SLSTM, SLinear
 from flashlight_py.tagi.sequential import Sequential
 from flashlight_py.tagi.states import BaseDeltaStates, BaseHiddenStates
 from flashlight_py.tagi.updater import OutputUpdater
+from flashlight_py.tagi.utilities import HRCSoftmax
 
 if TYPE_CHECKING:
     from flashlight_py.tagi.distributed import DDPConfig, DDPSequential

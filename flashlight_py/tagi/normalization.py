@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.device import Array, array_module, is_cupy, to_device
+from flashlight_py.tagi.activations import Moments
 from flashlight_py.tagi.layer import BaseLayer, Deltas, Shape, times_slope
-from flashlight_py.tagi.mixtures import Moments
 from flashlight_py.tagi.native import address, native
 from flashlight_py.tagi.parameters import Parameter, constant
 from flashlight_py.tagi.states import REAL, BaseHiddenStates, host_copy
 
-# Of one normalization or several: running means, running variances, means and variances of the
-# last batch.
+# Of one normalization or several: lists of these.
+NORM_STATISTICS = ("running_mean", "running_variance", "batch_mean", "batch_variance")
 NormMeanVar = tuple[list[Array], list[Array], list[Array], list[Array]]
 
 
@@ -46,12 +46,10 @@ class Normalization(BaseLayer):
         self._t = np.empty((0, features, 1), REAL)
         self._back = self._t  # what deltas are multiplied by
 
-    def get_layer_info(self) -> str:
-        """Return its name, such as ``"BatchNorm2d()"``."""
-        return f"{self.get_layer_name()}()"
+    def _sizes(self) -> tuple[()]:
+        return ()
 
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
-        """Return moments of the same shape."""
         rows = (len(x.mean), self.num_weights, self._positions)
         m, v = x.mean.reshape(rows), None if x.variance is None else x.variance.reshape(rows)
         center, spread = self._statistics(m, v)
@@ -139,11 +137,7 @@ class BatchNorm2d(Normalization):
         return super().__getstate__() | {"add_up": None}
 
     def connect(self, shape: Shape) -> Shape:
-        """Take images of ``num_features`` channels, or as many features.
-
-        Raises:
-            ValueError: samples have others.
-        """
+        """Take images of ``num_features`` channels, or as many features."""
         if shape[:1] == (self.num_features,):
             return self._connect(shape, math.prod(shape[1:]))
         if math.prod(shape) == self.num_features:
@@ -153,15 +147,11 @@ class BatchNorm2d(Normalization):
         )
 
     def statistics(self) -> list[Array]:
-        """Return the running means and variances."""
         return [self.running_mean, self.running_variance]
 
     def to_device(self, device: str) -> None:
-        """Move the statistics to ``device``."""
-        self.running_mean = to_device(self.running_mean, device)
-        self.running_variance = to_device(self.running_variance, device)
-        self.batch_mean = to_device(self.batch_mean, device)
-        self.batch_variance = to_device(self.batch_variance, device)
+        for name in NORM_STATISTICS:
+            setattr(self, name, to_device(getattr(self, name), device))
 
     def _statistics(self, m: Array, v: Array | None) -> tuple[Array, Array]:
         if not self.training:
@@ -242,11 +232,7 @@ class LayerNorm(Normalization):
         self.connect(shape if len(shape) == 1 else (shape[0], shape[2], shape[1]))
 
     def connect(self, shape: Shape) -> Shape:
-        """Take samples of as many units; images have the channels first.
-
-        Raises:
-            ValueError: samples have another number of units or of channels.
-        """
+        """Take samples of as many units; images have the channels first."""
         images = len(self.normalized_shape) == 3
         channels = not images or len(shape) == 1 or shape[0] == self.num_weights
         if math.prod(shape) != math.prod(self.normalized_shape) or not channels:
@@ -269,8 +255,7 @@ def norm_mean_var(layers: Iterable[BaseLayer]) -> NormMeanVar:
     """Return copies of what those of ``layers`` have that normalize over the batch, on the CPU."""
     norms = [layer for layer in layers if isinstance(layer, BatchNorm2d)]
     running_means, running_variances, means, variances = (
-        [host_copy(getattr(norm, which)) for norm in norms]
-        for which in ("running_mean", "running_variance", "batch_mean", "batch_variance")
+        [host_copy(getattr(norm, which)) for norm in norms] for which in NORM_STATISTICS
     )
     return running_means, running_variances, means, variances
 
@@ -280,27 +265,22 @@ SHORTEST = 8  # positions of rows for which the kernels pay
 
 def row_sums(units: Array, centers: Array | None = None) -> Array:
     """Return the sum of each row, or of squares of its differences to ``centers``; float64."""
+    xp, rows = array_module(units), _Rows.of(units)
     if centers is not None:
-        centers = array_module(units).broadcast_to(centers.astype(REAL), units.shape[:2])
-    rows = _Rows.of(units)
+        centers = xp.broadcast_to(centers.astype(REAL), units.shape[:2])
     if rows is None:
-        return row_sums_in_numpy(units, centers)
+        if centers is None:
+            sums: Array = units.sum(axis=2)
+        else:
+            units = units - centers[:, :, None]
+            sums = xp.einsum("bfp,bfp->bf", units, units)
+        return sums.astype(np.float64)
     sums = np.empty(units.shape[:2])
     if centers is None:
         rows.call("row_sums", rows.lead, sums)
     else:
         rows.call("row_squares", rows.lead, np.ascontiguousarray(centers), sums)
     return sums
-
-
-def row_sums_in_numpy(units: Array, centers: Array | None) -> Array:
-    """Do what the kernels do."""
-    if centers is not None:
-        units = units - centers[:, :, None]
-        sums: Array = array_module(units).einsum("bfp,bfp->bf", units, units)
-    else:
-        sums = units.sum(axis=2)
-    return sums.astype(np.float64)
 
 
 def standardize(
@@ -315,40 +295,26 @@ def standardize(
 
     ``weight`` and ``bias`` have an element for each feature.
     """
-    rows = _Rows.of(m)
-    if rows is None:
-        return standardize_in_numpy(m, v, center, scale, weight, bias)
+    rows, of_input = _Rows.of(m), scale * scale * (weight.mean * weight.mean + weight.variance)
+    if rows is None:  # the kernels' order of operations
+        t = m - center[..., None]
+        t *= scale[..., None]
+        mean, variance = t * weight.mean[:, None], t * t
+        variance *= weight.variance[:, None]
+        if bias is not None:
+            mean += bias.mean[:, None]
+            variance += bias.variance[:, None]
+        if v is not None:
+            variance += v * of_input[..., None]
+        return t, mean, variance
     affine = np.empty((*m.shape[:2], 7), REAL)
     affine[..., 0], affine[..., 1], affine[..., 2] = center, scale, weight.mean
     affine[..., 3] = 0 if bias is None else bias.mean
-    affine[..., 4] = weight.variance
-    affine[..., 5] = scale * scale * (weight.mean * weight.mean + weight.variance)
+    affine[..., 4], affine[..., 5] = weight.variance, of_input
     affine[..., 6] = 0 if bias is None else bias.variance
     moments = np.empty_like(rows.lead), np.empty_like(rows.lead), np.empty_like(rows.lead)
     rows.call("standardize", rows.lead, v, affine, *moments)
     return moments
-
-
-def standardize_in_numpy(
-    m: Array,
-    v: Array | None,
-    center: Array,
-    scale: Array,
-    weight: Parameter,
-    bias: Parameter | None,
-) -> Moments:
-    """Do what the kernels do, in the same order of operations."""
-    t = m - center[..., None]
-    t *= scale[..., None]
-    w, s = weight.mean[:, None], weight.variance[:, None]
-    mean, variance = t * w, t * t
-    variance *= s
-    if bias is not None:
-        mean += bias.mean[:, None]
-        variance += bias.variance[:, None]
-    if v is not None:
-        variance += v * (scale * scale * (weight.mean * weight.mean + weight.variance))[..., None]
-    return t, mean, variance
 
 
 def standardize_back(
@@ -357,27 +323,19 @@ def standardize_back(
     """Return sums, ``[4, features]``, float64: of t d, t^2 e, d, e; and, if ``wanted``, two new
     arrays: d and e times ``back`` and its square, and times ``slope`` and its square.
     """
-    rows = _Rows.of(t)
+    xp, rows = array_module(t), _Rows.of(t)
     if rows is None:
-        return standardize_back_in_numpy(t, d, e, slope, back, wanted)
+        products = xp.einsum("bfp,bfp->bf", t, d), xp.einsum("bfp,bfp->bf", t * t, e)
+        parts = (*products, d.sum(axis=2), e.sum(axis=2))
+        sums = xp.stack([part.sum(axis=0, dtype=np.float64) for part in parts])
+        if not wanted:
+            return sums, None
+        return sums, times_slope(d * back[..., None], e * (back * back)[..., None], slope)
     sums = np.empty((4, *t.shape[:2]))
     factors = np.ascontiguousarray(np.broadcast_to(back, t.shape[:2]))
     outs = (np.empty_like(rows.lead), np.empty_like(rows.lead)) if wanted else None
     rows.call("standardize_back", rows.lead, d, e, slope, factors, sums, *(outs or (None, None)))
     return sums.sum(axis=1), outs
-
-
-def standardize_back_in_numpy(
-    t: Array, d: Array, e: Array, slope: Array | None, back: Array, wanted: bool
-) -> tuple[Array, Deltas | None]:
-    """Do what the kernels do."""
-    xp = array_module(t)
-    products = xp.einsum("bfp,bfp->bf", t, d), xp.einsum("bfp,bfp->bf", t * t, e)
-    parts = (*products, d.sum(axis=2), e.sum(axis=2))
-    sums = xp.stack([part.sum(axis=0, dtype=np.float64) for part in parts])
-    if not wanted:
-        return sums, None
-    return sums, times_slope(d * back[..., None], e * (back * back)[..., None], slope)
 
 
 class _Rows:
@@ -410,7 +368,7 @@ class _Rows:
         Rows are so long that nothing else has their shape.
         """
         placed = [None if each is None else self._placed(each) for each in arrays]
-        pointers = [address(self._module, each, "void *") for each in placed]
+        pointers = [address(self._module, each) for each in placed]
         getattr(self._module.lib, f"fl_tagi_{name}")(self._described, *pointers)
 
     def _placed(self, array: Array) -> Array:

@@ -6,13 +6,12 @@ import numpy as np
 
 from flashlight_py.device import Array, array_module
 from flashlight_py.tagi.layer import Deltas, Shape, times_slope
-from flashlight_py.tagi.native import address, native_for
 from flashlight_py.tagi.states import REAL, BaseHiddenStates
 from flashlight_py.tagi.windows import (
     ImageLayer,
     Windows,
+    call,
     contiguous,
-    described,
     empty_like,
     images_of,
     readable,
@@ -21,6 +20,8 @@ from flashlight_py.tagi.windows import (
 
 class _Pool(ImageLayer):
     has_state = False
+    _slope: Array | None = None
+    _like = np.empty((0, 0, 0, 0), REAL)
 
     def connect(self, shape: Shape) -> Shape:
         """Take images that the windows cover exactly."""
@@ -53,11 +54,8 @@ class AvgPool2d(_Pool):
         super().__init__(
             kernel_size, kernel_size if stride == -1 else stride, padding, padding_type
         )
-        self._slope: Array | None = None
-        self._like = np.empty((0, 0, 0, 0), REAL)
 
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
-        """Return ``[batch, *output_shape]``."""
         assert self.input_shape is not None
         x = x.shaped(self.input_shape)
         if self.training:
@@ -102,12 +100,9 @@ class MaxPool2d(_Pool):
                 f"MaxPool2d: a window of {kernel_size} that lies in a padding of {padding} has "
                 "no largest element"
             )
-        self._slope: Array | None = None
-        self._like = np.empty((0, 0, 0, 0), REAL)
         self._taken = np.empty((0, 0, 0, 0), np.int32)  # place in its window, row by row
 
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
-        """Return ``[batch, *output_shape]``."""
         assert self.input_shape is not None
         x = x.shaped(self.input_shape)
         mean, variance, taken = largest(self._over, x.mean, x.variance)
@@ -132,22 +127,8 @@ def sum_windows(windows: Windows, images: Array, factor: float) -> Array:
     """
     images, _ = readable(images)
     sums = empty_like(images, (images.shape[1], windows.out_height, windows.out_width))
-    module = native_for(images)
-    if module is None:
-        sum_windows_in_numpy(windows, images, factor, sums)
+    if call("sum_windows", windows, None, images, images, sums, *_steps(sums), factor):
         return sums
-    module.lib.fl_tagi_sum_windows(
-        described(module, windows, windows.whole(len(images)), images),
-        address(module, images),
-        address(module, sums),
-        *_steps(sums),
-        factor,
-    )
-    return sums
-
-
-def sum_windows_in_numpy(windows: Windows, images: Array, factor: float, sums: Array) -> None:
-    """Do what the kernel does, in the same order of additions: down, then along the rows."""
     padded = windows.padded(images)
     down = windows.down(padded, 0).copy()
     for y in range(1, windows.kernel):
@@ -156,6 +137,7 @@ def sum_windows_in_numpy(windows: Windows, images: Array, factor: float, sums: A
     for x in range(windows.kernel):
         sums += windows.along(down, x)
     sums *= REAL.type(factor)
+    return sums
 
 
 def spread_windows(windows: Windows, deltas: Array, factor: float, like: Array) -> Array:
@@ -169,22 +151,8 @@ def spread_windows(windows: Windows, deltas: Array, factor: float, like: Array) 
         like: images of the shape, batch and channels lying in the order, that those returned have.
     """
     images, deltas = empty_like(like, like.shape[1:]), contiguous(deltas)
-    module = native_for(images)
-    if module is None:
-        spread_windows_in_numpy(windows, deltas, factor, images)
+    if call("spread_windows", windows, None, images, deltas, images, *_steps(deltas), factor):
         return images
-    module.lib.fl_tagi_spread_windows(
-        described(module, windows, windows.whole(len(images)), images),
-        address(module, deltas),
-        address(module, images),
-        *_steps(deltas),
-        factor,
-    )
-    return images
-
-
-def spread_windows_in_numpy(windows: Windows, deltas: Array, factor: float, images: Array) -> None:
-    """Do what the kernel does, in the same order of additions."""
     padded = windows.padded(array_module(images).zeros_like(images))
     rows = array_module(images).zeros_like(windows.down(padded, 0))
     deltas = deltas * REAL.type(factor)
@@ -193,6 +161,7 @@ def spread_windows_in_numpy(windows: Windows, deltas: Array, factor: float, imag
     for y in range(windows.kernel):
         windows.down(padded, y)[...] += rows
     images[...] = windows.inner(padded)
+    return images
 
 
 def largest(
@@ -216,43 +185,22 @@ def largest(
     shape = (mean.shape[1], windows.out_height, windows.out_width)
     best, taken = empty_like(mean, shape), empty_like(mean, shape, np.int32)
     best_v = None if variance is None else empty_like(mean, shape)
-    module = native_for(mean)
-    if module is None:
-        largest_in_numpy(windows, mean, variance, best, best_v, taken)
-        return best, best_v, taken
-    module.lib.fl_tagi_largest(
-        described(module, windows, windows.whole(len(mean)), mean),
-        address(module, mean),
-        address(module, variance),
-        address(module, best),
-        address(module, best_v),
-        address(module, taken, "int32_t *"),
-        *_steps(best),
-    )
-    return best, best_v, taken
-
-
-def largest_in_numpy(
-    windows: Windows,
-    mean: Array,
-    variance: Array | None,
-    best: Array,
-    best_variance: Array | None,
-    taken: Array,
-) -> None:
-    """Do what the kernel does."""
+    found = best, best_v, taken
+    if call("largest", windows, None, mean, mean, variance, *found, *_steps(best)):
+        return found
     xp, padded = array_module(mean), windows.padded(mean)
     inside = windows.padded(xp.ones_like(mean[:1, :1], dtype=bool))
     padded_v = None if variance is None else windows.padded(variance)
     best[...] = np.nan
     taken[...] = 0
     for place, (y, x) in enumerate(np.ndindex(windows.kernel, windows.kernel)):
-        found = windows.at(padded, y, x)
-        better = ((found > best) | xp.isnan(best)) & windows.at(inside, y, x)
-        xp.copyto(best, found, where=better)
+        here = windows.at(padded, y, x)
+        better = ((here > best) | xp.isnan(best)) & windows.at(inside, y, x)
+        xp.copyto(best, here, where=better)
         xp.copyto(taken, place, where=better)
         if padded_v is not None:
-            xp.copyto(best_variance, windows.at(padded_v, y, x), where=better)
+            xp.copyto(best_v, windows.at(padded_v, y, x), where=better)
+    return found
 
 
 def spread_taken(windows: Windows, deltas: Array, taken: Array, like: Array) -> Array:
@@ -264,30 +212,16 @@ def spread_taken(windows: Windows, deltas: Array, taken: Array, like: Array) -> 
         taken: as :func:`largest` has returned it, the same shape.
         like: images of the shape, batch and channels lying in the order, that those returned have.
     """
-    images = empty_like(like, like.shape[1:])
+    images, deltas = empty_like(like, like.shape[1:]), contiguous(deltas)
     images[...] = 0
-    module = native_for(images)
-    if module is None:
-        spread_taken_in_numpy(windows, deltas, taken, images)
+    where = (deltas, *_steps(deltas), taken, *_steps(taken))
+    if call("spread_taken", windows, None, images, *where, images):
         return images
-    deltas = contiguous(deltas)
-    module.lib.fl_tagi_spread_taken(
-        described(module, windows, windows.whole(len(images)), images),
-        address(module, deltas),
-        *_steps(deltas),
-        address(module, taken, "int32_t *"),
-        *_steps(taken),
-        address(module, images),
-    )
-    return images
-
-
-def spread_taken_in_numpy(windows: Windows, deltas: Array, taken: Array, images: Array) -> None:
-    """Do what the kernel does, in another order of additions; the images are 0."""
-    padded = windows.padded(images)
+    padded = windows.padded(images)  # in another order of additions than the kernel's
     for place, (y, x) in enumerate(np.ndindex(windows.kernel, windows.kernel)):
         windows.at(padded, y, x)[...] += array_module(images).where(taken == place, deltas, 0)
     images[...] = windows.inner(padded)
+    return images
 
 
 def _steps(images: Array) -> tuple[int, int]:

@@ -10,16 +10,15 @@ all weights' means, all weights' variances, and the same of the biases.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from flashlight_py.device import Array
 from flashlight_py.tagi.activations import Activation
 from flashlight_py.tagi.layer import BaseLayer
-from flashlight_py.tagi.state import FOUR, state_dict
+from flashlight_py.tagi.network import FOUR, Network
 
 ENDINGS = ("_1_mw.csv", "_2_Sw.csv", "_3_mb.csv", "_4_Sb.csv")  # in the order of FOUR
 HEAD = np.dtype("<u8")
@@ -29,16 +28,8 @@ State = dict[str, tuple[Array, ...]]
 FileName = str | os.PathLike[str]
 
 
-class Files:
+class Files(Network):
     """The part of a network that writes and reads pytagi's files."""
-
-    def named_layers(self) -> Iterator[tuple[str, BaseLayer]]:
-        """Yield every layer with its name; the network has this."""
-        raise NotImplementedError
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take a state, or refuse it; the network has this."""
-        raise NotImplementedError
 
     def save(self, filename: FileName) -> None:
         """Write all that the network has learnt into pytagi's binary file.
@@ -70,11 +61,11 @@ class Files:
         Raises:
             OSError: a file cannot be written.
         """
-        entries = state_dict(self).values()
-        for number, path in enumerate(_csv_paths(filename)):
+        entries = self.state_dict().values()
+        for number, ending in enumerate(ENDINGS):
             columns = (entry[number].tolist() for entry in entries)
             lines = [f"{value:.6g}\n" for column in columns for value in column]
-            _write(path, "".join(lines).encode())
+            _write(Path(os.fspath(filename) + ending), "".join(lines).encode())
 
     def load_csv(self, filename: FileName) -> None:
         """Take what ``save_csv()`` has written; running statistics stay as they are.
@@ -84,10 +75,16 @@ class Files:
                 no number. Nothing was changed.
             OSError: a file cannot be read.
         """
-        state = state_dict(self)
+        state = self.state_dict()
         columns = []
-        for number, path in enumerate(_csv_paths(filename)):
-            values = _column(path)
+        for number, ending in enumerate(ENDINGS):
+            path = Path(os.fspath(filename) + ending)
+            try:
+                values = np.array(path.read_text().split(), FLOATS)
+            except ValueError as error:
+                raise ValueError(
+                    f"load_csv: {path} has something that is no number: {error}. Nothing was loaded"
+                ) from error
             expected = sum(entry[number].size for entry in state.values())
             if values.size != expected:
                 raise ValueError(
@@ -99,13 +96,13 @@ class Files:
         self.load_state_dict(dict(zip(state, zip(*columns, strict=True), strict=True)))
 
 
-def _recorded(network: Files) -> list[tuple[str, BaseLayer]]:
+def _recorded(network: Network) -> list[tuple[str, BaseLayer]]:
     """Return the layers that have a record: pools have an empty one, activations none."""
     return [pair for pair in network.named_layers() if not isinstance(pair[1], Activation)]
 
 
-def _records(network: Files) -> Iterator[bytes]:
-    state = state_dict(network)
+def _records(network: Network) -> Iterator[bytes]:
+    state = network.state_dict()
     for name, layer in _recorded(network):
         if layer.output_shape is None:
             raise ValueError(
@@ -120,7 +117,7 @@ def _head(layer: BaseLayer) -> bytes:
     return np.array(len(info), HEAD).tobytes() + info
 
 
-def _parse(network: Files, path: Path) -> State:
+def _parse(network: Network, path: Path) -> State:
     """Return the state in a binary file.
 
     Raises:
@@ -178,20 +175,6 @@ def _after_left_overs(data: bytes, place: int, following: BaseLayer | None) -> i
 
 def _unfit(path: Path, what: str) -> ValueError:
     return ValueError(f"load: {path} is not this network's: {what}. Nothing was loaded")
-
-
-def _csv_paths(filename: FileName) -> list[Path]:
-    return [Path(os.fspath(filename) + ending) for ending in ENDINGS]
-
-
-def _column(path: Path) -> Array:
-    lines = path.read_text().split()
-    try:
-        return np.array(lines, FLOATS)
-    except ValueError as error:
-        raise ValueError(
-            f"load_csv: {path} has something that is no number: {error}. Nothing was loaded"
-        ) from error
 
 
 def _write(path: Path, data: bytes) -> None:

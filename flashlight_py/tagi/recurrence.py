@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from flashlight_py.device import Array
-from flashlight_py.tagi.layer import BaseLayer
 from flashlight_py.tagi.lstm import States
+from flashlight_py.tagi.network import Network, wrong_moments
 from flashlight_py.tagi.recurrent import LSTM, SLSTM, SLinear
-from flashlight_py.tagi.state import wrong_moments
 from flashlight_py.tagi.states import BaseHiddenStates, host_copy, real
 
 
-class Recurrence:
+class Recurrence(Network):
     """A part of :class:`flashlight_py.tagi.Sequential`."""
 
     _smoothed: BaseHiddenStates | None = None
     _num_samples = 0
-
-    def named_layers(self) -> Iterator[tuple[str, BaseLayer]]:
-        """Yield every layer, also those inside blocks, by the names that pytagi gives them."""
-        raise NotImplementedError
 
     @property
     def num_samples(self) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 from flashlight_py.device import Array, array_module, to_device
 from flashlight_py.tagi.layer import BaseLayer, Deltas, Shape, times_slope
 from flashlight_py.tagi.linear import Linear
-from flashlight_py.tagi.lstm import Pass, States, window_backward, window_forward
+from flashlight_py.tagi.lstm import Gates, Pass, States
 from flashlight_py.tagi.parameters import FLOOR, Parameter, gaussian, spread
 from flashlight_py.tagi.states import REAL, BaseHiddenStates, host_copy, real
 
@@ -105,20 +105,15 @@ class LSTM(BaseLayer):
         return self.output_shape
 
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
-        """Return ``[batch, seq_len * output_size]``."""
         x = x.shaped((self.input_size,))
         batch = len(x.mean)
         carry = self.carries_states and batch == 1
         # Time steps that are independent are samples.
         rows, steps = (batch * self.seq_len, 1) if self._apart else (batch, self.seq_len)
-        mean, variance, self._carried, kept = window_forward(
-            self.weight,
-            self.biases,
-            x.mean.reshape(rows, -1),
-            None if x.variance is None else x.variance.reshape(rows, -1),
-            steps,
-            self._carried if carry else None,
-            carry,
+        own = None if x.variance is None else x.variance.reshape(rows, -1)
+        before, gates = self._carried if carry else None, Gates(self.weight, self.biases, steps)
+        mean, variance, self._carried, kept = gates.forward(
+            x.mean.reshape(rows, -1), own, before, carry
         )
         if self.training:
             self._x, self._kept = x, kept
@@ -132,7 +127,8 @@ class LSTM(BaseLayer):
         d, e = d.reshape(-1, width), e.reshape(-1, width)
         if self._carried is not None:
             self._carried = posterior(self._carried, d, e, slopes[0, :, 4])
-        back = window_backward(self.weight, self._kept, d, e, wanted)
+        steps = 1 if self._apart else self.seq_len
+        back = Gates(self.weight, self.biases, steps).backward(self._kept, d, e, wanted)
         joined = joined.reshape(-1, joined.shape[2])
         gates = len(back.dz[0])
         xp.matmul(back.dz.T, joined, out=self.weight.mean_sum.reshape(gates, -1))
@@ -170,13 +166,11 @@ class LSTM(BaseLayer):
         self._carried = States(*map(array_module(self.weight.mean).asarray, copies))
 
     def to_device(self, device: str) -> None:
-        """Move the states that are carried."""
         if self._carried is not None:
             self._carried = States(*(to_device(each, device) for each in self._carried))
 
-    def get_layer_info(self) -> str:
-        """Return its kind and the sizes of one time step, such as ``"LSTM(1,8)"``."""
-        return f"{self.get_layer_name()}({self._inputs},{self._outputs})"
+    def _sizes(self) -> Sequence[int]:
+        return self._inputs, self._outputs
 
 
 def posterior(states: States, d: Array, e: Array, slope: Array) -> States:
@@ -188,10 +182,7 @@ def posterior(states: States, d: Array, e: Array, slope: Array) -> States:
     h, v_h, c, v_c = states
     t = v_c * slope
     return States(
-        h + v_h * d,
-        xp.maximum(v_h + v_h * v_h * e, 0),
-        c + t * d,
-        xp.maximum(v_c + t * t * e, 0),
+        h + v_h * d, xp.maximum(v_h + v_h * v_h * e, 0), c + t * d, xp.maximum(v_c + t * t * e, 0)
     )
 
 

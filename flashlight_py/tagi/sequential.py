@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from flashlight_py.device import Array, array_module, device_of, is_cupy, to_device
-from flashlight_py.tagi import state
-from flashlight_py.tagi.layer import BaseLayer, Shape, forward_through
+from flashlight_py.tagi.layer import (
+    BaseLayer,
+    Shape,
+    backward_through,
+    connect_in_row,
+    forward_through,
+)
 from flashlight_py.tagi.normalization import NormMeanVar, norm_mean_var
 from flashlight_py.tagi.parameters import FLOOR, ParameterBucket, cap_factor, on_device
 from flashlight_py.tagi.pytagi_files import Files
@@ -76,13 +81,6 @@ class Sequential(Recurrence, Files):
         self._from_states = False  # whether the last input was another network's output
         self.samples = self.learnt = 0
         self._kept = False  # whether the layers have kept what a backward pass needs
-        self._check_that_each_is_there_once()
-        self.gather_parameters()
-        if self.layers[0].input_shape is not None:
-            self._connect(self.layers[0].input_shape)
-
-    def _check_that_each_is_there_once(self) -> None:
-        """Refuse a layer that stands in two places: it keeps the input of one alone."""
         names: dict[int, str] = {}
         for name, layer in self.named_layers():
             first = names.setdefault(id(layer), name)
@@ -91,11 +89,9 @@ class Sequential(Recurrence, Files):
                     f"Sequential: {first} and {name} are the same object; make a layer for each "
                     "place"
                 )
-
-    def named_layers(self) -> Iterator[tuple[str, BaseLayer]]:
-        """Yield every layer, also those inside blocks, by the names that pytagi gives them."""
-        for number, layer in enumerate(self.layers):
-            yield from layer.named_layers(str(number))
+        self.gather_parameters()
+        if self.layers[0].input_shape is not None:
+            self._connect(self.layers[0].input_shape)
 
     def __call__(self, mu_x: Any, var_x: Any = None) -> tuple[Array, Array]:
         """Return means and variances of the outputs; see :meth:`forward`."""
@@ -144,17 +140,15 @@ class Sequential(Recurrence, Files):
             RuntimeError: there are none since the last forward pass, or it was one of evaluation.
             ValueError: there are others than outputs.
         """
-        d, e = self.check_deltas()
+        deltas = self.check_deltas()
         wanted = self.input_state_update or self._from_states
-        if not self.samples:
+        if self.samples:
+            found = backward_through(self.layers, *deltas, wanted) or deltas
+        else:
+            found = deltas
             for _, layer in reversed([*self.named_layers()]):
                 layer.backward_nothing()
-        else:
-            for number in range(len(self.layers) - 1, -1, -1):
-                deltas = self.layers[number].backward(d, e, wanted or number > 0)
-                if deltas is not None:
-                    d, e = deltas
-        self.output_delta_z_buffer = BaseDeltaStates(d, e) if wanted else BaseDeltaStates()
+        self.output_delta_z_buffer = BaseDeltaStates(*found) if wanted else BaseDeltaStates()
         self.learnt = self.samples
         self.input_delta_z_buffer.mean = None  # layers may have changed the arrays
 
@@ -257,24 +251,6 @@ class Sequential(Recurrence, Files):
             for _, layer in self.named_layers()
             if layer.has_state
         ]
-
-    def state_dict(self) -> dict[str, tuple[Array, ...]]:
-        """Return all that the network has learnt: copies of flat arrays, on the CPU.
-
-        By pytagi's names, such as ``"Linear.0"`` and ``"Conv2d.main.3.0"`` in a block: means and
-        variances of the weights, then of the biases; of a layer that keeps running statistics,
-        also these.
-        """
-        return state.state_dict(self)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take what ``state_dict()`` returned, of this library's or pytagi's; any sequences.
-
-        Raises:
-            ValueError: names or sizes are not this network's, something is not finite or masked, or
-                a variance is negative; names them. Nothing was changed.
-        """
-        state.load_state_dict(self, state_dict)
 
     def params_from(self, other: Sequential) -> None:
         """Take the parameters and running statistics of another network of the same layers.
@@ -411,15 +387,12 @@ class Sequential(Recurrence, Files):
 
     def _connect(self, own: Shape) -> None:
         """Connect the layers for samples of this shape, or leave them as they were."""
-        shape, before = own, "the input"
-        for number, layer in enumerate(self.layers):
-            try:
-                shape = layer.connect(shape)
-            except ValueError as error:
-                if self._shape is not None:
-                    self._connect(self._shape)
-                raise ValueError(f"layer {number}, {layer}, after {before}: {error}") from error
-            before = f"layer {number}, {layer}"
+        try:
+            connect_in_row(self.layers, own, "the input", "")
+        except ValueError:
+            if self._shape is not None:
+                self._connect(self._shape)
+            raise
         self._shape = own
 
 

@@ -10,14 +10,7 @@ import numpy as np
 
 from flashlight_py.device import Array, array_module, to_device
 from flashlight_py.tagi.native import floats, native_for
-from flashlight_py.tagi.states import (
-    REAL,
-    BaseDeltaStates,
-    BaseHiddenStates,
-    fits,
-    real,
-    unmasked,
-)
+from flashlight_py.tagi.states import REAL, BaseDeltaStates, BaseHiddenStates, fits, real, unmasked
 
 
 def deltas_of(
@@ -36,8 +29,9 @@ def deltas_of(
     if module is not None:
         return _natively(module, outputs, indices, observed, errors)
     if indices is None:
-        d, e = innovations(outputs, observed.reshape(outputs.mean.shape), _like(errors, outputs))
-        return d, e
+        shape = outputs.mean.shape
+        errors = errors if errors.size == 1 else errors.reshape(shape)
+        return innovations(outputs, observed.reshape(shape), errors)
     xp = array_module(outputs.mean)
     places = xp.asarray((indices + _before(len(indices), outputs.actual_size)).reshape(-1))
     chosen = BaseHiddenStates(
@@ -48,10 +42,6 @@ def deltas_of(
     d, e = xp.zeros(outputs.size, REAL), xp.zeros(outputs.size, REAL)
     d[places], e[places] = innovations(chosen, observed.reshape(-1), errors.reshape(-1))
     return d.reshape(outputs.mean.shape), e.reshape(outputs.mean.shape)
-
-
-def _like(errors: Array, outputs: BaseHiddenStates) -> Array:
-    return errors if errors.size == 1 else errors.reshape(outputs.mean.shape)
 
 
 @functools.lru_cache(4)

@@ -7,9 +7,9 @@ and the layers behind it read that as it lies.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from numpy.typing import DTypeLike
 
@@ -145,27 +145,9 @@ def patches(
         out: contiguous arrays: for windows of ``mean``; if there is a variance, for those of
             ``variance`` and of ``mean**2 + variance``; otherwise, if it has two, of ``mean**2``.
     """
-    module = native_for(mean)
-    if module is None:
-        patches_in_numpy(windows, part, mean, variance, out)
+    columns = out if variance is not None else (out[0], None, *out[1:], None)[:3]
+    if call("patches", windows, part, mean, mean, variance, *columns):
         return
-    addresses = [module.ffi.from_buffer("float[]", each) for each in out]
-    if variance is None:  # there is no output of variances
-        null = module.ffi.NULL
-        addresses[1:1] = [null]
-        addresses = [*addresses, null][:3]
-    module.lib.fl_tagi_patches(
-        described(module, windows, part, mean),
-        address(module, mean),
-        address(module, variance),
-        *addresses,
-    )
-
-
-def patches_in_numpy(
-    windows: Windows, part: WindowPart, mean: Array, variance: Array | None, out: tuple[Array, ...]
-) -> None:
-    """Do what the kernel does."""
     xp, k = array_module(mean), windows.kernel
 
     def taken(images: Array, out: Array) -> None:
@@ -194,19 +176,8 @@ def add_patches(windows: Windows, part: WindowPart, columns: Array, images: Arra
         columns: contiguous.
         images: with contiguous rows.
     """
-    module = native_for(images)
-    if module is None:
-        add_patches_in_numpy(windows, part, columns, images)
+    if call("add_patches", windows, part, images, columns, images):
         return
-    module.lib.fl_tagi_add_patches(
-        described(module, windows, part, images),
-        module.ffi.from_buffer("float[]", columns),
-        address(module, images),
-    )
-
-
-def add_patches_in_numpy(windows: Windows, part: WindowPart, columns: Array, images: Array) -> None:
-    """Do what the kernel does, in the same order of additions."""
     k, chosen = windows.kernel, images[part.images]
     padded = windows.padded(chosen)
     split = columns.reshape(images.shape[1], k, k, len(chosen), -1, windows.out_width)
@@ -233,28 +204,41 @@ def empty_like(x: Array, shape: tuple[int, ...], dtype: DTypeLike = REAL) -> Arr
     return images
 
 
-def described(module: Any, windows: Windows, part: WindowPart, images: Array) -> Any:
-    """Return the struct that the kernels know the windows by."""
-    batch_step, channel_step, row_step, _ = (step // REAL.itemsize for step in images.strides)
-    return module.ffi.new(
-        "fl_tagi_windows *",
-        (
-            images.shape[1],
-            windows.height,
-            windows.width,
-            windows.out_width,
-            windows.kernel,
-            windows.stride,
-            windows.before,
-            part.images.start,
-            part.images.stop,
-            part.rows.start,
-            part.rows.stop,
-            batch_step,
-            channel_step,
-            row_step,
-        ),
-    )
+def call(
+    name: str,
+    windows: Windows,
+    part: WindowPart | None,
+    images: Array,
+    *arguments: Array | float | None,
+) -> bool:
+    """Call the kernel with a description of a part of the windows (None: all), and ``arguments``.
+
+    Returns:
+        False: there is none for ``images``, and nothing was done.
+    """
+    module = native_for(images)
+    if module is None:
+        return False
+    images_in, rows, _ = part or windows.whole(len(images))
+    sizes = (images.shape[1], windows.height, windows.width, windows.out_width)
+    moved = (windows.kernel, windows.stride, windows.before)
+    chosen = (images_in.start, images_in.stop, rows.start, rows.stop)
+    steps = (step // REAL.itemsize for step in images.strides[:3])
+    described = module.ffi.new("fl_tagi_windows *", (*sizes, *moved, *chosen, *steps))
+    kernel = getattr(module.lib, f"fl_tagi_{name}")
+    kernel(described, *(a if isinstance(a, int | float) else address(module, a) for a in arguments))
+    return True
+
+
+class _Extent:
+    """An attribute of a layer: an extent of its images, 0 until it is known."""
+
+    def __init__(self, of: str, at: int) -> None:
+        self._of, self._at = of, at
+
+    def __get__(self, layer: BaseLayer, owner: object = None) -> int:
+        shape: Shape | None = getattr(layer, self._of, None)
+        return 0 if shape is None else shape[self._at]
 
 
 class ImageLayer(BaseLayer):
@@ -268,9 +252,16 @@ class ImageLayer(BaseLayer):
         padding_type: where: 1: on all sides; 2: below and to the right; 0: nowhere, and then
             ``padding`` must be 0.
 
+    Attributes:
+        in_channels, in_height, in_width: of the input images; 0 until they are known.
+        out_channels, out_height, out_width: of the output images; 0 until they are known.
+
     Raises:
         ValueError: one of them is out of range.
     """
+
+    in_channels, in_height, in_width = (_Extent("input_shape", at) for at in range(3))
+    out_channels, out_height, out_width = (_Extent("output_shape", at) for at in range(3))
 
     def __init__(self, kernel_size: int, stride: int, padding: int, padding_type: int) -> None:
         super().__init__()
@@ -290,48 +281,9 @@ class ImageLayer(BaseLayer):
         self.kernel_size, self.stride = kernel_size, stride
         self.padding, self.padding_type = padding, padding_type
 
-    @property
-    def in_channels(self) -> int:
-        """Channels of the input; 0 until they are known."""
-        return _part(self.input_shape, 0)
-
-    @property
-    def in_height(self) -> int:
-        """Rows of an input image; 0 until they are known."""
-        return _part(self.input_shape, 1)
-
-    @property
-    def in_width(self) -> int:
-        """Columns of an input image; 0 until they are known."""
-        return _part(self.input_shape, 2)
-
-    @property
-    def out_channels(self) -> int:
-        """Channels of the output; 0 until they are known."""
-        return _part(self.output_shape, 0)
-
-    @property
-    def out_height(self) -> int:
-        """Rows of an output image; 0 until they are known."""
-        return _part(self.output_shape, 1)
-
-    @property
-    def out_width(self) -> int:
-        """Columns of an output image; 0 until they are known."""
-        return _part(self.output_shape, 2)
-
-    def get_layer_info(self) -> str:
-        """Return its kind and sizes: ``"Conv2d(in_channels,out_channels,out_width,out_height,
-        kernel_size)"``; a size is 0 until it is known.
-        """
-        sizes = (
-            self.in_channels,
-            self.out_channels,
-            self.out_width,
-            self.out_height,
-            self.kernel_size,
-        )
-        return f"{self.get_layer_name()}({','.join(map(str, sizes))})"
+    def _sizes(self) -> Sequence[int]:
+        channels, size = (self.in_channels, self.out_channels), (self.out_width, self.out_height)
+        return (*channels, *size, self.kernel_size)
 
     def _windows(self, height: int, width: int) -> Windows:
         """Return the windows over images of this size.
@@ -351,10 +303,6 @@ class ImageLayer(BaseLayer):
                     "padding_type, kernel_size or the images"
                 )
         return windows
-
-
-def _part(shape: Shape | None, index: int) -> int:
-    return 0 if shape is None else shape[index]
 
 
 def images_of(shape: Shape) -> tuple[int, int, int]:

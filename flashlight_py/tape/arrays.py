@@ -1,4 +1,4 @@
-"""Arrays that a step is recorded with: each stands for a NumPy array, and every use of it is noted.
+"""Arrays and numbers that a step is recorded with: they stand for NumPy's, and all uses are noted.
 
 A ``Recorded`` computes what NumPy computes, on the array that it stands for, and leaves a note of
 it in the recording of the thread. It is no ndarray, so that nothing can read its elements by
@@ -24,9 +24,12 @@ from flashlight_py.tape.methods import (
     SAY_NOTHING_OF_VALUES,
     Methods,
     changes_the_first,
+    compute,
+    current,
     library,
+    plain,
+    read,
 )
-from flashlight_py.tape.noting import compute, current, plain, read
 
 
 class Recorded(NDArrayOperatorsMixin):
@@ -375,3 +378,83 @@ def _to_a_view(where: Any) -> tuple[Any, ...]:
 def _has_truth_values(where: Any) -> bool:
     parts = where if type(where) is tuple else (where,)
     return any(getattr(part, "dtype", None) == np.bool_ for part in parts)
+
+
+class Number:
+    """A Python number read from an array, which the step may return, and not use before that."""
+
+    __slots__ = ("array", "value")
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self.array = array
+        self.value = array.item()
+
+    @property
+    def plain(self) -> Any:
+        """The number."""
+        return self.value
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self.value)
+
+    @classmethod
+    def __operation__(cls, function: Any, args: Any, options: Any) -> Any:
+        """Do what does more than compute, as of arrays."""
+        return Recorded.__operation__(function, args, options)
+
+    def __getattr__(self, name: str) -> Any:
+        read("item()")
+        return getattr(self.value, name)
+
+
+def _reading(name: str) -> Callable[..., Any]:
+    def method(self: Number, *args: Any) -> Any:
+        read("item()")
+        others = [each.value if type(each) is Number else each for each in args]
+        return getattr(self.value, name)(*others)
+
+    return method
+
+
+for _name in (
+    *[
+        "add",
+        "radd",
+        "sub",
+        "rsub",
+        "mul",
+        "rmul",
+        "truediv",
+        "rtruediv",
+        "floordiv",
+        "rfloordiv",
+        "mod",
+        "rmod",
+        "divmod",
+        "rdivmod",
+    ],
+    *[
+        "pow",
+        "rpow",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "neg",
+        "pos",
+        "abs",
+        "bool",
+        "int",
+        "float",
+        "complex",
+        "index",
+        "trunc",
+        "floor",
+        "ceil",
+    ],
+    *["round", "hash", "repr", "str", "format"],
+):
+    setattr(Number, f"__{_name}__", _reading(f"__{_name}__"))

@@ -16,11 +16,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from flashlight_py import random
+from flashlight_py import _native, random
 from flashlight_py.autograd import Variable
 from flashlight_py.errors import BackendUnavailableError
 from flashlight_py.tape import cublas
-from flashlight_py.tape.arguments import gpu_array_of
 from flashlight_py.tape.checking import Numbers, others_drawn, root_of
 from flashlight_py.tape.cuda_program import (
     Array,
@@ -33,9 +32,9 @@ from flashlight_py.tape.cuda_program import (
     result_of,
 )
 from flashlight_py.tape.cuda_session import GpuSession, NotCaptured
-from flashlight_py.tape.native import native
-from flashlight_py.tape.recording import PACKAGE, live, numbers_of
+from flashlight_py.tape.recording import PACKAGE, gpu_array_of, live, numbers_of
 
+_tape = _native.load("tape")
 _MOST_PROGRAMS = 4  # of arguments of one kind
 _MOST_KINDS = 16  # of arguments: each keeps the memory that a step needs
 
@@ -126,7 +125,7 @@ class GpuStep:
         if is_first or self._are_shared(values):
             return self._run_eagerly
         pool, guards = self._warm.pop(kind, (None, None))
-        if pool is None or not native().hold(guards):
+        if pool is None or not _tape.hold(guards):
             _require_cublas()
             return functools.partial(self._run_warm, kind)
         programs.insert(0, self._captured(pool, args, options))
@@ -184,7 +183,7 @@ class GpuStep:
             if not self.reason and array.tobytes() != held:
                 self.reason = f"it changes {place.words()}, an array of the host"
         if not self.reason:
-            self._warm[kind] = pool, native().guards(reach.guards(_not_compared(reach)))
+            self._warm[kind] = pool, _tape.guards(reach.guards(_not_compared(reach)))
         return result
 
     def _captured(self, pool: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Program:

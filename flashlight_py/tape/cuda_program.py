@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from flashlight_py import random
+from flashlight_py import _native, random
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.graph import Node
 from flashlight_py.device import is_cupy
-from flashlight_py.tape.arguments import gpu_array_of
 from flashlight_py.tape.checking import Numbers
 from flashlight_py.tape.cuda_session import NotCaptured
 from flashlight_py.tape.holders import Holder
 from flashlight_py.tape.kinds import package_of
-from flashlight_py.tape.native import native
 from flashlight_py.tape.reach import MANY, Reach
-from flashlight_py.tape.recording import live, numbers_of
+from flashlight_py.tape.recording import gpu_array_of, live, numbers_of
 
 Array = Any  # of CuPy
+_tape = _native.load("tape")
 # Makes what a replay returns from the arguments.
 Result = Callable[[Sequence[Any]], Any]
 
@@ -93,7 +92,7 @@ class Program:
         """Keep what must be as it is now; ``read``: and which gradients; ``present``: not None."""
         reach = GpuReach(root)
         grads = {(id(variable), "grad") for variable in reach.variables}
-        self._guards = native().guards(reach.guards(numbers_of(live.values()) | grads))
+        self._guards = _tape.guards(reach.guards(numbers_of(live.values()) | grads))
         self._read, self._present = read, present
         places = [place.get() for place in reach.arrays]
         self._constants = [(each, each.tobytes()) for each in places if each.size <= MANY]
@@ -107,7 +106,7 @@ class Program:
         """Return whether all that the step can reach is as it was."""
         given = [array for each in values if (array := gpu_array_of(each)) is not None]
         return (
-            native().hold(self._guards)
+            _tape.hold(self._guards)
             and random.existing("cupy") is self._generator
             and all(variable.grad is grad for variable, grad in self._read)
             and all(variable.grad is not None for variable in self._present)

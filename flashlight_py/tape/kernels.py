@@ -21,10 +21,7 @@ class OptimizerStep:
     """
 
     def __init__(
-        self,
-        step: Callable[..., Any],
-        args: tuple[Any, ...],
-        pieces: list[tuple[Any, ...]],
+        self, step: Callable[..., Any], args: tuple[Any, ...], pieces: list[tuple[Any, ...]]
     ) -> None:
         self._step, self._args, self._pieces = step, args, pieces
         self.__name__ = "optimizer.step"

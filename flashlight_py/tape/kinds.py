@@ -9,10 +9,11 @@ import sys
 from types import CellType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
+from flashlight_py import _native
 from flashlight_py.autograd import Variable
 from flashlight_py.tape.holders import Layout
-from flashlight_py.tape.native import native
 
+_tape = _native.load("tape")
 # Classes of the standard library whose objects hold what a user puts there.
 _OPEN = frozenset({"argparse", "types", "collections", "functools", "contextlib", "weakref"})
 # What every class has, and no step reads.
@@ -102,7 +103,7 @@ def layout(one: Any) -> Layout:
     # The limited API does not say where a slot lies. A new object is assigned to it, looked for in
     # the object's memory, and what was there is assigned again: in one call, with the GIL held, so
     # that nobody sees it; for functions and cells, in one of our own.
-    find = native().offset
+    find = _tape.offset
     marked = _marked(type(one))
     return {name: (each, find(one, each, marker)) for name, (each, marker) in marked.items()}
 

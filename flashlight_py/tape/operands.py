@@ -207,9 +207,7 @@ class Arena:
 
 
 def outline(
-    recording: Recording,
-    arguments: Sequence[np.ndarray[Any, Any] | None],
-    places: dict[int, str],
+    recording: Recording, arguments: Sequence[np.ndarray[Any, Any] | None], places: dict[int, str]
 ) -> list[Any]:
     """Return what two runs of a step have in common if they do the same.
 

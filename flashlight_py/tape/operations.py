@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flashlight_py import random
-from flashlight_py.tape.noting import plain
+from flashlight_py.tape.methods import plain
 
 if TYPE_CHECKING:
     from flashlight_py.tape.recording import Recording
@@ -35,11 +35,7 @@ class Later:
     """The result of an operation that goes on beside the step: a Work, which the step waits for."""
 
     def __init__(
-        self,
-        recording: Recording,
-        value: Any,
-        cell: list[Any],
-        arrays: list[np.ndarray[Any, Any]],
+        self, recording: Recording, value: Any, cell: list[Any], arrays: list[np.ndarray[Any, Any]]
     ) -> None:
         self._recording, self.value, self._cell = recording, value, cell
         self._arrays = arrays  # in use until it has ended

@@ -19,6 +19,7 @@ from __future__ import annotations
 import array
 import contextvars
 import ctypes
+import dis
 import functools
 import gc
 import os
@@ -31,6 +32,7 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from types import (
     BuiltinMethodType,
     CellType,
+    CodeType,
     FunctionType,
     MappingProxyType,
     MethodType,
@@ -41,9 +43,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from flashlight_py import _native
 from flashlight_py.autograd import Variable
 from flashlight_py.tape.arrays import KINDS, Recorded
-from flashlight_py.tape.code import global_names, imported_names, other_names
 from flashlight_py.tape.holders import (
     MISSING,
     Attributes,
@@ -72,8 +74,8 @@ from flashlight_py.tape.kinds import (
     package_of,
     state_of,
 )
-from flashlight_py.tape.native import native
 
+_tape = _native.load("tape")
 MANY = 1000
 _Visit: TypeAlias = Callable[[Any, "Holder | None", Any], None]
 
@@ -129,7 +131,7 @@ class Reach:
         ``live``: the id of each object whose own items or attributes are left out, or pairs of an
         id and a key, for one of them.
         """
-        same = native().same
+        same = _tape.same
         is_live = _is_live_in(live)
         found: list[str] = []
         for holder in self._holders:
@@ -378,7 +380,7 @@ def _is_live_in(live: Container[Any]) -> IsLive:
 
 def _differences(holder: Holder, keys: Any, values: Any, is_live: IsLive) -> Iterator[str]:
     """Yield in words how a holder differs from what it held."""
-    same = native().same
+    same = _tape.same
     is_row = isinstance(holder, Row)
     if is_row and len(values) != len(holder.values):
         yield f"{holder.name()}: {len(holder.values)} items -> {len(values)}"
@@ -398,3 +400,50 @@ def _differences(holder: Holder, keys: Any, values: Any, is_live: IsLive) -> Ite
             yield f"{holder.words(key)}: {short(old)} -> {short(new)}"
     if not found:
         yield f"{holder.name()}: its items are in another order"
+
+
+_GLOBALS = frozenset(
+    f"{verb}_{kind}" for verb in ("LOAD", "STORE", "DELETE") for kind in ("GLOBAL", "NAME")
+) | {"LOAD_FROM_DICT_OR_GLOBALS"}
+
+
+@functools.lru_cache(maxsize=1024)
+def global_names(code: CodeType) -> tuple[str, ...]:
+    """Return the globals, or built-ins, that ``code`` and the functions in it name, in order."""
+    found: dict[str, None] = {}
+    for part in _parts(code):
+        found |= dict.fromkeys(
+            instruction.argval
+            for instruction in dis.get_instructions(part)
+            if instruction.opname in _GLOBALS
+        )
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=1024)
+def imported_names(code: CodeType) -> tuple[str, ...]:
+    """Return the modules that ``code`` and the functions in it import, and their packages."""
+    found = [
+        instruction.argval
+        for part in _parts(code)
+        for instruction in dis.get_instructions(part)
+        if instruction.opname == "IMPORT_NAME"
+    ]
+    return tuple(dict.fromkeys(name for one in found for name in (one, one.partition(".")[0])))
+
+
+@functools.lru_cache(maxsize=1024)
+def other_names(code: CodeType) -> frozenset[str]:
+    """Return every name in ``code`` that may be an attribute, also one given as a string."""
+    found: set[str] = set()
+    for part in _parts(code):
+        found.update(part.co_names)
+        found.update(c for c in part.co_consts if isinstance(c, str) and c.isidentifier())
+    return frozenset(found)
+
+
+def _parts(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _parts(constant)

@@ -6,26 +6,26 @@ however it was made; so views need no notes, and what is written in place is see
 
 from __future__ import annotations
 
+import functools
 import linecache
 import sys
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import numpy as np
 
-from flashlight_py import random
+from flashlight_py import _native, random
 from flashlight_py.autograd import Variable
-from flashlight_py.device import operations_made
-from flashlight_py.tape.arrays import Recorded, RecordedScalar
-from flashlight_py.tape.native import native
-from flashlight_py.tape.noting import current
-from flashlight_py.tape.numbers import Number, is_written_in_python, of_numbers
+from flashlight_py.device import is_cupy, operations_made
+from flashlight_py.tape.arrays import Number, Recorded, RecordedScalar
+from flashlight_py.tape.methods import current
 from flashlight_py.tape.operations import Later, RecordedGenerator, keeping, returning
 
-_native = native()
+_tape = _native.load("tape")
 PACKAGE = str(Path(__file__).parent.parent)
 _NUMPY = str(Path(np.__file__).parent)
 
@@ -107,8 +107,8 @@ class Recording:
         if "raise" in np.geterr().values():
             self.leave("numpy.errstate lets errors of numbers raise, which no replay does,")
         numbers = tuple(i for i, each in enumerate(args) if type(each) is RecordedScalar)
-        if numbers and is_written_in_python(function):
-            function = of_numbers(function, numbers)
+        if numbers and _is_written_in_python(function):
+            function = _of_numbers(function, numbers)
         result = function(*plain_args, **plain_options)
         if numbers and function is not np.ndarray.astype and _is_view_of_number(result, args):
             result = result.copy()  # numbers are no memory
@@ -341,6 +341,12 @@ def _operations_made() -> int:
     return sum(made() for made in operations_made)
 
 
+def gpu_array_of(value: Any) -> Any:
+    """Return the CuPy array of an argument, or None."""
+    held = value.data if isinstance(value, Variable) else value
+    return held if is_cupy(held) else None
+
+
 def is_number(dtype: np.dtype[Any]) -> bool:
     """Return whether the tape can hold elements of ``dtype``: numbers as the machine has them."""
     return dtype.kind in "biufc" and dtype.isnative
@@ -348,12 +354,12 @@ def is_number(dtype: np.dtype[Any]) -> bool:
 
 def address_of(array: np.ndarray[Any, Any]) -> int:
     """Return where the first element lies."""
-    return _native.address(array)  # type: ignore[no-any-return]
+    return _tape.address(array)  # type: ignore[no-any-return]
 
 
 def bounds(array: np.ndarray[Any, Any]) -> tuple[int, int]:
     """Return the addresses between which all elements lie; the second is behind the last one."""
-    return _native.bounds(array)  # type: ignore[no-any-return]
+    return _tape.bounds(array)  # type: ignore[no-any-return]
 
 
 def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -398,3 +404,22 @@ def _line_of_user() -> str:
 
 def _nothing() -> None:
     """Do nothing."""
+
+
+def _is_written_in_python(function: Any) -> bool:
+    """Return whether a function of NumPy may look at which kind of object it is given."""
+    return type(getattr(function, "_implementation", None)) is FunctionType and (
+        function is not np.clip
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _of_numbers(function: Any, places: tuple[int, ...]) -> Callable[..., Any]:
+    """Return ``function``, which gets numbers of NumPy in the place of arrays of one."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        given = [each[()] if place in places else each for place, each in enumerate(args)]
+        return function(*given, **options)
+
+    call.__qualname__ = f"{function.__name__} of numbers"
+    return call

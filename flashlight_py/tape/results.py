@@ -9,8 +9,7 @@ import numpy as np
 
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.graph import Node
-from flashlight_py.tape.arrays import Recorded, RecordedScalar
-from flashlight_py.tape.numbers import Number
+from flashlight_py.tape.arrays import Number, Recorded, RecordedScalar
 from flashlight_py.tape.operations import Later
 
 Array = np.ndarray[Any, Any]

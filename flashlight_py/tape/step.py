@@ -7,6 +7,7 @@ import types
 import warnings
 from collections import deque
 from collections.abc import Callable
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,17 +16,10 @@ from flashlight_py import _native
 from flashlight_py.autograd import Variable
 from flashlight_py.device import captured_gpu, is_cupy, own_operations
 from flashlight_py.tape import blas, kernels
-from flashlight_py.tape.arguments import (
-    are_plain,
-    array_of,
-    described,
-    gpu_array_of,
-    kind_of,
-)
 from flashlight_py.tape.arrays import Recorded, RecordedScalar
 from flashlight_py.tape.checking import beside, others_drawn, root_of
 from flashlight_py.tape.kinds import known_layouts
-from flashlight_py.tape.noting import current
+from flashlight_py.tape.methods import current
 from flashlight_py.tape.operands import Touched, outline
 from flashlight_py.tape.program import SLOTS, Builder
 from flashlight_py.tape.reach import Place, Reach
@@ -34,6 +28,8 @@ from flashlight_py.tape.recording import (
     Recording,
     address_of,
     bounds,
+    gpu_array_of,
+    is_number,
     live,
     numbers_of,
     user_frame,
@@ -87,12 +83,12 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         values = (*args, *options.values())
         if self.reason or current.recording is not None or captured_gpu() is not None:
             return step(*args, **options)
-        key = (tuple(options), *map(kind_of, values))
+        key = (tuple(options), *map(_kind_of, values))
         is_on_gpu = any(gpu_array_of(value) is not None for value in values)
         if None in key and not is_on_gpu:
             number = key.index(None) - 1
             self._stay_eager(
-                f"argument {number} is {described(values[number])}; pass arrays, variables "
+                f"argument {number} is {_described(values[number])}; pass arrays, variables "
                 "without gradients, and what can be compared"
             )
             return step(*args, **options)
@@ -227,7 +223,7 @@ class Session:
         self._homes = homes
         self.is_at_home = True  # what is put in the place of arrays can be copied into them
         self._step, self._values, self._names = step, values, names
-        self._arrays = [array_of(value) for value in values]
+        self._arrays = [_array_of(value) for value in values]
         # Of arguments that are no arrays, such as the instance of a method.
         self._objects = [v for v, a in zip(values, self._arrays, strict=True) if a is None]
         self._root = root_of(step, self._objects)
@@ -243,7 +239,7 @@ class Session:
         known = [bounds(array) for array in places if type(array) is np.ndarray]
         given = [bounds(array) for array in self._arrays if array is not None]
         is_shared = any(a < end and begin < b for a, b in given for begin, end in known)
-        return are_plain(self._arrays) and not is_shared
+        return _are_plain(self._arrays) and not is_shared
 
     def record(self, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
         """Run the step and return what it returns, and an outline of what it did."""
@@ -389,3 +385,44 @@ def _unwrap(places: list[Place]) -> None:
         array = place.get()
         if type(array) in (Recorded, RecordedScalar):
             place.set(array.array if type(array) is Recorded else array.array[()])
+
+
+def _array_of(value: Any) -> Array | None:
+    if isinstance(value, Variable):
+        value = value.data
+    return value if type(value) is np.ndarray else None
+
+
+def _are_plain(arrays: list[Array | None]) -> bool:
+    """Return whether all are contiguous, and none has memory of another one."""
+    given = [array for array in arrays if array is not None]
+    spans = sorted(bounds(array) for array in given)
+    are_apart = all(one[1] <= other[0] for one, other in pairwise(spans))
+    return are_apart and all(each.flags.c_contiguous and each.flags.aligned for each in given)
+
+
+def _kind_of(value: Any) -> Any:
+    """Return what arguments must have in common to be replayed alike; None: it cannot be."""
+    array = _array_of(value)
+    if array is not None:
+        is_leaf = not isinstance(value, Variable) or not (value.calc_grad or value.node)
+        is_usable = is_leaf and is_number(array.dtype)
+        return (
+            (type(value), array.dtype.str, array.shape, array.flags.writeable)
+            if is_usable
+            else None
+        )
+    try:
+        hash(value)
+    except TypeError:
+        return None
+    return type(value), value
+
+
+def _described(value: Any) -> str:
+    array = _array_of(value)
+    if array is not None and not is_number(array.dtype):
+        return f"an array of {array.dtype}"
+    if isinstance(value, Variable):
+        return "a variable with a gradient"
+    return f"an object of type {type(value).__name__}"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.tagi.state import FOUR
+from flashlight_py.tagi.network import FOUR
 from flashlight_py.tagi.states import BaseHiddenStates
 
 REAL = np.float32

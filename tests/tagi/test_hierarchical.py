@@ -9,7 +9,7 @@ import pytest
 
 from flashlight_py import tagi
 from flashlight_py.tagi import nn
-from flashlight_py.tagi.hierarchical import probabilities, tree_of
+from flashlight_py.tagi.utilities import probabilities, tree_of
 from tests.tagi.oracle import oracle_run
 
 CLASSES = [2, 3, 4, 5, 7, 8, 9, 10, 15, 16, 17, 31, 33, 100, 127, 128, 129, 1000]

@@ -11,6 +11,7 @@ import flashlight_py as fl
 from flashlight_py.tagi import nn, normalization
 from flashlight_py.tagi.native import native
 from flashlight_py.tagi.states import BaseHiddenStates
+from tests.tagi.in_numpy import in_numpy
 from tests.tagi.oracle import compare, oracle_run
 
 REAL = np.float32
@@ -130,19 +131,17 @@ def test_native_code_is_numpy_s(positions: int) -> None:
         for arrays in ((m, v, d, e, slope), across, gaps, (m, *across[1:]), wide):
             for bias, variance, j in ((biases, arrays[1], arrays[4]), (None, None, None)):
                 for centers in (None, center):
-                    by_row = None if centers is None else np.broadcast_to(centers, shape[:2])
-                    close(
-                        normalization.row_sums(arrays[0], centers),
-                        normalization.row_sums_in_numpy(arrays[0], by_row),
-                    )
+                    expected = in_numpy(normalization.row_sums, arrays[0], centers)
+                    close(normalization.row_sums(arrays[0], centers), expected)
                 given = (arrays[0], variance, center, scale, weight, bias)
                 found = normalization.standardize(*given)
-                for one, two in zip(found, normalization.standardize_in_numpy(*given), strict=True):
+                expected = in_numpy(normalization.standardize, *given)
+                for one, two in zip(found, expected, strict=True):
                     np.testing.assert_allclose(one, two, rtol=1e-6, atol=1e-6)
                 for wanted in (True, False):
                     given = (found[0], *arrays[2:4], j, scale, wanted)
                     sums, deltas = normalization.standardize_back(*given)
-                    sums_2, deltas_2 = normalization.standardize_back_in_numpy(*given)
+                    sums_2, deltas_2 = in_numpy(normalization.standardize_back, *given)
                     close(sums, sums_2)
                     assert (deltas is None) == (deltas_2 is None) == (not wanted)
                     for one, two in zip(deltas or (), deltas_2 or (), strict=True):

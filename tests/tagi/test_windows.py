@@ -9,6 +9,7 @@ from flashlight_py.tagi import pooling
 from flashlight_py.tagi import windows as module
 from flashlight_py.tagi.native import native
 from flashlight_py.tagi.windows import Windows
+from tests.tagi.in_numpy import in_numpy
 
 F = np.float32
 ALL = [
@@ -40,11 +41,11 @@ def test_the_kernels_make_what_numpy_makes(over: Windows, first: bool) -> None:
         for kinds, v in ((1, None), (2, None), (3, variance)):
             own, reference = np.full((2, kinds, 3 * over.kernel**2, count), np.nan, F)
             module.patches(over, part, mean, v, tuple(own))
-            module.patches_in_numpy(over, part, mean, v, tuple(reference))
+            in_numpy(module.patches, over, part, mean, v, tuple(reference))
             np.testing.assert_array_equal(own, reference)
         columns = rng.standard_normal((3 * over.kernel**2, count)).astype(F)
         expected = back.copy()
-        module.add_patches_in_numpy(over, part, columns, expected)
+        in_numpy(module.add_patches, over, part, columns, expected)
         module.add_patches(over, part, columns, back)
         np.testing.assert_array_equal(back, expected)
 
@@ -76,13 +77,10 @@ def test_sums_of_windows_are_those_of_numpy(over: Windows, first: bool) -> None:
     rng = np.random.default_rng(2)
     x = images(over, rng, first)
     sums = pooling.sum_windows(over, x, 1 / 9)
-    expected = np.empty_like(sums)
-    pooling.sum_windows_in_numpy(over, x, 1 / 9, expected)
-    np.testing.assert_array_equal(sums, expected)
+    np.testing.assert_array_equal(sums, in_numpy(pooling.sum_windows, over, x, 1 / 9))
     deltas = rng.standard_normal(sums.shape).astype(F)
     spread = pooling.spread_windows(over, deltas, 1 / 9, x)
-    expected = np.empty_like(spread)
-    pooling.spread_windows_in_numpy(over, deltas, 1 / 9, expected)
+    expected = in_numpy(pooling.spread_windows, over, deltas, 1 / 9, x)
     np.testing.assert_array_equal(spread, expected)
     assert np.isclose((sums * deltas).sum(), (x * spread).sum(), rtol=1e-4, atol=1e-4)
 
@@ -97,13 +95,11 @@ def test_largest_elements_are_those_of_numpy(over: Windows, first: bool) -> None
     mean[rng.uniform(size=mean.shape) < 0.3] = np.nan
     variance = np.abs(images(over, rng, not first))
     own = pooling.largest(over, mean, variance)
-    expected = tuple(np.empty_like(each) for each in own)
-    pooling.largest_in_numpy(over, mean, variance, *expected)
+    expected = in_numpy(pooling.largest, over, mean, variance)
     for found, wanted in zip(own, expected, strict=True):
         np.testing.assert_array_equal(found, wanted)
     assert pooling.largest(over, mean, None)[1] is None
     deltas = rng.standard_normal(own[0].shape).astype(F)
     spread = pooling.spread_taken(over, deltas, own[2], mean)
-    wanted = np.zeros_like(spread)
-    pooling.spread_taken_in_numpy(over, deltas, own[2], wanted)
+    wanted = in_numpy(pooling.spread_taken, over, deltas, own[2], mean)
     np.testing.assert_allclose(spread, wanted, rtol=1e-5, atol=1e-6)

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.tape.native import native
+from flashlight_py._native import load
 from flashlight_py.tape.reach import Reach
 
+native = load("tape")
 SCALE = 2.0
 settings = types.ModuleType("settings")
 
@@ -28,11 +29,11 @@ class Watch:
     def __init__(self, function: Callable[..., Any], live: Any = ()) -> None:
         self.reach = Reach(function)
         self.live = live
-        self.guards = native().guards(self.reach.guards(live))
+        self.guards = native.guards(self.reach.guards(live))
         assert self.holds()
 
     def holds(self) -> bool:
-        held: bool = native().hold(self.guards)
+        held: bool = native.hold(self.guards)
         changed = self.reach.changed(self.live)
         assert not (held and changed), changed
         return held
@@ -363,6 +364,6 @@ def test_guards_follow_what_was_set_before_they_were_made() -> None:
     one = Plain(count=1)
     reach = Reach(using(one))
     one.count = 2
-    guards = native().guards(reach.guards())
-    assert native().hold(guards)
+    guards = native.guards(reach.guards())
+    assert native.hold(guards)
     assert reach.changed() == ["value.count: 1 -> 2"]

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from flashlight_py.tape.native import native
+from flashlight_py._native import load
 from flashlight_py.tape.reach import Reach
 from tests.tape.test_guards import Plain, Watch, using
+
+native = load("tape")
 
 
 def test_nothing_is_leaked_by_many_checks() -> None:
@@ -23,9 +25,9 @@ def test_nothing_is_leaked_by_many_checks() -> None:
         one.rate = 1.0 + 0.5  # a new object every now and then
         if number % 1000 == 0:
             one.rate = float("1.5")
-        assert native().hold(watch.guards)
+        assert native.hold(watch.guards)
     one.rate = values[1]
-    assert native().hold(watch.guards)
+    assert native.hold(watch.guards)
     assert [sys.getrefcount(value) for value in (one, values, vars(one), *values)] == before
     del watch
     gc.collect()
@@ -37,7 +39,7 @@ def test_a_class_that_was_met_can_go() -> None:
         __slots__ = ("__weakref__", "value")
 
     one = Short()
-    native().guards(Reach(using(one)).guards())
+    native.guards(Reach(using(one)).guards())
     gone = weakref.ref(Short)
     del one, Short
     gc.collect()
@@ -46,7 +48,7 @@ def test_a_class_that_was_met_can_go() -> None:
 
 def test_guards_that_hold_themselves_are_collected() -> None:
     one = Plain()
-    one.guards = native().guards(Reach(using(one)).guards())  # type: ignore[attr-defined]
+    one.guards = native.guards(Reach(using(one)).guards())  # type: ignore[attr-defined]
     gone = weakref.ref(one)
     del one
     gc.collect()
@@ -69,9 +71,9 @@ def test_guards_that_hold_themselves_are_collected() -> None:
 )
 def test_bad_entries_are_refused(entry: tuple[Any, ...]) -> None:
     with pytest.raises((TypeError, ValueError, SystemError)):
-        native().guards([entry])
+        native.guards([entry])
 
 
 def test_other_objects_are_no_guards() -> None:
     with pytest.raises(TypeError, match="guards_new"):
-        native().hold([])
+        native.hold([])

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from flashlight_py.tape.native import native
+from flashlight_py._native import load
 from flashlight_py.tape.reach import Reach
 from tests.tape.test_guards import Plain, Slotted, using
 
+native = load("tape")
 LEAVES = (0, 1, True, 1.0, -0.0, 0.0, None, "a", "b", (1, 2), (1, 2.0), b"a", 10**20)
 
 
@@ -75,10 +76,10 @@ def test_guards_hold_exactly_as_long_as_nothing_differs(seed: int) -> None:
     found: list[Any] = []
     root = [grow(dice, 4, found) for _ in range(4)]
     found.append(root)
-    guards, before = native().guards(Reach(using(root)).guards()), state(root)
+    guards, before = native.guards(Reach(using(root)).guards()), state(root)
     for _ in range(20):
         change(dice, dice.choice(found))
         now = state(root)
-        assert native().hold(guards) == (now == before)
+        assert native.hold(guards) == (now == before)
         if now != before:
-            guards, before = native().guards(Reach(using(root)).guards()), now
+            guards, before = native.guards(Reach(using(root)).guards()), now

@@ -20,10 +20,11 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.tape.native import native
+from flashlight_py._native import load
 from flashlight_py.tape.reach import MANY, Reach
 from tests.tape.test_guards import Plain, model, using
 
+native = load("tape")
 weights = np.zeros(3)
 Pair = namedtuple("Pair", "first second")
 
@@ -130,7 +131,7 @@ def test_arrays_can_be_replaced_where_they_were_found() -> None:
 
     old = Keeper.array, weights, outer
     reach = Reach(step)
-    guards = native().guards(reach.guards())
+    guards = native.guards(reach.guards())
     found = {place.words(): place for place in reach.arrays}
     assert sorted(place.get().size for place in reach.arrays) == [1, 2, 3, *range(3, 10)]
     new = {name: np.ones(place.get().size) for name, place in found.items()}
@@ -142,7 +143,7 @@ def test_arrays_can_be_replaced_where_they_were_found() -> None:
     assert keeper.row[1] == (new["keeper.row[1][0]"],)
     assert outer is new["outer"]
     assert step()[2] == (new["step.__defaults__[0][0]"],)
-    assert not native().hold(guards)
+    assert not native.hold(guards)
     Keeper.array = old[0]
     globals()["weights"] = old[1]
 
@@ -172,9 +173,9 @@ def test_nothing_of_a_user_runs() -> None:
 
     shy = Shy()
     reach = Reach(lambda: (shy, shy.seen))
-    guards = native().guards(reach.guards())
+    guards = native.guards(reach.guards())
     object.__setattr__(shy, "value", 2)
-    assert not native().hold(guards)
+    assert not native.hold(guards)
     assert reach.changed() == ["shy.value: 1 -> 2"]
 
 
@@ -211,12 +212,12 @@ def test_objects_say_what_of_them_is_state() -> None:
 
     some, more, nothing = Some(), More(), Nothing()
     reach = Reach(lambda: (some, more, nothing))
-    guards = native().guards(reach.guards())
+    guards = native.guards(reach.guards())
     some.calls = nothing.calls = nothing.rate = 1
-    assert native().hold(guards)
+    assert native.hold(guards)
     more.calls = 1  # the base says nothing about attributes of a subclass
     some.rate = 2.0
-    assert not native().hold(guards)
+    assert not native.hold(guards)
     assert sorted(reach.changed()) == ["more.calls: 0 -> 1", "some.rate: 1.0 -> 2.0"]
 
 
@@ -287,10 +288,10 @@ def test_a_kind_of_list_with_a_length_of_its_own() -> None:
 
     odd = Odd((1, 2))
     reach = Reach(using(odd))
-    guards = native().guards(reach.guards())
-    assert native().hold(guards)
+    guards = native.guards(reach.guards())
+    assert native.hold(guards)
     odd.unit = "m"  # type: ignore[attr-defined]
-    assert not native().hold(guards)
+    assert not native.hold(guards)
     odd.append(3)
     assert sorted(reach.changed()) == ["value.unit: nothing -> 'm'", "value: 2 items -> 3"]
 
@@ -327,7 +328,7 @@ def test_a_model_of_20_layers_is_walked_at_once() -> None:
 
 @pytest.mark.parametrize("value", [1, using, print, np, fl, Plain, fl.nn.Linear, None, "text"])
 def test_any_kind_of_value_can_be_met(value: Any) -> None:
-    assert native().hold(native().guards(Reach(using(value)).guards()))
+    assert native.hold(native.guards(Reach(using(value)).guards()))
 
 
 def test_arrays_of_gpus_end_the_capture() -> None:

@@ -202,9 +202,7 @@ def max(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
     Raises:
         ValueError: ``axis`` names no dimension of ``x``, or one twice, or has no element.
     """
-    x = as_variable(x)
-    axes = _axes(axis, x.data.ndim)
-    return _extremum(x, x.data.max(axis=axes, keepdims=True), axes, keepdims)
+    return _extremum("max", as_variable(x), axis, keepdims)
 
 
 def min(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
@@ -213,13 +211,12 @@ def min(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
     Raises:
         ValueError: ``axis`` names no dimension of ``x``, or one twice, or has no element.
     """
-    x = as_variable(x)
-    axes = _axes(axis, x.data.ndim)
-    return _extremum(x, x.data.min(axis=axes, keepdims=True), axes, keepdims)
+    return _extremum("min", as_variable(x), axis, keepdims)
 
 
-def _extremum(x: Variable, best: Array, axes: tuple[int, ...], keepdims: bool) -> Variable:
-    array = x.data
+def _extremum(name: str, x: Variable, axis: Axis, keepdims: bool) -> Variable:
+    array, axes = x.data, _axes(axis, x.data.ndim)
+    best = getattr(array, name)(axis=axes, keepdims=True)
 
     def vjp(grad: Array) -> Any:
         winners = array == best

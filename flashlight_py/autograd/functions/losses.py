@@ -84,10 +84,7 @@ def _fused_squared_error(prediction: Variable, target: Variable) -> Variable:
 
 
 def categorical_cross_entropy(
-    log_probabilities: Input,
-    target: Input,
-    reduction: str = "mean",
-    ignore_index: int = -1,
+    log_probabilities: Input, target: Input, reduction: str = "mean", ignore_index: int = -1
 ) -> Variable:
     """Return the negative log probability of the right classes.
 

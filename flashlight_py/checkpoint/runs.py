@@ -1,0 +1,319 @@
+"""Save and load: every rank sends what is its own and rank 0 writes; it reads, and all get that.
+
+Rank 0 looks for the newest checkpoint that is whole, and every rank goes on from that one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flashlight_py.checkpoint.directory import (
+    Manifest,
+    clear,
+    is_checkpoint,
+    newest_first,
+    publish,
+    read,
+)
+from flashlight_py.checkpoint.parts import (
+    Attempt,
+    Stateful,
+    check_agreement,
+    checked_parts,
+    everyone,
+    generator_states,
+    set_generator_states,
+    where,
+)
+from flashlight_py.checkpoint.tensors import from_bytes, pack, pieces, to_bytes
+from flashlight_py.device import Array
+from flashlight_py.distributed import ProcessGroup
+from flashlight_py.distributed.calls.checks import whole_number
+from flashlight_py.distributed.groups.world import group_or_world
+from flashlight_py.errors import CheckpointError
+from flashlight_py.parallel.leaf_sync import is_leaf_by_leaf
+
+_log = logging.getLogger("flashlight_py")
+
+
+def save(
+    path: str | os.PathLike[str],
+    module: Stateful | None = None,
+    *,
+    optimizer: Stateful | None = None,
+    sampler: Stateful | None = None,
+    schedule: Stateful | None = None,
+    rng: Any = None,
+    step: int = 0,
+    extra: Any = None,
+    keep: int = 3,
+    group: ProcessGroup | None = None,
+) -> Path:
+    """Write a checkpoint into the directory ``path``; keep the newest ``keep`` of them.
+
+    Collective, blocking. Rank 0 alone writes, and its module, optimizer, sampler, schedule and
+    extra are what is saved: on the other ranks they are the same in data-parallel training. Random
+    numbers are saved of every rank. When this returns, on any rank, the checkpoint is on the disk
+    of rank 0; if the machine stops before, the ones of before are still there, and whole.
+
+    A checkpoint is a directory ``<number>-step-<step>`` with ``state.safetensors``, which other
+    tools can read, and ``manifest.json``, with lengths and digests. It gets its name by a rename
+    once all of it is on the disk. No pickle is in it. CuPy arrays are brought to the host. Only
+    one job at a time may save into a directory.
+
+    Args:
+        path: the directory, made if there is none; that of rank 0 counts.
+        module: has ``state_dict()`` and ``load_state_dict()``, as have the next three; arrays of
+            any shape, dtype boolean, integer, floating up to 64 bits, bfloat16 or complex.
+        optimizer: such as ``fl.optim.AdamOptimizer`` or ``fl.DistributedOptimizer``.
+        sampler: such as ``fl.DistributedSampler``; equally far on all ranks.
+        schedule: such as ``fl.optim.CosineAnnealingLR``.
+        rng: True for the package's random numbers (dropout, initialisation), or generators of
+            NumPy or CuPy (one, or a list, tuple or dict of them), whose state is saved as well.
+        step: of the training, at least 0; the same on every rank.
+        extra: whatever else: dicts, lists, tuples, arrays, numbers, strings, None.
+        keep: how many checkpoints stay, at least 1.
+        group: the ranks that save together, default the world. The others wait while rank 0
+            writes: that must not take longer than the group's timeout.
+
+    Returns:
+        The path of the new checkpoint.
+
+    Raises:
+        TypeError: an argument is of the wrong kind, or holds what cannot be saved.
+        ValueError: ``step`` or ``keep`` is too small.
+        MismatchError: the ranks pass different steps, other arguments, or samplers that are not
+            equally far; on every rank, and nothing is written.
+        CheckpointError: rank 0 cannot write, such as where the disk is full; on every rank.
+        DistributedError: as :func:`flashlight_py.all_reduce`.
+
+    Example:
+        >>> import tempfile
+        >>> model, folder = fl.nn.Linear(3, 2), tempfile.mkdtemp()
+        >>> fl.save(folder, module=model, step=10).name
+        '000001-step-10'
+        >>> fl.load(folder, module=model).step
+        10
+    """
+    whole_number("save", "step", step)
+    whole_number("save", "keep", keep, least=1)
+    own = {"module": module, "optimizer": optimizer, "sampler": sampler, "schedule": schedule}
+    parts = checked_parts("save", rng, **own)
+    step = int(step)  # NumPy's integers are taken too; JSON knows Python's only
+    members = group_or_world(group)
+    states, own_numbers = _collected(members, parts, rng, step, extra)
+    tree = {**states, "extra": extra, "ranks": _random_numbers(members, own_numbers)}
+    names = [*parts, *(["rng"] if rng else [])]
+    return _written(members, Path(path), step, keep, names, tree)
+
+
+def _collected(
+    members: ProcessGroup, parts: Mapping[str, Stateful], rng: Any, step: int, extra: Any
+) -> tuple[dict[str, Any], Array]:
+    """Return the states of the parts, and this rank's random numbers as a file; all ranks agree.
+
+    Raises:
+        TypeError, ValueError, CheckpointError: as ``Attempt.end``, on every rank.
+        MismatchError: the ranks save different things.
+    """
+    states: dict[str, Any] = {}
+    numbers = np.empty(0, np.uint8)
+    settings = {"step": step, "parts": sorted(parts), "rng": bool(rng)}
+    with Attempt("save", members) as attempt:
+        states = {name: part.state_dict() for name, part in parts.items()}
+        numbers = to_bytes(generator_states(rng)) if rng else numbers
+        settings["sampler"] = json.dumps(pack(states.get("sampler"))[0], sort_keys=True)
+        pack({"extra": extra})  # names what cannot be saved
+    check_agreement("save", members, attempt.share(settings))
+    return states, numbers
+
+
+def _random_numbers(members: ProcessGroup, own: Array) -> list[Any]:
+    """Return the random numbers of all ranks, on rank 0; empty where they are not saved."""
+    lengths = everyone("save", members, own.size)
+    joined = members.gather(own)
+    if joined is None or not any(lengths):
+        return []
+    ends = accumulate(lengths)
+    return [from_bytes(joined[end - n : end]) for end, n in zip(ends, lengths, strict=True)]
+
+
+def _written(
+    members: ProcessGroup, path: Path, step: int, keep: int, parts: list[str], tree: object
+) -> Path:
+    """Let rank 0 write; return the checkpoint's path, or raise, on every rank."""
+    written = ""
+    with Attempt("save", members) as attempt:
+        if members.rank == 0:
+            written = str(publish(path, step, members.size, parts, pieces(tree)))
+            clear(path, keep)
+    return Path(attempt.share(written)[0])
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint that was loaded: its step, its path on rank 0, and ``extra`` as it was saved.
+
+    ``ranks`` is how many saved it; ``skipped`` why newer ones were not used, one text each.
+    """
+
+    step: int
+    path: Path
+    extra: Any
+    ranks: int
+    skipped: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The find of rank 0: a checkpoint that is whole; its bytes stay there."""
+
+    path: Path
+    manifest: Manifest
+    skipped: tuple[str, ...]
+
+
+def load(
+    path: str | os.PathLike[str],
+    module: Stateful | None = None,
+    *,
+    optimizer: Stateful | None = None,
+    sampler: Stateful | None = None,
+    schedule: Stateful | None = None,
+    rng: Any = None,
+    group: ProcessGroup | None = None,
+) -> Checkpoint | None:
+    """Go on from the newest whole checkpoint in the directory ``path``; None: there is none.
+
+    Collective, blocking. Rank 0 alone reads, and what it has read is broadcast: all ranks go on
+    from the same checkpoint, and ``path`` need not be seen by the others. A checkpoint that is
+    truncated or damaged is skipped, with a warning of the logger ``flashlight_py`` that says why,
+    and the one before is used. The path of a single checkpoint is taken as well; then it must be
+    whole.
+
+    Arrays are copied into those of the module and the optimizer, in place, across devices if need
+    be. Another number of ranks may load than has saved; then a rank beyond those keeps the random
+    numbers that it has, with a warning. It takes as much memory as the checkpoint has bytes.
+
+    Args:
+        path: the directory that was given to :func:`flashlight_py.save`; that of rank 0 counts.
+        module: made like the one that was saved, as the next three; None: not loaded.
+        optimizer: made like the one that was saved.
+        sampler: made like the one that was saved.
+        schedule: made like the one that was saved, for this optimizer.
+        rng: as it was given to ``save``: its generators are set in place, and the package's own.
+            Of a ``module`` that was distributed with ``leaves`` every rank gets those of rank 0.
+        group: the ranks that load together, default the world.
+
+    Returns:
+        The step and whatever was saved as ``extra``; None where no checkpoint was saved yet.
+
+    Raises:
+        TypeError: an argument is of the wrong kind.
+        ValueError: the checkpoint has no such part, or the part does not fit: another shape or
+            number of parameters. Parts before it in the order above have been changed then.
+        MismatchError: the ranks load different parts; on every rank, and nothing is changed.
+        CheckpointError: there are checkpoints, and none can be used; on every rank. Says why.
+        DistributedError: as :func:`flashlight_py.all_reduce`.
+    """
+    own = {"module": module, "optimizer": optimizer, "sampler": sampler, "schedule": schedule}
+    parts = checked_parts("load", rng, **own)
+    members = group_or_world(group)
+    wanted = [*parts, *(["rng"] if rng else [])]
+    check_agreement("load", members, everyone("load", members, {"parts": wanted}))
+    found, state = _found(members, Path(path), wanted)
+    if found is None:
+        return None
+    tree = _restored(members, found.path, state, parts, rng)
+    manifest = found.manifest
+    return Checkpoint(manifest.step, found.path, tree["extra"], manifest.ranks, found.skipped)
+
+
+def _found(members: ProcessGroup, path: Path, wanted: Sequence[str]) -> tuple[_Found | None, Array]:
+    """Return what rank 0 finds, and the state's bytes, on every rank."""
+    found: _Found | None = None
+    state = np.empty(0, np.uint8)
+    with Attempt("load", members) as attempt:
+        if members.rank == 0:
+            found, state = _newest_whole(path, where("load", members))
+            lacking = found.manifest.lacking(wanted) if found else []
+            if lacking and found:
+                raise ValueError(
+                    f"load: {found.path} was saved with "
+                    f"{', '.join(found.manifest.parts) or 'no part'}, so it has no "
+                    f"{' and no '.join(lacking)}; load what was saved"
+                )
+    failure, found = members.broadcast_object((attempt.failure, found))
+    attempt.end([failure])
+    if found is not None:
+        content = state if members.rank == 0 else np.empty(found.manifest.state.nbytes, np.uint8)
+        state = members.broadcast(content)
+    return found, state
+
+
+def _newest_whole(path: Path, begin: str) -> tuple[_Found | None, Array]:
+    """Return the newest checkpoint that is whole, and its state's bytes; warn of what is skipped.
+
+    Raises:
+        CheckpointError: there are checkpoints, and none can be used.
+    """
+    candidates = [path] if is_checkpoint(path) else newest_first(path)
+    skipped: list[str] = []
+    for candidate in candidates:
+        try:
+            manifest, state = read(candidate)
+        except (OSError, ValueError) as error:
+            skipped.append(f"{candidate.name}: {error}")
+            continue
+        for reason in skipped:
+            _log.warning(
+                "%s: the checkpoint %s. It is skipped; %s is used instead",
+                *(begin, reason, candidate.name),
+            )
+        return _Found(candidate, manifest, tuple(skipped)), state
+    if skipped:
+        raise CheckpointError(
+            f"{begin}: none of the {len(skipped)} checkpoint(s) at {path} can be used: "
+            f"{'; '.join(skipped)}. Bring one back, or remove them to begin anew"
+        )
+    return None, np.empty(0, np.uint8)
+
+
+def _restored(
+    members: ProcessGroup, path: Path, state: Array, parts: Mapping[str, Stateful], rng: Any
+) -> dict[str, Any]:
+    """Put the state into ``parts`` and ``rng``, on all ranks or raise on all; return the tree."""
+    tree: dict[str, Any] = {}
+    with Attempt("load", members) as attempt:
+        tree = from_bytes(state)
+        try:
+            for name, part in parts.items():
+                part.load_state_dict(tree[name])
+        except ValueError as error:
+            error.args = (f"load: the {name} of {path}: {error}",)
+            raise
+        if rng:
+            is_alike = is_leaf_by_leaf(parts.get("module"))
+            _restore_random_numbers(members, rng, tree["ranks"], 0 if is_alike else members.rank)
+    attempt.share()
+    return tree
+
+
+def _restore_random_numbers(
+    members: ProcessGroup, rng: Any, ranks: Sequence[Any], whose: int
+) -> None:
+    if whose < len(ranks):
+        set_generator_states(rng, ranks[whose])
+        return
+    _log.warning(
+        "%s: the checkpoint has random numbers of %d rank(s); this one keeps its own",
+        *(where("load", members), len(ranks)),
+    )
