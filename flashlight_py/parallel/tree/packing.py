@@ -17,8 +17,7 @@ import numpy as np
 from flashlight_py.device import Array, array_module
 from flashlight_py.nn import Module
 from flashlight_py.parallel.agreement import native
-from flashlight_py.parallel.tree.description import is_immutable
-from flashlight_py.parallel.tree.walk import Plan, aligned, bytes_for
+from flashlight_py.parallel.tree.walk import Plan, aligned, bytes_for, is_immutable
 
 _FIXED = {bool: struct.Struct("=?"), float: struct.Struct("=d"), complex: struct.Struct("=dd")}
 _LENGTH = struct.Struct("=Q")
