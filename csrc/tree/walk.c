@@ -7,7 +7,7 @@
 #include "text.h"
 #include "tree.h"
 
-/* What the answers of `look` begin with: flashlight_py/parallel/tree/description.py. */
+/* What the answers of `look` begin with: flashlight_py/parallel/tree/walk.py. */
 enum { NUMBER = 0, ARRAY = 1, GPU_ARRAY = 2, PARTS = 3 };
 
 typedef struct {

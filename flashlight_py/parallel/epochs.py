@@ -48,14 +48,13 @@ class InEpochs:
         self._what = what
         self._share = find_share(what, rank, size)
         self._n = whole_number(what, "n", n)
-        self._shuffle = bool(shuffle)
         self._seed = whole_number(what, "seed", seed)
+        self._settings = {"n": self._n, "shuffle": bool(shuffle), "seed": self._seed}
         self._drop_last = bool(drop_last)
         self._others = {**others, "drop_last": self._drop_last}
-        self._epoch = self._begin = self._consumed = 0
-        self._is_set = False  # by the user
         self._agree(0)
-        self._order = self._draw(0)
+        self._epoch = -1
+        self._go_to(0, 0)
 
     @property
     def epoch(self) -> int:
@@ -77,7 +76,6 @@ class InEpochs:
             DistributedError: as :func:`flashlight_py.all_reduce`.
         """
         epoch = whole_number(self._what, "epoch", epoch)
-        self._share.require_world(self._what)
         self._agree(epoch)
         if epoch != self._epoch:
             self._go_to(epoch, 0)
@@ -109,7 +107,7 @@ class InEpochs:
 
         Equal on ranks that are equally far, so the state of one serves all. JSON can hold it.
         """
-        return {**self._order_settings(), "epoch": self._epoch, "consumed": self._consumed}
+        return {**self._settings, "epoch": self._epoch, "consumed": self._consumed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state`` was taken, on any number of ranks; blocking.
@@ -126,7 +124,7 @@ class InEpochs:
             DistributedError: as :func:`flashlight_py.all_reduce`.
         """
         epoch, consumed = (self._number_in(state, name) for name in ("epoch", "consumed"))
-        for name, value in self._order_settings().items():
+        for name, value in self._settings.items():
             if self._number_in(state, name) != value:
                 raise ValueError(
                     f"{self._what}: the state was taken with {name}={state[name]}, this one has "
@@ -134,7 +132,6 @@ class InEpochs:
                 )
         if consumed > self._n:
             raise ValueError(f"{self._what}: a state with {consumed} of {self._n} samples consumed")
-        self._share.require_world(self._what)
         self._agree(epoch, consumed)
         self._go_to(epoch, consumed)
 
@@ -161,15 +158,10 @@ class InEpochs:
 
     def _go_to(self, epoch: int, consumed: int) -> None:
         if epoch != self._epoch:
-            self._order = self._draw(epoch)
+            shuffles = self._settings["shuffle"]
+            self._order = epoch_order(self._n, self._seed, epoch) if shuffles else None
         self._epoch, self._begin, self._consumed = epoch, consumed, consumed
-        self._is_set = False
-
-    def _draw(self, epoch: int) -> Indices | None:
-        return epoch_order(self._n, self._seed, epoch) if self._shuffle else None
-
-    def _order_settings(self) -> dict[str, int | bool]:
-        return {"n": self._n, "shuffle": self._shuffle, "seed": self._seed}
+        self._is_set = False  # by the user
 
     def _number_in(self, state: Mapping[str, Any], name: str) -> int:
         if name not in state:
@@ -181,10 +173,10 @@ class InEpochs:
         return whole_number(self._what, f"the state's {name}", value)
 
     def _agree(self, epoch: int, consumed: int = 0) -> None:
-        if not self._share.of_world:
-            return
-        settings = {**self._order_settings(), **self._others, "epoch": epoch}
-        check_settings_agree(self._what, {**settings, "consumed": consumed})
+        self._share.require_world(self._what)
+        if self._share.of_world:
+            settings = {**self._settings, **self._others, "epoch": epoch, "consumed": consumed}
+            check_settings_agree(self._what, settings)
 
 
 class DistributedSampler(InEpochs):

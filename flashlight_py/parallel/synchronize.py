@@ -24,7 +24,6 @@ from flashlight_py.parallel.agreement import (
     digest,
     refuse_sharded,
 )
-from flashlight_py.parallel.tree.description import first_difference
 from flashlight_py.parallel.tree.packing import (
     TreeBuffers,
     decode_numbers,
@@ -32,7 +31,7 @@ from flashlight_py.parallel.tree.packing import (
     put_buffer,
     put_numbers,
 )
-from flashlight_py.parallel.tree.walk import Plan, plan_of
+from flashlight_py.parallel.tree.walk import Plan, entries_of, first_difference, plan_of
 
 SomeTree = TypeVar("SomeTree")
 
@@ -292,15 +291,13 @@ class _Synchronization:
         Dicts may have their keys in another order on other ranks. Few have, so keys are sorted
         only where the first walks do not agree.
         """
-        descriptions = []
         for sort_keys in (False, True):
             plan, packed, numbers = self._walk(tree, sort_keys)
-            descriptions.append(plan.description)
             agreed, number_bytes = self._compare(plan.description, numbers)
             if agreed:
                 with refusing(self._members, self._verb, how="failed"):
                     return plan, packed or TreeBuffers(plan, number_bytes)
-        raise self._mismatch(*descriptions)
+        raise self._mismatch(tree)
 
     def _walk(self, tree: object, sort_keys: bool) -> tuple[Plan, TreeBuffers | None, int]:
         """Return the plan and, on the root, packed buffers and the bytes of its numbers.
@@ -341,9 +338,8 @@ class _Synchronization:
         name, text = json.loads(next(filter(None, of_ranks)))
         return _KINDS.get(name, DistributedError)(text)
 
-    def _mismatch(self, in_order: bytes, with_sorted_keys: bytes) -> MismatchError:
-        texts = [text.decode("latin-1") for text in (in_order, with_sorted_keys)]
-        mine = json.dumps([self._root, *texts]).encode()
+    def _mismatch(self, tree: object) -> MismatchError:
+        mine = json.dumps([self._root, entries_of(tree), entries_of(tree, sort_keys=True)]).encode()
         of_ranks = [json.loads(each) for each in exchange_bytes(self._members.backend(), mine)]
         roots = [str(root) for root, _, _ in of_ranks]
         if len(set(roots)) > 1:
@@ -351,7 +347,7 @@ class _Synchronization:
                 f"{self._where}: the ranks pass different roots ({by_rank(roots)}). Nothing was "
                 "changed; pass the same root on every rank"
             )
-        natural, alike = ([each[n].encode("latin-1") for each in of_ranks] for n in (1, 2))
+        _, natural, alike = zip(*of_ranks, strict=True)
         path, kinds = first_difference(alike, natural) or ("tree", ["changing meanwhile"])
         path = self._noun + path.removeprefix("tree")
         return MismatchError(

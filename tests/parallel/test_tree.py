@@ -14,15 +14,18 @@ from hypothesis import strategies as st
 import flashlight_py as fl
 from flashlight_py.parallel.agreement import digest, digest_in_python, native
 from flashlight_py.parallel.tree import packing
-from flashlight_py.parallel.tree.description import (
+from flashlight_py.parallel.tree.packing import decode_numbers, encode_numbers, put_numbers
+from flashlight_py.parallel.tree.walk import (
+    Plan,
+    Walker,
+    bytes_for,
     dtype_text,
-    entries,
+    entries_of,
     first_difference,
     key_text,
     look,
+    plan_of,
 )
-from flashlight_py.parallel.tree.packing import decode_numbers, encode_numbers, put_numbers
-from flashlight_py.parallel.tree.walk import Plan, Walker, bytes_for, plan_of
 from tests.parallel.tree_strategies import trees
 from tests.parallel.trees import Box, Frozen, Point, Tensor, everything
 
@@ -61,7 +64,7 @@ def test_the_native_walk_is_the_walk_in_python(tree: Any) -> None:
 def test_both_walks_find_everything() -> None:
     tree = everything(7)
     assert_same(native_plan(tree), python_plan(tree))
-    kinds = dict(entries(python_plan(tree).description))
+    kinds = entries_of(tree)
     assert kinds['tree["arrays"][10]'] == "float32 (2, 3)"
     assert kinds['tree["tuples"][1].y[1][0]'] == "int"
     assert kinds['tree["shared"][1]["again"]'] == 'the same object as tree["shared"][0]'
@@ -284,12 +287,12 @@ def test_a_container_that_changes_during_the_walk_is_noticed() -> None:
     ],
 )
 def test_the_first_difference_is_named(one: Any, other: Any, path: str, kinds: list[str]) -> None:
-    descriptions = [plan_of(tree).description for tree in (one, other, one)]
-    assert first_difference(descriptions) == (path, [*kinds, kinds[0]])
-    assert first_difference(descriptions[:1] * 2) is None
+    found = [entries_of(tree) for tree in (one, other, one)]
+    assert first_difference(found) == (path, [*kinds, kinds[0]])
+    assert first_difference(found[:1] * 2) is None
 
 
 def test_one_array_twice_is_not_two_arrays() -> None:
     a, b = np.zeros(2), np.zeros(2)
-    found = first_difference([plan_of(tree).description for tree in ([a, a], [a, b])])
+    found = first_difference([entries_of(tree) for tree in ([a, a], [a, b])])
     assert found == ("tree[1]", ["the same object as tree[0]", "float64 (2,)"])

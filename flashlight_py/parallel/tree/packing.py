@@ -17,8 +17,7 @@ import numpy as np
 from flashlight_py.device import Array, array_module
 from flashlight_py.nn import Module
 from flashlight_py.parallel.agreement import native
-from flashlight_py.parallel.tree.description import is_immutable
-from flashlight_py.parallel.tree.walk import Plan, aligned, bytes_for
+from flashlight_py.parallel.tree.walk import Plan, aligned, bytes_for, is_immutable
 
 _FIXED = {bool: struct.Struct("=?"), float: struct.Struct("=d"), complex: struct.Struct("=dd")}
 _LENGTH = struct.Struct("=Q")
@@ -85,10 +84,21 @@ def encode_numbers(numbers: Iterable[Any]) -> bytes:
 
 def decode_numbers(like: Sequence[Any], data: bytes) -> list[Any]:
     """Return the numbers in ``data``, each of the kind of the one at its place in ``like``."""
-    numbers, start = [], 0
+    numbers: list[Any] = []
+    start = 0
     for model in like:
-        number, start = _decode(model, data, start)
-        numbers.append(number)
+        if isinstance(model, np.generic):
+            end = start + model.dtype.itemsize
+            numbers.append(np.frombuffer(data[start:end], model.dtype)[0])
+        elif type(model) is int:
+            begin = start + _LENGTH.size
+            end = begin + _LENGTH.unpack_from(data, start)[0]
+            numbers.append(int.from_bytes(data[begin:end], "little", signed=True))
+        else:
+            form = _FIXED[type(model)]
+            end = start + form.size
+            numbers.append(type(model)(*form.unpack_from(data, start)))
+        start = end
     return numbers
 
 
@@ -101,19 +111,6 @@ def _encode(number: Any) -> bytes:
     if type(number) is complex:
         return _FIXED[complex].pack(number.real, number.imag)
     return _FIXED[type(number)].pack(number)
-
-
-def _decode(model: Any, data: bytes, start: int) -> tuple[Any, int]:
-    """Return the number that begins at ``start``, and where the next one begins."""
-    if isinstance(model, np.generic):
-        end = start + model.dtype.itemsize
-        return np.frombuffer(data[start:end], model.dtype)[0], end
-    if type(model) is int:
-        begin = start + _LENGTH.size
-        end = begin + _LENGTH.unpack_from(data, start)[0]
-        return int.from_bytes(data[begin:end], "little", signed=True), end
-    form = _FIXED[type(model)]
-    return type(model)(*form.unpack_from(data, start)), start + form.size
 
 
 # Numbers into a tree ------------------------------------------------------------------------------
@@ -166,15 +163,11 @@ def _made_anew(container: Any, entries: Mapping[Any, Any]) -> Any:
             return container._replace(**entries)
         values = [entries.get(position, value) for position, value in enumerate(container)]
         return type(container)(values)
-    return _frozen_dataclass(container, entries)
-
-
-def _frozen_dataclass(value: Any, entries: Mapping[str, Any]) -> Any:
-    """Call its class, which computes whatever depends on fields; fields alone are then set."""
-    fields = {field.name: field for field in dataclasses.fields(value)}
+    # A frozen dataclass: its class computes whatever depends on fields; fields alone are then set.
+    fields = {field.name: field for field in dataclasses.fields(container)}
     given = {name: entry for name, entry in entries.items() if fields[name].init}
-    made = dataclasses.replace(value, **given)
+    made = dataclasses.replace(container, **given)
     for name, field in fields.items():
-        if not field.init and hasattr(value, name):
-            object.__setattr__(made, name, entries.get(name, getattr(value, name)))
+        if not field.init and hasattr(container, name):
+            object.__setattr__(made, name, entries.get(name, getattr(container, name)))
     return made

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, TypeAlias
@@ -76,7 +76,8 @@ def serve(
             request, module, forgotten = link.recv()
         except (EOFError, ConnectionResetError):
             return
-        share.forget(forgotten)
+        for number in forgotten:
+            share.graphs.pop(number, None)  # none where the forward pass raised
         if module is not None:
             share.module = module
         if request is None:
@@ -116,11 +117,7 @@ class _Share:
             param.buffer = place and model.views([place])[0]
         model.close()
         self.module = b""
-        self._graphs: dict[int, tuple[list[Part], list[Part]]] = {}
-
-    def forget(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
-            self._graphs.pop(number, None)  # none where the forward pass raised
+        self.graphs: dict[int, tuple[list[Part], list[Part]]] = {}
 
     def forward(
         self, number: int, arrays: Sequence[Array], seed: int, form: bytes
@@ -138,9 +135,9 @@ class _Share:
 
         result = module(*put_together(form, find))
         _, results = take_apart(result, is_data)
-        self._graphs[number] = inputs, results
+        self.graphs[number] = inputs, results
         known = self._leaves(inputs)
-        leaves = [[known[v] for v in leaves_below(part) if v in known] for part in results]
+        leaves = [[known[v] for v in _leaves_below(part) if v in known] for part in results]
         return leaves, [array_of(part) for part in results]
 
     def backward(
@@ -152,7 +149,7 @@ class _Share:
             The leaves that have a gradient, inputs first, and the gradients of these; those of
             parameters are in their buffers.
         """
-        inputs, results = self._graphs[number]
+        inputs, results = self.graphs[number]
         leaves = self._leaves(inputs)
         for variable in leaves:
             variable.grad = None
@@ -179,7 +176,7 @@ def _constant(seed: Array) -> Any:
     return lambda _: seed
 
 
-def leaves_below(result: Part) -> list[Variable]:
+def _leaves_below(result: Part) -> list[Variable]:
     """Return the leaves that a backward pass from ``result`` would reach."""
     if not isinstance(result, Variable) or not result.calc_grad:
         return []

@@ -142,7 +142,7 @@ class Team:
         An array that was replaced by another of its shape and dtype is moved there.
         """
         same = len(params) == len(self._params) and all(map(operator.is_, params, self._params))
-        if not (self.is_there and same):
+        if not (self._held.is_there and same):
             return False
         for param, view in zip(self._params, self._views, strict=True):
             if param.data is not view:
@@ -152,11 +152,6 @@ class Team:
                 param.data = view
         return True
 
-    @property
-    def is_there(self) -> bool:
-        """Whether the workers have not been ended."""
-        return self._held.is_there
-
     def ask(
         self,
         requests: Sequence[tuple[Request, Sequence[Array]]],
@@ -165,10 +160,9 @@ class Team:
     ) -> None:
         """Send the first workers a request each, with arrays that are put into their inboxes.
 
-        Their ``places`` are filled in. All workers receive
-        the form of the ``module``, if there is a new one. ``asker``, which is not kept alive by
-        this, is told to ``save()`` what it needs of the answers before the next request is sent:
-        until then their memory stays as it is.
+        Their ``places`` are filled in. All workers receive the form of the ``module``, if there is
+        a new one. ``asker``, which is not kept alive by this, is told to ``save()`` what it needs
+        of the answers before the next request is sent: until then their memory stays as it is.
 
         Raises:
             RankFailedError: a worker has ended.
@@ -180,9 +174,15 @@ class Team:
                 f"{WHAT}: this process ({os.getpid()}) was forked from the one whose workers these "
                 f"are ({self._held.pid}); wrap the module again here"
             )
-        if self.is_there:
-            self._settle()
-        if not self.is_there:
+        if self._held.is_there:  # complete the request before: its owner takes the answers, or not
+            before = None if self._asker is None else self._asker()
+            self._asker = None
+            if before is not None:
+                before.save()
+            if self._waiting:
+                with suppress(RankFailedError):  # of a result that nobody has waited for
+                    self.answers()
+        if not self._held.is_there:
             raise RuntimeError(
                 f"{WHAT}: the workers that computed this have been ended since, by close() or "
                 "after an error; compute it again"
@@ -229,16 +229,6 @@ class Team:
     def end(self) -> None:
         """End the workers, whatever they do; blocks until they are gone."""
         _end(weakref.ref(self))
-
-    def _settle(self) -> None:
-        """Complete the request before: let its owner take the answers, or drop them."""
-        asker = None if self._asker is None else self._asker()
-        self._asker = None
-        if asker is not None:
-            asker.save()
-        if self._waiting:
-            with suppress(RankFailedError):  # it concerns a result that nobody has waited for
-                self.answers()
 
     def _memory(self) -> Memory:
         self._memories.append(Memory())
