@@ -64,7 +64,14 @@ class Network:
             if name in state_dict
         }
         for name, arrays in entries.items():
-            problems += _misfits(name, layers[name], arrays)
+            layer, found = layers[name], [int(each.size) for each in arrays]
+            expected = [layer.num_weights] * 2 + [layer.num_biases] * 2
+            statistics = [int(each.size) for each in layer.statistics()]
+            if found not in (expected, expected + statistics):
+                expected += statistics
+                problems += [f"{name!r} has arrays of {found} elements, expected {expected}"]
+            elif wrong := wrong_moments((*FOUR, *STATISTICS), arrays):
+                problems += [f"{name!r}: {'; '.join(wrong)}"]
         if problems:
             raise ValueError(f"load_state_dict: nothing was loaded: {'; '.join(problems)}")
         for name, layer in layers.items():
@@ -72,16 +79,6 @@ class Network:
                 setattr(layer, which, values)
             for home, values in zip(layer.statistics(), entries[name][len(FOUR) :], strict=False):
                 home[...] = array_module(home).asarray(values).reshape(home.shape)
-
-
-def _misfits(name: str, layer: BaseLayer, arrays: list[Array]) -> list[str]:
-    expected = [layer.num_weights] * 2 + [layer.num_biases] * 2
-    statistics = [int(each.size) for each in layer.statistics()]
-    found = [int(each.size) for each in arrays]
-    if found not in (expected, expected + statistics):
-        return [f"{name!r} has arrays of {found} elements, expected {expected + statistics}"]
-    wrong = wrong_moments((*FOUR, *STATISTICS), arrays)
-    return [f"{name!r}: {'; '.join(wrong)}"] if wrong else []
 
 
 def wrong_moments(names: Iterable[str], arrays: list[Array]) -> list[str]:
