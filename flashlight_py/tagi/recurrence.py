@@ -15,7 +15,7 @@ from flashlight_py.tagi.states import BaseHiddenStates, host_copy, real
 
 
 class Recurrence(Network):
-    """A part of :class:`flashlight_py.tagi.Sequential`."""
+    """A network with LSTMs, or without: a part of :class:`flashlight_py.tagi.Sequential`."""
 
     _smoothed: BaseHiddenStates | None = None
     _num_samples = 0

@@ -19,7 +19,6 @@ from flashlight_py.tagi.layer import (
 )
 from flashlight_py.tagi.normalization import NormMeanVar, norm_mean_var
 from flashlight_py.tagi.parameters import FLOOR, ParameterBucket, cap_factor, on_device
-from flashlight_py.tagi.pytagi_files import Files
 from flashlight_py.tagi.recurrence import Recurrence
 from flashlight_py.tagi.states import (
     REAL,
@@ -32,7 +31,7 @@ from flashlight_py.tagi.states import (
 )
 
 
-class Sequential(Recurrence, Files):
+class Sequential(Recurrence):
     """A network of layers in a row, trained by observing its outputs, without gradients.
 
     A step of training is ``net(x)``, a method of :class:`OutputUpdater`, ``net.backward()``,
