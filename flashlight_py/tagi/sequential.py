@@ -17,9 +17,9 @@ from flashlight_py.tagi.layer import (
     connect_in_row,
     forward_through,
 )
+from flashlight_py.tagi.network import Network
 from flashlight_py.tagi.normalization import NormMeanVar, norm_mean_var
 from flashlight_py.tagi.parameters import FLOOR, ParameterBucket, cap_factor, on_device
-from flashlight_py.tagi.recurrence import Recurrence
 from flashlight_py.tagi.states import (
     REAL,
     BaseDeltaStates,
@@ -31,7 +31,7 @@ from flashlight_py.tagi.states import (
 )
 
 
-class Sequential(Recurrence):
+class Sequential(Network):
     """A network of layers in a row, trained by observing its outputs, without gradients.
 
     A step of training is ``net(x)``, a method of :class:`OutputUpdater`, ``net.backward()``,
