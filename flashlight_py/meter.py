@@ -63,7 +63,6 @@ class AverageValueMeter(Meter):
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything."""
         self._weight = 0.0
         self._squared_weight = 0.0
         self._mean = 0.0
@@ -142,7 +141,6 @@ class CountMeter(Meter):
         self._counts = np.zeros(num, np.int64)
 
     def reset(self) -> None:
-        """Forget everything."""
         self._counts[:] = 0
 
     @operation
@@ -179,7 +177,6 @@ class MSEMeter(Meter):
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything."""
         self._error = 0.0
         self._calls = 0
 
@@ -287,7 +284,6 @@ class TopKMeter(Meter):
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything."""
         self._correct = 0
         self._total = 0
 

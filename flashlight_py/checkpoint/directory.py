@@ -18,8 +18,7 @@ import secrets
 import shutil
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,11 +50,13 @@ def write_durable(file: Path, pieces: Iterable[Array]) -> Content:
         OSError: the system says so; ``FileExistsError`` if there is such a file.
     """
     nbytes = 0
-    with open(file, "xb", buffering=0) as stream, _digesting() as digest:
+    with open(file, "xb", buffering=0) as stream, _Digest() as digest:
         for piece in pieces:
             for part in _parts(piece):
                 digest.add(part)
-                _write_whole(stream.fileno(), part)
+                rest = part.data
+                while rest:
+                    rest = rest[os.write(stream.fileno(), rest) :]
                 nbytes += part.nbytes
         os.fsync(stream.fileno())
         return Content(nbytes, digest.result())
@@ -68,13 +69,18 @@ def read_durable(file: Path, expected: Content) -> Array:
         OSError: the system says so.
         ValueError: it is not what was written; says what differs.
     """
-    with open(file, "rb", buffering=0) as stream, _digesting() as digest:
+    with open(file, "rb", buffering=0) as stream, _Digest() as digest:
         present = os.fstat(stream.fileno()).st_size
         if present != expected.nbytes:
             raise ValueError(f"{file.name} has {present} bytes, {expected.nbytes} were written")
         content = np.empty(present, np.uint8)
         for part in _parts(content):
-            _read_whole(stream.fileno(), part, file)
+            rest = part.data
+            while rest:
+                got = os.readv(stream.fileno(), [rest])
+                if got == 0:
+                    raise ValueError(f"{file.name} became shorter while it was read")
+                rest = rest[got:]
             digest.add(part)
         if digest.result() != expected.sha256:
             raise ValueError(f"{file.name} holds other bytes than were written (by its SHA-256)")
@@ -94,17 +100,18 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-class _Digest:
-    """The SHA-256 of what is added, computed in the thread of ``executor``."""
+class _Digest(ThreadPoolExecutor):
+    """The SHA-256 of what is added, computed in a thread."""
 
-    def __init__(self, executor: Executor) -> None:
-        self._executor, self._found = executor, hashlib.sha256()
+    def __init__(self) -> None:
+        super().__init__(1, thread_name_prefix="flashlight-digest")
+        self._found = hashlib.sha256()
         self._waiting: deque[tuple[int, Future[None]]] = deque()
         self._waiting_bytes = 0
 
     def add(self, part: Array) -> None:
         """Add bytes, which are held until they are digested; blocks while too many wait."""
-        done = self._executor.submit(self._found.update, part)  # type: ignore[arg-type]
+        done = self.submit(self._found.update, part)  # type: ignore[arg-type]
         self._waiting.append((part.nbytes, done))
         self._waiting_bytes += part.nbytes
         self._wait(WAITING_BYTES)
@@ -121,30 +128,9 @@ class _Digest:
             self._waiting_bytes -= nbytes
 
 
-@contextmanager
-def _digesting() -> Iterator[_Digest]:
-    with ThreadPoolExecutor(1, thread_name_prefix="flashlight-digest") as executor:
-        yield _Digest(executor)
-
-
 def _parts(content: Array) -> Iterator[Array]:
     for begin in range(0, content.size, PIECE_BYTES):
         yield content[begin : begin + PIECE_BYTES]
-
-
-def _write_whole(descriptor: int, part: Array) -> None:
-    rest = part.data
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]
-
-
-def _read_whole(descriptor: int, part: Array, file: Path) -> None:
-    rest = part.data
-    while rest:
-        got = os.readv(descriptor, [rest])
-        if got == 0:
-            raise ValueError(f"{file.name} became shorter while it was read")
-        rest = rest[got:]
 
 
 FORMAT = 1
@@ -187,10 +173,6 @@ class Manifest:
             raise ValueError(f"flashlight_py {content['version']} wrote it, in a format to come")
         parts, state = tuple(content.pop("parts")), Content(**content.pop("state"))
         return cls(parts=parts, state=state, **content)
-
-    def lacking(self, wanted: Iterable[str]) -> list[str]:
-        """Return which of the ``wanted`` parts were not saved."""
-        return [part for part in wanted if part not in self.parts]
 
 
 def _text(value: Any) -> bytes:

@@ -244,7 +244,7 @@ def _found(members: ProcessGroup, path: Path, wanted: Sequence[str]) -> tuple[_F
     with Attempt("load", members) as attempt:
         if members.rank == 0:
             found, state = _newest_whole(path, where("load", members))
-            lacking = found.manifest.lacking(wanted) if found else []
+            lacking = [part for part in wanted if found and part not in found.manifest.parts]
             if lacking and found:
                 raise ValueError(
                     f"load: {found.path} was saved with "

@@ -154,7 +154,7 @@ def from_bytes(file: Array) -> Any:
         metadata = header.pop("__metadata__", {})
         arrays = {name: _view(file[begin:], **entry) for name, entry in header.items()}
         arrays |= {
-            name: _of_pairs(arrays[name], dtype)
+            name: arrays[name].view(dtype).reshape(arrays[name].shape[:-1])
             for name, dtype in json.loads(metadata.get("pairs", "{}")).items()
         }
     except (struct.error, KeyError, TypeError, ValueError) as error:
@@ -208,10 +208,6 @@ def _view(data: Array, dtype: str, shape: list[int], data_offsets: list[int]) ->
     if not 0 <= begin <= end <= data.size or end - begin != math.prod(shape) * kind.itemsize:
         raise ValueError(f"bytes {begin} to {end} cannot be {shape} of {kind}")
     return data[begin:end].view(kind).reshape(shape)
-
-
-def _of_pairs(array: Array, dtype: str) -> Array:
-    return array.view(dtype).reshape(array.shape[:-1])
 
 
 def _dtype(name: str) -> np.dtype[Any]:

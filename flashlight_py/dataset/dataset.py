@@ -128,7 +128,6 @@ class TensorDataset(Dataset):
             )
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return len(self.arrays[0])
 
     def get(self, index: int) -> Sample:
@@ -150,7 +149,6 @@ class TensorDataset(Dataset):
         return zip(*views, strict=True)
 
     def __iter__(self) -> Iterator[Sample]:
-        """Go through all samples in order."""
         return zip(*self.arrays, strict=True)
 
 
@@ -263,9 +261,6 @@ class ResampleDataset(Dataset):
         """Return one batch, as the underlying dataset makes it."""
         return self._dataset.take(self._indices[indices])
 
-    def _replace_indices(self, indices: Indices) -> None:
-        self._indices = indices
-
 
 def _checked(indices: Sequence[int] | Indices, size: int) -> Indices:
     checked = np.array(indices)
@@ -295,7 +290,7 @@ class ShuffleDataset(ResampleDataset):
 
     def resample(self) -> None:
         """Draw a new order, such as before each epoch; the n-th one is the same for equal seeds."""
-        self._replace_indices(self._random.permutation(len(self._dataset)))
+        self._indices = self._random.permutation(len(self._dataset))
 
     def set_seed(self, seed: int) -> None:
         """Let the next ``resample`` start anew from ``seed``."""
@@ -325,7 +320,6 @@ class PrefetchDataset(Dataset):
         self._prefetch_size = prefetch_size
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return len(self._dataset)
 
     def get(self, index: int) -> Sample:
@@ -337,7 +331,6 @@ class PrefetchDataset(Dataset):
         self._dataset.handed_out(index)
 
     def __iter__(self) -> Iterator[Sample]:
-        """Go through all samples in order."""
         return self._iterate_ahead() if self._threads else iter(self._dataset)
 
     def _iterate_ahead(self) -> Iterator[Sample]:

@@ -153,7 +153,9 @@ class Module(ABC):
             TypeError: an entry cannot be cast, such as complex to float.
         """
         named = self.named_params()
-        state = _parts(named, state)
+        for name, variable in named.items():
+            if variable.placement and name in state:  # this process's part of what is cut
+                state = {**state, name: variable.placement.part(state[name])}
         own: dict[str, Variable | Array] = {**named, **self.buffers}
         _check_state(state, own)
         with ExitStack() as stack:
@@ -215,13 +217,6 @@ class Module(ABC):
         for _, module in self._walk():
             for name in module._buffer_names:
                 setattr(module, name, change(getattr(module, name)))
-
-
-def _parts(named: Mapping[str, Variable], state: Mapping[str, Array]) -> Mapping[str, Array]:
-    """Return ``state`` with this process's part of what is cut between ranks."""
-    cut = {name: variable.placement for name, variable in named.items() if variable.placement}
-    parts = {name: placement.part(state[name]) for name, placement in cut.items() if name in state}
-    return {**state, **parts} if parts else state
 
 
 def _check_state(state: Mapping[str, Array], own: Mapping[str, Variable | Array]) -> None:

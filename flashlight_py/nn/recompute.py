@@ -55,7 +55,11 @@ def _run(module: Module, *inputs: Any) -> Any:
     if is_outlining():  # for a module around this one, which computes this one again
         return module.forward(*inputs)
     modes = _modes(module)
-    buffers = {(each, name): _copied(each, name) for each, name in _buffers(module)}
+    buffers: dict[tuple[Module, str], Array] = {
+        (each, name): getattr(each, name).copy()
+        for _, each in module._walk()
+        for name in each._buffer_names
+    }
     with random.noting() as drawn:
         result = outline(module.forward, *inputs)
     before = {place: array for place, array in buffers.items() if _has_changed(array, *place)}
@@ -81,15 +85,6 @@ def _run(module: Module, *inputs: Any) -> Any:
 
 def _modes(module: Module) -> list[bool]:
     return [each.training for _, each in module._walk()]
-
-
-def _buffers(module: Module) -> list[tuple[Module, str]]:
-    return [(each, name) for _, each in module._walk() for name in each._buffer_names]
-
-
-def _copied(module: Module, name: str) -> Array:
-    array: Array = getattr(module, name)
-    return array.copy()
 
 
 def _has_changed(before: Array, module: Module, name: str) -> bool:

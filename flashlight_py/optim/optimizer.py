@@ -214,7 +214,12 @@ class FirstOrderOptimizer(ABC):
             ValueError: the names, the number of parameters, or a shape differ; negative ``lr``.
         """
         own = self._state()
-        _check_names(state, {"lr", *own})
+        names = sorted(["lr", *own])
+        if sorted(state) != names:
+            raise ValueError(
+                f"load_state_dict: nothing was loaded: expected the entries {names}, "
+                f"got {sorted(state)}"
+            )
         for name, entries in own.items():
             self._check_entries(name, state[name], entries)
         self.lr = state["lr"]  # checked here, before the first copy
@@ -321,14 +326,6 @@ def as_param_list(params: Iterable[Variable], may_be_empty: bool = False) -> lis
     if len(set(variables)) < len(variables):
         raise ValueError("the same parameter was given twice; pass each one once")
     return variables
-
-
-def _check_names(state: Mapping[str, Any], own: set[str]) -> None:
-    if state.keys() != own:
-        raise ValueError(
-            f"load_state_dict: nothing was loaded: expected the entries {sorted(own)}, "
-            f"got {sorted(state)}"
-        )
 
 
 class RuleOptimizer(FirstOrderOptimizer):

@@ -91,17 +91,19 @@ class _Convolution(ImageLayer):
             mean += self.biases.mean[:, None]
             variance += self.biases.variance[:, None]
 
-    def _sum_biases(self, d: Array, e: Array) -> None:
+    def _take_sums(self, sums: Array, d: Array, e: Array) -> None:
+        """Set the sums of the weights, and those of the biases from deltas channel by channel."""
+        for home, found in zip((self.weight.mean_sum, self.weight.variance_sum), sums, strict=True):
+            home[...] = found.reshape(home.shape)
         if self.biases is not None:
             d.sum(axis=1, out=self.biases.mean_sum)
             e.sum(axis=1, out=self.biases.variance_sum)
+        self._sums_are_complete()
 
     def _matrices(self) -> tuple[Array, Array]:
         """Return means and variances of the weights as matrices; views."""
-        weight = self.weight
-        return weight.mean.reshape(len(weight.mean), -1), weight.variance.reshape(
-            len(weight.mean), -1
-        )
+        mean, variance = self.weight.mean, self.weight.variance
+        return mean.reshape(len(mean), -1), variance.reshape(len(mean), -1)
 
 
 class Conv2d(_Convolution):
@@ -179,10 +181,7 @@ class Conv2d(_Convolution):
             patches(over, part, x.mean, None, tuple(columns))
             sums[0] += columns[0] @ d[:, part.columns].T
             sums[1] += columns[1] @ e[:, part.columns].T
-        self.weight.mean_sum[...] = sums[0].T.reshape(self.weight.mean.shape)
-        self.weight.variance_sum[...] = sums[1].T.reshape(self.weight.mean.shape)
-        self._sum_biases(d, e)
-        self._sums_are_complete()
+        self._take_sums(sums.transpose(0, 2, 1), d, e)
         if not wanted:
             return None
         back, back_e = xp.zeros_like(x.mean), xp.zeros_like(x.mean)
@@ -272,10 +271,7 @@ class ConvTranspose2d(_Convolution):
                 sums[number] += (units * units if number else units) @ columns[0].T
                 if wanted:
                     xp.matmul(matrix, columns[0], out=back[number, :, at])
-        self.weight.mean_sum[...] = sums[0].reshape(self.weight.mean.shape)
-        self.weight.variance_sum[...] = sums[1].reshape(self.weight.mean.shape)
-        self._sum_biases(channel_first(d), channel_first(e))
-        self._sums_are_complete()
+        self._take_sums(sums, channel_first(d), channel_first(e))
         if not wanted:
             return None
         shape = (batch, *self.input_shape)

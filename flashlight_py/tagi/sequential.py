@@ -17,10 +17,9 @@ from flashlight_py.tagi.layer import (
     connect_in_row,
     forward_through,
 )
+from flashlight_py.tagi.network import Network
 from flashlight_py.tagi.normalization import NormMeanVar, norm_mean_var
 from flashlight_py.tagi.parameters import FLOOR, ParameterBucket, cap_factor, on_device
-from flashlight_py.tagi.pytagi_files import Files
-from flashlight_py.tagi.recurrence import Recurrence
 from flashlight_py.tagi.states import (
     REAL,
     BaseDeltaStates,
@@ -32,7 +31,7 @@ from flashlight_py.tagi.states import (
 )
 
 
-class Sequential(Recurrence, Files):
+class Sequential(Network):
     """A network of layers in a row, trained by observing its outputs, without gradients.
 
     A step of training is ``net(x)``, a method of :class:`OutputUpdater`, ``net.backward()``,
@@ -121,17 +120,17 @@ class Sequential(Recurrence, Files):
         flat = not self._from_states and np.ndim(mu_x) == 1
         if self._from_states:
             x = x.shaped(self._shape_of_samples(x.mean.shape))
-        x = forward_through(self.layers, x) if self.samples else self._forward_nothing(x)
+        if self.samples:
+            x = forward_through(self.layers, x)
+        else:
+            for _, layer in self.named_layers():
+                layer.forward_nothing()
+            shape = self.layers[-1].output_shape
+            assert shape is not None  # of layers that are connected
+            x = BaseHiddenStates(array_module(x.mean).empty((0, *shape), REAL))
         self.output_z_buffer = x
         self.input_delta_z_buffer.mean = None
         return returned(x, flat, is_cupy(mu_x))  # x: other threads may evaluate meanwhile
-
-    def _forward_nothing(self, x: BaseHiddenStates) -> BaseHiddenStates:
-        for _, layer in self.named_layers():
-            layer.forward_nothing()
-        shape = self.layers[-1].output_shape
-        assert shape is not None  # of layers that are connected
-        return BaseHiddenStates(array_module(x.mean).empty((0, *shape), REAL))
 
     def backward(self) -> None:
         """Go back from the deltas of the outputs to the sums of every parameter.

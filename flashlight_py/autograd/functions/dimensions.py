@@ -91,13 +91,10 @@ def concatenate(variables: Sequence[Input], axis: int = 0) -> Variable:
     inputs, start = [], 0
     for variable in given:
         stop = start + variable.data.shape[axis]
-        inputs.append((variable, _slicer((*before, slice(start, stop)))))
+        part = (*before, slice(start, stop))
+        inputs.append((variable, lambda grad, part=part: grad[part]))
         start = stop
     return record(joined, *inputs)
-
-
-def _slicer(where: tuple[slice, ...]) -> Any:
-    return lambda grad: grad[where]
 
 
 def index(x: Input, where: Any) -> Variable:
