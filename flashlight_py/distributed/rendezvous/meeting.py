@@ -103,13 +103,7 @@ class MeetingPoint(Store):
         self._has_ended = False
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """Pass ``payload`` and return every rank's, in rank order. Collective, blocking.
-
-        Raises:
-            RendezvousError: a rank did not arrive within the timeout or has died (named), two
-                processes claim one rank, a rank has another world size, another rank failed, or
-                this store has ended. The store cannot be used again.
-        """
+        """Pass ``payload`` and return every rank's, in rank order; see ``Store``."""
         if self._has_ended:
             raise self.error("this store was closed or has failed; make a new one")
         if self.size == 1:
@@ -121,12 +115,7 @@ class MeetingPoint(Store):
             raise
 
     def close(self) -> None:
-        """Leave; collective. Rank 0 blocks until all have left; then nothing is left behind.
-
-        Raises:
-            RendezvousError: on rank 0, when a rank has not left within the timeout or has died
-                (named); nothing is left behind all the same.
-        """
+        """Leave; collective. Rank 0 blocks until all have left, and alone raises; see ``Store``."""
         if not self._has_ended:
             self._has_ended = True
             self._role.leave()

@@ -88,18 +88,15 @@ class Greeting(NamedTuple):
     def parse(cls, text: bytes) -> Greeting | None:
         """Read what ``pack`` wrote; None if it is none. What cannot be printed is replaced."""
         try:
-            rank, size, pid, *words = text.decode(errors="replace").split("\n")
-            numbers = [int(number) for number in (rank, size, pid)]
-            host, machine, started = map(_printable, words)
+            words = text.decode(errors="replace").split("\n")
+            rank, size, pid = map(int, words[:3])
+            host, machine, started = (
+                "".join(char if char.isprintable() else "?" for char in word) for word in words[3:]
+            )
         except ValueError:
             return None
-        if not ANY_RANK <= numbers[0] < numbers[1] < 1 << 31:
-            return None
-        return cls(numbers[0], numbers[1], Peer(host, numbers[2], machine, started))
-
-
-def _printable(text: str) -> str:
-    return "".join(char if char.isprintable() else "?" for char in text)
+        is_right = ANY_RANK <= rank < size < 1 << 31
+        return cls(rank, size, Peer(host, pid, machine, started)) if is_right else None
 
 
 class Handshake(NamedTuple):
