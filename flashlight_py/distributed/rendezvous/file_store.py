@@ -32,17 +32,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from flashlight_py.distributed.rendezvous.connecting import (
-    LOOPBACK,
+from flashlight_py.distributed.rendezvous.meeting import LONGEST_PAUSE, MeetingPoint
+from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, Secret
+from flashlight_py.distributed.rendezvous.store import Peer, check_member, this_process
+from flashlight_py.distributed.rendezvous.wire import (
+    Greeting,
     NobodyError,
     Offer,
     SilentError,
     claim,
 )
-from flashlight_py.distributed.rendezvous.meeting import LONGEST_PAUSE, MeetingPoint
-from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, Secret
-from flashlight_py.distributed.rendezvous.store import Peer, check_member, this_process
-from flashlight_py.distributed.rendezvous.wire import Greeting
 from flashlight_py.errors import RendezvousError
 from flashlight_py.interfaces import listen_everywhere, own_addresses
 
@@ -50,6 +49,7 @@ from flashlight_py.interfaces import listen_everywhere, own_addresses
 # at the same time as we were: both may be waiting for each other.
 _PATIENCE, _SHORT_PATIENCE = 2.0, 0.25
 
+LOOPBACK = "127.0.0.1"
 VERSION = 2  # of the format of announcements
 
 _NONCE = "[0-9a-f]{16}"

@@ -16,12 +16,6 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from flashlight_py.distributed.rendezvous.connecting import (
-    NobodyError,
-    Offer,
-    WrongServerError,
-    greet,
-)
 from flashlight_py.distributed.rendezvous.secret import (
     NONCE_BYTES,
     REMEDY,
@@ -47,7 +41,11 @@ from flashlight_py.distributed.rendezvous.wire import (
     Handshake,
     Kind,
     Message,
+    NobodyError,
+    Offer,
     WireError,
+    WrongServerError,
+    greet,
     join_payloads,
     split_payloads,
     user_of,

@@ -55,7 +55,7 @@ from flashlight_py.distributed.rendezvous.store import (
 )
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
 from flashlight_py.distributed.start import blas
-from flashlight_py.distributed.start.settings import Settings, read_init_method
+from flashlight_py.distributed.start.settings import Asked, Settings, read_init_method
 from flashlight_py.distributed.start.topology import (
     DeviceRule,
     address_between_hosts,
@@ -138,10 +138,7 @@ def distributed_init(
         return
     asked = read_init_method(init_method, params)
     settings = Settings.from_params(asked.params)
-    if asked.address is None:
-        create = _choose(asked.method, world_rank, world_size, settings)
-    else:
-        create = _by_address(*asked.address, world_rank, world_size, settings)
+    create = _choose(asked, world_rank, world_size, settings)
     if create is None:
         world = alone()
         abort.install()
@@ -208,10 +205,22 @@ def _close_at_exit() -> None:
     open_groups.close_all()
 
 
-def _choose(
-    method: DistributedInit | None, rank: int, size: int, settings: Settings
-) -> StoreFactory | None:
+def _choose(asked: Asked, rank: int, size: int, settings: Settings) -> StoreFactory | None:
     """Return what makes the store; None: a world of one process, which has nobody to meet."""
+    method = asked.method
+    if asked.address is not None:
+        host, port = asked.address
+        if settings.file_path is not None:
+            raise ValueError(
+                f"port {port} of {host} and FILE_PATH are two places to meet; pass one"
+            )
+        if (rank, size) == (-1, -1):
+            found = _require(detect())
+        else:
+            how = f"distributed_init('tcp://{host}:{port}', 0, 1)"
+            found = _given(rank, size, settings.timeout, how)
+        here = replace(found, file=None, master_address=host, master_port=port, addresses=())
+        return _by_environment(here, settings)
     if method is DistributedInit.MPI:
         return lambda: MpiStore(settings.timeout)
     if method is DistributedInit.FILE_SYSTEM:
@@ -221,9 +230,9 @@ def _choose(
             )
         given = _given(rank, size, settings.timeout, "distributed_init(FILE_SYSTEM, 0, 1)")
         return _by_environment(given, settings)
-    found = None if method is None and is_alone() else detect()
+    there = None if method is None and is_alone() else detect()
     if method is DistributedInit.ENV:
-        found = _require(found)
+        found = _require(there)
         if (rank, size) not in ((-1, -1), (found.rank, found.size)):
             raise ValueError(
                 f"world_rank={rank} and world_size={size} are passed, and the environment says "
@@ -235,26 +244,12 @@ def _choose(
             "world_rank, world_size and FILE_PATH belong to DistributedInit.FILE_SYSTEM; pass it "
             "as init_method, or leave them out to let the environment decide"
         )
-    if found is None:
+    if there is None:
         check_no_launcher()
         return None
-    if found.launcher in _MPI_LAUNCHERS and not found.file:
+    if there.launcher in _MPI_LAUNCHERS and not there.file:
         return lambda: MpiStore(settings.timeout)
-    return _by_environment(found, settings)
-
-
-def _by_address(
-    host: str, port: int, rank: int, size: int, settings: Settings
-) -> StoreFactory | None:
-    if settings.file_path is not None:
-        raise ValueError(f"port {port} of {host} and FILE_PATH are two places to meet; pass one")
-    if (rank, size) == (-1, -1):
-        found = _require(detect())
-    else:
-        how = f"distributed_init('tcp://{host}:{port}', 0, 1)"
-        found = _given(rank, size, settings.timeout, how)
-    here = replace(found, file=None, master_address=host, master_port=port, addresses=())
-    return _by_environment(here, settings)
+    return _by_environment(there, settings)
 
 
 def _given(rank: int, size: int, timeout: float, how: str) -> LaunchEnvironment:
