@@ -353,9 +353,8 @@ class Server:
         self._turned_away: set[str] = set()  # hosts whose processes know another secret
         self._round = 0
         self._departed: set[int] = set()
-        # Once this run has failed: why, and which ranks know it.
-        self._verdict = ""
-        self._notified: set[int] = set()
+        self._verdict = ""  # once this run has failed: why
+        self._notified: set[int] = set()  # and which ranks know it
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Gather a payload of every rank, in rank order."""
@@ -550,12 +549,9 @@ class Server:
             advice = f"wait for its end, or give every run a {self._place.own} of its own"
             self._refuse(candidate, Kind.FAILURE, f"{reason}; {advice}")
         elif size != self._size:
-            raise self._disagreement(
-                f"rank {rank} ({peer}) was started with world size {size}, rank 0 ({me}) with "
-                f"{self._size}; give every rank the same world size",
-                rank,
-                candidate,
-            )
+            reason = f"rank {rank} ({peer}) was started with world size {size}, rank 0 ({me}) with "
+            reason += f"{self._size}; give every rank the same world size"
+            raise self._disagreement(reason, rank, candidate)
         elif reason:
             advice = f"a rank of its own, and every run a {self._place.own} of its own"
             raise self._disagreement(f"{reason}give every process {advice}", rank, candidate)
@@ -588,6 +584,8 @@ class Server:
         candidate.send(kind, words.encode(), time.monotonic() + _SHORTLY)
         candidate.is_refused = True
         candidate.shut()
+
+    # The end --------------------------------------------------------------------------------------
 
     def hand_over(self) -> dict[int, socket.socket]:
         """Wait until every member has left, and return their connections."""
