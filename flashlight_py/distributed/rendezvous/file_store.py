@@ -98,11 +98,10 @@ class Announcement(NamedTuple):
             addresses = [
                 (str(ipaddress.ip_address(host)), port) for host, port in record["addresses"]
             ]
-            is_whole = all(port in range(1, 65536) for _, port in addresses)
             bytes.fromhex(record["secret"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError("lacks what such a file must hold") from error
-        if not is_whole:
+        if not all(port in range(1, 65536) for _, port in addresses):
             raise ValueError("has a port that is none")
         return cls(Peer.from_record(record), addresses, record["secret"])
 

@@ -153,8 +153,6 @@ class MeetingPoint(Store):
     def _who(self) -> str:
         return "one" if self.rank == ANY_RANK else f"rank {self.rank}"
 
-    # What server and clients ask of it -----------------------------------------------------------
-
     @property
     def ends(self) -> Mapping[int, tuple[Any, Any]]:
         """See ``Store``."""
@@ -162,6 +160,8 @@ class MeetingPoint(Store):
             rank: (tuple(each.here[:2]), tuple(each.address[:2]))
             for rank, each in self._role.members.items()
         }
+
+    # What server and clients ask of it -----------------------------------------------------------
 
     @abc.abstractmethod
     def remedy(self) -> str:
