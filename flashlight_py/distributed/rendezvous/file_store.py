@@ -312,8 +312,7 @@ class FileStore(MeetingPoint):
         try:
             reason = claim(offer, Greeting(0, self.size, self._me), deadline)
         except SilentError:
-            self._alive.add(offer.run)
-            return
+            reason = ""
         except NobodyError:
             return
         self._alive.add(offer.run)

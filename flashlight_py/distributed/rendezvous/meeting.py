@@ -40,9 +40,9 @@ from flashlight_py.distributed.rendezvous.wire import (
     Greeting,
     Handshake,
     Kind,
-    Message,
     NobodyError,
     Offer,
+    Packet,
     WireError,
     WrongServerError,
     greet,
@@ -221,7 +221,7 @@ class Client:
         self._round += 1
         return split_payloads(message.body)
 
-    def _exchange(self, payload: bytes, deadline: float) -> Message | None:
+    def _exchange(self, payload: bytes, deadline: float) -> Packet | None:
         """Return what rank 0 sends; None: it has died, and another one may take its place."""
         place = self._place
         if not self.members:
@@ -246,7 +246,7 @@ class Client:
 
     def _take(
         self, connection: Connection, deadline: float, most: int = CHUNK_BYTES
-    ) -> Message | None:
+    ) -> Packet | None:
         """Return the next message; None at the deadline. Raises if rank 0 reports a failure."""
         try:
             message = connection.take(deadline, most)

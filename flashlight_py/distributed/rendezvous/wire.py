@@ -66,7 +66,7 @@ class Kind(enum.IntEnum):
     SECRET = 10  # rank 0: the proof is none, made with another secret
 
 
-class Message(NamedTuple):
+class Packet(NamedTuple):
     kind: Kind
     body: bytes
 
@@ -152,7 +152,7 @@ class Connection:
         self.rank: int | None = None
         self.is_refused = False
         self.is_unreachable = False  # has_ended, because nothing comes from the other host any more
-        self.inbox: deque[Message] = deque()
+        self.inbox: deque[Packet] = deque()
         self.has_ended = False
         self._buffer = bytearray()
         self._limit = _UNPROVEN_LIMIT
@@ -202,7 +202,7 @@ class Connection:
         while self._take_message():
             pass
 
-    def take(self, deadline: float, most: int = CHUNK_BYTES) -> Message | None:
+    def take(self, deadline: float, most: int = CHUNK_BYTES) -> Packet | None:
         """Wait for a message and return it; None: the other side hung up, or time is up.
 
         Of ``EMPTY_BYTES`` at a time, nothing is read that follows a message without a body.
@@ -243,7 +243,7 @@ class Connection:
         end = _HEADER.size + length
         if len(self._buffer) < end:
             return False
-        self.inbox.append(Message(Kind(kind), bytes(self._buffer[_HEADER.size : end])))
+        self.inbox.append(Packet(Kind(kind), bytes(self._buffer[_HEADER.size : end])))
         del self._buffer[:end]
         return True
 
@@ -393,7 +393,7 @@ def _greet_at(wire: socket.socket, offer: Offer, greeting: Greeting, deadline: f
     return connection
 
 
-def _ask(connection: Connection, kind: Kind, body: bytes, deadline: float, offer: Offer) -> Message:
+def _ask(connection: Connection, kind: Kind, body: bytes, deadline: float, offer: Offer) -> Packet:
     connection.send(kind, body, deadline)
     try:
         message = connection.take(deadline)
