@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flashlight_py.distributed.rendezvous import connecting, file_store
+from flashlight_py.distributed.rendezvous import file_store, wire
 from flashlight_py.distributed.rendezvous.file_store import FileStore
 from flashlight_py.errors import RendezvousError
 from flashlight_py.interfaces import own_addresses
@@ -208,7 +208,7 @@ def test_a_rank_of_another_host_has_rank_0_listen_outside(
 ) -> None:
     """Nobody answers it at the loopback; ``outside`` stands for an address that it can reach."""
     reached: list[str] = []
-    resolve = connecting.resolved
+    resolve = wire.resolved
 
     def from_another_host(host: str, port: int) -> Any:
         if host == "127.0.0.1":
@@ -216,7 +216,7 @@ def test_a_rank_of_another_host_has_rank_0_listen_outside(
         reached.append(host)
         return resolve(host, port)
 
-    monkeypatch.setattr(connecting, "resolved", from_another_host)
+    monkeypatch.setattr(wire, "resolved", from_another_host)
     monkeypatch.setattr(file_store, "own_addresses", lambda: [outside])
     got: list[list[bytes]] = []
 

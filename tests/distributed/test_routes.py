@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from flashlight_py import interfaces
-from flashlight_py.distributed.rendezvous import connecting
-from flashlight_py.distributed.rendezvous.connecting import Attempts
+from flashlight_py.distributed.rendezvous import tcp_store, wire
 from flashlight_py.distributed.rendezvous.environment import detect
 from flashlight_py.distributed.rendezvous.store import Peer, check_apart
+from flashlight_py.distributed.rendezvous.wire import Attempts
 from flashlight_py.distributed.start.settings import Settings
 from flashlight_py.distributed.start.topology import Card, choose
 from flashlight_py.errors import RendezvousError
@@ -236,8 +236,8 @@ def test_where_rank_0_listens(
 ) -> None:
     """For a name at all addresses, as others may take it for any of them."""
     meant = {"a-name": "127.0.1.1", "localhost": "127.0.0.1"}.get(host, host)
-    monkeypatch.setattr(connecting, "resolved", lambda *_: [(meant, 0)])
-    listeners = connecting.listen(host, 0, 5, one_host)
+    monkeypatch.setattr(tcp_store, "resolved", lambda *_: [(meant, 0)])
+    listeners = tcp_store.listen(host, 0, 5, one_host)
     try:
         assert {each.getsockname()[0] for each in listeners} == at
         if at == {"::"}:  # of both versions
@@ -249,16 +249,16 @@ def test_where_rank_0_listens(
 
 
 def test_a_name_of_another_host_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connecting, "resolved", lambda *_: [("192.0.2.77", 29511)])
+    monkeypatch.setattr(tcp_store, "resolved", lambda *_: [("192.0.2.77", 29511)])
     with pytest.raises(OSError, match="MASTER_ADDR is no address of this host"):
-        connecting.listen("a-name", 29511, 5, one_host=False)
+        tcp_store.listen("a-name", 29511, 5, one_host=False)
 
 
 def test_names_are_asked_anew_for_each_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(*_: Any) -> Any:
         raise OSError("Name or service not known")
 
-    monkeypatch.setattr(connecting, "resolved", unknown)
+    monkeypatch.setattr(wire, "resolved", unknown)
     attempts = Attempts([("later", 1)])
     assert list(attempts.connected(time.monotonic() + 1)) == []
     assert attempts.problems == {"later": "Name or service not known"}

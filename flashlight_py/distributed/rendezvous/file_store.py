@@ -32,17 +32,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from flashlight_py.distributed.rendezvous.connecting import (
-    LOOPBACK,
+from flashlight_py.distributed.rendezvous.meeting import LONGEST_PAUSE, MeetingPoint
+from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, Secret
+from flashlight_py.distributed.rendezvous.store import Peer, check_member, this_process
+from flashlight_py.distributed.rendezvous.wire import (
+    Greeting,
     NobodyError,
     Offer,
     SilentError,
     claim,
 )
-from flashlight_py.distributed.rendezvous.meeting import LONGEST_PAUSE, MeetingPoint
-from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, Secret
-from flashlight_py.distributed.rendezvous.store import Peer, check_member, this_process
-from flashlight_py.distributed.rendezvous.wire import Greeting
 from flashlight_py.errors import RendezvousError
 from flashlight_py.interfaces import listen_everywhere, own_addresses
 
@@ -50,6 +49,7 @@ from flashlight_py.interfaces import listen_everywhere, own_addresses
 # at the same time as we were: both may be waiting for each other.
 _PATIENCE, _SHORT_PATIENCE = 2.0, 0.25
 
+LOOPBACK = "127.0.0.1"
 VERSION = 2  # of the format of announcements
 
 _NONCE = "[0-9a-f]{16}"
@@ -98,11 +98,10 @@ class Announcement(NamedTuple):
             addresses = [
                 (str(ipaddress.ip_address(host)), port) for host, port in record["addresses"]
             ]
-            is_whole = all(port in range(1, 65536) for _, port in addresses)
             bytes.fromhex(record["secret"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError("lacks what such a file must hold") from error
-        if not is_whole:
+        if not all(port in range(1, 65536) for _, port in addresses):
             raise ValueError("has a port that is none")
         return cls(Peer.from_record(record), addresses, record["secret"])
 
@@ -313,8 +312,7 @@ class FileStore(MeetingPoint):
         try:
             reason = claim(offer, Greeting(0, self.size, self._me), deadline)
         except SilentError:
-            self._alive.add(offer.run)
-            return
+            reason = ""
         except NobodyError:
             return
         self._alive.add(offer.run)

@@ -16,12 +16,6 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from flashlight_py.distributed.rendezvous.connecting import (
-    NobodyError,
-    Offer,
-    WrongServerError,
-    greet,
-)
 from flashlight_py.distributed.rendezvous.secret import (
     NONCE_BYTES,
     REMEDY,
@@ -46,8 +40,12 @@ from flashlight_py.distributed.rendezvous.wire import (
     Greeting,
     Handshake,
     Kind,
-    Message,
+    NobodyError,
+    Offer,
+    Packet,
     WireError,
+    WrongServerError,
+    greet,
     join_payloads,
     split_payloads,
     user_of,
@@ -103,13 +101,7 @@ class MeetingPoint(Store):
         self._has_ended = False
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """Pass ``payload`` and return every rank's, in rank order. Collective, blocking.
-
-        Raises:
-            RendezvousError: a rank did not arrive within the timeout or has died (named), two
-                processes claim one rank, a rank has another world size, another rank failed, or
-                this store has ended. The store cannot be used again.
-        """
+        """Pass ``payload`` and return every rank's, in rank order; see ``Store``."""
         if self._has_ended:
             raise self.error("this store was closed or has failed; make a new one")
         if self.size == 1:
@@ -121,12 +113,7 @@ class MeetingPoint(Store):
             raise
 
     def close(self) -> None:
-        """Leave; collective. Rank 0 blocks until all have left; then nothing is left behind.
-
-        Raises:
-            RendezvousError: on rank 0, when a rank has not left within the timeout or has died
-                (named); nothing is left behind all the same.
-        """
+        """Leave; collective. Rank 0 blocks until all have left, and alone raises; see ``Store``."""
         if not self._has_ended:
             self._has_ended = True
             self._role.leave()
@@ -166,8 +153,6 @@ class MeetingPoint(Store):
     def _who(self) -> str:
         return "one" if self.rank == ANY_RANK else f"rank {self.rank}"
 
-    # What server and clients ask of it -----------------------------------------------------------
-
     @property
     def ends(self) -> Mapping[int, tuple[Any, Any]]:
         """See ``Store``."""
@@ -175,6 +160,8 @@ class MeetingPoint(Store):
             rank: (tuple(each.here[:2]), tuple(each.address[:2]))
             for rank, each in self._role.members.items()
         }
+
+    # What server and clients ask of it -----------------------------------------------------------
 
     @abc.abstractmethod
     def remedy(self) -> str:
@@ -234,7 +221,7 @@ class Client:
         self._round += 1
         return split_payloads(message.body)
 
-    def _exchange(self, payload: bytes, deadline: float) -> Message | None:
+    def _exchange(self, payload: bytes, deadline: float) -> Packet | None:
         """Return what rank 0 sends; None: it has died, and another one may take its place."""
         place = self._place
         if not self.members:
@@ -259,7 +246,7 @@ class Client:
 
     def _take(
         self, connection: Connection, deadline: float, most: int = CHUNK_BYTES
-    ) -> Message | None:
+    ) -> Packet | None:
         """Return the next message; None at the deadline. Raises if rank 0 reports a failure."""
         try:
             message = connection.take(deadline, most)
@@ -366,9 +353,8 @@ class Server:
         self._turned_away: set[str] = set()  # hosts whose processes know another secret
         self._round = 0
         self._departed: set[int] = set()
-        # Once this run has failed: why, and which ranks know it.
-        self._verdict = ""
-        self._notified: set[int] = set()
+        self._verdict = ""  # once this run has failed: why
+        self._notified: set[int] = set()  # and which ranks know it
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Gather a payload of every rank, in rank order."""
@@ -563,12 +549,9 @@ class Server:
             advice = f"wait for its end, or give every run a {self._place.own} of its own"
             self._refuse(candidate, Kind.FAILURE, f"{reason}; {advice}")
         elif size != self._size:
-            raise self._disagreement(
-                f"rank {rank} ({peer}) was started with world size {size}, rank 0 ({me}) with "
-                f"{self._size}; give every rank the same world size",
-                rank,
-                candidate,
-            )
+            reason = f"rank {rank} ({peer}) was started with world size {size}, rank 0 ({me}) with "
+            reason += f"{self._size}; give every rank the same world size"
+            raise self._disagreement(reason, rank, candidate)
         elif reason:
             advice = f"a rank of its own, and every run a {self._place.own} of its own"
             raise self._disagreement(f"{reason}give every process {advice}", rank, candidate)
@@ -601,6 +584,8 @@ class Server:
         candidate.send(kind, words.encode(), time.monotonic() + _SHORTLY)
         candidate.is_refused = True
         candidate.shut()
+
+    # The end --------------------------------------------------------------------------------------
 
     def hand_over(self) -> dict[int, socket.socket]:
         """Wait until every member has left, and return their connections."""

@@ -90,14 +90,10 @@ class MpiStore(Store):
         self._notices: list[Any] = []
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """Pass ``payload`` and return every rank's, in rank order. Collective, blocking.
+        """Pass ``payload`` and return every rank's, in rank order; see ``Store``.
 
         Every rank sends to every other one, rather than all in one collective: so the ranks
         that have not arrived can be named, and the notice of one that aborts is received.
-
-        Raises:
-            RendezvousError: a rank did not arrive within the timeout (named), another rank
-                aborted, or this store has ended.
         """
         if self._wire is None or self._failed:
             raise self._error(self._failed or "this store was closed")
@@ -151,11 +147,7 @@ class MpiStore(Store):
             raise self._error(self._failed)
 
     def close(self) -> None:
-        """Leave; collective. Frees the communicator; MPI itself ends with the process.
-
-        Raises:
-            RendezvousError: as ``exchange``.
-        """
+        """Leave; see ``Store``. Frees the communicator; MPI itself ends with the process."""
         if self._wire is None or self._failed:
             return
         self._leaves = True

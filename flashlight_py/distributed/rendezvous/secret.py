@@ -85,15 +85,8 @@ class Secret:
 
     def key(self, other: tuple[Any, ...]) -> bytes:
         """Return what this process and the one at the socket address ``other`` both know."""
-        return self.common or (self.of_user if _is_of_this_host(other) else b"")
-
-
-def _is_of_this_host(address: tuple[Any, ...]) -> bool:
-    """Return whether a socket's address is one of this host's.
-
-    To compare it with our own end's is not enough: a client may choose any of its host's.
-    """
-    return is_own(address[0], address[2:])
+        # To compare it with our own end's is not enough: a client may choose any of its host's.
+        return self.common or (self.of_user if is_own(other[0], other[2:]) else b"")
 
 
 # The file of the user -------------------------------------------------------------------------

@@ -54,13 +54,19 @@ class Store(abc.ABC):
         """Pass ``payload`` and return every rank's, in rank order. Collective, blocking.
 
         Raises:
-            RendezvousError: a rank did not arrive in time (named), or ranks disagree on who they
-                are. Raised on every rank that can still be notified.
+            RendezvousError: a rank did not arrive within the timeout or has died (named), two
+                processes claim one rank, ranks have other world sizes, another rank aborted, or
+                this store has ended: it cannot be used after an error. Raised on every rank that
+                can still be notified.
         """
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Leave; collective. When it has returned on every rank, nothing of it is left behind."""
+        """Leave; collective. When it has returned on every rank, nothing of it is left behind.
+
+        Raises:
+            RendezvousError: a rank has not left within the timeout, or has died (named).
+        """
 
     def abort(self, reason: str) -> None:  # noqa: B027  (optional: a store without waiters needs none)
         """Notify ranks that still wait in this store that this one aborts, and clean up."""
@@ -83,11 +89,7 @@ class SubStore(Store):
             self.spaces = [store.spaces[rank] for rank in self._ranks]
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """Pass ``payload`` and return that of every rank of the sub-store; collective, blocking.
-
-        Raises:
-            RendezvousError: as the store that is wrapped.
-        """
+        """Pass ``payload`` and return that of every rank of the sub-store; see ``Store``."""
         everyone = self._store.exchange(payload)
         return [everyone[rank] for rank in self._ranks]
 

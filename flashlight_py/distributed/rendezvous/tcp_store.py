@@ -10,25 +10,24 @@ part.
 
 from __future__ import annotations
 
+import errno
+import ipaddress
+import os
 import socket
+import stat
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
-from flashlight_py.distributed.rendezvous.connecting import (
-    NobodyError,
-    Offer,
-    claim,
-    is_local,
-    listen,
-    resolved,
-)
 from flashlight_py.distributed.rendezvous.meeting import MeetingPoint
 from flashlight_py.distributed.rendezvous.secret import Secret
 from flashlight_py.distributed.rendezvous.store import check_member, this_process
-from flashlight_py.distributed.rendezvous.wire import Greeting
-from flashlight_py.interfaces import is_own
+from flashlight_py.distributed.rendezvous.wire import Greeting, NobodyError, Offer, claim, resolved
+from flashlight_py.interfaces import family_of, is_loopback, is_own, listen_everywhere
 
+LISTENER = "FLASHLIGHT_LISTENER"
+"""The environment variable with the descriptor of a socket that listens at MASTER_PORT already."""
 # So long another rank 0 at our address may take to answer.
 _RIVAL_SECONDS = 2.0
 
@@ -75,27 +74,23 @@ class TcpStore(MeetingPoint):
 
     def remedy(self) -> str:
         """See ``MeetingPoint``."""
-        return (
+        advice = (
             "see whether every rank was started, with the same MASTER_ADDR and MASTER_PORT, and "
-            f"can reach that address{self._own_address()}"
+            "can reach that address"
         )
-
-    def _own_address(self) -> str:
-        """Return what is wrong if MASTER_ADDR means this host, and rank 0 may be on another one."""
         if self.note:
-            return f". Rank 0 listens at {self._host}{self.note}"
+            return f"{advice}. Rank 0 listens at {self._host}{self.note}"
         if self.rank == 0 or self.one_host:
-            return ""
-        try:
+            return advice
+        with suppress(OSError):
             found = [each for address in self._addresses for each in resolved(*address)]
-        except OSError:
-            return ""
-        if not all(is_own(each[0], each[2:]) for each in found):
-            return ""
-        return (
-            f". Here {self._host} is this host, {socket.gethostname()}, itself: if rank 0 runs on "
-            "another one, set MASTER_ADDR to a name or an address of that one, on every rank"
-        )
+            if all(is_own(each[0], each[2:]) for each in found):
+                advice += (
+                    f". Here {self._host} is this host, {socket.gethostname()}, itself: if rank 0 "
+                    "runs on another one, set MASTER_ADDR to a name or an address of that one, on "
+                    "every rank"
+                )
+        return advice
 
     def listen(self, backlog: int) -> list[socket.socket]:
         """Listen at the address, or for a name at all that this host has; see ``MeetingPoint``."""
@@ -120,3 +115,99 @@ class TcpStore(MeetingPoint):
     def offers(self) -> list[Offer]:
         """Return the address; see ``MeetingPoint``."""
         return [Offer(self._addresses, self.known, advice="; choose another MASTER_PORT")]
+
+
+# Where rank 0 listens ----------------------------------------------------------------------------
+
+
+def listen(host: str, port: int, backlog: int, one_host: bool) -> list[socket.socket]:
+    """Return sockets that listen at ``port`` for who reaches this host as ``host``; to be closed.
+
+    At an address, on the loopback, and where all ranks are on ``one_host``, they listen at nothing
+    but what ``host`` means here. What another host takes a name for, only that host knows: then
+    they listen at all addresses, of both families.
+
+    Raises:
+        OSError: ``host`` is not this host, or the port is in use; says what to do.
+    """
+    listener = _handed_over(port)
+    if listener is not None:
+        return [listener]
+    try:
+        found = resolved(host, port)
+    except OSError as error:
+        raise OSError(f"cannot resolve MASTER_ADDR: {error}") from error
+    try:
+        if one_host or is_local(host) or _is_address(host):
+            return _listen_at(found, backlog)
+        if any(is_own(address[0], address[2:]) for address in found):
+            return [listen_everywhere(port, backlog)]
+        raise OSError(errno.EADDRNOTAVAIL, "")
+    except OSError as error:
+        raise OSError(_explain_bind(error)) from error
+
+
+def _listen_at(addresses: Sequence[tuple[Any, ...]], backlog: int) -> list[socket.socket]:
+    """Listen at those of ``addresses`` that are this host's."""
+    listeners, problem = [], OSError(errno.EADDRNOTAVAIL, "")
+    for address in addresses:
+        try:
+            # It sets SO_REUSEADDR, without which the port of a run that has just ended would stay
+            # blocked for a minute.
+            family = family_of(address[0])
+            listeners.append(socket.create_server(address, family=family, backlog=backlog))
+        except OSError as error:  # noqa: PERF203 - each for itself
+            problem = error
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                for listener in listeners:
+                    listener.close()
+                raise
+    if not listeners:
+        raise problem
+    return listeners
+
+
+def _is_address(host: str) -> bool:
+    """Return whether ``host`` is an address, not a name."""
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def is_local(host: str) -> bool:
+    """Return whether ``host``, a name or an address, means each host itself, wherever it is."""
+    return host == "localhost" or (_is_address(host) and is_loopback(host.partition("%")[0]))
+
+
+def _handed_over(port: int) -> socket.socket | None:
+    """Return a copy of the socket that the launcher has handed over, if there is one for ``port``.
+
+    A copy, so that the port stays ours for a later ``distributed_init``. A process that inherited
+    the variable alone has some other file under that number, or none.
+    """
+    text = os.environ.get(LISTENER, "")
+    descriptor = int(text) if text.isdecimal() else -1
+    try:
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            return None
+    except OSError:
+        return None
+    listener = socket.socket(fileno=os.dup(descriptor))
+    is_listening = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    if is_listening and listener.getsockname()[1:2] == (port,):
+        os.set_inheritable(descriptor, False)
+        return listener
+    listener.close()
+    return None
+
+
+def _explain_bind(error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        advice = "choose another MASTER_PORT for every rank"
+        return f"the port is in use, by another program or by a second rank 0; {advice}"
+    if error.errno == errno.EADDRNOTAVAIL:
+        advice = "set it to one that the other hosts can reach"
+        return f"MASTER_ADDR is no address of this host, where rank 0 runs; {advice}"
+    return f"cannot listen: {os.strerror(error.errno or 0)}; choose another MASTER_PORT"

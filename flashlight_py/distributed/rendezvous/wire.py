@@ -1,4 +1,4 @@
-"""The messages between rank 0 and the others, and the proofs that both know the run's secret.
+"""Connections of rank 0 and the others: messages, and proofs that both know the run's secret.
 
 A message is a header (magic, version, kind, length) and a body. Nothing is unpickled, and nothing
 is believed before its header was checked. A connection begins with a handshake. Client: a nonce.
@@ -13,17 +13,20 @@ import enum
 import errno
 import hmac
 import ipaddress
+import os
+import selectors
 import socket
 import struct
 import sys
 import time
 from collections import deque
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flashlight_py.distributed.rendezvous.secret import proof
+from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, REMEDY, Secret, nonce, proof
 from flashlight_py.distributed.rendezvous.store import ANY_RANK, Peer
+from flashlight_py.interfaces import family_of
 
 _MAGIC = b"FLrv"
 _VERSION = 2
@@ -39,6 +42,13 @@ PROOF_BYTES = 32
 # Who has proven nothing yet may send at most this many bytes; only a handshake precedes it.
 _UNPROVEN_LIMIT = 4096
 _MEMBER_LIMIT = 1 << 40
+# Hosts that answer no connection request at all are asked anew after so many seconds.
+_LONGEST_CONNECT = 5.0
+# After so many seconds without an answer the next address is tried as well, as RFC 8305 says.
+_NEXT_SECONDS = 0.25
+# Where one address refuses, rank 0 may not be there yet: then those that do not answer get so many
+# seconds more, and all are tried again.
+_REFUSED_SECONDS = 1.0
 
 
 class Kind(enum.IntEnum):
@@ -56,7 +66,7 @@ class Kind(enum.IntEnum):
     SECRET = 10  # rank 0: the proof is none, made with another secret
 
 
-class Message(NamedTuple):
+class Packet(NamedTuple):
     kind: Kind
     body: bytes
 
@@ -88,18 +98,15 @@ class Greeting(NamedTuple):
     def parse(cls, text: bytes) -> Greeting | None:
         """Read what ``pack`` wrote; None if it is none. What cannot be printed is replaced."""
         try:
-            rank, size, pid, *words = text.decode(errors="replace").split("\n")
-            numbers = [int(number) for number in (rank, size, pid)]
-            host, machine, started = map(_printable, words)
+            words = text.decode(errors="replace").split("\n")
+            rank, size, pid = map(int, words[:3])
+            host, machine, started = (
+                "".join(char if char.isprintable() else "?" for char in word) for word in words[3:]
+            )
         except ValueError:
             return None
-        if not ANY_RANK <= numbers[0] < numbers[1] < 1 << 31:
-            return None
-        return cls(numbers[0], numbers[1], Peer(host, numbers[2], machine, started))
-
-
-def _printable(text: str) -> str:
-    return "".join(char if char.isprintable() else "?" for char in text)
+        is_right = ANY_RANK <= rank < size < 1 << 31
+        return cls(rank, size, Peer(host, pid, machine, started)) if is_right else None
 
 
 class Handshake(NamedTuple):
@@ -145,7 +152,7 @@ class Connection:
         self.rank: int | None = None
         self.is_refused = False
         self.is_unreachable = False  # has_ended, because nothing comes from the other host any more
-        self.inbox: deque[Message] = deque()
+        self.inbox: deque[Packet] = deque()
         self.has_ended = False
         self._buffer = bytearray()
         self._limit = _UNPROVEN_LIMIT
@@ -195,7 +202,7 @@ class Connection:
         while self._take_message():
             pass
 
-    def take(self, deadline: float, most: int = CHUNK_BYTES) -> Message | None:
+    def take(self, deadline: float, most: int = CHUNK_BYTES) -> Packet | None:
         """Wait for a message and return it; None: the other side hung up, or time is up.
 
         Of ``EMPTY_BYTES`` at a time, nothing is read that follows a message without a body.
@@ -236,7 +243,7 @@ class Connection:
         end = _HEADER.size + length
         if len(self._buffer) < end:
             return False
-        self.inbox.append(Message(Kind(kind), bytes(self._buffer[_HEADER.size : end])))
+        self.inbox.append(Packet(Kind(kind), bytes(self._buffer[_HEADER.size : end])))
         del self._buffer[:end]
         return True
 
@@ -286,3 +293,210 @@ def split_payloads(body: bytes) -> list[bytes]:
         start += _LENGTH.size + length
         payloads.append(body[start - length : start])
     return payloads
+
+
+# How others reach rank 0 -------------------------------------------------------------------------
+
+
+def resolved(host: str, port: int) -> list[tuple[Any, ...]]:
+    """Return the socket addresses that ``host`` means here.
+
+    Raises:
+        OSError: it means none.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except UnicodeError as error:  # of a name that cannot be one
+        raise OSError(str(error)) from error
+    return list(dict.fromkeys(address for *_, address in found))
+
+
+class Offer(NamedTuple):
+    """Addresses where a rank 0 may listen, and the secret by which it is recognised.
+
+    ``run`` names its run, ``who`` says who made the offer, and ``advice`` what to do where another
+    program listens.
+    """
+
+    addresses: Sequence[tuple[str, int]]
+    secret: Secret
+    run: str = ""
+    who: str = ""
+    advice: str = ""
+
+
+class NobodyError(Exception):
+    """There is no rank 0 at an address, or not yet; says why."""
+
+
+class SilentError(NobodyError):
+    """Somebody has accepted the connection and does not answer."""
+
+
+class WrongServerError(NobodyError):
+    """Somebody answers who is not the rank 0 that is meant."""
+
+
+class SecretError(WrongServerError):
+    """A rank 0 answers that knows another secret."""
+
+
+# Of the problems with several addresses of one rank 0 the last of these kinds is raised: where it
+# was silent, or knows another secret, it is there; another program may be at some address of ours.
+_TELLING = (WrongServerError, NobodyError, SilentError, SecretError)
+
+
+def greet(offer: Offer, greeting: Greeting, deadline: float) -> Connection:
+    """Connect to the rank 0 of ``offer``; both sides prove that they know its secret.
+
+    Raises:
+        NobodyError: nobody who does answers at any of its addresses before the deadline.
+    """
+    attempts = Attempts(offer.addresses)
+    problems: list[NobodyError] = []
+    now = time.monotonic()
+    for wire in attempts.connected(min(deadline, now + _LONGEST_CONNECT)):
+        now = time.monotonic()
+        try:
+            return _greet_at(wire, offer, greeting, now + (deadline - now) / (attempts.left + 1))
+        except NobodyError as error:
+            problems.append(error)
+    if attempts.problems or not problems:
+        refused = "; ".join(f"{host}: {why}" for host, why in attempts.problems.items())
+        problems.append(NobodyError(refused or "it has no address"))
+    raise max(problems, key=lambda problem: _TELLING.index(type(problem)))
+
+
+def _greet_at(wire: socket.socket, offer: Offer, greeting: Greeting, deadline: float) -> Connection:
+    try:
+        connection = Connection(wire)
+    except OSError as error:
+        raise NobodyError(str(error)) from error
+    try:
+        mine = nonce()
+        challenge = _ask(connection, Kind.HELLO, mine, deadline, offer)
+        if challenge.kind is not Kind.CHALLENGE or len(challenge.body) != NONCE_BYTES:
+            raise WrongServerError(f"another program listens there{offer.advice}")
+        handshake = Handshake(offer.secret.key(connection.address), mine, challenge.body)
+        answer = handshake.of_client(greeting.pack())
+        welcome = _ask(connection, Kind.PROOF, answer, deadline, offer)
+        is_proven = hmac.compare_digest(welcome.body, handshake.of_server())
+        if welcome.kind is not Kind.WELCOME or not is_proven:
+            ours = f"is from {offer.secret.source}" if handshake.key else "is missing"
+            raise SecretError(
+                f"the secrets differ: who listens there, as rank 0, does not know the secret of "
+                f"this process, which {ours}; {REMEDY}"
+            )
+    except BaseException:
+        connection.wire.close()
+        raise
+    return connection
+
+
+def _ask(connection: Connection, kind: Kind, body: bytes, deadline: float, offer: Offer) -> Packet:
+    connection.send(kind, body, deadline)
+    try:
+        message = connection.take(deadline)
+    except WireError as error:
+        raise WrongServerError(f"another program listens there ({error}){offer.advice}") from error
+    if message is not None:
+        return message
+    if connection.has_ended:
+        raise NobodyError("who listens there has hung up")
+    raise SilentError("who listens there has not answered the greeting")
+
+
+def claim(offer: Offer, greeting: Greeting, deadline: float) -> str:
+    """Greet the rank 0 of ``offer`` as another one; returns why it has no place for us.
+
+    "": it has not answered before the deadline, but it is there.
+
+    Raises:
+        NobodyError: as ``greet``.
+    """
+    connection = greet(offer, greeting, deadline)
+    try:
+        answer = connection.take(deadline)
+    except WireError as error:
+        raise WrongServerError(str(error)) from error
+    finally:
+        connection.wire.close()
+    has_failed = answer is not None and answer.kind is Kind.FAILURE
+    return answer.body.decode(errors="replace") if answer and has_failed else ""
+
+
+class Attempts:
+    """Connections to ``addresses``, hosts and ports, a host being an address or a name.
+
+    ``problems`` are why there is none to an address, by the address, in words.
+    """
+
+    def __init__(self, addresses: Iterable[tuple[str, int]]) -> None:
+        self.problems: dict[str, str] = {}
+        self._targets: deque[tuple[Any, ...]] = deque()
+        for host, port in addresses:
+            try:
+                self._targets.extend(resolved(host, port))
+            except OSError as error:  # noqa: PERF203 - each for itself
+                self.problems[host] = str(error)
+        self.left = len(self._targets)
+
+    def connected(self, until: float) -> Iterator[socket.socket]:
+        """Yield what connects before ``until``, a time of ``time.monotonic``, the first one first.
+
+        Each is the caller's to close. ``left`` is how many addresses have not been heard of then.
+        """
+        with selectors.DefaultSelector() as selector:
+            try:
+                yield from self._race(selector, until)
+            finally:
+                for key in list(selector.get_map().values()):
+                    assert isinstance(key.fileobj, socket.socket)
+                    key.fileobj.close()
+
+    def _race(self, selector: selectors.BaseSelector, until: float) -> Iterator[socket.socket]:
+        due = time.monotonic()
+        # All are tried in half of the time, however many do not answer.
+        pause = min(_NEXT_SECONDS, (until - due) / (2 * max(1, len(self._targets))))
+        while self._targets or selector.get_map():
+            now = time.monotonic()
+            if self._targets and (now >= due or not selector.get_map()):
+                self._start(selector, self._targets.popleft())
+                due = now + pause
+                continue
+            ready = selector.select(min(until, due if self._targets else until) - now)
+            for key, _ in ready:
+                wire = key.fileobj
+                assert isinstance(wire, socket.socket)
+                selector.unregister(wire)
+                if error := wire.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                    wire.close()
+                    self._failed(key.data, OSError(error, os.strerror(error)))
+                    due = 0.0  # nobody is there: the next one need not wait
+                    until = min(until, time.monotonic() + _REFUSED_SECONDS)
+                    continue
+                self.left -= 1
+                wire.setblocking(True)
+                yield wire
+            if not ready and time.monotonic() >= until:
+                for key in selector.get_map().values():
+                    self._failed(key.data, TimeoutError("timed out"))
+                return
+
+    def _start(self, selector: selectors.BaseSelector, address: tuple[Any, ...]) -> None:
+        try:
+            wire = socket.socket(family_of(address[0]), socket.SOCK_STREAM)
+        except OSError as error:  # a family that this host does not have
+            self._failed(address, error)
+            return
+        wire.setblocking(False)
+        problem = wire.connect_ex(address)
+        if problem in (0, errno.EINPROGRESS):
+            selector.register(wire, selectors.EVENT_WRITE, address)
+        else:
+            wire.close()
+            self._failed(address, OSError(problem, os.strerror(problem)))
+
+    def _failed(self, address: tuple[Any, ...], error: OSError) -> None:
+        self.left -= 1
+        self.problems[address[0]] = str(error)

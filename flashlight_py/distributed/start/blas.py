@@ -79,12 +79,8 @@ def use_one_thread() -> tuple[int, str]:
     """
     global _said  # noqa: PLW0603  (see above)
     _said = "1, so that bits do not depend on them"
+    _limited.extend(limit_each(1, also_chosen=True))
     found = list(_loaded())
-    for each in found:
-        had = each.ask("get_num_threads")
-        if had != 1:
-            _limited.append((each, had))
-            each.set(1)
     threads = max((each.ask("get_num_threads") for each in found), default=0)
     # Other instructions (Haswell's, say) make other bits.
     return threads, ", ".join(sorted({each.text("get_corename") for each in found}))
@@ -104,8 +100,8 @@ def chosen() -> str:
     return next(settings, "")
 
 
-def limit_each(threads: int) -> list[tuple[_OpenBlas, int]]:
-    """Have each OpenBLAS whose threads nobody has chosen compute with ``threads``.
+def limit_each(threads: int, also_chosen: bool = False) -> list[tuple[_OpenBlas, int]]:
+    """Have each OpenBLAS whose threads nobody has chosen compute with ``threads`` at most.
 
     Returns:
         Those of which that is fewer than before, and how many they had: for ``restore_each``.
@@ -113,7 +109,7 @@ def limit_each(threads: int) -> list[tuple[_OpenBlas, int]]:
     limited = []
     for each in _loaded():
         had = each.ask("get_num_threads")
-        if had == each.default() and had > threads:
+        if had > threads and (also_chosen or had == each.default()):
             each.set(threads)
             limited.append((each, had))
     return limited

@@ -64,9 +64,8 @@ class Frame(NamedTuple):
     @classmethod
     def of_problem(cls, words: str) -> Frame:
         """Return a frame with ``words``, or as much of them as travels with its head."""
-        return cls(
-            bytearray(words.encode(errors="backslashreplace")[:_SHORT_BYTES]), is_problem=True
-        )
+        content = words.encode(errors="backslashreplace")[:_SHORT_BYTES]
+        return cls(bytearray(content), is_problem=True)
 
 
 def exchange_bytes(backend: Backend, payload: bytes) -> list[bytes]:
@@ -96,7 +95,10 @@ def exchange_frames(backend: Backend, mine: Frame, root: int | None = None) -> l
     given = np.frombuffer(mine.content, np.uint8)
     call = Call(ALL_GATHER, given) if root is None else Call(GATHER, given, root=root)
     joined = backend.start(call).wait()
-    return frames if joined is None else _cut(joined, lengths)
+    if joined is None:
+        return frames
+    ends = np.cumsum(lengths)
+    return [Frame(joined.data[end - n : end]) for end, n in zip(ends, lengths, strict=True)]
 
 
 def broadcast_frame(backend: Backend, mine: Frame | None, root: int) -> Frame:
@@ -134,11 +136,6 @@ def _open(head: Array) -> Frame:
     length, is_problem = _HEAD.unpack_from(head.data)
     end = _HEAD_BYTES + (length if length <= _SHORT_BYTES else 0)
     return Frame(head.data[_HEAD_BYTES:end], is_problem)
-
-
-def _cut(joined: Array, lengths: Sequence[int]) -> list[Frame]:
-    ends, whole = np.cumsum(lengths), joined.data
-    return [Frame(whole[end - n : end]) for end, n in zip(ends, lengths, strict=True)]
 
 
 class BackendStore(Store):

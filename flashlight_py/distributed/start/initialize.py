@@ -55,7 +55,7 @@ from flashlight_py.distributed.rendezvous.store import (
 )
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
 from flashlight_py.distributed.start import blas
-from flashlight_py.distributed.start.settings import Settings, read_init_method
+from flashlight_py.distributed.start.settings import Asked, Settings, read_init_method
 from flashlight_py.distributed.start.topology import (
     DeviceRule,
     address_between_hosts,
@@ -138,10 +138,7 @@ def distributed_init(
         return
     asked = read_init_method(init_method, params)
     settings = Settings.from_params(asked.params)
-    if asked.address is None:
-        create = _choose(asked.method, world_rank, world_size, settings)
-    else:
-        create = _by_address(*asked.address, world_rank, world_size, settings)
+    create = _choose(asked, world_rank, world_size, settings)
     if create is None:
         world = alone()
         abort.install()
@@ -208,53 +205,48 @@ def _close_at_exit() -> None:
     membership.close_all()
 
 
-def _choose(
-    method: DistributedInit | None, rank: int, size: int, settings: Settings
-) -> StoreFactory | None:
+def _choose(asked: Asked, rank: int, size: int, settings: Settings) -> StoreFactory | None:
     """Return what makes the store; None: a world of one process, which has nobody to meet."""
+    method = asked.method
     if method is DistributedInit.MPI:
         return lambda: MpiStore(settings.timeout)
-    if method is DistributedInit.FILE_SYSTEM:
+    if asked.address is not None:
+        host, port = asked.address
+        if settings.file_path is not None:
+            raise ValueError(
+                f"port {port} of {host} and FILE_PATH are two places to meet; pass one"
+            )
+        how, is_given = f"distributed_init('tcp://{host}:{port}', 0, 1)", (rank, size) != (-1, -1)
+        timeout = settings.timeout
+        found = _given(rank, size, timeout, how) if is_given else _require(detect())
+        found = replace(found, file=None, master_address=host, master_port=port, addresses=())
+    elif method is DistributedInit.FILE_SYSTEM:
         if settings.file_path is None:
             raise ValueError(
                 "DistributedInit.FILE_SYSTEM needs params={'FILE_PATH': a path that all ranks see}"
             )
-        given = _given(rank, size, settings.timeout, "distributed_init(FILE_SYSTEM, 0, 1)")
-        return _by_environment(given, settings)
-    found = None if method is None and is_alone() else detect()
-    if method is DistributedInit.ENV:
-        found = _require(found)
+        found = _given(rank, size, settings.timeout, "distributed_init(FILE_SYSTEM, 0, 1)")
+    elif method is DistributedInit.ENV:
+        found = _require(detect())
         if (rank, size) not in ((-1, -1), (found.rank, found.size)):
             raise ValueError(
                 f"world_rank={rank} and world_size={size} are passed, and the environment says "
                 f"rank {found.rank} of {found.size} ({found.said_by}); leave them out with ENV"
             )
-        return _by_environment(found, settings)
-    if rank != -1 or size != -1 or settings.file_path is not None:
-        raise ValueError(
-            "world_rank, world_size and FILE_PATH belong to DistributedInit.FILE_SYSTEM; pass it "
-            "as init_method, or leave them out to let the environment decide"
-        )
-    if found is None:
-        check_no_launcher()
-        return None
-    if found.launcher in _MPI_LAUNCHERS and not found.file:
-        return lambda: MpiStore(settings.timeout)
-    return _by_environment(found, settings)
-
-
-def _by_address(
-    host: str, port: int, rank: int, size: int, settings: Settings
-) -> StoreFactory | None:
-    if settings.file_path is not None:
-        raise ValueError(f"port {port} of {host} and FILE_PATH are two places to meet; pass one")
-    if (rank, size) == (-1, -1):
-        found = _require(detect())
     else:
-        how = f"distributed_init('tcp://{host}:{port}', 0, 1)"
-        found = _given(rank, size, settings.timeout, how)
-    here = replace(found, file=None, master_address=host, master_port=port, addresses=())
-    return _by_environment(here, settings)
+        there = None if is_alone() else detect()
+        if rank != -1 or size != -1 or settings.file_path is not None:
+            raise ValueError(
+                "world_rank, world_size and FILE_PATH belong to DistributedInit.FILE_SYSTEM; pass "
+                "it as init_method, or leave them out to let the environment decide"
+            )
+        if there is None:
+            check_no_launcher()
+            return None
+        found = there
+        if found.launcher in _MPI_LAUNCHERS and not found.file:
+            return lambda: MpiStore(settings.timeout)
+    return _by_environment(found, settings)
 
 
 def _given(rank: int, size: int, timeout: float, how: str) -> LaunchEnvironment:

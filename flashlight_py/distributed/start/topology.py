@@ -153,7 +153,8 @@ def ranks_by_memory(store: Store) -> tuple[list[list[int]], str]:
     files are gone on return. A rank that cannot make one is alone. Ranks whose environment has
     different values of FLASHLIGHT_MEMORY_DOMAIN are kept apart, as if on different hosts.
 
-    The reason is empty unless two ranks of one host, which could share memory, do not.
+    The reason is empty unless two ranks of one host, which could share memory, do not: it names
+    the first rank that shares none with the first one of its host.
     """
     nonce, domain = secrets.token_hex(16), os.environ.get("FLASHLIGHT_MEMORY_DOMAIN", "")
     file, problem = _create(nonce, needs_names(store.spaces))
@@ -169,25 +170,14 @@ def ranks_by_memory(store: Store) -> tuple[list[list[int]], str]:
     finally:
         if file is not None:
             file.close()
-    hosts = [offered[0] for offered in offers]
-    problems = [offered[3] for offered in offers]
-    leaders = [leader for leader, _ in answers]
-    return groups_of(leaders), _why_apart(leaders, hosts, problems, [why for _, why in answers])
-
-
-def _why_apart(
-    leaders: Sequence[int],
-    hosts: Sequence[list[str]],
-    problems: Sequence[str],
-    unreadable: Sequence[Sequence[str]],
-) -> str:
-    """Name the first rank that shares no memory with the first one of its host, and the reason."""
+    hosts, leaders = [host for host, *_ in offers], [leader for leader, _ in answers]
+    groups = groups_of(leaders)
     for rank, host in enumerate(hosts):
         first = hosts.index(host)
         if leaders[rank] != leaders[first]:
-            why = problems[rank] or problems[first] or unreadable[rank][first]
-            return f"rank {rank} shares no memory with rank {first} of its host: {why}"
-    return ""
+            why = offers[rank][-1] or offers[first][-1] or answers[rank][1][first]
+            return groups, f"rank {rank} shares no memory with rank {first} of its host: {why}"
+    return groups, ""
 
 
 def groups_of(leaders: Sequence[int]) -> list[list[int]]:
@@ -205,16 +195,15 @@ def groups_of(leaders: Sequence[int]) -> list[list[int]]:
 
 def _create(nonce: str, named: bool) -> tuple[MemoryFile | None, str]:
     """Return a file with ``nonce`` in it, or the reason why there is none."""
+    file = None
     try:
         _native.load("shm")
         file = MemoryFile(named)
-    except (OSError, BackendUnavailableError) as error:
-        return None, str(error)
-    try:
         os.posix_fallocate(file.fd, 0, len(nonce))
         os.pwrite(file.fd, nonce.encode(), 0)
-    except OSError as error:
-        file.close()
+    except (OSError, BackendUnavailableError) as error:
+        if file is not None:
+            file.close()
         return None, str(error)
     return file, ""
 
