@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 import flashlight_py as fl
 from flashlight_py.distributed.calls.call import Call
+from flashlight_py.distributed.calls.combining import MEANINGS
 from flashlight_py.distributed.calls.combining import combined as in_order
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.verbs import ALL_REDUCE, REDUCE, VERBS, Verb
@@ -163,12 +164,11 @@ def meant(
 ) -> Any:
     """The result of ``rank`` as the table has it; None where it gets none."""
     call = Call(verb, op=ReduceOp[op.upper()], **how)
-    assert verb.meaning is not None
     if not verb.fills(rank, call.root):
         return None
     if verb in BY_HOSTS and not flat:
         return combined(everyone, op, call.scale)
-    return verb.meaning(everyone, rank, call)
+    return MEANINGS[verb](everyone, rank, call)
 
 
 def assert_equal(got: Array, expected: Array, what: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flashlight_py.device import Array, is_cupy
+from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed.calls.arrays import name_of
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.verbs import RECV, SCATTER, Verb
@@ -126,6 +126,17 @@ class Call:
     def is_open(self) -> bool:
         """Whether it is a receive that does not know who sends, or how much."""
         return self.verb is RECV and (self.peer == ANY_RANK or self.partial)
+
+    def room(self, rows: int) -> Array:
+        """Return where a result of ``rows`` rows goes: ``out`` if it has as many, or a new array.
+
+        Also where ``out`` has others: the other ranks are on their way.
+        """
+        if self.out is not None and self.out.shape[0] == rows:
+            return self.out
+        like: Array = self.array
+        room: Array = array_module(like).empty((rows, *like.shape[1:]), like.dtype)
+        return room
 
     def __str__(self) -> str:
         """Return the call as users know it, such as ``"broadcast(float32 (3,), root=0)"``."""
