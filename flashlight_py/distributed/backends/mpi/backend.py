@@ -439,9 +439,9 @@ class Progress:
         with self.lock:
             self._groups.remove(group)
             (self._closed if healthy else _abandoned).append(group)
-        if self._groups:
-            return
-        abort.afterwards.remove(self._end_the_job)
+            if self._groups:
+                return
+            abort.afterwards.remove(self._end_the_job)
         with self._turn:
             thread, self._thread = self._thread, None
             self._stopping = True
