@@ -179,13 +179,9 @@ def in_words(
     verb: Verb, about: str, op: ReduceOp, scale: float, root: int, tag: int, rows: str = ""
 ) -> str:
     """Return a call as it is written: ``about`` is its array in words, ``rows`` empty if equal."""
-    values = {
-        "op": op.name.lower(),
-        "scale": _number(scale),
-        "root": root,
-        "tag": tag,
-        "rows": rows,
-    }
+    short = f"{scale:g}"  # where it says all of it: unequal ones must look unequal
+    exact = short if float(short) == scale else repr(scale)
+    values = {"op": op.name.lower(), "scale": exact, "root": root, "tag": tag, "rows": rows}
     named = (f"{name}={values[name]}" for name in verb.takes if name != "rows" or rows)
     return f"{verb.name}({', '.join([*filter(None, [about]), *named])})"
 
@@ -198,9 +194,3 @@ def array_in_words(kind: str, shape: Sequence[object]) -> str:
         'int8 (3,)'
     """
     return f"{kind} ({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
-
-
-def _number(value: float) -> str:
-    """Return ``value``, short where that says all of it: unequal ones must look unequal."""
-    short = f"{value:g}"
-    return short if float(short) == value else repr(value)
