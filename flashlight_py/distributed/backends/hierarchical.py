@@ -84,7 +84,7 @@ class HierarchicalBackend(Backend):
         checked: bool = True,
     ) -> None:
         self.rank, self.size = rank, flat.size
-        self._hosts = [list(host) for host in hosts]
+        self.hosts = [list(host) for host in hosts]
         self.timeout = timeout
         self._inside, self._between, self._flat = inside, between, flat
         team = object()
@@ -103,7 +103,7 @@ class HierarchicalBackend(Backend):
         self._small = SmallCalls(rank, hosts)
         waits = self._far, between_hosts(self._far)
         self._large = LargeCalls(rank, hosts, inside, between, *waits, self._agreement.runs_ahead)
-        self._host_of = {r: h for h, host in enumerate(self._hosts) for r in host}
+        self._host_of = {r: h for h, host in enumerate(self.hosts) for r in host}
         self._callers = Callers(f"rank {rank} of {flat.size}", self._parts)
         self._steps: dict[Verb, Callable[[Call], Any]] = {
             ALL_REDUCE: self._large.all_reduce,
@@ -118,10 +118,6 @@ class HierarchicalBackend(Backend):
         self._running: list[FutureWork] = []
         self._notified: list[Backend] = []  # parts that end since another one was lost
         self._is_closed = False
-
-    @property
-    def hosts(self) -> Sequence[Sequence[int]]:
-        return self._hosts
 
     def start(self, call: Call) -> Work:
         if call.verb.is_message:
@@ -151,12 +147,12 @@ class HierarchicalBackend(Backend):
 
     def _ways(self) -> list[tuple[Backend, Sequence[int]]]:
         """Return what carries messages to this rank, and whom it knows as which rank."""
-        host = self._hosts[self._host_of[self.rank]]
+        host = self.hosts[self._host_of[self.rank]]
         ways = (self._inside, host), (self._flat, range(self.size))
         return [way for way in ways if way[0].size > 1]
 
     def _way_to(self, rank: int) -> tuple[Backend, int]:
-        host = self._hosts[self._host_of[self.rank]]
+        host = self.hosts[self._host_of[self.rank]]
         return (self._inside, host.index(rank)) if rank in host else (self._flat, rank)
 
     def _compare(self, call: Call) -> Any:

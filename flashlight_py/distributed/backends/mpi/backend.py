@@ -21,7 +21,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -93,10 +93,9 @@ class Operation(Work):
 
     def begin(self) -> None:
         """Let MPI begin: start the clock."""
-        now = time.monotonic()
-        self.is_moving = True
-        self.deadline = now + self.seconds
-        self._look_at = min(now + _LOOK_SECONDS, self.deadline)
+        self.is_moving, self._look_at = True, time.monotonic()
+        self.deadline = self._look_at + self.seconds
+        self.should_look()
 
     def should_look(self) -> bool:
         """Return whether it is time to see what the others do; once in a while."""
@@ -173,7 +172,7 @@ class MpiBackend(Backend):
     ) -> None:
         self._mpi, self.progress, self.control = mpi, progress, control
         self.seconds, self._compares_all = seconds, checked
-        self.rank, self.size = control.rank, control.size
+        self.rank, self.size, self.hosts = control.rank, control.size, control.hosts
         self.processes, self.path, self._gpu_aware = control.processes, path, gpu_aware
         self.place = f"rank {self.rank} of {self.size}"
         self.leaving = Leaving(mpi, comm)
@@ -185,11 +184,6 @@ class MpiBackend(Backend):
         self._moved = 0  # collectives that have
         self._unusable = ""  # why no operation can be started any more
         progress.add(self)
-
-    @property
-    def hosts(self) -> Sequence[Sequence[int]]:
-        """The ranks of each host, as the backend knows that compares calls; see ``Backend``."""
-        return self.control.hosts
 
     def cupy_side(self) -> Backend:
         """Return the backend of the same ranks for CuPy arrays."""
