@@ -36,7 +36,6 @@ from flashlight_py.distributed.backends.native_work import (
     SCATTERED,
     NativeWork,
     Received,
-    StartedWork,
     freed_by,
 )
 from flashlight_py.distributed.calls.arrays import require_length, row_bytes
@@ -184,7 +183,7 @@ class NativeBackend(NativeGroup):
 
     def _wrapped(
         self, handle: int, verb: int, arrays: tuple[Any, ...], root: int, seconds: float
-    ) -> StartedWork:
+    ) -> NativeWork:
         """Return the Work of the operation ``handle``, an address; it needs all of ``arrays``."""
         x, out, made, *_ = arrays
         result = made
@@ -195,7 +194,7 @@ class NativeBackend(NativeGroup):
         name = NATIVE[verb].name
         received = Received(name, result, x, out, root, made)
         op = self.ffi.cast("fl_op *", handle)
-        work = StartedWork(self, name, op, arrays, received, seconds)
+        work = NativeWork(self, name, op, arrays, received, seconds)
         self._track(work)
         return work
 
