@@ -46,20 +46,14 @@ _UFUNC = {
 _LOGICAL = (ReduceOp.LAND, ReduceOp.LOR, ReduceOp.LXOR)
 
 
-def combined(
-    arrays: Sequence[Array], op: ReduceOp, scale: float = 1.0, hosts: Sequence[int] = ()
-) -> Array:
+def combined(arrays: Sequence[Array], op: ReduceOp, scale: float = 1.0) -> Array:
     """Return ``scale`` times ``arrays``, combined in their order, as a new array.
 
     16-bit floats are combined in float32 and rounded once; integers wrap around; an average is
-    divided by the number of arrays. Of several ``hosts``, each with so many of the arrays, those of
-    each are combined first, and rounded, as what leaves a host has the arrays' dtype.
+    divided by the number of arrays.
     """
     if op is ReduceOp.AVG:
         op, scale = ReduceOp.SUM, scale / len(arrays)
-    if hosts:
-        first, scale = factors(arrays[0].dtype, op, scale)
-        arrays = [combined(some, op, first) for some in cut(arrays, hosts)]
     dtype, xp = arrays[0].dtype, array_module(arrays[0])
     narrow = is_narrow(dtype)
     terms = [array.astype(np.float32) for array in arrays] if narrow else list(arrays)
