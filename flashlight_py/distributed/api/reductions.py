@@ -322,7 +322,7 @@ def all_reduce_multiple(
             any is sent.
     """
     members = of(group)
-    with refusing(members, "all_reduce_multiple", _Begun(xs, contiguous)):
+    with refusing(members, "all_reduce_multiple", _begun(xs, contiguous)):
         xs = list(xs)
         checked = [as_array("all_reduce_multiple", x, of_any_dtype=True) for x in xs]
         for array in checked:
@@ -339,21 +339,16 @@ def all_reduce_multiple(
         return together if async_op else together.wait()
 
 
-class _Begun:
-    """The calls that other ranks begin of an all_reduce_multiple that this rank refuses."""
-
-    def __init__(self, xs: Any, contiguous: bool) -> None:
-        self._xs, self._contiguous = xs, contiguous
-
-    def __iter__(self) -> Iterator[None]:
-        held = [getattr(x, "array", x) for x in self._xs] if isinstance(self._xs, Iterable) else []
-        arrays: list[Any] = [x for x in held if hasattr(x, "dtype")]
-        count = len(arrays)
-        if self._contiguous:
-            count = len({f"{is_cupy(x)} {x.dtype}" for x in arrays})
-        elif on_gpu := sum(map(is_cupy, arrays)):  # which begin as one
-            count -= on_gpu - 1
-        return itertools.repeat(COLLECTIVE, max(1, count))
+def _begun(xs: Any, contiguous: bool) -> Iterator[None]:
+    """Yield the calls that other ranks begin where this rank refuses; asked for only then."""
+    held = [getattr(x, "array", x) for x in xs] if isinstance(xs, Iterable) else []
+    arrays: list[Any] = [x for x in held if hasattr(x, "dtype")]
+    count = len(arrays)
+    if contiguous:
+        count = len({f"{is_cupy(x)} {x.dtype}" for x in arrays})
+    elif on_gpu := sum(map(is_cupy, arrays)):  # which begin as one
+        count -= on_gpu - 1
+    yield from itertools.repeat(COLLECTIVE, max(1, count))
 
 
 def _one_by_one(members: Membership, arrays: list[Array], op: Op, scale: float) -> list[Work]:

@@ -446,7 +446,7 @@ class Search(FutureWork):
 
     def _look(self, backend: Backend, **how: Any) -> Matched | None:
         work = backend.start(replace(self._call, blocking=True, **how))
-        found: Matched | None = _GuardedWork(work, self._owner, self._call).wait()
+        found: Matched | None = self._owner.guarded(self._call.name, work.wait)
         return found
 
 
