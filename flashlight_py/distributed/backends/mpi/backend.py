@@ -21,7 +21,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -487,13 +487,13 @@ class Progress:
         with self._turn:
             self._waiting += 1
         try:
-            pause = _Pause(self)
+            pauses = self._pauses()
             while not operation.ended:
                 if end is not None and not time.monotonic() < end:
                     return False
                 self.step()
                 if not operation.ended:
-                    pause()
+                    next(pauses)
             return True
         finally:
             with self._turn:
@@ -520,10 +520,29 @@ class Progress:
                 )
                 if self._stopping:
                     return
-            pause = _Pause(self)
+            pauses = self._pauses()
             while not (self._waiting or self._stopping) and self._is_busy():
                 self.step()
-                pause()
+                next(pauses)
+
+    def _pauses(self) -> Iterator[None]:
+        """Pause between steps of a wait: not at all, by a yield, then, where nothing moves, asleep.
+
+        A sleep ends with nothing but its time, as MPI wakes nobody.
+        """
+        since = time.monotonic()
+        for _ in range(_POLLS - 1):
+            yield
+        while True:
+            now = time.monotonic()
+            if self._moving:
+                since = now
+            idle = now - since
+            if idle < _YIELDING_SECONDS:
+                os.sched_yield()
+            else:
+                time.sleep(min(idle / 10, _LONGEST_SLEEP))
+            yield
 
     def _is_busy(self) -> bool:
         return any(group.pending() for group in tuple(self._groups))
@@ -534,29 +553,6 @@ class Progress:
             return  # a child that was forked has no part in its parent's groups
         for group in tuple(self._groups):
             group.close()
-
-
-class _Pause:
-    """Between two steps of a wait: nothing, then a yield, then, where nothing moves, a sleep."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._polls = 0
-        self._since = time.monotonic()
-
-    def __call__(self) -> None:
-        """Let others run; a sleep ends with nothing but its time, as MPI wakes nobody."""
-        self._polls += 1
-        if self._polls < _POLLS:
-            return
-        now = time.monotonic()
-        if self._progress._moving:
-            self._since = now
-        idle = now - self._since
-        if idle < _YIELDING_SECONDS:
-            os.sched_yield()
-        else:
-            time.sleep(min(idle / 10, _LONGEST_SLEEP))
 
 
 progress_of = cache(Progress)  # MPI is one per process, and so is its progress
