@@ -134,26 +134,20 @@ class HierarchicalBackend(Backend):
     def _message(self, call: Call) -> Work:
         """Start a message: through memory inside the host, else between hosts; see ``Backend``."""
         self._callers.check("refuse" if call.refusal else call.name)
-        if call.peer == ANY_RANK:
-            search = Search(self, self._ways(), call)
+        host = self.hosts[self._host_of[self.rank]]
+        if call.peer == ANY_RANK:  # of each way, whom it knows as which rank
+            ways = (self._inside, host), (self._flat, range(self.size))
+            search = Search(self, [way for way in ways if way[0].size > 1], call)
             if call.blocking:
                 return Done(search.receive(call.patience))
             return self._searches.start(search)
-        backend, peer = self._way_to(call.peer)
+        backend, peer = self._flat, call.peer
+        if peer in host:
+            backend, peer = self._inside, host.index(peer)
         work = _GuardedWork(backend.start(replace(call, peer=peer)), self, call)
         if not call.is_open:
             return work
         return Then(work, lambda found: found and found._replace(source=call.peer))
-
-    def _ways(self) -> list[tuple[Backend, Sequence[int]]]:
-        """Return what carries messages to this rank, and whom it knows as which rank."""
-        host = self.hosts[self._host_of[self.rank]]
-        ways = (self._inside, host), (self._flat, range(self.size))
-        return [way for way in ways if way[0].size > 1]
-
-    def _way_to(self, rank: int) -> tuple[Backend, int]:
-        host = self.hosts[self._host_of[self.rank]]
-        return (self._inside, host.index(rank)) if rank in host else (self._flat, rank)
 
     def _compare(self, call: Call) -> Any:
         """Find out what else is asked for: that all call the same is agreed upon before."""
