@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.distributed.calls.call import Call
+from flashlight_py.distributed.calls.combining import MEANINGS
 from flashlight_py.distributed.verbs import VERBS as TABLE
 from flashlight_py.distributed.verbs import Verb
 from harness import collectives_targets
@@ -87,8 +88,7 @@ def _case(verb: str, dtype: str, nbytes: int, ranks: int) -> Case:
 def _meaning(verb: Verb, rank: int, ranks: int) -> float:
     """Return what ``rank`` has in the end if rank r gave r + 1 everywhere."""
     call, given = Call(verb), [np.array(r + 1.0) for r in range(ranks)]
-    assert verb.meaning is not None
-    result = verb.meaning(given, rank, call) if verb.fills(rank, call.root) else given[rank]
+    result = MEANINGS[verb](given, rank, call) if verb.fills(rank, call.root) else given[rank]
     return float(result)
 
 

@@ -69,7 +69,6 @@ from flashlight_py.distributed import barrier as barrier
 from flashlight_py.distributed import new_group as new_group
 from flashlight_py.distributed import split as split
 from flashlight_py.distributed import sync_distributed as sync_distributed
-from flashlight_py.distributed import all_reduce_location as all_reduce_location
 from flashlight_py.distributed import host_array as host_array
 from flashlight_py.distributed import shared_empty as shared_empty
 from flashlight_py.distributed import P2POp as P2POp
@@ -84,7 +83,6 @@ from flashlight_py.distributed import all_to_all as all_to_all
 from flashlight_py.distributed import broadcast as broadcast
 from flashlight_py.distributed import gather as gather
 from flashlight_py.distributed import scatter as scatter
-from flashlight_py.distributed import all_reduce_multiple as all_reduce_multiple
 from flashlight_py.distributed import all_gather_object as all_gather_object
 from flashlight_py.distributed import broadcast_object as broadcast_object
 from flashlight_py.distributed import gather_object as gather_object
@@ -94,3 +92,5 @@ from flashlight_py.distributed import reduce as reduce
 from flashlight_py.distributed import reduce_scatter as reduce_scatter
 from flashlight_py.distributed import scan as scan
 from flashlight_py.distributed import exscan as exscan
+from flashlight_py.distributed import all_reduce_location as all_reduce_location
+from flashlight_py.distributed import all_reduce_multiple as all_reduce_multiple

@@ -29,7 +29,6 @@ from flashlight_py.distributed.api import barrier as barrier
 from flashlight_py.distributed.api import new_group as new_group
 from flashlight_py.distributed.api import split as split
 from flashlight_py.distributed.api import sync_distributed as sync_distributed
-from flashlight_py.distributed.api import all_reduce_location as all_reduce_location
 from flashlight_py.distributed.api import host_array as host_array
 from flashlight_py.distributed.api import shared_empty as shared_empty
 from flashlight_py.distributed.api import P2POp as P2POp
@@ -44,7 +43,6 @@ from flashlight_py.distributed.api import all_to_all as all_to_all
 from flashlight_py.distributed.api import broadcast as broadcast
 from flashlight_py.distributed.api import gather as gather
 from flashlight_py.distributed.api import scatter as scatter
-from flashlight_py.distributed.api import all_reduce_multiple as all_reduce_multiple
 from flashlight_py.distributed.api import all_gather_object as all_gather_object
 from flashlight_py.distributed.api import broadcast_object as broadcast_object
 from flashlight_py.distributed.api import gather_object as gather_object
@@ -54,3 +52,5 @@ from flashlight_py.distributed.api import reduce as reduce
 from flashlight_py.distributed.api import reduce_scatter as reduce_scatter
 from flashlight_py.distributed.api import scan as scan
 from flashlight_py.distributed.api import exscan as exscan
+from flashlight_py.distributed.api import all_reduce_location as all_reduce_location
+from flashlight_py.distributed.api import all_reduce_multiple as all_reduce_multiple

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ class Backend(abc.ABC):
     team: object = None  # the same for the backends that one group is made of
     count: Sequence[int] = (0,)  # how many calls users have made in its group, where that is known
 
-    @property
+    @cached_property
     def hosts(self) -> Sequence[Sequence[int]]:
         """The ranks that share memory with each other; by a network alone each is by itself."""
         return [[rank] for rank in range(self.size)]

@@ -2,20 +2,15 @@
 
 One row describes a verb to everything that has to do with verbs in general: preparing arguments
 (``running.py``), the native signature, the flight record, comparing the calls of ranks, wording
-(``call.py``), the methods of ``ProcessGroup``, tests and benchmarks.
+(``call.py``), the methods of ``ProcessGroup``, tests and benchmarks. What verbs mean is in
+``combining.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
-
-from flashlight_py.device import Array
-from flashlight_py.distributed.calls.combining import combined, cut, joined
-
-if TYPE_CHECKING:
-    from flashlight_py.distributed.calls.call import Call
+from typing import Literal, TypeAlias
 
 Shape: TypeAlias = "tuple[int | None, ...]"
 """Dimensions; the first is None where it is known only when all ranks have called."""
@@ -37,43 +32,6 @@ def _exchanged(shape: tuple[int, ...], size: int, rows: int | None) -> Shape:
     return shape if rows is None else (None, *shape[1:])
 
 
-def _reduced(arrays: Sequence[Array], rank: int, call: Call) -> Array:
-    return combined(arrays, call.op, call.scale)
-
-
-def _up_to_here(arrays: Sequence[Array], rank: int, call: Call) -> Array:
-    return combined(arrays[: rank + 1], call.op, call.scale)
-
-
-def _before(arrays: Sequence[Array], rank: int, call: Call) -> Array:
-    return combined(arrays[:rank], call.op, call.scale)
-
-
-def _parts(array: Array, size: int, rows: Sequence[int] | None) -> list[Array]:
-    return cut(array, [len(array) // size] * size if rows is None else rows)
-
-
-def _reduced_part(arrays: Sequence[Array], rank: int, call: Call) -> Array:
-    mine = [_parts(array, len(arrays), call.rows)[rank] for array in arrays]
-    return combined(mine, call.op, call.scale)
-
-
-def _of_root(arrays: Sequence[Array], rank: int, call: Call) -> Array:
-    return arrays[call.root]
-
-
-def _gathered(arrays: Sequence[Array], rank: int, call: Call) -> Array:
-    return joined(arrays)
-
-
-def _part_of_root(arrays: Sequence[Array], rank: int, call: Call) -> Array:
-    return _parts(arrays[call.root], len(arrays), call.rows)[rank]
-
-
-def _part_of_each(arrays: Sequence[Array], rank: int, call: Call) -> Array:
-    return joined([_parts(array, len(arrays), None)[rank] for array in arrays])
-
-
 @dataclass(frozen=True, eq=False)  # compared by identity, which is fast
 class Verb:
     """A row of the table.
@@ -85,8 +43,6 @@ class Verb:
         writes: ``"array"``: in place, the result is the array; ``"root's array"``: the same on the
             root alone, ``"later array"`` on all but rank 0; ``"result"``: a new array, or ``out``;
             ``"root's result"``: the same on the root alone; ``""``: nothing here.
-        meaning: the result of a rank that gets one, of the arrays of all ranks, its rank and its
-            call: parts are equal, or of the same ``rows`` on all ranks. None: it has no result.
         shape: that of the result: of an array of ``shape``, ``size`` ranks, and, where parts are
             unequal, the ``rows`` of this rank.
         cuts: the first dimension is cut into a part for each rank.
@@ -101,7 +57,6 @@ class Verb:
     code: int
     takes: tuple[str, ...] = ()
     writes: Literal["array", "root's array", "later array", "result", "root's result", ""] = "array"
-    meaning: Callable[[Sequence[Any], int, Call], Any] | None = None
     shape: Callable[[tuple[int, ...], int, int | None], Shape] = _same
     cuts: bool = False
     ragged: bool = False
@@ -140,26 +95,21 @@ class Verb:
         return self.name
 
 
-ALL_REDUCE = Verb("all_reduce", 1, ("op", "scale"), "array", _reduced, numbers=True)
-REDUCE = Verb("reduce", 8, ("op", "scale", "root"), "root's array", _reduced, numbers=True)
-SCAN = Verb("scan", 14, ("op", "scale"), "array", _up_to_here, prefix=True, numbers=True)
-EXSCAN = Verb("exscan", 15, ("op", "scale"), "later array", _before, prefix=True, numbers=True)
+ALL_REDUCE = Verb("all_reduce", 1, ("op", "scale"), numbers=True)
+REDUCE = Verb("reduce", 8, ("op", "scale", "root"), "root's array", numbers=True)
+SCAN = Verb("scan", 14, ("op", "scale"), prefix=True, numbers=True)
+EXSCAN = Verb("exscan", 15, ("op", "scale"), "later array", prefix=True, numbers=True)
 REDUCE_SCATTER = Verb(
-    *("reduce_scatter", 2, ("op", "scale", "rows"), "result", _reduced_part, _part),
-    cuts=True,
-    uneven=13,
-    lists=True,
+    "reduce_scatter", 2, ("op", "scale", "rows"), "result", _part, cuts=True, uneven=13, lists=True
 )
-BROADCAST = Verb("broadcast", 3, ("root",), "array", _of_root, numbers=True)
-ALL_GATHER = Verb("all_gather", 4, (), "result", _gathered, _joined, ragged=True, lists=True)
-GATHER = Verb("gather", 9, ("root",), "root's result", _gathered, _joined, ragged=True)
-SCATTER = Verb("scatter", 10, ("root",), "result", _part_of_root)
-ALL_TO_ALL = Verb(
-    *("all_to_all", 11, ("rows",), "result", _part_of_each, _exchanged), cuts=True, uneven=12
-)
+BROADCAST = Verb("broadcast", 3, ("root",), numbers=True)
+ALL_GATHER = Verb("all_gather", 4, (), "result", _joined, ragged=True, lists=True)
+GATHER = Verb("gather", 9, ("root",), "root's result", _joined, ragged=True)
+SCATTER = Verb("scatter", 10, ("root",), "result")
+ALL_TO_ALL = Verb("all_to_all", 11, ("rows",), "result", _exchanged, cuts=True, uneven=12)
 BARRIER = Verb("barrier", 5, (), "")
 SEND = Verb("send", 6, ("tag",), "")
-RECV = Verb("recv", 7, ("tag",), "array")
+RECV = Verb("recv", 7, ("tag",))
 
 VERBS = (
     *(ALL_REDUCE, REDUCE, REDUCE_SCATTER, BROADCAST, ALL_GATHER, GATHER, SCATTER, ALL_TO_ALL),

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 import flashlight_py as fl
 from flashlight_py.distributed.calls.call import Call
+from flashlight_py.distributed.calls.combining import MEANINGS, cut, factors
 from flashlight_py.distributed.calls.combining import combined as in_order
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.verbs import ALL_REDUCE, REDUCE, VERBS, Verb
@@ -155,7 +156,20 @@ def ranks_by_host(size: int) -> list[int]:
 def combined(arrays: list[Array], op: str, scale: float, flat: bool = False) -> Array:
     """Combine in rank order; on several hosts the ranks of each first, unless ``flat``."""
     hosts = [] if flat else ranks_by_host(len(arrays))
-    return in_order(arrays, ReduceOp[op.upper()], scale, hosts)
+    return by_hosts(arrays, ReduceOp[op.upper()], scale, hosts)
+
+
+def by_hosts(arrays: Sequence[Array], op: ReduceOp, scale: float, hosts: Sequence[int]) -> Array:
+    """Combine in order; those of each of ``hosts``, which have so many, first.
+
+    Their results are rounded, as what leaves a host has the arrays' dtype.
+    """
+    if hosts:
+        if op is ReduceOp.AVG:
+            op, scale = ReduceOp.SUM, scale / len(arrays)
+        first, scale = factors(arrays[0].dtype, op, scale)
+        arrays = [in_order(some, op, first) for some in cut(arrays, hosts)]
+    return in_order(arrays, op, scale)
 
 
 def meant(
@@ -163,12 +177,11 @@ def meant(
 ) -> Any:
     """The result of ``rank`` as the table has it; None where it gets none."""
     call = Call(verb, op=ReduceOp[op.upper()], **how)
-    assert verb.meaning is not None
     if not verb.fills(rank, call.root):
         return None
     if verb in BY_HOSTS and not flat:
         return combined(everyone, op, call.scale)
-    return verb.meaning(everyone, rank, call)
+    return MEANINGS[verb](everyone, rank, call)
 
 
 def assert_equal(got: Array, expected: Array, what: str) -> None:

@@ -11,9 +11,9 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.distributed.backends.hierarchical_calls import LargeCalls
-from flashlight_py.distributed.calls.combining import combined, cut
+from flashlight_py.distributed.calls.combining import cut
 from flashlight_py.distributed.constants import ReduceOp
-from tests.distributed.conformance import assert_equal, dtype_of, values
+from tests.distributed.conformance import assert_equal, by_hosts, dtype_of, values
 from tests.distributed.harness import run_ranks
 
 # Which host each rank is on.
@@ -34,10 +34,10 @@ def hosts_of(places: str) -> list[list[int]]:
 
 
 def in_order(arrays: Sequence[Any], places: str, op: str = "sum", scale: float = 1.0) -> Any:
-    """Combine by hosts, as of ``combined``, whatever the order of the ranks."""
+    """Combine by hosts, whatever the order of the ranks."""
     hosts = hosts_of(places)
     by_host = [arrays[rank] for host in hosts for rank in host]
-    return combined(by_host, ReduceOp[op.upper()], scale, [len(host) for host in hosts])
+    return by_hosts(by_host, ReduceOp[op.upper()], scale, [len(host) for host in hosts])
 
 
 def fractions(name: str) -> list[tuple[str, float]]:

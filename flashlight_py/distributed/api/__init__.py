@@ -7,10 +7,7 @@ of 1, and every verb is the identity, times the scale.
 
 from importlib import import_module
 
-_FAMILIES = (
-    *("groups", "locations", "memory", "messages", "movement", "multiple", "objects"),
-    "reductions",
-)
+_FAMILIES = ("groups", "memory", "messages", "movement", "objects", "reductions")
 __all__ = []
 for _family in _FAMILIES:
     _module = import_module(f"{__name__}.{_family}")

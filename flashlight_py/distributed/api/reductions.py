@@ -1,21 +1,45 @@
-"""The reductions: what ranks have is combined."""
+"""The reductions: what ranks have is combined, one array or several together."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from flashlight_py.device import Array
-from flashlight_py.distributed.calls.running import collective
+from flashlight_py.device import Array, array_module, is_cupy
+from flashlight_py.distributed.calls.arrays import (
+    as_array,
+    check_reduction,
+    pack,
+    pack_terms,
+    parse_op,
+)
+from flashlight_py.distributed.calls.call import Call
+from flashlight_py.distributed.calls.checks import Apart
+from flashlight_py.distributed.calls.running import (
+    COLLECTIVE,
+    collective,
+    reduction,
+    refusing,
+    unpack_into,
+)
 from flashlight_py.distributed.constants import Op
-from flashlight_py.distributed.groups.membership import native
-from flashlight_py.distributed.verbs import ALL_REDUCE, EXSCAN, REDUCE, REDUCE_SCATTER, SCAN
-from flashlight_py.distributed.work import Work
+from flashlight_py.distributed.groups.membership import Membership, native, of
+from flashlight_py.distributed.verbs import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    EXSCAN,
+    REDUCE,
+    REDUCE_SCATTER,
+    SCAN,
+)
+from flashlight_py.distributed.work import AllOf, Then, Work
 
 if TYPE_CHECKING:
     from flashlight_py.distributed.groups.group import ProcessGroup
 
 __all__ = ["all_reduce", "reduce", "reduce_scatter", "scan", "exscan"]
+__all__ += ["all_reduce_location", "all_reduce_multiple"]
 
 X = TypeVar("X")
 
@@ -219,3 +243,159 @@ def exscan(
     if y is not NotImplemented:
         return y
     return collective(group, EXSCAN, x, op=op, scale=scale, async_op=async_op)
+
+
+def all_reduce_location(
+    x: Any,
+    op: Literal["min", "max"] = "min",
+    async_op: bool = False,
+    group: ProcessGroup | None = None,
+) -> Any:
+    """Find the least or largest of each element over the ranks, and which rank has it.
+
+    As MPI's MINLOC and MAXLOC. Every rank receives every other's ``x``: for arrays that are not too
+    large.
+
+    Args:
+        x: array of any shape and of integer, float, date or bool dtype; the same shape and dtype on
+            every rank. Left as it is.
+        op: ``"min"`` or ``"max"``; a NaN or NaT is both.
+        async_op: return a ``Work`` at once; its ``wait()`` returns the pair.
+        group: the process group, default the world.
+
+    Returns:
+        A pair of new arrays of the shape of ``x``: the values, of its dtype, and the ranks, int64,
+        of equal values the lowest; or the ``Work``. Blocks unless ``async_op``.
+
+    Raises:
+        ValueError: ``op`` is another.
+        TypeError, DistributedError: as for :func:`all_reduce`.
+
+    Example:
+        >>> values, ranks = fl.all_reduce_location(np.array([3.0, 1.0]))  # one process
+        >>> values.tolist(), ranks.tolist()
+        ([3.0, 1.0], [0, 0])
+    """
+    verb, members = "all_reduce_location", of(group)
+    with refusing(members, verb, given=[x]):
+        array = as_array(verb, x, writes=False, of_any_dtype=True)
+        check_reduction(verb, array.dtype, parse_op(verb, op), 1.0)
+        if op not in ("min", "max"):
+            raise ValueError(f"{verb}: op must be 'min' or 'max', got {op!r}")
+        xp = array_module(array)
+        find = xp.argmin if op == "min" else xp.argmax  # of equal ones the first
+        step = Call(ALL_GATHER, pack(array)[None], blocking=not async_op, part_of=f"{verb}({op})")
+
+        def locate(rows: Array) -> tuple[Array, Array]:
+            ranks = xp.asarray(find(rows, axis=0))
+            return xp.asarray(xp.take_along_axis(rows, ranks[None], 0)[0]), ranks
+
+        work = members.run(step)
+        return members.keep(Then(work, locate)) if async_op else locate(work.wait())
+
+
+def all_reduce_multiple(
+    xs: Sequence[X],
+    scale: float = 1.0,
+    op: Op = "sum",
+    async_op: bool = False,
+    contiguous: bool = False,
+    group: ProcessGroup | None = None,
+) -> list[X] | Work[list[X]]:
+    """Combine each array of ``xs`` over the ranks, in place, as :func:`all_reduce` does.
+
+    Args:
+        xs: arrays of any shapes and dtypes; the same list, in the same order, on every rank.
+        scale: real number that the results are multiplied by.
+        op: as for :func:`all_reduce`.
+        async_op: return a ``Work`` at once; its ``wait()`` returns the list.
+        contiguous: copy arrays of one dtype into one buffer and move them in one transfer:
+            faster for many small arrays.
+        group: the process group, default the world.
+
+    Returns:
+        The list of ``xs``, or the ``Work``. Blocks unless ``async_op``.
+
+    Raises:
+        ValueError: two arrays of the list share memory, or as for :func:`all_reduce`.
+        TypeError, DistributedError: as for :func:`all_reduce`; every array is checked before
+            any is sent.
+    """
+    members = of(group)
+    with refusing(members, "all_reduce_multiple", _begun(xs, contiguous)):
+        xs = list(xs)
+        checked = [as_array("all_reduce_multiple", x, of_any_dtype=True) for x in xs]
+        for array in checked:
+            reduction(members, "all_reduce_multiple", array, op, scale)
+        if len(checked) > 1:
+            apart = Apart("all_reduce_multiple")
+            for array in checked:
+                apart.add(array)
+        if contiguous:
+            works = [_packed(members, same, op, scale) for same in _by_dtype(checked)]
+        else:
+            works = _one_by_one(members, checked, op, scale)
+        together = Then(AllOf(works), lambda _: xs)
+        return together if async_op else together.wait()
+
+
+def _begun(xs: Any, contiguous: bool) -> Iterator[None]:
+    """Yield the calls that other ranks begin where this rank refuses; asked for only then."""
+    held = [getattr(x, "array", x) for x in xs] if isinstance(xs, Iterable) else []
+    arrays: list[Any] = [x for x in held if hasattr(x, "dtype")]
+    count = len(arrays)
+    if contiguous:
+        count = len({f"{is_cupy(x)} {x.dtype}" for x in arrays})
+    elif on_gpu := sum(map(is_cupy, arrays)):  # which begin as one
+        count -= on_gpu - 1
+    yield from itertools.repeat(COLLECTIVE, max(1, count))
+
+
+def _one_by_one(members: Membership, arrays: list[Array], op: Op, scale: float) -> list[Work]:
+    """Reduce arrays by themselves; those on GPUs begin together, after those of the CPU."""
+    on_gpu = [array for array in arrays if is_cupy(array)]
+    how: dict[str, Any] = {"op": op, "scale": scale, "async_op": True}
+    works: list[Work] = [
+        collective(members, ALL_REDUCE, array, **how) for array in arrays if not is_cupy(array)
+    ]
+    if on_gpu:
+        works.append(_together(members, on_gpu, op, scale))
+    return works
+
+
+def _together(members: Membership, arrays: list[Array], op: Op, scale: float) -> Work:
+    """Reduce arrays of a GPU, begun as one."""
+    reduce_op, factor = reduction(members, "all_reduce_multiple", arrays[0], op, scale)
+    terms = [pack_terms(array, reduce_op) for array in arrays]
+    calls = [Call(ALL_REDUCE, *term[:2], factor, blocking=False) for term in terms]
+    work = members.run_many(calls, "all_reduce_multiple")
+    homes = [unpack_into(array, call.array) for array, call in zip(arrays, calls, strict=True)]
+
+    def unpack(_: Any) -> None:
+        for home in filter(None, homes):
+            home()
+
+    return members.keep(Then(work, unpack))
+
+
+def _packed(members: Membership, arrays: list[Array], op: Op, scale: float) -> Work:
+    """Reduce arrays of one dtype as one."""
+    xp = array_module(arrays[0])
+    flat = xp.concatenate([array.ravel() for array in arrays])
+
+    def unpack(_: Any) -> None:
+        start = 0
+        for array in arrays:
+            array[...] = flat[start : start + array.size].reshape(array.shape)
+            start += array.size
+
+    work = collective(members, ALL_REDUCE, flat, scale=scale, op=op, async_op=True)
+    return members.keep(Then(work, unpack))
+
+
+def _by_dtype(arrays: list[Array]) -> list[list[Array]]:
+    """Group arrays that can travel together, in an order that all ranks share."""
+    groups: dict[str, list[Array]] = {}
+    for array in arrays:
+        groups.setdefault(f"{array_module(array).__name__} {array.dtype.name}", []).append(array)
+    return list(groups.values())

@@ -84,7 +84,7 @@ class HierarchicalBackend(Backend):
         checked: bool = True,
     ) -> None:
         self.rank, self.size = rank, flat.size
-        self._hosts = [list(host) for host in hosts]
+        self.hosts = [list(host) for host in hosts]
         self.timeout = timeout
         self._inside, self._between, self._flat = inside, between, flat
         team = object()
@@ -103,7 +103,7 @@ class HierarchicalBackend(Backend):
         self._small = SmallCalls(rank, hosts)
         waits = self._far, between_hosts(self._far)
         self._large = LargeCalls(rank, hosts, inside, between, *waits, self._agreement.runs_ahead)
-        self._host_of = {r: h for h, host in enumerate(self._hosts) for r in host}
+        self._host_of = {r: h for h, host in enumerate(self.hosts) for r in host}
         self._callers = Callers(f"rank {rank} of {flat.size}", self._parts)
         self._steps: dict[Verb, Callable[[Call], Any]] = {
             ALL_REDUCE: self._large.all_reduce,
@@ -118,10 +118,6 @@ class HierarchicalBackend(Backend):
         self._running: list[FutureWork] = []
         self._notified: list[Backend] = []  # parts that end since another one was lost
         self._is_closed = False
-
-    @property
-    def hosts(self) -> Sequence[Sequence[int]]:
-        return self._hosts
 
     def start(self, call: Call) -> Work:
         if call.verb.is_message:
@@ -138,25 +134,20 @@ class HierarchicalBackend(Backend):
     def _message(self, call: Call) -> Work:
         """Start a message: through memory inside the host, else between hosts; see ``Backend``."""
         self._callers.check("refuse" if call.refusal else call.name)
-        if call.peer == ANY_RANK:
-            search = _AnyRank(self, self._ways(), call)
-            blocking = call.blocking
-            return Done(search.run(call.patience)) if blocking else self._searches.start(search)
-        backend, peer = self._way_to(call.peer)
+        host = self.hosts[self._host_of[self.rank]]
+        if call.peer == ANY_RANK:  # of each way, whom it knows as which rank
+            ways = (self._inside, host), (self._flat, range(self.size))
+            search = Search(self, [way for way in ways if way[0].size > 1], call)
+            if call.blocking:
+                return Done(search.receive(call.patience))
+            return self._searches.start(search)
+        backend, peer = self._flat, call.peer
+        if peer in host:
+            backend, peer = self._inside, host.index(peer)
         work = _GuardedWork(backend.start(replace(call, peer=peer)), self, call)
         if not call.is_open:
             return work
         return Then(work, lambda found: found and found._replace(source=call.peer))
-
-    def _ways(self) -> list[tuple[Backend, Sequence[int]]]:
-        """Return what carries messages to this rank, and whom it knows as which rank."""
-        host = self._hosts[self._host_of[self.rank]]
-        ways = (self._inside, host), (self._flat, range(self.size))
-        return [way for way in ways if way[0].size > 1]
-
-    def _way_to(self, rank: int) -> tuple[Backend, int]:
-        host = self._hosts[self._host_of[self.rank]]
-        return (self._inside, host.index(rank)) if rank in host else (self._flat, rank)
 
     def _compare(self, call: Call) -> Any:
         """Find out what else is asked for: that all call the same is agreed upon before."""
@@ -386,10 +377,11 @@ class _GuardedWork(Work):
         return self._work.end_time()
 
 
-class _AnyRank:
+class Search(FutureWork):
     """``call``, a receive of what any rank sends by one of ``ways``.
 
-    Each of these is a backend and the ranks that its ranks are to ``owner``.
+    Each of these is a backend and the ranks that its ranks are to ``owner``. One that is started
+    runs on a thread, after the one ``ahead``; who waits for it waits for that one too.
     """
 
     def __init__(
@@ -398,10 +390,35 @@ class _AnyRank:
         ways: Sequence[tuple[Backend, Sequence[int]]],
         call: Call,
     ) -> None:
+        super().__init__(futures.Future())
         self._owner, self._ways, self._call = owner, ways, call
         self.tag, self.is_awaited = call.tag, call.blocking
+        self._ahead: Search | None = None
+        name = "flashlight_py receive"
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    def run(self, patience: float = -1.0) -> Matched | None:
+    def start(self, ahead: Search | None) -> None:
+        """Begin when ``ahead`` has ended."""
+        self._ahead = ahead
+        self.thread.start()
+
+    def wait(self, timeout: float | None = None) -> Any:
+        work: Search | None = self
+        while work is not None and not work.is_awaited:
+            work.is_awaited = True
+            work = work._ahead
+        return super().wait(timeout)
+
+    def _run(self) -> None:
+        if self._ahead is not None:
+            self._ahead.thread.join()
+            self._ahead = None  # nor what was ahead of that
+        try:
+            self._future.set_result(self.receive())
+        except BaseException as error:  # noqa: BLE001  (whoever waits raises it)
+            self._future.set_exception(error)
+
+    def receive(self, patience: float = -1.0) -> Matched | None:
         """Receive; None where nothing has arrived within ``patience`` seconds, if not negative."""
         began = time.monotonic()
         while True:
@@ -423,7 +440,7 @@ class _AnyRank:
 
     def _look(self, backend: Backend, **how: Any) -> Matched | None:
         work = backend.start(replace(self._call, blocking=True, **how))
-        found: Matched | None = _GuardedWork(work, self._owner, self._call).wait()
+        found: Matched | None = self._owner.guarded(self._call.name, work.wait)
         return found
 
 
@@ -431,19 +448,17 @@ class Searches:
     """Receives that run on threads of their own, those of one tag one after the other."""
 
     def __init__(self) -> None:
-        self._all: list[_Search] = []  # as they began
+        self._all: list[Search] = []  # as they began
         self._starting = threading.RLock()  # signal handlers run on the thread that holds it
 
-    def start(self, receive: _AnyRank) -> FutureWork:
-        """Begin ``receive`` when those of its tag before it have ended."""
+    def start(self, search: Search) -> Search:
+        """Begin ``search`` when those of its tag before it have ended."""
         with self._starting:
             self._all = [one for one in self._all if one.thread.is_alive()]
-            tag = receive.tag
-            ahead = next((one for one in reversed(self._all) if one.receive.tag == tag), None)
-            work = _Search(receive, ahead)
-            work.thread.start()
-            self._all.append(work)
-        return work
+            tag = search.tag
+            search.start(next((one for one in reversed(self._all) if one.tag == tag), None))
+            self._all.append(search)
+        return search
 
     def running(self) -> list[FutureWork]:
         """Return those that have not ended."""
@@ -459,29 +474,3 @@ class Searches:
         for work in list(self._all):
             if work.thread is not threading.current_thread():
                 work.thread.join(max(0.0, end - time.monotonic()))
-
-
-class _Search(FutureWork):
-    """``receive`` on a thread, after the one ``ahead``; who waits for it waits for that one too."""
-
-    def __init__(self, receive: _AnyRank, ahead: _Search | None) -> None:
-        super().__init__(futures.Future())
-        self.receive, self._ahead = receive, ahead
-        name = "flashlight_py receive"
-        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    def wait(self, timeout: float | None = None) -> Any:
-        work: _Search | None = self
-        while work is not None and not work.receive.is_awaited:
-            work.receive.is_awaited = True
-            work = work._ahead
-        return super().wait(timeout)
-
-    def _run(self) -> None:
-        if self._ahead is not None:
-            self._ahead.thread.join()
-            self._ahead = None  # nor what was ahead of that
-        try:
-            self._future.set_result(self.receive.run())
-        except BaseException as error:  # noqa: BLE001  (whoever waits raises it)
-            self._future.set_exception(error)

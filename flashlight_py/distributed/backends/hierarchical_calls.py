@@ -7,7 +7,6 @@ counterparts, so that all links and cores are busy, and the sections are shared 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,7 +18,7 @@ import numpy as np
 from flashlight_py import _native
 from flashlight_py.device import Array
 from flashlight_py.distributed.backend import Backend
-from flashlight_py.distributed.calls.arrays import as_bytes, dtype_code, require_length
+from flashlight_py.distributed.calls.arrays import as_bytes, dtype_code, require_length, row_bytes
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.combining import cut, factors
 from flashlight_py.distributed.failures.agreement import NO_LOAD, Load, RankMessage
@@ -97,7 +96,7 @@ class SmallCalls:
             return array
         mine = rows_of(call, self._rank, self._size)
         whole = np.ndarray(array.shape, array.dtype, found.data)
-        result = room_for(call, mine.stop - mine.start)
+        result = call.room(mine.stop - mine.start)
         result[...] = whole[mine]
         return result
 
@@ -106,7 +105,7 @@ class SmallCalls:
         rows = sum(found.lengths)
         whole = np.ndarray((rows, *call.array.shape[1:]), call.array.dtype, found.data)
         require_room(call, rows, self._rank, self._size)
-        result = room_for(call, rows)
+        result = call.room(rows)
         np.concatenate(in_rank_order(whole, self._hosts, found.lengths), out=result)
         return result
 
@@ -245,14 +244,13 @@ class LargeCalls:
     def all_gather(self, call: Call, rows: Sequence[int]) -> Array:
         """Collect the ``rows`` of each rank, given host by host, and exchange them."""
         total = sum(rows)
-        fits = call.out is None or len(call.out) == total
-        whole = room_for(call if fits and self._in_order else replace(call, out=None), total)
+        whole = (call if self._in_order else replace(call, out=None)).room(total)
         lengths = [count * row_bytes(call.array) for count in rows]
         self._gather(as_bytes(call.array), self._regions(as_bytes(whole), lengths))
         require_room(call, total, self._rank, self._size)
         if self._in_order:
             return whole
-        result = room_for(call, total)
+        result = call.room(total)
         np.concatenate(in_rank_order(whole, self._hosts, rows), out=result)
         return result
 
@@ -286,7 +284,7 @@ class LargeCalls:
         counts = [part.size for part in parts]
         ours, lengths = self._reduce_regions(call, first, self._regions(flat, counts))
         mine = rows_of(call, self._rank, self._size)
-        result = room_for(call, mine.stop - mine.start)
+        result = call.room(mine.stop - mine.start)
         if self._even:  # its section is its part
             self._reduce_section(call, last, ours, lengths, result.reshape(-1))
             self._runs_ahead()
@@ -349,23 +347,11 @@ def _pieces(array: Array) -> list[Array]:
     return [flat[part_of(flat.size, count, i)] for i in range(count)]
 
 
-def row_bytes(array: Array) -> int:
-    """Return the bytes of one row of ``array``."""
-    return array.itemsize * math.prod(array.shape[1:])
-
-
 def rows_of(call: Call, rank: int, size: int) -> slice:
     """Return the rows of a reduce_scatter that are for ``rank``."""
     rows = call.rows or [len(call.array) // size] * size
     begin = sum(rows[:rank])
     return slice(begin, begin + rows[rank])
-
-
-def room_for(call: Call, rows: int) -> Array:
-    """Return where the result of ``call`` goes: a new array of ``rows`` unless it says so."""
-    if call.out is not None:
-        return call.out
-    return np.empty((rows, *call.array.shape[1:]), call.array.dtype)
 
 
 def require_room(call: Call, rows: int, rank: int, size: int) -> None:

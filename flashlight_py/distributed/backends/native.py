@@ -5,10 +5,8 @@ Calls go there as the library takes them: a signature, addresses to read and to 
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -38,10 +36,9 @@ from flashlight_py.distributed.backends.native_work import (
     SCATTERED,
     NativeWork,
     Received,
-    StartedWork,
     freed_by,
 )
-from flashlight_py.distributed.calls.arrays import require_length
+from flashlight_py.distributed.calls.arrays import require_length, row_bytes
 from flashlight_py.distributed.calls.call import Call, Matched
 from flashlight_py.distributed.calls.call_site import PACKAGE, Place, caller, site_of, text_at_site
 from flashlight_py.distributed.failures import abort
@@ -186,7 +183,7 @@ class NativeBackend(NativeGroup):
 
     def _wrapped(
         self, handle: int, verb: int, arrays: tuple[Any, ...], root: int, seconds: float
-    ) -> StartedWork:
+    ) -> NativeWork:
         """Return the Work of the operation ``handle``, an address; it needs all of ``arrays``."""
         x, out, made, *_ = arrays
         result = made
@@ -197,7 +194,7 @@ class NativeBackend(NativeGroup):
         name = NATIVE[verb].name
         received = Received(name, result, x, out, root, made)
         op = self.ffi.cast("fl_op *", handle)
-        work = StartedWork(self, name, op, arrays, received, seconds)
+        work = NativeWork(self, name, op, arrays, received, seconds)
         self._track(work)
         return work
 
@@ -404,13 +401,9 @@ class NativeBackend(NativeGroup):
         arrive = int(table[:, self.rank].sum())
         if call.received is not None:
             call.received += table[:, self.rank].tolist()
-        out: Any = call.out
-        fits = out is None or out.shape[0] == arrive
-        if not fits:
-            call = replace(call, out=None)
-        got = self._result(call, (arrive, *call.array.shape[1:]))
+        out, got = call.out, call.room(arrive)
         work = self._launch(call, output=got, result=got, **self._sections(call.array, table))
-        if fits:
+        if out is None or got is out:
             return work
         return Then(work, lambda _: require_length(call.name, out, arrive, self.rank, self.size))
 
@@ -423,8 +416,7 @@ class NativeBackend(NativeGroup):
 
     def _sections(self, array: Array, table: Array) -> dict[str, Any]:
         """Return ``data`` and ``keep`` of a call: ``table`` has the rows of each rank for each."""
-        row = array.itemsize * math.prod(array.shape[1:])
-        bytes_of_all = np.ascontiguousarray(table * row)
+        bytes_of_all = np.ascontiguousarray(table * row_bytes(array))
         table_pointer = self.ffi.cast("int64_t *", bytes_of_all.ctypes.data)
         sections = self.ffi.new("fl_sections *", (self._pointer(array), table_pointer))
         return {"data": sections, "keep": (bytes_of_all, sections)}

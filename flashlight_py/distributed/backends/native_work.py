@@ -137,6 +137,8 @@ def _fetched(backend: NativeGroup, handle: Any) -> tuple[Any, int]:
 class NativeWork(Work):
     """A handle on a native operation; keeps the arrays alive that it works on."""
 
+    id = 0  # of the call in the backend's journal, where native code has started and recorded it
+
     def __init__(
         self,
         backend: NativeGroup,
@@ -192,16 +194,7 @@ class NativeWork(Work):
 
     def _failure(self, status: int) -> Exception:
         how = self._handle, status, self._name, self._seconds, self._number
-        return failure(self._backend, *how)
-
-
-class StartedWork(NativeWork):
-    """One that native code has started, and recorded as call ``id`` of the backend's journal."""
-
-    id = 0
-
-    def _failure(self, status: int) -> Exception:
-        error = super()._failure(status)
+        error = failure(self._backend, *how)
         if self.id and self._backend.journal is not None:
             self._backend.journal.failed(self.id, error)
             self.id = 0  # noted once, whoever waits

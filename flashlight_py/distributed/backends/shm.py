@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -50,15 +49,11 @@ class ShmBackend(NativeBackend):
     def __init__(self, store: Store, timeout: float) -> None:
         native = _native.load("shm")
         super().__init__(native, store, timeout)
+        self.hosts = [range(self.size)]  # they share memory
         self._room = self.ffi.new("char[]", MESSAGE_BYTES)
         self._named = needs_names(store.spaces)
         self._begin(native, map_together(store, self._map, self._named))
         self.lib.fl_shm_on_mismatch(self.group, answer_where(native, "fl_shm_where"))
-
-    @property
-    def hosts(self) -> Sequence[Sequence[int]]:
-        """All ranks: they share memory; see ``Backend``."""
-        return [range(self.size)]
 
     def _map(self, path: str, create: bool) -> Any:
         group = self.lib.fl_shm_open(

@@ -449,6 +449,11 @@ def as_bytes(array: Array) -> Array:
     return flat
 
 
+def row_bytes(array: Array) -> int:
+    """Return the bytes of one row of ``array``."""
+    return array.itemsize * math.prod(array.shape[1:])
+
+
 def may_overlap(one: Array, other: Array) -> bool:
     """Return whether two arrays may share memory; cheap, and never wrong where they do."""
     xp = array_module(one)

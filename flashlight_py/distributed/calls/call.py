@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flashlight_py.device import Array, is_cupy
+from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed.calls.arrays import name_of
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.verbs import RECV, SCATTER, Verb
@@ -127,6 +127,17 @@ class Call:
         """Whether it is a receive that does not know who sends, or how much."""
         return self.verb is RECV and (self.peer == ANY_RANK or self.partial)
 
+    def room(self, rows: int) -> Array:
+        """Return where a result of ``rows`` rows goes: ``out`` if it has as many, or a new array.
+
+        Also where ``out`` has others: the other ranks are on their way.
+        """
+        if self.out is not None and self.out.shape[0] == rows:
+            return self.out
+        like: Array = self.array
+        room: Array = array_module(like).empty((rows, *like.shape[1:]), like.dtype)
+        return room
+
     def __str__(self) -> str:
         """Return the call as users know it, such as ``"broadcast(float32 (3,), root=0)"``."""
         return self.refusal or self.part_of or self._in_words(self.like, False)
@@ -168,13 +179,9 @@ def in_words(
     verb: Verb, about: str, op: ReduceOp, scale: float, root: int, tag: int, rows: str = ""
 ) -> str:
     """Return a call as it is written: ``about`` is its array in words, ``rows`` empty if equal."""
-    values = {
-        "op": op.name.lower(),
-        "scale": _number(scale),
-        "root": root,
-        "tag": tag,
-        "rows": rows,
-    }
+    short = f"{scale:g}"  # where it says all of it: unequal ones must look unequal
+    exact = short if float(short) == scale else repr(scale)
+    values = {"op": op.name.lower(), "scale": exact, "root": root, "tag": tag, "rows": rows}
     named = (f"{name}={values[name]}" for name in verb.takes if name != "rows" or rows)
     return f"{verb.name}({', '.join([*filter(None, [about]), *named])})"
 
@@ -187,9 +194,3 @@ def array_in_words(kind: str, shape: Sequence[object]) -> str:
         'int8 (3,)'
     """
     return f"{kind} ({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
-
-
-def _number(value: float) -> str:
-    """Return ``value``, short where that says all of it: unequal ones must look unequal."""
-    short = f"{value:g}"
-    return short if float(short) == value else repr(value)

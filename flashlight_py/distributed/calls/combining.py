@@ -1,13 +1,12 @@
 """The meaning of verbs: one rank's result from all arrays, as NumPy (or CuPy) computes it.
 
-The table of the verbs refers to these. Tests compare every backend with them, and a backend whose
-library lacks a verb does it so.
+Tests compare every backend with it, and a backend whose library lacks a verb does it so.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -15,7 +14,21 @@ import numpy as np
 
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed.calls.arrays import scale_in_place
+from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.constants import ReduceOp
+from flashlight_py.distributed.verbs import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BROADCAST,
+    EXSCAN,
+    GATHER,
+    REDUCE,
+    REDUCE_SCATTER,
+    SCAN,
+    SCATTER,
+    Verb,
+)
 
 _UFUNC = {
     ReduceOp.SUM: "add",
@@ -33,20 +46,14 @@ _UFUNC = {
 _LOGICAL = (ReduceOp.LAND, ReduceOp.LOR, ReduceOp.LXOR)
 
 
-def combined(
-    arrays: Sequence[Array], op: ReduceOp, scale: float = 1.0, hosts: Sequence[int] = ()
-) -> Array:
+def combined(arrays: Sequence[Array], op: ReduceOp, scale: float = 1.0) -> Array:
     """Return ``scale`` times ``arrays``, combined in their order, as a new array.
 
     16-bit floats are combined in float32 and rounded once; integers wrap around; an average is
-    divided by the number of arrays. Of several ``hosts``, each with so many of the arrays, those of
-    each are combined first, and rounded, as what leaves a host has the arrays' dtype.
+    divided by the number of arrays.
     """
     if op is ReduceOp.AVG:
         op, scale = ReduceOp.SUM, scale / len(arrays)
-    if hosts:
-        first, scale = factors(arrays[0].dtype, op, scale)
-        arrays = [combined(some, op, first) for some in cut(arrays, hosts)]
     dtype, xp = arrays[0].dtype, array_module(arrays[0])
     narrow = is_narrow(dtype)
     terms = [array.astype(np.float32) for array in arrays] if narrow else list(arrays)
@@ -90,3 +97,30 @@ def joined(arrays: Sequence[Array]) -> Array:
     rows = [array.reshape(1) if array.ndim == 0 else array for array in arrays]
     whole: Array = array_module(rows[0]).concatenate(rows)
     return whole
+
+
+def _reduced(arrays: Sequence[Array], call: Call) -> Array:
+    return combined(arrays, call.op, call.scale)
+
+
+def _part(array: Array, rank: int, size: int, rows: Sequence[int] | None = None) -> Array:
+    part: Array = cut(array, [len(array) // size] * size if rows is None else rows)[rank]
+    return part
+
+
+MEANINGS: dict[Verb, Callable[[Sequence[Any], int, Call], Any]] = {
+    ALL_REDUCE: lambda xs, rank, call: _reduced(xs, call),
+    REDUCE: lambda xs, rank, call: _reduced(xs, call),
+    SCAN: lambda xs, rank, call: _reduced(xs[: rank + 1], call),
+    EXSCAN: lambda xs, rank, call: _reduced(xs[:rank], call),
+    REDUCE_SCATTER: lambda xs, rank, call: _reduced(
+        [_part(x, rank, len(xs), call.rows) for x in xs], call
+    ),
+    BROADCAST: lambda xs, rank, call: xs[call.root],
+    ALL_GATHER: lambda xs, rank, call: joined(xs),
+    GATHER: lambda xs, rank, call: joined(xs),
+    SCATTER: lambda xs, rank, call: _part(xs[call.root], rank, len(xs), call.rows),
+    ALL_TO_ALL: lambda xs, rank, call: joined([_part(x, rank, len(xs)) for x in xs]),
+}
+"""Of each verb that has one, the result of a rank that gets it: of the arrays of all ranks, the
+rank and its call. Parts are equal, or of the same ``rows`` on all ranks."""

@@ -181,7 +181,7 @@ def _run_in_place(group: Membership, call: Call, array: Array, x: Any) -> Any:
 def _run_into(group: Membership, call: Call, array: Array, space: Output) -> Any:
     back = _reducing(call, array).back
     if back is None:
-        call.array, call.out = _apart(call.array, space), space.packed
+        call.array, call.out = pack_apart(call.array, space), space.packed
         return finish_into(group, call, group.run(call), space)
     work = group.run(call)
 
@@ -223,16 +223,12 @@ def output(name: str, out: Any, like: Array, shape: tuple[int | None, ...]) -> O
     return Output(out, array, pack(array))
 
 
-def _apart(packed: Array, space: Output) -> Array:
-    """Return ``packed``, or a copy where backends would write into it while they read it."""
+def pack_apart(array: Array, space: Output) -> Array:
+    """Return ``array`` in a form that backends can read while they fill ``space``."""
+    packed = pack(array)
     if space.packed is not None and may_overlap(packed, space.packed):
         return packed.copy()
     return packed
-
-
-def pack_apart(array: Array, space: Output) -> Array:
-    """Return ``array`` in a form that backends can read while they fill ``space``."""
-    return _apart(pack(array), space)
 
 
 def unpack_into(
@@ -335,8 +331,11 @@ class refusing(ending):
         words = f"{self._verb}, and {self._how} ({reason_of(error)})"
         held = [getattr(value, "array", value) for value in self._given]
         backend = group.backend(next(filter(is_cupy, held), None))
-        if not all(end is COLLECTIVE or _is_known(group, end) for end in begun):
-            return
+        for end in begun:
+            if end is not COLLECTIVE:
+                known = isinstance(end.peer, int) and isinstance(end.tag, int)
+                if not (known and 0 <= end.peer < group.size and 0 <= end.tag < 2**31):
+                    return
         for end in begun:
             group.journal.refused(str(self._verb), error, None if end is COLLECTIVE else end.peer)
             if end is COLLECTIVE:
@@ -351,9 +350,3 @@ class refusing(ending):
 def reason_of(error: BaseException) -> str:
     """Return an exception in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
-
-
-def _is_known(group: Membership, end: End) -> bool:
-    peer, tag = end.peer, end.tag
-    is_rank = isinstance(peer, int) and 0 <= peer < group.size
-    return is_rank and isinstance(tag, int) and 0 <= tag < 2**31

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,11 @@ class Scatter:
     def equal(self) -> Any:
         """Do it with equal parts; returns this rank's, or a Work."""
         whole = self._whole() if self._here else None
+        if whole is not None and whole.ndim > _DIMENSIONS + 1:
+            raise ValueError(
+                f"scatter: a part has at most {_DIMENSIONS} dimensions, got shape "
+                f"{whole.shape[1:]}; reshape it"
+            )
         like = whole[0] if whole is not None else self._like_out()
         space = NO_OUTPUT if like is None else output("scatter", self._out, like, like.shape)
         call = Call(SCATTER, root=self._root, blocking=not self._async)
@@ -84,14 +89,11 @@ class Scatter:
 
     def _whole(self) -> Array:
         """Return what the root scatters as one array of shape (size, part's shape)."""
-        if isinstance(self._xs, list | tuple):
-            return self._stacked(self._xs)
-        array, size = _given(self._xs), self._members.size
-        require_equal_parts("scatter", array, size)
-        return _limited(pack(array).reshape(size, array.shape[0] // size, *array.shape[1:]))
-
-    def _stacked(self, xs: Sequence[Any]) -> Array:
-        size = self._members.size
+        xs, size = self._xs, self._members.size
+        if not isinstance(xs, list | tuple):
+            array = _given(xs)
+            require_equal_parts("scatter", array, size)
+            return pack(array).reshape(size, array.shape[0] // size, *array.shape[1:])
         if len(xs) != size:
             raise ValueError(f"scatter: one array for each of the {size} ranks, got {len(xs)}")
         arrays = [_given(x) for x in xs]
@@ -105,7 +107,7 @@ class Scatter:
                 )
         xp = array_module(first)
         room: Array = xp.empty((size, *first.shape), first.dtype)  # NumPy would close its holes
-        return _limited(pack(xp.stack(arrays, out=room)))
+        return pack(xp.stack(arrays, out=room))
 
     def uneven(self, rows: Iterable[object]) -> Any:
         """Do it with ``rows[r]`` rows for rank r: the ranks agree on the kind, then move them."""
@@ -184,12 +186,3 @@ def _joined(xs: Any) -> Array:
     xp, shape = array_module(arrays[0]), (sum(map(len, arrays)), *arrays[0].shape[1:])
     joined: Array = xp.concatenate(arrays, out=xp.empty(shape, arrays[0].dtype))
     return joined
-
-
-def _limited(whole: Array) -> Array:
-    if whole.ndim > _DIMENSIONS + 1:
-        raise ValueError(
-            f"scatter: a part has at most {_DIMENSIONS} dimensions, got shape "
-            f"{whole.shape[1:]}; reshape it"
-        )
-    return whole

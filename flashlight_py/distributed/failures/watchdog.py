@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from flashlight_py.distributed.failures import journal
@@ -134,18 +135,13 @@ class Watchdog:
             self._thread.start()
             undo.pop_all()
 
-    def stop(self) -> None:
-        """End the thread and let go of the signal."""
+    def stop(self, is_child: bool = False) -> None:
+        """End the thread, which does not run in a child that was forked, and let go of all else."""
         self.release_signal()
         os.close(self._stop)
-        self._thread.join()
+        if not is_child:
+            self._thread.join()
         for end in (self._reader, self._writer, self._stopping):
-            os.close(end)
-
-    def abandon(self) -> None:
-        """Let go of everything in a child that was forked, where the thread does not run."""
-        self.release_signal()
-        for end in (self._reader, self._writer, self._stopping, self._stop):
             os.close(end)
 
     def release_signal(self) -> None:
@@ -275,13 +271,16 @@ def start(flight: Flight) -> None:
         journal.on_failure = current.explain
 
 
-def stop() -> None:
-    """End what ``start`` has begun."""
+def stop(is_child: bool = False) -> None:
+    """End what ``start`` has begun; in a child that was forked its thread is not there."""
     global current
     journal.on_failure = None
     watchdog, current = current, None
     if watchdog is not None:
-        watchdog.stop()
+        watchdog.stop(is_child)
+
+
+os.register_at_fork(after_in_child=partial(stop, is_child=True))
 
 
 def dump(reason: str = "asked for") -> Path:
@@ -296,15 +295,3 @@ def dump(reason: str = "asked for") -> Path:
     if current is not None:
         return current.record(reason)
     return write_record(Flight(folder=default_folder(f"alone-{os.getpid()}")), reason)
-
-
-def _forget_in_child() -> None:
-    """After a fork: the thread is the parent's, and so are the pipe and the file."""
-    global current
-    journal.on_failure = None
-    watchdog, current = current, None
-    if watchdog is not None:
-        watchdog.abandon()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)

@@ -71,7 +71,11 @@ class Membership:
         everyone = () if backend is None else range(backend.size)
         self.ranks = tuple(everyone if ranks is None else ranks)
         self.size = len(self.ranks)
-        self.journal = _journal(backend, ranks, self.ranks)
+        if backend is None:
+            self.journal = Journal("none of this process", (), "")
+        else:
+            name = "world" if ranks is None else name_of_group(self.ranks)
+            self.journal = Journal(name, self.ranks, backend.path)
         self.messages_to_self = SelfMessages()
         self.on_first_use: Callable[[], None] | None = None
         self._unfinished: list[Then] = []
@@ -79,7 +83,7 @@ class Membership:
         if backend is not None:
             backend.count = self.journal.count
         self._joiner = joiner
-        self._gpus: Backend | None = None
+        self.gpus: Backend | None = None  # that of CuPy arrays, once the GPUs are joined
         self._forked = False
         # What is to be closed, also where the group is only dropped.
         self._joined = [] if backend is None else [backend]
@@ -116,7 +120,7 @@ class Membership:
         if self._backend is None:
             raise self._unusable()
         if self.size > 1 and is_cupy(array):
-            return self._gpus or self.join_gpus()
+            return self.gpus or self.join_gpus()
         return self._backend
 
     def _unusable(self) -> Exception:
@@ -133,11 +137,6 @@ class Membership:
             )
         return GroupClosedError(f"{place}: this group is closed")
 
-    @property
-    def gpus(self) -> Backend | None:
-        """The backend of CuPy arrays; None until the GPUs are joined."""
-        return self._gpus
-
     def join_gpus(self) -> Backend:
         """Join the ranks' GPUs by NCCL, unless they are. Collective and blocking the first time.
 
@@ -145,15 +144,15 @@ class Membership:
             BackendUnavailableError: NCCL, CuPy or a GPU is missing on a rank; raised on all.
             DistributedError: NCCL failed, or a rank (named) did not arrive.
         """
-        if self._gpus is None:
+        if self.gpus is None:
             if self._joiner is None:
                 raise BackendUnavailableError(
                     f"rank {self.rank} of {self.size}: CuPy arrays travel through NCCL, and this "
                     "group was made without it; use array.get()"
                 )
-            self._gpus = self._joiner.join_gpus(self.backend())
-            self._joined.insert(0, self._gpus)
-        return self._gpus
+            self.gpus = self._joiner.join_gpus(self.backend())
+            self._joined.insert(0, self.gpus)
+        return self.gpus
 
     def inside(self, members: list[int], store: Store, timeout: float | None) -> Self:
         """Join ``members`` of this group, this rank among them. Collective among them, blocking.
@@ -187,7 +186,7 @@ class Membership:
         like = call.array if call.array is not None else call.out
         backend = self.backend(like)
         if call.verb is BARRIER:  # of everything that ranks do
-            backend = self._gpus or backend
+            backend = self.gpus or backend
         return self.journal.run([call], name or call.name, lambda: backend.start(call))
 
     def run_many(self, calls: Sequence[Call], name: str) -> Work:
@@ -206,12 +205,12 @@ class Membership:
         unfinished, self._unfinished = self._unfinished, []
         AllOf([work for work in unfinished if not work.is_finished()]).wait()
         self.backend().synchronize()
-        if self._gpus is not None:
-            self._gpus.synchronize()
+        if self.gpus is not None:
+            self.gpus.synchronize()
 
     def is_calling(self) -> bool:
         """Return whether this thread is in the middle of a call: it runs a signal handler."""
-        return any(backend.is_calling() for backend in (self._gpus, self._backend) if backend)
+        return any(backend.is_calling() for backend in (self.gpus, self._backend) if backend)
 
     def end(self, error: BaseException) -> None:
         """End the group, as Ctrl-C has interrupted a call: nobody knows how far. The others raise.
@@ -235,7 +234,7 @@ class Membership:
     def _leave(self) -> list[Backend]:
         """Make the group unusable, and return what is to be closed."""
         backends, self._joined = self._joined, []
-        self._gpus = self._backend = None
+        self.gpus = self._backend = None
         self.native = self.native_sendrecv = self.native_replay = left_to_python
         _watched.pop(weakref.ref(self), None)
         return backends
@@ -264,14 +263,6 @@ class Membership:
             return f"ProcessGroup(not a member, ranks={list(self.ranks)})"
         state = "closed" if self._backend is None else self._backend.kind.name
         return f"ProcessGroup(rank={self.rank}, size={self.size}, {state})"
-
-
-def _journal(backend: Backend | None, given: Sequence[int] | None, ranks: Sequence[int]) -> Journal:
-    """Return the journal of a new group; the world is the one that is given no ranks."""
-    if backend is None:
-        return Journal("none of this process", (), "")
-    name = "world" if given is None else name_of_group(ranks)
-    return Journal(name, ranks, backend.path)
 
 
 def watch(group: Membership, backends: list[Backend]) -> None:

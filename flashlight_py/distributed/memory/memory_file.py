@@ -105,17 +105,14 @@ def _remove_orphans() -> None:
     """Remove this user's files whose owners have died between making and mapping them."""
     for path in DIRECTORY.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
-            if time.time() - path.lstat().st_mtime > _YOUNG:
-                _remove_orphan(path)
-
-
-def _remove_orphan(path: Path) -> None:
-    fd = open_memory(str(path))
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an owner that lives holds a shared one
-        path.unlink()
-    finally:
-        os.close(fd)
+            if time.time() - path.lstat().st_mtime <= _YOUNG:
+                continue
+            fd = open_memory(str(path))
+            try:  # an owner that lives holds a shared lock
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(fd)
 
 
 def map_together(store: Store, map_path: Callable[[str, bool], Any], named: bool) -> Any:

@@ -21,7 +21,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -93,10 +93,9 @@ class Operation(Work):
 
     def begin(self) -> None:
         """Let MPI begin: start the clock."""
-        now = time.monotonic()
-        self.is_moving = True
-        self.deadline = now + self.seconds
-        self._look_at = min(now + _LOOK_SECONDS, self.deadline)
+        self.is_moving, self._look_at = True, time.monotonic()
+        self.deadline = self._look_at + self.seconds
+        self.should_look()
 
     def should_look(self) -> bool:
         """Return whether it is time to see what the others do; once in a while."""
@@ -173,7 +172,7 @@ class MpiBackend(Backend):
     ) -> None:
         self._mpi, self.progress, self.control = mpi, progress, control
         self.seconds, self._compares_all = seconds, checked
-        self.rank, self.size = control.rank, control.size
+        self.rank, self.size, self.hosts = control.rank, control.size, control.hosts
         self.processes, self.path, self._gpu_aware = control.processes, path, gpu_aware
         self.place = f"rank {self.rank} of {self.size}"
         self.leaving = Leaving(mpi, comm)
@@ -185,11 +184,6 @@ class MpiBackend(Backend):
         self._moved = 0  # collectives that have
         self._unusable = ""  # why no operation can be started any more
         progress.add(self)
-
-    @property
-    def hosts(self) -> Sequence[Sequence[int]]:
-        """The ranks of each host, as the backend knows that compares calls; see ``Backend``."""
-        return self.control.hosts
 
     def cupy_side(self) -> Backend:
         """Return the backend of the same ranks for CuPy arrays."""
@@ -439,9 +433,9 @@ class Progress:
         with self.lock:
             self._groups.remove(group)
             (self._closed if healthy else _abandoned).append(group)
-        if self._groups:
-            return
-        abort.afterwards.remove(self._end_the_job)
+            if self._groups:
+                return
+            abort.afterwards.remove(self._end_the_job)
         with self._turn:
             thread, self._thread = self._thread, None
             self._stopping = True
@@ -493,13 +487,13 @@ class Progress:
         with self._turn:
             self._waiting += 1
         try:
-            pause = _Pause(self)
+            pauses = self._pauses()
             while not operation.ended:
                 if end is not None and not time.monotonic() < end:
                     return False
                 self.step()
                 if not operation.ended:
-                    pause()
+                    next(pauses)
             return True
         finally:
             with self._turn:
@@ -526,10 +520,29 @@ class Progress:
                 )
                 if self._stopping:
                     return
-            pause = _Pause(self)
+            pauses = self._pauses()
             while not (self._waiting or self._stopping) and self._is_busy():
                 self.step()
-                pause()
+                next(pauses)
+
+    def _pauses(self) -> Iterator[None]:
+        """Pause between steps of a wait: not at all, by a yield, then, where nothing moves, asleep.
+
+        A sleep ends with nothing but its time, as MPI wakes nobody.
+        """
+        since = time.monotonic()
+        for _ in range(_POLLS - 1):
+            yield
+        while True:
+            now = time.monotonic()
+            if self._moving:
+                since = now
+            idle = now - since
+            if idle < _YIELDING_SECONDS:
+                os.sched_yield()
+            else:
+                time.sleep(min(idle / 10, _LONGEST_SLEEP))
+            yield
 
     def _is_busy(self) -> bool:
         return any(group.pending() for group in tuple(self._groups))
@@ -540,29 +553,6 @@ class Progress:
             return  # a child that was forked has no part in its parent's groups
         for group in tuple(self._groups):
             group.close()
-
-
-class _Pause:
-    """Between two steps of a wait: nothing, then a yield, then, where nothing moves, a sleep."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._polls = 0
-        self._since = time.monotonic()
-
-    def __call__(self) -> None:
-        """Let others run; a sleep ends with nothing but its time, as MPI wakes nobody."""
-        self._polls += 1
-        if self._polls < _POLLS:
-            return
-        now = time.monotonic()
-        if self._progress._moving:
-            self._since = now
-        idle = now - self._since
-        if idle < _YIELDING_SECONDS:
-            os.sched_yield()
-        else:
-            time.sleep(min(idle / 10, _LONGEST_SLEEP))
 
 
 progress_of = cache(Progress)  # MPI is one per process, and so is its progress

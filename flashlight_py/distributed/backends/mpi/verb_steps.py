@@ -18,9 +18,15 @@ import numpy as np
 from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed.backends.mpi import movement
 from flashlight_py.distributed.backends.mpi.movement import Movement, Steps, Until, chunks, settle
-from flashlight_py.distributed.calls.arrays import WITH_TEXT, as_bytes, of_bytes, scale_in_place
+from flashlight_py.distributed.calls.arrays import (
+    WITH_TEXT,
+    as_bytes,
+    of_bytes,
+    row_bytes,
+    scale_in_place,
+)
 from flashlight_py.distributed.calls.call import Call, Matched
-from flashlight_py.distributed.calls.combining import combined, cut
+from flashlight_py.distributed.calls.combining import MEANINGS, combined, cut
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.verbs import Verb
 
@@ -144,8 +150,7 @@ class VerbSteps:
 
     def _by_meaning(self, call: Call, _: None) -> Steps:
         """Combine in place what the library does not: every rank receives all arrays, in pieces."""
-        flat, xp, combine = call.array.reshape(-1), array_module(call.array), call.verb.meaning
-        assert combine is not None
+        flat, xp, combine = call.array.reshape(-1), array_module(call.array), MEANINGS[call.verb]
         step = max(1, _PIECE_BYTES // (flat.itemsize * self._size))
         for start in range(0, flat.size, step):
             part = flat[start : start + step]
@@ -163,15 +168,15 @@ class VerbSteps:
 
     def _all_gather(self, call: Call, rows: list[int]) -> Steps:
         array = call.array
-        whole, counts = _rows_like(array, rows, call.out)
+        whole, counts = call.room(sum(rows)), [count * row_bytes(array) for count in rows]
         yield from self._movement.all_gather(as_bytes(array), as_bytes(whole), counts)
         return whole
 
     def _gather(self, call: Call, rows: list[int]) -> Steps:
         array, whole, room = call.array, None, None
-        counts = [count * _row_bytes(array) for count in rows]
+        counts = [count * row_bytes(array) for count in rows]
         if self._rank == call.root:
-            whole, _ = _rows_like(array, rows, call.out)
+            whole = call.room(sum(rows))
             room = as_bytes(whole)
         yield from self._movement.gather(as_bytes(array), room, counts, call.root)
         return whole
@@ -202,9 +207,9 @@ class VerbSteps:
         receives = counted.tolist()
         if call.received is not None:
             call.received.extend(receives)
-        received, bytes_received = _rows_like(array, receives, call.out)
-        bytes_sent = [count * _row_bytes(array) for count in sends]
-        most = sum(totals) * _row_bytes(array)
+        received, row = call.room(sum(receives)), row_bytes(array)
+        bytes_received = [count * row for count in receives]
+        bytes_sent, most = [count * row for count in sends], sum(totals) * row
         data, room = as_bytes(array), as_bytes(received)
         yield from self._movement.all_to_all(data, room, bytes_sent, bytes_received, most)
         return received
@@ -222,22 +227,6 @@ class VerbSteps:
         part = array[: found.rows] if found is not None and array.ndim else array
         yield from self._movement.recv(as_bytes(part), source, call.received[0])
         return array if found is None else found
-
-
-def _row_bytes(array: Array) -> int:
-    return int(np.prod(array.shape[1:], dtype=np.int64)) * array.itemsize
-
-
-def _rows_like(array: Array, rows: list[int], out: Array | None) -> tuple[Array, list[int]]:
-    """Return where the rows of all ranks go, and how many bytes each rank's are.
-
-    That is ``out`` if it is as long, else a new array: the other ranks are on their way.
-    """
-    counts = [count * _row_bytes(array) for count in rows]
-    if out is not None and out.shape[0] == sum(rows):
-        return out, counts
-    whole: Array = array_module(array).empty((sum(rows), *array.shape[1:]), array.dtype)
-    return whole, counts
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,9 @@ from flashlight_py.distributed.backends.nccl.streams import (
     Flights,
     NcclWatchdog,
 )
-from flashlight_py.distributed.calls.arrays import require_length
+from flashlight_py.distributed.calls.arrays import require_length, row_bytes
 from flashlight_py.distributed.calls.call import Call
+from flashlight_py.distributed.calls.combining import MEANINGS
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.verbs import REDUCE, SEND, VERBS, Verb
 from flashlight_py.distributed.work import AllOf, Done, Then, Work, limit_passed
@@ -135,8 +136,7 @@ class NcclBackend(Backend):
 
     def _by_meaning(self, call: Call) -> Work:
         """Combine in place what NCCL does not: each GPU gathers all arrays, and does it itself."""
-        array, combine = call.array, call.verb.meaning
-        assert combine is not None
+        array, combine = call.array, MEANINGS[call.verb]
         pieces = self._empty((self.size, *array.shape), array)
 
         def begin() -> None:
@@ -412,8 +412,7 @@ class NcclBackend(Backend):
 
 def _lengths(array: Array, rows: Sequence[int]) -> dict[int, int]:
     """Return how many bytes ``rows[r]`` rows are, for each rank r."""
-    row = array.dtype.itemsize * math.prod(array.shape[1:])
-    return {rank: count * row for rank, count in enumerate(rows)}
+    return {rank: count * row_bytes(array) for rank, count in enumerate(rows)}
 
 
 class Led(Done):

@@ -103,20 +103,16 @@ def _first_problem(cards: Sequence[NcclCard]) -> str:
     if len({card.version for card in cards}) > 1:
         found = ", ".join(f"{rank}: {version_text(c.version)}" for rank, c in enumerate(cards))
         return f"the ranks have different versions of NCCL ({found}); install the same everywhere"
-    return _shared_gpu(cards)
-
-
-def _shared_gpu(cards: Sequence[NcclCard]) -> str:
     owners: dict[str, int] = {}
     for rank, card in enumerate(cards):
-        if card.gpu and card.gpu in owners:
+        owner = owners.setdefault(card.gpu, rank)
+        if card.gpu and owner != rank:
             return (
-                f"ranks {owners[card.gpu]} and {rank} are on the same GPU, and NCCL takes one "
+                f"ranks {owner} and {rank} are on the same GPU, and NCCL takes one "
                 "rank per GPU. Start as many ranks as there are GPUs, or, to try things out, set "
                 "another NCCL_HOSTID for each rank (or from NCCL 2.30 on, "
                 "NCCL_MULTI_RANK_GPU_ENABLE=1)"
             )
-        owners[card.gpu] = rank
     return ""
 
 
