@@ -309,7 +309,6 @@ class HostShards(Shards):
             for name, those in by_name.items()
         }
         self._steppers: dict[Variable, Stepper] = {}
-        self._optimizers: list[weakref.ref[FirstOrderOptimizer]] = []
         self._states: dict[tuple[str, str, int], Array] = {}
         self._taken: Counter[tuple[int, str]] = Counter()
         with hosts.together("fully_shard"):
@@ -322,7 +321,6 @@ class HostShards(Shards):
             sent = [unit for unit in self._units if not unit.name.endswith(FROZEN)]
             self.sync = self._sync(hosts, _largest(layouts), sent)
         self.params = [param for unit in self._units for param in unit.params]
-        self.sync.step_all = self.step_all
 
     def _sync(self, hosts: Hosts, nbytes: int, units: Sequence[ShardUnit]) -> ShardSync:
         """Return what adds up gradients through buckets of ``nbytes``. Collective, blocking."""
@@ -384,8 +382,8 @@ class HostShards(Shards):
             )
         if self.steps and isinstance(optimizer, RuleOptimizer):
             self._steppers.update((p, (optimizer, i)) for i, p in enumerate(optimizer.params))
-        self._optimizers = [ref for ref in self._optimizers if ref() is not None]
-        self._optimizers.append(weakref.ref(optimizer))
+        self.sync.optimizers = [ref for ref in self.sync.optimizers if ref() is not None]
+        self.sync.optimizers.append(weakref.ref(optimizer))
         self._states, self._taken = {}, Counter()
 
     def sum_of_squares(self, variables: Sequence[Variable]) -> float:
@@ -433,13 +431,6 @@ class HostShards(Shards):
         if place not in self._states:
             self._states[place] = self.memory.new_flat(name, kind)
         return self._states[place]
-
-    def step_all(self) -> None:
-        """Let the optimizers step, on a rank that only takes part for the others."""
-        for ref in self._optimizers:
-            optimizer = ref()
-            if optimizer is not None:
-                optimizer.step()
 
 
 def _largest(layouts: dict[str, FlatLayout]) -> int:
