@@ -91,11 +91,10 @@ class ShardUnit(Unit):
 
     __captured_state__ = ("pending", "wholes")
 
-    def __init__(
-        self, name: str, plan: UnitPlan, params: Sequence[Variable], wholes: Sequence[Array]
-    ) -> None:
+    def __init__(self, name: str, plan: UnitPlan, params: Sequence[Variable]) -> None:
         super().__init__(params)
-        self.name, self.plan, self.wholes = name, plan, wholes
+        self.name, self.plan = name, plan
+        self.wholes: list[Array] = []  # where the ranks' sums lie
         self.sinks: list[Sink] = []
 
 
