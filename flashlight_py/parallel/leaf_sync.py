@@ -92,8 +92,17 @@ def leaves(module: Module, *arrays: Array) -> Iterator[Any]:
         (2, 3)
         (2, 3)
     """
-    sync = leaf_sync_of(module)
-    sync.require_world()
+    require_module(module)
+    sync = pass_of(module)
+    if not isinstance(sync, LeafSync):
+        raise ValueError(
+            "leaves: call distribute_module_grads(module, leaves=8) on this module first"
+        )
+    if group_or_world(sync.reducer.group) is not sync.members:
+        raise NotInitializedError(
+            f"{sync.where()}: the module was distributed in a world that is no more; call "
+            "distribute_module_grads again, after distributed_init"
+        )
     with refusing(sync.members, "leaves"):
         rows = sync.rows_of(arrays)
     return sync.steps_leaves(rows, arrays)
@@ -149,18 +158,6 @@ class LeafSync(GradientPass[Unit]):
     def where(self) -> str:
         """Return how a message begins."""
         return f"leaves: rank {self.members.rank} of {self.members.size}"
-
-    def require_world(self) -> None:
-        """Check that the ranks are still those of when this was made.
-
-        Raises:
-            NotInitializedError: they are not.
-        """
-        if group_or_world(self.reducer.group) is not self.members:
-            raise NotInitializedError(
-                f"{self.where()}: the module was distributed in a world that is no more; call "
-                "distribute_module_grads again, after distributed_init"
-            )
 
     def rows_of(self, arrays: tuple[Array, ...]) -> int:
         """Return how many rows the arrays of a global batch have.
@@ -378,22 +375,6 @@ class LeafSync(GradientPass[Unit]):
             f"{differing_arguments(everyone)}. Pass every rank the whole global batch, leave no "
             "loop over leaves before its end, and draw the same random numbers on every rank"
         )
-
-
-def leaf_sync_of(module: Module) -> LeafSync:
-    """Return what :func:`distribute_module_grads` with ``leaves`` has installed.
-
-    Raises:
-        TypeError: ``module`` is no Module.
-        ValueError: it has not installed that.
-    """
-    require_module(module)
-    sync = pass_of(module)
-    if not isinstance(sync, LeafSync):
-        raise ValueError(
-            "leaves: call distribute_module_grads(module, leaves=8) on this module first"
-        )
-    return sync
 
 
 def is_leaf_by_leaf(module: object) -> bool:
