@@ -34,7 +34,6 @@ from flashlight_py.parallel.leaf_tree import (
     MERGE,
     Rows,
     join_hosts,
-    merges_after,
     ops_of,
     rows_needed,
 )
@@ -333,7 +332,8 @@ class LeafSync(GradientPass[Unit]):
                 view[...] = changes[name]
             if self._weights is not None:
                 rows.scale(row, self._weights[leaf])
-        merges = merges_after(self._ops, self._ops.index(leaf))
+        following = self._ops[self._ops.index(leaf) + 1 :]
+        merges = next((at for at, op in enumerate(following) if op != MERGE), len(following))
         if merges:
             for rows in self._rows:
                 rows.merge(row - merges, merges + 1)
@@ -407,7 +407,11 @@ class LeafBuffers:
         self._first: dict[str, Any] = {}
         if names:
             give_state(module, self._now(names), 0, group)
-        self._averaged = [name for name, value in self._now(names).items() if _is_floating(value)]
+        self._averaged = [
+            name
+            for name, value in self._now(names).items()
+            if isinstance(value, np.ndarray) and value.dtype.kind in "fc"
+        ]
         self._others = [name for name in names if name not in self._averaged]
 
     def floating(self) -> dict[str, Array]:
@@ -460,7 +464,3 @@ class LeafBuffers:
         module = self._module()
         assert module is not None, "whoever runs a step has it"
         return module
-
-
-def _is_floating(value: object) -> bool:
-    return isinstance(value, np.ndarray) and value.dtype.kind in "fc"
