@@ -196,18 +196,6 @@ class GradientUnit(Unit):
             param.grad_buffer = flat[start : start + param.size].reshape(param.shape)
             start += param.size
 
-    def collect(self) -> Array:
-        """Return the array, with all gradients in it."""
-        if self.flat is None:
-            return gradient_of(self.params[0])
-        for param in self.params:
-            grad, home = param.grad, param.grad_buffer
-            # Also if the pass left it out or a user set it.
-            if grad is not home and home is not None:
-                home[...] = 0 if grad is None else grad
-                param.grad = home
-        return self.flat
-
 
 class GradientSync(GradientPass[GradientUnit]):
     """Passes units to ``reducer``, which sums them in place, as hooks complete them.
@@ -238,7 +226,16 @@ class GradientSync(GradientPass[GradientUnit]):
         unused = unit.params if not weight else [p for p in unit.params if p.grad is None]
         if unused:
             self._unused.update(unused)
-        array = unit.collect()
+        array = unit.flat
+        if array is None:
+            array = gradient_of(unit.params[0])
+        else:
+            for param in unit.params:
+                grad, home = param.grad, param.grad_buffer
+                # Also if the pass left it out or a user set it.
+                if grad is not home and home is not None:
+                    home[...] = 0 if grad is None else grad
+                    param.grad = home
         if weight != 1.0:
             weigh_in_place(array, weight)
         flags = self._flags

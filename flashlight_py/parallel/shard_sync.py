@@ -169,7 +169,8 @@ class ShardSync(GradientPass[ShardUnit]):
         """Compute ``a @ b``, the gradient of the unit's only parameter, into the buckets."""
         if not self._running:
             self._begin()
-        weight, adds = self._weigh(), self._adds(unit)
+        weight = 1.0 if self.weigh is None else self.weigh(self._given == 0)
+        adds = self._adds(unit)
         if not weight:
             self._unused.add(leaf)
         self._multiply(unit, a, b, weight, adds)
@@ -188,11 +189,9 @@ class ShardSync(GradientPass[ShardUnit]):
 
     # Sending -----------------------------------------------------------------------------------
 
-    def _weigh(self) -> float:
-        weight = super()._weigh()
-        return weight if self._error is None else 0.0
-
     def _give(self, unit: ShardUnit, weight: float) -> None:
+        if self._error is not None:
+            weight = 0.0
         own = [sink.own(param) for param, sink in zip(unit.params, unit.sinks, strict=True)]
         if not weight:
             own = [None] * len(own)  # a batch of no samples may have nan for its mean
