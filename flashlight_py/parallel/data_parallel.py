@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from flashlight_py import random
@@ -118,11 +118,20 @@ def distribute_module_grads(
     if leaves is None:
         refuse_sharded("distribute_module_grads", module.params(), may_be_cut=True)
     given = {"scale": scale, "hook": hook, "group": group, "bucket_bytes": bucket_bytes}
+    beside = [name for name, value in given.items() if value is not None]
     if leaves is not None:
         leaves = whole_number("distribute_module_grads", "leaves", leaves, least=1)
-        _refuse_beside_leaves({**given, "reducer": reducer})
-    if reducer is not None:
-        _refuse_beside_reducer(given)
+        for name in (*beside, *(["reducer"] if reducer is not None else [])):
+            if name != "group":
+                raise ValueError(
+                    "distribute_module_grads: leaves adds up gradients in an order of its own, to "
+                    f"the mean over the global batch, and takes no {name}"
+                )
+    if reducer is not None and beside:
+        raise ValueError(
+            "distribute_module_grads: a reducer has its own scale, hook, group and sizes of "
+            f"buckets; pass {beside[0]} to the reducer, not beside it"
+        )
     limit = DistributedConstants.COALESCE_CACHE_SIZE if bucket_bytes is None else bucket_bytes
     if limit <= 0:
         raise ValueError(f"distribute_module_grads: bucket_bytes must be positive, got {limit}")
@@ -141,11 +150,14 @@ def distribute_module_grads(
     release(module)
     buffers = [name for name in module.buffers if broadcast_buffers and name not in ignored]
     if leaves is not None:
-        install(module, _leaf_by_leaf(module, in_order, buffers, leaves, group))
+        check_arithmetic("distribute_module_grads", leaves, members)
+        random.generator()  # so that there is one, whose state is part of what follows
+        random.load_state_dict(broadcast_object(random.state_dict(), group=group))
+        install(module, LeafSync(module, in_order, buffers, leaves, group))
         warn_of_differing("distribute_module_grads", digests, members)
         return
     if reducer is not None:
-        sync = GradientSync(one_by_one(in_order), reducer)
+        sync = GradientSync([GradientUnit([param]) for param in in_order], reducer)
     else:
         sync = _bucketed(in_order, scale, hook, group, limit)
     sync.ignored = ignored
@@ -153,20 +165,6 @@ def distribute_module_grads(
     if buffers:
         module.before_forward = functools.partial(before_forward, sync)
     warn_of_differing("distribute_module_grads", digests, members)
-
-
-def _leaf_by_leaf(
-    module: Module,
-    params: list[Variable],
-    buffers: list[str],
-    leaves: int,
-    group: ProcessGroup | None,
-) -> LeafSync:
-    members = group_or_world(group)
-    check_arithmetic("distribute_module_grads", leaves, members)
-    random.generator()  # so that there is one, whose state is part of what follows
-    random.load_state_dict(broadcast_object(random.state_dict(), group=group))
-    return LeafSync(module, params, buffers, leaves, group)
 
 
 def _bucketed(
@@ -186,19 +184,17 @@ def _bucketed(
 
 
 class GradientUnit(Unit):
-    """Gradients that travel as one array, which ``collect`` returns once they are complete.
+    """Gradients that travel as one array: ``flat``, or where that is None the only gradient."""
 
-    ``flat``: that array, or None where it is the gradient of the only parameter.
-    """
-
-    def __init__(
-        self,
-        params: Sequence[Variable],
-        collect: Callable[[], Array],
-        flat: Array | None = None,
-    ) -> None:
+    def __init__(self, params: Sequence[Variable], flat: Array | None = None) -> None:
         super().__init__(params)
-        self.collect, self.flat = collect, flat
+        self.flat = flat
+        if flat is None:
+            return
+        start = 0
+        for param in params:
+            param.grad_buffer = flat[start : start + param.size].reshape(param.shape)
+            start += param.size
 
 
 class GradientSync(GradientPass[GradientUnit]):
@@ -230,7 +226,16 @@ class GradientSync(GradientPass[GradientUnit]):
         unused = unit.params if not weight else [p for p in unit.params if p.grad is None]
         if unused:
             self._unused.update(unused)
-        array = unit.collect()
+        array = unit.flat
+        if array is None:
+            array = gradient_of(unit.params[0])
+        else:
+            for param in unit.params:
+                grad, home = param.grad, param.grad_buffer
+                # Also if the pass left it out or a user set it.
+                if grad is not home and home is not None:
+                    home[...] = 0 if grad is None else grad
+                    param.grad = home
         if weight != 1.0:
             weigh_in_place(array, weight)
         flags = self._flags
@@ -256,11 +261,6 @@ class GradientSync(GradientPass[GradientUnit]):
             # A hook may bring what it had left over of gradients of earlier passes.
             if not (anywhere or gradient_of(param).any()):
                 param.grad = None
-
-
-def one_by_one(params: Sequence[Variable]) -> list[GradientUnit]:
-    """Let every gradient travel as it is; for reducers that pack by themselves."""
-    return [GradientUnit([param], functools.partial(gradient_of, param)) for param in params]
 
 
 def flat_buckets(
@@ -290,35 +290,8 @@ def flat_buckets(
             if is_cupy(like)
             else shared_zeros(room, like.dtype, group)
         )
-    units = [_flat_bucket(bucket, flat) for bucket, flat in zip(planned, flats, strict=True)]
+    units = [GradientUnit(bucket, flat) for bucket, flat in zip(planned, flats, strict=True)]
     return units, flats[-1][sizes[-1] :]
-
-
-def _flat_bucket(params: list[Variable], flat: Array) -> GradientUnit:
-    start = 0
-    for param in params:
-        param.grad_buffer = flat[start : start + param.size].reshape(param.shape)
-        start += param.size
-
-    def collect() -> Array:
-        for param in params:
-            grad, home = param.grad, param.grad_buffer
-            # Also if the pass left it out or a user set it.
-            if grad is not home and home is not None:
-                home[...] = 0 if grad is None else grad
-                param.grad = home
-        return flat
-
-    return GradientUnit(params, collect, flat)
-
-
-def _refuse_beside_leaves(given: Mapping[str, object]) -> None:
-    for name, value in given.items():
-        if value is not None and name != "group":
-            raise ValueError(
-                f"distribute_module_grads: leaves adds up gradients in an order of its own, to the "
-                f"mean over the global batch, and takes no {name}"
-            )
 
 
 def _check_for_leaves(named: Mapping[str, Variable]) -> None:
@@ -332,15 +305,6 @@ def _check_for_leaves(named: Mapping[str, Variable]) -> None:
             raise ValueError(
                 "distribute_module_grads: the module is sharded with step_in_backward=True, so "
                 "every backward pass is a step, and one over a leaf must not be; shard it without"
-            )
-
-
-def _refuse_beside_reducer(given: Mapping[str, object]) -> None:
-    for name, value in given.items():
-        if value is not None:
-            raise ValueError(
-                f"distribute_module_grads: a reducer has its own scale, hook, group and sizes of "
-                f"buckets; pass {name} to the reducer, not beside it"
             )
 
 

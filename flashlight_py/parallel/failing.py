@@ -11,7 +11,6 @@ import contextlib
 import sys
 from collections.abc import Iterable
 
-from flashlight_py.autograd import Variable
 from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.calls.call import PASS_FAILED, Call
@@ -79,9 +78,3 @@ def end_together(group: ProcessGroup) -> None:
         except DistributedError:
             pass
         return
-
-
-def forget_gradients(params: Iterable[Variable]) -> None:
-    """Leave no gradients of a failed pass, of which ranks would have different parts."""
-    for param in params:
-        param.grad = None

@@ -7,7 +7,7 @@ import functools
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -27,11 +27,10 @@ from flashlight_py.optim.optimizer import Placement, RuleOptimizer, Shards
 from flashlight_py.parallel.agreement import check_modules_agree, check_settings_agree
 from flashlight_py.parallel.data_parallel import before_forward, distribute_module_grads
 from flashlight_py.parallel.gathered_shards import shard_by_gathering
-from flashlight_py.parallel.gradient_pass import install, release
+from flashlight_py.parallel.gradient_pass import GradientPass, install, release
 from flashlight_py.parallel.shard_memory import (
     FROZEN,
     Buckets,
-    FlatLayout,
     HostMemory,
     Hosts,
     UnitPlan,
@@ -114,13 +113,27 @@ def fully_shard(
     if not any(param.calc_grad for param in named.values()):
         raise ValueError("fully_shard: the module has no parameter with calc_grad")
     if any(is_cupy(param.data) for param in named.values()):
-        _shard_gpus(module, members, step_in_backward, across_hosts)
+        if across_hosts:
+            how = "on GPUs each rank has a part of everything in any case"
+            raise ValueError(f"fully_shard: across_hosts is for parameters on the CPU; {how}")
+        with refusing(members, "fully_shard"):
+            _install(module, shard_by_gathering(module, members, step_in_backward))
         return
-    _check_placements(named)
+    for name, param in named.items():
+        if param.placement is not None and param.placement.is_cut:
+            raise ValueError(
+                f"fully_shard: {name} is cut between ranks by shard_linear already; shard the "
+                "module's other parts"
+            )
+        if param.placement is not None:
+            param.placement.shards.check("fully_shard")
     nbytes = sum(param.data.nbytes for param in named.values())
     if nbytes < SMALL_BYTES and not (step_in_backward or across_hosts):
-        with refusing(members, "fully_shard"):
-            _undo(named.values())
+        with refusing(members, "fully_shard"):  # each rank has its own again, of all or none
+            sharded = [param for param in named.values() if param.placement is not None]
+            own = [np.array(param.data) for param in sharded]
+            for param, data in zip(sharded, own, strict=True):
+                param.placement, param.data = None, data
         release(module)
         broadcast_parameters(module, group=members)
         distribute_module_grads(module, group=members)
@@ -132,32 +145,12 @@ def fully_shard(
     release(module)
     shards.take()
     shards.sync.ignored = frozenset(named)
-    install(module, shards.sync)
-    module.before_forward = functools.partial(before_forward, shards.sync)
+    _install(module, shards.sync)
 
 
-def _shard_gpus(
-    module: Module, members: ProcessGroup, step_in_backward: bool, across_hosts: bool
-) -> None:
-    if across_hosts:
-        how = "on GPUs each rank has a part of everything in any case"
-        raise ValueError(f"fully_shard: across_hosts is for parameters on the CPU; {how}")
-    with refusing(members, "fully_shard"):
-        shards = shard_by_gathering(module, members, step_in_backward)
-    install(module, shards)
-    module.before_forward = functools.partial(before_forward, shards)
-
-
-def _check_placements(named: dict[str, Variable]) -> None:
-    """Refuse what cannot be laid out anew."""
-    for name, param in named.items():
-        if param.placement is not None and param.placement.is_cut:
-            raise ValueError(
-                f"fully_shard: {name} is cut between ranks by shard_linear already; shard the "
-                "module's other parts"
-            )
-        if param.placement is not None:
-            param.placement.shards.check("fully_shard")
+def _install(module: Module, sync: GradientPass[Any]) -> None:
+    install(module, sync)
+    module.before_forward = functools.partial(before_forward, sync)
 
 
 def _require_row_major(named: dict[str, Variable]) -> None:
@@ -169,13 +162,6 @@ def _require_row_major(named: dict[str, Variable]) -> None:
                 "and common memory is in C order, in which products may have other last bits. "
                 "Before, do: param.array = np.ascontiguousarray(param.array)"
             )
-
-
-def _undo(params: Iterable[Variable]) -> None:
-    """Let this rank have parameters of its own again, where they are sharded; all or none."""
-    own = [(param, np.array(param.data)) for param in params if param.placement is not None]
-    for param, data in own:
-        param.placement, param.data = None, data
 
 
 def _in_order(module: Module) -> list[Variable]:
@@ -247,25 +233,26 @@ class HostPlacement(Placement):
 
     def whole(self, state: Array) -> Array:
         """Return ``state`` in the parameter's shape; collective across hosts."""
-        whole = np.array(state) if self.shards.memory.across else state
-        for host, part in self._parts():
-            root = self.shards.memory.hosts.first_ranks[host]
-            self.shards.members.broadcast(whole.reshape(-1)[part], root=root)
+        memory = self.shards.memory
+        whole = np.array(state) if memory.across else state
+        for host, part in self._parts() if memory.across else ():
+            self.shards.members.broadcast(
+                whole.reshape(-1)[part], root=memory.hosts.first_ranks[host]
+            )
         return whole
 
     def put(self, state: Array, value: Any) -> None:
         """Set what this host keeps of ``state`` to ``value``; see ``Placement``."""
         memory = self.shards.memory
         flat, new = state.reshape(-1), to_device(value, "cpu").reshape(-1)
-        parts = dict(self._parts()) if memory.across else {memory.hosts.index: slice(None)}
-        own = parts.get(memory.hosts.index)
-        if own is not None:
-            flat[own] = new[own]
+        for host, own in self._parts() if memory.across else [(memory.hosts.index, slice(None))]:
+            if host == memory.hosts.index:
+                flat[own] = new[own]
 
     def _parts(self) -> Iterator[tuple[int, slice]]:
         """Yield which of the parameter's elements which host steps, where each has a part."""
         memory, place = self.shards.memory, self._place
-        for host in range(memory.hosts.count if memory.across else 0):
+        for host in range(memory.hosts.count):
             own = memory.own(self._name, host)
             low, high = max(own.start, place.start), min(own.stop, place.stop)
             if low < high:
@@ -309,33 +296,31 @@ class HostShards(Shards):
             for name, those in by_name.items()
         }
         self._steppers: dict[Variable, Stepper] = {}
-        self._optimizers: list[weakref.ref[FirstOrderOptimizer]] = []
         self._states: dict[tuple[str, str, int], Array] = {}
         self._taken: Counter[tuple[int, str]] = Counter()
         with hosts.together("fully_shard"):
             self.memory = HostMemory(hosts, layouts, across_hosts)
-            self._units = [
-                self._unit(name, unit_plan, [by_name[name][number] for number in unit_plan.numbers])
-                for name, layout in layouts.items()
-                for unit_plan in layout.units
-            ]
+            self._units = []
+            for name, layout in layouts.items():
+                for each in layout.units:
+                    unit = ShardUnit(name, each, [by_name[name][number] for number in each.numbers])
+                    grads = self.memory.grads[name]
+                    unit.wholes = [place.view(grads) for _, place in self._places(unit)]
+                    self._units.append(unit)
+            largest = max(
+                (chunk.stop - chunk.start) * unit.params[0].dtype.itemsize
+                for unit in self._units
+                for chunk in unit.plan.chunks
+            )
+            scale = 1.0 / members.size if hosts.count == 1 else 1.0
+            buckets = Buckets(hosts.local, largest, scale, keeps=not self.steps)
             sent = [unit for unit in self._units if not unit.name.endswith(FROZEN)]
-            self.sync = self._sync(hosts, _largest(layouts), sent)
+            self.sync = (
+                StepSync(members, self.memory, buckets, sent, self._steppers.get)
+                if step_in_backward
+                else ShardSync(members, self.memory, buckets, sent)
+            )
         self.params = [param for unit in self._units for param in unit.params]
-        self.sync.step_all = self.step_all
-
-    def _sync(self, hosts: Hosts, nbytes: int, units: Sequence[ShardUnit]) -> ShardSync:
-        """Return what adds up gradients through buckets of ``nbytes``. Collective, blocking."""
-        scale = 1.0 / self.members.size if hosts.count == 1 else 1.0
-        buckets = Buckets(hosts.local, nbytes, scale, keeps=not self.steps)
-        if self.steps:
-            return StepSync(self.members, self.memory, buckets, units, self._steppers.get)
-        return ShardSync(self.members, self.memory, buckets, units)
-
-    def _unit(self, name: str, plan: UnitPlan, params: Sequence[Variable]) -> ShardUnit:
-        unit = ShardUnit(name, plan, params, [])
-        unit.wholes = [place.view(self.memory.grads[name]) for _, place in self._places(unit)]
-        return unit
 
     def _places(self, unit: ShardUnit) -> Iterator[tuple[Variable, HostPlacement]]:
         """Yield the parameters of ``unit``, and where they are to lie."""
@@ -384,8 +369,8 @@ class HostShards(Shards):
             )
         if self.steps and isinstance(optimizer, RuleOptimizer):
             self._steppers.update((p, (optimizer, i)) for i, p in enumerate(optimizer.params))
-        self._optimizers = [ref for ref in self._optimizers if ref() is not None]
-        self._optimizers.append(weakref.ref(optimizer))
+        self.sync.optimizers = [ref for ref in self.sync.optimizers if ref() is not None]
+        self.sync.optimizers.append(weakref.ref(optimizer))
         self._states, self._taken = {}, Counter()
 
     def sum_of_squares(self, variables: Sequence[Variable]) -> float:
@@ -433,19 +418,3 @@ class HostShards(Shards):
         if place not in self._states:
             self._states[place] = self.memory.new_flat(name, kind)
         return self._states[place]
-
-    def step_all(self) -> None:
-        """Let the optimizers step, on a rank that only takes part for the others."""
-        for ref in self._optimizers:
-            optimizer = ref()
-            if optimizer is not None:
-                optimizer.step()
-
-
-def _largest(layouts: dict[str, FlatLayout]) -> int:
-    return max(
-        (chunk.stop - chunk.start) * np.dtype(name.removesuffix(FROZEN)).itemsize
-        for name, layout in layouts.items()
-        for unit in layout.units
-        for chunk in unit.chunks
-    )

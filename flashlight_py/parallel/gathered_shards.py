@@ -73,33 +73,28 @@ def shard_by_gathering(
     """
     members = group_or_world(group)
     params = module.named_params()
-    _refuse_sharded(params)
-    check_modules_agree(params, members)
-    release(module)
-    _refuse_used(params)
-    shards = GatheredShards(members, step_in_backward)
-    rows: set[int] = set()
-    for together in _grouped(module):
-        row = _row(sum(param.size for param in together), members.size, rows)
-        shards.take(Flat(together, members, row))
-    if module.buffers:
-        give_state(module, module.buffers, 0, members)
-    return shards
-
-
-def _refuse_sharded(params: dict[str, Variable]) -> None:
     for name, param in params.items():
         if param.placement is not None:
             raise ValueError(f"fully_shard: {name!r} is sharded already; call it once")
-
-
-def _refuse_used(params: dict[str, Variable]) -> None:
+    check_modules_agree(params, members)
+    release(module)
     for name, param in params.items():
         if param.hook is not None or param.buffer is not None:
             raise ValueError(
                 f"fully_shard: {name!r} has a gradient hook or buffer, and sharding needs its own; "
                 "clear it before"
             )
+    shards = GatheredShards(members, step_in_backward)
+    taken: set[int] = set()
+    for together in _grouped(module):
+        elements = sum(param.size for param in together)
+        least = max(1, -(-elements // (members.size * GRAIN))) * GRAIN
+        row = next(row for row in itertools.count(least, GRAIN) if row not in taken)
+        taken.add(row)
+        shards.take(Flat(together, members, row))
+    if module.buffers:
+        give_state(module, module.buffers, 0, members)
+    return shards
 
 
 def _grouped(module: Module) -> Iterator[list[Variable]]:
@@ -114,14 +109,6 @@ def _grouped(module: Module) -> Iterator[list[Variable]]:
         yield from kinds.values()
 
 
-def _row(elements: int, ranks: int, taken: set[int]) -> int:
-    """Return how many elements each rank keeps: enough, and no number that is ``taken``."""
-    least = max(1, -(-elements // (ranks * GRAIN))) * GRAIN
-    row = next(row for row in itertools.count(least, GRAIN) if row not in taken)
-    taken.add(row)
-    return row
-
-
 class Flat(Unit):
     """The parameters of one module and dtype in one array of shape ``(ranks, row)``.
 
@@ -134,50 +121,47 @@ class Flat(Unit):
 
     def __init__(self, params: Sequence[Variable], group: ProcessGroup, row: int) -> None:
         super().__init__(params)
-        self.group = group
-        self.row = row
+        self.group, self.row = group, row
         self.shapes = [param.shape for param in params]
-        self.starts = [0]
-        for param in params:
-            self.starts.append(self.starts[-1] + param.size)
+        self.starts = [0, *itertools.accumulate(param.size for param in params)]
         self._library = array_module(params[0].data)
         self.dtype = params[0].dtype
-        self.part = self._part_of_first_rank()
         self.arrays: list[Array] | None = None
         self._whole: Array | None = None  # arrives while there is work
         self._work: Work | None = None
         self.homes: list[Array] | None = None
         self._gradients: Array | None = None
         self._set_aside: list[Array | None] = []
-
-    def _part_of_first_rank(self) -> Array:
-        """Return this rank's part of the values on rank 0. Collective, blocking."""
         whole = self._empty()
-        for array, param in zip(self._views(whole), self.params, strict=True):
+        for array, param in zip(self._views(whole), params, strict=True):
             array[...] = param.data
-        self._fill_padding(whole)
-        self.group.broadcast(whole, 0)
-        part: Array = whole[self.group.rank].copy()
-        return part
+        group.broadcast(whole, 0)
+        self.part: Array = whole[group.rank].copy()
 
     def _empty(self) -> Array:
-        shape = (self.group.size, self.row)
-        return self._library.empty(shape, self.dtype)  # type: ignore[no-any-return]
+        """Return memory for all of it, with zeros behind the last parameter."""
+        whole: Array = self._library.empty((self.group.size, self.row), self.dtype)
+        whole.reshape(-1)[self.starts[-1] :] = 0
+        return whole
 
     def _views(self, whole: Array) -> list[Array]:
         line = whole.reshape(-1)
         return [
-            line[start : start + math.prod(shape)].reshape(shape)
-            for start, shape in zip(self.starts, self.shapes, strict=False)
+            line[start:stop].reshape(shape)
+            for start, stop, shape in zip(self.starts, self.starts[1:], self.shapes, strict=False)
         ]
 
-    def _fill_padding(self, whole: Array) -> None:
-        whole.reshape(-1)[self.starts[-1] :] = 0
+    def cut(self, position: int, rank: int | None = None) -> tuple[slice, slice]:
+        """Return what a rank has of a parameter: in its part, and in the whole parameter."""
+        first = (self.group.rank if rank is None else rank) * self.row
+        start, stop = self.starts[position : position + 2]
+        begin, end = (min(max(edge, first), first + self.row) for edge in (start, stop))
+        return slice(begin - first, end - first), slice(begin - start, end - start)
 
     def start(self) -> None:
         """Begin to gather the parameters, unless they are here. Collective."""
         if self._whole is None:
-            whole = self._empty()
+            whole = self._library.empty((self.group.size, self.row), self.dtype)
             row = self.part.reshape(1, -1)
             self._work = self.group.all_gather(row, out=whole, async_op=True)
             self._whole = whole
@@ -220,7 +204,6 @@ class Flat(Unit):
         for param, home in zip(self.params, self.homes, strict=True):
             if param.grad is not home:
                 home[...] = 0 if param.grad is None else param.grad
-        self._fill_padding(self._gradients)
         reduction = FlatReduction(self, self._gradients, used)
         self.forget_gradients()
         return reduction
@@ -231,11 +214,6 @@ class Flat(Unit):
             param.grad = grad
         self._set_aside = []
         self.homes = self._gradients = None
-
-    def put(self, position: int, value: Array) -> None:
-        """Set a parameter to ``value``, of its shape and on its device: this rank's part of it."""
-        cut = PartSlices(self, position)
-        self.part[cut.here] = value.reshape(-1)[cut.of_all]
 
 
 class FlatReduction:
@@ -259,25 +237,12 @@ class FlatReduction:
     def add(self, used: Sequence[bool]) -> None:
         """Add this rank's part to the parameters' gradients: of those that were ``used``."""
         for position, param in enumerate(self.flat.params):
-            if not used[position]:
-                continue
-            piece = self._part[PartSlices(self.flat, position).here]
-            if param.grad is None:
-                param.grad = piece
-            else:
-                param.grad += piece
-
-
-class PartSlices:
-    """A rank's elements of a parameter: ``here`` in its part, ``of_all`` in the whole."""
-
-    def __init__(self, flat: Flat, position: int, rank: int | None = None) -> None:
-        first = (flat.group.rank if rank is None else rank) * flat.row
-        start, stop = flat.starts[position : position + 2]
-        begin, end = (min(max(edge, first), first + flat.row) for edge in (start, stop))
-        self.here = slice(begin - first, end - first)
-        self.of_all = slice(begin - start, end - start)
-        self.length = end - begin
+            if used[position]:
+                piece = self._part[self.flat.cut(position)[0]]
+                if param.grad is not None:
+                    param.grad += piece
+                else:
+                    param.grad = piece
 
 
 class PartPlacement(Placement):
@@ -287,23 +252,18 @@ class PartPlacement(Placement):
 
     def __init__(self, shards: GatheredShards, flat: Flat, position: int) -> None:
         self.shards, self.flat, self.position = shards, flat, position
-        self._cut = PartSlices(flat, position)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the whole parameter."""
-        return self.flat.shapes[self.position]
+        self._here, self._of_all = flat.cut(position)
 
     def zeros(self, dtype: DTypeLike) -> Array:
         """Return new state for this rank's part, of one dimension. Not collective."""
-        library = array_module(self.flat.part)
-        return library.zeros(self._cut.length, dtype)  # type: ignore[no-any-return]
+        part = self.flat.part[self._here]
+        return array_module(part).zeros(part.size, dtype)  # type: ignore[no-any-return]
 
     def pieces(self, variable: Variable, states: Sequence[Array]) -> Sequence[tuple[Array, ...]]:
         """Return (part of the parameter, of the gradient, *states), unless this rank has none."""
         assert variable.grad is not None
-        part = self.flat.part[self._cut.here]
-        return [(part, variable.grad, *states)] if self._cut.length else []
+        part = self.flat.part[self._here]
+        return [(part, variable.grad, *states)] if part.size else []
 
     def sum_of_squares(self, variable: Variable) -> float:
         """Return that of the whole gradient, in float64. Collective, blocking."""
@@ -313,20 +273,18 @@ class PartPlacement(Placement):
 
     def whole(self, state: Array) -> Array:
         """Return the parts of all ranks in the parameter's shape, a new array. Collective."""
-        group, library = self.flat.group, array_module(state)
-        cuts = [PartSlices(self.flat, self.position, rank) for rank in range(group.size)]
-        longest = max(cut.length for cut in cuts)
-        mine = library.zeros((1, longest), state.dtype)
+        flat, library = self.flat, array_module(state)
+        cuts = [flat.cut(self.position, rank)[1] for rank in range(flat.group.size)]
+        mine = library.zeros((1, max(cut.stop - cut.start for cut in cuts)), state.dtype)
         mine[0, : state.size] = state
-        rows = group.all_gather(mine)
-        found = library.empty(math.prod(self.shape), state.dtype)
-        for rank, cut in enumerate(cuts):
-            found[cut.of_all] = rows[rank, : cut.length]
-        return found.reshape(self.shape)  # type: ignore[no-any-return]
+        rows = flat.group.all_gather(mine)
+        parts = [row[: cut.stop - cut.start] for row, cut in zip(rows, cuts, strict=True)]
+        whole: Array = library.concatenate(parts)
+        return whole.reshape(flat.shapes[self.position])
 
     def put(self, state: Array, value: Any) -> None:
         """Set ``state`` to this rank's part of ``value``. Not collective."""
-        state[...] = to_device(value.reshape(-1)[self._cut.of_all], device_of(state))
+        state[...] = to_device(value.reshape(-1)[self._of_all], device_of(state))
 
 
 class PartedVariable(Variable):
@@ -370,14 +328,14 @@ class PartedVariable(Variable):
 
     def assign(self, value: Array) -> None:
         """Set the parameter, of which this rank keeps its part. Every rank passes the same."""
-        flat = self.placement.flat
+        placement, flat = self.placement, self.placement.flat
         flat.release()
-        flat.put(self.placement.position, to_device(value, device_of(flat.part)))
+        placement.put(flat.part[placement._here], value)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the whole parameter."""
-        return self.placement.shape
+        return self.placement.flat.shapes[self.placement.position]
 
     @property
     def ndim(self) -> int:

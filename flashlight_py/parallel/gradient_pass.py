@@ -159,12 +159,9 @@ class GradientPass(InPasses, abc.ABC, Generic[AnyUnit]):
             self._give_next()
 
     def _give_next(self) -> None:
-        self._give(self._units[self._given], self._weigh())
+        weight = 1.0 if self.weigh is None else self.weigh(self._given == 0)
+        self._give(self._units[self._given], weight)
         self._given += 1
-
-    def _weigh(self) -> float:
-        """Return what this rank's gradients count in this pass."""
-        return 1.0 if self.weigh is None else self.weigh(self._given == 0)
 
     def _used_here(self) -> list[bool]:
         """Return which parameters this rank has used in this pass."""

@@ -34,7 +34,6 @@ from flashlight_py.parallel.leaf_tree import (
     MERGE,
     Rows,
     join_hosts,
-    merges_after,
     ops_of,
     rows_needed,
 )
@@ -92,8 +91,17 @@ def leaves(module: Module, *arrays: Array) -> Iterator[Any]:
         (2, 3)
         (2, 3)
     """
-    sync = leaf_sync_of(module)
-    sync.require_world()
+    require_module(module)
+    sync = pass_of(module)
+    if not isinstance(sync, LeafSync):
+        raise ValueError(
+            "leaves: call distribute_module_grads(module, leaves=8) on this module first"
+        )
+    if group_or_world(sync.reducer.group) is not sync.members:
+        raise NotInitializedError(
+            f"{sync.where()}: the module was distributed in a world that is no more; call "
+            "distribute_module_grads again, after distributed_init"
+        )
     with refusing(sync.members, "leaves"):
         rows = sync.rows_of(arrays)
     return sync.steps_leaves(rows, arrays)
@@ -149,18 +157,6 @@ class LeafSync(GradientPass[Unit]):
     def where(self) -> str:
         """Return how a message begins."""
         return f"leaves: rank {self.members.rank} of {self.members.size}"
-
-    def require_world(self) -> None:
-        """Check that the ranks are still those of when this was made.
-
-        Raises:
-            NotInitializedError: they are not.
-        """
-        if group_or_world(self.reducer.group) is not self.members:
-            raise NotInitializedError(
-                f"{self.where()}: the module was distributed in a world that is no more; call "
-                "distribute_module_grads again, after distributed_init"
-            )
 
     def rows_of(self, arrays: tuple[Array, ...]) -> int:
         """Return how many rows the arrays of a global batch have.
@@ -336,7 +332,8 @@ class LeafSync(GradientPass[Unit]):
                 view[...] = changes[name]
             if self._weights is not None:
                 rows.scale(row, self._weights[leaf])
-        merges = merges_after(self._ops, self._ops.index(leaf))
+        following = self._ops[self._ops.index(leaf) + 1 :]
+        merges = next((at for at, op in enumerate(following) if op != MERGE), len(following))
         if merges:
             for rows in self._rows:
                 rows.merge(row - merges, merges + 1)
@@ -380,22 +377,6 @@ class LeafSync(GradientPass[Unit]):
         )
 
 
-def leaf_sync_of(module: Module) -> LeafSync:
-    """Return what :func:`distribute_module_grads` with ``leaves`` has installed.
-
-    Raises:
-        TypeError: ``module`` is no Module.
-        ValueError: it has not installed that.
-    """
-    require_module(module)
-    sync = pass_of(module)
-    if not isinstance(sync, LeafSync):
-        raise ValueError(
-            "leaves: call distribute_module_grads(module, leaves=8) on this module first"
-        )
-    return sync
-
-
 def is_leaf_by_leaf(module: object) -> bool:
     """Return whether ``module`` is trained leaf by leaf: the same random numbers on all ranks."""
     return isinstance(module, Module) and isinstance(pass_of(module), LeafSync)
@@ -426,7 +407,11 @@ class LeafBuffers:
         self._first: dict[str, Any] = {}
         if names:
             give_state(module, self._now(names), 0, group)
-        self._averaged = [name for name, value in self._now(names).items() if _is_floating(value)]
+        self._averaged = [
+            name
+            for name, value in self._now(names).items()
+            if isinstance(value, np.ndarray) and value.dtype.kind in "fc"
+        ]
         self._others = [name for name in names if name not in self._averaged]
 
     def floating(self) -> dict[str, Array]:
@@ -479,7 +464,3 @@ class LeafBuffers:
         module = self._module()
         assert module is not None, "whoever runs a step has it"
         return module
-
-
-def _is_floating(value: object) -> bool:
-    return isinstance(value, np.ndarray) and value.dtype.kind in "fc"

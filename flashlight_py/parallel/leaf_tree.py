@@ -115,20 +115,15 @@ def reduction(count: int, ranks: int, per_host: int) -> TreeReduction:
         on_host = range(first, first + per_host)
         places = [(rank - first, row) for rank in on_host for row in range(len(stacks[rank]))]
         sums = [leaves for rank in on_host for leaves in stacks[rank]]
-        hosts.append(_host(places, sums, count))
-    subtrees = [each.leaves for host in hosts for each in host]
-    return TreeReduction(hosts, additions(subtrees, count, range(count)))
-
-
-def _host(places: list[tuple[int, int]], sums: list[range], count: int) -> list[Subtree]:
-    if not sums:
-        return []
-    found = []
-    for leaves in stack_after(program(range(sums[0].start, sums[-1].stop), count))[0]:
-        inside = [number for number, each in enumerate(sums) if each.start in leaves]
-        steps = additions([sums[number] for number in inside], count, leaves)
-        found.append(Subtree(leaves, [places[number] for number in inside], steps))
-    return found
+        mine = range(sums[0].start, sums[-1].stop) if sums else range(0)
+        subtrees = []
+        for leaves in stack_after(program(mine, count))[0]:
+            inside = [number for number, each in enumerate(sums) if each.start in leaves]
+            steps = additions([sums[number] for number in inside], count, leaves)
+            subtrees.append(Subtree(leaves, [places[number] for number in inside], steps))
+        hosts.append(subtrees)
+    sums = [each.leaves for host in hosts for each in host]
+    return TreeReduction(hosts, additions(sums, count, range(count)))
 
 
 class Subtree(NamedTuple):
@@ -144,14 +139,6 @@ class TreeReduction(NamedTuple):
 
     hosts: list[list[Subtree]]
     steps: list[tuple[int, int]]
-
-
-def merges_after(ops: Sequence[int], position: int) -> int:
-    """Return how many times a program merges right after the leaf at ``position``."""
-    count = 0
-    while position + 1 + count < len(ops) and ops[position + 1 + count] == MERGE:
-        count += 1
-    return count
 
 
 def rows_needed(leaves: int, ranks: int) -> int:

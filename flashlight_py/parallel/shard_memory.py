@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import math
 import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -54,12 +55,7 @@ class UnitPlan:
     numbers: list[int]
     starts: list[int]
     sizes: list[int]
-    chunks: list[Chunk] = field(default_factory=list)
-
-    @property
-    def is_large(self) -> bool:
-        """Whether it is one parameter alone, whose gradient need not exist as a whole."""
-        return len(self.numbers) == 1
+    chunks: list[Chunk]
 
 
 @dataclass(frozen=True)
@@ -92,69 +88,32 @@ def plan(
     line = max(1, LINE // itemsize)
     grain = line * math.lcm(ranks, *hosts)
     room = max(bucket_bytes // itemsize // grain, 1) * grain
-    units: list[UnitPlan] = []
-    small: list[int] = []
     sizes = [math.prod(shape) for shape in shapes]
+    sent: list[list[int]] = []
+    small: list[int] = []
     for number, size in enumerate(sizes):
         if size * 4 > room:
-            units.append(UnitPlan([number], [], [size]))
+            sent.append([number])
             continue
         if sum(sizes[other] for other in small) + size > room:
-            units.append(UnitPlan(small, [], [sizes[other] for other in small]))
+            sent.append(small)
             small = []
-        small = [*small, number]
+        small.append(number)
     if small:
-        units.append(UnitPlan(small, [], [sizes[other] for other in small]))
-    length = 0
-    for unit in units:
-        length = _place(unit, length, shapes, grain, room, ranks)
-    return FlatLayout(units, length)
-
-
-def _place(
-    unit: UnitPlan,
-    start: int,
-    shapes: Sequence[Sequence[int]],
-    grain: int,
-    room: int,
-    ranks: int,
-) -> int:
-    """Give ``unit`` its place from ``start`` on; return where the next one begins."""
-    at = start
-    for size in unit.sizes:
-        unit.starts.append(at)
-        at += size
-    end = start + -(-(at - start) // grain) * grain
-    step = _step(shapes[unit.numbers[0]], grain, room) if unit.is_large else room
-    for begin in range(start, max(end, start + 1), step):
-        if begin < end:
-            stop = min(begin + step, end)
-            unit.chunks.append(Chunk(begin, stop, (stop - begin) // ranks))
-    return end
-
-
-def _step(shape: Sequence[int], grain: int, room: int) -> int:
-    """Return how many elements of a large parameter a chunk has: whole rows where they fit."""
-    row = math.prod(shape[1:])
-    rows = math.lcm(row, grain) if row else grain
-    return room // rows * rows or room
-
-
-def pieces_of(
-    unit: UnitPlan, position: int, rank: int, within: slice | None = None
-) -> Iterator[slice]:
-    """Yield the elements of the unit's parameter ``position`` that ``rank`` steps.
-
-    They count from the parameter's first element; ``within``: of the flat array only these.
-    """
-    start, size = unit.starts[position], unit.sizes[position]
-    for chunk in unit.chunks:
-        part = chunk.part_of(rank)
-        low, high = max(part.start, start), min(part.stop, start + size)
-        if within is not None:
-            low, high = max(low, within.start), min(high, within.stop)
-        if low < high:
-            yield slice(low - start, high - start)
+        sent.append(small)
+    units, end = [], 0
+    for numbers in sent:
+        own, step = [sizes[number] for number in numbers], room
+        if len(numbers) == 1:  # a chunk of a large parameter has whole rows where they fit
+            row = math.prod(shapes[numbers[0]][1:])
+            rows = math.lcm(row, grain) if row else grain
+            step = room // rows * rows or room
+        *starts, last = itertools.accumulate(own, initial=end)
+        begin, end = end, end + -(-(last - end) // grain) * grain
+        edges = [*range(begin, end, step), end]
+        chunks = [Chunk(a, b, (b - a) // ranks) for a, b in itertools.pairwise(edges)]
+        units.append(UnitPlan(numbers, starts, own, chunks))
+    return FlatLayout(units, end)
 
 
 # What ranks compare where they meet: one may be in another pass, or in a step.
@@ -162,9 +121,6 @@ BACKWARD = "backward of a sharded module"
 # Of all ranks of a host together, and of one bucket.
 ALL_BYTES = 16 << 20
 LEAST_BYTES, MOST_BYTES = 256 << 10, 2 << 20
-
-# Of this rank's part of a sum of earlier passes, in place; the chunk says where it lies.
-Scaling = Callable[[Array, Chunk], None]
 
 
 def bucket_bytes(ranks: int) -> int:
@@ -210,10 +166,10 @@ class Buckets:
         rooms: list[Array] = [rank[self._turn, :nbytes].view(dtype) for rank in self._memory]
         return rooms
 
-    def send(self, chunk: Chunk, total: Array, old: Scaling | None) -> None:
+    def send(self, chunk: Chunk, total: Array, old: Callable[[Array, Chunk], None] | None) -> None:
         """Sum what ranks have in their rooms into this rank's part of ``total``. Collective.
 
-        Blocks. ``old``: what is there stays, scaled by this, and is added to.
+        Blocks. ``old``: what is there stays, scaled by this in place, and is added to.
         """
         part = chunk.part_of(self._local.rank)
         if self._alone and old is None:
@@ -312,9 +268,19 @@ class HostMemory:
         return flat.view(kind) if length else np.zeros(0, kind)
 
     def pieces(self, name: str, unit: UnitPlan, position: int) -> list[slice]:
-        """Return which elements of a parameter this rank steps."""
-        within = self.own(name, self.hosts.index) if self.across else None
-        return list(pieces_of(unit, position, self.hosts.local.rank, within))
+        """Return which elements of the unit's parameter ``position`` this rank steps.
+
+        They count from the parameter's first element.
+        """
+        start, size = unit.starts[position], unit.sizes[position]
+        own = self.own(name, self.hosts.index) if self.across else slice(start, start + size)
+        pieces = []
+        for chunk in unit.chunks:
+            part = chunk.part_of(self.hosts.local.rank)
+            low, high = max(part.start, start, own.start), min(part.stop, start + size, own.stop)
+            if low < high:
+                pieces.append(slice(low - start, high - start))
+        return pieces
 
     def own(self, name: str, host: int) -> slice:
         """Return what of a flat array ``host`` steps, where each has a part of its own."""
@@ -367,7 +333,8 @@ class HostMemory:
                 yield
                 if self.across:
                     meet(local, STEP)
-                    self._share_between_hosts(self.params)
+                    for between, host, part in self._led_by_host(self.params):
+                        between.broadcast(part, root=host)
                 marks[local.rank] += 1
                 self.protect(True)
                 meet(local, STEP)
@@ -415,35 +382,29 @@ class HostMemory:
         if self.hosts.count == 1:
             return
         meet(self.hosts.local, BACKWARD)
-        between = self.hosts.between
-        if between is None:
-            return
         scale = 1.0 / self.hosts.group.size
-        for name, flat in self.grads.items():
-            if not self.across:
+        if self.across:
+            for between, host, part in self._led_by_host(self.grads):
+                between.reduce(part, root=host, scale=scale)
+        elif self.hosts.between is not None:
+            for flat in self.grads.values():
                 part = flat[self._led(0, flat.size)]
                 if part.size:
-                    between.all_reduce(part, scale=scale)
-                continue
-            for host, part in enumerate(self._led_by_host(name, flat)):
-                if part.size:
-                    between.reduce(part, root=host, scale=scale)
-
-    def _share_between_hosts(self, flats: Mapping[str, Array]) -> None:
-        """Send each host's part of ``flats``, arrays of layouts by name, to the others."""
-        between = self.hosts.between
-        for name, flat in flats.items():
-            for host, part in enumerate(self._led_by_host(name, flat)):
-                if between is not None and part.size:
-                    between.broadcast(part, root=host)
+                    self.hosts.between.all_reduce(part, scale=scale)
 
     def _led(self, start: int, stop: int) -> slice:
         """Return what of these elements this rank exchanges between hosts."""
         leaders, index, count = self.hosts.leaders, self.hosts.local.rank, stop - start
         return slice(start + count * index // leaders, start + count * (index + 1) // leaders)
 
-    def _led_by_host(self, name: str, flat: Array) -> Sequence[Array]:
-        parts = [self.own(name, host) for host in range(self.hosts.count)]
-        if self.hosts.between is None:
-            return []
-        return [flat[self._led(part.start, part.stop)] for part in parts]
+    def _led_by_host(self, flats: Mapping[str, Array]) -> Iterator[tuple[ProcessGroup, int, Array]]:
+        """Yield of each host's part of flat arrays what this rank exchanges, and with whom."""
+        between = self.hosts.between
+        if between is None:
+            return
+        for name, flat in flats.items():
+            for host in range(self.hosts.count):
+                own = self.own(name, host)
+                part = flat[self._led(own.start, own.stop)]
+                if part.size:
+                    yield between, host, part

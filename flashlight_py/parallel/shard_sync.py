@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -22,7 +23,7 @@ from flashlight_py.distributed.calls.running import refusing
 from flashlight_py.distributed.memory.host_memory import add_up, map_zeros, meet
 from flashlight_py.distributed.reducers.reducer import InlineReducer
 from flashlight_py.errors import DistributedError
-from flashlight_py.optim.optimizer import RuleOptimizer
+from flashlight_py.optim.optimizer import FirstOrderOptimizer, RuleOptimizer
 from flashlight_py.parallel.failing import fail
 from flashlight_py.parallel.gradient_pass import (
     GradientPass,
@@ -49,11 +50,11 @@ class Sink(GradSink):
     passes; else its own gradient is ``Variable.grad`` until it has been sent.
     """
 
-    __slots__ = ("beside", "dtype", "shape", "sync", "unit", "whole")
+    __slots__ = ("beside", "dtype", "is_stepped", "shape", "sync", "unit", "whole")
 
     def __init__(self, sync: ShardSync, unit: ShardUnit, whole: Array) -> None:
         self.sync, self.unit, self.whole = sync, unit, whole
-        self.shape, self.dtype = whole.shape, whole.dtype
+        self.shape, self.dtype, self.is_stepped = whole.shape, whole.dtype, sync.steps
         self.beside: Array | None = None
 
     def add(self, leaf: Variable, contribution: Array, is_new: bool) -> None:
@@ -90,21 +91,11 @@ class ShardUnit(Unit):
 
     __captured_state__ = ("pending", "wholes")
 
-    def __init__(
-        self, name: str, plan: UnitPlan, params: Sequence[Variable], wholes: Sequence[Array]
-    ) -> None:
+    def __init__(self, name: str, plan: UnitPlan, params: Sequence[Variable]) -> None:
         super().__init__(params)
-        self.name, self.plan, self.wholes = name, plan, wholes
+        self.name, self.plan = name, plan
+        self.wholes: list[Array] = []  # where the ranks' sums lie
         self.sinks: list[Sink] = []
-
-    def begin(self) -> bool:
-        """Return whether the sums are added to those of earlier passes."""
-        kept = [p.grad is whole for p, whole in zip(self.params, self.wholes, strict=True)]
-        if any(kept) and not all(kept):
-            for sink, has in zip(self.sinks, kept, strict=True):
-                if not has:
-                    sink.sync.clear(self, sink)
-        return any(kept)
 
 
 class ShardSync(GradientPass[ShardUnit]):
@@ -117,7 +108,6 @@ class ShardSync(GradientPass[ShardUnit]):
         units: in the order in which they are sent.
     """
 
-    sink_type = Sink
     __captured_state__ = (
         *("weigh", "ignored", "enabled", "is_shared"),
         *("_units", "_params", "_sinks", "_given", "_running", "_unused", "_has_failed"),
@@ -130,9 +120,9 @@ class ShardSync(GradientPass[ShardUnit]):
         self.is_shared = True
         self._group, self._memory, self._buckets = group, memory, buckets
         for unit in units:
-            unit.sinks = [self.sink_type(self, unit, whole) for whole in unit.wholes]
+            unit.sinks = [Sink(self, unit, whole) for whole in unit.wholes]
         self._sinks = [sink for unit in units for sink in unit.sinks]
-        self.step_all: Callable[[], None] = _nothing  # that the ranks step after a pass
+        self.optimizers: list[weakref.ref[FirstOrderOptimizer]] = []  # that ranks step together
         self._error: Exception | None = None  # by which the pass fails, on this rank alone
 
     def install(self) -> None:
@@ -151,17 +141,18 @@ class ShardSync(GradientPass[ShardUnit]):
                 param.buffer = None
                 param.clear_grad_hook()
         # Without cycles the memory, which may be most of what there is, is free at once.
-        self.step_all = _nothing
         self._sinks = []
         for unit in self._units:
             unit.sinks = []
 
-    def clear(self, unit: ShardUnit, sink: Sink) -> None:
-        """Set this rank's part of a gradient that is not there to zeros, to be added to."""
-        position = unit.sinks.index(sink)
-        flat = sink.whole.reshape(-1)
-        for piece in self._memory.pieces(unit.name, unit.plan, position):
-            flat[piece] = 0
+    def _adds(self, unit: ShardUnit) -> bool:
+        """Return whether a unit's sums are added to those of earlier passes."""
+        kept = [p.grad is whole for p, whole in zip(unit.params, unit.wholes, strict=True)]
+        for position, whole in enumerate(unit.wholes if any(kept) else ()):
+            if not kept[position]:  # this rank's part of it is added to
+                for piece in self._memory.pieces(unit.name, unit.plan, position):
+                    whole.reshape(-1)[piece] = 0
+        return any(kept)
 
     # What hooks and sinks ask ------------------------------------------------------------------
 
@@ -169,7 +160,7 @@ class ShardSync(GradientPass[ShardUnit]):
         """Return whether a product can be computed into the buckets now."""
         return (
             self.enabled
-            and unit.plan.is_large
+            and len(unit.plan.numbers) == 1
             and self._given < len(self._units)
             and self._units[self._given] is unit
         )
@@ -178,7 +169,8 @@ class ShardSync(GradientPass[ShardUnit]):
         """Compute ``a @ b``, the gradient of the unit's only parameter, into the buckets."""
         if not self._running:
             self._begin()
-        weight, adds = self._weigh(), unit.begin()
+        weight = 1.0 if self.weigh is None else self.weigh(self._given == 0)
+        adds = self._adds(unit)
         if not weight:
             self._unused.add(leaf)
         self._multiply(unit, a, b, weight, adds)
@@ -197,16 +189,14 @@ class ShardSync(GradientPass[ShardUnit]):
 
     # Sending -----------------------------------------------------------------------------------
 
-    def _weigh(self) -> float:
-        weight = super()._weigh()
-        return weight if self._error is None else 0.0
-
     def _give(self, unit: ShardUnit, weight: float) -> None:
+        if self._error is not None:
+            weight = 0.0
         own = [sink.own(param) for param, sink in zip(unit.params, unit.sinks, strict=True)]
         if not weight:
             own = [None] * len(own)  # a batch of no samples may have nan for its mean
         self._unused.update(p for p, grad in zip(unit.params, own, strict=True) if grad is None)
-        self._pack(unit, own, weight, unit.begin())
+        self._pack(unit, own, weight, self._adds(unit))
         for param, sink in zip(unit.params, unit.sinks, strict=True):
             sink.beside = None
             if param.grad is not sink.whole:
@@ -288,28 +278,18 @@ class ShardSync(GradientPass[ShardUnit]):
         for param in self._params:
             param.grad = None
         super().give_zeros()
-        self.step_all()
-
-
-class SteppedSink(Sink):
-    """Takes a gradient that changes its parameter at once."""
-
-    __slots__ = ()
-    is_stepped = True
+        for ref in self.optimizers:
+            optimizer = ref()
+            if optimizer is not None:
+                optimizer.step()
 
 
 class StepSync(ShardSync):
     """Steps parameters while the pass goes on.
 
-    Args:
-        group: all ranks, of one host.
-        memory: what they have in common.
-        buckets: theirs.
-        units: in the order in which they are stepped.
-        stepper_of: returns who steps a parameter; None: nobody does.
+    All ranks are of one host. ``stepper_of`` returns who steps a parameter; None: nobody does.
     """
 
-    sink_type = SteppedSink
     steps = True
 
     def __init__(
@@ -323,10 +303,9 @@ class StepSync(ShardSync):
         super().__init__(group, memory, buckets, units)
         self._stepper_of = stepper_of
         # Whether a rank has a gradient of a parameter, in this pass.
-        places = {param: place for place, param in enumerate(self._params)}
-        self._places = places
-        flags = map_zeros(group, group.size * len(places)).view(np.bool_)
-        self._flags = flags.reshape(group.size, len(places))
+        self._places = {param: place for place, param in enumerate(self._params)}
+        flags = map_zeros(group, group.size * len(self._places)).view(np.bool_)
+        self._flags = flags.reshape(group.size, len(self._places))
         self._change = contextlib.ExitStack()
         self.is_done = False  # a pass has stepped, and optimizer.step() was not called since
 
@@ -353,36 +332,24 @@ class StepSync(ShardSync):
         meet(self._group, BACKWARD)
         rooms = self._buckets.of_ranks(chunk, unit.params[0].dtype)
         part = chunk.part_of(self._group.rank)
-        for position, param in enumerate(unit.params):
+        for param, start, size in zip(unit.params, unit.plan.starts, unit.plan.sizes, strict=True):
             stepper = self._stepper_of(param)
-            if stepper is not None and self._flags[:, self._places[param]].any():
-                self._step(unit, position, stepper, part, (chunk.start, rooms), is_first)
-
-    def _step(
-        self,
-        unit: ShardUnit,
-        position: int,
-        stepper: Stepper,
-        part: slice,
-        rooms: tuple[int, list[Array]],
-        is_first: bool,
-    ) -> None:
-        """Step what ``part`` has of the unit's parameter ``position``, which may be nothing."""
-        optimizer, number = stepper
-        start, size = unit.plan.starts[position], unit.plan.sizes[position]
-        low, high = max(part.start, start), min(part.stop, start + size)
-        pieces, scale = [], 1.0 / self._group.size
-        if low < high:
-            begin, buckets = rooms
-            own = slice(low - start, high - start)
-            grads = [bucket[low - begin : high - begin] for bucket in buckets]
-            states = [state.reshape(-1)[own] for state in optimizer.states_of(number)]
-            param = self._memory.params[unit.name][low:high]
-            if param.itemsize == 2:  # a gradient that is an array is rounded before the step
-                grads, scale = [add_up(grads, scale, np.empty_like(param))], 1.0
-            pieces = [(param, grads, *states)]
-        step = optimizer.step_pieces if is_first else optimizer.step_more_pieces
-        step(number, pieces, scale)
+            if stepper is None or not self._flags[:, self._places[param]].any():
+                continue
+            optimizer, number = stepper
+            # What this rank has of the parameter, which may be nothing.
+            low, high = max(part.start, start), min(part.stop, start + size)
+            pieces, scale = [], 1.0 / self._group.size
+            if low < high:
+                grads = [room[low - chunk.start : high - chunk.start] for room in rooms]
+                own = slice(low - start, high - start)
+                states = [state.reshape(-1)[own] for state in optimizer.states_of(number)]
+                data = self._memory.params[unit.name][low:high]
+                if data.itemsize == 2:  # a gradient that is an array is rounded before the step
+                    grads, scale = [add_up(grads, scale, np.empty_like(data))], 1.0
+                pieces = [(data, grads, *states)]
+            step = optimizer.step_pieces if is_first else optimizer.step_more_pieces
+            step(number, pieces, scale)
 
     def _finish(self) -> None:
         """Let the ranks go on together, unless one has failed; there are no gradients."""
@@ -393,10 +360,6 @@ class StepSync(ShardSync):
     def _reset(self) -> None:
         super()._reset()
         self._change.pop_all()  # a pass that has failed leaves its marks, and nothing to the next
-
-
-def _nothing() -> None:
-    """Do nothing."""
 
 
 def _fill(bucket: Array, chunk: Chunk, plan: UnitPlan, own: Sequence[Array | None]) -> None:

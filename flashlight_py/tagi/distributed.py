@@ -360,8 +360,9 @@ class DeltaSync(GradientPass[DeltaUnit]):
             )
         self._on_ready(unit)
 
-    def _weigh(self) -> float:
-        return self._weight
+    def _give_next(self) -> None:
+        self._give(self._units[self._given], self._weight)
+        self._given += 1
 
     def _give(self, unit: DeltaUnit, weight: float) -> None:
         unit.bucket.extra[...] = self._model.samples
