@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from flashlight_py import random
 from flashlight_py.distributed import ProcessGroup
+from flashlight_py.distributed.backends.exchange import Steps, exchange_bytes
 from flashlight_py.distributed.calls.call import COMPOSED
-from flashlight_py.distributed.start.exchange import Steps, exchange_bytes
 from flashlight_py.errors import (
     CheckpointError,
     CollectiveTimeoutError,

@@ -38,7 +38,7 @@ from flashlight_py.checkpoint.tensors import from_bytes, pack, pieces, to_bytes
 from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.calls.checks import whole_number
-from flashlight_py.distributed.groups.world import group_or_world
+from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.errors import CheckpointError
 from flashlight_py.parallel.leaf_sync import is_leaf_by_leaf
 

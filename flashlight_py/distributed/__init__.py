@@ -8,13 +8,13 @@ from flashlight_py.distributed import api
 _HOMES = {
     "constants": ["DistributedBackend", "DistributedConstants", "DistributedInit"],
     "start.initialize": ["distributed_init", "distributed_shutdown"],
-    "groups.world": [
+    "start.world": [
         *("is_distributed_init", "distributed_backend", "get_world_rank", "get_world_size"),
         *("get_local_rank", "get_local_size", "is_main_process", "use_local_device", "describe"),
     ],
-    "groups.rank_filter": ["RankFilter"],
+    "start.rank_filter": ["RankFilter"],
     "failures.abort": ["abort_on_exception"],
-    "groups.group": ["ProcessGroup"],
+    "api.group": ["ProcessGroup"],
     "work": ["Work"],
     "reducers.reducer": ["Reducer", "InlineReducer", "CoalescingReducer"],
     "reducers": [

@@ -17,9 +17,9 @@ from flashlight_py import _native
 from flashlight_py.autograd import Variable
 from flashlight_py.device import Array, to_device
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.groups.world import group_or_world
+from flashlight_py.distributed.backends.exchange import exchange_bytes
 from flashlight_py.distributed.start import blas
-from flashlight_py.distributed.start.exchange import exchange_bytes
+from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.errors import MismatchError
 
 _STEP = 0x9E3779B97F4A7C15  # of digests

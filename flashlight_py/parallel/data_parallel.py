@@ -18,7 +18,6 @@ from flashlight_py.autograd import Variable
 from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed import DistributedConstants, ProcessGroup, broadcast_object
 from flashlight_py.distributed.calls.checks import whole_number
-from flashlight_py.distributed.groups.world import group_or_world
 from flashlight_py.distributed.reducers import CommunicationHook
 from flashlight_py.distributed.reducers.reducer import (
     EagerReducer,
@@ -27,6 +26,7 @@ from flashlight_py.distributed.reducers.reducer import (
     plan_buckets,
     reduce_all,
 )
+from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.nn import Module
 from flashlight_py.parallel.agreement import (
     check_arithmetic,

@@ -17,9 +17,9 @@ from numpy.typing import DTypeLike
 from flashlight_py.autograd import Variable
 from flashlight_py.device import Array, is_cupy, to_device
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.calls.running import refusing
-from flashlight_py.distributed.groups.world import group_or_world
-from flashlight_py.distributed.memory.host_memory import hosts_of, meet
+from flashlight_py.distributed.api.running import refusing
+from flashlight_py.distributed.reducers.host_memory import hosts_of, meet
+from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.nn import Module
 from flashlight_py.optim import FirstOrderOptimizer
 from flashlight_py.optim.cpu import BLOCK, sum_of_squares, sums_of_squares

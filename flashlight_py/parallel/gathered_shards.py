@@ -29,8 +29,8 @@ from flashlight_py.autograd import Variable
 from flashlight_py.autograd.engine import GradSink, after_node, in_backward
 from flashlight_py.device import Array, array_module, device_of, is_cupy, to_device
 from flashlight_py.distributed import ProcessGroup, Work
-from flashlight_py.distributed.groups.world import group_or_world
 from flashlight_py.distributed.reducers.reducer import InlineReducer
+from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.nn import Module
 from flashlight_py.optim import FirstOrderOptimizer
 from flashlight_py.optim.cpu import sum_of_squares

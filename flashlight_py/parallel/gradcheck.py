@@ -10,8 +10,8 @@ from flashlight_py.autograd import Variable, functions, param
 from flashlight_py.autograd.gradcheck import central_difference, difference
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.groups.world import group_or_world
-from flashlight_py.distributed.start.exchange import exchange_bytes
+from flashlight_py.distributed.backends.exchange import exchange_bytes
+from flashlight_py.distributed.start.world import group_or_world
 
 
 def gradcheck_over_ranks(

@@ -29,8 +29,8 @@ from flashlight_py.autograd.engine import InPasses, at_end
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed import ProcessGroup, all_reduce, shared_empty
 from flashlight_py.distributed.calls.arrays import scale_in_place
-from flashlight_py.distributed.groups.world import group_or_world
 from flashlight_py.distributed.reducers.reducer import Reducer
+from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.errors import DistributedError
 from flashlight_py.nn import Module
 from flashlight_py.parallel.failing import end_together, fail

@@ -16,7 +16,7 @@ import numpy as np
 
 from flashlight_py.distributed import ProcessGroup, all_reduce
 from flashlight_py.distributed.calls.checks import whole_number
-from flashlight_py.distributed.groups.world import current_world
+from flashlight_py.distributed.start.world import current_world
 from flashlight_py.errors import MismatchError
 from flashlight_py.nn import Module
 from flashlight_py.optim import FirstOrderOptimizer

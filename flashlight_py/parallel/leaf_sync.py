@@ -22,9 +22,9 @@ from flashlight_py.autograd import Variable
 from flashlight_py.dataset.shares import contiguous_share
 from flashlight_py.device import Array, effect
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.calls.running import refusing
-from flashlight_py.distributed.groups.world import group_or_world
+from flashlight_py.distributed.api.running import refusing
 from flashlight_py.distributed.reducers.reducer import InlineReducer
+from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.errors import MismatchError, NotInitializedError
 from flashlight_py.nn import Module
 from flashlight_py.parallel.agreement import differing_arguments, of_all_ranks

@@ -19,7 +19,7 @@ from flashlight_py.autograd import Variable
 from flashlight_py.dataset.shares import contiguous_share
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.memory.host_memory import hosts_of
+from flashlight_py.distributed.reducers.host_memory import hosts_of
 
 MERGE = -1
 """In a program: replace the two on top of the stack by their sum."""

@@ -10,8 +10,8 @@ from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.calls.arrays import as_array, check_reduction
 from flashlight_py.distributed.constants import ReduceOp
-from flashlight_py.distributed.groups.world import group_or_world
 from flashlight_py.distributed.reducers.reducer import reduce_all
+from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.optim import FirstOrderOptimizer
 from flashlight_py.parallel.agreement import (
     check_arrays_agree,

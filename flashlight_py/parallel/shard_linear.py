@@ -17,7 +17,7 @@ from flashlight_py.autograd import functions as F
 from flashlight_py.device import Array, array_module, device_of, to_device
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.calls.checks import whole
-from flashlight_py.distributed.groups.world import group_or_world
+from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.errors import MismatchError
 from flashlight_py.nn import Linear
 from flashlight_py.optim.cpu import sum_of_squares

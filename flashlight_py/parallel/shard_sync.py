@@ -19,8 +19,8 @@ from flashlight_py.autograd import Variable
 from flashlight_py.autograd.engine import GradSink, after_node, is_last_contribution
 from flashlight_py.device import Array, array_module, effect
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.calls.running import refusing
-from flashlight_py.distributed.memory.host_memory import add_up, map_zeros, meet
+from flashlight_py.distributed.api.running import refusing
+from flashlight_py.distributed.reducers.host_memory import add_up, map_zeros, meet
 from flashlight_py.distributed.reducers.reducer import InlineReducer
 from flashlight_py.errors import DistributedError
 from flashlight_py.optim.optimizer import FirstOrderOptimizer, RuleOptimizer

@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from flashlight_py.distributed import ProcessGroup, all_reduce, broadcast
+from flashlight_py.distributed.api.running import ending, refusing
+from flashlight_py.distributed.backends.exchange import exchange_bytes
 from flashlight_py.distributed.calls.checks import whole, whole_number
-from flashlight_py.distributed.calls.running import ending, refusing
-from flashlight_py.distributed.groups.world import group_or_world
 from flashlight_py.distributed.reducers.reducer import reduce_all
-from flashlight_py.distributed.start.exchange import exchange_bytes
+from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.errors import DistributedError, MismatchError
 from flashlight_py.meter import Meter
 from flashlight_py.nn import Module

@@ -21,8 +21,8 @@ from flashlight_py.distributed import (
     distributed_init,
     is_distributed_init,
 )
-from flashlight_py.distributed.groups.world import group_or_world
 from flashlight_py.distributed.reducers.reducer import EagerReducer, plan_buckets
+from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.parallel.agreement import check_entries_agree, check_settings_agree
 from flashlight_py.parallel.gradient_pass import (
     GradientPass,

@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.distributed.backend import Backend
+from flashlight_py.distributed.backends.exchange import exchange_bytes
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.failures import journal
 from flashlight_py.distributed.failures.journal import Record, leave_to_python
-from flashlight_py.distributed.groups.world import current_world
-from flashlight_py.distributed.start.exchange import exchange_bytes
-from flashlight_py.distributed.start.topology import host_identity
+from flashlight_py.distributed.memory.topology import host_identity
+from flashlight_py.distributed.start.world import current_world
 from flashlight_py.distributed.verbs import RECV, SEND
 from flashlight_py.errors import DistributedError
 from flashlight_py.trace.records import RankTimeline, call_text

@@ -20,11 +20,11 @@ import numpy as np
 
 from flashlight_py import _native
 from flashlight_py.distributed.backend import Backend
+from flashlight_py.distributed.backends.exchange import exchange_bytes
 from flashlight_py.distributed.backends.nccl import joining
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
 from flashlight_py.distributed.backends.nccl.library import NcclLibrary
 from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.start.exchange import exchange_bytes
 from flashlight_py.distributed.verbs import RECV, SEND
 from tests.autograd import compiled_kernels
 

@@ -6,7 +6,7 @@ import numpy as np
 
 import flashlight_py as fl
 from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.groups.world import current_world
+from flashlight_py.distributed.start.world import current_world
 from flashlight_py.distributed.verbs import ALL_TO_ALL, GATHER, RECV, SCATTER
 from tests.distributed import cuda_stand_in
 from tests.distributed.conformance import values

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
+from flashlight_py.distributed.backends.exchange import BackendStore
 from flashlight_py.distributed.backends.mpi import movement
 from flashlight_py.distributed.backends.mpi.backend import MpiBackend
 from flashlight_py.distributed.backends.mpi.joining import join
 from flashlight_py.distributed.backends.shm import ShmBackend
 from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.groups.world import current_world
 from flashlight_py.distributed.rendezvous.store import Store, SubStore
-from flashlight_py.distributed.start.exchange import BackendStore
+from flashlight_py.distributed.start.world import current_world
 from flashlight_py.distributed.verbs import ALL_GATHER, ALL_REDUCE, BARRIER
 from tests.distributed.conformance import assert_equal, combined, values
 

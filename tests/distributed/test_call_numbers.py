@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
+from flashlight_py.distributed.backends.exchange import exchange_bytes
 from flashlight_py.distributed.failures import journal
-from flashlight_py.distributed.start.exchange import exchange_bytes
 from tests.distributed.conformance import BACKENDS
 
 CALLS = {

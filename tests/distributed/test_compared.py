@@ -17,7 +17,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.distributed.calls.call import ANY_RANK, Call, Matched
 from flashlight_py.distributed.constants import ReduceOp
-from flashlight_py.distributed.groups.world import current_world
+from flashlight_py.distributed.start.world import current_world
 from flashlight_py.distributed.verbs import (
     ALL_GATHER,
     ALL_REDUCE,

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed.groups.group import ProcessGroup
+from flashlight_py.distributed.api.group import ProcessGroup
 from tests.distributed.conformance import ranks_in
 from tests.distributed.harness import run_outcomes
 
@@ -76,7 +76,7 @@ def fork_in_groups(rank: int, size: int) -> None:
     works = [whole.irecv(x, before), whole.all_reduce(z, async_op=True)]
     waiting = threading.Thread(target=whole.recv, args=(y, before, 7))
     waiting.start()
-    groups = [fl.distributed.groups.world.current_world().group, whole, part]
+    groups = [fl.distributed.start.world.current_world().group, whole, part]
     child = os.fork()
     if child == 0:
         in_the_child(groups, works)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed.groups.group import ProcessGroup
+from flashlight_py.distributed.api.group import ProcessGroup
 from tests.distributed.conformance import ranks_in
 from tests.distributed.harness import run_ranks
 

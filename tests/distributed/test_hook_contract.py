@@ -209,7 +209,7 @@ def test_a_bucket_knows_whether_something_was_left_to_run(pool: Any) -> None:
 
 
 def in_background(rank: int, size: int) -> list[bool]:
-    from flashlight_py.distributed.groups.world import current_world
+    from flashlight_py.distributed.start.world import current_world
 
     reported = []
     for inline_bytes, blocking in ((24, False), (23, False), (0, True)):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed.start import topology
+from flashlight_py.distributed.memory import topology
 from tests.distributed.conformance import BACKENDS, ranks_in
 from tests.distributed.harness import run_outcomes, run_ranks
 

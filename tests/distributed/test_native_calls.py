@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
+from flashlight_py.distributed.api.group import ProcessGroup
 from flashlight_py.distributed.calls.arrays import DTYPES
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.failures import journal
 from flashlight_py.distributed.failures.journal import Record
-from flashlight_py.distributed.groups.group import ProcessGroup
-from flashlight_py.distributed.groups.world import current_world
+from flashlight_py.distributed.start.world import current_world
 from flashlight_py.distributed.work import Work
 from flashlight_py.errors import GroupClosedError, MismatchError
 from tests.distributed.harness import run_outcomes

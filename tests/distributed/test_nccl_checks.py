@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed.groups.world import current_world
+from flashlight_py.distributed.start.world import current_world
 from tests.distributed import conformance, cuda_stand_in
 from tests.distributed.harness import run_outcomes, run_ranks
 

@@ -13,9 +13,9 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.distributed.backends.nccl import library
 from flashlight_py.distributed.backends.nccl.joining import NcclCard, meet
-from flashlight_py.distributed.groups.world import current_world
-from flashlight_py.distributed.start import topology
-from flashlight_py.distributed.start.topology import DeviceRule
+from flashlight_py.distributed.memory import topology
+from flashlight_py.distributed.memory.topology import DeviceRule
+from flashlight_py.distributed.start.world import current_world
 from flashlight_py.errors import BackendUnavailableError, UnavailableEverywhereError
 from tests.distributed.harness import run_outcomes, run_ranks
 

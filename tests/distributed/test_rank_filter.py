@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed.groups import world
+from flashlight_py.distributed.start import world
 
 
 def logged(*filters: fl.RankFilter) -> list[str]:

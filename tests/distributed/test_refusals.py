@@ -295,7 +295,7 @@ def test_a_refused_batch_with_a_receive_from_any_rank_raises_where_it_is_awaited
 
 
 def without_an_argument(rank: int, size: int) -> None:
-    group = fl.distributed.groups.world.current_world().group
+    group = fl.distributed.start.world.current_world().group
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'dst'") as caught:
         group.send(ones())  # type: ignore[call-arg]
     assert caught.value.__context__ is None

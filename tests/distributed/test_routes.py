@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from flashlight_py import interfaces
+from flashlight_py.distributed.memory.topology import Card, choose
 from flashlight_py.distributed.rendezvous import tcp_store, wire
 from flashlight_py.distributed.rendezvous.environment import detect
 from flashlight_py.distributed.rendezvous.store import Peer, check_apart
 from flashlight_py.distributed.rendezvous.wire import Attempts
 from flashlight_py.distributed.start.settings import Settings
-from flashlight_py.distributed.start.topology import Card, choose
 from flashlight_py.errors import RendezvousError
 from tests.distributed.without_ipv6 import SOCKET
 

@@ -17,7 +17,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py import _native
 from flashlight_py.distributed.backends.hierarchical_calls import part_of
-from flashlight_py.distributed.start.topology import groups_of
+from flashlight_py.distributed.memory.topology import groups_of
 from tests.distributed import conformance
 from tests.distributed.conformance import assert_equal, combined, values
 from tests.distributed.harness import run_outcomes, run_ranks

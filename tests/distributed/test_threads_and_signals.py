@@ -77,7 +77,7 @@ def a_barrier_then_a_reduction(rank: int, size: int) -> float:
         thread.join(SOON)
         assert raised == [None]
         return float(x[0])
-    group = fl.distributed.groups.world.current_world().group
+    group = fl.distributed.start.world.current_world().group
     until(lambda: group.backend().call_ahead(0))
     fl.send(np.zeros(1), 0)
     time.sleep(0.1)
@@ -201,7 +201,7 @@ def preempt(rank: int, size: int, verb: str, handler: str, folder: str) -> None:
             time.sleep(0.2)  # it is handled by now
         BLOCKING[verb]()
     assert fl.all_reduce(np.ones(3))[0] == size
-    journal = fl.distributed.groups.world.current_world().group.journal
+    journal = fl.distributed.start.world.current_world().group.journal
     assert len(set(fl.all_gather_object(journal.calls))) == 1  # what was refused does not count
 
 
@@ -220,7 +220,7 @@ def test_a_handler_inside_a_verb_is_refused_and_harms_nothing(
 
 def showered_with_signals(rank: int, size: int) -> int:
     """Verbs give what they should wherever a handler tries another; returns how often it did."""
-    group = fl.distributed.groups.world.current_world().group
+    group = fl.distributed.start.world.current_world().group
     refused = 0
 
     def handler(number: int, frame: Any) -> None:

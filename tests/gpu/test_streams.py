@@ -13,7 +13,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.autograd import functions as F
-from flashlight_py.distributed.groups.world import current_world
+from flashlight_py.distributed.start.world import current_world
 from tests.gpu import verbs
 from tests.gpu.conftest import world
 

@@ -38,7 +38,7 @@ def cupy() -> Any:
 def install_stand_in() -> None:
     import sys
 
-    from flashlight_py.distributed.groups.world import current_world
+    from flashlight_py.distributed.start.world import current_world
     from tests.distributed import cuda_stand_in
 
     if "cupy" not in sys.modules:

@@ -33,7 +33,7 @@ def raise_error() -> None:
 
 def raise_after_leaving() -> None:
     """The others notice before this rank reports why."""
-    fl.distributed.groups.world.current_world().group.close()
+    fl.distributed.start.world.current_world().group.close()
     time.sleep(0.3)  # what a rank takes that still has much to clean up
     raise KeyError("late")
 
@@ -139,7 +139,7 @@ def test_a_consequence_is_reported_where_no_cause_follows() -> None:
 
 def leave_the_others(rank: int) -> Any:
     if rank == 1:
-        fl.distributed.groups.world.current_world().group.close()
+        fl.distributed.start.world.current_world().group.close()
         return None
     return fl.all_reduce(np.ones(3))
 

@@ -66,7 +66,7 @@ def test_wheel_serves_every_python_and_carries_gloo(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     carried = [name for name in names if name.startswith("flashlight_py.libs/")]
     assert any("libgloo" in name for name in carried), names
-    package_data = ("py.typed", "__init__.pyi", "distributed/groups/group.pyi", "optim/rules.inc")
+    package_data = ("py.typed", "__init__.pyi", "distributed/api/group.pyi", "optim/rules.inc")
     assert {f"flashlight_py/{name}" for name in package_data} <= set(names)
     assert "flashlight_py/_native/_optim.abi3.so" in names
     assert not any("missing.txt" in name or name.startswith("tests") for name in names)

@@ -14,7 +14,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.autograd.graph import note_changes
 from flashlight_py.autograd.variable import record
-from flashlight_py.distributed.memory.host_memory import hosts_of
+from flashlight_py.distributed.reducers.host_memory import hosts_of
 from flashlight_py.errors import DistributedError, MismatchError, PeerLostError, TornStateError
 from flashlight_py.parallel import fully_sharded, gradient_pass
 from tests.distributed.conformance import ranks_in
@@ -128,7 +128,7 @@ def failing(model: Net, rank: int, places: dict[int, str], way: str) -> Iterator
 
 
 def goes_on(rank: int, size: int, way: str, cases: list[dict[int, str]]) -> None:
-    group = fl.distributed.groups.world.current_world().group
+    group = fl.distributed.start.world.current_world().group
     if way == "stepped" and len(hosts_of(group)) > 1:
         return
     model = Net()
@@ -190,7 +190,7 @@ def leaves_go_on(rank: int, size: int) -> None:
 
 def refused(rank: int, size: int, way: str) -> None:
     """Rank 1 has a gradient that cannot be sent, which is found when the pass has ended."""
-    group = fl.distributed.groups.world.current_world().group
+    group = fl.distributed.start.world.current_world().group
     if way == "stepped" and len(hosts_of(group)) > 1:
         return
     model = Net()
@@ -212,7 +212,7 @@ def test_a_refusal_at_the_end_of_a_pass(ranks: Any) -> None:
 
 def changed(rank: int, size: int, way: str) -> None:
     """Rank 1 has changed a parameter since its forward pass; a pass before has left gradients."""
-    group = fl.distributed.groups.world.current_world().group
+    group = fl.distributed.start.world.current_world().group
     if way == "stepped" and len(hosts_of(group)) > 1:
         return
     model = Net()
@@ -264,7 +264,7 @@ def test_two_modules_of_one_loss(ranks: Any) -> None:
 
 def across(rank: int, size: int, way: str) -> None:
     """What another group knows of, this one does not: a pass whose own message has failed there."""
-    group = fl.distributed.groups.world.current_world().group
+    group = fl.distributed.start.world.current_world().group
     if way == "stepped" and len(hosts_of(group)) > 1:
         return
     pair, model = fl.new_group([0, 1]), Net()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import flashlight_py as fl
-from flashlight_py.distributed.memory.host_memory import hosts_of
+from flashlight_py.distributed.reducers.host_memory import hosts_of
 from flashlight_py.parallel import fully_sharded
 from flashlight_py.parallel.gathered_shards import shard_by_gathering
 from tests.distributed.conformance import ranks_in
@@ -106,7 +106,7 @@ def train(way: str, rule: str, kind: str, rank: int, size: int) -> Any:
 
 
 def one_host() -> bool:
-    return len(hosts_of(fl.distributed.groups.world.current_world().group)) == 1
+    return len(hosts_of(fl.distributed.start.world.current_world().group)) == 1
 
 
 def equal(rank: int, size: int, rule: str, kind: str) -> None:

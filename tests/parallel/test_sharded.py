@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed.memory.host_memory import hosts_of
+from flashlight_py.distributed.reducers.host_memory import hosts_of
 from flashlight_py.optim import clip
 from flashlight_py.parallel import fully_sharded, shard_memory
 from tests.distributed.conformance import ranks_in
@@ -101,7 +101,7 @@ def same(got: Any, expected: Any) -> None:
 
 
 def equals_data_parallel(rank: int, size: int) -> None:
-    one_host = len(hosts_of(fl.distributed.groups.world.current_world().group)) == 1
+    one_host = len(hosts_of(fl.distributed.start.world.current_world().group)) == 1
     for dtype, rule in (("float32", "sgd"), ("float64", "adam"), ("float16", "adam")):
         expected = train(rank, size, "plain", dtype, rule)
         for across in (False, True):
@@ -127,7 +127,7 @@ def test_training_equals_plain_data_parallel(ranks: Any) -> None:
 
 def steps_inside(rank: int, size: int) -> None:
     """Steps inside the backward pass make of parameters what steps after it make of them."""
-    if len(hosts_of(fl.distributed.groups.world.current_world().group)) > 1:
+    if len(hosts_of(fl.distributed.start.world.current_world().group)) > 1:
         with pytest.raises(ValueError, match="share memory"):
             build("float32", "sharded", step_in_backward=True)
         return
@@ -159,7 +159,7 @@ def test_a_step_inside_the_backward_pass(ranks: Any) -> None:
 def in_common(rank: int, size: int) -> None:
     """What one rank writes, all of its host see; and gradients of what no rank used are None."""
     model = build("float32", "sharded")
-    hosts = hosts_of(fl.distributed.groups.world.current_world().group)
+    hosts = hosts_of(fl.distributed.start.world.current_world().group)
     home = next(host for host in hosts if rank in host)
     loss_of(model, rank, 0).backward()
     assert model.never.weight.grad is None
@@ -382,7 +382,7 @@ def moved(rank: int, size: int) -> None:
 
 
 def this_host() -> list[int]:
-    hosts = hosts_of(fl.distributed.groups.world.current_world().group)
+    hosts = hosts_of(fl.distributed.start.world.current_world().group)
     return next(host for host in hosts if fl.get_world_rank() in host)
 
 

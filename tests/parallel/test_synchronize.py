@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed.groups.world import current_world
+from flashlight_py.distributed.start.world import current_world
 from flashlight_py.parallel.agreement import native
 from flashlight_py.parallel.tree.walk import plan_of
 from tests.gpu import trees as gpu_trees

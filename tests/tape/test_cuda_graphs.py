@@ -13,7 +13,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py import random
 from flashlight_py.distributed.failures import journal
-from flashlight_py.distributed.groups.world import current_world
+from flashlight_py.distributed.start.world import current_world
 from flashlight_py.tape import cublas
 from tests.autograd import strict_library
 from tests.autograd.strict_library import StrictArray, forget_kernels

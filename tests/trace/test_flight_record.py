@@ -17,7 +17,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.distributed.failures.flight_record import KEPT_JOBS, Flight, write_record
-from flashlight_py.distributed.groups.world import current_world
+from flashlight_py.distributed.start.world import current_world
 from flashlight_py.errors import MismatchError
 from flashlight_py.trace.__main__ import main
 from flashlight_py.trace.records import read_records

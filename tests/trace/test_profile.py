@@ -15,7 +15,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.distributed.failures import journal
 from flashlight_py.distributed.failures.journal import Record
-from flashlight_py.distributed.groups.world import current_world
+from flashlight_py.distributed.start.world import current_world
 from flashlight_py.trace import profiling
 from tests.trace.validity import assert_valid
 

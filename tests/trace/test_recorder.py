@@ -11,7 +11,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.failures import journal
-from flashlight_py.distributed.groups.world import current_world
+from flashlight_py.distributed.start.world import current_world
 from flashlight_py.distributed.verbs import BROADCAST
 from flashlight_py.distributed.work import Done
 from flashlight_py.errors import CollectiveTimeoutError, MismatchError

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from flashlight_py.distributed.api.running import refusing
 from flashlight_py.distributed.backend import Backend
+from flashlight_py.distributed.backends.exchange import Steps, exchange_bytes
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.checks import check_rank, check_seconds, whole
-from flashlight_py.distributed.calls.running import refusing
 from flashlight_py.distributed.groups.membership import Membership, of
 from flashlight_py.distributed.rendezvous.store import Store
-from flashlight_py.distributed.start.exchange import Steps, exchange_bytes
 from flashlight_py.distributed.verbs import BARRIER, RECV, SEND
 from flashlight_py.errors import MismatchError
 
 if TYPE_CHECKING:
-    from flashlight_py.distributed.groups.group import ProcessGroup
+    from flashlight_py.distributed.api.group import ProcessGroup
 
 __all__ = ["barrier", "new_group", "split", "sync_distributed"]
 
@@ -103,7 +103,7 @@ def split(
 
 
 def _check_members(parent: Membership, ranks: Sequence[int]) -> list[int]:
-    members = [check_rank(parent, "new_group", "each of ranks", rank) for rank in ranks]
+    members = [check_rank(parent.size, "new_group", "each of ranks", rank) for rank in ranks]
     if len(set(members)) < len(members):
         raise ValueError(f"new_group: a rank is in the list twice: {members}")
     if not members:

@@ -9,15 +9,15 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from flashlight_py.device import Array
+from flashlight_py.distributed.api.running import refusing
+from flashlight_py.distributed.backends.exchange import Steps
 from flashlight_py.distributed.calls.arrays import dtype_code
 from flashlight_py.distributed.calls.checks import whole
-from flashlight_py.distributed.calls.running import refusing
 from flashlight_py.distributed.groups.membership import of
 from flashlight_py.distributed.memory.host_array import Layout, array_of_host, check_dtype
-from flashlight_py.distributed.start.exchange import Steps
 
 if TYPE_CHECKING:
-    from flashlight_py.distributed.groups.group import ProcessGroup
+    from flashlight_py.distributed.api.group import ProcessGroup
 
 __all__ = ["host_array", "shared_empty"]
 

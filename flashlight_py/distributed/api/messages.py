@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from flashlight_py.device import deferred
+from flashlight_py.distributed.api.messaging import P2POp, begin_all, ends_of, exchange, run
+from flashlight_py.distributed.api.running import refusing
 from flashlight_py.distributed.calls.checks import check_rank
-from flashlight_py.distributed.calls.messaging import P2POp, begin_all, ends_of, exchange, run
-from flashlight_py.distributed.calls.running import refusing
 from flashlight_py.distributed.groups.membership import native, native_sendrecv, of
 from flashlight_py.distributed.verbs import RECV, SEND
 from flashlight_py.distributed.work import AllOf, Done, Work
 
 if TYPE_CHECKING:
-    from flashlight_py.distributed.groups.group import ProcessGroup
+    from flashlight_py.distributed.api.group import ProcessGroup
 
 __all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send", "sendrecv"]
 
@@ -182,7 +182,7 @@ def sendrecv(
     members, sending = of(group), P2POp("send", x, dst, tag)
     receiving = P2POp("recv", out, src, other)
     with refusing(members, "sendrecv", [sending.end, receiving.end], [x, out]):
-        check_rank(members, "sendrecv", "src", src)
+        check_rank(members.size, "sendrecv", "src", src)
         filled: X = exchange(members, sending, receiving)
         return filled
 

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from flashlight_py.device import Array
+from flashlight_py.distributed.api.running import collective, refusing
+from flashlight_py.distributed.api.scattering import Scatter
 from flashlight_py.distributed.calls.arrays import require_length
 from flashlight_py.distributed.calls.checks import check_rank
-from flashlight_py.distributed.calls.running import collective, refusing
-from flashlight_py.distributed.calls.scattering import Scatter
 from flashlight_py.distributed.groups.membership import native, of
 from flashlight_py.distributed.verbs import ALL_GATHER, ALL_TO_ALL, BROADCAST, GATHER, SCATTER
 from flashlight_py.distributed.work import Then, Work
 
 if TYPE_CHECKING:
-    from flashlight_py.distributed.groups.group import ProcessGroup
+    from flashlight_py.distributed.api.group import ProcessGroup
 
 __all__ = ["all_gather", "all_to_all", "broadcast", "gather", "scatter"]
 
@@ -152,7 +152,7 @@ def scatter(
             return y
     members = of(group)
     with refusing(members, SCATTER, given=[xs, out]):
-        root = check_rank(members, "scatter", "root", root)
+        root = check_rank(members.size, "scatter", "root", root)
         scatter = Scatter(members, xs, root, out, async_op)
         return scatter.equal() if rows is None else scatter.uneven(rows)
 

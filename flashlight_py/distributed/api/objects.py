@@ -12,15 +12,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from flashlight_py.distributed.api.running import refusing
+from flashlight_py.distributed.backends.exchange import (
+    Frame,
+    Steps,
+    broadcast_frame,
+    exchange_frames,
+)
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.checks import check_rank
-from flashlight_py.distributed.calls.running import refusing
 from flashlight_py.distributed.groups.membership import Membership, of
-from flashlight_py.distributed.start.exchange import Frame, Steps, broadcast_frame, exchange_frames
 from flashlight_py.distributed.verbs import ALL_TO_ALL
 
 if TYPE_CHECKING:
-    from flashlight_py.distributed.groups.group import ProcessGroup
+    from flashlight_py.distributed.api.group import ProcessGroup
 
 __all__ = ["all_gather_object", "broadcast_object", "gather_object", "scatter_object"]
 
@@ -42,7 +47,7 @@ def broadcast_object(obj: Any = None, root: int = 0, group: ProcessGroup | None 
     """
     verb, members = "broadcast_object", of(group)
     with refusing(members, verb):
-        root = check_rank(members, verb, "root", root)
+        root = check_rank(members.size, verb, "root", root)
         here = members.rank == root
         mine = _pickled([obj])[0] if here else None
         steps = Steps(members.backend(), verb)
@@ -97,7 +102,7 @@ def scatter_object(
     """
     verb, members = "scatter_object", of(group)
     with refusing(members, verb):
-        root = check_rank(members, verb, "root", root)
+        root = check_rank(members.size, verb, "root", root)
         given = _one_each(members, objs) if members.rank == root else []
         mine, lengths = _pickled(given)
         with members.journal.recording(verb, root=root) as record:
@@ -109,7 +114,7 @@ def scatter_object(
 def _gathered(members: Membership, verb: str, obj: Any, root: int | None) -> list[Any]:
     with refusing(members, verb):
         if root is not None:
-            root = check_rank(members, verb, "root", root)
+            root = check_rank(members.size, verb, "root", root)
         mine, _ = _pickled([obj])
         steps = Steps(members.backend(), verb)
         with members.journal.recording(verb, root=root) as record:

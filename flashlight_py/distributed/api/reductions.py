@@ -7,6 +7,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from flashlight_py.device import Array, array_module, is_cupy
+from flashlight_py.distributed.api.running import (
+    COLLECTIVE,
+    collective,
+    reduction,
+    refusing,
+    unpack_into,
+)
 from flashlight_py.distributed.calls.arrays import (
     as_array,
     check_reduction,
@@ -16,13 +23,6 @@ from flashlight_py.distributed.calls.arrays import (
 )
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.checks import Apart
-from flashlight_py.distributed.calls.running import (
-    COLLECTIVE,
-    collective,
-    reduction,
-    refusing,
-    unpack_into,
-)
 from flashlight_py.distributed.constants import Op
 from flashlight_py.distributed.groups.membership import Membership, native, of
 from flashlight_py.distributed.verbs import (
@@ -36,7 +36,7 @@ from flashlight_py.distributed.verbs import (
 from flashlight_py.distributed.work import AllOf, Then, Work
 
 if TYPE_CHECKING:
-    from flashlight_py.distributed.groups.group import ProcessGroup
+    from flashlight_py.distributed.api.group import ProcessGroup
 
 __all__ = ["all_reduce", "reduce", "reduce_scatter", "scan", "exscan"]
 __all__ += ["all_reduce_location", "all_reduce_multiple"]

@@ -17,12 +17,12 @@ from flashlight_py.device import Array
 from flashlight_py.distributed.backends.callers import (
     answer_where,
 )
+from flashlight_py.distributed.backends.exchange import BackendStore, Steps
 from flashlight_py.distributed.backends.native import MESSAGE_BYTES, NativeBackend
 from flashlight_py.distributed.backends.native_work import freed_by, keeping
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.memory.memory_file import map_together, needs_names
 from flashlight_py.distributed.rendezvous.store import Store
-from flashlight_py.distributed.start.exchange import BackendStore, Steps
 from flashlight_py.errors import BackendUnavailableError
 
 _PAGE = 4096

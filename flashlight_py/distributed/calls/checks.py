@@ -14,7 +14,6 @@ from numpy.exceptions import TooHardError
 
 from flashlight_py import _native
 from flashlight_py.device import Array, array_module, is_cupy
-from flashlight_py.distributed.groups.membership import Membership
 from flashlight_py.errors import BackendUnavailableError
 
 
@@ -43,16 +42,16 @@ def whole_number(what: str, name: str, value: object, least: int = 0) -> int:
     return number
 
 
-def check_rank(group: Membership, verb: str, name: str, rank: object) -> int:
+def check_rank(size: int, verb: str, name: str, rank: object) -> int:
     """Return ``rank``, the argument called ``name``, as an int.
 
     Raises:
-        ValueError: it is no rank of ``group``.
+        ValueError: it is no rank of a group of ``size`` ranks.
     """
     number = whole(rank)
-    if number is None or not 0 <= number < group.size:
+    if number is None or not 0 <= number < size:
         raise ValueError(
-            f"{verb}: {name} must be a rank of this group, 0 to {group.size - 1}; got {rank!r}"
+            f"{verb}: {name} must be a rank of this group, 0 to {size - 1}; got {rank!r}"
         )
     return number
 

@@ -14,10 +14,10 @@ import numpy as np
 
 from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed.backend import Backend
+from flashlight_py.distributed.backends.exchange import BackendStore
 from flashlight_py.distributed.memory.memory_file import MemoryFile, needs_names, open_memory
+from flashlight_py.distributed.memory.topology import exchange_process_info, ranks_by_memory
 from flashlight_py.distributed.rendezvous.store import Store
-from flashlight_py.distributed.start.exchange import BackendStore
-from flashlight_py.distributed.start.topology import exchange_process_info, ranks_by_memory
 from flashlight_py.errors import RankFailedError
 
 # What is copied at once: large for a disk, small beside a data set.

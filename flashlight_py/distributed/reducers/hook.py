@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from flashlight_py.device import Array, array_module, device_of, is_cupy, to_device
-from flashlight_py.distributed.groups.group import ProcessGroup
+from flashlight_py.distributed.api.group import ProcessGroup
 from flashlight_py.distributed.verbs import ALL_REDUCE
 from flashlight_py.distributed.work import Done, Work
 

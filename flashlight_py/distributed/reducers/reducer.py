@@ -9,11 +9,10 @@ from typing import Any, Generic, TypeVar
 
 from flashlight_py.device import Array, array_module, device_of, is_cupy
 from flashlight_py.distributed.api import all_reduce, all_reduce_multiple
+from flashlight_py.distributed.api.group import ProcessGroup
 from flashlight_py.distributed.calls.arrays import as_array, pack
 from flashlight_py.distributed.calls.checks import Apart
 from flashlight_py.distributed.constants import DistributedConstants
-from flashlight_py.distributed.groups.group import ProcessGroup
-from flashlight_py.distributed.groups.world import group_or_world
 from flashlight_py.distributed.reducers.hook import (
     Bucket,
     CommunicationHook,
@@ -21,6 +20,7 @@ from flashlight_py.distributed.reducers.hook import (
     check_hook,
     views,
 )
+from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.distributed.work import Then, Work
 
 T = TypeVar("T")

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from flashlight_py import _native
 from flashlight_py.cores import fair_share
+from flashlight_py.distributed.api.group import ProcessGroup
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.gloo import GlooBackend
 from flashlight_py.distributed.backends.hierarchical import HierarchicalBackend
@@ -25,14 +26,14 @@ from flashlight_py.distributed.failures import abort, watchdog
 from flashlight_py.distributed.failures.agreement import between_hosts
 from flashlight_py.distributed.failures.flight_record import Flight, default_folder, new_job
 from flashlight_py.distributed.groups import membership
-from flashlight_py.distributed.groups.group import ProcessGroup
 from flashlight_py.distributed.groups.membership import Joiner
-from flashlight_py.distributed.groups.world import (
-    World,
-    alone,
-    current_world,
-    is_distributed_init,
-    set_world,
+from flashlight_py.distributed.memory.topology import (
+    DeviceRule,
+    address_between_hosts,
+    address_inside,
+    exchange_process_info,
+    host_identity,
+    ranks_by_memory,
 )
 from flashlight_py.distributed.rendezvous.environment import (
     LaunchEnvironment,
@@ -56,13 +57,12 @@ from flashlight_py.distributed.rendezvous.store import (
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
 from flashlight_py.distributed.start import blas
 from flashlight_py.distributed.start.settings import Asked, Settings, read_init_method
-from flashlight_py.distributed.start.topology import (
-    DeviceRule,
-    address_between_hosts,
-    address_inside,
-    exchange_process_info,
-    host_identity,
-    ranks_by_memory,
+from flashlight_py.distributed.start.world import (
+    World,
+    alone,
+    current_world,
+    is_distributed_init,
+    set_world,
 )
 from flashlight_py.errors import (
     BackendUnavailableError,

@@ -19,7 +19,7 @@ from flashlight_py.device import Array, array_module, effect
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.calls.arrays import scale_in_place
 from flashlight_py.distributed.constants import LinearOp
-from flashlight_py.distributed.groups.world import group_or_world
+from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.errors import MismatchError
 from flashlight_py.parallel.failing import fail
 

@@ -17,7 +17,7 @@ from flashlight_py.autograd.variable import record_in_order
 from flashlight_py.device import Array, array_module, effect, is_cupy, operation
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.calls.checks import whole
-from flashlight_py.distributed.groups.world import group_or_world
+from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.distributed.verbs import RECV, SEND, Verb
 from flashlight_py.parallel.failing import refuse_message
 from flashlight_py.parallel.functional.collectives import require_variable

@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from flashlight_py.distributed.backend import Backend
+from flashlight_py.distributed.backends.exchange import Steps, exchange_bytes
 from flashlight_py.distributed.backends.nccl.backend import NcclBackend
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
 from flashlight_py.distributed.backends.nccl.library import NcclLibrary, load, version_text
-from flashlight_py.distributed.start import topology
-from flashlight_py.distributed.start.exchange import Steps, exchange_bytes
-from flashlight_py.distributed.start.topology import DeviceRule
+from flashlight_py.distributed.memory import topology
+from flashlight_py.distributed.memory.topology import DeviceRule
 from flashlight_py.errors import (
     BackendUnavailableError,
     DistributedError,

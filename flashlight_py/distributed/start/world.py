@@ -7,14 +7,15 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from flashlight_py.distributed.api.group import ProcessGroup
 from flashlight_py.distributed.backends.single import SingleBackend
 from flashlight_py.distributed.calls.call_site import caller
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.groups import membership
-from flashlight_py.distributed.groups.group import ProcessGroup
+from flashlight_py.distributed.memory import topology
+from flashlight_py.distributed.memory.topology import DeviceRule
 from flashlight_py.distributed.rendezvous.environment import ALONE, started_as
-from flashlight_py.distributed.start import blas, topology
-from flashlight_py.distributed.start.topology import DeviceRule
+from flashlight_py.distributed.start import blas
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,14 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.device import Array, array_module
+from flashlight_py.distributed.api.running import (
+    NO_OUTPUT,
+    Output,
+    finish_into,
+    output,
+    pack_apart,
+)
+from flashlight_py.distributed.backends.exchange import Steps, exchange_bytes
 from flashlight_py.distributed.calls.arrays import (
     MOVED,
     as_array,
@@ -22,16 +30,8 @@ from flashlight_py.distributed.calls.arrays import (
 )
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.checks import check_rows, each_rank, require_equal_parts
-from flashlight_py.distributed.calls.running import (
-    NO_OUTPUT,
-    Output,
-    finish_into,
-    output,
-    pack_apart,
-)
 from flashlight_py.distributed.failures.wording import different_calls
 from flashlight_py.distributed.groups.membership import Membership
-from flashlight_py.distributed.start.exchange import Steps, exchange_bytes
 from flashlight_py.distributed.verbs import ALL_TO_ALL, SCATTER
 from flashlight_py.distributed.work import Then, Work
 from flashlight_py.errors import MismatchError

@@ -128,7 +128,7 @@ def _prepare(
 ) -> Callable[[], Any]:
     """Check everything, and return what starts the call and returns the result."""
     name, rows = verb.name, how["rows"]
-    root = check_rank(group, name, "root", how["root"]) if verb.rooted else 0
+    root = check_rank(group.size, name, "root", how["root"]) if verb.rooted else 0
     array = as_array(name, x, writes=verb.in_place, of_any_dtype=True)
     if verb.ragged and array.ndim == 0:
         array = array.reshape(1)

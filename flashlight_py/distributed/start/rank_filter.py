@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from flashlight_py.distributed.calls.checks import whole_number
-from flashlight_py.distributed.groups.world import get_local_rank, get_world_rank, get_world_size
+from flashlight_py.distributed.start.world import get_local_rank, get_world_rank, get_world_size
 
 
 class RankFilter(logging.Filter):

@@ -15,17 +15,17 @@ import numpy as np
 
 from flashlight_py import _native
 from flashlight_py.device import Array
+from flashlight_py.distributed.api.group import ProcessGroup
+from flashlight_py.distributed.backends.exchange import BackendStore, Steps
 from flashlight_py.distributed.calls.arrays import dtype_code, scale_in_place
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.constants import ReduceOp
-from flashlight_py.distributed.groups.group import ProcessGroup
 from flashlight_py.distributed.memory.memory_file import (
     map_together,
     needs_names,
     open_memory,
     process_space,
 )
-from flashlight_py.distributed.start.exchange import BackendStore, Steps
 from flashlight_py.distributed.verbs import BARRIER
 
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from flashlight_py.device import Array, is_cupy
+from flashlight_py.distributed.api.running import End, finish, unpack_into
 from flashlight_py.distributed.calls.arrays import as_array, may_overlap, pack
 from flashlight_py.distributed.calls.call import ANY_RANK, Call, Matched
 from flashlight_py.distributed.calls.checks import Apart, check_rank, whole
-from flashlight_py.distributed.calls.running import End, finish, unpack_into
 from flashlight_py.distributed.groups.membership import Membership
 from flashlight_py.distributed.verbs import RECV, SEND
 from flashlight_py.distributed.work import AllOf, Then, Work
@@ -178,7 +178,7 @@ def _checked(members: Membership, verb: str, op: P2POp) -> Array:
     """Check everything that a message is given, and return its array."""
     array = as_array(verb, op.x, writes=not op.sends, of_any_dtype=True)
     if op.peer is not None or op.sends:
-        check_rank(members, verb, "dst" if op.sends else "src", op.peer)
+        check_rank(members.size, verb, "dst" if op.sends else "src", op.peer)
     elif members.size == 1:
         raise ValueError(f"{verb}: src=None is any other rank, and this group has one rank")
     if op.is_open and is_cupy(array):
