@@ -167,22 +167,6 @@ def distribute_module_grads(
     warn_of_differing("distribute_module_grads", digests, members)
 
 
-def _bucketed(
-    params: list[Variable],
-    scale: float | None,
-    hook: CommunicationHook | None,
-    group: ProcessGroup | None,
-    limit: int,
-) -> GradientSync:
-    factor = 1.0 / group_or_world(group).size if scale is None else scale
-    if hook is None:
-        units, flags = flat_buckets(params, limit, group, extra=len(params))
-        return GradientSync(units, EagerReducer(factor, group=group), flags, scale is None)
-    units, _ = flat_buckets(params, limit, group)
-    parts = [[p.grad_buffer for p in unit.params if p.grad_buffer is not None] for unit in units]
-    return GradientSync(units, HookReducer(factor, hook, parts, group=group), None, scale is None)
-
-
 class GradientUnit(Unit):
     """Gradients that travel as one array: ``flat``, or where that is None the only gradient."""
 
@@ -263,27 +247,25 @@ class GradientSync(GradientPass[GradientUnit]):
                 param.grad = None
 
 
-def flat_buckets(
-    params: Sequence[Variable], limit: int, group: ProcessGroup | None, extra: int = 0
-) -> tuple[list[GradientUnit], Array]:
+def _bucketed(
+    params: Sequence[Variable],
+    scale: float | None,
+    hook: CommunicationHook | None,
+    group: ProcessGroup | None,
+    limit: int,
+) -> GradientSync:
     """Make all gradients views into flat buckets of at most ``limit`` bytes. Collective, blocking.
 
     The backward pass accumulates straight into them, so that nothing is packed or unpacked. A
-    bucket holds one dtype on one device.
-
-    Returns:
-        The buckets, and a view of ``extra`` more elements at the end of the last one.
+    bucket holds one dtype on one device. At the end of the last one is room for a flag of each
+    parameter, unless a hook may do something else than sum.
     """
-    planned = [
-        [params[index] for index in bucket]
-        for bucket in plan_buckets(
-            [param.data.nbytes for param in params], limit, [param.dtype for param in params]
-        )
-    ]
-    sizes = [sum(param.size for param in bucket) for bucket in planned]
-    flats = []
-    for size, bucket in zip(sizes, planned, strict=True):
-        room, like = size + (extra if bucket is planned[-1] else 0), bucket[0].data
+    nbytes, dtypes = [param.data.nbytes for param in params], [param.dtype for param in params]
+    planned = [[params[i] for i in bucket] for bucket in plan_buckets(nbytes, limit, dtypes)]
+    flags, flats = len(params) if hook is None else 0, []
+    for bucket in planned:
+        size, like = sum(param.size for param in bucket), bucket[0].data
+        room = size + (flags if bucket is planned[-1] else 0)
         # On the CPU in memory that needs no copy to be reduced.
         flats.append(
             array_module(like).zeros(room, like.dtype)
@@ -291,7 +273,12 @@ def flat_buckets(
             else shared_zeros(room, like.dtype, group)
         )
     units = [GradientUnit(bucket, flat) for bucket, flat in zip(planned, flats, strict=True)]
-    return units, flats[-1][sizes[-1] :]
+    factor = 1.0 / group_or_world(group).size if scale is None else scale
+    if hook is None:
+        reducer = EagerReducer(factor, group=group)
+        return GradientSync(units, reducer, flats[-1][size:], scale is None)
+    parts = [[p.grad_buffer for p in unit.params if p.grad_buffer is not None] for unit in units]
+    return GradientSync(units, HookReducer(factor, hook, parts, group=group), None, scale is None)
 
 
 def _check_for_leaves(named: Mapping[str, Variable]) -> None:

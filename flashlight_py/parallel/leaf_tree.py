@@ -289,43 +289,24 @@ class Rows:
             sources = [self._seen[place][row, mine] for place, row in host[0].places]
             fold(sources, host[0].steps, scale, targets)
             return
-        sums = [self._folded(subtree, mine) for subtree in host]
-        heights = [len(subtrees) for subtrees in plan.hosts]
-        result = self._exchanged(sums, heights, plan.steps, scale, share)
-        self._across.all_gather(result, targets[0])
+        sums = []
+        for subtree in host:
+            sources = [self._seen[place][row, mine] for place, row in subtree.places]
+            sums.append(sources[0] if len(sources) == 1 else np.empty_like(sources[0]))
+            if len(sources) > 1:
+                fold(sources, subtree.steps, 1.0, [sums[-1]])
+        # Each host gets its part of this share of all hosts' sums.
+        size, part = self._across.size, share // self._across.size
+        sent = sums[0].reshape(size, part) if len(sums) == 1 else None
+        if sent is None:
+            sent = np.empty((size, len(sums), part), self.dtype)
+            for number, each in enumerate(sums):
+                sent[:, number] = each.reshape(size, part)
+            sent = sent.reshape(size * len(sums), part)
+        is_even = len({len(subtrees) for subtrees in plan.hosts}) == 1
+        counts = None if is_even else [len(sums)] * size
+        got: list[Array] = list(self._across.all_to_all(sent, counts))
+        fold(got, plan.steps, scale, [got[0]])
+        self._across.all_gather(got[0], targets[0])
         for target in targets[1:]:
             target[...] = targets[0]
-
-    def _folded(self, subtree: Subtree, mine: slice) -> Array:
-        sources = [self._seen[place][row, mine] for place, row in subtree.places]
-        if len(sources) > 1:
-            result = np.empty_like(sources[0])
-            fold(sources, subtree.steps, 1.0, [result])
-            return result
-        return sources[0]
-
-    def _exchanged(
-        self,
-        sums: list[Array],
-        heights: list[int],
-        steps: Sequence[tuple[int, int]],
-        scale: float,
-        share: int,
-    ) -> Array:
-        """Return this rank's part of this share of the sum of all hosts."""
-        assert self._across is not None
-        size, part = self._across.size, share // self._across.size
-        parts = [each.reshape(size, part) for each in sums]
-        if len(parts) == 1:
-            sent = parts[0]
-        else:
-            sent = np.empty((size, len(parts), part), self.dtype)
-            for number, each in enumerate(parts):
-                sent[:, number] = each
-            sent = sent.reshape(size * len(parts), part)
-        is_even = len(set(heights)) == 1
-        got: list[Array] = list(
-            self._across.all_to_all(sent, None if is_even else [len(sums)] * size)
-        )
-        fold(got, steps, scale, [got[0]])
-        return got[0]
