@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "flashlight_py"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if "_native" not in path.parts)
@@ -52,6 +54,23 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "launch.rank_main": ("launch", ""),
     "launch.records": ("launch", "distributed.failures"),
     "launch": ("_version", "errors", "tracebacks", "cores", "interfaces", "distributed.rendezvous"),
+}
+# Inside these, from the ground up: a part imports its own layer and those before it.
+LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "distributed": (
+        *(("constants", "work"), ("calls", "verbs"), ("rendezvous",), ("backend", "failures")),
+        *(("memory",), ("backends",), ("groups",), ("api",), ("start",), ("reducers",)),
+    ),
+    "parallel": (
+        ("agreement", "data_container", "failing"),
+        ("epochs", "functional", "gradient_pass", "shard_memory"),
+        ("gradcheck", "leaf_tree", "optimizer", "shard_linear", "shard_sync", "tree"),
+        ("synchronize",),
+        ("gathered_shards", "join", "leaf_sync"),
+        ("data_parallel",),
+        ("fully_sharded",),
+        ("workers",),
+    ),
 }
 OPTIONAL = {
     *("mpi4py", "cupy", "torch", "matplotlib", "tqdm", "ml_dtypes", "jax", "cloudpickle"),
@@ -120,6 +139,22 @@ def test_imports_follow_the_arrows() -> None:
             if is_ours and not any(within(target, part) for part in allowed):
                 where = f"{module.relative_to(ROOT)}:{line}"
                 wrong.append(f"{where}: {rule} may import {allowed}, not {target!r}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("package", LAYERS)
+def test_layers_inside_a_package_go_one_way(package: str) -> None:
+    """Imports for type annotations alone count, too."""
+    floor = {part: number for number, parts in enumerate(LAYERS[package]) for part in parts}
+    wrong = []
+    for module in MODULES:
+        inside = name_of(module).split(".")
+        if inside[0] != package or len(inside) == 1:
+            continue
+        for line, target in imported(ast.parse(module.read_text())):
+            parts = target.removeprefix("flashlight_py.").split(".")
+            if parts[0] == package and floor.get(parts[1], -1) > floor[inside[1]]:
+                wrong.append(f"{module.relative_to(ROOT)}:{line}: {target} is above {inside[1]}")
     assert not wrong, "\n".join(wrong)
 
 

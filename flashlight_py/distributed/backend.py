@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -17,6 +19,9 @@ from flashlight_py.distributed.failures.journal import Journal
 from flashlight_py.distributed.verbs import BARRIER, Verb
 from flashlight_py.distributed.work import AllOf, Work
 from flashlight_py.errors import DistributedError
+
+dropped: deque[weakref.ref[Any]] = deque()
+"""Groups that were collected and not closed: the next call of any group closes them."""
 
 
 class Backend(abc.ABC):

@@ -14,7 +14,7 @@ import numpy as np
 
 from flashlight_py import _native
 from flashlight_py.device import Array
-from flashlight_py.distributed.backend import left_to_python
+from flashlight_py.distributed.backend import dropped, left_to_python
 from flashlight_py.distributed.backends.callers import (
     SITE_BYTES,
     Callers,
@@ -43,7 +43,6 @@ from flashlight_py.distributed.calls.call import Call, Matched
 from flashlight_py.distributed.calls.call_site import PACKAGE, Place, caller, site_of, text_at_site
 from flashlight_py.distributed.failures import abort
 from flashlight_py.distributed.failures.journal import NATIVE, SENDRECV, Journal, Ring
-from flashlight_py.distributed.groups import membership
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.verbs import ALL_GATHER, BARRIER, GATHER, SCATTER, VERBS, Verb
 from flashlight_py.distributed.work import AllOf, Done, Then, Work
@@ -111,7 +110,7 @@ class NativeBackend(NativeGroup):
             (*functions, *((0,) * 5 if not self.steps else ())),
             (self._native_ended, self._native_started, self._native_here),
             *(ring.memory, ring.notes, PACKAGE, self._callers.threads),
-            (self._first, membership.dropped),
+            (self._first, dropped),
         )
 
     def _owned(self, group: Any) -> Any:

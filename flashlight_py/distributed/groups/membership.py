@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from flashlight_py.device import is_cupy
-from flashlight_py.distributed.backend import Backend, left_to_python
+from flashlight_py.distributed.backend import Backend, dropped, left_to_python
 from flashlight_py.distributed.backends.single import reduced_alone
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.self_messages import SelfMessages
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
 # collected, are no Python code: what a signal handler raises there would be lost. A dictionary, as
 # threads add to it while others read it.
 _watched: dict[weakref.ref[Membership], list[Backend]] = {}
-dropped: deque[weakref.ref[Membership]] = deque()
-"""Groups that were collected and not closed."""
 
 # What a child that was forked has from its parent: kept, since nothing of it may be destroyed here.
 _inherited: list[list[Backend]] = []
