@@ -119,6 +119,9 @@ def deferred(function: Callable[..., Any], *args: Any) -> Any:
     return NotImplemented if owner is None else owner.__operation__(function, args, {})
 
 
+# Native code and functions that do more than compute ask arrays of other kinds first
+# (``__operation__``): optimizers, reductions, meters and leaves are recorded as one instruction
+# each, and know nothing of it.
 def operation(function: Function) -> Function:
     """Let arrays of other libraries than NumPy and CuPy do ``function`` in their own way.
 

@@ -43,8 +43,15 @@ struct QueueId {
 };
 
 // The queue of receives from any rank: the peer of no other one.
+// A receive from any rank looks for an offer that has arrived, enters the queue of its sender and
+// then receives as any other: senders need not know, the wire has nothing new, and receives that
+// name their rank keep their order.
 constexpr int kAnyRank = -2;
 
+// Messages run beside collectives, each direction and tag in a queue of its own, as users of MPI
+// expect: on the one thread that keeps collectives in order, two ranks that send to each other
+// would wait for ever. A send ends when it was received: both ends see each other's call before
+// anything moves, so a wrong shape is an error on both, and nothing has to be buffered.
 class Queues {
  public:
   explicit Queues(Transport& transport);

@@ -29,6 +29,12 @@ struct Hosts {
   double seconds;
 };
 
+// Connections of its own: a byte behind 64 MB on a slow link would come too late. To one rank of
+// the next host, and answered by the thread that looks after waits, as all pairs would cost what
+// a ring does not, and any rank of a host answers for it. Ranks look each 0.25 s, so no small
+// call is woken for it. Where a host is silent, all its ranks and one of each other host are
+// asked by new connections, which tells a stopped rank from its host; one that is cut off knows
+// it of itself.
 class Heartbeat {
  public:
   // Listens at `here`, at a port of its own. Throws.

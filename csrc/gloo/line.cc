@@ -104,6 +104,9 @@ void set_port(sockaddr_storage& address, int port) {
 
 void keep_alive(int socket, double seconds) noexcept {
   const int idle = static_cast<int>(seconds);
+  // No TCP_USER_TIMEOUT: the kernel counts the time of a full window too, also while the other
+  // end answers, so a rank in a debugger would be lost. Connections of the rendezvous have it, as
+  // nobody else watches over them.
   set(socket, SOL_SOCKET, SO_KEEPALIVE, 1);
   set(socket, IPPROTO_TCP, TCP_KEEPIDLE, std::clamp(idle, 1, kMostIdle));
   const int interval = (idle + kProbes - 1) / kProbes;

@@ -8,6 +8,9 @@
 
 namespace fl {
 
+// Sockets are found by their addresses and the epoll by a private member, as Gloo exposes no
+// descriptor, and leaves them open on exec and in forked children, where they would hide that a
+// rank was killed.
 // Of Gloo's thread that serves the sockets: its epoll descriptor.
 int descriptor_of(const gloo::transport::tcp::Device& device);
 const gloo::transport::tcp::attr& attributes_of(const gloo::transport::tcp::Device& device);

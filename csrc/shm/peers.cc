@@ -55,6 +55,9 @@ void Peers::close_files() noexcept {
 
 std::optional<Failure> Peers::loss(const Concern& concern) {
   if (stopped_) return why_ended();  // whatever others make of it
+  // A rank that shuts down waits for all, so one that waits for a message of it would hold both
+  // until the timeout: it ends after half a second, and a receive from any rank when all others
+  // have left. Messages begun before arrive; to poll is not to wait.
   if (auto found = farewell(concern)) return found;
   const std::vector<int> gone = dead(concern);
   if (!gone.empty()) {

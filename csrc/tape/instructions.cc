@@ -52,6 +52,9 @@ bool find_loop(PyObject* function, PyObject* types, Loop* loop, void** data) {
     if (*loop == nullptr && !PyErr_Occurred()) PyErr_Format(PyExc_LookupError, "no loop %s", name);
     return *loop != nullptr;
   }
+  // The loops inside NumPy's ufuncs, and NumPy's BLAS by address: the bits are NumPy's without a
+  // word about them. A kernel of our own for small products was 0.9 to 2 times as fast as
+  // OpenBLAS's, and has other bits.
   const PyUFuncObject* ufunc = reinterpret_cast<PyUFuncObject*>(function);
   Owned numbers(PySequence_Tuple(types));
   if (numbers == nullptr) return false;

@@ -57,6 +57,9 @@ class GradSink:
         raise NotImplementedError
 
 
+# A backward pass visits operations that exchange messages in the reverse of the order in which
+# they were recorded: ranks whose graphs differ meet all the same, and where the forward pass gets
+# through the backward pass does.
 class InPasses:
     """An owner of methods that a pass calls, notified of a pass that fails before it has.
 

@@ -181,6 +181,8 @@ class _Found:
     skipped: tuple[str, ...]
 
 
+# Rank 0 alone reads and broadcasts: all ranks go on from the same checkpoint, and the folder need
+# not be shared.
 def load(
     path: str | os.PathLike[str],
     module: Stateful | None = None,

@@ -78,6 +78,7 @@ def _job(loop: Loop, options: Options, folder: str, stdin: int | None) -> Job:
     return Job(loop, hosts, options, stdin, file)
 
 
+# Handed on, not copied: a debugger needs the terminal itself.
 def _input_for_rank_0() -> int | None:
     """Return our standard input; None if it is closed, or a terminal that others have in front.
 

@@ -17,6 +17,9 @@ from contextlib import suppress
 from flashlight_py.launch.failures import describe_exit
 from flashlight_py.launch.loop import FORWARDED
 
+# Two processes, one in front and one with the ranks: whichever is killed by SIGKILL, the other
+# ends what is left. Both adopt orphans, so that a process which has left its session is found
+# too.
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 
 _libc = ctypes.CDLL(None, use_errno=True)  # loaded here: a process just forked must not load

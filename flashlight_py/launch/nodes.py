@@ -43,6 +43,11 @@ _FIRST_REPORT, _PATIENCE = 4.0, 3.0
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
+# A launcher connects to that of node 0 as an agent that ssh has started is connected to its
+# launcher: one protocol, and the end of a connection says at once that a launcher is gone. They
+# keep the connections of their rendezvous, where both ends have proven to know the job's secret;
+# the ranks' own is made on each node of what was exchanged there. Node 0 listens on while the job
+# runs, or one launcher too many would wait for 300 s for a job that has begun.
 class NodeHost(ConnectedHost):
     """The host of another node, whose launcher is at the other end of ``connection``."""
 

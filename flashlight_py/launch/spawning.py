@@ -41,6 +41,10 @@ ENDING_SECONDS = 5.0
 _CHUNK = 1 << 16
 
 
+# Processes are started here, each in a session of its own; only the way in which a child becomes
+# the parent's script is multiprocessing's, whose processes leave a resource tracker behind,
+# cannot be given an environment (threads of BLAS), and take what they have started into no death
+# with them.
 def spawn(
     fn: Callable[..., T],
     args: Sequence[Any] = (),

@@ -11,7 +11,8 @@ from flashlight_py.launch.failures import Failure, first_cause
 from flashlight_py.launch.loop import Poll
 from flashlight_py.launch.output import RankOutput, Source
 
-# How long to wait for the cause, in seconds, once a rank has ended by a mere consequence.
+# How long to wait for the cause, in seconds, once a rank has ended by a mere consequence: ranks
+# that wait for the one that failed notice first, and would hide it.
 CAUSE_SECONDS = 3.0
 # After so many seconds in which no rank has ended, once one has, who still runs is reported.
 STAYING_SECONDS = 10.0

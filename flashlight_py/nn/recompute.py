@@ -12,6 +12,10 @@ from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.nn.module import Module, SomeModule
 
 
+# A recomputed module leaves placeholders in the graph, with edges to what it was found to lead
+# to; when the walk gets to the first, its graph takes their place in the same walk. A backward
+# pass of its own inside would fire the hooks of shared parameters early and add gradients in
+# another order.
 def recompute(module: SomeModule) -> SomeModule:
     """Have ``module`` keep no intermediate results: the backward pass computes them again.
 

@@ -328,6 +328,8 @@ def as_param_list(params: Iterable[Variable], may_be_empty: bool = False) -> lis
     return variables
 
 
+# A step is one native call for all parameters: a small model's takes some microseconds, and
+# Python needs one to look at an array.
 class RuleOptimizer(FirstOrderOptimizer):
     """The base of this package's optimizers; each adds its rule and its state's names.
 

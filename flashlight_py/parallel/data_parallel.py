@@ -247,6 +247,9 @@ class GradientSync(GradientPass[GradientUnit]):
                 param.grad = None
 
 
+# The backward pass accumulates into shared memory, so nothing is packed, copied in or copied out.
+# A flag of each parameter is summed at the end of the last bucket: one that no rank used is to
+# have no gradient, and a message of its own would cost a small step a round trip.
 def _bucketed(
     params: Sequence[Variable],
     scale: float | None,

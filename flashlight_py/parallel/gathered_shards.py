@@ -109,6 +109,8 @@ def _grouped(module: Module) -> Iterator[list[Variable]]:
         yield from kinds.values()
 
 
+# Lengths of parts differ between modules, since collectives compare shapes: ranks that use
+# different modules get an error, not a mixture of them.
 class Flat(Unit):
     """The parameters of one module and dtype in one array of shape ``(ranks, row)``.
 
@@ -287,6 +289,9 @@ class PartPlacement(Placement):
         state[...] = to_device(value.reshape(-1)[self._of_all], device_of(state))
 
 
+# Reading the array of a sharded parameter on a GPU gathers its module's: no module is wrapped,
+# and functions that are called on parameters are served as well. Operations read their operands
+# again in the backward pass, so nothing is kept in between.
 class PartedVariable(Variable):
     """A parameter that is gathered when its array is read, as the modules of a model do.
 

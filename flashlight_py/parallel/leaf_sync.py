@@ -43,6 +43,9 @@ from flashlight_py.parallel.tree.packing import put_buffer
 _DIGESTED = 1024  # elements of the first and the last row: enough to notice another order
 
 
+# The stream of random numbers of a step is drawn from the package's generator, the same on every
+# rank: its state is in a checkpoint already, so a run goes on without a counter of steps of its
+# own.
 def leaves(module: Module, *arrays: Array) -> Iterator[Any]:
     """Iterate over this rank's leaves of a global batch; afterwards gradients are those of it all.
 
@@ -392,6 +395,8 @@ def looks_of(array: Array) -> str:
     return f"{array.dtype} {array.shape}, first and last row {crc32(ends):08x}"
 
 
+# Buffers change by the mean of the leaves' changes, not to their mean: one that nothing changes
+# keeps its bits, infinite ones too.
 class LeafBuffers:
     """The buffers ``names`` of ``module``. Making it is collective where there are any, and blocks.
 

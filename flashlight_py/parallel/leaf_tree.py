@@ -206,6 +206,10 @@ def join_hosts(members: ProcessGroup) -> HostRanks:
     return HostRanks(members.split(host), members.split(place))
 
 
+# Ranks read each other's rows where they lie and NumPy adds them, block by block: a kernel would
+# wait for the same memory, and the order is that of a tree, which no verb has. Between hosts each
+# rank exchanges the host's sums of its share of the elements, by all_to_all and all_gather, which
+# move as much as an all_reduce.
 class Rows:
     """All parameters' gradients of one dtype, and all buffers', side by side in each row.
 

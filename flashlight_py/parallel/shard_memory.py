@@ -133,6 +133,8 @@ def bucket_bytes(ranks: int) -> int:
     return min(max(ALL_BYTES // (2 * ranks), LEAST_BYTES), MOST_BYTES)
 
 
+# The gradient of a large weight is computed into them in blocks of rows, so it never exists as a
+# whole on a rank; ``GradSink`` is what autograd knows of it.
 class Buckets:
     """The buckets of all ranks of a host. Making them is collective, and blocks.
 
@@ -237,6 +239,8 @@ class Hosts:
                 )
 
 
+# Once per host, mapped by all ranks: nothing is gathered, each element is stepped by the rank
+# that has just summed it, and what fits once on a host trains.
 class HostMemory:
     """Flat arrays by dtype for ``layouts``; collective, blocking.
 
@@ -316,6 +320,8 @@ class HostMemory:
                     "the checkpoint: fl.load(path, module=..., optimizer=...), or start again"
                 )
 
+    # Steps are counted in the shared memory by each rank, twice a step: numbers that differ, or
+    # are odd, are left by a killed rank, whenever it dies.
     def _are_torn(self) -> bool:
         return bool((self._marks != self._marks[0]).any() or self._marks[0] % 2)
 

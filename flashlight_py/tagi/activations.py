@@ -364,6 +364,8 @@ _FAR = (
 )  # fmt: skip
 
 
+# Mean and probability follow from one fitted quotient of a normal tail without cancelling digits,
+# in float32 as well; the erf of a libm would differ between machines.
 def tails(a: Array) -> tuple[Array, Array, Array]:
     """Return, of a standard normal z, P(z > a), and mean and variance of ``max(z - a, 0)``.
 

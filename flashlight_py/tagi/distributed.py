@@ -266,6 +266,10 @@ class DeltaUnit(Unit):
         self.bucket = bucket
 
 
+# Ranks add up the sums without the factor of the variance, which is the same on every rank and
+# which the step multiplies: so the bits are, and one kernel takes the whole step. The number of
+# samples travels at the end of the last bucket: the bound of a step is that of all samples, also
+# where shares are unequal, and a message of its own would cost a small network a round trip.
 class DeltaSync(GradientPass[DeltaUnit]):
     """Adds up the sums of a network's backward passes over the ranks, bucket by bucket.
 

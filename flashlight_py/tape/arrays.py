@@ -32,6 +32,9 @@ from flashlight_py.tape.methods import (
 )
 
 
+# No ndarray, so that nothing reads its elements unseen: readers have to ask, by
+# ``__array_ufunc__``, ``__array_function__``, ``__array__`` or a method. Views need no notes,
+# since operands are known by their memory.
 class Recorded(NDArrayOperatorsMixin):
     """Stands for ``array``."""
 

@@ -61,6 +61,9 @@ def pool_of_graphs(cupy: Any) -> Any:
     return cupy.cuda.MemoryPool(give)
 
 
+# Several graphs with the collectives between them: inside of a graph no comparison, flight record
+# or watchdog would see a collective, and a lost rank would be a hang. cuBLAS is called by CFFI,
+# since CuPy (13.6 to 14.2) raises where it is called while a stream is captured.
 class Program:
     """A captured step: ``parts``, called one after the other, read ``inputs``; see ``GpuSession``.
 

@@ -152,10 +152,10 @@ class Killer:
 
 
 def arm() -> None:
-    from flashlight_py.distributed.backends import shm
+    from flashlight_py.distributed.memory import memory_file
 
     if os.environ["RANK"] == "1":
-        shm._attempt = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        memory_file._attempt = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_memory_that_is_being_shared_when_a_rank_dies_is_given_back() -> None:

@@ -146,6 +146,9 @@ def _check_key(key: object) -> int:
     return number
 
 
+# Members of a new group meet by messages of the old one: no port, no file, and the code that
+# joined the world joins them. Every rank of the parent calls, members or not: ranks that mean
+# different groups raise at once, instead of waiting for each other.
 class MemberStore(Store):
     """Some ranks of a joined backend as a store; the others have nothing to do with it.
 

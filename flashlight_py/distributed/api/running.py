@@ -205,6 +205,8 @@ class Output(NamedTuple):
 NO_OUTPUT = Output(None, None, None)
 
 
+# A large result costs more to allocate than to fill, as the kernel clears every page: so verbs
+# that are not in place take ``out``.
 def output(name: str, out: Any, like: Array, shape: tuple[int | None, ...]) -> Output:
     """Return where a result of ``shape`` goes; its first extent is None if not known.
 

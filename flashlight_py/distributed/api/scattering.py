@@ -39,6 +39,8 @@ from flashlight_py.errors import MismatchError
 _DIMENSIONS = 8  # that travel with the call, so that ranks need not know the shape
 
 
+# Dtype and shape travel in the root's call, so the others need no array of the right kind
+# beforehand.
 class Scatter:
     """A scatter of ``xs``, which counts on rank ``root`` of ``members`` alone."""
 

@@ -18,6 +18,9 @@ from flashlight_py.errors import DistributedError
 SITE_BYTES = 255  # and a zero: the text of an fl_site
 
 
+# A verb in a signal handler that has interrupted one of the same group is refused, as the
+# interrupted one goes on only when the handler returns, and ranks interrupted at different calls
+# could not agree on an order. Leaving the group is not refused.
 class Callers:
     """The threads that are in a blocking call of a backend, or about to begin one.
 

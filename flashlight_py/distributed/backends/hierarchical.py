@@ -251,6 +251,8 @@ class HierarchicalBackend(Backend):
                 self.end(error)
             raise
 
+    # Also ends the parts inside the host natively: a rank that waits in shared memory for one
+    # that computes, or holds the GIL, is told at once.
     def of_lost_hosts(self, doing: str, error: GroupClosedError) -> DistributedError:
         """Return that hosts are lost, if that is why the parts have ended; else ``error``.
 

@@ -150,6 +150,8 @@ _OF_OBJECTS = ("all_gather", "broadcast", "gather", "scatter")
 
 _OPS = {op.name.lower(): op for op in ReduceOp}
 _BITWISE = (ReduceOp.AND, ReduceOp.OR, ReduceOp.XOR)
+# Logical operations reduce truth values, as bytes: no kernels of their own on any backend, and an
+# eighth of the bytes.
 # What they are of truth values.
 _LOGICAL = dict(zip((ReduceOp.LAND, ReduceOp.LOR, ReduceOp.LXOR), _BITWISE, strict=True))
 

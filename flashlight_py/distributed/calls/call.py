@@ -44,6 +44,8 @@ class Matched(NamedTuple):
     rows: int
 
 
+# ``part_of``: the exchange of lengths that an object verb begins with looks like a call of users.
+# Taken for one it would give wrong numbers and leave the ranks out of step, so ranks compare it.
 @dataclass(slots=True)
 class Call:
     """A call of ``verb``, as one rank makes it.

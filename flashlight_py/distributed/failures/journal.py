@@ -174,6 +174,9 @@ def name_of_group(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, key))}{again}"
 
 
+# One list for native code and Python: a call is in it whichever way it took, in its order. An
+# asynchronous operation carries the place where its end is recorded, and whichever thread ends it
+# writes the time, also where nobody waits.
 class Ring:
     """The memory that native code writes its calls to.
 

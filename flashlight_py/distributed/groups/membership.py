@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+# A collector may run in the middle of a wait, on any thread, where closing could wait for what it
+# has interrupted: dropped groups are set aside for the next call.
 # The backends of each group that is not closed. References, and what they call when a group is
 # collected, are no Python code: what a signal handler raises there would be lost. A dictionary, as
 # threads add to it while others read it.

@@ -134,7 +134,9 @@ def map_together(store: Store, map_path: Callable[[str, bool], Any], named: bool
         if file is not None:
             file.close()
         elif path and named:
-            Path(path).unlink(missing_ok=True)  # for a rank 0 that has died
+            # As soon as all have mapped it, so nothing can be left behind, also by kill -9; and for
+            # a rank 0 that has died.
+            Path(path).unlink(missing_ok=True)
     failed = [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text]
     if failed:
         raise UnavailableEverywhereError(

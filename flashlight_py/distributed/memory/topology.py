@@ -128,6 +128,8 @@ def gpu_identity(cupy: Any, index: int) -> str:
 # Shared memory ------------------------------------------------------------------------------------
 
 
+# Two ranks in one process are found here, in the first exchange, not where they join: every rank
+# learns it in the same moment, whichever way they have met.
 def exchange_process_info(store: Store, checks: bool) -> None:
     """Have the ranks of ``store`` know each other's host and process. Collective, blocking.
 
@@ -246,6 +248,10 @@ class Card(NamedTuple):
     ends: Mapping[str, Sequence[Any]] = {}
 
 
+# The address of the default route may be a NAT's, equal on all hosts, and neither names nor route
+# tables say so: the one to use has carried a connection that both ends see alike. Ranks know all
+# addresses of all before anything connects, so an impossible route is an error at once, with its
+# reason.
 def address_between_hosts(
     store: Store, hosts: Sequence[str], own: Sequence[Sequence[str]], interface: str
 ) -> str:

@@ -67,6 +67,8 @@ class Filling(Generic[T]):
         return items
 
 
+# A plan that all agree on once: ranks never start different collectives, and a parameter without
+# a gradient contributes zeros.
 def plan_buckets(
     sizes: Sequence[int], limit: int, kinds: Sequence[object] | None = None
 ) -> list[list[int]]:

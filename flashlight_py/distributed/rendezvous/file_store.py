@@ -106,6 +106,8 @@ class Announcement(NamedTuple):
         return cls(Peer.from_record(record), addresses, record["secret"])
 
 
+# Exclusive creation and renaming alone, and no file that changes under its name: that holds on
+# NFS, whose clients answer from what they have cached.
 class SharedDirectory:
     """The files of one rendezvous path: ``<name>.<kind>-<run>-...`` in one directory.
 
@@ -220,6 +222,11 @@ def _why(error: OSError | ValueError) -> str:
     return f"cannot be opened ({error.strerror})" if isinstance(error, OSError) else str(error)
 
 
+# The file is the address book of a meeting at a port: one protocol instead of two. Leftovers
+# mislead nobody, as whoever listens at a dead run's address does not know its secret. Rank 0
+# listens on the loopback, and elsewhere only when a rank asks by a file of its own: no port of a
+# job on one host is within reach of another, and nobody knows beforehand which hosts share a
+# folder.
 class FileStore(MeetingPoint):
     """A store at ``path``, which every rank must see; ``timeout`` seconds per exchange.
 

@@ -33,6 +33,7 @@ REMEDY = (
 _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
+# Ends in an empty line: an HTTP server would wait for the end of our greeting.
 def nonce() -> bytes:
     """Return fresh random bytes, which the other side's proof must be made of."""
     return secrets.token_bytes(NONCE_BYTES - len(_LINE_END)) + _LINE_END
@@ -78,6 +79,8 @@ class Secret:
                 f"no file can hold the secret of this user's jobs ({error}); {REMEDY}"
             ) from error
 
+    # Both ends bind to the other's address to find out whether they share a host: the user's file
+    # is the secret exactly where both can read it, however rank 0's host is called.
     @property
     def common(self) -> bytes:
         """The secret of all ranks; empty where they may be on several hosts without one."""

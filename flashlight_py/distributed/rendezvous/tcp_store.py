@@ -26,6 +26,8 @@ from flashlight_py.distributed.rendezvous.store import check_member, this_proces
 from flashlight_py.distributed.rendezvous.wire import Greeting, NobodyError, Offer, claim, resolved
 from flashlight_py.interfaces import family_of, is_loopback, is_own, listen_everywhere
 
+# The port between hosts, as a listening socket that rank 0 inherits: one that is only bound is
+# shared with every user who allows it too, and to choose a free port and let go of it is a race.
 LISTENER = "FLASHLIGHT_LISTENER"
 """The environment variable with the descriptor of a socket that listens at MASTER_PORT already."""
 # So long another rank 0 at our address may take to answer.

@@ -109,6 +109,10 @@ class Greeting(NamedTuple):
         return cls(rank, size, Peer(host, pid, machine, started)) if is_right else None
 
 
+# Objects that ranks exchange can run code on their receiver, so who joins proves to know the
+# job's secret, the newcomer first, by HMAC-SHA256 over nonces of both sides. No TLS: no
+# certificates to make and hand out, and no cost once connected. Before a proof only messages of
+# fixed form are taken, compared by length: nothing of a stranger's is parsed.
 class Handshake(NamedTuple):
     """One side's view of a handshake: the key that both sides should know, and both nonces."""
 
@@ -425,6 +429,9 @@ def claim(offer: Offer, greeting: Greeting, deadline: float) -> str:
     return answer.body.decode(errors="replace") if answer and has_failed else ""
 
 
+# The meaning of a name differs between hosts (127.0.1.1 on its own, IPv6 where another has none),
+# so rank 0 listens at all addresses and clients try all that the name has. An address is taken at
+# its word.
 class Attempts:
     """Connections to ``addresses``, hosts and ports, a host being an address or a name.
 

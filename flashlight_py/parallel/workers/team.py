@@ -78,6 +78,9 @@ def _end_all() -> None:
         _end(team)
 
 
+# A message that was cut in the middle cannot be completed, so whatever interrupts one ends all
+# workers; the next call starts others, and nothing is lost: parameters, modes and random numbers
+# are this process's.
 class Team:
     """``count`` workers; the arrays of ``params`` are moved into memory that all of them map.
 

@@ -291,6 +291,10 @@ def _in_order(part: Part) -> Part:
     return record_in_order(part.data, (part, lambda grad: grad))
 
 
+# Two ordered operations in this process's graph: one sends gradients, the one that is visited
+# last takes the answers. So accumulation, hooks, buffers, retain_graph and a second pass are the
+# engine's, and this process computes its share in between. Passes at once follow each other in
+# the order of recording: the answers of one are taken before the next is sent.
 class WorkersGraph:
     """The workers' graphs of forward pass ``number``; they forget them when this object is gone.
 

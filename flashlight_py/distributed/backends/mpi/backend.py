@@ -150,6 +150,11 @@ class Operation(Work):
         return self._end_time
 
 
+# Ranks compare each call on a CPU backend of theirs, then MPI moves the arrays: mismatches,
+# missing ranks, farewells and timeouts are found and worded once, for every library, and ``lost``
+# says whether somebody has ended meanwhile. A message moves under the number of the sender's end
+# of the comparison: both ends know it, receives from any rank too, and MPI's tags need not be the
+# users'.
 class MpiBackend(Backend):
     """The ranks of ``comm``, and of ``control``, the CPU backend over which calls are compared.
 

@@ -76,6 +76,8 @@ class Leaving:
         is_over = int(self._own[0]) != _UNFINISHED and set(self._counts) <= {int(self._own[0])}
         if is_over:
             self._mpi.Request.Waitall(self._on_their_way)
+            # Only if every rank has completed the same calls: the context is used again, and an
+            # abandoned operation would be received in a new group.
             self._comm.Free()
         return is_over
 

@@ -45,6 +45,9 @@ _BEGUN_IN_WORDS = (
 )
 
 
+# NCCL compares nothing. Calls that move nothing, on the group's backend for NumPy arrays, compare
+# both kinds of arrays in one order, on one host and on several, and word a mismatch, a lost rank
+# and a timeout. They take some microseconds, and are waited for only where sizes must be known.
 class Comparisons:
     """Compares calls over ``cpu``; the first that fails ends ``communicator``.
 
