@@ -153,6 +153,7 @@ std::shared_ptr<Operation> Group::run_here(double seconds, Task task) {
 // Where a caller is still inside, the sockets cannot be freed yet, and the others must not wait for
 // that.
 void Group::close() {
+  mesh_->leave();  // and is not the rank that was lost where another one is
   queues_.close();
   if (!queues_.is_idle()) mesh_->fail(Failure(FL_CLOSED, {}, "the group was closed"));
 }

@@ -142,14 +142,10 @@ std::unique_ptr<gloo::transport::UnboundBuffer> Links::createUnboundBuffer(void*
   return std::make_unique<Receiver>(shared_from_this(), data, bytes);
 }
 
-Packet Links::packet(int peer) const {
-  return Packet(is_connected(peer) ? static_cast<Pair*>(pairs_[peer].get()) : nullptr);
-}
-
 void Links::read(gloo::transport::UnboundBuffer& buffer, int peer) {
   auto& wanted = static_cast<Receiver&>(buffer);
   if (wanted.has_received() || !is_connected(peer)) return;
-  auto& pair = static_cast<Pair&>(*pairs_[peer]);
+  Pair& pair = *this->pair(peer);
   const int vain = vain_.load(std::memory_order_relaxed);
   const bool tries = reads_.fetch_add(1, std::memory_order_relaxed) % kTryEvery == 0;
   const auto end = Clock::now() + kBrief / (tries ? 1 : 1 << vain);

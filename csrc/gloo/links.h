@@ -68,7 +68,10 @@ class Links : public gloo::transport::tcp::Context {
   // In a forked child: close the descriptors.
   void abandon() const noexcept { descriptors_.close_all(); }
 
-  Packet packet(int peer) const;
+  // The connection with `peer`; null: there has been none.
+  Pair* pair(int peer) const {
+    return is_connected(peer) ? static_cast<Pair*>(pairs_[peer].get()) : nullptr;
+  }
 
   // For a moment, read on this thread what arrives from `peer`, until `buffer` has received: Gloo's
   // thread, and then this one, need not be scheduled first.

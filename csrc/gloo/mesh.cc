@@ -257,10 +257,9 @@ Failure Mesh::explain(int peer, const std::string& what) {
   std::vector<int> missing;
   if (!is_explained()) {
     bool is_silent = is_silence(what);
-    for (const auto& [broken, why] : broken_pairs()) {
-      missing.push_back(broken);
-      is_silent |= is_silence(why);
-    }
+    const auto broken = broken_pairs();
+    for (const auto& each : broken) is_silent |= is_silence(each.second);
+    missing = first_of(broken, peer);
     await_reason(is_silent);
   }
   if (const auto reason = watch_.reason()) return *reason;
@@ -300,6 +299,22 @@ std::map<int, std::string> Mesh::broken_pairs() {
     }
   }
   return broken;
+}
+
+// Who gives up because of another closes later: when the reason has come through, or not for so long. One
+// that has left as planned is no cause, unless it is waited for.
+std::vector<int> Mesh::first_of(const std::map<int, std::string>& broken, int peer) const {
+  std::vector<int> suspects, found;
+  for (const auto& each : broken) {
+    if (!is_present(departures_[each.first]) || each.first == peer) suspects.push_back(each.first);
+  }
+  const auto end_of = [&](int each) { return links_->pair(each)->ended_at(); };
+  auto first = kNever;
+  for (int each : suspects) first = std::min(first, end_of(each));
+  for (int each : suspects) {
+    if (end_of(each) <= first + kGoodbye / 2) found.push_back(each);
+  }
+  return found;
 }
 
 std::vector<int> Mesh::cause_of(const Failure& timeout) noexcept {
@@ -363,8 +378,14 @@ void Mesh::report_to_others(const Failure& failure) {
       continue;  // this peer is gone, the next may not be
     }
   }
-  const auto end = Clock::now() + kGoodbye;
-  while (static_cast<Receiver&>(*buffer).sent() < sent && Clock::now() < end) {
+  // A connection that is closed while something comes from the other end drops what is on its way there.
+  const auto is_delivered = [&] {
+    for (int peer = 0; peer < size; ++peer) {
+      if (is_connected(peer) && !links_->pair(peer)->has_delivered()) return false;
+    }
+    return static_cast<Receiver&>(*buffer).sent() >= sent;
+  };
+  for (const auto end = Clock::now() + kGoodbye; !is_delivered() && Clock::now() < end;) {
     std::this_thread::sleep_for(kSettlingTick);
   }
 }

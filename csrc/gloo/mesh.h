@@ -80,7 +80,7 @@ class Mesh : public gloo::Context, public Transport, public Connections {
   // Ask for what `peer` sends in a later operation. One that has left already, after operations that
   // succeeded, makes that one fail, not this one. Throws Failure where it cannot be connected.
   void ask(gloo::transport::UnboundBuffer& buffer, int peer, uint64_t slot, size_t offset, size_t bytes);
-  Packet packet(int peer) const { return links_->packet(peer); }
+  Packet packet(int peer) const { return Packet(links_->pair(peer)); }
   // Which rank connect() waits for just now; -1: for none.
   int awaited() const { return awaited_; }
 
@@ -135,6 +135,8 @@ class Mesh : public gloo::Context, public Transport, public Connections {
   };
   // Which connections are broken, and why.
   std::map<int, std::string> broken_pairs();
+  // Whose connections, of those that are `broken`, were the first to break; `peer` is waited for.
+  std::vector<int> first_of(const std::map<int, std::string>& broken, int peer) const;
   // Of a connection that broke, as `is_silent` because nobody answers: return when it is known why, or there
   // is no point in waiting for that.
   void await_reason(bool is_silent);

@@ -1,9 +1,11 @@
 #include "pair.h"
 
 #include <gloo/transport/tcp/loop.h>
+#include <linux/sockios.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/epoll.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -77,6 +79,17 @@ void Pair::is_served(bool served) {
 void Pair::read_what_has_arrived() {
   const std::lock_guard<std::mutex> lock(m_);
   if (state_ == CONNECTED) handleReadWrite(EPOLLIN);
+}
+
+bool Pair::has_delivered() {
+  const std::lock_guard<std::mutex> lock(m_);
+  int unacknowledged = 0;
+  return state_ != CONNECTED || ioctl(fd_, SIOCOUTQ, &unacknowledged) != 0 || unacknowledged == 0;
+}
+
+void Pair::changeState(state next) noexcept {
+  if (next == CLOSED && state_ == CONNECTED) ended_at_ = Clock::now();
+  tcp::Pair::changeState(next);
 }
 
 Packet::Packet(Pair* pair) : pair_(pair) {

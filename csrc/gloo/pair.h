@@ -6,6 +6,10 @@
 #include <gloo/transport/tcp/pair.h>
 #include <gloo/transport/tcp/unbound_buffer.h>
 
+#include <atomic>
+
+#include "../common/operation.h"
+
 namespace fl {
 
 // Sockets are found by their addresses and the epoll by a private member, as Gloo exposes no
@@ -30,9 +34,17 @@ class Pair : public gloo::transport::tcp::Pair {
             size_t bytes) override;
   using gloo::transport::tcp::Pair::send;
 
+  // When the connection ended; kNever: it has not.
+  Clock::time_point ended_at() const { return ended_at_; }
+  // Whether the peer's kernel has all that was sent; so has the peer, also where this end closes now.
+  bool has_delivered();
+
  private:
   friend class Packet;
   bool write(gloo::transport::tcp::Op& op) override;
+  void changeState(state next) noexcept override;
+
+  std::atomic<Clock::time_point> ended_at_{kNever};
 
   // Under its mutex, like all else: how many packets have begun, and whether the kernel holds one back.
   int packets_ = 0;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import select
 import signal
 import sys
 import threading
@@ -150,6 +151,34 @@ def test_a_killed_rank_ends_the_others_and_is_named(params: Any, count: int, vic
         assert outcomes[rank].ok, outcomes[rank].report()
         assert f"lost rank {victim}" in outcomes[rank].value
         assert ", which is process " in outcomes[rank].value
+
+
+def wait_for_one_that_goes(rank: int, size: int, closes: bool) -> str:
+    """Rank 1 goes, and then rank 0, for which rank 2 waits."""
+    group = fl.new_group(range(size))
+    pids = group.all_gather_object(os.getpid())
+    if rank == 1:
+        if closes:
+            group.close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 0:
+        select.select([os.pidfd_open(pids[1])], [], [])
+        time.sleep(0.5)  # as long as a reason for giving up may take to come through
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(fl.errors.PeerLostError) as caught:
+        group.recv(np.zeros(1), 0)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_the_first_rank_that_was_lost_is_named(closes: bool) -> None:
+    """Others close their connections because of it, also where nothing comes through from them.
+
+    One that has closed the group was not lost.
+    """
+    outcomes = run_outcomes(wait_for_one_that_goes, 3, closes, params={"BACKEND": "gloo"})
+    assert outcomes[2].ok, outcomes[2].report()
+    assert f"lost rank {0 if closes else 1} (" in outcomes[2].value
 
 
 def stay_away(rank: int, size: int, seconds: float) -> str:
