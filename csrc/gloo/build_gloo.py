@@ -9,9 +9,10 @@ COMMON = (
     "common/capi.cc",
     "common/queues.cc",
     "common/operation.cc",
-    "reduce/reduce.cc",
 )
-SOURCES = sorted(str(path.relative_to(CSRC)) for path in CSRC.glob("gloo/*.cc"))
+FOLDERS = ("reduce", "gloo")
+FILES = [path for folder in FOLDERS for path in sorted(CSRC.glob(f"{folder}/*.cc"))]
+SOURCES = [str(path.relative_to(CSRC)) for path in FILES]
 
 ffi = FFI()
 ffi.cdef((CSRC / "common/types.cdef.h").read_text())
@@ -25,7 +26,7 @@ ffi.set_source(
     sources=[f"csrc/{name}" for name in (*COMMON, *SOURCES)],  # relative to setup.py
     depends=[
         f"csrc/{path.relative_to(CSRC)}"
-        for folder in ("common", "reduce", "gloo")
+        for folder in ("common", *FOLDERS)
         for path in sorted([*CSRC.glob(f"{folder}/*.h"), *CSRC.glob(f"{folder}/*.inc")])
     ],
     include_dirs=["."],

@@ -1,50 +1,11 @@
 #include "reduce.h"
 
-#include <algorithm>
-#include <cstdint>
-#include <type_traits>
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
-#include "half.h"
-
-// The same kernels for several instruction sets, chosen when first used: one binary runs anywhere
-// and is fast everywhere. None contracts into fused multiply-adds, so all give the same bits.
+#include "sets.h"
 
 namespace fl {
-namespace baseline {
-#include "kernels.inc"
-}  // namespace baseline
-
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define FL_F16C 1
-#pragma GCC push_options
-#pragma GCC target("avx2,f16c")
-namespace avx2 {
-#include "kernels.inc"
-}  // namespace avx2
-#pragma GCC pop_options
-
-#pragma GCC push_options
-#pragma GCC target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
-// GCC 12 fuses the products of complex numbers here in spite of -ffp-contract=off (into vfmaddsub),
-// which gives other bits. AVX2 without FMA cannot.
-#define FL_FUSES 1
-namespace avx512 {
-#include "kernels.inc"
-}  // namespace avx512
-#undef FL_FUSES
-#pragma GCC pop_options
-#define FL_SEVERAL_KERNELS 1
-#endif
-
 namespace {
 
-using Kernel = bool (*)(int, int, double, void*, const void* const*, int, size_t);
-
-Kernel choose() {
+Kernel* choose() {
 #ifdef FL_SEVERAL_KERNELS
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") &&
@@ -56,7 +17,7 @@ Kernel choose() {
   return baseline::reduce_all;
 }
 
-const Kernel kernel = choose();
+Kernel* const kernel = choose();
 
 }  // namespace
 

@@ -5,19 +5,16 @@
 #include <cstring>
 #include <memory>
 
-// Its namespaces, one for each instruction set, are not in any header.
-#include "../../csrc/reduce/reduce.cc"
+#include "../../csrc/reduce/sets.h"
 #include "check.h"
 #include "reference.h"
 
 namespace stress {
 namespace {
 
-using Kernel = bool (*)(int, int, double, void*, const void* const*, int, size_t);
-
 struct Set {
   const char* name;
-  Kernel kernel;
+  fl::Kernel* kernel;
 };
 
 std::vector<Set> sets() {

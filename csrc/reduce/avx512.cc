@@ -1,0 +1,13 @@
+#include "sets.h"
+
+#ifdef FL_SEVERAL_KERNELS
+#define FL_F16C 1
+#define FL_WITHOUT_VECTORS baseline
+// GCC 12 fuses the products of complex numbers here in spite of -ffp-contract=off (into vfmaddsub),
+// which gives other bits. AVX2 without FMA cannot.
+#define FL_FUSES 1
+#pragma GCC target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
+namespace fl::avx512 {
+#include "kernels.inc"
+}  // namespace fl::avx512
+#endif

@@ -1,0 +1,5 @@
+#include "sets.h"
+
+namespace fl::baseline {
+#include "kernels.inc"
+}  // namespace fl::baseline
