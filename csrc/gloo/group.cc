@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "../common/matching.h"
 #include "../common/signature.h"
 
 namespace fl {
@@ -21,10 +22,8 @@ bool is_match(const fl_signature& signature, const void* output) {
   return signature.verb == FL_RECV && output != nullptr;
 }
 
-QueueId queue_of(const fl_signature& signature, int peer) {
-  if (!is_message(signature)) return kCollectives;
-  if (peer < 0) return {kAnyRank, false, signature.root};
-  return {peer, signature.verb == FL_SEND, signature.root};
+QueueId place_of(const fl_message& given) {
+  return is_message(given.signature) ? queue_of(given) : kCollectives;
 }
 
 // Whether the one rank that is missing has begun the same call: what is it waiting for?
@@ -123,7 +122,7 @@ void Group::give_up(const std::string& why) {
 std::shared_ptr<Operation> Group::start(const fl_message& given, void* output, double seconds) {
   if (is_match(given.signature, output)) {
     auto task = match(given, *static_cast<fl_match*>(output), nullptr);
-    return queues_.submit(queue_of(given.signature, given.peer), seconds, std::move(task));
+    return queues_.submit(place_of(given), seconds, std::move(task));
   }
   if (is_message(given.signature)) return start_message(given, seconds);
   return queues_.submit(kCollectives, seconds, collective(given, output, nullptr));
@@ -131,7 +130,7 @@ std::shared_ptr<Operation> Group::start(const fl_message& given, void* output, d
 
 std::shared_ptr<Operation> Group::run(const fl_message& given, void* output, double seconds) {
   Stay stay(queues_);
-  if (!stay.enter(queue_of(given.signature, given.peer))) return start(given, output, seconds);
+  if (!stay.enter(place_of(given))) return start(given, output, seconds);
   if (is_match(given.signature, output)) {
     return run_here(seconds, match(given, *static_cast<fl_match*>(output), interrupt_));
   }
@@ -194,7 +193,7 @@ Group::Task Group::match(const fl_message& asked, fl_match& match, InterruptChec
 
 // What needs no waiting happens at once, the rest on a thread of the group's own.
 std::shared_ptr<Operation> Group::start_message(const fl_message& message, double seconds) {
-  const QueueId id = queue_of(message.signature, message.peer);
+  const QueueId id = queue_of(message);
   if (!mesh_->is_connected(message.peer) || !queues_.enter(id)) {
     return queues_.submit(id, seconds, whole_message(message, nullptr));
   }
@@ -220,7 +219,7 @@ std::vector<std::shared_ptr<Operation>> Group::exchange(const fl_message* messag
   std::vector<int> here;  // the others must wait for earlier ones
   Stay stay(queues_);
   for (int i = 0; i < count; ++i) {
-    if (stay.enter(queue_of(messages[i].signature, messages[i].peer))) {
+    if (stay.enter(queue_of(messages[i]))) {
       here.push_back(i);
     } else {
       results[i] = start_message(messages[i], seconds);

@@ -16,14 +16,12 @@ std::shared_ptr<Message> PointToPoint::begin(const fl_message& message) {
   return begun;
 }
 
-std::shared_ptr<Message> PointToPoint::begin_match(fl_message asked, fl_match& match, Queues& queues,
-                                                   Waiter& waiter) {
-  Search search(mesh_, envelopes_, queues, asked.peer, asked.signature.root);
-  match.source = asked.peer = search.run(waiter, match.patience, match.waited);
-  if (match.source < 0) return nullptr;
-  if (match.partial != 0) asked.signature = fitted(asked.signature, search.offered());
-  match.rows = asked.signature.ndim > 0 ? asked.signature.shape[0] : 1;
-  return begin(asked);
+std::shared_ptr<Message> PointToPoint::begin_match(const fl_message& asked, fl_match& match,
+                                                   Queues& queues, Waiter& waiter) {
+  GlooSearch search(mesh_, envelopes_, queues, asked, waiter);
+  search.run(match.patience, match.waited);
+  const fl_message found = search.receive(asked, match);
+  return found.peer < 0 ? nullptr : begin(found);
 }
 
 // Sends first: they need only what their receivers have begun.

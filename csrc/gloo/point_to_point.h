@@ -24,7 +24,7 @@ class PointToPoint {
 
   // Make the message that a receive with `match` takes, and begin it; null: none has come in time.
   // Where any rank may send, the queue of the one that does has been entered. Throws Failure.
-  std::shared_ptr<Message> begin_match(fl_message asked, fl_match& match, Queues& queues,
+  std::shared_ptr<Message> begin_match(const fl_message& asked, fl_match& match, Queues& queues,
                                        Waiter& waiter);
 
  private:

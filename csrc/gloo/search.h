@@ -1,39 +1,33 @@
-// Finds out whose message a receive takes that does not know who sends, or how much.
+// A search for messages that travel through Gloo.
 #pragma once
 
+#include <string>
 #include <vector>
 
-#include "../common/queues.h"
+#include "../common/matching.h"
 #include "envelopes.h"
 
 namespace fl {
 
-class Search {
+class GlooSearch final : public Search {
  public:
-  // For sends with `tag` of `peer`, whose queue the caller is in, or where that is -1 of any rank:
-  // then the queue of the one that is found is entered, so that no other receive takes its message.
-  Search(Mesh& mesh, Envelopes& envelopes, Queues& queues, int peer, int32_t tag);
+  GlooSearch(Mesh& mesh, Envelopes& envelopes, Queues& queues, const fl_message& asked,
+             Waiter& waiter);
 
-  // The rank that sends; -1: none did within `patience` seconds, which may be negative: no limit.
-  // Throws Failure, also where one of several ranks has gone: it may have been the one; where they
-  // only shut down when all of them do. The caller has `waited` so many seconds before.
-  int run(Waiter& waiter, double patience, double waited);
-  // What that is.
-  const fl_signature& offered() const { return offered_; }
+  // Until something is found, or for `patience` seconds, which may be negative: no limit. Throws
+  // Failure, also where one of several ranks has gone: it may have been the one; where they only shut
+  // down when all of them do. The caller has `waited` so many seconds before.
+  void run(double patience, double waited);
 
  private:
-  bool look(Waiter& waiter);
-  void look_around(Waiter& waiter);
-  std::string what_is_sent();
+  bool has_come(int from, fl_signature& call) override;
+  std::vector<int32_t> tags_of(int from) override;
+  std::string name_of(int from) const override { return mesh_.name(from); }
+  void look_around();
 
   Mesh& mesh_;
   Envelopes& envelopes_;
-  Queues& queues_;
-  const bool any_;
-  const int32_t tag_;
-  std::vector<int> ranks_;  // that may send
-  int found_ = -1;
-  fl_signature offered_{};
+  Waiter& waiter_;
 };
 
 }  // namespace fl

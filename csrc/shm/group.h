@@ -113,7 +113,7 @@ class ShmGroup : private Helper {
   Result run_message(const fl_message& message, double seconds);
   Result run_match(const fl_message& asked, fl_match& match, double seconds);
   Result start_match(const fl_message& asked, fl_match& match, double seconds);
-  Bytes receive_match(fl_message asked, fl_match& match, const Waiting& waiting, Seen& seen);
+  Bytes receive_match(const fl_message& asked, fl_match& match, const Waiting& waiting, Seen& seen);
   Result start_message(const fl_message& message, double seconds);
   Result known(const Message& message);
   std::function<void(Operation&)> rest_of(std::shared_ptr<Message> message);

@@ -13,13 +13,6 @@ namespace {
 // Beside other threads of this process, which need the processor.
 constexpr Patience kInAQueue{0, 20};
 
-QueueId queue_of(const fl_signature& s, int peer) { return {peer, s.verb == FL_SEND, s.root}; }
-
-// Of a receive that has to find out who sends, or how much.
-QueueId queue_of_match(const fl_message& asked) {
-  return {asked.peer < 0 ? kAnyRank : asked.peer, false, asked.signature.root};
-}
-
 // A queue that was entered.
 class Stay {
  public:
@@ -102,7 +95,7 @@ class ShmGroup::Messages final : public Exchange {
 
   void add(const fl_message& sent, int i) {
     One* const first = &ones_[0];
-    const QueueId id = queue_of(sent.signature, sent.peer);
+    const QueueId id = queue_of(sent);
     One* stays = std::find_if(first, first + i, [&](const One& one) {
       return one.stay.has_value() && one.stay->id() == id;
     });
@@ -156,7 +149,7 @@ ShmGroup::Result ShmGroup::known(const Message& message) {
 
 // What can be done at once is done here: an offer is made, or what is there already is taken.
 ShmGroup::Result ShmGroup::start_message(const fl_message& sent, double seconds) {
-  const QueueId id = queue_of(sent.signature, sent.peer);
+  const QueueId id = queue_of(sent);
   const std::shared_ptr<Message> message = make_message(mail_, sent);
   if (!queues_->enter(id)) return queues_->submit(id, seconds, rest_of(message));
   Stay stay(*queues_, id);
@@ -169,7 +162,7 @@ ShmGroup::Result ShmGroup::start_message(const fl_message& sent, double seconds)
 }
 
 ShmGroup::Result ShmGroup::run_match(const fl_message& asked, fl_match& match, double seconds) {
-  const QueueId id = queue_of_match(asked);
+  const QueueId id = queue_of(asked);
   if (!queues_->enter(id)) return start_match(asked, match, seconds);
   const Stay stay(*queues_, id);
   return guarded([&](Seen& seen) {
@@ -178,23 +171,21 @@ ShmGroup::Result ShmGroup::run_match(const fl_message& asked, fl_match& match, d
 }
 
 ShmGroup::Result ShmGroup::start_match(const fl_message& asked, fl_match& match, double seconds) {
-  return queues_->submit(queue_of_match(asked), seconds, [this, asked, &match](Operation& operation) {
+  return queues_->submit(queue_of(asked), seconds, [this, asked, &match](Operation& operation) {
     const Waiting waiting{operation.seconds, nullptr, kInAQueue, &operation.is_awaited};
     operation.output = receive_match(asked, match, waiting, operation.seen);
   });
 }
 
-Bytes ShmGroup::receive_match(fl_message asked, fl_match& match, const Waiting& waiting,
+Bytes ShmGroup::receive_match(const fl_message& asked, fl_match& match, const Waiting& waiting,
                               Seen& seen) {
-  Search search(mail_, peers_, *queues_, asked.peer, asked.signature.root);
-  match.source = search.run(waiting, match.patience);
-  if (match.source < 0) return {};
+  ShmSearch search(mail_, peers_, *queues_, asked);
+  search.run(waiting, match.patience);
+  const fl_message found = search.receive(asked, match);
+  if (found.peer < 0) return {};
   std::optional<Stay> stay;  // which the search has entered
-  if (asked.peer < 0) stay.emplace(*queues_, QueueId{match.source, false, asked.signature.root});
-  asked.peer = match.source;
-  if (match.partial != 0) asked.signature = fitted(asked.signature, search.offered());
-  match.rows = asked.signature.ndim > 0 ? asked.signature.shape[0] : 1;
-  const auto message = make_message(mail_, asked);
+  if (asked.peer < 0) stay.emplace(*queues_, queue_of(found));
+  const auto message = make_message(mail_, found);
   deliver(mail_, peers_, {message.get()}, waiting);
   return end_of(*message, seen);
 }
@@ -215,7 +206,7 @@ std::vector<ShmGroup::Result> ShmGroup::start_exchange(const fl_message* message
   std::vector<Message*> all;
   std::list<Stay> stays;
   for (int i = 0; i < count; ++i) {
-    const QueueId id = queue_of(messages[i].signature, messages[i].peer);
+    const QueueId id = queue_of(messages[i]);
     if (!queues_->enter(id)) {
       results[i] = start_message(messages[i], seconds);
       continue;

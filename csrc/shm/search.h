@@ -1,45 +1,36 @@
-// Finds out whose message a receive takes that does not know who sends, or how much.
+// A search for messages that travel through shared memory.
 #pragma once
 
+#include <string>
 #include <vector>
 
-#include "../common/queues.h"
+#include "../common/matching.h"
 #include "delivery.h"
 #include "message.h"
 #include "peers.h"
 
 namespace fl {
 
-class Search {
+class ShmSearch final : public Search {
  public:
-  // For offers with `tag` of `peer`, whose queue the caller is in, or where that is -1 of any rank:
-  // then the queue of the one that is found is entered, so that no other receive takes its message.
-  Search(Mail& mail, Peers& peers, Queues& queues, int peer, int32_t tag);
-  ~Search();
-  Search(const Search&) = delete;
+  ShmSearch(Mail& mail, Peers& peers, Queues& queues, const fl_message& asked);
+  ~ShmSearch();
 
-  // The rank that offers; -1: none did within `patience` seconds, which may be negative: no limit.
-  // Throws Failure, also where one of several ranks has gone: it may have been the one; where they
-  // only shut down when all of them do.
-  int run(const Waiting& waiting, double patience);
-  // What that is.
-  const fl_signature& offered() const { return offered_; }
+  // Until something is found, or for `patience` seconds, which may be negative: no limit. Throws
+  // Failure, also where one of several ranks has gone: it may have been the one; where they only shut
+  // down when all of them do.
+  void run(const Waiting& waiting, double patience);
 
  private:
-  bool look();
+  bool has_come(int from, fl_signature& call) override;
+  std::vector<int32_t> tags_of(int from) override;
+  std::string name_of(int from) const override { return mail_.peers.name(from); }
   bool sleep(long milliseconds);
-  void look_around(Clock::time_point since, const Waiting& waiting);
-  std::string what_is_sent();
+  bool look_around(Clock::time_point since, const Waiting& waiting);
 
   Mail& mail_;
   Peers& peers_;
-  Queues& queues_;
-  const bool any_;
-  const int32_t tag_;
-  std::vector<int> ranks_;     // that may send
   std::vector<Wish> wishes_;  // by place in ranks_
-  int found_ = -1;
-  fl_signature offered_{};
 };
 
 }  // namespace fl
