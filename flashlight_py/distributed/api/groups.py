@@ -66,10 +66,7 @@ def new_group(
 
 
 def split(
-    color: int | None,
-    key: int = 0,
-    group: ProcessGroup | None = None,
-    timeout: float | None = None,
+    color: int | None, key: int = 0, group: ProcessGroup | None = None, timeout: float | None = None
 ) -> ProcessGroup:
     """Make one group of all ranks that pass the same ``color``, for each color.
 

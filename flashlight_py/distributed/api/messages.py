@@ -43,11 +43,7 @@ def send(x: Any, dst: int, tag: int = 0, group: ProcessGroup | None = None) -> N
 
 
 def recv(
-    x: X,
-    src: int | None,
-    tag: int = 0,
-    group: ProcessGroup | None = None,
-    partial: bool = False,
+    x: X, src: int | None, tag: int = 0, group: ProcessGroup | None = None, partial: bool = False
 ) -> X:
     """Fill array ``x``, in place, with what rank ``src`` sends under ``tag``. Blocks; returns x.
 
@@ -110,11 +106,7 @@ def isend(x: X, dst: int, tag: int = 0, group: ProcessGroup | None = None) -> Wo
 
 
 def irecv(
-    x: X,
-    src: int | None,
-    tag: int = 0,
-    group: ProcessGroup | None = None,
-    partial: bool = False,
+    x: X, src: int | None, tag: int = 0, group: ProcessGroup | None = None, partial: bool = False
 ) -> Work[X]:
     """Begin to fill array ``x`` with what rank ``src`` sends, and return a ``Work`` at once.
 

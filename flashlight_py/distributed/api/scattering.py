@@ -9,13 +9,7 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.device import Array, array_module
-from flashlight_py.distributed.api.running import (
-    NO_OUTPUT,
-    Output,
-    finish_into,
-    output,
-    pack_apart,
-)
+from flashlight_py.distributed.api.running import NO_OUTPUT, Output, finish_into, output, pack_apart
 from flashlight_py.distributed.backends.exchange import Steps, exchange_bytes
 from flashlight_py.distributed.calls.arrays import (
     MOVED,
