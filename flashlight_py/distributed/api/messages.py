@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from flashlight_py.device import Array, deferred, is_cupy
-from flashlight_py.distributed.api.running import End, finish, refusing, unpack_into
+from flashlight_py.distributed.api.running import End, Output, finish, refusing
 from flashlight_py.distributed.calls.arrays import as_array, may_overlap, pack
 from flashlight_py.distributed.calls.call import ANY_RANK, Call, Matched
 from flashlight_py.distributed.calls.checks import Apart, check_rank, whole
@@ -316,8 +316,8 @@ def _home(members: Membership, message: _Message, work: Work) -> Any:
     """Return the user's own array once ``work`` is complete, or a Work for it."""
     op, array, call = message
     if not call.is_open:
-        unpack = None if op.sends else unpack_into(array, call.array)
-        return finish(members, call, work, op.x, unpack)
+        filled = call.array if op.sends else array
+        return finish(members, call, work, Output(op.x, filled, call.array))
 
     def complete(found: Matched) -> Any:
         then.source = found.source

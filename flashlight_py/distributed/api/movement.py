@@ -2,17 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from flashlight_py.device import Array
-from flashlight_py.distributed.api.running import collective, refusing
-from flashlight_py.distributed.api.scattering import Scatter
-from flashlight_py.distributed.calls.arrays import require_length
-from flashlight_py.distributed.calls.checks import check_rank
-from flashlight_py.distributed.groups.membership import native, of
+import numpy as np
+
+from flashlight_py.device import Array, array_module
+from flashlight_py.distributed.api.running import (
+    NO_OUTPUT,
+    collective,
+    finish,
+    output,
+    pack_apart,
+    refusing,
+)
+from flashlight_py.distributed.backends.exchange import Steps, exchange_bytes
+from flashlight_py.distributed.calls.arrays import (
+    MOVED,
+    as_array,
+    code_of,
+    in_text,
+    name_of,
+    of_bytes,
+    of_text,
+    pack,
+    require_length,
+    with_text,
+)
+from flashlight_py.distributed.calls.call import Call
+from flashlight_py.distributed.calls.checks import (
+    check_rank,
+    check_rows,
+    each_rank,
+    require_equal_parts,
+)
+from flashlight_py.distributed.failures.wording import different_calls
+from flashlight_py.distributed.groups.membership import Membership, native, of
 from flashlight_py.distributed.verbs import ALL_GATHER, ALL_TO_ALL, BROADCAST, GATHER, SCATTER
 from flashlight_py.distributed.work import Then, Work
+from flashlight_py.errors import MismatchError
 
 if TYPE_CHECKING:
     from flashlight_py.distributed.api.group import ProcessGroup
@@ -20,6 +49,8 @@ if TYPE_CHECKING:
 __all__ = ["all_gather", "all_to_all", "broadcast", "gather", "scatter"]
 
 X = TypeVar("X")
+
+_DIMENSIONS = 8  # that travel with a scatter, so that ranks need not know the shape
 
 
 def broadcast(
@@ -153,8 +184,14 @@ def scatter(
     members = of(group)
     with refusing(members, SCATTER, given=[xs, out]):
         root = check_rank(members.size, "scatter", "root", root)
-        scatter = Scatter(members, xs, root, out, async_op)
-        return scatter.equal() if rows is None else scatter.uneven(rows)
+        if members.rank != root:
+            xs = None
+        elif xs is None:
+            raise ValueError(f"scatter: rank {root} is the root and must pass the arrays, got None")
+        call = Call(SCATTER, root=root, blocking=not async_op)
+        if rows is None:
+            return _scatter_equal(members, call, xs, out)
+        return _scatter_rows(members, call, xs, out, rows)
 
 
 def all_to_all(
@@ -210,3 +247,129 @@ def all_to_all(
         return got, received or [got.shape[0] // size] * size
 
     return Then(result, with_rows) if async_op else with_rows(result)
+
+
+# Dtype and shape travel in the root's call, so the others need no array of the right kind
+# beforehand.
+def _scatter_equal(members: Membership, call: Call, xs: Any, out: Any) -> Any:
+    """Scatter ``xs``, None on other ranks than the root, in equal parts; returns this rank's."""
+    whole = None if xs is None else _stacked(xs, members.size)
+    if whole is not None and whole.ndim > _DIMENSIONS + 1:
+        raise ValueError(
+            f"scatter: a part has at most {_DIMENSIONS} dimensions, got shape {whole.shape[1:]}; "
+            "reshape it"
+        )
+    like = _array_of(out) if whole is None else whole[0]
+    space = NO_OUTPUT if like is None else output("scatter", out, like, like.shape)
+    if like is not None and code_of(like.dtype) == MOVED:
+        # It goes with each part, in text, for ranks that pass no ``out``.
+        call.holds = like.dtype, like.shape
+        call.out = room = np.empty_like(with_text(pack(like)))
+        call.array = None if whole is None else np.stack([with_text(part) for part in whole])
+        return finish(members, call, members.run(call), space._replace(packed=room), of_bytes)
+    call.array = None if whole is None else pack_apart(whole, space)
+    call.out = space.packed
+    return finish(members, call, members.run(call), space)
+
+
+def _scatter_rows(
+    members: Membership, call: Call, xs: Any, out: Any, rows: Iterable[object]
+) -> Any:
+    """Scatter ``rows[r]`` rows to rank r: the ranks agree on the kind, then move them."""
+    if xs is None:
+        array, counts = None, each_rank("scatter", rows, members.size)
+    else:
+        array = _joined(xs)
+        counts = check_rows("scatter", array, rows, members.size)
+        lengths = [len(x) for x in xs] if isinstance(xs, list | tuple) else counts
+        if lengths != counts:
+            raise ValueError(
+                f"scatter: rows={counts}, and the parts have {lengths} rows; make them the same"
+            )
+    like, space = array if array is not None else _array_of(out), NO_OUTPUT
+    if like is not None:
+        space = output("scatter", out, like, (counts[members.rank], *like.shape[1:]))
+    call.out = like
+
+    def move() -> Work:
+        kind, shape = _agree(members, call, counts)
+        step = Call(ALL_TO_ALL, rows=counts, out=space.packed, blocking=call.blocking)
+        if array is None:  # this rank has nothing to send
+            library: Any = array_module(space.packed)
+            step.array, step.rows = library.empty((0, *shape), kind), [0] * members.size
+        else:
+            step.array = pack_apart(array, space)
+        return members.backend(step.array).start(step)
+
+    return finish(members, call, members.journal.run([call], "scatter", move), space)
+
+
+def _agree(members: Membership, call: Call, counts: list[int]) -> tuple[np.dtype[Any], list[int]]:
+    """Return the dtype and the dimensions after the first of what the root passes.
+
+    Raises:
+        MismatchError: a rank passed other ``rows``, or another kind of ``out``; on every rank.
+    """
+    like, root = call.out, call.root
+    kind = None if like is None else [in_text(like.dtype), list(like.shape[1:])]
+    mine = json.dumps([counts, root, kind]).encode()
+    texts = exchange_bytes(Steps(members.backend(), "scatter(rows=...)"), mine)
+    calls = [json.loads(text) for text in texts]
+    measure = calls[root]
+    if any(each[:2] != measure[:2] or each[2] not in (None, measure[2]) for each in calls):
+        where = f"[scatter] rank {members.rank} of {members.size}"
+        words = [_in_words(*each) for each in calls]
+        raise MismatchError(
+            different_calls(where, "this call", enumerate(words), "Nothing was sent")
+        )
+    text, shape = measure[2]
+    return of_text(text), shape
+
+
+def _in_words(counts: list[int], root: int, kind: list[Any] | None) -> str:
+    what = "" if kind is None else f"{name_of(of_text(kind[0]))} rows of {tuple(kind[1])}, "
+    return f"scatter({what}rows={counts}, root={root})"
+
+
+def _array_of(out: Any) -> Array | None:
+    return None if out is None else as_array("scatter", out, of_any_dtype=True)
+
+
+def _given(x: Any) -> Array:
+    return as_array("scatter", x, writes=False, of_any_dtype=True)
+
+
+def _stacked(xs: Any, size: int) -> Array:
+    """Return what the root scatters as one array of shape (size, part's shape)."""
+    if not isinstance(xs, list | tuple):
+        array = _given(xs)
+        require_equal_parts("scatter", array, size)
+        return pack(array).reshape(size, array.shape[0] // size, *array.shape[1:])
+    if len(xs) != size:
+        raise ValueError(f"scatter: one array for each of the {size} ranks, got {len(xs)}")
+    arrays = [_given(x) for x in xs]
+    first = arrays[0]
+    for rank, array in enumerate(arrays):
+        if array.shape != first.shape or array.dtype != first.dtype:
+            raise ValueError(
+                f"scatter: all parts must be alike; that for rank 0 is {first.dtype} "
+                f"{first.shape}, that for rank {rank} {array.dtype} {array.shape}. Where only "
+                "first dimensions differ, pass rows= on every rank"
+            )
+    xp = array_module(first)
+    room: Array = xp.empty((size, *first.shape), first.dtype)  # NumPy would close its holes
+    return pack(xp.stack(arrays, out=room))
+
+
+def _joined(xs: Any) -> Array:
+    """Return what the root scatters as one array."""
+    if not isinstance(xs, list | tuple):
+        return _given(xs)
+    arrays = [_given(x) for x in xs]
+    kinds = {(array.dtype, array.shape[1:], array.ndim > 0) for array in arrays}
+    if len(kinds) != 1 or not arrays[0].ndim:
+        got = ", ".join(f"{array.dtype} {array.shape}" for array in arrays)
+        raise ValueError(f"scatter: with rows= only first dimensions may differ; got {got}")
+    xp, shape = array_module(arrays[0]), (sum(map(len, arrays)), *arrays[0].shape[1:])
+    joined: Array = xp.concatenate(arrays, out=xp.empty(shape, arrays[0].dtype))
+    return joined

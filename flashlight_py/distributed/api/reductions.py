@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed.api.running import (
     COLLECTIVE,
+    Output,
     collective,
+    finish,
     reduction,
     refusing,
-    unpack_into,
 )
 from flashlight_py.distributed.calls.arrays import (
     as_array,
@@ -23,6 +24,7 @@ from flashlight_py.distributed.calls.arrays import (
 )
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.checks import Apart
+from flashlight_py.distributed.calls.combining import cut
 from flashlight_py.distributed.constants import Op
 from flashlight_py.distributed.groups.membership import Membership, native, of
 from flashlight_py.distributed.verbs import (
@@ -359,35 +361,24 @@ def _one_by_one(members: Membership, arrays: list[Array], op: Op, scale: float) 
         collective(members, ALL_REDUCE, array, **how) for array in arrays if not is_cupy(array)
     ]
     if on_gpu:
-        works.append(_together(members, on_gpu, op, scale))
+        reduce_op, factor = reduction(members, "all_reduce_multiple", on_gpu[0], op, scale)
+        terms = [pack_terms(array, reduce_op) for array in on_gpu]
+        calls = [Call(ALL_REDUCE, *term[:2], factor, blocking=False) for term in terms]
+        work = members.run_many(calls, "all_reduce_multiple")
+        for array, term, call in zip(on_gpu, terms, calls, strict=True):
+            space = Output(array, array, term.array)
+            works.append(finish(members, call, work, space, term.back))
     return works
-
-
-def _together(members: Membership, arrays: list[Array], op: Op, scale: float) -> Work:
-    """Reduce arrays of a GPU, begun as one."""
-    reduce_op, factor = reduction(members, "all_reduce_multiple", arrays[0], op, scale)
-    terms = [pack_terms(array, reduce_op) for array in arrays]
-    calls = [Call(ALL_REDUCE, *term[:2], factor, blocking=False) for term in terms]
-    work = members.run_many(calls, "all_reduce_multiple")
-    homes = [unpack_into(array, call.array) for array, call in zip(arrays, calls, strict=True)]
-
-    def unpack(_: Any) -> None:
-        for home in filter(None, homes):
-            home()
-
-    return members.keep(Then(work, unpack))
 
 
 def _packed(members: Membership, arrays: list[Array], op: Op, scale: float) -> Work:
     """Reduce arrays of one dtype as one."""
-    xp = array_module(arrays[0])
-    flat = xp.concatenate([array.ravel() for array in arrays])
+    flat = array_module(arrays[0]).concatenate([array.ravel() for array in arrays])
 
     def unpack(_: Any) -> None:
-        start = 0
-        for array in arrays:
-            array[...] = flat[start : start + array.size].reshape(array.shape)
-            start += array.size
+        parts = cut(flat, [array.size for array in arrays])
+        for array, part in zip(arrays, parts, strict=True):
+            array[...] = part.reshape(array.shape)
 
     work = collective(members, ALL_REDUCE, flat, scale=scale, op=op, async_op=True)
     return members.keep(Then(work, unpack))

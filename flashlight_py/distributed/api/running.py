@@ -56,20 +56,19 @@ def collective(
     The arguments are those of the public functions; ``received`` as of ``Call``. Returns the
     result, or a Work.
     """
+    how = {"op": op, "scale": scale, "root": root, "rows": rows, "out": out, "async_op": async_op}
     owner = owner_of((x, out))
     if owner is not None:
-        how = {"op": op, "scale": scale, "root": root, "rows": rows, "out": out}
-        return owner.__operation__(_once_more, (group, verb, x), {**how, "async_op": async_op})
+        return owner.__operation__(_once_more, (group, verb, x), how)
     members = of(group)
     several = verb.lists and isinstance(x, list | tuple)
     begun = len(x) if several and async_op else 1
-    how = {"op": op, "scale": scale, "root": root, "rows": rows, "received": received}
     with refusing(members, verb, [COLLECTIVE] * begun, (x, out)):
         if verb.numbers and isinstance(x, NUMBERS):
-            return _of_number(members, verb, x, how, async_op)
+            return _of_number(members, verb, x, how)
         if several:
-            return _each(members, verb, x, how, out, async_op)
-        return _prepare(members, verb, x, how, out, async_op)()
+            return _each(members, verb, x, how)
+        return _prepare(members, verb, x, **how, received=received)()
 
 
 class _OnceMore:
@@ -102,52 +101,59 @@ class _OnceMore:
 _once_more = _OnceMore()
 
 
-def _of_number(group: Membership, verb: Verb, x: Any, how: dict[str, Any], async_op: bool) -> Any:
+def _of_number(group: Membership, verb: Verb, x: Any, how: dict[str, Any]) -> Any:
     if verb.reduces:
         require_bits(verb.name, x, how["op"], how["scale"], group.size)
     array, number = as_number(verb.name, x)
-    done = _prepare(group, verb, array, how, None, async_op)()
-    return Then(done, lambda _: number()) if async_op else number()
+    done = _prepare(group, verb, array, **how)()
+    return Then(done, lambda _: number()) if how["async_op"] else number()
 
 
-def _each(
-    group: Membership, verb: Verb, xs: Sequence[Any], how: dict[str, Any], out: Any, async_op: bool
-) -> Any:
+def _each(group: Membership, verb: Verb, xs: Sequence[Any], how: dict[str, Any]) -> Any:
     """Start ``verb`` of each of ``xs``, with its part of ``out``; all are checked before any."""
-    outs = [None] * len(xs) if out is None else list(out)
+    outs = [None] * len(xs) if how["out"] is None else list(how["out"])
     if len(outs) != len(xs):
         raise ValueError(f"{verb}: {len(xs)} arrays are passed, and out has {len(outs)}")
     pairs = zip(xs, outs, strict=True)
-    prepared = [_prepare(group, verb, x, how, out, async_op) for x, out in pairs]
+    prepared = [_prepare(group, verb, x, **{**how, "out": out}) for x, out in pairs]
     results = [start() for start in prepared]
-    return AllOf(results) if async_op else results
+    return AllOf(results) if how["async_op"] else results
 
 
 def _prepare(
-    group: Membership, verb: Verb, x: Any, how: dict[str, Any], out: Any, async_op: bool
+    group: Membership,
+    verb: Verb,
+    x: Any,
+    *,
+    op: str,
+    scale: float,
+    root: Any,
+    rows: Any,
+    out: Any,
+    async_op: bool,
+    received: list[int] | None = None,
 ) -> Callable[[], Any]:
     """Check everything, and return what starts the call and returns the result."""
-    name, rows = verb.name, how["rows"]
-    root = check_rank(group.size, name, "root", how["root"]) if verb.rooted else 0
+    name, mine, reduce_op = verb.name, None, ReduceOp.SUM
+    root = check_rank(group.size, name, "root", root) if verb.rooted else 0
     array = as_array(name, x, writes=verb.in_place, of_any_dtype=True)
     if verb.ragged and array.ndim == 0:
         array = array.reshape(1)
-    op, scale = ReduceOp.SUM, 1.0
     if verb.reduces:
-        op, scale = reduction(group, name, array, how["op"], how["scale"], verb.prefix)
-    mine = None
+        reduce_op, scale = reduction(group, name, array, op, scale, verb.prefix)
     if verb.cuts and rows is not None:
         rows = check_rows(name, array, rows, group.size)
         mine = rows[group.rank]
     elif verb.cuts:
         require_equal_parts(name, array, group.size)
-    call = Call(verb, None, op, scale, root, rows=rows, blocking=not async_op)
-    call.received = how["received"]
+    call = Call(verb, None, reduce_op, scale, root, rows=rows, blocking=not async_op)
+    call.received = received
     if verb.in_place:
-        return lambda: _run_in_place(group, call, array, x)
-    wanted = verb.fills(group.rank, root)
-    space = output(name, out if wanted else None, array, verb.shape(array.shape, group.size, mine))
-    return lambda: _run_into(group, call, array, space)
+        space = Output(x, array, None)
+    else:
+        out, shape = out if verb.fills(group.rank, root) else None, array.shape
+        space = output(name, out, array, verb.shape(shape, group.size, mine))
+    return lambda: _run(group, call, array, space)
 
 
 def reduction(
@@ -161,37 +167,22 @@ def reduction(
     return reduce_op, factor
 
 
-def _reducing(call: Call, array: Array) -> Terms:
-    """Have ``call`` reduce what stands for ``array``, or move that itself."""
-    terms = pack_terms(array, call.op) if call.verb.reduces else Terms(pack(array), call.op)
-    call.array, call.op = terms.array, terms.op
-    if array.dtype.kind in "mM" and call.verb.reduces:
+def _run(group: Membership, call: Call, array: Array, space: Output) -> Any:
+    """Do ``call`` of what stands for ``array``."""
+    verb = call.verb
+    terms = pack_terms(array, call.op) if verb.reduces else Terms(pack(array), call.op)
+    call.array, call.op, back = terms
+    if array.dtype.kind in "mM" and verb.reduces:
         call.holds = array.dtype, array.shape
-    return terms
-
-
-def _run_in_place(group: Membership, call: Call, array: Array, x: Any) -> Any:
-    back = _reducing(call, array).back
-    work = group.run(call)
-    if not call.verb.fills(group.rank, call.root):
-        return finish(group, call, work, x, None)
-    return finish(group, call, work, x, unpack_into(array, call.array, back))
-
-
-def _run_into(group: Membership, call: Call, array: Array, space: Output) -> Any:
-    back = _reducing(call, array).back
-    if back is None:
+    if verb.in_place and verb.fills(group.rank, call.root):
+        space = space._replace(packed=call.array)
+    elif verb.in_place:
+        space, back = Output(space.given, call.array, call.array), None
+    elif back is None:
         call.array, call.out = pack_apart(call.array, space), space.packed
-        return finish_into(group, call, group.run(call), space)
-    work = group.run(call)
-
-    def as_given(part: Array) -> Any:  # truth values become numbers, and numbers dates
-        if space.array is None:
-            return back(part)
-        space.array[...] = back(part)
-        return space.given
-
-    return as_given(work.wait()) if call.blocking else group.keep(Then(work, as_given))
+    else:  # truth values become numbers, and numbers dates
+        space = space._replace(packed=None)
+    return finish(group, call, group.run(call), space, back)
 
 
 class Output(NamedTuple):
@@ -233,44 +224,36 @@ def pack_apart(array: Array, space: Output) -> Array:
     return packed
 
 
-def unpack_into(
-    array: Array, packed: Array, back: Callable[[Array], Array] | None = None
-) -> Callable[[], None] | None:
-    """Return what copies the result into ``array``, or None where it is there already.
+def finish(
+    group: Membership,
+    call: Call,
+    work: Work,
+    space: Output,
+    back: Callable[[Array], Array] | None = None,
+) -> Any:
+    """Return what has arrived, in ``space`` or as a new array; or a Work for it.
 
     ``back`` is that of its ``Terms``.
     """
-    if packed is array:
-        return None
+    given, array, packed = space
 
-    def unpack() -> None:
-        array[...] = packed if back is None else back(packed)
-
-    return unpack
-
-
-def finish(
-    group: Membership, call: Call, work: Work, x: Any, unpack: Callable[[], None] | None
-) -> Any:
-    """Return ``x``, or a Work whose result is ``x``, once it is complete."""
-
-    def complete(_: Any) -> Any:
-        if unpack is not None:
-            unpack()
-        return x
+    def complete(value: Any) -> Any:
+        part = value if packed is None else packed
+        if back is not None:
+            part = back(part)
+        if array is None:
+            return part
+        if part is not array:
+            array[...] = part
+        return given
 
     if call.blocking:
         return complete(work.wait())
-    if unpack is None:
-        return Done(x) if isinstance(work, Done) else Then(work, complete)
-    return group.keep(Then(work, complete))
-
-
-def finish_into(group: Membership, call: Call, work: Work, space: Output) -> Any:
-    """Return what has arrived: a new array, or the ``out`` of the user; or a Work for it."""
-    if space.array is None or space.packed is None:
-        return work.wait() if call.blocking else work
-    return finish(group, call, work, space.given, unpack_into(space.array, space.packed))
+    if packed is not array or back is not None:
+        return group.keep(Then(work, complete))
+    if array is None:
+        return work
+    return Done(given) if isinstance(work, Done) else Then(work, complete)
 
 
 class End(NamedTuple):
