@@ -13,22 +13,11 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.device import Array, array_module
+from flashlight_py.distributed import verbs
 from flashlight_py.distributed.calls.arrays import scale_in_place
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.constants import ReduceOp
-from flashlight_py.distributed.verbs import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    BROADCAST,
-    EXSCAN,
-    GATHER,
-    REDUCE,
-    REDUCE_SCATTER,
-    SCAN,
-    SCATTER,
-    Verb,
-)
+from flashlight_py.distributed.verbs import Verb
 
 _UFUNC = {
     ReduceOp.SUM: "add",
@@ -109,18 +98,18 @@ def _part(array: Array, rank: int, size: int, rows: Sequence[int] | None = None)
 
 
 MEANINGS: dict[Verb, Callable[[Sequence[Any], int, Call], Any]] = {
-    ALL_REDUCE: lambda xs, rank, call: _reduced(xs, call),
-    REDUCE: lambda xs, rank, call: _reduced(xs, call),
-    SCAN: lambda xs, rank, call: _reduced(xs[: rank + 1], call),
-    EXSCAN: lambda xs, rank, call: _reduced(xs[:rank], call),
-    REDUCE_SCATTER: lambda xs, rank, call: _reduced(
+    verbs.ALL_REDUCE: lambda xs, rank, call: _reduced(xs, call),
+    verbs.REDUCE: lambda xs, rank, call: _reduced(xs, call),
+    verbs.SCAN: lambda xs, rank, call: _reduced(xs[: rank + 1], call),
+    verbs.EXSCAN: lambda xs, rank, call: _reduced(xs[:rank], call),
+    verbs.REDUCE_SCATTER: lambda xs, rank, call: _reduced(
         [_part(x, rank, len(xs), call.rows) for x in xs], call
     ),
-    BROADCAST: lambda xs, rank, call: xs[call.root],
-    ALL_GATHER: lambda xs, rank, call: joined(xs),
-    GATHER: lambda xs, rank, call: joined(xs),
-    SCATTER: lambda xs, rank, call: _part(xs[call.root], rank, len(xs), call.rows),
-    ALL_TO_ALL: lambda xs, rank, call: joined([_part(x, rank, len(xs)) for x in xs]),
+    verbs.BROADCAST: lambda xs, rank, call: xs[call.root],
+    verbs.ALL_GATHER: lambda xs, rank, call: joined(xs),
+    verbs.GATHER: lambda xs, rank, call: joined(xs),
+    verbs.SCATTER: lambda xs, rank, call: _part(xs[call.root], rank, len(xs), call.rows),
+    verbs.ALL_TO_ALL: lambda xs, rank, call: joined([_part(x, rank, len(xs)) for x in xs]),
 }
 """Of each verb that has one, the result of a rank that gets it: of the arrays of all ranks, the
 rank and its call. Parts are equal, or of the same ``rows`` on all ranks."""
