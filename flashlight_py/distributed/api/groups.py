@@ -56,7 +56,12 @@ def new_group(
     """
     parent = of(group)
     with refusing(parent, "new_group"):
-        members, seconds = _check_members(parent, ranks), check_seconds("new_group", timeout)
+        members = [check_rank(parent.size, "new_group", "each of ranks", rank) for rank in ranks]
+        if len(set(members)) < len(members):
+            raise ValueError(f"new_group: a rank is in the list twice: {members}")
+        if not members:
+            raise ValueError("new_group: a group has at least one rank, got none")
+        seconds = check_seconds("new_group", timeout)
         steps = Steps(parent.backend(), "new_group")
         with parent.journal.recording("new_group"):
             mine = f"new_group {json.dumps(members)}{_limit(seconds)}"
@@ -88,24 +93,20 @@ def split(
     """
     parent = of(group)
     with refusing(parent, "split"):
-        mine = [_check_color(color), _check_key(key), check_seconds("split", timeout)]
+        mine = None if isinstance(color, bool) else whole(color), whole(key)
+        if mine[0] is None and color is not None:
+            raise ValueError(f"split: color must be an integer, or None to stay out; got {color!r}")
+        if mine[1] is None:
+            raise ValueError(f"split: key must be an integer, got {key!r}")
+        seconds = check_seconds("split", timeout)
         steps = Steps(parent.backend(), "split")
         with parent.journal.recording("split"):
-            texts = exchange_bytes(steps, json.dumps(mine).encode())
+            texts = exchange_bytes(steps, json.dumps([*mine, seconds]).encode())
             choices = list(map(json.loads, texts))
             _require_same(parent, "split", [f"split{_limit(limit)}" for _, _, limit in choices])
             alike = [(k, rank) for rank, (c, k, _) in enumerate(choices) if c == mine[0]]
             members = [] if mine[0] is None else [rank for _, rank in sorted(alike)]
-            return _founded(parent, steps, members, choices[0][2])
-
-
-def _check_members(parent: Membership, ranks: Sequence[int]) -> list[int]:
-    members = [check_rank(parent.size, "new_group", "each of ranks", rank) for rank in ranks]
-    if len(set(members)) < len(members):
-        raise ValueError(f"new_group: a rank is in the list twice: {members}")
-    if not members:
-        raise ValueError("new_group: a group has at least one rank, got none")
-    return members
+            return _founded(parent, steps, members, seconds)
 
 
 def _require_same(parent: Membership, verb: str, asked: Sequence[str]) -> None:
@@ -127,20 +128,6 @@ def _founded(
 
 def _limit(seconds: float | None) -> str:
     return "" if seconds is None else f", timeout={seconds!r}"
-
-
-def _check_color(color: object) -> int | None:
-    number = None if isinstance(color, bool) else whole(color)
-    if number is None and color is not None:
-        raise ValueError(f"split: color must be an integer, or None to stay out; got {color!r}")
-    return number
-
-
-def _check_key(key: object) -> int:
-    number = whole(key)
-    if number is None:
-        raise ValueError(f"split: key must be an integer, got {key!r}")
-    return number
 
 
 # Members of a new group meet by messages of the old one: no port, no file, and the code that

@@ -316,19 +316,18 @@ class refusing(ending):
         words = f"{self._verb}, and {self._how} ({reason_of(error)})"
         held = [getattr(value, "array", value) for value in self._given]
         backend = group.backend(next(filter(is_cupy, held), None))
+        for message in filter(None, begun):
+            known = isinstance(message.peer, int) and isinstance(message.tag, int)
+            if not (known and 0 <= message.peer < group.size and 0 <= message.tag < 2**31):
+                return
         for end in begun:
-            if end is not COLLECTIVE:
-                known = isinstance(end.peer, int) and isinstance(end.tag, int)
-                if not (known and 0 <= end.peer < group.size and 0 <= end.tag < 2**31):
-                    return
-        for end in begun:
-            group.journal.refused(str(self._verb), error, None if end is COLLECTIVE else end.peer)
             if end is COLLECTIVE:
-                verb = self._verb if isinstance(self._verb, Verb) else BARRIER
-                backend.start(Call(verb, blocking=False, refusal=words))
-            elif end.peer != group.rank:
-                verb = SEND if end.sends else RECV
-                call = Call(verb, peer=end.peer, tag=end.tag, blocking=False, refusal=words)
+                call = Call(self._verb if isinstance(self._verb, Verb) else BARRIER)
+            else:
+                call = Call(SEND if end.sends else RECV, peer=end.peer, tag=end.tag)
+            call.blocking, call.refusal = False, words
+            group.journal.refused(str(self._verb), error, None if end is COLLECTIVE else end.peer)
+            if call.peer != group.rank:
                 backend.start(call)
 
 
