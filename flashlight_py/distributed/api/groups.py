@@ -121,9 +121,8 @@ def _require_same(parent: Membership, verb: str, asked: Sequence[str]) -> None:
 def _founded(
     parent: Membership, steps: Backend, members: list[int], seconds: float | None
 ) -> ProcessGroup:
-    if parent.rank not in members:
-        return cast("ProcessGroup", parent.outside(members))
-    return cast("ProcessGroup", parent.inside(members, MemberStore(steps, members), seconds))
+    store = MemberStore(steps, members) if parent.rank in members else None
+    return cast("ProcessGroup", parent.subgroup(members, store, seconds))
 
 
 def _limit(seconds: float | None) -> str:
