@@ -143,11 +143,7 @@ class MemberStore(Store):
         self.rank, self.size = self._members.index(backend.rank), len(self._members)
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """Pass ``payload`` and return every member's; collective among them, blocking.
-
-        Raises:
-            DistributedError: as ``Work.wait``.
-        """
+        """Pass ``payload`` and return every member's; collective among them, blocking."""
         hub, *others = self._members
         if self.rank != 0:
             self._send(hub, payload)

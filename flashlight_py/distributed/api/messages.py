@@ -218,14 +218,21 @@ def batch_isend_irecv(ops: Sequence[P2POp], group: ProcessGroup | None = None) -
 
     Raises:
         ValueError: an array that is filled shares memory with another one, or as for :func:`recv`.
-        TypeError, DistributedError: as for :func:`send` and :func:`recv`.
+        TypeError: one of ``ops`` is no ``P2POp``, or as for :func:`send`.
+        DistributedError: as for :func:`send` and :func:`recv`.
     """
     begun = native_sendrecv(group)(ops)
     if begun is not NotImplemented:
         return AllOf([one if isinstance(one, Work) else Done(one) for one in begun])
     members, given = of(group), [getattr(op, "x", None) for op in ops]
     with refusing(members, "batch_isend_irecv", _ends_of(ops), given):
-        messages = [_in_batch(members, op) for op in ops]
+        for op in ops:
+            if not isinstance(op, P2POp):
+                raise TypeError(
+                    "batch_isend_irecv takes flashlight_py.P2POp('send' or 'recv', x, peer), got "
+                    f"{type(op).__name__}"
+                )
+        messages = [_prepare(members, f"i{op.kind}", op, blocking=False) for op in ops]
         apart = Apart("batch_isend_irecv")
         for message in messages:
             apart.add(message.array, writes=not message.op.sends)
@@ -328,15 +335,6 @@ def _home(members: Membership, message: _Message, work: Work) -> Any:
 
     then = members.keep(Then(work, complete))
     return then.wait() if call.blocking else then
-
-
-def _in_batch(members: Membership, op: P2POp) -> _Message:
-    if not isinstance(op, P2POp):
-        raise TypeError(
-            "batch_isend_irecv takes flashlight_py.P2POp('send' or 'recv', x, peer), got "
-            f"{type(op).__name__}"
-        )
-    return _prepare(members, f"i{op.kind}", op, blocking=False)
 
 
 def _prepare(members: Membership, verb: str, op: P2POp, blocking: bool) -> _Message:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import pickle
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -22,10 +22,8 @@ from flashlight_py.distributed.calls.arrays import (
     MOVED,
     as_array,
     code_of,
-    in_text,
     name_of,
     of_bytes,
-    of_text,
     pack,
     require_length,
     with_text,
@@ -304,17 +302,21 @@ def _scatter_rows(
     return finish(members, call, members.journal.run([call], "scatter", move), space)
 
 
-def _agree(members: Membership, call: Call, counts: list[int]) -> tuple[np.dtype[Any], list[int]]:
+_Kind: TypeAlias = "tuple[np.dtype[Any], tuple[int, ...]]"
+
+
+def _agree(members: Membership, call: Call, counts: list[int]) -> _Kind:
     """Return the dtype and the dimensions after the first of what the root passes.
 
-    Raises:
-        MismatchError: a rank passed other ``rows``, or another kind of ``out``; on every rank.
+    On every rank MismatchError where one passed other ``rows``, or another kind of ``out``.
     """
     like, root = call.out, call.root
-    kind = None if like is None else [in_text(like.dtype), list(like.shape[1:])]
-    mine = json.dumps([counts, root, kind]).encode()
-    texts = exchange_bytes(Steps(members.backend(), "scatter(rows=...)"), mine)
-    calls = [json.loads(text) for text in texts]
+    kind = None if like is None else (like.dtype.newbyteorder("="), like.shape[1:])
+    mine = pickle.dumps((counts, root, kind))
+    calls = [
+        pickle.loads(each)
+        for each in exchange_bytes(Steps(members.backend(), "scatter(rows=...)"), mine)
+    ]
     measure = calls[root]
     if any(each[:2] != measure[:2] or each[2] not in (None, measure[2]) for each in calls):
         where = f"[scatter] rank {members.rank} of {members.size}"
@@ -322,12 +324,11 @@ def _agree(members: Membership, call: Call, counts: list[int]) -> tuple[np.dtype
         raise MismatchError(
             different_calls(where, "this call", enumerate(words), "Nothing was sent")
         )
-    text, shape = measure[2]
-    return of_text(text), shape
+    return measure[2]
 
 
-def _in_words(counts: list[int], root: int, kind: list[Any] | None) -> str:
-    what = "" if kind is None else f"{name_of(of_text(kind[0]))} rows of {tuple(kind[1])}, "
+def _in_words(counts: list[int], root: int, kind: _Kind | None) -> str:
+    what = "" if kind is None else f"{name_of(kind[0])} rows of {kind[1]}, "
     return f"scatter({what}rows={counts}, root={root})"
 
 

@@ -103,7 +103,13 @@ def scatter_object(
     verb, members = "scatter_object", of(group)
     with refusing(members, verb):
         root = check_rank(members.size, verb, "root", root)
-        given = _one_each(members, objs) if members.rank == root else []
+        given = list(() if objs is None or members.rank != root else objs)
+        if members.rank == root and len(given) != members.size:
+            got = "None" if objs is None else len(given)
+            raise ValueError(
+                f"scatter_object: rank {root} is the root and must pass one object for each of "
+                f"the {members.size} ranks, got {got}"
+            )
         mine, lengths = _pickled(given)
         with members.journal.recording(verb, root=root) as record:
             record.size = len(mine.content)
@@ -142,17 +148,6 @@ def _scattered(members: Membership, mine: Frame, lengths: Sequence[int], root: i
     rows, payload = (lengths, mine.content) if here else ([0] * size, b"")
     call = Call(ALL_TO_ALL, np.frombuffer(payload, np.uint8), rows=rows)
     return steps.start(call).wait().data
-
-
-def _one_each(members: Membership, objs: Sequence[Any] | None) -> list[Any]:
-    given = None if objs is None else list(objs)
-    if given is None or len(given) != members.size:
-        got = "None" if given is None else f"{len(given)}"
-        raise ValueError(
-            f"scatter_object: rank {members.rank} is the root and must pass one object for each "
-            f"of the {members.size} ranks, got {got}"
-        )
-    return given
 
 
 def _unpickled(

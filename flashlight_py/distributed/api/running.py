@@ -65,7 +65,11 @@ def collective(
     begun = len(x) if several and async_op else 1
     with refusing(members, verb, [COLLECTIVE] * begun, (x, out)):
         if verb.numbers and isinstance(x, NUMBERS):
-            return _of_number(members, verb, x, how)
+            if verb.reduces:
+                require_bits(verb.name, x, op, scale, members.size)
+            array, number = as_number(verb.name, x)
+            done = _prepare(members, verb, array, **how)()
+            return Then(done, lambda _: number()) if async_op else number()
         if several:
             return _each(members, verb, x, how)
         return _prepare(members, verb, x, **how, received=received)()
@@ -99,14 +103,6 @@ class _OnceMore:
 
 
 _once_more = _OnceMore()
-
-
-def _of_number(group: Membership, verb: Verb, x: Any, how: dict[str, Any]) -> Any:
-    if verb.reduces:
-        require_bits(verb.name, x, how["op"], how["scale"], group.size)
-    array, number = as_number(verb.name, x)
-    done = _prepare(group, verb, array, **how)()
-    return Then(done, lambda _: number()) if how["async_op"] else number()
 
 
 def _each(group: Membership, verb: Verb, xs: Sequence[Any], how: dict[str, Any]) -> Any:
@@ -199,11 +195,7 @@ NO_OUTPUT = Output(None, None, None)
 # A large result costs more to allocate than to fill, as the kernel clears every page: so verbs
 # that are not in place take ``out``.
 def output(name: str, out: Any, like: Array, shape: tuple[int | None, ...]) -> Output:
-    """Return where a result of ``shape`` goes; its first extent is None if not known.
-
-    Raises:
-        ValueError: ``out`` has another shape, or another dtype than ``like``.
-    """
+    """Return where a result of ``shape`` goes; its first extent is None if not known."""
     if out is None:
         return NO_OUTPUT
     array = as_array(f"{name}(out=)", out, of_any_dtype=True)

@@ -184,11 +184,7 @@ def _advice(verb: str, value: Any) -> str:
 
 
 def dtype_code(verb: str, dtype: np.dtype[Any]) -> int:
-    """Return the native code of ``dtype``.
-
-    Raises:
-        TypeError: nothing is computed with arrays of this dtype (object, str, date, structured).
-    """
+    """Return the native code of a ``dtype`` with which something is computed."""
     code = code_of(dtype)
     if code == MOVED:
         advice = f". {_advice(verb, None)}" if dtype.hasobject else ""
@@ -296,11 +292,7 @@ def dtype_of_code(code: int) -> np.dtype[Any]:
 
 
 def parse_op(verb: str, op: str) -> ReduceOp:
-    """Return the reduce operation called ``op``.
-
-    Raises:
-        ValueError: there is none of that name.
-    """
+    """Return the reduce operation called ``op``."""
     found = _OPS.get(op) if isinstance(op, str) else None
     if found is None:
         raise ValueError(f"{verb}: op must be one of {', '.join(_OPS)}; got {op!r}")

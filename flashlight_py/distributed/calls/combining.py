@@ -19,19 +19,11 @@ from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.verbs import Verb
 
-_UFUNC = {
-    ReduceOp.SUM: "add",
-    ReduceOp.AVG: "add",
-    ReduceOp.PROD: "multiply",
-    ReduceOp.MIN: "minimum",
-    ReduceOp.MAX: "maximum",
-    ReduceOp.AND: "bitwise_and",
-    ReduceOp.OR: "bitwise_or",
-    ReduceOp.XOR: "bitwise_xor",
-    ReduceOp.LAND: "logical_and",
-    ReduceOp.LOR: "logical_or",
-    ReduceOp.LXOR: "logical_xor",
-}
+# In the order of ReduceOp; an average is a sum, scaled.
+_UFUNCS = (
+    *("add", "multiply", "minimum", "maximum", "add"),
+    *("bitwise_and", "bitwise_or", "bitwise_xor", "logical_and", "logical_or", "logical_xor"),
+)
 _LOGICAL = (ReduceOp.LAND, ReduceOp.LOR, ReduceOp.LXOR)
 
 
@@ -48,7 +40,7 @@ def combined(arrays: Sequence[Array], op: ReduceOp, scale: float = 1.0) -> Array
     terms = [array.astype(np.float32) for array in arrays] if narrow else list(arrays)
     if op in _LOGICAL:
         terms = [array != 0 for array in arrays]  # of one alone too
-    fold = functools.partial(functools.reduce, getattr(xp, _UFUNC[op]))
+    fold = functools.partial(functools.reduce, getattr(xp, _UFUNCS[op]))
     with np.errstate(over="ignore", invalid="ignore"):  # infinities come as they come
         total = xp.array(fold(terms))
         scale_in_place(total, scale)
@@ -88,22 +80,18 @@ def joined(arrays: Sequence[Array]) -> Array:
     return whole
 
 
-def _reduced(arrays: Sequence[Array], call: Call) -> Array:
-    return combined(arrays, call.op, call.scale)
-
-
 def _part(array: Array, rank: int, size: int, rows: Sequence[int] | None = None) -> Array:
     part: Array = cut(array, [len(array) // size] * size if rows is None else rows)[rank]
     return part
 
 
 MEANINGS: dict[Verb, Callable[[Sequence[Any], int, Call], Any]] = {
-    verbs.ALL_REDUCE: lambda xs, rank, call: _reduced(xs, call),
-    verbs.REDUCE: lambda xs, rank, call: _reduced(xs, call),
-    verbs.SCAN: lambda xs, rank, call: _reduced(xs[: rank + 1], call),
-    verbs.EXSCAN: lambda xs, rank, call: _reduced(xs[:rank], call),
-    verbs.REDUCE_SCATTER: lambda xs, rank, call: _reduced(
-        [_part(x, rank, len(xs), call.rows) for x in xs], call
+    verbs.ALL_REDUCE: lambda xs, rank, call: combined(xs, call.op, call.scale),
+    verbs.REDUCE: lambda xs, rank, call: combined(xs, call.op, call.scale),
+    verbs.SCAN: lambda xs, rank, call: combined(xs[: rank + 1], call.op, call.scale),
+    verbs.EXSCAN: lambda xs, rank, call: combined(xs[:rank], call.op, call.scale),
+    verbs.REDUCE_SCATTER: lambda xs, rank, call: combined(
+        [_part(x, rank, len(xs), call.rows) for x in xs], call.op, call.scale
     ),
     verbs.BROADCAST: lambda xs, rank, call: xs[call.root],
     verbs.ALL_GATHER: lambda xs, rank, call: joined(xs),

@@ -63,11 +63,7 @@ class _Receive(Work):
             self._filled = True
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Return the array; it cannot arrive later than this, so ``timeout`` (seconds) is not used.
-
-        Raises:
-            MismatchError: nothing was sent, or another shape or dtype.
-        """
+        """Return the array; it cannot arrive later than this, so ``timeout`` is not used."""
         if self._error is not None:
             raise self._error
         if not self._filled:

@@ -322,11 +322,7 @@ def use_as_world(group: Membership) -> None:
 
 
 def of(group: Membership | None) -> Membership:
-    """Return ``group``, or the world in place of None.
-
-    Raises:
-        TypeError: it is no group, such as a list of ranks.
-    """
+    """Return ``group``, or the world in place of None."""
     if group is None:
         assert _world is not None  # world.py begins with a world of this process alone
         return _world
