@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from flashlight_py.distributed.api.running import refusing
+from flashlight_py.distributed.api.running import Group, refusing
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.exchange import Steps, exchange_bytes
 from flashlight_py.distributed.calls.call import Call
@@ -29,7 +29,7 @@ _TAG = -1
 
 
 def new_group(
-    ranks: Sequence[int], group: ProcessGroup | None = None, timeout: float | None = None
+    ranks: Sequence[int], group: Group = None, timeout: float | None = None
 ) -> ProcessGroup:
     """Make a group of some ranks of the world, or of ``group``.
 
@@ -71,7 +71,7 @@ def new_group(
 
 
 def split(
-    color: int | None, key: int = 0, group: ProcessGroup | None = None, timeout: float | None = None
+    color: int | None, key: int = 0, group: Group = None, timeout: float | None = None
 ) -> ProcessGroup:
     """Make one group of all ranks that pass the same ``color``, for each color.
 
@@ -170,7 +170,7 @@ class MemberStore(Store):
         return data.tobytes()
 
 
-def barrier(timeout: float | None = None, group: ProcessGroup | None = None) -> None:
+def barrier(timeout: float | None = None, group: Group = None) -> None:
     """Block until every rank of the group has called it, up to ``timeout`` seconds.
 
     Raises:
@@ -186,7 +186,7 @@ def barrier(timeout: float | None = None, group: ProcessGroup | None = None) -> 
         members.run(Call(BARRIER, seconds=check_seconds("barrier", timeout)))
 
 
-def sync_distributed(group: ProcessGroup | None = None) -> None:
+def sync_distributed(group: Group = None) -> None:
     """Block until every operation that this rank has started has ended, as flashlight names it.
 
     Raises:

@@ -8,13 +8,13 @@ import os
 import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from flashlight_py.device import Array, is_cupy
-from flashlight_py.distributed.api.running import refusing
+from flashlight_py.distributed.api.running import Group, refusing
 from flashlight_py.distributed.backends.exchange import BackendStore, Steps
 from flashlight_py.distributed.calls.arrays import dtype_code
 from flashlight_py.distributed.calls.checks import whole
@@ -23,9 +23,6 @@ from flashlight_py.distributed.memory.memory_file import MemoryFile, needs_names
 from flashlight_py.distributed.memory.topology import exchange_process_info, ranks_by_memory
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.errors import RankFailedError
-
-if TYPE_CHECKING:
-    from flashlight_py.distributed.api.group import ProcessGroup
 
 __all__ = ["host_array", "shared_empty"]
 
@@ -36,7 +33,7 @@ _log = logging.getLogger("flashlight_py")
 
 
 def shared_empty(
-    shape: int | Sequence[int], dtype: DTypeLike = np.float32, group: ProcessGroup | None = None
+    shape: int | Sequence[int], dtype: DTypeLike = np.float32, group: Group = None
 ) -> Array:
     """Return a new NumPy array, not initialised, that collectives reduce where it is.
 
@@ -68,7 +65,7 @@ def host_array(
     load: Callable[..., Any],
     shape: int | Sequence[int] | None = None,
     dtype: DTypeLike = np.float32,
-    group: ProcessGroup | None = None,
+    group: Group = None,
 ) -> Array:
     """Return one read-only array per host: one rank loads it, all ranks of the host map it.
 

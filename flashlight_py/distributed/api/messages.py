@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from flashlight_py.device import Array, deferred, is_cupy
-from flashlight_py.distributed.api.running import End, Output, finish, refusing
+from flashlight_py.distributed.api.running import End, Group, Output, finish, refusing
 from flashlight_py.distributed.calls.arrays import as_array, may_overlap, pack
 from flashlight_py.distributed.calls.call import ANY_RANK, Call, Matched
 from flashlight_py.distributed.calls.checks import Apart, check_rank, whole
 from flashlight_py.distributed.groups.membership import Membership, native, native_sendrecv, of
 from flashlight_py.distributed.verbs import RECV, SEND
 from flashlight_py.distributed.work import AllOf, Done, Then, Work
-
-if TYPE_CHECKING:
-    from flashlight_py.distributed.api.group import ProcessGroup
 
 __all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send", "sendrecv"]
 
@@ -63,7 +60,7 @@ class P2POp:
         return f"P2POp({self.kind!r}, peer={self.peer}, tag={self.tag})"
 
 
-def send(x: Any, dst: int, tag: int = 0, group: ProcessGroup | None = None) -> None:
+def send(x: Any, dst: int, tag: int = 0, group: Group = None) -> None:
     """Send array ``x`` (any shape and dtype) to rank ``dst``. Blocks until it has been received.
 
     ``tag`` is a number from 0 to 2**31 - 1 that the receiver must ask for. Messages from one rank
@@ -79,9 +76,7 @@ def send(x: Any, dst: int, tag: int = 0, group: ProcessGroup | None = None) -> N
         _message(send, x, dst, tag, group)
 
 
-def recv(
-    x: X, src: int | None, tag: int = 0, group: ProcessGroup | None = None, partial: bool = False
-) -> X:
+def recv(x: X, src: int | None, tag: int = 0, group: Group = None, partial: bool = False) -> X:
     """Fill array ``x``, in place, with what rank ``src`` sends under ``tag``. Blocks; returns x.
 
     Shape and dtype must be those of the array that is sent. NumPy arrays only can be received from
@@ -115,7 +110,7 @@ def recv(
     return _message(recv, x, src, tag, group, partial) if y is NotImplemented else y
 
 
-def isend(x: X, dst: int, tag: int = 0, group: ProcessGroup | None = None) -> Work[X]:
+def isend(x: X, dst: int, tag: int = 0, group: Group = None) -> Work[X]:
     """Begin to send array ``x`` to rank ``dst``, and return a ``Work`` at once.
 
     As :func:`send`, but it runs beside collectives and other messages. ``x`` must not change until
@@ -131,7 +126,7 @@ def isend(x: X, dst: int, tag: int = 0, group: ProcessGroup | None = None) -> Wo
 
 
 def irecv(
-    x: X, src: int | None, tag: int = 0, group: ProcessGroup | None = None, partial: bool = False
+    x: X, src: int | None, tag: int = 0, group: Group = None, partial: bool = False
 ) -> Work[X]:
     """Begin to fill array ``x`` with what rank ``src`` sends, and return a ``Work`` at once.
 
@@ -155,7 +150,7 @@ def sendrecv(
     src: int,
     tag: int = 0,
     recv_tag: int | None = None,
-    group: ProcessGroup | None = None,
+    group: Group = None,
 ) -> X:
     """Send ``x`` to rank ``dst`` and fill ``out``, in place, with what rank ``src`` sends.
 
@@ -207,7 +202,7 @@ def sendrecv(
         return filled
 
 
-def batch_isend_irecv(ops: Sequence[P2POp], group: ProcessGroup | None = None) -> Work[list[Any]]:
+def batch_isend_irecv(ops: Sequence[P2POp], group: Group = None) -> Work[list[Any]]:
     """Begin several messages at once; the ``Work``'s result is the list of their arrays.
 
     Every one is checked before any begins.
@@ -264,7 +259,7 @@ def _message(
     x: Any,
     peer: int | None,
     tag: int,
-    group: ProcessGroup | None,
+    group: Group,
     partial: bool = False,
 ) -> Any:
     """Do what a public ``function`` does for one message, where there is no short way."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed.api.running import (
     NO_OUTPUT,
+    Group,
     collective,
     finish,
     output,
@@ -41,9 +42,6 @@ from flashlight_py.distributed.verbs import ALL_GATHER, ALL_TO_ALL, BROADCAST, G
 from flashlight_py.distributed.work import Then, Work
 from flashlight_py.errors import MismatchError
 
-if TYPE_CHECKING:
-    from flashlight_py.distributed.api.group import ProcessGroup
-
 __all__ = ["all_gather", "all_to_all", "broadcast", "gather", "scatter"]
 
 X = TypeVar("X")
@@ -51,9 +49,7 @@ X = TypeVar("X")
 _DIMENSIONS = 8  # that travel with a scatter, so that ranks need not know the shape
 
 
-def broadcast(
-    x: X, root: int = 0, async_op: bool = False, group: ProcessGroup | None = None
-) -> X | Work[X]:
+def broadcast(x: X, root: int = 0, async_op: bool = False, group: Group = None) -> X | Work[X]:
     """Send every rank the ``x`` of rank ``root``, in place.
 
     Args:
@@ -77,7 +73,7 @@ def broadcast(
 
 
 def all_gather(
-    x: Any, out: Any = None, async_op: bool = False, group: ProcessGroup | None = None
+    x: Any, out: Any = None, async_op: bool = False, group: Group = None
 ) -> Array | list[Array] | Work[Array]:
     """Join the ``x`` of all ranks along the first dimension, in rank order.
 
@@ -108,11 +104,7 @@ def all_gather(
 
 
 def gather(
-    x: Any,
-    root: int = 0,
-    out: Any = None,
-    async_op: bool = False,
-    group: ProcessGroup | None = None,
+    x: Any, root: int = 0, out: Any = None, async_op: bool = False, group: Group = None
 ) -> Array | Work[Array | None] | None:
     """Join the ``x`` of all ranks along the first dimension, in rank order, on one rank.
 
@@ -144,7 +136,7 @@ def scatter(
     root: int = 0,
     out: Any = None,
     async_op: bool = False,
-    group: ProcessGroup | None = None,
+    group: Group = None,
     rows: Sequence[int] | None = None,
 ) -> Array | Work[Array]:
     """Send each rank its part of what rank ``root`` has.
@@ -197,7 +189,7 @@ def all_to_all(
     rows: Sequence[int] | None = None,
     out: Any = None,
     async_op: bool = False,
-    group: ProcessGroup | None = None,
+    group: Group = None,
     return_rows: bool = False,
 ) -> Array | tuple[Array, list[int]] | Work[Array]:
     """Send each rank a part of ``x`` and join what each sends, in rank order.

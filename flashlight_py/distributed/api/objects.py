@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
-from flashlight_py.distributed.api.running import refusing
+from flashlight_py.distributed.api.running import Group, refusing
 from flashlight_py.distributed.backends.exchange import (
     Frame,
     Steps,
@@ -24,15 +24,12 @@ from flashlight_py.distributed.calls.checks import check_rank
 from flashlight_py.distributed.groups.membership import Membership, of
 from flashlight_py.distributed.verbs import ALL_TO_ALL
 
-if TYPE_CHECKING:
-    from flashlight_py.distributed.api.group import ProcessGroup
-
 __all__ = ["all_gather_object", "broadcast_object", "gather_object", "scatter_object"]
 
 T = TypeVar("T")
 
 
-def broadcast_object(obj: Any = None, root: int = 0, group: ProcessGroup | None = None) -> Any:
+def broadcast_object(obj: Any = None, root: int = 0, group: Group = None) -> Any:
     """Return rank ``root``'s ``obj``, on every rank; the others' is not looked at.
 
     Collective, blocking. On ``root`` it is the object itself, elsewhere a copy, made by pickle:
@@ -58,7 +55,7 @@ def broadcast_object(obj: Any = None, root: int = 0, group: ProcessGroup | None 
             return obj if here else _unpickled(members, verb, frame.content, root)
 
 
-def all_gather_object(obj: T, group: ProcessGroup | None = None) -> list[T]:
+def all_gather_object(obj: T, group: Group = None) -> list[T]:
     """Return the list of all ranks' objects, in rank order. Collective, blocking.
 
     The own one is the object itself, the others are copies, made by pickle.
@@ -75,7 +72,7 @@ def all_gather_object(obj: T, group: ProcessGroup | None = None) -> list[T]:
     return _gathered(of(group), "all_gather_object", obj, None)
 
 
-def gather_object(obj: T, root: int = 0, group: ProcessGroup | None = None) -> list[T] | None:
+def gather_object(obj: T, root: int = 0, group: Group = None) -> list[T] | None:
     """Return the list of all ranks' objects on rank ``root``, None elsewhere.
 
     Collective, blocking; as :func:`all_gather_object`.
@@ -89,9 +86,7 @@ def gather_object(obj: T, root: int = 0, group: ProcessGroup | None = None) -> l
     return objects if members.rank == root else None
 
 
-def scatter_object(
-    objs: Sequence[Any] | None = None, root: int = 0, group: ProcessGroup | None = None
-) -> Any:
+def scatter_object(objs: Sequence[Any] | None = None, root: int = 0, group: Group = None) -> Any:
     """Return this rank's one of the objects that rank ``root`` passes, one per rank.
 
     Collective, blocking; as :func:`broadcast_object`.

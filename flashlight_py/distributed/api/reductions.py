@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed.api.running import (
     COLLECTIVE,
+    Group,
     Output,
     collective,
     finish,
@@ -37,9 +38,6 @@ from flashlight_py.distributed.verbs import (
 )
 from flashlight_py.distributed.work import AllOf, Then, Work
 
-if TYPE_CHECKING:
-    from flashlight_py.distributed.api.group import ProcessGroup
-
 __all__ = ["all_reduce", "reduce", "reduce_scatter", "scan", "exscan"]
 __all__ += ["all_reduce_location", "all_reduce_multiple"]
 
@@ -47,11 +45,7 @@ X = TypeVar("X")
 
 
 def all_reduce(
-    x: X,
-    scale: float = 1.0,
-    op: Op = "sum",
-    async_op: bool = False,
-    group: ProcessGroup | None = None,
+    x: X, scale: float = 1.0, op: Op = "sum", async_op: bool = False, group: Group = None
 ) -> X | Work[X]:
     """Combine ``x`` of all ranks; afterwards every rank holds ``scale`` times the result.
 
@@ -109,7 +103,7 @@ def reduce(
     op: Op = "sum",
     scale: float = 1.0,
     async_op: bool = False,
-    group: ProcessGroup | None = None,
+    group: Group = None,
 ) -> X | Work[X]:
     """Combine ``x`` of all ranks; afterwards rank ``root`` holds ``scale`` times the result.
 
@@ -144,7 +138,7 @@ def reduce_scatter(
     op: Op = "sum",
     out: Any = None,
     async_op: bool = False,
-    group: ProcessGroup | None = None,
+    group: Group = None,
     rows: Sequence[int] | None = None,
 ) -> Array | list[Array] | Work[Array]:
     """Combine ``x`` of all ranks and return this rank's part of the result.
@@ -182,11 +176,7 @@ def reduce_scatter(
 
 
 def scan(
-    x: X,
-    op: Op = "sum",
-    scale: float = 1.0,
-    async_op: bool = False,
-    group: ProcessGroup | None = None,
+    x: X, op: Op = "sum", scale: float = 1.0, async_op: bool = False, group: Group = None
 ) -> X | Work[X]:
     """Combine ``x`` of the ranks up to this one, in rank order: a prefix reduction.
 
@@ -217,11 +207,7 @@ def scan(
 
 
 def exscan(
-    x: X,
-    op: Op = "sum",
-    scale: float = 1.0,
-    async_op: bool = False,
-    group: ProcessGroup | None = None,
+    x: X, op: Op = "sum", scale: float = 1.0, async_op: bool = False, group: Group = None
 ) -> X | Work[X]:
     """Combine ``x`` of the ranks before this one, in rank order: an exclusive prefix reduction.
 
@@ -248,10 +234,7 @@ def exscan(
 
 
 def all_reduce_location(
-    x: Any,
-    op: Literal["min", "max"] = "min",
-    async_op: bool = False,
-    group: ProcessGroup | None = None,
+    x: Any, op: Literal["min", "max"] = "min", async_op: bool = False, group: Group = None
 ) -> Any:
     """Find the least or largest of each element over the ranks, and which rank has it.
 
@@ -302,7 +285,7 @@ def all_reduce_multiple(
     op: Op = "sum",
     async_op: bool = False,
     contiguous: bool = False,
-    group: ProcessGroup | None = None,
+    group: Group = None,
 ) -> list[X] | Work[list[X]]:
     """Combine each array of ``xs`` over the ranks, in place, as :func:`all_reduce` does.
 

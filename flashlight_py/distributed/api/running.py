@@ -10,7 +10,7 @@ notified.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from flashlight_py.device import Array, is_cupy, owner_of
 from flashlight_py.distributed.calls.arrays import (
@@ -36,6 +36,12 @@ from flashlight_py.distributed.groups.membership import Membership, of, place_of
 from flashlight_py.distributed.verbs import BARRIER, RECV, SEND, Verb
 from flashlight_py.distributed.work import AllOf, Done, Then, Work
 from flashlight_py.errors import DistributedError
+
+if TYPE_CHECKING:
+    from flashlight_py.distributed.api.group import ProcessGroup
+
+Group: TypeAlias = "ProcessGroup | None"
+"""A process group; None: the world."""
 
 
 def collective(
