@@ -243,7 +243,7 @@ def all_to_all(
 # beforehand.
 def _scatter_equal(members: Membership, call: Call, xs: Any, out: Any) -> Any:
     """Scatter ``xs``, None on other ranks than the root, in equal parts; returns this rank's."""
-    whole = None if xs is None else _stacked(xs, members.size)
+    whole = None if xs is None else _whole(xs, members.size)
     if whole is not None and whole.ndim > _DIMENSIONS + 1:
         raise ValueError(
             f"scatter: a part has at most {_DIMENSIONS} dimensions, got shape {whole.shape[1:]}; "
@@ -266,16 +266,8 @@ def _scatter_rows(
     members: Membership, call: Call, xs: Any, out: Any, rows: Iterable[object]
 ) -> Any:
     """Scatter ``rows[r]`` rows to rank r: the ranks agree on the kind, then move them."""
-    if xs is None:
-        array, counts = None, each_rank("scatter", rows, members.size)
-    else:
-        array = _joined(xs)
-        counts = check_rows("scatter", array, rows, members.size)
-        lengths = [len(x) for x in xs] if isinstance(xs, list | tuple) else counts
-        if lengths != counts:
-            raise ValueError(
-                f"scatter: rows={counts}, and the parts have {lengths} rows; make them the same"
-            )
+    counts = each_rank("scatter", rows, members.size)
+    array = None if xs is None else _whole(xs, members.size, counts)
     like, space = array if array is not None else _array_of(out), NO_OUTPUT
     if like is not None:
         space = output("scatter", out, like, (counts[members.rank], *like.shape[1:]))
@@ -332,37 +324,33 @@ def _given(x: Any) -> Array:
     return as_array("scatter", x, writes=False, of_any_dtype=True)
 
 
-def _stacked(xs: Any, size: int) -> Array:
-    """Return what the root scatters as one array of shape (size, part's shape)."""
+def _whole(xs: Any, size: int, counts: list[int] | None = None) -> Array:
+    """Return what the root scatters as one array; of shape (size, part's shape) in equal parts."""
     if not isinstance(xs, list | tuple):
         array = _given(xs)
+        if counts is not None:
+            check_rows("scatter", array, counts, size)
+            return array
         require_equal_parts("scatter", array, size)
         return pack(array).reshape(size, array.shape[0] // size, *array.shape[1:])
     if len(xs) != size:
         raise ValueError(f"scatter: one array for each of the {size} ranks, got {len(xs)}")
-    arrays = [_given(x) for x in xs]
+    arrays, free = [_given(x) for x in xs], 0 if counts is None else 1  # dimensions that may differ
     first = arrays[0]
     for rank, array in enumerate(arrays):
-        if array.shape != first.shape or array.dtype != first.dtype:
+        is_alike = array.ndim >= free and array.shape[free:] == first.shape[free:]
+        if not is_alike or array.dtype != first.dtype:
             raise ValueError(
                 f"scatter: all parts must be alike; that for rank 0 is {first.dtype} "
-                f"{first.shape}, that for rank {rank} {array.dtype} {array.shape}. Where only "
-                "first dimensions differ, pass rows= on every rank"
+                f"{first.shape}, that for rank {rank} {array.dtype} {array.shape}. Only first "
+                "dimensions may differ, with rows= on every rank"
             )
-    xp = array_module(first)
-    room: Array = xp.empty((size, *first.shape), first.dtype)  # NumPy would close its holes
-    return pack(xp.stack(arrays, out=room))
-
-
-def _joined(xs: Any) -> Array:
-    """Return what the root scatters as one array."""
-    if not isinstance(xs, list | tuple):
-        return _given(xs)
-    arrays = [_given(x) for x in xs]
-    kinds = {(array.dtype, array.shape[1:], array.ndim > 0) for array in arrays}
-    if len(kinds) != 1 or not arrays[0].ndim:
-        got = ", ".join(f"{array.dtype} {array.shape}" for array in arrays)
-        raise ValueError(f"scatter: with rows= only first dimensions may differ; got {got}")
-    xp, shape = array_module(arrays[0]), (sum(map(len, arrays)), *arrays[0].shape[1:])
-    joined: Array = xp.concatenate(arrays, out=xp.empty(shape, arrays[0].dtype))
-    return joined
+    if counts is None:
+        arrays = [array[None] for array in arrays]
+    elif (lengths := list(map(len, arrays))) != counts:
+        raise ValueError(
+            f"scatter: rows={counts}, and the parts have {lengths} rows; make them the same"
+        )
+    xp, shape = array_module(first), (sum(map(len, arrays)), *arrays[0].shape[1:])
+    room: Array = xp.empty(shape, first.dtype)  # NumPy would close its holes
+    return pack(xp.concatenate(arrays, out=room))
