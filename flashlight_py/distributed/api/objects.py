@@ -81,9 +81,7 @@ def gather_object(obj: T, root: int = 0, group: Group = None) -> list[T] | None:
         ValueError: ``root`` is no rank of the group.
         TypeError, DistributedError: as for :func:`all_gather_object`.
     """
-    members = of(group)
-    objects = _gathered(members, "gather_object", obj, root)
-    return objects if members.rank == root else None
+    return _gathered(of(group), "gather_object", obj, root)
 
 
 def scatter_object(objs: Sequence[Any] | None = None, root: int = 0, group: Group = None) -> Any:
@@ -112,7 +110,7 @@ def scatter_object(objs: Sequence[Any] | None = None, root: int = 0, group: Grou
             return given[root] if given else _unpickled(members, verb, content, root)
 
 
-def _gathered(members: Membership, verb: str, obj: Any, root: int | None) -> list[Any]:
+def _gathered(members: Membership, verb: str, obj: Any, root: int | None) -> Any:
     with refusing(members, verb):
         if root is not None:
             root = check_rank(members.size, verb, "root", root)
@@ -123,7 +121,7 @@ def _gathered(members: Membership, verb: str, obj: Any, root: int | None) -> lis
             frames = exchange_frames(steps, mine, root)
             _raise_problems(members, verb, dict(enumerate(frames)))
             if root not in (None, members.rank):
-                return []
+                return None
             return [  # this rank's own object is the one that was given
                 obj if rank == members.rank else _unpickled(members, verb, frame.content, rank)
                 for rank, frame in enumerate(frames)

@@ -273,7 +273,7 @@ WITH_TEXT = np.dtype("V1")
 
 def with_text(part: Array) -> Array:
     """Return the bytes of ``part``, and behind them its dtype and shape."""
-    text = f"{json.dumps(part.shape)}{in_text(part.dtype)}".encode()
+    text = json.dumps([part.shape, in_text(part.dtype)]).encode()
     tail = text + len(text).to_bytes(8, "little")
     return np.frombuffer(part.tobytes() + tail, np.uint8)
 
@@ -282,8 +282,8 @@ def of_bytes(whole: Array) -> Array:
     """Return the array whose ``with_text`` is ``whole``, in the same memory."""
     size = whole.size - 8
     begin = size - int.from_bytes(whole[size:].tobytes(), "little")
-    shape, kind = whole[begin:size].tobytes().decode().split("]", 1)
-    return np.ndarray(json.loads(f"{shape}]"), of_text(kind), whole.data)
+    shape, kind = json.loads(whole[begin:size].tobytes())
+    return np.ndarray(shape, of_text(kind), whole.data)
 
 
 def dtype_of_code(code: int) -> np.dtype[Any]:
