@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from flashlight_py.device import Array, is_cupy
-from flashlight_py.distributed.api.running import Group, refusing
+from flashlight_py.distributed.api.running import Group, reason_of, refusing
 from flashlight_py.distributed.backends.exchange import BackendStore, Steps
 from flashlight_py.distributed.calls.arrays import dtype_code
 from flashlight_py.distributed.calls.checks import whole
@@ -148,22 +148,22 @@ def _array_of_host(store: Store, load: Callable[..., Any], layout: Layout | None
         _log.warning("host_array: there is more than one copy on a host: %s", apart)
     loader = next(host[0] for host in hosts if store.rank in host)
     named = needs_names(store.spaces)
-    file, path, error = None, "", None
+    file, path, error, words = None, "", None, ""
     try:
         if loader == store.rank:
             try:
                 file, layout = _load(load, layout, named)
             except Exception as failure:  # noqa: BLE001  (it may be any; every rank raises it)
-                error = failure
-        mine = _words(error), "" if file is None else file.path, layout
+                error, words = failure, reason_of(failure)
+        mine = words, "" if file is None else file.path, layout
         offers = [pickle.loads(each) for each in store.exchange(pickle.dumps(mine))]
         _, path, layout = offers[loader]
         _raise_first(store, "while it made it", [problem for problem, _, _ in offers], error)
         try:
             array = _array_at(path if file is None else file.own_path, layout)
         except OSError as failure:
-            error = failure
-        problems = [text.decode() for text in store.exchange(_words(error).encode())]
+            error, words = failure, reason_of(failure)
+        problems = [text.decode() for text in store.exchange(words.encode())]
         _raise_first(store, "while it mapped it", problems, error)
     finally:  # also where a rank was lost meanwhile, or a signal handler raised
         if file is not None:
@@ -223,29 +223,17 @@ def _checked(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 def _copy(source: Array, target: Array) -> None:
     """Copy in pieces, and let go of the pages of a file as soon as they are copied."""
-    if source.ndim == 0:
-        target[...] = source
-        return
+    source, target = np.atleast_1d(source, target)
     rows = max(1, _PIECE_BYTES * len(source) // max(1, source.nbytes))
-    pages = _pages_of(source)
-    for start in range(0, len(source), rows):
-        target[start : start + rows] = source[start : start + rows]
-        if pages is not None:
-            pages.madvise(mmap.MADV_DONTNEED)
-
-
-def _pages_of(source: Array) -> mmap.mmap | None:
-    """Return what maps the file of ``source``; None where it has none, or may have changed it."""
     base: Any = source
     is_unchanged = False
     while isinstance(base, np.ndarray):
         is_unchanged |= isinstance(base, np.memmap) and base.mode == "r"
         base = base.base
-    return base if is_unchanged and isinstance(base, mmap.mmap) else None
-
-
-def _words(error: Exception | None) -> str:
-    return "" if error is None else f"{type(error).__name__}: {error}"
+    for start in range(0, len(source), rows):
+        target[start : start + rows] = source[start : start + rows]
+        if is_unchanged and isinstance(base, mmap.mmap):
+            base.madvise(mmap.MADV_DONTNEED)
 
 
 def _raise_first(store: Store, doing: str, problems: Sequence[str], own: Exception | None) -> None:

@@ -74,11 +74,11 @@ def collective(
             if verb.reduces:
                 require_bits(verb.name, x, op, scale, members.size)
             array, number = as_number(verb.name, x)
-            done = _prepare(members, verb, array, **how)()
+            done = _prepare(members, verb, array, how)()
             return Then(done, lambda _: number()) if async_op else number()
         if several:
             return _each(members, verb, x, how)
-        return _prepare(members, verb, x, **how, received=received)()
+        return _prepare(members, verb, x, how, received)()
 
 
 class _OnceMore:
@@ -117,44 +117,37 @@ def _each(group: Membership, verb: Verb, xs: Sequence[Any], how: dict[str, Any])
     if len(outs) != len(xs):
         raise ValueError(f"{verb}: {len(xs)} arrays are passed, and out has {len(outs)}")
     pairs = zip(xs, outs, strict=True)
-    prepared = [_prepare(group, verb, x, **{**how, "out": out}) for x, out in pairs]
+    prepared = [_prepare(group, verb, x, {**how, "out": out}) for x, out in pairs]
     results = [start() for start in prepared]
     return AllOf(results) if how["async_op"] else results
 
 
 def _prepare(
-    group: Membership,
-    verb: Verb,
-    x: Any,
-    *,
-    op: str,
-    scale: float,
-    root: Any,
-    rows: Any,
-    out: Any,
-    async_op: bool,
-    received: list[int] | None = None,
+    group: Membership, verb: Verb, x: Any, how: dict[str, Any], received: list[int] | None = None
 ) -> Callable[[], Any]:
-    """Check everything, and return what starts the call and returns the result."""
-    name, mine, reduce_op = verb.name, None, ReduceOp.SUM
-    root = check_rank(group.size, name, "root", root) if verb.rooted else 0
+    """Check everything, and return what starts the call and returns the result.
+
+    ``how`` are the arguments beside ``x``, by name.
+    """
+    name, rows, op, scale, mine = verb.name, how["rows"], ReduceOp.SUM, 1.0, None
+    root = check_rank(group.size, name, "root", how["root"]) if verb.rooted else 0
     array = as_array(name, x, writes=verb.in_place, of_any_dtype=True)
     if verb.ragged and array.ndim == 0:
         array = array.reshape(1)
     if verb.reduces:
-        reduce_op, scale = reduction(group, name, array, op, scale, verb.prefix)
+        op, scale = reduction(group, name, array, how["op"], how["scale"], verb.prefix)
     if verb.cuts and rows is not None:
         rows = check_rows(name, array, rows, group.size)
         mine = rows[group.rank]
     elif verb.cuts:
         require_equal_parts(name, array, group.size)
-    call = Call(verb, None, reduce_op, scale, root, rows=rows, blocking=not async_op)
+    call = Call(verb, None, op, scale, root, rows=rows, blocking=not how["async_op"])
     call.received = received
     if verb.in_place:
         space = Output(x, array, None)
     else:
-        out, shape = out if verb.fills(group.rank, root) else None, array.shape
-        space = output(name, out, array, verb.shape(shape, group.size, mine))
+        out = how["out"] if verb.fills(group.rank, root) else None
+        space = output(name, out, array, verb.shape(array.shape, group.size, mine))
     return lambda: _run(group, call, array, space)
 
 

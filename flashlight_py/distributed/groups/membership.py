@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from flashlight_py.device import is_cupy
@@ -175,13 +174,12 @@ class Membership:
             raise
         return child
 
-    def run(self, call: Call, name: str = "") -> Work:
-        """Start ``call``, and wait for its end if it is blocking; it is recorded, as ``name``."""
-        like = call.array if call.array is not None else call.out
-        backend = self.backend(like)
+    def run(self, call: Call) -> Work:
+        """Start ``call``, and wait for its end if it is blocking; it is recorded."""
+        backend = self.backend(call.out if call.array is None else call.array)
         if call.verb is BARRIER:  # of everything that ranks do
             backend = self.gpus or backend
-        return self.journal.run([call], name or call.name, lambda: backend.start(call))
+        return self.journal.run([call], call.name, lambda: backend.start(call))
 
     def run_many(self, calls: Sequence[Call], name: str) -> Work:
         """Start ``calls`` of arrays of one device together, recorded as one call of ``name``."""
@@ -240,12 +238,7 @@ class Membership:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
