@@ -117,7 +117,7 @@ class Then(Work):
         try:
             value = self._work.wait(timeout)
         except DistributedError as failure:
-            self._failure_reported = not failure.goes_on  # else it is not final
+            self._failure_reported = not failure.goes_on  # such a one is not final
             raise
         left = max(0, end - time.monotonic())
         if not self._making.acquire(timeout=min(left, threading.TIMEOUT_MAX)):

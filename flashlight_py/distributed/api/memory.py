@@ -222,7 +222,7 @@ def _checked(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def _copy(source: Array, target: Array) -> None:
-    """Copy in pieces, and let go of the pages of a file as soon as they are copied."""
+    """Copy in pieces, and let go of the pages of a file, which cannot have changed, at once."""
     source, target = np.atleast_1d(source, target)
     rows = max(1, _PIECE_BYTES * len(source) // max(1, source.nbytes))
     base: Any = source

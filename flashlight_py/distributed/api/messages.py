@@ -220,7 +220,10 @@ def batch_isend_irecv(ops: Sequence[P2POp], group: Group = None) -> Work[list[An
     if begun is not NotImplemented:
         return AllOf([one if isinstance(one, Work) else Done(one) for one in begun])
     members, given = of(group), [getattr(op, "x", None) for op in ops]
-    with refusing(members, "batch_isend_irecv", _ends_of(ops), given):
+    # Nobody in particular waits for the end of a receive from any rank.
+    known = isinstance(ops, Sequence) and all(isinstance(op, P2POp) for op in ops)
+    ends = [op.end for op in ops if op.sends or op.peer is not None] if known else []
+    with refusing(members, "batch_isend_irecv", ends, given):
         for op in ops:
             if not isinstance(op, P2POp):
                 raise TypeError(
@@ -238,12 +241,6 @@ def _plain(number: Any) -> Any:
     """Return an integer of any kind as an int; anything else as it is, to be refused by name."""
     found = whole(number)
     return number if found is None else found
-
-
-def _ends_of(ops: Any) -> list[End]:
-    """Return the ends that other ranks wait for: nobody in particular for one of any rank."""
-    known = isinstance(ops, Sequence) and all(isinstance(op, P2POp) for op in ops)
-    return [op.end for op in ops if op.sends or op.peer is not None] if known else []
 
 
 class _Message(NamedTuple):

@@ -30,12 +30,7 @@ from flashlight_py.distributed.calls.arrays import (
     with_text,
 )
 from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.calls.checks import (
-    check_rank,
-    check_rows,
-    each_rank,
-    require_equal_parts,
-)
+from flashlight_py.distributed.calls.checks import check_rank, check_rows, each_rank
 from flashlight_py.distributed.failures.wording import different_calls
 from flashlight_py.distributed.groups.membership import Membership, native, of
 from flashlight_py.distributed.verbs import ALL_GATHER, ALL_TO_ALL, BROADCAST, GATHER, SCATTER
@@ -328,10 +323,8 @@ def _whole(xs: Any, size: int, counts: list[int] | None = None) -> Array:
     """Return what the root scatters as one array; of shape (size, part's shape) in equal parts."""
     if not isinstance(xs, list | tuple):
         array = _given(xs)
-        if counts is not None:
-            check_rows("scatter", array, counts, size)
+        if check_rows("scatter", array, counts, size) is not None:
             return array
-        require_equal_parts("scatter", array, size)
         return pack(array).reshape(size, array.shape[0] // size, *array.shape[1:])
     if len(xs) != size:
         raise ValueError(f"scatter: one array for each of the {size} ranks, got {len(xs)}")
@@ -349,7 +342,8 @@ def _whole(xs: Any, size: int, counts: list[int] | None = None) -> Array:
         arrays = [array[None] for array in arrays]
     elif (lengths := list(map(len, arrays))) != counts:
         raise ValueError(
-            f"scatter: rows={counts}, and the parts have {lengths} rows; make them the same"
+            f"scatter: rows={counts}, and the parts have {lengths} rows, {sum(lengths)} in all; make "
+            "them the same"
         )
     xp, shape = array_module(first), (sum(map(len, arrays)), *arrays[0].shape[1:])
     room: Array = xp.empty(shape, first.dtype)  # NumPy would close its holes

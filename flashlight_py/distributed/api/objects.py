@@ -28,6 +28,9 @@ __all__ = ["all_gather_object", "broadcast_object", "gather_object", "scatter_ob
 
 T = TypeVar("T")
 
+# All pickles of a scatter together are broadcast up to here: less than a second collective costs.
+_TOGETHER_BYTES = 512
+
 
 def broadcast_object(obj: Any = None, root: int = 0, group: Group = None) -> Any:
     """Return rank ``root``'s ``obj``, on every rank; the others' is not looked at.
@@ -132,7 +135,11 @@ def _scattered(members: Membership, mine: Frame, lengths: Sequence[int], root: i
     """Return this rank's bytes of those that ``root`` has in ``mine``, ``lengths`` for each."""
     here, rank, size = members.rank == root, members.rank, members.size
     steps = Steps(members.backend(), "scatter_object")
-    frame = broadcast_frame(steps, _with_lengths(mine, lengths) if here else None, root)
+    head = mine if here else None
+    if here and not mine.is_problem:  # the lengths and, where they are short, the pickles
+        payload = mine.content if len(mine.content) <= _TOGETHER_BYTES else b""
+        head = Frame(bytearray(np.array(lengths, np.int64).tobytes() + bytes(payload)))
+    frame = broadcast_frame(steps, head, root)
     _raise_problems(members, "scatter_object", {root: frame})
     lengths = np.frombuffer(frame.content[: 8 * size], np.int64).tolist()
     if len(frame.content) > 8 * size:
@@ -181,16 +188,3 @@ def _pickled(objs: Sequence[Any]) -> tuple[Frame, list[int]]:
         return Frame.of_problem(f"{type(error).__name__}: {error}"), []
     whole = pickles[0] if len(pickles) == 1 else b"".join(pickles)
     return Frame(whole), [len(each) for each in pickles]
-
-
-# All pickles of a scatter together are broadcast up to here: less than a second collective costs.
-_TOGETHER_BYTES = 512
-
-
-def _with_lengths(pickles: Frame, lengths: Sequence[int]) -> Frame:
-    """Return the lengths and, where they are short, the pickles."""
-    if pickles.is_problem:
-        return pickles
-    table = np.array(lengths, np.int64).tobytes()
-    payload = pickles.content if len(pickles.content) <= _TOGETHER_BYTES else b""
-    return Frame(bytearray(table + bytes(payload)))

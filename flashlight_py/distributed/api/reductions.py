@@ -317,7 +317,11 @@ def all_reduce_multiple(
             for array in checked:
                 apart.add(array)
         if contiguous:
-            works = [_packed(members, same, op, scale) for same in _by_dtype(checked)]
+            alike: dict[str, list[Array]] = {}  # in an order that all ranks share
+            for array in checked:
+                kind = f"{array_module(array).__name__} {array.dtype.name}"
+                alike.setdefault(kind, []).append(array)
+            works = [_packed(members, same, op, scale) for same in alike.values()]
         else:
             works = _one_by_one(members, checked, op, scale)
         together = Then(AllOf(works), lambda _: xs)
@@ -365,11 +369,3 @@ def _packed(members: Membership, arrays: list[Array], op: Op, scale: float) -> W
 
     work = collective(members, ALL_REDUCE, flat, scale=scale, op=op, async_op=True)
     return members.keep(Then(work, unpack))
-
-
-def _by_dtype(arrays: list[Array]) -> list[list[Array]]:
-    """Group arrays that can travel together, in an order that all ranks share."""
-    groups: dict[str, list[Array]] = {}
-    for array in arrays:
-        groups.setdefault(f"{array_module(array).__name__} {array.dtype.name}", []).append(array)
-    return list(groups.values())

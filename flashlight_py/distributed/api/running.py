@@ -29,7 +29,6 @@ from flashlight_py.distributed.calls.checks import (
     check_rank,
     check_rows,
     require_bits,
-    require_equal_parts,
 )
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.groups.membership import Membership, of, place_of_native
@@ -129,18 +128,15 @@ def _prepare(
 
     ``how`` are the arguments beside ``x``, by name.
     """
-    name, rows, op, scale, mine = verb.name, how["rows"], ReduceOp.SUM, 1.0, None
+    name, op, scale = verb.name, ReduceOp.SUM, 1.0
     root = check_rank(group.size, name, "root", how["root"]) if verb.rooted else 0
     array = as_array(name, x, writes=verb.in_place, of_any_dtype=True)
     if verb.ragged and array.ndim == 0:
         array = array.reshape(1)
     if verb.reduces:
         op, scale = reduction(group, name, array, how["op"], how["scale"], verb.prefix)
-    if verb.cuts and rows is not None:
-        rows = check_rows(name, array, rows, group.size)
-        mine = rows[group.rank]
-    elif verb.cuts:
-        require_equal_parts(name, array, group.size)
+    rows = check_rows(name, array, how["rows"], group.size) if verb.cuts else None
+    mine = None if rows is None else rows[group.rank]
     call = Call(verb, None, op, scale, root, rows=rows, blocking=not how["async_op"])
     call.received = received
     if verb.in_place:

@@ -56,19 +56,22 @@ def check_seconds(verb: str, timeout: Any) -> float | None:
     return float(timeout)
 
 
-def require_equal_parts(verb: str, array: Array, size: int) -> None:
-    """Raise ValueError unless the first dimension can be cut into a part for each rank."""
-    if array.ndim == 0 or array.shape[0] % size:
-        raise ValueError(
-            f"{verb}: the first dimension must be a multiple of the {size} ranks, got shape "
-            f"{array.shape}; unequal parts need rows="
-        )
+def check_rows(
+    verb: str, array: Array, rows: Iterable[object] | None, size: int
+) -> list[int] | None:
+    """Return ``rows`` as ints that cut the first dimension of ``array`` into ``size`` parts.
 
-
-def check_rows(verb: str, array: Array, rows: Iterable[object], size: int) -> list[int]:
-    """Return ``rows`` as ints that cut the first dimension of ``array`` into ``size`` parts."""
-    counts = each_rank(verb, rows, size)
+    None stands for equal parts.
+    """
     have = array.shape[0] if array.ndim else 0
+    if rows is None:
+        if array.ndim == 0 or have % size:
+            raise ValueError(
+                f"{verb}: the first dimension must be a multiple of the {size} ranks, got shape "
+                f"{array.shape}; unequal parts need rows="
+            )
+        return None
+    counts = each_rank(verb, rows, size)
     if sum(counts) != have or not array.ndim:
         raise ValueError(
             f"{verb}: rows must say for each of the {size} ranks how many of the rows of x (shape "
