@@ -252,12 +252,7 @@ class _Message(NamedTuple):
 
 
 def _message(
-    function: Callable[..., Any],
-    x: Any,
-    peer: int | None,
-    tag: int,
-    group: Group,
-    partial: bool = False,
+    function: Callable[..., Any], x: Any, peer: Any, tag: int, group: Group, partial: bool = False
 ) -> Any:
     """Do what a public ``function`` does for one message, where there is no short way."""
     y = NotImplemented if partial else deferred(function, x, peer, tag, group)

@@ -315,21 +315,18 @@ def _array_of(out: Any) -> Array | None:
     return None if out is None else as_array("scatter", out, of_any_dtype=True)
 
 
-def _given(x: Any) -> Array:
-    return as_array("scatter", x, writes=False, of_any_dtype=True)
-
-
 def _whole(xs: Any, size: int, counts: list[int] | None = None) -> Array:
     """Return what the root scatters as one array; of shape (size, part's shape) in equal parts."""
-    if not isinstance(xs, list | tuple):
-        array = _given(xs)
+    is_list = isinstance(xs, list | tuple)
+    arrays = [as_array("scatter", x, False, of_any_dtype=True) for x in (xs if is_list else [xs])]
+    if not is_list:
+        array = arrays[0]
         if check_rows("scatter", array, counts, size) is not None:
             return array
         return pack(array).reshape(size, array.shape[0] // size, *array.shape[1:])
     if len(xs) != size:
         raise ValueError(f"scatter: one array for each of the {size} ranks, got {len(xs)}")
-    arrays, free = [_given(x) for x in xs], 0 if counts is None else 1  # dimensions that may differ
-    first = arrays[0]
+    first, free = arrays[0], counts is not None  # whether first dimensions may differ
     for rank, array in enumerate(arrays):
         is_alike = array.ndim >= free and array.shape[free:] == first.shape[free:]
         if not is_alike or array.dtype != first.dtype:
@@ -342,8 +339,8 @@ def _whole(xs: Any, size: int, counts: list[int] | None = None) -> Array:
         arrays = [array[None] for array in arrays]
     elif (lengths := list(map(len, arrays))) != counts:
         raise ValueError(
-            f"scatter: rows={counts}, and the parts have {lengths} rows, {sum(lengths)} in all; make "
-            "them the same"
+            f"scatter: rows={counts}, and the parts have {lengths} rows, {sum(lengths)} in all; "
+            "make them the same"
         )
     xp, shape = array_module(first), (sum(map(len, arrays)), *arrays[0].shape[1:])
     room: Array = xp.empty(shape, first.dtype)  # NumPy would close its holes

@@ -254,26 +254,18 @@ class End(NamedTuple):
 COLLECTIVE = None  # in place of an End
 
 
-class ending:
-    """A block of several calls of ``group``: Ctrl-C between two of them ends it, as inside one."""
-
-    def __init__(self, group: Membership) -> None:
-        self._group = group
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None and not isinstance(error, Exception):
-            self._group.end(error)
+def ending(group: Membership) -> refusing:
+    """Return a block of several calls: Ctrl-C between two of them ends it, as inside one."""
+    return refusing(group, "", ())
 
 
-class refusing(ending):
+class refusing:
     """A block in which a rank checks arguments: the others raise as well where that raises.
 
     ``begun`` is what the verb begins on the other ranks: ``COLLECTIVE`` or an ``End`` each; several
     where they do not wait for the first before they begin the second. ``given`` are its arguments:
     a CuPy array among them says which backend the others are in. ``how``: what the rank has done.
+    Ctrl-C ends the group.
     """
 
     def __init__(
@@ -284,15 +276,19 @@ class refusing(ending):
         given: Iterable[Any] = (),
         how: str = "refused its arguments",
     ) -> None:
-        super().__init__(group)
-        self._verb, self._begun, self._given, self._how = verb, begun, given, how
+        self._group, self._verb, self._how = group, verb, how
+        self._begun, self._given = begun, given
+
+    def __enter__(self) -> None:
+        pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        super().__exit__(kind, error, trace)
-        if isinstance(error, DistributedError):  # which the other ranks know of
-            return
         group = self._group
-        if not isinstance(error, Exception) or group.rank < 0 or group.size == 1:
+        if error is not None and not isinstance(error, Exception):
+            group.end(error)
+        if not isinstance(error, Exception) or isinstance(error, DistributedError):
+            return  # the other ranks know of it
+        if group.rank < 0 or group.size == 1 or not self._begun:
             return
         if not group.journal.has_noted(error):  # else a call has begun, or was refused
             self.refuse(error)

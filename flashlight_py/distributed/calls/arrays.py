@@ -65,7 +65,7 @@ _OPS = {op.name.lower(): op for op in ReduceOp}
 _BITWISE = (ReduceOp.AND, ReduceOp.OR, ReduceOp.XOR)
 # What logical operations are of truth values, which they reduce as bytes: no kernels of their own
 # on any backend, and an eighth of the bytes.
-_LOGICAL = dict(zip((ReduceOp.LAND, ReduceOp.LOR, ReduceOp.LXOR), _BITWISE, strict=True))
+LOGICAL = dict(zip((ReduceOp.LAND, ReduceOp.LOR, ReduceOp.LXOR), _BITWISE, strict=True))
 
 
 def as_array(verb: str, value: Any, writes: bool = True, of_any_dtype: bool = False) -> Array:
@@ -331,7 +331,7 @@ def check_reduction(verb: str, dtype: np.dtype[Any], op: ReduceOp, scale: float)
             f"{verb}: op={name!r} combines the bits of integers and bool, got {dtype}; "
             f"op='l{name}' takes every number that is not zero for true"
         )
-    if op in _BITWISE or op in _LOGICAL:
+    if op in _BITWISE or op in LOGICAL:
         if factor != 1.0:
             raise ValueError(f"{verb}: op={name!r} takes no scale, got {factor}")
         return factor
@@ -385,7 +385,7 @@ def pack_terms(array: Array, op: ReduceOp) -> Terms:
             return Terms(packed.view(np.int64), op, lambda part: part.view(packed.dtype))
         less = _plus(-1, packed.view(np.int64))
         return Terms(less, op, lambda part: _plus(1, part).view(packed.dtype))
-    native = _LOGICAL.get(op)
+    native = LOGICAL.get(op)
     if native is None:
         return Terms(packed, op)
     truth = pack(array_module(array).asarray(array != 0))

@@ -14,7 +14,7 @@ import numpy as np
 
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed import verbs
-from flashlight_py.distributed.calls.arrays import scale_in_place
+from flashlight_py.distributed.calls.arrays import LOGICAL, scale_in_place
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.verbs import Verb
@@ -22,9 +22,8 @@ from flashlight_py.distributed.verbs import Verb
 # In the order of ReduceOp; an average is a sum, scaled.
 _UFUNCS = (
     *("add", "multiply", "minimum", "maximum", "add"),
-    *("bitwise_and", "bitwise_or", "bitwise_xor", "logical_and", "logical_or", "logical_xor"),
+    *("bitwise_and", "bitwise_or", "bitwise_xor"),
 )
-_LOGICAL = (ReduceOp.LAND, ReduceOp.LOR, ReduceOp.LXOR)
 
 
 def combined(arrays: Sequence[Array], op: ReduceOp, scale: float = 1.0) -> Array:
@@ -38,8 +37,8 @@ def combined(arrays: Sequence[Array], op: ReduceOp, scale: float = 1.0) -> Array
     dtype, xp = arrays[0].dtype, array_module(arrays[0])
     narrow = is_narrow(dtype)
     terms = [array.astype(np.float32) for array in arrays] if narrow else list(arrays)
-    if op in _LOGICAL:
-        terms = [array != 0 for array in arrays]  # of one alone too
+    if op in LOGICAL:
+        op, terms = LOGICAL[op], [array != 0 for array in arrays]  # of one alone too
     fold = functools.partial(functools.reduce, getattr(xp, _UFUNCS[op]))
     with np.errstate(over="ignore", invalid="ignore"):  # infinities come as they come
         total = xp.array(fold(terms))
