@@ -147,8 +147,7 @@ class MemberStore(Store):
         hub, *others = self._members
         if self.rank != 0:
             self._send(hub, payload)
-            received: list[bytes] = pickle.loads(self._receive(hub))
-            return received
+            return pickle.loads(self._receive(hub))
         payloads = [payload, *(self._receive(member) for member in others)]
         for member in others:
             self._send(member, pickle.dumps(payloads))

@@ -57,8 +57,7 @@ def shared_empty(
         dtype_code("shared_empty", kind)
         backend = members.backend()
         with members.journal.recording("shared_empty", like=(kind, extents)):
-            array: Array = backend.shared_empty(extents, kind)
-            return array
+            return backend.shared_empty(extents, kind)
 
 
 def host_array(
@@ -208,8 +207,7 @@ def _array_at(path: str, layout: Layout, new: bool = False) -> Array:
         memory = mmap.mmap(fd, nbytes, prot=mmap.PROT_READ | new * mmap.PROT_WRITE)
     finally:
         os.close(fd)
-    array: Array = np.ndarray(layout.shape, layout.dtype, buffer=memory)
-    return array
+    return np.ndarray(layout.shape, layout.dtype, buffer=memory)
 
 
 def _checked(dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from flashlight_py.device import Array, deferred, is_cupy
-from flashlight_py.distributed.api.running import End, Group, Output, finish, refusing
+from flashlight_py.distributed.api.running import Group, Output, finish, refusing
 from flashlight_py.distributed.calls.arrays import as_array, may_overlap, pack
 from flashlight_py.distributed.calls.call import ANY_RANK, Call, Matched
 from flashlight_py.distributed.calls.checks import Apart, check_rank, whole
@@ -50,11 +50,6 @@ class P2POp:
     def sends(self) -> bool:
         """Whether this rank is the one that sends."""
         return self.kind == "send"
-
-    @property
-    def end(self) -> End:
-        """This rank's end of the message."""
-        return End(self.sends, self.peer, self.tag)
 
     def __repr__(self) -> str:
         return f"P2POp({self.kind!r}, peer={self.peer}, tag={self.tag})"
@@ -186,7 +181,7 @@ def sendrecv(
         return y
     members, sending = of(group), P2POp("send", x, dst, tag)
     receiving = P2POp("recv", out, src, other)
-    with refusing(members, "sendrecv", [sending.end, receiving.end], [x, out]):
+    with refusing(members, "sendrecv", [sending, receiving], [x, out]):
         check_rank(members.size, "sendrecv", "src", src)
         both = [_prepare(members, "sendrecv", op, True) for op in (sending, receiving)]
         calls = [message.call for message in both]
@@ -198,8 +193,7 @@ def sendrecv(
             AllOf(_begin_all(members, both[::-1])).wait()
             return out
         # On this thread alone: no other has to wake up for it.
-        filled: X = _home(members, both[1], members.run_many(calls, "sendrecv"))
-        return filled
+        return _home(members, both[1], members.run_many(calls, "sendrecv"))
 
 
 def batch_isend_irecv(ops: Sequence[P2POp], group: Group = None) -> Work[list[Any]]:
@@ -216,14 +210,14 @@ def batch_isend_irecv(ops: Sequence[P2POp], group: Group = None) -> Work[list[An
         TypeError: one of ``ops`` is no ``P2POp``, or as for :func:`send`.
         DistributedError: as for :func:`send` and :func:`recv`.
     """
-    begun = native_sendrecv(group)(ops)
-    if begun is not NotImplemented:
-        return AllOf([one if isinstance(one, Work) else Done(one) for one in begun])
+    works = native_sendrecv(group)(ops)
+    if works is not NotImplemented:
+        return AllOf([one if isinstance(one, Work) else Done(one) for one in works])
     members, given = of(group), [getattr(op, "x", None) for op in ops]
-    # Nobody in particular waits for the end of a receive from any rank.
+    # Nobody in particular waits for a receive from any rank.
     known = isinstance(ops, Sequence) and all(isinstance(op, P2POp) for op in ops)
-    ends = [op.end for op in ops if op.sends or op.peer is not None] if known else []
-    with refusing(members, "batch_isend_irecv", ends, given):
+    begun = [op for op in ops if op.sends or op.peer is not None] if known else []
+    with refusing(members, "batch_isend_irecv", begun, given):
         for op in ops:
             if not isinstance(op, P2POp):
                 raise TypeError(
@@ -260,7 +254,7 @@ def _message(
         return y
     verb, members = function.__name__, of(group)
     op = P2POp("recv" if verb.endswith("recv") else "send", x, peer, tag, partial)
-    with refusing(members, verb, [op.end], [x]):
+    with refusing(members, verb, [op], [x]):
         message = _prepare(members, verb, op, blocking=verb == op.kind)
         if not message.call.blocking:
             work = _begin_all(members, [message])[0]

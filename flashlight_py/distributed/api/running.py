@@ -38,6 +38,7 @@ from flashlight_py.errors import DistributedError
 
 if TYPE_CHECKING:
     from flashlight_py.distributed.api.group import ProcessGroup
+    from flashlight_py.distributed.api.messages import P2POp
 
 Group: TypeAlias = "ProcessGroup | None"
 """A process group; None: the world."""
@@ -243,15 +244,7 @@ def finish(
     return Done(given) if isinstance(work, Done) else Then(work, complete)
 
 
-class End(NamedTuple):
-    """This rank's end of a message."""
-
-    sends: bool
-    peer: Any
-    tag: Any
-
-
-COLLECTIVE = None  # in place of an End
+COLLECTIVE = None  # in place of a message
 
 
 def ending(group: Membership) -> refusing:
@@ -262,17 +255,17 @@ def ending(group: Membership) -> refusing:
 class refusing:
     """A block in which a rank checks arguments: the others raise as well where that raises.
 
-    ``begun`` is what the verb begins on the other ranks: ``COLLECTIVE`` or an ``End`` each; several
-    where they do not wait for the first before they begin the second. ``given`` are its arguments:
-    a CuPy array among them says which backend the others are in. ``how``: what the rank has done.
-    Ctrl-C ends the group.
+    ``begun`` is what the verb begins on the other ranks: ``COLLECTIVE`` or this rank's ``P2POp``
+    each; several where they do not wait for the first before they begin the second. ``given`` are
+    its arguments: a CuPy array among them says which backend the others are in. ``how``: what the
+    rank has done. Ctrl-C ends the group.
     """
 
     def __init__(
         self,
         group: Membership,
         verb: Verb | str,
-        begun: Iterable[End | None] = (COLLECTIVE,),
+        begun: Iterable[P2POp | None] = (COLLECTIVE,),
         given: Iterable[Any] = (),
         how: str = "refused its arguments",
     ) -> None:
@@ -299,17 +292,19 @@ class refusing:
         words = f"{self._verb}, and {self._how} ({reason_of(error)})"
         held = [getattr(value, "array", value) for value in self._given]
         backend = group.backend(next(filter(is_cupy, held), None))
-        for message in filter(None, begun):
-            known = isinstance(message.peer, int) and isinstance(message.tag, int)
-            if not (known and 0 <= message.peer < group.size and 0 <= message.tag < 2**31):
+        for op in filter(None, begun):
+            known = isinstance(op.peer, int) and isinstance(op.tag, int)
+            if not (known and 0 <= op.peer < group.size and 0 <= op.tag < 2**31):
                 return
-        for end in begun:
-            if end is COLLECTIVE:
+        for message in begun:
+            if message is COLLECTIVE:
                 call = Call(self._verb if isinstance(self._verb, Verb) else BARRIER)
             else:
-                call = Call(SEND if end.sends else RECV, peer=end.peer, tag=end.tag)
+                verb = SEND if message.sends else RECV
+                call = Call(verb, peer=message.peer, tag=message.tag)
             call.blocking, call.refusal = False, words
-            group.journal.refused(str(self._verb), error, None if end is COLLECTIVE else end.peer)
+            peer = None if message is COLLECTIVE else call.peer
+            group.journal.refused(str(self._verb), error, peer)
             if call.peer != group.rank:
                 backend.start(call)
 
