@@ -56,7 +56,7 @@ class Backend(abc.ABC):
         """
 
     def start_many(self, calls: Sequence[Call]) -> Work:
-        """Start several calls of one kind as one; all are ``blocking`` or none is."""
+        """Start several calls of one kind, all blocking or none, as one: its result is a list."""
         return AllOf([self.start(replace(call, blocking=False)) for call in calls])
 
     def shared_empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:

@@ -186,5 +186,4 @@ def _pickled(objs: Sequence[Any]) -> tuple[Frame, list[int]]:
         pickles = [pickle.dumps(obj, pickle.HIGHEST_PROTOCOL) for obj in objs]
     except Exception as error:  # noqa: BLE001  (__reduce__ may raise anything; every rank raises it)
         return Frame.of_problem(f"{type(error).__name__}: {error}"), []
-    whole = pickles[0] if len(pickles) == 1 else b"".join(pickles)
-    return Frame(whole), [len(each) for each in pickles]
+    return Frame(b"".join(pickles)), [len(each) for each in pickles]
