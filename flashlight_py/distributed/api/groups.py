@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -64,9 +64,8 @@ def new_group(
         seconds = check_seconds("new_group", timeout)
         steps = Steps(parent.backend(), "new_group")
         with parent.journal.recording("new_group"):
-            mine = f"new_group {json.dumps(members)}{_limit(seconds)}"
-            asked = [text.decode() for text in exchange_bytes(steps, mine.encode())]
-            _require_same(parent, "new_group", asked)
+            mine = json.dumps([f"new_group {members}", seconds]).encode()
+            _require_same(parent, "new_group", map(json.loads, exchange_bytes(steps, mine)))
             return _founded(parent, steps, members, seconds)
 
 
@@ -103,15 +102,17 @@ def split(
         with parent.journal.recording("split"):
             texts = exchange_bytes(steps, json.dumps([*mine, seconds]).encode())
             choices = list(map(json.loads, texts))
-            _require_same(parent, "split", [f"split{_limit(limit)}" for _, _, limit in choices])
+            _require_same(parent, "split", [("split", limit) for _, _, limit in choices])
             alike = [(k, rank) for rank, (c, k, _) in enumerate(choices) if c == mine[0]]
             members = [] if mine[0] is None else [rank for _, rank in sorted(alike)]
             return _founded(parent, steps, members, seconds)
 
 
-def _require_same(parent: Membership, verb: str, asked: Sequence[str]) -> None:
-    if len(set(asked)) > 1:
-        calls = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(asked))
+def _require_same(parent: Membership, verb: str, asked: Iterable[tuple[str, float | None]]) -> None:
+    """Raise MismatchError unless all ranks ask for the same groups, of the same timeout."""
+    texts = [words + ("" if limit is None else f", timeout={limit!r}") for words, limit in asked]
+    if len(set(texts)) > 1:
+        calls = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
         raise MismatchError(
             f"[{verb}] rank {parent.rank} of {parent.size}: the ranks asked for different "
             f"groups ({calls}). Every rank of the parent must pass the same"
@@ -123,10 +124,6 @@ def _founded(
 ) -> ProcessGroup:
     store = MemberStore(steps, members) if parent.rank in members else None
     return cast("ProcessGroup", parent.subgroup(members, store, seconds))
-
-
-def _limit(seconds: float | None) -> str:
-    return "" if seconds is None else f", timeout={seconds!r}"
 
 
 # Members of a new group meet by messages of the old one: no port, no file, and the code that
