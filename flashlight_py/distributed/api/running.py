@@ -140,12 +140,11 @@ def _prepare(
     mine = None if rows is None else rows[group.rank]
     call = Call(verb, None, op, scale, root, rows=rows, blocking=not how["async_op"])
     call.received = received
-    if verb.in_place:
-        space = Output(x, array, None)
-    else:
+    space = NO_OUTPUT
+    if not verb.in_place:
         out = how["out"] if verb.fills(group.rank, root) else None
         space = output(name, out, array, verb.shape(array.shape, group.size, mine))
-    return lambda: _run(group, call, array, space)
+    return lambda: _run(group, call, array, x, space)
 
 
 def reduction(
@@ -159,17 +158,17 @@ def reduction(
     return reduce_op, factor
 
 
-def _run(group: Membership, call: Call, array: Array, space: Output) -> Any:
-    """Do ``call`` of what stands for ``array``."""
+def _run(group: Membership, call: Call, array: Array, x: Any, space: Output) -> Any:
+    """Do ``call`` of what stands for ``array``, that of ``x``."""
     verb = call.verb
     terms = pack_terms(array, call.op) if verb.reduces else Terms(pack(array), call.op)
     call.array, call.op, back = terms
     if array.dtype.kind in "mM" and verb.reduces:
         call.holds = array.dtype, array.shape
-    if verb.in_place and verb.fills(group.rank, call.root):
-        space = space._replace(packed=call.array)
-    elif verb.in_place:
-        space, back = Output(space.given, call.array, call.array), None
+    if verb.in_place:
+        fills = verb.fills(group.rank, call.root)
+        space = Output(x, array if fills else call.array, call.array)
+        back = back if fills else None
     elif back is None:
         call.array, call.out = pack_apart(call.array, space), space.packed
     else:  # truth values become numbers, and numbers dates

@@ -62,6 +62,7 @@ _codes_seen: dict[np.dtype[Any], int] = {}
 _OF_OBJECTS = ("all_gather", "broadcast", "gather", "scatter")
 
 _OPS = {op.name.lower(): op for op in ReduceOp}
+_EXTREMES = (ReduceOp.MIN, ReduceOp.MAX)
 _BITWISE = (ReduceOp.AND, ReduceOp.OR, ReduceOp.XOR)
 # What logical operations are of truth values, which they reduce as bytes: no kernels of their own
 # on any backend, and an eighth of the bytes.
@@ -317,31 +318,32 @@ def check_reduction(verb: str, dtype: np.dtype[Any], op: ReduceOp, scale: float)
         factor = math.inf
     if not math.isfinite(factor):
         raise ValueError(f"{verb}: scale must be finite, got {factor}")
-    name, kind, is_extreme = op.name.lower(), dtype.kind, op in (ReduceOp.MIN, ReduceOp.MAX)
+    kind = dtype.kind
     if kind in "mM":
-        if not is_extreme or factor != 1.0:
+        if op not in _EXTREMES or factor != 1.0:
             raise TypeError(
                 f"{verb}: an array of {dtype} takes op 'min' or 'max' and no scale, got "
-                f"op={name!r}, scale={factor}"
+                f"op={op.name.lower()!r}, scale={factor}"
             )
         return factor
     dtype_code(verb, dtype)
-    if op in _BITWISE and kind not in "biu":
-        raise TypeError(
-            f"{verb}: op={name!r} combines the bits of integers and bool, got {dtype}; "
-            f"op='l{name}' takes every number that is not zero for true"
-        )
     if op in _BITWISE or op in LOGICAL:
+        name = op.name.lower()
+        if op in _BITWISE and kind not in "biu":
+            raise TypeError(
+                f"{verb}: op={name!r} combines the bits of integers and bool, got {dtype}; "
+                f"op='l{name}' takes every number that is not zero for true"
+            )
         if factor != 1.0:
             raise ValueError(f"{verb}: op={name!r} takes no scale, got {factor}")
         return factor
-    if kind == "b" and (not is_extreme or factor != 1.0):
+    if kind == "b" and (op not in _EXTREMES or factor != 1.0):
         raise TypeError(
             f"{verb}: a bool array takes op 'and' or 'min' (all), 'or' or 'max' (any), 'xor' and "
-            f"no scale, got op={name!r}, scale={factor}; cast it to an integer to count"
+            f"no scale, got op={op.name.lower()!r}, scale={factor}; cast it to an integer to count"
         )
-    if kind == "c" and is_extreme:
-        raise TypeError(f"{verb}: complex numbers have no {name}; use sum, avg or prod")
+    if kind == "c" and op in _EXTREMES:
+        raise TypeError(f"{verb}: complex numbers have no {op.name.lower()}; use sum, avg or prod")
     if kind in "iu" and op is ReduceOp.AVG:
         raise TypeError(
             f"{verb}: the average of {dtype} would lose its fraction; use op='sum', or a float "
