@@ -56,10 +56,7 @@ class Backend(abc.ABC):
         """
 
     def start_many(self, calls: Sequence[Call]) -> Work:
-        """Start several calls of one kind, messages or not, as one where that is faster.
-
-        The result is the list of theirs. All are ``blocking`` or none is.
-        """
+        """Start several calls of one kind, all blocking or none, as one: its result is a list."""
         return AllOf([self.start(replace(call, blocking=False)) for call in calls])
 
     def shared_empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -107,8 +104,7 @@ class Backend(abc.ABC):
     def abandon(self) -> None:  # noqa: B027  (optional: where there is nothing to let go of)
         """Close the descriptors and nothing else, in a child that was forked from a rank.
 
-        Its threads are not here, and what it shares with other ranks is not this process's to
-        change. Only this is called there.
+        What it shares with other ranks is not this process's to change. Only this is called there.
         """
 
     def is_busy(self) -> bool:

@@ -8,28 +8,8 @@ One row describes a verb to everything that has to do with verbs in general: pre
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
-
-Shape: TypeAlias = "tuple[int | None, ...]"
-"""Dimensions; the first is None where it is known only when all ranks have called."""
-
-
-def _same(shape: tuple[int, ...], size: int, rows: int | None) -> Shape:
-    return shape
-
-
-def _part(shape: tuple[int, ...], size: int, rows: int | None) -> Shape:
-    return (shape[0] // size if rows is None else rows, *shape[1:])
-
-
-def _joined(shape: tuple[int, ...], size: int, rows: int | None) -> Shape:
-    return (None, *shape[1:])
-
-
-def _exchanged(shape: tuple[int, ...], size: int, rows: int | None) -> Shape:
-    return shape if rows is None else (None, *shape[1:])
+from typing import Literal
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity, which is fast
@@ -43,8 +23,6 @@ class Verb:
         writes: ``"array"``: in place, the result is the array; ``"root's array"``: the same on the
             root alone, ``"later array"`` on all but rank 0; ``"result"``: a new array, or ``out``;
             ``"root's result"``: the same on the root alone; ``""``: nothing here.
-        shape: that of the result: of an array of ``shape``, ``size`` ranks, and, where parts are
-            unequal, the ``rows`` of this rank.
         cuts: the first dimension is cut into a part for each rank.
         ragged: the first dimensions of the ranks may differ.
         uneven: the code where ``rows`` are given; 0: the same.
@@ -57,7 +35,6 @@ class Verb:
     code: int
     takes: tuple[str, ...] = ()
     writes: Literal["array", "root's array", "later array", "result", "root's result", ""] = "array"
-    shape: Callable[[tuple[int, ...], int, int | None], Shape] = _same
     cuts: bool = False
     ragged: bool = False
     uneven: int = 0
@@ -85,6 +62,16 @@ class Verb:
         """Whether what it writes is the array that it is given."""
         return self.writes.endswith("array")
 
+    def shape(self, shape: tuple[int, ...], size: int, rows: int | None) -> tuple[int | None, ...]:
+        """Return the shape of the result: of an array of ``shape``, on ``size`` ranks.
+
+        ``rows`` are those of this rank, where parts are unequal. The first dimension is None where
+        it is known only when all ranks have called.
+        """
+        if self.cuts and self.reduces:
+            return (shape[0] // size if rows is None else rows, *shape[1:])
+        return (None, *shape[1:]) if self.ragged or rows is not None else shape
+
     def fills(self, rank: int, root: int) -> bool:
         """Return whether ``rank`` gets what it writes."""
         if self.writes.startswith("later"):
@@ -102,13 +89,13 @@ SCAN = Verb("scan", 14, ("op", "scale"), prefix=True, numbers=True)
 # every operation has a value of nothing: an average has none.
 EXSCAN = Verb("exscan", 15, ("op", "scale"), "later array", prefix=True, numbers=True)
 REDUCE_SCATTER = Verb(
-    "reduce_scatter", 2, ("op", "scale", "rows"), "result", _part, cuts=True, uneven=13, lists=True
+    "reduce_scatter", 2, ("op", "scale", "rows"), "result", cuts=True, uneven=13, lists=True
 )
 BROADCAST = Verb("broadcast", 3, ("root",), numbers=True)
-ALL_GATHER = Verb("all_gather", 4, (), "result", _joined, ragged=True, lists=True)
-GATHER = Verb("gather", 9, ("root",), "root's result", _joined, ragged=True)
+ALL_GATHER = Verb("all_gather", 4, (), "result", ragged=True, lists=True)
+GATHER = Verb("gather", 9, ("root",), "root's result", ragged=True)
 SCATTER = Verb("scatter", 10, ("root",), "result")
-ALL_TO_ALL = Verb("all_to_all", 11, ("rows",), "result", _exchanged, cuts=True, uneven=12)
+ALL_TO_ALL = Verb("all_to_all", 11, ("rows",), "result", cuts=True, uneven=12)
 BARRIER = Verb("barrier", 5, (), "")
 SEND = Verb("send", 6, ("tag",), "")
 RECV = Verb("recv", 7, ("tag",))

@@ -114,7 +114,11 @@ class Then(Work):
         """
         limit = threading.TIMEOUT_MAX if timeout is None else timeout
         end = time.monotonic() + limit
-        value = self._other(timeout)
+        try:
+            value = self._work.wait(timeout)
+        except DistributedError as failure:
+            self._failure_reported = not failure.goes_on  # such a one is not final
+            raise
         left = max(0, end - time.monotonic())
         if not self._making.acquire(timeout=min(left, threading.TIMEOUT_MAX)):
             raise limit_passed("another thread makes the result", limit)
@@ -142,14 +146,6 @@ class Then(Work):
         finally:
             self._finish = None
             self._is_made_now = False
-
-    def _other(self, timeout: float | None) -> Any:
-        """Wait for the other operation, and remember whether its failure is final."""
-        try:
-            return self._work.wait(timeout)
-        except DistributedError as failure:
-            self._failure_reported = not failure.goes_on
-            raise
 
     def is_completed(self) -> bool:
         """Return whether the other operation has ended."""

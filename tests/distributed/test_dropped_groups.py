@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -193,7 +194,7 @@ class _Interrupted:
 
 def test_a_group_whose_closing_is_interrupted_is_closed_later() -> None:
     backend, group = _Interrupted(), fl.ProcessGroup(None)
-    membership.watch(group, [backend])  # type: ignore[list-item]
+    membership._watched[weakref.ref(group, membership.dropped.append)] = [backend]
     del group
     with pytest.raises(KeyboardInterrupt):
         membership.close_dropped()

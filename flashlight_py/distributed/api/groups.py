@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from flashlight_py.distributed.api.running import refusing
+from flashlight_py.distributed.api.running import Group, refusing
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.exchange import Steps, exchange_bytes
 from flashlight_py.distributed.calls.call import Call
@@ -29,7 +29,7 @@ _TAG = -1
 
 
 def new_group(
-    ranks: Sequence[int], group: ProcessGroup | None = None, timeout: float | None = None
+    ranks: Sequence[int], group: Group = None, timeout: float | None = None
 ) -> ProcessGroup:
     """Make a group of some ranks of the world, or of ``group``.
 
@@ -56,20 +56,21 @@ def new_group(
     """
     parent = of(group)
     with refusing(parent, "new_group"):
-        members, seconds = _check_members(parent, ranks), check_seconds("new_group", timeout)
+        members = [check_rank(parent.size, "new_group", "each of ranks", rank) for rank in ranks]
+        if len(set(members)) < len(members):
+            raise ValueError(f"new_group: a rank is in the list twice: {members}")
+        if not members:
+            raise ValueError("new_group: a group has at least one rank, got none")
+        seconds = check_seconds("new_group", timeout)
         steps = Steps(parent.backend(), "new_group")
         with parent.journal.recording("new_group"):
-            mine = f"new_group {json.dumps(members)}{_limit(seconds)}"
-            asked = [text.decode() for text in exchange_bytes(steps, mine.encode())]
-            _require_same(parent, "new_group", asked)
+            mine = json.dumps([f"new_group {members}", seconds]).encode()
+            _require_same(parent, "new_group", map(json.loads, exchange_bytes(steps, mine)))
             return _founded(parent, steps, members, seconds)
 
 
 def split(
-    color: int | None,
-    key: int = 0,
-    group: ProcessGroup | None = None,
-    timeout: float | None = None,
+    color: int | None, key: int = 0, group: Group = None, timeout: float | None = None
 ) -> ProcessGroup:
     """Make one group of all ranks that pass the same ``color``, for each color.
 
@@ -91,29 +92,27 @@ def split(
     """
     parent = of(group)
     with refusing(parent, "split"):
-        mine = [_check_color(color), _check_key(key), check_seconds("split", timeout)]
+        mine = None if isinstance(color, bool) else whole(color), whole(key)
+        if mine[0] is None and color is not None:
+            raise ValueError(f"split: color must be an integer, or None to stay out; got {color!r}")
+        if mine[1] is None:
+            raise ValueError(f"split: key must be an integer, got {key!r}")
+        seconds = check_seconds("split", timeout)
         steps = Steps(parent.backend(), "split")
         with parent.journal.recording("split"):
-            texts = exchange_bytes(steps, json.dumps(mine).encode())
+            texts = exchange_bytes(steps, json.dumps([*mine, seconds]).encode())
             choices = list(map(json.loads, texts))
-            _require_same(parent, "split", [f"split{_limit(limit)}" for _, _, limit in choices])
+            _require_same(parent, "split", [("split", limit) for _, _, limit in choices])
             alike = [(k, rank) for rank, (c, k, _) in enumerate(choices) if c == mine[0]]
             members = [] if mine[0] is None else [rank for _, rank in sorted(alike)]
-            return _founded(parent, steps, members, choices[0][2])
+            return _founded(parent, steps, members, seconds)
 
 
-def _check_members(parent: Membership, ranks: Sequence[int]) -> list[int]:
-    members = [check_rank(parent.size, "new_group", "each of ranks", rank) for rank in ranks]
-    if len(set(members)) < len(members):
-        raise ValueError(f"new_group: a rank is in the list twice: {members}")
-    if not members:
-        raise ValueError("new_group: a group has at least one rank, got none")
-    return members
-
-
-def _require_same(parent: Membership, verb: str, asked: Sequence[str]) -> None:
-    if len(set(asked)) > 1:
-        calls = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(asked))
+def _require_same(parent: Membership, verb: str, asked: Iterable[tuple[str, float | None]]) -> None:
+    """Raise MismatchError unless all ranks ask for the same groups, of the same timeout."""
+    texts = [words + ("" if limit is None else f", timeout={limit!r}") for words, limit in asked]
+    if len(set(texts)) > 1:
+        calls = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
         raise MismatchError(
             f"[{verb}] rank {parent.rank} of {parent.size}: the ranks asked for different "
             f"groups ({calls}). Every rank of the parent must pass the same"
@@ -123,27 +122,8 @@ def _require_same(parent: Membership, verb: str, asked: Sequence[str]) -> None:
 def _founded(
     parent: Membership, steps: Backend, members: list[int], seconds: float | None
 ) -> ProcessGroup:
-    if parent.rank not in members:
-        return cast("ProcessGroup", parent.outside(members))
-    return cast("ProcessGroup", parent.inside(members, MemberStore(steps, members), seconds))
-
-
-def _limit(seconds: float | None) -> str:
-    return "" if seconds is None else f", timeout={seconds!r}"
-
-
-def _check_color(color: object) -> int | None:
-    number = None if isinstance(color, bool) else whole(color)
-    if number is None and color is not None:
-        raise ValueError(f"split: color must be an integer, or None to stay out; got {color!r}")
-    return number
-
-
-def _check_key(key: object) -> int:
-    number = whole(key)
-    if number is None:
-        raise ValueError(f"split: key must be an integer, got {key!r}")
-    return number
+    store = MemberStore(steps, members) if parent.rank in members else None
+    return cast("ProcessGroup", parent.subgroup(members, store, seconds))
 
 
 # Members of a new group meet by messages of the old one: no port, no file, and the code that
@@ -160,16 +140,11 @@ class MemberStore(Store):
         self.rank, self.size = self._members.index(backend.rank), len(self._members)
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """Pass ``payload`` and return every member's; collective among them, blocking.
-
-        Raises:
-            DistributedError: as ``Work.wait``.
-        """
+        """Pass ``payload`` and return every member's; collective among them, blocking."""
         hub, *others = self._members
         if self.rank != 0:
             self._send(hub, payload)
-            received: list[bytes] = pickle.loads(self._receive(hub))
-            return received
+            return pickle.loads(self._receive(hub))
         payloads = [payload, *(self._receive(member) for member in others)]
         for member in others:
             self._send(member, pickle.dumps(payloads))
@@ -191,7 +166,7 @@ class MemberStore(Store):
         return data.tobytes()
 
 
-def barrier(timeout: float | None = None, group: ProcessGroup | None = None) -> None:
+def barrier(timeout: float | None = None, group: Group = None) -> None:
     """Block until every rank of the group has called it, up to ``timeout`` seconds.
 
     Raises:
@@ -207,7 +182,7 @@ def barrier(timeout: float | None = None, group: ProcessGroup | None = None) -> 
         members.run(Call(BARRIER, seconds=check_seconds("barrier", timeout)))
 
 
-def sync_distributed(group: ProcessGroup | None = None) -> None:
+def sync_distributed(group: Group = None) -> None:
     """Block until every operation that this rank has started has ended, as flashlight names it.
 
     Raises:

@@ -8,14 +8,13 @@ import os
 import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from flashlight_py.device import Array, is_cupy
-from flashlight_py.distributed.api.running import refusing
-from flashlight_py.distributed.backend import Backend
+from flashlight_py.distributed.api.running import Group, reason_of, refusing
 from flashlight_py.distributed.backends.exchange import BackendStore, Steps
 from flashlight_py.distributed.calls.arrays import dtype_code
 from flashlight_py.distributed.calls.checks import whole
@@ -24,9 +23,6 @@ from flashlight_py.distributed.memory.memory_file import MemoryFile, needs_names
 from flashlight_py.distributed.memory.topology import exchange_process_info, ranks_by_memory
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.errors import RankFailedError
-
-if TYPE_CHECKING:
-    from flashlight_py.distributed.api.group import ProcessGroup
 
 __all__ = ["host_array", "shared_empty"]
 
@@ -37,7 +33,7 @@ _log = logging.getLogger("flashlight_py")
 
 
 def shared_empty(
-    shape: int | Sequence[int], dtype: DTypeLike = np.float32, group: ProcessGroup | None = None
+    shape: int | Sequence[int], dtype: DTypeLike = np.float32, group: Group = None
 ) -> Array:
     """Return a new NumPy array, not initialised, that collectives reduce where it is.
 
@@ -61,15 +57,14 @@ def shared_empty(
         dtype_code("shared_empty", kind)
         backend = members.backend()
         with members.journal.recording("shared_empty", like=(kind, extents)):
-            array: Array = backend.shared_empty(extents, kind)
-            return array
+            return backend.shared_empty(extents, kind)
 
 
 def host_array(
     load: Callable[..., Any],
     shape: int | Sequence[int] | None = None,
     dtype: DTypeLike = np.float32,
-    group: ProcessGroup | None = None,
+    group: Group = None,
 ) -> Array:
     """Return one read-only array per host: one rank loads it, all ranks of the host map it.
 
@@ -116,11 +111,10 @@ def host_array(
             )
         layout = None
         if shape is not None:
-            layout = Layout(_extents("host_array", shape), np.dtype(dtype))
-            check_dtype(layout.dtype)
+            layout = Layout(_extents("host_array", shape), _checked(np.dtype(dtype)))
         steps = Steps(members.backend(), "host_array")
         with members.journal.recording("host_array"):
-            return array_of_host(steps, load, layout)
+            return _array_of_host(BackendStore(steps), load, layout)
 
 
 def _extents(caller: str, shape: int | Sequence[int]) -> tuple[int, ...]:
@@ -141,38 +135,34 @@ class Layout(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
-    @property
-    def nbytes(self) -> int:
-        """How many bytes it takes, at least one: nothing cannot be mapped."""
-        return max(1, int(np.prod(self.shape, dtype=object)) * self.dtype.itemsize)
 
-
-def array_of_host(backend: Backend, load: Callable[..., Any], layout: Layout | None) -> Array:
+def _array_of_host(store: Store, load: Callable[..., Any], layout: Layout | None) -> Array:
     """Return what ``load`` makes on the first of those ranks that share memory. Collective.
 
     With a ``layout`` it fills the array that it is given, else it returns one.
-
-    Raises:
-        Exception: what ``load`` raises, where it was called.
-        RankFailedError: on the others; names the rank.
     """
-    store = BackendStore(backend)
     exchange_process_info(store, checks=True)  # all ranks have agreed on that already
     hosts, apart = ranks_by_memory(store)
     if apart and store.rank == 0:
         _log.warning("host_array: there is more than one copy on a host: %s", apart)
     loader = next(host[0] for host in hosts if store.rank in host)
     named = needs_names(store.spaces)
-    file, path, error = None, "", None
+    file, path, error, words = None, "", None, ""
     try:
         if loader == store.rank:
-            file, layout, error = _load(load, layout, named)
-        mine = _words(error), "" if file is None else file.path, layout
+            try:
+                file, layout = _load(load, layout, named)
+            except Exception as failure:  # noqa: BLE001  (it may be any; every rank raises it)
+                error, words = failure, reason_of(failure)
+        mine = words, "" if file is None else file.path, layout
         offers = [pickle.loads(each) for each in store.exchange(pickle.dumps(mine))]
         _, path, layout = offers[loader]
         _raise_first(store, "while it made it", [problem for problem, _, _ in offers], error)
-        array, error = _map(path if file is None else file.own_path, layout)
-        problems = [text.decode() for text in store.exchange(_words(error).encode())]
+        try:
+            array = _array_at(path if file is None else file.own_path, layout)
+        except OSError as failure:
+            error, words = failure, reason_of(failure)
+        problems = [text.decode() for text in store.exchange(words.encode())]
         _raise_first(store, "while it mapped it", problems, error)
     finally:  # also where a rank was lost meanwhile, or a signal handler raised
         if file is not None:
@@ -184,116 +174,74 @@ def array_of_host(backend: Backend, load: Callable[..., Any], layout: Layout | N
 
 def _load(
     load: Callable[..., Any], layout: Layout | None, named: bool
-) -> tuple[MemoryFile | None, Layout | None, Exception | None]:
-    """Return a file with the array, and the array's layout; or the exception of ``load``."""
-    file = None
+) -> tuple[MemoryFile, Layout]:
+    """Return a file with the array, and the array's layout."""
+    source = None
+    if layout is None:
+        source = load()
+        if is_cupy(source):
+            raise TypeError("host_array: load returned a CuPy array; return array.get()")
+        source = np.asarray(source)
+        layout = Layout(source.shape, _checked(source.dtype))
+    file = MemoryFile(named)
     try:
-        source = None if layout is not None else _checked(load())
-        if source is not None:
-            layout = Layout(source.shape, source.dtype)
-        assert layout is not None
-        file = MemoryFile(named)
-        fd = open_memory(file.own_path)
-        try:
-            # Reserved now, a lack of memory is an error here; later it would be a SIGBUS.
-            os.posix_fallocate(fd, 0, layout.nbytes)
-            target = _array_in(mmap.mmap(fd, layout.nbytes), layout)
-        finally:
-            os.close(fd)
+        target = _array_at(file.own_path, layout, new=True)
         if source is None:
             load(target)
         else:
             _copy(source, target)
-    except BaseException as error:
-        if file is not None:
-            file.close()
-        if not isinstance(error, Exception):
-            raise
-        return None, None, error  # load may raise anything; every rank raises it
-    return file, layout, None
+    except BaseException:
+        file.close()
+        raise
+    return file, layout
 
 
-def _checked(loaded: Any) -> Array:
-    """Return what ``load`` has returned as a NumPy array, without a copy where it is one."""
-    if is_cupy(loaded):
-        raise TypeError("host_array: load returned a CuPy array; return array.get()")
-    array = np.asarray(loaded)
-    check_dtype(array.dtype)
-    return array
+def _array_at(path: str, layout: Layout, new: bool = False) -> Array:
+    """Return an array in the memory at ``path``, which is mapped until it is dropped."""
+    nbytes = max(1, int(np.prod(layout.shape, dtype=object)) * layout.dtype.itemsize)
+    fd = open_memory(path)
+    try:
+        if new:
+            # Reserved now, a lack of memory is an error here; later it would be a SIGBUS.
+            os.posix_fallocate(fd, 0, nbytes)
+        memory = mmap.mmap(fd, nbytes, prot=mmap.PROT_READ | new * mmap.PROT_WRITE)
+    finally:
+        os.close(fd)
+    return np.ndarray(layout.shape, layout.dtype, buffer=memory)
 
 
-def check_dtype(dtype: np.dtype[Any]) -> None:
-    """Refuse a dtype whose elements are addresses.
-
-    Raises:
-        TypeError: it holds Python objects, which other processes cannot read.
-    """
+def _checked(dtype: np.dtype[Any]) -> np.dtype[Any]:
     if dtype.hasobject:
         raise TypeError(
             f"host_array: {dtype} holds Python objects, which other processes cannot read; "
             "use numbers, or bytes of a fixed length"
         )
+    return dtype
 
 
 def _copy(source: Array, target: Array) -> None:
-    """Copy in pieces, and let go of the pages of a file as soon as they are copied."""
-    if source.ndim == 0:
-        target[...] = source
-        return
+    """Copy in pieces, and let go of the pages of a file, which cannot have changed, at once."""
+    source, target = np.atleast_1d(source, target)
     rows = max(1, _PIECE_BYTES * len(source) // max(1, source.nbytes))
-    pages = _pages_of(source)
-    for start in range(0, len(source), rows):
-        target[start : start + rows] = source[start : start + rows]
-        if pages is not None:
-            pages.madvise(mmap.MADV_DONTNEED)
-
-
-def _pages_of(source: Array) -> mmap.mmap | None:
-    """Return what maps the file of ``source``; None where it has none, or may have changed it."""
     base: Any = source
     is_unchanged = False
     while isinstance(base, np.ndarray):
         is_unchanged |= isinstance(base, np.memmap) and base.mode == "r"
         base = base.base
-    return base if is_unchanged and isinstance(base, mmap.mmap) else None
-
-
-def _map(path: str, layout: Layout) -> tuple[Array, Exception | None]:
-    """Return the array at ``path``, read-only, or why it cannot be mapped."""
-    try:
-        fd = open_memory(path)
-        try:
-            memory = mmap.mmap(fd, layout.nbytes, prot=mmap.PROT_READ)
-        finally:
-            os.close(fd)
-    except OSError as error:
-        return np.empty(0), error
-    return _array_in(memory, layout), None
-
-
-def _array_in(memory: mmap.mmap, layout: Layout) -> Array:
-    """Return an array that keeps ``memory`` mapped until it is dropped."""
-    array: Array = np.ndarray(layout.shape, layout.dtype, buffer=memory)
-    return array
-
-
-def _words(error: Exception | None) -> str:
-    return "" if error is None else f"{type(error).__name__}: {error}"
+    for start in range(0, len(source), rows):
+        target[start : start + rows] = source[start : start + rows]
+        if is_unchanged and isinstance(base, mmap.mmap):
+            base.madvise(mmap.MADV_DONTNEED)
 
 
 def _raise_first(store: Store, doing: str, problems: Sequence[str], own: Exception | None) -> None:
-    """Raise this rank's own exception, else that of the first rank which has one.
-
-    Raises:
-        RankFailedError: the exception was raised on another rank.
-    """
+    """Raise this rank's own exception, else RankFailedError for the first rank that has one."""
     if own is not None:
         raise own
     for rank, problem in enumerate(problems):
         if problem:
             raise RankFailedError(
-                f"[host_array] rank {store.rank} of {store.size}: rank {rank}, raised "
-                f"{doing}: {problem}. No rank has an array; the group "
-                "goes on",
+                f"[host_array] rank {store.rank} of {store.size}: rank {rank}, raised {doing}: "
+                f"{problem}. No rank has an array; the group goes on",
                 rank,
             )

@@ -1,27 +1,61 @@
-"""Messages between two ranks."""
+"""Messages: one rank sends an array and another receives it; the checks, the start, the end."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
 
-from flashlight_py.device import deferred
-from flashlight_py.distributed.api.messaging import P2POp, begin_all, ends_of, exchange, run
-from flashlight_py.distributed.api.running import refusing
-from flashlight_py.distributed.calls.checks import check_rank
-from flashlight_py.distributed.groups.membership import native, native_sendrecv, of
+from flashlight_py.device import Array, deferred, is_cupy
+from flashlight_py.distributed.api.running import Group, Output, finish, refusing
+from flashlight_py.distributed.calls.arrays import as_array, may_overlap, pack
+from flashlight_py.distributed.calls.call import ANY_RANK, Call, Matched
+from flashlight_py.distributed.calls.checks import Apart, check_rank, whole
+from flashlight_py.distributed.groups.membership import Membership, native, native_sendrecv, of
 from flashlight_py.distributed.verbs import RECV, SEND
-from flashlight_py.distributed.work import AllOf, Done, Work
-
-if TYPE_CHECKING:
-    from flashlight_py.distributed.api.group import ProcessGroup
+from flashlight_py.distributed.work import AllOf, Done, Then, Work
 
 __all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send", "sendrecv"]
 
 X = TypeVar("X")
 
 
-def send(x: Any, dst: int, tag: int = 0, group: ProcessGroup | None = None) -> None:
+class P2POp:
+    """One message of :func:`flashlight_py.batch_isend_irecv`.
+
+    Args:
+        kind: ``"send"`` or ``"recv"``.
+        x: the array that is sent, or filled in place.
+        peer: the other rank; None, for ``"recv"``: any other rank.
+        tag: a number from 0 to 2**31 - 1.
+        partial: for ``"recv"``: fewer rows may arrive than ``x`` has.
+
+    Raises:
+        ValueError: ``kind`` is something else.
+    """
+
+    def __init__(
+        self,
+        kind: Literal["send", "recv"],
+        x: Any,
+        peer: int | None,
+        tag: int = 0,
+        partial: bool = False,
+    ) -> None:
+        if kind not in ("send", "recv"):
+            raise ValueError(f"P2POp: kind must be 'send' or 'recv', got {kind!r}")
+        self.kind, self.x, self.peer, self.tag = kind, x, _plain(peer), _plain(tag)
+        self.partial = partial
+
+    @property
+    def sends(self) -> bool:
+        """Whether this rank is the one that sends."""
+        return self.kind == "send"
+
+    def __repr__(self) -> str:
+        return f"P2POp({self.kind!r}, peer={self.peer}, tag={self.tag})"
+
+
+def send(x: Any, dst: int, tag: int = 0, group: Group = None) -> None:
     """Send array ``x`` (any shape and dtype) to rank ``dst``. Blocks until it has been received.
 
     ``tag`` is a number from 0 to 2**31 - 1 that the receiver must ask for. Messages from one rank
@@ -33,22 +67,11 @@ def send(x: Any, dst: int, tag: int = 0, group: ProcessGroup | None = None) -> N
         MismatchError: ``dst`` receives another shape or dtype; raised on both.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    if native(group)(SEND.code, x, None, None, None, dst, tag, False) is not NotImplemented:
-        return
-    if deferred(send, x, dst, tag, group) is not NotImplemented:
-        return
-    members, op = of(group), P2POp("send", x, dst, tag)
-    with refusing(members, "send", [op.end], [x]):
-        run(members, op)
+    if native(group)(SEND.code, x, None, None, None, dst, tag, False) is NotImplemented:
+        _message(send, x, dst, tag, group)
 
 
-def recv(
-    x: X,
-    src: int | None,
-    tag: int = 0,
-    group: ProcessGroup | None = None,
-    partial: bool = False,
-) -> X:
+def recv(x: X, src: int | None, tag: int = 0, group: Group = None, partial: bool = False) -> X:
     """Fill array ``x``, in place, with what rank ``src`` sends under ``tag``. Blocks; returns x.
 
     Shape and dtype must be those of the array that is sent. NumPy arrays only can be received from
@@ -76,19 +99,13 @@ def recv(
         MismatchError: ``src`` sends another shape or dtype; raised on both.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
+    y = NotImplemented
     if not partial:
         y = native(group)(RECV.code, x, None, None, None, src, tag, False)
-        if y is NotImplemented:
-            y = deferred(recv, x, src, tag, group)
-        if y is not NotImplemented:
-            return y
-    members, op = of(group), P2POp("recv", x, src, tag, partial)
-    with refusing(members, "recv", [op.end], [x]):
-        filled: X = run(members, op)
-        return filled
+    return _message(recv, x, src, tag, group, partial) if y is NotImplemented else y
 
 
-def isend(x: X, dst: int, tag: int = 0, group: ProcessGroup | None = None) -> Work[X]:
+def isend(x: X, dst: int, tag: int = 0, group: Group = None) -> Work[X]:
     """Begin to send array ``x`` to rank ``dst``, and return a ``Work`` at once.
 
     As :func:`send`, but it runs beside collectives and other messages. ``x`` must not change until
@@ -100,21 +117,11 @@ def isend(x: X, dst: int, tag: int = 0, group: ProcessGroup | None = None) -> Wo
         TypeError, ValueError, DistributedError: as for :func:`send`.
     """
     y = native(group)(SEND.code, x, None, None, None, dst, tag, True)
-    if y is NotImplemented:
-        y = deferred(isend, x, dst, tag, group)
-    if y is not NotImplemented:
-        return y
-    members, op = of(group), P2POp("send", x, dst, tag)
-    with refusing(members, "isend", [op.end], [x]):
-        return begin_all(members, [op])[0]
+    return _message(isend, x, dst, tag, group) if y is NotImplemented else y
 
 
 def irecv(
-    x: X,
-    src: int | None,
-    tag: int = 0,
-    group: ProcessGroup | None = None,
-    partial: bool = False,
+    x: X, src: int | None, tag: int = 0, group: Group = None, partial: bool = False
 ) -> Work[X]:
     """Begin to fill array ``x`` with what rank ``src`` sends, and return a ``Work`` at once.
 
@@ -125,17 +132,10 @@ def irecv(
     Raises:
         TypeError, ValueError, DistributedError: as for :func:`recv`.
     """
+    y = NotImplemented
     if not partial:
         y = native(group)(RECV.code, x, None, None, None, src, tag, True)
-        if y is NotImplemented:
-            y = deferred(irecv, x, src, tag, group)
-        if y is not NotImplemented:
-            return y
-    members, op = of(group), P2POp("recv", x, src, tag, partial)
-    with refusing(members, "irecv", [op.end], [x]):
-        work = begin_all(members, [op])[0]
-        work.source = op.peer
-        return work
+    return _message(irecv, x, src, tag, group, partial) if y is NotImplemented else y
 
 
 def sendrecv(
@@ -145,7 +145,7 @@ def sendrecv(
     src: int,
     tag: int = 0,
     recv_tag: int | None = None,
-    group: ProcessGroup | None = None,
+    group: Group = None,
 ) -> X:
     """Send ``x`` to rank ``dst`` and fill ``out``, in place, with what rank ``src`` sends.
 
@@ -181,13 +181,22 @@ def sendrecv(
         return y
     members, sending = of(group), P2POp("send", x, dst, tag)
     receiving = P2POp("recv", out, src, other)
-    with refusing(members, "sendrecv", [sending.end, receiving.end], [x, out]):
+    with refusing(members, "sendrecv", [sending, receiving], [x, out]):
         check_rank(members.size, "sendrecv", "src", src)
-        filled: X = exchange(members, sending, receiving)
-        return filled
+        both = [_prepare(members, "sendrecv", op, True) for op in (sending, receiving)]
+        calls = [message.call for message in both]
+        if may_overlap(calls[0].array, both[1].array):
+            calls[0].array = calls[0].array.copy()
+        if members.rank in (dst, src) or any(is_cupy(message.array) for message in both):
+            for call in calls:
+                call.blocking = False
+            AllOf(_begin_all(members, both[::-1])).wait()
+            return out
+        # On this thread alone: no other has to wake up for it.
+        return _home(members, both[1], members.run_many(calls, "sendrecv"))
 
 
-def batch_isend_irecv(ops: Sequence[P2POp], group: ProcessGroup | None = None) -> Work[list[Any]]:
+def batch_isend_irecv(ops: Sequence[P2POp], group: Group = None) -> Work[list[Any]]:
     """Begin several messages at once; the ``Work``'s result is the list of their arrays.
 
     Every one is checked before any begins.
@@ -198,11 +207,134 @@ def batch_isend_irecv(ops: Sequence[P2POp], group: ProcessGroup | None = None) -
 
     Raises:
         ValueError: an array that is filled shares memory with another one, or as for :func:`recv`.
-        TypeError, DistributedError: as for :func:`send` and :func:`recv`.
+        TypeError: one of ``ops`` is no ``P2POp``, or as for :func:`send`.
+        DistributedError: as for :func:`send` and :func:`recv`.
     """
-    begun = native_sendrecv(group)(ops)
-    if begun is not NotImplemented:
-        return AllOf([one if isinstance(one, Work) else Done(one) for one in begun])
+    works = native_sendrecv(group)(ops)
+    if works is not NotImplemented:
+        return AllOf([one if isinstance(one, Work) else Done(one) for one in works])
     members, given = of(group), [getattr(op, "x", None) for op in ops]
-    with refusing(members, "batch_isend_irecv", ends_of(ops), given):
-        return AllOf(begin_all(members, ops))
+    # Nobody in particular waits for a receive from any rank.
+    known = isinstance(ops, Sequence) and all(isinstance(op, P2POp) for op in ops)
+    begun = [op for op in ops if op.sends or op.peer is not None] if known else []
+    with refusing(members, "batch_isend_irecv", begun, given):
+        for op in ops:
+            if not isinstance(op, P2POp):
+                raise TypeError(
+                    "batch_isend_irecv takes flashlight_py.P2POp('send' or 'recv', x, peer), got "
+                    f"{type(op).__name__}"
+                )
+        messages = [_prepare(members, f"i{op.kind}", op, blocking=False) for op in ops]
+        apart = Apart("batch_isend_irecv")
+        for message in messages:
+            apart.add(message.array, writes=not message.op.sends)
+        return AllOf(_begin_all(members, messages))
+
+
+def _plain(number: Any) -> Any:
+    """Return an integer of any kind as an int; anything else as it is, to be refused by name."""
+    found = whole(number)
+    return number if found is None else found
+
+
+class _Message(NamedTuple):
+    """A message that has been checked: the user's array, and the call, which may have a copy."""
+
+    op: P2POp
+    array: Array
+    call: Call
+
+
+def _message(
+    function: Callable[..., Any], x: Any, peer: Any, tag: int, group: Group, partial: bool = False
+) -> Any:
+    """Do what a public ``function`` does for one message, where there is no short way."""
+    y = NotImplemented if partial else deferred(function, x, peer, tag, group)
+    if y is not NotImplemented:
+        return y
+    verb, members = function.__name__, of(group)
+    op = P2POp("recv" if verb.endswith("recv") else "send", x, peer, tag, partial)
+    with refusing(members, verb, [op], [x]):
+        message = _prepare(members, verb, op, blocking=verb == op.kind)
+        if not message.call.blocking:
+            work = _begin_all(members, [message])[0]
+            work.source = None if op.sends else op.peer
+            return work
+        if op.peer == members.rank:
+            name = "dst" if op.sends else "src"
+            raise ValueError(
+                f"{verb}: {name}={op.peer} is this rank itself, and would wait for itself; use "
+                "isend and irecv, or sendrecv"
+            )
+        return _home(members, message, members.run(message.call))
+
+
+def _begin_all(members: Membership, messages: Sequence[_Message]) -> list[Work]:
+    """Begin messages: several of one device together, GPUs' last."""
+    calls = [message.call for message in messages]
+    alone = [call.is_open or call.peer == members.rank for call in calls]
+    batches = [
+        [i for i, call in enumerate(calls) if not alone[i] and is_cupy(call.array) == on_gpu]
+        for on_gpu in (False, True)
+    ]
+    if len(batches[0]) == 1:
+        alone[batches.pop(0)[0]] = True
+    works = {i: _begin(members, call) for i, call in enumerate(calls) if alone[i]}
+    for batch in filter(None, batches):
+        together = members.run_many([calls[i] for i in batch], "batch_isend_irecv")
+        works |= dict.fromkeys(batch, together)
+    return [_home(members, message, works[i]) for i, message in enumerate(messages)]
+
+
+def _begin(members: Membership, call: Call) -> Work:
+    """Begin one message of a NumPy array, or one to this rank itself."""
+    if call.peer != members.rank:
+        return members.run(call)
+    members.backend()  # a closed group takes no messages
+    own, tag = members.messages_to_self, call.tag
+    if call.verb is SEND:
+        return members.journal.run([call], "send", lambda: own.send(call.array, tag))
+    work = members.journal.run([call], "recv", lambda: own.recv(call.array, tag, call.partial))
+    if not call.is_open:
+        return work
+    return Then(work, lambda part: Matched(members.rank, part.shape[0]))
+
+
+def _home(members: Membership, message: _Message, work: Work) -> Any:
+    """Return the user's own array once ``work`` is complete, or a Work for it."""
+    op, array, call = message
+    if not call.is_open:
+        filled = call.array if op.sends else array
+        return finish(members, call, work, Output(op.x, filled, call.array))
+
+    def complete(found: Matched) -> Any:
+        then.source = found.source
+        part = slice(found.rows) if op.partial else ...
+        if call.array is not array:
+            array[part] = call.array[part]
+        return array[part] if op.partial else op.x
+
+    then = members.keep(Then(work, complete))
+    return then.wait() if call.blocking else then
+
+
+def _prepare(members: Membership, verb: str, op: P2POp, blocking: bool) -> _Message:
+    """Check everything that a message is given, and return it."""
+    array = as_array(verb, op.x, writes=not op.sends, of_any_dtype=True)
+    if op.peer is not None or op.sends:
+        check_rank(members.size, verb, "dst" if op.sends else "src", op.peer)
+    elif members.size == 1:
+        raise ValueError(f"{verb}: src=None is any other rank, and this group has one rank")
+    partial = op.partial and not op.sends
+    if (op.peer is None or partial) and is_cupy(array):
+        raise TypeError(
+            f"{verb}: src=None and partial=True are for NumPy arrays; name the rank, and receive "
+            "as much as it sends, or receive into a NumPy array"
+        )
+    if partial and not array.ndim:
+        raise ValueError(f"{verb}: partial=True needs a first dimension; got shape ()")
+    if not isinstance(op.tag, int) or not 0 <= op.tag < 2**31:
+        raise ValueError(f"{verb}: tag must be an integer from 0 to 2**31 - 1, got {op.tag!r}")
+    peer, kind = ANY_RANK if op.peer is None else op.peer, SEND if op.sends else RECV
+    call = Call(kind, pack(array), peer=peer, tag=op.tag, partial=partial, blocking=blocking)
+    return _Message(op, array, call)

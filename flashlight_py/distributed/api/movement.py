@@ -2,29 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+import pickle
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias, TypeVar
 
-from flashlight_py.device import Array
-from flashlight_py.distributed.api.running import collective, refusing
-from flashlight_py.distributed.api.scattering import Scatter
-from flashlight_py.distributed.calls.arrays import require_length
-from flashlight_py.distributed.calls.checks import check_rank
-from flashlight_py.distributed.groups.membership import native, of
+import numpy as np
+
+from flashlight_py.device import Array, array_module
+from flashlight_py.distributed.api.running import (
+    NO_OUTPUT,
+    Group,
+    collective,
+    finish,
+    output,
+    pack_apart,
+    refusing,
+)
+from flashlight_py.distributed.backends.exchange import Steps, exchange_bytes
+from flashlight_py.distributed.calls.arrays import (
+    MOVED,
+    as_array,
+    code_of,
+    name_of,
+    of_bytes,
+    pack,
+    require_length,
+    with_text,
+)
+from flashlight_py.distributed.calls.call import Call
+from flashlight_py.distributed.calls.checks import check_rank, check_rows, each_rank
+from flashlight_py.distributed.failures.wording import different_calls
+from flashlight_py.distributed.groups.membership import Membership, native, of
 from flashlight_py.distributed.verbs import ALL_GATHER, ALL_TO_ALL, BROADCAST, GATHER, SCATTER
 from flashlight_py.distributed.work import Then, Work
-
-if TYPE_CHECKING:
-    from flashlight_py.distributed.api.group import ProcessGroup
+from flashlight_py.errors import MismatchError
 
 __all__ = ["all_gather", "all_to_all", "broadcast", "gather", "scatter"]
 
 X = TypeVar("X")
 
+_DIMENSIONS = 8  # that travel with a scatter, so that ranks need not know the shape
 
-def broadcast(
-    x: X, root: int = 0, async_op: bool = False, group: ProcessGroup | None = None
-) -> X | Work[X]:
+
+def broadcast(x: X, root: int = 0, async_op: bool = False, group: Group = None) -> X | Work[X]:
     """Send every rank the ``x`` of rank ``root``, in place.
 
     Args:
@@ -48,7 +68,7 @@ def broadcast(
 
 
 def all_gather(
-    x: Any, out: Any = None, async_op: bool = False, group: ProcessGroup | None = None
+    x: Any, out: Any = None, async_op: bool = False, group: Group = None
 ) -> Array | list[Array] | Work[Array]:
     """Join the ``x`` of all ranks along the first dimension, in rank order.
 
@@ -79,11 +99,7 @@ def all_gather(
 
 
 def gather(
-    x: Any,
-    root: int = 0,
-    out: Any = None,
-    async_op: bool = False,
-    group: ProcessGroup | None = None,
+    x: Any, root: int = 0, out: Any = None, async_op: bool = False, group: Group = None
 ) -> Array | Work[Array | None] | None:
     """Join the ``x`` of all ranks along the first dimension, in rank order, on one rank.
 
@@ -115,7 +131,7 @@ def scatter(
     root: int = 0,
     out: Any = None,
     async_op: bool = False,
-    group: ProcessGroup | None = None,
+    group: Group = None,
     rows: Sequence[int] | None = None,
 ) -> Array | Work[Array]:
     """Send each rank its part of what rank ``root`` has.
@@ -153,8 +169,14 @@ def scatter(
     members = of(group)
     with refusing(members, SCATTER, given=[xs, out]):
         root = check_rank(members.size, "scatter", "root", root)
-        scatter = Scatter(members, xs, root, out, async_op)
-        return scatter.equal() if rows is None else scatter.uneven(rows)
+        if members.rank != root:
+            xs = None
+        elif xs is None:
+            raise ValueError(f"scatter: rank {root} is the root and must pass the arrays, got None")
+        call = Call(SCATTER, root=root, blocking=not async_op)
+        if rows is None:
+            return _scatter_equal(members, call, xs, out)
+        return _scatter_rows(members, call, xs, out, rows)
 
 
 def all_to_all(
@@ -162,7 +184,7 @@ def all_to_all(
     rows: Sequence[int] | None = None,
     out: Any = None,
     async_op: bool = False,
-    group: ProcessGroup | None = None,
+    group: Group = None,
     return_rows: bool = False,
 ) -> Array | tuple[Array, list[int]] | Work[Array]:
     """Send each rank a part of ``x`` and join what each sends, in rank order.
@@ -210,3 +232,116 @@ def all_to_all(
         return got, received or [got.shape[0] // size] * size
 
     return Then(result, with_rows) if async_op else with_rows(result)
+
+
+# Dtype and shape travel in the root's call, so the others need no array of the right kind
+# beforehand.
+def _scatter_equal(members: Membership, call: Call, xs: Any, out: Any) -> Any:
+    """Scatter ``xs``, None on other ranks than the root, in equal parts; returns this rank's."""
+    whole = None if xs is None else _whole(xs, members.size)
+    if whole is not None and whole.ndim > _DIMENSIONS + 1:
+        raise ValueError(
+            f"scatter: a part has at most {_DIMENSIONS} dimensions, got shape {whole.shape[1:]}; "
+            "reshape it"
+        )
+    like = _array_of(out) if whole is None else whole[0]
+    space = NO_OUTPUT if like is None else output("scatter", out, like, like.shape)
+    if like is not None and code_of(like.dtype) == MOVED:
+        # It goes with each part, in text, for ranks that pass no ``out``.
+        call.holds = like.dtype, like.shape
+        call.out = room = np.empty_like(with_text(pack(like)))
+        call.array = None if whole is None else np.stack([with_text(part) for part in whole])
+        return finish(members, call, members.run(call), space._replace(packed=room), of_bytes)
+    call.array = None if whole is None else pack_apart(whole, space)
+    call.out = space.packed
+    return finish(members, call, members.run(call), space)
+
+
+def _scatter_rows(
+    members: Membership, call: Call, xs: Any, out: Any, rows: Iterable[object]
+) -> Any:
+    """Scatter ``rows[r]`` rows to rank r: the ranks agree on the kind, then move them."""
+    counts = each_rank("scatter", rows, members.size)
+    array = None if xs is None else _whole(xs, members.size, counts)
+    like, space = array if array is not None else _array_of(out), NO_OUTPUT
+    if like is not None:
+        space = output("scatter", out, like, (counts[members.rank], *like.shape[1:]))
+    call.out = like
+
+    def move() -> Work:
+        kind, shape = _agree(members, call, counts)
+        step = Call(ALL_TO_ALL, rows=counts, out=space.packed, blocking=call.blocking)
+        if array is None:  # this rank has nothing to send
+            library: Any = array_module(space.packed)
+            step.array, step.rows = library.empty((0, *shape), kind), [0] * members.size
+        else:
+            step.array = pack_apart(array, space)
+        return members.backend(step.array).start(step)
+
+    return finish(members, call, members.journal.run([call], "scatter", move), space)
+
+
+_Kind: TypeAlias = "tuple[np.dtype[Any], tuple[int, ...]]"
+
+
+def _agree(members: Membership, call: Call, counts: list[int]) -> _Kind:
+    """Return the dtype and the dimensions after the first of what the root passes.
+
+    On every rank MismatchError where one passed other ``rows``, or another kind of ``out``.
+    """
+    like, root = call.out, call.root
+    kind = None if like is None else (like.dtype.newbyteorder("="), like.shape[1:])
+    mine = pickle.dumps((counts, root, kind))
+    calls = [
+        pickle.loads(each)
+        for each in exchange_bytes(Steps(members.backend(), "scatter(rows=...)"), mine)
+    ]
+    measure = calls[root]
+    if any(each[:2] != measure[:2] or each[2] not in (None, measure[2]) for each in calls):
+        where = f"[scatter] rank {members.rank} of {members.size}"
+        words = [_in_words(*each) for each in calls]
+        raise MismatchError(
+            different_calls(where, "this call", enumerate(words), "Nothing was sent")
+        )
+    return measure[2]
+
+
+def _in_words(counts: list[int], root: int, kind: _Kind | None) -> str:
+    what = "" if kind is None else f"{name_of(kind[0])} rows of {kind[1]}, "
+    return f"scatter({what}rows={counts}, root={root})"
+
+
+def _array_of(out: Any) -> Array | None:
+    return None if out is None else as_array("scatter", out, of_any_dtype=True)
+
+
+def _whole(xs: Any, size: int, counts: list[int] | None = None) -> Array:
+    """Return what the root scatters as one array; of shape (size, part's shape) in equal parts."""
+    is_list = isinstance(xs, list | tuple)
+    arrays = [as_array("scatter", x, False, of_any_dtype=True) for x in (xs if is_list else [xs])]
+    if not is_list:
+        array = arrays[0]
+        if check_rows("scatter", array, counts, size) is not None:
+            return array
+        return pack(array).reshape(size, array.shape[0] // size, *array.shape[1:])
+    if len(xs) != size:
+        raise ValueError(f"scatter: one array for each of the {size} ranks, got {len(xs)}")
+    first, free = arrays[0], counts is not None  # whether first dimensions may differ
+    for rank, array in enumerate(arrays):
+        is_alike = array.ndim >= free and array.shape[free:] == first.shape[free:]
+        if not is_alike or array.dtype != first.dtype:
+            raise ValueError(
+                f"scatter: all parts must be alike; that for rank 0 is {first.dtype} "
+                f"{first.shape}, that for rank {rank} {array.dtype} {array.shape}. Only first "
+                "dimensions may differ, with rows= on every rank"
+            )
+    if counts is None:
+        arrays = [array[None] for array in arrays]
+    elif (lengths := list(map(len, arrays))) != counts:
+        raise ValueError(
+            f"scatter: rows={counts}, and the parts have {lengths} rows, {sum(lengths)} in all; "
+            "make them the same"
+        )
+    xp, shape = array_module(first), (sum(map(len, arrays)), *arrays[0].shape[1:])
+    room: Array = xp.empty(shape, first.dtype)  # NumPy would close its holes
+    return pack(xp.concatenate(arrays, out=room))

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
-from flashlight_py.distributed.api.running import refusing
+from flashlight_py.distributed.api.running import Group, refusing
 from flashlight_py.distributed.backends.exchange import (
     Frame,
     Steps,
@@ -24,15 +24,15 @@ from flashlight_py.distributed.calls.checks import check_rank
 from flashlight_py.distributed.groups.membership import Membership, of
 from flashlight_py.distributed.verbs import ALL_TO_ALL
 
-if TYPE_CHECKING:
-    from flashlight_py.distributed.api.group import ProcessGroup
-
 __all__ = ["all_gather_object", "broadcast_object", "gather_object", "scatter_object"]
 
 T = TypeVar("T")
 
+# All pickles of a scatter together are broadcast up to here: less than a second collective costs.
+_TOGETHER_BYTES = 512
 
-def broadcast_object(obj: Any = None, root: int = 0, group: ProcessGroup | None = None) -> Any:
+
+def broadcast_object(obj: Any = None, root: int = 0, group: Group = None) -> Any:
     """Return rank ``root``'s ``obj``, on every rank; the others' is not looked at.
 
     Collective, blocking. On ``root`` it is the object itself, elsewhere a copy, made by pickle:
@@ -58,7 +58,7 @@ def broadcast_object(obj: Any = None, root: int = 0, group: ProcessGroup | None 
             return obj if here else _unpickled(members, verb, frame.content, root)
 
 
-def all_gather_object(obj: T, group: ProcessGroup | None = None) -> list[T]:
+def all_gather_object(obj: T, group: Group = None) -> list[T]:
     """Return the list of all ranks' objects, in rank order. Collective, blocking.
 
     The own one is the object itself, the others are copies, made by pickle.
@@ -75,7 +75,7 @@ def all_gather_object(obj: T, group: ProcessGroup | None = None) -> list[T]:
     return _gathered(of(group), "all_gather_object", obj, None)
 
 
-def gather_object(obj: T, root: int = 0, group: ProcessGroup | None = None) -> list[T] | None:
+def gather_object(obj: T, root: int = 0, group: Group = None) -> list[T] | None:
     """Return the list of all ranks' objects on rank ``root``, None elsewhere.
 
     Collective, blocking; as :func:`all_gather_object`.
@@ -84,14 +84,10 @@ def gather_object(obj: T, root: int = 0, group: ProcessGroup | None = None) -> l
         ValueError: ``root`` is no rank of the group.
         TypeError, DistributedError: as for :func:`all_gather_object`.
     """
-    members = of(group)
-    objects = _gathered(members, "gather_object", obj, root)
-    return objects if members.rank == root else None
+    return _gathered(of(group), "gather_object", obj, root)
 
 
-def scatter_object(
-    objs: Sequence[Any] | None = None, root: int = 0, group: ProcessGroup | None = None
-) -> Any:
+def scatter_object(objs: Sequence[Any] | None = None, root: int = 0, group: Group = None) -> Any:
     """Return this rank's one of the objects that rank ``root`` passes, one per rank.
 
     Collective, blocking; as :func:`broadcast_object`.
@@ -103,7 +99,13 @@ def scatter_object(
     verb, members = "scatter_object", of(group)
     with refusing(members, verb):
         root = check_rank(members.size, verb, "root", root)
-        given = _one_each(members, objs) if members.rank == root else []
+        given = list(() if objs is None or members.rank != root else objs)
+        if members.rank == root and len(given) != members.size:
+            got = "None" if objs is None else len(given)
+            raise ValueError(
+                f"scatter_object: rank {root} is the root and must pass one object for each of "
+                f"the {members.size} ranks, got {got}"
+            )
         mine, lengths = _pickled(given)
         with members.journal.recording(verb, root=root) as record:
             record.size = len(mine.content)
@@ -111,7 +113,7 @@ def scatter_object(
             return given[root] if given else _unpickled(members, verb, content, root)
 
 
-def _gathered(members: Membership, verb: str, obj: Any, root: int | None) -> list[Any]:
+def _gathered(members: Membership, verb: str, obj: Any, root: int | None) -> Any:
     with refusing(members, verb):
         if root is not None:
             root = check_rank(members.size, verb, "root", root)
@@ -122,7 +124,7 @@ def _gathered(members: Membership, verb: str, obj: Any, root: int | None) -> lis
             frames = exchange_frames(steps, mine, root)
             _raise_problems(members, verb, dict(enumerate(frames)))
             if root not in (None, members.rank):
-                return []
+                return None
             return [  # this rank's own object is the one that was given
                 obj if rank == members.rank else _unpickled(members, verb, frame.content, rank)
                 for rank, frame in enumerate(frames)
@@ -133,7 +135,11 @@ def _scattered(members: Membership, mine: Frame, lengths: Sequence[int], root: i
     """Return this rank's bytes of those that ``root`` has in ``mine``, ``lengths`` for each."""
     here, rank, size = members.rank == root, members.rank, members.size
     steps = Steps(members.backend(), "scatter_object")
-    frame = broadcast_frame(steps, _with_lengths(mine, lengths) if here else None, root)
+    head = mine if here else None
+    if here and not mine.is_problem:  # the lengths and, where they are short, the pickles
+        payload = mine.content if len(mine.content) <= _TOGETHER_BYTES else b""
+        head = Frame(bytearray(np.array(lengths, np.int64).tobytes() + bytes(payload)))
+    frame = broadcast_frame(steps, head, root)
     _raise_problems(members, "scatter_object", {root: frame})
     lengths = np.frombuffer(frame.content[: 8 * size], np.int64).tolist()
     if len(frame.content) > 8 * size:
@@ -142,17 +148,6 @@ def _scattered(members: Membership, mine: Frame, lengths: Sequence[int], root: i
     rows, payload = (lengths, mine.content) if here else ([0] * size, b"")
     call = Call(ALL_TO_ALL, np.frombuffer(payload, np.uint8), rows=rows)
     return steps.start(call).wait().data
-
-
-def _one_each(members: Membership, objs: Sequence[Any] | None) -> list[Any]:
-    given = None if objs is None else list(objs)
-    if given is None or len(given) != members.size:
-        got = "None" if given is None else f"{len(given)}"
-        raise ValueError(
-            f"scatter_object: rank {members.rank} is the root and must pass one object for each "
-            f"of the {members.size} ranks, got {got}"
-        )
-    return given
 
 
 def _unpickled(
@@ -191,18 +186,4 @@ def _pickled(objs: Sequence[Any]) -> tuple[Frame, list[int]]:
         pickles = [pickle.dumps(obj, pickle.HIGHEST_PROTOCOL) for obj in objs]
     except Exception as error:  # noqa: BLE001  (__reduce__ may raise anything; every rank raises it)
         return Frame.of_problem(f"{type(error).__name__}: {error}"), []
-    whole = pickles[0] if len(pickles) == 1 else b"".join(pickles)
-    return Frame(whole), [len(each) for each in pickles]
-
-
-# All pickles of a scatter together are broadcast up to here: less than a second collective costs.
-_TOGETHER_BYTES = 512
-
-
-def _with_lengths(pickles: Frame, lengths: Sequence[int]) -> Frame:
-    """Return the lengths and, where they are short, the pickles."""
-    if pickles.is_problem:
-        return pickles
-    table = np.array(lengths, np.int64).tobytes()
-    payload = pickles.content if len(pickles.content) <= _TOGETHER_BYTES else b""
-    return Frame(bytearray(table + bytes(payload)))
+    return Frame(b"".join(pickles)), [len(each) for each in pickles]

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed.api.running import (
     COLLECTIVE,
+    Group,
+    Output,
     collective,
+    finish,
     reduction,
     refusing,
-    unpack_into,
 )
 from flashlight_py.distributed.calls.arrays import (
     as_array,
@@ -23,6 +25,7 @@ from flashlight_py.distributed.calls.arrays import (
 )
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.checks import Apart
+from flashlight_py.distributed.calls.combining import cut
 from flashlight_py.distributed.constants import Op
 from flashlight_py.distributed.groups.membership import Membership, native, of
 from flashlight_py.distributed.verbs import (
@@ -35,9 +38,6 @@ from flashlight_py.distributed.verbs import (
 )
 from flashlight_py.distributed.work import AllOf, Then, Work
 
-if TYPE_CHECKING:
-    from flashlight_py.distributed.api.group import ProcessGroup
-
 __all__ = ["all_reduce", "reduce", "reduce_scatter", "scan", "exscan"]
 __all__ += ["all_reduce_location", "all_reduce_multiple"]
 
@@ -45,11 +45,7 @@ X = TypeVar("X")
 
 
 def all_reduce(
-    x: X,
-    scale: float = 1.0,
-    op: Op = "sum",
-    async_op: bool = False,
-    group: ProcessGroup | None = None,
+    x: X, scale: float = 1.0, op: Op = "sum", async_op: bool = False, group: Group = None
 ) -> X | Work[X]:
     """Combine ``x`` of all ranks; afterwards every rank holds ``scale`` times the result.
 
@@ -107,7 +103,7 @@ def reduce(
     op: Op = "sum",
     scale: float = 1.0,
     async_op: bool = False,
-    group: ProcessGroup | None = None,
+    group: Group = None,
 ) -> X | Work[X]:
     """Combine ``x`` of all ranks; afterwards rank ``root`` holds ``scale`` times the result.
 
@@ -142,7 +138,7 @@ def reduce_scatter(
     op: Op = "sum",
     out: Any = None,
     async_op: bool = False,
-    group: ProcessGroup | None = None,
+    group: Group = None,
     rows: Sequence[int] | None = None,
 ) -> Array | list[Array] | Work[Array]:
     """Combine ``x`` of all ranks and return this rank's part of the result.
@@ -180,11 +176,7 @@ def reduce_scatter(
 
 
 def scan(
-    x: X,
-    op: Op = "sum",
-    scale: float = 1.0,
-    async_op: bool = False,
-    group: ProcessGroup | None = None,
+    x: X, op: Op = "sum", scale: float = 1.0, async_op: bool = False, group: Group = None
 ) -> X | Work[X]:
     """Combine ``x`` of the ranks up to this one, in rank order: a prefix reduction.
 
@@ -215,11 +207,7 @@ def scan(
 
 
 def exscan(
-    x: X,
-    op: Op = "sum",
-    scale: float = 1.0,
-    async_op: bool = False,
-    group: ProcessGroup | None = None,
+    x: X, op: Op = "sum", scale: float = 1.0, async_op: bool = False, group: Group = None
 ) -> X | Work[X]:
     """Combine ``x`` of the ranks before this one, in rank order: an exclusive prefix reduction.
 
@@ -246,10 +234,7 @@ def exscan(
 
 
 def all_reduce_location(
-    x: Any,
-    op: Literal["min", "max"] = "min",
-    async_op: bool = False,
-    group: ProcessGroup | None = None,
+    x: Any, op: Literal["min", "max"] = "min", async_op: bool = False, group: Group = None
 ) -> Any:
     """Find the least or largest of each element over the ranks, and which rank has it.
 
@@ -300,7 +285,7 @@ def all_reduce_multiple(
     op: Op = "sum",
     async_op: bool = False,
     contiguous: bool = False,
-    group: ProcessGroup | None = None,
+    group: Group = None,
 ) -> list[X] | Work[list[X]]:
     """Combine each array of ``xs`` over the ranks, in place, as :func:`all_reduce` does.
 
@@ -332,7 +317,11 @@ def all_reduce_multiple(
             for array in checked:
                 apart.add(array)
         if contiguous:
-            works = [_packed(members, same, op, scale) for same in _by_dtype(checked)]
+            alike: dict[str, list[Array]] = {}  # in an order that all ranks share
+            for array in checked:
+                kind = f"{array_module(array).__name__} {array.dtype.name}"
+                alike.setdefault(kind, []).append(array)
+            works = [_packed(members, same, op, scale) for same in alike.values()]
         else:
             works = _one_by_one(members, checked, op, scale)
         together = Then(AllOf(works), lambda _: xs)
@@ -359,43 +348,24 @@ def _one_by_one(members: Membership, arrays: list[Array], op: Op, scale: float) 
         collective(members, ALL_REDUCE, array, **how) for array in arrays if not is_cupy(array)
     ]
     if on_gpu:
-        works.append(_together(members, on_gpu, op, scale))
+        reduce_op, factor = reduction(members, "all_reduce_multiple", on_gpu[0], op, scale)
+        terms = [pack_terms(array, reduce_op) for array in on_gpu]
+        calls = [Call(ALL_REDUCE, *term[:2], factor, blocking=False) for term in terms]
+        work = members.run_many(calls, "all_reduce_multiple")
+        for array, term, call in zip(on_gpu, terms, calls, strict=True):
+            space = Output(array, array, term.array)
+            works.append(finish(members, call, work, space, term.back))
     return works
-
-
-def _together(members: Membership, arrays: list[Array], op: Op, scale: float) -> Work:
-    """Reduce arrays of a GPU, begun as one."""
-    reduce_op, factor = reduction(members, "all_reduce_multiple", arrays[0], op, scale)
-    terms = [pack_terms(array, reduce_op) for array in arrays]
-    calls = [Call(ALL_REDUCE, *term[:2], factor, blocking=False) for term in terms]
-    work = members.run_many(calls, "all_reduce_multiple")
-    homes = [unpack_into(array, call.array) for array, call in zip(arrays, calls, strict=True)]
-
-    def unpack(_: Any) -> None:
-        for home in filter(None, homes):
-            home()
-
-    return members.keep(Then(work, unpack))
 
 
 def _packed(members: Membership, arrays: list[Array], op: Op, scale: float) -> Work:
     """Reduce arrays of one dtype as one."""
-    xp = array_module(arrays[0])
-    flat = xp.concatenate([array.ravel() for array in arrays])
+    flat = array_module(arrays[0]).concatenate([array.ravel() for array in arrays])
 
     def unpack(_: Any) -> None:
-        start = 0
-        for array in arrays:
-            array[...] = flat[start : start + array.size].reshape(array.shape)
-            start += array.size
+        parts = cut(flat, [array.size for array in arrays])
+        for array, part in zip(arrays, parts, strict=True):
+            array[...] = part.reshape(array.shape)
 
     work = collective(members, ALL_REDUCE, flat, scale=scale, op=op, async_op=True)
     return members.keep(Then(work, unpack))
-
-
-def _by_dtype(arrays: list[Array]) -> list[list[Array]]:
-    """Group arrays that can travel together, in an order that all ranks share."""
-    groups: dict[str, list[Array]] = {}
-    for array in arrays:
-        groups.setdefault(f"{array_module(array).__name__} {array.dtype.name}", []).append(array)
-    return list(groups.values())

@@ -10,7 +10,7 @@ notified.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from flashlight_py.device import Array, is_cupy, owner_of
 from flashlight_py.distributed.calls.arrays import (
@@ -29,13 +29,19 @@ from flashlight_py.distributed.calls.checks import (
     check_rank,
     check_rows,
     require_bits,
-    require_equal_parts,
 )
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.groups.membership import Membership, of, place_of_native
 from flashlight_py.distributed.verbs import BARRIER, RECV, SEND, Verb
 from flashlight_py.distributed.work import AllOf, Done, Then, Work
 from flashlight_py.errors import DistributedError
+
+if TYPE_CHECKING:
+    from flashlight_py.distributed.api.group import ProcessGroup
+    from flashlight_py.distributed.api.messages import P2POp
+
+Group: TypeAlias = "ProcessGroup | None"
+"""A process group; None: the world."""
 
 
 def collective(
@@ -56,20 +62,23 @@ def collective(
     The arguments are those of the public functions; ``received`` as of ``Call``. Returns the
     result, or a Work.
     """
+    how = {"op": op, "scale": scale, "root": root, "rows": rows, "out": out, "async_op": async_op}
     owner = owner_of((x, out))
     if owner is not None:
-        how = {"op": op, "scale": scale, "root": root, "rows": rows, "out": out}
-        return owner.__operation__(_once_more, (group, verb, x), {**how, "async_op": async_op})
+        return owner.__operation__(_once_more, (group, verb, x), how)
     members = of(group)
     several = verb.lists and isinstance(x, list | tuple)
     begun = len(x) if several and async_op else 1
-    how = {"op": op, "scale": scale, "root": root, "rows": rows, "received": received}
     with refusing(members, verb, [COLLECTIVE] * begun, (x, out)):
         if verb.numbers and isinstance(x, NUMBERS):
-            return _of_number(members, verb, x, how, async_op)
+            if verb.reduces:
+                require_bits(verb.name, x, op, scale, members.size)
+            array, number = as_number(verb.name, x)
+            done = _prepare(members, verb, array, how)()
+            return Then(done, lambda _: number()) if async_op else number()
         if several:
-            return _each(members, verb, x, how, out, async_op)
-        return _prepare(members, verb, x, how, out, async_op)()
+            return _each(members, verb, x, how)
+        return _prepare(members, verb, x, how, received)()
 
 
 class _OnceMore:
@@ -102,52 +111,40 @@ class _OnceMore:
 _once_more = _OnceMore()
 
 
-def _of_number(group: Membership, verb: Verb, x: Any, how: dict[str, Any], async_op: bool) -> Any:
-    if verb.reduces:
-        require_bits(verb.name, x, how["op"], how["scale"], group.size)
-    array, number = as_number(verb.name, x)
-    done = _prepare(group, verb, array, how, None, async_op)()
-    return Then(done, lambda _: number()) if async_op else number()
-
-
-def _each(
-    group: Membership, verb: Verb, xs: Sequence[Any], how: dict[str, Any], out: Any, async_op: bool
-) -> Any:
+def _each(group: Membership, verb: Verb, xs: Sequence[Any], how: dict[str, Any]) -> Any:
     """Start ``verb`` of each of ``xs``, with its part of ``out``; all are checked before any."""
-    outs = [None] * len(xs) if out is None else list(out)
+    outs = [None] * len(xs) if how["out"] is None else list(how["out"])
     if len(outs) != len(xs):
         raise ValueError(f"{verb}: {len(xs)} arrays are passed, and out has {len(outs)}")
     pairs = zip(xs, outs, strict=True)
-    prepared = [_prepare(group, verb, x, how, out, async_op) for x, out in pairs]
+    prepared = [_prepare(group, verb, x, {**how, "out": out}) for x, out in pairs]
     results = [start() for start in prepared]
-    return AllOf(results) if async_op else results
+    return AllOf(results) if how["async_op"] else results
 
 
 def _prepare(
-    group: Membership, verb: Verb, x: Any, how: dict[str, Any], out: Any, async_op: bool
+    group: Membership, verb: Verb, x: Any, how: dict[str, Any], received: list[int] | None = None
 ) -> Callable[[], Any]:
-    """Check everything, and return what starts the call and returns the result."""
-    name, rows = verb.name, how["rows"]
+    """Check everything, and return what starts the call and returns the result.
+
+    ``how`` are the arguments beside ``x``, by name.
+    """
+    name, op, scale = verb.name, ReduceOp.SUM, 1.0
     root = check_rank(group.size, name, "root", how["root"]) if verb.rooted else 0
     array = as_array(name, x, writes=verb.in_place, of_any_dtype=True)
     if verb.ragged and array.ndim == 0:
         array = array.reshape(1)
-    op, scale = ReduceOp.SUM, 1.0
     if verb.reduces:
         op, scale = reduction(group, name, array, how["op"], how["scale"], verb.prefix)
-    mine = None
-    if verb.cuts and rows is not None:
-        rows = check_rows(name, array, rows, group.size)
-        mine = rows[group.rank]
-    elif verb.cuts:
-        require_equal_parts(name, array, group.size)
-    call = Call(verb, None, op, scale, root, rows=rows, blocking=not async_op)
-    call.received = how["received"]
-    if verb.in_place:
-        return lambda: _run_in_place(group, call, array, x)
-    wanted = verb.fills(group.rank, root)
-    space = output(name, out if wanted else None, array, verb.shape(array.shape, group.size, mine))
-    return lambda: _run_into(group, call, array, space)
+    rows = check_rows(name, array, how["rows"], group.size) if verb.cuts else None
+    mine = None if rows is None else rows[group.rank]
+    call = Call(verb, None, op, scale, root, rows=rows, blocking=not how["async_op"])
+    call.received = received
+    space = NO_OUTPUT
+    if not verb.in_place:
+        out = how["out"] if verb.fills(group.rank, root) else None
+        space = output(name, out, array, verb.shape(array.shape, group.size, mine))
+    return lambda: _run(group, call, array, x, space)
 
 
 def reduction(
@@ -161,37 +158,22 @@ def reduction(
     return reduce_op, factor
 
 
-def _reducing(call: Call, array: Array) -> Terms:
-    """Have ``call`` reduce what stands for ``array``, or move that itself."""
-    terms = pack_terms(array, call.op) if call.verb.reduces else Terms(pack(array), call.op)
-    call.array, call.op = terms.array, terms.op
-    if array.dtype.kind in "mM" and call.verb.reduces:
+def _run(group: Membership, call: Call, array: Array, x: Any, space: Output) -> Any:
+    """Do ``call`` of what stands for ``array``, that of ``x``."""
+    verb = call.verb
+    terms = pack_terms(array, call.op) if verb.reduces else Terms(pack(array), call.op)
+    call.array, call.op, back = terms
+    if array.dtype.kind in "mM" and verb.reduces:
         call.holds = array.dtype, array.shape
-    return terms
-
-
-def _run_in_place(group: Membership, call: Call, array: Array, x: Any) -> Any:
-    back = _reducing(call, array).back
-    work = group.run(call)
-    if not call.verb.fills(group.rank, call.root):
-        return finish(group, call, work, x, None)
-    return finish(group, call, work, x, unpack_into(array, call.array, back))
-
-
-def _run_into(group: Membership, call: Call, array: Array, space: Output) -> Any:
-    back = _reducing(call, array).back
-    if back is None:
+    if verb.in_place:
+        fills = verb.fills(group.rank, call.root)
+        space = Output(x, array if fills else call.array, call.array)
+        back = back if fills else None
+    elif back is None:
         call.array, call.out = pack_apart(call.array, space), space.packed
-        return finish_into(group, call, group.run(call), space)
-    work = group.run(call)
-
-    def as_given(part: Array) -> Any:  # truth values become numbers, and numbers dates
-        if space.array is None:
-            return back(part)
-        space.array[...] = back(part)
-        return space.given
-
-    return as_given(work.wait()) if call.blocking else group.keep(Then(work, as_given))
+    else:  # truth values become numbers, and numbers dates
+        space = space._replace(packed=None)
+    return finish(group, call, group.run(call), space, back)
 
 
 class Output(NamedTuple):
@@ -208,11 +190,7 @@ NO_OUTPUT = Output(None, None, None)
 # A large result costs more to allocate than to fill, as the kernel clears every page: so verbs
 # that are not in place take ``out``.
 def output(name: str, out: Any, like: Array, shape: tuple[int | None, ...]) -> Output:
-    """Return where a result of ``shape`` goes; its first extent is None if not known.
-
-    Raises:
-        ValueError: ``out`` has another shape, or another dtype than ``like``.
-    """
+    """Return where a result of ``shape`` goes; its first extent is None if not known."""
     if out is None:
         return NO_OUTPUT
     array = as_array(f"{name}(out=)", out, of_any_dtype=True)
@@ -233,96 +211,76 @@ def pack_apart(array: Array, space: Output) -> Array:
     return packed
 
 
-def unpack_into(
-    array: Array, packed: Array, back: Callable[[Array], Array] | None = None
-) -> Callable[[], None] | None:
-    """Return what copies the result into ``array``, or None where it is there already.
+def finish(
+    group: Membership,
+    call: Call,
+    work: Work,
+    space: Output,
+    back: Callable[[Array], Array] | None = None,
+) -> Any:
+    """Return what has arrived, in ``space`` or as a new array; or a Work for it.
 
     ``back`` is that of its ``Terms``.
     """
-    if packed is array:
-        return None
+    given, array, packed = space
 
-    def unpack() -> None:
-        array[...] = packed if back is None else back(packed)
-
-    return unpack
-
-
-def finish(
-    group: Membership, call: Call, work: Work, x: Any, unpack: Callable[[], None] | None
-) -> Any:
-    """Return ``x``, or a Work whose result is ``x``, once it is complete."""
-
-    def complete(_: Any) -> Any:
-        if unpack is not None:
-            unpack()
-        return x
+    def complete(value: Any) -> Any:
+        part = value if packed is None else packed
+        if back is not None:
+            part = back(part)
+        if array is None:
+            return part
+        if part is not array:
+            array[...] = part
+        return given
 
     if call.blocking:
         return complete(work.wait())
-    if unpack is None:
-        return Done(x) if isinstance(work, Done) else Then(work, complete)
-    return group.keep(Then(work, complete))
+    if packed is not array or back is not None:
+        return group.keep(Then(work, complete))
+    if array is None:
+        return work
+    return Done(given) if isinstance(work, Done) else Then(work, complete)
 
 
-def finish_into(group: Membership, call: Call, work: Work, space: Output) -> Any:
-    """Return what has arrived: a new array, or the ``out`` of the user; or a Work for it."""
-    if space.array is None or space.packed is None:
-        return work.wait() if call.blocking else work
-    return finish(group, call, work, space.given, unpack_into(space.array, space.packed))
+COLLECTIVE = None  # in place of a message
 
 
-class End(NamedTuple):
-    """This rank's end of a message."""
-
-    sends: bool
-    peer: Any
-    tag: Any
+def ending(group: Membership) -> refusing:
+    """Return a block of several calls: Ctrl-C between two of them ends it, as inside one."""
+    return refusing(group, "", ())
 
 
-COLLECTIVE = None  # in place of an End
-
-
-class ending:
-    """A block of several calls of ``group``: Ctrl-C between two of them ends it, as inside one."""
-
-    def __init__(self, group: Membership) -> None:
-        self._group = group
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None and not isinstance(error, Exception):
-            self._group.end(error)
-
-
-class refusing(ending):
+class refusing:
     """A block in which a rank checks arguments: the others raise as well where that raises.
 
-    ``begun`` is what the verb begins on the other ranks: ``COLLECTIVE`` or an ``End`` each; several
-    where they do not wait for the first before they begin the second. ``given`` are its arguments:
-    a CuPy array among them says which backend the others are in. ``how``: what the rank has done.
+    ``begun`` is what the verb begins on the other ranks: ``COLLECTIVE`` or this rank's ``P2POp``
+    each; several where they do not wait for the first before they begin the second. ``given`` are
+    its arguments: a CuPy array among them says which backend the others are in. ``how``: what the
+    rank has done. Ctrl-C ends the group.
     """
 
     def __init__(
         self,
         group: Membership,
         verb: Verb | str,
-        begun: Iterable[End | None] = (COLLECTIVE,),
+        begun: Iterable[P2POp | None] = (COLLECTIVE,),
         given: Iterable[Any] = (),
         how: str = "refused its arguments",
     ) -> None:
-        super().__init__(group)
-        self._verb, self._begun, self._given, self._how = verb, begun, given, how
+        self._group, self._verb, self._how = group, verb, how
+        self._begun, self._given = begun, given
+
+    def __enter__(self) -> None:
+        pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        super().__exit__(kind, error, trace)
-        if isinstance(error, DistributedError):  # which the other ranks know of
-            return
         group = self._group
-        if not isinstance(error, Exception) or group.rank < 0 or group.size == 1:
+        if error is not None and not isinstance(error, Exception):
+            group.end(error)
+        if not isinstance(error, Exception) or isinstance(error, DistributedError):
+            return  # the other ranks know of it
+        if group.rank < 0 or group.size == 1 or not self._begun:
             return
         if not group.journal.has_noted(error):  # else a call has begun, or was refused
             self.refuse(error)
@@ -333,19 +291,20 @@ class refusing(ending):
         words = f"{self._verb}, and {self._how} ({reason_of(error)})"
         held = [getattr(value, "array", value) for value in self._given]
         backend = group.backend(next(filter(is_cupy, held), None))
-        for end in begun:
-            if end is not COLLECTIVE:
-                known = isinstance(end.peer, int) and isinstance(end.tag, int)
-                if not (known and 0 <= end.peer < group.size and 0 <= end.tag < 2**31):
-                    return
-        for end in begun:
-            group.journal.refused(str(self._verb), error, None if end is COLLECTIVE else end.peer)
-            if end is COLLECTIVE:
-                verb = self._verb if isinstance(self._verb, Verb) else BARRIER
-                backend.start(Call(verb, blocking=False, refusal=words))
-            elif end.peer != group.rank:
-                verb = SEND if end.sends else RECV
-                call = Call(verb, peer=end.peer, tag=end.tag, blocking=False, refusal=words)
+        for op in filter(None, begun):
+            known = isinstance(op.peer, int) and isinstance(op.tag, int)
+            if not (known and 0 <= op.peer < group.size and 0 <= op.tag < 2**31):
+                return
+        for message in begun:
+            if message is COLLECTIVE:
+                call = Call(self._verb if isinstance(self._verb, Verb) else BARRIER)
+            else:
+                verb = SEND if message.sends else RECV
+                call = Call(verb, peer=message.peer, tag=message.tag)
+            call.blocking, call.refusal = False, words
+            peer = None if message is COLLECTIVE else call.peer
+            group.journal.refused(str(self._verb), error, peer)
+            if call.peer != group.rank:
                 backend.start(call)
 
 

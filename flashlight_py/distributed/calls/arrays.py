@@ -18,93 +18,6 @@ from flashlight_py.distributed.constants import ReduceOp
 _DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged of dlpack.h
 
 
-def shared_view(verb: str, value: Any, writes: bool = True) -> Array | None:
-    """Return an array of ``value``'s memory, or None where it is nothing that has any to share.
-
-    A CuPy array where the memory is a GPU's, else a NumPy array, writeable if the verb ``writes``.
-    A NumPy scalar has none, and is copied for verbs that read.
-
-    Raises:
-        TypeError: ``value`` is a NumPy scalar and the verb ``writes``, or its memory cannot be
-            shared.
-        ValueError: it is read-only and the verb ``writes``, or a tensor that requires grad.
-    """
-    if isinstance(value, np.generic):
-        if not writes:
-            return np.asarray(value)
-        raise TypeError(
-            f"{verb} works in place and a NumPy scalar ({type(value).__name__}) cannot change; "
-            "pass np.array(x)"
-        )
-    if is_of(value, "torch", "Tensor"):
-        _refuse_grad(verb, value, writes)
-    try:
-        view = _view(value)
-    except (BufferError, ImportError, RuntimeError, TypeError, ValueError) as error:
-        raise TypeError(
-            f"{verb} cannot use this {_name(value)} without a copy: {error}; pass a copy that "
-            "NumPy can hold, x = np.array(...)"
-        ) from error
-    if writes and isinstance(view, np.ndarray) and not view.flags.writeable:
-        raise ValueError(
-            f"{verb} works in place and this {_name(value)} is read-only (shape {view.shape}, "
-            f"dtype {view.dtype}); pass a copy: x = np.array(...)"
-        )
-    return view
-
-
-def _view(value: Any) -> Array | None:
-    if is_of(value, "torch", "Tensor") and not value.is_cuda:
-        return _of_torch(value)
-    if is_of(value, "multiprocessing.sharedctypes", "SynchronizedBase"):
-        value = value.get_obj()  # the ctypes array that multiprocessing.Array has a lock around
-    try:
-        buffer = memoryview(value)
-    except TypeError:  # the only way to ask before Python 3.12
-        buffer = None
-    if buffer is not None:
-        return np.asarray(buffer)
-    if not hasattr(value, "__dlpack__"):
-        return None
-    if hasattr(value, "__dlpack_device__") and value.__dlpack_device__()[0] in _DLPACK_CUDA:
-        import cupy
-
-        on_gpu: Array = cupy.from_dlpack(value)
-        return on_gpu
-    return np.from_dlpack(value)
-
-
-def _of_torch(tensor: Any) -> Array:
-    """Return a NumPy array of a tensor that is not on a GPU.
-
-    ``numpy()`` serves every version of NumPy, while from_dlpack returns read-only arrays before
-    2.1. Neither knows bfloat16, so that travels as int16 of the same memory.
-    """
-    torch = sys.modules["torch"]
-    if tensor.dtype is not torch.bfloat16:
-        plain: Array = tensor.numpy()
-        return plain
-    try:
-        import ml_dtypes
-    except ImportError as error:
-        raise ImportError(
-            "NumPy has bfloat16 by ml_dtypes only, which is not installed; "
-            "pip install 'flashlight-py[bfloat16]'"
-        ) from error
-    bits: Array = tensor.view(torch.int16).numpy()
-    return bits.view(ml_dtypes.bfloat16)
-
-
-def _refuse_grad(verb: str, tensor: Any, writes: bool) -> None:
-    """Refuse a tensor whose history PyTorch records: it would see nothing of this."""
-    if tensor.requires_grad and sys.modules["torch"].is_grad_enabled():
-        why = "works in place" if writes else "knows no gradients"
-        raise ValueError(
-            f"{verb} {why} and this tensor requires grad (shape {tuple(tensor.shape)}, "
-            f"{tensor.dtype}); pass x.detach(), which shares its memory"
-        )
-
-
 def is_of(value: object, module: str, name: str) -> bool:
     """Return whether ``value`` is of class ``module.name``, without importing the module."""
     loaded = sys.modules.get(module)
@@ -149,11 +62,11 @@ _codes_seen: dict[np.dtype[Any], int] = {}
 _OF_OBJECTS = ("all_gather", "broadcast", "gather", "scatter")
 
 _OPS = {op.name.lower(): op for op in ReduceOp}
+_EXTREMES = (ReduceOp.MIN, ReduceOp.MAX)
 _BITWISE = (ReduceOp.AND, ReduceOp.OR, ReduceOp.XOR)
-# Logical operations reduce truth values, as bytes: no kernels of their own on any backend, and an
-# eighth of the bytes.
-# What they are of truth values.
-_LOGICAL = dict(zip((ReduceOp.LAND, ReduceOp.LOR, ReduceOp.LXOR), _BITWISE, strict=True))
+# What logical operations are of truth values, which they reduce as bytes: no kernels of their own
+# on any backend, and an eighth of the bytes.
+LOGICAL = dict(zip((ReduceOp.LAND, ReduceOp.LOR, ReduceOp.LXOR), _BITWISE, strict=True))
 
 
 def as_array(verb: str, value: Any, writes: bool = True, of_any_dtype: bool = False) -> Array:
@@ -170,9 +83,10 @@ def as_array(verb: str, value: Any, writes: bool = True, of_any_dtype: bool = Fa
     if not of_any_dtype or array.dtype.hasobject or is_cupy(array):
         dtype_code(verb, array.dtype)
     if writes and not is_cupy(array) and not array.flags.writeable:
+        it = "the array" if array is value else f"this {_name(value)}"
         raise ValueError(
-            f"{verb} works in place and the array is read-only (shape {array.shape}, dtype "
-            f"{array.dtype}); pass a copy, x.copy()"
+            f"{verb} works in place and {it} is read-only (shape {array.shape}, dtype "
+            f"{array.dtype}); pass a copy, np.array(x)"
         )
     return array
 
@@ -192,14 +106,73 @@ def _held_by(verb: str, value: Any, writes: bool) -> Array:
             f"no gradient is to flow, {verb}(x.array)"
         )
     held: Any = getattr(value, "array", value)
-    known = isinstance(held, np.ndarray) or is_cupy(held)
-    view: Array | None = held if known else shared_view(verb, held, writes)
+    if isinstance(held, np.ndarray) or is_cupy(held):
+        return held  # type: ignore[no-any-return]
+    if isinstance(held, np.generic) and writes:
+        raise TypeError(
+            f"{verb} works in place and a NumPy scalar ({type(held).__name__}) cannot change; "
+            "pass np.array(x)"
+        )
+    has_grad = is_of(held, "torch", "Tensor") and held.requires_grad
+    if has_grad and sys.modules["torch"].is_grad_enabled():  # its history would see nothing of this
+        why = "works in place" if writes else "knows no gradients"
+        raise ValueError(
+            f"{verb} {why} and this tensor requires grad (shape {tuple(held.shape)}, "
+            f"{held.dtype}); pass x.detach(), which shares its memory"
+        )
+    try:
+        view = np.asarray(held) if isinstance(held, np.generic) else _view(held)
+    except (BufferError, ImportError, RuntimeError, TypeError, ValueError) as error:
+        raise TypeError(
+            f"{verb} cannot use this {_name(held)} without a copy: {error}; pass a copy that "
+            "NumPy can hold, x = np.array(...)"
+        ) from error
     if view is None:
         raise TypeError(
             f"{verb} takes an array, got {type(value).__name__}. {_advice(verb, value)}. An array "
             f"is a {ACCEPTED}"
         )
     return view
+
+
+def _view(value: Any) -> Array | None:
+    """Return an array of ``value``'s memory; None where it is nothing that has any to share."""
+    if is_of(value, "torch", "Tensor") and not value.is_cuda:
+        return _of_torch(value)
+    if is_of(value, "multiprocessing.sharedctypes", "SynchronizedBase"):
+        value = value.get_obj()  # the ctypes array that multiprocessing.Array has a lock around
+    try:
+        buffer = memoryview(value)
+    except TypeError:  # the only way to ask before Python 3.12
+        buffer = None
+    if buffer is not None:
+        return np.asarray(buffer)
+    if not hasattr(value, "__dlpack__"):
+        return None
+    if hasattr(value, "__dlpack_device__") and value.__dlpack_device__()[0] in _DLPACK_CUDA:
+        import cupy
+
+        return cupy.from_dlpack(value)  # type: ignore[no-any-return]
+    return np.from_dlpack(value)
+
+
+def _of_torch(tensor: Any) -> Array:
+    """Return a NumPy array of a tensor that is not on a GPU.
+
+    ``numpy()`` serves every version of NumPy, while from_dlpack returns read-only arrays before
+    2.1. Neither knows bfloat16, so that travels as int16 of the same memory.
+    """
+    torch = sys.modules["torch"]
+    if tensor.dtype is not torch.bfloat16:
+        return tensor.numpy()  # type: ignore[no-any-return]
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise ImportError(
+            "NumPy has bfloat16 by ml_dtypes only, which is not installed; "
+            "pip install 'flashlight-py[bfloat16]'"
+        ) from error
+    return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)  # type: ignore[no-any-return]
 
 
 def _advice(verb: str, value: Any) -> str:
@@ -212,11 +185,7 @@ def _advice(verb: str, value: Any) -> str:
 
 
 def dtype_code(verb: str, dtype: np.dtype[Any]) -> int:
-    """Return the native code of ``dtype``.
-
-    Raises:
-        TypeError: nothing is computed with arrays of this dtype (object, str, date, structured).
-    """
+    """Return the native code of a ``dtype`` with which something is computed."""
     code = code_of(dtype)
     if code == MOVED:
         advice = f". {_advice(verb, None)}" if dtype.hasobject else ""
@@ -305,7 +274,7 @@ WITH_TEXT = np.dtype("V1")
 
 def with_text(part: Array) -> Array:
     """Return the bytes of ``part``, and behind them its dtype and shape."""
-    text = f"{json.dumps(part.shape)}{in_text(part.dtype)}".encode()
+    text = json.dumps([part.shape, in_text(part.dtype)]).encode()
     tail = text + len(text).to_bytes(8, "little")
     return np.frombuffer(part.tobytes() + tail, np.uint8)
 
@@ -314,8 +283,8 @@ def of_bytes(whole: Array) -> Array:
     """Return the array whose ``with_text`` is ``whole``, in the same memory."""
     size = whole.size - 8
     begin = size - int.from_bytes(whole[size:].tobytes(), "little")
-    shape, kind = whole[begin:size].tobytes().decode().split("]", 1)
-    return np.ndarray(json.loads(f"{shape}]"), of_text(kind), whole.data)
+    shape, kind = json.loads(whole[begin:size].tobytes())
+    return np.ndarray(shape, of_text(kind), whole.data)
 
 
 def dtype_of_code(code: int) -> np.dtype[Any]:
@@ -324,11 +293,7 @@ def dtype_of_code(code: int) -> np.dtype[Any]:
 
 
 def parse_op(verb: str, op: str) -> ReduceOp:
-    """Return the reduce operation called ``op``.
-
-    Raises:
-        ValueError: there is none of that name.
-    """
+    """Return the reduce operation called ``op``."""
     found = _OPS.get(op) if isinstance(op, str) else None
     if found is None:
         raise ValueError(f"{verb}: op must be one of {', '.join(_OPS)}; got {op!r}")
@@ -354,52 +319,42 @@ def check_reduction(verb: str, dtype: np.dtype[Any], op: ReduceOp, scale: float)
     if not math.isfinite(factor):
         raise ValueError(f"{verb}: scale must be finite, got {factor}")
     kind = dtype.kind
-    if code_of(dtype) == MOVED:
-        if kind not in "mM":
-            dtype_code(verb, dtype)
-        if op not in (ReduceOp.MIN, ReduceOp.MAX) or factor != 1.0:
+    if kind in "mM":
+        if op not in _EXTREMES or factor != 1.0:
             raise TypeError(
                 f"{verb}: an array of {dtype} takes op 'min' or 'max' and no scale, got "
                 f"op={op.name.lower()!r}, scale={factor}"
             )
         return factor
-    if op in _BITWISE or op in _LOGICAL:
-        _check_bits(verb, dtype, op, factor)
-    elif kind == "b" and (op not in (ReduceOp.MIN, ReduceOp.MAX) or factor != 1.0):
+    dtype_code(verb, dtype)
+    if op in _BITWISE or op in LOGICAL:
+        name = op.name.lower()
+        if op in _BITWISE and kind not in "biu":
+            raise TypeError(
+                f"{verb}: op={name!r} combines the bits of integers and bool, got {dtype}; "
+                f"op='l{name}' takes every number that is not zero for true"
+            )
+        if factor != 1.0:
+            raise ValueError(f"{verb}: op={name!r} takes no scale, got {factor}")
+        return factor
+    if kind == "b" and (op not in _EXTREMES or factor != 1.0):
         raise TypeError(
             f"{verb}: a bool array takes op 'and' or 'min' (all), 'or' or 'max' (any), 'xor' and "
             f"no scale, got op={op.name.lower()!r}, scale={factor}; cast it to an integer to count"
         )
-    if kind == "c" and op in (ReduceOp.MIN, ReduceOp.MAX):
+    if kind == "c" and op in _EXTREMES:
         raise TypeError(f"{verb}: complex numbers have no {op.name.lower()}; use sum, avg or prod")
-    if kind in "iu":
-        _check_integer(verb, dtype, op, scale, factor)
-    return factor
-
-
-def _check_bits(verb: str, dtype: np.dtype[Any], op: ReduceOp, factor: float) -> None:
-    if op in _BITWISE and dtype.kind not in "biu":
-        raise TypeError(
-            f"{verb}: op={op.name.lower()!r} combines the bits of integers and bool, got {dtype}; "
-            f"op='l{op.name.lower()}' takes every number that is not zero for true"
-        )
-    if factor != 1.0:
-        raise ValueError(f"{verb}: op={op.name.lower()!r} takes no scale, got {factor}")
-
-
-def _check_integer(
-    verb: str, dtype: np.dtype[Any], op: ReduceOp, scale: float, factor: float
-) -> None:
-    if op is ReduceOp.AVG:
+    if kind in "iu" and op is ReduceOp.AVG:
         raise TypeError(
             f"{verb}: the average of {dtype} would lose its fraction; use op='sum', or a float "
             "array"
         )
-    if factor != int(scale) or abs(factor) >= 2.0**63:
+    if kind in "iu" and (factor != int(scale) or abs(factor) >= 2.0**63):
         raise ValueError(
             f"{verb}: scale={scale} on an array of {dtype} would not give whole numbers, or is not "
             "one that a float64 holds, as which it travels; use a float array"
         )
+    return factor
 
 
 def pack(array: Array) -> Array:
@@ -432,7 +387,7 @@ def pack_terms(array: Array, op: ReduceOp) -> Terms:
             return Terms(packed.view(np.int64), op, lambda part: part.view(packed.dtype))
         less = _plus(-1, packed.view(np.int64))
         return Terms(less, op, lambda part: _plus(1, part).view(packed.dtype))
-    native = _LOGICAL.get(op)
+    native = LOGICAL.get(op)
     if native is None:
         return Terms(packed, op)
     truth = pack(array_module(array).asarray(array != 0))

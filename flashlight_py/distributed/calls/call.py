@@ -51,16 +51,12 @@ class Call:
     """A call of ``verb``, as one rank makes it.
 
     Args:
-        verb: a row of the table.
         array: what is sent, filled, or both: C-contiguous, of native byte order, writable where
             the verb writes it. Of a scatter the whole, of shape (size, shape of a part), on the
             root alone. None elsewhere, and of a barrier or a refusal.
         op: how values are combined. ``AVG`` arrives of a prefix alone: else it is ``SUM`` with
             another scale.
-        scale: factor of the result.
-        root: rank of a rooted verb.
         peer: the other end of a message.
-        tag: that of a message.
         rows: how many rows rank 0, 1, ... gets, where parts are unequal.
         out: where the result goes, else a new array. A gather's may be too long or too short,
             which raises ValueError on this rank when all have called.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from types import CodeType, FrameType
 
@@ -43,19 +43,14 @@ def frame_of_caller(depth: int) -> tuple[FrameType, CodeType]:
     return frame, ours
 
 
-class _Pinned(threading.local):
-    """The line that this thread works for, left long ago by another thread."""
-
-    place: Place | None = None
-
-
-_pinned = _Pinned()
+# The line that this thread works for, left long ago by another thread.
+_pinned: ContextVar[Place | None] = ContextVar("place", default=None)
 
 
 def caller(depth: int = 1) -> Place:
     """Return where the innermost caller outside this package is; ``depth`` callers are inside."""
-    if _pinned.place is not None:
-        return _pinned.place
+    if (place := _pinned.get()) is not None:
+        return place
     frame, _ = frame_of_caller(depth + 1)
     return frame.f_code.co_filename, frame.f_lineno
 
@@ -99,8 +94,8 @@ def text_at_site(text: str, limit: int) -> bytes:
 @contextlib.contextmanager
 def called_at(place: Place) -> Iterator[None]:
     """Make ``place`` what ``caller`` returns on this thread, for what was started there."""
-    _pinned.place = place
+    token = _pinned.set(place)
     try:
         yield
     finally:
-        _pinned.place = None
+        _pinned.reset(token)

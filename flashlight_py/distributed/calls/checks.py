@@ -28,12 +28,7 @@ def whole(value: object) -> int | None:
 
 
 def whole_number(what: str, name: str, value: object, least: int = 0) -> int:
-    """Return ``value``, the argument ``name`` of ``what``, as an int.
-
-    Raises:
-        TypeError: it is not an integer.
-        ValueError: it is less than ``least``.
-    """
+    """Return ``value``, the argument ``name`` of ``what``, as an int of at ``least`` so much."""
     number = None if isinstance(value, bool) else whole(value)
     if number is None:
         raise TypeError(f"{what}: {name} must be an integer, got {type(value).__name__}")
@@ -43,11 +38,7 @@ def whole_number(what: str, name: str, value: object, least: int = 0) -> int:
 
 
 def check_rank(size: int, verb: str, name: str, rank: object) -> int:
-    """Return ``rank``, the argument called ``name``, as an int.
-
-    Raises:
-        ValueError: it is no rank of a group of ``size`` ranks.
-    """
+    """Return ``rank``, the argument called ``name``, as an int: a rank of a group of ``size``."""
     number = whole(rank)
     if number is None or not 0 <= number < size:
         raise ValueError(
@@ -57,11 +48,7 @@ def check_rank(size: int, verb: str, name: str, rank: object) -> int:
 
 
 def check_seconds(verb: str, timeout: Any) -> float | None:
-    """Return a ``timeout`` in seconds as a float, None as it is.
-
-    Raises:
-        ValueError: it is no positive number.
-    """
+    """Return a positive ``timeout`` in seconds as a float, None as it is."""
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not hasattr(timeout, "__float__") or not timeout > 0:
@@ -69,23 +56,22 @@ def check_seconds(verb: str, timeout: Any) -> float | None:
     return float(timeout)
 
 
-def require_equal_parts(verb: str, array: Array, size: int) -> None:
-    """Raise ValueError unless the first dimension can be cut into a part for each rank."""
-    if array.ndim == 0 or array.shape[0] % size:
-        raise ValueError(
-            f"{verb}: the first dimension must be a multiple of the {size} ranks, got shape "
-            f"{array.shape}; unequal parts need rows="
-        )
+def check_rows(
+    verb: str, array: Array, rows: Iterable[object] | None, size: int
+) -> list[int] | None:
+    """Return ``rows`` as ints that cut the first dimension of ``array`` into ``size`` parts.
 
-
-def check_rows(verb: str, array: Array, rows: Iterable[object], size: int) -> list[int]:
-    """Return ``rows`` as ints, if they cut the first dimension of ``array`` into ``size`` parts.
-
-    Raises:
-        ValueError: they do not, or one of them is no integer.
+    None stands for equal parts.
     """
-    counts = each_rank(verb, rows, size)
     have = array.shape[0] if array.ndim else 0
+    if rows is None:
+        if array.ndim == 0 or have % size:
+            raise ValueError(
+                f"{verb}: the first dimension must be a multiple of the {size} ranks, got shape "
+                f"{array.shape}; unequal parts need rows="
+            )
+        return None
+    counts = each_rank(verb, rows, size)
     if sum(counts) != have or not array.ndim:
         raise ValueError(
             f"{verb}: rows must say for each of the {size} ranks how many of the rows of x (shape "
@@ -95,11 +81,7 @@ def check_rows(verb: str, array: Array, rows: Iterable[object], size: int) -> li
 
 
 def each_rank(verb: str, rows: Iterable[object], size: int) -> list[int]:
-    """Return ``rows`` as ints.
-
-    Raises:
-        ValueError: they are not one integer for each rank, none of them negative.
-    """
+    """Return ``rows`` as ints, one for each rank and none of them negative."""
     given = list(rows)
     counts = [count for n in given if (count := whole(n)) is not None and not isinstance(n, bool)]
     if len(given) != size or len(counts) != size or min(counts) < 0:
@@ -113,16 +95,11 @@ def each_rank(verb: str, rows: Iterable[object], size: int) -> list[int]:
 NUMBERS = (bool, int, float, complex, np.generic)
 """Python's numbers, and NumPy's scalars."""
 
-_LIMIT = 2**63
-
 
 def as_number(verb: str, x: Any) -> tuple[Array, Callable[[], Any]]:
     """Return ``x`` as an array, and what makes a number of the kind of ``x`` of it again.
 
     Python's numbers travel as bool, int64, float64 and complex128, NumPy's scalars as they are.
-
-    Raises:
-        OverflowError: ``x`` is an int beyond 64 bits.
     """
     require_bits(verb, x)
     array = np.array(x, np.int64 if type(x) is int else None)
@@ -133,16 +110,13 @@ def require_bits(verb: str, x: Any, op: str = "", scale: float = 1.0, size: int 
     """Refuse a Python int whose reduction could pass 64 bits, where NumPy's would wrap around.
 
     Each rank looks at its own, as if all ``size`` had the same: then none passes.
-
-    Raises:
-        OverflowError: it could.
     """
     if type(x) is not int:
         return
     largest = {"sum": abs(x) * size, "prod": abs(x) ** size}.get(op, abs(x))
     if isinstance(scale, int | float) and math.isfinite(scale):
         largest = math.ceil(largest * abs(int(scale)))
-    if largest >= _LIMIT:
+    if largest >= 2**63:
         of = f" of {size} ranks by {op!r}" if op else ""
         raise OverflowError(
             f"{verb}: {x}, an int, travels in 64 bits, and its reduction{of} could pass them; pass "
@@ -171,11 +145,7 @@ class Apart:
         self._count = 0
 
     def add(self, array: Array, writes: bool = True) -> None:
-        """Take one more; few of those before it are looked at, if they lie apart.
-
-        Raises:
-            ValueError: it shares memory with one before it.
-        """
+        """Take one more; few of those before it are looked at, if they lie apart."""
         place, self._count = self._count, self._count + 1
         start, end = _bounds(array)
         if start == end:
@@ -197,7 +167,7 @@ class Apart:
 
 def _bounds(array: Array) -> tuple[int, int]:
     """Return the addresses between which all elements lie, the second one beyond."""
-    start = _address(array)
+    start = int(array.data.ptr if is_cupy(array) else _numpy_address()(array))  # type: ignore[attr-defined]
     if array.flags.c_contiguous or not array.size:
         return start, start + array.nbytes
     end = start + array.itemsize
@@ -220,10 +190,6 @@ def _overlap(one: Array, other: Array) -> bool:
         return bool(xp.shares_memory(one, other, _MOST_WORK))
     except TooHardError:
         return True
-
-
-def _address(array: Any) -> int:
-    return int(array.data.ptr if is_cupy(array) else _numpy_address()(array))
 
 
 @functools.cache

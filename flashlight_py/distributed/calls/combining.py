@@ -13,37 +13,17 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.device import Array, array_module
-from flashlight_py.distributed.calls.arrays import scale_in_place
+from flashlight_py.distributed import verbs
+from flashlight_py.distributed.calls.arrays import LOGICAL, scale_in_place
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.constants import ReduceOp
-from flashlight_py.distributed.verbs import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    BROADCAST,
-    EXSCAN,
-    GATHER,
-    REDUCE,
-    REDUCE_SCATTER,
-    SCAN,
-    SCATTER,
-    Verb,
-)
+from flashlight_py.distributed.verbs import Verb
 
-_UFUNC = {
-    ReduceOp.SUM: "add",
-    ReduceOp.AVG: "add",
-    ReduceOp.PROD: "multiply",
-    ReduceOp.MIN: "minimum",
-    ReduceOp.MAX: "maximum",
-    ReduceOp.AND: "bitwise_and",
-    ReduceOp.OR: "bitwise_or",
-    ReduceOp.XOR: "bitwise_xor",
-    ReduceOp.LAND: "logical_and",
-    ReduceOp.LOR: "logical_or",
-    ReduceOp.LXOR: "logical_xor",
-}
-_LOGICAL = (ReduceOp.LAND, ReduceOp.LOR, ReduceOp.LXOR)
+# In the order of ReduceOp; an average is a sum, scaled.
+_UFUNCS = (
+    *("add", "multiply", "minimum", "maximum", "add"),
+    *("bitwise_and", "bitwise_or", "bitwise_xor"),
+)
 
 
 def combined(arrays: Sequence[Array], op: ReduceOp, scale: float = 1.0) -> Array:
@@ -57,9 +37,9 @@ def combined(arrays: Sequence[Array], op: ReduceOp, scale: float = 1.0) -> Array
     dtype, xp = arrays[0].dtype, array_module(arrays[0])
     narrow = is_narrow(dtype)
     terms = [array.astype(np.float32) for array in arrays] if narrow else list(arrays)
-    if op in _LOGICAL:
-        terms = [array != 0 for array in arrays]  # of one alone too
-    fold = functools.partial(functools.reduce, getattr(xp, _UFUNC[op]))
+    if op in LOGICAL:
+        op, terms = LOGICAL[op], [array != 0 for array in arrays]  # of one alone too
+    fold = functools.partial(functools.reduce, getattr(xp, _UFUNCS[op]))
     with np.errstate(over="ignore", invalid="ignore"):  # infinities come as they come
         total = xp.array(fold(terms))
         scale_in_place(total, scale)
@@ -99,28 +79,24 @@ def joined(arrays: Sequence[Array]) -> Array:
     return whole
 
 
-def _reduced(arrays: Sequence[Array], call: Call) -> Array:
-    return combined(arrays, call.op, call.scale)
-
-
 def _part(array: Array, rank: int, size: int, rows: Sequence[int] | None = None) -> Array:
     part: Array = cut(array, [len(array) // size] * size if rows is None else rows)[rank]
     return part
 
 
 MEANINGS: dict[Verb, Callable[[Sequence[Any], int, Call], Any]] = {
-    ALL_REDUCE: lambda xs, rank, call: _reduced(xs, call),
-    REDUCE: lambda xs, rank, call: _reduced(xs, call),
-    SCAN: lambda xs, rank, call: _reduced(xs[: rank + 1], call),
-    EXSCAN: lambda xs, rank, call: _reduced(xs[:rank], call),
-    REDUCE_SCATTER: lambda xs, rank, call: _reduced(
-        [_part(x, rank, len(xs), call.rows) for x in xs], call
+    verbs.ALL_REDUCE: lambda xs, rank, call: combined(xs, call.op, call.scale),
+    verbs.REDUCE: lambda xs, rank, call: combined(xs, call.op, call.scale),
+    verbs.SCAN: lambda xs, rank, call: combined(xs[: rank + 1], call.op, call.scale),
+    verbs.EXSCAN: lambda xs, rank, call: combined(xs[:rank], call.op, call.scale),
+    verbs.REDUCE_SCATTER: lambda xs, rank, call: combined(
+        [_part(x, rank, len(xs), call.rows) for x in xs], call.op, call.scale
     ),
-    BROADCAST: lambda xs, rank, call: xs[call.root],
-    ALL_GATHER: lambda xs, rank, call: joined(xs),
-    GATHER: lambda xs, rank, call: joined(xs),
-    SCATTER: lambda xs, rank, call: _part(xs[call.root], rank, len(xs), call.rows),
-    ALL_TO_ALL: lambda xs, rank, call: joined([_part(x, rank, len(xs)) for x in xs]),
+    verbs.BROADCAST: lambda xs, rank, call: xs[call.root],
+    verbs.ALL_GATHER: lambda xs, rank, call: joined(xs),
+    verbs.GATHER: lambda xs, rank, call: joined(xs),
+    verbs.SCATTER: lambda xs, rank, call: _part(xs[call.root], rank, len(xs), call.rows),
+    verbs.ALL_TO_ALL: lambda xs, rank, call: joined([_part(x, rank, len(xs)) for x in xs]),
 }
 """Of each verb that has one, the result of a rank that gets it: of the arrays of all ranks, the
 rank and its call. Parts are equal, or of the same ``rows`` on all ranks."""

@@ -43,40 +43,32 @@ class _Receive(Work):
 
     def __init__(self, array: Array, tag: int, partial: bool) -> None:
         self._array, self._tag, self._partial = array, tag, partial
-        self._filled = False
-        self._error: MismatchError | None = None
+        self._is_completed = False
+        self._error: str | None = (
+            f"[irecv] this rank waits for a message from itself under tag {tag} that it has not "
+            "sent; call isend first"
+        )
 
     def fill(self, sent: Array) -> None:
         """Store what was sent, if it is of the right shape and dtype."""
         array = self._array
         if self._partial and sent.ndim == array.ndim:
-            array = array[: sent.shape[0]]
-        if sent.shape != array.shape or sent.dtype != array.dtype:
-            self._error = MismatchError(
-                f"[irecv] from this rank itself, under tag {self._tag}: {sent.dtype} "
-                f"{sent.shape} was sent and {array.dtype} {array.shape} is to be filled; make "
-                "them alike"
-            )
-        else:
+            array = self._array = array[: sent.shape[0]]
+        if sent.shape == array.shape and sent.dtype == array.dtype:
             array[...] = sent
-            self._array = array
-            self._filled = True
+            self._error = None
+        else:
+            self._error = (
+                f"[irecv] from this rank itself, under tag {self._tag}: {sent.dtype} {sent.shape} "
+                f"was sent and {array.dtype} {array.shape} is to be filled; make them alike"
+            )
+        self._is_completed = True
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Return the array; it cannot arrive later than this, so ``timeout`` (seconds) is not used.
-
-        Raises:
-            MismatchError: nothing was sent, or another shape or dtype.
-        """
+        """Return the array; it cannot arrive later than this, so ``timeout`` is not used."""
         if self._error is not None:
-            raise self._error
-        if not self._filled:
-            raise MismatchError(
-                f"[irecv] this rank waits for a message from itself under tag {self._tag} that it "
-                "has not sent; call isend first"
-            )
+            raise MismatchError(self._error)
         return self._array
 
     def is_completed(self) -> bool:
-        """Return whether it was sent."""
-        return self._filled or self._error is not None
+        return self._is_completed

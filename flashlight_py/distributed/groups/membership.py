@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from flashlight_py.device import is_cupy
@@ -61,40 +60,39 @@ class Membership:
 
     __captured_state__: tuple[str, ...] = ()
 
+    rank = -1
+    gpus: Backend | None = None  # that of CuPy arrays, once the GPUs are joined
+    on_first_use: Callable[[], None] | None = None
+    native: Callable[..., Any]
+    native_sendrecv: Callable[..., Any]
+    _forked = False
+
     def __init__(
         self,
         backend: Backend | None,
         ranks: Sequence[int] | None = None,
         joiner: Joiner | None = None,
     ) -> None:
-        everyone = () if backend is None else range(backend.size)
-        self.ranks = tuple(everyone if ranks is None else ranks)
-        self.size = len(self.ranks)
+        self._backend, self._joiner = backend, joiner
+        self._joined: list[Backend] = []  # what is to be closed, also where the group is dropped
+        self._children: dict[weakref.ref[Membership], None] = {}
+        self._unfinished: list[Then] = []
+        self.messages_to_self = SelfMessages()
         if backend is None:
-            self.journal = Journal("none of this process", (), "")
+            self.ranks, self.journal = tuple(ranks or ()), Journal("none of this process", (), "")
+            self.native = self.native_sendrecv = left_to_python
         else:
+            self.ranks = tuple(range(backend.size) if ranks is None else ranks)
+            self.rank = backend.rank
             name = "world" if ranks is None else name_of_group(self.ranks)
             self.journal = Journal(name, self.ranks, backend.path)
-        self.messages_to_self = SelfMessages()
-        self.on_first_use: Callable[[], None] | None = None
-        self._unfinished: list[Then] = []
-        self._backend = backend
-        if backend is not None:
-            backend.count = self.journal.count
-        self._joiner = joiner
-        self.gpus: Backend | None = None  # that of CuPy arrays, once the GPUs are joined
-        self._forked = False
-        # What is to be closed, also where the group is only dropped.
-        self._joined = [] if backend is None else [backend]
-        if backend is not None and (joiner is not None or backend.size > 1):
-            watch(self, self._joined)
-        self._children: dict[weakref.ref[Membership], None] = {}
-        self.native: Callable[..., Any] = left_to_python
-        self.native_sendrecv: Callable[..., Any] = left_to_python
-        if backend is not None:
             self.native, self.native_sendrecv = backend.bind(self.journal)
+            backend.count = self.journal.count
+            self._joined.append(backend)
+            if joiner is not None or backend.size > 1:
+                _watched[weakref.ref(self, dropped.append)] = self._joined
+        self.size = len(self.ranks)
         self.native_replay = reduced_alone if self.size == 1 else self.native
-        self.rank = -1 if backend is None else backend.rank
 
     @property
     def is_member(self) -> bool:
@@ -153,17 +151,20 @@ class Membership:
             self._joined.insert(0, self.gpus)
         return self.gpus
 
-    def inside(self, members: list[int], store: Store, timeout: float | None) -> Self:
-        """Join ``members`` of this group, this rank among them. Collective among them, blocking.
+    def subgroup(self, members: list[int], store: Store | None, timeout: float | None) -> Self:
+        """Join ``members`` of this group by ``store``; None: this rank is none of them.
 
-        ``timeout`` is in seconds, that of the new group's calls; None: as in this one.
+        Collective among them, blocking. ``timeout`` is in seconds, that of the new group's calls;
+        None: as in this one.
         """
-        joiner = self._joiner
+        ranks, joiner = [self.ranks[member] for member in members], self._joiner
+        if store is None:
+            return type(self)(None, ranks)
         assert joiner is not None or self.size == 1
         if joiner is not None and timeout is not None:
             joiner = joiner.limited(timeout)
         backend = self.backend() if joiner is None else joiner.join(store)
-        child = type(self)(backend, self._worldwide(members), joiner)
+        child = type(self)(backend, ranks, joiner)
         self._children[weakref.ref(child, self._children.pop)] = None
         try:
             # One that closes the group at once must not do so while others still connect to it.
@@ -173,20 +174,12 @@ class Membership:
             raise
         return child
 
-    def outside(self, members: list[int]) -> Self:
-        """Return a group of ``members`` that this process is not in."""
-        return type(self)(None, self._worldwide(members))
-
-    def _worldwide(self, members: list[int]) -> list[int]:
-        return [self.ranks[member] for member in members]
-
-    def run(self, call: Call, name: str = "") -> Work:
-        """Start ``call``, and wait for its end if it is blocking; it is recorded, as ``name``."""
-        like = call.array if call.array is not None else call.out
-        backend = self.backend(like)
+    def run(self, call: Call) -> Work:
+        """Start ``call``, and wait for its end if it is blocking; it is recorded."""
+        backend = self.backend(call.out if call.array is None else call.array)
         if call.verb is BARRIER:  # of everything that ranks do
             backend = self.gpus or backend
-        return self.journal.run([call], name or call.name, lambda: backend.start(call))
+        return self.journal.run([call], call.name, lambda: backend.start(call))
 
     def run_many(self, calls: Sequence[Call], name: str) -> Work:
         """Start ``calls`` of arrays of one device together, recorded as one call of ``name``."""
@@ -230,31 +223,22 @@ class Membership:
         for backend in self._leave():
             backend.close()
 
-    def _leave(self) -> list[Backend]:
-        """Make the group unusable, and return what is to be closed."""
+    def _leave(self, forked: bool = False) -> list[Backend]:
+        """Make the group unusable, and return what is to be closed.
+
+        In a child that was ``forked`` from one of its ranks that is not this process's to close.
+        """
+        self._forked |= forked
         backends, self._joined = self._joined, []
         self.gpus = self._backend = None
         self.native = self.native_sendrecv = self.native_replay = left_to_python
         _watched.pop(weakref.ref(self), None)
         return backends
 
-    def forget(self) -> list[Backend]:
-        """Make the group unusable, in a child that was forked from one of its ranks.
-
-        Returns its backends, which are not this process's to close or to destroy.
-        """
-        self._forked = self.is_member
-        return self._leave()
-
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -262,14 +246,6 @@ class Membership:
             return f"ProcessGroup(not a member, ranks={list(self.ranks)})"
         state = "closed" if self._backend is None else self._backend.kind.name
         return f"ProcessGroup(rank={self.rank}, size={self.size}, {state})"
-
-
-def watch(group: Membership, backends: list[Backend]) -> None:
-    """Close ``backends`` in the end if ``group`` is dropped; until it is closed.
-
-    More backends may be added to the list.
-    """
-    _watched[weakref.ref(group, dropped.append)] = backends
 
 
 def close_dropped() -> None:
@@ -316,7 +292,7 @@ def _forget_in_child() -> None:
     """After a fork: the groups are the parent's, whose threads and connections are not here."""
     _inherited.extend(_watched.values())
     for group in _groups():
-        group.forget()
+        group._leave(forked=True)
     dropped.clear()
     _watched.clear()
 
@@ -339,11 +315,7 @@ def use_as_world(group: Membership) -> None:
 
 
 def of(group: Membership | None) -> Membership:
-    """Return ``group``, or the world in place of None.
-
-    Raises:
-        TypeError: it is no group, such as a list of ranks.
-    """
+    """Return ``group``, or the world in place of None."""
     if group is None:
         assert _world is not None  # world.py begins with a world of this process alone
         return _world
