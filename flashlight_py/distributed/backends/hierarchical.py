@@ -387,10 +387,7 @@ class Search(FutureWork):
     """
 
     def __init__(
-        self,
-        owner: HierarchicalBackend,
-        ways: Sequence[tuple[Backend, Sequence[int]]],
-        call: Call,
+        self, owner: HierarchicalBackend, ways: Sequence[tuple[Backend, Sequence[int]]], call: Call
     ) -> None:
         super().__init__(futures.Future())
         self._owner, self._ways, self._call = owner, ways, call

@@ -14,9 +14,7 @@ import numpy as np
 
 from flashlight_py import _native
 from flashlight_py.device import Array
-from flashlight_py.distributed.backends.callers import (
-    answer_where,
-)
+from flashlight_py.distributed.backends.callers import answer_where
 from flashlight_py.distributed.backends.exchange import BackendStore, Steps
 from flashlight_py.distributed.backends.native import MESSAGE_BYTES, NativeBackend
 from flashlight_py.distributed.backends.native_work import freed_by, keeping

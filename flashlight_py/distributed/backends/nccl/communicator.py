@@ -50,12 +50,7 @@ class Communicator:
     """
 
     def __init__(
-        self,
-        nccl: NcclLibrary,
-        unique_id: bytes,
-        rank: int,
-        size: int,
-        timeout: float,
+        self, nccl: NcclLibrary, unique_id: bytes, rank: int, size: int, timeout: float
     ) -> None:
         self.nccl, self.lib = nccl, nccl.lib
         self.rank, self.size, self.timeout = rank, size, timeout
