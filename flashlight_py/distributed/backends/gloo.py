@@ -13,7 +13,7 @@ from typing import Any
 
 from flashlight_py import _native
 from flashlight_py.distributed.backends.native import MESSAGE_BYTES, NativeBackend
-from flashlight_py.distributed.backends.native_work import NOTHING, NativeWork
+from flashlight_py.distributed.backends.native_work import NativeWork
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.failures.wording import HOST_ADVICE, UNUSABLE, names, who_that_was
 from flashlight_py.distributed.rendezvous.secret import nonce, proof
@@ -130,7 +130,7 @@ class GlooBackend(NativeBackend):
             self._watch_hosts(hosts, cards, addresses, len(mine), proofs)
         seconds = self._joining
         op = self.lib.fl_gloo_connect(self.group, addresses, len(mine), proofs, lazily, seconds)
-        work = NativeWork(self, "connect", op, addresses, NOTHING, self._joining)
+        work = NativeWork(self, "connect", op, addresses, self._joining)
         waiting = Waiting(self.rank == 0, "connecting through Gloo")
         while not _has_ended(work, _LOOK_SECONDS):
             dead = self._dead("connect")

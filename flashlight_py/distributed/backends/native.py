@@ -14,7 +14,7 @@ import numpy as np
 
 from flashlight_py import _native
 from flashlight_py.device import Array
-from flashlight_py.distributed.backend import dropped, left_to_python
+from flashlight_py.distributed.backend import Backend, dropped, left_to_python
 from flashlight_py.distributed.backends.callers import (
     SITE_BYTES,
     Callers,
@@ -28,14 +28,11 @@ from flashlight_py.distributed.backends.native_errors import (
     words_of,
     words_of_traceback,
 )
-from flashlight_py.distributed.backends.native_group import NativeGroup
 from flashlight_py.distributed.backends.native_work import (
     COMPARED,
     GATHERED,
-    NOTHING,
     SCATTERED,
     NativeWork,
-    Received,
     freed_by,
 )
 from flashlight_py.distributed.calls.arrays import require_length, row_bytes
@@ -62,14 +59,28 @@ _FLAGS = bytes(
 )
 
 
-class NativeBackend(NativeGroup):
-    """A backend whose operations run in a library with the C ABI of ``csrc/common``."""
+class NativeBackend(Backend):
+    """The ranks of ``store`` in the library of ``native``, which has the C ABI of ``csrc/common``.
 
+    ``timeout`` is in seconds.
+    """
+
+    symbols = ""  # what the names of the library's functions begin with
+    journal: Journal | None = None  # of the group that has this backend
     steps: tuple[str, ...] = ()  # its functions for calls in steps, if it has them
     asks_for_sites = False  # whether it asks by itself where a blocking collective was called
 
     def __init__(self, native: ModuleType, store: Store, timeout: float) -> None:
-        super().__init__(native, store, timeout)
+        self.ffi, self.lib = native.ffi, native.lib
+        self.rank, self.size, self.timeout = store.rank, store.size, timeout
+        self.processes = store.processes
+        # What users know the ranks as.
+        self.numbers = list(store.numbers) or list(range(self.size))
+        self.name = f"rank {self.numbers[self.rank]} of {store.total or self.size}"
+        # The library's handle, which is freed when the last call that has it is done; None once the
+        # group is closed.
+        self.group: Any = None
+        self._running: dict[Work, None] = {}  # in order; threads change it at the same time
         abort.watch(self)
         self._sites: dict[Place, Any] = {}
         self._run_there = self._function("run")
@@ -123,6 +134,10 @@ class NativeBackend(NativeGroup):
         self._function("call_ranks")(group, self.ffi.new("int[]", self.numbers))
         answer = answer_to_interrupts(native, f"{self.symbols}_interrupted")
         self._function("on_interrupt")(group, answer)
+
+    def _function(self, name: str) -> Any:
+        """Return the library's function of that name, which takes its group."""
+        return getattr(self.lib, f"{self.symbols}_{name}")
 
     def _address_of(self, pointer: Any) -> int:
         return int(self.ffi.cast("uintptr_t", pointer))
@@ -191,9 +206,8 @@ class NativeBackend(NativeGroup):
         elif made is not None and verb in (self.lib.FL_ALL_GATHER, self.lib.FL_GATHER):
             result = GATHERED
         name = NATIVE[verb].name
-        received = Received(name, result, x, out, root, made)
         op = self.ffi.cast("fl_op *", handle)
-        work = NativeWork(self, name, op, arrays, received, seconds)
+        work = NativeWork(self, name, op, arrays, seconds, result, x, out, root, made)
         self._track(work)
         return work
 
@@ -243,7 +257,7 @@ class NativeBackend(NativeGroup):
             handle = self._run(group, null, null, call.peer, seconds, blocking=False, site=site)
         finally:
             self._callers.threads.discard(thread)
-        return NativeWork(self, call.name, handle, None, NOTHING, seconds)
+        return NativeWork(self, call.name, handle, None, seconds)
 
     def call_ahead(self, rank: int) -> str:
         """Return a collective that ``rank`` has begun and this rank has not, in words, or ""."""
@@ -291,11 +305,15 @@ class NativeBackend(NativeGroup):
             return Done(output if result is GATHERED else None if result is COMPARED else result)
         if call.compared:
             array = None  # nobody reads it
-        received = Received(call.name, result, array, output, root)
-        work = NativeWork(self, call.name, handle, (array, output, room, keep), received, seconds)
+        kept, made_of = (array, output, room, keep), (result, array, output, root)
+        work = NativeWork(self, call.name, handle, kept, seconds, *made_of)
         if not call.compared:  # else whoever compares keeps the Work
             self._track(work)
         return work
+
+    def forget(self, work: Work) -> None:
+        """Let go of an operation that has ended, and of whose end the caller learns now."""
+        self._running.pop(work, None)
 
     def _track(self, work: NativeWork) -> None:
         """Keep the arrays of ``work``.
@@ -460,8 +478,7 @@ class NativeBackend(NativeGroup):
         """Return a message that has been exchanged, or still waits for an earlier one."""
         if handle == self.ffi.NULL:
             return Done(call.array)
-        received = Received(call.name, call.array, call.array, None, call.tag)
-        work = NativeWork(self, call.name, handle, call.array, received, self._seconds(call))
+        work = NativeWork(self, call.name, handle, call.array, self._seconds(call), call.array)
         self._running[work] = None
         return work
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flashlight_py.distributed.backends.describing import NAMED, names_seen
-from flashlight_py.distributed.backends.native_group import NativeGroup
 from flashlight_py.distributed.calls.arrays import DTYPES, LEAST_NUMBER, MOVED
 from flashlight_py.distributed.calls.call import COMPOSED, array_in_words, in_words
 from flashlight_py.distributed.constants import ReduceOp
@@ -33,6 +32,9 @@ from flashlight_py.errors import (
     PeerLostError,
 )
 
+if TYPE_CHECKING:
+    from flashlight_py.distributed.backends.native import NativeBackend
+
 _MAX_MISSING = 64
 # What words for others begin with: the class of error that they are.
 _LOST, _LATE, _DIFFERENT = "P", "T", "M"
@@ -42,7 +44,7 @@ _WORDS_FOR_OTHERS = re.compile("^[PT](?=lost |rank |ranks |all |a rank )")
 
 
 def failure(
-    backend: NativeGroup, handle: Any, status: int, verb: str, seconds: float, number: int
+    backend: NativeBackend, handle: Any, status: int, verb: str, seconds: float, number: int
 ) -> DistributedError:
     """Return the exception for an operation of ``seconds`` that ended with ``status``.
 
@@ -74,7 +76,7 @@ def failure(
     return DistributedError(f"{where}: {text}")
 
 
-def words_of_traceback(backend: NativeGroup, traceback: str) -> str:
+def words_of_traceback(backend: NativeBackend, traceback: str) -> str:
     """Return what the others are to raise: this rank's program has raised ``traceback``.
 
     Its first line is the exception.
@@ -97,7 +99,7 @@ def _as_told(where: str, words: str) -> DistributedError:
     return CollectiveTimeoutError(text) if words.startswith(_LATE) else PeerLostError(text)
 
 
-def _mismatch(where: str, backend: NativeGroup, handle: Any, number: int) -> MismatchError:
+def _mismatch(where: str, backend: NativeBackend, handle: Any, number: int) -> MismatchError:
     """List what the ranks called."""
     lib, signatures = backend.lib, backend.lib.fl_op_signatures(handle)
     known = [rank for rank in range(backend.size) if signatures[rank].sequence]
@@ -109,11 +111,11 @@ def _mismatch(where: str, backend: NativeGroup, handle: Any, number: int) -> Mis
     return MismatchError(different_calls(where, which, calls), calls=[call for _, call in calls])
 
 
-def _names(backend: NativeGroup, ranks: Sequence[int]) -> str:
+def _names(backend: NativeBackend, ranks: Sequence[int]) -> str:
     return names(backend.numbers[rank] for rank in ranks)
 
 
-def _call_and_site(backend: NativeGroup, handle: Any, signature: Any, rank: int) -> str:
+def _call_and_site(backend: NativeBackend, handle: Any, signature: Any, rank: int) -> str:
     """Say what ``rank`` called, and where, if that is known; of a call that it refused also why."""
     lib = backend.lib
     site = backend.ffi.string(lib.fl_op_site(handle, rank)).decode(errors="replace")
@@ -125,7 +127,7 @@ def _call_and_site(backend: NativeGroup, handle: Any, signature: Any, rank: int)
 
 def _late(
     where: str,
-    backend: NativeGroup,
+    backend: NativeBackend,
     handle: Any,
     missing: Sequence[int],
     limit: str,
@@ -149,7 +151,7 @@ def _late(
     )
 
 
-def _own_call(backend: NativeGroup, handle: Any) -> str:
+def _own_call(backend: NativeBackend, handle: Any) -> str:
     """Say what this rank has called, in which group."""
     signatures = backend.lib.fl_op_signatures(handle)
     if signatures == backend.ffi.NULL:
@@ -158,7 +160,7 @@ def _own_call(backend: NativeGroup, handle: Any) -> str:
     return f"this rank called {mine} as rank {backend.rank} of a group of {backend.size}"
 
 
-def _last_calls(backend: NativeGroup, handle: Any, missing: Sequence[int], number: int) -> str:
+def _last_calls(backend: NativeBackend, handle: Any, missing: Sequence[int], number: int) -> str:
     """Say what this rank waits in, and what each that is missing has called last."""
     lib, signatures = backend.lib, backend.lib.fl_op_signatures(handle)
     if signatures == backend.ffi.NULL:
@@ -179,7 +181,7 @@ def _last_calls(backend: NativeGroup, handle: Any, missing: Sequence[int], numbe
     return f"{'; '.join(found)}. "
 
 
-def waits_elsewhere(backend: NativeGroup, missing: Sequence[int]) -> str:
+def waits_elsewhere(backend: NativeBackend, missing: Sequence[int]) -> str:
     """Say what ranks that are ``missing`` here have called in other groups, for this rank too.
 
     Empty where none has. Ranks of two groups are the same where their processes are.
@@ -192,7 +194,7 @@ def waits_elsewhere(backend: NativeGroup, missing: Sequence[int]) -> str:
     return "; ".join(called)
 
 
-def _call_elsewhere(backend: NativeGroup, rank: int) -> str:
+def _call_elsewhere(backend: NativeBackend, rank: int) -> str:
     for other in abort.open_backends():
         call_ahead = getattr(other, "call_ahead", None)
         if other is backend or call_ahead is None or rank >= len(backend.processes):
