@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +22,7 @@ from flashlight_py.distributed.backends.callers import (
     answer_to_interrupts,
     raise_interruption,
 )
-from flashlight_py.distributed.backends.describing import NAMED, Describer, describe
+from flashlight_py.distributed.backends.describing import Describer
 from flashlight_py.distributed.backends.native_errors import (
     call_in_words,
     failure,
@@ -84,8 +85,7 @@ class NativeBackend(Backend):
         abort.watch(self)
         self._sites: dict[Place, Any] = {}
         self._run_there = self._function("run")
-        self._next = Describer(self.ffi)  # the call that this thread is about to make
-        self._pointer = self._next.pointer
+        self._next = Describer(native)  # the call that this thread is about to make
         self._callers = Callers(self.name)
         self._first: list[Any] = []  # what is to be done before the next call
         self._step: Callable[..., Any] | None = None  # native code for steps of calls
@@ -138,6 +138,10 @@ class NativeBackend(Backend):
     def _function(self, name: str) -> Any:
         """Return the library's function of that name, which takes its group."""
         return getattr(self.lib, f"{self.symbols}_{name}")
+
+    def _pointer(self, array: Array | None) -> Any:
+        """Return the address of the elements, NULL where there is no array."""
+        return self.ffi.NULL if array is None else self.ffi.from_buffer(array)
 
     def _address_of(self, pointer: Any) -> int:
         return int(self.ffi.cast("uintptr_t", pointer))
@@ -244,20 +248,9 @@ class NativeBackend(Backend):
 
         The Work raises ``MismatchError`` when they have; nobody needs to wait for it.
         """
-        group, thread = self.group, self._callers.check("refuse")
-        if group is None:
+        if self.group is None:
             return Done()  # it has ended, which the others know
-        site = self.ffi.new("fl_site *", {"text": text_at_site(call.refusal, SITE_BYTES)})
-        null, verb = self.ffi.NULL, call.verb if call.verb.is_message else BARRIER
-        try:
-            self._callers.threads.add(thread)
-            describe(self._next, self.lib, call, None, verb.code, call.tag)
-            self._next.signature.ndim = self.lib.FL_REFUSED
-            seconds = self._seconds(call)
-            handle = self._run(group, null, null, call.peer, seconds, blocking=False, site=site)
-        finally:
-            self._callers.threads.discard(thread)
-        return NativeWork(self, call.name, handle, None, seconds)
+        return self._launch(replace(call, blocking=False), result=None)
 
     def call_ahead(self, rank: int) -> str:
         """Return a collective that ``rank`` has begun and this rank has not, in words, or ""."""
@@ -293,11 +286,13 @@ class NativeBackend(Backend):
         source = self._pointer(array) if data is None else data
         target = self._pointer(output) if room is None else room
         code = verb.code if call.rows is None else verb.uneven
+        if call.refusal and not verb.is_message:
+            code = BARRIER.code
         like = array if like is None else like
         try:
             self._callers.threads.add(thread)
-            name = describe(self._next, self.lib, call, like, code, root)
-            how = seconds, call.blocking, self._site(name)
+            name = self._next.describe(call, like, code, root)
+            how = seconds, call.blocking, self._site(call.refusal or name)
             handle = self._run(group, source, target, call.peer, *how)
         finally:
             self._callers.threads.discard(thread)
@@ -307,7 +302,7 @@ class NativeBackend(Backend):
             array = None  # nobody reads it
         kept, made_of = (array, output, room, keep), (result, array, output, root)
         work = NativeWork(self, call.name, handle, kept, seconds, *made_of)
-        if not call.compared:  # else whoever compares keeps the Work
+        if not (call.compared or call.refusal):  # else whoever compares keeps the Work
             self._track(work)
         return work
 
@@ -339,10 +334,9 @@ class NativeBackend(Backend):
             raise GroupClosedError(f"[{name}] {self.name}: the group is closed")
         return group
 
-    def _site(self, name: str) -> Any:
-        """Return where user code has called, with the ``name`` of a dtype; None without one."""
-        text = name and text_at_site(f"{name}{NAMED}", SITE_BYTES)
-        return self.ffi.new("fl_site *", {"text": text}) if text else None
+    def _site(self, text: str) -> Any:
+        """Return where user code has called, with ``text``; None where there is none."""
+        return self.ffi.new("fl_site *", {"text": text_at_site(text, SITE_BYTES)}) if text else None
 
     def _here(self, depth: int = 3) -> Any:
         """Return where user code has called, as the library takes it."""
@@ -460,8 +454,7 @@ class NativeBackend(Backend):
         try:
             self._callers.threads.add(thread)
             for room, call in zip(together, calls, strict=True):
-                what = call, call.array, call.verb.code, call.tag
-                name = describe(self._next, self.lib, *what)
+                name = self._next.describe(call, call.array, call.verb.code, call.tag)
                 room.signature = self._next.signature[0]
                 room.data = self._pointer(None if call.compared else call.array)
                 room.peer = call.peer
