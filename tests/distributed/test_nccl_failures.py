@@ -279,7 +279,7 @@ def test_work_in_flight_when_the_communicator_breaks_raises_what_broke_it(
     monkeypatch.setattr(Event, "__init__", not_done)
     work = backend.start(Call(ALL_REDUCE, x, blocking=False))
     flight = backend._flights.newest()
-    backend._communicator.fail(PeerLostError("rank 1 is gone"))
+    backend.communicator.fail(PeerLostError("rank 1 is gone"))
     flight.event.done = True  # an aborted kernel ends as well, with half an answer
     assert work.is_completed()
     with pytest.raises(PeerLostError, match=r"rank 1 is gone\. Asked over the CPU: rank 1 did not"):

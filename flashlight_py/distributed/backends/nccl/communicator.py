@@ -33,9 +33,6 @@ _MOST_SCALED_SUMS = 64
 # How long the end of an orderly shutdown may take, before the communicator is cut off instead.
 FINALIZE_SECONDS = 5.0
 
-# What is wrong in words, and the class of error that it is, if that is known better now.
-Diagnosis = Callable[[], tuple[type[DistributedError] | None, str]]
-
 
 class Communicator:
     """This rank's end of a communicator of ``size`` ranks; collective, blocks up to ``timeout``.
@@ -58,13 +55,14 @@ class Communicator:
         self.broken: DistributedError | None = None
         self._was_raised = False
         self.handle: Any = nccl.ffi.NULL
-        self.who_is_missing: Diagnosis | None = None
+        # What is wrong in words, and the class of error that it is, if that is known better then.
+        self.who_is_missing: Callable[[], tuple[type[DistributedError] | None, str]] | None = None
         self.look: Callable[[], None] | None = None
-        self._state = nccl.ffi.new("ncclResult_t *")
         self._scaled_sums: dict[tuple[float, str], int] = {}
         self._grouped = False
         self._failed_in_group: tuple[str, int] | None = None
         ffi = nccl.ffi
+        self._state = ffi.new("ncclResult_t *")
         identity, place = ffi.new("ncclUniqueId *"), ffi.new("ncclComm_t *")
         ffi.buffer(identity)[:] = unique_id
         config = ffi.new("ncclConfig_t *")
@@ -189,15 +187,6 @@ class Communicator:
             if self.broken is None:
                 self.broken = error
                 self._release(self.lib.ncclCommAbort)
-
-    def give_up_on(self, error: Exception) -> None:
-        """Cut the communicator off, since ``error`` has ended whoever watches it."""
-        self.fail(
-            DistributedError(
-                f"{self._doing('watchdog')}: {type(error).__name__}: {error}; without a watchdog "
-                "nothing ends a wait for a rank that is gone"
-            )
-        )
 
     def close(self) -> bool:
         """End in order where all ranks do so within a few seconds, else cut off; returns which."""

@@ -75,8 +75,7 @@ def _look(rule: DeviceRule, first: bool) -> tuple[tuple[NcclLibrary, Any, int] |
     except DistributedError as error:
         return None, NcclCard(problem=str(error))
     gpu = topology.gpu_identity(cupy, index)
-    card = NcclCard(version=nccl.version, gpu=gpu, unique_id=identity)
-    return (nccl, cupy, index), card
+    return (nccl, cupy, index), NcclCard("", nccl.version, gpu, identity)
 
 
 def meet(cpu: Backend, mine: NcclCard) -> bytes:
@@ -125,9 +124,8 @@ def _communicator(
         communicator = Communicator(nccl, unique_id, cpu.rank, cpu.size, joining)
     except DistributedError as error:
         problem = error
-    words = "" if problem is None else str(problem)
     try:
-        answers = exchange_bytes(Steps(cpu, seconds=joining), words.encode())
+        answers = exchange_bytes(Steps(cpu, seconds=joining), str(problem or "").encode())
         failed = [f"rank {rank}: {text.decode()}" for rank, text in enumerate(answers) if text]
         if problem is not None:
             raise problem
