@@ -93,7 +93,9 @@ class SmallCalls:
         if call.verb is BROADCAST and self._rank == call.root:
             return array  # which may be read-only
         if call.verb in _GATHERS:
-            return self._gathered(call, found)
+            rows = sum(found.lengths)
+            whole = np.ndarray((rows, *array.shape[1:]), array.dtype, found.data)
+            return in_rank_order(call, whole, self._hosts, found.lengths, self._rank)
         if call.verb.in_place:
             array[...] = np.ndarray(array.shape, array.dtype, found.data)
             return array
@@ -101,15 +103,6 @@ class SmallCalls:
         whole = np.ndarray(array.shape, array.dtype, found.data)
         result = call.room(mine.stop - mine.start)
         result[...] = whole[mine]
-        return result
-
-    def _gathered(self, call: Call, found: RankMessage) -> Array:
-        """Return the rows of all ranks, which have come host by host."""
-        rows = sum(found.lengths)
-        whole = np.ndarray((rows, *call.array.shape[1:]), call.array.dtype, found.data)
-        require_room(call, rows, self._rank, self._size)
-        result = call.room(rows)
-        np.concatenate(in_rank_order(whole, self._hosts, found.lengths), out=result)
         return result
 
     def _combined(
@@ -194,32 +187,24 @@ class LargeCalls:
         self, array: Array, prepare: Callable[[Array], None], step: Callable[[Array], Call]
     ) -> None:
         """Prepare each piece, do ``step`` of it between the hosts, and share it inside."""
-        begun: list[tuple[Array, Work]] = []
-        for piece in _pieces(array):
+        flat, index, before = array.reshape(-1), self._inside.rank, None
+        for piece in _cut_evenly(flat, max(1, array.nbytes // _PIECE_BYTES)):
             prepare(piece)
-            begun.append((piece, self._between_hosts(piece, step, piece.size == array.size)))
-            if len(begun) > 1:
-                self._share(*begun.pop(0))
-        for one in begun:
-            self._share(*one)
+            work: Work = Done()
+            parts = _cut_evenly(piece, 1 if piece.nbytes <= _SMALL_BYTES else self._leaders)
+            if self._between is not None and index < len(parts):
+                call, blocking = step(parts[index]), piece.size == array.size
+                work = self._between.start(replace(call, seconds=self._far, blocking=blocking))
+            if before is not None:
+                self._share(*before)
+            before = parts, work
+        if before is not None:
+            self._share(*before)
 
-    def _parts(self, piece: Array) -> list[Array]:
-        leaders = 1 if piece.nbytes <= _SMALL_BYTES else self._leaders
-        return [piece[part_of(piece.size, leaders, leader)] for leader in range(leaders)]
-
-    def _between_hosts(self, piece: Array, step: Callable[[Array], Call], blocking: bool) -> Work:
-        parts = self._parts(piece)
-        if self._between is None or self._inside.rank >= len(parts):
-            return Done()
-        call = replace(step(parts[self._inside.rank]), seconds=self._far, blocking=blocking)
-        return self._between.start(call)
-
-    def _share(self, piece: Array, work: Work) -> None:
-        work.wait()
-        self._share_sections(self._parts(piece))
-
-    def _share_sections(self, sections: Sequence[Array]) -> None:
-        """Have every rank of the host get section i of leader i."""
+    def _share(self, sections: Sequence[Array], work: Work | None = None) -> None:
+        """Have every rank of the host get section i of leader i, when ``work`` has ended."""
+        if work is not None:
+            work.wait()
         for leader, part in enumerate(sections):
             self._inside.start(Call(BROADCAST, part, root=leader, seconds=self._patience)).wait()
 
@@ -250,12 +235,7 @@ class LargeCalls:
         whole = (call if self._in_order else replace(call, out=None)).room(total)
         lengths = [count * row_bytes(call.array) for count in rows]
         self._gather(as_bytes(call.array), self._regions(as_bytes(whole), lengths))
-        require_room(call, total, self._rank, self._size)
-        if self._in_order:
-            return whole
-        result = call.room(total)
-        np.concatenate(in_rank_order(whole, self._hosts, rows), out=result)
-        return result
+        return in_rank_order(call, whole, self._hosts, rows, self._rank, not self._in_order)
 
     def _gather(self, mine: Array, regions: Sequence[Region]) -> None:
         """Fill the ``regions``; ``mine`` is this rank's part of its own host's."""
@@ -273,7 +253,7 @@ class LargeCalls:
                 place[...] = part
         for region in regions:
             if region is not home:
-                self._share_sections(region.sections)
+                self._share(region.sections)
 
     def _give(self, section: Array, blocking: bool) -> Work:
         assert self._between is not None
@@ -297,7 +277,7 @@ class LargeCalls:
         sections = self._sections(whole, home)
         if self._between is not None:
             self._reduce_section(call, last, ours, lengths, sections[self._inside.rank])
-        self._share_sections(sections)
+        self._share(sections)
         result[...] = cut(whole, home)[self._inside.rank].reshape(result.shape)
         return result
 
@@ -332,7 +312,7 @@ class LargeCalls:
         """Cut what is of one host's ranks into what its leaders exchange."""
         if self._even:
             return list(cut(whole, counts))
-        return [whole[part_of(len(whole), self._leaders, i)] for i in range(self._leaders)]
+        return _cut_evenly(whole, self._leaders)
 
 
 class Region(NamedTuple):
@@ -343,10 +323,7 @@ class Region(NamedTuple):
     sections: Sequence[Array]
 
 
-def _pieces(array: Array) -> list[Array]:
-    """Return the elements of ``array`` in pieces; at least one."""
-    flat = array.reshape(-1)
-    count = max(1, array.nbytes // _PIECE_BYTES)
+def _cut_evenly(flat: Array, count: int) -> list[Array]:
     return [flat[part_of(flat.size, count, i)] for i in range(count)]
 
 
@@ -357,20 +334,25 @@ def rows_of(call: Call, rank: int, size: int) -> slice:
     return slice(begin, begin + rows[rank])
 
 
-def require_room(call: Call, rows: int, rank: int, size: int) -> None:
-    """Raise ValueError where ``call`` says where its result goes, and that has not ``rows``."""
-    if call.out is not None:
-        require_length(call.name, call.out, rows, rank, size)
+def in_rank_order(
+    call: Call,
+    whole: Array,
+    hosts: Sequence[Sequence[int]],
+    rows: Sequence[int],
+    rank: int,
+    copies: bool = True,
+) -> Array:
+    """Return ``whole``, the ``rows`` of each rank of each host in turn, as the result of ``call``.
 
+    Unless ``copies`` it is that already.
 
-def in_rank_order(whole: Array, hosts: Sequence[Sequence[int]], rows: Sequence[int]) -> list[Array]:
-    """Cut ``whole``, the ``rows`` of each rank of each host in turn, and sort the parts by rank.
-
-    Example:
-        >>> [part.tolist() for part in in_rank_order(np.arange(4), [[0, 2], [1]], [1, 2, 1])]
-        [[0], [3], [1, 2]]
+    Raises:
+        ValueError: ``call`` says where its result goes, and that has not as many rows.
     """
+    if call.out is not None:
+        require_length(call.name, call.out, sum(rows), rank, len(rows))
+    if not copies:
+        return whole
     order = [rank for host in hosts for rank in host]
-    return [
-        part for _, part in sorted(zip(order, cut(whole, rows), strict=True), key=itemgetter(0))
-    ]
+    parts = sorted(zip(order, cut(whole, rows), strict=True), key=itemgetter(0))
+    return np.concatenate([part for _, part in parts], out=call.room(sum(rows)))
