@@ -34,11 +34,9 @@ class Steps(Backend):
         self._backend, self._part_of, self._seconds = backend, part_of, seconds
 
     def start(self, call: Call) -> Work:
-        """Start ``call``; see ``Backend``."""
         return self._backend.start(self._limited(call))
 
     def start_many(self, calls: Sequence[Call]) -> Work:
-        """Start several calls; see ``Backend``."""
         return self._backend.start_many([self._limited(call) for call in calls])
 
     def _limited(self, call: Call) -> Call:
@@ -48,7 +46,6 @@ class Steps(Backend):
         return call
 
     def synchronize(self) -> None:
-        """Block until all that was started has ended; see ``Backend``."""
         self._backend.synchronize()
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.calls.arrays import as_bytes, dtype_code, require_length, row_bytes
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.combining import cut, factors
-from flashlight_py.distributed.failures.agreement import NO_LOAD, Load, RankMessage
+from flashlight_py.distributed.failures.agreement import NO_LOAD, Load, RankMessage, between_hosts
 from flashlight_py.distributed.verbs import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -132,9 +132,8 @@ class LargeCalls:
     """The steps of rank ``rank`` of ``hosts`` once all ranks have called the same.
 
     ``inside`` and ``between`` join hosts: see ``HierarchicalBackend``. ``far`` is how long
-    (seconds) hosts wait for each other, ``patience`` how long a host's ranks do for one of them
-    that waits for other hosts. ``runs_ahead`` is called where a call has ended here while a local
-    peer may still wait for other hosts.
+    (seconds) hosts wait for each other. ``runs_ahead`` is called where a call has ended here while
+    a local peer may still wait for other hosts.
     """
 
     def __init__(
@@ -144,7 +143,6 @@ class LargeCalls:
         inside: Backend,
         between: Backend | None,
         far: float,
-        patience: float,
         runs_ahead: Callable[[], None],
     ) -> None:
         self._rank, self._hosts, self._inside, self._between = rank, hosts, inside, between
@@ -156,7 +154,8 @@ class LargeCalls:
         self._even = all(len(host) == self._leaders for host in hosts)
         self._order = [r for host in hosts for r in host]
         self._in_order = self._order == sorted(self._order)
-        self._far, self._patience = far, patience
+        # How long a host's ranks wait for one of them that waits for other hosts.
+        self._far, self._patience = far, between_hosts(far)
         self._runs_ahead = runs_ahead
 
     def all_reduce(self, call: Call) -> Array:
