@@ -329,10 +329,8 @@ class NcclBackend(Backend):
 
         Each of ``steps`` is a function and what it takes first; several begin as one.
         """
-        communicator, stream = self.communicator, self._stream_handle
-        with communicator.together(verb) if together or len(steps) > 1 else _ALONE:
-            for function, *arguments in steps:
-                communicator.call(verb, function, *arguments, communicator.handle, stream)
+        where = self.communicator.handle, self._stream_handle
+        self.communicator.call(verb, *((*step, *where) for step in steps), together=together)
 
     def current_stream(self) -> Any:
         """Return the caller's, on this rank's device, which is the current one."""
