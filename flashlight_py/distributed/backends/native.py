@@ -46,7 +46,7 @@ from flashlight_py.distributed.verbs import ALL_GATHER, BARRIER, GATHER, SCATTER
 from flashlight_py.distributed.work import AllOf, Done, Then, Work
 from flashlight_py.errors import DistributedError, GroupClosedError
 
-MESSAGE_BYTES = 1024
+_MESSAGE_BYTES = 1024
 _ARRAY = object()
 
 _SLOWER = "small calls take some microseconds longer"
@@ -81,6 +81,8 @@ class NativeBackend(Backend):
         # The library's handle, which is freed when the last call that has it is done; None once the
         # group is closed.
         self.group: Any = None
+        # Where the library explains why it cannot do something, and how much it may write.
+        self._reason = self.ffi.new("char[]", _MESSAGE_BYTES), _MESSAGE_BYTES
         self._running: dict[Work, None] = {}  # in order; threads change it at the same time
         abort.watch(self)
         self._sites: dict[Place, Any] = {}
@@ -475,9 +477,9 @@ class NativeBackend(Backend):
         self._running[work] = None
         return work
 
-    def message(self, room: Any) -> str:
-        """Return what the library wrote into ``room``."""
-        text: str = self.ffi.string(room).decode(errors="replace")
+    def reason(self) -> str:
+        """Return why the library has not done what it was asked for last."""
+        text: str = self.ffi.string(self._reason[0]).decode(errors="replace")
         return text
 
     def synchronize(self) -> None:
