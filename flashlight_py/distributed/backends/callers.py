@@ -65,25 +65,19 @@ class Callers:
         return threading.get_ident()
 
 
-class _Interruption(threading.local):
-    """The exception that a signal handler raised while this thread waited in the library."""
-
-    raised: BaseException | None = None
-
-
-_interruption = _Interruption()
+# By thread, what a signal handler raised while it waited in the library.
+_raised: dict[int, BaseException] = {}
 
 
 def raise_interruption(lib: Any, handle: Any) -> None:
     """Raise what a signal handler raised during the wait for ``handle``, if one did."""
-    if _interruption.raised is not None:
-        raised, _interruption.raised = _interruption.raised, None
+    if _raised and (raised := _raised.pop(threading.get_ident(), None)) is not None:
         lib.fl_op_free(handle)
         raise raised
 
 
 def _keep(kind: type[BaseException], error: BaseException, trace: TracebackType) -> None:
-    _interruption.raised = error
+    _raised[threading.get_ident()] = error
 
 
 def answer_where(native: ModuleType, name: str) -> Any:

@@ -305,7 +305,8 @@ class LargeCalls:
         """Cut ``whole``, which has ``counts`` elements of each rank, host by host."""
         by_host = cut(counts, [len(host) for host in self._hosts])
         wholes = cut(whole, list(map(sum, by_host)))
-        return [Region(*one, self._sections(*one)) for one in zip(wholes, by_host, strict=True)]
+        parts = zip(wholes, by_host, strict=True)
+        return [Region(part, self._sections(part, some)) for part, some in parts]
 
     def _sections(self, whole: Array, counts: Sequence[int]) -> list[Array]:
         """Cut what is of one host's ranks into what its leaders exchange."""
@@ -315,10 +316,9 @@ class LargeCalls:
 
 
 class Region(NamedTuple):
-    """The parts of one host's ranks, one after the other, so much of each; and cut for leaders."""
+    """The parts of one host's ranks, one after the other; and cut for leaders."""
 
     whole: Array
-    counts: Sequence[int]
     sections: Sequence[Array]
 
 
