@@ -11,18 +11,19 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.nccl.communicator import FINALIZE_SECONDS, Communicator
-from flashlight_py.distributed.backends.nccl.comparing import Comparisons, begins_at_once
+from flashlight_py.distributed.backends.nccl.comparing import Comparisons, begins_at_once, compared
 from flashlight_py.distributed.backends.nccl.library import version_text
 from flashlight_py.distributed.backends.nccl.reduction import BYTES, OPS, ReducedArray
 from flashlight_py.distributed.backends.nccl.streams import DeviceFlight, Flights, NcclWatchdog
 from flashlight_py.distributed.calls.arrays import require_length, row_bytes
 from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.calls.combining import MEANINGS
+from flashlight_py.distributed.calls.combining import MEANINGS, cut
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.verbs import REDUCE, SEND, VERBS, Verb
 from flashlight_py.distributed.work import AllOf, Done, Then, Work, limit_passed
@@ -122,14 +123,12 @@ class NcclBackend(Backend):
         with self.on_device():
             part = call.room(len(array) // self.size if mine is None else mine)
         if call.rows is not None:
-            works, end = list[Work](), 0
-            for root, count in enumerate(call.rows):
-                rows = array[end : end + count]
-                end += count
+            works = list[Work]()
+            for root, rows in enumerate(cut(array, call.rows)):
                 if root == self.rank:
                     part[...] = rows
-                    rows = part
-                step = Call(REDUCE, rows, call.op, call.scale, root, blocking=call.blocking)
+                term = part if root == self.rank else rows
+                step = Call(REDUCE, term, call.op, call.scale, root, blocking=call.blocking)
                 works.append(self._reduce(step))
             return Then(AllOf(works), lambda _: part)
         return self._reduce_pairs(call, self.functions.ncclReduceScatter, [(array, part)], part)
@@ -248,7 +247,7 @@ class NcclBackend(Backend):
         """Send and receive, begun as one; blocks until the peers do their part."""
         for call in calls:
             self._require(call)
-        self._comparisons.ask_for_messages(calls)
+        self._comparisons.meet([compared(call, blocking=True) for call in calls])
         name = calls[0].name if len(calls) == 1 else "exchange"
         # NCCL knows no tags: both ends begin messages in their order.
         lib, arrays = self.functions, [call.array for call in calls]
@@ -265,7 +264,7 @@ class NcclBackend(Backend):
     def _barrier(self, call: Call) -> Work:
         """Block until this rank's collectives have ended and every rank is here."""
         self.synchronize()
-        return self._comparisons.wait_for_all(call)
+        return Done(self._comparisons.meet([replace(call, blocking=True)]))
 
     def synchronize(self) -> None:
         """Block the host until every collective that this rank has started has ended."""
@@ -321,7 +320,9 @@ class NcclBackend(Backend):
             self._flights.add(flight)
             if call.blocking:
                 self.current_stream().wait_event(done)
-                return Led(flight, result)
+                led = Done(result)
+                led.flight = flight
+                return led
         return StreamWork(self, flight, result)
 
     def _call(self, verb: str, steps: Sequence[tuple[Any, ...]], together: bool = False) -> None:
@@ -385,14 +386,6 @@ class NcclBackend(Backend):
 def _lengths(array: Array, rows: Sequence[int]) -> dict[int, int]:
     """Return how many bytes ``rows[r]`` rows are, for each rank r."""
     return {rank: count * row_bytes(array) for rank, count in enumerate(rows)}
-
-
-class Led(Done):
-    """A collective that the caller's stream waits for already: the result can be used."""
-
-    def __init__(self, flight: DeviceFlight, result: Any) -> None:
-        super().__init__(result)
-        self.flight = flight
 
 
 class StreamWork(Work):
