@@ -152,18 +152,12 @@ class NativeBackend(Backend):
         """Return the address of the site of user code."""
         return self._address_of(self._here(1))
 
-    def _native_ended(
-        self,
-        handle: Any,
-        verb: int,
-        x: Any,
-        out: Any,
-        made: Any,
-        root: int,
-        call: int,
-        limit: float,
-    ) -> Any:
-        """Return the result of a blocking native call that was not simply done, or raise."""
+    def _native_ended(self, handle: Any, verb: int, x: Any, out: Any, made: Any, *call: Any) -> Any:
+        """Return the result of a blocking native call that was not simply done, or raise.
+
+        ``call`` is its root, its number in the journal, and what it may take, in seconds.
+        """
+        root, number, limit = call
         try:
             if verb == SENDRECV.code:
                 arrays = x, out, out
@@ -175,34 +169,28 @@ class NativeBackend(Backend):
             return self._wrapped(handle, verb, (x, out, made), root, limit).wait()
         except BaseException as error:
             if self.journal is not None:
-                self.journal.failed(call, error)
+                self.journal.failed(number, error)
             if not isinstance(error, Exception):  # of a call that was queued the rest would go on
                 abort.report(error, [self])
             raise
 
-    def _native_started(
-        self,
-        handle: int,
-        verb: int,
-        x: Any,
-        out: Any,
-        made: Any,
-        room: Any,
-        root: int,
-        peer: int,
-        call: int,
-    ) -> Work:
-        """Return the Work of an asynchronous native call; ``room`` must live as long."""
-        work: Work = Done(made)
+    def _native_started(self, handle: int, verb: int, *call: Any) -> Work:
+        """Return the Work of an asynchronous native call.
+
+        ``call`` is its array, out, result and room, which all must live as long, its root and peer,
+        and its number in the journal.
+        """
+        *arrays, root, peer, number = call
+        work: Work = Done(arrays[2])
         if handle:
-            work = self._wrapped(handle, verb, (x, out, made, room), root, self.timeout)
-            work.id = call
+            work = self._wrapped(handle, verb, arrays, root, self.timeout)
+            work.id = number
         if verb == self.lib.FL_RECV:
             work.source = peer
         return work
 
     def _wrapped(
-        self, handle: int, verb: int, arrays: tuple[Any, ...], root: int, seconds: float
+        self, handle: int, verb: int, arrays: Sequence[Any], root: int, seconds: float
     ) -> NativeWork:
         """Return the Work of the operation ``handle``, an address; it needs all of ``arrays``."""
         x, out, made, *_ = arrays
@@ -211,36 +199,10 @@ class NativeBackend(Backend):
             result = SCATTERED
         elif made is not None and verb in (self.lib.FL_ALL_GATHER, self.lib.FL_GATHER):
             result = GATHERED
-        name = NATIVE[verb].name
-        op = self.ffi.cast("fl_op *", handle)
+        name, op = NATIVE[verb].name, self.ffi.cast("fl_op *", handle)
         work = NativeWork(self, name, op, arrays, seconds, result, x, out, root, made)
         self._track(work)
         return work
-
-    def _run(
-        self,
-        group: Any,
-        data: Any,
-        output: Any,
-        peer: int,
-        seconds: float,
-        blocking: bool,
-        site: Any = None,
-    ) -> Any:
-        """Start what ``self._next`` describes; a handle, or NULL where it has ended well.
-
-        ``site`` is where it was called; None: where user code is.
-        """
-        if self._first:
-            self._do_first(group)
-        if site is None:
-            asks = self.asks_for_sites and blocking and peer < 0
-            site = self.ffi.NULL if asks else self._here()
-        handle = self._run_there(
-            group, self._next.signature, data, output, peer, seconds, not blocking, site
-        )
-        raise_interruption(self.lib, handle)
-        return handle
 
     def _do_first(self, group: Any) -> None:
         """Do what ``_first`` has, of which only some libraries have anything."""
@@ -293,9 +255,17 @@ class NativeBackend(Backend):
         like = array if like is None else like
         try:
             self._callers.threads.add(thread)
+            if self._first:
+                self._do_first(group)
             name = self._next.describe(call, like, code, root)
-            how = seconds, call.blocking, self._site(call.refusal or name)
-            handle = self._run(group, source, target, call.peer, *how)
+            site = self._site(call.refusal or name)
+            if site is None:
+                asks = self.asks_for_sites and call.blocking and call.peer < 0
+                site = self.ffi.NULL if asks else self._here()
+            where = source, target, call.peer
+            how = seconds, not call.blocking, site
+            handle = self._run_there(group, self._next.signature, *where, *how)
+            raise_interruption(self.lib, handle)
         finally:
             self._callers.threads.discard(thread)
         if handle == self.ffi.NULL:
