@@ -55,25 +55,29 @@ def failure(
     text = ffi.string(lib.fl_op_message(handle)).decode(errors="replace")
     room = ffi.new("int[]", _MAX_MISSING)
     missing = sorted(room[0 : lib.fl_op_missing(handle, room, _MAX_MISSING)])
-    who = _names(backend, missing) if missing else "another rank"
+    who = names(backend.numbers[rank] for rank in missing) if missing else "another rank"
+    those = who_that_was(missing, backend.processes)
     if status == lib.FL_MISMATCH:
         return _mismatch(where, backend, handle, number)
     if status == lib.FL_RAISED:
         return _as_told(where, text)
-    advice = {
-        lib.FL_PEER_LOST: PEER_ADVICE,
-        lib.FL_HOST_LOST: HOST_ADVICE,
-        lib.FL_LEAVING: LEAVING_ADVICE,
-    }.get(status)
+    lost = {lib.FL_PEER_LOST: PEER_ADVICE, lib.FL_HOST_LOST: HOST_ADVICE}
+    advice = (lost | {lib.FL_LEAVING: LEAVING_ADVICE}).get(status)
     if advice is not None:
-        those = who_that_was(missing, backend.processes)
         return PeerLostError(f"{where}: lost {who} ({text}){those}. {advice}. {UNUSABLE}")
     if status == lib.FL_TIMEOUT:
-        return _late(where, backend, handle, missing, f"{seconds:g} seconds", text, number)
+        limit, theirs = f"{seconds:g} seconds", waits_elsewhere(backend, missing)
+        if theirs:
+            apart = _apart(where, backend, handle, theirs, limit)
+            return MismatchError(apart, group_lives=False)
+        last = _last_calls(backend, handle, missing, number)
+        late = did_not_join(where, f"{who} did not join", limit, text, those, last)
+        return CollectiveTimeoutError(late)
+    kind = DistributedError
     if status == lib.FL_CLOSED:
-        words = _WORDS_FOR_OTHERS.sub("", text)
-        return GroupClosedError(f"{where}: the group cannot be used any more: {words}")
-    return DistributedError(f"{where}: {text}")
+        text = f"the group cannot be used any more: {_WORDS_FOR_OTHERS.sub('', text)}"
+        kind = GroupClosedError
+    return kind(f"{where}: {text}")
 
 
 def words_of_traceback(backend: NativeBackend, traceback: str) -> str:
@@ -102,20 +106,23 @@ def _as_told(where: str, words: str) -> DistributedError:
 def _mismatch(where: str, backend: NativeBackend, handle: Any, number: int) -> MismatchError:
     """List what the ranks called."""
     lib, signatures = backend.lib, backend.lib.fl_op_signatures(handle)
-    known = [rank for rank in range(backend.size) if signatures[rank].sequence]
-    calls = [
-        (backend.numbers[rank], _call_and_site(backend, handle, signatures[rank], rank))
-        for rank in known
-    ]
-    which = number_in_words(lib, signatures, known, backend.numbers, number)
-    return MismatchError(different_calls(where, which, calls), calls=[call for _, call in calls])
+    known = {
+        backend.numbers[rank]: (rank, signatures[rank])
+        for rank in range(backend.size)
+        if signatures[rank].sequence
+    }
+    newest = max(signature.sequence for _, signature in known.values())
+    which = f"call {number or newest} of this group"
+    for sender, (_, signature) in known.items():
+        if signature.verb == lib.FL_SEND:
+            receiver = next(rank for rank in known if rank != sender)
+            which = f"message {newest} from rank {sender} to rank {receiver}"
+            break
+    calls = {rank: _call_and_site(backend, handle, *call) for rank, call in known.items()}
+    return MismatchError(different_calls(where, which, calls.items()), calls=[*calls.values()])
 
 
-def _names(backend: NativeBackend, ranks: Sequence[int]) -> str:
-    return names(backend.numbers[rank] for rank in ranks)
-
-
-def _call_and_site(backend: NativeBackend, handle: Any, signature: Any, rank: int) -> str:
+def _call_and_site(backend: NativeBackend, handle: Any, rank: int, signature: Any) -> str:
     """Say what ``rank`` called, and where, if that is known; of a call that it refused also why."""
     lib = backend.lib
     site = backend.ffi.string(lib.fl_op_site(handle, rank)).decode(errors="replace")
@@ -125,39 +132,16 @@ def _call_and_site(backend: NativeBackend, handle: Any, signature: Any, rank: in
     return call_in_words(lib, signature, name) + (f" at {site}" if site else "")
 
 
-def _late(
-    where: str,
-    backend: NativeBackend,
-    handle: Any,
-    missing: Sequence[int],
-    limit: str,
-    text: str,
-    number: int,
-) -> DistributedError:
-    """Return the error of a wait for ``missing`` that lasted to its ``limit``."""
-    elsewhere = waits_elsewhere(backend, missing)
-    if elsewhere:
-        return MismatchError(
-            f"{where}: the ranks called verbs of different groups: {_own_call(backend, handle)}; "
-            f"{elsewhere}. They waited {limit} for each other. {UNUSABLE}; make every rank call "
-            "the same, in the same order",
-            group_lives=False,
-        )
-    who = _names(backend, missing) if missing else "another rank"
-    last = _last_calls(backend, handle, missing, number)
-    processes = who_that_was(missing, backend.processes)
-    return CollectiveTimeoutError(
-        did_not_join(where, f"{who} did not join", limit, text, processes, last)
+def _apart(where: str, backend: NativeBackend, handle: Any, theirs: str, limit: str) -> str:
+    """Say that this rank has waited for ranks that called ``theirs`` in other groups."""
+    signatures, mine = backend.lib.fl_op_signatures(handle), f"{backend.name} waits for a message"
+    if signatures != backend.ffi.NULL:
+        call = call_in_words(backend.lib, signatures[backend.rank])
+        mine = f"this rank called {call} as rank {backend.rank} of a group of {backend.size}"
+    return (
+        f"{where}: the ranks called verbs of different groups: {mine}; {theirs}. They waited "
+        f"{limit} for each other. {UNUSABLE}; make every rank call the same, in the same order"
     )
-
-
-def _own_call(backend: NativeBackend, handle: Any) -> str:
-    """Say what this rank has called, in which group."""
-    signatures = backend.lib.fl_op_signatures(handle)
-    if signatures == backend.ffi.NULL:
-        return f"{backend.name} waits for a message"
-    mine = call_in_words(backend.lib, signatures[backend.rank])
-    return f"this rank called {mine} as rank {backend.rank} of a group of {backend.size}"
 
 
 def _last_calls(backend: NativeBackend, handle: Any, missing: Sequence[int], number: int) -> str:
@@ -176,7 +160,7 @@ def _last_calls(backend: NativeBackend, handle: Any, missing: Sequence[int], num
         elif theirs.sequence == mine.sequence:
             found.append(f"{who} began it {ago} and has not finished")
         else:
-            last = _call_and_site(backend, handle, theirs, rank)
+            last = _call_and_site(backend, handle, rank, theirs)
             found.append(f"{who} last joined call {theirs.sequence - extra}, {last}, {ago}")
     return f"{'; '.join(found)}. "
 
@@ -206,18 +190,6 @@ def _call_elsewhere(backend: NativeBackend, rank: int) -> str:
         if call:
             return f"{call} as rank {there[0]} of a group of {other.size}"
     return ""
-
-
-def number_in_words(
-    lib: Any, signatures: Any, known: Sequence[int], numbers: Sequence[int], call: int
-) -> str:
-    """Say which message it was, or which call: ``call``, if that is not 0."""
-    number = max(signatures[rank].sequence for rank in known)
-    for sender in known:
-        if signatures[sender].verb == lib.FL_SEND:
-            receiver = next(rank for rank in known if rank != sender)
-            return f"message {number} from rank {numbers[sender]} to rank {numbers[receiver]}"
-    return f"call {call or number} of this group"
 
 
 def call_in_words(lib: Any, signature: Any, name: str = "") -> str:
