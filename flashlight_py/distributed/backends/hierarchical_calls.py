@@ -118,14 +118,15 @@ class SmallCalls:
         return result
 
 
-def part_of(count: int, leaders: int, index: int) -> slice:
-    """Return the elements that leader ``index`` of ``leaders`` exchanges between hosts.
+def cut_evenly(flat: Any, count: int) -> list[Any]:
+    """Return the elements in ``count`` parts.
 
     Example:
-        >>> [part_of(10, 3, i) for i in range(3)]
-        [slice(0, 3, None), slice(3, 6, None), slice(6, 10, None)]
+        >>> cut_evenly(range(10), 3)
+        [range(0, 3), range(3, 6), range(6, 10)]
     """
-    return slice(count * index // leaders, count * (index + 1) // leaders)
+    size = len(flat)
+    return [flat[size * i // count : size * (i + 1) // count] for i in range(count)]
 
 
 class LargeCalls:
@@ -162,38 +163,30 @@ class LargeCalls:
         """Reduce inside the hosts, between them, and share."""
         array: Array = call.array
         first, last = factors(array.dtype, call.op, call.scale)
-
-        def reduce_inside(piece: Array) -> None:
-            self._inside.start(Call(ALL_REDUCE, piece, call.op, first)).wait()
-
-        self._exchange(array, reduce_inside, lambda part: Call(ALL_REDUCE, part, call.op, last))
+        inside, between = (Call(ALL_REDUCE, None, call.op, scale) for scale in (first, last))
+        self._exchange(array, inside, between)
         return array
 
     def broadcast(self, call: Call) -> Array:
         """Send it to the root's host, from there to the others."""
         array: Array = call.array
-        home = self._host_of[call.root]
-
-        def send_inside(piece: Array) -> None:
-            if self._home == home:
-                local = self._hosts[home].index(call.root)
-                self._inside.start(Call(BROADCAST, piece, root=local)).wait()
-
-        self._exchange(array, send_inside, lambda part: Call(BROADCAST, part, root=home))
+        home, inside = self._host_of[call.root], None
+        if self._home == home:
+            inside = Call(BROADCAST, root=self._hosts[home].index(call.root))
+        self._exchange(array, inside, Call(BROADCAST, root=home))
         return array
 
-    def _exchange(
-        self, array: Array, prepare: Callable[[Array], None], step: Callable[[Array], Call]
-    ) -> None:
-        """Prepare each piece, do ``step`` of it between the hosts, and share it inside."""
+    def _exchange(self, array: Array, inside: Call | None, between: Call) -> None:
+        """Call ``inside`` of each piece, then ``between`` the hosts, and share it inside."""
         flat, index, before = array.reshape(-1), self._inside.rank, None
-        for piece in _cut_evenly(flat, max(1, array.nbytes // _PIECE_BYTES)):
-            prepare(piece)
+        for piece in cut_evenly(flat, max(1, array.nbytes // _PIECE_BYTES)):
+            if inside is not None:
+                self._inside.start(replace(inside, array=piece)).wait()
             work: Work = Done()
-            parts = _cut_evenly(piece, 1 if piece.nbytes <= _SMALL_BYTES else self._leaders)
+            parts = cut_evenly(piece, 1 if piece.nbytes <= _SMALL_BYTES else self._leaders)
             if self._between is not None and index < len(parts):
-                call, blocking = step(parts[index]), piece.size == array.size
-                work = self._between.start(replace(call, seconds=self._far, blocking=blocking))
+                how = {"seconds": self._far, "blocking": piece.size == array.size}
+                work = self._between.start(replace(between, array=parts[index], **how))
             if before is not None:
                 self._share(*before)
             before = parts, work
@@ -312,7 +305,7 @@ class LargeCalls:
         """Cut what is of one host's ranks into what its leaders exchange."""
         if self._even:
             return list(cut(whole, counts))
-        return _cut_evenly(whole, self._leaders)
+        return cut_evenly(whole, self._leaders)
 
 
 class Region(NamedTuple):
@@ -320,10 +313,6 @@ class Region(NamedTuple):
 
     whole: Array
     sections: Sequence[Array]
-
-
-def _cut_evenly(flat: Array, count: int) -> list[Array]:
-    return [flat[part_of(flat.size, count, i)] for i in range(count)]
 
 
 def rows_of(call: Call, rank: int, size: int) -> slice:

@@ -145,7 +145,7 @@ class NcclBackend(Backend):
         pieces = self._empty((self.size, *array.shape), array)
 
         def begin() -> None:
-            self._gather_rows(array, pieces, [array.nbytes] * self.size)
+            self._gather_rows(array, pieces, dict.fromkeys(range(self.size), array.nbytes))
             if call.verb.fills(self.rank, call.root):
                 with self._stream:
                     array[...] = combine(list(pieces), self.rank, call)
@@ -159,7 +159,7 @@ class NcclBackend(Backend):
 
     def _all_gather(self, call: Call) -> Work:
         array, rows = call.array, self._comparisons.ask(call)
-        lengths = list(_lengths(array, rows).values())
+        lengths = _lengths(array, rows)
 
         def gather(joined: Array) -> Work:
             begin = functools.partial(self._gather_rows, array, joined, lengths)
@@ -167,13 +167,13 @@ class NcclBackend(Backend):
 
         return self._into(call, sum(rows), gather)
 
-    def _gather_rows(self, array: Array, joined: Array, lengths: Sequence[int]) -> None:
+    def _gather_rows(self, array: Array, joined: Array, lengths: dict[int, int]) -> None:
         """Gather ``lengths`` bytes from each rank: unequal ones as one broadcast from each."""
         lib, source = self.functions, self._pointer(array)
-        if len(set(lengths)) == 1:
+        if len(set(lengths.values())) == 1:
             steps = [(lib.ncclAllGather, source, self._pointer(joined), array.nbytes, BYTES)]
         else:
-            blocks = self._blocks(joined, dict(enumerate(lengths)))
+            blocks = self._blocks(joined, lengths)
             steps = [(lib.ncclBroadcast, source, *place, BYTES, root) for root, *place in blocks]
         self._call("all_gather", steps)
 
