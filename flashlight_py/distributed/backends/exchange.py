@@ -139,11 +139,7 @@ class BackendStore(Store):
         self._backend = backend
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """Pass ``payload`` and return every rank's; collective, blocking.
-
-        Raises:
-            DistributedError: as ``Work.wait``.
-        """
+        """Pass ``payload`` and return every rank's; raises DistributedError as ``Work.wait``."""
         return exchange_bytes(self._backend, payload)
 
     def close(self) -> None:

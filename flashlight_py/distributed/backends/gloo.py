@@ -72,7 +72,10 @@ class GlooBackend(NativeBackend):
         self._begin(native, self._create(address))
         try:
             is_watched |= len(set(hosts)) < 2
-            port = 0 if is_watched else self._listen_for_hosts()
+            # The port at which this rank hears of the other hosts.
+            port = 0 if is_watched else self.lib.fl_gloo_listen_for_hosts(self.group, *self._reason)
+            if port < 0:
+                raise BackendUnavailableError(self.reason())
             watched = {"heartbeats": port, "host_timeout": host_timeout}
             self._connect(store, key, hosts, watched, lazily)
         except BaseException:
@@ -89,13 +92,6 @@ class GlooBackend(NativeBackend):
                 f"{self.reason()}. Choose another with params={{'INTERFACE': ...}}"
             )
         return self._owned(group)
-
-    def _listen_for_hosts(self) -> int:
-        """Return the port at which this rank hears of the other hosts."""
-        port = int(self.lib.fl_gloo_listen_for_hosts(self.group, *self._reason))
-        if port < 0:
-            raise BackendUnavailableError(self.reason())
-        return port
 
     def _connect(
         self,

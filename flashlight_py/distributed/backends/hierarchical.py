@@ -278,7 +278,6 @@ class HierarchicalBackend(Backend):
         return self._callers.has_this()
 
     def synchronize(self) -> None:
-        """Block until all that was started has ended."""
         searches = [work for work in list(self._searches) if not work.is_completed()]
         for work in [*self._running, *searches]:
             if not work.failure_reported:
@@ -292,7 +291,6 @@ class HierarchicalBackend(Backend):
         self._close_backends()
 
     def abort(self, cause: str | DistributedError) -> None:
-        """Notify the others inside and outside of this host; see ``Backend``."""
         for backend in self._parts:
             backend.abort(cause)
 

@@ -458,7 +458,6 @@ class NativeBackend(Backend):
             work.wait()
 
     def abort(self, cause: str | DistributedError) -> None:
-        """End the group, and have the others raise; see ``Backend``."""
         group = self.group
         if group is not None:
             words = words_of_traceback(self, cause) if isinstance(cause, str) else words_of(cause)
@@ -482,7 +481,6 @@ class NativeBackend(Backend):
         return any(not work.is_completed() for work in list(self._running))
 
     def abandon(self) -> None:
-        """Close the descriptors, in a forked child; see ``Backend``."""
         group, self.group, self._step = self.group, None, None
         if group is not None:
             self._function("abandon")(group)

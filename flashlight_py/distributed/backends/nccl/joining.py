@@ -88,8 +88,7 @@ def meet(cpu: Backend, mine: NcclCard) -> bytes:
     """
     payload = json.dumps(asdict(mine)).encode()
     cards = [NcclCard(**json.loads(text)) for text in exchange_bytes(cpu, payload)]
-    problem = _first_problem(cards)
-    if problem:
+    if problem := _first_problem(cards):
         raise UnavailableEverywhereError(f"rank {cpu.rank} of {cpu.size}: {problem}")
     return bytes.fromhex(cards[0].unique_id)
 

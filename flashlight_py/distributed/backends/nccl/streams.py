@@ -117,7 +117,7 @@ class NcclWatchdog:
         flights: Flights,
         comparisons: Comparisons,
     ) -> None:
-        self._cuda = cupy.cuda
+        self._runtime = cupy.cuda.runtime
         self._device = cupy.cuda.Device(index)  # used by the thread alone
         self._communicator, self._flights = communicator, flights
         self._comparisons, self._next = comparisons, 0.0
@@ -162,10 +162,8 @@ class NcclWatchdog:
                 self._next = now + _INTERVAL_OF_LOSSES
                 self._comparisons.find_lost("NCCL" if oldest is None else oldest.verb)
             if oldest is not None:
-                self._communicator.watch(oldest.verb, oldest.begun(), self._failure_of(oldest))
-
-    def _failure_of(self, flight: DeviceFlight) -> str:
-        """Return what CUDA says of a collective that cannot end because CUDA itself has failed."""
-        runtime = self._cuda.runtime
-        status = runtime.eventQuery(flight.event.ptr)
-        return "" if status in _NO_FAILURES else str(runtime.CUDARuntimeError(status))
+                # Which cannot end if CUDA itself has failed.
+                status = self._runtime.eventQuery(oldest.event.ptr)
+                error = self._runtime.CUDARuntimeError
+                failure = "" if status in _NO_FAILURES else str(error(status))
+                self._communicator.watch(oldest.verb, oldest.begun(), failure)
