@@ -12,7 +12,7 @@ from flashlight_py.distributed.calls.arrays import MOVED, code_of, name_of, numb
 from flashlight_py.distributed.calls.call import COMPOSED, Call
 from flashlight_py.distributed.verbs import SCATTER
 
-_SHAPE = 8  # dimensions that a signature has room for
+SHAPE = 8  # dimensions that a signature has room for
 _SEEN = 1024  # dtypes whose names are remembered
 # The numbers of the calls that others are steps of; 0: a call by itself.
 _STEPS = {"": 0} | {name: number for number, name in enumerate(COMPOSED, 1)}
@@ -72,16 +72,10 @@ def _outlined(ffi: Any, shape: tuple[int, ...], count: int, itemsize: int, *numb
     signature = ffi.new("fl_signature *")
     signature.verb, signature.dtype, signature.op, signature.root = numbers
     signature.itemsize, signature.count, signature.ndim = itemsize, count, len(shape)
-    extents = _folded(shape)
-    signature.shape[0 : len(extents)] = extents
+    if len(shape) > SHAPE:  # the last is a hash of all from there on, as csrc/fast makes it
+        number = 0
+        for extent in shape[SHAPE - 1 :]:
+            number = number * 1099511628211 + extent
+        shape = (*shape[: SHAPE - 1], number & (2**63 - 1))
+    signature.shape[0 : len(shape)] = shape
     return signature
-
-
-def _folded(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return ``shape``, of many dimensions with a hash in the place of the last; as csrc/fast."""
-    if len(shape) <= _SHAPE:
-        return shape
-    number = 0
-    for extent in shape[_SHAPE - 1 :]:
-        number = number * 1099511628211 + extent
-    return (*shape[: _SHAPE - 1], number & (2**63 - 1))

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from flashlight_py.distributed.backends.describing import NAMED, names_seen
+from flashlight_py.distributed.backends.describing import NAMED, SHAPE, names_seen
 from flashlight_py.distributed.calls.arrays import DTYPES, LEAST_NUMBER, MOVED
 from flashlight_py.distributed.calls.call import COMPOSED, array_in_words, in_words
 from flashlight_py.distributed.constants import ReduceOp
@@ -39,7 +39,6 @@ _MAX_MISSING = 64
 # What words for others begin with: the class of error that they are.
 _LOST, _LATE, _DIFFERENT = "P", "T", "M"
 _VERBS = {code: verb for verb in VERBS for code in (verb.code, verb.uneven) if code}
-_SHAPE = 8  # dimensions that a signature has room for
 _WORDS_FOR_OTHERS = re.compile("^[PT](?=lost |rank |ranks |all |a rank )")
 
 
@@ -209,13 +208,13 @@ def call_in_words(lib: Any, signature: Any, name: str = "") -> str:
 
 def _array(lib: Any, signature: Any, name: str) -> str:
     ndim, code = signature.ndim, signature.dtype & ~(lib.FL_COMPARED | lib.FL_ON_GPU)
-    last = signature.shape[ndim - 1] if 0 < ndim <= _SHAPE else 0
+    last = signature.shape[ndim - 1] if 0 < ndim <= SHAPE else 0
     if code == MOVED or name or last >= LEAST_NUMBER:  # its number is behind its dimensions
         name, ndim = name or names_seen.get(last, f"dtype #{last:x}"), ndim - 1
-    extents = [str(signature.shape[d]) for d in range(min(ndim, _SHAPE))]
-    if signature.ndim > _SHAPE:
+    extents = [str(signature.shape[d]) for d in range(min(ndim, SHAPE))]
+    if signature.ndim > SHAPE:
         # In its place is a hash of what follows: it shows that shapes differ there.
-        folded = signature.shape[_SHAPE - 1] & 0xFFFFFFFF
+        folded = signature.shape[SHAPE - 1] & 0xFFFFFFFF
         extents[-1] = f"... #{folded:x}, {ndim} dimensions"
     where = "cupy " if signature.dtype & lib.FL_ON_GPU else ""
     return array_in_words(f"{where}{name or DTYPES[code]}", extents)

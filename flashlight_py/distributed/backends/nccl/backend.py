@@ -277,7 +277,7 @@ class NcclBackend(Backend):
         self.communicator.require_unbroken()
 
     def is_busy(self) -> bool:
-        return self._flights.oldest() is not None or self._comparisons.are_pending()
+        return (self._flights.oldest() or self._comparisons.oldest()) is not None
 
     def close(self) -> None:
         """End the communicator, cutting off what still runs; may be repeated."""

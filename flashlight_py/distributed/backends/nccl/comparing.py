@@ -89,17 +89,14 @@ class Comparisons:
             if error is not None:
                 self._judge(error)
 
-    def are_pending(self) -> bool:
-        """Return whether something is still being compared; does not wait."""
-        return self._oldest() is not None
-
     def finish(self, seconds: float | None = None) -> None:
         """Block until all that was posted has been compared, but for each at most ``seconds``."""
-        while (work := self._oldest()) is not None:
+        while (work := self.oldest()) is not None:
             if _failure(work, seconds) is not None and not work.is_completed():
                 return
 
-    def _oldest(self) -> Work | None:
+    def oldest(self) -> Work | None:
+        """Return the first that is still being compared, if any; does not wait."""
         with self._communicator.lock:
             self.look()
             ended = self._communicator.broken is not None or not self._posted
