@@ -98,8 +98,6 @@ static PyMethodDef methods[] = {
     {"bind", bind, METH_VARARGS, NULL},
     {"clocks", clocks, METH_NOARGS, NULL},
     {"verbs", plain_verbs, METH_O, NULL},
-    {"address", address, METH_O, NULL},
-    {"describe", (PyCFunction)(void (*)(void))describe, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -26,6 +26,3 @@ static inline void describe_array(PyArrayObject *array, fl_signature *out) {
   }
   if (shown < dims) out->shape[shown] = (int64_t)(hash & INT64_MAX);
 }
-
-PyObject *address(PyObject *module, PyObject *array);
-PyObject *describe(PyObject *module, PyObject *const *args, Py_ssize_t count);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -48,7 +49,8 @@ class OfGpu(SimpleNamespace):
 
 
 def of_gpu(*shape: int, dtype: Any = np.float32) -> Any:
-    return OfGpu(dtype=np.dtype(dtype), shape=shape, ndim=len(shape))
+    sizes = {"ndim": len(shape), "size": math.prod(shape)}
+    return OfGpu(dtype=np.dtype(dtype), shape=shape, **sizes)
 
 
 def compare(call: Call, blocking: bool) -> Any:

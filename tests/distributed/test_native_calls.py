@@ -152,6 +152,19 @@ def test_what_is_not_plain_is_left_to_python(pool: Any, backend: str) -> None:
     pool(2, params={"BACKEND": backend}).run(what_is_not_plain)
 
 
+def described_by_both(rank: int, size: int) -> None:
+    """Native code describes a plain array, Python one of the other byte order, in the same way."""
+    for shape in [(), (0,), (3, 0, 2), (2, 3, 4), (1,) * 7 + (2, 3, 4), (2,) * 12]:
+        x = np.full(shape, rank, np.dtype("f8" if rank else ">f8"))
+        assert np.all(fl.all_reduce(x, 0.5, op="max") == 0.5)
+        assert np.all(fl.broadcast(np.full(shape, rank, x.dtype)) == 0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_both_describe_arrays_alike(pool: Any, backend: str) -> None:
+    pool(2, params={"BACKEND": backend}).run(described_by_both)
+
+
 def record_of(group: ProcessGroup) -> Record:
     return group.journal.records()[-1]
 

@@ -278,7 +278,7 @@ def leave_early(rank: int, size: int) -> None:
         fl.barrier()
         return
     fl.barrier()
-    with group.gpus._communicator.lock:
+    with group.gpus.communicator.lock:
         group.gpus._comparisons.find_lost("a test")
     event.done = True
     group.gpus.synchronize()

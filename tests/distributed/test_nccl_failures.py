@@ -125,7 +125,7 @@ def test_a_late_call_cuts_off_once_and_names_who_is_missing(nccl: Nccl) -> None:
     made = communicator(nccl)
     nccl.state = IN_PROGRESS
     with pytest.raises(CollectiveTimeoutError, match="rank 1 is missing"):
-        made.call("all_reduce", lambda: IN_PROGRESS)
+        made.call("all_reduce", (lambda: IN_PROGRESS,))
     made.close()
     assert nccl.calls.count("ncclCommAbort") == 1
     assert "ncclCommDestroy" not in nccl.calls
@@ -137,7 +137,7 @@ def test_a_call_that_is_on_its_way_is_waited_for(nccl: Nccl) -> None:
     made = communicator(nccl, timeout=30.0)
     nccl.state = IN_PROGRESS
     threading.Timer(0.02, vars(nccl).update, [{"state": 0}]).start()
-    made.call("all_reduce", lambda: IN_PROGRESS)
+    made.call("all_reduce", (lambda: IN_PROGRESS,))
     assert made.broken is None
 
 
@@ -147,7 +147,7 @@ def test_whoever_waits_for_a_call_to_begin_looks_for_trouble_meanwhile(nccl: Ncc
     nccl.state = IN_PROGRESS
     began = time.monotonic()
     with pytest.raises(PeerLostError, match="rank 1 has raised"):
-        made.call("all_reduce", lambda: IN_PROGRESS)
+        made.call("all_reduce", (lambda: IN_PROGRESS,))
     assert time.monotonic() - began < 10
     assert nccl.calls.count("ncclCommAbort") == 1
 
@@ -182,14 +182,8 @@ def test_what_takes_too_long_is_cut_off_and_what_does_not_is_left(nccl: Nccl) ->
 
 def test_a_failure_inside_a_group_is_raised_after_its_end(nccl: Nccl) -> None:
     made = communicator(nccl)
-
-    def begin_two() -> None:
-        with made.together("all_reduce"):
-            made.call("all_reduce", lambda: INVALID_USAGE)
-            made.call("all_reduce", lambda: 0)
-
     with pytest.raises(DistributedError, match=r"status 5"):
-        begin_two()
+        made.call("all_reduce", (lambda: INVALID_USAGE,), (lambda: 0,))
     assert nccl.calls.index("ncclGroupEnd") < nccl.calls.index("ncclCommAbort")
 
 
@@ -279,7 +273,7 @@ def test_work_in_flight_when_the_communicator_breaks_raises_what_broke_it(
     monkeypatch.setattr(Event, "__init__", not_done)
     work = backend.start(Call(ALL_REDUCE, x, blocking=False))
     flight = backend._flights.newest()
-    backend._communicator.fail(PeerLostError("rank 1 is gone"))
+    backend.communicator.fail(PeerLostError("rank 1 is gone"))
     flight.event.done = True  # an aborted kernel ends as well, with half an answer
     assert work.is_completed()
     with pytest.raises(PeerLostError, match=r"rank 1 is gone\. Asked over the CPU: rank 1 did not"):

@@ -149,6 +149,6 @@ def test_arguments_arrive_as_c_declares_them(tmp_path: Path) -> None:
     assert op == 0x7ABC1234
     there = [ffi.cast("void *", address) for address in (0x7F0000001000, 0x7F0000002000)]
     stream = ffi.cast("cudaStream_t", 0x55)
-    made.call("all_reduce", lib.ncclAllReduce, *there, 1 << 40, 7, op, made.handle, stream)
+    made.call("all_reduce", (lib.ncclAllReduce, *there, 1 << 40, 7, op, made.handle, stream))
     made.close()
     assert made.broken is None

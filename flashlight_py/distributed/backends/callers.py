@@ -18,16 +18,14 @@ from flashlight_py.errors import DistributedError
 SITE_BYTES = 255  # and a zero: the text of an fl_site
 
 
-# A verb in a signal handler that has interrupted one of the same group is refused, as the
-# interrupted one goes on only when the handler returns, and ranks interrupted at different calls
-# could not agree on an order. Leaving the group is not refused.
 class Callers:
     """The threads that are in a blocking call of a backend, or about to begin one.
 
     A signal handler runs in the midst of what its thread does. What it has interrupted goes on only
     when it returns, so that a call of the same backend would wait for itself; nor could the ranks
-    agree on the order of the two. Of a thread that ``check`` has let through, this is how it calls,
-    and how a handler that raises anywhere in between leaves nothing behind::
+    agree on the order of the two. Leaving the group is not refused. Of a thread that ``check`` has
+    let through, this is how it calls, and how a handler that raises anywhere in between leaves
+    nothing behind::
 
         thread = callers.check(verb)
         try:
@@ -45,9 +43,8 @@ class Callers:
     def has_this(self) -> bool:
         """Return whether this thread is in the middle of a call."""
         thread = threading.get_ident()
-        if self.of_native is not None and self.of_native[CALLER] == thread:
-            return True
-        if thread in self.threads:
+        in_native = self.of_native is not None and self.of_native[CALLER] == thread
+        if in_native or thread in self.threads:
             return True
         return bool(self._parts) and any(part.is_calling() for part in self._parts)
 
@@ -68,25 +65,19 @@ class Callers:
         return threading.get_ident()
 
 
-class _Interruption(threading.local):
-    """The exception that a signal handler raised while this thread waited in the library."""
-
-    raised: BaseException | None = None
-
-
-_interruption = _Interruption()
+# By thread, what a signal handler raised while it waited in the library.
+_raised: dict[int, BaseException] = {}
 
 
 def raise_interruption(lib: Any, handle: Any) -> None:
     """Raise what a signal handler raised during the wait for ``handle``, if one did."""
-    if _interruption.raised is not None:
-        raised, _interruption.raised = _interruption.raised, None
+    if _raised and (raised := _raised.pop(threading.get_ident(), None)) is not None:
         lib.fl_op_free(handle)
         raise raised
 
 
 def _keep(kind: type[BaseException], error: BaseException, trace: TracebackType) -> None:
-    _interruption.raised = error
+    _raised[threading.get_ident()] = error
 
 
 def answer_where(native: ModuleType, name: str) -> Any:

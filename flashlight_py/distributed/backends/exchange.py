@@ -34,11 +34,9 @@ class Steps(Backend):
         self._backend, self._part_of, self._seconds = backend, part_of, seconds
 
     def start(self, call: Call) -> Work:
-        """Start ``call``; see ``Backend``."""
         return self._backend.start(self._limited(call))
 
     def start_many(self, calls: Sequence[Call]) -> Work:
-        """Start several calls; see ``Backend``."""
         return self._backend.start_many([self._limited(call) for call in calls])
 
     def _limited(self, call: Call) -> Call:
@@ -48,7 +46,6 @@ class Steps(Backend):
         return call
 
     def synchronize(self) -> None:
-        """Block until all that was started has ended; see ``Backend``."""
         self._backend.synchronize()
 
     def close(self) -> None:
@@ -89,14 +86,14 @@ def exchange_frames(backend: Backend, mine: Frame, root: int | None = None) -> l
     heads = np.empty((backend.size, _HEAD_BYTES + _SHORT_BYTES), np.uint8)
     # With an output of the right size a native backend has nothing to keep for Python.
     backend.start(Call(ALL_GATHER, _head(mine), out=heads.reshape(-1))).wait()
-    frames, lengths = [_open(head) for head in heads], [_length(head) for head in heads]
+    lengths, frames = zip(*map(_open, heads), strict=True)
     if max(lengths) <= _SHORT_BYTES or any(frame.is_problem for frame in frames):
-        return frames
+        return list(frames)
     given = np.frombuffer(mine.content, np.uint8)
     call = Call(ALL_GATHER, given) if root is None else Call(GATHER, given, root=root)
     joined = backend.start(call).wait()
     if joined is None:
-        return frames
+        return list(frames)
     ends = np.cumsum(lengths)
     return [Frame(joined.data[end - n : end]) for end, n in zip(ends, lengths, strict=True)]
 
@@ -109,9 +106,9 @@ def broadcast_frame(backend: Backend, mine: Frame | None, root: int) -> Frame:
     """
     head = np.empty(_HEAD_BYTES + _SHORT_BYTES, np.uint8) if mine is None else _head(mine)
     backend.start(Call(BROADCAST, head, root=root)).wait()
-    length = _length(head)
+    length, frame = _open(head)
     if length <= _SHORT_BYTES:
-        return _open(head)
+        return frame
     content = np.empty(length, np.uint8) if mine is None else np.frombuffer(mine.content, np.uint8)
     backend.start(Call(BROADCAST, content, root=root)).wait()
     return Frame(content.data)
@@ -127,15 +124,11 @@ def _head(frame: Frame) -> Array:
     return np.frombuffer(head, np.uint8)
 
 
-def _length(head: Array) -> int:
-    return int(_HEAD.unpack_from(head.data)[0])
-
-
-def _open(head: Array) -> Frame:
-    """Return the frame that is in its head; an empty one if it is too long for that."""
+def _open(head: Array) -> tuple[int, Frame]:
+    """Return the length of a frame, and the frame; an empty one if its head has not room for it."""
     length, is_problem = _HEAD.unpack_from(head.data)
     end = _HEAD_BYTES + (length if length <= _SHORT_BYTES else 0)
-    return Frame(head.data[_HEAD_BYTES:end], is_problem)
+    return length, Frame(head.data[_HEAD_BYTES:end], is_problem)
 
 
 class BackendStore(Store):
@@ -146,11 +139,7 @@ class BackendStore(Store):
         self._backend = backend
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """Pass ``payload`` and return every rank's; collective, blocking.
-
-        Raises:
-            DistributedError: as ``Work.wait``.
-        """
+        """Pass ``payload`` and return every rank's; raises DistributedError as ``Work.wait``."""
         return exchange_bytes(self._backend, payload)
 
     def close(self) -> None:

@@ -12,8 +12,8 @@ from contextlib import suppress
 from typing import Any
 
 from flashlight_py import _native
-from flashlight_py.distributed.backends.native import MESSAGE_BYTES, NativeBackend
-from flashlight_py.distributed.backends.native_work import NOTHING, NativeWork
+from flashlight_py.distributed.backends.native import NativeBackend
+from flashlight_py.distributed.backends.native_work import NativeWork
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.failures.wording import HOST_ADVICE, UNUSABLE, names, who_that_was
 from flashlight_py.distributed.rendezvous.secret import nonce, proof
@@ -72,7 +72,10 @@ class GlooBackend(NativeBackend):
         self._begin(native, self._create(address))
         try:
             is_watched |= len(set(hosts)) < 2
-            port = 0 if is_watched else self._listen_for_hosts()
+            # The port at which this rank hears of the other hosts.
+            port = 0 if is_watched else self.lib.fl_gloo_listen_for_hosts(self.group, *self._reason)
+            if port < 0:
+                raise BackendUnavailableError(self.reason())
             watched = {"heartbeats": port, "host_timeout": host_timeout}
             self._connect(store, key, hosts, watched, lazily)
         except BaseException:
@@ -80,30 +83,15 @@ class GlooBackend(NativeBackend):
             raise
 
     def _create(self, address: str) -> Any:
-        room = self.ffi.new("char[]", MESSAGE_BYTES)
-        group = self.lib.fl_gloo_create(
-            self.rank,
-            self.size,
-            address.encode(),
-            b"",  # no interface's name: it might have several addresses
-            self._joining,
-            room,
-            MESSAGE_BYTES,
-        )
+        where = address.encode(), b""  # no interface's name: it might have several addresses
+        how = *where, self._joining, *self._reason
+        group = self.lib.fl_gloo_create(self.rank, self.size, *how)
         if group == self.ffi.NULL:
             raise BackendUnavailableError(
                 f"rank {self.rank} of {self.size}: Gloo cannot use address {address!r}: "
-                f"{self.message(room)}. Choose another with params={{'INTERFACE': ...}}"
+                f"{self.reason()}. Choose another with params={{'INTERFACE': ...}}"
             )
         return self._owned(group)
-
-    def _listen_for_hosts(self) -> int:
-        """Return the port at which this rank hears of the other hosts."""
-        room = self.ffi.new("char[]", MESSAGE_BYTES)
-        port = int(self.lib.fl_gloo_listen_for_hosts(self.group, room, MESSAGE_BYTES))
-        if port < 0:
-            raise BackendUnavailableError(self.message(room))
-        return port
 
     def _connect(
         self,
@@ -114,7 +102,9 @@ class GlooBackend(NativeBackend):
         lazily: bool,
     ) -> None:
         """Send the peers this rank's address, and connect to theirs."""
-        mine = self._address()
+        count = self.lib.fl_gloo_address(self.group, *self._reason)
+        assert count > 0
+        mine = bytes(self.ffi.buffer(self._reason[0], count))
         card = {
             "peer": this_process()._asdict(),
             "address": mine.hex(),
@@ -125,14 +115,23 @@ class GlooBackend(NativeBackend):
         cards = [json.loads(text) for text in texts]
         self._peers = [Peer.from_record(card["peer"]) for card in cards]
         addresses = b"".join(bytes.fromhex(card["address"]) for card in cards)
-        proofs = self._proofs(proof(key, *texts))
+        # What this rank shows each rank, and what that one must show, by turns, made with a key of
+        # this meeting alone. They are compared natively: two messages at the start of each
+        # connection, and no SHA-256 of our own in C++.
+        key = proof(key, *texts)
+        ways = [way for peer in range(self.size) for way in ((self.rank, peer), (peer, self.rank))]
+        proofs = b"".join(proof(key, b"%d" % source, b"%d" % to) for source, to in ways)
         if len(set(hosts)) > 1:
             self._watch_hosts(hosts, cards, addresses, len(mine), proofs)
         seconds = self._joining
         op = self.lib.fl_gloo_connect(self.group, addresses, len(mine), proofs, lazily, seconds)
-        work = NativeWork(self, "connect", op, addresses, NOTHING, self._joining)
+        work = NativeWork(self, "connect", op, addresses, seconds)
         waiting = Waiting(self.rank == 0, "connecting through Gloo")
-        while not _has_ended(work, _LOOK_SECONDS):
+        while True:
+            with suppress(CollectiveTimeoutError):  # its own is raised by the next wait again
+                work.wait(_LOOK_SECONDS)
+            if work.is_completed():
+                break
             dead = self._dead("connect")
             if dead is not None:
                 raise dead
@@ -141,14 +140,9 @@ class GlooBackend(NativeBackend):
         work.wait()
 
     def _watch_hosts(
-        self,
-        hosts: Sequence[bytes],
-        cards: Sequence[Mapping[str, Any]],
-        addresses: bytes,
-        size: int,
-        proofs: bytes,
+        self, hosts: Sequence[bytes], cards: Sequence[Mapping[str, Any]], *connecting: Any
     ) -> None:
-        """Begin to watch; ``cards`` are of all ranks. For the rest see ``fl_gloo_connect``."""
+        """Begin to watch; ``cards`` are of all ranks, the rest as for ``fl_gloo_connect``."""
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
         limits = [card["host_timeout"] for card in cards]
         texts = [self.ffi.new("char[]", card["peer"]["host"].encode()) for card in cards]
@@ -158,19 +152,7 @@ class GlooBackend(NativeBackend):
             "ports": self.ffi.new("int[]", [card["heartbeats"] for card in cards]),
             "seconds": max(limits) if all(limits) else 0.0,
         }
-        watched = self.ffi.new("fl_hosts *", known)
-        self.lib.fl_gloo_watch_hosts(self.group, watched, addresses, size, proofs)
-
-    def _proofs(self, key: bytes) -> bytes:
-        """Return what this rank shows each rank, and what that one must show, by turns.
-
-        ``key`` is of this meeting alone: it is made of the job's and of every rank's nonce.
-        """
-        pairs = [
-            (_proof(key, self.rank, peer), _proof(key, peer, self.rank))
-            for peer in range(self.size)
-        ]
-        return b"".join(mine + theirs for mine, theirs in pairs)
+        self.lib.fl_gloo_watch_hosts(self.group, self.ffi.new("fl_hosts *", known), *connecting)
 
     def lost(self, doing: str) -> DistributedError | None:
         """Return why the group cannot be used any more; see ``Backend``.
@@ -191,12 +173,6 @@ class GlooBackend(NativeBackend):
             f"{UNUSABLE}"
         )
 
-    def _address(self) -> bytes:
-        room = self.ffi.new("char[]", MESSAGE_BYTES)
-        count = self.lib.fl_gloo_address(self.group, room, MESSAGE_BYTES)
-        assert count > 0
-        return bytes(self.ffi.buffer(room, count))
-
     def take_along(self, other: NativeBackend) -> None:
         """Have ``other`` end too when hosts are lost, also while nobody asks this group."""
         give_up = other.ffi.addressof(other.lib, f"{other.symbols}_give_up")
@@ -205,16 +181,3 @@ class GlooBackend(NativeBackend):
         self._kept.append(other.group)  # it is freed after this one
         pointer, advice = self.ffi.cast("void *", addresses[1]), f". {HOST_ADVICE}. {UNUSABLE}"
         self.lib.fl_gloo_take_along(self.group, function, pointer, advice.encode())
-
-
-# Proofs are made here and compared natively: two messages at the start of each connection, and no
-# SHA-256 of our own in C++.
-def _proof(key: bytes, source: int, destination: int) -> bytes:
-    return proof(key, b"%d" % source, b"%d" % destination)
-
-
-def _has_ended(work: NativeWork, seconds: float) -> bool:
-    """Wait up to ``seconds`` for ``work``; raises what became of it, unless it goes on."""
-    with suppress(CollectiveTimeoutError):  # its own timeout is raised by the next wait again
-        work.wait(seconds)
-    return work.is_completed()

@@ -40,7 +40,7 @@ from flashlight_py.distributed.verbs import (
     SCATTER,
     Verb,
 )
-from flashlight_py.distributed.work import Done, Then, Work, limit_passed
+from flashlight_py.distributed.work import Done, Work, limit_passed
 from flashlight_py.errors import (
     CollectiveTimeoutError,
     DistributedError,
@@ -101,9 +101,9 @@ class HierarchicalBackend(Backend):
         self._checked = checked
         self._agreement = Agreement(inside, between, flat, timeout)
         self._small = SmallCalls(rank, hosts)
-        waits = self._far, between_hosts(self._far)
-        self._large = LargeCalls(rank, hosts, inside, between, *waits, self._agreement.runs_ahead)
-        self._host_of = {r: h for h, host in enumerate(self.hosts) for r in host}
+        ahead = self._agreement.runs_ahead
+        self._large = LargeCalls(rank, hosts, inside, between, self._far, ahead)
+        self._host = next(host for host in self.hosts if rank in host)
         self._callers = Callers(f"rank {rank} of {flat.size}", self._parts)
         self._steps: dict[Verb, Callable[[Call], Any]] = {
             ALL_REDUCE: self._large.all_reduce,
@@ -114,8 +114,9 @@ class HierarchicalBackend(Backend):
         }
         self._rows: Sequence[int] = ()  # of each rank's array, in the call that has been agreed on
         self._thread: futures.ThreadPoolExecutor | None = None
-        self._searches = Searches()
         self._running: list[FutureWork] = []
+        self._searches: list[Search] = []  # as they began
+        self._beginning = threading.RLock()  # signal handlers run on the thread that holds it
         self._notified: list[Backend] = []  # parts that end since another one was lost
         self._is_closed = False
 
@@ -134,20 +135,26 @@ class HierarchicalBackend(Backend):
     def _message(self, call: Call) -> Work:
         """Start a message: through memory inside the host, else between hosts; see ``Backend``."""
         self._callers.check("refuse" if call.refusal else call.name)
-        host = self.hosts[self._host_of[self.rank]]
+        host = self._host
         if call.peer == ANY_RANK:  # of each way, whom it knows as which rank
             ways = (self._inside, host), (self._flat, range(self.size))
             search = Search(self, [way for way in ways if way[0].size > 1], call)
             if call.blocking:
                 return Done(search.receive(call.patience))
-            return self._searches.start(search)
+            return self._begin(search)
         backend, peer = self._flat, call.peer
         if peer in host:
             backend, peer = self._inside, host.index(peer)
-        work = _GuardedWork(backend.start(replace(call, peer=peer)), self, call)
-        if not call.is_open:
-            return work
-        return Then(work, lambda found: found and found._replace(source=call.peer))
+        return _GuardedWork(backend.start(replace(call, peer=peer)), self, call)
+
+    def _begin(self, search: Search) -> Search:
+        """Begin ``search`` when those of its tag before it have ended."""
+        with self._beginning:
+            self._searches = [one for one in self._searches if one.thread.is_alive()]
+            before = (one for one in reversed(self._searches) if one.tag == search.tag)
+            search.start(next(before, None))
+            self._searches.append(search)
+        return search
 
     def _compare(self, call: Call) -> Any:
         """Find out what else is asked for: that all call the same is agreed upon before."""
@@ -229,7 +236,9 @@ class HierarchicalBackend(Backend):
             known = self._inside.lost(call.name) if isinstance(error, PeerLostError) else None
             cause = known if isinstance(known, PeerLostError) else error
             self.end(cause)
-            raise type(error)(f"in {call.steps}: {cause}{self._last(error)}") from error
+            late = self._checked and isinstance(error, CollectiveTimeoutError)
+            last = f". {self._agreement.last()}" if late else ""
+            raise type(error)(f"in {call.steps}: {cause}{last}") from error
         except ValueError:  # of `out`, when all have called: the others have their results
             raise
         except GroupClosedError as error:
@@ -269,18 +278,12 @@ class HierarchicalBackend(Backend):
         return self._callers.has_this()
 
     def synchronize(self) -> None:
-        """Block until all that was started has ended."""
-        for work in [*self._running, *self._searches.running()]:
+        searches = [work for work in list(self._searches) if not work.is_completed()]
+        for work in [*self._running, *searches]:
             if not work.failure_reported:
                 work.wait()
         for part in self._parts:  # messages
             self.guarded("sync_distributed", part.synchronize)
-
-    def _last(self, error: DistributedError) -> str:
-        """Say of a timeout what the late rank has joined before, as far as that is known."""
-        if not self._checked or not isinstance(error, CollectiveTimeoutError):
-            return ""
-        return f". {self._agreement.last()}"
 
     def end(self, error: DistributedError) -> None:
         """End all backends because of ``error`` of one of them."""
@@ -288,7 +291,6 @@ class HierarchicalBackend(Backend):
         self._close_backends()
 
     def abort(self, cause: str | DistributedError) -> None:
-        """Notify the others inside and outside of this host; see ``Backend``."""
         for backend in self._parts:
             backend.abort(cause)
 
@@ -310,19 +312,23 @@ class HierarchicalBackend(Backend):
         return why
 
     def is_busy(self) -> bool:
-        if self._searches.running() or any(part.is_busy() for part in self._parts):
+        if any(part.is_busy() for part in self._parts):
             return True
-        return any(not work.is_completed() for work in self._running)
+        return any(not work.is_completed() for work in [*self._running, *self._searches])
 
     def close(self) -> None:
-        """Close the backends, which ends what runs, then the thread.
+        """Close the backends, which ends what runs, then the threads.
 
         In a signal handler that may have interrupted the use of the thread's queue, which is locked
-        then, the thread ends by itself a little later.
+        then, the thread ends by itself a little later. Receives may then need what the interrupted
+        thread holds: they are waited for half a second at most.
         """
         self._is_closed = True
         self._close_backends()
-        self._searches.join()
+        end = time.monotonic() + _LEAVING_SECONDS
+        for work in list(self._searches):
+            if work.thread is not threading.current_thread():
+                work.thread.join(max(0.0, end - time.monotonic()))
         thread, self._thread = self._thread, None
         if thread is not None and not self._callers.has_this():
             thread.shutdown(cancel_futures=True)
@@ -369,8 +375,9 @@ class _GuardedWork(Work):
         self._work, self._owner, self._call = work, owner, call
 
     def wait(self, timeout: float | None = None) -> Any:
-        work = self._work
-        return self._owner.guarded(self._call.name, lambda: work.wait(timeout))
+        call, work = self._call, self._work
+        found = self._owner.guarded(call.name, lambda: work.wait(timeout))
+        return found._replace(source=call.peer) if call.is_open and found else found
 
     def is_completed(self) -> bool:
         return self._work.is_completed()
@@ -387,10 +394,7 @@ class Search(FutureWork):
     """
 
     def __init__(
-        self,
-        owner: HierarchicalBackend,
-        ways: Sequence[tuple[Backend, Sequence[int]]],
-        call: Call,
+        self, owner: HierarchicalBackend, ways: Sequence[tuple[Backend, Sequence[int]]], call: Call
     ) -> None:
         super().__init__(futures.Future())
         self._owner, self._ways, self._call = owner, ways, call
@@ -444,35 +448,3 @@ class Search(FutureWork):
         work = backend.start(replace(self._call, blocking=True, **how))
         found: Matched | None = self._owner.guarded(self._call.name, work.wait)
         return found
-
-
-class Searches:
-    """Receives that run on threads of their own, those of one tag one after the other."""
-
-    def __init__(self) -> None:
-        self._all: list[Search] = []  # as they began
-        self._starting = threading.RLock()  # signal handlers run on the thread that holds it
-
-    def start(self, search: Search) -> Search:
-        """Begin ``search`` when those of its tag before it have ended."""
-        with self._starting:
-            self._all = [one for one in self._all if one.thread.is_alive()]
-            tag = search.tag
-            search.start(next((one for one in reversed(self._all) if one.tag == tag), None))
-            self._all.append(search)
-        return search
-
-    def running(self) -> list[FutureWork]:
-        """Return those that have not ended."""
-        return [work for work in list(self._all) if not work.is_completed()]
-
-    def join(self) -> None:
-        """Wait until none runs: whatever they wait for has been closed.
-
-        For half a second at most: in a signal handler they may need what the thread holds that it
-        has interrupted, and end when that goes on.
-        """
-        end = time.monotonic() + _LEAVING_SECONDS
-        for work in list(self._all):
-            if work.thread is not threading.current_thread():
-                work.thread.join(max(0.0, end - time.monotonic()))

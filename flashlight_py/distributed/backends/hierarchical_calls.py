@@ -21,7 +21,7 @@ from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.calls.arrays import as_bytes, dtype_code, require_length, row_bytes
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.combining import cut, factors
-from flashlight_py.distributed.failures.agreement import NO_LOAD, Load, RankMessage
+from flashlight_py.distributed.failures.agreement import NO_LOAD, Load, RankMessage, between_hosts
 from flashlight_py.distributed.verbs import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -93,7 +93,9 @@ class SmallCalls:
         if call.verb is BROADCAST and self._rank == call.root:
             return array  # which may be read-only
         if call.verb in _GATHERS:
-            return self._gathered(call, found)
+            rows = sum(found.lengths)
+            whole = np.ndarray((rows, *array.shape[1:]), array.dtype, found.data)
+            return in_rank_order(call, whole, self._hosts, found.lengths, self._rank)
         if call.verb.in_place:
             array[...] = np.ndarray(array.shape, array.dtype, found.data)
             return array
@@ -101,15 +103,6 @@ class SmallCalls:
         whole = np.ndarray(array.shape, array.dtype, found.data)
         result = call.room(mine.stop - mine.start)
         result[...] = whole[mine]
-        return result
-
-    def _gathered(self, call: Call, found: RankMessage) -> Array:
-        """Return the rows of all ranks, which have come host by host."""
-        rows = sum(found.lengths)
-        whole = np.ndarray((rows, *call.array.shape[1:]), call.array.dtype, found.data)
-        require_room(call, rows, self._rank, self._size)
-        result = call.room(rows)
-        np.concatenate(in_rank_order(whole, self._hosts, found.lengths), out=result)
         return result
 
     def _combined(
@@ -125,23 +118,23 @@ class SmallCalls:
         return result
 
 
-def part_of(count: int, leaders: int, index: int) -> slice:
-    """Return the elements that leader ``index`` of ``leaders`` exchanges between hosts.
+def cut_evenly(flat: Any, count: int) -> list[Any]:
+    """Return the elements in ``count`` parts.
 
     Example:
-        >>> [part_of(10, 3, i) for i in range(3)]
-        [slice(0, 3, None), slice(3, 6, None), slice(6, 10, None)]
+        >>> cut_evenly(range(10), 3)
+        [range(0, 3), range(3, 6), range(6, 10)]
     """
-    return slice(count * index // leaders, count * (index + 1) // leaders)
+    size = len(flat)
+    return [flat[size * i // count : size * (i + 1) // count] for i in range(count)]
 
 
 class LargeCalls:
     """The steps of rank ``rank`` of ``hosts`` once all ranks have called the same.
 
     ``inside`` and ``between`` join hosts: see ``HierarchicalBackend``. ``far`` is how long
-    (seconds) hosts wait for each other, ``patience`` how long a host's ranks do for one of them
-    that waits for other hosts. ``runs_ahead`` is called where a call has ended here while a local
-    peer may still wait for other hosts.
+    (seconds) hosts wait for each other. ``runs_ahead`` is called where a call has ended here while
+    a local peer may still wait for other hosts.
     """
 
     def __init__(
@@ -151,7 +144,6 @@ class LargeCalls:
         inside: Backend,
         between: Backend | None,
         far: float,
-        patience: float,
         runs_ahead: Callable[[], None],
     ) -> None:
         self._rank, self._hosts, self._inside, self._between = rank, hosts, inside, between
@@ -163,63 +155,48 @@ class LargeCalls:
         self._even = all(len(host) == self._leaders for host in hosts)
         self._order = [r for host in hosts for r in host]
         self._in_order = self._order == sorted(self._order)
-        self._far, self._patience = far, patience
+        # How long a host's ranks wait for one of them that waits for other hosts.
+        self._far, self._patience = far, between_hosts(far)
         self._runs_ahead = runs_ahead
 
     def all_reduce(self, call: Call) -> Array:
         """Reduce inside the hosts, between them, and share."""
         array: Array = call.array
         first, last = factors(array.dtype, call.op, call.scale)
-
-        def reduce_inside(piece: Array) -> None:
-            self._inside.start(Call(ALL_REDUCE, piece, call.op, first)).wait()
-
-        self._exchange(array, reduce_inside, lambda part: Call(ALL_REDUCE, part, call.op, last))
+        inside, between = (Call(ALL_REDUCE, None, call.op, scale) for scale in (first, last))
+        self._exchange(array, inside, between)
         return array
 
     def broadcast(self, call: Call) -> Array:
         """Send it to the root's host, from there to the others."""
         array: Array = call.array
-        home = self._host_of[call.root]
-
-        def send_inside(piece: Array) -> None:
-            if self._home == home:
-                local = self._hosts[home].index(call.root)
-                self._inside.start(Call(BROADCAST, piece, root=local)).wait()
-
-        self._exchange(array, send_inside, lambda part: Call(BROADCAST, part, root=home))
+        home, inside = self._host_of[call.root], None
+        if self._home == home:
+            inside = Call(BROADCAST, root=self._hosts[home].index(call.root))
+        self._exchange(array, inside, Call(BROADCAST, root=home))
         return array
 
-    def _exchange(
-        self, array: Array, prepare: Callable[[Array], None], step: Callable[[Array], Call]
-    ) -> None:
-        """Prepare each piece, do ``step`` of it between the hosts, and share it inside."""
-        begun: list[tuple[Array, Work]] = []
-        for piece in _pieces(array):
-            prepare(piece)
-            begun.append((piece, self._between_hosts(piece, step, piece.size == array.size)))
-            if len(begun) > 1:
-                self._share(*begun.pop(0))
-        for one in begun:
-            self._share(*one)
+    def _exchange(self, array: Array, inside: Call | None, between: Call) -> None:
+        """Call ``inside`` of each piece, then ``between`` the hosts, and share it inside."""
+        flat, index, before = array.reshape(-1), self._inside.rank, None
+        for piece in cut_evenly(flat, max(1, array.nbytes // _PIECE_BYTES)):
+            if inside is not None:
+                self._inside.start(replace(inside, array=piece)).wait()
+            work: Work = Done()
+            parts = cut_evenly(piece, 1 if piece.nbytes <= _SMALL_BYTES else self._leaders)
+            if self._between is not None and index < len(parts):
+                how = {"seconds": self._far, "blocking": piece.size == array.size}
+                work = self._between.start(replace(between, array=parts[index], **how))
+            if before is not None:
+                self._share(*before)
+            before = parts, work
+        if before is not None:
+            self._share(*before)
 
-    def _parts(self, piece: Array) -> list[Array]:
-        leaders = 1 if piece.nbytes <= _SMALL_BYTES else self._leaders
-        return [piece[part_of(piece.size, leaders, leader)] for leader in range(leaders)]
-
-    def _between_hosts(self, piece: Array, step: Callable[[Array], Call], blocking: bool) -> Work:
-        parts = self._parts(piece)
-        if self._between is None or self._inside.rank >= len(parts):
-            return Done()
-        call = replace(step(parts[self._inside.rank]), seconds=self._far, blocking=blocking)
-        return self._between.start(call)
-
-    def _share(self, piece: Array, work: Work) -> None:
-        work.wait()
-        self._share_sections(self._parts(piece))
-
-    def _share_sections(self, sections: Sequence[Array]) -> None:
-        """Have every rank of the host get section i of leader i."""
+    def _share(self, sections: Sequence[Array], work: Work | None = None) -> None:
+        """Have every rank of the host get section i of leader i, when ``work`` has ended."""
+        if work is not None:
+            work.wait()
         for leader, part in enumerate(sections):
             self._inside.start(Call(BROADCAST, part, root=leader, seconds=self._patience)).wait()
 
@@ -250,12 +227,7 @@ class LargeCalls:
         whole = (call if self._in_order else replace(call, out=None)).room(total)
         lengths = [count * row_bytes(call.array) for count in rows]
         self._gather(as_bytes(call.array), self._regions(as_bytes(whole), lengths))
-        require_room(call, total, self._rank, self._size)
-        if self._in_order:
-            return whole
-        result = call.room(total)
-        np.concatenate(in_rank_order(whole, self._hosts, rows), out=result)
-        return result
+        return in_rank_order(call, whole, self._hosts, rows, self._rank, not self._in_order)
 
     def _gather(self, mine: Array, regions: Sequence[Region]) -> None:
         """Fill the ``regions``; ``mine`` is this rank's part of its own host's."""
@@ -273,7 +245,7 @@ class LargeCalls:
                 place[...] = part
         for region in regions:
             if region is not home:
-                self._share_sections(region.sections)
+                self._share(region.sections)
 
     def _give(self, section: Array, blocking: bool) -> Work:
         assert self._between is not None
@@ -297,7 +269,7 @@ class LargeCalls:
         sections = self._sections(whole, home)
         if self._between is not None:
             self._reduce_section(call, last, ours, lengths, sections[self._inside.rank])
-        self._share_sections(sections)
+        self._share(sections)
         result[...] = cut(whole, home)[self._inside.rank].reshape(result.shape)
         return result
 
@@ -326,28 +298,21 @@ class LargeCalls:
         """Cut ``whole``, which has ``counts`` elements of each rank, host by host."""
         by_host = cut(counts, [len(host) for host in self._hosts])
         wholes = cut(whole, list(map(sum, by_host)))
-        return [Region(*one, self._sections(*one)) for one in zip(wholes, by_host, strict=True)]
+        parts = zip(wholes, by_host, strict=True)
+        return [Region(part, self._sections(part, some)) for part, some in parts]
 
     def _sections(self, whole: Array, counts: Sequence[int]) -> list[Array]:
         """Cut what is of one host's ranks into what its leaders exchange."""
         if self._even:
             return list(cut(whole, counts))
-        return [whole[part_of(len(whole), self._leaders, i)] for i in range(self._leaders)]
+        return cut_evenly(whole, self._leaders)
 
 
 class Region(NamedTuple):
-    """The parts of one host's ranks, one after the other, so much of each; and cut for leaders."""
+    """The parts of one host's ranks, one after the other; and cut for leaders."""
 
     whole: Array
-    counts: Sequence[int]
     sections: Sequence[Array]
-
-
-def _pieces(array: Array) -> list[Array]:
-    """Return the elements of ``array`` in pieces; at least one."""
-    flat = array.reshape(-1)
-    count = max(1, array.nbytes // _PIECE_BYTES)
-    return [flat[part_of(flat.size, count, i)] for i in range(count)]
 
 
 def rows_of(call: Call, rank: int, size: int) -> slice:
@@ -357,20 +322,25 @@ def rows_of(call: Call, rank: int, size: int) -> slice:
     return slice(begin, begin + rows[rank])
 
 
-def require_room(call: Call, rows: int, rank: int, size: int) -> None:
-    """Raise ValueError where ``call`` says where its result goes, and that has not ``rows``."""
-    if call.out is not None:
-        require_length(call.name, call.out, rows, rank, size)
+def in_rank_order(
+    call: Call,
+    whole: Array,
+    hosts: Sequence[Sequence[int]],
+    rows: Sequence[int],
+    rank: int,
+    copies: bool = True,
+) -> Array:
+    """Return ``whole``, the ``rows`` of each rank of each host in turn, as the result of ``call``.
 
+    Unless ``copies`` it is that already.
 
-def in_rank_order(whole: Array, hosts: Sequence[Sequence[int]], rows: Sequence[int]) -> list[Array]:
-    """Cut ``whole``, the ``rows`` of each rank of each host in turn, and sort the parts by rank.
-
-    Example:
-        >>> [part.tolist() for part in in_rank_order(np.arange(4), [[0, 2], [1]], [1, 2, 1])]
-        [[0], [3], [1, 2]]
+    Raises:
+        ValueError: ``call`` says where its result goes, and that has not as many rows.
     """
+    if call.out is not None:
+        require_length(call.name, call.out, sum(rows), rank, len(rows))
+    if not copies:
+        return whole
     order = [rank for host in hosts for rank in host]
-    return [
-        part for _, part in sorted(zip(order, cut(whole, rows), strict=True), key=itemgetter(0))
-    ]
+    parts = sorted(zip(order, cut(whole, rows), strict=True), key=itemgetter(0))
+    return np.concatenate([part for _, part in parts], out=call.room(sum(rows)))

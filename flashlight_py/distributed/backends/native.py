@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -14,28 +15,25 @@ import numpy as np
 
 from flashlight_py import _native
 from flashlight_py.device import Array
-from flashlight_py.distributed.backend import dropped, left_to_python
+from flashlight_py.distributed.backend import Backend, dropped, left_to_python
 from flashlight_py.distributed.backends.callers import (
     SITE_BYTES,
     Callers,
     answer_to_interrupts,
     raise_interruption,
 )
-from flashlight_py.distributed.backends.describing import NAMED, Describer, describe
+from flashlight_py.distributed.backends.describing import Describer
 from flashlight_py.distributed.backends.native_errors import (
     call_in_words,
     failure,
     words_of,
     words_of_traceback,
 )
-from flashlight_py.distributed.backends.native_group import NativeGroup
 from flashlight_py.distributed.backends.native_work import (
     COMPARED,
     GATHERED,
-    NOTHING,
     SCATTERED,
     NativeWork,
-    Received,
     freed_by,
 )
 from flashlight_py.distributed.calls.arrays import require_length, row_bytes
@@ -48,7 +46,7 @@ from flashlight_py.distributed.verbs import ALL_GATHER, BARRIER, GATHER, SCATTER
 from flashlight_py.distributed.work import AllOf, Done, Then, Work
 from flashlight_py.errors import DistributedError, GroupClosedError
 
-MESSAGE_BYTES = 1024
+_MESSAGE_BYTES = 1024
 _ARRAY = object()
 
 _SLOWER = "small calls take some microseconds longer"
@@ -62,19 +60,34 @@ _FLAGS = bytes(
 )
 
 
-class NativeBackend(NativeGroup):
-    """A backend whose operations run in a library with the C ABI of ``csrc/common``."""
+class NativeBackend(Backend):
+    """The ranks of ``store`` in the library of ``native``, which has the C ABI of ``csrc/common``.
 
+    ``timeout`` is in seconds.
+    """
+
+    symbols = ""  # what the names of the library's functions begin with
+    journal: Journal | None = None  # of the group that has this backend
     steps: tuple[str, ...] = ()  # its functions for calls in steps, if it has them
     asks_for_sites = False  # whether it asks by itself where a blocking collective was called
 
     def __init__(self, native: ModuleType, store: Store, timeout: float) -> None:
-        super().__init__(native, store, timeout)
+        self.ffi, self.lib = native.ffi, native.lib
+        self.rank, self.size, self.timeout = store.rank, store.size, timeout
+        self.processes = store.processes
+        # What users know the ranks as.
+        self.numbers = list(store.numbers) or list(range(self.size))
+        self.name = f"rank {self.numbers[self.rank]} of {store.total or self.size}"
+        # The library's handle, which is freed when the last call that has it is done; None once the
+        # group is closed.
+        self.group: Any = None
+        # Where the library explains why it cannot do something, and how much it may write.
+        self._reason = self.ffi.new("char[]", _MESSAGE_BYTES), _MESSAGE_BYTES
+        self._running: dict[Work, None] = {}  # in order; threads change it at the same time
         abort.watch(self)
         self._sites: dict[Place, Any] = {}
         self._run_there = self._function("run")
-        self._next = Describer(self.ffi)  # the call that this thread is about to make
-        self._pointer = self._next.pointer
+        self._next = Describer(native)  # the call that this thread is about to make
         self._callers = Callers(self.name)
         self._first: list[Any] = []  # what is to be done before the next call
         self._step: Callable[..., Any] | None = None  # native code for steps of calls
@@ -124,6 +137,14 @@ class NativeBackend(NativeGroup):
         answer = answer_to_interrupts(native, f"{self.symbols}_interrupted")
         self._function("on_interrupt")(group, answer)
 
+    def _function(self, name: str) -> Any:
+        """Return the library's function of that name, which takes its group."""
+        return getattr(self.lib, f"{self.symbols}_{name}")
+
+    def _pointer(self, array: Array | None) -> Any:
+        """Return the address of the elements, NULL where there is no array."""
+        return self.ffi.NULL if array is None else self.ffi.from_buffer(array)
+
     def _address_of(self, pointer: Any) -> int:
         return int(self.ffi.cast("uintptr_t", pointer))
 
@@ -131,18 +152,12 @@ class NativeBackend(NativeGroup):
         """Return the address of the site of user code."""
         return self._address_of(self._here(1))
 
-    def _native_ended(
-        self,
-        handle: Any,
-        verb: int,
-        x: Any,
-        out: Any,
-        made: Any,
-        root: int,
-        call: int,
-        limit: float,
-    ) -> Any:
-        """Return the result of a blocking native call that was not simply done, or raise."""
+    def _native_ended(self, handle: Any, verb: int, x: Any, out: Any, made: Any, *call: Any) -> Any:
+        """Return the result of a blocking native call that was not simply done, or raise.
+
+        ``call`` is its root, its number in the journal, and what it may take, in seconds.
+        """
+        root, number, limit = call
         try:
             if verb == SENDRECV.code:
                 arrays = x, out, out
@@ -154,34 +169,28 @@ class NativeBackend(NativeGroup):
             return self._wrapped(handle, verb, (x, out, made), root, limit).wait()
         except BaseException as error:
             if self.journal is not None:
-                self.journal.failed(call, error)
+                self.journal.failed(number, error)
             if not isinstance(error, Exception):  # of a call that was queued the rest would go on
                 abort.report(error, [self])
             raise
 
-    def _native_started(
-        self,
-        handle: int,
-        verb: int,
-        x: Any,
-        out: Any,
-        made: Any,
-        room: Any,
-        root: int,
-        peer: int,
-        call: int,
-    ) -> Work:
-        """Return the Work of an asynchronous native call; ``room`` must live as long."""
-        work: Work = Done(made)
+    def _native_started(self, handle: int, verb: int, *call: Any) -> Work:
+        """Return the Work of an asynchronous native call.
+
+        ``call`` is its array, out, result and room, which all must live as long, its root and peer,
+        and its number in the journal.
+        """
+        *arrays, root, peer, number = call
+        work: Work = Done(arrays[2])
         if handle:
-            work = self._wrapped(handle, verb, (x, out, made, room), root, self.timeout)
-            work.id = call
+            work = self._wrapped(handle, verb, arrays, root, self.timeout)
+            work.id = number
         if verb == self.lib.FL_RECV:
             work.source = peer
         return work
 
     def _wrapped(
-        self, handle: int, verb: int, arrays: tuple[Any, ...], root: int, seconds: float
+        self, handle: int, verb: int, arrays: Sequence[Any], root: int, seconds: float
     ) -> NativeWork:
         """Return the Work of the operation ``handle``, an address; it needs all of ``arrays``."""
         x, out, made, *_ = arrays
@@ -190,37 +199,10 @@ class NativeBackend(NativeGroup):
             result = SCATTERED
         elif made is not None and verb in (self.lib.FL_ALL_GATHER, self.lib.FL_GATHER):
             result = GATHERED
-        name = NATIVE[verb].name
-        received = Received(name, result, x, out, root, made)
-        op = self.ffi.cast("fl_op *", handle)
-        work = NativeWork(self, name, op, arrays, received, seconds)
+        name, op = NATIVE[verb].name, self.ffi.cast("fl_op *", handle)
+        work = NativeWork(self, name, op, arrays, seconds, result, x, out, root, made)
         self._track(work)
         return work
-
-    def _run(
-        self,
-        group: Any,
-        data: Any,
-        output: Any,
-        peer: int,
-        seconds: float,
-        blocking: bool,
-        site: Any = None,
-    ) -> Any:
-        """Start what ``self._next`` describes; a handle, or NULL where it has ended well.
-
-        ``site`` is where it was called; None: where user code is.
-        """
-        if self._first:
-            self._do_first(group)
-        if site is None:
-            asks = self.asks_for_sites and blocking and peer < 0
-            site = self.ffi.NULL if asks else self._here()
-        handle = self._run_there(
-            group, self._next.signature, data, output, peer, seconds, not blocking, site
-        )
-        raise_interruption(self.lib, handle)
-        return handle
 
     def _do_first(self, group: Any) -> None:
         """Do what ``_first`` has, of which only some libraries have anything."""
@@ -230,20 +212,9 @@ class NativeBackend(NativeGroup):
 
         The Work raises ``MismatchError`` when they have; nobody needs to wait for it.
         """
-        group, thread = self.group, self._callers.check("refuse")
-        if group is None:
+        if self.group is None:
             return Done()  # it has ended, which the others know
-        site = self.ffi.new("fl_site *", {"text": text_at_site(call.refusal, SITE_BYTES)})
-        null, verb = self.ffi.NULL, call.verb if call.verb.is_message else BARRIER
-        try:
-            self._callers.threads.add(thread)
-            describe(self._next, self.lib, call, None, verb.code, call.tag)
-            self._next.signature.ndim = self.lib.FL_REFUSED
-            seconds = self._seconds(call)
-            handle = self._run(group, null, null, call.peer, seconds, blocking=False, site=site)
-        finally:
-            self._callers.threads.discard(thread)
-        return NativeWork(self, call.name, handle, None, NOTHING, seconds)
+        return self._launch(replace(call, blocking=False), result=None)
 
     def call_ahead(self, rank: int) -> str:
         """Return a collective that ``rank`` has begun and this rank has not, in words, or ""."""
@@ -279,23 +250,37 @@ class NativeBackend(NativeGroup):
         source = self._pointer(array) if data is None else data
         target = self._pointer(output) if room is None else room
         code = verb.code if call.rows is None else verb.uneven
+        if call.refusal and not verb.is_message:
+            code = BARRIER.code
         like = array if like is None else like
         try:
             self._callers.threads.add(thread)
-            name = describe(self._next, self.lib, call, like, code, root)
-            how = seconds, call.blocking, self._site(name)
-            handle = self._run(group, source, target, call.peer, *how)
+            if self._first:
+                self._do_first(group)
+            name = self._next.describe(call, like, code, root)
+            site = self._site(call.refusal or name)
+            if site is None:
+                asks = self.asks_for_sites and call.blocking and call.peer < 0
+                site = self.ffi.NULL if asks else self._here()
+            where = source, target, call.peer
+            how = seconds, not call.blocking, site
+            handle = self._run_there(group, self._next.signature, *where, *how)
+            raise_interruption(self.lib, handle)
         finally:
             self._callers.threads.discard(thread)
         if handle == self.ffi.NULL:
             return Done(output if result is GATHERED else None if result is COMPARED else result)
         if call.compared:
             array = None  # nobody reads it
-        received = Received(call.name, result, array, output, root)
-        work = NativeWork(self, call.name, handle, (array, output, room, keep), received, seconds)
-        if not call.compared:  # else whoever compares keeps the Work
+        kept, made_of = (array, output, room, keep), (result, array, output, root)
+        work = NativeWork(self, call.name, handle, kept, seconds, *made_of)
+        if not (call.compared or call.refusal):  # else whoever compares keeps the Work
             self._track(work)
         return work
+
+    def forget(self, work: Work) -> None:
+        """Let go of an operation that has ended, and of whose end the caller learns now."""
+        self._running.pop(work, None)
 
     def _track(self, work: NativeWork) -> None:
         """Keep the arrays of ``work``.
@@ -321,10 +306,9 @@ class NativeBackend(NativeGroup):
             raise GroupClosedError(f"[{name}] {self.name}: the group is closed")
         return group
 
-    def _site(self, name: str) -> Any:
-        """Return where user code has called, with the ``name`` of a dtype; None without one."""
-        text = name and text_at_site(f"{name}{NAMED}", SITE_BYTES)
-        return self.ffi.new("fl_site *", {"text": text}) if text else None
+    def _site(self, text: str) -> Any:
+        """Return where user code has called, with ``text``; None where there is none."""
+        return self.ffi.new("fl_site *", {"text": text_at_site(text, SITE_BYTES)}) if text else None
 
     def _here(self, depth: int = 3) -> Any:
         """Return where user code has called, as the library takes it."""
@@ -442,8 +426,7 @@ class NativeBackend(NativeGroup):
         try:
             self._callers.threads.add(thread)
             for room, call in zip(together, calls, strict=True):
-                what = call, call.array, call.verb.code, call.tag
-                name = describe(self._next, self.lib, *what)
+                name = self._next.describe(call, call.array, call.verb.code, call.tag)
                 room.signature = self._next.signature[0]
                 room.data = self._pointer(None if call.compared else call.array)
                 room.peer = call.peer
@@ -460,14 +443,13 @@ class NativeBackend(NativeGroup):
         """Return a message that has been exchanged, or still waits for an earlier one."""
         if handle == self.ffi.NULL:
             return Done(call.array)
-        received = Received(call.name, call.array, call.array, None, call.tag)
-        work = NativeWork(self, call.name, handle, call.array, received, self._seconds(call))
+        work = NativeWork(self, call.name, handle, call.array, self._seconds(call), call.array)
         self._running[work] = None
         return work
 
-    def message(self, room: Any) -> str:
-        """Return what the library wrote into ``room``."""
-        text: str = self.ffi.string(room).decode(errors="replace")
+    def reason(self) -> str:
+        """Return why the library has not done what it was asked for last."""
+        text: str = self.ffi.string(self._reason[0]).decode(errors="replace")
         return text
 
     def synchronize(self) -> None:
@@ -476,7 +458,6 @@ class NativeBackend(NativeGroup):
             work.wait()
 
     def abort(self, cause: str | DistributedError) -> None:
-        """End the group, and have the others raise; see ``Backend``."""
         group = self.group
         if group is not None:
             words = words_of_traceback(self, cause) if isinstance(cause, str) else words_of(cause)
@@ -500,7 +481,6 @@ class NativeBackend(NativeGroup):
         return any(not work.is_completed() for work in list(self._running))
 
     def abandon(self) -> None:
-        """Close the descriptors, in a forked child; see ``Backend``."""
         group, self.group, self._step = self.group, None, None
         if group is not None:
             self._function("abandon")(group)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flashlight_py.distributed.backends.describing import NAMED, names_seen
-from flashlight_py.distributed.backends.native_group import NativeGroup
+from flashlight_py.distributed.backends.describing import NAMED, SHAPE, names_seen
 from flashlight_py.distributed.calls.arrays import DTYPES, LEAST_NUMBER, MOVED
 from flashlight_py.distributed.calls.call import COMPOSED, array_in_words, in_words
 from flashlight_py.distributed.constants import ReduceOp
@@ -33,16 +32,18 @@ from flashlight_py.errors import (
     PeerLostError,
 )
 
+if TYPE_CHECKING:
+    from flashlight_py.distributed.backends.native import NativeBackend
+
 _MAX_MISSING = 64
 # What words for others begin with: the class of error that they are.
 _LOST, _LATE, _DIFFERENT = "P", "T", "M"
 _VERBS = {code: verb for verb in VERBS for code in (verb.code, verb.uneven) if code}
-_SHAPE = 8  # dimensions that a signature has room for
 _WORDS_FOR_OTHERS = re.compile("^[PT](?=lost |rank |ranks |all |a rank )")
 
 
 def failure(
-    backend: NativeGroup, handle: Any, status: int, verb: str, seconds: float, number: int
+    backend: NativeBackend, handle: Any, status: int, verb: str, seconds: float, number: int
 ) -> DistributedError:
     """Return the exception for an operation of ``seconds`` that ended with ``status``.
 
@@ -53,28 +54,32 @@ def failure(
     text = ffi.string(lib.fl_op_message(handle)).decode(errors="replace")
     room = ffi.new("int[]", _MAX_MISSING)
     missing = sorted(room[0 : lib.fl_op_missing(handle, room, _MAX_MISSING)])
-    who = _names(backend, missing) if missing else "another rank"
+    who = names(backend.numbers[rank] for rank in missing) if missing else "another rank"
+    those = who_that_was(missing, backend.processes)
     if status == lib.FL_MISMATCH:
         return _mismatch(where, backend, handle, number)
     if status == lib.FL_RAISED:
         return _as_told(where, text)
-    advice = {
-        lib.FL_PEER_LOST: PEER_ADVICE,
-        lib.FL_HOST_LOST: HOST_ADVICE,
-        lib.FL_LEAVING: LEAVING_ADVICE,
-    }.get(status)
+    lost = {lib.FL_PEER_LOST: PEER_ADVICE, lib.FL_HOST_LOST: HOST_ADVICE}
+    advice = (lost | {lib.FL_LEAVING: LEAVING_ADVICE}).get(status)
     if advice is not None:
-        those = who_that_was(missing, backend.processes)
         return PeerLostError(f"{where}: lost {who} ({text}){those}. {advice}. {UNUSABLE}")
     if status == lib.FL_TIMEOUT:
-        return _late(where, backend, handle, missing, f"{seconds:g} seconds", text, number)
+        limit, theirs = f"{seconds:g} seconds", waits_elsewhere(backend, missing)
+        if theirs:
+            apart = _apart(where, backend, handle, theirs, limit)
+            return MismatchError(apart, group_lives=False)
+        last = _last_calls(backend, handle, missing, number)
+        late = did_not_join(where, f"{who} did not join", limit, text, those, last)
+        return CollectiveTimeoutError(late)
+    kind = DistributedError
     if status == lib.FL_CLOSED:
-        words = _WORDS_FOR_OTHERS.sub("", text)
-        return GroupClosedError(f"{where}: the group cannot be used any more: {words}")
-    return DistributedError(f"{where}: {text}")
+        text = f"the group cannot be used any more: {_WORDS_FOR_OTHERS.sub('', text)}"
+        kind = GroupClosedError
+    return kind(f"{where}: {text}")
 
 
-def words_of_traceback(backend: NativeGroup, traceback: str) -> str:
+def words_of_traceback(backend: NativeBackend, traceback: str) -> str:
     """Return what the others are to raise: this rank's program has raised ``traceback``.
 
     Its first line is the exception.
@@ -97,23 +102,26 @@ def _as_told(where: str, words: str) -> DistributedError:
     return CollectiveTimeoutError(text) if words.startswith(_LATE) else PeerLostError(text)
 
 
-def _mismatch(where: str, backend: NativeGroup, handle: Any, number: int) -> MismatchError:
+def _mismatch(where: str, backend: NativeBackend, handle: Any, number: int) -> MismatchError:
     """List what the ranks called."""
     lib, signatures = backend.lib, backend.lib.fl_op_signatures(handle)
-    known = [rank for rank in range(backend.size) if signatures[rank].sequence]
-    calls = [
-        (backend.numbers[rank], _call_and_site(backend, handle, signatures[rank], rank))
-        for rank in known
-    ]
-    which = number_in_words(lib, signatures, known, backend.numbers, number)
-    return MismatchError(different_calls(where, which, calls), calls=[call for _, call in calls])
+    known = {
+        backend.numbers[rank]: (rank, signatures[rank])
+        for rank in range(backend.size)
+        if signatures[rank].sequence
+    }
+    newest = max(signature.sequence for _, signature in known.values())
+    which = f"call {number or newest} of this group"
+    for sender, (_, signature) in known.items():
+        if signature.verb == lib.FL_SEND:
+            receiver = next(rank for rank in known if rank != sender)
+            which = f"message {newest} from rank {sender} to rank {receiver}"
+            break
+    calls = {rank: _call_and_site(backend, handle, *call) for rank, call in known.items()}
+    return MismatchError(different_calls(where, which, calls.items()), calls=[*calls.values()])
 
 
-def _names(backend: NativeGroup, ranks: Sequence[int]) -> str:
-    return names(backend.numbers[rank] for rank in ranks)
-
-
-def _call_and_site(backend: NativeGroup, handle: Any, signature: Any, rank: int) -> str:
+def _call_and_site(backend: NativeBackend, handle: Any, rank: int, signature: Any) -> str:
     """Say what ``rank`` called, and where, if that is known; of a call that it refused also why."""
     lib = backend.lib
     site = backend.ffi.string(lib.fl_op_site(handle, rank)).decode(errors="replace")
@@ -123,42 +131,19 @@ def _call_and_site(backend: NativeGroup, handle: Any, signature: Any, rank: int)
     return call_in_words(lib, signature, name) + (f" at {site}" if site else "")
 
 
-def _late(
-    where: str,
-    backend: NativeGroup,
-    handle: Any,
-    missing: Sequence[int],
-    limit: str,
-    text: str,
-    number: int,
-) -> DistributedError:
-    """Return the error of a wait for ``missing`` that lasted to its ``limit``."""
-    elsewhere = waits_elsewhere(backend, missing)
-    if elsewhere:
-        return MismatchError(
-            f"{where}: the ranks called verbs of different groups: {_own_call(backend, handle)}; "
-            f"{elsewhere}. They waited {limit} for each other. {UNUSABLE}; make every rank call "
-            "the same, in the same order",
-            group_lives=False,
-        )
-    who = _names(backend, missing) if missing else "another rank"
-    last = _last_calls(backend, handle, missing, number)
-    processes = who_that_was(missing, backend.processes)
-    return CollectiveTimeoutError(
-        did_not_join(where, f"{who} did not join", limit, text, processes, last)
+def _apart(where: str, backend: NativeBackend, handle: Any, theirs: str, limit: str) -> str:
+    """Say that this rank has waited for ranks that called ``theirs`` in other groups."""
+    signatures, mine = backend.lib.fl_op_signatures(handle), f"{backend.name} waits for a message"
+    if signatures != backend.ffi.NULL:
+        call = call_in_words(backend.lib, signatures[backend.rank])
+        mine = f"this rank called {call} as rank {backend.rank} of a group of {backend.size}"
+    return (
+        f"{where}: the ranks called verbs of different groups: {mine}; {theirs}. They waited "
+        f"{limit} for each other. {UNUSABLE}; make every rank call the same, in the same order"
     )
 
 
-def _own_call(backend: NativeGroup, handle: Any) -> str:
-    """Say what this rank has called, in which group."""
-    signatures = backend.lib.fl_op_signatures(handle)
-    if signatures == backend.ffi.NULL:
-        return f"{backend.name} waits for a message"
-    mine = call_in_words(backend.lib, signatures[backend.rank])
-    return f"this rank called {mine} as rank {backend.rank} of a group of {backend.size}"
-
-
-def _last_calls(backend: NativeGroup, handle: Any, missing: Sequence[int], number: int) -> str:
+def _last_calls(backend: NativeBackend, handle: Any, missing: Sequence[int], number: int) -> str:
     """Say what this rank waits in, and what each that is missing has called last."""
     lib, signatures = backend.lib, backend.lib.fl_op_signatures(handle)
     if signatures == backend.ffi.NULL:
@@ -174,12 +159,12 @@ def _last_calls(backend: NativeGroup, handle: Any, missing: Sequence[int], numbe
         elif theirs.sequence == mine.sequence:
             found.append(f"{who} began it {ago} and has not finished")
         else:
-            last = _call_and_site(backend, handle, theirs, rank)
+            last = _call_and_site(backend, handle, rank, theirs)
             found.append(f"{who} last joined call {theirs.sequence - extra}, {last}, {ago}")
     return f"{'; '.join(found)}. "
 
 
-def waits_elsewhere(backend: NativeGroup, missing: Sequence[int]) -> str:
+def waits_elsewhere(backend: NativeBackend, missing: Sequence[int]) -> str:
     """Say what ranks that are ``missing`` here have called in other groups, for this rank too.
 
     Empty where none has. Ranks of two groups are the same where their processes are.
@@ -192,7 +177,7 @@ def waits_elsewhere(backend: NativeGroup, missing: Sequence[int]) -> str:
     return "; ".join(called)
 
 
-def _call_elsewhere(backend: NativeGroup, rank: int) -> str:
+def _call_elsewhere(backend: NativeBackend, rank: int) -> str:
     for other in abort.open_backends():
         call_ahead = getattr(other, "call_ahead", None)
         if other is backend or call_ahead is None or rank >= len(backend.processes):
@@ -204,18 +189,6 @@ def _call_elsewhere(backend: NativeGroup, rank: int) -> str:
         if call:
             return f"{call} as rank {there[0]} of a group of {other.size}"
     return ""
-
-
-def number_in_words(
-    lib: Any, signatures: Any, known: Sequence[int], numbers: Sequence[int], call: int
-) -> str:
-    """Say which message it was, or which call: ``call``, if that is not 0."""
-    number = max(signatures[rank].sequence for rank in known)
-    for sender in known:
-        if signatures[sender].verb == lib.FL_SEND:
-            receiver = next(rank for rank in known if rank != sender)
-            return f"message {number} from rank {numbers[sender]} to rank {numbers[receiver]}"
-    return f"call {call or number} of this group"
 
 
 def call_in_words(lib: Any, signature: Any, name: str = "") -> str:
@@ -235,13 +208,13 @@ def call_in_words(lib: Any, signature: Any, name: str = "") -> str:
 
 def _array(lib: Any, signature: Any, name: str) -> str:
     ndim, code = signature.ndim, signature.dtype & ~(lib.FL_COMPARED | lib.FL_ON_GPU)
-    last = signature.shape[ndim - 1] if 0 < ndim <= _SHAPE else 0
+    last = signature.shape[ndim - 1] if 0 < ndim <= SHAPE else 0
     if code == MOVED or name or last >= LEAST_NUMBER:  # its number is behind its dimensions
         name, ndim = name or names_seen.get(last, f"dtype #{last:x}"), ndim - 1
-    extents = [str(signature.shape[d]) for d in range(min(ndim, _SHAPE))]
-    if signature.ndim > _SHAPE:
+    extents = [str(signature.shape[d]) for d in range(min(ndim, SHAPE))]
+    if signature.ndim > SHAPE:
         # In its place is a hash of what follows: it shows that shapes differ there.
-        folded = signature.shape[_SHAPE - 1] & 0xFFFFFFFF
+        folded = signature.shape[SHAPE - 1] & 0xFFFFFFFF
         extents[-1] = f"... #{folded:x}, {ndim} dimensions"
     where = "cupy " if signature.dtype & lib.FL_ON_GPU else ""
     return array_in_words(f"{where}{name or DTYPES[code]}", extents)

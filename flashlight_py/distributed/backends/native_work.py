@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.backends.native_errors import failure
-from flashlight_py.distributed.backends.native_group import NativeGroup
 from flashlight_py.distributed.calls.arrays import (
     MOVED,
     WITH_TEXT,
@@ -23,6 +21,9 @@ from flashlight_py.distributed.calls.arrays import (
 from flashlight_py.distributed.failures import journal
 from flashlight_py.distributed.verbs import SCATTER, VERBS
 from flashlight_py.distributed.work import Work, limit_passed
+
+if TYPE_CHECKING:
+    from flashlight_py.distributed.backends.native import NativeBackend
 
 # How long a wait stays inside the library: signal handlers (Ctrl-C) run in between.
 _SLICE_SECONDS = 0.1
@@ -37,79 +38,6 @@ _WITH_SHAPES = {
     for code, wanted in ((verb.code, verb.ragged or verb is SCATTER), (verb.uneven, verb.cuts))
     if wanted and not verb.reduces
 }
-
-
-@dataclass
-class Received:
-    """The result of an operation: it is there already, or is made of what arrived."""
-
-    name: str
-    result: Any
-    like: Array | None
-    out: Array | None
-    root: int
-    made: Array | None = None  # a gather's result where all have the same number of rows
-
-    def get(self, backend: NativeGroup, handle: Any) -> Any:
-        """Return the result of the operation, which has ended well."""
-        if self.result is GATHERED:
-            self.result = self._gathered(backend, handle)
-        elif self.result is SCATTERED:
-            self.result = self._scattered(backend, handle)
-        elif self.result is COMPARED:
-            self.result = self._compared(backend, handle)
-        return self.result
-
-    def _compared(self, backend: NativeGroup, handle: Any) -> Any:
-        """Return what ``Call.compared`` asks for; of a message its number."""
-        lib, signatures = backend.lib, backend.lib.fl_op_signatures(handle)
-        if signatures == backend.ffi.NULL:
-            return None
-        verb = signatures[backend.rank].verb
-        if verb in (lib.FL_SEND, lib.FL_RECV):  # the sender counts
-            return max(signatures[rank].sequence for rank in range(backend.size))
-        if verb not in _WITH_SHAPES:
-            return None
-        if verb != SCATTER.code:
-            return [signatures[rank].shape[0] for rank in range(backend.size)]
-        sent = signatures[self.root]
-        code = sent.dtype & ~(lib.FL_COMPARED | lib.FL_ON_GPU)
-        if code == MOVED:
-            return WITH_TEXT, (sent.count,)
-        return dtype_of_code(code), tuple(sent.shape[d] for d in range(sent.ndim))
-
-    def _gathered(self, backend: NativeGroup, handle: Any) -> Array:
-        """Return the rows of all ranks: ``out``, if the library has filled it, or a new array."""
-        assert self.like is not None
-        room = self.made if self.out is None else self.out
-        if room is not None and not _fetched(backend, handle)[0]:
-            return room
-        signatures = backend.lib.fl_op_signatures(handle)
-        rows = sum(signatures[rank].shape[0] for rank in range(backend.size))
-        if room is not None and room.shape[0] == rows:  # without bytes
-            return room
-        if self.out is not None:
-            require_length(self.name, self.out, rows, backend.rank, backend.size)
-        return _wrap(backend, handle, self.like.dtype, (rows, *self.like.shape[1:]))
-
-    def _scattered(self, backend: NativeGroup, handle: Any) -> Array:
-        """Wrap this rank's part, of the dtype and shape that the root has sent."""
-        sent = backend.lib.fl_op_signatures(handle)[self.root]
-        if sent.dtype == MOVED:
-            return of_bytes(_wrap(backend, handle, np.dtype(np.uint8), (sent.count,)))
-        shape = tuple(sent.shape[d] for d in range(sent.ndim))
-        return _wrap(backend, handle, dtype_of_code(sent.dtype), shape)
-
-
-NOTHING = Received("", None, None, None, 0)
-
-
-def _wrap(backend: NativeGroup, handle: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
-    """Return what the library received, without a copy; the array keeps the handle alive."""
-    ffi, (pointer, count) = backend.ffi, _fetched(backend, handle)
-    owner = keeping(ffi, ffi.cast("char *", pointer), handle)
-    array: Array = np.ndarray(shape, dtype, ffi.buffer(owner, count))
-    return array
 
 
 def freed_by(ffi: Any, pointer: Any, free: Callable[[Any], object], kept: object = None) -> Any:
@@ -128,33 +56,34 @@ def keeping(ffi: Any, pointer: Any, kept: object) -> Any:
     return freed_by(ffi, pointer, id, kept)  # which does nothing
 
 
-def _fetched(backend: NativeGroup, handle: Any) -> tuple[Any, int]:
-    """Return where the library has put what it received, and its bytes; NULL: into the room."""
-    count = backend.ffi.new("size_t *")
-    return backend.lib.fl_op_output(handle, count), count[0]
-
-
 class NativeWork(Work):
-    """A handle on a native operation; keeps the arrays alive that it works on."""
+    """A handle on a native operation; keeps the arrays alive that it works on.
+
+    ``result`` is what a wait returns, or what that is to be made of: of a call with the array
+    ``like`` and perhaps with ``out``, by or from ``root``. ``made`` is a gather's where all have
+    the same number of rows.
+    """
 
     id = 0  # of the call in the backend's journal, where native code has started and recorded it
 
     def __init__(
         self,
-        backend: NativeGroup,
+        backend: NativeBackend,
         name: str,
         handle: Any,
         kept: Any,
-        received: Received,
         seconds: float,
+        result: Any = None,
+        like: Array | None = None,
+        out: Array | None = None,
+        root: int = 0,
+        made: Array | None = None,
     ) -> None:
-        self._backend = backend
-        self._name = name
-        self._lib = backend.lib
+        self._backend, self._name, self._lib = backend, name, backend.lib
         self._handle = backend.ffi.gc(handle, backend.lib.fl_op_free)
-        self._kept = kept
-        self._received = received
-        self._seconds = seconds
+        self._kept, self._seconds = kept, seconds
+        self._result, self._like, self._out, self._root = result, like, out, root
+        self._made = made
         self._number = backend.count[0]  # by now
         self._forks = journal.forks()
 
@@ -174,7 +103,13 @@ class NativeWork(Work):
         self._backend.forget(self)
         if status != self._lib.FL_OK:
             raise self._failure(status)
-        return self._received.get(self._backend, self._handle)
+        if self._result is GATHERED:
+            self._result = self._gathered()
+        elif self._result is SCATTERED:
+            self._result = self._scattered()
+        elif self._result is COMPARED:
+            self._result = self._compared()
+        return self._result
 
     def _status(self, seconds: float) -> int:
         """Wait up to ``seconds``, and return how the operation stands."""
@@ -199,3 +134,57 @@ class NativeWork(Work):
             self._backend.journal.failed(self.id, error)
             self.id = 0  # noted once, whoever waits
         return error
+
+    def _compared(self) -> Any:
+        """Return what ``Call.compared`` asks for; of a message its number."""
+        lib, size, signatures = self._lib, self._backend.size, self._signatures()
+        if signatures == self._backend.ffi.NULL:
+            return None
+        verb = signatures[self._backend.rank].verb
+        if verb in (lib.FL_SEND, lib.FL_RECV):  # the sender counts
+            return max(signatures[rank].sequence for rank in range(size))
+        if verb not in _WITH_SHAPES:
+            return None
+        if verb != SCATTER.code:
+            return [signatures[rank].shape[0] for rank in range(size)]
+        sent = signatures[self._root]
+        code = sent.dtype & ~(lib.FL_COMPARED | lib.FL_ON_GPU)
+        if code == MOVED:
+            return WITH_TEXT, (sent.count,)
+        return dtype_of_code(code), tuple(sent.shape[0 : sent.ndim])
+
+    def _signatures(self) -> Any:
+        return self._lib.fl_op_signatures(self._handle)
+
+    def _gathered(self) -> Array:
+        """Return the rows of all ranks: ``out``, if the library has filled it, or a new array."""
+        assert self._like is not None
+        backend, room = self._backend, self._made if self._out is None else self._out
+        if room is not None and not self._fetched()[0]:
+            return room
+        signatures = self._signatures()
+        rows = sum(signatures[rank].shape[0] for rank in range(backend.size))
+        if room is not None and room.shape[0] == rows:  # without bytes
+            return room
+        if self._out is not None:
+            require_length(self._name, self._out, rows, backend.rank, backend.size)
+        return self._wrap(self._like.dtype, (rows, *self._like.shape[1:]))
+
+    def _scattered(self) -> Array:
+        """Wrap this rank's part, of the dtype and shape that the root has sent."""
+        sent = self._signatures()[self._root]
+        if sent.dtype == MOVED:
+            return of_bytes(self._wrap(np.dtype(np.uint8), (sent.count,)))
+        return self._wrap(dtype_of_code(sent.dtype), tuple(sent.shape[0 : sent.ndim]))
+
+    def _wrap(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+        """Return what the library received, without a copy; the array keeps the handle alive."""
+        ffi, (pointer, count) = self._backend.ffi, self._fetched()
+        owner = keeping(ffi, ffi.cast("char *", pointer), self._handle)
+        array: Array = np.ndarray(shape, dtype, ffi.buffer(owner, count))
+        return array
+
+    def _fetched(self) -> tuple[Any, int]:
+        """Return where the library has put what it received, and its bytes; NULL: in the room."""
+        count = self._backend.ffi.new("size_t *")
+        return self._lib.fl_op_output(self._handle, count), count[0]

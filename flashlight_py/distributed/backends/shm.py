@@ -14,11 +14,9 @@ import numpy as np
 
 from flashlight_py import _native
 from flashlight_py.device import Array
-from flashlight_py.distributed.backends.callers import (
-    answer_where,
-)
+from flashlight_py.distributed.backends.callers import answer_where
 from flashlight_py.distributed.backends.exchange import BackendStore, Steps
-from flashlight_py.distributed.backends.native import MESSAGE_BYTES, NativeBackend
+from flashlight_py.distributed.backends.native import NativeBackend
 from flashlight_py.distributed.backends.native_work import freed_by, keeping
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.memory.memory_file import map_together, needs_names
@@ -50,17 +48,15 @@ class ShmBackend(NativeBackend):
         native = _native.load("shm")
         super().__init__(native, store, timeout)
         self.hosts = [range(self.size)]  # they share memory
-        self._room = self.ffi.new("char[]", MESSAGE_BYTES)
         self._named = needs_names(store.spaces)
         self._begin(native, map_together(store, self._map, self._named))
         self.lib.fl_shm_on_mismatch(self.group, answer_where(native, "fl_shm_where"))
 
     def _map(self, path: str, create: bool) -> Any:
-        group = self.lib.fl_shm_open(
-            path.encode(), create, self.rank, self.size, self._room, MESSAGE_BYTES
-        )
+        place = create, self.rank, self.size
+        group = self.lib.fl_shm_open(path.encode(), *place, *self._reason)
         if group == self.ffi.NULL:
-            raise OSError(self.message(self._room))
+            raise OSError(self.reason())
         return self._owned(group)
 
     def shared_empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -77,11 +73,10 @@ class ShmBackend(NativeBackend):
         stride = max(_PAGE, -(-count * dtype.itemsize // _PAGE) * _PAGE)
 
         def add(path: str, create: bool) -> Any:
-            region = self.lib.fl_shm_add_region(
-                self._open("shared_empty"), path.encode(), create, stride, self._room, MESSAGE_BYTES
-            )
+            group, where = self._open("shared_empty"), path.encode()
+            region = self.lib.fl_shm_add_region(group, where, create, stride, *self._reason)
             if region == self.ffi.NULL:
-                raise OSError(self.message(self._room))
+                raise OSError(self.reason())
             return region
 
         try:

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from flashlight_py.device import Array
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.calls.arrays import require_length, scale_in_place
 from flashlight_py.distributed.calls.call import Call
@@ -37,7 +36,11 @@ class SingleBackend(Backend):
         if call.received is not None and call.rows is not None:
             call.received += call.rows
         if array is not None and not verb.in_place:
-            array = _copy(call, array[0] if verb is SCATTER else array)
+            given = array[0] if verb is SCATTER else array
+            array = given.copy() if call.out is None else call.out
+            if call.out is not None:
+                require_length(call.name, call.out, given.shape[0] if given.ndim else 1, 0, 1)
+                call.out[...] = given
         if array is not None and verb.reduces and verb.fills(0, call.root):
             scale_in_place(array, call.scale)
         return Done(array)
@@ -72,11 +75,3 @@ def reduced_alone(
         return NotImplemented
     scale_in_place(x, scale)
     return x
-
-
-def _copy(call: Call, array: Array) -> Array:
-    if call.out is None:
-        return array.copy()
-    require_length(call.name, call.out, array.shape[0] if array.ndim else 1, 0, 1)
-    call.out[...] = array
-    return call.out

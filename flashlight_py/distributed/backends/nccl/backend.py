@@ -7,27 +7,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.nccl.communicator import FINALIZE_SECONDS, Communicator
-from flashlight_py.distributed.backends.nccl.comparing import Comparisons, begins_at_once
+from flashlight_py.distributed.backends.nccl.comparing import Comparisons, begins_at_once, compared
 from flashlight_py.distributed.backends.nccl.library import version_text
 from flashlight_py.distributed.backends.nccl.reduction import BYTES, OPS, ReducedArray
-from flashlight_py.distributed.backends.nccl.streams import (
-    CommunicationStream,
-    DeviceFlight,
-    Flights,
-    NcclWatchdog,
-)
+from flashlight_py.distributed.backends.nccl.streams import DeviceFlight, Flights, NcclWatchdog
 from flashlight_py.distributed.calls.arrays import require_length, row_bytes
 from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.calls.combining import MEANINGS
+from flashlight_py.distributed.calls.combining import MEANINGS, cut
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.verbs import REDUCE, SEND, VERBS, Verb
 from flashlight_py.distributed.work import AllOf, Done, Then, Work, limit_passed
@@ -50,11 +46,14 @@ class NcclBackend(Backend):
         self.rank, self.size, self.device = cpu.rank, cpu.size, device
         self.functions: Any = communicator.lib
         self.path = f"NCCL {version_text(communicator.nccl.version)}, here CUDA device {device}"
-        self._communicator, self._cupy = communicator, cupy
+        self.communicator, self._cupy = communicator, cupy
         self._ffi = communicator.nccl.ffi
-        with self._on_device():
-            self._stream = CommunicationStream(cupy, device)
-        self._stream_handle = self._ffi.cast("cudaStream_t", self._stream.pointer)
+        with self.on_device():
+            # Not ordered with the legacy default stream, which would serialise what is to overlap.
+            self._stream = cupy.cuda.Stream(non_blocking=True)
+            # One event serves every call: a wait is for the record that came last before it.
+            self._ready = cupy.cuda.Event(disable_timing=True)
+        self._stream_handle = self._ffi.cast("cudaStream_t", int(self._stream.ptr))
         self._flights = Flights()
         self._steps: dict[Verb, Callable[[Call], Work]] = {
             verb: getattr(self, f"_{verb.name}", self._by_meaning)
@@ -82,7 +81,7 @@ class NcclBackend(Backend):
         if not begins_at_once(call.verb):
             self._require(call)
             return self._steps[call.verb](call)
-        with self._communicator.lock:  # NCCL begins calls in the order in which they are compared
+        with self.communicator.lock:  # NCCL begins calls in the order in which they are compared
             self._require(call)
             self._comparisons.post(call)
             return self._steps[call.verb](call)
@@ -91,7 +90,7 @@ class NcclBackend(Backend):
         """Start several all_reduces, or messages, as one; see ``Backend``."""
         if calls[0].verb.is_message:
             return self._exchange(calls)
-        with self._communicator.lock:
+        with self.communicator.lock:
             for call in calls:
                 self._require(call)
             for call in calls:
@@ -102,10 +101,17 @@ class NcclBackend(Backend):
 
     def _require(self, call: Call) -> None:
         """Raise where ``call`` cannot be begun, before anything is sent."""
-        given = (call.array, call.out)
-        self._check_device(call.name, [array for array in given if array is not None])
-        with self._communicator.lock:
-            self._communicator.require(call.name)
+        given: list[Any] = [array for array in (call.array, call.out) if array is not None]
+        for array in given:
+            found = array.device.id
+            if found != self.device:
+                raise ValueError(
+                    f"{call.name}: rank {self.rank} of {self.size} is joined to the others through "
+                    f"CUDA device {self.device}, and the array is on device {found}; move it "
+                    f"(flashlight_py.device.to_device(x, 'cuda:{self.device}'))"
+                )
+        with self.communicator.lock:
+            self.communicator.require(call.name)
 
     def _all_reduce(self, call: Call) -> Work:
         pair = call.array, call.array
@@ -114,16 +120,15 @@ class NcclBackend(Backend):
     def _reduce_scatter(self, call: Call) -> Work:
         """Reduce to this rank's part; unequal ones are reduced one by one."""
         array, mine = call.array, None if call.rows is None else call.rows[self.rank]
-        part = self._room(call, call.verb.shape(array.shape, self.size, mine)[0])
+        with self.on_device():
+            part = call.room(len(array) // self.size if mine is None else mine)
         if call.rows is not None:
-            works, end = list[Work](), 0
-            for root, count in enumerate(call.rows):
-                rows = array[end : end + count]
-                end += count
+            works = list[Work]()
+            for root, rows in enumerate(cut(array, call.rows)):
                 if root == self.rank:
                     part[...] = rows
-                    rows = part
-                step = Call(REDUCE, rows, call.op, call.scale, root, blocking=call.blocking)
+                term = part if root == self.rank else rows
+                step = Call(REDUCE, term, call.op, call.scale, root, blocking=call.blocking)
                 works.append(self._reduce(step))
             return Then(AllOf(works), lambda _: part)
         return self._reduce_pairs(call, self.functions.ncclReduceScatter, [(array, part)], part)
@@ -140,47 +145,37 @@ class NcclBackend(Backend):
         pieces = self._empty((self.size, *array.shape), array)
 
         def begin() -> None:
-            self._gather_rows(array, pieces, [array.nbytes] * self.size)
+            self._gather_rows(array, pieces, dict.fromkeys(range(self.size), array.nbytes))
             if call.verb.fills(self.rank, call.root):
-                with self._stream.stream:
+                with self._stream:
                     array[...] = combine(list(pieces), self.rank, call)
 
-        return self._launch(call, begin, [array, pieces] if array.size else [], array)
+        return self._launch(call, begin, [array, pieces], array)
 
     def _broadcast(self, call: Call) -> Work:
-        array = call.array
-
-        def begin() -> None:
-            there = self._pointer(array)
-            function = self.functions.ncclBroadcast
-            self._call(call.name, function, there, there, array.nbytes, BYTES, call.root)
-
-        return self._launch(call, begin, [array] if array.size else [], array)
+        array, there = call.array, self._pointer(call.array)
+        step = self.functions.ncclBroadcast, there, there, array.nbytes, BYTES, call.root
+        return self._launch(call, lambda: self._call(call.name, [step]), [array], array)
 
     def _all_gather(self, call: Call) -> Work:
         array, rows = call.array, self._comparisons.ask(call)
-        lengths = list(_lengths(array, rows).values())
+        lengths = _lengths(array, rows)
 
         def gather(joined: Array) -> Work:
             begin = functools.partial(self._gather_rows, array, joined, lengths)
-            return self._launch(call, begin, [array, joined] if joined.size else [], joined)
+            return self._launch(call, begin, [array, joined], joined)
 
         return self._into(call, sum(rows), gather)
 
-    def _gather_rows(self, array: Array, joined: Array, lengths: Sequence[int]) -> None:
+    def _gather_rows(self, array: Array, joined: Array, lengths: dict[int, int]) -> None:
         """Gather ``lengths`` bytes from each rank: unequal ones as one broadcast from each."""
         lib, source = self.functions, self._pointer(array)
-        if len(set(lengths)) == 1:
-            there = self._pointer(joined)
-            self._call("all_gather", lib.ncclAllGather, source, there, array.nbytes, BYTES)
-            return
-        start = 0
-        with self._communicator.together("all_gather"):
-            for root, length in enumerate(lengths):
-                if length:
-                    there = self._pointer(joined, start)
-                    self._call("all_gather", lib.ncclBroadcast, source, there, length, BYTES, root)
-                start += length
+        if len(set(lengths.values())) == 1:
+            steps = [(lib.ncclAllGather, source, self._pointer(joined), array.nbytes, BYTES)]
+        else:
+            blocks = self._blocks(joined, lengths)
+            steps = [(lib.ncclBroadcast, source, *place, BYTES, root) for root, *place in blocks]
+        self._call("all_gather", steps)
 
     def _gather(self, call: Call) -> Work:
         rows = self._comparisons.ask(call)
@@ -220,19 +215,20 @@ class NcclBackend(Backend):
         lib = self.functions
         both = (lib.ncclSend, call.array, sent), (lib.ncclRecv, result, received)
         ways = [(function, array, each) for function, array, each in both if array is not None]
+        steps = [
+            (function, *place, BYTES, rank)
+            for function, array, lengths in ways
+            for rank, *place in self._blocks(array, lengths)
+        ]
+        begin = functools.partial(self._call, call.name, steps, together=True)
+        return self._launch(call, begin, [array for _, array, _ in ways], result)
 
-        def begin() -> None:
-            with self._communicator.together(call.name):
-                for function, array, lengths in ways:
-                    start = 0
-                    for rank, length in lengths.items():
-                        if length:
-                            there = self._pointer(array, start)
-                            self._call(call.name, function, there, length, BYTES, rank)
-                        start += length
-
-        kept = [array for _, array, _ in ways if array.size]
-        return self._launch(call, begin, kept, result)
+    def _blocks(self, array: Array, lengths: dict[int, int]) -> Iterator[tuple[int, Any, int]]:
+        """Yield of each rank that has any of the bytes: it, where they are, and how many."""
+        starts = itertools.accumulate(lengths.values(), initial=0)
+        for (rank, length), start in zip(lengths.items(), starts, strict=False):
+            if length:
+                yield rank, self._pointer(array, start), length
 
     def _into(self, call: Call, rows: int, run: Callable[[Array], Work]) -> Work:
         """Have ``run`` fill where the result of ``call`` goes, of ``rows`` rows.
@@ -240,42 +236,35 @@ class NcclBackend(Backend):
         Where ``out`` has others, which raises ValueError on this rank, that is a new array: the
         other ranks have begun.
         """
-        out: Any = call.out
-        if out is None or out.shape[0] == rows:
-            return run(self._room(call, rows))
-        work = run(self._room(replace(call, out=None), rows))
+        with self.on_device():
+            out, room = call.out, call.room(rows)
+        work = run(room)
+        if out is None or out is room:
+            return work
         return Then(work, lambda _: require_length(call.name, out, rows, self.rank, self.size))
-
-    def _room(self, call: Call, rows: Any) -> Array:
-        """Return where the result of ``call`` goes, of ``rows`` rows."""
-        return (
-            self._empty((rows, *call.array.shape[1:]), call.array) if call.out is None else call.out
-        )
 
     def _exchange(self, calls: Sequence[Call]) -> Work:
         """Send and receive, begun as one; blocks until the peers do their part."""
         for call in calls:
             self._require(call)
-        self._comparisons.ask_for_messages(calls)
+        self._comparisons.meet([compared(call, blocking=True) for call in calls])
         name = calls[0].name if len(calls) == 1 else "exchange"
         # NCCL knows no tags: both ends begin messages in their order.
-        full = [call for call in sorted(calls, key=lambda call: call.tag) if call.array.size]
-
-        def begin() -> None:
-            with self._communicator.together(name) if len(full) > 1 else _ALONE:
-                for call in full:
-                    lib, array = self.functions, call.array
-                    function = lib.ncclSend if call.verb is SEND else lib.ncclRecv
-                    there = self._pointer(array)
-                    self._call(name, function, there, array.nbytes, BYTES, call.peer)
-
-        arrays = [call.array for call in calls]
-        return self._launch(calls[0], begin, [call.array for call in full], arrays, name)
+        lib, arrays = self.functions, [call.array for call in calls]
+        steps = [
+            (
+                lib.ncclSend if call.verb is SEND else lib.ncclRecv,
+                *(self._pointer(call.array), call.array.nbytes, BYTES, call.peer),
+            )
+            for call in sorted(calls, key=lambda call: call.tag)
+            if call.array.size
+        ]
+        return self._launch(calls[0], lambda: self._call(name, steps), arrays, arrays, name)
 
     def _barrier(self, call: Call) -> Work:
         """Block until this rank's collectives have ended and every rank is here."""
         self.synchronize()
-        return self._comparisons.wait_for_all(call)
+        return Done(self._comparisons.meet([replace(call, blocking=True)]))
 
     def synchronize(self) -> None:
         """Block the host until every collective that this rank has started has ended."""
@@ -285,18 +274,18 @@ class NcclBackend(Backend):
             work.block()  # the watchdog sees to it that this ends
             work.wait()
         self._comparisons.finish()  # what differs in its scale ends on the device all the same
-        self._communicator.require_unbroken()
+        self.communicator.require_unbroken()
 
     def is_busy(self) -> bool:
-        return self._flights.oldest() is not None or self._comparisons.are_pending()
+        return (self._flights.oldest() or self._comparisons.oldest()) is not None
 
     def close(self) -> None:
         """End the communicator, cutting off what still runs; may be repeated."""
         self._watchdog.stop()
-        with self._on_device(), self._communicator.lock:
+        with self.on_device(), self.communicator.lock:
             if self._flights.newest() is not None:
                 self._comparisons.find_lost("close")  # nothing waits for those who have gone
-            if self._communicator.close():  # else nobody waits for this rank
+            if self.communicator.close():  # else nobody waits for this rank
                 self._comparisons.finish(FINALIZE_SECONDS)
         self._flights.clear()
 
@@ -308,32 +297,45 @@ class NcclBackend(Backend):
         result: Any,
         name: str = "",
     ) -> Work:
-        """Give to the device what ``begin`` calls; without ``arrays`` there is nothing to do.
+        """Give to the device what ``begin`` calls, unless all ``arrays`` are empty.
 
-        ``arrays`` are all that the device reads or writes. A blocking call's caller's current
-        stream waits at once; the host does so in neither case.
+        These are all that the device reads or writes. A blocking call's caller's current stream
+        waits at once; the host does so in neither case.
 
         Raises:
             DistributedError: as :meth:`Communicator.call`.
         """
-        verb, blocking = name or call.name, call.blocking
-        with self._communicator.lock, self._on_device():
-            self._communicator.require(verb)
-            if not arrays:
+        verb, kept = name or call.name, [array for array in arrays if array.size]
+        with self.communicator.lock, self.on_device():
+            self.communicator.require(verb)
+            if not kept:
                 return Done(result)
-            self._stream.follow()
+            # What comes next waits for all that the caller's current stream has so far.
+            self._ready.record(self.current_stream())
+            self._stream.wait_event(self._ready)
             begin()
-            flight = DeviceFlight(verb, self._stream.mark(), arrays, self._comparisons.latest)
+            done = self._cupy.cuda.Event(disable_timing=True)
+            done.record(self._stream)
+            flight = DeviceFlight(verb, done, kept, self._comparisons.latest)
             self._flights.add(flight)
-            if blocking:
-                self._stream.lead(flight.event)
-                return Led(flight, result)
+            if call.blocking:
+                self.current_stream().wait_event(done)
+                led = Done(result)
+                led.flight = flight
+                return led
         return StreamWork(self, flight, result)
 
-    def _call(self, verb: str, function: Callable[..., int], *arguments: Any) -> None:
-        """Call a collective of NCCL on the communication stream; see ``Communicator.call``."""
-        communicator, stream = self._communicator, self._stream_handle
-        communicator.call(verb, function, *arguments, communicator.handle, stream)
+    def _call(self, verb: str, steps: Sequence[tuple[Any, ...]], together: bool = False) -> None:
+        """Call collectives of NCCL on the communication stream; see ``Communicator.call``.
+
+        Each of ``steps`` is a function and what it takes first; several begin as one.
+        """
+        where = self.communicator.handle, self._stream_handle
+        self.communicator.call(verb, *((*step, *where) for step in steps), together=together)
+
+    def current_stream(self) -> Any:
+        """Return the caller's, on this rank's device, which is the current one."""
+        return self._cupy.cuda.get_current_stream(self.device)
 
     def _pointer(self, array: Array, offset: int = 0) -> Any:
         """Return the address of ``array``'s data, ``offset`` bytes on."""
@@ -342,42 +344,15 @@ class NcclBackend(Backend):
 
     def _empty(self, shape: tuple[int, ...], like: Array) -> Array:
         """Return a new array of ``like``'s dtype that belongs to the caller's current stream."""
-        with self._on_device():
+        with self.on_device():
             array: Array = self._cupy.empty(shape, like.dtype)
         return array
 
-    def join(self, flight: DeviceFlight) -> None:
-        """Have the current stream wait for ``flight``.
-
-        Raises:
-            DistributedError: the communicator broke while it was on its way.
-        """
-        with self._communicator.lock:
-            if self._communicator.broken is not None and not flight.landed:
-                raise self._communicator.error()
-        with self._on_device():
-            self._stream.lead(flight.event)
-
-    def has_ended(self, flight: DeviceFlight) -> bool:
-        """Return whether ``flight`` has ended, or never will because the communicator broke."""
-        with self._communicator.lock:
-            return self._communicator.broken is not None or flight.ask()
-
-    def _on_device(self) -> Any:
+    def on_device(self) -> Any:
         """Return a context in which this rank's device is the current one."""
         if self._cupy.cuda.runtime.getDevice() == self.device:
             return _ALONE
         return self._cupy.cuda.Device(self.device)  # a new one: threads must not share it
-
-    def _check_device(self, verb: str, arrays: Sequence[Array]) -> None:
-        for array in arrays:
-            found = array.device.id  # type: ignore[attr-defined]
-            if found != self.device:
-                raise ValueError(
-                    f"{verb}: rank {self.rank} of {self.size} is joined to the others through "
-                    f"CUDA device {self.device}, and the array is on device {found}; move it "
-                    f"(flashlight_py.device.to_device(x, 'cuda:{self.device}'))"
-                )
 
     def _reduce_pairs(
         self,
@@ -388,21 +363,19 @@ class NcclBackend(Backend):
         *root: int,
     ) -> Work:
         """Reduce each pair (source, target), several of them begun as one."""
-        verb, stream, scaled_sum = call.name, self._stream.stream, self._communicator.scaled_sum
+        verb, scaled_sum = call.name, self.communicator.scaled_sum
         full = [pair for pair in pairs if pair[0].size]
 
         def begin() -> None:
-            parts = [ReducedArray(stream, *pair, call.op, call.scale) for pair in full]
-            rules = [
-                OPS[call.op]
-                if part.factor == 1.0
-                else scaled_sum(verb, part.factor, part.form.dtype, part.form.code)
-                for part in parts
-            ]
-            with self._communicator.together(verb) if len(parts) > 1 else _ALONE:
-                for part, rule in zip(parts, rules, strict=True):
-                    there = self._pointer(part.source), self._pointer(part.room)
-                    self._call(verb, function, *there, part.count, part.form.code, rule, *root)
+            parts = [ReducedArray(self._stream, *pair, call.op, call.scale) for pair in full]
+            steps = []
+            for part in parts:
+                rule, code = OPS[call.op], part.form.code
+                if part.factor != 1.0:
+                    rule = scaled_sum(verb, part.factor, part.form.dtype, code)
+                there = self._pointer(part.source), self._pointer(part.room)
+                steps.append((function, *there, part.count, code, rule, *root))
+            self._call(verb, steps)
             for part in parts:
                 part.finish()
 
@@ -413,14 +386,6 @@ class NcclBackend(Backend):
 def _lengths(array: Array, rows: Sequence[int]) -> dict[int, int]:
     """Return how many bytes ``rows[r]`` rows are, for each rank r."""
     return {rank: count * row_bytes(array) for rank, count in enumerate(rows)}
-
-
-class Led(Done):
-    """A collective that the caller's stream waits for already: the result can be used."""
-
-    def __init__(self, flight: DeviceFlight, result: Any) -> None:
-        super().__init__(result)
-        self.flight = flight
 
 
 class StreamWork(Work):
@@ -437,12 +402,18 @@ class StreamWork(Work):
         """
         if timeout is not None:
             self.block(timeout)
-        self._backend.join(self.flight)
+        backend, communicator = self._backend, self._backend.communicator
+        with communicator.lock:
+            if communicator.broken is not None and not self.flight.landed:
+                raise communicator.error()
+        with backend.on_device():
+            backend.current_stream().wait_event(self.flight.event)
         return self._result
 
     def is_completed(self) -> bool:
         """Return whether the device is done with it, or it failed."""
-        return self._backend.has_ended(self.flight)
+        with self._backend.communicator.lock:
+            return self._backend.communicator.broken is not None or self.flight.ask()
 
     def end_time(self) -> float | None:
         return self.flight.ended

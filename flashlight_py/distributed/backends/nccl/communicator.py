@@ -7,11 +7,10 @@ descriptor to watch, so asking in short intervals is the only way.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -33,9 +32,6 @@ _MOST_SCALED_SUMS = 64
 # How long the end of an orderly shutdown may take, before the communicator is cut off instead.
 FINALIZE_SECONDS = 5.0
 
-# What is wrong in words, and the class of error that it is, if that is known better now.
-Diagnosis = Callable[[], tuple[type[DistributedError] | None, str]]
-
 
 class Communicator:
     """This rank's end of a communicator of ``size`` ranks; collective, blocks up to ``timeout``.
@@ -50,12 +46,7 @@ class Communicator:
     """
 
     def __init__(
-        self,
-        nccl: NcclLibrary,
-        unique_id: bytes,
-        rank: int,
-        size: int,
-        timeout: float,
+        self, nccl: NcclLibrary, unique_id: bytes, rank: int, size: int, timeout: float
     ) -> None:
         self.nccl, self.lib = nccl, nccl.lib
         self.rank, self.size, self.timeout = rank, size, timeout
@@ -63,13 +54,12 @@ class Communicator:
         self.broken: DistributedError | None = None
         self._was_raised = False
         self.handle: Any = nccl.ffi.NULL
-        self.who_is_missing: Diagnosis | None = None
+        # What is wrong in words, and the class of error that it is, if that is known better then.
+        self.who_is_missing: Callable[[], tuple[type[DistributedError] | None, str]] | None = None
         self.look: Callable[[], None] | None = None
-        self._state = nccl.ffi.new("ncclResult_t *")
         self._scaled_sums: dict[tuple[float, str], int] = {}
-        self._grouped = False
-        self._failed_in_group: tuple[str, int] | None = None
         ffi = nccl.ffi
+        self._state = ffi.new("ncclResult_t *")
         identity, place = ffi.new("ncclUniqueId *"), ffi.new("ncclComm_t *")
         ffi.buffer(identity)[:] = unique_id
         config = ffi.new("ncclConfig_t *")
@@ -79,36 +69,27 @@ class Communicator:
         self.handle = place[0]
         self._check("init", status)
 
-    def call(self, verb: str, function: Callable[..., int], *arguments: Any) -> None:
-        """Call ``function(*arguments, communicator, ...)`` of NCCL, and wait until it has begun.
+    def call(self, verb: str, *steps: tuple[Any, ...], together: bool = False) -> None:
+        """Call functions of NCCL, each given with its arguments, and wait until they have begun.
+
+        Several begin as one, and one ``together`` with those of other ranks.
 
         Raises:
             CollectiveTimeoutError: it needs other ranks, and they did not join in time.
             DistributedError: NCCL refused, or what ``look`` has found.
         """
-        status = function(*arguments)
-        if status == self.lib.ncclSuccess:
-            return
-        if not self._grouped:
-            self._check(verb, status)
-        elif status != self.lib.ncclInProgress and self._failed_in_group is None:
-            self._failed_in_group = (verb, status)
-
-    @contextlib.contextmanager
-    def together(self, verb: str) -> Iterator[None]:
-        """Have the calls within begin as one; their failures are raised at the end.
-
-        Raises:
-            CollectiveTimeoutError, DistributedError: as for :meth:`call`.
-        """
-        self._check(verb, self.lib.ncclGroupStart())
-        self._grouped, self._failed_in_group = True, None
+        together |= len(steps) > 1
+        if together:
+            self._check(verb, self.lib.ncclGroupStart())
+        statuses: list[int] = []
         try:
-            yield
+            for function, *arguments in steps:
+                statuses.append(function(*arguments))
         finally:
-            self._grouped = False
-            status = self.lib.ncclGroupEnd()  # also after an error: NCCL counts the levels
-        self._check(*(self._failed_in_group or (verb, status)))
+            if together:  # also after an error: NCCL counts the levels
+                statuses.append(self.lib.ncclGroupEnd())
+        begun = self.lib.ncclSuccess, self.lib.ncclInProgress
+        self._check(verb, next((s for s in statuses if s not in begun), statuses[-1]))
 
     def scaled_sum(self, verb: str, scale: float, dtype: str, code: int) -> int:
         """Return NCCL's number of the sum that multiplies each rank's values by ``scale`` first.
@@ -125,10 +106,10 @@ class Communicator:
         ffi, lib = self.nccl.ffi, self.lib
         if len(self._scaled_sums) >= _MOST_SCALED_SUMS:
             oldest = self._scaled_sums.pop(next(iter(self._scaled_sums)))
-            self.call(verb, lib.ncclRedOpDestroy, oldest, self.handle)
+            self.call(verb, (lib.ncclRedOpDestroy, oldest, self.handle))
         op, scalar = ffi.new("ncclRedOp_t *"), ffi.from_buffer(_as_scalar(scale, dtype))
-        here = lib.ncclScalarHostImmediate
-        self.call(verb, lib.ncclRedOpCreatePreMulSum, op, scalar, code, here, self.handle)
+        what = scalar, code, lib.ncclScalarHostImmediate, self.handle
+        self.call(verb, (lib.ncclRedOpCreatePreMulSum, op, *what))
         found = self._scaled_sums[scale, dtype] = int(op[0])
         return found
 
@@ -194,15 +175,6 @@ class Communicator:
             if self.broken is None:
                 self.broken = error
                 self._release(self.lib.ncclCommAbort)
-
-    def give_up_on(self, error: Exception) -> None:
-        """Cut the communicator off, since ``error`` has ended whoever watches it."""
-        self.fail(
-            DistributedError(
-                f"{self._doing('watchdog')}: {type(error).__name__}: {error}; without a watchdog "
-                "nothing ends a wait for a rank that is gone"
-            )
-        )
 
     def close(self) -> bool:
         """End in order where all ranks do so within a few seconds, else cut off; returns which."""

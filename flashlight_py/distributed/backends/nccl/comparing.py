@@ -7,10 +7,8 @@ Of all else the host has to know sizes or peers, so that it is compared before N
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -65,7 +63,7 @@ class Comparisons:
         Raises:
             DistributedError: what an earlier comparison has found.
         """
-        self._add(_compared(call, blocking=False))
+        self._add(compared(call, blocking=False))
         self.look()
         self._communicator.require(call.name)
 
@@ -91,17 +89,14 @@ class Comparisons:
             if error is not None:
                 self._judge(error)
 
-    def are_pending(self) -> bool:
-        """Return whether something is still being compared; does not wait."""
-        return self._oldest() is not None
-
     def finish(self, seconds: float | None = None) -> None:
         """Block until all that was posted has been compared, but for each at most ``seconds``."""
-        while (work := self._oldest()) is not None:
+        while (work := self.oldest()) is not None:
             if _failure(work, seconds) is not None and not work.is_completed():
                 return
 
-    def _oldest(self) -> Work | None:
+    def oldest(self) -> Work | None:
+        """Return the first that is still being compared, if any; does not wait."""
         with self._communicator.lock:
             self.look()
             ended = self._communicator.broken is not None or not self._posted
@@ -115,31 +110,21 @@ class Comparisons:
                 another rank, that ends the communicator.
             DistributedError: as ``Work.wait``; that ends it too.
         """
-        with self._asking():
-            return self._cpu.start(_compared(call, blocking=True)).wait()
-
-    def ask_for_messages(self, calls: Sequence[Call]) -> None:
-        """Block until the peer of each message has called its counterpart; raises as ``ask``."""
-        with self._asking():
-            self._cpu.start_many([_compared(call, blocking=True) for call in calls]).wait()
+        return self.meet([compared(call, blocking=True)])
 
     def rows_for_this_rank(self, call: Call) -> list[int]:
         """Return how many rows each rank has for this one, which has ``rows`` for them."""
         mine, size = np.array(call.rows, np.int64), self._cpu.size
         step = Call(ALL_GATHER, mine, part_of="all_to_all(rows=...)")
-        with self._asking():
-            table = self._cpu.start(step).wait().reshape(size, size)
+        table = self.meet([step]).reshape(size, size)
         return [int(rows) for rows in table[:, self._cpu.rank]]
 
-    def wait_for_all(self, call: Call) -> Work:
-        """Wait in the barrier ``call`` until every rank is here; raises as ``ask``."""
-        with self._asking():
-            return Done(self._cpu.start(replace(call, blocking=True)).wait())
-
-    @contextlib.contextmanager
-    def _asking(self) -> Iterator[None]:
+    def meet(self, calls: Sequence[Call]) -> Any:
+        """Return the result of blocking ``calls`` over the CPU's backend; raises as ``ask``."""
+        cpu = self._cpu
         try:
-            yield
+            work = cpu.start(calls[0]) if len(calls) == 1 else cpu.start_many(calls)
+            return work.wait()
         except _ENDS_OF_GROUPS as error:
             with self._communicator.lock:
                 self.look()
@@ -191,7 +176,7 @@ def _failure(work: Work, seconds: float | None = None) -> DistributedError | Non
     return None
 
 
-def _compared(call: Call, blocking: bool) -> Call:
+def compared(call: Call, blocking: bool) -> Call:
     """Return ``call`` as one that ranks only compare; faster than ``replace``."""
     how = call.op, call.scale, call.root, call.peer, call.tag, call.rows, call.out
     rest = blocking, call.seconds, call.part_of

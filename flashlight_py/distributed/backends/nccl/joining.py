@@ -75,8 +75,7 @@ def _look(rule: DeviceRule, first: bool) -> tuple[tuple[NcclLibrary, Any, int] |
     except DistributedError as error:
         return None, NcclCard(problem=str(error))
     gpu = topology.gpu_identity(cupy, index)
-    card = NcclCard(version=nccl.version, gpu=gpu, unique_id=identity)
-    return (nccl, cupy, index), card
+    return (nccl, cupy, index), NcclCard("", nccl.version, gpu, identity)
 
 
 def meet(cpu: Backend, mine: NcclCard) -> bytes:
@@ -89,8 +88,7 @@ def meet(cpu: Backend, mine: NcclCard) -> bytes:
     """
     payload = json.dumps(asdict(mine)).encode()
     cards = [NcclCard(**json.loads(text)) for text in exchange_bytes(cpu, payload)]
-    problem = _first_problem(cards)
-    if problem:
+    if problem := _first_problem(cards):
         raise UnavailableEverywhereError(f"rank {cpu.rank} of {cpu.size}: {problem}")
     return bytes.fromhex(cards[0].unique_id)
 
@@ -125,9 +123,8 @@ def _communicator(
         communicator = Communicator(nccl, unique_id, cpu.rank, cpu.size, joining)
     except DistributedError as error:
         problem = error
-    words = "" if problem is None else str(problem)
     try:
-        answers = exchange_bytes(Steps(cpu, seconds=joining), words.encode())
+        answers = exchange_bytes(Steps(cpu, seconds=joining), str(problem or "").encode())
         failed = [f"rank {rank}: {text.decode()}" for rank, text in enumerate(answers) if text]
         if problem is not None:
             raise problem

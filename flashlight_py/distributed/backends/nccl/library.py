@@ -56,12 +56,6 @@ class NcclLibrary:
             raise self.failure("making a unique id", status)
         return bytes(self.ffi.buffer(room))
 
-    def explain(self, status: int) -> str:
-        """Return what NCCL says of ``status``, and of its last failure."""
-        said = self._text(self.lib.ncclGetErrorString(status))
-        last = self._text(self.lib.ncclGetLastError(self.ffi.NULL))
-        return f"{said} (status {status}); NCCL's last failure: {last or 'none reported'}"
-
     def failure(self, doing: str, status: int) -> DistributedError:
         """Return the error that ``status`` stands for; ``doing``: in what, and on which rank."""
         lib = self.lib
@@ -69,14 +63,12 @@ class NcclLibrary:
             lib.ncclRemoteError: PeerLostError,
             lib.ncclTimeout: CollectiveTimeoutError,
         }.get(status, DistributedError)
-        advice = "NCCL_DEBUG=INFO makes NCCL report more"
+        texts = lib.ncclGetErrorString(status), lib.ncclGetLastError(self.ffi.NULL)
+        said, last = (self.ffi.string(text).decode(errors="replace").strip() for text in texts)
         return kind(
-            f"{doing}: NCCL {version_text(self.version)} says: {self.explain(status)}. {advice}"
+            f"{doing}: NCCL {version_text(self.version)} says: {said} (status {status}); NCCL's "
+            f"last failure: {last or 'none reported'}. NCCL_DEBUG=INFO makes NCCL report more"
         )
-
-    def _text(self, chars: Any) -> str:
-        text: str = self.ffi.string(chars).decode(errors="replace")
-        return text.strip()
 
 
 @functools.cache
@@ -144,21 +136,17 @@ def open_first(ffi: Any, places: Iterator[tuple[str, str]], open_path: Opener) -
 
 def _attempt(ffi: Any, open_path: Opener, path: str) -> NcclLibrary | str:
     """Return the library at ``path``, or the reason why it cannot be used."""
-    try:
-        return _checked(ffi, open_path(path), path)
-    except (OSError, AttributeError, BackendUnavailableError) as error:
-        return str(error)
-
-
-def _checked(ffi: Any, lib: Any, path: str) -> NcclLibrary:
     room = ffi.new("int *")
-    status = lib.ncclGetVersion(room)
+    try:
+        lib = open_path(path)
+        status = lib.ncclGetVersion(room)
+    except (OSError, AttributeError) as error:
+        return str(error)
     if status != lib.ncclSuccess:
-        raise BackendUnavailableError(f"{path}: ncclGetVersion gave status {status}")
+        return f"{path}: ncclGetVersion gave status {status}"
     version = int(room[0])
     if version < MINIMUM:
-        found = version_text(version)
-        raise BackendUnavailableError(f"{path} is NCCL {found}, too old: {_WHY_MINIMUM}")
+        return f"{path} is NCCL {version_text(version)}, too old: {_WHY_MINIMUM}"
     return NcclLibrary(ffi, lib, path, version)
 
 

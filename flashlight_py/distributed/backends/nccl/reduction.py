@@ -16,19 +16,9 @@ from flashlight_py.device import Array, array_module
 from flashlight_py.distributed.calls.arrays import scale_in_place
 from flashlight_py.distributed.constants import ReduceOp
 
-# ncclDataType_t, as csrc/nccl/nccl.cdef.h declares it.
-_CODES = {
-    "int8": 0,
-    "uint8": 1,
-    "int32": 2,
-    "uint32": 3,
-    "int64": 4,
-    "uint64": 5,
-    "float16": 6,
-    "float32": 7,
-    "float64": 8,
-    "bfloat16": 9,
-}
+# In the order of ncclDataType_t, as csrc/nccl/nccl.cdef.h declares it.
+_NAMES = "int8 uint8 int32 uint32 int64 uint64 float16 float32 float64 bfloat16"
+_CODES = {name: code for code, name in enumerate(_NAMES.split())}
 BYTES = _CODES["uint8"]
 
 # ncclRedOp_t. The bits of bool are its least and greatest; other bits have no form.
@@ -50,8 +40,8 @@ class NcclForm:
 
     dtype: str
     code: int
-    parts: int = 1
-    widened: bool = False
+    parts: int
+    widened: bool
 
 
 @functools.cache
@@ -66,18 +56,16 @@ def form_of(dtype: str, op: ReduceOp) -> NcclForm:
             f"NCCL has no {op.name.lower()} of {dtype}: it combines numbers, not bits; reduce on "
             "the CPU (x.get()), or all_gather and combine"
         )
-    if dtype in _WIDENED:
-        wide = _WIDENED[dtype]
-        return NcclForm(wide, _CODES[wide], widened=True)
-    if dtype.startswith("complex") and op is not ReduceOp.SUM:
+    is_complex = dtype.startswith("complex")
+    if is_complex and op is not ReduceOp.SUM:
         raise TypeError(
             f"NCCL has no {op.name.lower()} of {dtype}: real and imaginary parts are summed on "
             "their own; reduce on the CPU (x.get()), or all_gather and combine"
         )
-    seen = _SEEN_AS.get(dtype, dtype)
+    seen = _SEEN_AS.get(dtype) or _WIDENED.get(dtype, dtype)
     if seen not in _CODES:
         raise TypeError(f"NCCL reduces {', '.join((*_CODES, *_SEEN_AS, *_WIDENED))}; got {dtype}")
-    return NcclForm(seen, _CODES[seen], parts=2 if dtype.startswith("complex") else 1)
+    return NcclForm(seen, _CODES[seen], 2 if is_complex else 1, dtype in _WIDENED)
 
 
 class ReducedArray:

@@ -23,6 +23,7 @@ from flashlight_py.distributed.backends.nccl.communicator import Communicator
 from flashlight_py.distributed.backends.nccl.comparing import Comparisons
 from flashlight_py.distributed.failures import journal
 from flashlight_py.distributed.work import Done, Work
+from flashlight_py.errors import DistributedError
 
 _INTERVAL = 0.2
 # While a profile is taken, which wants to know when collectives ended.
@@ -32,40 +33,6 @@ _INTERVAL_OF_LOSSES = 0.15
 # Of an event's status: success, cudaErrorNotReady, and what concerns a graph that somebody captures
 # meanwhile (cudaErrorStreamCaptureUnsupported to cudaErrorStreamCaptureWrongThread).
 _NO_FAILURES = {0, 600, *range(900, 909)}
-
-
-class CommunicationStream:
-    """A stream on device ``index`` for the collectives of one group, in the order of the calls.
-
-    The device must be the current one for every method.
-    """
-
-    def __init__(self, cupy: Any, index: int) -> None:
-        self._cuda = cupy.cuda
-        self._index = index
-        # Not ordered with the legacy default stream, which would serialise what is to overlap.
-        self.stream = cupy.cuda.Stream(non_blocking=True)
-        self.pointer = int(self.stream.ptr)
-        self._ready = cupy.cuda.Event(disable_timing=True)
-
-    def follow(self) -> None:
-        """Have what comes next wait for all that the caller's current stream has so far."""
-        # One event serves every call: a wait is for the record that came last before it.
-        self._ready.record(self._current())
-        self.stream.wait_event(self._ready)
-
-    def mark(self) -> Any:
-        """Return an event that is done when all that was given to this stream is."""
-        event = self._cuda.Event(disable_timing=True)
-        event.record(self.stream)
-        return event
-
-    def lead(self, event: Any) -> None:
-        """Have the caller's current stream wait for ``event``."""
-        self._current().wait_event(event)
-
-    def _current(self) -> Any:
-        return self._cuda.get_current_stream(self._index)
 
 
 @dataclass
@@ -150,7 +117,7 @@ class NcclWatchdog:
         flights: Flights,
         comparisons: Comparisons,
     ) -> None:
-        self._cuda = cupy.cuda
+        self._runtime = cupy.cuda.runtime
         self._device = cupy.cuda.Device(index)  # used by the thread alone
         self._communicator, self._flights = communicator, flights
         self._comparisons, self._next = comparisons, 0.0
@@ -172,7 +139,11 @@ class NcclWatchdog:
                     break
                 self.look()
         except Exception as error:
-            self._communicator.give_up_on(error)  # nobody else would end a wait for the device
+            where = f"[watchdog] rank {self._communicator.rank} of {self._communicator.size}"
+            words = "without a watchdog nothing ends a wait for a rank that is gone"
+            self._communicator.fail(
+                DistributedError(f"{where}: {type(error).__name__}: {error}; {words}")
+            )
             raise
 
     def look(self, needs_all: bool = False) -> None:
@@ -191,10 +162,8 @@ class NcclWatchdog:
                 self._next = now + _INTERVAL_OF_LOSSES
                 self._comparisons.find_lost("NCCL" if oldest is None else oldest.verb)
             if oldest is not None:
-                self._communicator.watch(oldest.verb, oldest.begun(), self._failure_of(oldest))
-
-    def _failure_of(self, flight: DeviceFlight) -> str:
-        """Return what CUDA says of a collective that cannot end because CUDA itself has failed."""
-        runtime = self._cuda.runtime
-        status = runtime.eventQuery(flight.event.ptr)
-        return "" if status in _NO_FAILURES else str(runtime.CUDARuntimeError(status))
+                # Which cannot end if CUDA itself has failed.
+                status = self._runtime.eventQuery(oldest.event.ptr)
+                error = self._runtime.CUDARuntimeError
+                failure = "" if status in _NO_FAILURES else str(error(status))
+                self._communicator.watch(oldest.verb, oldest.begun(), failure)
