@@ -103,12 +103,11 @@ class Placement(ABC):
         """
 
     def sum_of_squares(self, variable: Variable) -> float:
-        """Return that of the whole gradient, in float64, the same on all processes.
+        """Return that of the whole gradient, in float64, the same on all processes. Collective.
 
-        For rules that need a norm. This one is for gradients that every process can read.
+        For rules that need a norm.
         """
-        assert variable.grad is not None
-        return sum_of_squares(variable.grad)
+        return self.shards.sum_of_squares([variable])
 
     @abstractmethod
     def whole(self, state: Array) -> Array:

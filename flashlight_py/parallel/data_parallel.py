@@ -190,7 +190,7 @@ class GradientSync(GradientPass[GradientUnit]):
     """
 
     __captured_state__ = (
-        *("reducer", "weigh", "ignored", "enabled", "is_shared", "averages"),
+        *("reducer", "weigh", "ignored", "enabled", "averages"),
         *("_units", "_params", "_flags", "_running", "_given", "_has_failed"),
     )
 

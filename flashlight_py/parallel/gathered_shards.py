@@ -33,7 +33,6 @@ from flashlight_py.distributed.reducers.reducer import InlineReducer
 from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.nn import Module
 from flashlight_py.optim import FirstOrderOptimizer
-from flashlight_py.optim.cpu import sum_of_squares
 from flashlight_py.optim.optimizer import Placement, RuleOptimizer, Shards
 from flashlight_py.parallel.agreement import check_modules_agree
 from flashlight_py.parallel.gradient_pass import GradientPass, Unit, release, used_on_any_rank
@@ -266,12 +265,6 @@ class PartPlacement(Placement):
         assert variable.grad is not None
         part = self.flat.part[self._here]
         return [(part, variable.grad, *states)] if part.size else []
-
-    def sum_of_squares(self, variable: Variable) -> float:
-        """Return that of the whole gradient, in float64. Collective, blocking."""
-        assert variable.grad is not None
-        squares = np.array([sum_of_squares(variable.grad)])
-        return float(self.flat.group.all_reduce(squares)[0])
 
     def whole(self, state: Array) -> Array:
         """Return the parts of all ranks in the parameter's shape, a new array. Collective."""

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 from itertools import accumulate
 from typing import Any, Literal
 
-import numpy as np
 from numpy.typing import DTypeLike
 
 from flashlight_py.autograd import Variable
@@ -20,7 +19,6 @@ from flashlight_py.distributed.calls.checks import whole
 from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.errors import MismatchError
 from flashlight_py.nn import Linear
-from flashlight_py.optim.cpu import sum_of_squares
 from flashlight_py.optim.optimizer import FirstOrderOptimizer, Placement, Shards
 from flashlight_py.parallel.agreement import (
     by_rank,
@@ -211,12 +209,6 @@ class CutParameter(Placement):
         assert variable.grad is not None
         arrays = (variable.data, variable.grad, *states)
         return [tuple(array.reshape(-1) for array in arrays)]
-
-    def sum_of_squares(self, variable: Variable) -> float:
-        """Return that of all ranks' gradients. Collective, blocking."""
-        assert variable.grad is not None
-        own = np.array(sum_of_squares(variable.grad), np.float64)
-        return float(self.cut.group.all_reduce(own))
 
     def whole(self, state: Array) -> Array:
         """Return all ranks' parts, joined. Collective, blocking."""

@@ -15,12 +15,14 @@ import math
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
+from flashlight_py.autograd import Variable
 from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.api.running import refusing
@@ -28,6 +30,7 @@ from flashlight_py.distributed.calls.arrays import scale_in_place
 from flashlight_py.distributed.reducers.host_memory import add_up, hosts_of, map_zeros, meet
 from flashlight_py.errors import TornStateError, UnavailableEverywhereError
 from flashlight_py.parallel.agreement import of_all_ranks
+from flashlight_py.parallel.gradient_pass import Unit
 
 LINE = 64  # bytes of a cache line, at which the parts of ranks begin
 
@@ -48,147 +51,78 @@ class Chunk:
         return slice(self.start + rank * self.part, self.start + (rank + 1) * self.part)
 
 
-@dataclass(eq=False)
-class UnitPlan:
-    """Parameters, by number, that are sent together, and where each begins in the flat array."""
+class HostUnit(Unit):
+    """Parameters that are sent together: where each begins in the flat array ``name``."""
 
-    numbers: list[int]
-    starts: list[int]
-    sizes: list[int]
-    chunks: list[Chunk]
+    __captured_state__ = ("pending", "places")
 
-
-@dataclass(frozen=True)
-class FlatLayout:
-    """The units of one flat array in the order in which they are sent, and its length."""
-
-    units: list[UnitPlan]
-    length: int
+    def __init__(
+        self, name: str, params: Sequence[Variable], starts: list[int], chunks: list[Chunk]
+    ) -> None:
+        super().__init__(params)
+        self.name, self.starts, self.chunks = name, starts, chunks
+        self.places: list[Any] = []  # of the parameters
+        self.flags = np.zeros((0, 0), np.bool_)  # which rank has which gradients, in this pass
 
 
 def plan(
-    shapes: Sequence[Sequence[int]],
-    itemsize: int,
+    name: str,
+    params: Sequence[Variable],
     ranks: int,
     bucket_bytes: int,
     hosts: Sequence[int] = (1,),
-) -> FlatLayout:
-    """Return where parameters of ``shapes`` lie, which are in the order of their gradients.
+) -> tuple[list[HostUnit], int]:
+    """Return the units of the flat array ``name`` in the order in which they are sent; its length.
 
-    A host has ``ranks`` ranks; ``hosts``: how many all hosts have, so that things lie at the same
-    places on each.
+    ``params`` are of one dtype, in the order of their gradients. A host has ``ranks`` ranks;
+    ``hosts``: how many all hosts have, so that things lie at the same places on each.
 
     Example:
-        >>> layout = plan([(100, 40), (40,), (3,)], 4, ranks=2, bucket_bytes=8192)
-        >>> [(unit.numbers, unit.starts) for unit in layout.units]
-        [([0], [0]), ([1, 2], [4000, 4040])]
-        >>> [(chunk.start, chunk.stop, chunk.part) for chunk in layout.units[0].chunks]
+        >>> shapes = (100, 40), (40,), (3,)
+        >>> params = [Variable(np.zeros(shape, np.float32)) for shape in shapes]
+        >>> units, length = plan("<f4", params, ranks=2, bucket_bytes=8192)
+        >>> [([param.size for param in unit.params], unit.starts) for unit in units]
+        [([4000], [0]), ([40, 3], [4000, 4040])]
+        >>> [(chunk.start, chunk.stop, chunk.part) for chunk in units[0].chunks]
         [(0, 1920, 960), (1920, 3840, 960), (3840, 4000, 80)]
     """
-    line = max(1, LINE // itemsize)
-    grain = line * math.lcm(ranks, *hosts)
+    itemsize = params[0].dtype.itemsize
+    grain = max(1, LINE // itemsize) * math.lcm(ranks, *hosts)
     room = max(bucket_bytes // itemsize // grain, 1) * grain
-    sizes = [math.prod(shape) for shape in shapes]
-    sent: list[list[int]] = []
-    small: list[int] = []
-    for number, size in enumerate(sizes):
-        if size * 4 > room:
-            sent.append([number])
+    sent: list[list[Variable]] = []
+    small: list[Variable] = []
+    for param in params:
+        if param.size * 4 > room:
+            sent.append([param])
             continue
-        if sum(sizes[other] for other in small) + size > room:
+        if sum(other.size for other in small) + param.size > room:
             sent.append(small)
             small = []
-        small.append(number)
+        small.append(param)
     if small:
         sent.append(small)
     units, end = [], 0
-    for numbers in sent:
-        own, step = [sizes[number] for number in numbers], room
-        if len(numbers) == 1:  # a chunk of a large parameter has whole rows where they fit
-            row = math.prod(shapes[numbers[0]][1:])
+    for together in sent:
+        step = room
+        if len(together) == 1:  # a chunk of a large parameter has whole rows where they fit
+            row = math.prod(together[0].shape[1:])
             rows = math.lcm(row, grain) if row else grain
             step = room // rows * rows or room
-        *starts, last = itertools.accumulate(own, initial=end)
+        *starts, last = itertools.accumulate((param.size for param in together), initial=end)
         begin, end = end, end + -(-(last - end) // grain) * grain
         edges = [*range(begin, end, step), end]
         chunks = [Chunk(a, b, (b - a) // ranks) for a, b in itertools.pairwise(edges)]
-        units.append(UnitPlan(numbers, starts, own, chunks))
-    return FlatLayout(units, end)
+        units.append(HostUnit(name, together, starts, chunks))
+    return units, end
 
 
 # What ranks compare where they meet: one may be in another pass, or in a step.
 BACKWARD = "backward of a sharded module"
+STEP = "optimizer.step of a sharded module"
 # Of all ranks of a host together, and of one bucket.
 ALL_BYTES = 16 << 20
 LEAST_BYTES, MOST_BYTES = 256 << 10, 2 << 20
-
-
-def bucket_bytes(ranks: int) -> int:
-    """Return how large a bucket of one of ``ranks`` ranks of a host may be.
-
-    Example:
-        >>> [bucket_bytes(ranks) >> 10 for ranks in (1, 4, 8, 64)]
-        [2048, 2048, 1024, 256]
-    """
-    return min(max(ALL_BYTES // (2 * ranks), LEAST_BYTES), MOST_BYTES)
-
-
-# The gradient of a large weight is computed into them in blocks of rows, so it never exists as a
-# whole on a rank; ``GradSink`` is what autograd knows of it.
-class Buckets:
-    """The buckets of all ranks of a host. Making them is collective, and blocks.
-
-    Args:
-        local: the ranks of this host.
-        nbytes: of one bucket.
-        scale: the factor of the sums.
-        keeps: sums are kept, so that a rank which is alone on its host needs no bucket.
-    """
-
-    def __init__(self, local: ProcessGroup, nbytes: int, scale: float, keeps: bool) -> None:
-        self._local, self._scale = local, scale
-        self._alone = keeps and local.size == 1
-        nbytes = -(-nbytes // 4096) * 4096
-        self._memory = map_zeros(local, local.size * 2 * nbytes).reshape(local.size, 2, nbytes)
-        self._turn = 0
-
-    def next(self, chunk: Chunk, total: Array, adds: bool) -> Array:
-        """Return room for what this rank has of ``chunk``, which goes into ``total``.
-
-        A rank that is alone on its host has it in ``total`` itself, unless that is added to.
-        """
-        if self._alone and not adds:
-            return total[chunk.start : chunk.stop]
-        self._turn ^= 1
-        return self.of_ranks(chunk, total.dtype)[self._local.rank]
-
-    def of_ranks(self, chunk: Chunk, dtype: np.dtype[np.generic]) -> list[Array]:
-        """Return every rank's room for ``chunk``, for which ``next`` was called last."""
-        nbytes = (chunk.stop - chunk.start) * dtype.itemsize
-        rooms: list[Array] = [rank[self._turn, :nbytes].view(dtype) for rank in self._memory]
-        return rooms
-
-    def send(self, chunk: Chunk, total: Array, old: Callable[[Array, Chunk], None] | None) -> None:
-        """Sum what ranks have in their rooms into this rank's part of ``total``. Collective.
-
-        Blocks. ``old``: what is there stays, scaled by this in place, and is added to.
-        """
-        part = chunk.part_of(self._local.rank)
-        if self._alone and old is None:
-            scale_in_place(total[part], self._scale)
-            return
-        meet(self._local, BACKWARD)
-        place = slice(part.start - chunk.start, part.stop - chunk.start)
-        own = [room[place] for room in self.of_ranks(chunk, total.dtype)]
-        if old is None:
-            add_up(own, self._scale, total[part])
-            return
-        old(total[part], chunk)
-        total[part] += add_up(own, self._scale, np.empty_like(total[part]))
-
-
 DEBUG = "FLASHLIGHT_DEBUG_SHARED"
-STEP = "optimizer.step of a sharded module"
 # What ends the name of a layout of parameters that do not learn; before it stands their dtype.
 FROZEN = " frozen"
 
@@ -216,14 +150,14 @@ class Hosts:
             self.between = between if leads else None
 
     @contextlib.contextmanager
-    def together(self, verb: str) -> Iterator[None]:
-        """Return a block of ``verb`` that either ends on all ranks or raises on all. Collective.
+    def together(self) -> Iterator[None]:
+        """Return a block that either ends on all ranks or raises on all of them. Collective.
 
         Raises:
             MismatchError, UnavailableEverywhereError: another rank has failed; with its reason.
         """
         try:
-            with refusing(self.local, verb, how="failed"):
+            with refusing(self.local, "fully_shard", how="failed"):
                 yield
                 self.local.barrier()
         except Exception as error:
@@ -234,62 +168,130 @@ class Hosts:
         for rank, reason in enumerate(failed):
             if reason:
                 raise UnavailableEverywhereError(
-                    f"[{verb}] rank {self.group.rank} of {self.group.size}: rank {rank} has failed "
-                    f"({reason}), so no rank has changed anything; mend that and call it again"
+                    f"[fully_shard] rank {self.group.rank} of {self.group.size}: rank {rank} has "
+                    f"failed ({reason}), so no rank has changed anything; mend that and call it "
+                    "again"
                 )
 
 
 # Once per host, mapped by all ranks: nothing is gathered, each element is stepped by the rank
 # that has just summed it, and what fits once on a host trains.
 class HostMemory:
-    """Flat arrays by dtype for ``layouts``; collective, blocking.
+    """Flat arrays for ``params``, and the buckets of all ranks; collective, blocking.
 
     Args:
         hosts: the ranks.
-        layouts: the layout of each dtype, by its name.
+        params: in the order in which their gradients are sent.
         across_hosts: each host steps a part of its own, and sends it to the others.
+        keeps: sums are kept, so that a rank which is alone on its host needs no bucket.
     """
 
     __captured_state__ = ("params",)
 
-    def __init__(self, hosts: Hosts, layouts: Mapping[str, FlatLayout], across_hosts: bool) -> None:
-        self.hosts, self._layouts = hosts, layouts
+    def __init__(
+        self, hosts: Hosts, params: Sequence[Variable], across_hosts: bool, keeps: bool
+    ) -> None:
+        self.hosts, local, ranks = hosts, hosts.local, max(hosts.sizes)
         self.across = across_hosts and hosts.count > 1
-        dtypes = {name: name.partition(" ")[0] for name in layouts}
-        self.params = {name: self.new_flat(name, dtype) for name, dtype in dtypes.items()}
-        self.grads = {name: self.new_flat(name, dtype) for name, dtype in dtypes.items()}
+        limit = min(max(ALL_BYTES // (2 * ranks), LEAST_BYTES), MOST_BYTES)
+        by_name: dict[str, list[Variable]] = {}
+        for param in params:
+            kind = param.dtype.name if param.dtype.kind == "V" else param.dtype.str  # bfloat16
+            by_name.setdefault(kind if param.calc_grad else kind + FROZEN, []).append(param)
+        self.params: dict[str, Array] = {}
+        self.grads: dict[str, Array] = {}
+        self.units: list[HostUnit] = []
+        for name, those in by_name.items():
+            units, length = plan(name, those, local.size, limit, hosts.sizes)
+            self.units += units
+            self.params[name] = self.new_flat(length, those[0].dtype)
+            self.grads[name] = self.new_flat(length, those[0].dtype)
         # How often each rank has begun and ended to change parameters: odd while it does.
-        self._marks = map_zeros(hosts.local, hosts.local.size * 64).view(np.int64)[::8]
+        self._marks = map_zeros(local, local.size * 64).view(np.int64)[::8]
         self._lock = threading.RLock()  # of the thread that changes parameters
         self._change = ""  # what does
         self.is_debugged = os.environ.get(DEBUG, "0") == "1"
         self.protect(True)
+        self._scale = 1.0 / hosts.group.size if hosts.count == 1 else 1.0
+        self._alone = keeps and local.size == 1
+        largest = max(
+            (chunk.stop - chunk.start) * unit.params[0].dtype.itemsize
+            for unit in self.units
+            for chunk in unit.chunks
+        )
+        nbytes = -(-largest // 4096) * 4096
+        self._buckets = map_zeros(local, local.size * 2 * nbytes).reshape(local.size, 2, nbytes)
+        self._turn = 0
+        flags = map_zeros(local, local.size * len(params)).view(np.bool_)
+        ends = np.cumsum([len(unit.params) for unit in self.units])
+        of_units = np.split(flags.reshape(local.size, -1), ends[:-1], axis=1)
+        for unit, own in zip(self.units, of_units, strict=True):
+            unit.flags = own
 
-    def new_flat(self, name: str, dtype: DTypeLike) -> Array:
-        """Return zeros of ``dtype``, as many as layout ``name`` has. Collective, blocking."""
-        kind, length = np.dtype(dtype), self._layouts[name].length
+    def new_flat(self, length: int, dtype: DTypeLike) -> Array:
+        """Return ``length`` zeros of ``dtype`` that this host's ranks share. Collective, blocks."""
+        kind = np.dtype(dtype)
         flat: Array = map_zeros(self.hosts.local, length * kind.itemsize)
         return flat.view(kind) if length else np.zeros(0, kind)
 
-    def pieces(self, name: str, unit: UnitPlan, position: int) -> list[slice]:
+    def pieces(self, unit: HostUnit, position: int) -> list[slice]:
         """Return which elements of the unit's parameter ``position`` this rank steps.
 
         They count from the parameter's first element.
         """
-        start, size = unit.starts[position], unit.sizes[position]
-        own = self.own(name, self.hosts.index) if self.across else slice(start, start + size)
+        start, stop = unit.starts[position], unit.starts[position] + unit.params[position].size
+        own = self.own(unit.name, self.hosts.index)
         pieces = []
         for chunk in unit.chunks:
             part = chunk.part_of(self.hosts.local.rank)
-            low, high = max(part.start, start, own.start), min(part.stop, start + size, own.stop)
+            low, high = max(part.start, start, own.start), min(part.stop, stop, own.stop)
             if low < high:
                 pieces.append(slice(low - start, high - start))
         return pieces
 
     def own(self, name: str, host: int) -> slice:
-        """Return what of a flat array ``host`` steps, where each has a part of its own."""
-        length, count = self._layouts[name].length, self.hosts.count
+        """Return what of a flat array ``host`` steps: all of it, unless each has a part."""
+        length, count = self.params[name].size, self.hosts.count
+        if not self.across:
+            return slice(0, length)
         return slice(length * host // count, length * (host + 1) // count)
+
+    # Buckets ------------------------------------------------------------------------------------
+
+    def room(self, chunk: Chunk, total: Array, adds: bool) -> Array:
+        """Return room for what this rank has of ``chunk``, which goes into ``total``.
+
+        A rank that is alone on its host has it in ``total`` itself, unless that is added to.
+        """
+        if self._alone and not adds:
+            return total[chunk.start : chunk.stop]
+        self._turn ^= 1
+        return self.rooms(chunk, total.dtype)[self.hosts.local.rank]
+
+    def rooms(self, chunk: Chunk, dtype: np.dtype[np.generic]) -> list[Array]:
+        """Return every rank's room for ``chunk``, for which ``room`` was called last."""
+        nbytes = (chunk.stop - chunk.start) * dtype.itemsize
+        rooms: list[Array] = [rank[self._turn, :nbytes].view(dtype) for rank in self._buckets]
+        return rooms
+
+    def add_rooms(self, name: str, chunk: Chunk, adds: bool) -> None:
+        """Sum what ranks have in their rooms, by this rank's part of ``chunk``. Collective, blocks.
+
+        ``adds``: to the sums of earlier passes.
+        """
+        part = chunk.part_of(self.hosts.local.rank)
+        total = self.grads[name][part]
+        if self._alone and not adds:
+            scale_in_place(total, self._scale)
+            return
+        meet(self.hosts.local, BACKWARD)
+        place = slice(part.start - chunk.start, part.stop - chunk.start)
+        own = [room[place] for room in self.rooms(chunk, total.dtype)]
+        if not adds:
+            add_up(own, self._scale, total)
+            return
+        self._weigh_old(name, total, part.start)
+        total += add_up(own, self._scale, np.empty_like(total))
 
     # Changes, and whether one was left half done ----------------------------------------------
 
@@ -369,7 +371,7 @@ class HostMemory:
 
     # Between hosts ----------------------------------------------------------------------------
 
-    def weigh_old(self, name: str, part: Array, chunk: Chunk) -> None:
+    def _weigh_old(self, name: str, part: Array, start: int) -> None:
         """Scale this rank's part of a sum of earlier passes, which is summed between hosts anew."""
         if self.hosts.count == 1:
             return
@@ -377,7 +379,6 @@ class HostMemory:
         if not self.across:
             part *= part.dtype.type(ranks / self.hosts.count)
             return
-        start = chunk.part_of(self.hosts.local.rank).start
         own = self.own(name, self.hosts.index)
         low, high = (min(max(edge - start, 0), part.size) for edge in (own.start, own.stop))
         part[:low] = part[high:] = 0
