@@ -127,60 +127,16 @@ DEBUG = "FLASHLIGHT_DEBUG_SHARED"
 FROZEN = " frozen"
 
 
-class Hosts:
-    """The ranks of ``group`` by host: ``local`` joins this host's, ``between`` counterparts.
-
-    Collective, blocking. ``between`` is None where there is one host, and on ranks that have no
-    counterpart on each host.
-    """
-
-    def __init__(self, group: ProcessGroup) -> None:
-        hosts = hosts_of(group)
-        self.group, self.count = group, len(hosts)
-        self.index = next(i for i, host in enumerate(hosts) if group.rank in host)
-        self.leaders = min(len(host) for host in hosts)
-        self.sizes = [len(host) for host in hosts]
-        self.first_ranks = [host[0] for host in hosts]
-        self.local, self.between = group, None
-        if self.count > 1:
-            place = hosts[self.index].index(group.rank)
-            self.local = group.split(self.index)
-            leads = place < self.leaders
-            between = group.split(place if leads else None)
-            self.between = between if leads else None
-
-    @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """Return a block that either ends on all ranks or raises on all of them. Collective.
-
-        Raises:
-            MismatchError, UnavailableEverywhereError: another rank has failed; with its reason.
-        """
-        try:
-            with refusing(self.local, "fully_shard", how="failed"):
-                yield
-                self.local.barrier()
-        except Exception as error:
-            if self.count > 1:
-                of_all_ranks(f"{type(error).__name__}: {error}", self.group)
-            raise
-        failed = of_all_ranks("", self.group) if self.count > 1 else []
-        for rank, reason in enumerate(failed):
-            if reason:
-                raise UnavailableEverywhereError(
-                    f"[fully_shard] rank {self.group.rank} of {self.group.size}: rank {rank} has "
-                    f"failed ({reason}), so no rank has changed anything; mend that and call it "
-                    "again"
-                )
-
-
 # Once per host, mapped by all ranks: nothing is gathered, each element is stepped by the rank
 # that has just summed it, and what fits once on a host trains.
 class HostMemory:
     """Flat arrays for ``params``, and the buckets of all ranks; collective, blocking.
 
+    ``hosts``: the ranks of each, of which ``host`` is this one. ``local`` joins this host's ranks,
+    ``between`` counterparts on all hosts; None where there are none.
+
     Args:
-        hosts: the ranks.
+        group: all ranks.
         params: in the order in which their gradients are sent.
         across_hosts: each host steps a part of its own, and sends it to the others.
         keeps: sums are kept, so that a rank which is alone on its host needs no bucket.
@@ -189,31 +145,69 @@ class HostMemory:
     __captured_state__ = ("params",)
 
     def __init__(
-        self, hosts: Hosts, params: Sequence[Variable], across_hosts: bool, keeps: bool
+        self, group: ProcessGroup, params: Sequence[Variable], across_hosts: bool, keeps: bool
     ) -> None:
-        self.hosts, local, ranks = hosts, hosts.local, max(hosts.sizes)
-        self.across = across_hosts and hosts.count > 1
-        limit = min(max(ALL_BYTES // (2 * ranks), LEAST_BYTES), MOST_BYTES)
+        self.group = self.local = group
+        self.between: ProcessGroup | None = None
+        self.hosts = hosts = hosts_of(group)
+        self.host = next(number for number, ranks in enumerate(hosts) if group.rank in ranks)
+        self._leaders = min(map(len, hosts))
+        if len(hosts) > 1:
+            place = hosts[self.host].index(group.rank)
+            self.local = group.split(self.host)
+            between = group.split(place if place < self._leaders else None)
+            self.between = between if place < self._leaders else None
+        self.across = across_hosts and len(hosts) > 1
+        self._scale = 1.0 / group.size if len(hosts) == 1 else 1.0
+        self._alone = keeps and self.local.size == 1
+        self._turn = 0
+        self._lock = threading.RLock()  # of the thread that changes parameters
+        self._change = ""  # what does
+        self.is_debugged = os.environ.get(DEBUG, "0") == "1"
+        self.params: dict[str, Array] = {}
+        self.grads: dict[str, Array] = {}
+        self.units: list[HostUnit] = []
+        with self._together():
+            self._map(params)
+
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        """Return a block that either ends on all ranks or raises on all of them. Collective.
+
+        Raises:
+            MismatchError, UnavailableEverywhereError: another rank has failed; with its reason.
+        """
+        group, several = self.group, len(self.hosts) > 1
+        try:
+            with refusing(self.local, "fully_shard", how="failed"):
+                yield
+                self.local.barrier()
+        except Exception as error:
+            if several:
+                of_all_ranks(f"{type(error).__name__}: {error}", group)
+            raise
+        for rank, reason in enumerate(of_all_ranks("", group) if several else ()):
+            if reason:
+                raise UnavailableEverywhereError(
+                    f"[fully_shard] rank {group.rank} of {group.size}: rank {rank} has failed "
+                    f"({reason}), so no rank has changed anything; mend that and call it again"
+                )
+
+    def _map(self, params: Sequence[Variable]) -> None:
+        local, sizes = self.local, [len(ranks) for ranks in self.hosts]
+        limit = min(max(ALL_BYTES // (2 * max(sizes)), LEAST_BYTES), MOST_BYTES)
         by_name: dict[str, list[Variable]] = {}
         for param in params:
             kind = param.dtype.name if param.dtype.kind == "V" else param.dtype.str  # bfloat16
             by_name.setdefault(kind if param.calc_grad else kind + FROZEN, []).append(param)
-        self.params: dict[str, Array] = {}
-        self.grads: dict[str, Array] = {}
-        self.units: list[HostUnit] = []
         for name, those in by_name.items():
-            units, length = plan(name, those, local.size, limit, hosts.sizes)
+            units, length = plan(name, those, local.size, limit, sizes)
             self.units += units
             self.params[name] = self.new_flat(length, those[0].dtype)
             self.grads[name] = self.new_flat(length, those[0].dtype)
         # How often each rank has begun and ended to change parameters: odd while it does.
         self._marks = map_zeros(local, local.size * 64).view(np.int64)[::8]
-        self._lock = threading.RLock()  # of the thread that changes parameters
-        self._change = ""  # what does
-        self.is_debugged = os.environ.get(DEBUG, "0") == "1"
         self.protect(True)
-        self._scale = 1.0 / hosts.group.size if hosts.count == 1 else 1.0
-        self._alone = keeps and local.size == 1
         largest = max(
             (chunk.stop - chunk.start) * unit.params[0].dtype.itemsize
             for unit in self.units
@@ -221,7 +215,6 @@ class HostMemory:
         )
         nbytes = -(-largest // 4096) * 4096
         self._buckets = map_zeros(local, local.size * 2 * nbytes).reshape(local.size, 2, nbytes)
-        self._turn = 0
         flags = map_zeros(local, local.size * len(params)).view(np.bool_)
         ends = np.cumsum([len(unit.params) for unit in self.units])
         of_units = np.split(flags.reshape(local.size, -1), ends[:-1], axis=1)
@@ -231,7 +224,7 @@ class HostMemory:
     def new_flat(self, length: int, dtype: DTypeLike) -> Array:
         """Return ``length`` zeros of ``dtype`` that this host's ranks share. Collective, blocks."""
         kind = np.dtype(dtype)
-        flat: Array = map_zeros(self.hosts.local, length * kind.itemsize)
+        flat: Array = map_zeros(self.local, length * kind.itemsize)
         return flat.view(kind) if length else np.zeros(0, kind)
 
     def pieces(self, unit: HostUnit, position: int) -> list[slice]:
@@ -240,10 +233,10 @@ class HostMemory:
         They count from the parameter's first element.
         """
         start, stop = unit.starts[position], unit.starts[position] + unit.params[position].size
-        own = self.own(unit.name, self.hosts.index)
+        own = self.own(unit.name, self.host)
         pieces = []
         for chunk in unit.chunks:
-            part = chunk.part_of(self.hosts.local.rank)
+            part = chunk.part_of(self.local.rank)
             low, high = max(part.start, start, own.start), min(part.stop, stop, own.stop)
             if low < high:
                 pieces.append(slice(low - start, high - start))
@@ -251,7 +244,7 @@ class HostMemory:
 
     def own(self, name: str, host: int) -> slice:
         """Return what of a flat array ``host`` steps: all of it, unless each has a part."""
-        length, count = self.params[name].size, self.hosts.count
+        length, count = self.params[name].size, len(self.hosts)
         if not self.across:
             return slice(0, length)
         return slice(length * host // count, length * (host + 1) // count)
@@ -266,7 +259,7 @@ class HostMemory:
         if self._alone and not adds:
             return total[chunk.start : chunk.stop]
         self._turn ^= 1
-        return self.rooms(chunk, total.dtype)[self.hosts.local.rank]
+        return self.rooms(chunk, total.dtype)[self.local.rank]
 
     def rooms(self, chunk: Chunk, dtype: np.dtype[np.generic]) -> list[Array]:
         """Return every rank's room for ``chunk``, for which ``room`` was called last."""
@@ -279,12 +272,12 @@ class HostMemory:
 
         ``adds``: to the sums of earlier passes.
         """
-        part = chunk.part_of(self.hosts.local.rank)
+        part = chunk.part_of(self.local.rank)
         total = self.grads[name][part]
         if self._alone and not adds:
             scale_in_place(total, self._scale)
             return
-        meet(self.hosts.local, BACKWARD)
+        meet(self.local, BACKWARD)
         place = slice(part.start - chunk.start, part.stop - chunk.start)
         own = [room[place] for room in self.rooms(chunk, total.dtype)]
         if not adds:
@@ -307,7 +300,7 @@ class HostMemory:
         """
         if not self._are_torn():
             return
-        group = self.hosts.group
+        group = self.group
         where = f"[{what}] rank {group.rank} of {group.size}:"
         with self._lock:
             if self._change:
@@ -330,7 +323,7 @@ class HostMemory:
     @contextlib.contextmanager
     def changing(self, what: str) -> Iterator[None]:
         """Return the context in which ranks change parameters; collective, see ``Shards``."""
-        local, marks = self.hosts.local, self._marks
+        local, marks = self.local, self._marks
         with self._lock:
             self.check(what)
             self._change = what
@@ -341,7 +334,7 @@ class HostMemory:
                 yield
                 if self.across:
                     meet(local, STEP)
-                    for between, host, part in self._led_by_host(self.params):
+                    for between, host, part in self._led(self.params):
                         between.broadcast(part, root=host)
                 marks[local.rank] += 1
                 self.protect(True)
@@ -373,45 +366,38 @@ class HostMemory:
 
     def _weigh_old(self, name: str, part: Array, start: int) -> None:
         """Scale this rank's part of a sum of earlier passes, which is summed between hosts anew."""
-        if self.hosts.count == 1:
+        if len(self.hosts) == 1:
             return
-        ranks = self.hosts.group.size
-        if not self.across:
-            part *= part.dtype.type(ranks / self.hosts.count)
-            return
-        own = self.own(name, self.hosts.index)
+        own = self.own(name, self.host)
         low, high = (min(max(edge - start, 0), part.size) for edge in (own.start, own.stop))
         part[:low] = part[high:] = 0
-        part[low:high] *= part.dtype.type(ranks)
+        kept = self.group.size if self.across else self.group.size / len(self.hosts)
+        part[low:high] *= part.dtype.type(kept)
 
     def sum_between_hosts(self) -> None:
         """Add up the hosts' gradients; complete on this host when all its ranks have returned."""
-        if self.hosts.count == 1:
+        if len(self.hosts) == 1:
             return
-        meet(self.hosts.local, BACKWARD)
-        scale = 1.0 / self.hosts.group.size
-        if self.across:
-            for between, host, part in self._led_by_host(self.grads):
+        meet(self.local, BACKWARD)
+        scale = 1.0 / self.group.size
+        for between, host, part in self._led(self.grads):
+            if self.across:
                 between.reduce(part, root=host, scale=scale)
-        elif self.hosts.between is not None:
-            for flat in self.grads.values():
-                part = flat[self._led(0, flat.size)]
-                if part.size:
-                    self.hosts.between.all_reduce(part, scale=scale)
+            else:
+                between.all_reduce(part, scale=scale)
 
-    def _led(self, start: int, stop: int) -> slice:
-        """Return what of these elements this rank exchanges between hosts."""
-        leaders, index, count = self.hosts.leaders, self.hosts.local.rank, stop - start
-        return slice(start + count * index // leaders, start + count * (index + 1) // leaders)
+    def stepping(self) -> Sequence[int]:
+        """Return the hosts that step what is here: all of them, where each has a part."""
+        return range(len(self.hosts)) if self.across else [self.host]
 
-    def _led_by_host(self, flats: Mapping[str, Array]) -> Iterator[tuple[ProcessGroup, int, Array]]:
-        """Yield of each host's part of flat arrays what this rank exchanges, and with whom."""
-        between = self.hosts.between
-        if between is None:
+    def _led(self, flats: Mapping[str, Array]) -> Iterator[tuple[ProcessGroup, int, Array]]:
+        """Yield what this rank exchanges of each host's part of flat arrays, and with whom."""
+        if self.between is None:
             return
         for name, flat in flats.items():
-            for host in range(self.hosts.count):
-                own = self.own(name, host)
-                part = flat[self._led(own.start, own.stop)]
+            for host in self.stepping():
+                part = flat[self.own(name, host)]
+                edges = [part.size * (self.local.rank + n) // self._leaders for n in (0, 1)]
+                part = part[slice(*edges)]
                 if part.size:
-                    yield between, host, part
+                    yield self.between, host, part

@@ -40,7 +40,6 @@ from flashlight_py.parallel.shard_memory import (
     FROZEN,
     Chunk,
     HostMemory,
-    Hosts,
     HostUnit,
 )
 
@@ -134,7 +133,7 @@ class HostPlace(Placement, GradSink):
             return state
         whole = np.array(state)
         for host, part in self._parts():
-            root = memory.hosts.first_ranks[host]
+            root = memory.hosts[host][0]
             self.shards.group.broadcast(whole.reshape(-1)[part], root=root)
         return whole
 
@@ -142,13 +141,13 @@ class HostPlace(Placement, GradSink):
         """Set what this host keeps of ``state`` to ``value``; see ``Placement``."""
         flat, new = state.reshape(-1), to_device(value, "cpu").reshape(-1)
         for host, own in self._parts():
-            if host == self.shards.memory.hosts.index:
+            if host == self.shards.memory.host:
                 flat[own] = new[own]
 
     def _parts(self) -> Iterator[tuple[int, slice]]:
         """Yield which of the parameter's elements which host steps, of those that are here."""
         memory, place = self.shards.memory, self._place
-        for host in range(memory.hosts.count) if memory.across else [memory.hosts.index]:
+        for host in memory.stepping():
             own = memory.own(self.unit.name, host)
             low, high = max(own.start, place.start), min(own.stop, place.stop)
             if low < high:
@@ -212,13 +211,11 @@ class HostSharder(Sharder[HostUnit]):
                 "change before other hosts' gradients are there. These ranks are on "
                 f"{len(hosts_of(group))} hosts (see fl.distributed.describe())"
             )
-        hosts = Hosts(group)
-        with hosts.together():
-            self.memory = HostMemory(hosts, params, across_hosts, keeps=not step_in_backward)
-            sent = [unit for unit in self.memory.units if not unit.name.endswith(FROZEN)]
-            super().__init__(group, sent, step_in_backward)
-            for unit in self.memory.units:
-                unit.places = [HostPlace(self, unit, number) for number in range(len(unit.params))]
+        self.memory = HostMemory(group, params, across_hosts, keeps=not step_in_backward)
+        sent = [unit for unit in self.memory.units if not unit.name.endswith(FROZEN)]
+        super().__init__(group, sent, step_in_backward)
+        for unit in self.memory.units:
+            unit.places = [HostPlace(self, unit, number) for number in range(len(unit.params))]
         self._states: dict[tuple[str, str, int], Array] = {}
         self._taken: Counter[tuple[int, str]] = Counter()
         self._optimizers: list[weakref.ref[FirstOrderOptimizer]] = []  # that ranks step together
@@ -232,7 +229,7 @@ class HostSharder(Sharder[HostUnit]):
         Until all are here each rank's module is as it was, but for where its arrays lie, and but
         for values of rank 0 on the first ranks of other hosts.
         """
-        memory, local = self.memory, self.memory.hosts.local
+        memory, local = self.memory, self.memory.local
         with memory.loading():
             if local.rank == 0:
                 for unit in memory.units:
@@ -248,13 +245,13 @@ class HostSharder(Sharder[HostUnit]):
 
     def _fill(self, unit: HostUnit) -> None:
         """Set a unit's parameters on this host; what they were before is free, if nobody has it."""
-        hosts, flat = self.memory.hosts, self.memory.params[unit.name]
+        memory, flat = self.memory, self.memory.params[unit.name]
         data = [place.view(flat) for place in unit.places]
-        for param, array in zip(unit.params, data, strict=True) if hosts.index == 0 else ():
+        for param, array in zip(unit.params, data, strict=True) if memory.host == 0 else ():
             array[...] = param.data
         every = flat[unit.starts[0] : unit.starts[-1] + unit.params[-1].size]
-        if hosts.between is not None and every.size:
-            hosts.between.broadcast(every, root=0)
+        if memory.between is not None and every.size:
+            memory.between.broadcast(every, root=0)
         for param, array in zip(unit.params, data, strict=True):
             if param.placement is None:
                 param.data = array
@@ -292,7 +289,7 @@ class HostSharder(Sharder[HostUnit]):
         """Return that of all gradients, the same for any number of ranks; see ``Shards``."""
         if self.memory.across:
             return super().sum_of_squares(variables)
-        local, parts = self.memory.hosts.local, [np.zeros(0)]
+        local, parts = self.memory.local, [np.zeros(0)]
         for variable in variables:
             assert variable.grad is not None
             sums = np.zeros(-(-variable.size // BLOCK))
@@ -303,7 +300,7 @@ class HostSharder(Sharder[HostUnit]):
 
     def meet(self) -> None:
         """Wait until all ranks of this host have clipped their pieces; see ``Shards``."""
-        meet(self.memory.hosts.local, "clip_grad_norm of a sharded module")
+        meet(self.memory.local, "clip_grad_norm of a sharded module")
 
     def changing(self, what: str) -> AbstractContextManager[None]:
         """Return the context in which this process may write its pieces; see ``Shards``."""
