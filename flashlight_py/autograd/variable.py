@@ -125,7 +125,7 @@ class Variable:
 
         Raises:
             TypeError: the buffer is no array or of another dtype than the variable.
-            ValueError: it has another shape, is read-only, or the variable is no leaf.
+            ValueError: it has another shape, is read-only, or the variable is no leaf, or sharded.
         """
         return None if isinstance(self.buffer, GradSink) else self.buffer
 
@@ -137,6 +137,12 @@ class Variable:
             _require_same(buffer, self, "Variable.grad_buffer")
             if not (is_cupy(buffer) or buffer.flags.writeable):
                 raise ValueError("Variable.grad_buffer must be writable, got a read-only array")
+            if isinstance(self.buffer, GradSink):
+                raise ValueError(
+                    "this parameter is sharded: its gradients are reduced where fl.fully_shard has "
+                    "arranged it, and neither distribute_module_grads nor a gradient buffer goes "
+                    "with that"
+                )
         self.buffer = buffer
 
     @property

@@ -28,7 +28,7 @@ from numpy.typing import DTypeLike
 
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.engine import GradSink, after_node, in_backward
-from flashlight_py.device import Array, array_module, device_of, is_cupy, to_device
+from flashlight_py.device import Array, array_module, device_of, is_cupy, product, to_device
 from flashlight_py.distributed import ProcessGroup, Work
 from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.nn import Module
@@ -112,7 +112,7 @@ class Flat(Unit):
         self._work: Work | None = None
         self.homes: list[Array] | None = None
         self._gradients: Array | None = None
-        self._set_aside: list[Array | None] = []
+        self.used: set[Variable] = set()  # those whose gradient has a contribution
         whole = self._empty()
         for array, param in zip(self._views(whole), params, strict=True):
             array[...] = param.data
@@ -167,36 +167,30 @@ class Flat(Unit):
         if wait and work is not None:
             work.wait()
 
-    def open(self) -> list[Array]:
-        """Make memory for the gradients of one pass; what earlier passes have left is set aside."""
+    def open(self) -> None:
+        """Make memory for the gradients of one pass."""
         self._gradients = self._empty()
         self.homes = self._views(self._gradients)
-        self._set_aside = [param.grad for param in self.params]
-        for param in self.params:
-            param.grad = None
         self.pending = sum(param.calc_grad for param in self.params)
-        return self.homes
 
     def close(self) -> Reduction:
         """Begin to average this pass's gradients over the ranks; zeros for those not there."""
         assert self._gradients is not None
         assert self.homes is not None
-        used = {param for param in self.params if param.grad is not None}
         for param, home in zip(self.params, self.homes, strict=True):
-            if param.grad is not home:
-                home[...] = 0 if param.grad is None else param.grad
+            if param not in self.used:
+                home[...] = 0
         part = self._library.empty((1, self.row), self.dtype)
         scale = 1.0 / self.group.size
         work = self.group.reduce_scatter(self._gradients, scale, out=part, async_op=True)
+        reduction = Reduction(self, self.used, part.reshape(-1), work)
         self.forget_gradients()
-        return Reduction(self, used, part.reshape(-1), work)
+        return reduction
 
     def forget_gradients(self) -> None:
-        """End what ``open`` has begun: parameters have the gradients of before again."""
-        for param, grad in zip(self.params, self._set_aside, strict=True):
-            param.grad = grad
-        self._set_aside = []
+        """End what ``open`` has begun."""
         self.homes = self._gradients = None
+        self.used = set()
 
 
 @dataclass(eq=False)
@@ -222,24 +216,43 @@ class Reduction:
                     param.grad = piece
 
 
-class PartPlacement(Placement):
+class PartPlace(Placement, GradSink):
     """A parameter of which this rank has a part, and a part of its gradient and of its state."""
 
     shards: GatheringSharder
 
     def __init__(self, shards: GatheringSharder, flat: Flat, position: int) -> None:
         self.shards, self.flat, self.position = shards, flat, position
-        self._here, self._of_all = flat.cut(position)
+        self.shape, self.dtype = flat.shapes[position], flat.dtype
+        self.here, self._of_all = flat.cut(position)
 
-    def zeros(self, dtype: DTypeLike) -> Array:
+    def add(self, leaf: Variable, contribution: Array, is_new: bool) -> None:
+        """Add a contribution to this pass's gradient of the whole; see ``GradSink``."""
+        home = self.shards.homes_of(self.flat)[self.position]
+        if leaf in self.flat.used:
+            home += contribution
+        else:
+            home[...] = contribution
+            self.flat.used.add(leaf)
+
+    def product(self, leaf: Variable, a: Array, b: Array) -> Array | GradSink:
+        """Compute ``a @ b`` where the gradient belongs if it is the first contribution."""
+        home = self.shards.homes_of(self.flat)[self.position]
+        if leaf in self.flat.used or not a.dtype == b.dtype == self.dtype:
+            return product(a, b)
+        product(a, b, home)
+        self.flat.used.add(leaf)
+        return self
+
+    def zeros(self, variable: Variable, dtype: DTypeLike) -> Array:
         """Return new state for this rank's part, of one dimension. Not collective."""
-        part = self.flat.part[self._here]
+        part = self.flat.part[self.here]
         return array_module(part).zeros(part.size, dtype)  # type: ignore[no-any-return]
 
     def pieces(self, variable: Variable, states: Sequence[Array]) -> Sequence[tuple[Array, ...]]:
         """Return (part of the parameter, of the gradient, *states), unless this rank has none."""
         assert variable.grad is not None
-        part = self.flat.part[self._here]
+        part = self.flat.part[self.here]
         return [(part, variable.grad, *states)] if part.size else []
 
     def whole(self, state: Array) -> Array:
@@ -251,7 +264,7 @@ class PartPlacement(Placement):
         rows = flat.group.all_gather(mine)
         parts = [row[: cut.stop - cut.start] for row, cut in zip(rows, cuts, strict=True)]
         whole: Array = library.concatenate(parts)
-        return whole.reshape(flat.shapes[self.position])
+        return whole.reshape(self.shape)
 
     def put(self, state: Array, value: Any) -> None:
         """Set ``state`` to this rank's part of ``value``. Not collective."""
@@ -269,7 +282,7 @@ class PartedVariable(Variable):
     """
 
     __slots__ = ()
-    placement: PartPlacement
+    placement: PartPlace
 
     @property
     def data(self) -> Array:
@@ -284,32 +297,16 @@ class PartedVariable(Variable):
             "load_state_dict copies values into it"
         )
 
-    @property
-    def buffer(self) -> Array | GradSink | None:
-        """The array that a backward pass writes the whole gradient to; None outside of one."""
-        placement = self.placement
-        homes = placement.shards.homes_of(placement.flat)
-        return None if homes is None else homes[placement.position]
-
-    @buffer.setter
-    def buffer(self, value: Array | GradSink | None) -> None:
-        if value is not None:
-            raise ValueError(
-                "this parameter is sharded: its gradients are reduced where fl.fully_shard has "
-                "arranged it, and neither distribute_module_grads nor a gradient buffer goes with "
-                "that"
-            )
-
     def assign(self, value: Array) -> None:
         """Set the parameter, of which this rank keeps its part. Every rank passes the same."""
-        placement, flat = self.placement, self.placement.flat
-        flat.release()
-        placement.put(flat.part[placement._here], value)
+        place = self.placement
+        place.flat.release()
+        place.put(place.flat.part[place.here], value)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the whole parameter."""
-        return self.placement.flat.shapes[self.placement.position]
+        return self.placement.shape
 
     @property
     def ndim(self) -> int:
@@ -324,7 +321,7 @@ class PartedVariable(Variable):
     @property
     def dtype(self) -> np.dtype[Any]:
         """The parameter's dtype."""
-        return self.placement.flat.dtype
+        return self.placement.dtype
 
     def __repr__(self) -> str:
         return f"Variable(sharded, shape={self.shape}, dtype={self.dtype})"
@@ -359,7 +356,7 @@ class GatheringSharder(Sharder[Flat]):
         for position, param in enumerate(flat.params):
             param.data = flat.part[:0]  # nothing is to keep the memory of the whole
             param.grad = None
-            param.placement = PartPlacement(self, flat, position)
+            param.placement = param.buffer = PartPlace(self, flat, position)
             param.__class__ = PartedVariable
             param.register_grad_hook(functools.partial(self._on_ready, flat))
         return flat
@@ -407,13 +404,12 @@ class GatheringSharder(Sharder[Flat]):
 
     # The pass -----------------------------------------------------------------------------------
 
-    def homes_of(self, flat: Flat) -> list[Array] | None:
-        """Return where this pass's gradients of ``flat`` belong; None: there is no pass."""
-        if not in_backward():
-            return None
+    def homes_of(self, flat: Flat) -> list[Array]:
+        """Return where this pass's gradients of ``flat`` belong."""
         if flat.homes is None:
             self.join_failed()
             flat.open()
+        assert flat.homes is not None
         return flat.homes
 
     def join_failed(self) -> None:

@@ -103,7 +103,7 @@ class HostPlace(Placement, GradSink):
 
     # What optimizers ask ------------------------------------------------------------------------
 
-    def zeros(self, dtype: DTypeLike) -> Array:
+    def zeros(self, variable: Variable, dtype: DTypeLike) -> Array:
         """Return new state for the parameter, zeros; see ``Placement``."""
         return self.view(self.shards.new_state(self, dtype))
 
