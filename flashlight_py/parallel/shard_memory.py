@@ -16,7 +16,6 @@ import mmap
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,29 +34,16 @@ from flashlight_py.parallel.gradient_pass import Unit
 LINE = 64  # bytes of a cache line, at which the parts of ranks begin
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """Elements ``start`` to ``stop`` of the flat array, in parts of ``part``, one for each rank.
-
-    The last chunk of a unit may have room that no parameter uses.
-    """
-
-    start: int
-    stop: int
-    part: int
-
-    def part_of(self, rank: int) -> slice:
-        """Return the elements of ``rank``, in the flat array."""
-        return slice(self.start + rank * self.part, self.start + (rank + 1) * self.part)
-
-
 class HostUnit(Unit):
-    """Parameters that are sent together: where each begins in the flat array ``name``."""
+    """Parameters that are sent together: where each begins in the flat array ``name``.
+
+    ``chunks``: of that array, each in one bucket. The last may have room that no parameter uses.
+    """
 
     __captured_state__ = ("pending", "places")
 
     def __init__(
-        self, name: str, params: Sequence[Variable], starts: list[int], chunks: list[Chunk]
+        self, name: str, params: Sequence[Variable], starts: list[int], chunks: list[slice]
     ) -> None:
         super().__init__(params)
         self.name, self.starts, self.chunks = name, starts, chunks
@@ -66,28 +52,24 @@ class HostUnit(Unit):
 
 
 def plan(
-    name: str,
-    params: Sequence[Variable],
-    ranks: int,
-    bucket_bytes: int,
-    hosts: Sequence[int] = (1,),
+    name: str, params: Sequence[Variable], bucket_bytes: int, ranks: Sequence[int]
 ) -> tuple[list[HostUnit], int]:
     """Return the units of the flat array ``name`` in the order in which they are sent; its length.
 
-    ``params`` are of one dtype, in the order of their gradients. A host has ``ranks`` ranks;
-    ``hosts``: how many all hosts have, so that things lie at the same places on each.
+    ``params`` are of one dtype, in the order of their gradients. ``ranks``: how many each host has,
+    so that things lie at the same places on all.
 
     Example:
         >>> shapes = (100, 40), (40,), (3,)
         >>> params = [Variable(np.zeros(shape, np.float32)) for shape in shapes]
-        >>> units, length = plan("<f4", params, ranks=2, bucket_bytes=8192)
+        >>> units, length = plan("<f4", params, bucket_bytes=8192, ranks=[2])
         >>> [([param.size for param in unit.params], unit.starts) for unit in units]
         [([4000], [0]), ([40, 3], [4000, 4040])]
-        >>> [(chunk.start, chunk.stop, chunk.part) for chunk in units[0].chunks]
-        [(0, 1920, 960), (1920, 3840, 960), (3840, 4000, 80)]
+        >>> units[0].chunks
+        [slice(0, 1920, None), slice(1920, 3840, None), slice(3840, 4000, None)]
     """
     itemsize = params[0].dtype.itemsize
-    grain = max(1, LINE // itemsize) * math.lcm(ranks, *hosts)
+    grain = max(1, LINE // itemsize) * math.lcm(*ranks)
     room = max(bucket_bytes // itemsize // grain, 1) * grain
     sent: list[list[Variable]] = []
     small: list[Variable] = []
@@ -111,7 +93,7 @@ def plan(
         *starts, last = itertools.accumulate((param.size for param in together), initial=end)
         begin, end = end, end + -(-(last - end) // grain) * grain
         edges = [*range(begin, end, step), end]
-        chunks = [Chunk(a, b, (b - a) // ranks) for a, b in itertools.pairwise(edges)]
+        chunks = list(itertools.starmap(slice, itertools.pairwise(edges)))
         units.append(HostUnit(name, together, starts, chunks))
     return units, end
 
@@ -201,7 +183,7 @@ class HostMemory:
             kind = param.dtype.name if param.dtype.kind == "V" else param.dtype.str  # bfloat16
             by_name.setdefault(kind if param.calc_grad else kind + FROZEN, []).append(param)
         for name, those in by_name.items():
-            units, length = plan(name, those, local.size, limit, sizes)
+            units, length = plan(name, those, limit, sizes)
             self.units += units
             self.params[name] = self.new_flat(length, those[0].dtype)
             self.grads[name] = self.new_flat(length, those[0].dtype)
@@ -227,6 +209,11 @@ class HostMemory:
         flat: Array = map_zeros(self.local, length * kind.itemsize)
         return flat.view(kind) if length else np.zeros(0, kind)
 
+    def part(self, chunk: slice) -> slice:
+        """Return which elements of a flat array this rank sums, and steps, of ``chunk``."""
+        rank, size = self.local.rank, (chunk.stop - chunk.start) // self.local.size
+        return slice(chunk.start + rank * size, chunk.start + (rank + 1) * size)
+
     def pieces(self, unit: HostUnit, position: int) -> list[slice]:
         """Return which elements of the unit's parameter ``position`` this rank steps.
 
@@ -236,7 +223,7 @@ class HostMemory:
         own = self.own(unit.name, self.host)
         pieces = []
         for chunk in unit.chunks:
-            part = chunk.part_of(self.local.rank)
+            part = self.part(chunk)
             low, high = max(part.start, start, own.start), min(part.stop, stop, own.stop)
             if low < high:
                 pieces.append(slice(low - start, high - start))
@@ -251,28 +238,28 @@ class HostMemory:
 
     # Buckets ------------------------------------------------------------------------------------
 
-    def room(self, chunk: Chunk, total: Array, adds: bool) -> Array:
+    def room(self, chunk: slice, total: Array, adds: bool) -> Array:
         """Return room for what this rank has of ``chunk``, which goes into ``total``.
 
         A rank that is alone on its host has it in ``total`` itself, unless that is added to.
         """
         if self._alone and not adds:
-            return total[chunk.start : chunk.stop]
+            return total[chunk]
         self._turn ^= 1
         return self.rooms(chunk, total.dtype)[self.local.rank]
 
-    def rooms(self, chunk: Chunk, dtype: np.dtype[np.generic]) -> list[Array]:
+    def rooms(self, chunk: slice, dtype: np.dtype[np.generic]) -> list[Array]:
         """Return every rank's room for ``chunk``, for which ``room`` was called last."""
         nbytes = (chunk.stop - chunk.start) * dtype.itemsize
         rooms: list[Array] = [rank[self._turn, :nbytes].view(dtype) for rank in self._buckets]
         return rooms
 
-    def add_rooms(self, name: str, chunk: Chunk, adds: bool) -> None:
+    def add_rooms(self, name: str, chunk: slice, adds: bool) -> None:
         """Sum what ranks have in their rooms, by this rank's part of ``chunk``. Collective, blocks.
 
         ``adds``: to the sums of earlier passes.
         """
-        part = chunk.part_of(self.local.rank)
+        part = self.part(chunk)
         total = self.grads[name][part]
         if self._alone and not adds:
             scale_in_place(total, self._scale)

@@ -38,7 +38,6 @@ from flashlight_py.parallel.gradient_pass import (
 from flashlight_py.parallel.shard_memory import (
     BACKWARD,
     FROZEN,
-    Chunk,
     HostMemory,
     HostUnit,
 )
@@ -367,7 +366,7 @@ class HostSharder(Sharder[HostUnit]):
             weigh_in_place(bucket, weight)
             self._send(unit, chunk, adds)
 
-    def _send(self, unit: HostUnit, chunk: Chunk, adds: bool) -> None:
+    def _send(self, unit: HostUnit, chunk: slice, adds: bool) -> None:
         self.memory.add_rooms(unit.name, chunk, adds)
 
     def _finish(self) -> None:
@@ -448,13 +447,13 @@ class StepSharder(HostSharder):
                 )
         self._change.enter_context(self.memory.changing("backward"))
 
-    def _send(self, unit: HostUnit, chunk: Chunk, adds: bool) -> None:
+    def _send(self, unit: HostUnit, chunk: slice, adds: bool) -> None:
         is_first = chunk is unit.chunks[0]
         if is_first:
             unit.flags[self.group.rank] = [param not in self._unused for param in unit.params]
         meet(self.group, BACKWARD)
         rooms = self.memory.rooms(chunk, unit.params[0].dtype)
-        part = chunk.part_of(self.group.rank)
+        part = self.memory.part(chunk)
         for param, start, flags in zip(unit.params, unit.starts, unit.flags.T, strict=True):
             stepper = self._steppers.get(param)
             if stepper is None or not flags.any():
@@ -491,7 +490,7 @@ def _places(units: Iterable[HostUnit]) -> Iterator[tuple[Variable, HostPlace]]:
         yield from zip(unit.params, unit.places, strict=True)
 
 
-def _fill(bucket: Array, chunk: Chunk, unit: HostUnit, own: Sequence[Given | None]) -> None:
+def _fill(bucket: Array, chunk: slice, unit: HostUnit, own: Sequence[Given | None]) -> None:
     """Copy into ``bucket`` what it has of the gradients; zeros where there is none."""
     end = chunk.start
     for param, start, grad in zip(unit.params, unit.starts, own, strict=True):
