@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -153,12 +154,12 @@ class Variable:
     @property
     def ndim(self) -> int:
         """The number of dimensions."""
-        return self.data.ndim
+        return len(self.shape)
 
     @property
     def size(self) -> int:
         """The number of elements."""
-        return self.data.size
+        return math.prod(self.shape)
 
     @property
     def dtype(self) -> np.dtype[Any]:

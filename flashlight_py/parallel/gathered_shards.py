@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -88,8 +87,6 @@ def _flats(module: Module, group: ProcessGroup) -> Iterator[Flat]:
             yield Flat(together, group, row)
 
 
-# Lengths of parts differ between modules, since collectives compare shapes: ranks that use
-# different modules get an error, not a mixture of them.
 class Flat(Unit):
     """The parameters of one module and dtype in one array of shape ``(ranks, row)``.
 
@@ -307,16 +304,6 @@ class PartedVariable(Variable):
     def shape(self) -> tuple[int, ...]:
         """The shape of the whole parameter."""
         return self.placement.shape
-
-    @property
-    def ndim(self) -> int:
-        """The number of dimensions."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """The number of elements of the whole parameter."""
-        return math.prod(self.shape)
 
     @property
     def dtype(self) -> np.dtype[Any]:
