@@ -115,7 +115,7 @@ class HostMemory:
     """Flat arrays for ``params``, and the buckets of all ranks; collective, blocking.
 
     ``hosts``: the ranks of each, of which ``host`` is this one. ``local`` joins this host's ranks,
-    ``between`` counterparts on all hosts; None where there are none.
+    ``between`` counterparts on all hosts, in their order; None where there are none.
 
     Args:
         group: all ranks.
@@ -137,7 +137,7 @@ class HostMemory:
         if len(hosts) > 1:
             place = hosts[self.host].index(group.rank)
             self.local = group.split(self.host)
-            between = group.split(place if place < self._leaders else None)
+            between = group.split(place if place < self._leaders else None, self.host)
             self.between = between if place < self._leaders else None
         self.across = across_hosts and len(hosts) > 1
         self._scale = 1.0 / group.size if len(hosts) == 1 else 1.0
