@@ -129,9 +129,9 @@ class Flat(Unit):
             for start, stop, shape in zip(self.starts, self.starts[1:], self.shapes, strict=False)
         ]
 
-    def cut(self, position: int, rank: int | None = None) -> tuple[slice, slice]:
-        """Return what a rank has of a parameter: in its part, and in the whole parameter."""
-        first = (self.group.rank if rank is None else rank) * self.row
+    def cut(self, position: int) -> tuple[slice, slice]:
+        """Return what this rank has of a parameter: in its part, and in the whole parameter."""
+        first = self.group.rank * self.row
         start, stop = self.starts[position : position + 2]
         begin, end = (min(max(edge, first), first + self.row) for edge in (start, stop))
         return slice(begin - first, end - first), slice(begin - start, end - start)
@@ -254,14 +254,7 @@ class PartPlace(Placement, GradSink):
 
     def whole(self, state: Array) -> Array:
         """Return the parts of all ranks in the parameter's shape, a new array. Collective."""
-        flat, library = self.flat, array_module(state)
-        cuts = [flat.cut(self.position, rank)[1] for rank in range(flat.group.size)]
-        mine = library.zeros((1, max(cut.stop - cut.start for cut in cuts)), state.dtype)
-        mine[0, : state.size] = state
-        rows = flat.group.all_gather(mine)
-        parts = [row[: cut.stop - cut.start] for row, cut in zip(rows, cuts, strict=True)]
-        whole: Array = library.concatenate(parts)
-        return whole.reshape(self.shape)
+        return self.shards.group.all_gather(state).reshape(self.shape)
 
     def put(self, state: Array, value: Any) -> None:
         """Set ``state`` to this rank's part of ``value``. Not collective."""

@@ -131,7 +131,7 @@ class HostMemory:
     ) -> None:
         self.group = self.local = group
         self.between: ProcessGroup | None = None
-        self.hosts = hosts = hosts_of(group)
+        self.hosts = hosts = sorted(hosts_of(group))
         self.host = next(number for number, ranks in enumerate(hosts) if group.rank in ranks)
         self._leaders = min(map(len, hosts))
         if len(hosts) > 1:
@@ -213,21 +213,6 @@ class HostMemory:
         """Return which elements of a flat array this rank sums, and steps, of ``chunk``."""
         rank, size = self.local.rank, (chunk.stop - chunk.start) // self.local.size
         return slice(chunk.start + rank * size, chunk.start + (rank + 1) * size)
-
-    def pieces(self, unit: HostUnit, position: int) -> list[slice]:
-        """Return which elements of the unit's parameter ``position`` this rank steps.
-
-        They count from the parameter's first element.
-        """
-        start, stop = unit.starts[position], unit.starts[position] + unit.params[position].size
-        own = self.own(unit.name, self.host)
-        pieces = []
-        for chunk in unit.chunks:
-            part = self.part(chunk)
-            low, high = max(part.start, start, own.start), min(part.stop, stop, own.stop)
-            if low < high:
-                pieces.append(slice(low - start, high - start))
-        return pieces
 
     def own(self, name: str, host: int) -> slice:
         """Return what of a flat array ``host`` steps: all of it, unless each has a part."""
@@ -373,16 +358,12 @@ class HostMemory:
             else:
                 between.all_reduce(part, scale=scale)
 
-    def stepping(self) -> Sequence[int]:
-        """Return the hosts that step what is here: all of them, where each has a part."""
-        return range(len(self.hosts)) if self.across else [self.host]
-
     def _led(self, flats: Mapping[str, Array]) -> Iterator[tuple[ProcessGroup, int, Array]]:
         """Yield what this rank exchanges of each host's part of flat arrays, and with whom."""
         if self.between is None:
             return
         for name, flat in flats.items():
-            for host in self.stepping():
+            for host in range(len(self.hosts)) if self.across else [self.host]:
                 part = flat[self.own(name, host)]
                 edges = [part.size * (self.local.rank + n) // self._leaders for n in (0, 1)]
                 part = part[slice(*edges)]

@@ -87,13 +87,19 @@ class HostPlace(Placement, GradSink):
     __captured_state__ = ("shards", "total", "beside")
 
     def __init__(self, shards: HostSharder, unit: HostUnit, position: int) -> None:
-        param, start = unit.params[position], unit.starts[position]
+        param, start, memory = unit.params[position], unit.starts[position], shards.memory
         self.shards, self.unit = shards, unit
         self.shape, self.dtype = param.shape, param.dtype
         self.is_stepped, self.replays = shards.steps, not shards.steps
         self._place = slice(start, start + param.size)
-        self.mine = shards.memory.pieces(unit, position)
-        self.total = self.view(shards.memory.grads[unit.name])
+        # Of the parameter's elements: what this host steps, and what of it this rank.
+        own = memory.own(unit.name, memory.host)
+        low, high = (min(max(edge - start, 0), param.size) for edge in (own.start, own.stop))
+        self._own = slice(low, high)
+        parts = [memory.part(chunk) for chunk in unit.chunks]
+        edges = [(max(part.start - start, low), min(part.stop - start, high)) for part in parts]
+        self.mine = [slice(*each) for each in edges if each[0] < each[1]]
+        self.total = self.view(memory.grads[unit.name])
         self.beside: Array | None = None
 
     def view(self, flat: Array) -> Array:
@@ -130,27 +136,12 @@ class HostPlace(Placement, GradSink):
         memory = self.shards.memory
         if not memory.across:
             return state
-        whole = np.array(state)
-        for host, part in self._parts():
-            root = memory.hosts[host][0]
-            self.shards.group.broadcast(whole.reshape(-1)[part], root=root)
-        return whole
+        mine = state.reshape(-1)[self._own if memory.local.rank == 0 else slice(0)]
+        return self.shards.group.all_gather(mine).reshape(self.shape)
 
     def put(self, state: Array, value: Any) -> None:
         """Set what this host keeps of ``state`` to ``value``; see ``Placement``."""
-        flat, new = state.reshape(-1), to_device(value, "cpu").reshape(-1)
-        for host, own in self._parts():
-            if host == self.shards.memory.host:
-                flat[own] = new[own]
-
-    def _parts(self) -> Iterator[tuple[int, slice]]:
-        """Yield which of the parameter's elements which host steps, of those that are here."""
-        memory, place = self.shards.memory, self._place
-        for host in memory.stepping():
-            own = memory.own(self.unit.name, host)
-            low, high = max(own.start, place.start), min(own.stop, place.stop)
-            if low < high:
-                yield host, slice(low - place.start, high - place.start)
+        state.reshape(-1)[self._own] = to_device(value, "cpu").reshape(-1)[self._own]
 
     # What autograd does -------------------------------------------------------------------------
 
