@@ -279,18 +279,17 @@ def shared_zeros(size: int, dtype: DTypeLike, group: ProcessGroup | None) -> Arr
 
 # The passes of modules --------------------------------------------------------------------------
 
-# A module that is gone takes its entry along.
-_passes: dict[weakref.ref[Module], GradientPass[Any]] = {}
+_passes: weakref.WeakKeyDictionary[Module, GradientPass[Any]] = weakref.WeakKeyDictionary()
 
 
 def install(module: Module, sync: GradientPass[Any]) -> None:
     """Let ``sync`` be found for ``module`` from now on."""
-    _passes[weakref.ref(module, _passes.pop)] = sync
+    _passes[module] = sync
 
 
 def release(module: Module) -> None:
     """Undo what was installed for ``module``, if anything was."""
-    sync = _passes.pop(weakref.ref(module), None)
+    sync = _passes.pop(module, None)
     if sync is not None:
         sync.detach()
         if getattr(module.before_forward, "args", None) == (sync,):
@@ -299,7 +298,7 @@ def release(module: Module) -> None:
 
 def pass_of(module: Module) -> GradientPass[Any] | None:
     """Return the pass that was installed for ``module``."""
-    return _passes.get(weakref.ref(module))
+    return _passes.get(module)
 
 
 def gradient_sync_of(module: Module, caller: str) -> GradientPass[Any]:

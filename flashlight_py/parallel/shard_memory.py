@@ -48,7 +48,6 @@ class HostUnit(Unit):
         super().__init__(params)
         self.name, self.starts, self.chunks = name, starts, chunks
         self.places: list[Any] = []  # of the parameters
-        self.flags = np.zeros((0, 0), np.bool_)  # which rank has which gradients, in this pass
 
 
 def plan(
@@ -195,13 +194,9 @@ class HostMemory:
             for unit in self.units
             for chunk in unit.chunks
         )
-        nbytes = -(-largest // 4096) * 4096
+        flags = max(len(unit.params) for unit in self.units)
+        nbytes = -(-(largest + flags) // 4096) * 4096
         self._buckets = map_zeros(local, local.size * 2 * nbytes).reshape(local.size, 2, nbytes)
-        flags = map_zeros(local, local.size * len(params)).view(np.bool_)
-        ends = np.cumsum([len(unit.params) for unit in self.units])
-        of_units = np.split(flags.reshape(local.size, -1), ends[:-1], axis=1)
-        for unit, own in zip(self.units, of_units, strict=True):
-            unit.flags = own
 
     def new_flat(self, length: int, dtype: DTypeLike) -> Array:
         """Return ``length`` zeros of ``dtype`` that this host's ranks share. Collective, blocks."""
@@ -238,6 +233,10 @@ class HostMemory:
         nbytes = (chunk.stop - chunk.start) * dtype.itemsize
         rooms: list[Array] = [rank[self._turn, :nbytes].view(dtype) for rank in self._buckets]
         return rooms
+
+    def flags(self, unit: HostUnit) -> Array:
+        """Return which gradients of ``unit`` a rank has: a row for each rank, beside its room."""
+        return self._buckets[:, self._turn, -len(unit.params) :].view(np.bool_)
 
     def add_rooms(self, name: str, chunk: slice, adds: bool) -> None:
         """Sum what ranks have in their rooms, by this rank's part of ``chunk``. Collective, blocks.

@@ -439,15 +439,14 @@ class StepSharder(HostSharder):
         self._change.enter_context(self.memory.changing("backward"))
 
     def _send(self, unit: HostUnit, chunk: slice, adds: bool) -> None:
-        is_first = chunk is unit.chunks[0]
-        if is_first:
-            unit.flags[self.group.rank] = [param not in self._unused for param in unit.params]
+        flags = self.memory.flags(unit)
+        flags[self.group.rank] = [param not in self._unused for param in unit.params]
         meet(self.group, BACKWARD)
         rooms = self.memory.rooms(chunk, unit.params[0].dtype)
         part = self.memory.part(chunk)
-        for param, start, flags in zip(unit.params, unit.starts, unit.flags.T, strict=True):
+        for param, start, used in zip(unit.params, unit.starts, flags.T, strict=True):
             stepper = self._steppers.get(param)
-            if stepper is None or not flags.any():
+            if stepper is None or not used.any():
                 continue
             optimizer, number = stepper
             # What this rank has of the parameter, which may be nothing.
@@ -461,6 +460,7 @@ class StepSharder(HostSharder):
                 if data.itemsize == 2:  # a gradient that is an array is rounded before the step
                     grads, scale = [add_up(grads, scale, np.empty_like(data))], 1.0
                 pieces = [(data, grads, *states)]
+            is_first = chunk is unit.chunks[0]
             step = optimizer.step_pieces if is_first else optimizer.step_more_pieces
             step(number, pieces, scale)
 
