@@ -64,7 +64,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "parallel": (
         ("agreement", "data_container", "failing"),
         ("epochs", "functional", "gradient_pass", "shard_memory"),
-        ("gradcheck", "leaf_tree", "optimizer", "shard_linear", "shard_sync", "tree"),
+        ("gradcheck", "leaf_tree", "optimizer", "shard_linear", "sharder", "tree"),
         ("synchronize",),
         ("gathered_shards", "join", "leaf_sync"),
         ("data_parallel",),

@@ -263,8 +263,7 @@ def _add_to_node(
 
 def _accumulate(leaf: Variable, contribution: Array, incoming: Array) -> None:
     """Add a contribution to ``leaf.grad``, which shares memory with nothing but its buffer."""
-    buffer = leaf.buffer  # first: with a sharded parameter it begins a gradient of this pass
-    held = leaf.grad
+    buffer, held = leaf.buffer, leaf.grad
     like = leaf.data if buffer is None else buffer
     if contribution.shape != like.shape or contribution.dtype != like.dtype:
         contribution = _fit(contribution, like.shape, like.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -125,7 +126,7 @@ class Variable:
 
         Raises:
             TypeError: the buffer is no array or of another dtype than the variable.
-            ValueError: it has another shape, is read-only, or the variable is no leaf.
+            ValueError: it has another shape, is read-only, or the variable is no leaf, or sharded.
         """
         return None if isinstance(self.buffer, GradSink) else self.buffer
 
@@ -137,6 +138,12 @@ class Variable:
             _require_same(buffer, self, "Variable.grad_buffer")
             if not (is_cupy(buffer) or buffer.flags.writeable):
                 raise ValueError("Variable.grad_buffer must be writable, got a read-only array")
+            if isinstance(self.buffer, GradSink):
+                raise ValueError(
+                    "this parameter is sharded: its gradients are reduced where fl.fully_shard has "
+                    "arranged it, and neither distribute_module_grads nor a gradient buffer goes "
+                    "with that"
+                )
         self.buffer = buffer
 
     @property
@@ -147,12 +154,12 @@ class Variable:
     @property
     def ndim(self) -> int:
         """The number of dimensions."""
-        return self.data.ndim
+        return len(self.shape)
 
     @property
     def size(self) -> int:
         """The number of elements."""
-        return self.data.size
+        return math.prod(self.shape)
 
     @property
     def dtype(self) -> np.dtype[Any]:

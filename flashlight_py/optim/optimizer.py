@@ -33,7 +33,7 @@ class Summing(Protocol):
         """Sum ``x`` over the ranks, in place."""
 
 
-class Shards(ABC):
+class Shards:
     """The state that all parameters of one sharded module share.
 
     ``group``: the processes that step them together; sums over it are those of the whole module.
@@ -42,7 +42,6 @@ class Shards(ABC):
     group: Summing
     steps = False  # inside the backward pass, so that there are no gradients afterwards
 
-    @abstractmethod
     def attach(self, optimizer: FirstOrderOptimizer) -> None:
         """Take note of an optimizer that was made for parameters of the module.
 
@@ -50,7 +49,7 @@ class Shards(ABC):
             ValueError: the module was sharded in a way that this optimizer cannot step.
         """
 
-    def check(self, what: str) -> None:  # noqa: B027  (optional: where nothing can be torn)
+    def check(self, what: str) -> None:
         """Refuse ``what``, in words, where a process has ended in the middle of a change.
 
         Raises:
@@ -61,13 +60,13 @@ class Shards(ABC):
         """Return the context in which this process sets all parameters of the module."""
         return nullcontext()
 
-    @abstractmethod
     def changing(self, what: str) -> AbstractContextManager[None]:
         """Return the context in which this process may write its pieces. Collective, blocking.
 
         Entered and left by all processes of the group: on entering none reads any more what is to
         change, on leaving all have changed it. ``what``, for errors: such as "AdamOptimizer.step".
         """
+        return nullcontext()
 
     def own_gradients(self, variables: Iterable[Variable]) -> list[Array]:
         """Return the gradients of what this process steps of ``variables``, all of them sharded."""
@@ -79,7 +78,7 @@ class Shards(ABC):
         squares = sum(sum_of_squares(grad) for grad in self.own_gradients(variables))
         return float(self.group.all_reduce(np.array([squares], np.float64))[0])
 
-    def meet(self) -> None:  # noqa: B027  (optional: where no process sees another's pieces)
+    def meet(self) -> None:
         """Wait until all processes have written their pieces of gradients. Collective."""
 
 
@@ -91,7 +90,7 @@ class Placement(ABC):
     replays = False  # captured steps can do again what is done with the parameter
 
     @abstractmethod
-    def zeros(self, dtype: DTypeLike) -> Array:
+    def zeros(self, variable: Variable, dtype: DTypeLike) -> Array:
         """Return new state for the parameter, zeros. Collective, blocking."""
 
     @abstractmethod
@@ -103,12 +102,11 @@ class Placement(ABC):
         """
 
     def sum_of_squares(self, variable: Variable) -> float:
-        """Return that of the whole gradient, in float64, the same on all processes.
+        """Return that of the whole gradient, in float64, the same on all processes. Collective.
 
-        For rules that need a norm. This one is for gradients that every process can read.
+        For rules that need a norm.
         """
-        assert variable.grad is not None
-        return sum_of_squares(variable.grad)
+        return self.shards.sum_of_squares([variable])
 
     @abstractmethod
     def whole(self, state: Array) -> Array:
@@ -542,6 +540,6 @@ def _zeros(variable: Variable) -> Array:
     """Return state for a parameter: zeros, of float32 where it is narrower."""
     dtype = "float32" if variable.dtype.char == "e" else variable.dtype
     if variable.placement is not None:
-        return variable.placement.zeros(dtype)  # type: ignore[no-any-return]
+        return variable.placement.zeros(variable, dtype)  # type: ignore[no-any-return]
     data = variable.data
     return array_module(data).zeros(data.shape, dtype)  # type: ignore[no-any-return]

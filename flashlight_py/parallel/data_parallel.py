@@ -190,7 +190,7 @@ class GradientSync(GradientPass[GradientUnit]):
     """
 
     __captured_state__ = (
-        *("reducer", "weigh", "ignored", "enabled", "is_shared", "averages"),
+        *("reducer", "weigh", "ignored", "enabled", "averages"),
         *("_units", "_params", "_flags", "_running", "_given", "_has_failed"),
     )
 
@@ -259,9 +259,7 @@ def _bucketed(
 ) -> GradientSync:
     """Make all gradients views into flat buckets of at most ``limit`` bytes. Collective, blocking.
 
-    The backward pass accumulates straight into them, so that nothing is packed or unpacked. A
-    bucket holds one dtype on one device. At the end of the last one is room for a flag of each
-    parameter, unless a hook may do something else than sum.
+    A bucket holds one dtype on one device. A hook may do something else than sum: then no flags.
     """
     nbytes, dtypes = [param.data.nbytes for param in params], [param.dtype for param in params]
     planned = [[params[i] for i in bucket] for bucket in plan_buckets(nbytes, limit, dtypes)]

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,16 +27,13 @@ from numpy.typing import DTypeLike
 
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.engine import GradSink, after_node, in_backward
-from flashlight_py.device import Array, array_module, device_of, is_cupy, to_device
+from flashlight_py.device import Array, array_module, device_of, is_cupy, product, to_device
 from flashlight_py.distributed import ProcessGroup, Work
-from flashlight_py.distributed.reducers.reducer import InlineReducer
 from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.nn import Module
-from flashlight_py.optim import FirstOrderOptimizer
-from flashlight_py.optim.cpu import sum_of_squares
-from flashlight_py.optim.optimizer import Placement, RuleOptimizer, Shards
-from flashlight_py.parallel.agreement import check_modules_agree
-from flashlight_py.parallel.gradient_pass import GradientPass, Unit, release, used_on_any_rank
+from flashlight_py.optim.optimizer import Placement
+from flashlight_py.parallel.gradient_pass import Unit, release, used_on_any_rank
+from flashlight_py.parallel.sharder import Sharder
 from flashlight_py.parallel.synchronize import give_state
 
 # Parts begin at multiples of so many elements: 64 bytes of float32.
@@ -45,30 +42,13 @@ GRAIN = 16
 
 def shard_by_gathering(
     module: Module, group: ProcessGroup | None = None, step_in_backward: bool = False
-) -> GatheredShards:
-    """Shard the module's parameters, gradients and optimizers' state over the ranks, in place.
+) -> GatheringSharder:
+    """Shard the floating parameters of ``module``, the same on every rank; see ``fully_shard``.
 
-    Collective, blocking. Every rank begins with the parameters and buffers of the group's rank 0,
-    and keeps a part of each module's that is a multiple of 16 elements. Afterwards ``backward()``
-    leaves the mean of the ranks' gradients; ``Variable.grad`` is this rank's part of it, of one
-    dimension. Several passes without ``zero_grad`` add up, each reduced by itself, within
-    ``no_sync`` as well: a rank has no place for gradients of its own.
-
-    All ranks must run the same modules in the same order, forward and backward. To read
-    ``Variable.array``, and ``state_dict()``, gather and are collective; ``load_state_dict`` is not.
-
-    Args:
-        module: the same on every rank but for its values; floating parameters are sharded.
-        group: the ranks that share the model, default the world.
-        step_in_backward: step the parameters of a module when their gradients are reduced, by the
-            optimizers that are made for them afterwards; gradients are None after the pass then.
-
-    Returns:
-        What the parameters have in common.
+    Collective, blocking. Every rank begins with what rank 0 has.
 
     Raises:
         ValueError: a parameter is sharded, or has a gradient hook or buffer.
-        MismatchError: ranks' modules differ; names the first parameter that does.
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
     members = group_or_world(group)
@@ -76,7 +56,6 @@ def shard_by_gathering(
     for name, param in params.items():
         if param.placement is not None:
             raise ValueError(f"fully_shard: {name!r} is sharded already; call it once")
-    check_modules_agree(params, members)
     release(module)
     for name, param in params.items():
         if param.hook is not None or param.buffer is not None:
@@ -84,33 +63,30 @@ def shard_by_gathering(
                 f"fully_shard: {name!r} has a gradient hook or buffer, and sharding needs its own; "
                 "clear it before"
             )
-    shards = GatheredShards(members, step_in_backward)
-    taken: set[int] = set()
-    for together in _grouped(module):
-        elements = sum(param.size for param in together)
-        least = max(1, -(-elements // (members.size * GRAIN))) * GRAIN
-        row = next(row for row in itertools.count(least, GRAIN) if row not in taken)
-        taken.add(row)
-        shards.take(Flat(together, members, row))
+    sharder = GatheringSharder(members, _flats(module, members), step_in_backward)
     if module.buffers:
         give_state(module, module.buffers, 0, members)
-    return shards
+    return sharder
 
 
-def _grouped(module: Module) -> Iterator[list[Variable]]:
-    """Yield the floating parameters that a module has itself, by dtype and device; each once."""
+def _flats(module: Module, group: ProcessGroup) -> Iterator[Flat]:
+    """Yield flats of the floating parameters that a module has itself, by dtype and device."""
     met: set[Variable] = set()
+    rows: set[int] = set()
     for _, each in module._walk():
         kinds: dict[tuple[str, str], list[Variable]] = {}
         for _, param in each._own_params():
             if param not in met and param.dtype.kind == "f":
                 met.add(param)
                 kinds.setdefault((param.dtype.name, device_of(param.data)), []).append(param)
-        yield from kinds.values()
+        for together in kinds.values():
+            elements = sum(param.size for param in together)
+            least = max(1, -(-elements // (group.size * GRAIN))) * GRAIN
+            row = next(row for row in itertools.count(least, GRAIN) if row not in rows)
+            rows.add(row)
+            yield Flat(together, group, row)
 
 
-# Lengths of parts differ between modules, since collectives compare shapes: ranks that use
-# different modules get an error, not a mixture of them.
 class Flat(Unit):
     """The parameters of one module and dtype in one array of shape ``(ranks, row)``.
 
@@ -133,7 +109,7 @@ class Flat(Unit):
         self._work: Work | None = None
         self.homes: list[Array] | None = None
         self._gradients: Array | None = None
-        self._set_aside: list[Array | None] = []
+        self.used: set[Variable] = set()  # those whose gradient has a contribution
         whole = self._empty()
         for array, param in zip(self._views(whole), params, strict=True):
             array[...] = param.data
@@ -153,9 +129,9 @@ class Flat(Unit):
             for start, stop, shape in zip(self.starts, self.starts[1:], self.shapes, strict=False)
         ]
 
-    def cut(self, position: int, rank: int | None = None) -> tuple[slice, slice]:
-        """Return what a rank has of a parameter: in its part, and in the whole parameter."""
-        first = (self.group.rank if rank is None else rank) * self.row
+    def cut(self, position: int) -> tuple[slice, slice]:
+        """Return what this rank has of a parameter: in its part, and in the whole parameter."""
+        first = self.group.rank * self.row
         start, stop = self.starts[position : position + 2]
         begin, end = (min(max(edge, first), first + self.row) for edge in (start, stop))
         return slice(begin - first, end - first), slice(begin - start, end - start)
@@ -188,101 +164,97 @@ class Flat(Unit):
         if wait and work is not None:
             work.wait()
 
-    def open(self) -> list[Array]:
-        """Make memory for the gradients of one pass; what earlier passes have left is set aside."""
+    def open(self) -> None:
+        """Make memory for the gradients of one pass."""
         self._gradients = self._empty()
         self.homes = self._views(self._gradients)
-        self._set_aside = [param.grad for param in self.params]
-        for param in self.params:
-            param.grad = None
         self.pending = sum(param.calc_grad for param in self.params)
-        return self.homes
 
-    def close(self) -> FlatReduction:
+    def close(self) -> Reduction:
         """Begin to average this pass's gradients over the ranks; zeros for those not there."""
         assert self._gradients is not None
         assert self.homes is not None
-        used = [param.grad is not None for param in self.params]
         for param, home in zip(self.params, self.homes, strict=True):
-            if param.grad is not home:
-                home[...] = 0 if param.grad is None else param.grad
-        reduction = FlatReduction(self, self._gradients, used)
+            if param not in self.used:
+                home[...] = 0
+        part = self._library.empty((1, self.row), self.dtype)
+        scale = 1.0 / self.group.size
+        work = self.group.reduce_scatter(self._gradients, scale, out=part, async_op=True)
+        reduction = Reduction(self, self.used, part.reshape(-1), work)
         self.forget_gradients()
         return reduction
 
     def forget_gradients(self) -> None:
-        """End what ``open`` has begun: parameters have the gradients of before again."""
-        for param, grad in zip(self.params, self._set_aside, strict=True):
-            param.grad = grad
-        self._set_aside = []
+        """End what ``open`` has begun."""
         self.homes = self._gradients = None
+        self.used = set()
 
 
-class FlatReduction:
-    """Gradients of one flat on their way: each rank gets the mean of its row."""
+@dataclass(eq=False)
+class Reduction:
+    """Gradients of one flat on their way: each rank gets the mean of its row.
 
-    def __init__(self, flat: Flat, gradients: Array, used: list[bool]) -> None:
-        self.flat = flat
-        self.used = used  # by this rank
-        part = array_module(flat.part).empty((1, flat.row), flat.dtype)
-        self._part = part.reshape(-1)
-        self._work: Work | None = flat.group.reduce_scatter(
-            gradients, 1.0 / flat.group.size, out=part, async_op=True
-        )
+    ``used``: the parameters that this rank has used. ``work`` keeps all their gradients.
+    """
 
-    def wait(self) -> None:
-        """Block until it has ended, and free the gradients that were reduced."""
-        work, self._work = self._work, None  # which keeps the gradients
-        if work is not None:
-            work.wait()
+    flat: Flat
+    used: set[Variable]
+    part: Array
+    work: Work | None
 
-    def add(self, used: Sequence[bool]) -> None:
+    def add(self, used: Collection[Variable]) -> None:
         """Add this rank's part to the parameters' gradients: of those that were ``used``."""
         for position, param in enumerate(self.flat.params):
-            if used[position]:
-                piece = self._part[self.flat.cut(position)[0]]
+            if param in used:
+                piece = self.part[self.flat.cut(position)[0]]
                 if param.grad is not None:
                     param.grad += piece
                 else:
                     param.grad = piece
 
 
-class PartPlacement(Placement):
+class PartPlace(Placement, GradSink):
     """A parameter of which this rank has a part, and a part of its gradient and of its state."""
 
-    shards: GatheredShards
+    shards: GatheringSharder
 
-    def __init__(self, shards: GatheredShards, flat: Flat, position: int) -> None:
+    def __init__(self, shards: GatheringSharder, flat: Flat, position: int) -> None:
         self.shards, self.flat, self.position = shards, flat, position
-        self._here, self._of_all = flat.cut(position)
+        self.shape, self.dtype = flat.shapes[position], flat.dtype
+        self.here, self._of_all = flat.cut(position)
 
-    def zeros(self, dtype: DTypeLike) -> Array:
+    def add(self, leaf: Variable, contribution: Array, is_new: bool) -> None:
+        """Add a contribution to this pass's gradient of the whole; see ``GradSink``."""
+        home = self.shards.homes_of(self.flat)[self.position]
+        if leaf in self.flat.used:
+            home += contribution
+        else:
+            home[...] = contribution
+            self.flat.used.add(leaf)
+
+    def product(self, leaf: Variable, a: Array, b: Array) -> Array | GradSink:
+        """Compute ``a @ b`` where the gradient belongs if it is the first contribution."""
+        home = self.shards.homes_of(self.flat)[self.position]
+        if leaf in self.flat.used or not a.dtype == b.dtype == self.dtype:
+            return product(a, b)
+        product(a, b, home)
+        self.flat.used.add(leaf)
+        return self
+
+    def zeros(self, variable: Variable, dtype: DTypeLike) -> Array:
         """Return new state for this rank's part, of one dimension. Not collective."""
-        part = self.flat.part[self._here]
+        part = self.flat.part[self.here]
         return array_module(part).zeros(part.size, dtype)  # type: ignore[no-any-return]
 
     def pieces(self, variable: Variable, states: Sequence[Array]) -> Sequence[tuple[Array, ...]]:
         """Return (part of the parameter, of the gradient, *states), unless this rank has none."""
         assert variable.grad is not None
-        part = self.flat.part[self._here]
+        part = self.flat.part[self.here]
         return [(part, variable.grad, *states)] if part.size else []
-
-    def sum_of_squares(self, variable: Variable) -> float:
-        """Return that of the whole gradient, in float64. Collective, blocking."""
-        assert variable.grad is not None
-        squares = np.array([sum_of_squares(variable.grad)])
-        return float(self.flat.group.all_reduce(squares)[0])
 
     def whole(self, state: Array) -> Array:
         """Return the parts of all ranks in the parameter's shape, a new array. Collective."""
-        flat, library = self.flat, array_module(state)
-        cuts = [flat.cut(self.position, rank)[1] for rank in range(flat.group.size)]
-        mine = library.zeros((1, max(cut.stop - cut.start for cut in cuts)), state.dtype)
-        mine[0, : state.size] = state
-        rows = flat.group.all_gather(mine)
-        parts = [row[: cut.stop - cut.start] for row, cut in zip(rows, cuts, strict=True)]
-        whole: Array = library.concatenate(parts)
-        return whole.reshape(flat.shapes[self.position])
+        return self.shards.group.all_gather(state).reshape(self.shape)
 
     def put(self, state: Array, value: Any) -> None:
         """Set ``state`` to this rank's part of ``value``. Not collective."""
@@ -300,7 +272,7 @@ class PartedVariable(Variable):
     """
 
     __slots__ = ()
-    placement: PartPlacement
+    placement: PartPlace
 
     @property
     def data(self) -> Array:
@@ -315,53 +287,27 @@ class PartedVariable(Variable):
             "load_state_dict copies values into it"
         )
 
-    @property
-    def buffer(self) -> Array | GradSink | None:
-        """The array that a backward pass writes the whole gradient to; None outside of one."""
-        placement = self.placement
-        homes = placement.shards.homes_of(placement.flat)
-        return None if homes is None else homes[placement.position]
-
-    @buffer.setter
-    def buffer(self, value: Array | GradSink | None) -> None:
-        if value is not None:
-            raise ValueError(
-                "this parameter is sharded: its gradients are reduced where fl.fully_shard has "
-                "arranged it, and neither distribute_module_grads nor a gradient buffer goes with "
-                "that"
-            )
-
     def assign(self, value: Array) -> None:
         """Set the parameter, of which this rank keeps its part. Every rank passes the same."""
-        placement, flat = self.placement, self.placement.flat
-        flat.release()
-        placement.put(flat.part[placement._here], value)
+        place = self.placement
+        place.flat.release()
+        place.put(place.flat.part[place.here], value)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the whole parameter."""
-        return self.placement.flat.shapes[self.placement.position]
-
-    @property
-    def ndim(self) -> int:
-        """The number of dimensions."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """The number of elements of the whole parameter."""
-        return math.prod(self.shape)
+        return self.placement.shape
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """The parameter's dtype."""
-        return self.placement.flat.dtype
+        return self.placement.dtype
 
     def __repr__(self) -> str:
         return f"Variable(sharded, shape={self.shape}, dtype={self.dtype})"
 
 
-class GatheredShards(Shards, GradientPass[Flat]):
+class GatheringSharder(Sharder[Flat]):
     """When flats are gathered and let go of, and when their gradients are reduced.
 
     At most two flats are gathered at a time: the one that was read last, and the one that was read
@@ -369,51 +315,31 @@ class GatheredShards(Shards, GradientPass[Flat]):
     in the order in which a pass completes them, the same on all ranks.
     """
 
-    group: ProcessGroup
     not_joined = (
         "the module's parameters are gathered from all ranks in every pass, in which a rank "
         "without data has no part; give every rank the same number of batches"
     )
 
-    def __init__(self, group: ProcessGroup, step_in_backward: bool) -> None:
-        super().__init__(InlineReducer(1.0, group=group), [])
-        self.group = self.members = group
-        self._steps = step_in_backward
+    def __init__(self, group: ProcessGroup, flats: Iterator[Flat], step_in_backward: bool) -> None:
+        super().__init__(group, map(self._take, flats), step_in_backward)
         self.ends_with_message = not step_in_backward
-        self._optimizers: dict[Variable, tuple[RuleOptimizer, int]] = {}
         self._here: set[Flat] = set()  # gathered, or on their way
         self._read: Flat | None = None  # last
         self._was_backward = False
         self._next: dict[tuple[bool, Flat], Flat] = {}
-        self._reductions: list[FlatReduction] = []  # of this pass
-        self._unsettled: list[FlatReduction] = []  # of those
+        self._reductions: list[Reduction] = []  # of this pass
+        self._settled = 0  # of those
         self._stepped: set[Flat] = set()  # in this pass
 
-    def take(self, flat: Flat) -> None:
+    def _take(self, flat: Flat) -> Flat:
         """Have the parameters of ``flat`` sharded from now on."""
-        self._units.append(flat)
         for position, param in enumerate(flat.params):
             param.data = flat.part[:0]  # nothing is to keep the memory of the whole
             param.grad = None
-            param.placement = PartPlacement(self, flat, position)
+            param.placement = param.buffer = PartPlace(self, flat, position)
             param.__class__ = PartedVariable
             param.register_grad_hook(functools.partial(self._on_ready, flat))
-
-    def attach(self, optimizer: FirstOrderOptimizer) -> None:
-        """Let ``optimizer`` step its parameters inside the backward pass, if that is asked for.
-
-        Raises:
-            ValueError: it is asked for, and the optimizer cannot step one parameter by itself.
-        """
-        if not self._steps:
-            return
-        if not isinstance(optimizer, RuleOptimizer):
-            raise ValueError(
-                f"fully_shard(step_in_backward=True): {type(optimizer).__name__} cannot step one "
-                "parameter by itself; use an optimizer of fl.optim, or step after the pass"
-            )
-        for position, param in enumerate(optimizer.params):
-            self._optimizers[param] = optimizer, position
+        return flat
 
     @contextmanager
     def changing(self, what: str) -> Iterator[None]:
@@ -421,6 +347,8 @@ class GatheredShards(Shards, GradientPass[Flat]):
         self._release()
         self._read = None
         yield
+
+    # Parameters ---------------------------------------------------------------------------------
 
     def arrays_of(self, flat: Flat) -> list[Array]:
         """Return the whole parameters of ``flat``. Collective, unless it was read last."""
@@ -436,7 +364,7 @@ class GatheredShards(Shards, GradientPass[Flat]):
                 "stepped in this backward pass; step after the pass instead"
             )
         if backward:
-            self._join_pass()
+            self.join_failed()
         if self._read is not None and backward is not self._was_backward:
             self._next.pop((self._was_backward, self._read), None)
         elif self._read is not None and self._read is not flat:
@@ -454,22 +382,15 @@ class GatheredShards(Shards, GradientPass[Flat]):
             self._here.discard(flat)
             flat.release(wait)
 
-    def homes_of(self, flat: Flat) -> list[Array] | None:
-        """Return where this pass's gradients of ``flat`` belong; None: there is no pass."""
-        if not in_backward():
-            return None
-        if flat.homes is None:
-            self._join_pass()
-            flat.open()
-        return flat.homes
+    # The pass -----------------------------------------------------------------------------------
 
-    def _join_pass(self) -> None:
-        if self._steps and not self.enabled:
-            raise RuntimeError(
-                "fully_shard(step_in_backward=True): a pass within no_sync would be stepped by "
-                "itself; step after the pass to add several up"
-            )
-        self.join_failed()
+    def homes_of(self, flat: Flat) -> list[Array]:
+        """Return where this pass's gradients of ``flat`` belong."""
+        if flat.homes is None:
+            self.join_failed()
+            flat.open()
+        assert flat.homes is not None
+        return flat.homes
 
     def join_failed(self) -> None:
         """Have the end of the pass be seen; see ``InPasses``."""
@@ -483,9 +404,7 @@ class GatheredShards(Shards, GradientPass[Flat]):
 
     def _give(self, flat: Flat, weight: float) -> None:
         """Begin to reduce; by now the one before has had the time to end, and its memory goes."""
-        reduction = flat.close()
-        self._reductions.append(reduction)
-        self._unsettled.append(reduction)
+        self._reductions.append(flat.close())
         self._given += 1
         # What reads the parameters for the last time may be in the middle of it.
         after_node(functools.partial(self._settle, but=1))
@@ -497,29 +416,38 @@ class GatheredShards(Shards, GradientPass[Flat]):
 
     def _settle(self, but: int = 0) -> None:
         """Wait for all reductions but the last ones; take the steps that are part of the pass."""
-        while len(self._unsettled) > but:
-            reduction = self._unsettled.pop(0)
-            reduction.wait()
-            if self._steps:
+        while self._settled < len(self._reductions) - but:
+            reduction = self._reductions[self._settled]
+            self._settled += 1
+            work, reduction.work = reduction.work, None
+            if work is not None:
+                work.wait()
+            if self.steps:
                 self._step(reduction)
 
-    def _step(self, reduction: FlatReduction) -> None:
+    def _step(self, reduction: Reduction) -> None:
         """Step the parameters whose gradients have arrived; nothing reads them in this pass."""
         flat = reduction.flat
         flat.release()
         reduction.add(reduction.used)
         self._stepped.add(flat)
         for param in flat.params:
-            optimizer, position = self._optimizers.get(param, (None, 0))
+            optimizer, position = self._steppers.get(param, (None, 0))
             if param.grad is not None and optimizer is not None:
                 pieces = param.placement.pieces(param, optimizer.states_of(position))
                 optimizer.step_pieces(position, pieces)
                 param.grad = None
 
     def _finish(self) -> None:
+        """Wait for the reductions; keep the gradients of parameters that any rank has used."""
         self._settle()
-        if not self._steps:
-            self._add_up()
+        if self.steps:
+            return
+        here = set().union(*(reduction.used for reduction in self._reductions))
+        anywhere = used_on_any_rank((param in here for param in self._params), self.group)
+        used = set(itertools.compress(self._params, anywhere))
+        for reduction in self._reductions:
+            reduction.add(used)
 
     def _sent_next(self) -> list[Array]:
         return [flat.part for flat in self._units]
@@ -533,18 +461,7 @@ class GatheredShards(Shards, GradientPass[Flat]):
     def _reset(self) -> None:
         """Be as before the pass; nothing stays gathered."""
         super()._reset()
-        self._reductions, self._unsettled = [], []
+        self._reductions, self._settled = [], 0
         self._stepped = set()
         self._read = None
         self._release()
-
-    def _add_up(self) -> None:
-        """Keep the gradients of parameters that any rank has used. Collective, blocking."""
-        of_flat = {flat: [False] * len(flat.params) for flat in self._units}
-        for reduction in self._reductions:
-            known = of_flat[reduction.flat]
-            of_flat[reduction.flat] = [a or b for a, b in zip(known, reduction.used, strict=True)]
-        used = iter(used_on_any_rank(itertools.chain(*of_flat.values()), self.group))
-        anywhere = {flat: list(itertools.islice(used, len(flat.params))) for flat in self._units}
-        for reduction in self._reductions:
-            reduction.add(anywhere[reduction.flat])

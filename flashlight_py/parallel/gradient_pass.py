@@ -6,7 +6,7 @@ and a unit that is complete waits until those before it were given. What no hook
 given when all is computed; then the pass waits for the sums.
 
 The kinds of passes differ in what a unit is and where its sum goes: reduced in place
-(``data_parallel``), into the memory of a host (``shard_sync``), scattered to the ranks
+(``data_parallel``), into the memory of a host (``sharder``), scattered to the ranks
 (``gathered_shards``), into a tree of leaves (``leaf_sync``), or to what a network of distributions
 learns (``tagi``).
 """
@@ -55,12 +55,13 @@ class GradientPass(InPasses, abc.ABC, Generic[AnyUnit]):
     ``weigh(first)``, where it is set, says before each unit is given what to multiply it by;
     ``first``: it begins a pass. A weight of 0: nothing of this rank was used. ``enabled``: not
     within ``no_sync``. ``ignored``: names of the module's parameters and buffers that are each
-    rank's own. ``is_shared``: ranks have the optimizer's state in common.
+    rank's own.
     """
 
     steps = False  # inside the pass, so that there are no gradients to keep
     averages = True  # over the ranks
     ends_with_message = True  # which ranks wait for after that of the last unit
+    is_shared = False  # the optimizer's state, between ranks
     not_joined = ""  # why there is no ``join``
     leaves = 0  # of a global batch, whose gradients are added up one by one; 0: it is not cut
 
@@ -69,7 +70,6 @@ class GradientPass(InPasses, abc.ABC, Generic[AnyUnit]):
         self.weigh: Callable[[bool], float] | None = None
         self.ignored: frozenset[str] = frozenset()
         self.enabled = True
-        self.is_shared = False
         self._turn = next(_turns)  # among what a pass has, on all ranks
         self._units = list(units)
         self._params = [param for unit in self._units for param in unit.params]
@@ -159,9 +159,11 @@ class GradientPass(InPasses, abc.ABC, Generic[AnyUnit]):
             self._give_next()
 
     def _give_next(self) -> None:
-        weight = 1.0 if self.weigh is None else self.weigh(self._given == 0)
-        self._give(self._units[self._given], weight)
+        self._give(self._units[self._given], self._next_weight())
         self._given += 1
+
+    def _next_weight(self) -> float:
+        return 1.0 if self.weigh is None else self.weigh(self._given == 0)
 
     def _used_here(self) -> list[bool]:
         """Return which parameters this rank has used in this pass."""
@@ -277,18 +279,17 @@ def shared_zeros(size: int, dtype: DTypeLike, group: ProcessGroup | None) -> Arr
 
 # The passes of modules --------------------------------------------------------------------------
 
-# A module that is gone takes its entry along.
-_passes: dict[weakref.ref[Module], GradientPass[Any]] = {}
+_passes: weakref.WeakKeyDictionary[Module, GradientPass[Any]] = weakref.WeakKeyDictionary()
 
 
 def install(module: Module, sync: GradientPass[Any]) -> None:
     """Let ``sync`` be found for ``module`` from now on."""
-    _passes[weakref.ref(module, _passes.pop)] = sync
+    _passes[module] = sync
 
 
 def release(module: Module) -> None:
     """Undo what was installed for ``module``, if anything was."""
-    sync = _passes.pop(weakref.ref(module), None)
+    sync = _passes.pop(module, None)
     if sync is not None:
         sync.detach()
         if getattr(module.before_forward, "args", None) == (sync,):
@@ -297,7 +298,7 @@ def release(module: Module) -> None:
 
 def pass_of(module: Module) -> GradientPass[Any] | None:
     """Return the pass that was installed for ``module``."""
-    return _passes.get(weakref.ref(module))
+    return _passes.get(module)
 
 
 def gradient_sync_of(module: Module, caller: str) -> GradientPass[Any]:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from itertools import accumulate
 from typing import Any, Literal
 
-import numpy as np
 from numpy.typing import DTypeLike
 
 from flashlight_py.autograd import Variable
@@ -20,8 +16,7 @@ from flashlight_py.distributed.calls.checks import whole
 from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.errors import MismatchError
 from flashlight_py.nn import Linear
-from flashlight_py.optim.cpu import sum_of_squares
-from flashlight_py.optim.optimizer import FirstOrderOptimizer, Placement, Shards
+from flashlight_py.optim.optimizer import Placement, Shards
 from flashlight_py.parallel.agreement import (
     by_rank,
     check_modules_agree,
@@ -107,9 +102,8 @@ def shard_linear(
     layer.__class__ = ShardedLinear
     assert isinstance(layer, ShardedLinear)
     layer.cut = cut
-    layer.place()
-    for variable, placement in layer.placements():
-        variable.data = placement.part(variable.data)
+    for variable in layer.place():
+        variable.data = variable.placement.part(variable.data)
         variable.grad = variable.grad_buffer = None
     return layer
 
@@ -132,18 +126,14 @@ class ShardedLinear(Linear):
             )
         return _left(F.linear(x, self.weight), self.bias, members)
 
-    def placements(self) -> list[tuple[Variable, CutParameter]]:
-        """Return the parameters that are cut."""
-        bias = self.bias if self.cut.axis == 0 else None
-        return [(each, each.placement) for each in (self.weight, bias) if each is not None]
-
-    def place(self) -> None:
-        """Say of the parameters that they are parts."""
+    def place(self) -> list[Variable]:
+        """Say of the parameters that are cut that they are parts; return them."""
         shape = list(self.weight.shape)
         shape[self.cut.axis] = sum(self.cut.sizes)
-        self.weight.placement = CutParameter(self.weight, self.cut, tuple(shape))
-        if self.bias is not None and self.cut.axis == 0:
-            self.bias.placement = CutParameter(self.bias, self.cut, tuple(shape[:1]))
+        params = [self.weight] if self.cut.axis or self.bias is None else [self.weight, self.bias]
+        for param in params:
+            param.placement = CutParameter(self.cut, tuple(shape[: param.ndim]))
+        return params
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)
@@ -173,13 +163,6 @@ class Cut(Shards):
         ends = list(accumulate(self.sizes))
         return (slice(None),) * axis + (slice(ends[rank] - self.sizes[rank], ends[rank]),)
 
-    def attach(self, optimizer: FirstOrderOptimizer) -> None:
-        """Do nothing: every optimizer can step a part."""
-
-    def changing(self, what: str) -> AbstractContextManager[None]:
-        """Return an empty context: nobody reads another rank's part."""
-        return contextlib.nullcontext()
-
     def own_gradients(self, variables: Iterable[Variable]) -> list[Array]:
         """Return the gradients as they are: each is this rank's part."""
         return [each.grad for each in variables if each.grad is not None]
@@ -191,19 +174,15 @@ class Cut(Shards):
 class CutParameter(Placement):
     """A parameter of which this rank has its part alone."""
 
-    is_cut = True
-    replays = True
+    is_cut = replays = True
+    shards: Cut
 
-    def __init__(self, variable: Variable, cut: Cut, whole_shape: tuple[int, ...]) -> None:
-        self.shards = cut
-        self.cut, self._extents = cut, whole_shape
-        self._variable = weakref.ref(variable)
+    def __init__(self, cut: Cut, whole_shape: tuple[int, ...]) -> None:
+        self.shards, self._extents = cut, whole_shape
         self._axis = min(cut.axis, len(whole_shape) - 1)
 
-    def zeros(self, dtype: DTypeLike) -> Array:
+    def zeros(self, variable: Variable, dtype: DTypeLike) -> Array:
         """Return state for this rank's part, on its device."""
-        variable = self._variable()
-        assert variable is not None  # whoever asks has it
         return array_module(variable.data).zeros(variable.shape, dtype)  # type: ignore[no-any-return]
 
     def pieces(self, variable: Variable, states: Sequence[Array]) -> Sequence[tuple[Array, ...]]:
@@ -212,17 +191,11 @@ class CutParameter(Placement):
         arrays = (variable.data, variable.grad, *states)
         return [tuple(array.reshape(-1) for array in arrays)]
 
-    def sum_of_squares(self, variable: Variable) -> float:
-        """Return that of all ranks' gradients. Collective, blocking."""
-        assert variable.grad is not None
-        own = np.array(sum_of_squares(variable.grad), np.float64)
-        return float(self.cut.group.all_reduce(own))
-
     def whole(self, state: Array) -> Array:
         """Return all ranks' parts, joined. Collective, blocking."""
         if self._axis == 0:
-            return self.cut.group.all_gather(state)
-        joined = self.cut.group.all_gather(array_module(state).ascontiguousarray(state.T))
+            return self.shards.group.all_gather(state)
+        joined = self.shards.group.all_gather(array_module(state).ascontiguousarray(state.T))
         return array_module(state).ascontiguousarray(joined.T)  # type: ignore[no-any-return]
 
     def put(self, state: Array, value: Any) -> None:
@@ -244,11 +217,11 @@ class CutParameter(Placement):
                 f"a parameter that shard_linear has cut takes the whole array, of shape "
                 f"{self._extents}, got {value.shape}; nothing was changed"
             )
-        return copy_of(value[self.cut.part(self._axis)])
+        return copy_of(value[self.shards.part(self._axis)])
 
     def words(self) -> str:
         """Say which part this is."""
-        place = self.cut.part(self._axis)[self._axis]
+        place = self.shards.part(self._axis)[self._axis]
         return f", {place.start} to {place.stop} of {self._extents[self._axis]}"
 
 

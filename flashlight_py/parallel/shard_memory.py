@@ -15,12 +15,13 @@ import math
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
+from flashlight_py.autograd import Variable
 from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.api.running import refusing
@@ -28,268 +29,233 @@ from flashlight_py.distributed.calls.arrays import scale_in_place
 from flashlight_py.distributed.reducers.host_memory import add_up, hosts_of, map_zeros, meet
 from flashlight_py.errors import TornStateError, UnavailableEverywhereError
 from flashlight_py.parallel.agreement import of_all_ranks
+from flashlight_py.parallel.gradient_pass import Unit
 
 LINE = 64  # bytes of a cache line, at which the parts of ranks begin
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """Elements ``start`` to ``stop`` of the flat array, in parts of ``part``, one for each rank.
+class HostUnit(Unit):
+    """Parameters that are sent together: where each begins in the flat array ``name``.
 
-    The last chunk of a unit may have room that no parameter uses.
+    ``chunks``: of that array, each in one bucket. The last may have room that no parameter uses.
     """
 
-    start: int
-    stop: int
-    part: int
+    __captured_state__ = ("pending", "places")
 
-    def part_of(self, rank: int) -> slice:
-        """Return the elements of ``rank``, in the flat array."""
-        return slice(self.start + rank * self.part, self.start + (rank + 1) * self.part)
-
-
-@dataclass(eq=False)
-class UnitPlan:
-    """Parameters, by number, that are sent together, and where each begins in the flat array."""
-
-    numbers: list[int]
-    starts: list[int]
-    sizes: list[int]
-    chunks: list[Chunk]
-
-
-@dataclass(frozen=True)
-class FlatLayout:
-    """The units of one flat array in the order in which they are sent, and its length."""
-
-    units: list[UnitPlan]
-    length: int
+    def __init__(
+        self, name: str, params: Sequence[Variable], starts: list[int], chunks: list[slice]
+    ) -> None:
+        super().__init__(params)
+        self.name, self.starts, self.chunks = name, starts, chunks
+        self.places: list[Any] = []  # of the parameters
 
 
 def plan(
-    shapes: Sequence[Sequence[int]],
-    itemsize: int,
-    ranks: int,
-    bucket_bytes: int,
-    hosts: Sequence[int] = (1,),
-) -> FlatLayout:
-    """Return where parameters of ``shapes`` lie, which are in the order of their gradients.
+    name: str, params: Sequence[Variable], bucket_bytes: int, ranks: Sequence[int]
+) -> tuple[list[HostUnit], int]:
+    """Return the units of the flat array ``name`` in the order in which they are sent; its length.
 
-    A host has ``ranks`` ranks; ``hosts``: how many all hosts have, so that things lie at the same
-    places on each.
+    ``params`` are of one dtype, in the order of their gradients. ``ranks``: how many each host has,
+    so that things lie at the same places on all.
 
     Example:
-        >>> layout = plan([(100, 40), (40,), (3,)], 4, ranks=2, bucket_bytes=8192)
-        >>> [(unit.numbers, unit.starts) for unit in layout.units]
-        [([0], [0]), ([1, 2], [4000, 4040])]
-        >>> [(chunk.start, chunk.stop, chunk.part) for chunk in layout.units[0].chunks]
-        [(0, 1920, 960), (1920, 3840, 960), (3840, 4000, 80)]
+        >>> shapes = (100, 40), (40,), (3,)
+        >>> params = [Variable(np.zeros(shape, np.float32)) for shape in shapes]
+        >>> units, length = plan("<f4", params, bucket_bytes=8192, ranks=[2])
+        >>> [([param.size for param in unit.params], unit.starts) for unit in units]
+        [([4000], [0]), ([40, 3], [4000, 4040])]
+        >>> units[0].chunks
+        [slice(0, 1920, None), slice(1920, 3840, None), slice(3840, 4000, None)]
     """
-    line = max(1, LINE // itemsize)
-    grain = line * math.lcm(ranks, *hosts)
+    itemsize = params[0].dtype.itemsize
+    grain = max(1, LINE // itemsize) * math.lcm(*ranks)
     room = max(bucket_bytes // itemsize // grain, 1) * grain
-    sizes = [math.prod(shape) for shape in shapes]
-    sent: list[list[int]] = []
-    small: list[int] = []
-    for number, size in enumerate(sizes):
-        if size * 4 > room:
-            sent.append([number])
+    sent: list[list[Variable]] = []
+    small: list[Variable] = []
+    for param in params:
+        if param.size * 4 > room:
+            sent.append([param])
             continue
-        if sum(sizes[other] for other in small) + size > room:
+        if sum(other.size for other in small) + param.size > room:
             sent.append(small)
             small = []
-        small.append(number)
+        small.append(param)
     if small:
         sent.append(small)
     units, end = [], 0
-    for numbers in sent:
-        own, step = [sizes[number] for number in numbers], room
-        if len(numbers) == 1:  # a chunk of a large parameter has whole rows where they fit
-            row = math.prod(shapes[numbers[0]][1:])
+    for together in sent:
+        step = room
+        if len(together) == 1:  # a chunk of a large parameter has whole rows where they fit
+            row = math.prod(together[0].shape[1:])
             rows = math.lcm(row, grain) if row else grain
             step = room // rows * rows or room
-        *starts, last = itertools.accumulate(own, initial=end)
+        *starts, last = itertools.accumulate((param.size for param in together), initial=end)
         begin, end = end, end + -(-(last - end) // grain) * grain
         edges = [*range(begin, end, step), end]
-        chunks = [Chunk(a, b, (b - a) // ranks) for a, b in itertools.pairwise(edges)]
-        units.append(UnitPlan(numbers, starts, own, chunks))
-    return FlatLayout(units, end)
+        chunks = list(itertools.starmap(slice, itertools.pairwise(edges)))
+        units.append(HostUnit(name, together, starts, chunks))
+    return units, end
 
 
 # What ranks compare where they meet: one may be in another pass, or in a step.
 BACKWARD = "backward of a sharded module"
+STEP = "optimizer.step of a sharded module"
 # Of all ranks of a host together, and of one bucket.
 ALL_BYTES = 16 << 20
 LEAST_BYTES, MOST_BYTES = 256 << 10, 2 << 20
-
-
-def bucket_bytes(ranks: int) -> int:
-    """Return how large a bucket of one of ``ranks`` ranks of a host may be.
-
-    Example:
-        >>> [bucket_bytes(ranks) >> 10 for ranks in (1, 4, 8, 64)]
-        [2048, 2048, 1024, 256]
-    """
-    return min(max(ALL_BYTES // (2 * ranks), LEAST_BYTES), MOST_BYTES)
-
-
-# The gradient of a large weight is computed into them in blocks of rows, so it never exists as a
-# whole on a rank; ``GradSink`` is what autograd knows of it.
-class Buckets:
-    """The buckets of all ranks of a host. Making them is collective, and blocks.
-
-    Args:
-        local: the ranks of this host.
-        nbytes: of one bucket.
-        scale: the factor of the sums.
-        keeps: sums are kept, so that a rank which is alone on its host needs no bucket.
-    """
-
-    def __init__(self, local: ProcessGroup, nbytes: int, scale: float, keeps: bool) -> None:
-        self._local, self._scale = local, scale
-        self._alone = keeps and local.size == 1
-        nbytes = -(-nbytes // 4096) * 4096
-        self._memory = map_zeros(local, local.size * 2 * nbytes).reshape(local.size, 2, nbytes)
-        self._turn = 0
-
-    def next(self, chunk: Chunk, total: Array, adds: bool) -> Array:
-        """Return room for what this rank has of ``chunk``, which goes into ``total``.
-
-        A rank that is alone on its host has it in ``total`` itself, unless that is added to.
-        """
-        if self._alone and not adds:
-            return total[chunk.start : chunk.stop]
-        self._turn ^= 1
-        return self.of_ranks(chunk, total.dtype)[self._local.rank]
-
-    def of_ranks(self, chunk: Chunk, dtype: np.dtype[np.generic]) -> list[Array]:
-        """Return every rank's room for ``chunk``, for which ``next`` was called last."""
-        nbytes = (chunk.stop - chunk.start) * dtype.itemsize
-        rooms: list[Array] = [rank[self._turn, :nbytes].view(dtype) for rank in self._memory]
-        return rooms
-
-    def send(self, chunk: Chunk, total: Array, old: Callable[[Array, Chunk], None] | None) -> None:
-        """Sum what ranks have in their rooms into this rank's part of ``total``. Collective.
-
-        Blocks. ``old``: what is there stays, scaled by this in place, and is added to.
-        """
-        part = chunk.part_of(self._local.rank)
-        if self._alone and old is None:
-            scale_in_place(total[part], self._scale)
-            return
-        meet(self._local, BACKWARD)
-        place = slice(part.start - chunk.start, part.stop - chunk.start)
-        own = [room[place] for room in self.of_ranks(chunk, total.dtype)]
-        if old is None:
-            add_up(own, self._scale, total[part])
-            return
-        old(total[part], chunk)
-        total[part] += add_up(own, self._scale, np.empty_like(total[part]))
-
-
 DEBUG = "FLASHLIGHT_DEBUG_SHARED"
-STEP = "optimizer.step of a sharded module"
 # What ends the name of a layout of parameters that do not learn; before it stands their dtype.
 FROZEN = " frozen"
-
-
-class Hosts:
-    """The ranks of ``group`` by host: ``local`` joins this host's, ``between`` counterparts.
-
-    Collective, blocking. ``between`` is None where there is one host, and on ranks that have no
-    counterpart on each host.
-    """
-
-    def __init__(self, group: ProcessGroup) -> None:
-        hosts = hosts_of(group)
-        self.group, self.count = group, len(hosts)
-        self.index = next(i for i, host in enumerate(hosts) if group.rank in host)
-        self.leaders = min(len(host) for host in hosts)
-        self.sizes = [len(host) for host in hosts]
-        self.first_ranks = [host[0] for host in hosts]
-        self.local, self.between = group, None
-        if self.count > 1:
-            place = hosts[self.index].index(group.rank)
-            self.local = group.split(self.index)
-            leads = place < self.leaders
-            between = group.split(place if leads else None)
-            self.between = between if leads else None
-
-    @contextlib.contextmanager
-    def together(self, verb: str) -> Iterator[None]:
-        """Return a block of ``verb`` that either ends on all ranks or raises on all. Collective.
-
-        Raises:
-            MismatchError, UnavailableEverywhereError: another rank has failed; with its reason.
-        """
-        try:
-            with refusing(self.local, verb, how="failed"):
-                yield
-                self.local.barrier()
-        except Exception as error:
-            if self.count > 1:
-                of_all_ranks(f"{type(error).__name__}: {error}", self.group)
-            raise
-        failed = of_all_ranks("", self.group) if self.count > 1 else []
-        for rank, reason in enumerate(failed):
-            if reason:
-                raise UnavailableEverywhereError(
-                    f"[{verb}] rank {self.group.rank} of {self.group.size}: rank {rank} has failed "
-                    f"({reason}), so no rank has changed anything; mend that and call it again"
-                )
 
 
 # Once per host, mapped by all ranks: nothing is gathered, each element is stepped by the rank
 # that has just summed it, and what fits once on a host trains.
 class HostMemory:
-    """Flat arrays by dtype for ``layouts``; collective, blocking.
+    """Flat arrays for ``params``, and the buckets of all ranks; collective, blocking.
+
+    ``hosts``: the ranks of each, of which ``host`` is this one. ``local`` joins this host's ranks,
+    ``between`` counterparts on all hosts, in their order; None where there are none.
 
     Args:
-        hosts: the ranks.
-        layouts: the layout of each dtype, by its name.
+        group: all ranks.
+        params: in the order in which their gradients are sent.
         across_hosts: each host steps a part of its own, and sends it to the others.
+        keeps: sums are kept, so that a rank which is alone on its host needs no bucket.
     """
 
     __captured_state__ = ("params",)
 
-    def __init__(self, hosts: Hosts, layouts: Mapping[str, FlatLayout], across_hosts: bool) -> None:
-        self.hosts, self._layouts = hosts, layouts
-        self.across = across_hosts and hosts.count > 1
-        dtypes = {name: name.partition(" ")[0] for name in layouts}
-        self.params = {name: self.new_flat(name, dtype) for name, dtype in dtypes.items()}
-        self.grads = {name: self.new_flat(name, dtype) for name, dtype in dtypes.items()}
-        # How often each rank has begun and ended to change parameters: odd while it does.
-        self._marks = map_zeros(hosts.local, hosts.local.size * 64).view(np.int64)[::8]
+    def __init__(
+        self, group: ProcessGroup, params: Sequence[Variable], across_hosts: bool, keeps: bool
+    ) -> None:
+        self.group = self.local = group
+        self.between: ProcessGroup | None = None
+        self.hosts = hosts = sorted(hosts_of(group))
+        self.host = next(number for number, ranks in enumerate(hosts) if group.rank in ranks)
+        self._leaders = min(map(len, hosts))
+        if len(hosts) > 1:
+            place = hosts[self.host].index(group.rank)
+            self.local = group.split(self.host)
+            between = group.split(place if place < self._leaders else None, self.host)
+            self.between = between if place < self._leaders else None
+        self.across = across_hosts and len(hosts) > 1
+        self._scale = 1.0 / group.size if len(hosts) == 1 else 1.0
+        self._alone = keeps and self.local.size == 1
+        self._turn = 0
         self._lock = threading.RLock()  # of the thread that changes parameters
         self._change = ""  # what does
         self.is_debugged = os.environ.get(DEBUG, "0") == "1"
-        self.protect(True)
+        self.params: dict[str, Array] = {}
+        self.grads: dict[str, Array] = {}
+        self.units: list[HostUnit] = []
+        with self._together():
+            self._map(params)
 
-    def new_flat(self, name: str, dtype: DTypeLike) -> Array:
-        """Return zeros of ``dtype``, as many as layout ``name`` has. Collective, blocking."""
-        kind, length = np.dtype(dtype), self._layouts[name].length
-        flat: Array = map_zeros(self.hosts.local, length * kind.itemsize)
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        """Return a block that either ends on all ranks or raises on all of them. Collective.
+
+        Raises:
+            MismatchError, UnavailableEverywhereError: another rank has failed; with its reason.
+        """
+        group, several = self.group, len(self.hosts) > 1
+        try:
+            with refusing(self.local, "fully_shard", how="failed"):
+                yield
+                self.local.barrier()
+        except Exception as error:
+            if several:
+                of_all_ranks(f"{type(error).__name__}: {error}", group)
+            raise
+        for rank, reason in enumerate(of_all_ranks("", group) if several else ()):
+            if reason:
+                raise UnavailableEverywhereError(
+                    f"[fully_shard] rank {group.rank} of {group.size}: rank {rank} has failed "
+                    f"({reason}), so no rank has changed anything; mend that and call it again"
+                )
+
+    def _map(self, params: Sequence[Variable]) -> None:
+        local, sizes = self.local, [len(ranks) for ranks in self.hosts]
+        limit = min(max(ALL_BYTES // (2 * max(sizes)), LEAST_BYTES), MOST_BYTES)
+        by_name: dict[str, list[Variable]] = {}
+        for param in params:
+            kind = param.dtype.name if param.dtype.kind == "V" else param.dtype.str  # bfloat16
+            by_name.setdefault(kind if param.calc_grad else kind + FROZEN, []).append(param)
+        for name, those in by_name.items():
+            units, length = plan(name, those, limit, sizes)
+            self.units += units
+            self.params[name] = self.new_flat(length, those[0].dtype)
+            self.grads[name] = self.new_flat(length, those[0].dtype)
+        # How often each rank has begun and ended to change parameters: odd while it does.
+        self._marks = map_zeros(local, local.size * 64).view(np.int64)[::8]
+        self.protect(True)
+        largest = max(
+            (chunk.stop - chunk.start) * unit.params[0].dtype.itemsize
+            for unit in self.units
+            for chunk in unit.chunks
+        )
+        flags = max(len(unit.params) for unit in self.units)
+        nbytes = -(-(largest + flags) // 4096) * 4096
+        self._buckets = map_zeros(local, local.size * 2 * nbytes).reshape(local.size, 2, nbytes)
+
+    def new_flat(self, length: int, dtype: DTypeLike) -> Array:
+        """Return ``length`` zeros of ``dtype`` that this host's ranks share. Collective, blocks."""
+        kind = np.dtype(dtype)
+        flat: Array = map_zeros(self.local, length * kind.itemsize)
         return flat.view(kind) if length else np.zeros(0, kind)
 
-    def pieces(self, name: str, unit: UnitPlan, position: int) -> list[slice]:
-        """Return which elements of the unit's parameter ``position`` this rank steps.
-
-        They count from the parameter's first element.
-        """
-        start, size = unit.starts[position], unit.sizes[position]
-        own = self.own(name, self.hosts.index) if self.across else slice(start, start + size)
-        pieces = []
-        for chunk in unit.chunks:
-            part = chunk.part_of(self.hosts.local.rank)
-            low, high = max(part.start, start, own.start), min(part.stop, start + size, own.stop)
-            if low < high:
-                pieces.append(slice(low - start, high - start))
-        return pieces
+    def part(self, chunk: slice) -> slice:
+        """Return which elements of a flat array this rank sums, and steps, of ``chunk``."""
+        rank, size = self.local.rank, (chunk.stop - chunk.start) // self.local.size
+        return slice(chunk.start + rank * size, chunk.start + (rank + 1) * size)
 
     def own(self, name: str, host: int) -> slice:
-        """Return what of a flat array ``host`` steps, where each has a part of its own."""
-        length, count = self._layouts[name].length, self.hosts.count
+        """Return what of a flat array ``host`` steps: all of it, unless each has a part."""
+        length, count = self.params[name].size, len(self.hosts)
+        if not self.across:
+            return slice(0, length)
         return slice(length * host // count, length * (host + 1) // count)
+
+    # Buckets ------------------------------------------------------------------------------------
+
+    def room(self, chunk: slice, total: Array, adds: bool) -> Array:
+        """Return room for what this rank has of ``chunk``, which goes into ``total``.
+
+        A rank that is alone on its host has it in ``total`` itself, unless that is added to.
+        """
+        if self._alone and not adds:
+            return total[chunk]
+        self._turn ^= 1
+        return self.rooms(chunk, total.dtype)[self.local.rank]
+
+    def rooms(self, chunk: slice, dtype: np.dtype[np.generic]) -> list[Array]:
+        """Return every rank's room for ``chunk``, for which ``room`` was called last."""
+        nbytes = (chunk.stop - chunk.start) * dtype.itemsize
+        rooms: list[Array] = [rank[self._turn, :nbytes].view(dtype) for rank in self._buckets]
+        return rooms
+
+    def flags(self, unit: HostUnit) -> Array:
+        """Return which gradients of ``unit`` a rank has: a row for each rank, beside its room."""
+        return self._buckets[:, self._turn, -len(unit.params) :].view(np.bool_)
+
+    def add_rooms(self, name: str, chunk: slice, adds: bool) -> None:
+        """Sum what ranks have in their rooms, by this rank's part of ``chunk``. Collective, blocks.
+
+        ``adds``: to the sums of earlier passes.
+        """
+        part = self.part(chunk)
+        total = self.grads[name][part]
+        if self._alone and not adds:
+            scale_in_place(total, self._scale)
+            return
+        meet(self.local, BACKWARD)
+        place = slice(part.start - chunk.start, part.stop - chunk.start)
+        own = [room[place] for room in self.rooms(chunk, total.dtype)]
+        if not adds:
+            add_up(own, self._scale, total)
+            return
+        self._weigh_old(name, total, part.start)
+        total += add_up(own, self._scale, np.empty_like(total))
 
     # Changes, and whether one was left half done ----------------------------------------------
 
@@ -305,7 +271,7 @@ class HostMemory:
         """
         if not self._are_torn():
             return
-        group = self.hosts.group
+        group = self.group
         where = f"[{what}] rank {group.rank} of {group.size}:"
         with self._lock:
             if self._change:
@@ -328,7 +294,7 @@ class HostMemory:
     @contextlib.contextmanager
     def changing(self, what: str) -> Iterator[None]:
         """Return the context in which ranks change parameters; collective, see ``Shards``."""
-        local, marks = self.hosts.local, self._marks
+        local, marks = self.local, self._marks
         with self._lock:
             self.check(what)
             self._change = what
@@ -339,7 +305,7 @@ class HostMemory:
                 yield
                 if self.across:
                     meet(local, STEP)
-                    for between, host, part in self._led_by_host(self.params):
+                    for between, host, part in self._led(self.params):
                         between.broadcast(part, root=host)
                 marks[local.rank] += 1
                 self.protect(True)
@@ -369,48 +335,36 @@ class HostMemory:
 
     # Between hosts ----------------------------------------------------------------------------
 
-    def weigh_old(self, name: str, part: Array, chunk: Chunk) -> None:
+    def _weigh_old(self, name: str, part: Array, start: int) -> None:
         """Scale this rank's part of a sum of earlier passes, which is summed between hosts anew."""
-        if self.hosts.count == 1:
+        if len(self.hosts) == 1:
             return
-        ranks = self.hosts.group.size
-        if not self.across:
-            part *= part.dtype.type(ranks / self.hosts.count)
-            return
-        start = chunk.part_of(self.hosts.local.rank).start
-        own = self.own(name, self.hosts.index)
+        own = self.own(name, self.host)
         low, high = (min(max(edge - start, 0), part.size) for edge in (own.start, own.stop))
         part[:low] = part[high:] = 0
-        part[low:high] *= part.dtype.type(ranks)
+        kept = self.group.size if self.across else self.group.size / len(self.hosts)
+        part[low:high] *= part.dtype.type(kept)
 
     def sum_between_hosts(self) -> None:
         """Add up the hosts' gradients; complete on this host when all its ranks have returned."""
-        if self.hosts.count == 1:
+        if len(self.hosts) == 1:
             return
-        meet(self.hosts.local, BACKWARD)
-        scale = 1.0 / self.hosts.group.size
-        if self.across:
-            for between, host, part in self._led_by_host(self.grads):
+        meet(self.local, BACKWARD)
+        scale = 1.0 / self.group.size
+        for between, host, part in self._led(self.grads):
+            if self.across:
                 between.reduce(part, root=host, scale=scale)
-        elif self.hosts.between is not None:
-            for flat in self.grads.values():
-                part = flat[self._led(0, flat.size)]
-                if part.size:
-                    self.hosts.between.all_reduce(part, scale=scale)
+            else:
+                between.all_reduce(part, scale=scale)
 
-    def _led(self, start: int, stop: int) -> slice:
-        """Return what of these elements this rank exchanges between hosts."""
-        leaders, index, count = self.hosts.leaders, self.hosts.local.rank, stop - start
-        return slice(start + count * index // leaders, start + count * (index + 1) // leaders)
-
-    def _led_by_host(self, flats: Mapping[str, Array]) -> Iterator[tuple[ProcessGroup, int, Array]]:
-        """Yield of each host's part of flat arrays what this rank exchanges, and with whom."""
-        between = self.hosts.between
-        if between is None:
+    def _led(self, flats: Mapping[str, Array]) -> Iterator[tuple[ProcessGroup, int, Array]]:
+        """Yield what this rank exchanges of each host's part of flat arrays, and with whom."""
+        if self.between is None:
             return
         for name, flat in flats.items():
-            for host in range(self.hosts.count):
-                own = self.own(name, host)
-                part = flat[self._led(own.start, own.stop)]
+            for host in range(len(self.hosts)) if self.across else [self.host]:
+                part = flat[self.own(name, host)]
+                edges = [part.size * (self.local.rank + n) // self._leaders for n in (0, 1)]
+                part = part[slice(*edges)]
                 if part.size:
-                    yield between, host, part
+                    yield self.between, host, part

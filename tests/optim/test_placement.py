@@ -36,7 +36,7 @@ class Pieces(Placement):
     def __init__(self, shards: Shards, shape: tuple[int, ...]) -> None:
         self.shards, self.shape = shards, shape
 
-    def zeros(self, dtype: Any) -> np.ndarray:
+    def zeros(self, variable: Variable, dtype: Any) -> np.ndarray:
         return np.zeros(int(np.prod(self.shape)), dtype)[::-1]
 
     def pieces(self, variable: Variable, states: Sequence[Any]) -> list[Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -57,7 +56,7 @@ def in_buckets(model: Net, **how: Any) -> None:
 
 def in_background(model: Net, **how: Any) -> None:
     in_buckets(model, **how)
-    gradient_pass._passes[weakref.ref(model)].reducer._inline_bytes = 0
+    gradient_pass._passes[model].reducer._inline_bytes = 0
 
 
 def by_themselves(model: Net) -> None:
@@ -77,7 +76,7 @@ def collected(model: Net, **how: Any) -> None:
 
 def compressed_in_background(model: Net, hook: Any) -> None:
     in_buckets(model, hook=hook)
-    gradient_pass._passes[weakref.ref(model)].reducer._inline_bytes = 0
+    gradient_pass._passes[model].reducer._inline_bytes = 0
 
 
 WAYS: dict[str, Callable[..., None]] = {

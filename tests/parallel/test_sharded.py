@@ -325,11 +325,17 @@ def three_and_one(rank: int) -> dict[str, str]:
     return {"FLASHLIGHT_MEMORY_DOMAIN": "first" if rank < 3 else "second"}
 
 
+def crossed(rank: int) -> dict[str, str]:
+    """Ranks 0 and 3 share memory, and so do 1 and 2."""
+    return {"FLASHLIGHT_MEMORY_DOMAIN": "first" if rank in (0, 3) else "second"}
+
+
 @pytest.mark.slow
-def test_hosts_may_have_different_numbers_of_ranks(pool: Any) -> None:
-    uneven = pool(4, env=three_and_one)
+@pytest.mark.parametrize("env", [three_and_one, crossed])
+def test_hosts_may_have_any_ranks(pool: Any, env: Any) -> None:
+    hosts = pool(4, env=env)
     for each in (equals_data_parallel, accumulation, joins, in_common):
-        uneven.run(each)
+        hosts.run(each)
 
 
 def peak_of_a_pass(rank: int, size: int) -> None:
