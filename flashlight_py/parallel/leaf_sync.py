@@ -30,13 +30,7 @@ from flashlight_py.nn import Module
 from flashlight_py.parallel.agreement import differing_arguments, of_all_ranks
 from flashlight_py.parallel.failing import fail
 from flashlight_py.parallel.gradient_pass import GradientPass, Unit, pass_of
-from flashlight_py.parallel.leaf_tree import (
-    MERGE,
-    Rows,
-    join_hosts,
-    ops_of,
-    rows_needed,
-)
+from flashlight_py.parallel.leaf_tree import MERGE, Rows, join_hosts, ops_of, rows_needed
 from flashlight_py.parallel.synchronize import give_state, require_module
 from flashlight_py.parallel.tree.packing import put_buffer
 

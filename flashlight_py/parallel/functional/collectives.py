@@ -237,11 +237,7 @@ class DifferentiableCall(InPasses):
         self._number = 0
 
     def record(
-        self,
-        v: Variable,
-        result: Array,
-        vjp: Callable[[Array], Array],
-        rows: Sequence[int] = (),
+        self, v: Variable, result: Array, vjp: Callable[[Array], Array], rows: Sequence[int] = ()
     ) -> Variable:
         """Return ``result`` as a variable whose backward pass calls ``vjp`` on every rank.
 
