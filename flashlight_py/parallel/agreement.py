@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import itertools
 import json
@@ -13,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from flashlight_py import _native
 from flashlight_py.autograd import Variable
 from flashlight_py.device import Array, to_device
 from flashlight_py.distributed import ProcessGroup
@@ -22,7 +22,6 @@ from flashlight_py.distributed.start import blas
 from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.errors import MismatchError
 
-_STEP = 0x9E3779B97F4A7C15  # of digests
 _CORE_TYPE, _FEATURES = "BLAS core type", "CPU features that NumPy uses"
 _REMEDIES = {
     _CORE_TYPE: "set OPENBLAS_CORETYPE=Haswell on every host, or another type that all have",
@@ -80,9 +79,8 @@ def digest_of_values(params: Iterable[Variable]) -> int:
     for param in params:
         raw = np.ascontiguousarray(to_device(param.data, "cpu")).reshape(-1).view(np.uint8)
         end = raw.size // 8 * 8
-        words = raw[:end].view(np.uint64)
-        parts.append([int(words.sum(dtype=np.uint64)), raw[end:].tobytes().hex()])
-    return digest(json.dumps(parts).encode())
+        parts += [raw[:end].view(np.uint64).sum(dtype=np.uint64).tobytes(), raw[end:].tobytes()]
+    return digest(b"".join(parts))
 
 
 def warn_of_differing(what: str, digests: Sequence[int], group: ProcessGroup) -> None:
@@ -124,14 +122,29 @@ def check_arrays_agree(what: str, arrays: Sequence[Array], group: ProcessGroup) 
     Raises:
         MismatchError: they differ, on every rank; names the first one that does.
     """
-    mine = [f"{array.dtype} {array.shape}" for array in arrays]
     if group.size == 1:
         return
-    own = digest(json.dumps(mine).encode())
-    highest, inverse_of_lowest = group.all_reduce(np.array([own, ~own]), op="max").tolist()
-    if highest != ~inverse_of_lowest:
+    mine = [f"{array.dtype} {array.shape}" for array in arrays]
+    if not all_have(json.dumps(mine).encode(), group)[0]:
         remedy = "Pass the same shapes and dtypes on every rank"
         check_entries_agree(f"{what} differ in number", remedy, mine, group)
+
+
+def all_have(mine: bytes, group: ProcessGroup, *others: int) -> tuple[bool, list[int]]:
+    """Return whether all ranks pass the same bytes, and the highest of each of ``others``.
+
+    Collective, blocking: one small all_reduce.
+    """
+    own = digest(mine)
+    numbers = np.array([own, ~own, *others], np.int64)
+    highest, inverse_of_lowest, *found = group.all_reduce(numbers, op="max").tolist()
+    return highest == ~inverse_of_lowest, found
+
+
+def digest(data: bytes) -> int:
+    """Return 64 bits, as an int with sign, that identify ``data``; the same on every machine."""
+    found = hashlib.sha1(data, usedforsecurity=False).digest()  # the fastest of the library's
+    return int.from_bytes(found[:8], "little", signed=True)
 
 
 def of_all_ranks(mine: object, group: ProcessGroup) -> list[Any]:
@@ -152,9 +165,9 @@ def differing_arguments(of_ranks: Sequence[Mapping[str, Any]]) -> str:
     return ", ".join(f"{n} ({by_rank(v)})" for n, v in values.items() if len(set(v)) > 1)
 
 
-def by_rank(entries: Sequence[str]) -> str:
+def by_rank(entries: Sequence[object]) -> str:
     """Return which rank has which entry, equal ones together."""
-    seen: dict[str, list[int]] = {}
+    seen: dict[object, list[int]] = {}
     for rank, entry in enumerate(entries):
         seen.setdefault(entry, []).append(rank)
     return "; ".join(f"rank(s) {', '.join(map(str, ranks))}: {e}" for e, ranks in seen.items())
@@ -181,40 +194,6 @@ def refuse_sharded(what: str, params: Iterable[Variable], may_be_cut: bool = Fal
                 f"{what}: parameter {position} (shape {param.shape}) is {how}; {what} is for "
                 "parameters of which every rank has a copy"
             )
-
-
-# Digests ------------------------------------------------------------------------------------------
-
-
-# Worth its lines: by it synchronize of 1,000 arrays of 256 B takes 6 times one broadcast of as many
-# bytes, in Python 200 times; of 1 KB 2.4 and 80, of 16 KB 2.9 and 8 (benchmarks/synchronize.py).
-def native() -> Any | None:
-    """Return the native module, or None, with a warning, where it is missing."""
-    return _native.optional("tree", "synchronize takes some microseconds longer for each array")
-
-
-def digest(data: bytes) -> int:
-    """Return 64 bits, as an int with sign, that identify ``data``; the same on every machine."""
-    module = native()
-    found: int = digest_in_python(data) if module is None else module.digest(data)
-    return found
-
-
-def digest_in_python(data: bytes) -> int:
-    """Return what ``digest`` returns."""
-    words = np.frombuffer(data + bytes(-len(data) % 8), np.uint64)
-    places = np.arange(1, words.size + 1, dtype=np.uint64) * np.uint64(_STEP)
-    total = _mixed(words + places).sum(dtype=np.uint64)
-    ended = np.array([(int(total) + len(data)) % 2**64], np.uint64)
-    return int(_mixed(ended).view(np.int64)[0])
-
-
-def _mixed(words: Array) -> Array:
-    """Mix the bits of each word: variant 13 (Stafford) of MurmurHash3's finaliser (Appleby)."""
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: Array = words ^ (words >> np.uint64(31))
-    return mixed
 
 
 # The same bits from the same numbers --------------------------------------------------------------
@@ -246,11 +225,8 @@ def check_arithmetic(what: str, leaves: int, members: ProcessGroup) -> None:
     }
     of_ranks = of_all_ranks(mine, members) if members.size > 1 else [mine]
     where = f"{what}: rank {members.rank} of {members.size}"
-    several = [
-        f"rank {rank} on {each['host']}"
-        for rank, each in enumerate(of_ranks)
-        if each["threads"] != 1
-    ]
+    hosts = [each["host"] for each in of_ranks]
+    several = [f"rank {n} on {hosts[n]}" for n, each in enumerate(of_ranks) if each["threads"] != 1]
     if several:
         raise ValueError(
             f"{where}: leaves={leaves} needs a BLAS with one thread, as the bits of its results "
@@ -258,9 +234,10 @@ def check_arithmetic(what: str, leaves: int, members: ProcessGroup) -> None:
             "OpenBLAS, which could be asked: start with OMP_NUM_THREADS=1"
         )
     for name in mine["facts"]:
-        entries = [f"{each['facts'][name]} on {each['host']}" for each in of_ranks]
-        if len({each["facts"][name] for each in of_ranks}) > 1:
+        found = [each["facts"][name] for each in of_ranks]
+        if len(set(found)) > 1:
             remedy = _REMEDIES.get(name, "use the same on every rank")
+            entries = [f"{fact} on {host}" for fact, host in zip(found, hosts, strict=True)]
             raise MismatchError(
                 f"{where}: the ranks would compute other bits from the same numbers: {name} "
                 f"differs ({by_rank(entries)}). To have the same, {remedy}"

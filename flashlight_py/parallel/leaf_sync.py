@@ -9,6 +9,7 @@ that another leaf has left behind.
 
 from __future__ import annotations
 
+import json
 import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,10 +28,10 @@ from flashlight_py.distributed.reducers.reducer import InlineReducer
 from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.errors import MismatchError, NotInitializedError
 from flashlight_py.nn import Module
-from flashlight_py.parallel.agreement import differing_arguments, of_all_ranks
+from flashlight_py.parallel.agreement import all_have, differing_arguments, of_all_ranks
 from flashlight_py.parallel.failing import fail
 from flashlight_py.parallel.gradient_pass import GradientPass, Unit, pass_of
-from flashlight_py.parallel.leaf_tree import MERGE, Rows, join_hosts, ops_of, rows_needed
+from flashlight_py.parallel.leaf_tree import Rows, join_hosts, push, rows_needed
 from flashlight_py.parallel.synchronize import give_state, require_module
 from flashlight_py.parallel.tree.packing import put_buffer
 
@@ -131,17 +132,7 @@ class LeafSync(GradientPass[Unit]):
         depth, hosts = rows_needed(leaves, self.members.size), join_hosts(self.members)
         floating = self._buffers.floating()
         dtypes = dict.fromkeys([p.dtype for p in params] + [b.dtype for b in floating.values()])
-        self._rows = [
-            Rows(
-                [param for param in params if param.dtype == dtype],
-                {name: array for name, array in floating.items() if array.dtype == dtype},
-                dtype,
-                depth,
-                self.members,
-                hosts,
-            )
-            for dtype in dtypes
-        ]
+        self._rows = [Rows(params, floating, dtype, depth, self.members, hosts) for dtype in dtypes]
         self._number_of = {param: number for number, param in enumerate(params)}
         self._steps = 0
         self._is_open = False
@@ -205,8 +196,7 @@ class LeafSync(GradientPass[Unit]):
         self._batch = rows
         count = min(rows, self.leaves)
         self._count = count
-        self._ops = ops_of(count, self.members.rank, self.members.size)
-        self._mine = [op for op in self._ops if op != MERGE]
+        self._mine = contiguous_share(count, self.members.rank, self.members.size)
         sizes = [len(self._positions(leaf)) for leaf in range(count)]
         # Equal leaves are weighed at the end, all at once; not where a sum may not fit its dtype.
         narrow = any(each.dtype.itemsize < 4 for each in self._rows)
@@ -216,7 +206,7 @@ class LeafSync(GradientPass[Unit]):
         self._count_step(rows, *arrays)
         self._used = np.zeros(len(self._params), np.int64)
         self._buffers.begin()
-        self._height = 0
+        self._stack: list[range] = []  # the leaves whose sum is in each row
         self._error = ""
         self._is_open, self._is_reduced, self._failure = True, False, None
         for param in self._params:
@@ -247,7 +237,7 @@ class LeafSync(GradientPass[Unit]):
         self._leaf, self._is_done = leaf, False
         self._buffers.restore()
         for rows in self._rows:
-            for param, view in zip(rows.params, rows.gradients(self._height), strict=True):
+            for param, view in rows.gradients(len(self._stack)):
                 param.buffer = view
         self._use_numbers(leaf)
 
@@ -314,10 +304,10 @@ class LeafSync(GradientPass[Unit]):
 
     def _take_gradient(self) -> None:
         """Push the leaf's row, and merge what waits for it."""
-        row, leaf = self._height, self._leaf
+        row, leaf = len(self._stack), self._leaf
         changes = self._buffers.changes(is_first=leaf == 0)
         for rows in self._rows:
-            for param, view in zip(rows.params, rows.gradients(row), strict=True):
+            for param, view in rows.gradients(row):
                 if param.grad is None:
                     view[...] = 0
                 else:
@@ -329,12 +319,11 @@ class LeafSync(GradientPass[Unit]):
                 view[...] = changes[name]
             if self._weights is not None:
                 rows.scale(row, self._weights[leaf])
-        following = self._ops[self._ops.index(leaf) + 1 :]
-        merges = next((at for at, op in enumerate(following) if op != MERGE), len(following))
-        if merges:
+        # What is left after the last leaf is added up in one pass over memory.
+        is_last = leaf == self._mine[-1]
+        if not is_last and (merges := push(self._stack, range(leaf, leaf + 1), self._count)):
             for rows in self._rows:
                 rows.merge(row - merges, merges + 1)
-        self._height = row + 1 - merges
 
     def _reduce(self) -> None:
         """Make the gradients the mean over the batch. Collective, blocking."""
@@ -345,7 +334,7 @@ class LeafSync(GradientPass[Unit]):
             self._meet()
         means: dict[str, Array] = {}
         for rows in self._rows:
-            for param, view in zip(rows.params, rows.gradients(0), strict=True):
+            for param, view in rows.gradients(0):
                 param.buffer = view
                 param.grad = view if used[self._number_of[param]] else None
             means.update(rows.buffers(0))
@@ -357,20 +346,14 @@ class LeafSync(GradientPass[Unit]):
         """Return what any rank has used, if all are in the same step. Collective."""
         if self.members.size == 1:
             return used
-        numbers = [
-            crc32(each.encode()) if isinstance(each, str) else each for each in self._facts.values()
-        ]
-        message = np.array([*numbers, *(~number for number in numbers), *used], np.int64)
-        self.members.all_reduce(message, op="max")
-        half = len(numbers)
-        if np.array_equal(message[:half], ~message[half : 2 * half]):
-            found: list[int] = message[2 * half :].tolist()
+        agreed, found = all_have(json.dumps(self._facts).encode(), self.members, *used)
+        if agreed:
             return found
-        everyone: list[dict[str, Any]] = of_all_ranks(self._facts, self.members)
+        differing = differing_arguments(of_all_ranks(self._facts, self.members))
         raise MismatchError(
-            f"{self.where()}: the ranks are not at the same batch: "
-            f"{differing_arguments(everyone)}. Pass every rank the whole global batch, leave no "
-            "loop over leaves before its end, and draw the same random numbers on every rank"
+            f"{self.where()}: the ranks are not at the same batch: {differing}. Pass every rank "
+            "the whole global batch, leave no loop over leaves before its end, and draw the same "
+            "random numbers on every rank"
         )
 
 
