@@ -19,7 +19,6 @@ import flashlight_py as fl
 from flashlight_py.autograd import functions as F
 from flashlight_py.errors import RankFailedError
 from flashlight_py.launch.spawning import Worker
-from flashlight_py.parallel.workers.wrapper import _shares
 from tests.distributed import leftovers
 from tests.parallel import worker_modules
 from tests.parallel.worker_modules import RAISE, Everything, Net, rows, worker_pids
@@ -333,11 +332,6 @@ def test_a_checkpoint_of_the_wrapped_module_is_one_of_the_module(tmp_path: Path)
     assert np.array_equal(net.hidden.weight.array, other.hidden.weight.array)
 
 
-def test_shares_differ_by_one_row_and_none_is_empty() -> None:
-    assert [_shares(rows, 3) for rows in (7, 3, 2, 0)] == [[3, 2, 2], [1, 1, 1], [1, 1], []]
-
-
-@pytest.mark.slow
 def test_parameters_of_another_dtype_need_other_workers() -> None:
     model = fl.DataParallel(Net(), nprocs=2)
     model(rows(0, 0))

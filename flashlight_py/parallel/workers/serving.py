@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from flashlight_py.autograd import Variable
-from flashlight_py.autograd.graph import Node, Target
+from flashlight_py.autograd.graph import count_consumers
 from flashlight_py.autograd.variable import record
 from flashlight_py.device import Array
 from flashlight_py.launch.failures import Failure
@@ -43,11 +43,8 @@ class Request(NamedTuple):
     places: list[ArrayPlace]
 
 
-class Answer(NamedTuple):
-    """The result of a method: the leaves that it names, and where its arrays lie."""
-
-    leaves: list[Any]
-    places: list[ArrayPlace]
+# The result of a method: the leaves that it names, and where its arrays lie.
+Answer: TypeAlias = tuple[list[Any], list[ArrayPlace]]
 
 
 class Raised(NamedTuple):
@@ -96,7 +93,7 @@ def _answer(share: _Share, request: Request) -> Answer | Raised:
         arrays = share.inbox.views(request.places)
         method = getattr(share, request.method)
         leaves, results = method(request.number, arrays, *request.arguments)
-        return Answer(leaves, share.outbox.put(results))
+        return leaves, share.outbox.put(results)
     except Exception as error:  # noqa: BLE001 - whatever it is, the parent raises it
         try:
             pickled = dumps(error)
@@ -180,12 +177,7 @@ def _leaves_below(result: Part) -> list[Variable]:
     """Return the leaves that a backward pass from ``result`` would reach."""
     if not isinstance(result, Variable) or not result.calc_grad:
         return []
-    waiting: list[Target] = [result.node or result]
-    seen: set[Target] = set()
-    while waiting:
-        target = waiting.pop()
-        if target not in seen:
-            seen.add(target)
-            if isinstance(target, Node):
-                waiting.extend(below for below, _ in target.edges or ())
-    return [target for target in seen if isinstance(target, Variable)]
+    if result.node is None:
+        return [result]
+    below = count_consumers([result.node], (), {}, {})
+    return [target for target in below if isinstance(target, Variable)]

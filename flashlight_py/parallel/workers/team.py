@@ -221,7 +221,7 @@ class Team:
                     answer
                 )
         outboxes = zip(found, self._outboxes, strict=False)
-        return [(answer.leaves, box.views(answer.places)) for (answer, _), box in outboxes]
+        return [(leaves, box.views(places)) for ((leaves, places), _), box in outboxes]
 
     def gradient(self, worker: int, param: int) -> Array:
         """Return what ``worker`` has computed for ``param``: valid until the next request."""
