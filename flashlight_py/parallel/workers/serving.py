@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, TypeAlias
 
@@ -48,17 +48,17 @@ Answer: TypeAlias = tuple[list[Any], list[ArrayPlace]]
 
 
 class Raised(NamedTuple):
-    """The answer where a request raised; ``error`` is a pickle, None where it cannot be pickled."""
+    """The answer where a request raised; ``error`` is a pickle, empty where there can be none."""
 
     failure: Failure
-    error: bytes | None
+    error: bytes
 
 
 def serve(
     link: Connection,
     fds: tuple[int, int, int],
     params: list[ArrayPlace],
-    buffers: list[ArrayPlace | None],
+    buffers: list[ArrayPlace],
     takes_output: bool,
 ) -> None:
     """Answer requests until the link ends: ``(request, module, numbers of graphs to forget)``.
@@ -95,10 +95,9 @@ def _answer(share: _Share, request: Request) -> Answer | Raised:
         leaves, results = method(request.number, arrays, *request.arguments)
         return leaves, share.outbox.put(results)
     except Exception as error:  # noqa: BLE001 - whatever it is, the parent raises it
-        try:
+        pickled = b""
+        with suppress(TypeError):
             pickled = dumps(error)
-        except TypeError:
-            pickled = None
         return Raised(Failure.of_exception(error, time.monotonic()), pickled)
 
 
@@ -106,12 +105,12 @@ class _Share:
     """This worker's side: the parameters in shared memory, and the graphs of forward passes."""
 
     def __init__(
-        self, fds: tuple[int, int, int], params: list[ArrayPlace], buffers: list[ArrayPlace | None]
+        self, fds: tuple[int, int, int], params: list[ArrayPlace], buffers: list[ArrayPlace]
     ) -> None:
         model, self.inbox, self.outbox = map(Memory, fds)
         self._params = [Variable(array) for array in model.views(params)]
-        for param, place in zip(self._params, buffers, strict=True):
-            param.buffer = place and model.views([place])[0]
+        for param, view in zip(self._params, model.views(buffers), strict=True):
+            param.buffer = view
         model.close()
         self.module = b""
         self.graphs: dict[int, tuple[list[Part], list[Part]]] = {}

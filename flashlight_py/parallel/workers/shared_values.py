@@ -55,18 +55,10 @@ def take_apart(
 
 
 def put_together(form: bytes, find: Callable[[int, bool | None], Any]) -> Any:
-    """Return the value of ``form``, with what ``find`` returns for the number of each part."""
-
-    unpickler = _Unpickler(io.BytesIO(form))
-    unpickler.find = find
+    """Return the value of ``form``, with what ``find`` returns for what stands for each part."""
+    unpickler = pickle.Unpickler(io.BytesIO(form))
+    unpickler.persistent_load = lambda stand_in: find(*stand_in)  # type: ignore[method-assign]
     return unpickler.load()
-
-
-class _Unpickler(pickle.Unpickler):
-    find: Callable[[int, bool | None], Any]
-
-    def persistent_load(self, stand_in: StandIn) -> Any:
-        return self.find(*stand_in)
 
 
 def is_parameter(value: Any) -> bool:
@@ -137,17 +129,14 @@ class Memory:
 
     def views(self, places: Iterable[ArrayPlace]) -> list[Array]:
         """Return the arrays at ``places``: not copies, and valid for as long as they are used."""
-        return [self._view(place) for place in places]
-
-    def _view(self, place: ArrayPlace) -> Array:
-        kind = place.dtype
-        size = math.prod(place.shape) * kind.itemsize
-        if not size:
-            return np.empty(place.shape, kind)
-        end = place.offset + size
-        if self._map is None or len(self._map) < end:
-            self._map = mmap.mmap(self.fd, 0)  # the old one goes with the last array in it
-        return np.ndarray(place.shape, kind, self._map, place.offset)
+        found = []
+        for offset, shape, dtype in places:
+            size = math.prod(shape) * dtype.itemsize
+            if size and (self._map is None or len(self._map) < offset + size):
+                self._map = mmap.mmap(self.fd, 0)  # the old one goes with the last array in it
+            memory = self._map if size else None
+            found.append(np.ndarray(shape, dtype, memory, offset if size else 0))
+        return found
 
     def close(self) -> None:
         """Let go of it; arrays stay."""

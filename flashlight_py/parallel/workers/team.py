@@ -111,19 +111,15 @@ class Team:
         model = self._memory()
         places, size = lay_out(param.data for param in self._params)
         model.reserve(size * (count + 1))
-        # Each worker's gradients lie as the parameters do; those that do not learn have none.
+        # Each worker's gradients lie as the parameters do.
         places_of_grads = [
-            [
-                p._replace(offset=worker * size + p.offset) if p.dtype.kind == "f" else None
-                for p in places
-            ]
+            [place._replace(offset=worker * size + place.offset) for place in places]
             for worker in range(1, count + 1)
         ]
         self._views = model.views(places)
-        for param, view in zip(self._params, self._views, strict=True):
-            view[...] = param.data
-            param.data = view
-        self._grads = [[p and model.views([p])[0] for p in grads] for grads in places_of_grads]
+        self.holds(self._params)
+        # What each has computed for each parameter: valid until the next request.
+        self.grads = [model.views(each) for each in places_of_grads]
         self._inboxes = [self._memory() for _ in range(count)]
         self._outboxes = [self._memory() for _ in range(count)]
         # In a notebook; what processes print themselves goes past the object in its place.
@@ -217,17 +213,10 @@ class Team:
             for line in printed.splitlines():
                 print(f"[{worker.number}] {line}")
             if isinstance(answer, Raised):
-                raise worker.error(answer.failure.what, answer.failure.traceback) from _cause(
-                    answer
-                )
+                failure, error = answer
+                raise worker.error(failure.what, failure.traceback) from _cause(error)
         outboxes = zip(found, self._outboxes, strict=False)
         return [(leaves, box.views(places)) for ((leaves, places), _), box in outboxes]
-
-    def gradient(self, worker: int, param: int) -> Array:
-        """Return what ``worker`` has computed for ``param``: valid until the next request."""
-        found = self._grads[worker][param]
-        assert found is not None, "only what has a gradient is asked for"
-        return found
 
     def end(self) -> None:
         """End the workers, whatever they do; blocks until they are gone."""
@@ -247,12 +236,9 @@ class Team:
             raise
 
 
-def _cause(answer: Raised) -> BaseException | None:
+def _cause(error: bytes) -> BaseException | None:
     """Return the exception itself, if it can be unpickled here."""
-    if answer.error is None:
-        return None
-    try:
-        found: BaseException = pickle.loads(answer.error)
-    except Exception:  # noqa: BLE001 - runs code of the exception; its traceback is there as text
-        return None
-    return found
+    with suppress(Exception):  # runs code of the exception; its traceback is there as text
+        found: BaseException = pickle.loads(error)
+        return found
+    return None

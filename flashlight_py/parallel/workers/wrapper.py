@@ -137,7 +137,7 @@ class DataParallel(Module):
         result = compute(*put_together(form, lambda number, _: own_parts[number]))
         others = team.answers()
         result_form, results = _apart("a result", result, is_data)
-        joined = _join(graph, results, others, self._params, parts)
+        joined = graph.join(results, others, self._params, parts)
         return put_together(result_form, lambda number, _: joined[number])
 
     def close(self) -> None:
@@ -217,61 +217,11 @@ def _rows(parts: Sequence[Part]) -> int:
 # the workers. A pass visits, in this order,
 #
 # 1. the results, where the workers' rows of each gradient are noted;
-# 2. ``send``: the noted rows go to the workers;
+# 2. ``_send``: the noted rows go to the workers;
 # 3. this process's own share, meanwhile;
-# 4. ``collect``: the workers' gradients are awaited, and added in the order of the shares.
+# 4. ``_gradient``: the workers' gradients are awaited, and added in the order of the shares.
 #
 # 2, 3 and 4 are ordered operations of the engine, recorded last to first.
-
-
-def _join(
-    graph: WorkersGraph,
-    own: Sequence[Part],
-    shares: Sequence[ShareResult],
-    params: Sequence[Variable],
-    inputs: Sequence[Part],
-) -> list[Part]:
-    """Return the results of a forward pass, joined, with a graph through all shares.
-
-    ``own`` are this process's results, ``shares`` what each worker has answered, in order.
-
-    Raises:
-        ValueError: a result has no dimensions, or the shares have results of different shapes.
-    """
-    counts = [len(own), *(len(arrays) for _, arrays in shares)]
-    if len(set(counts)) > 1:
-        raise ValueError(
-            f"{WHAT}: the shares of the batch have different numbers of results: "
-            f"{', '.join(map(str, counts))}; the module must return as many for any rows"
-        )
-    collect = graph.collect(shares, params, inputs)
-    ordered = [
-        record_in_order(part.data, (part, lambda grad: grad))
-        if isinstance(part, Variable)
-        else part
-        for part in own
-    ]
-    send = record_in_order(_NOTHING, (Variable(_NOTHING, True), graph.send))
-    results: list[Part] = []
-    for k, part in enumerate(ordered):
-        arrays = [array_of(part), *(arrays[k] for _, arrays in shares)]
-        if not all(array.ndim for array in arrays):
-            raise ValueError(
-                f"{WHAT}: a result has no dimensions, so the shares cannot be joined; return one "
-                "row for each sample, and take the mean of the whole outside: loss(model(x), y)"
-            )
-        joined = np.concatenate(arrays)
-        if not isinstance(part, Variable):
-            results.append(joined)
-            continue
-        ends = np.cumsum([len(array) for array in arrays]).tolist()
-        edges: list[tuple[Variable, Vjp]] = [(part, itemgetter(slice(ends[0])))]
-        below = [node for group, node in collect.items() if k in group]
-        if below:
-            edges.insert(0, (send, partial(graph.note, k, ends)))
-            edges += [(node, lambda _: _NOTHING) for node in below]
-        results.append(record(joined, *edges))
-    return results
 
 
 # Two ordered operations in this process's graph: one sends gradients, the one that is visited
@@ -292,8 +242,57 @@ class WorkersGraph:
         self._grads: dict[Leaf, Array] | None = {}  # None: the workers have yet to answer
         team.numbers[weakref.ref(self, team.dropped.append)] = number
 
-    def collect(
-        self, shares: Sequence[ShareResult], params: Sequence[Variable], inputs: Sequence[Part]
+    def join(
+        self,
+        own: Sequence[Part],
+        others: Sequence[ShareResult],
+        params: Sequence[Variable],
+        inputs: Sequence[Part],
+    ) -> list[Part]:
+        """Return this process's ``own`` results joined with the workers', recorded.
+
+        Raises:
+            ValueError: a result has no dimensions, or the shares have other numbers of results.
+        """
+        counts = [len(own), *(len(arrays) for _, arrays in others)]
+        if len(set(counts)) > 1:
+            raise ValueError(
+                f"{WHAT}: the shares of the batch have different numbers of results: "
+                f"{', '.join(map(str, counts))}; the module must return as many for any rows"
+            )
+        collect = self._collect([leaves for leaves, _ in others], params, inputs)
+        ordered = list(own)
+        for k, part in enumerate(own):
+            if isinstance(part, Variable):
+                ordered[k] = record_in_order(part.data, (part, lambda grad: grad))
+        send = record_in_order(_NOTHING, (Variable(_NOTHING, True), self._send))
+        results: list[Part] = []
+        for k, part in enumerate(ordered):
+            arrays = [array_of(part), *(arrays[k] for _, arrays in others)]
+            if not all(array.ndim for array in arrays):
+                raise ValueError(
+                    f"{WHAT}: a result has no dimensions, so the shares cannot be joined; return "
+                    "one row for each sample, and take the mean of the whole outside: "
+                    "loss(model(x), y)"
+                )
+            joined = np.concatenate(arrays)
+            if not isinstance(part, Variable):
+                results.append(joined)
+                continue
+            ends = np.cumsum([len(array) for array in arrays]).tolist()
+            edges: list[tuple[Variable, Vjp]] = [(part, itemgetter(slice(ends[0])))]
+            below = [node for group, node in collect.items() if k in group]
+            if below:
+                edges.insert(0, (send, partial(self._note, k, ends)))
+                edges += [(node, lambda _: _NOTHING) for node in below]
+            results.append(record(joined, *edges))
+        return results
+
+    def _collect(
+        self,
+        leaves: Sequence[Sequence[Sequence[Leaf]]],
+        params: Sequence[Variable],
+        inputs: Sequence[Part],
     ) -> dict[tuple[int, ...], Variable]:
         """Return what stands for the end of the workers' backward passes, by groups of results.
 
@@ -301,25 +300,24 @@ class WorkersGraph:
         that a pass does not reach has no gradient.
         """
         edges: dict[tuple[int, ...], list[tuple[Variable, Vjp]]] = {}
-        of_shares = zip(*(leaves for leaves, _ in shares), strict=True)
-        of_results = [set[Leaf]().union(*leaves) for leaves in of_shares]
+        of_results = [set[Leaf]().union(*shares) for shares in zip(*leaves, strict=True)]
         for leaf in sorted(set[Leaf]().union(*of_results)):
             is_param, number = leaf
             part = (params if is_param else inputs)[number]
             assert isinstance(part, Variable), "an array has no gradient"
             self._arrays[leaf] = part.data
-            group = tuple(k for k, leaves in enumerate(of_results) if leaf in leaves)
+            group = tuple(k for k, below in enumerate(of_results) if leaf in below)
             edges.setdefault(group, []).append((part, partial(self._gradient, leaf)))
         return {group: record_in_order(_NOTHING, *some) for group, some in edges.items()}
 
-    def note(self, result: int, ends: Sequence[int], grad: Array) -> Array:
+    def _note(self, result: int, ends: Sequence[int], grad: Array) -> Array:
         """Note the workers' rows of the gradient of ``result``; they end at ``ends[1:]``."""
         if not self._noted:
             on_backward_end(self._forget)
         self._noted[result] = np.split(grad, ends[:-1])[1:]
         return _NOTHING
 
-    def send(self, grad: Array) -> Array:
+    def _send(self, grad: Array) -> Array:
         """Send the workers what was noted; does not wait for them."""
         results = list(self._noted)
         request = Request(self._number, "backward", (results,), [])
@@ -345,8 +343,7 @@ class WorkersGraph:
             for worker, (leaves, arrays) in enumerate(self._team.answers()):
                 for leaf, array in zip_longest(leaves, arrays):  # of inputs, which come first
                     if leaf[0]:
-                        found = self._team.gradient(worker, leaf[1])
-                        of_params.setdefault(leaf, []).append(found)
+                        of_params.setdefault(leaf, []).append(self._team.grads[worker][leaf[1]])
                     else:
                         whole = grads.setdefault(leaf, np.zeros_like(self._arrays[leaf]))
                         whole[self._shares[worker]] = array
