@@ -380,30 +380,29 @@ class LeafBuffers:
     They become those of rank 0 of ``group``.
     """
 
-    __captured_state__ = ("_module", "_names", "_group", "_averaged", "_others")
+    __captured_state__ = ("_module", "_names", "_group", "_averaged")
 
     def __init__(self, module: Module, names: Sequence[str], group: ProcessGroup | None) -> None:
         # Not kept alive: what is known of distributed modules goes with them.
         self._module, self._names, self._group = weakref.ref(module), list(names), group
         self._before: dict[str, Any] = {}
-        self._first: dict[str, Any] = {}
+        self._first: dict[str, Any] = {}  # what the first leaf has made of the others
         if names:
-            give_state(module, self._now(names), 0, group)
+            give_state(module, self._now(), 0, group)
         self._averaged = [
             name
-            for name, value in self._now(names).items()
+            for name, value in self._now().items()
             if isinstance(value, np.ndarray) and value.dtype.kind in "fc"
         ]
-        self._others = [name for name in names if name not in self._averaged]
 
     def floating(self) -> dict[str, Array]:
         """Return the buffers that are averaged, by name."""
-        return self._now(self._averaged)
+        return {name: value for name, value in self._now().items() if name in self._averaged}
 
     def begin(self) -> None:
         """Keep what the step begins with."""
-        self._before = {name: np.array(value) for name, value in self._now(self._names).items()}
-        self._first = {}
+        self._before = {name: np.array(value) for name, value in self._now().items()}
+        self._first = self._others(self._before)
 
     def restore(self) -> None:
         """Make the buffers what the step has begun with."""
@@ -411,9 +410,9 @@ class LeafBuffers:
 
     def changes(self, is_first: bool) -> dict[str, Array]:
         """Return by how much the leaf has changed those that are averaged, exactly 0 where not."""
-        now = self._now(self._names)
+        now = self._now()
         if is_first:
-            self._first = {name: np.array(now[name]) for name in self._others}
+            self._first = {name: np.array(value) for name, value in self._others(now).items()}
         with np.errstate(all="ignore"):  # a leaf's statistics may be infinite
             return {
                 name: np.where(now[name] == self._before[name], 0, now[name] - self._before[name])
@@ -424,18 +423,21 @@ class LeafBuffers:
         """Add the mean changes, and share what the first leaf made; that is collective."""
         with np.errstate(all="ignore"):
             self._set({name: self._before[name] + mean for name, mean in means.items()})
-        if self._others:
-            self._set(self._first or {name: self._before[name] for name in self._others})
-            give_state(self._owner(), self._now(self._others), 0, self._group)
+        if self._first:
+            self._set(self._first)
+            give_state(self._owner(), self._others(self._now()), 0, self._group)
 
-    def _now(self, names: Sequence[str]) -> dict[str, Any]:
-        if not names:
+    def _others(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in values.items() if name not in self._averaged}
+
+    def _now(self) -> dict[str, Any]:
+        if not self._names:
             return {}
         found = self._owner().buffers
-        return {name: found[name] for name in names}
+        return {name: found[name] for name in self._names}
 
     def _set(self, values: Mapping[str, Array]) -> None:
-        now = self._now(list(values))
+        now = self._now()
         for name, value in values.items():
             if isinstance(now[name], np.ndarray):
                 now[name][...] = value

@@ -12,7 +12,6 @@ import os
 import pickle
 import sys
 import weakref
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -53,17 +52,13 @@ class _Held:
 
 
 _watched: dict[weakref.ref[Team], _Held] = {}
-_dropped: deque[weakref.ref[Team]] = deque()
 
 
 def end_dropped() -> None:
     """End the workers of teams that were collected."""
-    while _dropped:
-        try:
-            team = _dropped.popleft()
-        except IndexError:  # another thread does the same
-            return
-        _end(team)
+    for team in list(_watched):
+        if team() is None:
+            _end(team)
 
 
 def _end(team: weakref.ref[Team]) -> None:
@@ -96,13 +91,12 @@ class Team:
     """
 
     def __init__(self, count: int, params: Sequence[Variable], cores: int) -> None:
-        self.numbers: dict[weakref.ref[Any], int] = {}  # of graphs
-        self.dropped: list[weakref.ref[Any]] = []  # those that nobody can differentiate any more
+        self.numbers: dict[weakref.ref[Any], int] = {}  # of graphs, until the workers forget them
         self._params = list(params)
         self._waiting = 0  # workers whose answer has not been received
         self._asker: weakref.ref[Any] | None = None
         end_dropped()
-        self._held = held = _watched[weakref.ref(self, _dropped.append)] = _Held()
+        self._held = held = _watched[weakref.ref(self)] = _Held()
         self._workers, self._memories = held.workers, held.memories
         with self._ending_on_errors():
             self._start(count, cores)
@@ -186,7 +180,9 @@ class Team:
                 f"{WHAT}: the workers that computed this have been ended since, by close() or "
                 "after an error; compute it again"
             )
-        dropped = [self.numbers.pop(self.dropped.pop()) for _ in range(len(self.dropped))]
+        # Those that nobody can differentiate any more.
+        gone = [graph for graph in list(self.numbers) if graph() is None]
+        dropped = [self.numbers.pop(graph) for graph in gone]
         with self._ending_on_errors():
             for number, (request, arrays) in enumerate(requests):
                 places = self._inboxes[number].put(arrays)

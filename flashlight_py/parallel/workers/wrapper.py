@@ -240,7 +240,7 @@ class WorkersGraph:
         # Of the pass that is running:
         self._noted: dict[int, list[Array]] = {}  # by result: the gradient of each worker's rows
         self._grads: dict[Leaf, Array] | None = {}  # None: the workers have yet to answer
-        team.numbers[weakref.ref(self, team.dropped.append)] = number
+        team.numbers[weakref.ref(self)] = number
 
     def join(
         self,
