@@ -228,10 +228,6 @@ class LeafSync(GradientPass[Unit]):
         """Let random numbers be those of ``leaf``; None: those of before."""
         random.use(None if leaf is None else [self._key, leaf])
 
-    @effect
-    def _meet(self) -> None:
-        self.members.barrier()
-
     def _select(self, leaf: int) -> None:
         """Make everything as it is for ``leaf`` on any rank."""
         self._leaf, self._is_done = leaf, False
@@ -331,7 +327,7 @@ class LeafSync(GradientPass[Unit]):
         for rows in self._rows:
             rows.add_up(self._count, self._scale)
         if any(rows.is_shared for rows in self._rows):
-            self._meet()
+            effect(self.members.barrier)()
         means: dict[str, Array] = {}
         for rows in self._rows:
             for param, view in rows.gradients(0):

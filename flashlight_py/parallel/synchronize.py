@@ -267,21 +267,8 @@ class _Synchronization:
         self._where = f"[{verb}] rank {members.rank} of {members.size}"
 
     def of(self, tree: SomeTree) -> SomeTree:
-        plan, buffers = self._agreed_buffers(tree)
-        for buffer in buffers.used:
-            broadcast(buffer, self._root, group=self._members)
-        if self._members.rank == self._root:
-            return tree
-        like = [number for _, _, number in plan.numbers]
-        changed: SomeTree = put_numbers(plan, decode_numbers(like, buffers.unpack()))
-        return changed
-
-    def _agreed_buffers(self, tree: object) -> tuple[Plan, TreeBuffers]:
-        """Return this rank's plan and its buffers, packed on the root, if all trees agree.
-
-        Dicts may have their keys in another order on other ranks. Few have, so keys are sorted
-        only where the first walks do not agree.
-        """
+        # Dicts may have their keys in another order on other ranks. Few have, so keys are sorted
+        # only where the first walks do not agree.
         for sort_keys in (False, True):
             plan, packed, number_bytes = self._walk(tree, sort_keys)
             mine = plan.description + self._root.to_bytes(8, "little")
@@ -289,9 +276,18 @@ class _Synchronization:
             if failed:
                 raise self._first_failure(None)
             if agreed:
-                with refusing(self._members, self._verb, how="failed"):
-                    return plan, packed or TreeBuffers(plan, number_bytes)
-        raise self._mismatch(tree)
+                break
+        else:
+            raise self._mismatch(tree)
+        with refusing(self._members, self._verb, how="failed"):
+            buffers = packed or TreeBuffers(plan, number_bytes)
+        for buffer in buffers.used:
+            broadcast(buffer, self._root, group=self._members)
+        if self._members.rank == self._root:
+            return tree
+        like = [number for _, _, number in plan.numbers]
+        changed: SomeTree = put_numbers(plan, decode_numbers(like, buffers.unpack()))
+        return changed
 
     def _walk(self, tree: object, sort_keys: bool) -> tuple[Plan, TreeBuffers | None, int]:
         """Return the plan and, on the root, packed buffers and the bytes of its numbers.
