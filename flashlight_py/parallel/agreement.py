@@ -32,14 +32,7 @@ _REMEDIES = {
 def check_modules_agree(
     params: Mapping[str, Variable], group: ProcessGroup, values: int = 0
 ) -> list[int]:
-    """Compare names, shapes and dtypes of parameters over the ranks. Collective, blocking.
-
-    Returns:
-        What every rank passes as ``values``, in rank order: it travels along.
-
-    Raises:
-        MismatchError: they differ, on every rank; names the first parameter that does.
-    """
+    """Compare names, shapes and dtypes of parameters as ``check_entries_agree`` does."""
     if group.size == 1:
         return [values]
     return check_entries_agree(
@@ -60,8 +53,7 @@ def check_entries_agree(
         What every rank passes as ``values``, in rank order: it travels along.
 
     Raises:
-        MismatchError: they differ, on every rank: says ``differ``, the first number at which they
-            do, which rank has what, and ``remedy``.
+        MismatchError: on every rank: says ``differ``, the first number, who has what, ``remedy``.
     """
     of_ranks = of_all_ranks([entries, values], group)
     in_turn = itertools.zip_longest(*(found for found, _ in of_ranks), fillvalue="nothing")
@@ -99,11 +91,7 @@ def warn_of_differing(what: str, digests: Sequence[int], group: ProcessGroup) ->
 def check_settings_agree(
     what: str, settings: Mapping[str, bool | int | str], group: ProcessGroup | None = None
 ) -> None:
-    """Compare the ``settings`` of a ``what`` over the ranks, by name. Collective, blocking.
-
-    Raises:
-        MismatchError: they differ, on every rank; names all that do, with values and ranks.
-    """
+    """Raise a MismatchError on every rank that names what differs. Collective, blocking."""
     group = group_or_world(group)
     if group.size == 1:
         return
@@ -117,11 +105,7 @@ def check_settings_agree(
 
 
 def check_arrays_agree(what: str, arrays: Sequence[Array], group: ProcessGroup) -> None:
-    """Compare shapes and dtypes of ``arrays`` over the ranks of ``group``. Collective, blocking.
-
-    Raises:
-        MismatchError: they differ, on every rank; names the first one that does.
-    """
+    """Raise a MismatchError on every rank where shapes or dtypes differ. Collective, blocking."""
     if group.size == 1:
         return
     mine = [f"{array.dtype} {array.shape}" for array in arrays]
@@ -174,13 +158,10 @@ def by_rank(entries: Sequence[object]) -> str:
 
 
 def refuse_sharded(what: str, params: Iterable[Variable], may_be_cut: bool = False) -> None:
-    """Refuse parameters of a sharded module for ``what``.
+    """Raise a ValueError where one of ``params`` is sharded, for ``what``.
 
     ``may_be_cut``: not those of ``shard_linear``, of which ranks may well have the same part;
     whether they do ``check_modules_agree`` finds out.
-
-    Raises:
-        ValueError: one of ``params`` is such a parameter.
     """
     for position, param in enumerate(params):
         if param.placement is not None and not (may_be_cut and param.placement.is_cut):

@@ -145,11 +145,7 @@ class InEpochs:
             self._consumed = self._begin + used
 
     def _at(self, positions: range) -> Indices:
-        """Return the indices of the samples left at ``positions``, as an int64 array.
-
-        Raises:
-            NotInitializedError: the world is another one.
-        """
+        """Return the indices of the samples left at ``positions``, in the world of before."""
         self._share.require_world(self._what)
         start, stop = self._begin + positions.start, self._begin + positions.stop
         if self._order is None:

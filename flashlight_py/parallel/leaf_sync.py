@@ -147,11 +147,7 @@ class LeafSync(GradientPass[Unit]):
         return f"leaves: rank {self.members.rank} of {self.members.size}"
 
     def rows_of(self, arrays: tuple[Array, ...]) -> int:
-        """Return how many rows the arrays of a global batch have.
-
-        Raises:
-            TypeError, ValueError: as ``leaves``.
-        """
+        """Return how many rows the arrays of a global batch have; raises as ``leaves``."""
         if not arrays:
             raise TypeError(f"{self.where()}: expected the arrays of a global batch, got none")
         for number, array in enumerate(arrays):
@@ -371,10 +367,7 @@ def looks_of(array: Array) -> str:
 # Buffers change by the mean of the leaves' changes, not to their mean: one that nothing changes
 # keeps its bits, infinite ones too.
 class LeafBuffers:
-    """The buffers ``names`` of ``module``. Making it is collective where there are any, and blocks.
-
-    They become those of rank 0 of ``group``.
-    """
+    """The buffers ``names`` of ``module``, which become those of rank 0. Collective, blocking."""
 
     __captured_state__ = ("_module", "_names", "_group", "_averaged")
 

@@ -31,10 +31,7 @@ _BLOCK_BYTES = 64 << 10  # of each array at a time: partial sums stay in a secon
 
 
 def push(stack: list[range], leaves: range, count: int) -> int:
-    """Put the sum of ``leaves``, of ``count`` in all, on a stack of such sums.
-
-    Returns:
-        How often the two on top were the children of one node, and became their sum.
+    """Put the sum of ``leaves``, of ``count`` in all, on a stack, and merge siblings: how often?
 
     Example:
         >>> stack = [range(2), range(2, 3)]
@@ -72,14 +69,7 @@ def stack_of(count: int, rank: int, ranks: int) -> tuple[list[range], int]:
 
 
 def additions(sums: Sequence[range], count: int) -> Steps:
-    """Return how ``sums`` of neighbouring leaves become one: (a, b): add number b to number a.
-
-    The result is number 0.
-
-    Example:
-        >>> additions([range(2), range(2, 3), range(3, 4)], 4)
-        [(1, 2), (0, 1)]
-    """
+    """Return how ``sums`` of neighbouring leaves become number 0: (a, b): add number b to a."""
     stack: list[range] = []
     numbers: list[int] = []
     steps = []
@@ -93,11 +83,7 @@ def additions(sums: Sequence[range], count: int) -> Steps:
 
 @functools.lru_cache(maxsize=256)
 def reduction(count: int, ranks: int, per_host: int) -> tuple[list[list[Subtree]], Steps]:
-    """Return how what is on the stacks of all ranks becomes one sum.
-
-    ``per_host`` neighbouring ranks see each other's. First the subtrees of each host, in order,
-    then the additions of all of them.
-    """
+    """Return the sums of each host, of ``per_host`` ranks, and how all of them become one."""
     hosts, everywhere = [], []
     for first in range(0, ranks, per_host):
         sums = {

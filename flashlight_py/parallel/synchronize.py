@@ -207,22 +207,14 @@ class PeriodicAveraging:
 def give_state(
     module: Module, state: Mapping[str, Any], root: int, group: ProcessGroup | None
 ) -> None:
-    """Make ``state``, entries of ``module.state_dict()``, that of ``root``. Collective, blocking.
-
-    Raises:
-        MismatchError, DistributedError: as :func:`flashlight_py.synchronize`.
-    """
+    """Synchronize ``state``, entries of ``module.state_dict()``. Collective, blocking."""
     for name, value in synchronize(dict(state), root, group).items():
         if value is not state[name]:  # a number, which cannot be changed in place
             put_buffer(module, name, value)
 
 
 def require_module(module: object) -> None:
-    """Refuse what is no module.
-
-    Raises:
-        TypeError: it is none.
-    """
+    """Raise a TypeError for what is no module."""
     if not isinstance(module, Module):
         raise TypeError(f"expected a flashlight_py.nn.Module, got {type(module).__name__}")
 

@@ -241,9 +241,6 @@ class DifferentiableCall(InPasses):
 
         It has a gradient on all ranks if ``v`` has one on any. Collective: to be called when the
         forward pass of the collective has succeeded.
-
-        Raises:
-            MismatchError: another rank is at another differentiable collective.
         """
         table = self._meet(False, v.calc_grad, *rows)
         self.rows = np.array([row[1:] for row in table])
@@ -288,11 +285,7 @@ class DifferentiableCall(InPasses):
 
 
 def require_variable(verb: str, v: object) -> None:
-    """Refuse what has no gradient.
-
-    Raises:
-        TypeError: ``v`` is no Variable.
-    """
+    """Raise a TypeError for what is no Variable."""
     if not isinstance(v, Variable):
         raise TypeError(
             f"functional.{verb} takes a flashlight_py.Variable, got {type(v).__name__}; wrap data "

@@ -104,12 +104,9 @@ def _decoded(like: Any, number: Any) -> Any:
 
 
 def put_numbers(plan: Plan, values: Iterable[Any]) -> Any:
-    """Replace the numbers of the tree by ``values``, in the order of the plan.
+    """Replace the numbers of the tree by ``values``, in the order of the plan; return the tree.
 
-    Containers are changed in place, immutable ones made anew.
-
-    Returns:
-        The tree: the same object, unless it is a number, or immutable with a number in it.
+    Containers are changed in place, immutable ones with a number in them made anew.
     """
     changes: dict[int, dict[Any, Any]] = {}
     for (node, key, _), value in zip(plan.numbers, values, strict=True):

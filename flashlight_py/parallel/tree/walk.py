@@ -90,12 +90,7 @@ def native() -> Any | None:
 
 
 def plan_of(tree: object, sort_keys: bool = False) -> Plan:
-    """Walk through ``tree``; with ``sort_keys`` the order of dicts' keys makes no difference.
-
-    Raises:
-        TypeError: an array holds Python objects, or a class cannot be built again; names the path.
-        ValueError: an array is read-only; names the path.
-    """
+    """Walk through ``tree``; with ``sort_keys`` the order of dicts' keys makes no difference."""
     module = native()
     if module is not None and not sort_keys:
         try:
@@ -154,11 +149,7 @@ class Walker:
         self._kept: list[Any] = []  # objects are identified by address, so none may be freed
 
     def walk(self) -> Plan:
-        """Walk through the tree, once.
-
-        Raises:
-            TypeError, ValueError: as ``look``, with the path.
-        """
+        """Walk through the tree, once; what ``look`` raises gets the path."""
         waiting: list[_Entry] = [(b"", *self._here, self._nodes[0][2][0])]
         while waiting:
             described_key, node, at, value = waiting.pop()
@@ -331,11 +322,7 @@ def _parts(value: Any) -> Answer:
 
 
 def _state(value: Any) -> dict[str, Any] | None:
-    """Return what an object consists of, by name; None for one that we know nothing of.
-
-    Raises:
-        ValueError: a parameter is sharded.
-    """
+    """Return what an object consists of, by name; None for one that we know nothing of."""
     if isinstance(value, Module):
         refuse_sharded("synchronize", value.params())
         return dict(value.state_dict())
@@ -388,11 +375,7 @@ def text(tag: bytes, value: str) -> bytes:
 
 @functools.lru_cache(maxsize=256)
 def dtype_text(dtype: np.dtype[Any]) -> str:
-    """Return the name of a dtype, the same for all byte orders: what travels is native.
-
-    Raises:
-        TypeError: arrays of this dtype hold Python objects, which are not sent.
-    """
+    """Return the name of a dtype, the same for all byte orders: what travels is native."""
     if dtype.hasobject:
         raise TypeError(
             f"an array of dtype {dtype} holds Python objects, which are not sent; take it out of "

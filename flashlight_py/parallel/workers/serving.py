@@ -141,9 +141,8 @@ class _Share:
     ) -> tuple[list[Leaf], list[Array]]:
         """Go back from the results of ``numbers``, whose gradients are ``seeds``.
 
-        Returns:
-            The leaves that have a gradient, inputs first, and the gradients of these; those of
-            parameters are in their buffers.
+        Returned are the leaves that have a gradient, inputs first, and the gradients of these;
+        those of parameters are in their buffers.
         """
         inputs, results = self.graphs[number]
         leaves = self._leaves(inputs)

@@ -35,11 +35,7 @@ StandIn: TypeAlias = "tuple[int, bool | None]"
 def take_apart(
     value: Any, is_part: Callable[[Any], bool], main_can_be_imported: bool = True
 ) -> tuple[bytes, list[Any]]:
-    """Return the form of ``value`` and its parts, each once, in the order in which they are met.
-
-    Raises:
-        TypeError: it cannot be pickled.
-    """
+    """Return the form of ``value`` and its parts, each once, in the order in which they are met."""
     numbers: dict[int, int] = {}
     parts: list[Any] = []
 
@@ -88,11 +84,7 @@ class ArrayPlace(NamedTuple):
 
 
 def lay_out(arrays: Iterable[Array]) -> tuple[list[ArrayPlace], int]:
-    """Return places for arrays like these, one after the other, and how many bytes they take.
-
-    Raises:
-        TypeError: an array holds Python objects.
-    """
+    """Return places for arrays like these, one after the other, and how many bytes they take."""
     arrays = list(arrays)
     if any(array.dtype.hasobject for array in arrays):
         raise TypeError("an array of Python objects cannot lie in memory that processes share")
@@ -103,11 +95,7 @@ def lay_out(arrays: Iterable[Array]) -> tuple[list[ArrayPlace], int]:
 
 
 class Memory:
-    """Bytes that grow as needed; who has inherited the descriptor ``fd`` makes it with that.
-
-    Raises:
-        OSError: the system has no more memory.
-    """
+    """Bytes that grow as needed; who has inherited the descriptor ``fd`` makes it with that."""
 
     def __init__(self, fd: int | None = None) -> None:
         self.fd = os.memfd_create("flashlight workers") if fd is None else fd

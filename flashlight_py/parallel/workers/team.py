@@ -84,10 +84,6 @@ class Team:
     One request at a time: :meth:`ask`, then :meth:`answers`. Whatever goes wrong in between ends
     the workers, as nobody knows then what is still on its way. When nothing refers to this object
     any more, the next use of a team ends them; and they end with this process.
-
-    Raises:
-        RankFailedError: a worker cannot import the script.
-        TypeError, RuntimeError, OSError: as ``Worker``.
     """
 
     def __init__(self, count: int, params: Sequence[Variable], cores: int) -> None:
@@ -156,10 +152,6 @@ class Team:
         Their ``places`` are filled in. All workers receive the form of the ``module``, if there is
         a new one. ``asker``, which is not kept alive by this, is told to ``save()`` what it needs
         of the answers before the next request is sent: until then their memory stays as it is.
-
-        Raises:
-            RankFailedError: a worker has ended.
-            RuntimeError: the workers have been ended, or this process was forked from theirs.
         """
         end_dropped()
         if os.getpid() != self._held.pid:
@@ -196,11 +188,7 @@ class Team:
     def answers(self) -> list[ShareResult]:
         """Return leaves and arrays of each worker that was asked; blocks until they are there.
 
-        The arrays are valid until the next request.
-
-        Raises:
-            RankFailedError: a worker has raised, its exception is the cause where it can be sent,
-                or has ended.
+        The arrays are valid until the next request. What a worker raised is the cause of an error.
         """
         with self._ending_on_errors():
             found = [self._workers[number].receive() for number in range(self._waiting)]
