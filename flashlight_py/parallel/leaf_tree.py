@@ -31,7 +31,7 @@ _BLOCK_BYTES = 64 << 10  # of each array at a time: partial sums stay in a secon
 
 
 def push(stack: list[range], leaves: range, count: int) -> int:
-    """Put the sum of ``leaves``, of ``count`` in all, on a stack, and merge siblings: how often?
+    """Push the sum of ``leaves``, of ``count`` in all; return how many pairs became their node.
 
     Example:
         >>> stack = [range(2), range(2, 3)]

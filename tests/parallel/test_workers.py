@@ -161,9 +161,9 @@ def test_workers_that_a_short_batch_leaves_idle_have_what_the_next_one_needs(
     send = Worker.send
 
     def spy(worker: Worker, message: Any) -> None:
-        request, _, numbers = message
+        request, _, _, numbers = message
         if request is not None:
-            computed.add((worker.number, request.number))
+            computed.add((worker.number, request[1]))
         forgotten.update((worker.number, number) for number in numbers)
         send(worker, message)
 

@@ -37,16 +37,14 @@ class TreeBuffers:
 
     def pack(self, numbers: bytes) -> None:
         """Copy the plan's arrays, and ``numbers``, into the buffers."""
-        module = native()
-        (pack if module is None else module.pack)(self._plan.arrays, self._host)
+        getattr(native(), "pack", pack)(self._plan.arrays, self._host)
         self._host[self._plan.array_bytes :] = np.frombuffer(numbers, np.uint8)
         if self._gpu is not None:
             pack(self._plan.gpu_arrays, self._gpu)
 
     def unpack(self) -> bytes:
         """Copy the buffers into the plan's arrays; return the encoded numbers."""
-        module = native()
-        (unpack if module is None else module.unpack)(self._plan.arrays, self._host)
+        getattr(native(), "unpack", unpack)(self._plan.arrays, self._host)
         if self._gpu is not None:
             unpack(self._plan.gpu_arrays, self._gpu)
         return self._host[self._plan.array_bytes :].tobytes()

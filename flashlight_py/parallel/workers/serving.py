@@ -34,15 +34,8 @@ Leaf: TypeAlias = tuple[bool, int]
 ShareResult: TypeAlias = tuple[list[Any], list[Array]]
 
 
-class Request(NamedTuple):
-    """Call ``method`` of the share for forward pass ``number``, with the arrays at ``places``."""
-
-    number: int
-    method: str
-    arguments: tuple[Any, ...]
-    places: list[ArrayPlace]
-
-
+# A method of the share, for the forward pass of a number, and its last arguments.
+Request: TypeAlias = tuple[str, int, tuple[Any, ...]]
 # The result of a method: the leaves that it names, and where its arrays lie.
 Answer: TypeAlias = tuple[list[Any], list[ArrayPlace]]
 
@@ -61,7 +54,7 @@ def serve(
     buffers: list[ArrayPlace],
     takes_output: bool,
 ) -> None:
-    """Answer requests until the link ends: ``(request, module, numbers of graphs to forget)``.
+    """Answer ``(request, places of arrays, module, numbers of graphs to forget)`` to the end.
 
     The request is None for a worker that is left idle, the module's form None where it is as
     before. An answer is a pair: what was computed, and what was printed meanwhile; that is empty
@@ -70,7 +63,7 @@ def serve(
     share = _Share(fds, params, buffers)
     while True:
         try:
-            request, module, forgotten = link.recv()
+            request, places, module, forgotten = link.recv()
         except (EOFError, ConnectionResetError):
             return
         for number in forgotten:
@@ -84,15 +77,15 @@ def serve(
             if takes_output:
                 stack.enter_context(redirect_stdout(printed))
                 stack.enter_context(redirect_stderr(printed))
-            answer = _answer(share, request)
+            answer = _answer(share, request, places)
         link.send((answer, printed.getvalue()))
 
 
-def _answer(share: _Share, request: Request) -> Answer | Raised:
+def _answer(share: _Share, request: Request, places: list[ArrayPlace]) -> Answer | Raised:
+    method, number, arguments = request
     try:
-        arrays = share.inbox.views(request.places)
-        method = getattr(share, request.method)
-        leaves, results = method(request.number, arrays, *request.arguments)
+        arrays = share.inbox.views(places)
+        leaves, results = getattr(share, method)(number, arrays, *arguments)
         return leaves, share.outbox.put(results)
     except Exception as error:  # noqa: BLE001 - whatever it is, the parent raises it
         pickled = b""
@@ -150,7 +143,9 @@ class _Share:
             variable.grad = None
         roots = zip([results[each] for each in numbers], seeds, strict=True)
         # One pass from all results: the root is a number that depends on each of them.
-        edges = [(root, _constant(seed)) for root, seed in roots if isinstance(root, Variable)]
+        edges: list[tuple[Variable, Any]] = [
+            (root, lambda _, seed=seed: seed) for root, seed in roots if isinstance(root, Variable)
+        ]
         root = record(np.zeros(()), *edges)
         if root.calc_grad:
             root.backward(retain_graph=True)  # until the parent's graph is gone
@@ -165,10 +160,6 @@ class _Share:
     def _param(self, number: int, calc_grad: bool | None) -> Variable:
         self._params[number].calc_grad = bool(calc_grad)
         return self._params[number]
-
-
-def _constant(seed: Array) -> Any:
-    return lambda _: seed
 
 
 def _leaves_below(result: Part) -> list[Variable]:

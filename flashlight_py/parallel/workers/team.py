@@ -149,7 +149,7 @@ class Team:
     ) -> None:
         """Send the first workers a request each, with arrays that are put into their inboxes.
 
-        Their ``places`` are filled in. All workers receive the form of the ``module``, if there is
+        All workers receive the form of the ``module``, if there is
         a new one. ``asker``, which is not kept alive by this, is told to ``save()`` what it needs
         of the answers before the next request is sent: until then their memory stays as it is.
         """
@@ -178,11 +178,11 @@ class Team:
         with self._ending_on_errors():
             for number, (request, arrays) in enumerate(requests):
                 places = self._inboxes[number].put(arrays)
-                self._workers[number].send((request._replace(places=places), module, dropped))
+                self._workers[number].send((request, places, module, dropped))
                 self._waiting = number + 1
             if dropped or module is not None:
                 for worker in self._workers[self._waiting :]:
-                    worker.send((None, module, dropped))
+                    worker.send((None, None, module, dropped))
         self._asker = None if asker is None else weakref.ref(asker)
 
     def answers(self) -> list[ShareResult]:

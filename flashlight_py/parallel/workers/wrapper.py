@@ -22,7 +22,7 @@ from flashlight_py.distributed import get_local_size
 from flashlight_py.distributed.calls.checks import whole_number
 from flashlight_py.launch.pickling import main_can_be_imported
 from flashlight_py.nn import Module
-from flashlight_py.parallel.workers.serving import Leaf, Request, ShareResult
+from flashlight_py.parallel.workers.serving import Leaf, ShareResult
 from flashlight_py.parallel.workers.shared_values import (
     Part,
     array_of,
@@ -126,7 +126,7 @@ class DataParallel(Module):
         seed = int(random.generator().integers(1 << 62)) * self.nprocs
         requests = []
         for number, share in enumerate(shares[1:], 1):
-            request = Request(self._number, "forward", (seed + number, form), [])
+            request = "forward", self._number, (seed + number, form)
             requests.append((request, [array_of(part)[share] for part in parts]))
         graph = WorkersGraph(team, self._number, shares[1:])
         team.ask(requests, module=changed)
@@ -320,7 +320,7 @@ class WorkersGraph:
     def _send(self, grad: Array) -> Array:
         """Send the workers what was noted; does not wait for them."""
         results = list(self._noted)
-        request = Request(self._number, "backward", (results,), [])
+        request = "backward", self._number, (results,)
         requests = [
             (request, [self._noted[k][worker] for k in results])
             for worker in range(len(self._shares))
