@@ -113,7 +113,7 @@ class LeafSync(GradientPass[Unit]):
     """
 
     __captured_state__ = (
-        *("_params", "leaves", "reducer", "members", "_buffers", "_rows", "_number_of"),
+        *("_params", "leaves", "reducer", "members", "_buffers", "_rows"),
         *("_is_open", "_leaf", "_is_done", "_running", "_error", "_failure"),
     )
 
@@ -133,7 +133,6 @@ class LeafSync(GradientPass[Unit]):
         floating = self._buffers.floating()
         dtypes = dict.fromkeys([p.dtype for p in params] + [b.dtype for b in floating.values()])
         self._rows = [Rows(params, floating, dtype, depth, self.members, hosts) for dtype in dtypes]
-        self._number_of = {param: number for number, param in enumerate(params)}
         self._steps = 0
         self._is_open = False
         self._leaf = -1  # the one that is computed; -1: none
@@ -200,7 +199,7 @@ class LeafSync(GradientPass[Unit]):
         self._weights = None if is_even else [size / rows for size in sizes]
         self._scale = 1 / count if is_even else 1.0
         self._count_step(rows, *arrays)
-        self._used = np.zeros(len(self._params), np.int64)
+        self._used: set[Variable] = set()
         self._buffers.begin()
         self._stack: list[range] = []  # the leaves whose sum is in each row
         self._error = ""
@@ -303,7 +302,7 @@ class LeafSync(GradientPass[Unit]):
                 if param.grad is None:
                     view[...] = 0
                 else:
-                    self._used[self._number_of[param]] = 1
+                    self._used.add(param)
                     if param.grad is not view:
                         view[...] = param.grad
                 param.grad = None
@@ -319,7 +318,8 @@ class LeafSync(GradientPass[Unit]):
 
     def _reduce(self) -> None:
         """Make the gradients the mean over the batch. Collective, blocking."""
-        used = self._compare(self._used.tolist())
+        used_here = [param in self._used for param in self._params]
+        used = dict(zip(self._params, self._compare(used_here), strict=True))
         for rows in self._rows:
             rows.add_up(self._count, self._scale)
         if any(rows.is_shared for rows in self._rows):
@@ -328,13 +328,13 @@ class LeafSync(GradientPass[Unit]):
         for rows in self._rows:
             for param, view in rows.gradients(0):
                 param.buffer = view
-                param.grad = view if used[self._number_of[param]] else None
+                param.grad = view if used[param] else None
             means.update(rows.buffers(0))
         self._buffers.end(means)
         self._is_reduced = True
 
     @effect
-    def _compare(self, used: list[int]) -> list[int]:
+    def _compare(self, used: Sequence[int]) -> Sequence[int]:
         """Return what any rank has used, if all are in the same step. Collective."""
         if self.members.size == 1:
             return used

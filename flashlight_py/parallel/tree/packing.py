@@ -28,25 +28,20 @@ class TreeBuffers:
     def __init__(self, plan: Plan, number_bytes: int) -> None:
         self._plan = plan
         self._host: Array = np.empty(plan.array_bytes + number_bytes, np.uint8)
-        self._gpu: Array | None = None
-        if plan.gpu_arrays:
-            xp = array_module(plan.gpu_arrays[0])
-            self._gpu = xp.empty(bytes_for(plan.gpu_arrays), xp.uint8)
-        both = (self._host, self._gpu)
-        self.used = [buffer for buffer in both if buffer is not None and buffer.size]
+        xp = array_module(plan.gpu_arrays[0]) if plan.gpu_arrays else np
+        self._gpu: Array = xp.empty(bytes_for(plan.gpu_arrays), xp.uint8)
+        self.used = [buffer for buffer in (self._host, self._gpu) if buffer.size]
 
     def pack(self, numbers: bytes) -> None:
         """Copy the plan's arrays, and ``numbers``, into the buffers."""
         getattr(native(), "pack", pack)(self._plan.arrays, self._host)
         self._host[self._plan.array_bytes :] = np.frombuffer(numbers, np.uint8)
-        if self._gpu is not None:
-            pack(self._plan.gpu_arrays, self._gpu)
+        pack(self._plan.gpu_arrays, self._gpu)
 
     def unpack(self) -> bytes:
         """Copy the buffers into the plan's arrays; return the encoded numbers."""
         getattr(native(), "unpack", unpack)(self._plan.arrays, self._host)
-        if self._gpu is not None:
-            unpack(self._plan.gpu_arrays, self._gpu)
+        unpack(self._plan.gpu_arrays, self._gpu)
         return self._host[self._plan.array_bytes :].tobytes()
 
 
