@@ -35,13 +35,9 @@ def check_modules_agree(
     """Compare names, shapes and dtypes of parameters as ``check_entries_agree`` does."""
     if group.size == 1:
         return [values]
-    return check_entries_agree(
-        "the modules differ in parameter",
-        "Build the same module on every rank",
-        [_words_of(name, param) for name, param in params.items()],
-        group,
-        values,
-    )
+    differ, remedy = "the modules differ in parameter", "Build the same module on every rank"
+    words = [_words_of(name, param) for name, param in params.items()]
+    return check_entries_agree(differ, remedy, words, group, values)
 
 
 def check_entries_agree(

@@ -132,8 +132,8 @@ class DataParallel(Module):
         team.ask(requests, module=changed)
         self._sent = self._sent if changed is None else changed
         own_parts = [part[shares[0]] for part in parts]
-        run = self.module._instead
-        compute = self.module.forward if run is None else partial(run, self.module)
+        instead = self.module._instead
+        compute = partial(instead, self.module) if instead else self.module.forward
         result = compute(*put_together(form, lambda number, _: own_parts[number]))
         others = team.answers()
         result_form, results = _apart("a result", result, is_data)
@@ -271,9 +271,8 @@ class WorkersGraph:
             arrays = [array_of(part), *(arrays[k] for _, arrays in others)]
             if not all(array.ndim for array in arrays):
                 raise ValueError(
-                    f"{WHAT}: a result has no dimensions, so the shares cannot be joined; return "
-                    "one row for each sample, and take the mean of the whole outside: "
-                    "loss(model(x), y)"
+                    f"{WHAT}: a result has no dimensions, so the shares cannot be joined; return one "
+                    "row for each sample, and take the mean of the whole outside: loss(model(x), y)"
                 )
             joined = np.concatenate(arrays)
             if not isinstance(part, Variable):
@@ -319,13 +318,9 @@ class WorkersGraph:
 
     def _send(self, grad: Array) -> Array:
         """Send the workers what was noted; does not wait for them."""
-        results = list(self._noted)
-        request = "backward", self._number, (results,)
-        requests = [
-            (request, [self._noted[k][worker] for k in results])
-            for worker in range(len(self._shares))
-        ]
-        self._team.ask(requests, self)
+        request = "backward", self._number, (list(self._noted),)
+        seeds = zip(*self._noted.values(), strict=True)  # of each worker
+        self._team.ask([(request, each) for each in seeds], self)
         self._grads = None
         return grad
 
@@ -344,9 +339,10 @@ class WorkersGraph:
                 for leaf, array in zip_longest(leaves, arrays):  # of inputs, which come first
                     if leaf[0]:
                         of_params.setdefault(leaf, []).append(self._team.grads[worker][leaf[1]])
-                    else:
-                        whole = grads.setdefault(leaf, np.zeros_like(self._arrays[leaf]))
-                        whole[self._shares[worker]] = array
+                        continue
+                    if leaf not in grads:
+                        grads[leaf] = np.zeros_like(self._arrays[leaf])
+                    grads[leaf][self._shares[worker]] = array
             for leaf, parts in of_params.items():
                 # NumPy makes a scalar where there is no dimension.
                 total = np.asarray(parts[0] + parts[1]) if len(parts) > 1 else parts[0]
