@@ -271,7 +271,7 @@ class WorkersGraph:
             arrays = [array_of(part), *(arrays[k] for _, arrays in others)]
             if not all(array.ndim for array in arrays):
                 raise ValueError(
-                    f"{WHAT}: a result has no dimensions, so the shares cannot be joined; return one "
+                    f"{WHAT}: a result has no dimensions, so the shares cannot be joined: return a "
                     "row for each sample, and take the mean of the whole outside: loss(model(x), y)"
                 )
             joined = np.concatenate(arrays)
