@@ -48,8 +48,8 @@ class InEpochs:
         self._what = what
         self._share = find_share(what, rank, size)
         self._n = whole_number(what, "n", n)
-        self._seed = whole_number(what, "seed", seed)
-        self._settings = {"n": self._n, "shuffle": bool(shuffle), "seed": self._seed}
+        seed = whole_number(what, "seed", seed)
+        self._settings = {"n": self._n, "shuffle": bool(shuffle), "seed": seed}
         self._drop_last = bool(drop_last)
         self._others = {**others, "drop_last": self._drop_last}
         self._agree(0)
@@ -135,10 +135,6 @@ class InEpochs:
         self._agree(epoch, consumed)
         self._go_to(epoch, consumed)
 
-    @property
-    def _left(self) -> int:
-        return self._n - self._begin
-
     def _count(self, used: int) -> None:
         """Note that of the samples left all ranks together have used the first ``used``."""
         if not self._is_set:
@@ -154,9 +150,10 @@ class InEpochs:
 
     def _go_to(self, epoch: int, consumed: int) -> None:
         if epoch != self._epoch:
-            shuffles = self._settings["shuffle"]
-            self._order = epoch_order(self._n, self._seed, epoch) if shuffles else None
+            n, shuffle, seed = self._settings.values()
+            self._order = epoch_order(n, seed, epoch) if shuffle else None
         self._epoch, self._begin, self._consumed = epoch, consumed, consumed
+        self._left = self._n - consumed
         self._is_set = False  # by the user
 
     def _number_in(self, state: Mapping[str, Any], name: str) -> int:

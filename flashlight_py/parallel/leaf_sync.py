@@ -97,7 +97,7 @@ def leaves(module: Module, *arrays: Array) -> Iterator[Any]:
         )
     if group_or_world(sync.reducer.group) is not sync.members:
         raise NotInitializedError(
-            f"{sync.where()}: the module was distributed in a world that is no more; call "
+            f"{sync.where}: the module was distributed in a world that is no more; call "
             "distribute_module_grads again, after distributed_init"
         )
     with refusing(sync.members, "leaves"):
@@ -127,12 +127,13 @@ class LeafSync(GradientPass[Unit]):
     ) -> None:
         super().__init__(InlineReducer(1.0, group=group), [Unit(params)])
         self.leaves = leaves
-        self.members = group_or_world(group)
+        self.members = members = group_or_world(group)
+        self.where = f"leaves: rank {members.rank} of {members.size}"
         self._buffers = LeafBuffers(module, buffers, group)
-        depth, hosts = rows_needed(leaves, self.members.size), join_hosts(self.members)
+        depth, hosts = rows_needed(leaves, members.size), join_hosts(members)
         floating = self._buffers.floating()
         dtypes = dict.fromkeys([p.dtype for p in params] + [b.dtype for b in floating.values()])
-        self._rows = [Rows(params, floating, dtype, depth, self.members, hosts) for dtype in dtypes]
+        self._rows = [Rows(params, floating, dtype, depth, members, hosts) for dtype in dtypes]
         self._steps = 0
         self._is_open = False
         self._leaf = -1  # the one that is computed; -1: none
@@ -141,25 +142,21 @@ class LeafSync(GradientPass[Unit]):
         self._failure: BaseException | None = None  # of the leaf's last pass
         self.install()
 
-    def where(self) -> str:
-        """Return how a message begins."""
-        return f"leaves: rank {self.members.rank} of {self.members.size}"
-
     def rows_of(self, arrays: tuple[Array, ...]) -> int:
         """Return how many rows the arrays of a global batch have; raises as ``leaves``."""
         if not arrays:
-            raise TypeError(f"{self.where()}: expected the arrays of a global batch, got none")
+            raise TypeError(f"{self.where}: expected the arrays of a global batch, got none")
         for number, array in enumerate(arrays):
             if not isinstance(array, np.ndarray) or not array.ndim:
                 shape = " of shape ()" if isinstance(array, np.ndarray) else ""
                 raise TypeError(
-                    f"{self.where()}: expected NumPy arrays of shape (rows, ...), got as number "
+                    f"{self.where}: expected NumPy arrays of shape (rows, ...), got as number "
                     f"{number} one of type {type(array).__name__}{shape}"
                 )
         lengths = [len(array) for array in arrays]
         if len(set(lengths)) > 1 or not lengths[0]:
             raise ValueError(
-                f"{self.where()}: expected arrays with the same number of rows, at least one; got "
+                f"{self.where}: expected arrays with the same number of rows, at least one; got "
                 f"{', '.join(map(str, lengths))}"
             )
         return lengths[0]
@@ -185,7 +182,7 @@ class LeafSync(GradientPass[Unit]):
     def _open(self, rows: int, arrays: Sequence[Array]) -> None:
         if self._is_open:
             raise RuntimeError(
-                f"{self.where()}: a loop over leaves of this module is not over on this rank, and "
+                f"{self.where}: a loop over leaves of this module is not over on this rank, and "
                 "there is one gradient for both: end it first"
             )
         self._batch = rows
@@ -236,7 +233,7 @@ class LeafSync(GradientPass[Unit]):
         error = self._error
         if not (error or self._is_done):
             error = (
-                f"{self.where()}: the body of the loop ended without a backward pass for leaf "
+                f"{self.where}: the body of the loop ended without a backward pass for leaf "
                 f"{self._leaf} of {self.leaves}. Every leaf needs one; where nothing is to be "
                 "learned from a leaf, multiply its loss by 0"
             )
@@ -264,13 +261,13 @@ class LeafSync(GradientPass[Unit]):
     def _enter(self) -> None:
         if self._leaf < 0:
             raise RuntimeError(
-                f"{self.where()}: a backward pass outside of a loop over fl.leaves(module, ...), "
+                f"{self.where}: a backward pass outside of a loop over fl.leaves(module, ...), "
                 f"of a module that was distributed with leaves={self.leaves}; gradients of other "
                 "passes would not be reduced"
             )
         if self._is_done:
             self._error = (
-                f"{self.where()}: a second backward pass for leaf {self._leaf} of {self.leaves}, "
+                f"{self.where}: a second backward pass for leaf {self._leaf} of {self.leaves}, "
                 "whose gradient has been added to the others already. Add the losses, and call "
                 "backward once"
             )
@@ -343,7 +340,7 @@ class LeafSync(GradientPass[Unit]):
             return found
         differing = differing_arguments(of_all_ranks(self._facts, self.members))
         raise MismatchError(
-            f"{self.where()}: the ranks are not at the same batch: {differing}. Pass every rank "
+            f"{self.where}: the ranks are not at the same batch: {differing}. Pass every rank "
             "the whole global batch, leave no loop over leaves before its end, and draw the same "
             "random numbers on every rank"
         )

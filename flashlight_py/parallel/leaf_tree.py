@@ -190,17 +190,13 @@ class Rows:
         self.own = self._seen[self._place]
         if members.all_reduce(np.array(len(self._seen)), op="min") < local.size:
             self._seen, self._place, self._across = [self.own], 0, members
+        self.is_shared = len(self._seen) > 1
         self.own[...] = 0
         ends = np.cumsum([0, *sizes]).tolist()
         self._views = [
             [row[a:b].reshape(s) for a, b, s in zip(ends, ends[1:], shapes, strict=False)]
             for row in self.own
         ]
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether this rank sees other ranks' rows."""
-        return len(self._seen) > 1
 
     def gradients(self, row: int) -> Iterator[tuple[Variable, Array]]:
         """Return each parameter and where its gradient lies in ``row``."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -36,15 +36,9 @@ ShareResult: TypeAlias = tuple[list[Any], list[Array]]
 
 # A method of the share, for the forward pass of a number, and its last arguments.
 Request: TypeAlias = tuple[str, int, tuple[Any, ...]]
-# The result of a method: the leaves that it names, and where its arrays lie.
-Answer: TypeAlias = tuple[list[Any], list[ArrayPlace]]
-
-
-class Raised(NamedTuple):
-    """The answer where a request raised; ``error`` is a pickle, empty where there can be none."""
-
-    failure: Failure
-    error: bytes
+# The result of a method, the leaves that it names and where its arrays lie; or where it raised, how
+# and the exception as a pickle, which is empty where there can be none.
+Answer: TypeAlias = tuple[list[Any], list[ArrayPlace]] | tuple[Failure, bytes]
 
 
 def serve(
@@ -81,7 +75,7 @@ def serve(
         link.send((answer, printed.getvalue()))
 
 
-def _answer(share: _Share, request: Request, places: list[ArrayPlace]) -> Answer | Raised:
+def _answer(share: _Share, request: Request, places: list[ArrayPlace]) -> Answer:
     method, number, arguments = request
     try:
         arrays = share.inbox.views(places)
@@ -91,7 +85,7 @@ def _answer(share: _Share, request: Request, places: list[ArrayPlace]) -> Answer
         pickled = b""
         with suppress(TypeError):
             pickled = dumps(error)
-        return Raised(Failure.of_exception(error, time.monotonic()), pickled)
+        return Failure.of_exception(error, time.monotonic()), pickled
 
 
 class _Share:

@@ -22,8 +22,9 @@ from flashlight_py.cores import thread_variables
 from flashlight_py.device import Array
 from flashlight_py.distributed.start import blas
 from flashlight_py.errors import RankFailedError
+from flashlight_py.launch.failures import Failure
 from flashlight_py.launch.spawning import Worker
-from flashlight_py.parallel.workers.serving import Raised, Request, ShareResult, serve
+from flashlight_py.parallel.workers.serving import Request, ShareResult, serve
 from flashlight_py.parallel.workers.shared_values import Memory, lay_out
 
 WHAT = "DataParallel"
@@ -193,12 +194,11 @@ class Team:
         with self._ending_on_errors():
             found = [self._workers[number].receive() for number in range(self._waiting)]
         self._waiting = 0
-        for worker, (answer, printed) in zip(self._workers, found, strict=False):
+        for worker, ((leaves, rest), printed) in zip(self._workers, found, strict=False):
             for line in printed.splitlines():
                 print(f"[{worker.number}] {line}")
-            if isinstance(answer, Raised):
-                failure, error = answer
-                raise worker.error(failure.what, failure.traceback) from _cause(error)
+            if isinstance(leaves, Failure):
+                raise worker.error(leaves.what, leaves.traceback) from _cause(rest)
         outboxes = zip(found, self._outboxes, strict=False)
         return [(leaves, box.views(places)) for ((leaves, places), _), box in outboxes]
 

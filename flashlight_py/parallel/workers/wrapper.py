@@ -182,15 +182,12 @@ class DataParallel(Module):
         return self._team, None if form == self._sent else form
 
 
-@cache
-def _can_import_main() -> bool:
-    """Return whether the workers can import this process's script."""
-    return main_can_be_imported(WHAT)
+_can_import_main = cache(main_can_be_imported)
 
 
 def _apart(what: str, value: Any, is_part: Callable[[Any], bool]) -> tuple[bytes, list[Any]]:
     try:
-        return take_apart(value, is_part, _can_import_main())
+        return take_apart(value, is_part, _can_import_main(WHAT))
     except TypeError as error:
         raise TypeError(f"{WHAT}: {what} {error}") from error
 
@@ -212,7 +209,8 @@ def _rows(parts: Sequence[Part]) -> int:
 
 
 # The graph through all shares ---------------------------------------------------------------------
-#
+
+
 # A result is recorded with the one of this process's share as an input, and others that stand for
 # the workers. A pass visits, in this order,
 #
@@ -221,13 +219,9 @@ def _rows(parts: Sequence[Part]) -> int:
 # 3. this process's own share, meanwhile;
 # 4. ``_gradient``: the workers' gradients are awaited, and added in the order of the shares.
 #
-# 2, 3 and 4 are ordered operations of the engine, recorded last to first.
-
-
-# Two ordered operations in this process's graph: one sends gradients, the one that is visited
-# last takes the answers. So accumulation, hooks, buffers, retain_graph and a second pass are the
-# engine's, and this process computes its share in between. Passes at once follow each other in
-# the order of recording: the answers of one are taken before the next is sent.
+# 2, 3 and 4 are ordered operations of the engine, recorded last to first. So accumulation, hooks,
+# buffers, retain_graph and a second pass are the engine's, and passes at once follow each other:
+# the answers of one are taken before the next is sent.
 class WorkersGraph:
     """The workers' graphs of forward pass ``number``; they forget them when this object is gone.
 
