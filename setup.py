@@ -264,7 +264,7 @@ FAST = numpy_extension(
 )
 TREE = numpy_extension(
     "tree",
-    [f"csrc/tree/{name}.c" for name in ("digest", "module", "pack", "walk")],
+    [f"csrc/tree/{name}.c" for name in ("module", "pack", "walk")],
     [f"csrc/tree/{name}.h" for name in ("memo", "text", "tree")],
 )
 OPTIM = numpy_extension(

@@ -7,8 +7,7 @@
 #define FL_TREE_IMPORTS_NUMPY
 #include "tree.h"
 
-static PyMethodDef methods[] = {{"digest", digest, METH_O, NULL},
-                                {"walk", walk, METH_VARARGS, NULL},
+static PyMethodDef methods[] = {{"walk", walk, METH_VARARGS, NULL},
                                 {"pack", pack, METH_VARARGS, NULL},
                                 {"unpack", unpack, METH_VARARGS, NULL},
                                 {NULL, NULL, 0, NULL}};

@@ -20,7 +20,6 @@ enum { ALIGNMENT = 16 };
 
 static inline npy_intp aligned(npy_intp bytes) { return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
 
-PyObject *digest(PyObject *module, PyObject *bytes);
 PyObject *walk(PyObject *module, PyObject *args);
 PyObject *pack(PyObject *module, PyObject *args);
 PyObject *unpack(PyObject *module, PyObject *args);

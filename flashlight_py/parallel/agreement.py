@@ -8,12 +8,12 @@ import json
 import os
 import socket
 import warnings
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from flashlight_py import _native
 from flashlight_py.autograd import Variable
 from flashlight_py.device import Array, to_device
 from flashlight_py.distributed import ProcessGroup
@@ -22,7 +22,6 @@ from flashlight_py.distributed.start import blas
 from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.errors import MismatchError
 
-_STEP = 0x9E3779B97F4A7C15  # of digests
 _CORE_TYPE, _FEATURES = "BLAS core type", "CPU features that NumPy uses"
 _REMEDIES = {
     _CORE_TYPE: "set OPENBLAS_CORETYPE=Haswell on every host, or another type that all have",
@@ -33,23 +32,12 @@ _REMEDIES = {
 def check_modules_agree(
     params: Mapping[str, Variable], group: ProcessGroup, values: int = 0
 ) -> list[int]:
-    """Compare names, shapes and dtypes of parameters over the ranks. Collective, blocking.
-
-    Returns:
-        What every rank passes as ``values``, in rank order: it travels along.
-
-    Raises:
-        MismatchError: they differ, on every rank; names the first parameter that does.
-    """
+    """Compare names, shapes and dtypes of parameters as ``check_entries_agree`` does."""
     if group.size == 1:
         return [values]
-    return check_entries_agree(
-        "the modules differ in parameter",
-        "Build the same module on every rank",
-        [_words_of(name, param) for name, param in params.items()],
-        group,
-        values,
-    )
+    differ, remedy = "the modules differ in parameter", "Build the same module on every rank"
+    words = [_words_of(name, param) for name, param in params.items()]
+    return check_entries_agree(differ, remedy, words, group, values)
 
 
 def check_entries_agree(
@@ -61,8 +49,7 @@ def check_entries_agree(
         What every rank passes as ``values``, in rank order: it travels along.
 
     Raises:
-        MismatchError: they differ, on every rank: says ``differ``, the first number at which they
-            do, which rank has what, and ``remedy``.
+        MismatchError: on every rank: says ``differ``, the first number, who has what, ``remedy``.
     """
     of_ranks = of_all_ranks([entries, values], group)
     in_turn = itertools.zip_longest(*(found for found, _ in of_ranks), fillvalue="nothing")
@@ -80,9 +67,8 @@ def digest_of_values(params: Iterable[Variable]) -> int:
     for param in params:
         raw = np.ascontiguousarray(to_device(param.data, "cpu")).reshape(-1).view(np.uint8)
         end = raw.size // 8 * 8
-        words = raw[:end].view(np.uint64)
-        parts.append([int(words.sum(dtype=np.uint64)), raw[end:].tobytes().hex()])
-    return digest(json.dumps(parts).encode())
+        parts += [raw[:end].view(np.uint64).sum(dtype=np.uint64).tobytes(), raw[end:].tobytes()]
+    return digest(b"".join(parts))
 
 
 def warn_of_differing(what: str, digests: Sequence[int], group: ProcessGroup) -> None:
@@ -101,11 +87,7 @@ def warn_of_differing(what: str, digests: Sequence[int], group: ProcessGroup) ->
 def check_settings_agree(
     what: str, settings: Mapping[str, bool | int | str], group: ProcessGroup | None = None
 ) -> None:
-    """Compare the ``settings`` of a ``what`` over the ranks, by name. Collective, blocking.
-
-    Raises:
-        MismatchError: they differ, on every rank; names all that do, with values and ranks.
-    """
+    """Raise a MismatchError on every rank that names what differs. Collective, blocking."""
     group = group_or_world(group)
     if group.size == 1:
         return
@@ -119,19 +101,29 @@ def check_settings_agree(
 
 
 def check_arrays_agree(what: str, arrays: Sequence[Array], group: ProcessGroup) -> None:
-    """Compare shapes and dtypes of ``arrays`` over the ranks of ``group``. Collective, blocking.
-
-    Raises:
-        MismatchError: they differ, on every rank; names the first one that does.
-    """
-    mine = [f"{array.dtype} {array.shape}" for array in arrays]
+    """Raise a MismatchError on every rank where shapes or dtypes differ. Collective, blocking."""
     if group.size == 1:
         return
-    own = digest(json.dumps(mine).encode())
-    highest, inverse_of_lowest = group.all_reduce(np.array([own, ~own]), op="max").tolist()
-    if highest != ~inverse_of_lowest:
+    mine = [f"{array.dtype} {array.shape}" for array in arrays]
+    if not all_have(json.dumps(mine).encode(), group)[0]:
         remedy = "Pass the same shapes and dtypes on every rank"
         check_entries_agree(f"{what} differ in number", remedy, mine, group)
+
+
+def all_have(mine: bytes, group: ProcessGroup, *others: int) -> tuple[bool, list[int]]:
+    """Return whether all ranks pass the same bytes, and the highest of each of ``others``.
+
+    Collective, blocking: one small all_reduce.
+    """
+    own = digest(mine)
+    numbers = np.array([own, ~own, *others], np.int64)
+    highest, inverse_of_lowest, *found = group.all_reduce(numbers, op="max").tolist()
+    return highest == ~inverse_of_lowest, found
+
+
+def digest(data: bytes) -> int:
+    """Return 63 bits that tell ``data`` from others, but not from what is made to deceive."""
+    return len(data) % (1 << 31) << 32 | zlib.crc32(data)
 
 
 def of_all_ranks(mine: object, group: ProcessGroup) -> list[Any]:
@@ -152,22 +144,19 @@ def differing_arguments(of_ranks: Sequence[Mapping[str, Any]]) -> str:
     return ", ".join(f"{n} ({by_rank(v)})" for n, v in values.items() if len(set(v)) > 1)
 
 
-def by_rank(entries: Sequence[str]) -> str:
+def by_rank(entries: Sequence[object]) -> str:
     """Return which rank has which entry, equal ones together."""
-    seen: dict[str, list[int]] = {}
+    seen: dict[object, list[int]] = {}
     for rank, entry in enumerate(entries):
         seen.setdefault(entry, []).append(rank)
     return "; ".join(f"rank(s) {', '.join(map(str, ranks))}: {e}" for e, ranks in seen.items())
 
 
 def refuse_sharded(what: str, params: Iterable[Variable], may_be_cut: bool = False) -> None:
-    """Refuse parameters of a sharded module for ``what``.
+    """Raise a ValueError where one of ``params`` is sharded, for ``what``.
 
     ``may_be_cut``: not those of ``shard_linear``, of which ranks may well have the same part;
     whether they do ``check_modules_agree`` finds out.
-
-    Raises:
-        ValueError: one of ``params`` is such a parameter.
     """
     for position, param in enumerate(params):
         if param.placement is not None and not (may_be_cut and param.placement.is_cut):
@@ -181,40 +170,6 @@ def refuse_sharded(what: str, params: Iterable[Variable], may_be_cut: bool = Fal
                 f"{what}: parameter {position} (shape {param.shape}) is {how}; {what} is for "
                 "parameters of which every rank has a copy"
             )
-
-
-# Digests ------------------------------------------------------------------------------------------
-
-
-# Worth its lines: by it synchronize of 1,000 arrays of 256 B takes 6 times one broadcast of as many
-# bytes, in Python 200 times; of 1 KB 2.4 and 80, of 16 KB 2.9 and 8 (benchmarks/synchronize.py).
-def native() -> Any | None:
-    """Return the native module, or None, with a warning, where it is missing."""
-    return _native.optional("tree", "synchronize takes some microseconds longer for each array")
-
-
-def digest(data: bytes) -> int:
-    """Return 64 bits, as an int with sign, that identify ``data``; the same on every machine."""
-    module = native()
-    found: int = digest_in_python(data) if module is None else module.digest(data)
-    return found
-
-
-def digest_in_python(data: bytes) -> int:
-    """Return what ``digest`` returns."""
-    words = np.frombuffer(data + bytes(-len(data) % 8), np.uint64)
-    places = np.arange(1, words.size + 1, dtype=np.uint64) * np.uint64(_STEP)
-    total = _mixed(words + places).sum(dtype=np.uint64)
-    ended = np.array([(int(total) + len(data)) % 2**64], np.uint64)
-    return int(_mixed(ended).view(np.int64)[0])
-
-
-def _mixed(words: Array) -> Array:
-    """Mix the bits of each word: variant 13 (Stafford) of MurmurHash3's finaliser (Appleby)."""
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: Array = words ^ (words >> np.uint64(31))
-    return mixed
 
 
 # The same bits from the same numbers --------------------------------------------------------------
@@ -246,11 +201,8 @@ def check_arithmetic(what: str, leaves: int, members: ProcessGroup) -> None:
     }
     of_ranks = of_all_ranks(mine, members) if members.size > 1 else [mine]
     where = f"{what}: rank {members.rank} of {members.size}"
-    several = [
-        f"rank {rank} on {each['host']}"
-        for rank, each in enumerate(of_ranks)
-        if each["threads"] != 1
-    ]
+    hosts = [each["host"] for each in of_ranks]
+    several = [f"rank {n} on {hosts[n]}" for n, each in enumerate(of_ranks) if each["threads"] != 1]
     if several:
         raise ValueError(
             f"{where}: leaves={leaves} needs a BLAS with one thread, as the bits of its results "
@@ -258,9 +210,10 @@ def check_arithmetic(what: str, leaves: int, members: ProcessGroup) -> None:
             "OpenBLAS, which could be asked: start with OMP_NUM_THREADS=1"
         )
     for name in mine["facts"]:
-        entries = [f"{each['facts'][name]} on {each['host']}" for each in of_ranks]
-        if len({each["facts"][name] for each in of_ranks}) > 1:
+        found = [each["facts"][name] for each in of_ranks]
+        if len(set(found)) > 1:
             remedy = _REMEDIES.get(name, "use the same on every rank")
+            entries = [f"{fact} on {host}" for fact, host in zip(found, hosts, strict=True)]
             raise MismatchError(
                 f"{where}: the ranks would compute other bits from the same numbers: {name} "
                 f"differs ({by_rank(entries)}). To have the same, {remedy}"

@@ -23,13 +23,10 @@ class Share:
     of_world: bool
 
     def require_world(self, what: str) -> None:
-        """Check that the share's world is still the one that ``what`` is used in.
+        """Raise a NotInitializedError where the world is another one than the share's.
 
         A process that is alone now (after a shutdown, or forked by a rank to load data) may keep
         its share.
-
-        Raises:
-            NotInitializedError: the world is another one, such as the one initialised since.
         """
         if not self.of_world or get_world_size() == 1:
             return

@@ -48,8 +48,8 @@ class InEpochs:
         self._what = what
         self._share = find_share(what, rank, size)
         self._n = whole_number(what, "n", n)
-        self._seed = whole_number(what, "seed", seed)
-        self._settings = {"n": self._n, "shuffle": bool(shuffle), "seed": self._seed}
+        seed = whole_number(what, "seed", seed)
+        self._settings = {"n": self._n, "shuffle": bool(shuffle), "seed": seed}
         self._drop_last = bool(drop_last)
         self._others = {**others, "drop_last": self._drop_last}
         self._agree(0)
@@ -135,21 +135,13 @@ class InEpochs:
         self._agree(epoch, consumed)
         self._go_to(epoch, consumed)
 
-    @property
-    def _left(self) -> int:
-        return self._n - self._begin
-
     def _count(self, used: int) -> None:
         """Note that of the samples left all ranks together have used the first ``used``."""
         if not self._is_set:
             self._consumed = self._begin + used
 
     def _at(self, positions: range) -> Indices:
-        """Return the indices of the samples left at ``positions``, as an int64 array.
-
-        Raises:
-            NotInitializedError: the world is another one.
-        """
+        """Return the indices of the samples left at ``positions``, in the world of before."""
         self._share.require_world(self._what)
         start, stop = self._begin + positions.start, self._begin + positions.stop
         if self._order is None:
@@ -158,9 +150,10 @@ class InEpochs:
 
     def _go_to(self, epoch: int, consumed: int) -> None:
         if epoch != self._epoch:
-            shuffles = self._settings["shuffle"]
-            self._order = epoch_order(self._n, self._seed, epoch) if shuffles else None
+            n, shuffle, seed = self._settings.values()
+            self._order = epoch_order(n, seed, epoch) if shuffle else None
         self._epoch, self._begin, self._consumed = epoch, consumed, consumed
+        self._left = self._n - consumed
         self._is_set = False  # by the user
 
     def _number_in(self, state: Mapping[str, Any], name: str) -> int:

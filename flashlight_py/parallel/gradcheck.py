@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -61,42 +61,21 @@ def gradcheck_over_ranks(
     own = loss()
     if own.calc_grad:
         own.backward()
-    numeric = _central_differences(objective, variables, step, group)
-    problems = exchange_bytes(group.backend(), _problem(variables, numeric, tolerance).encode())
+    cells = [(at, element) for at, each in enumerate(variables) for element in range(each.size)]
+    problem = ""
+    # All ranks take their turns: each computes while another one moves its elements.
+    for owner, count in enumerate(group.all_gather(np.array([len(cells)])).tolist()):
+        for number in range(count):
+            if owner != group.rank:
+                central_difference(objective, np.zeros(1), 0, step)
+                continue
+            at, element = cells[number]
+            flat = variables[at].data.reshape(-1)  # a view: the copy that was made is contiguous
+            slope = central_difference(objective, flat, element, step)
+            grad = variables[at].grad  # zeros where it is missing
+            found = 0.0 if grad is None else float(grad.reshape(-1)[element])
+            problem = problem or difference(at, element, found, slope, tolerance)
+    problems = exchange_bytes(group.backend(), problem.encode())
     texts = [f"rank {rank}: {text.decode()}" for rank, text in enumerate(problems) if text]
     if texts:
         raise AssertionError(f"gradcheck_over_ranks: {'; '.join(texts)}")
-
-
-def _central_differences(
-    objective: Callable[[], float], variables: list[Variable], step: float, group: ProcessGroup
-) -> list[float]:
-    """Return the slopes of ``objective`` by this rank's elements; all ranks take their turns."""
-    own = list(_cells(variables))
-    counts = group.all_gather(np.array([len(own)]))
-    numeric = []
-    for owner, count in enumerate(counts.tolist()):
-        for number in range(count):
-            cell, place = own[number] if owner == group.rank else (np.zeros(1), 0)
-            slope = central_difference(objective, cell, place, step)
-            if owner == group.rank:
-                numeric.append(slope)
-    return numeric
-
-
-def _cells(variables: list[Variable]) -> Iterator[tuple[Array, int]]:
-    for variable in variables:
-        flat = variable.data.reshape(-1)  # a view: the copy that was made is contiguous
-        yield from ((flat, place) for place in range(variable.size))
-
-
-def _problem(variables: list[Variable], numeric: list[float], tolerance: float) -> str:
-    """Return where a gradient first differs; one that is missing counts as zeros."""
-    slopes = iter(numeric)
-    for position, variable in enumerate(variables):
-        grad = np.zeros(variable.size) if variable.grad is None else variable.grad.reshape(-1)
-        for element in range(variable.size):
-            found = float(grad[element])
-            if problem := difference(position, element, found, next(slopes), tolerance):
-                return problem
-    return ""

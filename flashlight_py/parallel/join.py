@@ -45,8 +45,7 @@ class Joined:
         self._count = 1
         self._counting = False  # whether count() was called since the last synchronised pass
         self._weight = 1.0
-        self._own_passes = 0
-        self._all_passes = 0
+        self._lasts = True  # whether every pass was this rank's own as well
 
     def count(self, samples: SupportsIndex) -> None:
         """Set how many samples the gradients of the next backward pass are of.
@@ -72,21 +71,19 @@ class Joined:
             total, training = self._add_up(self._count, 1)
             self._weight = self._sync.weight(self._count, total, training, self._group.size)
             self._counting = False
-            self._own_passes += 1
-            self._all_passes += 1
         return self._weight
 
     def _add_up(self, samples: int, training: int) -> tuple[int, int]:
         """Return the sums over all ranks; of a kind and shape that no gradient has."""
         message = np.array([[samples, training]], np.int64)
-        all_reduce(message, group=self._sync.reducer.group)
-        return int(message[0, 0]), int(message[0, 1])
+        ((all_samples, trained),) = all_reduce(message, group=self._sync.reducer.group).tolist()
+        return all_samples, trained
 
     def _take_part_until_all_have_ended(self) -> None:
         rank, size = self._group.rank, self._group.size
         try:
             while self._add_up(0, 0)[1]:
-                self._all_passes += 1
+                self._lasts = False
                 self._sync.give_zeros()
         except MismatchError as error:
             self._sync.fail()
@@ -96,12 +93,6 @@ class Joined:
                 "passes of one module alone; another rank called something else. Keep other "
                 f"collectives out of the body of join, and use join on every rank ({error})"
             ) from error
-
-    def _a_rank_that_trained_to_the_last(self) -> int:
-        """Return the lowest one, the same on every rank; 0 where nobody had any batch."""
-        rank, size = self._group.rank, self._group.size
-        best = np.array([rank if self._own_passes == self._all_passes else size])
-        return int(self._group.all_reduce(best, op="min")[0])
 
 
 _open: list[Joined] = []
@@ -168,7 +159,9 @@ def join(
     finally:
         sync.weigh = None
         _open.remove(joined)
-    root = joined._a_rank_that_trained_to_the_last()
+    # The lowest rank that trained to the last; 0 where nobody had any batch.
+    own = group.rank if joined._lasts else group.size
+    root = int(group.all_reduce(np.array(own), op="min"))
     if isinstance(module, Module):
         entries = {name: x for name, x in module.state_dict().items() if name not in sync.ignored}
         give_state(module, entries, root, group)

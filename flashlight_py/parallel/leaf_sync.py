@@ -9,6 +9,7 @@ that another leaf has left behind.
 
 from __future__ import annotations
 
+import json
 import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,16 +28,10 @@ from flashlight_py.distributed.reducers.reducer import InlineReducer
 from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.errors import MismatchError, NotInitializedError
 from flashlight_py.nn import Module
-from flashlight_py.parallel.agreement import differing_arguments, of_all_ranks
+from flashlight_py.parallel.agreement import all_have, differing_arguments, of_all_ranks
 from flashlight_py.parallel.failing import fail
 from flashlight_py.parallel.gradient_pass import GradientPass, Unit, pass_of
-from flashlight_py.parallel.leaf_tree import (
-    MERGE,
-    Rows,
-    join_hosts,
-    ops_of,
-    rows_needed,
-)
+from flashlight_py.parallel.leaf_tree import Rows, join_hosts, push, rows_needed
 from flashlight_py.parallel.synchronize import give_state, require_module
 from flashlight_py.parallel.tree.packing import put_buffer
 
@@ -102,7 +97,7 @@ def leaves(module: Module, *arrays: Array) -> Iterator[Any]:
         )
     if group_or_world(sync.reducer.group) is not sync.members:
         raise NotInitializedError(
-            f"{sync.where()}: the module was distributed in a world that is no more; call "
+            f"{sync.where}: the module was distributed in a world that is no more; call "
             "distribute_module_grads again, after distributed_init"
         )
     with refusing(sync.members, "leaves"):
@@ -118,7 +113,7 @@ class LeafSync(GradientPass[Unit]):
     """
 
     __captured_state__ = (
-        *("_params", "leaves", "reducer", "members", "_buffers", "_rows", "_number_of"),
+        *("_params", "leaves", "reducer", "members", "_buffers", "_rows"),
         *("_is_open", "_leaf", "_is_done", "_running", "_error", "_failure"),
     )
 
@@ -132,23 +127,13 @@ class LeafSync(GradientPass[Unit]):
     ) -> None:
         super().__init__(InlineReducer(1.0, group=group), [Unit(params)])
         self.leaves = leaves
-        self.members = group_or_world(group)
+        self.members = members = group_or_world(group)
+        self.where = f"leaves: rank {members.rank} of {members.size}"
         self._buffers = LeafBuffers(module, buffers, group)
-        depth, hosts = rows_needed(leaves, self.members.size), join_hosts(self.members)
+        depth, hosts = rows_needed(leaves, members.size), join_hosts(members)
         floating = self._buffers.floating()
         dtypes = dict.fromkeys([p.dtype for p in params] + [b.dtype for b in floating.values()])
-        self._rows = [
-            Rows(
-                [param for param in params if param.dtype == dtype],
-                {name: array for name, array in floating.items() if array.dtype == dtype},
-                dtype,
-                depth,
-                self.members,
-                hosts,
-            )
-            for dtype in dtypes
-        ]
-        self._number_of = {param: number for number, param in enumerate(params)}
+        self._rows = [Rows(params, floating, dtype, depth, members, hosts) for dtype in dtypes]
         self._steps = 0
         self._is_open = False
         self._leaf = -1  # the one that is computed; -1: none
@@ -157,29 +142,21 @@ class LeafSync(GradientPass[Unit]):
         self._failure: BaseException | None = None  # of the leaf's last pass
         self.install()
 
-    def where(self) -> str:
-        """Return how a message begins."""
-        return f"leaves: rank {self.members.rank} of {self.members.size}"
-
     def rows_of(self, arrays: tuple[Array, ...]) -> int:
-        """Return how many rows the arrays of a global batch have.
-
-        Raises:
-            TypeError, ValueError: as ``leaves``.
-        """
+        """Return how many rows the arrays of a global batch have; raises as ``leaves``."""
         if not arrays:
-            raise TypeError(f"{self.where()}: expected the arrays of a global batch, got none")
+            raise TypeError(f"{self.where}: expected the arrays of a global batch, got none")
         for number, array in enumerate(arrays):
             if not isinstance(array, np.ndarray) or not array.ndim:
                 shape = " of shape ()" if isinstance(array, np.ndarray) else ""
                 raise TypeError(
-                    f"{self.where()}: expected NumPy arrays of shape (rows, ...), got as number "
+                    f"{self.where}: expected NumPy arrays of shape (rows, ...), got as number "
                     f"{number} one of type {type(array).__name__}{shape}"
                 )
         lengths = [len(array) for array in arrays]
         if len(set(lengths)) > 1 or not lengths[0]:
             raise ValueError(
-                f"{self.where()}: expected arrays with the same number of rows, at least one; got "
+                f"{self.where}: expected arrays with the same number of rows, at least one; got "
                 f"{', '.join(map(str, lengths))}"
             )
         return lengths[0]
@@ -205,14 +182,13 @@ class LeafSync(GradientPass[Unit]):
     def _open(self, rows: int, arrays: Sequence[Array]) -> None:
         if self._is_open:
             raise RuntimeError(
-                f"{self.where()}: a loop over leaves of this module is not over on this rank, and "
+                f"{self.where}: a loop over leaves of this module is not over on this rank, and "
                 "there is one gradient for both: end it first"
             )
         self._batch = rows
         count = min(rows, self.leaves)
         self._count = count
-        self._ops = ops_of(count, self.members.rank, self.members.size)
-        self._mine = [op for op in self._ops if op != MERGE]
+        self._mine = contiguous_share(count, self.members.rank, self.members.size)
         sizes = [len(self._positions(leaf)) for leaf in range(count)]
         # Equal leaves are weighed at the end, all at once; not where a sum may not fit its dtype.
         narrow = any(each.dtype.itemsize < 4 for each in self._rows)
@@ -220,9 +196,9 @@ class LeafSync(GradientPass[Unit]):
         self._weights = None if is_even else [size / rows for size in sizes]
         self._scale = 1 / count if is_even else 1.0
         self._count_step(rows, *arrays)
-        self._used = np.zeros(len(self._params), np.int64)
+        self._used: set[Variable] = set()
         self._buffers.begin()
-        self._height = 0
+        self._stack: list[range] = []  # the leaves whose sum is in each row
         self._error = ""
         self._is_open, self._is_reduced, self._failure = True, False, None
         for param in self._params:
@@ -244,16 +220,12 @@ class LeafSync(GradientPass[Unit]):
         """Let random numbers be those of ``leaf``; None: those of before."""
         random.use(None if leaf is None else [self._key, leaf])
 
-    @effect
-    def _meet(self) -> None:
-        self.members.barrier()
-
     def _select(self, leaf: int) -> None:
         """Make everything as it is for ``leaf`` on any rank."""
         self._leaf, self._is_done = leaf, False
         self._buffers.restore()
         for rows in self._rows:
-            for param, view in zip(rows.params, rows.gradients(self._height), strict=True):
+            for param, view in rows.gradients(len(self._stack)):
                 param.buffer = view
         self._use_numbers(leaf)
 
@@ -261,7 +233,7 @@ class LeafSync(GradientPass[Unit]):
         error = self._error
         if not (error or self._is_done):
             error = (
-                f"{self.where()}: the body of the loop ended without a backward pass for leaf "
+                f"{self.where}: the body of the loop ended without a backward pass for leaf "
                 f"{self._leaf} of {self.leaves}. Every leaf needs one; where nothing is to be "
                 "learned from a leaf, multiply its loss by 0"
             )
@@ -289,13 +261,13 @@ class LeafSync(GradientPass[Unit]):
     def _enter(self) -> None:
         if self._leaf < 0:
             raise RuntimeError(
-                f"{self.where()}: a backward pass outside of a loop over fl.leaves(module, ...), "
+                f"{self.where}: a backward pass outside of a loop over fl.leaves(module, ...), "
                 f"of a module that was distributed with leaves={self.leaves}; gradients of other "
                 "passes would not be reduced"
             )
         if self._is_done:
             self._error = (
-                f"{self.where()}: a second backward pass for leaf {self._leaf} of {self.leaves}, "
+                f"{self.where}: a second backward pass for leaf {self._leaf} of {self.leaves}, "
                 "whose gradient has been added to the others already. Add the losses, and call "
                 "backward once"
             )
@@ -320,14 +292,14 @@ class LeafSync(GradientPass[Unit]):
 
     def _take_gradient(self) -> None:
         """Push the leaf's row, and merge what waits for it."""
-        row, leaf = self._height, self._leaf
+        row, leaf = len(self._stack), self._leaf
         changes = self._buffers.changes(is_first=leaf == 0)
         for rows in self._rows:
-            for param, view in zip(rows.params, rows.gradients(row), strict=True):
+            for param, view in rows.gradients(row):
                 if param.grad is None:
                     view[...] = 0
                 else:
-                    self._used[self._number_of[param]] = 1
+                    self._used.add(param)
                     if param.grad is not view:
                         view[...] = param.grad
                 param.grad = None
@@ -335,48 +307,42 @@ class LeafSync(GradientPass[Unit]):
                 view[...] = changes[name]
             if self._weights is not None:
                 rows.scale(row, self._weights[leaf])
-        following = self._ops[self._ops.index(leaf) + 1 :]
-        merges = next((at for at, op in enumerate(following) if op != MERGE), len(following))
-        if merges:
+        # What is left after the last leaf is added up in one pass over memory.
+        is_last = leaf == self._mine[-1]
+        if not is_last and (merges := push(self._stack, range(leaf, leaf + 1), self._count)):
             for rows in self._rows:
                 rows.merge(row - merges, merges + 1)
-        self._height = row + 1 - merges
 
     def _reduce(self) -> None:
         """Make the gradients the mean over the batch. Collective, blocking."""
-        used = self._compare(self._used.tolist())
+        used_here = [param in self._used for param in self._params]
+        used = dict(zip(self._params, self._compare(used_here), strict=True))
         for rows in self._rows:
             rows.add_up(self._count, self._scale)
         if any(rows.is_shared for rows in self._rows):
-            self._meet()
+            effect(self.members.barrier)()
         means: dict[str, Array] = {}
         for rows in self._rows:
-            for param, view in zip(rows.params, rows.gradients(0), strict=True):
+            for param, view in rows.gradients(0):
                 param.buffer = view
-                param.grad = view if used[self._number_of[param]] else None
+                param.grad = view if used[param] else None
             means.update(rows.buffers(0))
         self._buffers.end(means)
         self._is_reduced = True
 
     @effect
-    def _compare(self, used: list[int]) -> list[int]:
+    def _compare(self, used: Sequence[int]) -> Sequence[int]:
         """Return what any rank has used, if all are in the same step. Collective."""
         if self.members.size == 1:
             return used
-        numbers = [
-            crc32(each.encode()) if isinstance(each, str) else each for each in self._facts.values()
-        ]
-        message = np.array([*numbers, *(~number for number in numbers), *used], np.int64)
-        self.members.all_reduce(message, op="max")
-        half = len(numbers)
-        if np.array_equal(message[:half], ~message[half : 2 * half]):
-            found: list[int] = message[2 * half :].tolist()
+        agreed, found = all_have(json.dumps(self._facts).encode(), self.members, *used)
+        if agreed:
             return found
-        everyone: list[dict[str, Any]] = of_all_ranks(self._facts, self.members)
+        differing = differing_arguments(of_all_ranks(self._facts, self.members))
         raise MismatchError(
-            f"{self.where()}: the ranks are not at the same batch: "
-            f"{differing_arguments(everyone)}. Pass every rank the whole global batch, leave no "
-            "loop over leaves before its end, and draw the same random numbers on every rank"
+            f"{self.where}: the ranks are not at the same batch: {differing}. Pass every rank "
+            "the whole global batch, leave no loop over leaves before its end, and draw the same "
+            "random numbers on every rank"
         )
 
 
@@ -398,35 +364,31 @@ def looks_of(array: Array) -> str:
 # Buffers change by the mean of the leaves' changes, not to their mean: one that nothing changes
 # keeps its bits, infinite ones too.
 class LeafBuffers:
-    """The buffers ``names`` of ``module``. Making it is collective where there are any, and blocks.
+    """The buffers ``names`` of ``module``, which become those of rank 0. Collective, blocking."""
 
-    They become those of rank 0 of ``group``.
-    """
-
-    __captured_state__ = ("_module", "_names", "_group", "_averaged", "_others")
+    __captured_state__ = ("_module", "_names", "_group", "_averaged")
 
     def __init__(self, module: Module, names: Sequence[str], group: ProcessGroup | None) -> None:
         # Not kept alive: what is known of distributed modules goes with them.
         self._module, self._names, self._group = weakref.ref(module), list(names), group
         self._before: dict[str, Any] = {}
-        self._first: dict[str, Any] = {}
+        self._first: dict[str, Any] = {}  # what the first leaf has made of the others
         if names:
-            give_state(module, self._now(names), 0, group)
+            give_state(module, self._now(), 0, group)
         self._averaged = [
             name
-            for name, value in self._now(names).items()
+            for name, value in self._now().items()
             if isinstance(value, np.ndarray) and value.dtype.kind in "fc"
         ]
-        self._others = [name for name in names if name not in self._averaged]
 
     def floating(self) -> dict[str, Array]:
         """Return the buffers that are averaged, by name."""
-        return self._now(self._averaged)
+        return {name: value for name, value in self._now().items() if name in self._averaged}
 
     def begin(self) -> None:
         """Keep what the step begins with."""
-        self._before = {name: np.array(value) for name, value in self._now(self._names).items()}
-        self._first = {}
+        self._before = {name: np.array(value) for name, value in self._now().items()}
+        self._first = self._others(self._before)
 
     def restore(self) -> None:
         """Make the buffers what the step has begun with."""
@@ -434,9 +396,9 @@ class LeafBuffers:
 
     def changes(self, is_first: bool) -> dict[str, Array]:
         """Return by how much the leaf has changed those that are averaged, exactly 0 where not."""
-        now = self._now(self._names)
+        now = self._now()
         if is_first:
-            self._first = {name: np.array(now[name]) for name in self._others}
+            self._first = {name: np.array(value) for name, value in self._others(now).items()}
         with np.errstate(all="ignore"):  # a leaf's statistics may be infinite
             return {
                 name: np.where(now[name] == self._before[name], 0, now[name] - self._before[name])
@@ -447,18 +409,21 @@ class LeafBuffers:
         """Add the mean changes, and share what the first leaf made; that is collective."""
         with np.errstate(all="ignore"):
             self._set({name: self._before[name] + mean for name, mean in means.items()})
-        if self._others:
-            self._set(self._first or {name: self._before[name] for name in self._others})
-            give_state(self._owner(), self._now(self._others), 0, self._group)
+        if self._first:
+            self._set(self._first)
+            give_state(self._owner(), self._others(self._now()), 0, self._group)
 
-    def _now(self, names: Sequence[str]) -> dict[str, Any]:
-        if not names:
+    def _others(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in values.items() if name not in self._averaged}
+
+    def _now(self) -> dict[str, Any]:
+        if not self._names:
             return {}
         found = self._owner().buffers
-        return {name: found[name] for name in names}
+        return {name: found[name] for name in self._names}
 
     def _set(self, values: Mapping[str, Array]) -> None:
-        now = self._now(list(values))
+        now = self._now()
         for name, value in values.items():
             if isinstance(now[name], np.ndarray):
                 now[name][...] = value

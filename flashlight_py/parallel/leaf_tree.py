@@ -10,8 +10,8 @@ subtrees, which go into the sums above them: so the additions are the same for a
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -21,133 +21,92 @@ from flashlight_py.device import Array, array_module
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.reducers.host_memory import hosts_of
 
-MERGE = -1
-"""In a program: replace the two on top of the stack by their sum."""
+Steps: TypeAlias = "list[tuple[int, int]]"
+
+# A sum that a host hands on: of which (local rank, row), and by which additions.
+Subtree: TypeAlias = "tuple[list[tuple[int, int]], Steps]"
 
 _LINE = 64  # elements: the shares of two ranks begin on lines of their own
 _BLOCK_BYTES = 64 << 10  # of each array at a time: partial sums stay in a second-level cache
 
 
-def program(mine: range, count: int) -> list[int]:
-    """Return what a rank with the leaves ``mine`` of ``count`` does: leaves to push, and ``MERGE``.
+def push(stack: list[range], leaves: range, count: int) -> int:
+    """Push the sum of ``leaves``, of ``count`` in all; return how many pairs became their node.
 
     Example:
-        >>> program(range(3), 8)
-        [0, 1, -1, 2]
+        >>> stack = [range(2), range(2, 3)]
+        >>> push(stack, range(3, 4), 8), stack
+        (2, [range(0, 4)])
     """
-    size = 1
-    while size < count:
-        size *= 2
-    return _below(0, size, mine, count)
-
-
-def _below(begin: int, size: int, mine: range, count: int) -> list[int]:
-    end = min(begin + size, count)
-    if end <= mine.start or begin >= mine.stop or begin >= end:
-        return []
-    if size == 1:
-        return [begin]
-    half = size // 2
-    left, right = (_below(at, half, mine, count) for at in (begin, begin + half))
-    is_whole = mine.start <= begin and end <= mine.stop
-    return [*left, *right, *([MERGE] if right and is_whole else [])]
-
-
-def stack_after(ops: Sequence[int]) -> tuple[list[range], int]:
-    """Return the leaves of each sum that a program leaves on the stack, and the deepest stack."""
-    stack: list[range] = []
-    deepest = 0
-    for op in ops:
-        if op == MERGE:
-            last = stack.pop()
-            stack[-1] = range(stack[-1].start, last.stop)
-        else:
-            stack.append(range(op, op + 1))
-            deepest = max(deepest, len(stack))
-    return stack, deepest
-
-
-def additions(sums: Sequence[range], count: int, within: range) -> list[tuple[int, int]]:
-    """Return how sums of subtrees become that of a larger one: (a, b): add number b to number a.
-
-    ``sums`` are the leaves of each, in order; ``within`` those of the larger subtree, of ``count``
-    in all. The result is number 0.
-
-    Example:
-        >>> additions([range(2), range(2, 3), range(3, 4)], 4, range(4))
-        [(1, 2), (0, 1)]
-    """
-    starts = {leaves.start: number for number, leaves in enumerate(sums)}
-    stack: list[range] = []
-    found = []
-    for op in program(within, count):
-        if op != MERGE:
-            stack.append(range(op, op + 1))
-            continue
-        right = stack.pop()
-        if right.start in starts:  # else the node is in one of the sums
-            found.append((starts[stack[-1].start], starts[right.start]))
-        stack[-1] = range(stack[-1].start, right.stop)
-    return found
+    stack.append(leaves)
+    merges = 0
+    while len(stack) > 1:
+        left, right = stack[-2:]
+        size = 2 * len(left)  # what has something to its right is a whole block
+        node = range(left.start, min(left.start + size, count))
+        if node.start % size or node.stop != right.stop:
+            break
+        stack[-2:] = [node]
+        merges += 1
+    return merges
 
 
 @functools.lru_cache(maxsize=256)
-def ops_of(count: int, rank: int, ranks: int) -> tuple[int, ...]:
-    """Return the program of ``rank`` for a batch in which ``count`` leaves have rows.
+def stack_of(count: int, rank: int, ranks: int) -> tuple[list[range], int]:
+    """Return the sums that ``rank`` has after its last of ``count`` leaves, and its deepest stack.
 
-    After its last leaf nothing is merged: one pass over memory adds up all that is left.
+    The last leaf is not merged: one pass over memory adds up all that is left.
     """
-    ops = program(contiguous_share(count, rank, ranks), count)
-    while ops and ops[-1] == MERGE:
-        ops.pop()
-    return tuple(ops)
+    stack: list[range] = []
+    depth = 0
+    leaves = contiguous_share(count, rank, ranks)
+    for leaf in leaves[:-1]:
+        depth = max(depth, len(stack) + 1)
+        push(stack, range(leaf, leaf + 1), count)
+    if leaves:
+        stack.append(leaves[-1:])
+    return stack, max(depth, len(stack))
+
+
+def additions(sums: Sequence[range], count: int) -> Steps:
+    """Return how ``sums`` of neighbouring leaves become number 0: (a, b): add number b to a."""
+    stack: list[range] = []
+    numbers: list[int] = []
+    steps = []
+    for number, leaves in enumerate(sums):
+        numbers.append(number)
+        for _ in range(push(stack, leaves, count)):
+            last = numbers.pop()
+            steps.append((numbers[-1], last))
+    return steps
 
 
 @functools.lru_cache(maxsize=256)
-def reduction(count: int, ranks: int, per_host: int) -> TreeReduction:
-    """Return how what is on the stacks of all ranks becomes one sum.
-
-    ``per_host`` neighbouring ranks see each other's.
-    """
-    stacks = [stack_after(ops_of(count, rank, ranks))[0] for rank in range(ranks)]
-    hosts = []
+def reduction(count: int, ranks: int, per_host: int) -> tuple[list[list[Subtree]], Steps]:
+    """Return the sums of each host, of ``per_host`` ranks, and how all of them become one."""
+    hosts, everywhere = [], []
     for first in range(0, ranks, per_host):
-        on_host = range(first, first + per_host)
-        places = [(rank - first, row) for rank in on_host for row in range(len(stacks[rank]))]
-        sums = [leaves for rank in on_host for leaves in stacks[rank]]
-        mine = range(sums[0].start, sums[-1].stop) if sums else range(0)
+        sums = {
+            (place, row): leaves
+            for place in range(per_host)
+            for row, leaves in enumerate(stack_of(count, first + place, ranks)[0])
+        }
+        on_host: list[range] = []
+        for leaves in sums.values():
+            push(on_host, leaves, count)
         subtrees = []
-        for leaves in stack_after(program(mine, count))[0]:
-            inside = [number for number, each in enumerate(sums) if each.start in leaves]
-            steps = additions([sums[number] for number in inside], count, leaves)
-            subtrees.append(Subtree(leaves, [places[number] for number in inside], steps))
+        for node in on_host:
+            places = [place for place, leaves in sums.items() if leaves.start in node]
+            subtrees.append((places, additions([sums[place] for place in places], count)))
         hosts.append(subtrees)
-    sums = [each.leaves for host in hosts for each in host]
-    return TreeReduction(hosts, additions(sums, count, range(count)))
-
-
-class Subtree(NamedTuple):
-    """A sum that a host hands on: of which (local rank, row), and by which additions."""
-
-    leaves: range
-    places: list[tuple[int, int]]
-    steps: list[tuple[int, int]]
-
-
-class TreeReduction(NamedTuple):
-    """The subtrees of each host, in order, and the additions of all of them."""
-
-    hosts: list[list[Subtree]]
-    steps: list[tuple[int, int]]
+        everywhere += on_host
+    return hosts, additions(everywhere, count)
 
 
 def rows_needed(leaves: int, ranks: int) -> int:
     """Return the deepest stack of any rank, in any batch that is cut into at most ``leaves``."""
-    return max(
-        stack_after(ops_of(count, rank, ranks))[1]
-        for count in range(1, leaves + 1)
-        for rank in range(min(ranks, count))
-    )
+    counts = range(1, leaves + 1)
+    return max(stack_of(n, rank, ranks)[1] for n in counts for rank in range(min(ranks, n)))
 
 
 def fold(
@@ -181,29 +140,19 @@ def fold(
                 target[part] = result
 
 
-class HostRanks(NamedTuple):
-    """Ranks that see each other's memory, and this rank's counterparts on other hosts.
-
-    ``across`` is None where all ranks are on one host.
-    """
-
-    local: ProcessGroup
-    across: ProcessGroup | None
-
-
-def join_hosts(members: ProcessGroup) -> HostRanks:
-    """Find out who shares memory. Collective on several hosts, and blocking.
+def join_hosts(members: ProcessGroup) -> tuple[ProcessGroup, ProcessGroup | None]:
+    """Return the ranks of this host, and this rank's counterparts on others, None on a single one.
 
     Hosts with unequal numbers of ranks, or with ranks that are no neighbours, count as one, which
-    then turns out to share no memory.
+    then turns out to share no memory. Collective on several hosts, and blocking.
     """
     hosts = hosts_of(members)
     per_host = len(hosts[0])
     expected = [[*range(at, at + per_host)] for at in range(0, members.size, per_host)]
     if len(hosts) == 1 or per_host == 1 or hosts != expected:
-        return HostRanks(members, None)
+        return members, None
     host, place = divmod(members.rank, per_host)
-    return HostRanks(members.split(host), members.split(place))
+    return members.split(host), members.split(place)
 
 
 # Ranks read each other's rows where they lie and NumPy adds them, block by block: a kernel would
@@ -211,7 +160,7 @@ def join_hosts(members: ProcessGroup) -> HostRanks:
 # rank exchanges the host's sums of its share of the elements, by all_to_all and all_gather, which
 # move as much as an all_reduce.
 class Rows:
-    """All parameters' gradients of one dtype, and all buffers', side by side in each row.
+    """The gradients of those of ``params`` of a dtype, and the ``buffers``, side by side in a row.
 
     Row d is entry d of the stack. ``depth`` rows, of memory that all ranks of a host see where
     there is such memory. Making it is collective, and blocks.
@@ -224,39 +173,34 @@ class Rows:
         dtype: np.dtype[Any],
         depth: int,
         members: ProcessGroup,
-        hosts: HostRanks,
+        hosts: tuple[ProcessGroup, ProcessGroup | None],
     ) -> None:
-        self.params = params
-        self.dtype = dtype
-        self._members, self._across = members, hosts.across
-        arrays = [*(param.data for param in params), *buffers.values()]
+        self.dtype, self._members = dtype, members
+        local, self._across = hosts
+        self.params = [param for param in params if param.dtype == dtype]
+        self._names = [name for name, array in buffers.items() if array.dtype == dtype]
+        arrays = [*(param.data for param in self.params), *(buffers[name] for name in self._names)]
         sizes, shapes = [a.size for a in arrays], [a.shape for a in arrays]
         step = _LINE * members.size
         self._width = max(1, -(-sum(sizes) // step)) * step  # each rank's share is as large
         shape = depth, self._width
-        local = hosts.local
         with local.journal.recording("shared_empty", like=(dtype, shape)):
             self._seen = local.backend().shared_by_all(shape, dtype)
         self._place = local.rank if len(self._seen) > 1 else 0
         self.own = self._seen[self._place]
         if members.all_reduce(np.array(len(self._seen)), op="min") < local.size:
             self._seen, self._place, self._across = [self.own], 0, members
+        self.is_shared = len(self._seen) > 1
         self.own[...] = 0
         ends = np.cumsum([0, *sizes]).tolist()
         self._views = [
             [row[a:b].reshape(s) for a, b, s in zip(ends, ends[1:], shapes, strict=False)]
             for row in self.own
         ]
-        self._names = list(buffers)
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether this rank sees other ranks' rows."""
-        return len(self._seen) > 1
-
-    def gradients(self, row: int) -> list[Array]:
-        """Return where the parameters' gradients lie in ``row``, in their order."""
-        return self._views[row][: len(self.params)]
+    def gradients(self, row: int) -> Iterator[tuple[Variable, Array]]:
+        """Return each parameter and where its gradient lies in ``row``."""
+        return zip(self.params, self._views[row], strict=False)
 
     def buffers(self, row: int) -> dict[str, Array]:
         """Return where the buffers lie in ``row``."""
@@ -283,34 +227,36 @@ class Rows:
         host's ranks, exchanges the host's sums with its counterparts elsewhere, and writes the
         result into row 0 of all ranks of the host.
         """
-        plan = reduction(count, self._members.size, len(self._seen))
+        hosts, last_steps = reduction(count, self._members.size, len(self._seen))
         share = self._width // len(self._seen)
         mine = slice(self._place * share, (self._place + 1) * share)
         own_first = [self._place, *(p for p in range(len(self._seen)) if p != self._place)]
         targets = [self._seen[place][0, mine] for place in own_first]
-        host = plan.hosts[self._members.rank // len(self._seen)]
-        if self._across is None:
-            sources = [self._seen[place][row, mine] for place, row in host[0].places]
-            fold(sources, host[0].steps, scale, targets)
+        subtrees = [
+            ([self._seen[place][row, mine] for place, row in places], steps)
+            for places, steps in hosts[self._members.rank // len(self._seen)]
+        ]
+        across = self._across
+        if across is None:
+            fold(*subtrees[0], scale, targets)
             return
         sums = []
-        for subtree in host:
-            sources = [self._seen[place][row, mine] for place, row in subtree.places]
-            sums.append(sources[0] if len(sources) == 1 else np.empty_like(sources[0]))
-            if len(sources) > 1:
-                fold(sources, subtree.steps, 1.0, [sums[-1]])
+        for sources, steps in subtrees:
+            sums.append(np.empty_like(sources[0]) if steps else sources[0])
+            if steps:
+                fold(sources, steps, 1.0, [sums[-1]])
         # Each host gets its part of this share of all hosts' sums.
-        size, part = self._across.size, share // self._across.size
+        size, part = across.size, share // across.size
         sent = sums[0].reshape(size, part) if len(sums) == 1 else None
         if sent is None:
             sent = np.empty((size, len(sums), part), self.dtype)
             for number, each in enumerate(sums):
                 sent[:, number] = each.reshape(size, part)
             sent = sent.reshape(size * len(sums), part)
-        is_even = len({len(subtrees) for subtrees in plan.hosts}) == 1
+        is_even = len({len(host) for host in hosts}) == 1
         counts = None if is_even else [len(sums)] * size
-        got: list[Array] = list(self._across.all_to_all(sent, counts))
-        fold(got, plan.steps, scale, [got[0]])
-        self._across.all_gather(got[0], targets[0])
+        got: list[Array] = list(across.all_to_all(sent, counts))
+        fold(got, last_steps, scale, [got[0]])
+        across.all_gather(got[0], targets[0])
         for target in targets[1:]:
             target[...] = targets[0]

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-import numpy as np
-
 from flashlight_py.distributed import ProcessGroup, all_reduce, broadcast
 from flashlight_py.distributed.api.running import ending, refusing
-from flashlight_py.distributed.backends.exchange import exchange_bytes
 from flashlight_py.distributed.calls.checks import whole, whole_number
 from flashlight_py.distributed.reducers.reducer import reduce_all
 from flashlight_py.distributed.start.world import group_or_world
@@ -18,10 +14,11 @@ from flashlight_py.errors import DistributedError, MismatchError
 from flashlight_py.meter import Meter
 from flashlight_py.nn import Module
 from flashlight_py.parallel.agreement import (
+    all_have,
     by_rank,
     check_modules_agree,
     check_settings_agree,
-    digest,
+    of_all_ranks,
     refuse_sharded,
 )
 from flashlight_py.parallel.tree.packing import (
@@ -210,22 +207,14 @@ class PeriodicAveraging:
 def give_state(
     module: Module, state: Mapping[str, Any], root: int, group: ProcessGroup | None
 ) -> None:
-    """Make ``state``, entries of ``module.state_dict()``, that of ``root``. Collective, blocking.
-
-    Raises:
-        MismatchError, DistributedError: as :func:`flashlight_py.synchronize`.
-    """
+    """Synchronize ``state``, entries of ``module.state_dict()``. Collective, blocking."""
     for name, value in synchronize(dict(state), root, group).items():
         if value is not state[name]:  # a number, which cannot be changed in place
             put_buffer(module, name, value)
 
 
 def require_module(module: object) -> None:
-    """Refuse what is no module.
-
-    Raises:
-        TypeError: it is none.
-    """
+    """Raise a TypeError for what is no module."""
     if not isinstance(module, Module):
         raise TypeError(f"expected a flashlight_py.nn.Module, got {type(module).__name__}")
 
@@ -259,45 +248,38 @@ def synchronize_for(
             f"{verb}: root must be a rank of this group, 0 to {members.size - 1}; got {root!r}"
         )
     with ending(members):
-        return _Synchronization(verb, noun, number, group, members).of(tree)
+        return _Synchronization(verb, noun, number, members).of(tree)
 
 
 class _Synchronization:
-    """One call of ``verb``; ``group`` is what is passed to the verbs, None for the world."""
+    """One call of ``verb``, whose errors call the tree a ``noun``."""
 
-    def __init__(
-        self, verb: str, noun: str, root: int, group: ProcessGroup | None, members: ProcessGroup
-    ) -> None:
-        self._verb, self._noun = verb, noun
-        self._root = root
-        self._group = group
-        self._members = members
-        self._is_root = members.rank == root
+    def __init__(self, verb: str, noun: str, root: int, members: ProcessGroup) -> None:
+        self._verb, self._noun, self._root, self._members = verb, noun, root, members
         self._where = f"[{verb}] rank {members.rank} of {members.size}"
 
     def of(self, tree: SomeTree) -> SomeTree:
-        plan, buffers = self._agreed_buffers(tree)
+        # Dicts may have their keys in another order on other ranks. Few have, so keys are sorted
+        # only where the first walks do not agree.
+        for sort_keys in (False, True):
+            plan, packed, number_bytes = self._walk(tree, sort_keys)
+            mine = plan.description + self._root.to_bytes(8, "little")
+            agreed, (failed, number_bytes) = all_have(mine, self._members, False, number_bytes)
+            if failed:
+                raise self._first_failure(None)
+            if agreed:
+                break
+        else:
+            raise self._mismatch(tree)
+        with refusing(self._members, self._verb, how="failed"):
+            buffers = packed or TreeBuffers(plan, number_bytes)
         for buffer in buffers.used:
-            broadcast(buffer, self._root, group=self._group)
-        if self._is_root:
+            broadcast(buffer, self._root, group=self._members)
+        if self._members.rank == self._root:
             return tree
         like = [number for _, _, number in plan.numbers]
         changed: SomeTree = put_numbers(plan, decode_numbers(like, buffers.unpack()))
         return changed
-
-    def _agreed_buffers(self, tree: object) -> tuple[Plan, TreeBuffers]:
-        """Return this rank's plan and its buffers, packed on the root, if all trees agree.
-
-        Dicts may have their keys in another order on other ranks. Few have, so keys are sorted
-        only where the first walks do not agree.
-        """
-        for sort_keys in (False, True):
-            plan, packed, numbers = self._walk(tree, sort_keys)
-            agreed, number_bytes = self._compare(plan.description, numbers)
-            if agreed:
-                with refusing(self._members, self._verb, how="failed"):
-                    return plan, packed or TreeBuffers(plan, number_bytes)
-        raise self._mismatch(tree)
 
     def _walk(self, tree: object, sort_keys: bool) -> tuple[Plan, TreeBuffers | None, int]:
         """Return the plan and, on the root, packed buffers and the bytes of its numbers.
@@ -307,47 +289,30 @@ class _Synchronization:
         """
         try:
             plan = plan_of(tree, sort_keys)
-            if not self._is_root:
+            if self._members.rank != self._root:
                 return plan, None, 0
             numbers = encode_numbers([number for _, _, number in plan.numbers])
             buffers = TreeBuffers(plan, len(numbers))
             buffers.pack(numbers)
             return plan, buffers, len(numbers)
         except Exception as error:
-            self._reduce(0, 0, failed=True)
+            all_have(b"", self._members, True, 0)
             raise self._first_failure(error) from error
-
-    def _compare(self, description: bytes, number_bytes: int) -> tuple[bool, int]:
-        """Return whether all ranks have this description and root; return the root's number too."""
-        mine = digest(description + self._root.to_bytes(8, "little"))
-        highest, inverse_of_lowest, failed, of_root = self._reduce(mine, number_bytes, False)
-        if failed:
-            raise self._first_failure(None)
-        return highest == ~inverse_of_lowest, of_root
-
-    def _reduce(self, mine: int, number_bytes: int, failed: bool) -> list[int]:
-        """Find by one maximum the highest and the lowest digest, and what any rank reports."""
-        together = np.array([mine, ~mine, failed, number_bytes], np.int64)
-        found: list[int] = all_reduce(together, op="max", group=self._group).tolist()
-        return found
 
     def _first_failure(self, error: Exception | None) -> Exception:
         """Return what every rank raises: what the first rank that failed reports."""
-        mine = json.dumps([type(error).__name__, f"{self._where}: {error}"]) if error else ""
-        of_ranks = exchange_bytes(self._members.backend(), mine.encode())
-        name, text = json.loads(next(filter(None, of_ranks)))
+        mine = [type(error).__name__, f"{self._where}: {error}"] if error else None
+        name, text = next(filter(None, of_all_ranks(mine, self._members)))
         return _KINDS.get(name, DistributedError)(text)
 
     def _mismatch(self, tree: object) -> MismatchError:
-        mine = json.dumps([self._root, entries_of(tree), entries_of(tree, sort_keys=True)]).encode()
-        of_ranks = [json.loads(each) for each in exchange_bytes(self._members.backend(), mine)]
-        roots = [str(root) for root, _, _ in of_ranks]
+        mine = [self._root, entries_of(tree), entries_of(tree, sort_keys=True)]
+        roots, natural, alike = zip(*of_all_ranks(mine, self._members), strict=True)
         if len(set(roots)) > 1:
             return MismatchError(
                 f"{self._where}: the ranks pass different roots ({by_rank(roots)}). Nothing was "
                 "changed; pass the same root on every rank"
             )
-        _, natural, alike = zip(*of_ranks, strict=True)
         path, kinds = first_difference(alike, natural) or ("tree", ["changing meanwhile"])
         path = self._noun + path.removeprefix("tree")
         return MismatchError(

@@ -9,33 +9,26 @@ import numpy as np
 import pytest
 
 from flashlight_py.dataset.shares import contiguous_share
-from flashlight_py.parallel.leaf_tree import (
-    MERGE,
-    fold,
-    ops_of,
-    program,
-    reduction,
-    rows_needed,
-    stack_after,
-)
+from flashlight_py.parallel.leaf_tree import additions, fold, push, reduction, rows_needed, stack_of
 
 
-def in_words(ops: Sequence[int]) -> list[str]:
-    """What a program leaves on its stack."""
-    stack: list[str] = []
-    for op in ops:
-        if op == MERGE:
-            last = stack.pop()
-            stack[-1] = f"({stack[-1]}+{last})"
-        else:
-            stack.append(str(op))
-    return stack
+def in_words(leaves: range, count: int) -> list[str]:
+    """What is on the stack of a rank that merges whenever it can."""
+    stack: list[range] = []
+    words: list[str] = []
+    for leaf in leaves:
+        words.append(str(leaf))
+        for _ in range(push(stack, range(leaf, leaf + 1), count)):
+            last = words.pop()
+            words[-1] = f"({words[-1]}+{last})"
+    return words
 
 
 def test_the_tree_of_eight_leaves() -> None:
-    assert in_words(program(range(8), 8)) == ["(((0+1)+(2+3))+((4+5)+(6+7)))"]
-    assert in_words(program(range(6), 6)) == ["(((0+1)+(2+3))+(4+5))"]
-    assert in_words(program(range(3, 6), 8)) == ["3", "(4+5)"]
+    assert in_words(range(8), 8) == ["(((0+1)+(2+3))+((4+5)+(6+7)))"]
+    assert in_words(range(6), 6) == ["(((0+1)+(2+3))+(4+5))"]
+    assert in_words(range(7), 7) == ["(((0+1)+(2+3))+((4+5)+6))"]
+    assert in_words(range(3, 6), 8) == ["3", "(4+5)"]
 
 
 @pytest.mark.parametrize("hosts", ["one", "two", "as many as ranks"])
@@ -46,17 +39,19 @@ def test_any_number_of_ranks_adds_up_the_same_tree(hosts: str) -> None:
             continue
         stacks = []
         for rank in range(ranks):
-            ops = ops_of(count, rank, ranks)
-            assert [op for op in ops if op != MERGE] == [*contiguous_share(count, rank, ranks)]
-            assert stack_after(ops)[1] <= rows_needed(count, ranks)
-            stacks.append(in_words(ops))
-        plan = reduction(count, ranks, per_host)
+            leaves, depth = stack_of(count, rank, ranks)
+            assert [*itertools.chain(*leaves)] == [*contiguous_share(count, rank, ranks)]
+            assert depth <= rows_needed(count, ranks)
+            *merged, last = [*contiguous_share(count, rank, ranks)] or [None]
+            stacks.append([*in_words(merged, count), *([] if last is None else [str(last)])])
+            assert len(stacks[-1]) == len(leaves)
+        by_host, steps = reduction(count, ranks, per_host)
         sums = []
-        for host, subtrees in enumerate(plan.hosts):
-            for subtree in subtrees:
-                parts = [stacks[host * per_host + place][row] for place, row in subtree.places]
-                sums.append(added(parts, subtree.steps))
-        assert added(sums, plan.steps) == in_words(program(range(count), count))[0], (count, ranks)
+        for host, subtrees in enumerate(by_host):
+            for places, own_steps in subtrees:
+                parts = [stacks[host * per_host + place][row] for place, row in places]
+                sums.append(added(parts, own_steps))
+        assert added(sums, steps) == in_words(range(count), count)[0], (count, ranks)
 
 
 def added(sums: list[str], steps: Sequence[tuple[int, int]]) -> str:
@@ -67,6 +62,7 @@ def added(sums: list[str], steps: Sequence[tuple[int, int]]) -> str:
 
 def test_a_rank_holds_few_rows() -> None:
     assert [rows_needed(8, ranks) for ranks in (1, 2, 3, 4, 5, 8, 9)] == [4, 3, 3, 2, 2, 1, 1]
+    assert additions([range(2), range(2, 3), range(3, 4)], 4) == [(1, 2), (0, 1)]
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.125])

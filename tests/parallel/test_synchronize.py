@@ -11,8 +11,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.distributed.start.world import current_world
-from flashlight_py.parallel.agreement import native
-from flashlight_py.parallel.tree.walk import plan_of
+from flashlight_py.parallel.tree.walk import native, plan_of
 from tests.gpu import trees as gpu_trees
 from tests.parallel.trees import Box, Frozen, Point, everything, model_of, optimizer_of
 
@@ -59,7 +58,7 @@ def test_everything_becomes_the_roots_in_place(pool: Any, size: int, world: Any)
 
 
 def without_native_code() -> None:
-    for name in ("agreement", "tree.packing", "tree.walk"):
+    for name in ("tree.packing", "tree.walk"):
         module: Any = importlib.import_module(f"flashlight_py.parallel.{name}")
         module.native = lambda: None
 
@@ -71,7 +70,7 @@ def synchronize_partly_in_python(rank: int, size: int) -> None:
         synchronize_everything(rank, size, 1)
         synchronize_everything(rank, size, 0)
     finally:
-        for name in ("agreement", "tree.packing", "tree.walk"):
+        for name in ("tree.packing", "tree.walk"):
             module: Any = importlib.import_module(f"flashlight_py.parallel.{name}")
             module.native = native
 
@@ -101,7 +100,7 @@ def count_transfers(rank: int, size: int) -> list[int]:
 
 
 def test_all_dtypes_share_a_transfer_and_shared_arrays_are_in_it_once(pool: Any) -> None:
-    assert pool(2).run(count_transfers) == [[8000 + 16 + 8]] * 2
+    assert pool(2).run(count_transfers) == [[8000 + 16 + len("[1.5]")]] * 2
 
 
 def test_arrays_on_gpus_travel_beside_those_on_the_cpu(pool: Any) -> None:

@@ -25,12 +25,4 @@ from flashlight_py.parallel.functional.collectives import (
 )
 from flashlight_py.parallel.functional.messages import recv, send
 
-__all__ = [
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "broadcast",
-    "all_to_all",
-    "send",
-    "recv",
-]
+__all__ = ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send", "recv"]

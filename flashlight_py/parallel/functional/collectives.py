@@ -231,27 +231,18 @@ class DifferentiableCall(InPasses):
     """
 
     def __init__(self, verb: str, group: ProcessGroup) -> None:
-        self.group = group
+        self.group, self._verb = group, verb
         self.rows = np.zeros((group.size, 0), np.int64)
-        self._verb = verb
-        self._number = 0
 
     def record(
-        self,
-        v: Variable,
-        result: Array,
-        vjp: Callable[[Array], Array],
-        rows: Sequence[int] = (),
+        self, v: Variable, result: Array, vjp: Callable[[Array], Array], rows: Sequence[int] = ()
     ) -> Variable:
         """Return ``result`` as a variable whose backward pass calls ``vjp`` on every rank.
 
         It has a gradient on all ranks if ``v`` has one on any. Collective: to be called when the
         forward pass of the collective has succeeded.
-
-        Raises:
-            MismatchError: another rank is at another differentiable collective.
         """
-        table = self._pass_forward(int(v.calc_grad), *rows)
+        table = self._meet(False, v.calc_grad, *rows)
         self.rows = np.array([row[1:] for row in table])
         if not any(row[0] for row in table):
             return Variable(result)
@@ -260,7 +251,7 @@ class DifferentiableCall(InPasses):
         return record_in_order(result, (source, functools.partial(self._answer, vjp)))
 
     def _answer(self, vjp: Callable[[Array], Array], grad: Array) -> Array:
-        self._pass_back()
+        self._meet(True)
         return vjp(grad)
 
     def join_failed(self) -> None:
@@ -268,19 +259,11 @@ class DifferentiableCall(InPasses):
         fail(self.group, sys.exc_info()[1])
 
     @effect
-    def _pass_forward(self, *facts: int) -> list[list[int]]:
-        self._number = _calls.get(weakref.ref(self.group), 0) + 1
-        table = self._meet(False, *facts)
-        _calls[weakref.ref(self.group, _calls.pop)] = self._number
-        return table.tolist()  # type: ignore[no-any-return]
-
-    @effect
-    def _pass_back(self) -> None:
-        self._meet(True)
-
-    def _meet(self, backward: bool, *facts: int) -> Array:
+    def _meet(self, backward: bool, *facts: int) -> list[list[int]]:
         """Return every rank's ``facts``, one rank a row, if all are where this rank is."""
         group = self.group
+        if not backward:
+            self._number = _calls.get(weakref.ref(group), 0) + 1
         mine = np.array([self._number, backward, *facts], np.int64)
         table = np.zeros((group.size, mine.size), np.int64)
         table[group.rank] = mine
@@ -296,15 +279,13 @@ class DifferentiableCall(InPasses):
                 "backward() reach the results of the same calls on every rank, and in the same "
                 "passes; a rank that has no use for a result adds 0 times its sum to the loss"
             )
-        return table[:, 2:]
+        if not backward:
+            _calls[weakref.ref(group, _calls.pop)] = self._number
+        return table[:, 2:].tolist()  # type: ignore[no-any-return]
 
 
 def require_variable(verb: str, v: object) -> None:
-    """Refuse what has no gradient.
-
-    Raises:
-        TypeError: ``v`` is no Variable.
-    """
+    """Raise a TypeError for what is no Variable."""
     if not isinstance(v, Variable):
         raise TypeError(
             f"functional.{verb} takes a flashlight_py.Variable, got {type(v).__name__}; wrap data "

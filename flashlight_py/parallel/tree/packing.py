@@ -8,7 +8,7 @@ numbers there are; only their values travel.
 from __future__ import annotations
 
 import dataclasses
-import struct
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,11 +16,7 @@ import numpy as np
 
 from flashlight_py.device import Array, array_module
 from flashlight_py.nn import Module
-from flashlight_py.parallel.agreement import native
-from flashlight_py.parallel.tree.walk import Plan, aligned, bytes_for, is_immutable
-
-_FIXED = {bool: struct.Struct("=?"), float: struct.Struct("=d"), complex: struct.Struct("=dd")}
-_LENGTH = struct.Struct("=Q")
+from flashlight_py.parallel.tree.walk import Plan, aligned, bytes_for, is_immutable, native
 
 
 class TreeBuffers:
@@ -32,27 +28,20 @@ class TreeBuffers:
     def __init__(self, plan: Plan, number_bytes: int) -> None:
         self._plan = plan
         self._host: Array = np.empty(plan.array_bytes + number_bytes, np.uint8)
-        self._gpu: Array | None = None
-        if plan.gpu_arrays:
-            xp = array_module(plan.gpu_arrays[0])
-            self._gpu = xp.empty(bytes_for(plan.gpu_arrays), xp.uint8)
-        both = (self._host, self._gpu)
-        self.used = [buffer for buffer in both if buffer is not None and buffer.size]
+        xp = array_module(plan.gpu_arrays[0]) if plan.gpu_arrays else np
+        self._gpu: Array = xp.empty(bytes_for(plan.gpu_arrays), xp.uint8)
+        self.used = [buffer for buffer in (self._host, self._gpu) if buffer.size]
 
     def pack(self, numbers: bytes) -> None:
         """Copy the plan's arrays, and ``numbers``, into the buffers."""
-        module = native()
-        (pack if module is None else module.pack)(self._plan.arrays, self._host)
+        getattr(native(), "pack", pack)(self._plan.arrays, self._host)
         self._host[self._plan.array_bytes :] = np.frombuffer(numbers, np.uint8)
-        if self._gpu is not None:
-            pack(self._plan.gpu_arrays, self._gpu)
+        pack(self._plan.gpu_arrays, self._gpu)
 
     def unpack(self) -> bytes:
         """Copy the buffers into the plan's arrays; return the encoded numbers."""
-        module = native()
-        (unpack if module is None else module.unpack)(self._plan.arrays, self._host)
-        if self._gpu is not None:
-            unpack(self._plan.gpu_arrays, self._gpu)
+        getattr(native(), "unpack", unpack)(self._plan.arrays, self._host)
+        unpack(self._plan.gpu_arrays, self._gpu)
         return self._host[self._plan.array_bytes :].tobytes()
 
 
@@ -78,51 +67,39 @@ def _places(arrays: Sequence[Array], buffer: Array) -> Iterator[tuple[Array, Arr
 
 
 def encode_numbers(numbers: Iterable[Any]) -> bytes:
-    """Return Python's numbers, ints of any size, and NumPy's scalars as bytes."""
-    return b"".join([_encode(number) for number in numbers])
+    """Return Python's numbers, ints of any size, and NumPy's scalars as JSON."""
+    encoded = [_encoded(number) for number in numbers]
+    return json.dumps(encoded).encode() if encoded else b""
+
+
+def _encoded(number: Any) -> Any:
+    if isinstance(number, np.generic):
+        return number.tobytes().hex()
+    if type(number) is int:
+        return hex(number)  # in decimals the number of digits is limited
+    return [number.real, number.imag] if type(number) is complex else number
 
 
 def decode_numbers(like: Sequence[Any], data: bytes) -> list[Any]:
     """Return the numbers in ``data``, each of the kind of the one at its place in ``like``."""
-    numbers: list[Any] = []
-    start = 0
-    for model in like:
-        if isinstance(model, np.generic):
-            end = start + model.dtype.itemsize
-            numbers.append(np.frombuffer(data[start:end], model.dtype)[0])
-        elif type(model) is int:
-            begin = start + _LENGTH.size
-            end = begin + _LENGTH.unpack_from(data, start)[0]
-            numbers.append(int.from_bytes(data[begin:end], "little", signed=True))
-        else:
-            form = _FIXED[type(model)]
-            end = start + form.size
-            numbers.append(type(model)(*form.unpack_from(data, start)))
-        start = end
-    return numbers
+    return [_decoded(*each) for each in zip(like, json.loads(data or b"[]"), strict=True)]
 
 
-def _encode(number: Any) -> bytes:
-    if isinstance(number, np.generic):
-        return number.tobytes()
-    if type(number) is int:
-        size = number.bit_length() // 8 + 1  # with the sign
-        return _LENGTH.pack(size) + number.to_bytes(size, "little", signed=True)
-    if type(number) is complex:
-        return _FIXED[complex].pack(number.real, number.imag)
-    return _FIXED[type(number)].pack(number)
+def _decoded(like: Any, number: Any) -> Any:
+    if isinstance(like, np.generic):
+        return np.frombuffer(bytes.fromhex(number), like.dtype)[0]
+    if type(like) is int:
+        return int(number, 16)
+    return complex(*number) if type(like) is complex else number
 
 
 # Numbers into a tree ------------------------------------------------------------------------------
 
 
 def put_numbers(plan: Plan, values: Iterable[Any]) -> Any:
-    """Replace the numbers of the tree by ``values``, in the order of the plan.
+    """Replace the numbers of the tree by ``values``, in the order of the plan; return the tree.
 
-    Containers are changed in place, immutable ones made anew.
-
-    Returns:
-        The tree: the same object, unless it is a number, or immutable with a number in it.
+    Containers are changed in place, immutable ones with a number in them made anew.
     """
     changes: dict[int, dict[Any, Any]] = {}
     for (node, key, _), value in zip(plan.numbers, values, strict=True):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import io
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from flashlight_py.autograd import Variable
-from flashlight_py.autograd.graph import Node, Target
+from flashlight_py.autograd.graph import count_consumers
 from flashlight_py.autograd.variable import record
 from flashlight_py.device import Array
 from flashlight_py.launch.failures import Failure
@@ -34,37 +34,21 @@ Leaf: TypeAlias = tuple[bool, int]
 ShareResult: TypeAlias = tuple[list[Any], list[Array]]
 
 
-class Request(NamedTuple):
-    """Call ``method`` of the share for forward pass ``number``, with the arrays at ``places``."""
-
-    number: int
-    method: str
-    arguments: tuple[Any, ...]
-    places: list[ArrayPlace]
-
-
-class Answer(NamedTuple):
-    """The result of a method: the leaves that it names, and where its arrays lie."""
-
-    leaves: list[Any]
-    places: list[ArrayPlace]
-
-
-class Raised(NamedTuple):
-    """The answer where a request raised; ``error`` is a pickle, None where it cannot be pickled."""
-
-    failure: Failure
-    error: bytes | None
+# A method of the share, for the forward pass of a number, and its last arguments.
+Request: TypeAlias = tuple[str, int, tuple[Any, ...]]
+# The result of a method, the leaves that it names and where its arrays lie; or where it raised, how
+# and the exception as a pickle, which is empty where there can be none.
+Answer: TypeAlias = tuple[list[Any], list[ArrayPlace]] | tuple[Failure, bytes]
 
 
 def serve(
     link: Connection,
     fds: tuple[int, int, int],
     params: list[ArrayPlace],
-    buffers: list[ArrayPlace | None],
+    buffers: list[ArrayPlace],
     takes_output: bool,
 ) -> None:
-    """Answer requests until the link ends: ``(request, module, numbers of graphs to forget)``.
+    """Answer ``(request, places of arrays, module, numbers of graphs to forget)`` to the end.
 
     The request is None for a worker that is left idle, the module's form None where it is as
     before. An answer is a pair: what was computed, and what was printed meanwhile; that is empty
@@ -73,7 +57,7 @@ def serve(
     share = _Share(fds, params, buffers)
     while True:
         try:
-            request, module, forgotten = link.recv()
+            request, places, module, forgotten = link.recv()
         except (EOFError, ConnectionResetError):
             return
         for number in forgotten:
@@ -87,34 +71,33 @@ def serve(
             if takes_output:
                 stack.enter_context(redirect_stdout(printed))
                 stack.enter_context(redirect_stderr(printed))
-            answer = _answer(share, request)
+            answer = _answer(share, request, places)
         link.send((answer, printed.getvalue()))
 
 
-def _answer(share: _Share, request: Request) -> Answer | Raised:
+def _answer(share: _Share, request: Request, places: list[ArrayPlace]) -> Answer:
+    method, number, arguments = request
     try:
-        arrays = share.inbox.views(request.places)
-        method = getattr(share, request.method)
-        leaves, results = method(request.number, arrays, *request.arguments)
-        return Answer(leaves, share.outbox.put(results))
+        arrays = share.inbox.views(places)
+        leaves, results = getattr(share, method)(number, arrays, *arguments)
+        return leaves, share.outbox.put(results)
     except Exception as error:  # noqa: BLE001 - whatever it is, the parent raises it
-        try:
+        pickled = b""
+        with suppress(TypeError):
             pickled = dumps(error)
-        except TypeError:
-            pickled = None
-        return Raised(Failure.of_exception(error, time.monotonic()), pickled)
+        return Failure.of_exception(error, time.monotonic()), pickled
 
 
 class _Share:
     """This worker's side: the parameters in shared memory, and the graphs of forward passes."""
 
     def __init__(
-        self, fds: tuple[int, int, int], params: list[ArrayPlace], buffers: list[ArrayPlace | None]
+        self, fds: tuple[int, int, int], params: list[ArrayPlace], buffers: list[ArrayPlace]
     ) -> None:
         model, self.inbox, self.outbox = map(Memory, fds)
         self._params = [Variable(array) for array in model.views(params)]
-        for param, place in zip(self._params, buffers, strict=True):
-            param.buffer = place and model.views([place])[0]
+        for param, view in zip(self._params, model.views(buffers), strict=True):
+            param.buffer = view
         model.close()
         self.module = b""
         self.graphs: dict[int, tuple[list[Part], list[Part]]] = {}
@@ -145,9 +128,8 @@ class _Share:
     ) -> tuple[list[Leaf], list[Array]]:
         """Go back from the results of ``numbers``, whose gradients are ``seeds``.
 
-        Returns:
-            The leaves that have a gradient, inputs first, and the gradients of these; those of
-            parameters are in their buffers.
+        Returned are the leaves that have a gradient, inputs first, and the gradients of these;
+        those of parameters are in their buffers.
         """
         inputs, results = self.graphs[number]
         leaves = self._leaves(inputs)
@@ -155,7 +137,9 @@ class _Share:
             variable.grad = None
         roots = zip([results[each] for each in numbers], seeds, strict=True)
         # One pass from all results: the root is a number that depends on each of them.
-        edges = [(root, _constant(seed)) for root, seed in roots if isinstance(root, Variable)]
+        edges: list[tuple[Variable, Any]] = [
+            (root, lambda _, seed=seed: seed) for root, seed in roots if isinstance(root, Variable)
+        ]
         root = record(np.zeros(()), *edges)
         if root.calc_grad:
             root.backward(retain_graph=True)  # until the parent's graph is gone
@@ -172,20 +156,11 @@ class _Share:
         return self._params[number]
 
 
-def _constant(seed: Array) -> Any:
-    return lambda _: seed
-
-
 def _leaves_below(result: Part) -> list[Variable]:
     """Return the leaves that a backward pass from ``result`` would reach."""
     if not isinstance(result, Variable) or not result.calc_grad:
         return []
-    waiting: list[Target] = [result.node or result]
-    seen: set[Target] = set()
-    while waiting:
-        target = waiting.pop()
-        if target not in seen:
-            seen.add(target)
-            if isinstance(target, Node):
-                waiting.extend(below for below, _ in target.edges or ())
-    return [target for target in seen if isinstance(target, Variable)]
+    if result.node is None:
+        return [result]
+    below = count_consumers([result.node], (), {}, {})
+    return [target for target in below if isinstance(target, Variable)]

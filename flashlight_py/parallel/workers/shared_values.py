@@ -35,11 +35,7 @@ StandIn: TypeAlias = "tuple[int, bool | None]"
 def take_apart(
     value: Any, is_part: Callable[[Any], bool], main_can_be_imported: bool = True
 ) -> tuple[bytes, list[Any]]:
-    """Return the form of ``value`` and its parts, each once, in the order in which they are met.
-
-    Raises:
-        TypeError: it cannot be pickled.
-    """
+    """Return the form of ``value`` and its parts, each once, in the order in which they are met."""
     numbers: dict[int, int] = {}
     parts: list[Any] = []
 
@@ -55,18 +51,10 @@ def take_apart(
 
 
 def put_together(form: bytes, find: Callable[[int, bool | None], Any]) -> Any:
-    """Return the value of ``form``, with what ``find`` returns for the number of each part."""
-
-    unpickler = _Unpickler(io.BytesIO(form))
-    unpickler.find = find
+    """Return the value of ``form``, with what ``find`` returns for what stands for each part."""
+    unpickler = pickle.Unpickler(io.BytesIO(form))
+    unpickler.persistent_load = lambda stand_in: find(*stand_in)  # type: ignore[method-assign]
     return unpickler.load()
-
-
-class _Unpickler(pickle.Unpickler):
-    find: Callable[[int, bool | None], Any]
-
-    def persistent_load(self, stand_in: StandIn) -> Any:
-        return self.find(*stand_in)
 
 
 def is_parameter(value: Any) -> bool:
@@ -96,11 +84,7 @@ class ArrayPlace(NamedTuple):
 
 
 def lay_out(arrays: Iterable[Array]) -> tuple[list[ArrayPlace], int]:
-    """Return places for arrays like these, one after the other, and how many bytes they take.
-
-    Raises:
-        TypeError: an array holds Python objects.
-    """
+    """Return places for arrays like these, one after the other, and how many bytes they take."""
     arrays = list(arrays)
     if any(array.dtype.hasobject for array in arrays):
         raise TypeError("an array of Python objects cannot lie in memory that processes share")
@@ -111,11 +95,7 @@ def lay_out(arrays: Iterable[Array]) -> tuple[list[ArrayPlace], int]:
 
 
 class Memory:
-    """Bytes that grow as needed; who has inherited the descriptor ``fd`` makes it with that.
-
-    Raises:
-        OSError: the system has no more memory.
-    """
+    """Bytes that grow as needed; who has inherited the descriptor ``fd`` makes it with that."""
 
     def __init__(self, fd: int | None = None) -> None:
         self.fd = os.memfd_create("flashlight workers") if fd is None else fd
@@ -137,17 +117,14 @@ class Memory:
 
     def views(self, places: Iterable[ArrayPlace]) -> list[Array]:
         """Return the arrays at ``places``: not copies, and valid for as long as they are used."""
-        return [self._view(place) for place in places]
-
-    def _view(self, place: ArrayPlace) -> Array:
-        kind = place.dtype
-        size = math.prod(place.shape) * kind.itemsize
-        if not size:
-            return np.empty(place.shape, kind)
-        end = place.offset + size
-        if self._map is None or len(self._map) < end:
-            self._map = mmap.mmap(self.fd, 0)  # the old one goes with the last array in it
-        return np.ndarray(place.shape, kind, self._map, place.offset)
+        found = []
+        for offset, shape, dtype in places:
+            size = math.prod(shape) * dtype.itemsize
+            if size and (self._map is None or len(self._map) < offset + size):
+                self._map = mmap.mmap(self.fd, 0)  # the old one goes with the last array in it
+            memory = self._map if size else None
+            found.append(np.ndarray(shape, dtype, memory, offset if size else 0))
+        return found
 
     def close(self) -> None:
         """Let go of it; arrays stay."""

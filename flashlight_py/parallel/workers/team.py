@@ -12,7 +12,6 @@ import os
 import pickle
 import sys
 import weakref
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -23,8 +22,9 @@ from flashlight_py.cores import thread_variables
 from flashlight_py.device import Array
 from flashlight_py.distributed.start import blas
 from flashlight_py.errors import RankFailedError
+from flashlight_py.launch.failures import Failure
 from flashlight_py.launch.spawning import Worker
-from flashlight_py.parallel.workers.serving import Raised, Request, ShareResult, serve
+from flashlight_py.parallel.workers.serving import Request, ShareResult, serve
 from flashlight_py.parallel.workers.shared_values import Memory, lay_out
 
 WHAT = "DataParallel"
@@ -53,17 +53,13 @@ class _Held:
 
 
 _watched: dict[weakref.ref[Team], _Held] = {}
-_dropped: deque[weakref.ref[Team]] = deque()
 
 
 def end_dropped() -> None:
     """End the workers of teams that were collected."""
-    while _dropped:
-        try:
-            team = _dropped.popleft()
-        except IndexError:  # another thread does the same
-            return
-        _end(team)
+    for team in list(_watched):
+        if team() is None:
+            _end(team)
 
 
 def _end(team: weakref.ref[Team]) -> None:
@@ -89,20 +85,15 @@ class Team:
     One request at a time: :meth:`ask`, then :meth:`answers`. Whatever goes wrong in between ends
     the workers, as nobody knows then what is still on its way. When nothing refers to this object
     any more, the next use of a team ends them; and they end with this process.
-
-    Raises:
-        RankFailedError: a worker cannot import the script.
-        TypeError, RuntimeError, OSError: as ``Worker``.
     """
 
     def __init__(self, count: int, params: Sequence[Variable], cores: int) -> None:
-        self.numbers: dict[weakref.ref[Any], int] = {}  # of graphs
-        self.dropped: list[weakref.ref[Any]] = []  # those that nobody can differentiate any more
+        self.numbers: dict[weakref.ref[Any], int] = {}  # of graphs, until the workers forget them
         self._params = list(params)
         self._waiting = 0  # workers whose answer has not been received
         self._asker: weakref.ref[Any] | None = None
         end_dropped()
-        self._held = held = _watched[weakref.ref(self, _dropped.append)] = _Held()
+        self._held = held = _watched[weakref.ref(self)] = _Held()
         self._workers, self._memories = held.workers, held.memories
         with self._ending_on_errors():
             self._start(count, cores)
@@ -111,19 +102,15 @@ class Team:
         model = self._memory()
         places, size = lay_out(param.data for param in self._params)
         model.reserve(size * (count + 1))
-        # Each worker's gradients lie as the parameters do; those that do not learn have none.
+        # Each worker's gradients lie as the parameters do.
         places_of_grads = [
-            [
-                p._replace(offset=worker * size + p.offset) if p.dtype.kind == "f" else None
-                for p in places
-            ]
+            [place._replace(offset=worker * size + place.offset) for place in places]
             for worker in range(1, count + 1)
         ]
         self._views = model.views(places)
-        for param, view in zip(self._params, self._views, strict=True):
-            view[...] = param.data
-            param.data = view
-        self._grads = [[p and model.views([p])[0] for p in grads] for grads in places_of_grads]
+        self.holds(self._params)
+        # What each has computed for each parameter: valid until the next request.
+        self.grads = [model.views(each) for each in places_of_grads]
         self._inboxes = [self._memory() for _ in range(count)]
         self._outboxes = [self._memory() for _ in range(count)]
         # In a notebook; what processes print themselves goes past the object in its place.
@@ -163,13 +150,9 @@ class Team:
     ) -> None:
         """Send the first workers a request each, with arrays that are put into their inboxes.
 
-        Their ``places`` are filled in. All workers receive the form of the ``module``, if there is
+        All workers receive the form of the ``module``, if there is
         a new one. ``asker``, which is not kept alive by this, is told to ``save()`` what it needs
         of the answers before the next request is sent: until then their memory stays as it is.
-
-        Raises:
-            RankFailedError: a worker has ended.
-            RuntimeError: the workers have been ended, or this process was forked from theirs.
         """
         end_dropped()
         if os.getpid() != self._held.pid:
@@ -190,44 +173,34 @@ class Team:
                 f"{WHAT}: the workers that computed this have been ended since, by close() or "
                 "after an error; compute it again"
             )
-        dropped = [self.numbers.pop(self.dropped.pop()) for _ in range(len(self.dropped))]
+        # Those that nobody can differentiate any more.
+        gone = [graph for graph in list(self.numbers) if graph() is None]
+        dropped = [self.numbers.pop(graph) for graph in gone]
         with self._ending_on_errors():
             for number, (request, arrays) in enumerate(requests):
                 places = self._inboxes[number].put(arrays)
-                self._workers[number].send((request._replace(places=places), module, dropped))
+                self._workers[number].send((request, places, module, dropped))
                 self._waiting = number + 1
             if dropped or module is not None:
                 for worker in self._workers[self._waiting :]:
-                    worker.send((None, module, dropped))
+                    worker.send((None, None, module, dropped))
         self._asker = None if asker is None else weakref.ref(asker)
 
     def answers(self) -> list[ShareResult]:
         """Return leaves and arrays of each worker that was asked; blocks until they are there.
 
-        The arrays are valid until the next request.
-
-        Raises:
-            RankFailedError: a worker has raised, its exception is the cause where it can be sent,
-                or has ended.
+        The arrays are valid until the next request. What a worker raised is the cause of an error.
         """
         with self._ending_on_errors():
             found = [self._workers[number].receive() for number in range(self._waiting)]
         self._waiting = 0
-        for worker, (answer, printed) in zip(self._workers, found, strict=False):
+        for worker, ((leaves, rest), printed) in zip(self._workers, found, strict=False):
             for line in printed.splitlines():
                 print(f"[{worker.number}] {line}")
-            if isinstance(answer, Raised):
-                raise worker.error(answer.failure.what, answer.failure.traceback) from _cause(
-                    answer
-                )
+            if isinstance(leaves, Failure):
+                raise worker.error(leaves.what, leaves.traceback) from _cause(rest)
         outboxes = zip(found, self._outboxes, strict=False)
-        return [(answer.leaves, box.views(answer.places)) for (answer, _), box in outboxes]
-
-    def gradient(self, worker: int, param: int) -> Array:
-        """Return what ``worker`` has computed for ``param``: valid until the next request."""
-        found = self._grads[worker][param]
-        assert found is not None, "only what has a gradient is asked for"
-        return found
+        return [(leaves, box.views(places)) for ((leaves, places), _), box in outboxes]
 
     def end(self) -> None:
         """End the workers, whatever they do; blocks until they are gone."""
@@ -247,12 +220,9 @@ class Team:
             raise
 
 
-def _cause(answer: Raised) -> BaseException | None:
+def _cause(error: bytes) -> BaseException | None:
     """Return the exception itself, if it can be unpickled here."""
-    if answer.error is None:
-        return None
-    try:
-        found: BaseException = pickle.loads(answer.error)
-    except Exception:  # noqa: BLE001 - runs code of the exception; its traceback is there as text
-        return None
-    return found
+    with suppress(Exception):  # runs code of the exception; its traceback is there as text
+        found: BaseException = pickle.loads(error)
+        return found
+    return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
+from itertools import pairwise, zip_longest
 from operator import itemgetter
 from typing import Any
 
@@ -21,7 +22,7 @@ from flashlight_py.distributed import get_local_size
 from flashlight_py.distributed.calls.checks import whole_number
 from flashlight_py.launch.pickling import main_can_be_imported
 from flashlight_py.nn import Module
-from flashlight_py.parallel.workers.serving import Leaf, Request, ShareResult
+from flashlight_py.parallel.workers.serving import Leaf, ShareResult
 from flashlight_py.parallel.workers.shared_values import (
     Part,
     array_of,
@@ -112,30 +113,31 @@ class DataParallel(Module):
         if self.nprocs == 1:
             return self.module(*inputs)
         form, parts = _apart("an input", inputs, is_data)
-        counts = _shares(_rows(parts), self.nprocs)
-        if len(counts) < 2:
+        rows = _rows(parts)
+        count = min(rows, self.nprocs)
+        if count < 2:
             return self.module(*inputs)
+        ends = [rows // count * k + min(k, rows % count) for k in range(count + 1)]
+        shares = [slice(begin, end) for begin, end in pairwise(ends)]
         if self.module.before_forward is not None:  # it may change what the workers need
             self.module.before_forward(self.module)
         team, changed = self._ready_team()
         self._number += 1
         seed = int(random.generator().integers(1 << 62)) * self.nprocs
-        starts = np.cumsum([0, *counts]).tolist()
         requests = []
-        for share in range(1, len(counts)):
-            own = [array_of(part)[starts[share] : starts[share + 1]] for part in parts]
-            request = Request(self._number, "forward", (seed + share, form), [])
-            requests.append((request, own))
-        graph = WorkersGraph(team, self._number, starts)
+        for number, share in enumerate(shares[1:], 1):
+            request = "forward", self._number, (seed + number, form)
+            requests.append((request, [array_of(part)[share] for part in parts]))
+        graph = WorkersGraph(team, self._number, shares[1:])
         team.ask(requests, module=changed)
         self._sent = self._sent if changed is None else changed
-        own_parts = [_first_rows(part, counts[0]) for part in parts]
-        run = self.module._instead
-        compute = self.module.forward if run is None else partial(run, self.module)
+        own_parts = [part[shares[0]] for part in parts]
+        instead = self.module._instead
+        compute = partial(instead, self.module) if instead else self.module.forward
         result = compute(*put_together(form, lambda number, _: own_parts[number]))
-        shares = team.answers()
+        others = team.answers()
         result_form, results = _apart("a result", result, is_data)
-        joined = _join(graph, results, shares, self._params, parts)
+        joined = graph.join(results, others, self._params, parts)
         return put_together(result_form, lambda number, _: joined[number])
 
     def close(self) -> None:
@@ -180,15 +182,12 @@ class DataParallel(Module):
         return self._team, None if form == self._sent else form
 
 
-@cache
-def _can_import_main() -> bool:
-    """Return whether the workers can import this process's script."""
-    return main_can_be_imported(WHAT)
+_can_import_main = cache(main_can_be_imported)
 
 
 def _apart(what: str, value: Any, is_part: Callable[[Any], bool]) -> tuple[bytes, list[Any]]:
     try:
-        return take_apart(value, is_part, _can_import_main())
+        return take_apart(value, is_part, _can_import_main(WHAT))
     except TypeError as error:
         raise TypeError(f"{WHAT}: {what} {error}") from error
 
@@ -209,191 +208,148 @@ def _rows(parts: Sequence[Part]) -> int:
     return rows.pop() or 0 if rows else 0
 
 
-def _shares(rows: int, most: int) -> list[int]:
-    """Return how many rows each share has, the longer ones first; none is empty."""
-    count = min(rows, most)
-    return [rows // count + (share < rows % count) for share in range(count)]
-
-
-def _first_rows(part: Part, rows: int) -> Part:
-    if isinstance(part, Variable) and not part.calc_grad:
-        return Variable(part.data[:rows])
-    return part[:rows]
-
-
 # The graph through all shares ---------------------------------------------------------------------
-#
+
+
 # A result is recorded with the one of this process's share as an input, and others that stand for
 # the workers. A pass visits, in this order,
 #
 # 1. the results, where the workers' rows of each gradient are noted;
-# 2. ``send``: the noted rows go to the workers;
+# 2. ``_send``: the noted rows go to the workers;
 # 3. this process's own share, meanwhile;
-# 4. ``collect``: the workers' gradients are awaited, and added in the order of the shares.
+# 4. ``_gradient``: the workers' gradients are awaited, and added in the order of the shares.
 #
-# 2, 3 and 4 are ordered operations of the engine, recorded last to first.
-
-
-def _join(
-    graph: WorkersGraph,
-    own: Sequence[Part],
-    shares: Sequence[ShareResult],
-    params: Sequence[Variable],
-    inputs: Sequence[Part],
-) -> list[Part]:
-    """Return the results of a forward pass, joined, with a graph through all shares.
-
-    Args:
-        graph: of the workers that compute the others.
-        own: the results of this process's share.
-        shares: of each worker, in order, the leaves of its results and their arrays.
-        params: the module's parameters, by number.
-        inputs: the whole inputs, by number.
-
-    Raises:
-        ValueError: a result has no dimensions, or the shares have results of different shapes.
-    """
-    counts = [len(own), *(len(arrays) for _, arrays in shares)]
-    if len(set(counts)) > 1:
-        raise ValueError(
-            f"{WHAT}: the shares of the batch have different numbers of results: "
-            f"{', '.join(map(str, counts))}; the module must return as many for any rows"
-        )
-    collect = graph.collect(shares, params, inputs)
-    ordered = [_in_order(part) for part in own]
-    send = record_in_order(_NOTHING, (Variable(_NOTHING, True), graph.send))
-    results: list[Part] = []
-    for k, part in enumerate(ordered):
-        arrays = [array_of(part), *(arrays[k] for _, arrays in shares)]
-        if not all(array.ndim for array in arrays):
-            raise ValueError(
-                f"{WHAT}: a result has no dimensions, so the shares cannot be joined; return one "
-                "row for each sample, and take the mean of the whole outside: loss(model(x), y)"
-            )
-        joined = np.concatenate(arrays)
-        if not isinstance(part, Variable):
-            results.append(joined)
-            continue
-        ends = np.cumsum([len(array) for array in arrays]).tolist()
-        edges: list[tuple[Variable, Vjp]] = [(part, itemgetter(slice(ends[0])))]
-        below = [node for group, node in collect.items() if k in group]
-        if below:
-            edges.insert(0, (send, partial(graph.note, k, ends)))
-            edges += [(node, lambda _: _NOTHING) for node in below]
-        results.append(record(joined, *edges))
-    return results
-
-
-def _in_order(part: Part) -> Part:
-    """Return ``part`` behind an ordered operation that does nothing."""
-    if not isinstance(part, Variable):
-        return part
-    return record_in_order(part.data, (part, lambda grad: grad))
-
-
-# Two ordered operations in this process's graph: one sends gradients, the one that is visited
-# last takes the answers. So accumulation, hooks, buffers, retain_graph and a second pass are the
-# engine's, and this process computes its share in between. Passes at once follow each other in
-# the order of recording: the answers of one are taken before the next is sent.
+# 2, 3 and 4 are ordered operations of the engine, recorded last to first. So accumulation, hooks,
+# buffers, retain_graph and a second pass are the engine's, and passes at once follow each other:
+# the answers of one are taken before the next is sent.
 class WorkersGraph:
     """The workers' graphs of forward pass ``number``; they forget them when this object is gone.
 
-    Share s is the rows from ``starts[s]`` on. In the end only the operations here refer to it.
+    ``shares`` are their rows of the batch. In the end only the operations here refer to it.
     """
 
-    def __init__(self, team: Team, number: int, starts: Sequence[int]) -> None:
-        self._team, self._number, self._starts = team, number, starts
+    def __init__(self, team: Team, number: int, shares: Sequence[slice]) -> None:
+        self._team, self._number, self._shares = team, number, shares
         self._arrays: dict[Leaf, Array] = {}  # what may have a gradient
-        self._noted: dict[int, list[Array]] = {}  # by result: the gradient of each worker's rows
         # Of the pass that is running:
-        self._left = set[Leaf]()  # whose gradients have not been taken
-        self._answers: list[ShareResult] | None = None
-        self._saved: dict[Leaf, Array] = {}
-        team.numbers[weakref.ref(self, team.dropped.append)] = number
+        self._noted: dict[int, list[Array]] = {}  # by result: the gradient of each worker's rows
+        self._grads: dict[Leaf, Array] | None = {}  # None: the workers have yet to answer
+        team.numbers[weakref.ref(self)] = number
 
-    def collect(
-        self, shares: Sequence[ShareResult], params: Sequence[Variable], inputs: Sequence[Part]
+    def join(
+        self,
+        own: Sequence[Part],
+        others: Sequence[ShareResult],
+        params: Sequence[Variable],
+        inputs: Sequence[Part],
+    ) -> list[Part]:
+        """Return this process's ``own`` results joined with the workers', recorded.
+
+        Raises:
+            ValueError: a result has no dimensions, or the shares have other numbers of results.
+        """
+        counts = [len(own), *(len(arrays) for _, arrays in others)]
+        if len(set(counts)) > 1:
+            raise ValueError(
+                f"{WHAT}: the shares of the batch have different numbers of results: "
+                f"{', '.join(map(str, counts))}; the module must return as many for any rows"
+            )
+        collect = self._collect([leaves for leaves, _ in others], params, inputs)
+        ordered = list(own)
+        for k, part in enumerate(own):
+            if isinstance(part, Variable):
+                ordered[k] = record_in_order(part.data, (part, lambda grad: grad))
+        send = record_in_order(_NOTHING, (Variable(_NOTHING, True), self._send))
+        results: list[Part] = []
+        for k, part in enumerate(ordered):
+            arrays = [array_of(part), *(arrays[k] for _, arrays in others)]
+            if not all(array.ndim for array in arrays):
+                raise ValueError(
+                    f"{WHAT}: a result has no dimensions, so the shares cannot be joined: return a "
+                    "row for each sample, and take the mean of the whole outside: loss(model(x), y)"
+                )
+            joined = np.concatenate(arrays)
+            if not isinstance(part, Variable):
+                results.append(joined)
+                continue
+            ends = np.cumsum([len(array) for array in arrays]).tolist()
+            edges: list[tuple[Variable, Vjp]] = [(part, itemgetter(slice(ends[0])))]
+            below = [node for group, node in collect.items() if k in group]
+            if below:
+                edges.insert(0, (send, partial(self._note, k, ends)))
+                edges += [(node, lambda _: _NOTHING) for node in below]
+            results.append(record(joined, *edges))
+        return results
+
+    def _collect(
+        self,
+        leaves: Sequence[Sequence[Sequence[Leaf]]],
+        params: Sequence[Variable],
+        inputs: Sequence[Part],
     ) -> dict[tuple[int, ...], Variable]:
         """Return what stands for the end of the workers' backward passes, by groups of results.
 
         One for the leaves that all results of a group depend on, and no other result: so a leaf
         that a pass does not reach has no gradient.
         """
-        self._count = len(shares)
         edges: dict[tuple[int, ...], list[tuple[Variable, Vjp]]] = {}
-        of_shares = zip(*(leaves for leaves, _ in shares), strict=True)
-        of_results = [set[Leaf]().union(*leaves) for leaves in of_shares]
+        of_results = [set[Leaf]().union(*shares) for shares in zip(*leaves, strict=True)]
         for leaf in sorted(set[Leaf]().union(*of_results)):
             is_param, number = leaf
             part = (params if is_param else inputs)[number]
             assert isinstance(part, Variable), "an array has no gradient"
             self._arrays[leaf] = part.data
-            group = tuple(k for k, leaves in enumerate(of_results) if leaf in leaves)
+            group = tuple(k for k, below in enumerate(of_results) if leaf in below)
             edges.setdefault(group, []).append((part, partial(self._gradient, leaf)))
         return {group: record_in_order(_NOTHING, *some) for group, some in edges.items()}
 
-    def note(self, result: int, ends: Sequence[int], grad: Array) -> Array:
+    def _note(self, result: int, ends: Sequence[int], grad: Array) -> Array:
         """Note the workers' rows of the gradient of ``result``; they end at ``ends[1:]``."""
         if not self._noted:
             on_backward_end(self._forget)
         self._noted[result] = np.split(grad, ends[:-1])[1:]
         return _NOTHING
 
-    def send(self, grad: Array) -> Array:
+    def _send(self, grad: Array) -> Array:
         """Send the workers what was noted; does not wait for them."""
-        results = list(self._noted)
-        request = Request(self._number, "backward", (results,), [])
-        requests = [
-            (request, [self._noted[k][worker] for k in results]) for worker in range(self._count)
-        ]
-        self._team.ask(requests, self)
-        self._left = set(self._arrays)
+        request = "backward", self._number, (list(self._noted),)
+        seeds = zip(*self._noted.values(), strict=True)  # of each worker
+        self._team.ask([(request, each) for each in seeds], self)
+        self._grads = None
         return grad
 
     def _gradient(self, leaf: Leaf, _: object = None) -> Array:
-        """Return the sum over the workers for a parameter, or the gradient of an input."""
-        if leaf in self._saved:
-            return self._saved[leaf]
-        self._left.discard(leaf)
-        is_param, number = leaf
-        if not is_param:
-            return self._of_input(leaf)
-        grads = [
-            self._team.gradient(worker, number)
-            for worker, (leaves, _) in enumerate(self._received())
-            if leaf in leaves
-        ]
-        if len(grads) == 1:
-            return grads[0]
-        total = np.asarray(grads[0] + grads[1])  # NumPy makes a scalar where there is no dimension
-        for grad in grads[2:]:
-            total += grad
-        return total
+        return self._received()[leaf]
 
-    def _of_input(self, leaf: Leaf) -> Array:
-        """Return the gradient of all rows; those of this process's share are zeros here."""
-        whole = np.zeros_like(self._arrays[leaf])
-        for worker, (leaves, grads) in enumerate(self._received()):
-            if leaf in leaves:
-                begin, end = self._starts[worker + 1 : worker + 3]
-                whole[begin:end] = grads[leaves.index(leaf)]
-        return whole
+    def _received(self) -> dict[Leaf, Array]:
+        """Return the sums over the workers for parameters, and the gradients of all rows of inputs.
 
-    def _received(self) -> list[ShareResult]:
-        """Return the workers' answers; blocks until they are there."""
-        if self._answers is None:
-            self._answers = self._team.answers()
-        return self._answers
+        Those of this process's share are zeros. Blocks until the workers have answered.
+        """
+        if self._grads is None:
+            grads: dict[Leaf, Array] = {}
+            of_params: dict[Leaf, list[Array]] = {}
+            for worker, (leaves, arrays) in enumerate(self._team.answers()):
+                for leaf, array in zip_longest(leaves, arrays):  # of inputs, which come first
+                    if leaf[0]:
+                        of_params.setdefault(leaf, []).append(self._team.grads[worker][leaf[1]])
+                        continue
+                    if leaf not in grads:
+                        grads[leaf] = np.zeros_like(self._arrays[leaf])
+                    grads[leaf][self._shares[worker]] = array
+            for leaf, parts in of_params.items():
+                # NumPy makes a scalar where there is no dimension.
+                total = np.asarray(parts[0] + parts[1]) if len(parts) > 1 else parts[0]
+                for part in parts[2:]:
+                    total += part
+                grads[leaf] = total
+            self._grads = grads
+        return self._grads
 
     def save(self) -> None:
-        """Copy what the running pass has not taken yet; see ``Team.ask``."""
-        if self._left:
-            answered = {leaf for leaves, _ in self._received() for leaf in leaves}
-            for leaf in sorted(answered & self._left):
-                self._saved[leaf] = np.array(self._gradient(leaf))
+        """Copy what the running pass may still take; see ``Team.ask``."""
+        self._grads = {leaf: np.array(grad) for leaf, grad in self._received().items()}
 
     def _forget(self, completed: bool) -> None:
         self._noted.clear()
-        self._saved.clear()
-        self._left.clear()
-        self._answers = None
+        self._grads = {}
