@@ -278,8 +278,7 @@ class Network:
         """
         if self._smoothed is None:
             raise RuntimeError("get_outputs_smoother: call smoother() first")
-        flat = (self._smoothed.mu_a, self._smoothed.var_a)
-        return host_copy(flat[0]), host_copy(flat[1])
+        return host_copy(self._smoothed.mu_a), host_copy(self._smoothed.var_a)
 
     def _lstms(self) -> dict[int | str, LSTM]:
         """Return the layers that carry states."""

@@ -24,7 +24,6 @@ from flashlight_py.tagi.states import (
     REAL,
     BaseDeltaStates,
     BaseHiddenStates,
-    fits,
     host_copy,
     reads_as,
     real,
@@ -168,13 +167,8 @@ class Sequential(Network):
                 "backward: the last forward pass was one of evaluation, which keeps nothing; call "
                 "train() before net(x)"
             )
-        shape = self.output_z_buffer.mean.shape
-        if not (fits(d.shape, shape) and fits(e.shape, shape)):
-            raise ValueError(
-                f"backward: expected deltas of shape {shape}, one for each output, or "
-                f"{self.output_z_buffer.size} flat, got {d.shape} and {e.shape}"
-            )
-        return d.reshape(shape), e.reshape(shape)
+        d, e = (self._deltas("backward: deltas", each) for each in (d, e))
+        return d, e
 
     def step(self) -> None:
         """Change every parameter by what the last backward pass has found, in place.
@@ -285,16 +279,12 @@ class Sequential(Network):
             ValueError: they have another shape than the outputs of the last forward pass and are
                 not flat, or something is masked.
         """
-        shape = self.output_z_buffer.mean.shape
-        d = real("set_delta_z: delta_mu", delta_mu, self.device, own=True)
-        e = real("set_delta_z: delta_var", delta_var, self.device, own=True)
-        if not (fits(d.shape, shape) and fits(e.shape, shape)):
-            raise ValueError(
-                f"set_delta_z: expected shape {shape}, one element for each output, or "
-                f"{self.output_z_buffer.size} elements flat, got {d.shape} and {e.shape}"
-            )
-        deltas = self.input_delta_z_buffer
-        deltas.mean, deltas.variance = d.reshape(shape), e.reshape(shape)
+        d = self._deltas("set_delta_z: delta_mu", delta_mu, own=True)
+        e = self._deltas("set_delta_z: delta_var", delta_var, own=True)
+        self.input_delta_z_buffer.mean, self.input_delta_z_buffer.variance = d, e
+
+    def _deltas(self, name: str, values: Any, own: bool = False) -> Array:
+        return real(name, values, self.device, own, shape=self.output_z_buffer.mean.shape)
 
     def get_input_states(self) -> tuple[Array, Array]:
         """Return the deltas of the input's means and variances, flat, on the CPU; copies.
@@ -308,8 +298,7 @@ class Sequential(Network):
                 "get_input_states: the last backward pass ended at the first layer; set "
                 "net.input_state_update = True before it"
             )
-        flat = (deltas.delta_mu, deltas.delta_var)
-        return host_copy(flat[0]), host_copy(flat[1])
+        return host_copy(deltas.delta_mu), host_copy(deltas.delta_var)
 
     def get_neg_var_w_counter(self) -> dict[str, int]:
         """Return how many weights of each layer are at the floor of the variance, 1e-5.
@@ -352,18 +341,13 @@ class Sequential(Network):
     def _input(self, mu_x: Any, var_x: Any) -> BaseHiddenStates:
         mean = real("mu_x", mu_x, self.device, own=True)
         own = self._shape_of_samples(mean.shape)
-        shape = (mean.size // math.prod(own), *own)
-        variance = None if var_x is None else real("var_x", var_x, self.device, own=True)
-        if variance is not None and not fits(variance.shape, shape):
-            raise ValueError(
-                f"var_x: expected shape {shape}, as mu_x has, or {mean.size} elements flat, got "
-                f"{variance.shape}"
-            )
-        if variance is not None and variance.size and not variance.min() >= 0:
+        mean = mean.reshape(-1, *own)
+        if var_x is None:
+            return BaseHiddenStates(mean)
+        variance = real("var_x", var_x, self.device, own=True, shape=mean.shape)
+        if variance.size and not variance.min() >= 0:
             raise ValueError("var_x: variances are not negative, and not NaN")
-        return BaseHiddenStates(
-            mean.reshape(shape), None if variance is None else variance.reshape(shape)
-        )
+        return BaseHiddenStates(mean, variance)
 
     def _shape_of_samples(self, shape: tuple[int, ...]) -> Shape:
         """Connect the layers, if need be, for an input of ``shape``; return that of a sample."""
