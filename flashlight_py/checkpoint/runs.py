@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -110,23 +109,8 @@ def save(
     parts = checked_parts("save", rng, **own)
     step = int(step)  # NumPy's integers are taken too; JSON knows Python's only
     members = group_or_world(group)
-    states, own_numbers = _collected(members, parts, rng, step, extra)
-    tree = {**states, "extra": extra, "ranks": _random_numbers(members, own_numbers)}
-    names = [*parts, *(["rng"] if rng else [])]
-    return _written(members, Path(path), step, keep, names, tree)
-
-
-def _collected(
-    members: ProcessGroup, parts: Mapping[str, Stateful], rng: Any, step: int, extra: Any
-) -> tuple[dict[str, Any], Array]:
-    """Return the states of the parts, and this rank's random numbers as a file; all ranks agree.
-
-    Raises:
-        TypeError, ValueError, CheckpointError: as ``Attempt.end``, on every rank.
-        MismatchError: the ranks save different things.
-    """
     states: dict[str, Any] = {}
-    numbers = np.empty(0, np.uint8)
+    numbers = np.empty(0, np.uint8)  # this rank's random numbers, as a file
     settings = {"step": step, "parts": sorted(parts), "rng": bool(rng)}
     with Attempt("save", members) as attempt:
         states = {name: part.state_dict() for name, part in parts.items()}
@@ -134,28 +118,18 @@ def _collected(
         settings["sampler"] = json.dumps(pack(states.get("sampler"))[0], sort_keys=True)
         pack({"extra": extra})  # names what cannot be saved
     check_agreement("save", members, attempt.share(settings))
-    return states, numbers
-
-
-def _random_numbers(members: ProcessGroup, own: Array) -> list[Any]:
-    """Return the random numbers of all ranks, on rank 0; empty where they are not saved."""
-    lengths = everyone("save", members, own.size)
-    joined = members.gather(own)
-    if joined is None or not any(lengths):
-        return []
-    ends = accumulate(lengths)
-    return [from_bytes(joined[end - n : end]) for end, n in zip(ends, lengths, strict=True)]
-
-
-def _written(
-    members: ProcessGroup, path: Path, step: int, keep: int, parts: list[str], tree: object
-) -> Path:
-    """Let rank 0 write; return the checkpoint's path, or raise, on every rank."""
+    lengths = everyone("save", members, numbers.size)
+    joined, ranks = members.gather(numbers), []
+    if joined is not None and any(lengths):
+        ends = zip(accumulate(lengths), lengths, strict=True)
+        ranks = [from_bytes(joined[end - length : end]) for end, length in ends]
+    tree = {**states, "extra": extra, "ranks": ranks}
     written = ""
     with Attempt("save", members) as attempt:
         if members.rank == 0:
-            written = str(publish(path, step, members.size, parts, pieces(tree)))
-            clear(path, keep)
+            names = [*parts, *(["rng"] if rng else [])]
+            written = str(publish(Path(path), step, members.size, names, pieces(tree)))
+            clear(Path(path), keep)
     return Path(attempt.share(written)[0])
 
 
@@ -172,8 +146,7 @@ class Checkpoint(NamedTuple):
     skipped: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class _Found:
+class _Found(NamedTuple):
     """The find of rank 0: a checkpoint that is whole; its bytes stay there."""
 
     path: Path
@@ -231,21 +204,11 @@ def load(
     members = group_or_world(group)
     wanted = [*parts, *(["rng"] if rng else [])]
     check_agreement("load", members, everyone("load", members, {"parts": wanted}))
-    found, state = _found(members, Path(path), wanted)
-    if found is None:
-        return None
-    tree = _restored(members, found.path, state, parts, rng)
-    manifest = found.manifest
-    return Checkpoint(manifest.step, found.path, tree["extra"], manifest.ranks, found.skipped)
-
-
-def _found(members: ProcessGroup, path: Path, wanted: Sequence[str]) -> tuple[_Found | None, Array]:
-    """Return what rank 0 finds, and the state's bytes, on every rank."""
     found: _Found | None = None
     state = np.empty(0, np.uint8)
     with Attempt("load", members) as attempt:
         if members.rank == 0:
-            found, state = _newest_whole(path, where("load", members))
+            found, state = _newest_whole(Path(path), where("load", members))
             lacking = [part for part in wanted if found and part not in found.manifest.parts]
             if lacking and found:
                 raise ValueError(
@@ -255,10 +218,16 @@ def _found(members: ProcessGroup, path: Path, wanted: Sequence[str]) -> tuple[_F
                 )
     failure, found = members.broadcast_object((attempt.failure, found))
     attempt.end([failure])
-    if found is not None:
-        content = state if members.rank == 0 else np.empty(found.manifest.state.nbytes, np.uint8)
-        state = members.broadcast(content)
-    return found, state
+    if found is None:
+        return None
+    content = state if members.rank == 0 else np.empty(found.manifest.state.nbytes, np.uint8)
+    tree: dict[str, Any] = {}
+    with Attempt("load", members) as attempt:
+        tree = from_bytes(members.broadcast(content))
+        _restore(members, found.path, tree, parts, rng)
+    attempt.share()
+    manifest = found.manifest
+    return Checkpoint(manifest.step, found.path, tree["extra"], manifest.ranks, found.skipped)
 
 
 def _newest_whole(path: Path, begin: str) -> tuple[_Found | None, Array]:
@@ -289,33 +258,21 @@ def _newest_whole(path: Path, begin: str) -> tuple[_Found | None, Array]:
     return None, np.empty(0, np.uint8)
 
 
-def _restored(
-    members: ProcessGroup, path: Path, state: Array, parts: Mapping[str, Stateful], rng: Any
-) -> dict[str, Any]:
-    """Put the state into ``parts`` and ``rng``, on all ranks or raise on all; return the tree."""
-    tree: dict[str, Any] = {}
-    with Attempt("load", members) as attempt:
-        tree = from_bytes(state)
-        try:
-            for name, part in parts.items():
-                part.load_state_dict(tree[name])
-        except ValueError as error:
-            error.args = (f"load: the {name} of {path}: {error}",)
-            raise
-        if rng:
-            is_alike = is_leaf_by_leaf(parts.get("module"))
-            _restore_random_numbers(members, rng, tree["ranks"], 0 if is_alike else members.rank)
-    attempt.share()
-    return tree
-
-
-def _restore_random_numbers(
-    members: ProcessGroup, rng: Any, ranks: Sequence[Any], whose: int
+def _restore(
+    members: ProcessGroup, path: Path, tree: dict[str, Any], parts: Mapping[str, Stateful], rng: Any
 ) -> None:
-    if whose < len(ranks):
-        set_generator_states(rng, ranks[whose])
-        return
-    _log.warning(
-        "%s: the checkpoint has random numbers of %d rank(s); this one keeps its own",
-        *(where("load", members), len(ranks)),
-    )
+    """Put the state into ``parts`` and ``rng``."""
+    try:
+        for name, part in parts.items():
+            part.load_state_dict(tree[name])
+    except ValueError as error:
+        error.args = (f"load: the {name} of {path}: {error}",)
+        raise
+    whose = 0 if is_leaf_by_leaf(parts.get("module")) else members.rank
+    if rng and whose < len(tree["ranks"]):
+        set_generator_states(rng, tree["ranks"][whose])
+    elif rng:
+        _log.warning(
+            "%s: the checkpoint has random numbers of %d rank(s); this one keeps its own",
+            *(where("load", members), len(tree["ranks"])),
+        )
