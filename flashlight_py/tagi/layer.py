@@ -168,6 +168,11 @@ class BaseLayer(abc.ABC):
         """How many units a sample of the output has; 0 until it is known."""
         return 0 if self.output_shape is None else math.prod(self.output_shape)
 
+    def shape_of_outputs(self, batch: int) -> Shape:
+        """Return the shape of the outputs for so many samples; the layer is connected."""
+        assert self.output_shape is not None
+        return (batch, *self.output_shape)
+
     @property
     def bias(self) -> bool:
         """Whether it has biases."""

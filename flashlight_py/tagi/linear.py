@@ -53,10 +53,9 @@ class Linear(BaseLayer):
 
     def connect(self, shape: Shape) -> Shape:
         """Take inputs of ``input_size`` elements of any shape."""
-        assert self.output_shape is not None
         if int(np.prod(shape)) != self.input_size:
             raise ValueError(f"expected {self.input_size} features a sample, got shape {shape}")
-        return self.output_shape
+        return (self.output_size,)
 
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
         x = x.shaped((self.input_size,))

@@ -56,7 +56,6 @@ class AvgPool2d(_Pool):
         )
 
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
-        assert self.input_shape is not None
         x = x.shaped(self.input_shape)
         if self.training:
             self._slope, self._like = x.slope, x.mean
@@ -68,8 +67,7 @@ class AvgPool2d(_Pool):
         """Return to each element ``d / k^2`` and ``e / k^4`` of its windows, times slopes."""
         if not wanted:
             return None
-        assert self.output_shape is not None
-        shape, count = (len(self._like), *self.output_shape), self.kernel_size**2
+        shape, count = self.shape_of_outputs(len(self._like)), self.kernel_size**2
         back = spread_windows(self._over, d.reshape(shape), 1 / count, self._like)
         back_e = spread_windows(self._over, e.reshape(shape), 1 / count**2, self._like)
         return times_slope(back, back_e, self._slope)
@@ -103,7 +101,6 @@ class MaxPool2d(_Pool):
         self._taken = np.empty((0, 0, 0, 0), np.int32)  # place in its window, row by row
 
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
-        assert self.input_shape is not None
         x = x.shaped(self.input_shape)
         mean, variance, taken = largest(self._over, x.mean, x.variance)
         if self.training:

@@ -18,7 +18,7 @@ from flashlight_py.tagi.layer import (
     forward_through,
 )
 from flashlight_py.tagi.network import Network
-from flashlight_py.tagi.normalization import NormMeanVar, norm_mean_var
+from flashlight_py.tagi.normalization import NORM_STATISTICS, BatchNorm2d
 from flashlight_py.tagi.parameters import FLOOR, ParameterBucket, cap_factor, on_device
 from flashlight_py.tagi.states import (
     REAL,
@@ -124,9 +124,8 @@ class Sequential(Network):
         else:
             for _, layer in self.named_layers():
                 layer.forward_nothing()
-            shape = self.layers[-1].output_shape
-            assert shape is not None  # of layers that are connected
-            x = BaseHiddenStates(array_module(x.mean).empty((0, *shape), REAL))
+            shape = self.layers[-1].shape_of_outputs(0)
+            x = BaseHiddenStates(array_module(x.mean).empty(shape, REAL))
         self.output_z_buffer = x
         self.input_delta_z_buffer.mean = None
         return returned(x, flat, is_cupy(mu_x))  # x: other threads may evaluate meanwhile
@@ -310,20 +309,21 @@ class Sequential(Network):
             for name, layer in self.named_layers()
         }
 
-    def get_norm_mean_var(self) -> dict[str, NormMeanVar]:
+    def get_norm_mean_var(self) -> dict[str, tuple[list[Array], ...]]:
         """Return the statistics of the layers that normalize over the batch; copies, on the CPU.
 
         By the info and number of each layer that is one, or a block that has some, such as
         ``"BatchNorm2d()_1"``: lists of running means, running variances, means and variances of the
         last batch of training, with an array for each.
         """
-        found = {
-            f"{layer.get_layer_info()}_{number}": norm_mean_var(
-                each for _, each in layer.named_layers("")
-            )
-            for number, layer in enumerate(self.layers)
-        }
-        return {name: lists for name, lists in found.items() if lists[0]}
+        found = {}
+        for number, layer in enumerate(self.layers):
+            norms = [each for _, each in layer.named_layers("") if isinstance(each, BatchNorm2d)]
+            if norms:
+                found[f"{layer.get_layer_info()}_{number}"] = tuple(
+                    [host_copy(getattr(norm, which)) for norm in norms] for which in NORM_STATISTICS
+                )
+        return found
 
     def get_layer_stack_info(self) -> str:
         """Return a line for each layer."""

@@ -57,8 +57,9 @@ class BaseHiddenStates:
         """How many units a sample has."""
         return self.size // max(1, self.block_size)
 
-    def shaped(self, shape: tuple[int, ...]) -> BaseHiddenStates:
+    def shaped(self, shape: tuple[int, ...] | None) -> BaseHiddenStates:
         """Return the same units, each sample of ``shape``; copies only what is not contiguous."""
+        assert shape is not None  # of a layer that is connected
         if self.mean.shape[1:] == shape:
             return self
         full = (self.mean.shape[0], *shape)

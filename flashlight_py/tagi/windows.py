@@ -99,11 +99,6 @@ class Windows:
         elements: Array = rows[:, :, :, x : end : self.stride]
         return elements
 
-    def whole(self, batch: int) -> WindowPart:
-        """Return the part that all windows of ``batch`` images are."""
-        size = batch * self.out_height * self.out_width
-        return WindowPart(slice(0, batch), slice(0, self.out_height), slice(0, size))
-
 
 def _evenly(size: int, most: int) -> Iterator[slice]:
     """Yield slices of 0 to ``size``, as few as have at most ``most``, and about equal."""
@@ -219,7 +214,9 @@ def call(
     module = native_for(images)
     if module is None:
         return False
-    images_in, rows, _ = part or windows.whole(len(images))
+    images_in, rows = slice(0, len(images)), slice(0, windows.out_height)
+    if part is not None:
+        images_in, rows, _ = part
     sizes = (images.shape[1], windows.height, windows.width, windows.out_width)
     moved = (windows.kernel, windows.stride, windows.before)
     chosen = (images_in.start, images_in.stop, rows.start, rows.stop)

@@ -169,7 +169,7 @@ def test_a_backward_pass_needs_deltas_of_the_last_forward_pass() -> None:
     with pytest.raises(RuntimeError, match="no deltas since the last forward pass"):
         net.backward()
     net.input_delta_z_buffer.mean = net.input_delta_z_buffer.variance = np.zeros((3, 2), np.float32)
-    with pytest.raises(ValueError, match=r"expected deltas of shape \(6, 2\), .* got \(3, 2\)"):
+    with pytest.raises(ValueError, match=r"deltas: expected shape \(6, 2\), .* got \(3, 2\)"):
         net.backward()
 
 
