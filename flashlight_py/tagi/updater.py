@@ -204,4 +204,7 @@ class OutputUpdater:
         more = array.size == 1 or array.size > math.prod(shape)
         if more and (array == array.flat[0]).all():
             return to_device(array.reshape(-1)[:1], self.device)
+        if array.size > math.prod(shape):
+            also = "flat, or more of them, all of one value and none masked"
+            raise ValueError(f"var_obs: expected shape {shape}, {also}, got {array.shape}")
         return real("var_obs", array, self.device, shape=shape)
