@@ -222,8 +222,6 @@ def read(checkpoint: Path) -> tuple[Manifest, Array]:
     return manifest, read_durable(checkpoint / STATE, manifest.state)
 
 
-# Numbered beside the step: the newest stays the newest when a run has gone back to an earlier
-# step.
 def newest_first(directory: Path) -> list[Path]:
     """Return the checkpoints in ``directory``, whole or not; none where there is no directory."""
     if not directory.is_dir():

@@ -90,7 +90,7 @@ class Job:
                 say(f"cannot run {error}")
                 return _CANNOT_RUN
             self._finish()
-            attempt.end_output()
+            output.end()
             if self._stuck:
                 say(f"processes that the kernel does not let go of are left: {self._stuck}")
             if output.error:
@@ -215,7 +215,7 @@ class Job:
         raise StartError(reason)
 
     def _on_output(self, host: int, rank: int, stream: str, data: bytes) -> None:
-        self._attempt.on_output(Source(rank, stream), data)
+        self._output.take(Source(rank, stream), data)
 
     def _on_exited(self, host: int, rank: int, code: int, errors: list[str]) -> None:
         self._attempt.on_exit(rank, code, errors)

@@ -42,7 +42,11 @@ def main() -> None:
         die_with_parent(parent)
     signal.signal(signal.SIGTERM, _leave_in_order)
     os.register_at_fork(after_in_child=lambda: _be_no_rank(link))
-    _prepare_output()
+    if sys.stderr is not None:
+        faulthandler.enable()  # a crash in native code shows where it was
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Whole lines, and at once: also in a pipe, and also with PYTHONUNBUFFERED.
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
     multiprocessing.current_process().authkey = link.recv_bytes()
     try:
         fn, args, params = _load(task)
@@ -84,14 +88,6 @@ def _be_no_rank(link: Connection) -> None:
     link.close()
     if signal.getsignal(signal.SIGTERM) is _leave_in_order:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _prepare_output() -> None:
-    if sys.stderr is not None:
-        faulthandler.enable()  # a crash in native code shows where it was
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # Whole lines, and at once: also in a pipe, and also with PYTHONUNBUFFERED.
-        sys.stdout.reconfigure(line_buffering=True, write_through=False)
 
 
 def _load(task: int) -> tuple[Any, Any, Any]:

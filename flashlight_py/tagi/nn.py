@@ -1,7 +1,4 @@
-"""Layers, containers and the updater, under the names that pytagi's module ``pytagi.nn`` has.
-
-A name is imported when it is first used: networks know nothing of what communicates.
-"""
+"""Layers, containers and the updater, under the names that pytagi's module ``pytagi.nn`` has."""
 
 from __future__ import annotations
 
@@ -14,28 +11,30 @@ _HOMES = {
         *("ClosedFormSoftmax", "EvenExp", "LeakyReLU", "MixtureReLU", "MixtureSigmoid"),
         *("MixtureTanh", "ReLU", "Remax", "Sigmoid", "Softmax", "Softplus", "Tanh"),
     ],
-    "blocks": ["LayerBlock", "ResNetBlock"],
     "convolution": ["Conv2d", "ConvTranspose2d"],
     "distributed": ["DDPConfig", "DDPSequential"],
-    "embedding": ["Embedding"],
-    "layer": ["BaseLayer"],
-    "linear": ["Linear"],
+    "layer": ["BaseLayer", "LayerBlock", "ResNetBlock"],
+    "linear": ["Embedding", "Linear"],
     "normalization": ["BatchNorm2d", "LayerNorm"],
-    "pooling": ["AvgPool2d", "MaxPool2d"],
     "recurrent": ["LSTM", "SLSTM", "SLinear"],
     "sequential": ["Sequential"],
     "states": ["BaseDeltaStates", "BaseHiddenStates"],
     "updater": ["OutputUpdater"],
     "utilities": ["HRCSoftmax"],
+    "windows": ["AvgPool2d", "MaxPool2d"],
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+for _home, _names in _HOMES.items():
+    if _home != "distributed":  # imported when it is first used: networks know nothing of it
+        _module = import_module(f"flashlight_py.tagi.{_home}")
+        globals().update({name: getattr(_module, name) for name in _names})
+
 __all__ = [name for names in _HOMES.values() for name in names]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
+    if name not in _HOMES["distributed"]:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"flashlight_py.tagi.{_HOME_OF[name]}"), name)
+    return getattr(import_module("flashlight_py.tagi.distributed"), name)
 
 
 def __dir__() -> list[str]:
