@@ -128,8 +128,8 @@ def save(
         numbers = to_bytes(generator_states(rng)) if rng else numbers
         settings["sampler"] = json.dumps(pack(states.get("sampler"))[0], sort_keys=True)
         pack({"extra": extra})  # names what cannot be saved
-    check_agreement("save", members, attempt.share(settings))
-    lengths = everyone("save", members, numbers.size)
+    attempt.agree(settings)
+    lengths = attempt.share(numbers.size)
     joined, ranks = members.gather(numbers), []
     if joined is not None and any(lengths):
         ends = zip(accumulate(lengths), lengths, strict=True)
@@ -212,7 +212,7 @@ def load(
     parts = checked_parts("load", rng, **own)
     members = group_or_world(group)
     wanted = [*parts, *(["rng"] if rng else [])]
-    check_agreement("load", members, everyone("load", members, {"parts": wanted}))
+    Attempt("load", members).agree({"parts": wanted})
     found: _Found | None = None
     state = np.empty(0, np.uint8)
     with Attempt("load", members) as attempt:
@@ -310,44 +310,13 @@ def checked_parts(what: str, rng: object, **parts: Stateful | None) -> dict[str,
     return given
 
 
-def check_agreement(what: str, group: ProcessGroup, of_ranks: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse the ranks' arguments, by name, where they are not the same.
-
-    Raises:
-        MismatchError: names the arguments that differ, with values and ranks.
-    """
-    if differing := differing_arguments(of_ranks):
-        raise MismatchError(
-            f"{where(what, group)}: the ranks pass different arguments: {differing}. "
-            "Nothing was done; pass the same on every rank"
-        )
-
-
 def where(what: str, group: ProcessGroup) -> str:
     """Return how a message begins."""
     return f"[{what}] rank {group.rank} of {group.size}"
 
 
-def everyone(what: str, group: ProcessGroup, mine: object) -> list[Any]:
-    """Exchange ``mine``, which JSON can hold: return every rank's, for ``what``, "save" or "load".
-
-    Collective, blocking.
-
-    Raises:
-        DistributedError: as ``Work.wait``; where a rank did not arrive, it says that all must.
-    """
-    backend = group.backend()
-    call = next(call for call in COMPOSED if call.startswith(f"{what}("))
-    try:
-        texts = exchange_bytes(Steps(backend, call), json.dumps(mine).encode())
-    except (PeerLostError, CollectiveTimeoutError) as error:
-        error.args = (f"{where(what, group)}: in {call}: {error}",)
-        raise
-    return [json.loads(text) for text in texts]
-
-
 class Attempt:
-    """A ``with`` block that keeps its exception until the other ranks have been notified."""
+    """A ``with`` block of "save" or "load" that keeps its exception until others were notified."""
 
     def __init__(self, what: str, group: ProcessGroup) -> None:
         self._what, self._group = what, group
@@ -366,15 +335,36 @@ class Attempt:
         return None if self._error is None else [type(self._error).__name__, str(self._error)]
 
     def share(self, mine: object = None) -> list[Any]:
-        """Return what every rank passes, as :func:`everyone`, if none has failed.
+        """Return what every rank passes, and JSON can hold, if none has failed.
+
+        Collective, blocking.
 
         Raises:
-            DistributedError: as :func:`everyone`.
+            DistributedError: as ``Work.wait``; where a rank did not arrive, it says that all must.
             TypeError, ValueError, CheckpointError: as :meth:`end`.
         """
-        of_ranks = everyone(self._what, self._group, [self.failure, mine])
+        sent = json.dumps([self.failure, mine]).encode()
+        call = next(call for call in COMPOSED if call.startswith(f"{self._what}("))
+        try:
+            texts = exchange_bytes(Steps(self._group.backend(), call), sent)
+        except (PeerLostError, CollectiveTimeoutError) as error:
+            error.args = (f"{where(self._what, self._group)}: in {call}: {error}",)
+            raise
+        of_ranks = [json.loads(text) for text in texts]
         self.end([failure for failure, _ in of_ranks])
         return [given for _, given in of_ranks]
+
+    def agree(self, mine: Mapping[str, Any]) -> None:
+        """Share arguments, and refuse those that are not the same on all ranks; as :meth:`share`.
+
+        Raises:
+            MismatchError: names the arguments that differ, with values and ranks.
+        """
+        if differing := differing_arguments(self.share(mine)):
+            raise MismatchError(
+                f"{where(self._what, self._group)}: the ranks pass different arguments: "
+                f"{differing}. Nothing was done; pass the same on every rank"
+            )
 
     def end(self, failures: Sequence[Any]) -> None:
         """Raise if one of ``failures``, those of the ranks in order, is not None.
