@@ -24,7 +24,7 @@ from flashlight_py.checkpoint.directory import (
     publish,
     read,
 )
-from flashlight_py.checkpoint.tensors import from_bytes, pack, pieces, to_bytes
+from flashlight_py.checkpoint.tensors import from_bytes, pack, pieces
 from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.backends.exchange import Steps, exchange_bytes
@@ -125,7 +125,8 @@ def save(
     settings = {"step": step, "parts": sorted(parts), "rng": bool(rng)}
     with Attempt("save", members) as attempt:
         states = {name: part.state_dict() for name, part in parts.items()}
-        numbers = to_bytes(generator_states(rng)) if rng else numbers
+        if rng:
+            numbers = np.concatenate(list(pieces(generator_states(rng))))
         settings["sampler"] = json.dumps(pack(states.get("sampler"))[0], sort_keys=True)
         pack({"extra": extra})  # names what cannot be saved
     attempt.agree(settings)

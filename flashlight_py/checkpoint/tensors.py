@@ -129,15 +129,6 @@ def pieces(tree: object) -> Iterator[Array]:
         yield np.ascontiguousarray(ordered).reshape(-1).view(np.uint8)
 
 
-def to_bytes(tree: object) -> Array:
-    """Return the whole file that holds ``tree``, as uint8 of one dimension.
-
-    Raises:
-        TypeError: as ``pieces``.
-    """
-    return np.concatenate(list(pieces(tree)))
-
-
 def from_bytes(file: Array) -> Any:
     """Return the tree that ``file`` (uint8, one dimension) holds; its arrays are views of it.
 

@@ -253,10 +253,9 @@ class Sequential(Network):
         self.load_state_dict(other.state_dict())
 
     def params_to_device(self) -> None:
-        """Do nothing: parameters are where the network is."""
+        """Do nothing: parameters exist from the start, where the network is; reading copies."""
 
-    def params_to_host(self) -> None:
-        """Do nothing: what reads parameters copies them."""
+    params_to_host = preinit_layer = params_to_device
 
     def get_outputs(self) -> tuple[Array, Array]:
         """Return the means and variances of the last forward pass, flat, on the CPU; copies."""
@@ -328,9 +327,6 @@ class Sequential(Network):
     def get_layer_stack_info(self) -> str:
         """Return a line for each layer."""
         return "\n".join(f"{n}: {layer.get_layer_info()}" for n, layer in enumerate(self.layers))
-
-    def preinit_layer(self) -> None:
-        """Do nothing: parameters exist from the start."""
 
     def set_threads(self, num_threads: int) -> None:
         """Do nothing: NumPy's BLAS has the threads, as many as OPENBLAS_NUM_THREADS says."""
