@@ -113,9 +113,9 @@ def leaves_nothing() -> Iterator[None]:
 @pytest.fixture
 def strict(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The stand-in for CuPy, where the package looks for CuPy."""
-    from tests.autograd.strict_library import StrictLibrary, forget_kernels
+    from tests.cupy_stand_in import StandInCupy, forget_kernels
 
-    library = StrictLibrary()
+    library = StandInCupy()
     monkeypatch.setitem(sys.modules, "cupy", library)
     forget_kernels()
     yield library

@@ -49,17 +49,14 @@ def write_durable(file: Path, pieces: Iterable[Array]) -> Content:
     Raises:
         OSError: the system says so; ``FileExistsError`` if there is such a file.
     """
-    nbytes = 0
-    with open(file, "xb", buffering=0) as stream, _Digest() as digest:
+    with open(file, "xb") as stream, _Digest() as digest:
         for piece in pieces:
             for part in _parts(piece):
                 digest.add(part)
-                rest = part.data
-                while rest:
-                    rest = rest[os.write(stream.fileno(), rest) :]
-                nbytes += part.nbytes
+                stream.write(part.data)
+        stream.flush()
         os.fsync(stream.fileno())
-        return Content(nbytes, digest.result())
+        return Content(stream.tell(), digest.result())
 
 
 def read_durable(file: Path, expected: Content) -> Array:
@@ -69,18 +66,14 @@ def read_durable(file: Path, expected: Content) -> Array:
         OSError: the system says so.
         ValueError: it is not what was written; says what differs.
     """
-    with open(file, "rb", buffering=0) as stream, _Digest() as digest:
+    with open(file, "rb") as stream, _Digest() as digest:
         present = os.fstat(stream.fileno()).st_size
         if present != expected.nbytes:
             raise ValueError(f"{file.name} has {present} bytes, {expected.nbytes} were written")
         content = np.empty(present, np.uint8)
         for part in _parts(content):
-            rest = part.data
-            while rest:
-                got = os.readv(stream.fileno(), [rest])
-                if got == 0:
-                    raise ValueError(f"{file.name} became shorter while it was read")
-                rest = rest[got:]
+            if stream.readinto(part.data) < part.nbytes:
+                raise ValueError(f"{file.name} became shorter while it was read")
             digest.add(part)
         if digest.result() != expected.sha256:
             raise ValueError(f"{file.name} holds other bytes than were written (by its SHA-256)")
@@ -229,8 +222,6 @@ def read(checkpoint: Path) -> tuple[Manifest, Array]:
     return manifest, read_durable(checkpoint / STATE, manifest.state)
 
 
-# Numbered beside the step: the newest stays the newest when a run has gone back to an earlier
-# step.
 def newest_first(directory: Path) -> list[Path]:
     """Return the checkpoints in ``directory``, whole or not; none where there is no directory."""
     if not directory.is_dir():

@@ -9,13 +9,13 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from flashlight_py import random
 from flashlight_py.checkpoint.directory import (
     Manifest,
     clear,
@@ -24,25 +24,35 @@ from flashlight_py.checkpoint.directory import (
     publish,
     read,
 )
-from flashlight_py.checkpoint.parts import (
-    Attempt,
-    Stateful,
-    check_agreement,
-    checked_parts,
-    everyone,
-    generator_states,
-    set_generator_states,
-    where,
-)
-from flashlight_py.checkpoint.tensors import from_bytes, pack, pieces, to_bytes
+from flashlight_py.checkpoint.tensors import from_bytes, pack, pieces
 from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
+from flashlight_py.distributed.backends.exchange import Steps, exchange_bytes
+from flashlight_py.distributed.calls.call import COMPOSED
 from flashlight_py.distributed.calls.checks import whole_number
 from flashlight_py.distributed.start.world import group_or_world
-from flashlight_py.errors import CheckpointError
+from flashlight_py.errors import (
+    CheckpointError,
+    CollectiveTimeoutError,
+    MismatchError,
+    PeerLostError,
+)
+from flashlight_py.parallel.agreement import differing_arguments
 from flashlight_py.parallel.leaf_sync import is_leaf_by_leaf
 
 _log = logging.getLogger("flashlight_py")
+# What a rank raises for another rank's failure of that kind; any other is a CheckpointError.
+_KINDS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": ValueError}
+
+
+class Stateful(Protocol):
+    """Anything whose state can be taken and given back: modules, optimizers, samplers."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the state: dicts, lists, tuples, arrays, numbers, strings, None."""
+
+    def load_state_dict(self, state: Any, /) -> Any:
+        """Go on from ``state``."""
 
 
 def save(
@@ -110,52 +120,28 @@ def save(
     parts = checked_parts("save", rng, **own)
     step = int(step)  # NumPy's integers are taken too; JSON knows Python's only
     members = group_or_world(group)
-    states, own_numbers = _collected(members, parts, rng, step, extra)
-    tree = {**states, "extra": extra, "ranks": _random_numbers(members, own_numbers)}
-    names = [*parts, *(["rng"] if rng else [])]
-    return _written(members, Path(path), step, keep, names, tree)
-
-
-def _collected(
-    members: ProcessGroup, parts: Mapping[str, Stateful], rng: Any, step: int, extra: Any
-) -> tuple[dict[str, Any], Array]:
-    """Return the states of the parts, and this rank's random numbers as a file; all ranks agree.
-
-    Raises:
-        TypeError, ValueError, CheckpointError: as ``Attempt.end``, on every rank.
-        MismatchError: the ranks save different things.
-    """
     states: dict[str, Any] = {}
-    numbers = np.empty(0, np.uint8)
+    numbers = np.empty(0, np.uint8)  # this rank's random numbers, as a file
     settings = {"step": step, "parts": sorted(parts), "rng": bool(rng)}
     with Attempt("save", members) as attempt:
         states = {name: part.state_dict() for name, part in parts.items()}
-        numbers = to_bytes(generator_states(rng)) if rng else numbers
+        if rng:
+            numbers = np.concatenate(list(pieces(generator_states(rng))))
         settings["sampler"] = json.dumps(pack(states.get("sampler"))[0], sort_keys=True)
         pack({"extra": extra})  # names what cannot be saved
-    check_agreement("save", members, attempt.share(settings))
-    return states, numbers
-
-
-def _random_numbers(members: ProcessGroup, own: Array) -> list[Any]:
-    """Return the random numbers of all ranks, on rank 0; empty where they are not saved."""
-    lengths = everyone("save", members, own.size)
-    joined = members.gather(own)
-    if joined is None or not any(lengths):
-        return []
-    ends = accumulate(lengths)
-    return [from_bytes(joined[end - n : end]) for end, n in zip(ends, lengths, strict=True)]
-
-
-def _written(
-    members: ProcessGroup, path: Path, step: int, keep: int, parts: list[str], tree: object
-) -> Path:
-    """Let rank 0 write; return the checkpoint's path, or raise, on every rank."""
+    attempt.agree(settings)
+    lengths = attempt.share(numbers.size)
+    joined, ranks = members.gather(numbers), []
+    if joined is not None and any(lengths):
+        ends = zip(accumulate(lengths), lengths, strict=True)
+        ranks = [from_bytes(joined[end - length : end]) for end, length in ends]
+    tree = {**states, "extra": extra, "ranks": ranks}
     written = ""
     with Attempt("save", members) as attempt:
         if members.rank == 0:
-            written = str(publish(path, step, members.size, parts, pieces(tree)))
-            clear(path, keep)
+            names = [*parts, *(["rng"] if rng else [])]
+            written = str(publish(Path(path), step, members.size, names, pieces(tree)))
+            clear(Path(path), keep)
     return Path(attempt.share(written)[0])
 
 
@@ -172,8 +158,7 @@ class Checkpoint(NamedTuple):
     skipped: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class _Found:
+class _Found(NamedTuple):
     """The find of rank 0: a checkpoint that is whole; its bytes stay there."""
 
     path: Path
@@ -181,8 +166,6 @@ class _Found:
     skipped: tuple[str, ...]
 
 
-# Rank 0 alone reads and broadcasts: all ranks go on from the same checkpoint, and the folder need
-# not be shared.
 def load(
     path: str | os.PathLike[str],
     module: Stateful | None = None,
@@ -230,22 +213,12 @@ def load(
     parts = checked_parts("load", rng, **own)
     members = group_or_world(group)
     wanted = [*parts, *(["rng"] if rng else [])]
-    check_agreement("load", members, everyone("load", members, {"parts": wanted}))
-    found, state = _found(members, Path(path), wanted)
-    if found is None:
-        return None
-    tree = _restored(members, found.path, state, parts, rng)
-    manifest = found.manifest
-    return Checkpoint(manifest.step, found.path, tree["extra"], manifest.ranks, found.skipped)
-
-
-def _found(members: ProcessGroup, path: Path, wanted: Sequence[str]) -> tuple[_Found | None, Array]:
-    """Return what rank 0 finds, and the state's bytes, on every rank."""
+    Attempt("load", members).agree({"parts": wanted})
     found: _Found | None = None
     state = np.empty(0, np.uint8)
     with Attempt("load", members) as attempt:
         if members.rank == 0:
-            found, state = _newest_whole(path, where("load", members))
+            found, state = _newest_whole(Path(path), where("load", members))
             lacking = [part for part in wanted if found and part not in found.manifest.parts]
             if lacking and found:
                 raise ValueError(
@@ -255,10 +228,16 @@ def _found(members: ProcessGroup, path: Path, wanted: Sequence[str]) -> tuple[_F
                 )
     failure, found = members.broadcast_object((attempt.failure, found))
     attempt.end([failure])
-    if found is not None:
-        content = state if members.rank == 0 else np.empty(found.manifest.state.nbytes, np.uint8)
-        state = members.broadcast(content)
-    return found, state
+    if found is None:
+        return None
+    content = state if members.rank == 0 else np.empty(found.manifest.state.nbytes, np.uint8)
+    tree: dict[str, Any] = {}
+    with Attempt("load", members) as attempt:
+        tree = from_bytes(members.broadcast(content))
+        _restore(members, found.path, tree, parts, rng)
+    attempt.share()
+    manifest = found.manifest
+    return Checkpoint(manifest.step, found.path, tree["extra"], manifest.ranks, found.skipped)
 
 
 def _newest_whole(path: Path, begin: str) -> tuple[_Found | None, Array]:
@@ -289,33 +268,149 @@ def _newest_whole(path: Path, begin: str) -> tuple[_Found | None, Array]:
     return None, np.empty(0, np.uint8)
 
 
-def _restored(
-    members: ProcessGroup, path: Path, state: Array, parts: Mapping[str, Stateful], rng: Any
-) -> dict[str, Any]:
-    """Put the state into ``parts`` and ``rng``, on all ranks or raise on all; return the tree."""
-    tree: dict[str, Any] = {}
-    with Attempt("load", members) as attempt:
-        tree = from_bytes(state)
-        try:
-            for name, part in parts.items():
-                part.load_state_dict(tree[name])
-        except ValueError as error:
-            error.args = (f"load: the {name} of {path}: {error}",)
-            raise
-        if rng:
-            is_alike = is_leaf_by_leaf(parts.get("module"))
-            _restore_random_numbers(members, rng, tree["ranks"], 0 if is_alike else members.rank)
-    attempt.share()
-    return tree
-
-
-def _restore_random_numbers(
-    members: ProcessGroup, rng: Any, ranks: Sequence[Any], whose: int
+def _restore(
+    members: ProcessGroup, path: Path, tree: dict[str, Any], parts: Mapping[str, Stateful], rng: Any
 ) -> None:
-    if whose < len(ranks):
-        set_generator_states(rng, ranks[whose])
-        return
-    _log.warning(
-        "%s: the checkpoint has random numbers of %d rank(s); this one keeps its own",
-        *(where("load", members), len(ranks)),
-    )
+    """Put the state into ``parts`` and ``rng``."""
+    try:
+        for name, part in parts.items():
+            part.load_state_dict(tree[name])
+    except ValueError as error:
+        error.args = (f"load: the {name} of {path}: {error}",)
+        raise
+    whose = 0 if is_leaf_by_leaf(parts.get("module")) else members.rank
+    if rng and whose < len(tree["ranks"]):
+        set_generator_states(rng, tree["ranks"][whose])
+    elif rng:
+        _log.warning(
+            "%s: the checkpoint has random numbers of %d rank(s); this one keeps its own",
+            *(where("load", members), len(tree["ranks"])),
+        )
+
+
+# Parts of a run, and failures that all ranks share ------------------------------------------------
+
+
+def checked_parts(what: str, rng: object, **parts: Stateful | None) -> dict[str, Stateful]:
+    """Return the parts that are not None.
+
+    Raises:
+        TypeError: one lacks ``state_dict`` or ``load_state_dict``; or ``rng`` is not None, True, a
+            generator, or a list, tuple or dict of generators.
+    """
+    given = {name: part for name, part in parts.items() if part is not None}
+    for name, part in given.items():
+        for method in ("state_dict", "load_state_dict"):
+            if not callable(getattr(part, method, None)):
+                raise TypeError(f"{what}: {name}, a {type(part).__name__}, has no {method}()")
+    if rng is not None:
+        try:
+            generator_states(rng)
+        except TypeError as error:
+            raise TypeError(f"{what}: rng: {error}") from error
+    return given
+
+
+def where(what: str, group: ProcessGroup) -> str:
+    """Return how a message begins."""
+    return f"[{what}] rank {group.rank} of {group.size}"
+
+
+class Attempt:
+    """A ``with`` block of "save" or "load" that keeps its exception until others were notified."""
+
+    def __init__(self, what: str, group: ProcessGroup) -> None:
+        self._what, self._group = what, group
+        self._error: Exception | None = None
+
+    def __enter__(self) -> Attempt:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        self._error = error if isinstance(error, Exception) else None
+        return self._error is not None
+
+    @property
+    def failure(self) -> list[str] | None:
+        """The report to the others: the kind of the exception and its text; None: there is none."""
+        return None if self._error is None else [type(self._error).__name__, str(self._error)]
+
+    def share(self, mine: object = None) -> list[Any]:
+        """Return what every rank passes, and JSON can hold, if none has failed.
+
+        Collective, blocking.
+
+        Raises:
+            DistributedError: as ``Work.wait``; where a rank did not arrive, it says that all must.
+            TypeError, ValueError, CheckpointError: as :meth:`end`.
+        """
+        sent = json.dumps([self.failure, mine]).encode()
+        call = next(call for call in COMPOSED if call.startswith(f"{self._what}("))
+        try:
+            texts = exchange_bytes(Steps(self._group.backend(), call), sent)
+        except (PeerLostError, CollectiveTimeoutError) as error:
+            error.args = (f"{where(self._what, self._group)}: in {call}: {error}",)
+            raise
+        of_ranks = [json.loads(text) for text in texts]
+        self.end([failure for failure, _ in of_ranks])
+        return [given for _, given in of_ranks]
+
+    def agree(self, mine: Mapping[str, Any]) -> None:
+        """Share arguments, and refuse those that are not the same on all ranks; as :meth:`share`.
+
+        Raises:
+            MismatchError: names the arguments that differ, with values and ranks.
+        """
+        if differing := differing_arguments(self.share(mine)):
+            raise MismatchError(
+                f"{where(self._what, self._group)}: the ranks pass different arguments: "
+                f"{differing}. Nothing was done; pass the same on every rank"
+            )
+
+    def end(self, failures: Sequence[Any]) -> None:
+        """Raise if one of ``failures``, those of the ranks in order, is not None.
+
+        Raises:
+            TypeError, ValueError, CheckpointError: this rank's own; or of the same kind, what the
+                first rank that failed has reported. A failure of another kind is a CheckpointError.
+        """
+        if isinstance(self._error, TypeError | ValueError | CheckpointError):
+            raise self._error
+        for rank, failure in enumerate(failures):
+            if failure:
+                kind, text = failure
+                error = _KINDS.get(kind, CheckpointError)
+                place = where(self._what, self._group)
+                raise error(f"{place}: rank {rank} failed: {kind}: {text}") from self._error
+
+
+def generator_states(rng: object) -> dict[str, Any]:
+    """Return the states of the package's own generators, and of those in ``rng``."""
+    own = {name: random.state_of(each) for name, each in _named(rng).items()}
+    return {"package": random.state_dict(), "given": own}
+
+
+def set_generator_states(rng: object, states: Mapping[str, Any]) -> None:
+    """Let the package's generators, and those in ``rng``, go on from ``states``; in place.
+
+    Raises:
+        ValueError: other generators were saved than are given.
+    """
+    named, saved = _named(rng), states["given"]
+    if named.keys() != saved.keys():
+        raise ValueError(
+            f"load: the rng that was saved has the generators {sorted(saved)}, the one given has "
+            f"{sorted(named)}; pass the same"
+        )
+    for name, generator in named.items():
+        random.set_state_of(generator, saved[name])
+    random.load_state_dict(states["package"])
+
+
+def _named(rng: object) -> dict[str, Any]:
+    if rng is True:
+        return {}
+    if isinstance(rng, Mapping):
+        return {str(name): each for name, each in rng.items()}
+    several = list(rng) if isinstance(rng, list | tuple) else [rng]
+    return {str(number): each for number, each in enumerate(several)}

@@ -1,8 +1,8 @@
 """Trees of arrays as files of safetensors: a length, a JSON header, then the bytes of the arrays.
 
 Written here and not by the library of that name, so that one pass writes, digests and flushes
-without a second copy of the arrays, and bfloat16 can be read, too. The tests read our files with
-that library, and its files with ours. https://huggingface.co/docs/safetensors
+without a second copy of the arrays, bfloat16 can be read, and nothing need be installed. The tests
+read our files with that library, and its files with ours. https://huggingface.co/docs/safetensors
 
 A tree is JSON with the arrays beside it. What JSON lacks is an object with one key that begins with
 ``$``: ``{"$array": name}`` stands for an array, ``$scalar`` for a NumPy scalar, ``$tuple`` for a
@@ -72,18 +72,14 @@ def _packed(tree: object, path: str, arrays: Arrays) -> Any:
         found = [_packed(each, _below(path, n), arrays) for n, each in enumerate(tree)]
         return {"$tuple": found} if isinstance(tree, tuple) else found
     if isinstance(tree, Mapping):
-        return _packed_mapping(tree, path, arrays)
+        named = {key: _packed(value, _below(path, key), arrays) for key, value in tree.items()}
+        if not all(isinstance(key, str) and not key.startswith("$") for key in named):
+            named = {"$dict": [[_packed(k, path, arrays), value] for k, value in named.items()]}
+        return named
     raise TypeError(
         f"a checkpoint cannot hold {path or 'this'}, a {type(tree).__name__}: expected dicts, "
         "lists, tuples, arrays, numbers, strings and None"
     )
-
-
-def _packed_mapping(tree: Mapping[Any, Any], path: str, arrays: Arrays) -> Any:
-    found = {key: _packed(value, _below(path, key), arrays) for key, value in tree.items()}
-    if all(isinstance(key, str) and not key.startswith("$") for key in found):
-        return found
-    return {"$dict": [[_packed(key, path, arrays), value] for key, value in found.items()]}
 
 
 def _named(array: Any, path: str, arrays: Arrays) -> str:
@@ -128,19 +124,9 @@ def pieces(tree: object) -> Iterator[Array]:
     names = sorted(arrays, key=lambda name: -_element(name, arrays[name]).itemsize)
     yield np.frombuffer(_header(structure, arrays, names), np.uint8)
     for name in names:
-        yield _as_bytes(arrays[name])
-
-
-# Written by us: it is a header and bytes. The library of that name has no file to flush, would
-# need a second pass for the digest, and cannot read bfloat16 into NumPy; and saving needs nothing
-# installed.
-def to_bytes(tree: object) -> Array:
-    """Return the whole file that holds ``tree``, as uint8 of one dimension.
-
-    Raises:
-        TypeError: as ``pieces``.
-    """
-    return np.concatenate(list(pieces(tree)))
+        host = np.asarray(to_device(arrays[name], "cpu"))
+        ordered = host.astype(host.dtype.newbyteorder("<"), copy=False)
+        yield np.ascontiguousarray(ordered).reshape(-1).view(np.uint8)
 
 
 def from_bytes(file: Array) -> Any:
@@ -196,13 +182,6 @@ def _element(name: str, array: Array) -> np.dtype[Any]:
             f"{', '.join([*_NAMES, *_PAIRS])}"
         )
     return stored
-
-
-def _as_bytes(array: Array) -> Array:
-    """Return the elements, row by row and little-endian; a view where they lie like that."""
-    host = np.asarray(to_device(array, "cpu"))
-    ordered = host.astype(host.dtype.newbyteorder("<"), copy=False)
-    return np.ascontiguousarray(ordered).reshape(-1).view(np.uint8)
 
 
 def _view(data: Array, dtype: str, shape: list[int], data_offsets: list[int]) -> Array:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -62,9 +62,8 @@ _WAYS = (
 def look(timeout: float, found: Iterable[Finding]) -> Iterator[Finding]:
     """Try each way, for ``timeout`` seconds at most, unless what it needs was not ``found``."""
     mpirun = mpi.mpirun_command(2)  # also one that is of another MPI, as it seems, is tried
-    there = {each.what for each in found if each.state is Health.OK} | (
-        {"mpirun"} if mpirun else set()
-    )
+    there = {each.what for each in found if each.state is Health.OK}
+    there |= {"mpirun"} if mpirun else set()
     for way in _WAYS:
         absent = [need for need in way.needs if need not in there]
         if absent:
@@ -94,9 +93,15 @@ def tried(way: Way, timeout: float) -> Finding:
             return Finding(way.name, Health.FAILED, f"has not ended within {timeout:g} s", _REMEDY)
         finally:
             _end(process)
-    result = _result(output)
+    result, tail, last = None, Tail(), "it wrote nothing"
+    for line in filter(str.strip, output.splitlines()):
+        tail.read(line.encode())
+        last = line
+        with contextlib.suppress(ValueError):  # no brace, or no JSON after it
+            result = dict(json.loads(line[line.index("{") :]))  # rank 0's is the last
     if process.returncode or result is None:
-        problem = f"exit code {process.returncode}: {_last_error(output)}"
+        # What the launcher reports, or the last traceback ended with.
+        problem = f"exit code {process.returncode}: {(tail.errors or [last])[-1]}"
         return Finding(way.name, Health.FAILED, problem, _REMEDY)
     if result["ranks"] != way.ranks:
         problem = f"{result['ranks']} of {way.ranks} ranks have met; is mpirun of another MPI?"
@@ -116,23 +121,6 @@ def _end(process: subprocess.Popen[str]) -> None:
             process.wait(_GRACE_SECONDS)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-
-
-def _result(output: str) -> dict[str, Any] | None:
-    """Return what rank 0 printed, among whatever else was written: the last object of JSON."""
-    for line in reversed(output.splitlines()):
-        with contextlib.suppress(ValueError):  # no brace, or no JSON after it
-            return dict(json.loads(line[line.index("{") :]))
-    return None
-
-
-def _last_error(output: str) -> str:
-    """Return what the launcher reports, or the last traceback ended with, else the last line."""
-    tail, last = Tail(), "it wrote nothing"
-    for line in filter(str.strip, output.splitlines()):
-        tail.read(line.encode())
-        last = line
-    return (tail.errors or [last])[-1]
 
 
 def _duration(seconds: float) -> str:

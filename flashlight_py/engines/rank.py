@@ -64,11 +64,8 @@ class Start:
             with _can_be_ended(self.key), fl.abort_on_exception():
                 fl.distributed_init(fl.DistributedInit.ENV, params=params)
                 result = fn(rank, *args)
-                try:
-                    pickled = dumps(result, main_can_be_imported=False)
-                except TypeError as error:
-                    kind = type(result).__qualname__
-                    raise TypeError(f"the result, of type {kind}, {error}") from error
+                what = f"the result, of type {type(result).__qualname__}, "
+                pickled = dumps(result, main_can_be_imported=False, what=what)
                 fl.barrier()  # nobody leaves while others compute
             return pickled
         finally:

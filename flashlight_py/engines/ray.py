@@ -59,8 +59,6 @@ def run(
 
 
 class _Actor:
-    """The actor."""
-
     def call(self, function: Callable[..., T], *args: Any) -> T:
         return function(*args)
 
@@ -107,7 +105,6 @@ class RayRanks:
         return outcome
 
     def end(self) -> None:
-        """Kill the actors."""
         for actor in self._actors:
             self._ray.kill(actor)
 
@@ -255,7 +252,6 @@ class _TrainerConfig:
         return fl.abort_on_exception
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what Ray shows of it."""
         return {name: str(value) for name, value in self.params.items()}
 
 

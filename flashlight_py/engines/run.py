@@ -16,9 +16,8 @@ from flashlight_py.engines.rank import Start
 from flashlight_py.launch.calls import SpawnCall
 from flashlight_py.launch.failures import Failure, first_cause
 from flashlight_py.launch.pickling import dumps
+from flashlight_py.launch.supervisor import CAUSE_SECONDS
 
-# How long is waited for the cause, in seconds, once a rank has ended by a mere consequence.
-CAUSE_SECONDS = 3.0
 # How long is waited for places that others have, or that a failed attempt frees, in seconds.
 ROOM_SECONDS = 60.0
 # How often is seen what an engine does not report, in seconds.
@@ -44,10 +43,8 @@ def run(
     it raises.
     """
     call = SpawnCall.checked(what, fn, args, nprocs, params, timeout, max_restarts)
-    try:
-        task = dumps((fn, tuple(args), dict(params or {})), main_can_be_imported=False)
-    except TypeError as error:
-        raise TypeError(f"{call.name}: the function or its arguments {error}") from error
+    sent, words = (fn, tuple(args), dict(params or {})), "the function or its arguments"
+    task = dumps(sent, main_can_be_imported=False, what=f"{call.name}: {words} ")
     return call.results(call.attempted(lambda n: attempt(Start(call.size, n, task), call)))
 
 

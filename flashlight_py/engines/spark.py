@@ -17,6 +17,7 @@ from flashlight_py.engines import run as engine
 from flashlight_py.engines.rank import Meeting, Start, listen
 from flashlight_py.launch.calls import SpawnCall
 from flashlight_py.launch.failures import Failure
+from flashlight_py.launch.supervisor import CAUSE_SECONDS
 
 T = TypeVar("T")
 
@@ -145,7 +146,7 @@ def _serve(start: Start) -> Iterator[tuple[int, bytes]]:
     if not isinstance(outcome, Failure):
         return iter([(rank, outcome)])
     if outcome.follows:  # Spark names the task that fails first, and then ends this one
-        threading.Event().wait(engine.CAUSE_SECONDS)
+        threading.Event().wait(CAUSE_SECONDS)
     report = base64.b64encode(pickle.dumps(outcome)).decode()
     raise RuntimeError(f"{outcome.what}; flashlight rank {rank} failed: {report}!")
 

@@ -121,9 +121,6 @@ class Agent:
         assert self.output
         self.output.say(text)
 
-    def pulse(self) -> None:
-        """Do nothing: that something has come from the launcher is noted already."""
-
     def flush(self) -> float:
         """Show lines without an end that are due; returns when the next ones are."""
         if self.output is None:

@@ -91,7 +91,11 @@ class SpawnCall(NamedTuple):
 
     def failed(self, rank: int, failure: Failure) -> RankFailedError:
         """Return the error that reports how ``rank`` failed."""
-        return failure.as_error(self.name, rank, self.size)
+        others = "; the other ranks were ended" if self.size > 1 else ""
+        message = f"{self.name}: rank {rank} of {self.size} {failure.what}{others}"
+        if failure.traceback:
+            message = f"{message}\n\n{failure.traceback}"
+        return RankFailedError(message, rank, failure.exit_code)
 
     def late(self, ranks: Iterable[int]) -> TimeoutError:
         """Return the error that reports that time was up before ``ranks`` had returned."""

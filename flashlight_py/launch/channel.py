@@ -44,7 +44,7 @@ class Reader:
         self.has_ended = False
 
     def read(self) -> list[tuple[str, list[Any]]]:
-        """Return (kind, values) of the messages that are here; sets ``has_ended`` at the end."""
+        """Return (kind, values) of what is here, without pulses; sets ``has_ended`` at the end."""
         try:
             data = os.read(self._descriptor, _CHUNK)
         except BlockingIOError:
@@ -54,7 +54,8 @@ class Reader:
         self.has_ended = not data
         self.received += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
-        messages = [(kind, values) for kind, *values in map(json.loads, lines)]
+        found = [(kind, values) for kind, *values in map(json.loads, lines)]
+        messages = [each for each in found if each[0] != "pulse"]
         for kind, values in messages:
             if kind in _WITH_BYTES:
                 values[-1] = values[-1].encode("latin-1")

@@ -47,7 +47,17 @@ def _run(options: Options, folder: str, stdin: int | None) -> int:
         # The loop is first: from here on no signal ends this process by itself.
         with closing(Loop()) as loop:
             if options.nnodes == 1:
-                return _job(loop, options, folder, stdin).run()
+                hosts: list[Host] = [LocalHost(loop, options.ranks, stdin)]
+                file = os.path.join(folder, "meeting")
+                if options.hosts:
+                    inherited = {
+                        name: value
+                        for name, value in os.environ.items()
+                        if name.startswith(_INHERITED) or name in options.env
+                    }
+                    hosts = [SshHost(loop, *host, options, inherited) for host in options.hosts]
+                    file = f"{options.rdzv}.{secrets.token_hex(8)}" if options.rdzv else ""
+                return Job(loop, hosts, options, stdin, file).run()
             from flashlight_py.launch.nodes import job_of_nodes, meeting_of, work_for_node_0
 
             store = meeting_of(options)
@@ -61,21 +71,6 @@ def _run(options: Options, folder: str, stdin: int | None) -> int:
     except (DistributedError, OSError) as error:
         print(f"flrun: {error}", file=sys.stderr)
         return 1
-
-
-def _job(loop: Loop, options: Options, folder: str, stdin: int | None) -> Job:
-    """Return the job of ranks here, or on hosts that ssh reaches."""
-    hosts: list[Host] = [LocalHost(loop, options.ranks, stdin)]
-    file = os.path.join(folder, "meeting")
-    if options.hosts:
-        inherited = {
-            name: value
-            for name, value in os.environ.items()
-            if name.startswith(_INHERITED) or name in options.env
-        }
-        hosts = [SshHost(loop, *host, options, inherited) for host in options.hosts]
-        file = f"{options.rdzv}.{secrets.token_hex(8)}" if options.rdzv else ""
-    return Job(loop, hosts, options, stdin, file)
 
 
 # Handed on, not copied: a debugger needs the terminal itself.

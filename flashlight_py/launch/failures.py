@@ -12,7 +12,6 @@ from flashlight_py.errors import (
     CollectiveTimeoutError,
     GroupClosedError,
     PeerLostError,
-    RankFailedError,
     RendezvousError,
 )
 from flashlight_py.tracebacks import folded
@@ -58,7 +57,10 @@ class Failure(NamedTuple):
             # As Python does with the argument of ``sys.exit``.
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
             return cls(f"exited with code {code}", at, traceback=text, exit_code=code)
-        return cls(f"raised {_in_one_line(error)}", at, _follows(error), text)
+        # The class and the beginning of the message, as the last lines of a traceback have them.
+        lines = "".join(traceback.format_exception_only(type(error), error)).splitlines()
+        line = next(each for each in lines if not each.startswith(" "))  # a SyntaxError's place is
+        return cls(f"raised {line}", at, _follows(error), text)
 
     @classmethod
     def of_exit(cls, code: int, errors: Sequence[str] = ()) -> Failure:
@@ -72,14 +74,6 @@ class Failure(NamedTuple):
             return cls(f"raised {error}", time.monotonic(), follows, exit_code=code)
         before = f"; its last traceback ended with {error}" if error else ""
         return cls(f"{describe_exit(code)}{before}", time.monotonic(), exit_code=code)
-
-    def as_error(self, what_was_done: str, rank: int, size: int) -> RankFailedError:
-        """Return the exception that reports this failure."""
-        others = "; the other ranks were ended" if size > 1 else ""
-        message = f"{what_was_done}: rank {rank} of {size} {self.what}{others}"
-        if self.traceback:
-            message = f"{message}\n\n{self.traceback}"
-        return RankFailedError(message, rank, self.exit_code)
 
 
 class Tail:
@@ -116,12 +110,6 @@ def describe_exit(code: int) -> str:
 def first_cause(failures: Iterable[tuple[int, Failure]]) -> tuple[int, Failure]:
     """Return the (rank, failure) that the others most likely follow from."""
     return min(failures, key=lambda each: (each[1].follows, each[1].at))
-
-
-def _in_one_line(error: BaseException) -> str:
-    """Return the class and the beginning of the message, as the last lines of a traceback do."""
-    lines = "".join(traceback.format_exception_only(type(error), error)).splitlines()
-    return next(line for line in lines if not line.startswith(" "))  # a SyntaxError's place is
 
 
 def _follows(error: BaseException) -> int:

@@ -2,7 +2,8 @@
 
 The one that the user has started stays in front: it hands signals on and waits. The work is done
 by a copy of it in a session of its own. If the copy is killed, the front ends what it has left; if
-the front is killed, the kernel signals the copy, which ends the job.
+the front is killed, the kernel signals the copy, which ends the job. Both adopt orphans, so that a
+process which has left its session is found too.
 """
 
 from __future__ import annotations
@@ -17,9 +18,6 @@ from contextlib import suppress
 from flashlight_py.launch.failures import describe_exit
 from flashlight_py.launch.loop import FORWARDED
 
-# Two processes, one in front and one with the ranks: whichever is killed by SIGKILL, the other
-# ends what is left. Both adopt orphans, so that a process which has left its session is found
-# too.
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 
 _libc = ctypes.CDLL(None, use_errno=True)  # loaded here: a process just forked must not load
@@ -97,8 +95,16 @@ def adopt_orphans() -> None:
 
 def children() -> list[int]:
     """Return the processes whose parent is this one, also those that have ended just now."""
-    me = os.getpid()
-    return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _parent(pid) == me]
+    me, found = os.getpid(), []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with (
+            suppress(FileNotFoundError, ProcessLookupError),
+            open(f"/proc/{pid}/stat", "rb") as file,
+        ):
+            # The name, in brackets, may itself have brackets and spaces; state and parent follow.
+            if int(file.read().rpartition(b")")[2].split()[1]) == me:
+                found.append(int(pid))
+    return found
 
 
 def has_children() -> bool:
@@ -124,10 +130,3 @@ def _prctl(option: int, value: int) -> None:
     if _libc.prctl(option, value, 0, 0, 0) != 0:
         error = ctypes.get_errno()
         raise OSError(error, f"prctl({option}, {value}): {os.strerror(error)}")
-
-
-def _parent(pid: int) -> int | None:
-    with suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{pid}/stat", "rb") as file:
-        # The name, in brackets, may itself have brackets and spaces; state and parent follow it.
-        return int(file.read().rpartition(b")")[2].split()[1])
-    return None

@@ -90,7 +90,7 @@ class Job:
                 say(f"cannot run {error}")
                 return _CANNOT_RUN
             self._finish()
-            attempt.end_output()
+            output.end()
             if self._stuck:
                 say(f"processes that the kernel does not let go of are left: {self._stuck}")
             if output.error:
@@ -140,7 +140,8 @@ class Job:
         self._left_out: list[str] = []
         self._supply = None
         if self._stdin is not None:
-            self._supply = Supply(self._loop, self._stdin, self._send_input)
+            deliver = partial(self._hosts[self._first].send, "input")
+            self._supply = Supply(self._loop, self._stdin, deliver)
         for index in sorted(self._working):
             if not self._attempt.is_ending:
                 self._hosts[index].open()
@@ -186,21 +187,18 @@ class Job:
         if self._working <= self._addresses.keys() and not self._attempt.is_ending:
             self._is_started = True
             for index in sorted(self._working):
-                self._hosts[index].send("start", self._task(index))
-
-    def _task(self, index: int) -> dict[str, Any]:
-        host = self._hosts[index]
-        return {
-            "slots": [slot for slot in self._slots if slot.host == index],
-            "size": len(self._slots),
-            "program": self._options.program,
-            "environ": host.environ,
-            "restarts": self._restarts,
-            "meeting": self._meeting(host.is_launcher),
-            "grace": self._options.grace,
-            "has_input": self._supply is not None,
-            "wants_records": len(self._hosts) > 1,
-        }
+                task = {
+                    "slots": [slot for slot in self._slots if slot.host == index],
+                    "size": len(self._slots),
+                    "program": self._options.program,
+                    "environ": self._hosts[index].environ,
+                    "restarts": self._restarts,
+                    "meeting": self._meeting(self._hosts[index].is_launcher),
+                    "grace": self._options.grace,
+                    "has_input": self._supply is not None,
+                    "wants_records": len(self._hosts) > 1,
+                }
+                self._hosts[index].send("start", task)
 
     def _meeting(self, is_launcher: bool) -> dict[str, str]:
         """Return the variables that say where the ranks meet, less a secret that is known there."""
@@ -217,7 +215,7 @@ class Job:
         raise StartError(reason)
 
     def _on_output(self, host: int, rank: int, stream: str, data: bytes) -> None:
-        self._attempt.on_output(Source(rank, stream), data)
+        self._output.take(Source(rank, stream), data)
 
     def _on_exited(self, host: int, rank: int, code: int, errors: list[str]) -> None:
         self._attempt.on_exit(rank, code, errors)
@@ -226,17 +224,11 @@ class Job:
         if self._supply is not None:
             self._supply.ask()
 
-    def _send_input(self, data: bytes) -> None:
-        self._hosts[self._first].send("input", data)
-
     def _on_lost_output(self, host: int) -> None:
         self._attempt.on_lost_output()
 
     def _on_interrupt(self, host: int, number: int) -> None:
         self._loop.on_signal(signal.Signals(number))
-
-    def _on_pulse(self, host: int) -> None:
-        """Do nothing: that something has come from the host is noted already."""
 
     def _on_record(self, host: int, rank: int, folder: str, data: bytes) -> None:
         self._records[rank] = folder, data

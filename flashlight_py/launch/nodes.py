@@ -2,7 +2,10 @@
 
 They meet as ranks do, at a path that all see or at a port of node 0. The connections of that
 rendezvous, whose ends have proven to know its secret, are those of the job: the other launchers are
-agents of node 0's, which show themselves what their ranks print.
+agents of node 0's, which show themselves what their ranks print. So there is one protocol, and the
+end of a connection says at once that a launcher is gone. The ranks' own secret is made on each node
+of what was exchanged there. Node 0 listens on while the job runs, or one launcher too many would
+wait for 300 s for a job that has begun.
 """
 
 from __future__ import annotations
@@ -43,11 +46,6 @@ _FIRST_REPORT, _PATIENCE = 4.0, 3.0
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
-# A launcher connects to that of node 0 as an agent that ssh has started is connected to its
-# launcher: one protocol, and the end of a connection says at once that a launcher is gone. They
-# keep the connections of their rendezvous, where both ends have proven to know the job's secret;
-# the ranks' own is made on each node of what was exchanged there. Node 0 listens on while the job
-# runs, or one launcher too many would wait for 300 s for a job that has begun.
 class NodeHost(ConnectedHost):
     """The host of another node, whose launcher is at the other end of ``connection``."""
 

@@ -70,21 +70,22 @@ def read_options(arguments: Sequence[str] | None, interpreter: str) -> Options:
                 "or at a port of node 0: --nnodes N --node-rank I --rdzv PATH or HOST:PORT; or use "
                 "--hosts A:4,B:4. One host needs neither"
             )
-    if given.rdzv and _is_no_place(given.rdzv):
-        parser.error(
-            "--rdzv: expected a path, or HOST:PORT with a port from 1 to 65535, "
-            f"got {given.rdzv!r}; a path with a colon in its name needs a slash, as ./{given.rdzv}"
-        )
     given.ranks, given.env = given.n or usable_cores(), tuple(given.env)
     given.hosts, given.program = _hosts(parser, given), _program(given, interpreter)
     options = Options(*(getattr(given, name) for name in Options._fields))
-    nodes, node, hosts = options.nnodes, options.node_rank, options.hosts
+    nodes, node, hosts, place = options.nnodes, options.node_rank, options.hosts, options.rdzv
+    _, port = options.endpoint or ("", 0)
+    if ":" in place and "/" not in place and not 0 < port < 65536:
+        parser.error(
+            "--rdzv: expected a path, or HOST:PORT with a port from 1 to 65535, "
+            f"got {place!r}; a path with a colon in its name needs a slash, as ./{place}"
+        )
     total = sum(slots for _, slots in hosts) if hosts else options.ranks * nodes
     if given.standalone and (hosts or nodes > 1):
         parser.error("--standalone is for this host alone; leave it out with --hosts or --nnodes")
     if hosts and nodes > 1:
         parser.error("--hosts starts ranks on other hosts; --nnodes is for a launcher on each host")
-    if nodes > 1 and not options.rdzv:
+    if nodes > 1 and not place:
         parser.error("--nnodes needs --rdzv: a path that all hosts see, or HOST:PORT of node 0")
     if node is not None and node >= nodes:
         parser.error(f"--node-rank: expected 0 to {nodes - 1}, got {node}")
@@ -216,14 +217,6 @@ def _ssh(text: str) -> tuple[str, ...]:
     missing = [each for each in _DEADLINES if each.partition("=")[0].lower() not in said]
     # In front: what follows may be a host and another command, as in ``ssh jump docker exec``.
     return (ssh[0], *(word for each in missing for word in ("-o", each)), *ssh[1:])
-
-
-def _is_no_place(text: str) -> bool:
-    """Return whether it is neither a path nor a host and a port of it."""
-    host, colon, port = text.rpartition(":")
-    if not colon or "/" in text:
-        return False
-    return not (host and port.isdecimal() and 0 < int(port) < 65536)
 
 
 def _hosts(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, TextIO
@@ -36,7 +36,8 @@ class RankOutput:
     there, after what they hold.
 
     Where something cannot be written, because nobody reads it, the disk is full or the terminal
-    gone, all that follows is dropped, and ``error`` says so; nothing is raised.
+    gone, all that follows is dropped, ``error`` says so, and ``on_error`` is called; nothing is
+    raised.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class RankOutput:
         self._rests: dict[Source, bytes] = {}
         self._read_at: dict[Source, float] = {}
         self._open: Source | None = None  # whose line the cursor stands in
+        self.on_error: Callable[[], None] = lambda: None
 
     def take(self, source: Source, data: bytes) -> None:
         """Take the next bytes of ``source``."""
@@ -155,6 +157,7 @@ class RankOutput:
             yield
         except OSError as error:
             self._failed[what] = error
+            self.on_error()
 
     def _show(self, source: Source, text: bytes) -> None:
         if self._folder is not None:

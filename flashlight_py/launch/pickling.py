@@ -29,21 +29,33 @@ class _WithoutMain(pickle.Pickler):
         return NotImplemented
 
 
-def dumps(value: Any, main_can_be_imported: bool = True, stand_in: StandIn | None = None) -> bytes:
+def dumps(
+    value: Any, main_can_be_imported: bool = True, stand_in: StandIn | None = None, what: str = ""
+) -> bytes:
     """Pickle ``value``; ``pickle.loads`` reads it, on the other side too.
 
     cloudpickle, where installed, serves what pickle cannot send: lambdas, closures, and whatever
     is defined in ``__main__`` if that is a notebook or an interactive session.
 
     Raises:
-        TypeError: neither can pickle it; says what to do.
+        TypeError: neither can pickle it; begins with ``what``, and says what to do.
     """
     kind = pickle.Pickler if main_can_be_imported else _WithoutMain
     try:
         return _pickled(kind, value, stand_in)
-    except Exception as error:  # noqa: BLE001 - pickle runs code of the objects, which may raise all
-        plain_error = error
-    return _by_cloudpickle(value, stand_in, plain_error)
+    except Exception as error:
+        # pickle runs code of the objects, which may raise all
+        if importlib.util.find_spec("cloudpickle") is None:
+            raise TypeError(
+                f"{what}cannot be pickled: {error}; define functions and classes at the top level "
+                "of a module or script, or pip install 'flashlight-py[notebook]' (cloudpickle)"
+            ) from error
+    import cloudpickle
+
+    try:
+        return _pickled(cloudpickle.Pickler, value, stand_in)
+    except Exception as error:
+        raise TypeError(f"{what}cannot be pickled, not by cloudpickle either: {error}") from error
 
 
 def _pickled(kind: Any, value: Any, stand_in: StandIn | None) -> bytes:
@@ -63,20 +75,6 @@ def _standing_in(kind: Any) -> Any:
     return type(kind.__name__, (kind,), {"persistent_id": lambda self, value: self.stand_in(value)})
 
 
-def _by_cloudpickle(value: Any, stand_in: StandIn | None, plain_error: Exception) -> bytes:
-    if importlib.util.find_spec("cloudpickle") is None:
-        raise TypeError(
-            f"cannot be pickled: {plain_error}; define functions and classes at the top level of "
-            "a module or script, or pip install 'flashlight-py[notebook]' (cloudpickle)"
-        ) from plain_error
-    import cloudpickle
-
-    try:
-        return _pickled(cloudpickle.Pickler, value, stand_in)
-    except Exception as error:
-        raise TypeError(f"cannot be pickled, not by cloudpickle either: {error}") from error
-
-
 # To processes that this one starts ----------------------------------------------------------------
 
 
@@ -92,10 +90,8 @@ def pack_task(name: str, fn: object, args: object, params: object) -> bytes:
     has_script = _has_script(preparation)
     if not has_script:
         preparation.pop("init_main_from_path", None)
-    try:
-        return pickle.dumps(preparation) + dumps((fn, args, params), has_script)
-    except TypeError as error:
-        raise TypeError(f"{name}: the function or its arguments {error}") from error
+    what = f"{name}: the function or its arguments "
+    return pickle.dumps(preparation) + dumps((fn, args, params), has_script, what=what)
 
 
 def main_can_be_imported(name: str) -> bool:

@@ -42,7 +42,11 @@ def main() -> None:
         die_with_parent(parent)
     signal.signal(signal.SIGTERM, _leave_in_order)
     os.register_at_fork(after_in_child=lambda: _be_no_rank(link))
-    _prepare_output()
+    if sys.stderr is not None:
+        faulthandler.enable()  # a crash in native code shows where it was
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Whole lines, and at once: also in a pipe, and also with PYTHONUNBUFFERED.
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
     multiprocessing.current_process().authkey = link.recv_bytes()
     try:
         fn, args, params = _load(task)
@@ -86,52 +90,29 @@ def _be_no_rank(link: Connection) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _prepare_output() -> None:
-    if sys.stderr is not None:
-        faulthandler.enable()  # a crash in native code shows where it was
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # Whole lines, and at once: also in a pipe, and also with PYTHONUNBUFFERED.
-        sys.stdout.reconfigure(line_buffering=True, write_through=False)
-
-
 def _load(task: int) -> tuple[Any, Any, Any]:
+    """Take over the parent's ``sys.path`` and arguments, import its script, and return the task.
+
+    Meanwhile multiprocessing refuses to start processes: a script that does so unconditionally
+    would start them in every process again.
+    """
+    process: Any = multiprocessing.current_process()
     # Opened anew: the ranks share the descriptor, and with it the place up to which it was read.
     with open(f"/proc/self/fd/{task}", "rb") as file:
         os.close(task)
-        _become_the_script(pickle.load(file))
+        process._inheriting = True
+        try:
+            spawn.prepare(pickle.load(file))
+        finally:
+            del process._inheriting
         fn, args, params = pickle.load(file)
     return fn, args, params
 
 
 def _call(fn: Any, args: Any, params: Mapping[str, Any], folder: Path) -> bytes:
     """Call the function in an initialised world, and return the pickled result."""
-    rank = _join_world(folder, params)
-    result = fn(rank, *args)
-
-    from flashlight_py.launch.pickling import dumps
-
-    try:
-        return dumps(result)
-    except TypeError as error:
-        raise TypeError(f"the result, of type {type(result).__qualname__}, {error}") from error
-
-
-def _become_the_script(preparation: dict[str, Any]) -> None:
-    """Take over the parent's ``sys.path`` and arguments, and import its script.
-
-    Meanwhile multiprocessing refuses to start processes: a script that does so unconditionally
-    would start them in every process again.
-    """
-    process: Any = multiprocessing.current_process()
-    process._inheriting = True
-    try:
-        spawn.prepare(preparation)
-    finally:
-        del process._inheriting
-
-
-def _join_world(folder: Path, params: Mapping[str, Any]) -> int:
     import flashlight_py as fl
+    from flashlight_py.launch.pickling import dumps
 
     if not fl.is_distributed_init():  # the script may do so when it is imported
         fl.distributed_init(fl.DistributedInit.ENV, params=params)
@@ -139,7 +120,8 @@ def _join_world(folder: Path, params: Mapping[str, Any]) -> int:
     if fl.get_world_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
     os.environ["FLASHLIGHT_FILE"] = f"{folder}-again"  # after a shutdown they may meet anew
-    return fl.get_world_rank()
+    result = fn(fl.get_world_rank(), *args)
+    return dumps(result, what=f"the result, of type {type(result).__qualname__}, ")
 
 
 if __name__ == "__main__":

@@ -151,7 +151,7 @@ class SpawnedWorld:
         self._attempt = Supervisor(
             poll, self._signal, self._output, range(call.size), ENDING_SECONDS
         )
-        self._ranks = RankProcesses(poll, self._attempt.on_output, replaced)
+        self._ranks = RankProcesses(poll, self._output.take, replaced)
 
     def start(self, folder: str, task: int, restarts: int) -> None:
         """Start all ranks; they inherit the descriptor ``task`` and meet in ``folder``."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from flashlight_py.launch.failures import Failure, first_cause
 from flashlight_py.launch.loop import Poll
-from flashlight_py.launch.output import RankOutput, Source
+from flashlight_py.launch.output import RankOutput
 
 # How long to wait for the cause, in seconds, once a rank has ended by a mere consequence: ranks
 # that wait for the one that failed notice first, and would hide it.
@@ -46,6 +46,7 @@ class Supervisor:
         self.undecided = set(self._running)
         self._cause_until = self._kill_at = self._report_at = math.inf
         self._say = say  # None once it was called
+        output.on_error = self.on_lost_output
 
     def run(self, until: float = math.inf) -> None:
         """Block until all ranks have ended, or the time ``until`` while some are undecided."""
@@ -64,16 +65,6 @@ class Supervisor:
         """The ranks that failed of themselves, or whose host is lost; the first one at least."""
         own = {rank for rank, failure in self.failures.items() if not failure.follows}
         return own | self._gone or ({self.cause[0]} if self.cause else set())
-
-    def on_output(self, source: Source, data: bytes) -> None:
-        """Show what a rank writes; end all if that cannot be done."""
-        self._output.take(source, data)
-        self._check_output()
-
-    def end_output(self) -> None:
-        """Show what is left of the output, once nothing of the ranks is."""
-        self._output.end()
-        self._check_output()
 
     def on_failure(self, failures: Mapping[int, Failure]) -> None:
         """Record how ranks failed that are undecided; end all, unless the cause may be another."""
@@ -163,11 +154,6 @@ class Supervisor:
                 self._say = None
         if now >= self._output.flush_at():
             self._output.flush(now)
-            self._check_output()
-
-    def _check_output(self) -> None:
-        if self._output.error:
-            self.on_lost_output()
 
 
 def _still_run(ranks: list[int]) -> str:

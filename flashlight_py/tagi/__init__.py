@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from flashlight_py.tagi.nn import *
 
 __all__ = [
-    *nn.__all__,
+    *dir(nn),
     "HRCSoftmaxMetric",
     "Normalizer",
     "Utils",
@@ -30,7 +30,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Return what ``nn`` has: also what it imports when it is first used."""
-    if name in nn.__all__:
+    if name in __all__:
         return getattr(nn, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

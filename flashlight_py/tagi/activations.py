@@ -372,24 +372,16 @@ def tails(a: Array) -> tuple[Array, Array, Array]:
     Args:
         a: float64, at least 0; any shape.
     """
-    p = array_module(a).exp(-0.5 * a * a) * (1 / math.sqrt(2 * math.pi))  # the density
-    ratio = math.sqrt(math.pi / 2) * _scaled_complement(a * math.sqrt(0.5))  # of P(z > a) to p
-    mean = p * (1 - a * ratio)
-    return p * ratio, mean, p * (ratio - a * (1 - a * ratio)) - mean * mean
-
-
-def _scaled_complement(x: Array) -> Array:
-    """Return erfc(x) exp(x^2) for ``x`` of at least 0."""
-    xp = array_module(x)
+    xp, x = array_module(a), a * math.sqrt(0.5)
     near, middle, far = xp.minimum(x, 0.46875), xp.clip(x, 0.46875, 4), xp.maximum(x, 4)
     square, inverse = near * near, 1 / (far * far)
-    results = (
-        (1 - near * _ratio(_NEAR, square)) * xp.exp(square),
-        _ratio(_MIDDLE, middle),
-        (1 / math.sqrt(math.pi) - inverse * _ratio(_FAR, inverse)) / far,
-    )
-    chosen: Array = xp.where(x <= 0.46875, results[0], xp.where(x <= 4, results[1], results[2]))
-    return chosen
+    small = (1 - near * _ratio(_NEAR, square)) * xp.exp(square)
+    large = (1 / math.sqrt(math.pi) - inverse * _ratio(_FAR, inverse)) / far
+    scaled = xp.where(x <= 0.46875, small, xp.where(x <= 4, _ratio(_MIDDLE, middle), large))
+    p = xp.exp(-0.5 * a * a) * (1 / math.sqrt(2 * math.pi))  # the density
+    ratio = math.sqrt(math.pi / 2) * scaled  # of P(z > a) to p
+    mean = p * (1 - a * ratio)
+    return p * ratio, mean, p * (ratio - a * (1 - a * ratio)) - mean * mean
 
 
 def _ratio(polynomials: tuple[tuple[float, ...], tuple[float, ...]], x: Array) -> Array:

@@ -145,10 +145,8 @@ class Conv2d(_Convolution):
 
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
         """Return ``[batch, *output_shape]``, which lie channel by channel."""
-        assert self.input_shape is not None
-        assert self.output_shape is not None
         x = x.shaped(self.input_shape)
-        xp, shape = array_module(x.mean), (len(x.mean), *self.output_shape)
+        xp, shape = array_module(x.mean), self.shape_of_outputs(len(x.mean))
         weight, variance = self._matrices()
         means, variances = readable(x.mean, x.variance)
         square = xp.square(weight)
@@ -170,12 +168,12 @@ class Conv2d(_Convolution):
         """Set the sums over windows of ``d`` times means, of ``e`` times their squares; return the
         windows' ``d @ W`` and ``e @ W**2``, added where they overlap, times slopes.
         """
-        assert self.output_shape is not None
         x, over = self._x, self._over
         xp, batch = array_module(x.mean), len(x.mean)
         weight, _ = self._matrices()
         inputs = weight.shape[1]
-        d, e = (channel_first(each.reshape(batch, *self.output_shape)) for each in (d, e))
+        shape = self.shape_of_outputs(batch)
+        d, e = (channel_first(each.reshape(shape)) for each in (d, e))
         sums = xp.zeros((2, inputs, len(weight)), REAL)
         for part, columns in _columns(over, batch, inputs, 2, x.mean):
             patches(over, part, x.mean, None, tuple(columns))
@@ -228,11 +226,9 @@ class ConvTranspose2d(_Convolution):
 
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
         """Return ``[batch, *output_shape]``, which lie channel by channel."""
-        assert self.input_shape is not None
-        assert self.output_shape is not None
         x = x.shaped(self.input_shape)
         over, batch = self._over, len(x.mean)
-        xp, shape = array_module(x.mean), (batch, *self.output_shape)
+        xp, shape = array_module(x.mean), self.shape_of_outputs(batch)
         weight, variance = self._matrices()
         square = xp.square(weight)
         m = channel_first(x.mean)
@@ -255,12 +251,10 @@ class ConvTranspose2d(_Convolution):
         """Set the sums of means times windows of ``d``, of squares times those of ``e``; return
         the windows' sums of ``d`` times W and ``e`` times W**2, times slopes.
         """
-        assert self.input_shape is not None
-        assert self.output_shape is not None
         x, over, batch = self._x, self._over, len(self._x.mean)
-        xp = array_module(x.mean)
+        xp, shape = array_module(x.mean), self.shape_of_outputs(batch)
         weight, _ = self._matrices()
-        d, e = (readable(each.reshape(batch, *self.output_shape))[0] for each in (d, e))
+        d, e = (readable(each.reshape(shape))[0] for each in (d, e))
         m = channel_first(x.mean)
         sums, back = xp.zeros((2, *weight.shape), REAL), xp.empty((2, *m.shape), REAL)
         for part, columns in _columns(over, batch, weight.shape[1], 1, x.mean):
@@ -274,21 +268,27 @@ class ConvTranspose2d(_Convolution):
         self._take_sums(sums, channel_first(d), channel_first(e))
         if not wanted:
             return None
-        shape = (batch, *self.input_shape)
-        return times_slope(batch_first(back[0], shape), batch_first(back[1], shape), x.slope)
+        back_d, back_e = (batch_first(each, x.mean.shape) for each in back)
+        return times_slope(back_d, back_e, x.slope)
 
 
 def _columns(
     windows: Windows, batch: int, inputs: int, kinds: int, like: Array
 ) -> list[tuple[WindowPart, Array]]:
     """Divide the windows into parts; with each, memory for ``kinds`` matrices of its columns,
-    ``[kinds, inputs, columns]``, which all parts share.
+    ``[kinds, inputs, columns]``, which all parts share, until the next call on this thread.
     """
     memory = CACHED_ON_GPU if is_cupy(like) else CACHED
     columns = max(COLUMNS, memory // (REAL.itemsize * inputs * kinds))
     parts = list(windows.parts(batch, columns))
     counts = [part.columns.stop - part.columns.start for part in parts]
-    shared = _scratch(kinds * inputs * max(counts), like)
+    size = kinds * inputs * max(counts)
+    if is_cupy(like):
+        shared = array_module(like).empty(size, REAL)  # CuPy keeps memory itself
+    else:
+        if _kept.memory.size < size:
+            _kept.memory = np.empty(size, REAL)
+        shared = _kept.memory
     return [
         (part, shared[: kinds * inputs * count].reshape(kinds, inputs, count))
         for part, count in zip(parts, counts, strict=True)
@@ -302,13 +302,3 @@ class _Kept(threading.local):
 
 
 _kept = _Kept()
-
-
-def _scratch(size: int, like: Array) -> Array:
-    """Return ``size`` elements of any values, for use until the next call on this thread."""
-    if is_cupy(like):
-        pooled: Array = array_module(like).empty(size, REAL)  # CuPy keeps memory itself
-        return pooled
-    if _kept.memory.size < size:
-        _kept.memory = np.empty(size, REAL)
-    return _kept.memory[:size]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from flashlight_py import _native
 from flashlight_py.errors import BackendUnavailableError
 
@@ -24,21 +22,31 @@ def is_nccl_available() -> bool:
 
 def get_device_count() -> int:
     """Return how many CUDA devices CuPy finds; 0 without CuPy, too."""
-    runtime = _runtime()
-    return 0 if runtime is None else int(runtime.getDeviceCount())
+    try:
+        from cupy.cuda import runtime
+    except ImportError:
+        return 0
+    try:
+        return int(runtime.getDeviceCount())
+    except runtime.CUDARuntimeError:
+        return 0
 
 
 def get_current_device() -> int:
     """Return the index of the device that CuPy uses in this thread; -1: there is none."""
-    runtime = _runtime()
-    return -1 if runtime is None else int(runtime.getDevice())
+    if not is_available():
+        return -1
+    from cupy.cuda import runtime
+
+    return int(runtime.getDevice())
 
 
 def set_device(device_index: int) -> bool:
     """Let CuPy use this device in this thread; return whether there is one of this index."""
-    runtime = _runtime()
-    if runtime is None or not is_device_available(device_index):
+    if not is_device_available(device_index):
         return False
+    from cupy.cuda import runtime
+
     runtime.setDevice(device_index)
     return True
 
@@ -50,9 +58,10 @@ def is_device_available(device_index: int) -> bool:
 
 def get_device_properties(device_index: int) -> str:
     """Return the device's name and compute capability; empty: there is no such device."""
-    runtime = _runtime()
-    if runtime is None or not is_device_available(device_index):
+    if not is_device_available(device_index):
         return ""
+    from cupy.cuda import runtime
+
     found = runtime.getDeviceProperties(device_index)
     return f"{found['name'].decode()}, compute capability {found['major']}.{found['minor']}"
 
@@ -66,15 +75,3 @@ def get_device_memory(device_index: int) -> tuple[int, int]:
     with cupy.cuda.Device(device_index):
         free, total = cupy.cuda.runtime.memGetInfo()
     return int(total), int(free)
-
-
-def _runtime() -> Any | None:
-    """Return CuPy's runtime, None where there is no CuPy, driver or device."""
-    try:
-        from cupy.cuda import runtime
-    except ImportError:
-        return None
-    try:
-        return runtime if runtime.getDeviceCount() else None
-    except runtime.CUDARuntimeError:
-        return None

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flashlight_py.device import Array, array_module
+from flashlight_py.tagi.layer import Deltas
 from flashlight_py.tagi.native import floats, native, native_for
 from flashlight_py.tagi.parameters import Parameter
 from flashlight_py.tagi.states import REAL
@@ -147,17 +148,6 @@ class Pass(NamedTuple):
     by_sample: bool
 
 
-class Back(NamedTuple):
-    """The result of a backward pass: deltas of the gates' inputs, ``[rows * steps, 4 * no]`` in the
-    order of ``joined``, and of the layer's, ``[rows, steps * ni]``, if wanted.
-    """
-
-    dz: Array
-    ez: Array
-    dx: Array | None
-    ex: Array | None
-
-
 class Gates(NamedTuple):
     """The gates of an LSTM, for windows of ``steps`` time steps.
 
@@ -224,8 +214,14 @@ class Gates(NamedTuple):
         last = states if carry else None
         return _by_sample(h[0]), _by_sample(h[1]), last, Pass(joined, slopes, False)
 
-    def backward(self, kept: Pass, d: Array, e: Array, wanted: bool) -> Back:
-        """Return the deltas that those of h, ``[rows, steps * no]``, send back."""
+    def backward(
+        self, kept: Pass, d: Array, e: Array, wanted: bool
+    ) -> tuple[Array, Array, Deltas | None]:
+        """Return the deltas that those of h, ``[rows, steps * no]``, send back.
+
+        Of the gates' inputs, ``[rows * steps, 4 * no]`` in the order of ``joined``, and of the
+        layer's, ``[rows, steps * ni]``, if wanted.
+        """
         if kept.by_sample:
             return self._backward_natively(kept, d, e, wanted)
         joined, slopes, _ = kept
@@ -244,11 +240,12 @@ class Gates(NamedTuple):
                 dh = d[t - 1] + dz[t].reshape(rows, -1) @ matrix[:, ni:]
                 eh = e[t - 1] + coefficients[t].reshape(rows, -1) @ products[:, ni:]
         dz, coefficients = dz.reshape(-1, 4 * no), coefficients.reshape(-1, 10 * no)
-        dx = ex = None
+        deltas = None
         if wanted:
-            dx = _by_sample((dz @ matrix[:, :ni]).reshape(steps, rows, ni))
-            ex = _by_sample((coefficients @ products[:, :ni]).reshape(steps, rows, ni))
-        return Back(dz, coefficients[:, : 4 * no], dx, ex)
+            dx, ex = dz @ matrix[:, :ni], coefficients @ products[:, :ni]
+            shape = (steps, rows, ni)
+            deltas = _by_sample(dx.reshape(shape)), _by_sample(ex.reshape(shape))
+        return dz, coefficients[:, : 4 * no], deltas
 
     def _forward_natively(
         self, kernels: Any, x: Array, x_variance: Array | None, states: States | None, carry: bool
@@ -269,20 +266,20 @@ class Gates(NamedTuple):
         after = None if last is None else States(*last)
         return h, v_h, after, Pass(joined, slopes, True)
 
-    def _backward_natively(self, kept: Pass, d: Array, e: Array, wanted: bool) -> Back:
+    def _backward_natively(
+        self, kept: Pass, d: Array, e: Array, wanted: bool
+    ) -> tuple[Array, Array, Deltas | None]:
         kernels: Any = native()
         joined, slopes, _ = kept
         rows, steps, n = joined.shape
         no = slopes.shape[3]
         dz, ez = np.empty((2, rows * steps, 4 * no), REAL)
-        dx = ex = None
-        if wanted:
-            dx, ex = np.empty((2, rows, steps * (n - no)), REAL)
+        deltas: Any = np.empty((2, rows, steps * (n - no)), REAL) if wanted else (None, None)
         kernels.lib.fl_tagi_lstm_backward(
             kernels.ffi.new("fl_tagi_lstm *", (rows, steps, n - no, no)),
-            *(floats(kernels, a) for a in (self.weight.mean, slopes, d, e, dz, ez, dx, ex)),
+            *(floats(kernels, a) for a in (self.weight.mean, slopes, d, e, dz, ez, *deltas)),
         )
-        return Back(dz, ez, dx, ex)
+        return dz, ez, (deltas[0], deltas[1]) if wanted else None
 
     def _products(self, pairs: int) -> Array:
         """Return products of two gates' weights, the first of ``PAIRS``, one below another."""

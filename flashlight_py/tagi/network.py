@@ -109,7 +109,14 @@ class Network:
             ValueError: the sizes of a layer are not known yet; run a batch first.
             OSError: the file cannot be written.
         """
-        _write(Path(filename), b"".join(_records(self)))
+        state, records = self.state_dict(), []
+        for name, layer in _recorded(self):
+            if layer.output_shape is None:
+                raise ValueError(
+                    f"save: {name} does not know its sizes yet; call the network with a batch first"
+                )
+            records += [_head(layer), *(a.astype(FLOATS).tobytes() for a in state.get(name, ()))]
+        _write(Path(filename), b"".join(records))
 
     def load(self, filename: FileName) -> None:
         """Take what ``save()`` has written, of this library's or pytagi's.
@@ -278,8 +285,7 @@ class Network:
         """
         if self._smoothed is None:
             raise RuntimeError("get_outputs_smoother: call smoother() first")
-        flat = (self._smoothed.mu_a, self._smoothed.var_a)
-        return host_copy(flat[0]), host_copy(flat[1])
+        return host_copy(self._smoothed.mu_a), host_copy(self._smoothed.var_a)
 
     def _lstms(self) -> dict[int | str, LSTM]:
         """Return the layers that carry states."""
@@ -301,17 +307,6 @@ def wrong_moments(names: Iterable[str], arrays: list[Array]) -> list[str]:
 def _recorded(network: Network) -> list[tuple[str, BaseLayer]]:
     """Return the layers that have a record: pools have an empty one, activations none."""
     return [pair for pair in network.named_layers() if not isinstance(pair[1], Activation)]
-
-
-def _records(network: Network) -> Iterator[bytes]:
-    state = network.state_dict()
-    for name, layer in _recorded(network):
-        if layer.output_shape is None:
-            raise ValueError(
-                f"save: {name} does not know its sizes yet; call the network with a batch first"
-            )
-        yield _head(layer)
-        yield from (each.astype(FLOATS).tobytes() for each in state.get(name, ()))
 
 
 def _head(layer: BaseLayer) -> bytes:

@@ -3,77 +3,39 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from flashlight_py.tagi.activations import (
-    ClosedFormSoftmax,
-    EvenExp,
-    LeakyReLU,
-    MixtureReLU,
-    MixtureSigmoid,
-    MixtureTanh,
-    ReLU,
-    Remax,
-    Sigmoid,
-    Softmax,
-    Softplus,
-    Tanh,
-)
-from flashlight_py.tagi.blocks import LayerBlock, ResNetBlock
-from flashlight_py.tagi.convolution import Conv2d, ConvTranspose2d
-from flashlight_py.tagi.embedding import Embedding
-from flashlight_py.tagi.layer import BaseLayer
-from flashlight_py.tagi.linear import Linear
-from flashlight_py.tagi.normalization import BatchNorm2d, LayerNorm
-from flashlight_py.tagi.pooling import AvgPool2d, MaxPool2d
-from flashlight_py.tagi.recurrent import LSTM, SLSTM, SLinear
-from flashlight_py.tagi.sequential import Sequential
-from flashlight_py.tagi.states import BaseDeltaStates, BaseHiddenStates
-from flashlight_py.tagi.updater import OutputUpdater
-from flashlight_py.tagi.utilities import HRCSoftmax
+# Where each name is imported from; `scripts/stubs` tells type checkers the same.
+_HOMES = {
+    "activations": [
+        *("ClosedFormSoftmax", "EvenExp", "LeakyReLU", "MixtureReLU", "MixtureSigmoid"),
+        *("MixtureTanh", "ReLU", "Remax", "Sigmoid", "Softmax", "Softplus", "Tanh"),
+    ],
+    "convolution": ["Conv2d", "ConvTranspose2d"],
+    "distributed": ["DDPConfig", "DDPSequential"],
+    "layer": ["BaseLayer", "LayerBlock", "ResNetBlock"],
+    "linear": ["Embedding", "Linear"],
+    "normalization": ["BatchNorm2d", "LayerNorm"],
+    "recurrent": ["LSTM", "SLSTM", "SLinear"],
+    "sequential": ["Sequential"],
+    "states": ["BaseDeltaStates", "BaseHiddenStates"],
+    "updater": ["OutputUpdater"],
+    "utilities": ["HRCSoftmax"],
+    "windows": ["AvgPool2d", "MaxPool2d"],
+}
+for _home, _names in _HOMES.items():
+    if _home != "distributed":  # imported when it is first used: networks know nothing of it
+        _module = import_module(f"flashlight_py.tagi.{_home}")
+        globals().update({name: getattr(_module, name) for name in _names})
 
-if TYPE_CHECKING:
-    from flashlight_py.tagi.distributed import DDPConfig, DDPSequential
-
-__all__ = [
-    "AvgPool2d",
-    "BaseDeltaStates",
-    "BaseHiddenStates",
-    "BaseLayer",
-    "BatchNorm2d",
-    "ClosedFormSoftmax",
-    "Conv2d",
-    "ConvTranspose2d",
-    "DDPConfig",
-    "DDPSequential",
-    "Embedding",
-    "EvenExp",
-    "HRCSoftmax",
-    "LSTM",
-    "LayerBlock",
-    "LayerNorm",
-    "LeakyReLU",
-    "Linear",
-    "MaxPool2d",
-    "MixtureReLU",
-    "MixtureSigmoid",
-    "MixtureTanh",
-    "OutputUpdater",
-    "ReLU",
-    "Remax",
-    "ResNetBlock",
-    "SLSTM",
-    "SLinear",
-    "Sequential",
-    "Sigmoid",
-    "Softmax",
-    "Softplus",
-    "Tanh",
-]
+__all__ = [name for names in _HOMES.values() for name in names]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what communicates when it is first used: networks know nothing of it."""
-    if name in ("DDPConfig", "DDPSequential"):
-        return getattr(import_module("flashlight_py.tagi.distributed"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _HOMES["distributed"]:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("flashlight_py.tagi.distributed"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

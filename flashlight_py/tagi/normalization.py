@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,11 +14,9 @@ from flashlight_py.tagi.activations import Moments
 from flashlight_py.tagi.layer import BaseLayer, Deltas, Shape, times_slope
 from flashlight_py.tagi.native import address, native
 from flashlight_py.tagi.parameters import Parameter, constant
-from flashlight_py.tagi.states import REAL, BaseHiddenStates, host_copy
+from flashlight_py.tagi.states import REAL, BaseHiddenStates
 
-# Of one normalization or several: lists of these.
 NORM_STATISTICS = ("running_mean", "running_variance", "batch_mean", "batch_variance")
-NormMeanVar = tuple[list[Array], list[Array], list[Array], list[Array]]
 
 
 class Normalization(BaseLayer):
@@ -71,8 +69,7 @@ class Normalization(BaseLayer):
         self._sums_are_complete()
         if back is None:
             return None
-        assert self.input_shape is not None
-        shape = (len(t), *self.input_shape)
+        shape = self.shape_of_outputs(len(t))
         return back[0].reshape(shape), back[1].reshape(shape)
 
     @abc.abstractmethod
@@ -249,15 +246,6 @@ class LayerNorm(Normalization):
         if v is not None:
             variance += row_sums(v).sum(axis=1, keepdims=True)
         return mean, variance / max(n - 1, 1)
-
-
-def norm_mean_var(layers: Iterable[BaseLayer]) -> NormMeanVar:
-    """Return copies of what those of ``layers`` have that normalize over the batch, on the CPU."""
-    norms = [layer for layer in layers if isinstance(layer, BatchNorm2d)]
-    running_means, running_variances, means, variances = (
-        [host_copy(getattr(norm, which)) for norm in norms] for which in NORM_STATISTICS
-    )
-    return running_means, running_variances, means, variances
 
 
 SHORTEST = 8  # positions of rows for which the kernels pay

@@ -96,13 +96,12 @@ class LSTM(BaseLayer):
 
     def connect(self, shape: Shape) -> Shape:
         """Take inputs of ``seq_len * input_size`` elements of any shape."""
-        assert self.output_shape is not None
         if int(np.prod(shape)) != self.input_size:
             raise ValueError(
                 f"expected {self.input_size} elements a sample, {self.seq_len} time steps of "
                 f"{self._inputs}, got shape {shape}"
             )
-        return self.output_shape
+        return (self.output_size,)
 
     def forward(self, x: BaseHiddenStates) -> BaseHiddenStates:
         x = x.shaped((self.input_size,))
@@ -127,20 +126,19 @@ class LSTM(BaseLayer):
         d, e = d.reshape(-1, width), e.reshape(-1, width)
         if self._carried is not None:
             self._carried = posterior(self._carried, d, e, slopes[0, :, 4])
-        steps = 1 if self._apart else self.seq_len
-        back = Gates(self.weight, self.biases, steps).backward(self._kept, d, e, wanted)
-        joined = joined.reshape(-1, joined.shape[2])
-        gates = len(back.dz[0])
-        xp.matmul(back.dz.T, joined, out=self.weight.mean_sum.reshape(gates, -1))
-        xp.matmul(back.ez.T, joined * joined, out=self.weight.variance_sum.reshape(gates, -1))
+        gates = Gates(self.weight, self.biases, 1 if self._apart else self.seq_len)
+        dz, ez, deltas = gates.backward(self._kept, d, e, wanted)
+        joined, shape = joined.reshape(-1, joined.shape[2]), (dz.shape[1], -1)
+        xp.matmul(dz.T, joined, out=self.weight.mean_sum.reshape(shape))
+        xp.matmul(ez.T, joined * joined, out=self.weight.variance_sum.reshape(shape))
         if self.biases is not None:
-            back.dz.sum(axis=0, out=self.biases.mean_sum.reshape(-1))
-            back.ez.sum(axis=0, out=self.biases.variance_sum.reshape(-1))
+            dz.sum(axis=0, out=self.biases.mean_sum.reshape(-1))
+            ez.sum(axis=0, out=self.biases.variance_sum.reshape(-1))
         self._sums_are_complete()
-        if back.dx is None or back.ex is None:
+        if deltas is None:
             return None
-        shape = self._x.mean.shape
-        return times_slope(back.dx.reshape(shape), back.ex.reshape(shape), self._x.slope)
+        d, e = (each.reshape(self._x.mean.shape) for each in deltas)
+        return times_slope(d, e, self._x.slope)
 
     @property
     def carries_states(self) -> bool:

@@ -18,13 +18,12 @@ from flashlight_py.tagi.layer import (
     forward_through,
 )
 from flashlight_py.tagi.network import Network
-from flashlight_py.tagi.normalization import NormMeanVar, norm_mean_var
+from flashlight_py.tagi.normalization import NORM_STATISTICS, BatchNorm2d
 from flashlight_py.tagi.parameters import FLOOR, ParameterBucket, cap_factor, on_device
 from flashlight_py.tagi.states import (
     REAL,
     BaseDeltaStates,
     BaseHiddenStates,
-    fits,
     host_copy,
     reads_as,
     real,
@@ -125,9 +124,8 @@ class Sequential(Network):
         else:
             for _, layer in self.named_layers():
                 layer.forward_nothing()
-            shape = self.layers[-1].output_shape
-            assert shape is not None  # of layers that are connected
-            x = BaseHiddenStates(array_module(x.mean).empty((0, *shape), REAL))
+            shape = self.layers[-1].shape_of_outputs(0)
+            x = BaseHiddenStates(array_module(x.mean).empty(shape, REAL))
         self.output_z_buffer = x
         self.input_delta_z_buffer.mean = None
         return returned(x, flat, is_cupy(mu_x))  # x: other threads may evaluate meanwhile
@@ -168,13 +166,8 @@ class Sequential(Network):
                 "backward: the last forward pass was one of evaluation, which keeps nothing; call "
                 "train() before net(x)"
             )
-        shape = self.output_z_buffer.mean.shape
-        if not (fits(d.shape, shape) and fits(e.shape, shape)):
-            raise ValueError(
-                f"backward: expected deltas of shape {shape}, one for each output, or "
-                f"{self.output_z_buffer.size} flat, got {d.shape} and {e.shape}"
-            )
-        return d.reshape(shape), e.reshape(shape)
+        d, e = (self._deltas("backward: deltas", each) for each in (d, e))
+        return d, e
 
     def step(self) -> None:
         """Change every parameter by what the last backward pass has found, in place.
@@ -260,10 +253,9 @@ class Sequential(Network):
         self.load_state_dict(other.state_dict())
 
     def params_to_device(self) -> None:
-        """Do nothing: parameters are where the network is."""
+        """Do nothing: parameters exist from the start, where the network is; reading copies."""
 
-    def params_to_host(self) -> None:
-        """Do nothing: what reads parameters copies them."""
+    params_to_host = preinit_layer = params_to_device
 
     def get_outputs(self) -> tuple[Array, Array]:
         """Return the means and variances of the last forward pass, flat, on the CPU; copies."""
@@ -285,16 +277,12 @@ class Sequential(Network):
             ValueError: they have another shape than the outputs of the last forward pass and are
                 not flat, or something is masked.
         """
-        shape = self.output_z_buffer.mean.shape
-        d = real("set_delta_z: delta_mu", delta_mu, self.device, own=True)
-        e = real("set_delta_z: delta_var", delta_var, self.device, own=True)
-        if not (fits(d.shape, shape) and fits(e.shape, shape)):
-            raise ValueError(
-                f"set_delta_z: expected shape {shape}, one element for each output, or "
-                f"{self.output_z_buffer.size} elements flat, got {d.shape} and {e.shape}"
-            )
-        deltas = self.input_delta_z_buffer
-        deltas.mean, deltas.variance = d.reshape(shape), e.reshape(shape)
+        d = self._deltas("set_delta_z: delta_mu", delta_mu, own=True)
+        e = self._deltas("set_delta_z: delta_var", delta_var, own=True)
+        self.input_delta_z_buffer.mean, self.input_delta_z_buffer.variance = d, e
+
+    def _deltas(self, name: str, values: Any, own: bool = False) -> Array:
+        return real(name, values, self.device, own, shape=self.output_z_buffer.mean.shape)
 
     def get_input_states(self) -> tuple[Array, Array]:
         """Return the deltas of the input's means and variances, flat, on the CPU; copies.
@@ -308,8 +296,7 @@ class Sequential(Network):
                 "get_input_states: the last backward pass ended at the first layer; set "
                 "net.input_state_update = True before it"
             )
-        flat = (deltas.delta_mu, deltas.delta_var)
-        return host_copy(flat[0]), host_copy(flat[1])
+        return host_copy(deltas.delta_mu), host_copy(deltas.delta_var)
 
     def get_neg_var_w_counter(self) -> dict[str, int]:
         """Return how many weights of each layer are at the floor of the variance, 1e-5.
@@ -321,27 +308,25 @@ class Sequential(Network):
             for name, layer in self.named_layers()
         }
 
-    def get_norm_mean_var(self) -> dict[str, NormMeanVar]:
+    def get_norm_mean_var(self) -> dict[str, tuple[list[Array], ...]]:
         """Return the statistics of the layers that normalize over the batch; copies, on the CPU.
 
         By the info and number of each layer that is one, or a block that has some, such as
         ``"BatchNorm2d()_1"``: lists of running means, running variances, means and variances of the
         last batch of training, with an array for each.
         """
-        found = {
-            f"{layer.get_layer_info()}_{number}": norm_mean_var(
-                each for _, each in layer.named_layers("")
-            )
-            for number, layer in enumerate(self.layers)
-        }
-        return {name: lists for name, lists in found.items() if lists[0]}
+        found = {}
+        for number, layer in enumerate(self.layers):
+            norms = [each for _, each in layer.named_layers("") if isinstance(each, BatchNorm2d)]
+            if norms:
+                found[f"{layer.get_layer_info()}_{number}"] = tuple(
+                    [host_copy(getattr(norm, which)) for norm in norms] for which in NORM_STATISTICS
+                )
+        return found
 
     def get_layer_stack_info(self) -> str:
         """Return a line for each layer."""
         return "\n".join(f"{n}: {layer.get_layer_info()}" for n, layer in enumerate(self.layers))
-
-    def preinit_layer(self) -> None:
-        """Do nothing: parameters exist from the start."""
 
     def set_threads(self, num_threads: int) -> None:
         """Do nothing: NumPy's BLAS has the threads, as many as OPENBLAS_NUM_THREADS says."""
@@ -352,18 +337,13 @@ class Sequential(Network):
     def _input(self, mu_x: Any, var_x: Any) -> BaseHiddenStates:
         mean = real("mu_x", mu_x, self.device, own=True)
         own = self._shape_of_samples(mean.shape)
-        shape = (mean.size // math.prod(own), *own)
-        variance = None if var_x is None else real("var_x", var_x, self.device, own=True)
-        if variance is not None and not fits(variance.shape, shape):
-            raise ValueError(
-                f"var_x: expected shape {shape}, as mu_x has, or {mean.size} elements flat, got "
-                f"{variance.shape}"
-            )
-        if variance is not None and variance.size and not variance.min() >= 0:
+        mean = mean.reshape(-1, *own)
+        if var_x is None:
+            return BaseHiddenStates(mean)
+        variance = real("var_x", var_x, self.device, own=True, shape=mean.shape)
+        if variance.size and not variance.min() >= 0:
             raise ValueError("var_x: variances are not negative, and not NaN")
-        return BaseHiddenStates(
-            mean.reshape(shape), None if variance is None else variance.reshape(shape)
-        )
+        return BaseHiddenStates(mean, variance)
 
     def _shape_of_samples(self, shape: tuple[int, ...]) -> Shape:
         """Connect the layers, if need be, for an input of ``shape``; return that of a sample."""

@@ -57,8 +57,9 @@ class BaseHiddenStates:
         """How many units a sample has."""
         return self.size // max(1, self.block_size)
 
-    def shaped(self, shape: tuple[int, ...]) -> BaseHiddenStates:
+    def shaped(self, shape: tuple[int, ...] | None) -> BaseHiddenStates:
         """Return the same units, each sample of ``shape``; copies only what is not contiguous."""
+        assert shape is not None  # of a layer that is connected
         if self.mean.shape[1:] == shape:
             return self
         full = (self.mean.shape[0], *shape)
@@ -140,21 +141,32 @@ def host_copy(array: Array) -> Array:
 
 
 def real(
-    name: str, values: Any, device: str, own: bool = False, missing: float | None = None
+    name: str,
+    values: Any,
+    device: str,
+    own: bool = False,
+    missing: float | None = None,
+    shape: tuple[int, ...] | None = None,
 ) -> Array:
     """Return ``values``, called ``name`` in errors, as float32 on ``device``; a copy if need be.
 
     ``own``: always a contiguous copy, for what is kept after the caller has its array back.
-    ``missing``: as :func:`unmasked`.
+    ``missing``: as :func:`unmasked`. ``shape``: what they must fit, and are returned in.
 
     Raises:
         TypeError: they are no real numbers.
-        ValueError: as :func:`unmasked`.
+        ValueError: as :func:`unmasked`, or they do not fit ``shape``.
     """
     array: Array = values if is_cupy(values) else np.asarray(unmasked(name, values, missing))
     if array.dtype.kind not in "fiub":
         raise TypeError(f"{name}: expected real numbers, got an array of {array.dtype}")
-    return to_device(array.astype(REAL, order="C" if own else "K", copy=own), device)
+    array = to_device(array.astype(REAL, order="C" if own else "K", copy=own), device)
+    if shape is None:
+        return array
+    if not fits(array.shape, shape):
+        elements = f"{math.prod(shape)} elements flat"
+        raise ValueError(f"{name}: expected shape {shape}, or {elements}, got {array.shape}")
+    return array.reshape(shape)
 
 
 def unmasked(name: str, values: Any, missing: float | None = None) -> Any:

@@ -65,29 +65,16 @@ def innovations(units: BaseHiddenStates, observed: Array, errors: Array) -> tupl
 def _natively(
     module: Any, outputs: BaseHiddenStates, indices: Array | None, observed: Array, errors: Array
 ) -> tuple[Array, Array]:
-    ffi, shape = module.ffi, outputs.mean.shape
-    pointers = [
-        floats(module, array)
-        for array in (outputs.mean, outputs.variance, outputs.slope, observed, errors)
-    ]
-    places = ffi.NULL
-    if indices is None:
-        d, e = np.empty(shape, REAL), np.empty(shape, REAL)
-    else:
-        d, e = np.zeros(shape, REAL), np.zeros(shape, REAL)
-        indices = np.ascontiguousarray(indices, np.int64)
-        places = ffi.from_buffer("int64_t[]", indices)
-    each = outputs.actual_size
-    of_each = each if indices is None else math.prod(indices.shape[1:])
-    described = (*pointers[:3], each, observed.size, of_each)
-    module.lib.fl_tagi_observe(
-        ffi.new("fl_tagi_outputs *", described),
-        places,
-        *pointers[3:],
-        int(errors.size != 1),
-        floats(module, d),
-        floats(module, e),
-    )
+    ffi, each = module.ffi, outputs.actual_size
+    places, of_each = ffi.NULL, each
+    if indices is not None:
+        places = ffi.from_buffer("int64_t[]", np.ascontiguousarray(indices, np.int64))
+        of_each = math.prod(indices.shape[1:])
+    d, e = np.zeros((2, *outputs.mean.shape), REAL)
+    moments = [floats(module, a) for a in (outputs.mean, outputs.variance, outputs.slope)]
+    described = ffi.new("fl_tagi_outputs *", (*moments, each, observed.size, of_each))
+    known, found = ([floats(module, a) for a in pair] for pair in ((observed, errors), (d, e)))
+    module.lib.fl_tagi_observe(described, places, *known, int(errors.size != 1), *found)
     return d, e
 
 
@@ -120,9 +107,8 @@ class OutputUpdater:
         delta_states: BaseDeltaStates,
     ) -> None:
         """Observe every output: ``mu_obs`` with variances ``var_obs``."""
-        mean = output_states.mean
-        observed = self._of("mu_obs", mu_obs, mean.shape)
-        errors = self._variances(var_obs, mean.shape)
+        observed = self._observed(mu_obs, output_states.mean.shape)
+        errors = self._variances(var_obs, output_states.mean.shape)
         delta_states.mean, delta_states.variance = deltas_of(output_states, None, observed, errors)
 
     def update_using_indices(
@@ -140,8 +126,7 @@ class OutputUpdater:
         Raises:
             ValueError, TypeError: as the class says.
         """
-        mean = output_states.mean
-        batch, outputs = len(mean), output_states.actual_size
+        batch, outputs = output_states.block_size, output_states.actual_size
         indices = np.asarray(to_device(unmasked("selected_idx", selected_idx), "cpu"))
         each = (batch, indices.size // max(1, batch))
         if not fits(indices.shape, each):
@@ -157,7 +142,7 @@ class OutputUpdater:
                 f"update_using_indices: indices are from 1 to {outputs}, the number of outputs; "
                 f"got {indices.min()} to {indices.max()}"
             )
-        observed = self._of("mu_obs", mu_obs, indices.shape)
+        observed = self._observed(mu_obs, indices.shape)
         errors = self._variances(var_obs, indices.shape)
         delta_states.mean, delta_states.variance = deltas_of(
             output_states, indices, observed, errors
@@ -188,7 +173,7 @@ class OutputUpdater:
             for array in (output_states.mu_a, output_states.var_a, output_states.jcb)
         )
         pairs = shape[0], output_states.actual_size // 2
-        observed = self._of("mu_obs", mu_obs, pairs).reshape(-1)
+        observed = self._observed(mu_obs, pairs).reshape(-1)
         known = ~xp.isnan(observed)
         noise = mean[1]
         error = xp.where(known, observed - mean[0], 0)
@@ -209,15 +194,8 @@ class OutputUpdater:
             array[~xp.isfinite(array)] = 0
         delta_states.mean, delta_states.variance = d.reshape(shape), e.reshape(shape)
 
-    def _of(self, name: str, values: Any, shape: tuple[int, ...], also: str = "") -> Array:
-        """Return ``values`` as an array of this shape, where the network is."""
-        array = real(name, values, self.device, missing=math.nan)
-        if not fits(array.shape, shape):
-            raise ValueError(
-                f"{name}: expected shape {shape}, one element for each of the outputs observed, or "
-                f"{math.prod(shape)} elements flat{also}, got {array.shape}"
-            )
-        return array.reshape(shape)
+    def _observed(self, values: Any, shape: tuple[int, ...]) -> Array:
+        return real("mu_obs", values, self.device, missing=math.nan, shape=shape)
 
     def _variances(self, values: Any, shape: tuple[int, ...]) -> Array:
         array = real("var_obs", values, "cpu", missing=math.inf)
@@ -226,5 +204,7 @@ class OutputUpdater:
         more = array.size == 1 or array.size > math.prod(shape)
         if more and (array == array.flat[0]).all():
             return to_device(array.reshape(-1)[:1], self.device)
-        also = ", or more of them, all of one value and none masked"
-        return self._of("var_obs", array, shape, also)
+        if array.size > math.prod(shape):
+            also = "flat, or more of them, all of one value and none masked"
+            raise ValueError(f"var_obs: expected shape {shape}, {also}, got {array.shape}")
+        return real("var_obs", array, self.device, shape=shape)

@@ -201,13 +201,7 @@ class Utils:
             raise ValueError(f"expected {batch_size} labels, got {right.size}")
         return (predicted != right).astype(np.int32), values
 
-    def get_hierarchical_softmax(self, num_classes: int) -> HRCSoftmax:
-        """Return the tree of ``num_classes`` classes.
-
-        Raises:
-            ValueError: there are fewer than two classes.
-        """
-        return tree_of(num_classes)
+    get_hierarchical_softmax = staticmethod(tree_of)
 
     def obs_to_label_prob(
         self, ma: Any, Sa: Any, hr_softmax: HRCSoftmax, num_classes: int

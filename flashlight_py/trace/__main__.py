@@ -16,13 +16,12 @@ from flashlight_py.trace.records import compare, read_records
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do what the command line says; returns the exit status."""
     parser = argparse.ArgumentParser("python -m flashlight_py.trace", description=__doc__)
-    commands = parser.add_subparsers(required=True)
+    commands = parser.add_subparsers(dest="command", required=True)
     diff = commands.add_parser(
         "diff",
         help="say where ranks parted; exits with 1 where they have, 2 if no record can be read",
     )
     diff.add_argument("folder", type=Path, help="of the flight records, rank0.json and so on")
-    diff.set_defaults(command=_diff)
     view = commands.add_parser("view", help="make a page (HTML, by itself) of a timeline")
     view.add_argument(
         *("trace",),
@@ -36,29 +35,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         type=Path,
         help="default: the trace's name with .html; a name with .json is a trace for Perfetto",
     )
-    view.set_defaults(command=_view)
     chosen = parser.parse_args(arguments)
     try:
-        status: int = chosen.command(chosen)
+        if chosen.command == "diff":
+            lines, agree = compare(read_records(chosen.folder))
+            _say("\n".join(lines))
+            return 0 if agree else 1
+        source: Path = chosen.trace
+        trace = chrome_trace(read_records(source)) if source.is_dir() else read_trace(source)
+        output: Path = chosen.output or source.with_suffix(".html")
+        is_trace = output.suffix == ".json"
+        output.write_text(json.dumps(trace) if is_trace else page(trace), encoding="utf-8")
+        _say(f"{output}: open it {'at https://ui.perfetto.dev' if is_trace else 'in a browser'}")
     except (OSError, ValueError) as error:
         print(f"flashlight_py.trace: {error}", file=sys.stderr)
         return 2
-    return status
-
-
-def _diff(chosen: argparse.Namespace) -> int:
-    lines, agree = compare(read_records(chosen.folder))
-    _say("\n".join(lines))
-    return 0 if agree else 1
-
-
-def _view(chosen: argparse.Namespace) -> int:
-    source: Path = chosen.trace
-    trace = chrome_trace(read_records(source)) if source.is_dir() else read_trace(source)
-    output: Path = chosen.output or source.with_suffix(".html")
-    is_trace = output.suffix == ".json"
-    output.write_text(json.dumps(trace) if is_trace else page(trace), encoding="utf-8")
-    _say(f"{output}: open it {'at https://ui.perfetto.dev' if is_trace else 'in a browser'}")
     return 0
 
 

@@ -145,17 +145,16 @@ class _Group:
         most = max(self._last.values())
         late = [rank for rank, last in self._last.items() if last < most]
         ahead = [rank for rank in self._last if rank not in late]
-        positions = [f"  {self._position(rank)}" for rank in ahead + late]
-        title = f"group {self.name}: {_ranks(late)} behind {_ranks(ahead)}"
-        return [title, *positions] if late else []
-
-    def _position(self, rank: int) -> str:
-        record, number = self._records[rank], self._last[rank]
-        call = self._calls[rank].get(number)
-        stands = f"; it stands at {record.stands_at}" if record.stands_at else ""
-        if call is None:
-            return f"rank {rank} has called {number} times{stands}"
-        return f"rank {rank}, call {number}: {_called(call)}, {_state(call)}{stands}"
+        lines = [f"group {self.name}: {_ranks(late)} behind {_ranks(ahead)}"]
+        for rank in ahead + late:
+            record, number = self._records[rank], self._last[rank]
+            call = self._calls[rank].get(number)
+            where = f"  rank {rank} has called {number} times"
+            if call is not None:
+                where = f"  rank {rank}, call {number}: {_called(call)}, {_state(call)}"
+            stands = f"; it stands at {record.stands_at}" if record.stands_at else ""
+            lines.append(where + stands)
+        return lines if late else []
 
 
 def _signature(call: dict[str, Any]) -> tuple[Any, ...]:

@@ -23,19 +23,19 @@ from flashlight_py.nn import (
 from flashlight_py.optim import AdamOptimizer, FirstOrderOptimizer, SGDOptimizer, clip_grad_norm
 from flashlight_py.random import set_seed
 from tests.autograd.cases import CASES, Case
-from tests.autograd.strict_library import StrictArray, StrictLibrary
+from tests.cupy_stand_in import StandInArray, StandInCupy
 
 # These bring NumPy arrays of their own, as labels; the training steps below cover the function.
 STRICT_CASES = [case for case in CASES if not case.name.startswith("categorical")]
 
 
 def plain(array: Any) -> np.ndarray:
-    assert isinstance(array, StrictArray)
+    assert isinstance(array, StandInArray)
     return array.get()
 
 
 @pytest.mark.parametrize("case", STRICT_CASES, ids=[case.name for case in STRICT_CASES])
-def test_value_and_gradients_equal_numpy_s(case: Case, strict: StrictLibrary) -> None:
+def test_value_and_gradients_equal_numpy_s(case: Case, strict: StandInCupy) -> None:
     ours = [param(array.copy()) for array in case.arrays]
     theirs = [param(strict.asarray(array.copy())) for array in case.arrays]  # type: ignore[arg-type]
     expected, result = case.ours(*ours), case.ours(*theirs)
@@ -69,7 +69,7 @@ def train(
     ],
 )
 def test_training_equals_numpy_s(
-    make: Callable[[list[Variable]], FirstOrderOptimizer], strict: StrictLibrary
+    make: Callable[[list[Variable]], FirstOrderOptimizer], strict: StandInCupy
 ) -> None:
     arrays, labels = np.linspace(-1, 1, 12, dtype="float32").reshape(3, 4), np.array([0, 1, -1])
     losses = []
@@ -84,7 +84,7 @@ def test_training_equals_numpy_s(
     assert len(set(losses[0])) == 3
 
 
-def test_gradient_buffers_are_written_in_place(strict: StrictLibrary) -> None:
+def test_gradient_buffers_are_written_in_place(strict: StandInCupy) -> None:
     weight = param(strict.asarray(np.ones((3, 2))))  # type: ignore[arg-type]
     buffer = weight.grad_buffer = strict.asarray(np.zeros((3, 2)))  # type: ignore[assignment]
     rows = input(strict.asarray(np.ones((1, 2))))  # type: ignore[arg-type]
@@ -94,7 +94,7 @@ def test_gradient_buffers_are_written_in_place(strict: StrictLibrary) -> None:
         np.testing.assert_array_equal(plain(buffer), np.full((3, 2), expected))
 
 
-def test_the_stand_in_refuses_what_cupy_refuses(strict: StrictLibrary) -> None:
+def test_the_stand_in_refuses_what_cupy_refuses(strict: StandInCupy) -> None:
     """Else the tests above could not fail."""
     array = strict.asarray(np.ones(2))
     for mix in (
@@ -108,7 +108,7 @@ def test_the_stand_in_refuses_what_cupy_refuses(strict: StrictLibrary) -> None:
             mix()
 
 
-def test_a_bias_and_a_relu_share_a_launch_and_so_do_their_slopes(strict: StrictLibrary) -> None:
+def test_a_bias_and_a_relu_share_a_launch_and_so_do_their_slopes(strict: StandInCupy) -> None:
     set_seed(0)
     model = Sequential(Linear(4, 5), ReLU(), Linear(5, 2))
     model._replace_arrays(strict.asarray)  # type: ignore[arg-type]
@@ -118,7 +118,7 @@ def test_a_bias_and_a_relu_share_a_launch_and_so_do_their_slopes(strict: StrictL
     assert (together.launches(), slope.launches()) == (1, 1)
 
 
-def test_nan_passes_a_fused_relu(strict: StrictLibrary) -> None:
+def test_nan_passes_a_fused_relu(strict: StandInCupy) -> None:
     parts = [np.array([[np.nan], [1.0]]), np.ones((1, 1)), np.zeros(1)]
     out = F.linear_relu(*(input(strict.asarray(part)) for part in parts))  # type: ignore[arg-type]
     np.testing.assert_array_equal(plain(out.array), parts[0])

@@ -20,8 +20,8 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.checkpoint import directory
 from flashlight_py.errors import CheckpointError
-from tests.autograd.strict_library import StrictArray, StrictLibrary
 from tests.checkpoint.runs import Run
+from tests.cupy_stand_in import StandInArray, StandInCupy
 
 
 def names(folder: Path) -> list[str]:
@@ -119,9 +119,9 @@ def test_arrays_of_a_gpu_are_brought_to_the_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a stand-in for CuPy, which refuses what is not done explicitly; see tests/gpu."""
-    monkeypatch.setitem(sys.modules, "cupy", StrictLibrary())
+    monkeypatch.setitem(sys.modules, "cupy", StandInCupy())
     array = np.arange(6.0).reshape(2, 3).T
-    fl.save(tmp_path, extra=[StrictArray(array)])
+    fl.save(tmp_path, extra=[StandInArray(array)])
     found = fl.load(tmp_path)
     assert found is not None
     np.testing.assert_array_equal(found.extra[0], array)

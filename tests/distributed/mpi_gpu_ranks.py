@@ -8,7 +8,7 @@ import flashlight_py as fl
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.start.world import current_world
 from flashlight_py.distributed.verbs import ALL_TO_ALL, GATHER, RECV, SCATTER
-from tests.distributed import cuda_stand_in
+from tests.cupy_stand_in import LOG, StandInArray
 from tests.distributed.conformance import values
 from tests.gpu.verbs import on_gpu
 
@@ -33,16 +33,16 @@ def every_move(rank: int, size: int, name: str, rows: int) -> None:
     np.testing.assert_array_equal(got.get(), expected)
     got = backend.start(Call(ALL_TO_ALL, on_gpu(everyone[rank]), rows=[rows] * size)).wait()
     np.testing.assert_array_equal(got.get(), expected)
-    assert isinstance(got, cuda_stand_in.StandInArray)
+    assert isinstance(got, StandInArray)
 
 
 def how_it_goes(rank: int, size: int) -> tuple[str, str, list[tuple[str, ...]]]:
     """One all_reduce: its backend, what describe says, and what was done to the GPU for it."""
     x = on_gpu(np.full(1000, 1.0))
-    cuda_stand_in.LOG.clear()
+    LOG.clear()
     fl.all_reduce(x)
     assert np.all(x.get() == size)
-    log = [entry for entry in cuda_stand_in.LOG if entry[0] != "record"]
+    log = [entry for entry in LOG if entry[0] != "record"]
     return fl.distributed_backend(x).name, fl.distributed.describe(), log
 
 

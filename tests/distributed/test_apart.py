@@ -14,7 +14,7 @@ import flashlight_py as fl
 from flashlight_py.distributed.calls import checks
 from flashlight_py.distributed.calls.checks import Apart
 from flashlight_py.distributed.reducers import reducer
-from tests.distributed.cuda_stand_in import StandInCupy
+from tests.cupy_stand_in import StandInCupy
 
 X = np.zeros((8, 6))
 OVERLAPPING: list[tuple[Any, Any]] = [

@@ -10,7 +10,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.distributed.work import Done, Then
-from tests.autograd.strict_library import StrictLibrary
+from tests.cupy_stand_in import StandInCupy
 from tests.distributed.hook_steps import HOOKS, flat, gradients, make, reduce
 
 
@@ -247,7 +247,7 @@ def empty(rank: int, size: int) -> None:
 
 @pytest.fixture
 def strict(monkeypatch: pytest.MonkeyPatch) -> Any:
-    library = StrictLibrary()
+    library = StandInCupy()
     monkeypatch.setitem(sys.modules, "cupy", library)
     return library
 

@@ -15,11 +15,12 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.distributed.start.world import current_world
-from tests.distributed import conformance, cuda_stand_in
+from tests import cupy_stand_in
+from tests.distributed import conformance, nccl_stand_in
 from tests.distributed.harness import run_outcomes, run_ranks
 
 
-class Stuck(cuda_stand_in.StandInNccl):
+class Stuck(nccl_stand_in.StandInNccl):
     """NCCL that begins everything, and whose communicator can be aborted."""
 
     def _do(self, name: str, *arguments: Any) -> int:
@@ -30,14 +31,14 @@ class Stuck(cuda_stand_in.StandInNccl):
 
 
 def never_done(event: Any, block: bool = False, disable_timing: bool = False) -> None:
-    event.number, event.done = next(cuda_stand_in.Event._numbers), False
+    event.number, event.done = next(cupy_stand_in.Event._numbers), False
 
 
 def gpus(group: Any) -> Any:
     """Join the stand-ins of GPUs, and return what makes arrays on them."""
-    nccl = cuda_stand_in.install(group.backend())
+    nccl = nccl_stand_in.install(group.backend())
     nccl.__class__ = Stuck
-    cuda_stand_in.Event.__init__ = never_done  # type: ignore[method-assign]
+    cupy_stand_in.Event.__init__ = never_done  # type: ignore[method-assign]
     group.join_gpus()
     import cupy
 

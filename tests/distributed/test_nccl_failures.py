@@ -28,8 +28,8 @@ from flashlight_py.errors import (
     GroupClosedError,
     PeerLostError,
 )
-from tests.distributed import cuda_stand_in
-from tests.distributed.cuda_stand_in import LOG, Event, StandInCupy, StandInNccl, Stream
+from tests.cupy_stand_in import LOG, Event, StandInArray, StandInCupy, Stream
+from tests.distributed.nccl_stand_in import StandInNccl
 
 ffi = _native.load("nccl").ffi
 IN_PROGRESS, REMOTE, INVALID_USAGE, SYSTEM_ERROR = 7, 6, 5, 2
@@ -361,6 +361,4 @@ def test_an_array_on_another_device_is_refused_before_anything_is_sent(
 
 
 def test_the_stand_in_is_never_taken_for_numpy() -> None:
-    assert not isinstance(
-        cuda_stand_in.StandInCupy(1).asarray([1.0]).get(), cuda_stand_in.StandInArray
-    )
+    assert not isinstance(StandInCupy().asarray([1.0]).get(), StandInArray)

@@ -153,7 +153,7 @@ def test_a_device_that_is_not_there_is_refused() -> None:
 
 
 def test_several_ranks_on_one_gpu_when_nccl_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.distributed.cuda_stand_in import StandInCupy
+    from tests.cupy_stand_in import StandInCupy
 
     cupy = StandInCupy(2)
     monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)

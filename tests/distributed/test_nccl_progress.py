@@ -23,7 +23,7 @@ from flashlight_py.distributed.backends.nccl.library import NcclLibrary
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.verbs import ALL_REDUCE, BROADCAST, REDUCE, REDUCE_SCATTER
-from tests.distributed.cuda_stand_in import Event, StandInCupy, Stream
+from tests.cupy_stand_in import Event, StandInCupy, Stream
 from tests.distributed.test_nccl_failures import IN_PROGRESS, Cpu, Nccl, communicator
 
 BEGINNING = {"ncclAllReduce", "ncclReduce", "ncclReduceScatter", "ncclBroadcast", "ncclGroupEnd"}

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from flashlight_py.distributed.backends.nccl.streams import DeviceFlight, Flights
-from tests.distributed.cuda_stand_in import Event
+from tests.cupy_stand_in import Event
 
 
 def test_flights_land_once_whoever_asks_at_the_same_time() -> None:

@@ -27,7 +27,7 @@ TOLERANCE = {"float16": 1e-2, "float32": 1e-5, "complex64": 1e-5}
 
 
 def cupy() -> Any:
-    """CuPy; where a test set STAND_IN, the stand-in of cuda_stand_in.py takes its place."""
+    """CuPy; where a test set STAND_IN, the stand-in of cupy_stand_in.py takes its place."""
     if os.environ.get("STAND_IN"):
         install_stand_in()
     import cupy
@@ -39,10 +39,10 @@ def install_stand_in() -> None:
     import sys
 
     from flashlight_py.distributed.start.world import current_world
-    from tests.distributed import cuda_stand_in
+    from tests.distributed import nccl_stand_in
 
     if "cupy" not in sys.modules:
-        cuda_stand_in.install(current_world().group.backend())
+        nccl_stand_in.install(current_world().group.backend())
 
 
 def on_gpu(array: Any, layout: str = "contiguous") -> Any:

@@ -9,7 +9,7 @@ import pytest
 
 from flashlight_py.autograd import param
 from flashlight_py.optim.optimizer import RuleOptimizer
-from tests.autograd.strict_library import StrictLibrary
+from tests.cupy_stand_in import StandInCupy
 from tests.optim.test_native import RULES, bits
 
 SIZES = [0, 5, 1, 4096, 0, 9001, 0]
@@ -31,7 +31,7 @@ def steps(optimizer: Any, convert: Any, dtype: str) -> list[Any]:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_one_launch_gives_the_bits_of_the_cpu(
-    rule: str, strict: StrictLibrary, monkeypatch: pytest.MonkeyPatch
+    rule: str, strict: StandInCupy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The one number that CuPy computes in another order.
     monkeypatch.setattr(RuleOptimizer, "_sum_of_squares", lambda *_: 0.25)
@@ -41,7 +41,7 @@ def test_one_launch_gives_the_bits_of_the_cpu(
     assert [kernel.launches() for kernel in strict.kernels] == [3]
 
 
-def test_two_dtypes_and_two_rates_are_two_launches(strict: StrictLibrary) -> None:
+def test_two_dtypes_and_two_rates_are_two_launches(strict: StandInCupy) -> None:
     """Parameters that are not at the same step share one; those of another dtype have another."""
     variables = [
         param(strict.asarray(np.ones(3, dtype)))  # type: ignore[arg-type]
@@ -55,7 +55,7 @@ def test_two_dtypes_and_two_rates_are_two_launches(strict: StrictLibrary) -> Non
     assert [kernel.launches() for kernel in strict.kernels] == [2, 1]
 
 
-def test_strides_are_stepped_by_the_reference(strict: StrictLibrary) -> None:
+def test_strides_are_stepped_by_the_reference(strict: StandInCupy) -> None:
     whole = strict.asarray(np.ones((3, 4), "float32"))
     variable = param(whole[:, ::2])
     variable.grad = strict.asarray(np.ones((3, 2), "float32"))  # type: ignore[assignment]
@@ -64,7 +64,7 @@ def test_strides_are_stepped_by_the_reference(strict: StrictLibrary) -> None:
     np.testing.assert_array_equal(whole.get()[:, ::2], np.full((3, 2), np.float32(0.9)))
 
 
-def test_pieces_are_zeroed_if_asked(strict: StrictLibrary) -> None:
+def test_pieces_are_zeroed_if_asked(strict: StandInCupy) -> None:
     optimizer = RULES["sgd"]([param(strict.asarray(np.ones(5, "float32")))])  # type: ignore[arg-type]
     for slices in (1, 2):
         slopes = [strict.asarray(np.ones(5, "float32")) for _ in range(slices)]

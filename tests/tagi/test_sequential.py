@@ -128,7 +128,7 @@ def test_inputs_are_real_numbers(x: Any) -> None:
 @pytest.mark.parametrize(
     ("var_x", "message"),
     [
-        (np.full((6, 3), 0.1), r"var_x: expected shape \(6, 4\), as mu_x has, .* got \(6, 3\)"),
+        (np.full((6, 3), 0.1), r"var_x: expected shape \(6, 4\), .* got \(6, 3\)"),
         (np.full((4, 6), 0.1), r"var_x: expected shape \(6, 4\), .* got \(4, 6\)"),
         (np.ma.masked_less(np.arange(24.0), 1), "var_x: 1 of 24 elements are masked"),
         (np.full((6, 4), -0.1), "var_x: variances are not negative"),
@@ -169,7 +169,7 @@ def test_a_backward_pass_needs_deltas_of_the_last_forward_pass() -> None:
     with pytest.raises(RuntimeError, match="no deltas since the last forward pass"):
         net.backward()
     net.input_delta_z_buffer.mean = net.input_delta_z_buffer.variance = np.zeros((3, 2), np.float32)
-    with pytest.raises(ValueError, match=r"expected deltas of shape \(6, 2\), .* got \(3, 2\)"):
+    with pytest.raises(ValueError, match=r"deltas: expected shape \(6, 2\), .* got \(3, 2\)"):
         net.backward()
 
 
@@ -201,13 +201,13 @@ def test_deltas_may_be_set_by_hand() -> None:
     other.backward()
     other.step()
     np.testing.assert_array_equal(other.layers[0].mu_w, one.layers[0].mu_w)
-    with pytest.raises(ValueError, match=r"expected shape \(6, 2\), .* got \(3,\) and \(3,\)"):
+    with pytest.raises(ValueError, match=r"delta_mu: expected shape \(6, 2\), .* got \(3,\)"):
         other.set_delta_z([1, 2, 3], [1, 2, 3])
-    with pytest.raises(ValueError, match=r"expected shape \(6, 2\), .* and \(2, 6\)"):
+    with pytest.raises(ValueError, match=r"delta_var: expected shape \(6, 2\), .* got \(2, 6\)"):
         other.set_delta_z(np.zeros(12), np.zeros((2, 6)))
     other.set_delta_z(Y, Y)
     other.input_delta_z_buffer.variance = np.zeros((2, 6), np.float32)
-    with pytest.raises(ValueError, match=r"expected deltas of shape \(6, 2\), .* and \(2, 6\)"):
+    with pytest.raises(ValueError, match=r"deltas: expected shape \(6, 2\), .* got \(2, 6\)"):
         other.backward()
 
 

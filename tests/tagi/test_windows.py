@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flashlight_py.tagi import pooling
 from flashlight_py.tagi import windows as module
 from flashlight_py.tagi.native import native
 from flashlight_py.tagi.windows import Windows
@@ -76,11 +75,11 @@ def test_sums_of_windows_are_those_of_numpy(over: Windows, first: bool) -> None:
     """To the last bit; the adjoint, too."""
     rng = np.random.default_rng(2)
     x = images(over, rng, first)
-    sums = pooling.sum_windows(over, x, 1 / 9)
-    np.testing.assert_array_equal(sums, in_numpy(pooling.sum_windows, over, x, 1 / 9))
+    sums = module.sum_windows(over, x, 1 / 9)
+    np.testing.assert_array_equal(sums, in_numpy(module.sum_windows, over, x, 1 / 9))
     deltas = rng.standard_normal(sums.shape).astype(F)
-    spread = pooling.spread_windows(over, deltas, 1 / 9, x)
-    expected = in_numpy(pooling.spread_windows, over, deltas, 1 / 9, x)
+    spread = module.spread_windows(over, deltas, 1 / 9, x)
+    expected = in_numpy(module.spread_windows, over, deltas, 1 / 9, x)
     np.testing.assert_array_equal(spread, expected)
     assert np.isclose((sums * deltas).sum(), (x * spread).sum(), rtol=1e-4, atol=1e-4)
 
@@ -94,12 +93,12 @@ def test_largest_elements_are_those_of_numpy(over: Windows, first: bool) -> None
     mean = np.round(images(over, rng, first))
     mean[rng.uniform(size=mean.shape) < 0.3] = np.nan
     variance = np.abs(images(over, rng, not first))
-    own = pooling.largest(over, mean, variance)
-    expected = in_numpy(pooling.largest, over, mean, variance)
+    own = module.largest(over, mean, variance)
+    expected = in_numpy(module.largest, over, mean, variance)
     for found, wanted in zip(own, expected, strict=True):
         np.testing.assert_array_equal(found, wanted)
-    assert pooling.largest(over, mean, None)[1] is None
+    assert module.largest(over, mean, None)[1] is None
     deltas = rng.standard_normal(own[0].shape).astype(F)
-    spread = pooling.spread_taken(over, deltas, own[2], mean)
-    wanted = in_numpy(pooling.spread_taken, over, deltas, own[2], mean)
+    spread = module.spread_taken(over, deltas, own[2], mean)
+    wanted = in_numpy(module.spread_taken, over, deltas, own[2], mean)
     np.testing.assert_allclose(spread, wanted, rtol=1e-5, atol=1e-6)

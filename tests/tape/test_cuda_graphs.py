@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,40 +14,35 @@ from flashlight_py import random
 from flashlight_py.distributed.failures import journal
 from flashlight_py.distributed.start.world import current_world
 from flashlight_py.tape import cublas
-from tests.autograd import strict_library
-from tests.autograd.strict_library import StrictArray, forget_kernels
-from tests.distributed import cuda_stand_in
+from tests.cupy_stand_in import StandInArray, StandInCupy, forget_kernels
+from tests.distributed import nccl_stand_in
 from tests.distributed.harness import run_ranks
-from tests.tape import graph_library
-from tests.tape.graph_library import GraphLibrary, StandInCublas, Stream
+from tests.tape.cublas_stand_in import StandInCublas
 from tests.tape.steps import optimizers
 
 STEPS = 12
 
 
 @pytest.fixture
-def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[GraphLibrary]:
-    library = GraphLibrary()
-    Stream.current, Stream.all = Stream(), weakref.WeakSet()
+def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInCupy]:
+    library = StandInCupy(ordered=True)
     products = StandInCublas(cublas.ffi())
     monkeypatch.setitem(sys.modules, "cupy", library)
     monkeypatch.setattr(cublas, "library", lambda: products)
-    strict_library.PERFORM.append(graph_library.perform)
     forget_kernels()
     random.set_seed(0)
     yield library
-    strict_library.PERFORM.pop()
     forget_kernels()
     random.set_seed(0)
 
 
-def on_gpu(cupy: GraphLibrary, *models: Any) -> None:
+def on_gpu(cupy: StandInCupy, *models: Any) -> None:
     for model in models:
         for param in model.params():
             param.data = cupy.asarray(param.data)
 
 
-def batches(cupy: GraphLibrary, steps: int = STEPS) -> list[tuple[Any, Any]]:
+def batches(cupy: StandInCupy, steps: int = STEPS) -> list[tuple[Any, Any]]:
     draw = np.random.default_rng(1)
     shapes = (4, 6), (4, 3)
     return [
@@ -58,7 +52,7 @@ def batches(cupy: GraphLibrary, steps: int = STEPS) -> list[tuple[Any, Any]]:
 
 
 def make(
-    cupy: GraphLibrary,
+    cupy: StandInCupy,
     optimizer: Callable[[list[fl.Variable]], Any] | None = None,
     dropout: float = 0.0,
 ) -> tuple[Any, Any, Any]:
@@ -88,7 +82,7 @@ def bits(*values: Any) -> list[bytes]:
     found = []
     for value in values:
         array = value.data if isinstance(value, fl.Variable) else value
-        found.append(array.tobytes() if isinstance(array, StrictArray) else repr(array).encode())
+        found.append(array.tobytes() if isinstance(array, StandInArray) else repr(array).encode())
     return found
 
 
@@ -99,7 +93,7 @@ def run(step: Any, model: Any, calls: list[Any]) -> list[Any]:
 
 
 def compare(
-    cupy: GraphLibrary, maker: Callable[[], tuple[Any, Any, Any]], replays: int = STEPS - 2
+    cupy: StandInCupy, maker: Callable[[], tuple[Any, Any, Any]], replays: int = STEPS - 2
 ) -> Any:
     eager, model, _ = maker()
     expected = run(eager, model, batches(cupy))
@@ -112,11 +106,11 @@ def compare(
 
 
 @pytest.mark.parametrize("kind", sorted({*optimizers()} - {"novograd"}))
-def test_optimizers(cupy: GraphLibrary, kind: str) -> None:
+def test_optimizers(cupy: StandInCupy, kind: str) -> None:
     compare(cupy, lambda: make(cupy, optimizers()[kind]))
 
 
-def test_an_optimizer_that_reads_a_norm_stays_eager(cupy: GraphLibrary) -> None:
+def test_an_optimizer_that_reads_a_norm_stays_eager(cupy: StandInCupy) -> None:
     step, _, _ = make(cupy, optimizers()["novograd"])
     captured = fl.capture(step)
     with pytest.warns(RuntimeWarning, match="stays eager"):
@@ -129,11 +123,11 @@ def run_all(step: Any, calls: list[Any]) -> None:
         step(*call)
 
 
-def test_dropout_draws_in_every_replay(cupy: GraphLibrary) -> None:
+def test_dropout_draws_in_every_replay(cupy: StandInCupy) -> None:
     compare(cupy, lambda: make(cupy, dropout=0.5))
 
 
-def test_the_learning_rate_is_read_by_every_replay(cupy: GraphLibrary) -> None:
+def test_the_learning_rate_is_read_by_every_replay(cupy: StandInCupy) -> None:
     rates = np.linspace(0.1, 0.01, STEPS).tolist()
     expected = []
     step, _, optimizer = make(cupy)
@@ -150,7 +144,7 @@ def test_the_learning_rate_is_read_by_every_replay(cupy: GraphLibrary) -> None:
     assert captured.replays == STEPS - 2
 
 
-def test_each_shape_is_captured_by_itself(cupy: GraphLibrary) -> None:
+def test_each_shape_is_captured_by_itself(cupy: StandInCupy) -> None:
     step, _, _ = make(cupy)
     captured = fl.capture(step)
     for rows in (4, 2, 4, 2, 4, 2, 4, 2):
@@ -159,7 +153,7 @@ def test_each_shape_is_captured_by_itself(cupy: GraphLibrary) -> None:
     assert (captured.reason, captured.replays) == ("", 4)
 
 
-def test_gradients_that_are_added_to_are_found_where_they_are(cupy: GraphLibrary) -> None:
+def test_gradients_that_are_added_to_are_found_where_they_are(cupy: StandInCupy) -> None:
     def maker() -> tuple[Any, Any, Any]:
         _, model, _ = make(cupy)
         criterion = fl.nn.MeanSquaredError()
@@ -174,7 +168,7 @@ def test_gradients_that_are_added_to_are_found_where_they_are(cupy: GraphLibrary
     compare(cupy, maker)
 
 
-def test_a_value_that_is_read_ends_the_capture(cupy: GraphLibrary) -> None:
+def test_a_value_that_is_read_ends_the_capture(cupy: StandInCupy) -> None:
     def fresh() -> Any:
         step, _, _ = make(cupy, lambda params: fl.optim.AdamOptimizer(params, 0.1))
 
@@ -196,7 +190,7 @@ def test_a_value_that_is_read_ends_the_capture(cupy: GraphLibrary) -> None:
     assert captured.replays == 0
 
 
-def test_what_a_step_changes_in_python_ends_the_capture(cupy: GraphLibrary) -> None:
+def test_what_a_step_changes_in_python_ends_the_capture(cupy: StandInCupy) -> None:
     step, _, _ = make(cupy)
     calls = [0]
 
@@ -210,7 +204,7 @@ def test_what_a_step_changes_in_python_ends_the_capture(cupy: GraphLibrary) -> N
     assert calls == [STEPS]
 
 
-def test_an_argument_that_is_changed_in_place_ends_the_capture(cupy: GraphLibrary) -> None:
+def test_an_argument_that_is_changed_in_place_ends_the_capture(cupy: StandInCupy) -> None:
     captured = fl.capture(lambda x: x.fill(1))
     array = cupy.asarray(np.zeros(3))
 
@@ -224,7 +218,7 @@ def test_an_argument_that_is_changed_in_place_ends_the_capture(cupy: GraphLibrar
     assert found == [[1, 1, 1]] * 3
 
 
-def test_a_copy_from_the_host_ends_the_capture(cupy: GraphLibrary) -> None:
+def test_a_copy_from_the_host_ends_the_capture(cupy: StandInCupy) -> None:
     constant = np.ones(3)
     captured = fl.capture(lambda x: x + cupy.asarray(constant))
     array = cupy.asarray(np.zeros(3))
@@ -233,7 +227,7 @@ def test_a_copy_from_the_host_ends_the_capture(cupy: GraphLibrary) -> None:
     assert found == [[1, 1, 1]] * 4
 
 
-def test_numbers_and_arrays_of_the_host_are_compared(cupy: GraphLibrary) -> None:
+def test_numbers_and_arrays_of_the_host_are_compared(cupy: StandInCupy) -> None:
     factors = np.array([2.0])
     captured = fl.capture(lambda x: x * float(factors[0]))
     array = cupy.asarray(np.ones(3))
@@ -245,7 +239,7 @@ def test_numbers_and_arrays_of_the_host_are_compared(cupy: GraphLibrary) -> None
     assert captured.replays == 5
 
 
-def test_a_parameter_as_an_argument_is_no_replay(cupy: GraphLibrary) -> None:
+def test_a_parameter_as_an_argument_is_no_replay(cupy: StandInCupy) -> None:
     step, model, _ = make(cupy)
     captured = fl.capture(step)
     weight = model.params()[0].array
@@ -259,7 +253,7 @@ def test_a_parameter_as_an_argument_is_no_replay(cupy: GraphLibrary) -> None:
     assert captured.replays == 3
 
 
-def test_another_array_in_a_parameter_is_seen(cupy: GraphLibrary) -> None:
+def test_another_array_in_a_parameter_is_seen(cupy: StandInCupy) -> None:
     step, model, _ = make(cupy)
     captured = fl.capture(step)
     calls = batches(cupy)
@@ -273,7 +267,7 @@ def test_another_array_in_a_parameter_is_seen(cupy: GraphLibrary) -> None:
     assert other.array.get().any()
 
 
-def test_an_exception_of_the_step_is_raised_and_it_is_captured_later(cupy: GraphLibrary) -> None:
+def test_an_exception_of_the_step_is_raised_and_it_is_captured_later(cupy: StandInCupy) -> None:
     step, _, _ = make(cupy)
     fails = [False]
 
@@ -297,7 +291,7 @@ def test_an_exception_of_the_step_is_raised_and_it_is_captured_later(cupy: Graph
     assert (failing.reason, failing.replays) == ("", 6)
 
 
-def test_labels_are_checked_by_every_replay(cupy: GraphLibrary) -> None:
+def test_labels_are_checked_by_every_replay(cupy: StandInCupy) -> None:
     model = fl.nn.Linear(6, 3)
     on_gpu(cupy, model)
     criterion = fl.nn.CategoricalCrossEntropy()
@@ -314,7 +308,7 @@ def test_labels_are_checked_by_every_replay(cupy: GraphLibrary) -> None:
         step(x, cupy.asarray(np.array([0, 1, 7, 1])))
 
 
-def test_a_step_that_another_thread_replays_runs_as_it_is(cupy: GraphLibrary) -> None:
+def test_a_step_that_another_thread_replays_runs_as_it_is(cupy: StandInCupy) -> None:
     step, _, _ = make(cupy)
     captured = fl.capture(step)
     calls = batches(cupy)
@@ -327,7 +321,7 @@ def test_a_step_that_another_thread_replays_runs_as_it_is(cupy: GraphLibrary) ->
     assert captured.replays == 3
 
 
-def test_recordings_are_kept_of_some_kinds_of_arguments(cupy: GraphLibrary) -> None:
+def test_recordings_are_kept_of_some_kinds_of_arguments(cupy: StandInCupy) -> None:
     captured = fl.capture(lambda x: x * 2)
     for length in range(1, 21):
         for _ in range(3):
@@ -338,24 +332,23 @@ def test_recordings_are_kept_of_some_kinds_of_arguments(cupy: GraphLibrary) -> N
 
 @pytest.mark.parametrize("a", [(3, 4), (2, 3, 4), (5, 2, 3, 4)])
 @pytest.mark.parametrize("b", [(4, 5), (2, 4, 5)])
-def test_products_of_every_layout(cupy: GraphLibrary, a: Any, b: Any) -> None:
+def test_products_of_every_layout(cupy: StandInCupy, a: Any, b: Any) -> None:
     draw = np.random.default_rng(0)
     x, y = draw.random(a), draw.random(b)
     for one in (x, np.asfortranarray(x), x[::-1]):
         for other in (y, np.ascontiguousarray(y.swapaxes(-1, -2)).swapaxes(-1, -2)):
             products = cublas.Products(cupy.empty(1, np.uint8))
-            got = products(StrictArray(one), StrictArray(other))  # type: ignore[arg-type]
+            got = products(StandInArray(one), StandInArray(other))  # type: ignore[arg-type]
             np.testing.assert_array_almost_equal_nulp(got.get(), one @ other, 4)  # type: ignore[attr-defined]
 
 
-def install(rank: int) -> GraphLibrary:
+def install(rank: int) -> StandInCupy:
     """Make this process believe in a GPU; NCCL's part is played by the world's CPU backend."""
-    cuda_stand_in.install(current_world().group.backend())
-    library = GraphLibrary()
-    sys.modules["cupy"] = library
+    nccl_stand_in.install(current_world().group.backend(), ordered=True)
+    fl.distributed.use_local_device()
+    library: Any = sys.modules["cupy"]
     products = StandInCublas(cublas.ffi())
     cublas.library = lambda: products  # type: ignore[assignment]
-    strict_library.PERFORM.append(graph_library.perform)
     current_world().group.join_gpus()
     return library
 

@@ -14,17 +14,17 @@ from flashlight_py import device, random
 from flashlight_py.autograd import functions
 from flashlight_py.errors import BackendUnavailableError
 from flashlight_py.tape import cublas
-from tests.tape.graph_library import Event, GraphLibrary, Stream
+from tests.cupy_stand_in import Event, StandInCupy, Stream
 from tests.tape.test_cuda_graphs import STEPS, batches, cupy, make, run, run_all
 
 __all__ = ["cupy"]  # the fixture
 
 
-def numbers(cupy: GraphLibrary, value: float = 1.0, size: int = 3) -> Any:
+def numbers(cupy: StandInCupy, value: float = 1.0, size: int = 3) -> Any:
     return cupy.asarray(np.full(size, value))
 
 
-def test_the_caller_waits_for_a_run_that_has_failed(cupy: GraphLibrary) -> None:
+def test_the_caller_waits_for_a_run_that_has_failed(cupy: StandInCupy) -> None:
     step, _, _ = make(cupy)
     fails = [False]
 
@@ -42,7 +42,7 @@ def test_the_caller_waits_for_a_run_that_has_failed(cupy: GraphLibrary) -> None:
     calls[0][0] + 1  # the stand-in raises where this is not ordered
 
 
-def test_replays_on_several_streams_follow_each_other(cupy: GraphLibrary) -> None:
+def test_replays_on_several_streams_follow_each_other(cupy: StandInCupy) -> None:
     captured = fl.capture(lambda x: x * 2)
     arrays = [numbers(cupy, value) for value in range(5)]
     for array in arrays[:3]:
@@ -57,7 +57,7 @@ def test_replays_on_several_streams_follow_each_other(cupy: GraphLibrary) -> Non
     assert captured.replays == 3
 
 
-def test_the_array_of_a_variable_that_is_an_argument_is_returned(cupy: GraphLibrary) -> None:
+def test_the_array_of_a_variable_that_is_an_argument_is_returned(cupy: StandInCupy) -> None:
     captured = fl.capture(lambda x: x.array)
     for _ in range(4):
         variable = fl.Variable(numbers(cupy))
@@ -66,7 +66,7 @@ def test_the_array_of_a_variable_that_is_an_argument_is_returned(cupy: GraphLibr
 
 
 @pytest.mark.parametrize("dtypes", [("f4", "f8"), ("i8", "i8")])
-def test_products_that_are_not_captured_are_left_to_cupy(cupy: GraphLibrary, dtypes: Any) -> None:
+def test_products_that_are_not_captured_are_left_to_cupy(cupy: StandInCupy, dtypes: Any) -> None:
     x, y = (cupy.asarray(np.ones((2, 2), dtype)) for dtype in dtypes)
     captured = fl.capture(lambda x: functions.matmul(fl.input(x), fl.input(y)))
     with pytest.warns(RuntimeWarning, match=f"products of {x.dtype} and {y.dtype}"):
@@ -75,7 +75,7 @@ def test_products_that_are_not_captured_are_left_to_cupy(cupy: GraphLibrary, dty
 
 
 def test_without_cublas_a_step_stays_as_it_is(
-    cupy: GraphLibrary, monkeypatch: pytest.MonkeyPatch
+    cupy: StandInCupy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def library() -> Any:
         raise BackendUnavailableError("CuPy has loaded no libcublas.so")
@@ -88,7 +88,7 @@ def test_without_cublas_a_step_stays_as_it_is(
 
 
 @pytest.mark.parametrize("is_loaded", [False, True])
-def test_another_generator_is_seen(cupy: GraphLibrary, is_loaded: bool) -> None:
+def test_another_generator_is_seen(cupy: StandInCupy, is_loaded: bool) -> None:
     def draws(step: Any) -> list[Any]:
         fl.set_seed(0)
         found = []
@@ -110,7 +110,7 @@ def test_another_generator_is_seen(cupy: GraphLibrary, is_loaded: bool) -> None:
 
 
 def test_arrays_that_the_kernels_of_optimizers_do_not_take_end_a_capture(
-    cupy: GraphLibrary,
+    cupy: StandInCupy,
 ) -> None:
     def run(is_captured: bool) -> list[Any]:
         w, v = (fl.param(cupy.asarray(np.ones(shape))) for shape in ((4, 6), (6, 4)))
@@ -136,7 +136,7 @@ def test_arrays_that_the_kernels_of_optimizers_do_not_take_end_a_capture(
         assert run(is_captured=True) == expected
 
 
-def test_a_capture_is_only_of_what_has_run_before(cupy: GraphLibrary) -> None:
+def test_a_capture_is_only_of_what_has_run_before(cupy: StandInCupy) -> None:
     state = {"counts": False, "count": 0}
 
     def step(x: Any) -> Any:
@@ -153,7 +153,7 @@ def test_a_capture_is_only_of_what_has_run_before(cupy: GraphLibrary) -> None:
     assert state["count"] == 1
 
 
-def test_arrays_of_the_host_that_are_changed_end_a_capture(cupy: GraphLibrary) -> None:
+def test_arrays_of_the_host_that_are_changed_end_a_capture(cupy: StandInCupy) -> None:
     counts = np.zeros(2000)
 
     def step(x: Any) -> Any:
@@ -166,7 +166,7 @@ def test_arrays_of_the_host_that_are_changed_end_a_capture(cupy: GraphLibrary) -
     assert counts[0] == 6
 
 
-def test_gradients_that_are_not_read_are_arguments_like_others(cupy: GraphLibrary) -> None:
+def test_gradients_that_are_not_read_are_arguments_like_others(cupy: StandInCupy) -> None:
     weight = fl.param(numbers(cupy))
 
     @fl.capture
@@ -191,7 +191,7 @@ class Elsewhere:
 
 
 def test_recordings_of_other_threads_are_none_of_this_one(
-    cupy: GraphLibrary, monkeypatch: pytest.MonkeyPatch
+    cupy: StandInCupy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight = fl.input(cupy.asarray(np.ones((3, 3))))
 
@@ -206,7 +206,7 @@ def test_recordings_of_other_threads_are_none_of_this_one(
     assert (captured.reason, captured.replays) == ("", 2)
 
 
-def test_check_compares_the_first_replays(cupy: GraphLibrary) -> None:
+def test_check_compares_the_first_replays(cupy: StandInCupy) -> None:
     step, model, _ = make(cupy, lambda params: fl.optim.AdamOptimizer(params, 0.1), 0.5)
     eager, other, _ = make(cupy, lambda params: fl.optim.AdamOptimizer(params, 0.1), 0.5)
     fl.set_seed(3)
@@ -217,7 +217,7 @@ def test_check_compares_the_first_replays(cupy: GraphLibrary) -> None:
     assert captured.replays == STEPS - 2
 
 
-def test_check_finds_what_a_capture_cannot_see(cupy: GraphLibrary) -> None:
+def test_check_finds_what_a_capture_cannot_see(cupy: StandInCupy) -> None:
     seen = iter(range(100))
 
     class Hidden:
@@ -269,7 +269,7 @@ LEAVING: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("is_on_gpu", [False, True])
 @pytest.mark.parametrize("words", LEAVING)
 def test_a_step_that_uses_the_learning_rate_itself_stays_as_it_is(
-    cupy: GraphLibrary, is_on_gpu: bool, words: str
+    cupy: StandInCupy, is_on_gpu: bool, words: str
 ) -> None:
     ones = np.ones(3)
     with pytest.warns(RuntimeWarning, match=f"{words} in it"):
@@ -278,7 +278,7 @@ def test_a_step_that_uses_the_learning_rate_itself_stays_as_it_is(
 
 
 @pytest.mark.parametrize("is_on_gpu", [False, True])
-def test_a_step_may_use_other_numbers_of_its_optimizer(cupy: GraphLibrary, is_on_gpu: bool) -> None:
+def test_a_step_may_use_other_numbers_of_its_optimizer(cupy: StandInCupy, is_on_gpu: bool) -> None:
     ones = np.ones(3)
     array = cupy.asarray(ones) if is_on_gpu else ones
     step = use_optimizer(array, lambda optimizer: optimizer.momentum)
@@ -286,7 +286,7 @@ def test_a_step_may_use_other_numbers_of_its_optimizer(cupy: GraphLibrary, is_on
     assert step.replays >= 2
 
 
-def test_numbers_of_python_are_captured(cupy: GraphLibrary) -> None:
+def test_numbers_of_python_are_captured(cupy: StandInCupy) -> None:
     factor = [2.0]
     captured = fl.capture(lambda x: fl.input(x) * factor[0])
     for _ in range(4):

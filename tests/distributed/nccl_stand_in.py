@@ -1,8 +1,7 @@
-"""A stand-in for CuPy and NCCL on machines without a GPU: for what the host does, nothing else.
+"""A stand-in for NCCL on machines without a GPU, with that for CuPy: for what the host does.
 
-Its arrays are NumPy's in disguise, its streams and events do nothing but keep a log, and its NCCL
-moves bytes over the group's CPU backend, at once. What a test shows with it is which functions of
-NCCL are called, with which addresses, counts, types and operations, in which order with events
+It moves bytes over the group's CPU backend, at once. What a test shows with it is which functions
+of NCCL are called, with which addresses, counts, types and operations, in which order with events
 and waits. It shows nothing of CUDA or NCCL themselves: tests/gpu does, where there is a GPU.
 """
 
@@ -12,8 +11,6 @@ import dataclasses
 import itertools
 import pickle
 import sys
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,169 +23,7 @@ from flashlight_py.distributed.backends.nccl.communicator import Communicator
 from flashlight_py.distributed.backends.nccl.library import NcclLibrary
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.verbs import RECV, SEND
-from tests.autograd import compiled_kernels
-
-LOG: list[tuple[Any, ...]] = []
-
-
-class StandInArray(np.ndarray):
-    """A NumPy array that says it is on a GPU."""
-
-    @property
-    def data(self) -> Any:
-        return SimpleNamespace(ptr=self.__array_interface__["data"][0])
-
-    @property
-    def device(self) -> Any:
-        """The device that is current now: one that was chosen stays chosen in these tests."""
-        return SimpleNamespace(id=getattr(self, "elsewhere", Device.current))
-
-    def get(self, out: np.ndarray | None = None) -> np.ndarray:
-        if out is None:
-            return np.array(self, subok=False)
-        LOG.append(("to the host", type(out.base).__name__))
-        out[...] = self
-        return out
-
-    def set(self, array: np.ndarray) -> None:
-        LOG.append(("to the device", type(array.base).__name__))
-        self[...] = array
-
-
-class Event:
-    """``done`` unless a test holds it back."""
-
-    _numbers = itertools.count()
-
-    def __init__(self, block: bool = False, disable_timing: bool = False) -> None:
-        self.number = next(self._numbers)
-        self.done = True
-
-    @property
-    def ptr(self) -> int:
-        return self.number
-
-    def record(self, stream: Stream) -> None:
-        LOG.append(("record", stream.name, self.number))
-
-
-class Stream:
-    """The current one is the last that was entered."""
-
-    current: Stream
-
-    def __init__(self, non_blocking: bool = False, name: str = "communication") -> None:
-        self.name = name
-        self.ptr = id(self)
-        self._before: list[Stream] = []
-
-    def wait_event(self, event: Event) -> None:
-        LOG.append(("wait", self.name, event.number))
-
-    def synchronize(self) -> None:
-        LOG.append(("synchronize", self.name))
-
-    def __enter__(self) -> Stream:
-        self._before.append(Stream.current)
-        Stream.current = self
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        Stream.current = self._before.pop()
-
-
-Stream.current = Stream(name="default")
-
-
-class Device:
-    current = 0
-
-    def __init__(self, index: int) -> None:
-        self.id = index
-        self.pci_bus_id = f"0000:{index:02x}:00.0"
-
-    def use(self) -> None:
-        Device.current = self.id
-
-    def __enter__(self) -> Device:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-class PinnedMemory(bytearray):
-    """What CuPy returns as memory of the host that cannot be swapped out."""
-
-
-class StandInCupy(ModuleType):
-    """Whatever NumPy has, with arrays of the stand-in as results."""
-
-    ndarray = StandInArray
-
-    def __init__(self, devices: int) -> None:
-        super().__init__("cupy")
-        runtime = SimpleNamespace(
-            getDeviceCount=lambda: devices,
-            getDevice=lambda: Device.current,
-            eventQuery=lambda event: 600,  # of what is on its way: cudaErrorNotReady
-            CUDARuntimeError=OSError,
-        )
-        self.cuda = SimpleNamespace(
-            Stream=Stream,
-            Event=Event,
-            Device=Device,
-            runtime=runtime,
-            get_current_stream=lambda index=-1: Stream.current,
-            alloc_pinned_memory=PinnedMemory,
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(np, name)
-        return _disguised(value) if callable(value) and not isinstance(value, type) else value
-
-    def ElementwiseKernel(self, *description: str) -> Callable[..., Any]:
-        return _disguised(compiled_kernels.ElementwiseKernel(*description))
-
-    def RawKernel(self, *description: Any, **options: Any) -> Callable[..., Any]:
-        kernel = compiled_kernels.RawKernel(*description, **options)
-
-        def launch(grid: tuple[int], block: tuple[int], args: tuple[Any, ...]) -> None:
-            kernel(grid, block, tuple(_plain(each) for each in args))
-
-        return launch
-
-    def ReductionKernel(self, *description: str, **options: str) -> Callable[..., Any]:
-        return _disguised(compiled_kernels.ReductionKernel(*description, **options))
-
-    def shares_memory(self, a: StandInArray, b: StandInArray, max_work: Any = None) -> bool:
-        """Compare where elements begin, as CuPy does, which takes no limit of work."""
-        if max_work is not None:
-            raise NotImplementedError("Not supported for integer `max_work`.")
-        return bool(np.intersect1d(_addresses(a), _addresses(b)).size)
-
-    def asarray(self, value: Any, dtype: Any = None) -> StandInArray:
-        return np.array(value, dtype, subok=False).view(StandInArray)
-
-
-def _plain(value: Any) -> Any:
-    return value.view(np.ndarray) if isinstance(value, StandInArray) else value
-
-
-def _addresses(array: StandInArray) -> np.ndarray:
-    """Where the elements of ``array`` begin."""
-    found = np.array(array.data.ptr)
-    for extent, stride in zip(array.shape, array.strides, strict=True):
-        found = np.add.outer(found, np.arange(extent) * stride)
-    return found
-
-
-def _disguised(function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **options: Any) -> Any:
-        result = function(*args, **options)
-        return result.view(StandInArray) if isinstance(result, np.ndarray) else result
-
-    return call
+from tests.cupy_stand_in import LOG, StandInCupy
 
 
 class StandInNccl:
@@ -356,11 +191,11 @@ class StandInNccl:
         return np.frombuffer(self.ffi.buffer(pointer, count * kind.itemsize), kind)
 
 
-def install(cpu: Backend, devices: int = 8) -> StandInNccl:
+def install(cpu: Backend, devices: int = 8, ordered: bool = False) -> StandInNccl:
     """Make this process believe that it has ``devices`` GPUs and NCCL 2.27.3."""
     ffi = _native.load("nccl").ffi
     nccl = StandInNccl(ffi, cpu)
-    sys.modules["cupy"] = StandInCupy(devices)
+    sys.modules["cupy"] = StandInCupy(devices, ordered)
     library = NcclLibrary(ffi, nccl, "stand-in", 22703)
     joining.load = lambda: library  # type: ignore[assignment]
     join = joining._communicator
