@@ -57,11 +57,6 @@ def on_device(array: Any, steps: Steps) -> Steps:
         steps.close()
 
 
-def _tag_of(number: int) -> int:
-    """Return a tag between that of the parts of collectives and that of who leaves (leaving.py)."""
-    return 1 + number % 32766
-
-
 class Movement:
     """Moves flat arrays of bytes between the ranks of ``comm``. Counts are in bytes."""
 
@@ -69,56 +64,46 @@ class Movement:
         self._mpi, self._comm, self._until = mpi, comm, until
         self._rank, self._size = int(comm.Get_rank()), int(comm.Get_size())
 
-    def broadcast(self, data: Array, root: int) -> Steps:
-        """Make ``data`` equal to ``root``'s."""
-        if self._needs_pairs(data, 0):
-            # Each rank gets a part, then joins the parts (van de Geijn): 2 sizes on every link.
-            counts = self.shares(data.size)
-            parts = dict(enumerate(cut(data, counts)))
-            if self._rank == root:
-                yield from self._swap(parts, {})
-            else:
-                yield from self._swap({}, {root: parts[self._rank]})
-            yield from self.all_gather(None, data, counts)
-            return
-        comm = self._comm
-        yield from self._until(partial(comm.Ibcast, self._told(c), root) for c in chunks(data))
-
     def shares(self, count: int) -> list[int]:
         """Return how many of ``count`` elements each rank gets, or combines."""
         ends = [count * i // self._size for i in range(self._size + 1)]
         return [end - start for start, end in itertools.pairwise(ends)]
 
-    def all_gather(self, mine: Array | None, whole: Array, counts: Sequence[int]) -> Steps:
-        """Fill ``whole`` with every rank's ``mine``; None, on all: it is in its place already."""
-        if self._needs_pairs(whole, sum(counts)):
-            parts = cut(whole, counts)
-            own = parts[self._rank] if mine is None else mine
-            yield from self._swap(dict.fromkeys(range(self._size), own), dict(enumerate(parts)))
+    def broadcast(self, data: Array, root: int) -> Steps:
+        """Make ``data`` equal to ``root``'s."""
+        if self._needs_pairs(data, 0):
+            # Each rank gets a part, then joins the parts (van de Geijn): 2 sizes on every link.
+            counts = self.shares(data.size)
+            parts = _by_rank(data, counts)
+            mine = parts[self._rank]
+            yield from self.swap(parts if self._rank == root else {}, {root: mine})
+            yield from self.gather(mine, data, counts)
             return
-        given = self._mpi.IN_PLACE if mine is None else self._told(mine)
-        if len(set(counts)) == 1:
-            begin = partial(self._comm.Iallgather, given, [whole, counts[0], self._mpi.BYTE])
-        else:
-            begin = partial(self._comm.Iallgatherv, given, self._told_parts(whole, counts))
-        yield from self._until([begin])
+        comm = self._comm
+        yield from self._until(partial(comm.Ibcast, self._told(c), root) for c in chunks(data))
 
-    def gather(self, mine: Array, whole: Array | None, counts: Sequence[int], root: int) -> Steps:
-        """Fill ``whole``, on ``root`` alone, with every rank's ``mine``."""
+    def gather(
+        self, mine: Array, whole: Array | None, counts: Sequence[int], root: int | None = None
+    ) -> Steps:
+        """Fill ``whole`` with every rank's ``mine``: on all of them, or on ``root`` alone."""
         if self._needs_pairs(mine, sum(counts)):
-            takes = {} if whole is None else dict(enumerate(cut(whole, counts)))
-            yield from self._swap({root: mine}, takes)
+            takers = range(self._size) if root is None else [root]
+            yield from self.swap(dict.fromkeys(takers, mine), _by_rank(whole, counts))
             return
-        taken = None if whole is None else self._told_parts(whole, counts)
-        given = self._told(mine)
-        yield from self._until([partial(self._comm.Igatherv, given, taken, root)])
+        comm, given = self._comm, self._told(mine)
+        if root is not None:
+            begin = partial(comm.Igatherv, given, self._told_parts(whole, counts), root)
+        elif len(set(counts)) == 1:
+            begin = partial(comm.Iallgather, given, [whole, counts[0], self._mpi.BYTE])
+        else:
+            begin = partial(comm.Iallgatherv, given, self._told_parts(whole, counts))
+        yield from self._until([begin])
 
     def scatter(self, whole: Array | None, part: Array, root: int) -> Steps:
         """Fill ``part`` with this rank's equal part of ``whole``, which ``root`` alone has."""
         if self._needs_pairs(part, part.size * self._size):
-            counts = [part.size] * self._size
-            gives = {} if whole is None else dict(enumerate(cut(whole, counts)))
-            yield from self._swap(gives, {root: part})
+            gives = _by_rank(whole, [part.size] * self._size)
+            yield from self.swap(gives, {root: part})
             return
         given = None if whole is None else [whole, part.size, self._mpi.BYTE]
         yield from self._until([partial(self._comm.Iscatter, given, self._told(part), root)])
@@ -137,10 +122,9 @@ class Movement:
         that all ranks know.
         """
         even = given.size // self._size
-        if self._needs_pairs(given, given.size if gives is None else most):
-            out = cut(given, gives or [even] * self._size)
-            into = cut(taken, takes or [even] * self._size)
-            yield from self._swap(dict(enumerate(out)), dict(enumerate(into)))
+        if self._needs_pairs(given, most or given.size):
+            evenly = [even] * self._size
+            yield from self.swap(_by_rank(given, gives or evenly), _by_rank(taken, takes or evenly))
         elif gives is None or takes is None:
             sends, receives = [given, even, self._mpi.BYTE], [taken, even, self._mpi.BYTE]
             yield from self._until([partial(self._comm.Ialltoall, sends, receives)])
@@ -148,25 +132,16 @@ class Movement:
             sends, receives = self._told_parts(given, gives), self._told_parts(taken, takes)
             yield from self._until([partial(self._comm.Ialltoallv, sends, receives)])
 
-    def send(self, data: Array, dst: int, number: int) -> Steps:
-        """Send ``data`` to ``dst``, which receives message ``number`` of this rank."""
-        return self._swap({dst: data}, {}, _tag_of(number))
-
-    def recv(self, data: Array, src: int, number: int) -> Steps:
-        """Fill ``data`` with message ``number`` of ``src``, which is as long."""
-        return self._swap({}, {src: data}, _tag_of(number))
-
-    def _needs_pairs(self, data: Array | None, total: int) -> bool:
-        return total > LARGEST_BYTES or is_cupy(data)
-
-    def _swap(
-        self, gives: Mapping[int, Array], takes: Mapping[int, Array], tag: int = _OF_PARTS
+    def swap(
+        self, gives: Mapping[int, Array], takes: Mapping[int, Array], number: int | None = None
     ) -> Steps:
         """Send and receive what is for or of each rank; what is this rank's own is copied.
 
-        All at once; those between two ranks keep their order.
+        All at once; those between two ranks keep their order. ``number`` is a message's of users.
         """
         comm, me = self._comm, self._rank
+        # Between that of the parts of collectives and that of who leaves (leaving.py).
+        tag = _OF_PARTS if number is None else 1 + number % 32766
         if me in gives and me in takes and takes[me] is not gives[me]:
             takes[me][...] = gives[me]
             settle(takes[me])
@@ -178,9 +153,17 @@ class Movement:
             for c in chunks(part)
         )
 
+    def _needs_pairs(self, data: Array | None, total: int) -> bool:
+        return total > LARGEST_BYTES or is_cupy(data)
+
     def _told(self, data: Array) -> list[Any]:
         return [data, data.size, self._mpi.BYTE]
 
-    def _told_parts(self, data: Array, counts: Sequence[int]) -> list[Any]:
+    def _told_parts(self, data: Array | None, counts: Sequence[int]) -> list[Any] | None:
         starts = [0, *itertools.accumulate(counts)][:-1]
-        return [data, (list(counts), starts), self._mpi.BYTE]
+        return None if data is None else [data, (list(counts), starts), self._mpi.BYTE]
+
+
+def _by_rank(data: Array | None, counts: Sequence[int]) -> dict[int, Array]:
+    """Return the part of each rank; none where there is nothing."""
+    return {} if data is None else dict(enumerate(cut(data, counts)))

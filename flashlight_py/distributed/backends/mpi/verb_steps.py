@@ -26,7 +26,7 @@ from flashlight_py.distributed.calls.arrays import (
     scale_in_place,
 )
 from flashlight_py.distributed.calls.call import Call, Matched
-from flashlight_py.distributed.calls.combining import MEANINGS, combined, cut
+from flashlight_py.distributed.calls.combining import MEANINGS, combined
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.verbs import Verb
 
@@ -66,47 +66,32 @@ class VerbSteps:
     def _barrier(self, call: Call, _: None) -> Steps:
         yield from ()  # to have compared it is to have arrived
 
-    def _all_reduce(self, call: Call, _: None) -> Steps:
-        """Reduce in place."""
-        array, form = call.array, _form_of(self._mpi, call.array, call.op)
-        if form is None:
-            counts = self._movement.shares(array.size)
-            yield from self._combine(call, counts, cut(array.reshape(-1), counts)[self._rank])
-            counts = [count * array.itemsize for count in counts]
-            yield from self._movement.all_gather(None, as_bytes(array), counts)
-            return array
-        carrier = form.encode(array.reshape(-1))
-        yield from self._until(
-            partial(
-                self._comm.Iallreduce, self._mpi.IN_PLACE, [part, part.size, form.type], form.op
-            )
-            for part in chunks(carrier)
-        )
-        _decode(form, carrier, array, call.scale)
-        return array
-
     def _reduce(self, call: Call, _: None) -> Steps:
-        """Reduce in place on the root; the others' stay as they are."""
-        array, form, root = call.array, _form_of(self._mpi, call.array, call.op), call.root
-        at_root = self._rank == root
+        """Reduce in place, on all ranks or on the root alone: the others' stay as they are."""
+        array, form = call.array, _form_of(self._mpi, call.array, call.op)
+        root = call.root if call.verb.rooted else None
+        is_filled = call.verb.fills(self._rank, call.root)
         if form is None:
             counts = self._movement.shares(array.size)
-            mine = array_module(array).empty(counts[self._rank], array.dtype)
-            yield from self._combine(call, counts, mine)
-            whole = as_bytes(array) if at_root else None
+            mine = as_bytes((yield from self._combine(call, counts)))
             counts = [count * array.itemsize for count in counts]
-            yield from self._movement.gather(as_bytes(mine), whole, counts, root)
+            whole = as_bytes(array) if is_filled else None
+            yield from self._movement.gather(mine, whole, counts, root)
             return array
-        carrier = form.encode(array.reshape(-1))
-        begins = []
+        carrier, begins = form.encode(array.reshape(-1)), []
         for part in chunks(carrier):
             data = [part, part.size, form.type]
-            buffers = (self._mpi.IN_PLACE, data) if at_root else (data, None)
-            begins.append(partial(self._comm.Ireduce, *buffers, form.op, root))
+            buffers = (self._mpi.IN_PLACE, data) if is_filled else (data, None)
+            if root is None:
+                begins.append(partial(self._comm.Iallreduce, *buffers, form.op))
+            else:
+                begins.append(partial(self._comm.Ireduce, *buffers, form.op, root))
         yield from self._until(begins)
-        if at_root:
+        if is_filled:
             _decode(form, carrier, array, call.scale)
         return array
+
+    _all_reduce = _reduce
 
     def _reduce_scatter(self, call: Call, _: None) -> Steps:
         """Reduce; the result is ``out`` or a new array: this rank's part of the first dimension."""
@@ -115,38 +100,33 @@ class VerbSteps:
         shape = (lengths[self._rank], *array.shape[1:])
         part = array_module(array).empty(shape, array.dtype) if call.out is None else call.out
         form = _form_of(self._mpi, array, call.op) if rows is None else None
-        if form is None:
+        flat = array.reshape(-1)
+        if form is None or (carrier := form.encode(flat)).nbytes > movement.LARGEST_BYTES:
             counts = [length * math.prod(array.shape[1:]) for length in lengths]
-            yield from self._combine(call, counts, part.reshape(-1))
+            mine = yield from self._combine(call, counts)
+            part[...] = mine.reshape(shape)
+            settle(part)
             return part
-        carrier = form.encode(array.reshape(-1))
         in_part = carrier.itemsize == part.itemsize
         reduced = (
             part.reshape(-1).view(carrier.dtype) if in_part else np.empty(part.size, carrier.dtype)
         )
-        # Lane r is reduced onto rank r; in columns, if all lanes together are too long for a call.
-        lanes = carrier.reshape(size, -1)
-        step = max(1, movement.LARGEST_BYTES // (size * lanes.itemsize))
-        begins = []
-        for start in range(0, max(reduced.size, 1), step):
-            columns = np.ascontiguousarray(lanes[:, start : start + step])
-            into = reduced[start : start + step]
-            given, taken = [columns, into.size, form.type], [into, into.size, form.type]
-            begins.append(partial(self._comm.Ireduce_scatter_block, given, taken, form.op))
-        yield from self._until(begins)
+        given, taken = [carrier, part.size, form.type], [reduced, part.size, form.type]
+        begin = partial(self._comm.Ireduce_scatter_block, given, taken, form.op)
+        yield from self._until([begin])
         _decode(form, reduced, part, call.scale)
         return part
 
-    def _combine(self, call: Call, counts: list[int], out: Array) -> Steps:
-        """Combine this rank's share of everybody's array into ``out``, in rank order."""
+    def _combine(self, call: Call, counts: list[int]) -> Steps:
+        """Combine this rank's share of everybody's array, in rank order: a new array."""
         array = call.array
         pieces = array_module(array).empty((self._size, counts[self._rank]), array.dtype)
         gives, takes = [n * array.itemsize for n in counts], [pieces[0].nbytes] * self._size
-        most = max(array.nbytes, max(gives) * self._size)
-        given, taken = as_bytes(array), as_bytes(pieces)
-        yield from self._movement.all_to_all(given, taken, gives, takes, most)
-        out[...] = combined(list(pieces), call.op, call.scale)
-        settle(out)
+        buffers, most = (as_bytes(array), as_bytes(pieces)), max(gives) * self._size
+        yield from self._movement.all_to_all(*buffers, gives, takes, most)
+        share = combined(list(pieces), call.op, call.scale)
+        settle(share)
+        return share
 
     def _by_meaning(self, call: Call, _: None) -> Steps:
         """Combine in place what the library does not: every rank receives all arrays, in pieces."""
@@ -156,7 +136,7 @@ class VerbSteps:
             part = flat[start : start + step]
             pieces = xp.empty((self._size, part.size), flat.dtype)
             counts = [part.nbytes] * self._size
-            yield from self._movement.all_gather(as_bytes(part), as_bytes(pieces), counts)
+            yield from self._movement.gather(as_bytes(part), as_bytes(pieces), counts)
             if call.verb.fills(self._rank, call.root):
                 part[...] = combine(list(pieces), self._rank, call)
                 settle(part)
@@ -166,20 +146,18 @@ class VerbSteps:
         yield from self._movement.broadcast(as_bytes(call.array), call.root)
         return call.array
 
-    def _all_gather(self, call: Call, rows: list[int]) -> Steps:
-        array = call.array
-        whole, counts = call.room(sum(rows)), [count * row_bytes(array) for count in rows]
-        yield from self._movement.all_gather(as_bytes(array), as_bytes(whole), counts)
-        return whole
-
     def _gather(self, call: Call, rows: list[int]) -> Steps:
+        """Join all arrays, on all ranks or on the root alone."""
         array, whole, room = call.array, None, None
         counts = [count * row_bytes(array) for count in rows]
-        if self._rank == call.root:
+        if call.verb.fills(self._rank, call.root):
             whole = call.room(sum(rows))
             room = as_bytes(whole)
-        yield from self._movement.gather(as_bytes(array), room, counts, call.root)
+        root = call.root if call.verb.rooted else None
+        yield from self._movement.gather(as_bytes(array), room, counts, root)
         return whole
+
+    _all_gather = _gather
 
     def _scatter(self, call: Call, kind: tuple[Any, tuple[int, ...]]) -> Steps:
         mine, like = call.out, call.like
@@ -216,7 +194,7 @@ class VerbSteps:
 
     def _send(self, call: Call, _: None) -> Steps:
         assert call.received is not None
-        yield from self._movement.send(as_bytes(call.array), call.peer, call.received[0])
+        yield from self._movement.swap({call.peer: as_bytes(call.array)}, {}, call.received[0])
         return call.array
 
     def _recv(self, call: Call, found: Matched | None) -> Steps:
@@ -225,7 +203,7 @@ class VerbSteps:
         assert call.received is not None
         array, source = call.array, call.peer if found is None else found.source
         part = array[: found.rows] if found is not None and array.ndim else array
-        yield from self._movement.recv(as_bytes(part), source, call.received[0])
+        yield from self._movement.swap({}, {source: as_bytes(part)}, call.received[0])
         return array if found is None else found
 
 
