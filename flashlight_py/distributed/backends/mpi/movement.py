@@ -60,8 +60,8 @@ def on_device(array: Any, steps: Steps) -> Steps:
 class Movement:
     """Moves flat arrays of bytes between the ranks of ``comm``. Counts are in bytes."""
 
-    def __init__(self, mpi: Any, comm: Any, until: Until) -> None:
-        self._mpi, self._comm, self._until = mpi, comm, until
+    def __init__(self, comm: Any, until: Until) -> None:
+        self._comm, self._until = comm, until
         self._rank, self._size = int(comm.Get_rank()), int(comm.Get_size())
 
     def shares(self, count: int) -> list[int]:
@@ -78,35 +78,31 @@ class Movement:
             mine = parts[self._rank]
             yield from self.swap(parts if self._rank == root else {}, {root: mine})
             yield from self.gather(mine, data, counts)
-            return
-        comm = self._comm
-        yield from self._until(partial(comm.Ibcast, self._told(c), root) for c in chunks(data))
+        else:
+            yield from self._until(partial(self._comm.Ibcast, c, root) for c in chunks(data))
 
     def gather(
         self, mine: Array, whole: Array | None, counts: Sequence[int], root: int | None = None
     ) -> Steps:
         """Fill ``whole`` with every rank's ``mine``: on all of them, or on ``root`` alone."""
+        comm, taken = self._comm, None if whole is None else [whole, counts]
         if self._needs_pairs(mine, sum(counts)):
             takers = range(self._size) if root is None else [root]
             yield from self.swap(dict.fromkeys(takers, mine), _by_rank(whole, counts))
-            return
-        comm, given = self._comm, self._told(mine)
-        if root is not None:
-            begin = partial(comm.Igatherv, given, self._told_parts(whole, counts), root)
+        elif root is not None:
+            yield from self._until([partial(comm.Igatherv, mine, taken, root)])
         elif len(set(counts)) == 1:
-            begin = partial(comm.Iallgather, given, [whole, counts[0], self._mpi.BYTE])
+            yield from self._until([partial(comm.Iallgather, mine, whole)])
         else:
-            begin = partial(comm.Iallgatherv, given, self._told_parts(whole, counts))
-        yield from self._until([begin])
+            yield from self._until([partial(comm.Iallgatherv, mine, taken)])
 
     def scatter(self, whole: Array | None, part: Array, root: int) -> Steps:
         """Fill ``part`` with this rank's equal part of ``whole``, which ``root`` alone has."""
         if self._needs_pairs(part, part.size * self._size):
             gives = _by_rank(whole, [part.size] * self._size)
             yield from self.swap(gives, {root: part})
-            return
-        given = None if whole is None else [whole, part.size, self._mpi.BYTE]
-        yield from self._until([partial(self._comm.Iscatter, given, self._told(part), root)])
+        else:
+            yield from self._until([partial(self._comm.Iscatter, whole, part, root)])
 
     def all_to_all(
         self,
@@ -121,16 +117,14 @@ class Movement:
         Without them it is an equal part. Else no rank's bytes exceed ``most``, either way, a number
         that all ranks know.
         """
-        even = given.size // self._size
         if self._needs_pairs(given, most or given.size):
-            evenly = [even] * self._size
-            yield from self.swap(_by_rank(given, gives or evenly), _by_rank(taken, takes or evenly))
-        elif gives is None or takes is None:
-            sends, receives = [given, even, self._mpi.BYTE], [taken, even, self._mpi.BYTE]
-            yield from self._until([partial(self._comm.Ialltoall, sends, receives)])
+            even = [given.size // self._size] * self._size
+            yield from self.swap(_by_rank(given, gives or even), _by_rank(taken, takes or even))
+        elif gives is None:
+            yield from self._until([partial(self._comm.Ialltoall, given, taken)])
         else:
-            sends, receives = self._told_parts(given, gives), self._told_parts(taken, takes)
-            yield from self._until([partial(self._comm.Ialltoallv, sends, receives)])
+            both = [given, gives], [taken, takes]
+            yield from self._until([partial(self._comm.Ialltoallv, *both)])
 
     def swap(
         self, gives: Mapping[int, Array], takes: Mapping[int, Array], number: int | None = None
@@ -146,22 +140,15 @@ class Movement:
             takes[me][...] = gives[me]
             settle(takes[me])
         yield from self._until(
-            partial(method, self._told(c), rank, tag)
+            partial(method, c, rank, tag)
             for method, parts in ((comm.Irecv, takes), (comm.Isend, gives))
             for rank, part in parts.items()
             if rank != me
             for c in chunks(part)
         )
 
-    def _needs_pairs(self, data: Array | None, total: int) -> bool:
+    def _needs_pairs(self, data: Array, total: int) -> bool:
         return total > LARGEST_BYTES or is_cupy(data)
-
-    def _told(self, data: Array) -> list[Any]:
-        return [data, data.size, self._mpi.BYTE]
-
-    def _told_parts(self, data: Array | None, counts: Sequence[int]) -> list[Any] | None:
-        starts = [0, *itertools.accumulate(counts)][:-1]
-        return None if data is None else [data, (list(counts), starts), self._mpi.BYTE]
 
 
 def _by_rank(data: Array | None, counts: Sequence[int]) -> dict[int, Array]:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,16 +32,6 @@ from flashlight_py.distributed.verbs import Verb
 # Of all ranks together, of which a verb that the library lacks makes its result at a time.
 _PIECE_BYTES = 4 << 20
 
-_TYPES = {
-    **{np.dtype(f"int{bits}"): f"INT{bits}_T" for bits in (8, 16, 32, 64)},
-    **{np.dtype(f"uint{bits}"): f"UINT{bits}_T" for bits in (8, 16, 32, 64)},
-    np.dtype("float32"): "FLOAT",
-    np.dtype("float64"): "DOUBLE",
-    np.dtype("longdouble"): "LONG_DOUBLE",
-    np.dtype("complex64"): "C_FLOAT_COMPLEX",
-    np.dtype("complex128"): "C_DOUBLE_COMPLEX",
-    np.dtype("clongdouble"): "C_LONG_DOUBLE_COMPLEX",
-}
 _BITWISE = {ReduceOp.AND: "BAND", ReduceOp.OR: "BOR", ReduceOp.XOR: "BXOR"}
 
 
@@ -56,7 +45,7 @@ class VerbSteps:
     def __init__(self, mpi: Any, comm: Any, until: Until, gpu_aware: bool) -> None:
         self._mpi, self._comm, self._until = mpi, comm, until
         self._gpu_aware = gpu_aware
-        self._movement = Movement(mpi, comm, until)
+        self._movement = Movement(comm, until)
         self._rank, self._size = int(comm.Get_rank()), int(comm.Get_size())
 
     def of(self, verb: Verb) -> Callable[[Call, Any], Steps]:
@@ -80,8 +69,7 @@ class VerbSteps:
             return array
         carrier, begins = form.encode(array.reshape(-1)), []
         for part in chunks(carrier):
-            data = [part, part.size, form.type]
-            buffers = (self._mpi.IN_PLACE, data) if is_filled else (data, None)
+            buffers = (self._mpi.IN_PLACE, part) if is_filled else (part, None)
             if root is None:
                 begins.append(partial(self._comm.Iallreduce, *buffers, form.op))
             else:
@@ -111,8 +99,7 @@ class VerbSteps:
         reduced = (
             part.reshape(-1).view(carrier.dtype) if in_part else np.empty(part.size, carrier.dtype)
         )
-        given, taken = [carrier, part.size, form.type], [reduced, part.size, form.type]
-        begin = partial(self._comm.Ireduce_scatter_block, given, taken, form.op)
+        begin = partial(self._comm.Ireduce_scatter_block, carrier, reduced, form.op)
         yield from self._until([begin])
         _decode(form, reduced, part, call.scale)
         return part
@@ -207,16 +194,14 @@ class VerbSteps:
         return array if found is None else found
 
 
-@dataclass(frozen=True)
-class MpiForm:
-    """An MPI datatype and operation, in which the library itself can reduce arrays of a dtype.
+class MpiForm(NamedTuple):
+    """An operation of MPI, and the form in which the library can reduce arrays of a dtype by it.
 
     ``encode(array)`` returns what MPI reduces: the array's own memory, or a new array.
     ``decode(carrier)`` returns the numbers that MPI has made of it: of the dtype, or of a wider
     float; in the memory of ``carrier``, or new.
     """
 
-    type: Any
     op: Any
     encode: Callable[[Array], Array]
     decode: Callable[[Array], Array]
@@ -249,9 +234,9 @@ def _form_of(mpi: Any, array: Array, op: ReduceOp) -> MpiForm | None:
         elif kind == "b":
             carrier = np.dtype(np.uint8)
     elif op in (ReduceOp.MIN, ReduceOp.MAX):
-        return _extreme_form(mpi, op, array.dtype) if bits <= 64 else None
+        return _extreme_form(does, op, array.dtype) if bits <= 64 else None
     elif bits == 16:
-        return MpiForm(mpi.FLOAT, does, lambda a: a.astype(np.float32), lambda wide: wide)
+        return MpiForm(does, lambda a: a.astype(np.float32), lambda wide: wide)
     elif kind == "c" and op is ReduceOp.PROD:
         return None  # the library may round a * b and b * a differently, where it fuses them
 
@@ -259,10 +244,10 @@ def _form_of(mpi: Any, array: Array, op: ReduceOp) -> MpiForm | None:
         same = array.itemsize == carrier.itemsize
         return lambda values: values.view(dtype) if same else values.astype(dtype)
 
-    return MpiForm(getattr(mpi, _TYPES[carrier]), does, seen_as(carrier), seen_as(array.dtype))
+    return MpiForm(does, seen_as(carrier), seen_as(array.dtype))
 
 
-def _extreme_form(mpi: Any, op: ReduceOp, dtype: np.dtype[Any]) -> MpiForm:
+def _extreme_form(does: Any, op: ReduceOp, dtype: np.dtype[Any]) -> MpiForm:
     signed = np.dtype(f"int{dtype.itemsize * 8}")
     limits = np.iinfo(signed)
     nan = limits.min if op is ReduceOp.MIN else limits.max  # a NaN wins
@@ -275,7 +260,7 @@ def _extreme_form(mpi: Any, op: ReduceOp, dtype: np.dtype[Any]) -> MpiForm:
     def decode(carrier: Array) -> Array:
         return _mirrored(carrier).view(dtype)
 
-    return MpiForm(getattr(mpi, _TYPES[signed]), getattr(mpi, op.name), encode, decode)
+    return MpiForm(does, encode, decode)
 
 
 def _mirrored(integers: Array) -> Array:
