@@ -18,8 +18,8 @@ from flashlight_py.distributed.calls.combining import cut
 # The largest count of MPI-3's functions. MPI-4 has larger ones, not every library has MPI-4, and
 # pieces of 2 GB cost nothing.
 LARGEST_BYTES = 2**31 - 1
-# The tag of the parts of collectives, below those of messages.
-_OF_PARTS = 0
+# The tag of the parts of collectives, below those of messages, and the largest that MPI promises.
+_OF_PARTS, _LARGEST_TAG = 0, 32767
 
 Steps: TypeAlias = Generator[None, None, Any]  # of an operation, between which it has to wait
 Until: TypeAlias = Callable[[Iterable[partial[Any]]], Steps]  # ``Progress.until``
@@ -134,8 +134,7 @@ class Movement:
         All at once; those between two ranks keep their order. ``number`` is a message's of users.
         """
         comm, me = self._comm, self._rank
-        # Between that of the parts of collectives and that of who leaves (leaving.py).
-        tag = _OF_PARTS if number is None else 1 + number % 32766
+        tag = _OF_PARTS if number is None else 1 + number % _LARGEST_TAG
         if me in gives and me in takes and takes[me] is not gives[me]:
             takes[me][...] = gives[me]
             settle(takes[me])
