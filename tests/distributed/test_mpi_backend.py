@@ -14,7 +14,7 @@ from flashlight_py.distributed.backends.mpi import joining
 from flashlight_py.distributed.backends.mpi.backend import Progress
 from flashlight_py.distributed.failures import abort
 from flashlight_py.distributed.start.settings import Settings
-from flashlight_py.errors import BackendUnavailableError, UnavailableEverywhereError
+from flashlight_py.errors import UnavailableEverywhereError
 from tests.distributed import mpi_mix, mpi_ranks
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_failures import (
@@ -170,13 +170,6 @@ def test_ranks_that_mpi_did_not_start_together_are_refused_on_all(tmp_path: Any)
         assert "0 of 1, 0 of 1" in message
         assert "start them by one mpirun" in message
     assert list(tmp_path.iterdir()) == []
-
-
-def test_without_mpi_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "mpi4py", None)  # Python's mark of what cannot be imported
-    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
-    with pytest.raises(BackendUnavailableError, match=r"pip install 'flashlight-py\[mpi\]'"):
-        joining.load()
 
 
 class FakeMpi:

@@ -22,7 +22,8 @@ def load_mpi() -> Any:
     """Import and return ``mpi4py.MPI``, which initialises MPI; finalised when this process exits.
 
     Raises:
-        BackendUnavailableError: mpi4py or the MPI library that it loads is missing.
+        BackendUnavailableError: mpi4py or the MPI library that it loads is missing, MPI was not
+            initialised, or it has ended already.
     """
     finalizes = False
     try:
@@ -40,6 +41,16 @@ def load_mpi() -> Any:
         ) from error
     if finalizes:
         atexit.register(_finalize, MPI, os.getpid())
+    if not MPI.Is_initialized():
+        raise BackendUnavailableError(
+            "MPI is not initialised: mpi4py.rc.initialize is False; leave it True, or call "
+            "MPI.Init_thread() before distributed_init"
+        )
+    if MPI.Is_finalized():
+        raise BackendUnavailableError(
+            "MPI has been finalised in this process, which cannot be undone; leave MPI.Finalize() "
+            "to mpi4py, which calls it at exit"
+        )
     return MPI
 
 

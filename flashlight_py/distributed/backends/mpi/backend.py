@@ -38,7 +38,7 @@ from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.failures import abort
 from flashlight_py.distributed.failures.wording import UNUSABLE, did_not_join, who_that_was
-from flashlight_py.distributed.verbs import BARRIER, GATHER, SCATTER
+from flashlight_py.distributed.verbs import BARRIER, SCATTER
 from flashlight_py.distributed.work import Done, Then, Work, limit_passed
 from flashlight_py.errors import (
     CollectiveTimeoutError,
@@ -104,10 +104,9 @@ class Operation(Work):
         try:
             if self.comparison is not None:
                 self.comparison.wait(_ENDING_SECONDS)
-        except (PeerLostError, CollectiveTimeoutError) as error:
-            return None if error.goes_on else error
-        except DistributedError:
-            return None  # it was closed as well, or has failed by itself
+        except DistributedError as error:  # else it was closed as well, or has failed by itself
+            if isinstance(error, PeerLostError | CollectiveTimeoutError) and not error.goes_on:
+                return error
         return None
 
     def wait(self, timeout: float | None = None) -> Any:
@@ -151,7 +150,6 @@ class MpiBackend(Backend):
 
     def __init__(
         self,
-        mpi: Any,
         progress: Progress,
         comm: Any,
         control: Backend,
@@ -160,13 +158,13 @@ class MpiBackend(Backend):
         checked: bool,
         gpu_aware: bool,
     ) -> None:
-        self._mpi, self.progress, self.comm, self.control = mpi, progress, comm, control
+        self.progress, self.comm, self.control = progress, comm, control
         self.seconds, self._compares_all = seconds, checked
         self.rank, self.size, self.hosts = control.rank, control.size, control.hosts
         self.processes, self.path, self._gpu_aware = control.processes, path, gpu_aware
         self.place = f"rank {self.rank} of {self.size}"
         self._callers = Callers(self.place, [control])
-        self._verb_steps = VerbSteps(mpi, comm, progress.until, gpu_aware)
+        self._verb_steps = VerbSteps(progress.mpi, comm, progress.until, gpu_aware)
         self._queue: deque[Operation] = deque()
         self._beside: list[Operation] = []
         self._unheard: list[Operation] = []  # for ``synchronize``
@@ -198,10 +196,9 @@ class MpiBackend(Backend):
 
     def _fitting(self, call: Call, work: Work) -> Work:
         """Return ``work``, which fails at its end if ``out`` has another length than what came."""
-        elsewhere = call.verb is GATHER and self.rank != call.root
-        if call.out is None or not call.is_ragged or elsewhere:
-            return work
         room = call.out
+        if room is None or not (call.is_ragged and call.verb.fills(self.rank, call.root)):
+            return work
 
         def check(arrived: Array) -> Array:
             require_length(call.name, room, arrived.shape[0], self.rank, self.size)
@@ -250,8 +247,7 @@ class MpiBackend(Backend):
             found = operation.comparison.wait()
         operation.look_at = time.monotonic()
         operation.deadline = operation.look_at + operation.seconds
-        steps = self._verb_steps.of(call.verb)(call, found)
-        return (yield from on_device(call.like, steps))
+        return (yield from on_device(call.like, self._verb_steps.of(call, found)))
 
     def synchronize(self) -> None:
         """Block until all has ended; raises the first failure nobody knows of. See ``Backend``."""
@@ -280,7 +276,7 @@ class MpiBackend(Backend):
                 operation.end(error=error)
             else:
                 self._break(operation, error)
-        except self._mpi.Exception as error:
+        except self.progress.mpi.Exception as error:
             failure = DistributedError(f"[{operation.name}] {self.place}: MPI failed: {error}")
             failure.__cause__ = error
             self._break(operation, failure, f"MPI failed: {error}")
@@ -389,12 +385,15 @@ class MpiBackend(Backend):
 
 
 class Progress:
-    """All groups of this process. ``lock`` is held by whoever makes them advance."""
+    """All groups of this process. ``lock`` is held by whoever makes them advance.
+
+    ``threaded``: any thread may call ``mpi`` at any time.
+    """
 
     def __init__(self, mpi: Any, threaded: bool) -> None:
         self.lock = threading.RLock()
         self.threaded = threaded
-        self._mpi, self._end_the_job = mpi, partial(end_the_job, mpi)
+        self.mpi, self._end_the_job = mpi, partial(end_the_job, mpi)
         self._groups: list[MpiBackend] = []
         self._closed: list[tuple[Any, Any]] = []  # communicators, and when all have left them
         self._turn = threading.Condition()
@@ -423,7 +422,7 @@ class Progress:
         """
         with self.lock:
             self._groups.remove(group)
-            if healthy and not self._mpi.Is_finalized():
+            if healthy and not self.mpi.Is_finalized():
                 self._closed.append((group.comm, group.comm.Ibarrier()))
             else:
                 _abandoned.append(group)
@@ -445,7 +444,7 @@ class Progress:
     def until(self, begins: Iterable[partial[Any]]) -> Steps:
         """Begin what MPI is to do, calls of its functions; yield until all has ended."""
         calls, requests, done = tuple(begins), list[Any](), False
-        testall = self._mpi.Request.Testall
+        testall = self.mpi.Request.Testall
         self._moving += 1
         try:
             # In C alone: where a signal's handler raises, no request is lost that MPI works on.
@@ -462,7 +461,7 @@ class Progress:
 
         While nothing else is under way it is its calls' comparison that is waited for, asleep.
         """
-        alone = sum(group.pending() for group in tuple(self._groups)) == 1
+        alone = self._pending() == 1
         left = None if end is None else max(0.0, end - time.monotonic())
         if operation.comparison is not None and not operation.ended:
             with contextlib.suppress(DistributedError):  # its next step raises it, or it goes on
@@ -498,10 +497,10 @@ class Progress:
         while self._groups:
             with self._turn:
                 self._turn.wait_for(
-                    lambda: not self._groups or (not self._waiting and self._is_busy())
+                    lambda: not self._groups or (not self._waiting and self._pending())
                 )
             pauses = self._pauses()
-            while not self._waiting and self._is_busy():
+            while not self._waiting and self._pending():
                 self.step()
                 next(pauses)
 
@@ -524,8 +523,8 @@ class Progress:
                 time.sleep(min(idle / 10, _LONGEST_SLEEP))
             yield
 
-    def _is_busy(self) -> bool:
-        return any(group.pending() for group in tuple(self._groups))
+    def _pending(self) -> int:
+        return sum(group.pending() for group in tuple(self._groups))
 
     def _close_all(self) -> None:
         """At exit: leave every group, so that nobody waits for this rank in vain."""

@@ -31,7 +31,7 @@ def chunks(flat: Array) -> list[Array]:
     return [flat[start : start + step] for start in range(0, max(flat.size, 1), step)]
 
 
-def settle(array: Array) -> None:
+def settle(array: Array | None) -> None:
     """Wait until ``array``, if it is on a GPU, holds what the current stream computes."""
     if is_cupy(array):
         array_module(array).cuda.get_current_stream().synchronize()

@@ -27,7 +27,6 @@ from flashlight_py.distributed.calls.arrays import (
 from flashlight_py.distributed.calls.call import Call, Matched
 from flashlight_py.distributed.calls.combining import MEANINGS, combined
 from flashlight_py.distributed.constants import ReduceOp
-from flashlight_py.distributed.verbs import Verb
 
 # Of all ranks together, of which a verb that the library lacks makes its result at a time.
 _PIECE_BYTES = 4 << 20
@@ -38,8 +37,7 @@ _BITWISE = {ReduceOp.AND: "BAND", ReduceOp.OR: "BOR", ReduceOp.XOR: "BXOR"}
 class VerbSteps:
     """The steps of a call between the ranks of ``comm``, by verb; their result is the call's.
 
-    Each is given the call, and the findings of the ranks' comparison. ``gpu_aware`` says that the
-    library takes pointers to a GPU's memory.
+    ``gpu_aware`` says that the library takes pointers to a GPU's memory.
     """
 
     def __init__(self, mpi: Any, comm: Any, until: Until, gpu_aware: bool) -> None:
@@ -48,9 +46,10 @@ class VerbSteps:
         self._movement = Movement(comm, until)
         self._rank, self._size = int(comm.Get_rank()), int(comm.Get_size())
 
-    def of(self, verb: Verb) -> Callable[[Call, Any], Steps]:
-        """Return the steps of ``verb``."""
-        return getattr(self, f"_{verb.name}", self._by_meaning)
+    def of(self, call: Call, found: Any) -> Steps:
+        """Return the steps of ``call``; ``found`` is what the ranks have found by comparing it."""
+        steps: Steps = getattr(self, f"_{call.verb.name}", self._by_meaning)(call, found)
+        return steps
 
     def _barrier(self, call: Call, _: None) -> Steps:
         yield from ()  # to have compared it is to have arrived
