@@ -137,14 +137,28 @@ def this_process() -> Peer:
     return Peer(socket.gethostname(), os.getpid(), machine if started else "", started)
 
 
+def host_identity() -> bytes:
+    """Return bytes that are equal for two processes exactly if loopback joins them.
+
+    Host names lie (containers share them, or have several on one machine). The kernel's boot id
+    distinguishes machines, the network namespace containers.
+    """
+    return (_kernel_and("net") or socket.gethostname()).encode()
+
+
 @functools.cache
 def _machine() -> str:
+    kernel = _kernel_and("pid")
+    return kernel and f"{socket.gethostname()} {kernel}"
+
+
+def _kernel_and(namespace: str) -> str:
+    """Return the kernel's boot id and our namespace of a kind; "" where /proc does not say."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = os.readlink("/proc/self/ns/pid")
+        return f"{boot} {os.readlink(f'/proc/self/ns/{namespace}')}"
     except OSError:
         return ""
-    return f"{socket.gethostname()} {boot} {namespace}"
 
 
 def _start_time(pid: int) -> str:

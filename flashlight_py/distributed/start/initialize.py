@@ -32,7 +32,6 @@ from flashlight_py.distributed.memory.topology import (
     address_between_hosts,
     address_inside,
     exchange_process_info,
-    host_identity,
     ranks_by_memory,
 )
 from flashlight_py.distributed.rendezvous.environment import (
@@ -52,6 +51,7 @@ from flashlight_py.distributed.rendezvous.store import (
     SubStore,
     check_apart,
     check_member,
+    host_identity,
     this_process,
 )
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
