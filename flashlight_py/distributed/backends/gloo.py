@@ -116,14 +116,14 @@ class GlooBackend(NativeBackend):
         """Send the peers this rank's address, and connect to theirs."""
         mine = self._address()
         card = {
-            "peer": this_process()._asdict(),
+            "peer": this_process(),
             "address": mine.hex(),
             "nonce": nonce().hex(),
             **watched,
         }
         texts = store.exchange(json.dumps(card).encode())
         cards = [json.loads(text) for text in texts]
-        self._peers = [Peer.from_record(card["peer"]) for card in cards]
+        self._peers = [Peer(*card["peer"]) for card in cards]
         addresses = b"".join(bytes.fromhex(card["address"]) for card in cards)
         proofs = self._proofs(proof(key, *texts))
         if len(set(hosts)) > 1:
@@ -131,13 +131,13 @@ class GlooBackend(NativeBackend):
         seconds = self._joining
         op = self.lib.fl_gloo_connect(self.group, addresses, len(mine), proofs, lazily, seconds)
         work = NativeWork(self, "connect", op, addresses, NOTHING, self._joining)
-        waiting = Waiting(self.rank == 0, "connecting through Gloo")
+        waiting = Waiting("connecting through Gloo")
         while not _has_ended(work, _LOOK_SECONDS):
             dead = self._dead("connect")
             if dead is not None:
                 raise dead
             awaited = self.lib.fl_gloo_awaited(self.group)
-            waiting.look([self.numbers[awaited]] if awaited >= 0 else [])
+            waiting.look([self.numbers[awaited]] if awaited >= 0 and self.rank == 0 else [])
         work.wait()
 
     def _watch_hosts(
@@ -151,7 +151,7 @@ class GlooBackend(NativeBackend):
         """Begin to watch; ``cards`` are of all ranks. For the rest see ``fl_gloo_connect``."""
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
         limits = [card["host_timeout"] for card in cards]
-        texts = [self.ffi.new("char[]", card["peer"]["host"].encode()) for card in cards]
+        texts = [self.ffi.new("char[]", peer.host.encode()) for peer in self._peers]
         known = {
             "numbers": self.ffi.new("int[]", [numbers[host] for host in hosts]),
             "names": self.ffi.new("char *[]", texts),

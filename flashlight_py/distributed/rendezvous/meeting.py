@@ -262,7 +262,7 @@ class Client:
         Nobody may be listening yet, or a rank 0 that is just ending.
         """
         pause = FIRST_PAUSE
-        waiting = Waiting(True, f"rendezvous at {self._place.name}", self._place.first_report)
+        waiting = Waiting(f"rendezvous at {self._place.name}", self._place.first_report)
         try:
             while (now := time.monotonic()) < deadline:
                 for offer in self._place.offers():
@@ -360,7 +360,7 @@ class Server:
         """Gather a payload of every rank, in rank order."""
         deadline = time.monotonic() + self._place.timeout
         how = f"rendezvous at {self._place.name}{self._place.note}"
-        waiting = Waiting(True, how, self._place.first_report)
+        waiting = Waiting(how, self._place.first_report)
         while absent := self._absent():
             if time.monotonic() >= self._place.next_look:
                 try:
@@ -370,7 +370,7 @@ class Server:
                     raise
                 if more is not None:
                     self._listen(more)
-            is_over = not self._serve(min(waiting.until(deadline), self._place.next_look))
+            is_over = not self._serve(min(deadline, waiting.due, self._place.next_look))
             if is_over and time.monotonic() >= deadline and (absent := self._absent()):
                 raise self._failure(self._not_arrived(absent))
             waiting.look(absent)

@@ -108,13 +108,12 @@ class MpiStore(MeetingPoint):
         world.Allgather(mine, hosts)
         self._one_host = bool(np.all(hosts == mine))
         self._announced = np.zeros(_MOST_BYTES, np.uint8)
-        text = secrets.token_hex(NONCE_BYTES) if rank == 0 else ""
-        self.known = Secret(text.encode(), b"", self._one_host, "MPI")
+        self.known = Secret(secrets.token_hex(NONCE_BYTES).encode(), source=self.name)
         try:
             super().__init__(rank, size, timeout)
         finally:  # else the others would wait for ever
             world.Bcast(self._announced, 0)
-        self.secret = self.known.common
+        self.secret = self.known.given
 
     def listen(self, backlog: int) -> list[socket.socket]:
         """Listen on the loopback, or for other hosts at all addresses; see ``MeetingPoint``."""
@@ -134,8 +133,7 @@ class MpiStore(MeetingPoint):
         if not content:
             return []
         found = Announcement.parse(content)
-        known = Secret(found.secret.encode(), b"", self._one_host, "MPI")
-        return [Offer(found.addresses, known, who=f"{found.peer}: ")]
+        return [Offer(found.addresses, Secret(found.secret.encode(), source=self.name))]
 
     def remedy(self) -> str:
         """See ``MeetingPoint``."""

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, REMEDY, Secret, nonce, proof
-from flashlight_py.distributed.rendezvous.store import ANY_RANK, Peer
-from flashlight_py.interfaces import family_of
+from flashlight_py.distributed.rendezvous.store import ANY_RANK, Peer, this_process
+from flashlight_py.interfaces import family_of, resolved
 
 _MAGIC = b"FLrv"
 _VERSION = 2
@@ -302,19 +302,6 @@ def split_payloads(body: bytes) -> list[bytes]:
 # How others reach rank 0 -------------------------------------------------------------------------
 
 
-def resolved(host: str, port: int) -> list[tuple[Any, ...]]:
-    """Return the socket addresses that ``host`` means here.
-
-    Raises:
-        OSError: it means none.
-    """
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except UnicodeError as error:  # of a name that cannot be one
-        raise OSError(str(error)) from error
-    return list(dict.fromkeys(address for *_, address in found))
-
-
 class Offer(NamedTuple):
     """Addresses where a rank 0 may listen, and the secret by which it is recognised.
 
@@ -410,14 +397,15 @@ def _ask(connection: Connection, kind: Kind, body: bytes, deadline: float, offer
     raise SilentError("who listens there has not answered the greeting")
 
 
-def claim(offer: Offer, greeting: Greeting, deadline: float) -> str:
+def claim(offer: Offer, size: int, seconds: float) -> str:
     """Greet the rank 0 of ``offer`` as another one; returns why it has no place for us.
 
-    "": it has not answered before the deadline, but it is there.
+    "": it has not answered within so many ``seconds``, but it is there.
 
     Raises:
         NobodyError: as ``greet``.
     """
+    greeting, deadline = Greeting(0, size, this_process()), time.monotonic() + seconds
     connection = greet(offer, greeting, deadline)
     try:
         answer = connection.take(deadline)
