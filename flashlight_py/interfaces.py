@@ -62,11 +62,23 @@ def _addresses_of(word: str) -> list[str]:
             found = [*_version_4(probe), *_version_6()]
         return [each.address for each in found if each.name == word]
     try:
-        infos = socket.getaddrinfo(word, 0, type=socket.SOCK_STREAM) if word else []
-    except (OSError, UnicodeError):
+        meant = resolved(word, 0) if word else []
+    except OSError:
         return []
-    meant = [(str(address[0]), address[2:]) for *_, address in infos]
-    return [address for address, zone in meant if is_own(address, zone)]
+    return [str(address) for address, _, *zone in meant if is_own(address, zone)]
+
+
+def resolved(host: str, port: int) -> list[tuple[Any, ...]]:
+    """Return the socket addresses that ``host`` means here.
+
+    Raises:
+        OSError: it means none.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except UnicodeError as error:  # of a name that cannot be one
+        raise OSError(str(error)) from error
+    return list(dict.fromkeys(address for *_, address in found))
 
 
 def source_address(target: str) -> str:

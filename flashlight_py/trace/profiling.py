@@ -26,7 +26,7 @@ from flashlight_py.distributed.backends.exchange import exchange_bytes
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.failures import journal
 from flashlight_py.distributed.failures.journal import Record, leave_to_python
-from flashlight_py.distributed.memory.topology import host_identity
+from flashlight_py.distributed.rendezvous.store import host_identity
 from flashlight_py.distributed.start.world import current_world
 from flashlight_py.distributed.verbs import RECV, SEND
 from flashlight_py.errors import DistributedError

@@ -19,7 +19,7 @@ from tests.distributed.rendezvous_helpers import Rank, Ranks, ranks
 __all__ = ["ranks"]
 
 DEAD, NONCE = "0123456789abcdef", "fedcba9876543210"
-NOBODY = {"host": "elsewhere", "pid": 1, "machine": "another", "started": "1"}
+NOBODY = {"peer": ["elsewhere", 1, "another", "1"]}
 # Nobody listens at port 1 of the loopback.
 GONE = {"version": VERSION, **NOBODY, "addresses": [["127.0.0.1", 1]], "secret": "00" * 32}
 STALE = {
@@ -36,6 +36,7 @@ SPOILT = {
     "another version": json.dumps({**GONE, "version": VERSION + 1}).encode(),
     "no object": b"[1, 2]",
     "fields missing": json.dumps({"version": VERSION}).encode(),
+    "a process of nonsense": json.dumps({**GONE, "peer": [1]}).encode(),
     "an address of nonsense": json.dumps({**GONE, "addresses": [["no address", 1]]}).encode(),
     "a port of nonsense": json.dumps({**GONE, "addresses": [["127.0.0.1", 1 << 20]]}).encode(),
     "a secret of nonsense": json.dumps({**GONE, "secret": "\ud800"}).encode(),

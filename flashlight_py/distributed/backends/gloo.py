@@ -106,14 +106,14 @@ class GlooBackend(NativeBackend):
         assert count > 0
         mine = bytes(self.ffi.buffer(self._reason[0], count))
         card = {
-            "peer": this_process()._asdict(),
+            "peer": this_process(),
             "address": mine.hex(),
             "nonce": nonce().hex(),
             **watched,
         }
         texts = store.exchange(json.dumps(card).encode())
         cards = [json.loads(text) for text in texts]
-        self._peers = [Peer.from_record(card["peer"]) for card in cards]
+        self._peers = [Peer(*card["peer"]) for card in cards]
         addresses = b"".join(bytes.fromhex(card["address"]) for card in cards)
         # What this rank shows each rank, and what that one must show, by turns, made with a key of
         # this meeting alone. They are compared natively: two messages at the start of each
@@ -126,7 +126,7 @@ class GlooBackend(NativeBackend):
         seconds = self._joining
         op = self.lib.fl_gloo_connect(self.group, addresses, len(mine), proofs, lazily, seconds)
         work = NativeWork(self, "connect", op, addresses, seconds)
-        waiting = Waiting(self.rank == 0, "connecting through Gloo")
+        waiting = Waiting("connecting through Gloo")
         while True:
             with suppress(CollectiveTimeoutError):  # its own is raised by the next wait again
                 work.wait(_LOOK_SECONDS)
@@ -136,7 +136,7 @@ class GlooBackend(NativeBackend):
             if dead is not None:
                 raise dead
             awaited = self.lib.fl_gloo_awaited(self.group)
-            waiting.look([self.numbers[awaited]] if awaited >= 0 else [])
+            waiting.look([self.numbers[awaited]] if awaited >= 0 and self.rank == 0 else [])
         work.wait()
 
     def _watch_hosts(
@@ -145,7 +145,7 @@ class GlooBackend(NativeBackend):
         """Begin to watch; ``cards`` are of all ranks, the rest as for ``fl_gloo_connect``."""
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
         limits = [card["host_timeout"] for card in cards]
-        texts = [self.ffi.new("char[]", card["peer"]["host"].encode()) for card in cards]
+        texts = [self.ffi.new("char[]", peer.host.encode()) for peer in self._peers]
         known = {
             "numbers": self.ffi.new("int[]", [numbers[host] for host in hosts]),
             "names": self.ffi.new("char *[]", texts),

@@ -14,7 +14,6 @@ import secrets
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from flashlight_py import _native
@@ -25,7 +24,7 @@ from flashlight_py.distributed.memory.memory_file import (
     open_memory,
     process_space,
 )
-from flashlight_py.distributed.rendezvous.store import Store
+from flashlight_py.distributed.rendezvous.store import Store, host_identity
 from flashlight_py.errors import (
     BackendUnavailableError,
     RendezvousError,
@@ -45,19 +44,6 @@ _REMEDY = (
     "name an interface or an address of each host that the others reach, by params={'INTERFACE': "
     "...} or the variable FLASHLIGHT_INTERFACE"
 )
-
-
-def host_identity() -> bytes:
-    """Return bytes that are equal for two processes exactly if loopback joins them.
-
-    Host names lie (containers share them, or have several on one machine). The kernel's boot id
-    distinguishes machines, the network namespace containers.
-    """
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    namespace = Path("/proc/self/ns/net")
-    if not boot.exists() or not namespace.exists():
-        return socket.gethostname().encode()
-    return f"{boot.read_text().strip()} {os.readlink(namespace)}".encode()
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,6 @@ from flashlight_py.distributed.rendezvous.meeting import LONGEST_PAUSE, MeetingP
 from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, Secret
 from flashlight_py.distributed.rendezvous.store import Peer, check_member, this_process
 from flashlight_py.distributed.rendezvous.wire import (
-    Greeting,
     NobodyError,
     Offer,
     SilentError,
@@ -50,7 +49,7 @@ from flashlight_py.interfaces import listen_everywhere, own_addresses
 _PATIENCE, _SHORT_PATIENCE = 2.0, 0.25
 
 LOOPBACK = "127.0.0.1"
-VERSION = 2  # of the format of announcements
+VERSION = 3  # of the format of announcements
 
 _NONCE = "[0-9a-f]{16}"
 # What follows the run in the name of a file of each kind.
@@ -77,8 +76,7 @@ class Announcement(NamedTuple):
 
     def pack(self) -> bytes:
         """Return a JSON object."""
-        record = {"version": VERSION, **self.peer._asdict()}
-        return json.dumps({**record, "addresses": self.addresses, "secret": self.secret}).encode()
+        return json.dumps({"version": VERSION, **self._asdict()}).encode()
 
     @classmethod
     def parse(cls, content: bytes) -> Announcement:
@@ -99,11 +97,12 @@ class Announcement(NamedTuple):
                 (str(ipaddress.ip_address(host)), port) for host, port in record["addresses"]
             ]
             bytes.fromhex(record["secret"])
+            peer = Peer(*record["peer"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError("lacks what such a file must hold") from error
         if not all(port in range(1, 65536) for _, port in addresses):
             raise ValueError("has a port that is none")
-        return cls(Peer.from_record(record), addresses, record["secret"])
+        return cls(peer, addresses, record["secret"])
 
 
 # Exclusive creation and renaming alone, and no file that changes under its name: that holds on
@@ -243,13 +242,13 @@ class FileStore(MeetingPoint):
 
     def __init__(self, path: str | os.PathLike[str], rank: int, size: int, timeout: float) -> None:
         check_member(rank, size, timeout)
-        self._directory, self._me = SharedDirectory(path), this_process()
+        self._directory = SharedDirectory(path)
         self.name, self.run = str(self._directory.path), self._directory.nonce
         self.known = self._secret(secrets.token_hex(NONCE_BYTES))
         self.secret = self.known.common
         self._listeners: list[socket.socket] = []
         self._announced: Name | None = None
-        self._announcement = Announcement(self._me, [], "")
+        self._announcement = Announcement(this_process(), [], "")
         self.next_look = 0.0
         # Runs that had left files before ours; those that may be alive; whom we have greeted.
         self._earlier: set[str] = set()
@@ -307,7 +306,7 @@ class FileStore(MeetingPoint):
         first, *more = (int(listener.getsockname()[1]) for listener in self._listeners)
         outside = ((host, port) for port in more for host in own_addresses())
         addresses = [(LOOPBACK, first), *outside]
-        self._announcement = Announcement(self._me, addresses, self.known.given.decode())
+        self._announcement = Announcement(this_process(), addresses, self.known.given.decode())
         self._directory.write(self._announced, self._announcement.pack())
         if before is not None:
             self._directory.remove(before)
@@ -315,9 +314,8 @@ class FileStore(MeetingPoint):
     def _greet_rival(self, offer: Offer) -> None:
         """Find out whether another run's rank 0 lives; then one of us is too many."""
         patience = _PATIENCE if offer.run < self.run else _SHORT_PATIENCE
-        deadline = time.monotonic() + patience
         try:
-            reason = claim(offer, Greeting(0, self.size, self._me), deadline)
+            reason = claim(offer, self.size, patience)
         except SilentError:
             reason = ""
         except NobodyError:
@@ -366,4 +364,4 @@ class FileStore(MeetingPoint):
                 yield Offer(found.addresses, self._secret(found.secret), name.run, who)
 
     def _secret(self, text: str) -> Secret:
-        return Secret(text.encode(), b"", False, f"a file at {self._directory.path}")
+        return Secret(text.encode(), source=f"a file at {self._directory.path}")

@@ -33,8 +33,6 @@ from flashlight_py.distributed.rendezvous.store import (
     this_process,
 )
 from flashlight_py.distributed.rendezvous.wire import (
-    CHUNK_BYTES,
-    EMPTY_BYTES,
     PROOF_BYTES,
     Connection,
     Greeting,
@@ -119,13 +117,10 @@ class MeetingPoint(Store):
             self._role.leave()
 
     def hand_over(self) -> dict[int, socket.socket]:
-        """Leave as ``close`` does, and return the connections that are proven; collective.
+        """End after an exchange, and return the connections that are proven; collective.
 
         Those of rank 0 to every other rank, by rank, and of these to rank 0. They block, and are
         the caller's to close. Rank 0 goes on listening where it says so: see ``late``.
-
-        Raises:
-            RendezvousError: a rank has not left within the timeout or has died (named).
         """
         self._has_ended = True
         return self._role.hand_over()
@@ -212,9 +207,8 @@ class Client:
         """Send ``payload`` and return everybody's, in rank order."""
         deadline = time.monotonic() + self._place.timeout
         try:
-            message = None
-            while message is None:
-                message = self._exchange(payload, deadline)
+            while (message := self._exchange(payload, deadline)) is None:
+                pass
         except RendezvousError:
             self._disconnect()
             raise
@@ -244,12 +238,10 @@ class Client:
             raise place.error(f"rank 0 of {place.size} {died}")
         return None
 
-    def _take(
-        self, connection: Connection, deadline: float, most: int = CHUNK_BYTES
-    ) -> Packet | None:
+    def _take(self, connection: Connection, deadline: float) -> Packet | None:
         """Return the next message; None at the deadline. Raises if rank 0 reports a failure."""
         try:
-            message = connection.take(deadline, most)
+            message = connection.take(deadline)
         except WireError as error:
             raise self._place.error(f"rank 0 has sent what is no message: {error}") from error
         if message is not None and message.kind is Kind.FAILURE:
@@ -262,7 +254,7 @@ class Client:
         Nobody may be listening yet, or a rank 0 that is just ending.
         """
         pause = FIRST_PAUSE
-        waiting = Waiting(True, f"rendezvous at {self._place.name}", self._place.first_report)
+        waiting = Waiting(f"rendezvous at {self._place.name}", self._place.first_report)
         try:
             while (now := time.monotonic()) < deadline:
                 for offer in self._place.offers():
@@ -296,18 +288,10 @@ class Client:
     # The end --------------------------------------------------------------------------------------
 
     def hand_over(self) -> dict[int, socket.socket]:
-        """Take leave of rank 0, and return the connection to it."""
-        connection = self.members.pop(0)
-        deadline = time.monotonic() + self._place.timeout
-        connection.send(Kind.GOODBYE, b"", deadline)
-        try:
-            if self._take(connection, deadline, EMPTY_BYTES) is None:
-                raise self._place.error(not_arrived([0], self._place.size, self._place.timeout))
-        except BaseException:
-            connection.wire.close()
-            raise
-        connection.wire.setblocking(True)
-        return {0: connection.wire}
+        """Return the connection to rank 0."""
+        wire = self.members.pop(0).wire
+        wire.setblocking(True)
+        return {0: wire}
 
     def leave(self) -> None:
         """Take leave of rank 0."""
@@ -352,28 +336,12 @@ class Server:
         self._processes: dict[int, Peer] = {0: this_process()}
         self._turned_away: set[str] = set()  # hosts whose processes know another secret
         self._round = 0
-        self._departed: set[int] = set()
         self._verdict = ""  # once this run has failed: why
         self._notified: set[int] = set()  # and which ranks know it
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Gather a payload of every rank, in rank order."""
-        deadline = time.monotonic() + self._place.timeout
-        how = f"rendezvous at {self._place.name}{self._place.note}"
-        waiting = Waiting(True, how, self._place.first_report)
-        while absent := self._absent():
-            if time.monotonic() >= self._place.next_look:
-                try:
-                    more = self._place.look()
-                except RendezvousError as error:
-                    self._failure(str(error))
-                    raise
-                if more is not None:
-                    self._listen(more)
-            is_over = not self._serve(min(waiting.until(deadline), self._place.next_look))
-            if is_over and time.monotonic() >= deadline and (absent := self._absent()):
-                raise self._failure(self._not_arrived(absent))
-            waiting.look(absent)
+        deadline = self._await(Kind.PAYLOAD)
         self._round += 1
         if self._round == 1:
             self._place.next_look = math.inf
@@ -395,10 +363,32 @@ class Server:
             self.members[rank].send(Kind.ROSTER, body, deadline)
         return payloads
 
-    def _absent(self) -> set[int]:
-        """Return the ranks of which the next payload has not arrived."""
-        given = {rank for rank, member in self.members.items() if member.inbox}
-        absent = set(range(1, self._size)) - given
+    def _await(self, kind: Kind) -> float:
+        """Serve until every rank has sent a message of this ``kind``; return the deadline."""
+        deadline = time.monotonic() + self._place.timeout
+        how = f"rendezvous at {self._place.name}{self._place.note}"
+        waiting = Waiting(how, self._place.first_report)
+        while absent := self._absent(kind):
+            if time.monotonic() >= self._place.next_look:
+                try:
+                    more = self._place.look()
+                except RendezvousError as error:
+                    self._failure(str(error))
+                    raise
+                if more is not None:
+                    self._listen(more)
+            is_over = not self._serve(min(deadline, waiting.due, self._place.next_look))
+            if is_over and time.monotonic() >= deadline and (absent := self._absent(kind)):
+                stuck = f"{name_ranks(absent)} joined and did not take leave"
+                raise self._failure(stuck if kind is Kind.GOODBYE else self._not_arrived(absent))
+            waiting.look(absent)
+        return deadline
+
+    def _absent(self, kind: Kind = Kind.PAYLOAD) -> set[int]:
+        """Return the ranks of which the next message is not here, or of another ``kind``."""
+        inboxes = {rank: member.inbox for rank, member in self.members.items()}
+        given = {rank for rank, inbox in inboxes.items() if inbox and inbox[0].kind is kind}
+        absent = {*(range(1, self._size) if kind is Kind.PAYLOAD else inboxes)} - given
         for rank in sorted(absent & self.members.keys()):
             if self._round > 0 and self.members[rank].has_ended:
                 raise self._failure(
@@ -476,18 +466,17 @@ class Server:
             self.selector.unregister(connection.wire)
 
     def _handle(self, rank: int, member: Connection) -> None:
-        """Act on a member's messages other than payloads, which stay in its inbox.
+        """Act on a member's messages other than payloads and its last, which stay in its inbox.
 
         A member's complaint that is older than the roster it crossed on its way is void.
         """
         messages = list(member.inbox)
-        member.inbox = deque(each for each in messages if each.kind is Kind.PAYLOAD)
+        stay = Kind.PAYLOAD, Kind.GOODBYE
+        member.inbox = deque(each for each in messages if each.kind in stay)
         for kind, body in messages:
-            if kind is Kind.GOODBYE:
-                self._departed.add(rank)
-            elif kind is Kind.FAILURE:
+            if kind is Kind.FAILURE:
                 raise self._failure(body.decode(errors="replace"))
-            elif kind is Kind.LATE and body == str(self._round).encode():
+            if kind is Kind.LATE and body == str(self._round).encode():
                 raise self._failure(self._not_arrived(self._absent() or {0}))
 
     def _drop(self, connection: Connection) -> None:
@@ -508,8 +497,6 @@ class Server:
             WireError: it is none of ours, and ought to be dropped without a word.
         """
         kind, body = candidate.inbox.popleft()
-        if candidate.inbox:
-            raise WireError("more than was asked for")
         if kind is Kind.HELLO and candidate.handshake is None and len(body) == NONCE_BYTES:
             mine, key = nonce(), self._place.known.key(candidate.address)
             candidate.handshake = Handshake(key, body, mine)
@@ -588,30 +575,21 @@ class Server:
     # The end --------------------------------------------------------------------------------------
 
     def hand_over(self) -> dict[int, socket.socket]:
-        """Wait until every member has left, and return their connections."""
-        self._await_leave()
+        """Return the connections of the members."""
         members, self.members = self.members, {}
+        for member in members.values():
+            if not member.has_ended:
+                self.selector.unregister(member.wire)
+            member.wire.setblocking(True)
         if self._place.moves:
             self.close()
-        for member in members.values():
-            if not self._place.moves and not member.has_ended:
-                self.selector.unregister(member.wire)
-            member.send(Kind.GOODBYE, b"", time.monotonic() + _SHORTLY)
-            member.wire.setblocking(True)
         return {rank: member.wire for rank, member in members.items()}
 
     def leave(self) -> None:
         """Wait until every member has left, then stop listening."""
-        self._await_leave()
+        self._place.next_look = math.inf
+        self._await(Kind.GOODBYE)
         self.close()
-
-    def _await_leave(self) -> None:
-        deadline = time.monotonic() + self._place.timeout
-        while lingering := self.members.keys() - self._departed:
-            if all(self.members[rank].has_ended for rank in lingering) or not self._serve(deadline):
-                self.close()
-                names = name_ranks(lingering)
-                raise self._place.error(f"{names} joined and did not take leave: died or stuck")
 
     def abort(self, reason: str) -> None:
         """Send the reason to all that are connected, and stop listening."""

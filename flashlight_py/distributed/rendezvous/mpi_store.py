@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import atexit
+import hashlib
 import os
+import secrets
+import socket
 import sys
-import time
 from typing import Any
 
 import numpy as np
 
 from flashlight_py.distributed.rendezvous.environment import LaunchEnvironment, detect
-from flashlight_py.distributed.rendezvous.store import Store, Waiting, not_arrived
+from flashlight_py.distributed.rendezvous.file_store import LOOPBACK, Announcement
+from flashlight_py.distributed.rendezvous.meeting import MeetingPoint
+from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, Secret
+from flashlight_py.distributed.rendezvous.store import host_identity, this_process
+from flashlight_py.distributed.rendezvous.wire import Offer
 from flashlight_py.errors import BackendUnavailableError, RendezvousError
+from flashlight_py.interfaces import listen_everywhere, own_addresses
 
-_PAYLOAD, _NOTICE = 1, 2
-_PAUSE = 0.0005
+_MOST_BYTES = 1 << 16  # of an announcement
 
 
 def load_mpi() -> Any:
     """Import and return ``mpi4py.MPI``, which initialises MPI; finalised when this process exits.
 
     Raises:
-        BackendUnavailableError: mpi4py or the MPI library that it loads is missing.
+        BackendUnavailableError: mpi4py or the MPI library that it loads is missing, MPI was not
+            initialised, or it has ended already.
     """
     finalizes = False
     try:
@@ -40,6 +47,16 @@ def load_mpi() -> Any:
         ) from error
     if finalizes:
         atexit.register(_finalize, MPI, os.getpid())
+    if not MPI.Is_initialized():
+        raise BackendUnavailableError(
+            "MPI is not initialised: mpi4py.rc.initialize is False; leave it True, or call "
+            "MPI.Init_thread() before distributed_init"
+        )
+    if MPI.Is_finalized():
+        raise BackendUnavailableError(
+            "MPI has been finalised in this process, which cannot be undone; leave MPI.Finalize() "
+            "to mpi4py, which calls it at exit"
+        )
     return MPI
 
 
@@ -66,10 +83,12 @@ def check_world(declared: LaunchEnvironment | None, size: int) -> None:
     )
 
 
-class MpiStore(Store):
+# MPI tells who is where, and no more: one protocol instead of two. Over connections ranks that do
+# not arrive are named after a time, and one that aborts is heard by all.
+class MpiStore(MeetingPoint):
     """A store over ``MPI.COMM_WORLD``, which knows rank and size; initialises MPI.
 
-    Messages go through a communicator of our own, so they cannot meet an application's.
+    MPI tells all ranks where rank 0 listens, and a secret of this run. Blocks until all are here.
     ``timeout`` is in seconds for each exchange.
 
     Raises:
@@ -78,93 +97,44 @@ class MpiStore(Store):
         ValueError: the launcher's variables contradict each other.
     """
 
+    name, kind, own = "MPI", "world of MPI", "mpirun"
+
     def __init__(self, timeout: float) -> None:
-        self._mpi = load_mpi()
-        world = self._mpi.COMM_WORLD
-        self.rank, self.size = int(world.Get_rank()), int(world.Get_size())
-        check_world(detect(), self.size)
-        self._timeout = timeout
-        self._wire: Any = world.Dup()
-        self._failed = ""
-        self._leaves = False  # the others may have freed the communicator
-        self._notices: list[Any] = []
+        world = load_mpi().COMM_WORLD
+        rank, size = int(world.Get_rank()), int(world.Get_size())
+        check_world(detect(), size)
+        mine = np.frombuffer(hashlib.sha256(host_identity()).digest(), np.uint8)
+        hosts = np.empty((size, mine.size), np.uint8)
+        world.Allgather(mine, hosts)
+        self._one_host = bool(np.all(hosts == mine))
+        self._announced = np.zeros(_MOST_BYTES, np.uint8)
+        self.known = Secret(secrets.token_hex(NONCE_BYTES).encode(), source=self.name)
+        try:
+            super().__init__(rank, size, timeout)
+        finally:  # else the others would wait for ever
+            world.Bcast(self._announced, 0)
+        self.secret = self.known.given
 
-    def exchange(self, payload: bytes) -> list[bytes]:
-        """Pass ``payload`` and return every rank's, in rank order; see ``Store``.
+    def listen(self, backlog: int) -> list[socket.socket]:
+        """Listen on the loopback, or for other hosts at all addresses; see ``MeetingPoint``."""
+        if self._one_host:
+            listener, hosts = socket.create_server((LOOPBACK, 0), backlog=backlog), [LOOPBACK]
+        else:
+            listener, hosts = listen_everywhere(0, backlog), own_addresses()
+        port = int(listener.getsockname()[1])
+        addresses = [(host, port) for host in hosts]
+        content = Announcement(this_process(), addresses, self.known.given.decode()).pack()
+        self._announced[: len(content)] = np.frombuffer(content, np.uint8)
+        return [listener]
 
-        Every rank sends to every other one, rather than all in one collective: so the ranks
-        that have not arrived can be named, and the notice of one that aborts is received.
-        """
-        if self._wire is None or self._failed:
-            raise self._error(self._failed or "this store was closed")
-        got = {self.rank: bytes(payload)}
-        sends = self._send(payload, _PAYLOAD)
-        deadline = time.monotonic() + self._timeout
-        waiting = Waiting(self.rank == 0, "rendezvous by MPI")
-        while len(got) < self.size or not self._mpi.Request.Testall(sends):
-            if not self._receive(got):
-                self._check_notices()
-                missing = set(range(self.size)) - got.keys()
-                if time.monotonic() >= deadline:
-                    late = not_arrived(missing, self.size, self._timeout) if missing else ""
-                    what = f"{late or 'sends are stuck'}; see whether a rank has raised"
-                    self._failed = f"{what} or still computes"
-                    raise self._error(self._failed)
-                waiting.look(missing)
-                # MPI offers nothing to wait for "a message of any of two kinds" with a timeout.
-                time.sleep(_PAUSE)
-        return [got[rank] for rank in range(self.size)]
+    def offers(self) -> list[Offer]:
+        """Return what rank 0 has announced; see ``MeetingPoint``."""
+        content = self._announced.tobytes().rstrip(b"\0")
+        if not content:
+            return []
+        found = Announcement.parse(content)
+        return [Offer(found.addresses, Secret(found.secret.encode(), source=self.name))]
 
-    def _send(self, payload: bytes, tag: int) -> list[Any]:
-        buffer = np.frombuffer(payload, np.uint8)
-        others = (rank for rank in range(self.size) if rank != self.rank)
-        return [self._wire.Isend([buffer, self._mpi.BYTE], rank, tag) for rank in others]
-
-    def _receive(self, got: dict[int, bytes]) -> bool:
-        """Take the next message of each rank that is still missing; return whether one arrived.
-
-        MPI keeps the order between two ranks, so a message of a rank that is ahead of us, for
-        the next exchange, stays where it is.
-        """
-        before = len(got)
-        for rank in set(range(self.size)) - got.keys():
-            status = self._mpi.Status()
-            if self._wire.Iprobe(rank, _PAYLOAD, status):
-                got[rank] = self._take(rank, _PAYLOAD, status)
-        return len(got) > before
-
-    def _take(self, rank: int, tag: int, status: Any) -> bytes:
-        buffer = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
-        self._wire.Recv([buffer, self._mpi.BYTE], rank, tag)
-        return buffer.tobytes()
-
-    def _check_notices(self) -> None:
-        status = self._mpi.Status()
-        if self._wire.Iprobe(self._mpi.ANY_SOURCE, _NOTICE, status):
-            rank = status.Get_source()
-            reason = self._take(rank, _NOTICE, status).decode(errors="replace")
-            self._failed = f"rank {rank} aborted: {reason}"
-            raise self._error(self._failed)
-
-    def close(self) -> None:
-        """Leave; see ``Store``. Frees the communicator; MPI itself ends with the process."""
-        if self._wire is None or self._failed:
-            return
-        self._leaves = True
-        # Else the notice of a rank that aborted would be received in the next communicator.
-        self.exchange(b"")
-        self._wire.Free()
-        self._wire = None
-
-    def abort(self, reason: str) -> None:
-        """Notify the others that this rank aborts; they raise in their next or current exchange.
-
-        Does not wait. The communicator stays: all ranks would have to take part in freeing it.
-        """
-        if self._wire is not None and not self._failed and not self._leaves:
-            self._failed = f"rank {self.rank} aborted: {reason}"
-            # A message this short is sent at once; nobody may be there to complete a longer one.
-            self._notices = self._send(reason.encode()[:1024], _NOTICE)
-
-    def _error(self, reason: str) -> RendezvousError:
-        return RendezvousError(f"rendezvous by MPI, rank {self.rank} of {self.size}: {reason}")
+    def remedy(self) -> str:
+        """See ``MeetingPoint``."""
+        return "see whether a rank has raised or still computes"

@@ -54,9 +54,9 @@ class Secret:
     """
 
     given: bytes = field(repr=False)
-    of_user: bytes = field(repr=False)
-    one_host: bool
-    source: str
+    of_user: bytes = field(default=b"", repr=False)
+    one_host: bool = False
+    source: str = ""
 
     @classmethod
     def find(cls, one_host: bool, environ: Mapping[str, str] = os.environ) -> Secret:

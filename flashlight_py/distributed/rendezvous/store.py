@@ -122,13 +122,6 @@ class Peer(NamedTuple):
         same = (each for each in others if each.machine and each.machine == self.machine)
         return next(same, None)
 
-    @classmethod
-    def from_record(cls, record: Mapping[str, object]) -> Peer:
-        """Read what ``_asdict`` returned, wherever it went through; never fails."""
-        pid = record.get("pid")
-        texts = {key: str(record.get(key, "")) for key in ("host", "machine", "started")}
-        return cls(pid=pid if isinstance(pid, int) else 0, **texts)
-
 
 def this_process() -> Peer:
     """Return the peer that this process is."""
@@ -137,14 +130,28 @@ def this_process() -> Peer:
     return Peer(socket.gethostname(), os.getpid(), machine if started else "", started)
 
 
+def host_identity() -> bytes:
+    """Return bytes that are equal for two processes exactly if loopback joins them.
+
+    Host names lie (containers share them, or have several on one machine). The kernel's boot id
+    distinguishes machines, the network namespace containers.
+    """
+    return (_kernel_and("net") or socket.gethostname()).encode()
+
+
 @functools.cache
 def _machine() -> str:
+    kernel = _kernel_and("pid")
+    return kernel and f"{socket.gethostname()} {kernel}"
+
+
+def _kernel_and(namespace: str) -> str:
+    """Return the kernel's boot id and our namespace of a kind; "" where /proc does not say."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = os.readlink("/proc/self/ns/pid")
+        return f"{boot} {os.readlink(f'/proc/self/ns/{namespace}')}"
     except OSError:
         return ""
-    return f"{socket.gethostname()} {boot} {namespace}"
 
 
 def _start_time(pid: int) -> str:
@@ -213,25 +220,20 @@ def cannot_be_reached(who: str, seconds: float) -> str:
 
 
 class Waiting:
-    """One wait for others, in which ``reports`` says whether to report who is missing.
+    """One wait for others, in which who is missing is reported by who knows it, such as rank 0.
 
-    Where all can, rank 0 alone does; for the first time after ``first`` seconds, or the usual ones.
+    For the first time after ``first`` seconds, or the usual ones.
     """
 
-    def __init__(self, reports: bool, how: str, first: float | None = None) -> None:
-        self._reports, self._how = reports, how
-        self._began = time.monotonic()
-        self._due = self._began + (FIRST_SECONDS if first is None else first)
+    def __init__(self, how: str, first: float | None = None) -> None:
+        self._how, self._began = how, time.monotonic()
+        self.due = self._began + (FIRST_SECONDS if first is None else first)
 
     def look(self, missing: Collection[int], why: str = "") -> None:
         """Log who is ``missing``, if it is time to, and ``why`` if that is known."""
         now = time.monotonic()
-        if not self._reports or now < self._due or not missing:
+        if now < self.due or not missing:
             return
-        self._due += NEXT_SECONDS
+        self.due += NEXT_SECONDS
         names, seconds = name_ranks(missing), now - self._began
         _log.warning("Still waiting for %s (%.0f s): %s%s", names, seconds, self._how, why)
-
-    def until(self, deadline: float) -> float:
-        """Return when to look again, at the latest: a time of ``time.monotonic``."""
-        return min(deadline, self._due) if self._reports else deadline

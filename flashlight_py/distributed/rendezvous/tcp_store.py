@@ -15,16 +15,15 @@ import ipaddress
 import os
 import socket
 import stat
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 from flashlight_py.distributed.rendezvous.meeting import MeetingPoint
 from flashlight_py.distributed.rendezvous.secret import Secret
-from flashlight_py.distributed.rendezvous.store import check_member, this_process
-from flashlight_py.distributed.rendezvous.wire import Greeting, NobodyError, Offer, claim, resolved
-from flashlight_py.interfaces import family_of, is_loopback, is_own, listen_everywhere
+from flashlight_py.distributed.rendezvous.store import check_member
+from flashlight_py.distributed.rendezvous.wire import NobodyError, Offer, claim
+from flashlight_py.interfaces import family_of, is_loopback, is_own, listen_everywhere, resolved
 
 # The port between hosts, as a listening socket that rank 0 inherits: one that is only bound is
 # shared with every user who allows it too, and to choose a free port and let go of it is a race.
@@ -109,8 +108,7 @@ class TcpStore(MeetingPoint):
         """Greet a rank 0 that listens there already, so that it does not wait for us in vain."""
         (offer,) = self.offers()
         with suppress(NobodyError):
-            deadline = time.monotonic() + _RIVAL_SECONDS
-            reason = claim(offer, Greeting(0, self.size, this_process()), deadline)
+            reason = claim(offer, self.size, _RIVAL_SECONDS)
             return f"; another rank 0 is there{reason and ': '}{reason}"
         return ""
 

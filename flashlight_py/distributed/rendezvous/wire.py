@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, REMEDY, Secret, nonce, proof
-from flashlight_py.distributed.rendezvous.store import ANY_RANK, Peer
-from flashlight_py.interfaces import family_of
+from flashlight_py.distributed.rendezvous.store import ANY_RANK, Peer, this_process
+from flashlight_py.interfaces import family_of, resolved
 
 _MAGIC = b"FLrv"
 _VERSION = 2
@@ -36,8 +36,7 @@ _MAPPED = "::ffff:"
 # What a connection ends by whose other end is silent: it was not closed there.
 _UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN}
 _PROBES = 5
-EMPTY_BYTES = _HEADER.size  # of a message without a body
-CHUNK_BYTES = 1 << 20  # that are read at a time
+_CHUNK_BYTES = 1 << 20  # that are read at a time
 PROOF_BYTES = 32
 # Who has proven nothing yet may send at most this many bytes; only a handshake precedes it.
 _UNPROVEN_LIMIT = 4096
@@ -158,7 +157,7 @@ class Connection:
         self.is_unreachable = False  # has_ended, because nothing comes from the other host any more
         self.inbox: deque[Packet] = deque()
         self.has_ended = False
-        self._buffer = bytearray()
+        self._buffer, self._end = bytearray(), _HEADER.size  # how many bytes are to be in it
         self._limit = _UNPROVEN_LIMIT
 
     def trust(self, host_timeout: float) -> None:
@@ -187,15 +186,17 @@ class Connection:
             return False
         return True
 
-    def receive(self, timeout: float, most: int = CHUNK_BYTES) -> None:
-        """Take what arrives within ``timeout`` seconds, one read of ``most`` bytes, into the inbox.
+    def receive(self, timeout: float) -> None:
+        """Take what arrives within ``timeout`` seconds; a message that is whole goes to the inbox.
+
+        Nothing that follows a message is read with it.
 
         Raises:
             WireError: it is no message of ours, or too long for who has proven nothing.
         """
         self.wire.settimeout(max(0.001, timeout))
         try:
-            data = self.wire.recv(most)
+            data = self.wire.recv(min(_CHUNK_BYTES, self._end - len(self._buffer)))
         except OSError as error:
             if isinstance(error, TimeoutError) and error.errno is None:  # ours, not the kernel's
                 return
@@ -203,13 +204,10 @@ class Connection:
             data = b""
         self.has_ended = not data
         self._buffer += data
-        while self._take_message():
-            pass
+        self._take_message()
 
-    def take(self, deadline: float, most: int = CHUNK_BYTES) -> Packet | None:
+    def take(self, deadline: float) -> Packet | None:
         """Wait for a message and return it; None: the other side hung up, or time is up.
-
-        Of ``EMPTY_BYTES`` at a time, nothing is read that follows a message without a body.
 
         Raises:
             WireError: as ``receive``.
@@ -218,7 +216,7 @@ class Connection:
             left = deadline - time.monotonic()
             if left <= 0:
                 return None
-            self.receive(left, most)
+            self.receive(left)
         return self.inbox.popleft() if self.inbox else None
 
     def shut(self) -> None:
@@ -232,11 +230,11 @@ class Connection:
         except OSError:  # it has gone already
             self.has_ended = True
 
-    def _take_message(self) -> bool:
+    def _take_message(self) -> None:
         if not _MAGIC.startswith(bytes(self._buffer[: len(_MAGIC)])):
             raise WireError("no message of a flashlight_py rendezvous")
         if len(self._buffer) < _HEADER.size:
-            return False
+            return
         _, version, kind, length = _HEADER.unpack_from(self._buffer)
         if version != _VERSION:
             raise WireError(f"protocol version {version}, this process has {_VERSION}")
@@ -244,12 +242,10 @@ class Connection:
             raise WireError(f"a message of {length} bytes where at most {self._limit} are taken")
         if kind not in list(Kind):
             raise WireError(f"unknown kind of message {kind}")
-        end = _HEADER.size + length
-        if len(self._buffer) < end:
-            return False
-        self.inbox.append(Packet(Kind(kind), bytes(self._buffer[_HEADER.size : end])))
-        del self._buffer[:end]
-        return True
+        self._end = _HEADER.size + length
+        if len(self._buffer) == self._end:
+            self.inbox.append(Packet(Kind(kind), bytes(self._buffer[_HEADER.size :])))
+            self._buffer, self._end = bytearray(), _HEADER.size
 
 
 def plain(address: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -300,19 +296,6 @@ def split_payloads(body: bytes) -> list[bytes]:
 
 
 # How others reach rank 0 -------------------------------------------------------------------------
-
-
-def resolved(host: str, port: int) -> list[tuple[Any, ...]]:
-    """Return the socket addresses that ``host`` means here.
-
-    Raises:
-        OSError: it means none.
-    """
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except UnicodeError as error:  # of a name that cannot be one
-        raise OSError(str(error)) from error
-    return list(dict.fromkeys(address for *_, address in found))
 
 
 class Offer(NamedTuple):
@@ -410,14 +393,15 @@ def _ask(connection: Connection, kind: Kind, body: bytes, deadline: float, offer
     raise SilentError("who listens there has not answered the greeting")
 
 
-def claim(offer: Offer, greeting: Greeting, deadline: float) -> str:
+def claim(offer: Offer, size: int, seconds: float) -> str:
     """Greet the rank 0 of ``offer`` as another one; returns why it has no place for us.
 
-    "": it has not answered before the deadline, but it is there.
+    "": it has not answered within so many ``seconds``, but it is there.
 
     Raises:
         NobodyError: as ``greet``.
     """
+    greeting, deadline = Greeting(0, size, this_process()), time.monotonic() + seconds
     connection = greet(offer, greeting, deadline)
     try:
         answer = connection.take(deadline)

@@ -32,7 +32,6 @@ from flashlight_py.distributed.memory.topology import (
     address_between_hosts,
     address_inside,
     exchange_process_info,
-    host_identity,
     ranks_by_memory,
 )
 from flashlight_py.distributed.rendezvous.environment import (
@@ -52,6 +51,7 @@ from flashlight_py.distributed.rendezvous.store import (
     SubStore,
     check_apart,
     check_member,
+    host_identity,
     this_process,
 )
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
@@ -323,7 +323,7 @@ class _Card(NamedTuple):
     job: str
     cores: list[int]
     nonce: str
-    process: dict[str, object]
+    process: Peer
     addresses: list[str]
 
 
@@ -333,14 +333,14 @@ def _connect(store: Store, settings: Settings) -> World:
         job=new_job(),
         cores=sorted(os.sched_getaffinity(0)),
         nonce=nonce().hex(),
-        process=this_process()._asdict(),
+        process=this_process(),
         addresses=own_addresses(),
     )
     texts = store.exchange(json.dumps(mine).encode())
     # Also where the exchange can be overheard, nobody without the secret can make this key.
     settings = replace(settings, job_key=proof(store.secret, *texts))
     cards = [_Card(*json.loads(text)) for text in texts]
-    check_apart(store.rank, [Peer.from_record(card.process) for card in cards])
+    check_apart(store.rank, [Peer(*card.process) for card in cards])
     hosts = [card.host for card in cards]
     local_peers = [rank for rank, host in enumerate(hosts) if host == mine.host]
     local_rank, local_size = local_peers.index(store.rank), len(local_peers)

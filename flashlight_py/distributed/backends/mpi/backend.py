@@ -30,7 +30,7 @@ from flashlight_py.device import Array
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.callers import Callers
 from flashlight_py.distributed.backends.mpi.gpu_side import MpiGpuBackend
-from flashlight_py.distributed.backends.mpi.leaving import Leaving, end_the_job
+from flashlight_py.distributed.backends.mpi.leaving import end_the_job
 from flashlight_py.distributed.backends.mpi.movement import Steps, on_device
 from flashlight_py.distributed.backends.mpi.verb_steps import VerbSteps
 from flashlight_py.distributed.calls.arrays import require_length
@@ -38,7 +38,7 @@ from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.failures import abort
 from flashlight_py.distributed.failures.wording import UNUSABLE, did_not_join, who_that_was
-from flashlight_py.distributed.verbs import BARRIER, GATHER, SCATTER
+from flashlight_py.distributed.verbs import BARRIER, SCATTER
 from flashlight_py.distributed.work import Done, Then, Work, limit_passed
 from flashlight_py.errors import (
     CollectiveTimeoutError,
@@ -82,28 +82,13 @@ class Operation(Work):
     def __init__(self, group: MpiBackend, name: str, seconds: float) -> None:
         self.name, self.seconds = name, seconds
         self.comparison: Work | None = None
-        self.is_moving = False  # MPI works on it, or has
         self.ended = False
         self.error: BaseException | None = None
         self.was_raised = False  # somebody knows of its failure
-        self._look_at = self.deadline = math.inf
+        self.look_at = self.deadline = math.inf
         self._value: Any = None
         self._end_time: float | None = None
         self._group = group
-
-    def begin(self) -> None:
-        """Let MPI begin: start the clock."""
-        self.is_moving, self._look_at = True, time.monotonic()
-        self.deadline = self._look_at + self.seconds
-        self.should_look()
-
-    def should_look(self) -> bool:
-        """Return whether it is time to see what the others do; once in a while."""
-        now = time.monotonic()
-        if now < self._look_at:
-            return False
-        self._look_at = min(now + _LOOK_SECONDS, self.deadline)
-        return True
 
     def end(self, value: Any = None, error: BaseException | None = None) -> None:
         """Note how it has ended; requests that MPI still works on are kept."""
@@ -119,10 +104,9 @@ class Operation(Work):
         try:
             if self.comparison is not None:
                 self.comparison.wait(_ENDING_SECONDS)
-        except (PeerLostError, CollectiveTimeoutError) as error:
-            return None if error.goes_on else error
-        except DistributedError:
-            return None  # it was closed as well, or has failed by itself
+        except DistributedError as error:  # else it was closed as well, or has failed by itself
+            if isinstance(error, PeerLostError | CollectiveTimeoutError) and not error.goes_on:
+                return error
         return None
 
     def wait(self, timeout: float | None = None) -> Any:
@@ -166,7 +150,6 @@ class MpiBackend(Backend):
 
     def __init__(
         self,
-        mpi: Any,
         progress: Progress,
         comm: Any,
         control: Backend,
@@ -175,18 +158,16 @@ class MpiBackend(Backend):
         checked: bool,
         gpu_aware: bool,
     ) -> None:
-        self._mpi, self.progress, self.control = mpi, progress, control
+        self.progress, self.comm, self.control = progress, comm, control
         self.seconds, self._compares_all = seconds, checked
         self.rank, self.size, self.hosts = control.rank, control.size, control.hosts
         self.processes, self.path, self._gpu_aware = control.processes, path, gpu_aware
         self.place = f"rank {self.rank} of {self.size}"
-        self.leaving = Leaving(mpi, comm)
         self._callers = Callers(self.place, [control])
-        self._verb_steps = VerbSteps(mpi, comm, progress.until, gpu_aware)
+        self._verb_steps = VerbSteps(progress.mpi, comm, progress.until, gpu_aware)
         self._queue: deque[Operation] = deque()
         self._beside: list[Operation] = []
         self._unheard: list[Operation] = []  # for ``synchronize``
-        self._moved = 0  # collectives that have
         self._unusable = ""  # why no operation can be started any more
         progress.add(self)
 
@@ -215,10 +196,9 @@ class MpiBackend(Backend):
 
     def _fitting(self, call: Call, work: Work) -> Work:
         """Return ``work``, which fails at its end if ``out`` has another length than what came."""
-        elsewhere = call.verb is GATHER and self.rank != call.root
-        if call.out is None or not call.is_ragged or elsewhere:
-            return work
         room = call.out
+        if room is None or not (call.is_ragged and call.verb.fills(self.rank, call.root)):
+            return work
 
         def check(arrived: Array) -> Array:
             require_length(call.name, room, arrived.shape[0], self.rank, self.size)
@@ -265,9 +245,9 @@ class MpiBackend(Backend):
             while not operation.comparison.is_completed():
                 yield
             found = operation.comparison.wait()
-        operation.begin()
-        steps = self._verb_steps.of(call.verb)(call, found)
-        return (yield from on_device(call.like, steps))
+        operation.look_at = time.monotonic()
+        operation.deadline = operation.look_at + operation.seconds
+        return (yield from on_device(call.like, self._verb_steps.of(call, found)))
 
     def synchronize(self) -> None:
         """Block until all has ended; raises the first failure nobody knows of. See ``Backend``."""
@@ -280,7 +260,7 @@ class MpiBackend(Backend):
         """Take each operation as far as it gets without waiting."""
         while self._queue and self._step(self._queue[0]):
             if self._queue:  # else it has broken the group
-                self._moved += self._queue.popleft().is_moving
+                self._queue.popleft()
         for operation in tuple(self._beside):
             if not operation.ended and self._step(operation) and operation in self._beside:
                 self._beside.remove(operation)
@@ -296,7 +276,7 @@ class MpiBackend(Backend):
                 operation.end(error=error)
             else:
                 self._break(operation, error)
-        except self._mpi.Exception as error:
+        except self.progress.mpi.Exception as error:
             failure = DistributedError(f"[{operation.name}] {self.place}: MPI failed: {error}")
             failure.__cause__ = error
             self._break(operation, failure, f"MPI failed: {error}")
@@ -305,14 +285,17 @@ class MpiBackend(Backend):
             if not isinstance(error, Exception):
                 raise
         else:
-            if operation.should_look():
-                self._look(operation)
+            self._look(operation)
         return operation.ended
 
     def _look(self, operation: Operation) -> None:
-        """Break the group if another rank has ended, or the time of ``operation`` is up."""
+        """Once in a while: break the group if another rank has ended, or the time is up."""
+        now = time.monotonic()
+        if now < min(operation.look_at, operation.deadline):
+            return
+        operation.look_at = now + _LOOK_SECONDS
         trouble = self.control.lost(operation.name)
-        if trouble is None and time.monotonic() >= operation.deadline:
+        if trouble is None and now >= operation.deadline:
             who = "all ranks joined and did not finish"
             if operation.comparison is None:
                 who = "a rank did not join, or all joined and did not finish"
@@ -354,19 +337,18 @@ class MpiBackend(Backend):
             self.control.abort(cause)
         else:
             self.control.abort(self._lost(operation.name, reason))
-        concerns_all = isinstance(cause, PeerLostError | CollectiveTimeoutError)
-        self._end_all(f"this group broke earlier: {cause}", cause if concerns_all else None)
+        for_all = cause if isinstance(cause, PeerLostError | CollectiveTimeoutError) else None
+        self._end_all(f"this group broke earlier: {cause}", for_all)
 
-    def _end_all(self, reason: str, error: BaseException | None = None) -> None:
+    def _end_all(self, reason: str, error: DistributedError | None = None) -> None:
         """End what runs, with what ``error`` says of other ranks, which concerns all the same."""
         self._unusable = reason
+        kind: type[DistributedError] = GroupClosedError
+        words = reason
+        if error is not None:
+            kind, words = type(error), str(error).partition(f"{self.place}: ")[2] or str(error)
         for operation in (*self._queue, *self._beside):
-            where = f"[{operation.name}] {self.place}"
-            if error is None:
-                operation.end(error=GroupClosedError(f"{where}: {reason}"))
-            else:
-                words = str(error).partition(f"{self.place}: ")[2] or str(error)
-                operation.end(error=type(error)(f"{where}: {words}"))
+            operation.end(error=kind(f"[{operation.name}] {self.place}: {words}"))
         self._queue.clear()
         self._beside.clear()
 
@@ -398,24 +380,24 @@ class MpiBackend(Backend):
             if not healthy:  # who waits for what this rank has not done must not go on
                 self.control.abort(self._lost("close", "it has left the group"))
             self.control.close()
-            self.leaving.leave(self._moved if healthy else None)
             self._end_all(_CLOSED)
         self.progress.remove(self, healthy)
 
 
 class Progress:
-    """All groups of this process. ``lock`` is held by whoever makes them advance."""
+    """All groups of this process. ``lock`` is held by whoever makes them advance.
+
+    ``threaded``: any thread may call ``mpi`` at any time.
+    """
 
     def __init__(self, mpi: Any, threaded: bool) -> None:
         self.lock = threading.RLock()
         self.threaded = threaded
-        self._testall = mpi.Request.Testall
-        self._end_the_job = partial(end_the_job, mpi, self.linger)
+        self.mpi, self._end_the_job = mpi, partial(end_the_job, mpi)
         self._groups: list[MpiBackend] = []
-        self._closed: list[MpiBackend] = []
+        self._closed: list[tuple[Any, Any]] = []  # communicators, and when all have left them
         self._turn = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._stopping = False
         self._waiting = 0  # threads that wait, and so step
         self._moving = 0  # operations whose arrays are on their way
         self._pid = os.getpid()
@@ -424,26 +406,31 @@ class Progress:
     def add(self, group: MpiBackend) -> None:
         """Make ``group`` advance from now on; free those that every rank has left."""
         with self.lock:
-            for closed in [other for other in self._closed if other.leaving.have_all_left()]:
+            for closed in [each for each in self._closed if each[1].Test()]:
                 self._closed.remove(closed)
-                if not closed.leaving.free():
-                    _abandoned.append(closed)
+                closed[0].Free()
             if not self._groups:
                 abort.install()
                 abort.afterwards.append(self._end_the_job)
             self._groups.append(group)
 
     def remove(self, group: MpiBackend, healthy: bool) -> None:
-        """Forget ``group``; a ``healthy`` one is freed later, when all others have left it too."""
+        """Forget ``group``; a ``healthy`` one is freed later, when all others have left it too.
+
+        Only then: MPI hands its context on to new ones, and takes an operation that was abandoned,
+        which it cannot cancel, for one of theirs.
+        """
         with self.lock:
             self._groups.remove(group)
-            (self._closed if healthy else _abandoned).append(group)
+            if healthy and not self.mpi.Is_finalized():
+                self._closed.append((group.comm, group.comm.Ibarrier()))
+            else:
+                _abandoned.append(group)
             if self._groups:
                 return
             abort.afterwards.remove(self._end_the_job)
         with self._turn:
             thread, self._thread = self._thread, None
-            self._stopping = True
             self._turn.notify()
         if thread is not None and thread is not threading.current_thread():
             thread.join(_STOP_SECONDS)
@@ -454,25 +441,15 @@ class Progress:
             for group in tuple(self._groups):
                 group.advance()
 
-    def linger(self, end: float) -> None:
-        """This program has ended, and printed why: let the others do so too, until ``end``."""
-        groups = tuple(self._groups)
-        for group in groups:
-            group.leaving.leave(None)
-        while time.monotonic() < end:
-            with self.lock:
-                if all(group.leaving.have_all_left() for group in groups):
-                    return
-            time.sleep(_LONGEST_SLEEP)
-
     def until(self, begins: Iterable[partial[Any]]) -> Steps:
         """Begin what MPI is to do, calls of its functions; yield until all has ended."""
         calls, requests, done = tuple(begins), list[Any](), False
+        testall = self.mpi.Request.Testall
         self._moving += 1
         try:
             # In C alone: where a signal's handler raises, no request is lost that MPI works on.
             requests.extend(map(partial.__call__, calls))
-            while not (done := self._testall(requests)):
+            while not (done := testall(requests)):
                 yield
         finally:
             self._moving -= 1
@@ -484,7 +461,7 @@ class Progress:
 
         While nothing else is under way it is its calls' comparison that is waited for, asleep.
         """
-        alone = sum(group.pending() for group in tuple(self._groups)) == 1
+        alone = self._pending() == 1
         left = None if end is None else max(0.0, end - time.monotonic())
         if operation.comparison is not None and not operation.ended:
             with contextlib.suppress(DistributedError):  # its next step raises it, or it goes on
@@ -511,22 +488,19 @@ class Progress:
             return
         with self._turn:
             if self._thread is None:
-                self._stopping = False
                 name = "flashlight_py mpi"
                 self._thread = threading.Thread(target=self._run, name=name, daemon=True)
                 self._thread.start()
             self._turn.notify()
 
     def _run(self) -> None:
-        while True:
+        while self._groups:
             with self._turn:
                 self._turn.wait_for(
-                    lambda: self._stopping or (not self._waiting and self._is_busy())
+                    lambda: not self._groups or (not self._waiting and self._pending())
                 )
-                if self._stopping:
-                    return
             pauses = self._pauses()
-            while not (self._waiting or self._stopping) and self._is_busy():
+            while not self._waiting and self._pending():
                 self.step()
                 next(pauses)
 
@@ -549,8 +523,8 @@ class Progress:
                 time.sleep(min(idle / 10, _LONGEST_SLEEP))
             yield
 
-    def _is_busy(self) -> bool:
-        return any(group.pending() for group in tuple(self._groups))
+    def _pending(self) -> int:
+        return sum(group.pending() for group in tuple(self._groups))
 
     def _close_all(self) -> None:
         """At exit: leave every group, so that nobody waits for this rank in vain."""

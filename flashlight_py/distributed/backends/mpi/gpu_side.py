@@ -36,12 +36,9 @@ class MpiGpuBackend(Backend):
         self._unfinished: list[Then] = []
 
     def start(self, call: Call) -> Work:
-        if call.refusal or call.verb is BARRIER:
-            return self._host.start(call)
-        if self._aware:
-            for array in (call.array, call.out):
-                if array is not None:
-                    settle(array)
+        if self._aware or call.refusal or call.verb is BARRIER:
+            settle(call.array)
+            settle(call.out)
             return self._host.start(call)
         given = None
         if call.array is not None:
@@ -75,11 +72,10 @@ class MpiGpuBackend(Backend):
             import cupy
 
             target = cupy.asarray(result)
-            settle(target)
-            return target
-        if target.shape != result.shape:
-            require_length(call.name, target, result.shape[0], self.rank, self.size)
-        target.set(result)
+        else:
+            if target.shape != result.shape:
+                require_length(call.name, target, result.shape[0], self.rank, self.size)
+            target.set(result)
         settle(target)  # the copy's memory is free from here on
         return target
 

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from flashlight_py.distributed.backend import Backend
-from flashlight_py.distributed.backends.mpi.backend import MpiBackend, progress_of
+from flashlight_py.distributed.backends.mpi.backend import MpiBackend, Progress, progress_of
 from flashlight_py.distributed.rendezvous.mpi_store import load_mpi
 from flashlight_py.distributed.rendezvous.store import Store
-from flashlight_py.errors import (
-    BackendUnavailableError,
-    DistributedError,
-    UnavailableEverywhereError,
-)
+from flashlight_py.errors import DistributedError, UnavailableEverywhereError
 
 
-@dataclass(frozen=True)
-class MpiCard:
+class MpiCard(NamedTuple):
     """A rank's report to the others: its place among those that MPI knows, and settings."""
 
     world_rank: int = -1
@@ -47,14 +41,12 @@ def join(
     """
     mpi: Any = None
     try:
-        mpi = load()
+        mpi = load_mpi()
         world = mpi.COMM_WORLD
         card = MpiCard(world.Get_rank(), world.Get_size(), gpu_aware)
     except DistributedError as error:
         card = MpiCard(problem=str(error))
-    cards = [
-        MpiCard(**json.loads(text)) for text in store.exchange(json.dumps(asdict(card)).encode())
-    ]
+    cards = [MpiCard(*json.loads(text)) for text in store.exchange(json.dumps(card).encode())]
     _check(cards)
     control = join_cpus()
     try:
@@ -66,9 +58,8 @@ def join(
     except BaseException:
         control.close()
         raise
-    threaded = mpi.Query_thread() == mpi.THREAD_MULTIPLE  # any thread may call it at any time
-    progress, path = progress_of(mpi, threaded), _described(mpi, threaded)
-    return MpiBackend(mpi, progress, comm, control, path, seconds, checked, gpu_aware)
+    progress = progress_of(mpi, mpi.Query_thread() == mpi.THREAD_MULTIPLE)
+    return MpiBackend(progress, comm, control, _described(progress), seconds, checked, gpu_aware)
 
 
 def _check(cards: Sequence[MpiCard]) -> None:
@@ -89,31 +80,12 @@ def _check(cards: Sequence[MpiCard]) -> None:
         )
 
 
-def load() -> Any:
-    """Import and return ``mpi4py.MPI``, initialised.
-
-    Raises:
-        BackendUnavailableError: mpi4py or an MPI library is missing, or MPI has ended already.
-    """
-    mpi = load_mpi()
-    if not mpi.Is_initialized():
-        raise BackendUnavailableError(
-            "BACKEND is mpi, and MPI is not initialised: mpi4py.rc.initialize is False; leave it "
-            "True, or call MPI.Init_thread() before distributed_init"
-        )
-    if mpi.Is_finalized():
-        raise BackendUnavailableError(
-            "BACKEND is mpi, and MPI has been finalised in this process, which cannot be undone; "
-            "leave MPI.Finalize() to mpi4py, which calls it at exit"
-        )
-    return mpi
-
-
-def _described(mpi: Any, threaded: bool) -> str:
+def _described(progress: Progress) -> str:
     """Return the library's name and version, mpi4py's, and what threads may do."""
     import mpi4py
 
-    line = mpi.Get_library_version().splitlines()[0].split(",")[0]
+    line = progress.mpi.Get_library_version().splitlines()[0].split(",")[0]
     library = " ".join(line.replace("Version:", "").split())
-    threads = "any thread" if threaded else "one thread: async verbs advance in waits only"
+    is_any = progress.threaded
+    threads = "any thread" if is_any else "one thread: async verbs advance in waits only"
     return f"MPI ({library}; mpi4py {mpi4py.__version__}; {threads})"

@@ -18,8 +18,8 @@ from flashlight_py.distributed.calls.combining import cut
 # The largest count of MPI-3's functions. MPI-4 has larger ones, not every library has MPI-4, and
 # pieces of 2 GB cost nothing.
 LARGEST_BYTES = 2**31 - 1
-# The tag of the parts of collectives, below those of messages.
-_OF_PARTS = 0
+# The tag of the parts of collectives, below those of messages, and the largest that MPI promises.
+_OF_PARTS, _LARGEST_TAG = 0, 32767
 
 Steps: TypeAlias = Generator[None, None, Any]  # of an operation, between which it has to wait
 Until: TypeAlias = Callable[[Iterable[partial[Any]]], Steps]  # ``Progress.until``
@@ -31,7 +31,7 @@ def chunks(flat: Array) -> list[Array]:
     return [flat[start : start + step] for start in range(0, max(flat.size, 1), step)]
 
 
-def settle(array: Array) -> None:
+def settle(array: Array | None) -> None:
     """Wait until ``array``, if it is on a GPU, holds what the current stream computes."""
     if is_cupy(array):
         array_module(array).cuda.get_current_stream().synchronize()
@@ -57,71 +57,52 @@ def on_device(array: Any, steps: Steps) -> Steps:
         steps.close()
 
 
-def _tag_of(number: int) -> int:
-    """Return a tag between that of the parts of collectives and that of who leaves (leaving.py)."""
-    return 1 + number % 32766
-
-
 class Movement:
     """Moves flat arrays of bytes between the ranks of ``comm``. Counts are in bytes."""
 
-    def __init__(self, mpi: Any, comm: Any, until: Until) -> None:
-        self._mpi, self._comm, self._until = mpi, comm, until
+    def __init__(self, comm: Any, until: Until) -> None:
+        self._comm, self._until = comm, until
         self._rank, self._size = int(comm.Get_rank()), int(comm.Get_size())
-
-    def broadcast(self, data: Array, root: int) -> Steps:
-        """Make ``data`` equal to ``root``'s."""
-        if self._needs_pairs(data, 0):
-            # Each rank gets a part, then joins the parts (van de Geijn): 2 sizes on every link.
-            counts = self.shares(data.size)
-            parts = dict(enumerate(cut(data, counts)))
-            if self._rank == root:
-                yield from self._swap(parts, {})
-            else:
-                yield from self._swap({}, {root: parts[self._rank]})
-            yield from self.all_gather(None, data, counts)
-            return
-        comm = self._comm
-        yield from self._until(partial(comm.Ibcast, self._told(c), root) for c in chunks(data))
 
     def shares(self, count: int) -> list[int]:
         """Return how many of ``count`` elements each rank gets, or combines."""
         ends = [count * i // self._size for i in range(self._size + 1)]
         return [end - start for start, end in itertools.pairwise(ends)]
 
-    def all_gather(self, mine: Array | None, whole: Array, counts: Sequence[int]) -> Steps:
-        """Fill ``whole`` with every rank's ``mine``; None, on all: it is in its place already."""
-        if self._needs_pairs(whole, sum(counts)):
-            parts = cut(whole, counts)
-            own = parts[self._rank] if mine is None else mine
-            yield from self._swap(dict.fromkeys(range(self._size), own), dict(enumerate(parts)))
-            return
-        given = self._mpi.IN_PLACE if mine is None else self._told(mine)
-        if len(set(counts)) == 1:
-            begin = partial(self._comm.Iallgather, given, [whole, counts[0], self._mpi.BYTE])
+    def broadcast(self, data: Array, root: int) -> Steps:
+        """Make ``data`` equal to ``root``'s."""
+        if self._needs_pairs(data, 0):
+            # Each rank gets a part, then joins the parts (van de Geijn): 2 sizes on every link.
+            counts = self.shares(data.size)
+            parts = _by_rank(data, counts)
+            mine = parts[self._rank]
+            yield from self.swap(parts if self._rank == root else {}, {root: mine})
+            yield from self.gather(mine, data, counts)
         else:
-            begin = partial(self._comm.Iallgatherv, given, self._told_parts(whole, counts))
-        yield from self._until([begin])
+            yield from self._until(partial(self._comm.Ibcast, c, root) for c in chunks(data))
 
-    def gather(self, mine: Array, whole: Array | None, counts: Sequence[int], root: int) -> Steps:
-        """Fill ``whole``, on ``root`` alone, with every rank's ``mine``."""
+    def gather(
+        self, mine: Array, whole: Array | None, counts: Sequence[int], root: int | None = None
+    ) -> Steps:
+        """Fill ``whole`` with every rank's ``mine``: on all of them, or on ``root`` alone."""
+        comm, taken = self._comm, None if whole is None else [whole, counts]
         if self._needs_pairs(mine, sum(counts)):
-            takes = {} if whole is None else dict(enumerate(cut(whole, counts)))
-            yield from self._swap({root: mine}, takes)
-            return
-        taken = None if whole is None else self._told_parts(whole, counts)
-        given = self._told(mine)
-        yield from self._until([partial(self._comm.Igatherv, given, taken, root)])
+            takers = range(self._size) if root is None else [root]
+            yield from self.swap(dict.fromkeys(takers, mine), _by_rank(whole, counts))
+        elif root is not None:
+            yield from self._until([partial(comm.Igatherv, mine, taken, root)])
+        elif len(set(counts)) == 1:
+            yield from self._until([partial(comm.Iallgather, mine, whole)])
+        else:
+            yield from self._until([partial(comm.Iallgatherv, mine, taken)])
 
     def scatter(self, whole: Array | None, part: Array, root: int) -> Steps:
         """Fill ``part`` with this rank's equal part of ``whole``, which ``root`` alone has."""
         if self._needs_pairs(part, part.size * self._size):
-            counts = [part.size] * self._size
-            gives = {} if whole is None else dict(enumerate(cut(whole, counts)))
-            yield from self._swap(gives, {root: part})
-            return
-        given = None if whole is None else [whole, part.size, self._mpi.BYTE]
-        yield from self._until([partial(self._comm.Iscatter, given, self._told(part), root)])
+            gives = _by_rank(whole, [part.size] * self._size)
+            yield from self.swap(gives, {root: part})
+        else:
+            yield from self._until([partial(self._comm.Iscatter, whole, part, root)])
 
     def all_to_all(
         self,
@@ -136,51 +117,39 @@ class Movement:
         Without them it is an equal part. Else no rank's bytes exceed ``most``, either way, a number
         that all ranks know.
         """
-        even = given.size // self._size
-        if self._needs_pairs(given, given.size if gives is None else most):
-            out = cut(given, gives or [even] * self._size)
-            into = cut(taken, takes or [even] * self._size)
-            yield from self._swap(dict(enumerate(out)), dict(enumerate(into)))
-        elif gives is None or takes is None:
-            sends, receives = [given, even, self._mpi.BYTE], [taken, even, self._mpi.BYTE]
-            yield from self._until([partial(self._comm.Ialltoall, sends, receives)])
+        if self._needs_pairs(given, most or given.size):
+            even = [given.size // self._size] * self._size
+            yield from self.swap(_by_rank(given, gives or even), _by_rank(taken, takes or even))
+        elif gives is None:
+            yield from self._until([partial(self._comm.Ialltoall, given, taken)])
         else:
-            sends, receives = self._told_parts(given, gives), self._told_parts(taken, takes)
-            yield from self._until([partial(self._comm.Ialltoallv, sends, receives)])
+            both = [given, gives], [taken, takes]
+            yield from self._until([partial(self._comm.Ialltoallv, *both)])
 
-    def send(self, data: Array, dst: int, number: int) -> Steps:
-        """Send ``data`` to ``dst``, which receives message ``number`` of this rank."""
-        return self._swap({dst: data}, {}, _tag_of(number))
-
-    def recv(self, data: Array, src: int, number: int) -> Steps:
-        """Fill ``data`` with message ``number`` of ``src``, which is as long."""
-        return self._swap({}, {src: data}, _tag_of(number))
-
-    def _needs_pairs(self, data: Array | None, total: int) -> bool:
-        return total > LARGEST_BYTES or is_cupy(data)
-
-    def _swap(
-        self, gives: Mapping[int, Array], takes: Mapping[int, Array], tag: int = _OF_PARTS
+    def swap(
+        self, gives: Mapping[int, Array], takes: Mapping[int, Array], number: int | None = None
     ) -> Steps:
         """Send and receive what is for or of each rank; what is this rank's own is copied.
 
-        All at once; those between two ranks keep their order.
+        All at once; those between two ranks keep their order. ``number`` is a message's of users.
         """
         comm, me = self._comm, self._rank
+        tag = _OF_PARTS if number is None else 1 + number % _LARGEST_TAG
         if me in gives and me in takes and takes[me] is not gives[me]:
             takes[me][...] = gives[me]
             settle(takes[me])
         yield from self._until(
-            partial(method, self._told(c), rank, tag)
+            partial(method, c, rank, tag)
             for method, parts in ((comm.Irecv, takes), (comm.Isend, gives))
             for rank, part in parts.items()
             if rank != me
             for c in chunks(part)
         )
 
-    def _told(self, data: Array) -> list[Any]:
-        return [data, data.size, self._mpi.BYTE]
+    def _needs_pairs(self, data: Array, total: int) -> bool:
+        return total > LARGEST_BYTES or is_cupy(data)
 
-    def _told_parts(self, data: Array, counts: Sequence[int]) -> list[Any]:
-        starts = [0, *itertools.accumulate(counts)][:-1]
-        return [data, (list(counts), starts), self._mpi.BYTE]
+
+def _by_rank(data: Array | None, counts: Sequence[int]) -> dict[int, Array]:
+    """Return the part of each rank; none where there is nothing."""
+    return {} if data is None else dict(enumerate(cut(data, counts)))

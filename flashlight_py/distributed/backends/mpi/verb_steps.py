@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,87 +25,60 @@ from flashlight_py.distributed.calls.arrays import (
     scale_in_place,
 )
 from flashlight_py.distributed.calls.call import Call, Matched
-from flashlight_py.distributed.calls.combining import MEANINGS, combined, cut
+from flashlight_py.distributed.calls.combining import MEANINGS, combined
 from flashlight_py.distributed.constants import ReduceOp
-from flashlight_py.distributed.verbs import Verb
 
 # Of all ranks together, of which a verb that the library lacks makes its result at a time.
 _PIECE_BYTES = 4 << 20
 
-_TYPES = {
-    **{np.dtype(f"int{bits}"): f"INT{bits}_T" for bits in (8, 16, 32, 64)},
-    **{np.dtype(f"uint{bits}"): f"UINT{bits}_T" for bits in (8, 16, 32, 64)},
-    np.dtype("float32"): "FLOAT",
-    np.dtype("float64"): "DOUBLE",
-    np.dtype("longdouble"): "LONG_DOUBLE",
-    np.dtype("complex64"): "C_FLOAT_COMPLEX",
-    np.dtype("complex128"): "C_DOUBLE_COMPLEX",
-    np.dtype("clongdouble"): "C_LONG_DOUBLE_COMPLEX",
-}
 _BITWISE = {ReduceOp.AND: "BAND", ReduceOp.OR: "BOR", ReduceOp.XOR: "BXOR"}
 
 
 class VerbSteps:
     """The steps of a call between the ranks of ``comm``, by verb; their result is the call's.
 
-    Each is given the call, and the findings of the ranks' comparison. ``gpu_aware`` says that the
-    library takes pointers to a GPU's memory.
+    ``gpu_aware`` says that the library takes pointers to a GPU's memory.
     """
 
     def __init__(self, mpi: Any, comm: Any, until: Until, gpu_aware: bool) -> None:
         self._mpi, self._comm, self._until = mpi, comm, until
         self._gpu_aware = gpu_aware
-        self._movement = Movement(mpi, comm, until)
+        self._movement = Movement(comm, until)
         self._rank, self._size = int(comm.Get_rank()), int(comm.Get_size())
 
-    def of(self, verb: Verb) -> Callable[[Call, Any], Steps]:
-        """Return the steps of ``verb``."""
-        return getattr(self, f"_{verb.name}", self._by_meaning)
+    def of(self, call: Call, found: Any) -> Steps:
+        """Return the steps of ``call``; ``found`` is what the ranks have found by comparing it."""
+        steps: Steps = getattr(self, f"_{call.verb.name}", self._by_meaning)(call, found)
+        return steps
 
     def _barrier(self, call: Call, _: None) -> Steps:
         yield from ()  # to have compared it is to have arrived
 
-    def _all_reduce(self, call: Call, _: None) -> Steps:
-        """Reduce in place."""
-        array, form = call.array, _form_of(self._mpi, call.array, call.op)
-        if form is None:
-            counts = self._movement.shares(array.size)
-            yield from self._combine(call, counts, cut(array.reshape(-1), counts)[self._rank])
-            counts = [count * array.itemsize for count in counts]
-            yield from self._movement.all_gather(None, as_bytes(array), counts)
-            return array
-        carrier = form.encode(array.reshape(-1))
-        yield from self._until(
-            partial(
-                self._comm.Iallreduce, self._mpi.IN_PLACE, [part, part.size, form.type], form.op
-            )
-            for part in chunks(carrier)
-        )
-        _decode(form, carrier, array, call.scale)
-        return array
-
     def _reduce(self, call: Call, _: None) -> Steps:
-        """Reduce in place on the root; the others' stay as they are."""
-        array, form, root = call.array, _form_of(self._mpi, call.array, call.op), call.root
-        at_root = self._rank == root
+        """Reduce in place, on all ranks or on the root alone: the others' stay as they are."""
+        array, form = call.array, _form_of(self._mpi, call.array, call.op)
+        root = call.root if call.verb.rooted else None
+        is_filled = call.verb.fills(self._rank, call.root)
         if form is None:
             counts = self._movement.shares(array.size)
-            mine = array_module(array).empty(counts[self._rank], array.dtype)
-            yield from self._combine(call, counts, mine)
-            whole = as_bytes(array) if at_root else None
+            mine = as_bytes((yield from self._combine(call, counts)))
             counts = [count * array.itemsize for count in counts]
-            yield from self._movement.gather(as_bytes(mine), whole, counts, root)
+            whole = as_bytes(array) if is_filled else None
+            yield from self._movement.gather(mine, whole, counts, root)
             return array
-        carrier = form.encode(array.reshape(-1))
-        begins = []
+        carrier, begins = form.encode(array.reshape(-1)), []
         for part in chunks(carrier):
-            data = [part, part.size, form.type]
-            buffers = (self._mpi.IN_PLACE, data) if at_root else (data, None)
-            begins.append(partial(self._comm.Ireduce, *buffers, form.op, root))
+            buffers = (self._mpi.IN_PLACE, part) if is_filled else (part, None)
+            if root is None:
+                begins.append(partial(self._comm.Iallreduce, *buffers, form.op))
+            else:
+                begins.append(partial(self._comm.Ireduce, *buffers, form.op, root))
         yield from self._until(begins)
-        if at_root:
+        if is_filled:
             _decode(form, carrier, array, call.scale)
         return array
+
+    _all_reduce = _reduce
 
     def _reduce_scatter(self, call: Call, _: None) -> Steps:
         """Reduce; the result is ``out`` or a new array: this rank's part of the first dimension."""
@@ -115,38 +87,32 @@ class VerbSteps:
         shape = (lengths[self._rank], *array.shape[1:])
         part = array_module(array).empty(shape, array.dtype) if call.out is None else call.out
         form = _form_of(self._mpi, array, call.op) if rows is None else None
-        if form is None:
+        flat = array.reshape(-1)
+        if form is None or (carrier := form.encode(flat)).nbytes > movement.LARGEST_BYTES:
             counts = [length * math.prod(array.shape[1:]) for length in lengths]
-            yield from self._combine(call, counts, part.reshape(-1))
+            mine = yield from self._combine(call, counts)
+            part[...] = mine.reshape(shape)
+            settle(part)
             return part
-        carrier = form.encode(array.reshape(-1))
         in_part = carrier.itemsize == part.itemsize
         reduced = (
             part.reshape(-1).view(carrier.dtype) if in_part else np.empty(part.size, carrier.dtype)
         )
-        # Lane r is reduced onto rank r; in columns, if all lanes together are too long for a call.
-        lanes = carrier.reshape(size, -1)
-        step = max(1, movement.LARGEST_BYTES // (size * lanes.itemsize))
-        begins = []
-        for start in range(0, max(reduced.size, 1), step):
-            columns = np.ascontiguousarray(lanes[:, start : start + step])
-            into = reduced[start : start + step]
-            given, taken = [columns, into.size, form.type], [into, into.size, form.type]
-            begins.append(partial(self._comm.Ireduce_scatter_block, given, taken, form.op))
-        yield from self._until(begins)
+        begin = partial(self._comm.Ireduce_scatter_block, carrier, reduced, form.op)
+        yield from self._until([begin])
         _decode(form, reduced, part, call.scale)
         return part
 
-    def _combine(self, call: Call, counts: list[int], out: Array) -> Steps:
-        """Combine this rank's share of everybody's array into ``out``, in rank order."""
+    def _combine(self, call: Call, counts: list[int]) -> Steps:
+        """Combine this rank's share of everybody's array, in rank order: a new array."""
         array = call.array
         pieces = array_module(array).empty((self._size, counts[self._rank]), array.dtype)
         gives, takes = [n * array.itemsize for n in counts], [pieces[0].nbytes] * self._size
-        most = max(array.nbytes, max(gives) * self._size)
-        given, taken = as_bytes(array), as_bytes(pieces)
-        yield from self._movement.all_to_all(given, taken, gives, takes, most)
-        out[...] = combined(list(pieces), call.op, call.scale)
-        settle(out)
+        buffers, most = (as_bytes(array), as_bytes(pieces)), max(gives) * self._size
+        yield from self._movement.all_to_all(*buffers, gives, takes, most)
+        share = combined(list(pieces), call.op, call.scale)
+        settle(share)
+        return share
 
     def _by_meaning(self, call: Call, _: None) -> Steps:
         """Combine in place what the library does not: every rank receives all arrays, in pieces."""
@@ -156,7 +122,7 @@ class VerbSteps:
             part = flat[start : start + step]
             pieces = xp.empty((self._size, part.size), flat.dtype)
             counts = [part.nbytes] * self._size
-            yield from self._movement.all_gather(as_bytes(part), as_bytes(pieces), counts)
+            yield from self._movement.gather(as_bytes(part), as_bytes(pieces), counts)
             if call.verb.fills(self._rank, call.root):
                 part[...] = combine(list(pieces), self._rank, call)
                 settle(part)
@@ -166,20 +132,18 @@ class VerbSteps:
         yield from self._movement.broadcast(as_bytes(call.array), call.root)
         return call.array
 
-    def _all_gather(self, call: Call, rows: list[int]) -> Steps:
-        array = call.array
-        whole, counts = call.room(sum(rows)), [count * row_bytes(array) for count in rows]
-        yield from self._movement.all_gather(as_bytes(array), as_bytes(whole), counts)
-        return whole
-
     def _gather(self, call: Call, rows: list[int]) -> Steps:
+        """Join all arrays, on all ranks or on the root alone."""
         array, whole, room = call.array, None, None
         counts = [count * row_bytes(array) for count in rows]
-        if self._rank == call.root:
+        if call.verb.fills(self._rank, call.root):
             whole = call.room(sum(rows))
             room = as_bytes(whole)
-        yield from self._movement.gather(as_bytes(array), room, counts, call.root)
+        root = call.root if call.verb.rooted else None
+        yield from self._movement.gather(as_bytes(array), room, counts, root)
         return whole
+
+    _all_gather = _gather
 
     def _scatter(self, call: Call, kind: tuple[Any, tuple[int, ...]]) -> Steps:
         mine, like = call.out, call.like
@@ -216,7 +180,7 @@ class VerbSteps:
 
     def _send(self, call: Call, _: None) -> Steps:
         assert call.received is not None
-        yield from self._movement.send(as_bytes(call.array), call.peer, call.received[0])
+        yield from self._movement.swap({call.peer: as_bytes(call.array)}, {}, call.received[0])
         return call.array
 
     def _recv(self, call: Call, found: Matched | None) -> Steps:
@@ -225,20 +189,18 @@ class VerbSteps:
         assert call.received is not None
         array, source = call.array, call.peer if found is None else found.source
         part = array[: found.rows] if found is not None and array.ndim else array
-        yield from self._movement.recv(as_bytes(part), source, call.received[0])
+        yield from self._movement.swap({}, {source: as_bytes(part)}, call.received[0])
         return array if found is None else found
 
 
-@dataclass(frozen=True)
-class MpiForm:
-    """An MPI datatype and operation, in which the library itself can reduce arrays of a dtype.
+class MpiForm(NamedTuple):
+    """An operation of MPI, and the form in which the library can reduce arrays of a dtype by it.
 
     ``encode(array)`` returns what MPI reduces: the array's own memory, or a new array.
     ``decode(carrier)`` returns the numbers that MPI has made of it: of the dtype, or of a wider
     float; in the memory of ``carrier``, or new.
     """
 
-    type: Any
     op: Any
     encode: Callable[[Array], Array]
     decode: Callable[[Array], Array]
@@ -271,9 +233,9 @@ def _form_of(mpi: Any, array: Array, op: ReduceOp) -> MpiForm | None:
         elif kind == "b":
             carrier = np.dtype(np.uint8)
     elif op in (ReduceOp.MIN, ReduceOp.MAX):
-        return _extreme_form(mpi, op, array.dtype) if bits <= 64 else None
+        return _extreme_form(does, op, array.dtype) if bits <= 64 else None
     elif bits == 16:
-        return MpiForm(mpi.FLOAT, does, lambda a: a.astype(np.float32), lambda wide: wide)
+        return MpiForm(does, lambda a: a.astype(np.float32), lambda wide: wide)
     elif kind == "c" and op is ReduceOp.PROD:
         return None  # the library may round a * b and b * a differently, where it fuses them
 
@@ -281,10 +243,10 @@ def _form_of(mpi: Any, array: Array, op: ReduceOp) -> MpiForm | None:
         same = array.itemsize == carrier.itemsize
         return lambda values: values.view(dtype) if same else values.astype(dtype)
 
-    return MpiForm(getattr(mpi, _TYPES[carrier]), does, seen_as(carrier), seen_as(array.dtype))
+    return MpiForm(does, seen_as(carrier), seen_as(array.dtype))
 
 
-def _extreme_form(mpi: Any, op: ReduceOp, dtype: np.dtype[Any]) -> MpiForm:
+def _extreme_form(does: Any, op: ReduceOp, dtype: np.dtype[Any]) -> MpiForm:
     signed = np.dtype(f"int{dtype.itemsize * 8}")
     limits = np.iinfo(signed)
     nan = limits.min if op is ReduceOp.MIN else limits.max  # a NaN wins
@@ -297,7 +259,7 @@ def _extreme_form(mpi: Any, op: ReduceOp, dtype: np.dtype[Any]) -> MpiForm:
     def decode(carrier: Array) -> Array:
         return _mirrored(carrier).view(dtype)
 
-    return MpiForm(getattr(mpi, _TYPES[signed]), getattr(mpi, op.name), encode, decode)
+    return MpiForm(does, encode, decode)
 
 
 def _mirrored(integers: Array) -> Array:
