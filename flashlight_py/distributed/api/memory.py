@@ -193,13 +193,10 @@ def _load(
             layout = Layout(source.shape, source.dtype)
         assert layout is not None
         file = MemoryFile(named)
-        fd = open_memory(file.own_path)
-        try:
+        with open_memory(file.own_path) as fd:
             # Reserved now, a lack of memory is an error here; later it would be a SIGBUS.
             os.posix_fallocate(fd, 0, layout.nbytes)
             target = _array_in(mmap.mmap(fd, layout.nbytes), layout)
-        finally:
-            os.close(fd)
         if source is None:
             load(target)
         else:
@@ -261,11 +258,8 @@ def _pages_of(source: Array) -> mmap.mmap | None:
 def _map(path: str, layout: Layout) -> tuple[Array, Exception | None]:
     """Return the array at ``path``, read-only, or why it cannot be mapped."""
     try:
-        fd = open_memory(path)
-        try:
+        with open_memory(path) as fd:
             memory = mmap.mmap(fd, layout.nbytes, prot=mmap.PROT_READ)
-        finally:
-            os.close(fd)
     except OSError as error:
         return np.empty(0), error
     return _array_in(memory, layout), None

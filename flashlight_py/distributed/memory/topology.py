@@ -8,6 +8,7 @@ these are good. Other routes are asked for, nothing is sent.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import secrets
@@ -159,8 +160,15 @@ def ranks_by_memory(store: Store) -> tuple[list[list[int]], str]:
     the first rank that shares none with the first one of its host.
     """
     nonce, domain = secrets.token_hex(16), os.environ.get("FLASHLIGHT_MEMORY_DOMAIN", "")
-    file, problem = _create(nonce, needs_names(store.spaces))
+    file, problem = None, ""
     try:
+        try:
+            _native.load("shm")
+            file = MemoryFile(needs_names(store.spaces))
+            os.posix_fallocate(file.fd, 0, len(nonce))
+            os.pwrite(file.fd, nonce.encode(), 0)
+        except (OSError, BackendUnavailableError) as error:
+            problem = str(error)
         host = [host_identity().decode(errors="backslashreplace"), domain]
         offer = json.dumps([host, "" if file is None else file.path, nonce, problem])
         offers = [json.loads(other) for other in store.exchange(offer.encode())]
@@ -195,34 +203,16 @@ def groups_of(leaders: Sequence[int]) -> list[list[int]]:
     ]
 
 
-def _create(nonce: str, named: bool) -> tuple[MemoryFile | None, str]:
-    """Return a file with ``nonce`` in it, or the reason why there is none."""
-    file = None
-    try:
-        _native.load("shm")
-        file = MemoryFile(named)
-        os.posix_fallocate(file.fd, 0, len(nonce))
-        os.pwrite(file.fd, nonce.encode(), 0)
-    except (OSError, BackendUnavailableError) as error:
-        if file is not None:
-            file.close()
-        return None, str(error)
-    return file, ""
-
-
 def _why_unreadable(offer: tuple[list[str], str, str, str], own_domain: str) -> str:
     """Return "" if what another rank offers can be read here, else why not."""
     (_, domain), path, nonce, problem = offer
     if problem or domain != own_domain:
         return problem or f"FLASHLIGHT_MEMORY_DOMAIN is {domain!r} there"
     try:
-        fd = open_memory(path)
+        with open_memory(path) as fd:
+            same = os.pread(fd, len(nonce), 0) == nonce.encode()
     except OSError as error:
         return str(error)
-    try:
-        same = os.pread(fd, len(nonce), 0) == nonce.encode()
-    finally:
-        os.close(fd)
     return "" if same else f"{path} holds something else than it wrote"
 
 
@@ -395,16 +385,12 @@ def _of_family(addresses: Iterable[str], family: socket.AddressFamily) -> list[s
 
 def _check_wanted(cards: Sequence[Card], chosen: Sequence[str]) -> None:
     """Refuse equal addresses of different hosts where users have asked for them."""
-    for rank, card in enumerate(cards):
-        same = [
-            other
-            for other, address in enumerate(chosen)
-            if address == chosen[rank] and cards[other].host != card.host
-        ]
-        if card.asked and same:
+    places = list(zip(cards, chosen, strict=True))
+    for (card, address), (other, same) in itertools.product(places, places):
+        if card.asked and same == address and other.host != card.host:
             raise ValueError(
-                f"{card.asked!r} is {chosen[rank]} on {card.name} and on {cards[same[0]].name}, so "
-                "neither reaches the other by it"
+                f"{card.asked!r} is {address} on {card.name} and on {other.name}, so neither "
+                "reaches the other by it"
             )
 
 

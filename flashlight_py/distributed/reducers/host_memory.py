@@ -9,7 +9,6 @@ import contextlib
 import mmap
 import os
 from collections.abc import Sequence
-from functools import partial
 
 import numpy as np
 
@@ -95,17 +94,16 @@ def map_zeros(group: ProcessGroup, nbytes: int) -> Array:
     named = needs_names([space.decode() for space in store.exchange(process_space().encode())])
 
     def map_path(path: str, create: bool) -> Array:
-        fd = open_memory(path)
         try:
-            if create:
-                # A named file's system has a size; what is missing later would end the process.
-                reserve = partial(os.posix_fallocate, fd, 0) if named else partial(os.ftruncate, fd)
-                reserve(nbytes)
-            return np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
+            with open_memory(path) as fd:
+                if create and named:
+                    # Its file system has a size; what is missing later would end the process.
+                    os.posix_fallocate(fd, 0, nbytes)
+                elif create:
+                    os.ftruncate(fd, nbytes)
+                return np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
         except OSError as error:
             raise OSError(f"{nbytes:,} bytes: {error}") from error
-        finally:
-            os.close(fd)
 
     mapped: Array = map_together(store, map_path, named)
     return mapped
