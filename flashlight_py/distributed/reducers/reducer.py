@@ -162,6 +162,7 @@ class _Pending(Reducer):
         self._works: list[Work] = []
         self._apart = Apart(f"{type(self).__name__}.add")
         self._hooked = 0  # buckets that a hook was given
+        self._in_background = False  # whether it has started messages that do not block
 
 
 class EagerReducer(_Pending):
@@ -212,11 +213,6 @@ class EagerReducer(_Pending):
             all_reduce(array, self.scale, group=self.group)
         else:
             self._works.append(all_reduce(array, self.scale, async_op=True, group=self.group))
-
-    def abandon(self) -> None:
-        """Forget what is on its way; it cannot be called back."""
-        super().abandon()
-        self._in_background = False
 
     def _start(self, hook: CommunicationHook, flat: Array) -> None:
         index, group = len(self._works), group_or_world(self.group)
