@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +72,7 @@ def write_record(flight: Flight, reason: str, threads: Sequence[str] | None = No
     """
     text = record_text(flight, reason, stacks() if threads is None else threads)
     path = store_record(flight, text)
-    _notify_launcher(flight.rank, path, os.environ)
+    _notify_launcher(flight.rank, path)
     return path
 
 
@@ -104,9 +104,9 @@ def store_record(flight: Flight, text: str) -> Path:
     return flight.file
 
 
-def _notify_launcher(rank: int, path: Path, environ: Mapping[str, str]) -> None:
+def _notify_launcher(rank: int, path: Path) -> None:
     """Report where the record is to a launcher that brings those of several hosts together."""
-    descriptor, _, inode = environ.get(RECORDS, "").partition(":")
+    descriptor, _, inode = os.environ.get(RECORDS, "").partition(":")
     with suppress(OSError, ValueError):  # none, or a program in between has closed it
         status = os.fstat(int(descriptor))
         if stat.S_ISFIFO(status.st_mode) and str(status.st_ino) == inode:
@@ -164,9 +164,11 @@ def record_text(flight: Flight, reason: str, threads: Sequence[str]) -> str:
         "wall": time.time(),
     }
     lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
-    lines.append(_mapping("groups", journal.groups()))
-    lines.append(_block("calls", [_readable(r.as_dict(), now) for r in journal.recent()]))
-    lines.append(_block("threads", threads))
+    calls = [_readable(record.as_dict(), now) for record in journal.recent()]
+    groups = [f"{json.dumps(name)}: {json.dumps(what)}" for name, what in journal.groups().items()]
+    lines.append(_block("groups", groups, "{}"))
+    lines.append(_block("calls", [json.dumps(call, ensure_ascii=False) for call in calls]))
+    lines.append(_block("threads", [json.dumps(line, ensure_ascii=False) for line in threads]))
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
@@ -182,14 +184,9 @@ def _readable(fields: dict[str, Any], now: int) -> dict[str, Any]:
     }
 
 
-def _block(name: str, values: Sequence[Any]) -> str:
-    rows = ",\n".join(f"  {json.dumps(value, ensure_ascii=False)}" for value in values)
-    return f' "{name}": [\n{rows}\n ]'
-
-
-def _mapping(name: str, values: Mapping[str, Any]) -> str:
-    rows = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in values.items())
-    return f' "{name}": {{\n{rows}\n }}'
+def _block(name: str, values: Sequence[str], ends: str = "[]") -> str:
+    rows = ",\n".join(f"  {value}" for value in values)
+    return f' "{name}": {ends[0]}\n{rows}\n {ends[1]}'
 
 
 _RECORDER = str(Path(__file__).parent)

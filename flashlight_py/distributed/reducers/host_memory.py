@@ -16,8 +16,9 @@ from flashlight_py import _native
 from flashlight_py.device import Array
 from flashlight_py.distributed.api.group import ProcessGroup
 from flashlight_py.distributed.backends.exchange import BackendStore, Steps
-from flashlight_py.distributed.calls.arrays import dtype_code, scale_in_place
+from flashlight_py.distributed.calls.arrays import dtype_code
 from flashlight_py.distributed.calls.call import Call
+from flashlight_py.distributed.calls.combining import combined
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.memory.memory_file import (
     map_together,
@@ -55,22 +56,13 @@ def add_up(arrays: Sequence[Array], scale: float, out: Array) -> Array:
     """
     module = _native.optional("shm", "ranks of a host add up gradients with NumPy, more slowly")
     if module is None:
-        return _add_up_in_numpy(arrays, scale, out)
+        out[...] = combined(arrays, ReduceOp.SUM, scale)
+        return out
     address = module.ffi.from_buffer
     sources = module.ffi.new("const void *[]", [address(each) for each in arrays])
     code = dtype_code("add_up", out.dtype)
     where = address("char[]", out, require_writable=True)
     module.lib.fl_reduce(code, ReduceOp.SUM, scale, where, sources, len(arrays), out.size)
-    return out
-
-
-def _add_up_in_numpy(arrays: Sequence[Array], scale: float, out: Array) -> Array:
-    wide = np.float32 if out.dtype.itemsize == 2 else out.dtype  # rounded once, in the end
-    total = np.array(arrays[0], wide)
-    for array in arrays[1:]:
-        total += array
-    scale_in_place(total, scale)
-    out[...] = total
     return out
 
 
