@@ -13,7 +13,7 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -311,12 +311,16 @@ def choose(cards: Sequence[Card]) -> list[str]:
     Raises:
         ValueError: there is none; says of which host, and why.
     """
-    ranks = range(len(cards))
-    proven = [cards[rank].wanted or _proven(cards, rank) for rank in ranks]
-    usable = [cards[rank].wanted or _usable(cards, rank, proven[rank]) for rank in ranks]
-    for rank in ranks:
-        if not usable[rank] or bool(cards[rank].asked) != bool(cards[rank].wanted):
-            raise ValueError(_why_none(cards, rank))
+    shared = _shared((card.host, card.own) for card in cards)
+    by_host, translated = _connections(cards)
+    proven = [card.wanted or by_host[card.host] for card in cards]
+    usable = [
+        card.wanted or _usable(card, known, shared | translated[card.host].keys())
+        for card, known in zip(cards, proven, strict=True)
+    ]
+    for rank, card in enumerate(cards):
+        if not usable[rank] or bool(card.asked) != bool(card.wanted):
+            raise ValueError(_why_none(cards, rank, shared, translated[card.host]))
     for known in (proven, usable):  # nothing is better than what has carried a connection
         for family in _FAMILIES:
             if all(_of_family(addresses, family) for addresses in known):
@@ -326,10 +330,8 @@ def choose(cards: Sequence[Card]) -> list[str]:
     raise ValueError(_why_no_family(cards, usable))
 
 
-def _usable(cards: Sequence[Card], rank: int, proven: Sequence[str]) -> list[str]:
-    """Return the addresses that ``rank`` may use, the best first."""
-    card = cards[rank]
-    bad = _shared((each.host, each.own) for each in cards) | _translated(cards, card.host).keys()
+def _usable(card: Card, proven: Sequence[str], bad: Collection[str]) -> list[str]:
+    """Return the addresses that a rank may use, the best first."""
     good = [each for each in card.sources if each not in bad and not is_loopback(each)]
     for family in _FAMILIES:  # without a route, what is the only one
         only = [each for each in _of_family(card.own, family) if each not in bad]
@@ -337,34 +339,27 @@ def _usable(cards: Sequence[Card], rank: int, proven: Sequence[str]) -> list[str
     return list(dict.fromkeys([*proven, *good]))
 
 
-def _proven(cards: Sequence[Card], rank: int) -> list[str]:
-    """Return the addresses of the rank's host by which it is connected with another one.
+def _connections(
+    cards: Sequence[Card],
+) -> tuple[dict[str, list[str]], dict[str, dict[str, str]]]:
+    """Return, by host, its addresses that connect it with another, and those of it that do not.
 
     Where both hosts say the same of both ends, nothing in between translates. One that is not among
-    the host's own is valid on one link alone, as a name of mDNS may mean: only with a zone.
+    the host's own is valid on one link alone, as a name of mDNS may mean: only with a zone. Of
+    those that rank 0 sees as others it is said as which.
     """
-    host, first, found = cards[rank].host, cards[0].host, []
-    for other, client in enumerate(cards):
-        theirs, ours = _ends(cards, other)
-        if client.host != first and host in (client.host, first) and theirs == ours[::-1]:
-            end, own = (theirs, client.own) if host == client.host else (ours, cards[0].own)
-            found += [address for address, _ in end[:1] if address in own]
-    return list(dict.fromkeys(found))
-
-
-def _ends(cards: Sequence[Card], rank: int) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Return the ends of the connection of ``rank`` with rank 0, as each of them sees them."""
-    return cards[rank].ends.get("0", ()), cards[0].ends.get(str(rank), ())
-
-
-def _translated(cards: Sequence[Card], host: str) -> dict[str, str]:
-    """Return the addresses of ``host`` that rank 0 sees as others, and as which."""
-    both = (_ends(cards, rank) for rank, card in enumerate(cards) if card.host == host)
-    return {
-        theirs[0][0]: ours[1][0]
-        for theirs, ours in both
-        if theirs and ours and theirs[0] != ours[1]
-    }
+    proven: dict[str, list[str]] = {card.host: [] for card in cards}
+    translated: dict[str, dict[str, str]] = {card.host: {} for card in cards}
+    for rank, client in enumerate(cards):
+        theirs, ours = client.ends.get("0"), cards[0].ends.get(str(rank))
+        if not theirs or not ours:
+            continue
+        if theirs[0] != ours[1]:
+            translated[client.host][theirs[0][0]] = ours[1][0]
+        elif theirs[1] == ours[0] and client.host != cards[0].host:
+            for card, (address, _) in ((client, theirs[0]), (cards[0], ours[0])):
+                proven[card.host] += [address] if address in card.own else []
+    return proven, translated
 
 
 def _shared(hosts: Iterable[tuple[str, Sequence[str]]]) -> set[str]:
@@ -394,28 +389,27 @@ def _check_wanted(cards: Sequence[Card], chosen: Sequence[str]) -> None:
             )
 
 
-def _why_none(cards: Sequence[Card], rank: int) -> str:
+def _why_none(
+    cards: Sequence[Card], rank: int, shared: Collection[str], translated: Mapping[str, str]
+) -> str:
     """Say why the host of ``rank`` has no address that others reach."""
-    card = cards[rank]
-    has = card.has or "no interface that is up with an address valid beyond its link"
+    card, why = cards[rank], "has no route to the others"
     if card.asked:
-        return f"{card.name} (rank {rank}) has no {card.asked!r}; it has {has}"
-    shared = _shared((each.host, each.own) for each in cards) & {*card.own}
-    translated = _translated(cards, card.host)
-    if translated:
+        why = f"has no {card.asked!r}"
+    elif translated:
         own, seen = next(iter(translated.items()))
-        return (
-            f"{card.name} (rank {rank}) calls itself {own}, and rank 0 sees it as {seen}: a NAT or "
-            f"a tunnel is in between, and nobody can connect to {own}; it has {has}"
+        why = (
+            f"calls itself {own}, and rank 0 sees it as {seen}: a NAT or a tunnel is in between, "
+            f"and nobody can connect to {own}"
         )
-    if shared:
-        address = min(shared)
+    elif address := min((each for each in card.own if each in shared), default=""):
         others = {each.name for each in cards if address in each.own and each.host != card.host}
-        return (
-            f"{card.name} (rank {rank}) and {', '.join(sorted(others))} have the same address "
-            f"{address}, as hosts behind a NAT have, and it has no other; it has {has}"
+        why = (
+            f"and {', '.join(sorted(others))} have the same address {address}, as hosts behind a "
+            "NAT have, and it has no other"
         )
-    return f"{card.name} (rank {rank}) has no route to the others; it has {has}"
+    has = card.has or "no interface that is up with an address valid beyond its link"
+    return f"{card.name} (rank {rank}) {why}; it has {has}"
 
 
 def _why_no_family(cards: Sequence[Card], usable: Sequence[Sequence[str]]) -> str:
