@@ -18,7 +18,7 @@ from flashlight_py.autograd import Variable
 from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed import DistributedConstants, ProcessGroup, broadcast_object
 from flashlight_py.distributed.calls.checks import whole_number
-from flashlight_py.distributed.reducers import CommunicationHook
+from flashlight_py.distributed.reducers.hook import CommunicationHook
 from flashlight_py.distributed.reducers.reducer import (
     EagerReducer,
     Reducer,
