@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from flashlight_py.distributed.rendezvous.store import Store
+from flashlight_py.distributed.rendezvous.store import Store, kernel_and
 from flashlight_py.errors import UnavailableEverywhereError
 
 DIRECTORY = Path("/dev/shm")
@@ -33,12 +33,8 @@ def process_space() -> str:
 
     Empty where others cannot open this one's files there, or where it can make none.
     """
-    kernel = Path("/proc/sys/kernel/random/boot_id")
-    try:
-        is_open = os.stat("/proc/self").st_uid == os.geteuid()  # not so if it may not be traced
-        space = f"{kernel.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
+    space = kernel_and("pid")
+    is_open = space and os.stat("/proc/self").st_uid == os.geteuid()  # else it may not be traced
     return space if is_open and hasattr(os, "memfd_create") else ""  # Python may be older than it
 
 

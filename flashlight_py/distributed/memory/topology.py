@@ -15,7 +15,6 @@ import secrets
 import socket
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from flashlight_py import _native
@@ -26,7 +25,7 @@ from flashlight_py.distributed.memory.memory_file import (
     open_memory,
     process_space,
 )
-from flashlight_py.distributed.rendezvous.store import Store
+from flashlight_py.distributed.rendezvous.store import Store, kernel_and
 from flashlight_py.errors import (
     BackendUnavailableError,
     RendezvousError,
@@ -54,11 +53,7 @@ def host_identity() -> bytes:
     Host names lie (containers share them, or have several on one machine). The kernel's boot id
     distinguishes machines, the network namespace containers.
     """
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    namespace = Path("/proc/self/ns/net")
-    if not boot.exists() or not namespace.exists():
-        return socket.gethostname().encode()
-    return f"{boot.read_text().strip()} {os.readlink(namespace)}".encode()
+    return (kernel_and("net") or socket.gethostname()).encode()
 
 
 @dataclass(frozen=True)

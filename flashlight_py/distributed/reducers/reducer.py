@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from flashlight_py.device import Array, array_module, device_of, is_cupy
 from flashlight_py.distributed.api import all_reduce, all_reduce_multiple
@@ -23,10 +23,8 @@ from flashlight_py.distributed.reducers.hook import (
 from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.distributed.work import Then, Work
 
-T = TypeVar("T")
 
-
-class Filling(Generic[T]):
+class Filling:
     """A bucket of at most ``limit`` bytes that is being filled; a larger item is one of its own.
 
     Raises:
@@ -38,18 +36,13 @@ class Filling(Generic[T]):
             raise ValueError(f"bucket_bytes must be positive, got {limit}")
         self._limit, self._bytes = limit, 0
         self._kind: object = None
-        self._items: list[T] = []
+        self._items: list[Any] = []
 
-    def add(self, item: T, size: int, kind: object = None) -> list[T]:
+    def add(self, item: Any, size: int, kind: object = None) -> list[Any]:
         """Take an item of ``size`` bytes; return the bucket that it ends, empty if it ends none.
 
         It ends one into which it does not fit, or whose items are of another ``kind``.
-
-        Raises:
-            ValueError: ``size`` is negative.
         """
-        if size < 0:
-            raise ValueError(f"the size of an array must not be negative, got {size} bytes")
         ends = self._items and (kind != self._kind or self._bytes + size > self._limit)
         ended = self.take() if ends else []
         self._items.append(item)
@@ -61,7 +54,7 @@ class Filling(Generic[T]):
         """Whether nothing but an item of no bytes would fit."""
         return self._bytes >= self._limit
 
-    def take(self) -> list[T]:
+    def take(self) -> list[Any]:
         """Return the items of the bucket, which is empty afterwards."""
         items, self._items, self._bytes = self._items, [], 0
         return items
@@ -83,13 +76,13 @@ def plan_buckets(
         The buckets in order, each a list of consecutive indices. Arrays of zero bytes count.
 
     Raises:
-        ValueError: ``limit`` is not positive or a size is negative.
+        ValueError: ``limit`` is not positive.
 
     Example:
         >>> plan_buckets([6, 4, 3, 20, 1], limit=10)
         [[0, 1], [2], [3], [4]]
     """
-    filling = Filling[int](limit)
+    filling = Filling(limit)
     kinds = kinds or [None] * len(sizes)
     ended = [filling.add(i, *each) for i, each in enumerate(zip(sizes, kinds, strict=True))]
     return [bucket for bucket in (*ended, filling.take()) if bucket]
@@ -252,7 +245,7 @@ class CoalescingReducer(_Pending):
         group: ProcessGroup | None = None,
         hook: CommunicationHook | None = None,
     ) -> None:
-        self._filling = Filling[Array](bucket_bytes)
+        self._filling = Filling(bucket_bytes)
         super().__init__(scale, group)
         if hook is not None:
             check_hook(hook)

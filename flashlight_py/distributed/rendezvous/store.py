@@ -137,14 +137,19 @@ def this_process() -> Peer:
     return Peer(socket.gethostname(), os.getpid(), machine if started else "", started)
 
 
-@functools.cache
-def _machine() -> str:
+def kernel_and(namespace: str) -> str:
+    """Return which kernel this is, and which namespace ("pid", "net"); "" where /proc is silent."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = os.readlink("/proc/self/ns/pid")
+        return f"{boot} {os.readlink(f'/proc/self/ns/{namespace}')}"
     except OSError:
         return ""
-    return f"{socket.gethostname()} {boot} {namespace}"
+
+
+@functools.cache
+def _machine() -> str:
+    found = kernel_and("pid")
+    return found and f"{socket.gethostname()} {found}"
 
 
 def _start_time(pid: int) -> str:

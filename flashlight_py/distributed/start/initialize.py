@@ -397,13 +397,7 @@ class Choice(NamedTuple):
 
 
 def connect(store: Store, settings: Settings) -> Choice:
-    """Join the ranks of ``store``. Collective; every rank makes the same choice.
-
-    Raises:
-        BackendUnavailableError: the backend that was asked for, or every one, is unavailable, or
-            the environments differ in FLASHLIGHT_CHECKS.
-        PeerLostError, CollectiveTimeoutError: a rank could not be connected.
-    """
+    """Join the ranks of ``store``. Collective; every rank makes the same choice."""
     if store.size == 1:
         return Choice(SingleBackend(), "the world is this process alone")
     topology.exchange_process_info(store, settings.checks)
