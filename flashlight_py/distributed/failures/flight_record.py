@@ -211,15 +211,10 @@ def stacks() -> list[str]:
 def stands_at() -> str:
     """Return the line of user code that the main thread is on, as "folder/file.py:12 in f"."""
     frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None and not _is_users(frame.f_code.co_filename):
+    while frame is not None:
+        path = frame.f_code.co_filename
+        is_installed = not path.startswith(_LIBRARY) or "site-packages" in path
+        if is_installed and not path.startswith((PACKAGE, "<frozen")):
+            return f"{line_of(frame.f_code, frame.f_lasti)} in {frame.f_code.co_name}"
         frame = frame.f_back
-    if frame is None:
-        return ""
-    return f"{line_of(frame.f_code, frame.f_lasti)} in {frame.f_code.co_name}"
-
-
-def _is_users(path: str) -> bool:
-    """Return whether code is neither ours nor the standard library's, nor the interpreter's own."""
-    if path.startswith((PACKAGE, "<frozen")):
-        return False
-    return not path.startswith(_LIBRARY) or "site-packages" in path
+    return ""

@@ -176,26 +176,16 @@ def ranks_by_memory(store: Store) -> tuple[list[list[int]], str]:
         if file is not None:
             file.close()
     hosts, leaders = [host for host, *_ in offers], [leader for leader, _ in answers]
-    groups = groups_of(leaders)
+    groups = [
+        [rank for rank, other in enumerate(leaders) if other == leader]
+        for leader in sorted(set(leaders))
+    ]
     for rank, host in enumerate(hosts):
         first = hosts.index(host)
         if leaders[rank] != leaders[first]:
             why = offers[rank][-1] or offers[first][-1] or answers[rank][1][first]
             return groups, f"rank {rank} shares no memory with rank {first} of its host: {why}"
     return groups, ""
-
-
-def groups_of(leaders: Sequence[int]) -> list[list[int]]:
-    """Return the ranks of each leader, leaders in order.
-
-    Example:
-        >>> groups_of([0, 0, 2, 0, 2])
-        [[0, 1, 3], [2, 4]]
-    """
-    return [
-        [rank for rank, other in enumerate(leaders) if other == leader]
-        for leader in sorted(set(leaders))
-    ]
 
 
 def _why_unreadable(offer: tuple[list[str], str, str, str], own_domain: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -14,6 +13,7 @@ import numpy as np
 
 from flashlight_py.device import Array, array_module, device_of, is_cupy, to_device
 from flashlight_py.distributed.api.group import ProcessGroup
+from flashlight_py.distributed.calls.combining import cut
 from flashlight_py.distributed.verbs import ALL_REDUCE
 from flashlight_py.distributed.work import Done, Work
 
@@ -94,12 +94,8 @@ def call_hook(hook: CommunicationHook, bucket: Bucket) -> Work:
 def views(flat: Array, shapes: Iterable[tuple[int, ...]]) -> list[Array]:
     """Cut an array of one dimension into views of these shapes, one after the other."""
     shapes = list(shapes)
-    ends = list(itertools.accumulate(math.prod(shape) for shape in shapes))
-    starts = [0, *ends]
-    return [
-        flat[start:end].reshape(shape)
-        for start, end, shape in zip(starts, ends, shapes, strict=False)
-    ]
+    parts = cut(flat, [math.prod(shape) for shape in shapes])
+    return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 class Compression(abc.ABC):
