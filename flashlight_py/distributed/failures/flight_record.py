@@ -33,23 +33,23 @@ _PREFIX = "flashlight-trace-"
 
 @dataclass(frozen=True)
 class Flight:
-    """This process's rank, size and job, and the folder of its file (None: nowhere).
+    """The folder of this process's file, and its rank, size and job.
 
     A folder ``chosen`` by the user may be a link, or somebody else's that this user may write to.
     """
 
     __captured_state__: ClassVar[tuple[str, ...]] = ()
 
+    folder: Path
     rank: int = 0
     size: int = 1
     job: str = ""
-    folder: Path | None = None
     chosen: bool = False
 
     @property
-    def file(self) -> Path | None:
+    def file(self) -> Path:
         """The file of this rank."""
-        return None if self.folder is None else self.folder / f"rank{self.rank}.json"
+        return self.folder / f"rank{self.rank}.json"
 
 
 def new_job() -> str:
@@ -77,13 +77,7 @@ def write_record(flight: Flight, reason: str, threads: Sequence[str] | None = No
 
 
 def store_record(flight: Flight, text: str) -> Path:
-    """Write ``text`` to the file of ``flight``, whole or not at all, and return its path.
-
-    Raises:
-        OSError: as ``write_record``.
-    """
-    assert flight.folder is not None
-    assert flight.file is not None
+    """Write ``text`` to the file of ``flight``, whole or not at all; see ``write_record``."""
     flight.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not flight.chosen:
         if _age(flight.folder) is None:

@@ -64,8 +64,6 @@ class OtherRecords:
 
     def _new(self) -> list[tuple[str, _Version]]:
         """Return the others' files that are new or have changed since the last look."""
-        assert self._flight.folder is not None
-        assert self._flight.file is not None
         try:
             changed = self._changed[1], os.stat(self._flight.folder).st_mtime_ns
             # Looked at once more: it may change again in the same tick of its clock.
@@ -246,11 +244,10 @@ current: Watchdog | None = None
 
 
 def start(flight: Flight) -> None:
-    """Begin to watch over this rank; a flight without a folder is not written."""
+    """Begin to watch over this rank."""
     global current  # noqa: PLW0603  (a process is one rank)
-    if flight.folder is not None:
-        current = Watchdog(flight)
-        journal.on_failure = current.explain
+    current = Watchdog(flight)
+    journal.on_failure = current.explain
 
 
 def stop(is_child: bool = False) -> None:
@@ -276,4 +273,4 @@ def dump(reason: str = "asked for") -> Path:
     """
     if current is not None:
         return current.record(reason)
-    return write_record(Flight(folder=default_folder(f"alone-{os.getpid()}")), reason)
+    return write_record(Flight(default_folder(f"alone-{os.getpid()}")), reason)

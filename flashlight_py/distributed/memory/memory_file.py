@@ -39,14 +39,7 @@ def process_space() -> str:
 
 
 def needs_names(spaces: Sequence[str]) -> bool:
-    """Return whether processes of these spaces, of one kernel, cannot all see each other in /proc.
-
-    Example:
-        >>> needs_names(["boot1 pid:[1]", "boot1 pid:[1]", "boot2 pid:[9]"])
-        False
-        >>> needs_names(["boot1 pid:[1]", "boot1 pid:[2]"])
-        True
-    """
+    """Return whether processes of these spaces, of one kernel, do not all see each other."""
     kernels = {space.partition(" ")[0] for space in spaces}
     return "" in spaces or len(set(spaces)) > len(kernels)
 

@@ -36,7 +36,6 @@ from flashlight_py.interfaces import (
     family_of,
     interfaces,
     is_loopback,
-    own_addresses,
     source_address,
 )
 
@@ -278,12 +277,6 @@ def address_inside(interface: str) -> str:
             "params={'INTERFACE': ...}"
         )
     return found[0]
-
-
-def likely_address(interface: str) -> str:
-    """Return what ``address_between_hosts`` would, as far as this host alone can know; or ""."""
-    found = addresses_of(interface) if interface else own_addresses()
-    return next(iter(found), "")
 
 
 def _interfaces() -> str:

@@ -77,11 +77,7 @@ CommunicationHook: TypeAlias = Callable[[Bucket], Work]
 
 
 def call_hook(hook: CommunicationHook, bucket: Bucket) -> Work:
-    """Return the Work that ``hook`` starts for ``bucket``.
-
-    Raises:
-        TypeError: it returned something else.
-    """
+    """Return the Work that ``hook`` starts for ``bucket``; refuse anything else."""
     work = hook(bucket)
     if not isinstance(work, Work):
         raise TypeError(
@@ -212,11 +208,7 @@ class Compression(abc.ABC):
 
 
 def check_hook(hook: object, parts: Sequence[Sequence[Array]] = ()) -> None:
-    """Refuse what is no hook, or a compression of ``parts`` whose dtype it does not take.
-
-    Raises:
-        TypeError: it is so.
-    """
+    """Refuse what is no hook, or a compression of ``parts`` whose dtype it does not take."""
     if not callable(hook) or isinstance(hook, type):
         raise TypeError(
             "a communication hook is called with a bucket, such as fl.Float16Compression(); got "

@@ -20,12 +20,8 @@ from flashlight_py.distributed.calls.arrays import dtype_code
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.combining import combined
 from flashlight_py.distributed.constants import ReduceOp
-from flashlight_py.distributed.memory.memory_file import (
-    map_together,
-    needs_names,
-    open_memory,
-    process_space,
-)
+from flashlight_py.distributed.memory.memory_file import map_together, needs_names, open_memory
+from flashlight_py.distributed.memory.topology import exchange_process_info
 from flashlight_py.distributed.verbs import BARRIER
 
 
@@ -83,7 +79,8 @@ def map_zeros(group: ProcessGroup, nbytes: int) -> Array:
             own.madvise(mmap.MADV_HUGEPAGE)
         return np.frombuffer(own, np.uint8)
     store = BackendStore(Steps(group.backend(), "shared_empty"))
-    named = needs_names([space.decode() for space in store.exchange(process_space().encode())])
+    exchange_process_info(store, checks=True)  # all ranks have agreed on that already
+    named = needs_names(store.spaces)
 
     def map_path(path: str, create: bool) -> Array:
         try:

@@ -25,11 +25,7 @@ from flashlight_py.distributed.work import Then, Work
 
 
 class Filling:
-    """A bucket of at most ``limit`` bytes that is being filled; a larger item is one of its own.
-
-    Raises:
-        ValueError: ``limit`` is not positive.
-    """
+    """A bucket of at most ``limit`` bytes that is being filled; a larger item is one of its own."""
 
     def __init__(self, limit: int) -> None:
         if limit <= 0:
@@ -166,8 +162,7 @@ class EagerReducer(_Pending):
     needed, and waiting at once would make the computation wait.
 
     Args:
-        scale: factor of every sum, such as 1 / world size for the mean.
-        group: the process group, default the world.
+        scale, group: as of ``InlineReducer``.
         hook: starts the arrays in its place, which are flat then.
         parts: for each array that the hook is given, in their order, the views into it.
 
@@ -195,8 +190,7 @@ class EagerReducer(_Pending):
 
         Raises:
             ValueError: it shares memory with one that was added before.
-            TypeError, ValueError, DistributedError: as :func:`flashlight_py.all_reduce`, or the
-                hook.
+            TypeError, ValueError, DistributedError: as ``all_reduce``, or the hook.
         """
         if self._hook is not None:
             self._start(self._hook, array)

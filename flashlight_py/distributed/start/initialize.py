@@ -361,12 +361,11 @@ def _joiner(rule: topology.DeviceRule, settings: Settings) -> Joiner:
 
 def _watch(world: World, settings: Settings) -> None:
     """Have this rank's last calls written where ``settings`` say, when something goes wrong."""
-    chosen = settings.trace_dir is not None
-    folder = Path(settings.trace_dir) if settings.trace_dir else None
     group, job = world.group, world.job if world.group.size > 1 else new_job()
-    watchdog.start(
-        Flight(group.rank, group.size, job, folder if chosen else default_folder(job), chosen)
-    )
+    where, chosen = settings.trace_dir, settings.trace_dir is not None
+    folder = default_folder(job) if where is None else Path(where)
+    if where != "":
+        watchdog.start(Flight(folder, group.rank, group.size, job, chosen))
 
 
 def _join_gpus_at_once(group: ProcessGroup, settings: Settings) -> None:
