@@ -72,7 +72,12 @@ def write_record(flight: Flight, reason: str, threads: Sequence[str] | None = No
     """
     text = record_text(flight, reason, stacks() if threads is None else threads)
     path = store_record(flight, text)
-    _notify_launcher(flight.rank, path)
+    # A launcher that brings the records of several hosts together learns where this one is.
+    descriptor, _, inode = os.environ.get(RECORDS, "").partition(":")
+    with suppress(OSError, ValueError):  # there is none, or a program in between has closed it
+        status = os.fstat(int(descriptor))
+        if stat.S_ISFIFO(status.st_mode) and str(status.st_ino) == inode:
+            os.write(int(descriptor), f"{flight.rank} {path.absolute()}\n".encode())
     return path
 
 
@@ -96,15 +101,6 @@ def store_record(flight: Flight, text: str) -> Path:
     finally:
         part.unlink(missing_ok=True)
     return flight.file
-
-
-def _notify_launcher(rank: int, path: Path) -> None:
-    """Report where the record is to a launcher that brings those of several hosts together."""
-    descriptor, _, inode = os.environ.get(RECORDS, "").partition(":")
-    with suppress(OSError, ValueError):  # none, or a program in between has closed it
-        status = os.fstat(int(descriptor))
-        if stat.S_ISFIFO(status.st_mode) and str(status.st_ino) == inode:
-            os.write(int(descriptor), f"{rank} {path.absolute()}\n".encode())
 
 
 def read_fields(path: str | os.PathLike[str]) -> dict[str, Any]:

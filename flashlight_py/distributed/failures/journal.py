@@ -34,17 +34,10 @@ NATIVE = {verb.code: verb for verb in (*VERBS, SENDRECV)}
 _CALLS = 512
 _HEADER_BYTES = 64
 _CALL = np.dtype(
-    {
-        "names": [
-            *("number", "started", "ended", "bytes", "shape", "verb", "dtype", "op", "ndim"),
-            *("flags", "peer", "tag", "id"),
-        ],
-        "formats": [
-            *("u8", "i8", "i8", "i8", ("i8", 3), "i1", "i1", "i1", "i1", "i4", "i4", "i4", "u8"),
-        ],
-        "offsets": [0, 8, 16, 24, 32, 56, 57, 58, 59, 60, 64, 68, 72],
-        "itemsize": 80,
-    }
+    [("number", "u8"), ("started", "i8"), ("ended", "i8"), ("bytes", "i8"), ("shape", "i8", 3)]
+    + [(name, "i1") for name in ("verb", "dtype", "op", "ndim")]
+    + [(name, "i4") for name in ("flags", "peer", "tag")]
+    + [("id", "u8")]
 )
 # Places in its header, in eights of bytes.
 _NUMBER, _WRITTEN, _OFF, CALLER = 0, 1, 2, 3
@@ -163,7 +156,8 @@ class Ring:
 class Journal(Ring):
     """Counts the calls of the group ``name`` and records them.
 
-    ``ranks`` are its ranks in the world, ``path`` says in words what carries the data.
+    ``ranks`` are its ranks in the world, ``path`` says in words what carries the data, ``count[0]``
+    is how many collectives this rank has called.
     """
 
     def __init__(self, name: str, ranks: Sequence[int], path: str) -> None:
@@ -180,11 +174,6 @@ class Journal(Ring):
         if self.ranks:
             _latest.append(self)
 
-    @property
-    def calls(self) -> int:
-        """How many collectives this rank has called."""
-        return self.header[_NUMBER]
-
     def run(self, calls: Sequence[Call], name: str, start: Callable[[], Work]) -> Work:
         """Record ``calls``, which users know as one call of ``name`` and ``start`` starts.
 
@@ -194,11 +183,9 @@ class Journal(Ring):
         number = 0 if verb.is_message else self._count()
         kinds = {_kind(each) for each in calls}
         dtype, shape = kinds.pop() if len(kinds) == 1 else (None, None)
-        size = (
-            None
-            if shape is not None
-            else sum(each.array.nbytes for each in calls if each.array is not None)
-        )
+        size = None
+        if shape is None:
+            size = sum(each.array.nbytes for each in calls if each.array is not None)
         peer, tag = (call.peer, call.tag) if verb.is_message else (None, None)
         op, root = call.op if verb.reduces else None, call.root if verb.rooted else None
         what = (self.name, number, name, dtype, shape, op, root, peer, tag, size)
@@ -406,7 +393,11 @@ def recent() -> list[Record]:
 def groups() -> dict[str, dict[str, Any]]:
     """Return the groups of this process by name: ranks in the world, path, number of calls."""
     return {
-        journal.name: {"ranks": list(journal.ranks), "path": journal.path, "calls": journal.calls}
+        journal.name: {
+            "ranks": list(journal.ranks),
+            "path": journal.path,
+            "calls": journal.count[0],
+        }
         for journal in _living()
         if journal.ranks
     }

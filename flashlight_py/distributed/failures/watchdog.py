@@ -59,8 +59,13 @@ class OtherRecords:
         Only what was written later than ``after`` counts, an ``st_mtime``: the clock of whoever
         keeps the folder, as NFS may list a file long after it was written.
         """
-        new = self._new()
-        return any(when > after * 1e9 and self._has_own_reason(path) for path, (_, when) in new)
+        for path, (_, when) in self._new():
+            with contextlib.suppress(OSError, ValueError):  # replaced meanwhile, or somebody else's
+                if when > after * 1e9:
+                    fields = read_fields(path)
+                    if fields.get("job") == self._flight.job and fields.get("reason") != ANSWER:
+                        return True
+        return False
 
     def _new(self) -> list[tuple[str, _Version]]:
         """Return the others' files that are new or have changed since the last look."""
@@ -80,13 +85,6 @@ class OtherRecords:
             return []
         before, self._seen, self._changed = self._seen, found, changed
         return [(path, version) for path, version in found.items() if before.get(path) != version]
-
-    def _has_own_reason(self, path: str) -> bool:
-        try:
-            fields = read_fields(path)
-        except (OSError, ValueError):  # replaced meanwhile, or somebody else's
-            return False
-        return bool(fields.get("job") == self._flight.job and fields.get("reason") != ANSWER)
 
 
 _log = logging.getLogger("flashlight_py")

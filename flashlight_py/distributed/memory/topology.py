@@ -13,6 +13,7 @@ import json
 import os
 import secrets
 import socket
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -133,14 +134,13 @@ def exchange_process_info(store: Store, checks: bool) -> None:
     """
     mine = [f"process {os.getpid()} on {socket.gethostname()}", process_space(), checks]
     cards = [json.loads(card) for card in store.exchange(json.dumps(mine).encode())]
-    without = [rank for rank, (_, _, checked) in enumerate(cards) if not checked]
+    store.processes, store.spaces, checked = zip(*cards, strict=True)
+    without = [rank for rank, checked in enumerate(checked) if not checked]
     if 0 < len(without) < store.size:
         raise UnavailableEverywhereError(
             f"rank {store.rank} of {store.size}: FLASHLIGHT_CHECKS is 0 on {names(without)}, and "
             "not on the others; set it on all ranks, or on none"
         )
-    store.processes = [str(who) for who, _, _ in cards]
-    store.spaces = [str(space) for _, space, _ in cards]
 
 
 def ranks_by_memory(store: Store) -> tuple[list[list[int]], str]:
@@ -305,7 +305,17 @@ def choose(cards: Sequence[Card]) -> list[str]:
                 chosen = [_of_family(addresses, family)[0] for addresses in usable]
                 _check_wanted(cards, chosen)
                 return chosen
-    raise ValueError(_why_no_family(cards, usable))
+    lacking = {
+        name: next(rank for rank, each in enumerate(usable) if not _of_family(each, family))
+        for family, name in _FAMILIES.items()
+    }
+    raise ValueError(
+        "they have no version of IP in common: "
+        + ", ".join(
+            f"{cards[rank].name} (rank {rank}) has {', '.join(usable[rank])} and no {name}"
+            for name, rank in lacking.items()
+        )
+    )
 
 
 def _usable(card: Card, proven: Sequence[str], bad: Collection[str]) -> list[str]:
@@ -317,9 +327,7 @@ def _usable(card: Card, proven: Sequence[str], bad: Collection[str]) -> list[str
     return list(dict.fromkeys([*proven, *good]))
 
 
-def _connections(
-    cards: Sequence[Card],
-) -> tuple[dict[str, list[str]], dict[str, dict[str, str]]]:
+def _connections(cards: Sequence[Card]) -> tuple[dict[str, list[str]], dict[str, dict[str, str]]]:
     """Return, by host, its addresses that connect it with another, and those of it that do not.
 
     Where both hosts say the same of both ends, nothing in between translates. One that is not among
@@ -342,11 +350,9 @@ def _connections(
 
 def _shared(hosts: Iterable[tuple[str, Sequence[str]]]) -> set[str]:
     """Return the addresses that several hosts have."""
-    owners: dict[str, set[str]] = {}
-    for host, addresses in hosts:
-        for address in addresses:
-            owners.setdefault(address, set()).add(host)
-    return {address for address, those in owners.items() if len(those) > 1}
+    owned = {(address, host) for host, addresses in hosts for address in addresses}
+    count = Counter(address for address, _ in owned)
+    return {address for address in count if count[address] > 1}
 
 
 def _of_family(addresses: Iterable[str], family: socket.AddressFamily) -> list[str]:
@@ -388,15 +394,3 @@ def _why_none(
         )
     has = card.has or "no interface that is up with an address valid beyond its link"
     return f"{card.name} (rank {rank}) {why}; it has {has}"
-
-
-def _why_no_family(cards: Sequence[Card], usable: Sequence[Sequence[str]]) -> str:
-    """Name a host for each family that lacks it."""
-    lacking = {
-        name: next(rank for rank, each in enumerate(usable) if not _of_family(each, family))
-        for family, name in _FAMILIES.items()
-    }
-    return "they have no version of IP in common: " + ", ".join(
-        f"{cards[rank].name} (rank {rank}) has {', '.join(usable[rank])} and no {name}"
-        for name, rank in lacking.items()
-    )

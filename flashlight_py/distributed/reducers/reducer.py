@@ -193,20 +193,17 @@ class EagerReducer(_Pending):
             TypeError, ValueError, DistributedError: as ``all_reduce``, or the hook.
         """
         if self._hook is not None:
-            self._start(self._hook, array)
+            index, group = len(self._works), group_or_world(self.group)
+            inline = 0 if self._in_background else self._inline_bytes
+            bucket = Bucket(index, array, self._parts[index], self.scale, group, inline)
+            self._works.append(call_hook(self._hook, bucket))
+            self._in_background |= bucket.in_background
             return
         self._apart.add(as_array("EagerReducer.add", array))
         if array.nbytes <= self._inline_bytes and not self._works and not is_cupy(array):
             all_reduce(array, self.scale, group=self.group)
         else:
             self._works.append(all_reduce(array, self.scale, async_op=True, group=self.group))
-
-    def _start(self, hook: CommunicationHook, flat: Array) -> None:
-        index, group = len(self._works), group_or_world(self.group)
-        inline = 0 if self._in_background else self._inline_bytes
-        bucket = Bucket(index, flat, self._parts[index], self.scale, group, inline)
-        self._works.append(call_hook(hook, bucket))
-        self._in_background |= bucket.in_background
 
 
 class CoalescingReducer(_Pending):

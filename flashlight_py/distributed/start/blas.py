@@ -10,9 +10,8 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from flashlight_py import libraries
 
@@ -22,8 +21,7 @@ _VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
 _SPELLINGS = ("scipy_openblas_{}64_", "scipy_openblas_{}", "openblas_{}64_", "openblas_{}")
 
 
-@dataclass(frozen=True)
-class _OpenBlas:
+class _OpenBlas(NamedTuple):
     """One loaded OpenBLAS; NumPy and SciPy may each have brought their own."""
 
     library: ctypes.CDLL
@@ -83,7 +81,6 @@ def restore() -> None:
     global _said  # noqa: PLW0603  (see above)
     _said = ""
     restore_each(_limited)
-    _limited.clear()
 
 
 def chosen() -> str:
@@ -107,9 +104,10 @@ def limit_each(threads: int, also_chosen: bool = False) -> list[tuple[_OpenBlas,
     return limited
 
 
-def restore_each(limited: Iterable[tuple[_OpenBlas, int]]) -> None:
-    """Undo ``limit_each``."""
-    for library, threads in limited:
+def restore_each(limited: list[tuple[_OpenBlas, int]]) -> None:
+    """Undo ``limit_each``, what was limited last first; empties the list."""
+    while limited:
+        library, threads = limited.pop()
         library.ask("set_num_threads", threads)
 
 

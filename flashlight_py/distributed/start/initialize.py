@@ -29,7 +29,6 @@ from flashlight_py.distributed.groups import membership
 from flashlight_py.distributed.groups.membership import Joiner
 from flashlight_py.distributed.memory import topology
 from flashlight_py.distributed.rendezvous import environment
-from flashlight_py.distributed.rendezvous.environment import LaunchEnvironment
 from flashlight_py.distributed.rendezvous.file_store import FileStore
 from flashlight_py.distributed.rendezvous.mpi_store import MpiStore
 from flashlight_py.distributed.rendezvous.secret import nonce, proof
@@ -59,8 +58,6 @@ from flashlight_py.errors import (
 )
 from flashlight_py.interfaces import own_addresses
 
-# A wing: found by its name, when it is asked for.
-_MPI = "flashlight_py.distributed.backends.mpi.joining"
 _MPI_LAUNCHERS = ("openmpi", "pmi", "mvapich")
 _log = logging.getLogger("flashlight_py")
 
@@ -240,7 +237,7 @@ def _choose(
     return _by_environment(found, settings)
 
 
-def _given(rank: int, size: int, timeout: float, how: str) -> LaunchEnvironment:
+def _given(rank: int, size: int, timeout: float, how: str) -> environment.LaunchEnvironment:
     """Check the rank and size that were passed; ``how`` is the call, were it for a world of one."""
     for name, value in (("world_rank", rank), ("world_size", size)):
         if not isinstance(value, int) or isinstance(value, bool):
@@ -248,10 +245,10 @@ def _given(rank: int, size: int, timeout: float, how: str) -> LaunchEnvironment:
     check_member(rank, size, timeout)
     if size == 1:
         environment.check_size_one(how)
-    return LaunchEnvironment("call", rank, size, variables=("world_rank", "world_size"))
+    return environment.LaunchEnvironment("call", rank, size, variables=("world_rank", "world_size"))
 
 
-def _detected() -> LaunchEnvironment:
+def _detected() -> environment.LaunchEnvironment:
     found = environment.detect()
     if found is None:
         environment.check_schedulers()
@@ -262,7 +259,9 @@ def _detected() -> LaunchEnvironment:
     return found
 
 
-def _by_environment(found: LaunchEnvironment, settings: Settings) -> StoreFactory | None:
+def _by_environment(
+    found: environment.LaunchEnvironment, settings: Settings
+) -> StoreFactory | None:
     """Meet where the environment says: at a file, at a port of rank 0's host, or through MPI."""
     if found.size == 1:
         return None
@@ -352,20 +351,18 @@ def _joiner(rule: topology.DeviceRule, settings: Settings) -> Joiner:
 
         return join_gpus(rule, settings.timeout, settings.joining_seconds, cpu)
 
-    return Joiner(
-        lambda members: connect(members, settings).backend,
-        join_gpus,
-        lambda seconds: _joiner(rule, settings.limited(seconds)),
-    )
+    def limited(seconds: float) -> Joiner:
+        return _joiner(rule, replace(settings, timeout=seconds, joining=settings.joining_seconds))
+
+    return Joiner(lambda members: connect(members, settings).backend, join_gpus, limited)
 
 
 def _watch(world: World, settings: Settings) -> None:
     """Have this rank's last calls written where ``settings`` say, when something goes wrong."""
-    group, job = world.group, world.job if world.group.size > 1 else new_job()
-    where, chosen = settings.trace_dir, settings.trace_dir is not None
-    folder = default_folder(job) if where is None else Path(where)
+    group, where = world.group, settings.trace_dir
+    folder = default_folder(world.job) if where is None else Path(where)
     if where != "":
-        watchdog.start(Flight(folder, group.rank, group.size, job, chosen))
+        watchdog.start(Flight(folder, group.rank, group.size, world.job, where is not None))
 
 
 def _join_gpus_at_once(group: ProcessGroup, settings: Settings) -> None:
@@ -376,12 +373,11 @@ def _join_gpus_at_once(group: ProcessGroup, settings: Settings) -> None:
     try:
         group.join_gpus()
     except BaseException as error:
+        if required or not isinstance(error, UnavailableEverywhereError):
+            group.close()
+            raise
         # MAX_DEVICE_PER_NODE stands in scripts that run on machines without a GPU as well.
-        if not required and isinstance(error, UnavailableEverywhereError):
-            _log.info("MAX_DEVICE_PER_NODE is given, and the GPUs are not joined: %s", error)
-            return
-        group.close()
-        raise
+        _log.info("MAX_DEVICE_PER_NODE is given, and the GPUs are not joined: %s", error)
 
 
 # The backend, with the reason why it was chosen --------------------------------------------------
@@ -407,7 +403,8 @@ def connect(store: Store, settings: Settings) -> Choice:
         return _by_cpu(store, replace(settings, backend="auto", checks=True)).backend
 
     how = settings.timeout, settings.checks, settings.mpi_cuda_aware
-    backend = import_module(_MPI).join(store, join_cpus, *how)
+    wing = import_module("flashlight_py.distributed.backends.mpi.joining")
+    backend = wing.join(store, join_cpus, *how)
     return Choice(backend, f"BACKEND is mpi; calls are compared over {backend.control.path}")
 
 

@@ -6,7 +6,7 @@ import difflib
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -48,10 +48,6 @@ class Settings:
     def joining_seconds(self) -> float:
         """How long the ranks of a group may take to be joined."""
         return max(self.timeout, self.joining)
-
-    def limited(self, seconds: float) -> Settings:
-        """Return the settings of a group whose operations may take ``seconds`` each."""
-        return replace(self, timeout=seconds, joining=self.joining_seconds)
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any] | None) -> Settings:

@@ -11,6 +11,7 @@ from flashlight_py.distributed.api.group import ProcessGroup
 from flashlight_py.distributed.backends.single import SingleBackend
 from flashlight_py.distributed.calls.call_site import caller
 from flashlight_py.distributed.constants import DistributedBackend
+from flashlight_py.distributed.failures.flight_record import new_job
 from flashlight_py.distributed.groups import membership
 from flashlight_py.distributed.memory import topology
 from flashlight_py.distributed.memory.topology import DeviceRule
@@ -27,7 +28,7 @@ class World:
     local_size: int = 1
     why: str = "the world is this process alone"
     device_rule: DeviceRule = field(default_factory=DeviceRule)
-    job: str = "alone"  # a name that all ranks agree on
+    job: str = field(default_factory=new_job)  # a name that all ranks agree on
     threads: int = 0  # its share of the host's cores, to compute with; 0: nobody to share with
 
 
