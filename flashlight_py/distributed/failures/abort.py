@@ -120,10 +120,7 @@ def uninstall() -> None:
 
 
 def report(error: BaseException, backends: Sequence[Backend] | None = None) -> None:
-    """Report to every other rank that this one ends by ``error``.
-
-    ``backends`` end, or, where that is None, all that are open.
-    """
+    """Report to the other ranks of ``backends``, default all open ones, that this one ends."""
     words = _in_words(error)
     for backend in open_backends() if backends is None else backends:
         backend.abort(words)

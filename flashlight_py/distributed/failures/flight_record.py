@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, ClassVar
 
 from flashlight_py.distributed.calls.call_site import PACKAGE, line_of
@@ -200,7 +199,7 @@ def stacks() -> list[str]:
 
 def stands_at() -> str:
     """Return the line of user code that the main thread is on, as "folder/file.py:12 in f"."""
-    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         path = frame.f_code.co_filename
         is_installed = not path.startswith(_LIBRARY) or "site-packages" in path

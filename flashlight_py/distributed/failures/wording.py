@@ -32,12 +32,7 @@ def who_that_was(ranks: Sequence[int], processes: Sequence[str]) -> str:
 def different_calls(
     where: str, which: str, calls: Iterable[tuple[int, str]], outcome: str = NOTHING_CHANGED
 ) -> str:
-    """Say what the ranks called in ``which`` call, those that agree together.
-
-    Example:
-        >>> different_calls("here", "call 1", [(0, "a()"), (1, "b()"), (2, "a()")])[40:96]
-        'in call 1: ranks 0, 2 called a(); rank 1 called b(). Not'
-    """
+    """Say what the ranks called in ``which`` call, those that agree together."""
     agreed: dict[str, list[int]] = {}
     for rank, call in calls:
         agreed.setdefault(call, []).append(rank)

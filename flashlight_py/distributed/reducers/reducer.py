@@ -71,9 +71,6 @@ def plan_buckets(
     Returns:
         The buckets in order, each a list of consecutive indices. Arrays of zero bytes count.
 
-    Raises:
-        ValueError: ``limit`` is not positive.
-
     Example:
         >>> plan_buckets([6, 4, 3, 20, 1], limit=10)
         [[0, 1], [2], [3], [4]]
@@ -136,11 +133,7 @@ class _Pending(Reducer):
         self.abandon()
 
     def finalize(self) -> None:
-        """Block until everything that was added has been reduced.
-
-        Raises:
-            DistributedError: as :func:`flashlight_py.all_reduce`.
-        """
+        """Block until everything that was added has been reduced; raises as ``all_reduce``."""
         works = self._works
         self.abandon()
         for work in works:
@@ -188,9 +181,7 @@ class EagerReducer(_Pending):
     def add(self, array: Any) -> None:
         """Start reducing ``array`` in place, any shape; it must not be used until ``finalize``.
 
-        Raises:
-            ValueError: it shares memory with one that was added before.
-            TypeError, ValueError, DistributedError: as ``all_reduce``, or the hook.
+        Raises what ``all_reduce`` does, or the hook, and where it shares memory with another one.
         """
         if self._hook is not None:
             index, group = len(self._works), group_or_world(self.group)

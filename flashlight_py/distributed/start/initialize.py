@@ -45,7 +45,6 @@ from flashlight_py.distributed.start import blas
 from flashlight_py.distributed.start.settings import Settings, read_init_method
 from flashlight_py.distributed.start.world import (
     World,
-    alone,
     current_world,
     is_distributed_init,
     set_world,
@@ -124,7 +123,7 @@ def distributed_init(
     settings = Settings.from_params(params)
     create = _choose(method, world_rank, world_size, settings)
     if create is None:
-        world = alone()
+        world = World()
         abort.install()
     else:
         world = _meet(create, settings)
@@ -472,10 +471,7 @@ def _between(
 def _gloo(
     store: Store, settings: Settings, lazily: bool = False, is_watched: bool = False
 ) -> Backend:
-    """Connect through Gloo, on the loopback where that joins all; two exchanges.
-
-    ``lazily``: no ranks before they need each other.
-    """
+    """Connect through Gloo, on the loopback where that joins all; two exchanges."""
     _native.load("gloo")
     identities = store.exchange(topology.host_identity())
     one_host = len(set(identities)) == 1
