@@ -17,10 +17,10 @@ _HOMES = {
     "api.group": ["ProcessGroup"],
     "work": ["Work"],
     "reducers.reducer": ["Reducer", "InlineReducer", "CoalescingReducer"],
-    "reducers": [
-        *("Bucket", "Compression", "Float16Compression", "Bfloat16Compression"),
-        *("TopKCompression", "PowerSGDCompression"),
-    ],
+    "reducers.hook": ["Bucket", "Compression"],
+    "reducers.half": ["Float16Compression", "Bfloat16Compression"],
+    "reducers.top_k": ["TopKCompression"],
+    "reducers.power_sgd": ["PowerSGDCompression"],
     "api": api.__all__,
 }
 for _home, _names in _HOMES.items():

@@ -16,11 +16,11 @@ from pathlib import Path
 from flashlight_py import _native
 from flashlight_py.distributed.backends.nccl.library import load, version_text
 from flashlight_py.distributed.memory.memory_file import DIRECTORY
-from flashlight_py.distributed.memory.topology import cuda, likely_address
+from flashlight_py.distributed.memory.topology import cuda
 from flashlight_py.distributed.rendezvous.secret import REMEDY, Secret
 from flashlight_py.doctor import Finding, Health
 from flashlight_py.errors import BackendUnavailableError, RendezvousError
-from flashlight_py.interfaces import interfaces
+from flashlight_py.interfaces import addresses_of, interfaces, own_addresses
 
 # What each is for, and what its absence means.
 _EXTENSIONS = {
@@ -148,10 +148,10 @@ def host_name(name: str, addresses: list[str]) -> Finding:
 def interface(wanted: str) -> Finding:
     """Report which address ranks on other hosts would use; ``wanted`` as in ``INTERFACE``."""
     known = ", ".join(f"{each.name} {each.address}" for each in interfaces()) or "none"
-    address, asked = likely_address(wanted), f" ({wanted})" if wanted else ""
-    if address:
+    found, asked = (addresses_of(wanted), f" ({wanted})") if wanted else (own_addresses(), "")
+    if found:
         others = "" if wanted else f"; by the route to them, of {known}"
-        return Finding("interface", Health.OK, f"{address}{asked} between hosts{others}")
+        return Finding("interface", Health.OK, f"{found[0]}{asked} between hosts{others}")
     if wanted:
         detail = f"{wanted} is neither an interface nor an address of this host (up are: {known})"
         return Finding("interface", Health.FAILED, detail, "name one of them")

@@ -106,8 +106,7 @@ def store_records(found: Mapping[int, tuple[str, bytes]], size: int) -> str:
     folder = Path(name) if chosen else default_folder(job)
     try:
         for rank, (_, data) in found.items():
-            flight = Flight(rank, size, job, folder, chosen)
-            assert flight.file
+            flight = Flight(folder, rank, size, job, chosen)
             if not flight.file.exists() or flight.file.read_bytes() != data:
                 store_record(flight, data.decode())
     except (OSError, UnicodeError) as error:

@@ -18,10 +18,9 @@ from flashlight_py.autograd import Variable
 from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed import DistributedConstants, ProcessGroup, broadcast_object
 from flashlight_py.distributed.calls.checks import whole_number
-from flashlight_py.distributed.reducers import CommunicationHook
+from flashlight_py.distributed.reducers.hook import CommunicationHook
 from flashlight_py.distributed.reducers.reducer import (
     EagerReducer,
-    HookReducer,
     Reducer,
     plan_buckets,
     reduce_all,
@@ -276,10 +275,10 @@ def _bucketed(
     units = [GradientUnit(bucket, flat) for bucket, flat in zip(planned, flats, strict=True)]
     factor = 1.0 / group_or_world(group).size if scale is None else scale
     if hook is None:
-        reducer = EagerReducer(factor, group=group)
+        reducer = EagerReducer(factor, group)
         return GradientSync(units, reducer, flats[-1][size:], scale is None)
     parts = [[p.grad_buffer for p in unit.params if p.grad_buffer is not None] for unit in units]
-    return GradientSync(units, HookReducer(factor, hook, parts, group=group), None, scale is None)
+    return GradientSync(units, EagerReducer(factor, group, hook, parts), None, scale is None)
 
 
 def _check_for_leaves(named: Mapping[str, Variable]) -> None:

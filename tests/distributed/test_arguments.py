@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.distributed.start import initialize
+from flashlight_py.distributed.rendezvous import environment
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_params_must_be_a_mapping() -> None:
 
 
 def test_env_without_a_launcher_says_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(initialize, "detect", lambda: None)
+    monkeypatch.setattr(environment, "detect", lambda: None)
     with pytest.raises(fl.errors.RendezvousError, match="RANK, WORLD_SIZE"):
         fl.distributed_init(fl.DistributedInit.ENV)
 

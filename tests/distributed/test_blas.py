@@ -22,7 +22,7 @@ import flashlight_py as fl
 from flashlight_py.distributed.start import blas
 (library,) = blas._loaded()
 if sys.argv[1:]:
-    library.set(int(sys.argv[1]))
+    library.ask("set_num_threads", int(sys.argv[1]))
 print(library.ask("get_num_threads"))
 fl.distributed_init()
 print(library.ask("get_num_threads"))

@@ -31,7 +31,6 @@ def test_a_bucket_is_closed_only_when_the_next_array_does_not_fit(
         assert sum(sizes[i] for i in bucket) + sizes[after[0]] > limit
 
 
-@pytest.mark.parametrize(("sizes", "limit"), [([1], 0), ([-1], 5)])
-def test_nonsense_is_refused(sizes: list[int], limit: int) -> None:
+def test_nonsense_is_refused() -> None:
     with pytest.raises(ValueError, match="must"):
-        plan_buckets(sizes, limit)
+        plan_buckets([1], 0)

@@ -28,13 +28,12 @@ def test_a_file_is_for_this_user_alone_and_goes(folder: Path, named: bool) -> No
     assert stat.S_IMODE(status.st_mode) == 0o600
     assert len(list(folder.iterdir())) == named
     for path in (file.path, file.own_path):
-        fd = open_memory(path)
-        assert os.pread(fd, 6, 0) == b"secret"
-        os.close(fd)
+        with open_memory(path) as fd:
+            assert os.pread(fd, 6, 0) == b"secret"
     file.close()
     assert list(folder.iterdir()) == []
-    with pytest.raises(OSError, match="No such file"):
-        open_memory(file.path)
+    with pytest.raises(OSError, match="No such file"), open_memory(file.path):
+        pass
 
 
 def test_names_are_needed_where_processes_do_not_see_each_other() -> None:
@@ -48,15 +47,16 @@ def test_what_belongs_to_somebody_else_is_refused(folder: Path) -> None:
     path = folder / "flashlight-other"
     path.write_bytes(b"")
     os.chown(path, 12345, 12345)
-    with pytest.raises(PermissionError, match="somebody else"):
-        open_memory(str(path))
+    with pytest.raises(PermissionError, match="somebody else"), open_memory(str(path)):
+        pass
 
 
 def test_links_are_not_followed(folder: Path) -> None:
     (folder / "target").write_bytes(b"")
-    (folder / "flashlight-link").symlink_to(folder / "target")
-    with pytest.raises(OSError, match="symbolic links"):
-        open_memory(str(folder / "flashlight-link"))
+    link = folder / "flashlight-link"
+    link.symlink_to(folder / "target")
+    with pytest.raises(OSError, match="symbolic links"), open_memory(str(link)):
+        pass
 
 
 def age(path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import logging
 from typing import Any
@@ -54,7 +53,7 @@ def test_ranks_that_log(pool: Any) -> None:
 @pytest.fixture
 def second_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process is the world's rank 0 of 1, and rank 1 of its host: what no single host has."""
-    monkeypatch.setattr(world, "_world", dataclasses.replace(world.alone(), local_rank=1))
+    monkeypatch.setattr(world, "_world", world.World(local_rank=1))
 
 
 @pytest.mark.usefixtures("second_host")

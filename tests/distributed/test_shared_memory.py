@@ -17,7 +17,6 @@ import pytest
 import flashlight_py as fl
 from flashlight_py import _native
 from flashlight_py.distributed.backends.hierarchical_calls import cut_evenly
-from flashlight_py.distributed.memory.topology import groups_of
 from tests.distributed import conformance
 from tests.distributed.conformance import assert_equal, combined, values
 from tests.distributed.harness import run_outcomes, run_ranks
@@ -229,10 +228,6 @@ def test_parts_cover_an_array() -> None:
             parts = cut_evenly(range(count), leaders)
             assert len(parts) == leaders
             assert [i for part in parts for i in part] == list(range(count))
-
-
-def test_groups_of_leaders() -> None:
-    assert groups_of([0, 0, 2, 0, 2, 5]) == [[0, 1, 3], [2, 4], [5]]
 
 
 SMALL_DEV_SHM = """

@@ -29,7 +29,7 @@ def own_reason(folder: Path) -> str:
 
 
 def test_only_what_another_rank_of_the_job_reports_counts(tmp_path: Path) -> None:
-    mine = Flight(0, 3, "this job", tmp_path)
+    mine = Flight(tmp_path, 0, 3, "this job")
     other, foreign = replace(mine, rank=1), replace(mine, rank=1, job="another job")
     records = OtherRecords(mine)
     ticks = count(10**18)

@@ -199,14 +199,11 @@ def _load(
 def _array_at(path: str, layout: Layout, new: bool = False) -> Array:
     """Return an array in the memory at ``path``, which is mapped until it is dropped."""
     nbytes = max(1, int(np.prod(layout.shape, dtype=object)) * layout.dtype.itemsize)
-    fd = open_memory(path)
-    try:
+    with open_memory(path) as fd:
         if new:
             # Reserved now, a lack of memory is an error here; later it would be a SIGBUS.
             os.posix_fallocate(fd, 0, nbytes)
         memory = mmap.mmap(fd, nbytes, prot=mmap.PROT_READ | new * mmap.PROT_WRITE)
-    finally:
-        os.close(fd)
     return np.ndarray(layout.shape, layout.dtype, buffer=memory)
 
 

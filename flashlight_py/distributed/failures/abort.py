@@ -57,7 +57,7 @@ class _Hooks:
         sys.excepthook, threading.excepthook = self._end, self._end_thread
 
     def remove(self) -> None:
-        """Put back what was there; somebody may have put hooks of their own around these."""
+        """Put back what was there, unless somebody has put hooks of their own around these."""
         self._active = False
         if sys.excepthook == self._end:
             sys.excepthook = self._main
@@ -106,7 +106,8 @@ def open_backends() -> list[Backend]:
 def install() -> None:
     """Watch for exceptions that nobody catches, until ``uninstall``; not at a Python prompt."""
     global _hooks  # noqa: PLW0603  (there is one sys.excepthook)
-    if _hooks is None and not is_interactive():
+    at_a_prompt = hasattr(sys, "ps1") or sys.flags.interactive or sys.flags.inspect
+    if _hooks is None and not at_a_prompt:
         _hooks = _Hooks()
 
 
@@ -119,10 +120,7 @@ def uninstall() -> None:
 
 
 def report(error: BaseException, backends: Sequence[Backend] | None = None) -> None:
-    """Report to every other rank that this one ends by ``error``.
-
-    ``backends`` end, or, where that is None, all that are open.
-    """
+    """Report to the other ranks of ``backends``, default all open ones, that this one ends."""
     words = _in_words(error)
     for backend in open_backends() if backends is None else backends:
         backend.abort(words)
@@ -132,11 +130,6 @@ def report_of_threads() -> None:
     """At exit: report what has ended a thread, if anything has."""
     if _hooks is not None and _hooks.of_a_thread is not None:
         report(_hooks.of_a_thread)
-
-
-def is_interactive() -> bool:
-    """Return whether an exception that nobody catches leaves the process alive, at a prompt."""
-    return hasattr(sys, "ps1") or bool(sys.flags.interactive or sys.flags.inspect)
 
 
 class abort_on_exception:
@@ -193,15 +186,11 @@ class abort_on_exception:
         trace: TracebackType | None,
     ) -> None:
         """End the block; report ``error``, if there is one."""
-        if error is not None and not _is_success(error):
+        is_planned = isinstance(error, GeneratorExit) or (
+            isinstance(error, SystemExit) and error.code in (0, None)
+        )
+        if error is not None and not is_planned:
             report(error)
-
-
-def _is_success(error: BaseException) -> bool:
-    """Return whether ``error`` ends a program, or a generator, as planned."""
-    if isinstance(error, SystemExit):
-        return error.code in (0, None)
-    return isinstance(error, GeneratorExit)
 
 
 def _in_words(error: BaseException) -> str:

@@ -13,11 +13,10 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, ClassVar
 
 from flashlight_py.distributed.calls.call_site import PACKAGE, line_of
@@ -33,23 +32,23 @@ _PREFIX = "flashlight-trace-"
 
 @dataclass(frozen=True)
 class Flight:
-    """This process's rank, size and job, and the folder of its file (None: nowhere).
+    """The folder of this process's file, and its rank, size and job.
 
     A folder ``chosen`` by the user may be a link, or somebody else's that this user may write to.
     """
 
     __captured_state__: ClassVar[tuple[str, ...]] = ()
 
+    folder: Path
     rank: int = 0
     size: int = 1
     job: str = ""
-    folder: Path | None = None
     chosen: bool = False
 
     @property
-    def file(self) -> Path | None:
+    def file(self) -> Path:
         """The file of this rank."""
-        return None if self.folder is None else self.folder / f"rank{self.rank}.json"
+        return self.folder / f"rank{self.rank}.json"
 
 
 def new_job() -> str:
@@ -72,18 +71,17 @@ def write_record(flight: Flight, reason: str, threads: Sequence[str] | None = No
     """
     text = record_text(flight, reason, stacks() if threads is None else threads)
     path = store_record(flight, text)
-    _notify_launcher(flight.rank, path, os.environ)
+    # A launcher that brings the records of several hosts together learns where this one is.
+    descriptor, _, inode = os.environ.get(RECORDS, "").partition(":")
+    with suppress(OSError, ValueError):  # there is none, or a program in between has closed it
+        status = os.fstat(int(descriptor))
+        if stat.S_ISFIFO(status.st_mode) and str(status.st_ino) == inode:
+            os.write(int(descriptor), f"{flight.rank} {path.absolute()}\n".encode())
     return path
 
 
 def store_record(flight: Flight, text: str) -> Path:
-    """Write ``text`` to the file of ``flight``, whole or not at all, and return its path.
-
-    Raises:
-        OSError: as ``write_record``.
-    """
-    assert flight.folder is not None
-    assert flight.file is not None
+    """Write ``text`` to the file of ``flight``, whole or not at all; see ``write_record``."""
     flight.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not flight.chosen:
         if _age(flight.folder) is None:
@@ -102,15 +100,6 @@ def store_record(flight: Flight, text: str) -> Path:
     finally:
         part.unlink(missing_ok=True)
     return flight.file
-
-
-def _notify_launcher(rank: int, path: Path, environ: Mapping[str, str]) -> None:
-    """Report where the record is to a launcher that brings those of several hosts together."""
-    descriptor, _, inode = environ.get(RECORDS, "").partition(":")
-    with suppress(OSError, ValueError):  # none, or a program in between has closed it
-        status = os.fstat(int(descriptor))
-        if stat.S_ISFIFO(status.st_mode) and str(status.st_ino) == inode:
-            os.write(int(descriptor), f"{rank} {path.absolute()}\n".encode())
 
 
 def read_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -164,9 +153,11 @@ def record_text(flight: Flight, reason: str, threads: Sequence[str]) -> str:
         "wall": time.time(),
     }
     lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
-    lines.append(_mapping("groups", journal.groups()))
-    lines.append(_block("calls", [_readable(r.as_dict(), now) for r in journal.recent()]))
-    lines.append(_block("threads", threads))
+    calls = [_readable(record.as_dict(), now) for record in journal.recent()]
+    groups = [f"{json.dumps(name)}: {json.dumps(what)}" for name, what in journal.groups().items()]
+    lines.append(_block("groups", groups, "{}"))
+    lines.append(_block("calls", [json.dumps(call, ensure_ascii=False) for call in calls]))
+    lines.append(_block("threads", [json.dumps(line, ensure_ascii=False) for line in threads]))
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
@@ -182,14 +173,9 @@ def _readable(fields: dict[str, Any], now: int) -> dict[str, Any]:
     }
 
 
-def _block(name: str, values: Sequence[Any]) -> str:
-    rows = ",\n".join(f"  {json.dumps(value, ensure_ascii=False)}" for value in values)
-    return f' "{name}": [\n{rows}\n ]'
-
-
-def _mapping(name: str, values: Mapping[str, Any]) -> str:
-    rows = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in values.items())
-    return f' "{name}": {{\n{rows}\n }}'
+def _block(name: str, values: Sequence[str], ends: str = "[]") -> str:
+    rows = ",\n".join(f"  {value}" for value in values)
+    return f' "{name}": {ends[0]}\n{rows}\n {ends[1]}'
 
 
 _RECORDER = str(Path(__file__).parent)
@@ -213,16 +199,11 @@ def stacks() -> list[str]:
 
 def stands_at() -> str:
     """Return the line of user code that the main thread is on, as "folder/file.py:12 in f"."""
-    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None and not _is_users(frame.f_code.co_filename):
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        is_installed = not path.startswith(_LIBRARY) or "site-packages" in path
+        if is_installed and not path.startswith((PACKAGE, "<frozen")):
+            return f"{line_of(frame.f_code, frame.f_lasti)} in {frame.f_code.co_name}"
         frame = frame.f_back
-    if frame is None:
-        return ""
-    return f"{line_of(frame.f_code, frame.f_lasti)} in {frame.f_code.co_name}"
-
-
-def _is_users(path: str) -> bool:
-    """Return whether code is neither ours nor the standard library's, nor the interpreter's own."""
-    if path.startswith((PACKAGE, "<frozen")):
-        return False
-    return not path.startswith(_LIBRARY) or "site-packages" in path
+    return ""

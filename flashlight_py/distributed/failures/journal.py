@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import monotonic_ns
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -34,17 +34,10 @@ NATIVE = {verb.code: verb for verb in (*VERBS, SENDRECV)}
 _CALLS = 512
 _HEADER_BYTES = 64
 _CALL = np.dtype(
-    {
-        "names": [
-            *("number", "started", "ended", "bytes", "shape", "verb", "dtype", "op", "ndim"),
-            *("flags", "peer", "tag", "id"),
-        ],
-        "formats": [
-            *("u8", "i8", "i8", "i8", ("i8", 3), "i1", "i1", "i1", "i1", "i4", "i4", "i4", "u8"),
-        ],
-        "offsets": [0, 8, 16, 24, 32, 56, 57, 58, 59, 60, 64, 68, 72],
-        "itemsize": 80,
-    }
+    [("number", "u8"), ("started", "i8"), ("ended", "i8"), ("bytes", "i8"), ("shape", "i8", 3)]
+    + [(name, "i1") for name in ("verb", "dtype", "op", "ndim")]
+    + [(name, "i4") for name in ("flags", "peer", "tag")]
+    + [("id", "u8")]
 )
 # Places in its header, in eights of bytes.
 _NUMBER, _WRITTEN, _OFF, CALLER = 0, 1, 2, 3
@@ -66,46 +59,17 @@ on_failure: Callable[[BaseException], None] | None = None
 """Called with the exception of each call that failed."""
 
 
-class What(NamedTuple):
-    """The verb and its arguments; ``number`` counts the group's calls, and is 0 for messages."""
-
-    group: str
-    number: int
-    verb: str
-    dtype: Any = None
-    shape: tuple[int, ...] | None = None
-    op: ReduceOp | None = None
-    root: int | None = None
-    peer: int | None = None
-    tag: int | None = None
-    bytes: int | None = None  # where it does not follow from dtype and shape
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that this rank sends or receives."""
-        if self.bytes is not None:
-            return self.bytes
-        if self.dtype is None or self.shape is None:
-            return 0
-        return int(self.dtype.itemsize * math.prod(self.shape))
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return it in plain types."""
-        return {
-            **self._asdict(),
-            "number": self.number or None,
-            "dtype": None if self.dtype is None else str(self.dtype),
-            "shape": None if self.shape is None else list(self.shape),
-            "op": None if self.op is None else self.op.name.lower(),
-            "bytes": self.nbytes,
-        }
+# The verb and its arguments. The number counts the group's calls, and is 0 for messages; the bytes
+# are given where they do not follow from dtype and shape. What a call has no use for is None, and
+# is left out at the end.
+_FIELDS = ("group", "number", "verb", "dtype", "shape", "op", "root", "peer", "tag", "bytes")
 
 
 class Record:
     """A call. Times are nanoseconds of ``time.monotonic_ns``; ``ended`` is 0 while it runs.
 
-    ``what`` are the fields of a ``What``, which would take longer to make than the rest. ``waits``
-    are the times (from, to) that the program spent in ``Work.wait`` for it, while profiled.
+    ``what`` are its ``_FIELDS``. ``waits`` are the times (from, to) that the program spent in
+    ``Work.wait`` for it, while profiled.
     """
 
     ended = 0
@@ -120,29 +84,24 @@ class Record:
     def __init__(self, what: tuple[Any, ...], started: int, place: Instruction | None) -> None:
         self.what, self.started, self.place = what, started, place
 
-    def settle(self) -> None:
-        """Find out whether an operation that nobody has waited for has ended meanwhile."""
-        if self.ended:
-            return
-        work = None if self.work is None else self.work()
-        if self.flight is not None:
-            ended = self.flight.ended
-        else:
-            ended = work.end_time() if work is not None and work.is_completed() else None
-        if ended is not None:
-            self.ended = int(ended * 1e9)
-
     def as_dict(self) -> dict[str, Any]:
         """Return what a reader wants to see, in plain types; times stay as they are."""
-        self.settle()
-        what = What(*self.what)
-        fields = what.as_dict()
-        if self.size is not None:
-            fields["bytes"] = self.size
+        self._settle()
+        fields: dict[str, Any] = dict(zip(_FIELDS, self.what, strict=False))
+        dtype, shape, op, size = map(fields.get, ("dtype", "shape", "op", "bytes"))
+        if size is None and dtype is not None and shape is not None:
+            size = int(dtype.itemsize * math.prod(shape))
+        fields |= {
+            "number": fields["number"] or None,
+            "dtype": None if dtype is None else str(dtype),
+            "shape": None if shape is None else list(shape),
+            "op": None if op is None else op.name.lower(),
+            "bytes": (size or 0) if self.size is None else self.size,
+        }
         if self.place is not None:
             code, instruction, via = self.place
             fields["line"] = line_of(code, instruction)
-            fields["via"] = via if via and via != what.verb else None
+            fields["via"] = via if via and via != fields["verb"] else None
         fields |= {
             "async": self.is_async or None,
             "started": self.started,
@@ -152,14 +111,15 @@ class Record:
         }
         return {name: value for name, value in fields.items() if value is not None}
 
-
-def _calls_made() -> int:
-    """Return how many calls this process has made in all groups that are left."""
-    journals = [journal for known in _journals if (journal := known()) is not None]
-    return sum(journal.header[_WRITTEN] for journal in journals)
-
-
-operations_made.append(_calls_made)
+    def _settle(self) -> None:
+        """Find out whether an operation that nobody has waited for has ended meanwhile."""
+        work = None if self.work is None else self.work()
+        if self.flight is not None:
+            ended = self.flight.ended
+        else:
+            ended = work.end_time() if work is not None and work.is_completed() else None
+        if ended is not None and not self.ended:
+            self.ended = int(ended * 1e9)
 
 
 def name_of_group(ranks: Sequence[int]) -> str:
@@ -196,7 +156,8 @@ class Ring:
 class Journal(Ring):
     """Counts the calls of the group ``name`` and records them.
 
-    ``ranks`` are its ranks in the world, ``path`` says in words what carries the data.
+    ``ranks`` are its ranks in the world, ``path`` says in words what carries the data, ``count[0]``
+    is how many collectives this rank has called.
     """
 
     def __init__(self, name: str, ranks: Sequence[int], path: str) -> None:
@@ -213,11 +174,6 @@ class Journal(Ring):
         if self.ranks:
             _latest.append(self)
 
-    @property
-    def calls(self) -> int:
-        """How many collectives this rank has called."""
-        return self.header[_NUMBER]
-
     def run(self, calls: Sequence[Call], name: str, start: Callable[[], Work]) -> Work:
         """Record ``calls``, which users know as one call of ``name`` and ``start`` starts.
 
@@ -227,11 +183,9 @@ class Journal(Ring):
         number = 0 if verb.is_message else self._count()
         kinds = {_kind(each) for each in calls}
         dtype, shape = kinds.pop() if len(kinds) == 1 else (None, None)
-        size = (
-            None
-            if shape is not None
-            else sum(each.array.nbytes for each in calls if each.array is not None)
-        )
+        size = None
+        if shape is None:
+            size = sum(each.array.nbytes for each in calls if each.array is not None)
         peer, tag = (call.peer, call.tag) if verb.is_message else (None, None)
         op, root = call.op if verb.reduces else None, call.root if verb.rooted else None
         what = (self.name, number, name, dtype, shape, op, root, peer, tag, size)
@@ -326,20 +280,16 @@ class Journal(Ring):
     def _record(self, row: Any, note: Any, rate: float) -> Record:
         """Return what native code has written as a record."""
         verb, flags = NATIVE[int(row["verb"])], row["flags"]
-        ndim, peer, size = int(row["ndim"]), int(row["peer"]), int(row["bytes"])
+        ndim, peer = int(row["ndim"]), int(row["peer"])
         dtype = shape = None
         if verb is not BARRIER and ndim >= 0:
             dtype = np.dtype(DTYPES[row["dtype"]])
             fits = ndim <= len(row["shape"])
             shape = tuple(int(extent) for extent in row["shape"][:ndim]) if fits else None
-        what = What(
-            *(self.name, int(row["number"]), verb.name, dtype, shape),
-            op=ReduceOp(int(row["op"])) if verb.reduces else None,
-            root=peer if verb.rooted else None,
-            peer=peer if verb.is_message else None,
-            tag=int(row["tag"]) if verb.is_message else None,
-            bytes=size,
-        )
+        op, root = ReduceOp(int(row["op"])) if verb.reduces else None, peer if verb.rooted else None
+        other, tag = (peer, int(row["tag"])) if verb.is_message else (None, None)
+        number = int(row["number"])
+        what = (self.name, number, verb.name, dtype, shape, op, root, other, tag, int(row["bytes"]))
         ticks, nanoseconds = self._zero
         started = nanoseconds + int((int(row["started"]) - ticks) * rate)
         record = Record(what, started, note if flags & _PLACED else None)
@@ -368,7 +318,7 @@ class _Recorded(Work):
 
     def wait(self, timeout: float | None = None) -> Any:
         if self._forks != _forks:
-            raise forked(What(*self._record.what).verb)
+            raise forked(self._record.what[2])
         record, began = self._record, monotonic_ns()
         try:
             value = self._work.wait(timeout)
@@ -443,7 +393,11 @@ def recent() -> list[Record]:
 def groups() -> dict[str, dict[str, Any]]:
     """Return the groups of this process by name: ranks in the world, path, number of calls."""
     return {
-        journal.name: {"ranks": list(journal.ranks), "path": journal.path, "calls": journal.calls}
+        journal.name: {
+            "ranks": list(journal.ranks),
+            "path": journal.path,
+            "calls": journal.count[0],
+        }
         for journal in _living()
         if journal.ranks
     }
@@ -452,6 +406,10 @@ def groups() -> dict[str, dict[str, Any]]:
 def _living() -> list[Journal]:
     found = [known() for known in list(_journals)]
     return [journal for journal in found if journal is not None]
+
+
+# How many calls this process has made in all groups that are left.
+operations_made.append(lambda: sum(journal.header[_WRITTEN] for journal in _living()))
 
 
 def _forget_in_child() -> None:

@@ -59,43 +59,32 @@ class OtherRecords:
         Only what was written later than ``after`` counts, an ``st_mtime``: the clock of whoever
         keeps the folder, as NFS may list a file long after it was written.
         """
-        new = self._new()
-        return any(when > after * 1e9 and self._has_own_reason(path) for path, (_, when) in new)
+        for path, (_, when) in self._new():
+            with contextlib.suppress(OSError, ValueError):  # replaced meanwhile, or somebody else's
+                if when > after * 1e9:
+                    fields = read_fields(path)
+                    if fields.get("job") == self._flight.job and fields.get("reason") != ANSWER:
+                        return True
+        return False
 
     def _new(self) -> list[tuple[str, _Version]]:
         """Return the others' files that are new or have changed since the last look."""
-        assert self._flight.folder is not None
         try:
             changed = self._changed[1], os.stat(self._flight.folder).st_mtime_ns
             # Looked at once more: it may change again in the same tick of its clock.
             if self._changed == changed == changed[::-1]:
                 return []
-            found = self._versions()
+            found = {}
+            with os.scandir(self._flight.folder) as entries:
+                for entry in entries:
+                    is_record = _NAME.fullmatch(entry.name) and entry.name != self._flight.file.name
+                    if is_record and entry.is_file(follow_symlinks=False):
+                        status = entry.stat(follow_symlinks=False)
+                        found[entry.path] = status.st_ino, status.st_mtime_ns
         except OSError:  # not there yet, or out of reach for a while
             return []
         before, self._seen, self._changed = self._seen, found, changed
         return [(path, version) for path, version in found.items() if before.get(path) != version]
-
-    def _versions(self) -> dict[str, _Version]:
-        assert self._flight.file is not None
-        assert self._flight.folder is not None
-        with os.scandir(self._flight.folder) as entries:
-            files = [
-                entry
-                for entry in entries
-                if _NAME.fullmatch(entry.name)
-                and entry.name != self._flight.file.name
-                and entry.is_file(follow_symlinks=False)
-            ]
-            found = [(file.path, file.stat(follow_symlinks=False)) for file in files]
-        return {path: (status.st_ino, status.st_mtime_ns) for path, status in found}
-
-    def _has_own_reason(self, path: str) -> bool:
-        try:
-            fields = read_fields(path)
-        except (OSError, ValueError):  # replaced meanwhile, or somebody else's
-            return False
-        return bool(fields.get("job") == self._flight.job and fields.get("reason") != ANSWER)
 
 
 _log = logging.getLogger("flashlight_py")
@@ -175,19 +164,13 @@ class Watchdog:
         self, reason: str, threads: list[str] | None = None, level: int = logging.WARNING
     ) -> Path | None:
         """Write the record and return its path, logged at ``level``; None where that fails."""
+        said = f"rank {self.flight.rank} of {self.flight.size}: the flight record ({reason})"
         try:
             path = self.record(reason, threads)
         except OSError as error:
-            _log.warning(
-                "rank %d of %d: the flight record (%s) cannot be written: %s",
-                *(self.flight.rank, self.flight.size, reason, error),
-            )
+            _log.warning("%s cannot be written: %s", said, error)
             return None
-        _log.log(
-            level,
-            "rank %d of %d: the flight record (%s) is in %s",
-            *(self.flight.rank, self.flight.size, reason, path),
-        )
+        _log.log(level, "%s is in %s", said, path)
         return path
 
     def explain(self, error: BaseException) -> None:
@@ -197,9 +180,8 @@ class Watchdog:
         if time.monotonic() - self._explained < _QUIET_SECONDS:
             return
         self._explained = time.monotonic()
-        path = self.write(
-            f"{type(error).__name__}: {error}", level=logging.INFO
-        )  # the error says so
+        reason = f"{type(error).__name__}: {error}"
+        path = self.write(reason, level=logging.INFO)  # the error says where it is
         if path is not None and error.args:
             compare = f"python -m flashlight_py.trace diff {path.parent}"
             where = f"The last calls of this rank are in {path}; to compare the ranks: {compare}"
@@ -214,14 +196,10 @@ class Watchdog:
                 return
             if ready:
                 self.write("SIGUSR1", self._stacks().splitlines())
-            else:
-                self._answer()
-
-    def _answer(self) -> None:
-        """Write the record if another rank has, unless this one has its own reason meanwhile."""
-        with self._alone():
-            if self._others.have_written(after=self._written + _QUIET_SECONDS):
-                self.write(ANSWER, level=logging.INFO)
+                continue
+            with self._alone():  # unless this rank has its own reason meanwhile
+                if self._others.have_written(after=self._written + _QUIET_SECONDS):
+                    self.write(ANSWER, level=logging.INFO)
 
     def _stacks(self) -> str:
         """Read what the signal's handler writes, which it may not have done yet."""
@@ -264,11 +242,10 @@ current: Watchdog | None = None
 
 
 def start(flight: Flight) -> None:
-    """Begin to watch over this rank; a flight without a folder is not written."""
+    """Begin to watch over this rank."""
     global current  # noqa: PLW0603  (a process is one rank)
-    if flight.folder is not None:
-        current = Watchdog(flight)
-        journal.on_failure = current.explain
+    current = Watchdog(flight)
+    journal.on_failure = current.explain
 
 
 def stop(is_child: bool = False) -> None:
@@ -294,4 +271,4 @@ def dump(reason: str = "asked for") -> Path:
     """
     if current is not None:
         return current.record(reason)
-    return write_record(Flight(folder=default_folder(f"alone-{os.getpid()}")), reason)
+    return write_record(Flight(default_folder(f"alone-{os.getpid()}")), reason)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 
+from flashlight_py.distributed.rendezvous.store import name_ranks
+
+names = name_ranks
 UNUSABLE = "This group cannot be used again"
 NOTHING_CHANGED = "Nothing was changed"
 PEER_ADVICE = "It died, exited or closed its connection: look at its own output"
@@ -13,12 +16,6 @@ HOST_ADVICE = (
     "Look at that host and at the network; hosts that may be silent for longer, as one in a "
     "debugger, get params={'HOST_TIMEOUT': seconds} of distributed_init (0: no limit)"
 )
-
-
-def names(ranks: Iterable[int]) -> str:
-    """Return "rank 1" or "ranks 1, 2"."""
-    texts = [str(rank) for rank in ranks]
-    return f"rank{'s' if len(texts) > 1 else ''} {', '.join(texts)}"
 
 
 def who_that_was(ranks: Sequence[int], processes: Sequence[str]) -> str:
@@ -32,29 +29,17 @@ def who_that_was(ranks: Sequence[int], processes: Sequence[str]) -> str:
     return f", which {'are' if len(known) > 1 else 'is'} {', '.join(known)}" if known else ""
 
 
-def called(calls: Iterable[tuple[int, str]]) -> str:
-    """List what each rank has called, ranks that agree together.
-
-    Example:
-        >>> called([(0, "barrier()"), (1, "all_reduce(int8 (3,))"), (2, "barrier()")])
-        'ranks 0, 2 called barrier(); rank 1 called all_reduce(int8 (3,))'
-    """
-    groups: dict[str, list[int]] = {}
-    for rank, call in calls:
-        groups.setdefault(call, []).append(rank)
-    return "; ".join(f"{names(ranks)} called {call}" for call, ranks in groups.items())
-
-
 def different_calls(
-    where: str,
-    which: str,
-    calls: Iterable[tuple[int, str]],
-    outcome: str = NOTHING_CHANGED,
+    where: str, which: str, calls: Iterable[tuple[int, str]], outcome: str = NOTHING_CHANGED
 ) -> str:
-    """Say that the ranks called different things in ``which`` call."""
+    """Say what the ranks called in ``which`` call, those that agree together."""
+    agreed: dict[str, list[int]] = {}
+    for rank, call in calls:
+        agreed.setdefault(call, []).append(rank)
+    called = "; ".join(f"{names(ranks)} called {call}" for call, ranks in agreed.items())
     return (
-        f"{where}: the ranks called different things in {which}: {called(calls)}. {outcome}; make "
-        "every rank call the same"
+        f"{where}: the ranks called different things in {which}: {called}. {outcome}; make every "
+        "rank call the same"
     )
 
 

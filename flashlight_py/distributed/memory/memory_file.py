@@ -15,11 +15,11 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from flashlight_py.distributed.rendezvous.store import Store
+from flashlight_py.distributed.rendezvous.store import Store, kernel_and
 from flashlight_py.errors import UnavailableEverywhereError
 
 DIRECTORY = Path("/dev/shm")
@@ -33,24 +33,13 @@ def process_space() -> str:
 
     Empty where others cannot open this one's files there, or where it can make none.
     """
-    kernel = Path("/proc/sys/kernel/random/boot_id")
-    try:
-        is_open = os.stat("/proc/self").st_uid == os.geteuid()  # not so if it may not be traced
-        space = f"{kernel.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
+    space = kernel_and("pid")
+    is_open = space and os.stat("/proc/self").st_uid == os.geteuid()  # else it may not be traced
     return space if is_open and hasattr(os, "memfd_create") else ""  # Python may be older than it
 
 
 def needs_names(spaces: Sequence[str]) -> bool:
-    """Return whether processes of these spaces, of one kernel, cannot all see each other in /proc.
-
-    Example:
-        >>> needs_names(["boot1 pid:[1]", "boot1 pid:[1]", "boot2 pid:[9]"])
-        False
-        >>> needs_names(["boot1 pid:[1]", "boot1 pid:[2]"])
-        True
-    """
+    """Return whether processes of these spaces, of one kernel, do not all see each other."""
     kernels = {space.partition(" ")[0] for space in spaces}
     return "" in spaces or len(set(spaces)) > len(kernels)
 
@@ -86,19 +75,22 @@ class MemoryFile:
         os.close(self.fd)
 
 
-def open_memory(path: str) -> int:
-    """Open what another process has made; the descriptor is the caller's to close.
+@contextlib.contextmanager
+def open_memory(path: str) -> Iterator[int]:
+    """Open what another process has made, as a descriptor, for the body of a ``with``.
 
     Raises:
         OSError: there is nothing, or it is somebody else's.
     """
     without_links = 0 if path.startswith("/proc/") else os.O_NOFOLLOW
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | without_links)
-    status = os.fstat(fd)
-    if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
+    try:
+        status = os.fstat(fd)
+        if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
+            raise PermissionError(f"{path} belongs to somebody else")
+        yield fd
+    finally:
         os.close(fd)
-        raise PermissionError(f"{path} belongs to somebody else")
-    return fd
 
 
 def _remove_orphans() -> None:
@@ -107,12 +99,9 @@ def _remove_orphans() -> None:
         with contextlib.suppress(OSError):
             if time.time() - path.lstat().st_mtime <= _YOUNG:
                 continue
-            fd = open_memory(str(path))
-            try:  # an owner that lives holds a shared lock
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with open_memory(str(path)) as fd:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an owner that lives shares it
                 path.unlink()
-            finally:
-                os.close(fd)
 
 
 def map_together(store: Store, map_path: Callable[[str, bool], Any], named: bool) -> Any:
@@ -124,11 +113,16 @@ def map_together(store: Store, map_path: Callable[[str, bool], Any], named: bool
     Raises:
         UnavailableEverywhereError: it failed on a rank; raised on every rank.
     """
-    file, path, error = None, "", ""
+    mapped, file, path, error = None, None, "", ""
     try:
         if store.rank == 0:
             file, error = _attempt(lambda: MemoryFile(named))
-        mapped, error, path = _map_here(store, map_path, file, error)
+            if not error:
+                mapped, error = _attempt(lambda: map_path(file.own_path, True))
+        mine = json.dumps(["" if file is None else file.path, error])
+        path, problem = json.loads(store.exchange(mine.encode())[0])
+        if not problem and store.rank != 0:
+            mapped, error = _attempt(lambda: map_path(path, False))
         errors = [answer.decode() for answer in store.exchange(error.encode())]
     finally:  # also where a rank was lost meanwhile, or a signal handler raised
         if file is not None:
@@ -144,21 +138,6 @@ def map_together(store: Store, map_path: Callable[[str, bool], Any], named: bool
             f"needs more memory, or its {DIRECTORY} more space: docker run --shm-size=1g)"
         )
     return mapped
-
-
-def _map_here(
-    store: Store, map_path: Callable[[str, bool], Any], file: MemoryFile | None, error: str
-) -> tuple[Any, str, str]:
-    """Map rank 0's ``file``; returns this rank's error too, or "", and where the file is."""
-    mapped = None
-    if file is not None:
-        own = file.own_path
-        mapped, error = _attempt(lambda: map_path(own, True))
-    mine = json.dumps(["" if file is None else file.path, error])
-    path, problem = json.loads(store.exchange(mine.encode())[0])
-    if not problem and store.rank != 0:
-        mapped, error = _attempt(lambda: map_path(path, False))
-    return mapped, error, path
 
 
 def _attempt(do: Callable[[], Any]) -> tuple[Any, str]:

@@ -8,11 +8,13 @@ these are good. Other routes are asked for, nothing is sent.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import secrets
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,7 +37,6 @@ from flashlight_py.interfaces import (
     family_of,
     interfaces,
     is_loopback,
-    own_addresses,
     source_address,
 )
 
@@ -124,14 +125,13 @@ def exchange_process_info(store: Store, checks: bool) -> None:
     """
     mine = [f"process {os.getpid()} on {socket.gethostname()}", process_space(), checks]
     cards = [json.loads(card) for card in store.exchange(json.dumps(mine).encode())]
-    without = [rank for rank, (_, _, checked) in enumerate(cards) if not checked]
+    store.processes, store.spaces, checked = zip(*cards, strict=True)
+    without = [rank for rank, checked in enumerate(checked) if not checked]
     if 0 < len(without) < store.size:
         raise UnavailableEverywhereError(
             f"rank {store.rank} of {store.size}: FLASHLIGHT_CHECKS is 0 on {names(without)}, and "
             "not on the others; set it on all ranks, or on none"
         )
-    store.processes = [str(who) for who, _, _ in cards]
-    store.spaces = [str(space) for _, space, _ in cards]
 
 
 def ranks_by_memory(store: Store) -> tuple[list[list[int]], str]:
@@ -145,8 +145,15 @@ def ranks_by_memory(store: Store) -> tuple[list[list[int]], str]:
     the first rank that shares none with the first one of its host.
     """
     nonce, domain = secrets.token_hex(16), os.environ.get("FLASHLIGHT_MEMORY_DOMAIN", "")
-    file, problem = _create(nonce, needs_names(store.spaces))
+    file, problem = None, ""
     try:
+        try:
+            _native.load("shm")
+            file = MemoryFile(needs_names(store.spaces))
+            os.posix_fallocate(file.fd, 0, len(nonce))
+            os.pwrite(file.fd, nonce.encode(), 0)
+        except (OSError, BackendUnavailableError) as error:
+            problem = str(error)
         host = [host_identity().decode(errors="backslashreplace"), domain]
         offer = json.dumps([host, "" if file is None else file.path, nonce, problem])
         offers = [json.loads(other) for other in store.exchange(offer.encode())]
@@ -159,7 +166,10 @@ def ranks_by_memory(store: Store) -> tuple[list[list[int]], str]:
         if file is not None:
             file.close()
     hosts, leaders = [host for host, *_ in offers], [leader for leader, _ in answers]
-    groups = groups_of(leaders)
+    groups = [
+        [rank for rank, other in enumerate(leaders) if other == leader]
+        for leader in sorted(set(leaders))
+    ]
     for rank, host in enumerate(hosts):
         first = hosts.index(host)
         if leaders[rank] != leaders[first]:
@@ -168,47 +178,16 @@ def ranks_by_memory(store: Store) -> tuple[list[list[int]], str]:
     return groups, ""
 
 
-def groups_of(leaders: Sequence[int]) -> list[list[int]]:
-    """Return the ranks of each leader, leaders in order.
-
-    Example:
-        >>> groups_of([0, 0, 2, 0, 2])
-        [[0, 1, 3], [2, 4]]
-    """
-    return [
-        [rank for rank, other in enumerate(leaders) if other == leader]
-        for leader in sorted(set(leaders))
-    ]
-
-
-def _create(nonce: str, named: bool) -> tuple[MemoryFile | None, str]:
-    """Return a file with ``nonce`` in it, or the reason why there is none."""
-    file = None
-    try:
-        _native.load("shm")
-        file = MemoryFile(named)
-        os.posix_fallocate(file.fd, 0, len(nonce))
-        os.pwrite(file.fd, nonce.encode(), 0)
-    except (OSError, BackendUnavailableError) as error:
-        if file is not None:
-            file.close()
-        return None, str(error)
-    return file, ""
-
-
 def _why_unreadable(offer: tuple[list[str], str, str, str], own_domain: str) -> str:
     """Return "" if what another rank offers can be read here, else why not."""
     (_, domain), path, nonce, problem = offer
     if problem or domain != own_domain:
         return problem or f"FLASHLIGHT_MEMORY_DOMAIN is {domain!r} there"
     try:
-        fd = open_memory(path)
+        with open_memory(path) as fd:
+            same = os.pread(fd, len(nonce), 0) == nonce.encode()
     except OSError as error:
         return str(error)
-    try:
-        same = os.pread(fd, len(nonce), 0) == nonce.encode()
-    finally:
-        os.close(fd)
     return "" if same else f"{path} holds something else than it wrote"
 
 
@@ -291,12 +270,6 @@ def address_inside(interface: str) -> str:
     return found[0]
 
 
-def likely_address(interface: str) -> str:
-    """Return what ``address_between_hosts`` would, as far as this host alone can know; or ""."""
-    found = addresses_of(interface) if interface else own_addresses()
-    return next(iter(found), "")
-
-
 def _interfaces() -> str:
     return ", ".join(f"{each.name} {each.address}" for each in interfaces())
 
@@ -307,25 +280,37 @@ def choose(cards: Sequence[Card]) -> list[str]:
     Raises:
         ValueError: there is none; says of which host, and why.
     """
-    ranks = range(len(cards))
-    proven = [cards[rank].wanted or _proven(cards, rank) for rank in ranks]
-    usable = [cards[rank].wanted or _usable(cards, rank, proven[rank]) for rank in ranks]
-    for rank in ranks:
-        if not usable[rank] or bool(cards[rank].asked) != bool(cards[rank].wanted):
-            raise ValueError(_why_none(cards, rank))
+    shared = _shared((card.host, card.own) for card in cards)
+    by_host, translated = _connections(cards)
+    proven = [card.wanted or by_host[card.host] for card in cards]
+    usable = [
+        card.wanted or _usable(card, known, shared | translated[card.host].keys())
+        for card, known in zip(cards, proven, strict=True)
+    ]
+    for rank, card in enumerate(cards):
+        if not usable[rank] or bool(card.asked) != bool(card.wanted):
+            raise ValueError(_why_none(cards, rank, shared, translated[card.host]))
     for known in (proven, usable):  # nothing is better than what has carried a connection
         for family in _FAMILIES:
             if all(_of_family(addresses, family) for addresses in known):
                 chosen = [_of_family(addresses, family)[0] for addresses in usable]
                 _check_wanted(cards, chosen)
                 return chosen
-    raise ValueError(_why_no_family(cards, usable))
+    lacking = {
+        name: next(rank for rank, each in enumerate(usable) if not _of_family(each, family))
+        for family, name in _FAMILIES.items()
+    }
+    raise ValueError(
+        "they have no version of IP in common: "
+        + ", ".join(
+            f"{cards[rank].name} (rank {rank}) has {', '.join(usable[rank])} and no {name}"
+            for name, rank in lacking.items()
+        )
+    )
 
 
-def _usable(cards: Sequence[Card], rank: int, proven: Sequence[str]) -> list[str]:
-    """Return the addresses that ``rank`` may use, the best first."""
-    card = cards[rank]
-    bad = _shared((each.host, each.own) for each in cards) | _translated(cards, card.host).keys()
+def _usable(card: Card, proven: Sequence[str], bad: Collection[str]) -> list[str]:
+    """Return the addresses that a rank may use, the best first."""
     good = [each for each in card.sources if each not in bad and not is_loopback(each)]
     for family in _FAMILIES:  # without a route, what is the only one
         only = [each for each in _of_family(card.own, family) if each not in bad]
@@ -333,43 +318,32 @@ def _usable(cards: Sequence[Card], rank: int, proven: Sequence[str]) -> list[str
     return list(dict.fromkeys([*proven, *good]))
 
 
-def _proven(cards: Sequence[Card], rank: int) -> list[str]:
-    """Return the addresses of the rank's host by which it is connected with another one.
+def _connections(cards: Sequence[Card]) -> tuple[dict[str, list[str]], dict[str, dict[str, str]]]:
+    """Return, by host, its addresses that connect it with another, and those of it that do not.
 
     Where both hosts say the same of both ends, nothing in between translates. One that is not among
-    the host's own is valid on one link alone, as a name of mDNS may mean: only with a zone.
+    the host's own is valid on one link alone, as a name of mDNS may mean: only with a zone. Of
+    those that rank 0 sees as others it is said as which.
     """
-    host, first, found = cards[rank].host, cards[0].host, []
-    for other, client in enumerate(cards):
-        theirs, ours = _ends(cards, other)
-        if client.host != first and host in (client.host, first) and theirs == ours[::-1]:
-            end, own = (theirs, client.own) if host == client.host else (ours, cards[0].own)
-            found += [address for address, _ in end[:1] if address in own]
-    return list(dict.fromkeys(found))
-
-
-def _ends(cards: Sequence[Card], rank: int) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Return the ends of the connection of ``rank`` with rank 0, as each of them sees them."""
-    return cards[rank].ends.get("0", ()), cards[0].ends.get(str(rank), ())
-
-
-def _translated(cards: Sequence[Card], host: str) -> dict[str, str]:
-    """Return the addresses of ``host`` that rank 0 sees as others, and as which."""
-    both = (_ends(cards, rank) for rank, card in enumerate(cards) if card.host == host)
-    return {
-        theirs[0][0]: ours[1][0]
-        for theirs, ours in both
-        if theirs and ours and theirs[0] != ours[1]
-    }
+    proven: dict[str, list[str]] = {card.host: [] for card in cards}
+    translated: dict[str, dict[str, str]] = {card.host: {} for card in cards}
+    for rank, client in enumerate(cards):
+        theirs, ours = client.ends.get("0"), cards[0].ends.get(str(rank))
+        if not theirs or not ours:
+            continue
+        if theirs[0] != ours[1]:
+            translated[client.host][theirs[0][0]] = ours[1][0]
+        elif theirs[1] == ours[0] and client.host != cards[0].host:
+            for card, (address, _) in ((client, theirs[0]), (cards[0], ours[0])):
+                proven[card.host] += [address] if address in card.own else []
+    return proven, translated
 
 
 def _shared(hosts: Iterable[tuple[str, Sequence[str]]]) -> set[str]:
     """Return the addresses that several hosts have."""
-    owners: dict[str, set[str]] = {}
-    for host, addresses in hosts:
-        for address in addresses:
-            owners.setdefault(address, set()).add(host)
-    return {address for address, those in owners.items() if len(those) > 1}
+    owned = {(address, host) for host, addresses in hosts for address in addresses}
+    count = Counter(address for address, _ in owned)
+    return {address for address in count if count[address] > 1}
 
 
 def _of_family(addresses: Iterable[str], family: socket.AddressFamily) -> list[str]:
@@ -381,50 +355,33 @@ def _of_family(addresses: Iterable[str], family: socket.AddressFamily) -> list[s
 
 def _check_wanted(cards: Sequence[Card], chosen: Sequence[str]) -> None:
     """Refuse equal addresses of different hosts where users have asked for them."""
-    for rank, card in enumerate(cards):
-        same = [
-            other
-            for other, address in enumerate(chosen)
-            if address == chosen[rank] and cards[other].host != card.host
-        ]
-        if card.asked and same:
+    places = list(zip(cards, chosen, strict=True))
+    for (card, address), (other, same) in itertools.product(places, places):
+        if card.asked and same == address and other.host != card.host:
             raise ValueError(
-                f"{card.asked!r} is {chosen[rank]} on {card.name} and on {cards[same[0]].name}, so "
-                "neither reaches the other by it"
+                f"{card.asked!r} is {address} on {card.name} and on {other.name}, so neither "
+                "reaches the other by it"
             )
 
 
-def _why_none(cards: Sequence[Card], rank: int) -> str:
+def _why_none(
+    cards: Sequence[Card], rank: int, shared: Collection[str], translated: Mapping[str, str]
+) -> str:
     """Say why the host of ``rank`` has no address that others reach."""
-    card = cards[rank]
-    has = card.has or "no interface that is up with an address valid beyond its link"
+    card, why = cards[rank], "has no route to the others"
     if card.asked:
-        return f"{card.name} (rank {rank}) has no {card.asked!r}; it has {has}"
-    shared = _shared((each.host, each.own) for each in cards) & {*card.own}
-    translated = _translated(cards, card.host)
-    if translated:
+        why = f"has no {card.asked!r}"
+    elif translated:
         own, seen = next(iter(translated.items()))
-        return (
-            f"{card.name} (rank {rank}) calls itself {own}, and rank 0 sees it as {seen}: a NAT or "
-            f"a tunnel is in between, and nobody can connect to {own}; it has {has}"
+        why = (
+            f"calls itself {own}, and rank 0 sees it as {seen}: a NAT or a tunnel is in between, "
+            f"and nobody can connect to {own}"
         )
-    if shared:
-        address = min(shared)
+    elif address := min((each for each in card.own if each in shared), default=""):
         others = {each.name for each in cards if address in each.own and each.host != card.host}
-        return (
-            f"{card.name} (rank {rank}) and {', '.join(sorted(others))} have the same address "
-            f"{address}, as hosts behind a NAT have, and it has no other; it has {has}"
+        why = (
+            f"and {', '.join(sorted(others))} have the same address {address}, as hosts behind a "
+            "NAT have, and it has no other"
         )
-    return f"{card.name} (rank {rank}) has no route to the others; it has {has}"
-
-
-def _why_no_family(cards: Sequence[Card], usable: Sequence[Sequence[str]]) -> str:
-    """Name a host for each family that lacks it."""
-    lacking = {
-        name: next(rank for rank, each in enumerate(usable) if not _of_family(each, family))
-        for family, name in _FAMILIES.items()
-    }
-    return "they have no version of IP in common: " + ", ".join(
-        f"{cards[rank].name} (rank {rank}) has {', '.join(usable[rank])} and no {name}"
-        for name, rank in lacking.items()
-    )
+    has = card.has or "no interface that is up with an address valid beyond its link"
+    return f"{card.name} (rank {rank}) {why}; it has {has}"

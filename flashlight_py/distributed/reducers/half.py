@@ -28,12 +28,11 @@ _REBIAS = np.uint32((127 - 15) << 23)  # between the exponents of both
 
 
 class CastCompression(Compression):
-    """Casts to ``dtype``, of 16 bits, whose largest number is ``largest``; sums; casts back."""
+    """Casts to ``dtype``, of 16 bits; sums; casts back."""
 
-    def __init__(self, dtype: np.dtype[Any], largest: float) -> None:
+    def __init__(self, dtype: np.dtype[Any]) -> None:
         super().__init__()
         self._dtype = dtype
-        self._largest = largest
         self._infinity = int(np.array(np.inf).astype(dtype).view(np.uint16))
 
     def _start(self, bucket: Bucket) -> Work:
@@ -43,14 +42,12 @@ class CastCompression(Compression):
 
     def _narrow(self, flat: Array) -> Array:
         """Round to the dtype. What is finite stays so; infinities and NaN stay what they are."""
-        xp = array_module(flat)
         with np.errstate(over="ignore", under="ignore"):
             narrow: Array = flat.astype(self._dtype)
-        beyond = narrow.view(np.uint16) & 0x7FFF == self._infinity  # isinf takes 20 times as long
+        bits = narrow.view(np.uint16)
+        beyond = bits & 0x7FFF == self._infinity  # isinf takes 20 times as long
         if beyond.any():
-            beyond &= xp.isfinite(flat)
-            limit = xp.copysign(flat.dtype.type(self._largest), flat)
-            narrow[beyond] = limit[beyond].astype(self._dtype)
+            bits[beyond & array_module(flat).isfinite(flat)] -= 1  # to the largest number
         return narrow
 
     def _widen(self, narrow: Array, out: Array) -> None:
@@ -79,7 +76,7 @@ class Float16Compression(CastCompression):
     """
 
     def __init__(self) -> None:
-        super().__init__(np.dtype(np.float16), LARGEST)
+        super().__init__(np.dtype(np.float16))
 
     def _narrow(self, flat: Array) -> Array:
         return super()._narrow(flat) if is_cupy(flat) else to_half(flat)
@@ -112,7 +109,7 @@ class Bfloat16Compression(CastCompression):
                 "install it with: pip install 'flashlight-py[bfloat16]', or take "
                 "Float16Compression"
             ) from error
-        super().__init__(np.dtype(bfloat16), (2 - 2**-7) * 2.0**127)
+        super().__init__(np.dtype(bfloat16))
 
     def _narrow(self, flat: Array) -> Array:
         try:

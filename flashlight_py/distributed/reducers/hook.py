@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import abc
-import itertools
+import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -12,10 +13,12 @@ import numpy as np
 
 from flashlight_py.device import Array, array_module, device_of, is_cupy, to_device
 from flashlight_py.distributed.api.group import ProcessGroup
+from flashlight_py.distributed.calls.combining import cut
 from flashlight_py.distributed.verbs import ALL_REDUCE
 from flashlight_py.distributed.work import Done, Work
 
 
+@dataclasses.dataclass(eq=False, repr=False, slots=True)
 class Bucket:
     """Arrays that are reduced together, such as the gradients of several parameters.
 
@@ -32,24 +35,17 @@ class Bucket:
     Until the hook's Work has ended ``flat`` belongs to the hook, which may compute in it.
     """
 
-    __slots__ = ("flat", "group", "in_background", "index", "inline_bytes", "parts", "scale")
+    index: int
+    flat: Array
+    parts: Sequence[Array]
+    scale: float
+    group: ProcessGroup
+    inline_bytes: float = 0
+    # Whether a message was started that did not block.
+    in_background: bool = dataclasses.field(default=False, init=False)
 
-    def __init__(
-        self,
-        index: int,
-        flat: Array,
-        parts: Sequence[Array],
-        scale: float,
-        group: ProcessGroup,
-        inline_bytes: float = 0,
-    ) -> None:
-        self.index = index
-        self.flat = flat
-        self.parts = tuple(parts)
-        self.scale = scale
-        self.group = group
-        self.inline_bytes = inline_bytes
-        self.in_background = False  # whether a message was started that did not block
+    def __post_init__(self) -> None:
+        self.parts = tuple(self.parts)
 
     def all_reduce(self, array: Array, blocking: bool = False) -> Work:
         """Sum an array of any shape and dtype over the ranks, times ``scale``, in place."""
@@ -81,11 +77,7 @@ CommunicationHook: TypeAlias = Callable[[Bucket], Work]
 
 
 def call_hook(hook: CommunicationHook, bucket: Bucket) -> Work:
-    """Return the Work that ``hook`` starts for ``bucket``.
-
-    Raises:
-        TypeError: it returned something else.
-    """
+    """Return the Work that ``hook`` starts for ``bucket``; refuse anything else."""
     work = hook(bucket)
     if not isinstance(work, Work):
         raise TypeError(
@@ -98,12 +90,8 @@ def call_hook(hook: CommunicationHook, bucket: Bucket) -> Work:
 def views(flat: Array, shapes: Iterable[tuple[int, ...]]) -> list[Array]:
     """Cut an array of one dimension into views of these shapes, one after the other."""
     shapes = list(shapes)
-    ends = list(itertools.accumulate(math.prod(shape) for shape in shapes))
-    starts = [0, *ends]
-    return [
-        flat[start:end].reshape(shape)
-        for start, end, shape in zip(starts, ends, shapes, strict=False)
-    ]
+    parts = cut(flat, [math.prod(shape) for shape in shapes])
+    return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 class Compression(abc.ABC):
@@ -177,41 +165,37 @@ class Compression(abc.ABC):
             ValueError: a name is not one of this hook's; nothing was loaded.
             TypeError: a value is no NumPy or CuPy array; nothing was loaded.
         """
-        for name, value in state.items():
-            self._check_entry(name, value)
+        prefix = f"{type(self).__name__}.load_state_dict: nothing was loaded:"
+        given: Mapping[str, object] = state
+        for name, value in given.items():
+            kind, *numbers = name.split(".")
+            if kind not in self._remembers or not all(number.isdigit() for number in numbers):
+                known = ", ".join(f"{kind}.<bucket>" for kind in self._remembers) or "no state"
+                raise ValueError(
+                    f"{prefix} it has {known}, got {name!r}; load what state_dict() of the same "
+                    "hook returned"
+                )
+            if not isinstance(value, np.ndarray) and not is_cupy(value):
+                raise TypeError(f"{prefix} {name!r} is no array but {type(value).__name__}")
         self._state = {name: array.copy() for name, array in state.items()}
-
-    def _check_entry(self, name: str, value: object) -> None:
-        kind, *numbers = name.split(".")
-        if kind not in self._remembers or not all(number.isdigit() for number in numbers):
-            known = ", ".join(f"{kind}.<bucket>" for kind in self._remembers) or "no state"
-            raise ValueError(
-                f"{type(self).__name__}.load_state_dict: nothing was loaded: it has {known}, got "
-                f"{name!r}; load what state_dict() of the same hook returned"
-            )
-        if not isinstance(value, np.ndarray) and not is_cupy(value):
-            raise TypeError(
-                f"{type(self).__name__}.load_state_dict: nothing was loaded: {name!r} is no array "
-                f"but {type(value).__name__}"
-            )
 
     def _residual(self, bucket: Bucket) -> Array:
         """Return what earlier steps have left of the bucket unsent, to be changed in place."""
-        found = self._recall(f"residual.{bucket.index}", bucket.flat.shape, bucket.flat)
-        if found is None:
-            found = array_module(bucket.flat).zeros_like(bucket.flat)
-            self._state[f"residual.{bucket.index}"] = found
-        return found
+        flat = bucket.flat
+        zeros = functools.partial(array_module(flat).zeros_like, flat)
+        return self._recall(f"residual.{bucket.index}", flat.shape, flat, zeros)
 
-    def _recall(self, name: str, shape: tuple[int, ...], like: Array) -> Array | None:
-        """Return what is remembered under ``name``, on the device of ``like``, or None.
+    def _recall(
+        self, name: str, shape: tuple[int, ...], like: Array, first: Callable[[], Array]
+    ) -> Array:
+        """Return what is remembered under ``name``, or ``first()``, on the device of ``like``.
 
         Raises:
             ValueError: it has another shape, or another dtype than ``like``.
         """
-        found = self._state.get(name)
-        if found is None:
-            return None
+        if name not in self._state:
+            self._state[name] = first()
+        found = self._state[name]
         if found.shape != shape or found.dtype != like.dtype:
             raise ValueError(
                 f"{type(self).__name__}: {name} is {found.dtype} {found.shape} and the bucket "
@@ -224,11 +208,7 @@ class Compression(abc.ABC):
 
 
 def check_hook(hook: object, parts: Sequence[Sequence[Array]] = ()) -> None:
-    """Refuse what is no hook, or a compression of ``parts`` whose dtype it does not take.
-
-    Raises:
-        TypeError: it is so.
-    """
+    """Refuse what is no hook, or a compression of ``parts`` whose dtype it does not take."""
     if not callable(hook) or isinstance(hook, type):
         raise TypeError(
             "a communication hook is called with a bucket, such as fl.Float16Compression(); got "

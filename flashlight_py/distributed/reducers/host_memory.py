@@ -9,7 +9,6 @@ import contextlib
 import mmap
 import os
 from collections.abc import Sequence
-from functools import partial
 
 import numpy as np
 
@@ -17,15 +16,12 @@ from flashlight_py import _native
 from flashlight_py.device import Array
 from flashlight_py.distributed.api.group import ProcessGroup
 from flashlight_py.distributed.backends.exchange import BackendStore, Steps
-from flashlight_py.distributed.calls.arrays import dtype_code, scale_in_place
+from flashlight_py.distributed.calls.arrays import dtype_code
 from flashlight_py.distributed.calls.call import Call
+from flashlight_py.distributed.calls.combining import combined
 from flashlight_py.distributed.constants import ReduceOp
-from flashlight_py.distributed.memory.memory_file import (
-    map_together,
-    needs_names,
-    open_memory,
-    process_space,
-)
+from flashlight_py.distributed.memory.memory_file import map_together, needs_names, open_memory
+from flashlight_py.distributed.memory.topology import exchange_process_info
 from flashlight_py.distributed.verbs import BARRIER
 
 
@@ -56,22 +52,13 @@ def add_up(arrays: Sequence[Array], scale: float, out: Array) -> Array:
     """
     module = _native.optional("shm", "ranks of a host add up gradients with NumPy, more slowly")
     if module is None:
-        return _add_up_in_numpy(arrays, scale, out)
+        out[...] = combined(arrays, ReduceOp.SUM, scale)
+        return out
     address = module.ffi.from_buffer
     sources = module.ffi.new("const void *[]", [address(each) for each in arrays])
     code = dtype_code("add_up", out.dtype)
     where = address("char[]", out, require_writable=True)
     module.lib.fl_reduce(code, ReduceOp.SUM, scale, where, sources, len(arrays), out.size)
-    return out
-
-
-def _add_up_in_numpy(arrays: Sequence[Array], scale: float, out: Array) -> Array:
-    wide = np.float32 if out.dtype.itemsize == 2 else out.dtype  # rounded once, in the end
-    total = np.array(arrays[0], wide)
-    for array in arrays[1:]:
-        total += array
-    scale_in_place(total, scale)
-    out[...] = total
     return out
 
 
@@ -92,20 +79,20 @@ def map_zeros(group: ProcessGroup, nbytes: int) -> Array:
             own.madvise(mmap.MADV_HUGEPAGE)
         return np.frombuffer(own, np.uint8)
     store = BackendStore(Steps(group.backend(), "shared_empty"))
-    named = needs_names([space.decode() for space in store.exchange(process_space().encode())])
+    exchange_process_info(store, checks=True)  # all ranks have agreed on that already
+    named = needs_names(store.spaces)
 
     def map_path(path: str, create: bool) -> Array:
-        fd = open_memory(path)
         try:
-            if create:
-                # A named file's system has a size; what is missing later would end the process.
-                reserve = partial(os.posix_fallocate, fd, 0) if named else partial(os.ftruncate, fd)
-                reserve(nbytes)
-            return np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
+            with open_memory(path) as fd:
+                if create and named:
+                    # Its file system has a size; what is missing later would end the process.
+                    os.posix_fallocate(fd, 0, nbytes)
+                elif create:
+                    os.ftruncate(fd, nbytes)
+                return np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
         except OSError as error:
             raise OSError(f"{nbytes:,} bytes: {error}") from error
-        finally:
-            os.close(fd)
 
     mapped: Array = map_together(store, map_path, named)
     return mapped

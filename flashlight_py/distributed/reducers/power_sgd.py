@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -83,10 +84,13 @@ class PowerSGDCompression(Compression):
 
     def _start(self, bucket: Bucket) -> Work:
         chosen = [number for number, part in enumerate(bucket.parts) if self._pays(part.shape)]
-        if self._next_step(bucket) < self.start_step or not chosen:
+        name = f"step.{bucket.index}"
+        step = int(self._state.get(name, 0))
+        self._state[name] = np.array(step + 1)
+        if step < self.start_step or not chosen:
             self._count(bucket, bucket.flat)
             return bucket.all_reduce(bucket.flat)
-        return _Exchange(self, bucket, chosen).start()
+        return self._start_products(bucket, chosen)
 
     def _pays(self, shape: tuple[int, ...]) -> bool:
         if len(shape) < 2 or not math.prod(shape):
@@ -94,84 +98,65 @@ class PowerSGDCompression(Compression):
         rows, columns = shape[0], math.prod(shape[1:])
         return rows * columns >= self.min_compression * self.rank * (rows + columns)
 
-    def _next_step(self, bucket: Bucket) -> int:
-        """Return the number of the bucket's step, from 0, and count on."""
-        name = f"step.{bucket.index}"
-        step = int(self._state[name]) if name in self._state else 0
-        self._state[name] = np.array(step + 1)
-        return step
+    def _start_products(self, bucket: Bucket, chosen: Sequence[int]) -> Work:
+        """Send ``M Q`` of the matrices ``chosen``, and all else; when it has come, ``M.T P``."""
+        xp = array_module(bucket.flat)
+        left_over = views(self._residual(bucket), [part.shape for part in bucket.parts])
+        residuals = [_matrix(left_over[part]) for part in chosen]
+        matrices = [_matrix(bucket.parts[part]) for part in chosen]
+        pairs = zip(chosen, matrices, strict=True)
+        factors = [self._factor(bucket, part, matrix.shape[1]) for part, matrix in pairs]
+        rest = [part for number, part in enumerate(bucket.parts) if number not in chosen]
+        shapes = [(len(matrix), self.rank) for matrix in matrices]
+        message, parts = self._message(bucket, shapes + [part.shape for part in rest])
+        lefts, exact = parts[: len(shapes)], parts[len(shapes) :]
+        with np.errstate(invalid="ignore"):
+            for number, residual in enumerate(residuals):
+                matrices[number] += residual
+                xp.matmul(matrices[number], factors[number], out=lefts[number])
+        for sent, part in zip(exact, rest, strict=True):
+            sent[...] = part
+
+        def finish(_: object) -> None:
+            """Put the products where the gradients were."""
+            shapes = [(matrix.shape[1], self.rank) for matrix in matrices]
+            message, rights = self._message(bucket, shapes)
+            bases = [orthonormal(left) for left in lefts]
+            products = list(zip(bases, rights, matrices, strict=True))
+            with np.errstate(invalid="ignore"):
+                for (base, right, matrix), residual in zip(products, residuals, strict=True):
+                    xp.matmul(matrix.T, base, out=right)
+                    xp.matmul(base, right.T, out=residual)  # what the product lacks
+                    xp.subtract(matrix, residual, out=residual)
+            bucket.all_reduce(message, blocking=True).wait()
+            for base, right, matrix in products:
+                outer_sum(base, right, out=matrix)
+            for sent, part in zip(exact, rest, strict=True):
+                part[...] = sent
+            is_finite = xp.isfinite(message).all()
+            if not is_finite:
+                self._residual(bucket)[...] = 0
+            for number, right in zip(chosen, rights, strict=True):
+                name = f"factor.{bucket.index}.{number}"
+                if is_finite:
+                    self._state[name] = orthonormal(right)
+                else:
+                    self._state.pop(name, None)
+
+        return Then(bucket.all_reduce(message), finish)
 
     def _factor(self, bucket: Bucket, part: int, columns: int) -> Array:
         """Return the Q that the power iteration of this part goes on with."""
-        shape = (columns, self.rank)
-        found = self._recall(f"factor.{bucket.index}.{part}", shape, bucket.flat)
-        if found is not None:
-            return found
-        return uniform(bucket.flat, shape, self.seed, bucket.index, part)
+        shape, flat = (columns, self.rank), bucket.flat
+        first = functools.partial(uniform, flat, shape, self.seed, bucket.index, part)
+        return self._recall(f"factor.{bucket.index}.{part}", shape, flat, first)
 
-    def _forget(self, bucket: Bucket, parts: Sequence[int]) -> None:
-        self._residual(bucket)[...] = 0
-        for part in parts:
-            self._state.pop(f"factor.{bucket.index}.{part}", None)
-
-
-class _Exchange:
-    """One step of one bucket: two messages, the second after the first has arrived."""
-
-    def __init__(self, hook: PowerSGDCompression, bucket: Bucket, chosen: Sequence[int]) -> None:
-        self._hook, self._bucket, self._chosen = hook, bucket, chosen
-        residuals = views(hook._residual(bucket), [part.shape for part in bucket.parts])
-        self._residuals = [_matrix(residuals[part]) for part in chosen]
-        self._matrices = [_matrix(bucket.parts[part]) for part in chosen]
-        self._rest = [part for i, part in enumerate(bucket.parts) if i not in chosen]
-        self._factors = [
-            hook._factor(bucket, part, matrix.shape[1])
-            for part, matrix in zip(chosen, self._matrices, strict=True)
-        ]
-
-    def start(self) -> Work:
-        """Send ``M Q`` of every matrix, and everything that is no matrix."""
-        shapes = [(len(matrix), self._hook.rank) for matrix in self._matrices]
-        message, parts = self._message(shapes + [part.shape for part in self._rest])
-        self._lefts, self._exact = parts[: len(shapes)], parts[len(shapes) :]
-        matmul = array_module(message).matmul
-        with np.errstate(invalid="ignore"):
-            for number, residual in enumerate(self._residuals):
-                self._matrices[number] += residual
-                matmul(self._matrices[number], self._factors[number], out=self._lefts[number])
-        for sent, part in zip(self._exact, self._rest, strict=True):
-            sent[...] = part
-        return Then(self._bucket.all_reduce(message), self._finish)
-
-    def _finish(self, _: object) -> None:
-        """Send ``M.T P``; put the products where the gradients were."""
-        shapes = [(matrix.shape[1], self._hook.rank) for matrix in self._matrices]
-        message, rights = self._message(shapes)
-        lefts = [orthonormal(left) for left in self._lefts]
-        with np.errstate(invalid="ignore"):
-            for number, matrix in enumerate(self._matrices):
-                left, right, residual = lefts[number], rights[number], self._residuals[number]
-                xp = array_module(matrix)
-                xp.matmul(matrix.T, left, out=right)
-                xp.matmul(left, right.T, out=residual)  # what the product lacks
-                xp.subtract(matrix, residual, out=residual)
-        self._bucket.all_reduce(message, blocking=True).wait()
-        for left, right, matrix in zip(lefts, rights, self._matrices, strict=True):
-            outer_sum(left, right, out=matrix)
-        for sent, part in zip(self._exact, self._rest, strict=True):
-            part[...] = sent
-        if array_module(message).isfinite(message).all():
-            factors = [orthonormal(right) for right in rights]
-            for number, factor in zip(self._chosen, factors, strict=True):
-                self._hook._state[f"factor.{self._bucket.index}.{number}"] = factor
-        else:
-            self._hook._forget(self._bucket, self._chosen)
-
-    def _message(self, shapes: Sequence[tuple[int, ...]]) -> tuple[Array, list[Array]]:
-        flat = self._bucket.flat
+    def _message(
+        self, bucket: Bucket, shapes: Sequence[tuple[int, ...]]
+    ) -> tuple[Array, list[Array]]:
         size = sum(math.prod(shape) for shape in shapes)
-        message = array_module(flat).empty(size, flat.dtype)
-        self._hook._count(self._bucket, message)
+        message = array_module(bucket.flat).empty(size, bucket.flat.dtype)
+        self._count(bucket, message)
         return message, views(message, shapes)
 
 

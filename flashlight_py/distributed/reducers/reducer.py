@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from flashlight_py.device import Array, array_module, device_of, is_cupy
 from flashlight_py.distributed.api import all_reduce, all_reduce_multiple
@@ -23,33 +23,22 @@ from flashlight_py.distributed.reducers.hook import (
 from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.distributed.work import Then, Work
 
-T = TypeVar("T")
 
-
-class Filling(Generic[T]):
-    """A bucket of at most ``limit`` bytes that is being filled; a larger item is one of its own.
-
-    Raises:
-        ValueError: ``limit`` is not positive.
-    """
+class Filling:
+    """A bucket of at most ``limit`` bytes that is being filled; a larger item is one of its own."""
 
     def __init__(self, limit: int) -> None:
         if limit <= 0:
-            raise ValueError(f"the limit of a bucket must be positive, got {limit} bytes")
+            raise ValueError(f"bucket_bytes must be positive, got {limit}")
         self._limit, self._bytes = limit, 0
         self._kind: object = None
-        self._items: list[T] = []
+        self._items: list[Any] = []
 
-    def add(self, item: T, size: int, kind: object = None) -> list[T]:
+    def add(self, item: Any, size: int, kind: object = None) -> list[Any]:
         """Take an item of ``size`` bytes; return the bucket that it ends, empty if it ends none.
 
         It ends one into which it does not fit, or whose items are of another ``kind``.
-
-        Raises:
-            ValueError: ``size`` is negative.
         """
-        if size < 0:
-            raise ValueError(f"the size of an array must not be negative, got {size} bytes")
         ends = self._items and (kind != self._kind or self._bytes + size > self._limit)
         ended = self.take() if ends else []
         self._items.append(item)
@@ -61,7 +50,7 @@ class Filling(Generic[T]):
         """Whether nothing but an item of no bytes would fit."""
         return self._bytes >= self._limit
 
-    def take(self) -> list[T]:
+    def take(self) -> list[Any]:
         """Return the items of the bucket, which is empty afterwards."""
         items, self._items, self._bytes = self._items, [], 0
         return items
@@ -82,14 +71,11 @@ def plan_buckets(
     Returns:
         The buckets in order, each a list of consecutive indices. Arrays of zero bytes count.
 
-    Raises:
-        ValueError: ``limit`` is not positive or a size is negative.
-
     Example:
         >>> plan_buckets([6, 4, 3, 20, 1], limit=10)
         [[0, 1], [2], [3], [4]]
     """
-    filling = Filling[int](limit)
+    filling = Filling(limit)
     kinds = kinds or [None] * len(sizes)
     ended = [filling.add(i, *each) for i, each in enumerate(zip(sizes, kinds, strict=True))]
     return [bucket for bucket in (*ended, filling.take()) if bucket]
@@ -144,14 +130,10 @@ class _Pending(Reducer):
 
     def __init__(self, scale: float, group: ProcessGroup | None) -> None:
         super().__init__(scale, group)
-        self._works: list[Work] = []
+        self.abandon()
 
     def finalize(self) -> None:
-        """Block until everything that was added has been reduced.
-
-        Raises:
-            DistributedError: as :func:`flashlight_py.all_reduce`.
-        """
+        """Block until everything that was added has been reduced; raises as ``all_reduce``."""
         works = self._works
         self.abandon()
         for work in works:
@@ -159,7 +141,10 @@ class _Pending(Reducer):
 
     def abandon(self) -> None:
         """Forget what was added; what is on its way cannot be called back."""
-        self._works = []
+        self._works: list[Work] = []
+        self._apart = Apart(f"{type(self).__name__}.add")
+        self._hooked = 0  # buckets that a hook was given
+        self._in_background = False  # whether it has started messages that do not block
 
 
 class EagerReducer(_Pending):
@@ -170,40 +155,46 @@ class EagerReducer(_Pending):
     needed, and waiting at once would make the computation wait.
 
     Args:
-        scale: factor of every sum, such as 1 / world size for the mean.
-        inline_bytes: what counts as small, in bytes.
-        group: the process group, default the world.
+        scale, group: as of ``InlineReducer``.
+        hook: starts the arrays in its place, which are flat then.
+        parts: for each array that the hook is given, in their order, the views into it.
+
+    Raises:
+        TypeError: ``hook`` is not callable, or does not compress arrays of this dtype.
     """
 
-    __captured_state__ = ("scale", "group", "_inline_bytes")
+    __captured_state__ = ("scale", "group", "_hook", "_parts", "_inline_bytes")
 
     def __init__(
         self,
         scale: float,
-        inline_bytes: int = INLINE_BYTES,
         group: ProcessGroup | None = None,
+        hook: CommunicationHook | None = None,
+        parts: Sequence[Sequence[Array]] = (),
     ) -> None:
         super().__init__(scale, group)
-        self._inline_bytes = inline_bytes
-        self._apart = Apart("EagerReducer.add")
+        if hook is not None:
+            check_hook(hook, parts)
+        self._hook, self._parts = hook, parts
+        self._inline_bytes = INLINE_BYTES
 
     def add(self, array: Any) -> None:
         """Start reducing ``array`` in place, any shape; it must not be used until ``finalize``.
 
-        Raises:
-            ValueError: it shares memory with one that was added before.
-            TypeError, ValueError, DistributedError: as :func:`flashlight_py.all_reduce`.
+        Raises what ``all_reduce`` does, or the hook, and where it shares memory with another one.
         """
+        if self._hook is not None:
+            index, group = len(self._works), group_or_world(self.group)
+            inline = 0 if self._in_background else self._inline_bytes
+            bucket = Bucket(index, array, self._parts[index], self.scale, group, inline)
+            self._works.append(call_hook(self._hook, bucket))
+            self._in_background |= bucket.in_background
+            return
         self._apart.add(as_array("EagerReducer.add", array))
         if array.nbytes <= self._inline_bytes and not self._works and not is_cupy(array):
             all_reduce(array, self.scale, group=self.group)
         else:
             self._works.append(all_reduce(array, self.scale, async_op=True, group=self.group))
-
-    def abandon(self) -> None:
-        """Forget what is on its way; it cannot be called back."""
-        super().abandon()
-        self._apart = Apart("EagerReducer.add")
 
 
 class CoalescingReducer(_Pending):
@@ -236,19 +227,15 @@ class CoalescingReducer(_Pending):
         group: ProcessGroup | None = None,
         hook: CommunicationHook | None = None,
     ) -> None:
+        self._filling = Filling(bucket_bytes)
         super().__init__(scale, group)
-        if bucket_bytes <= 0:
-            raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
         if hook is not None:
             check_hook(hook)
             if not contiguous:
                 raise ValueError("CoalescingReducer: a hook needs buckets that are contiguous")
         self._hook = hook
-        self._hooked = 0  # buckets that the hook was given since finalize
         self._async = async_op
         self._contiguous = contiguous
-        self._filling = Filling[Array](bucket_bytes)
-        self._apart = Apart("CoalescingReducer.add")
 
     def add(self, array: Any) -> None:
         """Take an array of any shape; sends the bucket that it does not fit into.
@@ -282,8 +269,6 @@ class CoalescingReducer(_Pending):
         """Forget what was collected. What is on its way cannot be called back."""
         self._filling.take()
         super().abandon()
-        self._hooked = 0
-        self._apart = Apart("CoalescingReducer.add")
 
     def _send(self, bucket: list[Array]) -> None:
         if not bucket:
@@ -294,92 +279,31 @@ class CoalescingReducer(_Pending):
                 bucket, self.scale, async_op=self._async, contiguous=packed, group=self.group
             )
         else:
-            number, self._hooked = self._hooked, self._hooked + 1
-            group, inline_bytes = group_or_world(self.group), 0 if self._async else math.inf
-            work = _reduce_packed(self._hook, bucket, number, self.scale, group, inline_bytes)
+            work = self._pass_on(self._hook, bucket)
         if self._async:
             self._works.append(work)
         elif self._hook is not None:
             work.wait()
 
+    def _pass_on(self, hook: CommunicationHook, arrays: Sequence[Array]) -> Work:
+        """Pass arrays of one dtype on one device to ``hook`` as one bucket.
 
-def _reduce_packed(
-    hook: CommunicationHook,
-    arrays: Sequence[Array],
-    index: int,
-    scale: float,
-    group: ProcessGroup,
-    inline_bytes: float,
-) -> Work:
-    """Pass arrays of one dtype on one device to ``hook`` as one bucket.
-
-    They are copied together, and the results back when the Work is waited for; a single array that
-    is contiguous is used as it is.
-    """
-    first = arrays[0]
-    if len(arrays) == 1 and pack(first) is first:
-        flat = first.reshape(-1)
-        return call_hook(hook, Bucket(index, flat, [first], scale, group, inline_bytes))
-    flat = array_module(first).concatenate([pack(array).reshape(-1) for array in arrays])
-    parts = views(flat, [array.shape for array in arrays])
-
-    def bring_home(_: Any) -> None:
-        for array, part in zip(arrays, parts, strict=True):
-            array[...] = part
-
-    return Then(call_hook(hook, Bucket(index, flat, parts, scale, group, inline_bytes)), bring_home)
-
-
-class HookReducer(_Pending):
-    """Lets ``hook`` start each flat array when it is added, and waits in ``finalize``.
-
-    Args:
-        scale: factor of every sum, such as 1 / world size for the mean.
-        hook: what reduces them.
-        parts: for each array, in the order in which they will be added, the views into it.
-        inline_bytes: messages of at most so many bytes block, as in ``EagerReducer``.
-        group: the process group, default the world.
-
-    Raises:
-        TypeError: ``hook`` is not callable, or does not compress arrays of this dtype.
-    """
-
-    __captured_state__ = ("scale", "group", "_hook", "_parts", "_inline_bytes")
-
-    def __init__(
-        self,
-        scale: float,
-        hook: CommunicationHook,
-        parts: Sequence[Sequence[Array]],
-        inline_bytes: int = INLINE_BYTES,
-        group: ProcessGroup | None = None,
-    ) -> None:
-        super().__init__(scale, group)
-        check_hook(hook, parts)
-        self._hook = hook
-        self._parts = parts
-        self._inline_bytes = inline_bytes
-        self._in_background = False
-
-    def add(self, array: Any) -> None:
-        """Start reducing the next flat array, in place; it must not be used until ``finalize``.
-
-        Its shape and dtype are those of its parts, one after the other.
-
-        Raises:
-            TypeError, ValueError, DistributedError: as the hook does.
+        They are copied together, and the results back when the Work is waited for; a single array
+        that is contiguous is used as it is.
         """
-        index = len(self._works)
-        group = group_or_world(self.group)
-        inline = 0 if self._in_background else self._inline_bytes
-        bucket = Bucket(index, array, self._parts[index], self.scale, group, inline)
-        self._works.append(call_hook(self._hook, bucket))
-        self._in_background |= bucket.in_background
+        index, self._hooked = self._hooked, self._hooked + 1
+        is_packed = len(arrays) == 1 and pack(arrays[0]) is arrays[0]
+        pieces = [pack(array).reshape(-1) for array in arrays]
+        flat = pieces[0] if is_packed else array_module(pieces[0]).concatenate(pieces)
+        parts = views(flat, [array.shape for array in arrays])
+        group, inline_bytes = group_or_world(self.group), 0 if self._async else math.inf
+        work = call_hook(hook, Bucket(index, flat, parts, self.scale, group, inline_bytes))
 
-    def abandon(self) -> None:
-        """Forget what is on its way; it cannot be called back."""
-        super().abandon()
-        self._in_background = False
+        def bring_home(_: Any) -> None:
+            for array, part in zip(arrays, parts, strict=True):
+                array[...] = part
+
+        return work if is_packed else Then(work, bring_home)
 
 
 def reduce_all(arrays: Sequence[Array], scale: float, group: ProcessGroup | None) -> None:

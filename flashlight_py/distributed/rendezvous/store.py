@@ -136,16 +136,16 @@ def host_identity() -> bytes:
     Host names lie (containers share them, or have several on one machine). The kernel's boot id
     distinguishes machines, the network namespace containers.
     """
-    return (_kernel_and("net") or socket.gethostname()).encode()
+    return (kernel_and("net") or socket.gethostname()).encode()
 
 
 @functools.cache
 def _machine() -> str:
-    kernel = _kernel_and("pid")
+    kernel = kernel_and("pid")
     return kernel and f"{socket.gethostname()} {kernel}"
 
 
-def _kernel_and(namespace: str) -> str:
+def kernel_and(namespace: str) -> str:
     """Return the kernel's boot id and our namespace of a kind; "" where /proc does not say."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

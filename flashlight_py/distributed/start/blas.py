@@ -10,8 +10,8 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from flashlight_py import libraries
 
@@ -21,29 +21,21 @@ _VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
 _SPELLINGS = ("scipy_openblas_{}64_", "scipy_openblas_{}", "openblas_{}64_", "openblas_{}")
 
 
-@dataclass(frozen=True)
-class _OpenBlas:
+class _OpenBlas(NamedTuple):
     """One loaded OpenBLAS; NumPy and SciPy may each have brought their own."""
 
     library: ctypes.CDLL
     spelling: str
 
-    def ask(self, name: str) -> int:
-        return int(self.library[self.spelling.format(name)]())
-
-    def set(self, threads: int) -> None:
-        self.library[self.spelling.format("set_num_threads")](ctypes.c_int(threads))
-
-    def text(self, name: str) -> str:
+    def ask(self, name: str, *arguments: int, kind: Any = ctypes.c_int) -> Any:
         function = self.library[self.spelling.format(name)]
-        function.restype = ctypes.c_char_p
-        found: bytes = function()
-        return found.decode()
+        function.restype = kind
+        return function(*map(ctypes.c_int, arguments))
 
     def default(self) -> int:
         """Return the threads that it has unless somebody has chosen: one for each core."""
-        most = re.search(r"MAX_THREADS=(\d+)", self.text("get_config"))
-        cores = self.ask("get_num_procs")
+        config = self.ask("get_config", kind=ctypes.c_char_p).decode()
+        most, cores = re.search(r"MAX_THREADS=(\d+)", config), int(self.ask("get_num_procs"))
         return min(cores, int(most[1])) if most else cores
 
 
@@ -59,13 +51,10 @@ def limit(threads: int) -> None:
     global _said  # noqa: PLW0603  (the libraries are the process's, too)
     if choice := chosen():
         _said = f"as {choice} says"
-        return
-    found = list(_loaded())
-    if not found:
+    elif not (found := list(_loaded())):
         _said = "not set: NumPy's is no OpenBLAS; OMP_NUM_THREADS or its own variable chooses them"
-        return
-    _limited.extend(limit_each(threads))
-    if _limited:
+    elif limited := limit_each(threads):
+        _limited.extend(limited)
         _said = f"{threads}, this rank's share of the cores; {_VARIABLES[0]} chooses otherwise"
     else:
         _said = f"{max(each.ask('get_num_threads') for each in found)}, as it was"
@@ -83,7 +72,8 @@ def use_one_thread() -> tuple[int, str]:
     found = list(_loaded())
     threads = max((each.ask("get_num_threads") for each in found), default=0)
     # Other instructions (Haswell's, say) make other bits.
-    return threads, ", ".join(sorted({each.text("get_corename") for each in found}))
+    cores = {each.ask("get_corename", kind=ctypes.c_char_p).decode() for each in found}
+    return threads, ", ".join(sorted(cores))
 
 
 def restore() -> None:
@@ -91,7 +81,6 @@ def restore() -> None:
     global _said  # noqa: PLW0603  (see above)
     _said = ""
     restore_each(_limited)
-    _limited.clear()
 
 
 def chosen() -> str:
@@ -110,15 +99,16 @@ def limit_each(threads: int, also_chosen: bool = False) -> list[tuple[_OpenBlas,
     for each in _loaded():
         had = each.ask("get_num_threads")
         if had > threads and (also_chosen or had == each.default()):
-            each.set(threads)
+            each.ask("set_num_threads", threads)
             limited.append((each, had))
     return limited
 
 
-def restore_each(limited: Iterable[tuple[_OpenBlas, int]]) -> None:
-    """Undo ``limit_each``."""
-    for library, threads in limited:
-        library.set(threads)
+def restore_each(limited: list[tuple[_OpenBlas, int]]) -> None:
+    """Undo ``limit_each``, what was limited last first; empties the list."""
+    while limited:
+        library, threads = limited.pop()
+        library.ask("set_num_threads", threads)
 
 
 def describe() -> str:

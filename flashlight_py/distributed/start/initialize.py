@@ -8,7 +8,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,21 +27,8 @@ from flashlight_py.distributed.failures.agreement import between_hosts
 from flashlight_py.distributed.failures.flight_record import Flight, default_folder, new_job
 from flashlight_py.distributed.groups import membership
 from flashlight_py.distributed.groups.membership import Joiner
-from flashlight_py.distributed.memory.topology import (
-    DeviceRule,
-    address_between_hosts,
-    address_inside,
-    exchange_process_info,
-    ranks_by_memory,
-)
-from flashlight_py.distributed.rendezvous.environment import (
-    LaunchEnvironment,
-    check_no_launcher,
-    check_schedulers,
-    check_size_one,
-    detect,
-    is_alone,
-)
+from flashlight_py.distributed.memory import topology
+from flashlight_py.distributed.rendezvous import environment
 from flashlight_py.distributed.rendezvous.file_store import FileStore
 from flashlight_py.distributed.rendezvous.mpi_store import MpiStore
 from flashlight_py.distributed.rendezvous.secret import nonce, proof
@@ -56,10 +43,9 @@ from flashlight_py.distributed.rendezvous.store import (
 )
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
 from flashlight_py.distributed.start import blas
-from flashlight_py.distributed.start.settings import Asked, Settings, read_init_method
+from flashlight_py.distributed.start.settings import Settings, read_init_method
 from flashlight_py.distributed.start.world import (
     World,
-    alone,
     current_world,
     is_distributed_init,
     set_world,
@@ -72,8 +58,6 @@ from flashlight_py.errors import (
 )
 from flashlight_py.interfaces import own_addresses
 
-# A wing: found by its name, when it is asked for.
-_MPI = "flashlight_py.distributed.backends.mpi.joining"
 _MPI_LAUNCHERS = ("openmpi", "pmi", "mvapich")
 _log = logging.getLogger("flashlight_py")
 
@@ -136,11 +120,11 @@ def distributed_init(
             stacklevel=2,
         )
         return
-    asked = read_init_method(init_method, params)
-    settings = Settings.from_params(asked.params)
-    create = _choose(asked, world_rank, world_size, settings)
+    method, params = read_init_method(init_method, params)
+    settings = Settings.from_params(params)
+    create = _choose(method, world_rank, world_size, settings)
     if create is None:
-        world = alone()
+        world = World()
         abort.install()
     else:
         world = _meet(create, settings)
@@ -186,83 +170,88 @@ def distributed_shutdown() -> None:
     except GroupClosedError:
         _log.debug("the group broke before the shutdown; whoever used it has the error")
     finally:
-        watchdog.stop()
-        set_world(None)
         blas.restore()
-        group.close()
-        membership.close_all()
+        _close(group)
         abort.uninstall()
         atexit.unregister(_close_at_exit)
 
 
 def _close_at_exit() -> None:
     """Close the sockets. Not collective: the others may still have work to do."""
-    group = current_world().group
+    abort.report_of_threads()
+    _close(current_world().group)
+
+
+def _close(group: ProcessGroup) -> None:
     watchdog.stop()
     set_world(None)
-    abort.report_of_threads()
     group.close()
     membership.close_all()
 
 
-def _choose(asked: Asked, rank: int, size: int, settings: Settings) -> StoreFactory | None:
+def _choose(
+    method: DistributedInit | None, rank: int, size: int, settings: Settings
+) -> StoreFactory | None:
     """Return what makes the store; None: a world of one process, which has nobody to meet."""
-    method = asked.method
+    host, port, timeout = settings.master_addr, settings.master_port, settings.timeout
+    is_given = (rank, size) != (-1, -1)
+    if host is not None and method not in (None, DistributedInit.ENV):
+        raise ValueError(
+            "MASTER_ADDR and MASTER_PORT are for DistributedInit.ENV or None, not for "
+            f"{method.name}; leave one of them out"
+        )
+    if host is not None and settings.file_path is not None:
+        raise ValueError(f"port {port} of {host} and FILE_PATH are two places to meet; pass one")
     if method is DistributedInit.MPI:
-        return lambda: MpiStore(settings.timeout)
-    if asked.address is not None:
-        host, port = asked.address
-        if settings.file_path is not None:
-            raise ValueError(
-                f"port {port} of {host} and FILE_PATH are two places to meet; pass one"
-            )
-        how, is_given = f"distributed_init('tcp://{host}:{port}', 0, 1)", (rank, size) != (-1, -1)
-        timeout = settings.timeout
-        found = _given(rank, size, timeout, how) if is_given else _require(detect())
+        return lambda: MpiStore(timeout)
+    if host is not None:
+        how = f"distributed_init('tcp://{host}:{port}', 0, 1)"
+        found = _given(rank, size, timeout, how) if is_given else _detected()
         found = replace(found, file=None, master_address=host, master_port=port, addresses=())
     elif method is DistributedInit.FILE_SYSTEM:
         if settings.file_path is None:
             raise ValueError(
                 "DistributedInit.FILE_SYSTEM needs params={'FILE_PATH': a path that all ranks see}"
             )
-        found = _given(rank, size, settings.timeout, "distributed_init(FILE_SYSTEM, 0, 1)")
+        found = _given(rank, size, timeout, "distributed_init(FILE_SYSTEM, 0, 1)")
     elif method is DistributedInit.ENV:
-        found = _require(detect())
-        if (rank, size) not in ((-1, -1), (found.rank, found.size)):
+        found = _detected()
+        if is_given and (rank, size) != (found.rank, found.size):
             raise ValueError(
                 f"world_rank={rank} and world_size={size} are passed, and the environment says "
                 f"rank {found.rank} of {found.size} ({found.said_by}); leave them out with ENV"
             )
     else:
-        there = None if is_alone() else detect()
-        if rank != -1 or size != -1 or settings.file_path is not None:
+        there = None if environment.is_alone() else environment.detect()
+        if is_given or settings.file_path is not None:
             raise ValueError(
                 "world_rank, world_size and FILE_PATH belong to DistributedInit.FILE_SYSTEM; pass "
                 "it as init_method, or leave them out to let the environment decide"
             )
         if there is None:
-            check_no_launcher()
+            environment.check_no_launcher()
             return None
         found = there
         if found.launcher in _MPI_LAUNCHERS and not found.file:
-            return lambda: MpiStore(settings.timeout)
+            return lambda: MpiStore(timeout)
     return _by_environment(found, settings)
 
 
-def _given(rank: int, size: int, timeout: float, how: str) -> LaunchEnvironment:
+def _given(rank: int, size: int, timeout: float, how: str) -> environment.LaunchEnvironment:
     """Check the rank and size that were passed; ``how`` is the call, were it for a world of one."""
     for name, value in (("world_rank", rank), ("world_size", size)):
         if not isinstance(value, int) or isinstance(value, bool):
             raise ValueError(f"{name} must be an integer, got {value!r}")
     check_member(rank, size, timeout)
     if size == 1:
-        check_size_one(how)
-    return LaunchEnvironment("call", rank, size, variables=("world_rank", "world_size"))
+        environment.check_size_one(how)
+    return environment.LaunchEnvironment("call", rank, size, variables=("world_rank", "world_size"))
 
 
-def _require(found: LaunchEnvironment | None) -> LaunchEnvironment:
+def _detected() -> environment.LaunchEnvironment:
+    found = environment.detect()
     if found is None:
-        check_schedulers()
+        environment.check_schedulers()
         raise RendezvousError(
             "DistributedInit.ENV found no launcher in the environment; start by one (flrun, srun, "
             "mpirun, torchrun), or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT by hand"
@@ -270,7 +259,9 @@ def _require(found: LaunchEnvironment | None) -> LaunchEnvironment:
     return found
 
 
-def _by_environment(found: LaunchEnvironment, settings: Settings) -> StoreFactory | None:
+def _by_environment(
+    found: environment.LaunchEnvironment, settings: Settings
+) -> StoreFactory | None:
     """Meet where the environment says: at a file, at a port of rank 0's host, or through MPI."""
     if found.size == 1:
         return None
@@ -304,63 +295,52 @@ def _meet(create: StoreFactory, settings: Settings) -> World:
         except BaseException:
             world.group.close()
             raise
-    except UnavailableEverywhereError:
-        abort.uninstall()
-        store.close()
-        raise
     except BaseException as error:
         abort.uninstall()
-        reason = f"{type(error).__name__}: {error}"
-        store.abort(reason.encode(errors="backslashreplace").decode())  # a path may be no text
+        if isinstance(error, UnavailableEverywhereError):
+            store.close()
+        else:
+            reason = f"{type(error).__name__}: {error}"
+            store.abort(reason.encode(errors="backslashreplace").decode())  # a path may be no text
         raise
     return world
 
 
-class _Card(NamedTuple):
-    """The first message of a rank about itself; ``addresses`` are its host's."""
-
-    host: str
-    job: str
-    cores: list[int]
-    nonce: str
-    process: Peer
-    addresses: list[str]
-
-
 def _connect(store: Store, settings: Settings) -> World:
-    mine = _Card(
-        host=host_identity().decode(errors="backslashreplace"),
-        job=new_job(),
-        cores=sorted(os.sched_getaffinity(0)),
-        nonce=nonce().hex(),
-        process=this_process(),
-        addresses=own_addresses(),
-    )
+    host = host_identity().decode(errors="backslashreplace")
+    mine = {
+        "host": host,
+        "job": new_job(),
+        "cores": sorted(os.sched_getaffinity(0)),
+        "nonce": nonce().hex(),
+        "process": this_process(),
+        "addresses": own_addresses(),
+    }
     texts = store.exchange(json.dumps(mine).encode())
     # Also where the exchange can be overheard, nobody without the secret can make this key.
     settings = replace(settings, job_key=proof(store.secret, *texts))
-    cards = [_Card(*json.loads(text)) for text in texts]
-    check_apart(store.rank, [Peer(*card.process) for card in cards])
-    hosts = [card.host for card in cards]
-    local_peers = [rank for rank, host in enumerate(hosts) if host == mine.host]
-    local_rank, local_size = local_peers.index(store.rank), len(local_peers)
+    cards = [json.loads(text) for text in texts]
+    check_apart(store.rank, [Peer(*card["process"]) for card in cards])
+    hosts = [card["host"] for card in cards]
+    near = [rank for rank, other in enumerate(hosts) if other == host]
+    local_rank, local_size = near.index(store.rank), len(near)
     if local_size < store.size:
-        everyones = [card.addresses for card in cards]
-        address = address_between_hosts(store, hosts, everyones, settings.interface)
+        everyones = [card["addresses"] for card in cards]
+        address = topology.address_between_hosts(store, hosts, everyones, settings.interface)
         settings = replace(settings, address=address)
     connection = connect(store, settings)
     if connection.problem and store.rank == 0:
         _log.warning("using Gloo instead of shared memory, slower: %s", connection.problem)
-    rule = DeviceRule(store.rank, local_rank, settings.max_device_per_node)
+    rule = topology.DeviceRule(store.rank, local_rank, settings.max_device_per_node)
     group = ProcessGroup(connection.backend, None, _joiner(rule, settings))
     _join_gpus_at_once(group, settings)
-    near = [{*card.cores} for card in cards if card.host == mine.host]
-    threads = fair_share(local_rank, near) if local_size > 1 else 0
+    cores = [{*cards[rank]["cores"]} for rank in near]
+    threads = fair_share(local_rank, cores) if local_size > 1 else 0
     # The job's name is that which rank 0 has for it.
-    return World(group, local_rank, local_size, connection.why, rule, cards[0].job, threads)
+    return World(group, local_rank, local_size, connection.why, rule, cards[0]["job"], threads)
 
 
-def _joiner(rule: DeviceRule, settings: Settings) -> Joiner:
+def _joiner(rule: topology.DeviceRule, settings: Settings) -> Joiner:
     """Return what joins the ranks of a group, its GPUs, and those of one with another timeout."""
 
     def join_gpus(cpu: Backend) -> Backend:
@@ -371,21 +351,18 @@ def _joiner(rule: DeviceRule, settings: Settings) -> Joiner:
 
         return join_gpus(rule, settings.timeout, settings.joining_seconds, cpu)
 
-    return Joiner(
-        lambda members: connect(members, settings).backend,
-        join_gpus,
-        lambda seconds: _joiner(rule, settings.limited(seconds)),
-    )
+    def limited(seconds: float) -> Joiner:
+        return _joiner(rule, replace(settings, timeout=seconds, joining=settings.joining_seconds))
+
+    return Joiner(lambda members: connect(members, settings).backend, join_gpus, limited)
 
 
 def _watch(world: World, settings: Settings) -> None:
     """Have this rank's last calls written where ``settings`` say, when something goes wrong."""
-    chosen = settings.trace_dir is not None
-    folder = Path(settings.trace_dir) if settings.trace_dir else None
-    group, job = world.group, world.job if world.group.size > 1 else new_job()
-    watchdog.start(
-        Flight(group.rank, group.size, job, folder if chosen else default_folder(job), chosen)
-    )
+    group, where = world.group, settings.trace_dir
+    folder = default_folder(world.job) if where is None else Path(where)
+    if where != "":
+        watchdog.start(Flight(folder, group.rank, group.size, world.job, where is not None))
 
 
 def _join_gpus_at_once(group: ProcessGroup, settings: Settings) -> None:
@@ -396,23 +373,18 @@ def _join_gpus_at_once(group: ProcessGroup, settings: Settings) -> None:
     try:
         group.join_gpus()
     except BaseException as error:
+        if required or not isinstance(error, UnavailableEverywhereError):
+            group.close()
+            raise
         # MAX_DEVICE_PER_NODE stands in scripts that run on machines without a GPU as well.
-        if not required and isinstance(error, UnavailableEverywhereError):
-            _log.info("MAX_DEVICE_PER_NODE is given, and the GPUs are not joined: %s", error)
-            return
-        group.close()
-        raise
+        _log.info("MAX_DEVICE_PER_NODE is given, and the GPUs are not joined: %s", error)
 
 
 # The backend, with the reason why it was chosen --------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A backend and the reason why it was chosen.
-
-    ``problem`` is why ranks that could share memory do not; empty where all do.
-    """
+class Choice(NamedTuple):
+    """A backend and why it was chosen; ``problem``: why ranks that could share memory do not."""
 
     backend: Backend
     why: str
@@ -420,16 +392,10 @@ class Choice:
 
 
 def connect(store: Store, settings: Settings) -> Choice:
-    """Join the ranks of ``store``. Collective; every rank makes the same choice.
-
-    Raises:
-        BackendUnavailableError: the backend that was asked for, or every one, is unavailable, or
-            the environments differ in FLASHLIGHT_CHECKS.
-        PeerLostError, CollectiveTimeoutError: a rank could not be connected.
-    """
+    """Join the ranks of ``store``. Collective; every rank makes the same choice."""
     if store.size == 1:
         return Choice(SingleBackend(), "the world is this process alone")
-    exchange_process_info(store, settings.checks)
+    topology.exchange_process_info(store, settings.checks)
     if settings.backend != "mpi":
         return _by_cpu(store, settings)
 
@@ -437,14 +403,15 @@ def connect(store: Store, settings: Settings) -> Choice:
         return _by_cpu(store, replace(settings, backend="auto", checks=True)).backend
 
     how = settings.timeout, settings.checks, settings.mpi_cuda_aware
-    backend = import_module(_MPI).join(store, join_cpus, *how)
+    wing = import_module("flashlight_py.distributed.backends.mpi.joining")
+    backend = wing.join(store, join_cpus, *how)
     return Choice(backend, f"BACKEND is mpi; calls are compared over {backend.control.path}")
 
 
 def _by_cpu(store: Store, settings: Settings) -> Choice:
     if settings.backend == "gloo":
         return Choice(_gloo(store, settings), "BACKEND is gloo")
-    hosts, apart = ranks_by_memory(store)
+    hosts, apart = topology.ranks_by_memory(store)
     if settings.backend == "shm":
         if len(hosts) > 1:
             raise UnavailableEverywhereError(
@@ -460,18 +427,26 @@ def _by_cpu(store: Store, settings: Settings) -> Choice:
 
 def _shared(store: Store, settings: Settings, hosts: Sequence[Sequence[int]], apart: str) -> Choice:
     """Use the memory that ranks share; where that fails on any host, all use Gloo alone."""
-    inside, problem = _inside(store, settings, hosts)
+    near = next(host for host in hosts if store.rank in host)
+    inside: Backend = SingleBackend()
+    problem = ""
+    if len(near) == 1:  # two exchanges, as the others make
+        store.exchange(b"")
+        store.exchange(b"")
+    else:
+        try:
+            inside = ShmBackend(SubStore(store, near), settings.timeout)
+        except BackendUnavailableError as error:
+            problem = str(error)
     problems = store.exchange(problem.encode(errors="backslashreplace"))
     failed = next((text.decode() for text in problems if text), "")
     if failed:
-        if inside is not None:
-            inside.close()
+        inside.close()
         why = f"shared memory cannot be used: {failed}"
         return Choice(_gloo(store, settings), why, failed)
-    assert inside is not None
     if len(hosts) == 1:
         return Choice(inside, "all ranks share this host's memory")
-    flat, between = _between(store, settings, hosts)
+    flat, between = _between(store, settings, hosts, near.index(store.rank))
     backend = HierarchicalBackend(
         store.rank, hosts, inside, between, flat, settings.timeout, settings.checks
     )
@@ -480,30 +455,13 @@ def _shared(store: Store, settings: Settings, hosts: Sequence[Sequence[int]], ap
     return Choice(backend, f"{why}{apart and f'; {apart}'}", apart)
 
 
-def _inside(
-    store: Store, settings: Settings, hosts: Sequence[Sequence[int]]
-) -> tuple[Backend | None, str]:
-    """Join this host's ranks; returns why it failed, if it did. Two exchanges in any case."""
-    local_peers = next(host for host in hosts if store.rank in host)
-    if len(local_peers) == 1:
-        store.exchange(b"")
-        store.exchange(b"")
-        return SingleBackend(), ""
-    try:
-        return ShmBackend(SubStore(store, local_peers), settings.timeout), ""
-    except BackendUnavailableError as error:
-        return None, str(error)
-
-
 def _between(
-    store: Store, settings: Settings, hosts: Sequence[Sequence[int]]
+    store: Store, settings: Settings, hosts: Sequence[Sequence[int]], local: int
 ) -> tuple[Backend, Backend | None]:
-    """Join all ranks, and the ranks of one place on their hosts; three exchanges in any case."""
+    """Join all ranks, and those that are number ``local`` on their hosts; three exchanges."""
     settings = replace(settings, timeout=between_hosts(settings.timeout))
     flat = _gloo(store, settings, lazily=True)
-    local = next(host.index(store.rank) for host in hosts if store.rank in host)
-    leaders = min(len(host) for host in hosts)
-    if local >= leaders:
+    if local >= min(map(len, hosts)):
         store.exchange(b"")
         store.exchange(b"")
         return flat, None
@@ -514,16 +472,13 @@ def _between(
 def _gloo(
     store: Store, settings: Settings, lazily: bool = False, is_watched: bool = False
 ) -> Backend:
-    """Connect through Gloo, on the loopback where that joins all; two exchanges.
-
-    ``lazily``: no ranks before they need each other.
-    """
+    """Connect through Gloo, on the loopback where that joins all; two exchanges."""
     _native.load("gloo")
     identities = store.exchange(host_identity())
     one_host = len(set(identities)) == 1
     return GlooBackend(
         store,
-        address_inside(settings.interface) if one_host else settings.address,
+        topology.address_inside(settings.interface) if one_host else settings.address,
         settings.timeout,
         settings.joining_seconds,
         settings.job_key,

@@ -33,15 +33,13 @@ class RankFilter(logging.Filter):
     """
 
     def __init__(
-        self,
-        rank: int | None = None,
-        local_rank: int | None = None,
-        pass_level: int | None = None,
+        self, rank: int | None = None, local_rank: int | None = None, pass_level: int | None = None
     ) -> None:
         super().__init__()
-        self._rank = _checked("rank", rank)
-        self._local_rank = _checked("local_rank", local_rank)
-        self._pass_level = _checked("pass_level", pass_level)
+        for name, value in (("rank", rank), ("local_rank", local_rank), ("pass_level", pass_level)):
+            if value is not None:
+                whole_number("RankFilter", name, value)
+        self._rank, self._local_rank, self._pass_level = rank, local_rank, pass_level
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether ``record`` passes; add the ranks to it."""
@@ -50,7 +48,3 @@ class RankFilter(logging.Filter):
         if self._pass_level is not None and record.levelno >= self._pass_level:
             return True
         return self._rank in (None, rank) and self._local_rank in (None, local_rank)
-
-
-def _checked(name: str, value: int | None) -> int | None:
-    return None if value is None else whole_number("RankFilter", name, value)

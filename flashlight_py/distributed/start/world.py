@@ -11,6 +11,7 @@ from flashlight_py.distributed.api.group import ProcessGroup
 from flashlight_py.distributed.backends.single import SingleBackend
 from flashlight_py.distributed.calls.call_site import caller
 from flashlight_py.distributed.constants import DistributedBackend
+from flashlight_py.distributed.failures.flight_record import new_job
 from flashlight_py.distributed.groups import membership
 from flashlight_py.distributed.memory import topology
 from flashlight_py.distributed.memory.topology import DeviceRule
@@ -20,20 +21,15 @@ from flashlight_py.distributed.start import blas
 
 @dataclass(frozen=True)
 class World:
-    """All ranks, and this one's place on its host."""
+    """All ranks, and this one's place on its host; by default of this process alone."""
 
-    group: ProcessGroup
+    group: ProcessGroup = field(default_factory=lambda: ProcessGroup(SingleBackend()))
     local_rank: int = 0
     local_size: int = 1
     why: str = "the world is this process alone"
     device_rule: DeviceRule = field(default_factory=DeviceRule)
-    job: str = "alone"  # a name that all ranks agree on
+    job: str = field(default_factory=new_job)  # a name that all ranks agree on
     threads: int = 0  # its share of the host's cores, to compute with; 0: nobody to share with
-
-
-def alone() -> World:
-    """Return a new world of this process alone."""
-    return World(ProcessGroup(SingleBackend()))
 
 
 def _warn_of_forgotten_init() -> None:
@@ -49,7 +45,7 @@ def _warn_of_forgotten_init() -> None:
 
 
 # Before distributed_init, and after distributed_shutdown, a process is a world of its own.
-_ALONE = alone()
+_ALONE = World()
 _ALONE.group.on_first_use = _warn_of_forgotten_init
 _world: World | None = None
 membership.use_as_world(_ALONE.group)

@@ -47,7 +47,6 @@ class _Held:
             for worker in self.workers:
                 worker.end()
             blas.restore_each(self.limited)
-            self.limited.clear()
         while self.memories:
             self.memories.pop().close()
 
