@@ -12,20 +12,6 @@ import numpy as np
 
 from flashlight_py.device import is_cupy
 
-__all__ = [
-    "existing",
-    "generator",
-    "in_use",
-    "load_state_dict",
-    "noting",
-    "replaying",
-    "set_seed",
-    "set_state_of",
-    "state_dict",
-    "state_of",
-    "use",
-]
-
 _seed: int | None = None
 _generators: dict[str, Any] = {}
 _entropy: Sequence[int] | None = None  # of what is in NumPy's place; see use()
