@@ -214,17 +214,35 @@ class FirstOrderOptimizer(ABC):
             ValueError: the names, the number of parameters, or a shape differ; negative ``lr``.
         """
         own = self._state()
-        names = sorted(["lr", *own])
+        refused, names = "load_state_dict: nothing was loaded", sorted(["lr", *own])
         if sorted(state) != names:
-            raise ValueError(
-                f"load_state_dict: nothing was loaded: expected the entries {names}, "
-                f"got {sorted(state)}"
-            )
+            raise ValueError(f"{refused}: expected the entries {names}, got {sorted(state)}")
         for name, entries in own.items():
-            self._check_entries(name, state[name], entries)
+            if len(state[name]) != len(entries):
+                raise ValueError(
+                    f"{refused}: {name!r} is for {len(state[name])} parameters, this optimizer has "
+                    f"{len(entries)}"
+                )
+            for position, (new, old) in enumerate(zip(state[name], entries, strict=True)):
+                variable = self.params[position]
+                expected = getattr(old, "shape", None)
+                if expected is not None and variable.placement is not None:
+                    expected = variable.placement.whole_shape(variable)
+                if getattr(new, "shape", None) != expected:
+                    raise ValueError(
+                        f"{refused}: {name!r} of parameter {position} has shape "
+                        f"{getattr(new, 'shape', None)}, expected {expected}"
+                    )
         self.lr = state["lr"]  # checked here, before the first copy
         for name, entries in own.items():
-            self._copy_entries(state[name], entries)
+            for position, (new, old) in enumerate(zip(state[name], entries, strict=True)):
+                placement = self.params[position].placement
+                if not hasattr(old, "shape"):
+                    entries[position] = new
+                elif placement is not None:
+                    placement.put(old, new)
+                else:
+                    old[...] = to_device(new, device_of(old))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles hold: of parameters that are their process's own."""
@@ -238,33 +256,6 @@ class FirstOrderOptimizer(ABC):
     def _whole(self, position: int, entry: Any) -> Any:
         placement = self.params[position].placement
         return entry if placement is None or not hasattr(entry, "shape") else placement.whole(entry)
-
-    def _check_entries(self, name: str, given: list[Any], own: list[Any]) -> None:
-        if len(given) != len(own):
-            raise ValueError(
-                f"load_state_dict: nothing was loaded: {name!r} is for {len(given)} parameters, "
-                f"this optimizer has {len(own)}"
-            )
-        for position, (new, old) in enumerate(zip(given, own, strict=True)):
-            expected = getattr(old, "shape", None)
-            placement = self.params[position].placement
-            if expected is not None and placement is not None:
-                expected = placement.whole_shape(self.params[position])
-            if getattr(new, "shape", None) != expected:
-                raise ValueError(
-                    f"load_state_dict: nothing was loaded: {name!r} of parameter {position} has "
-                    f"shape {getattr(new, 'shape', None)}, expected {expected}"
-                )
-
-    def _copy_entries(self, given: list[Any], own: list[Any]) -> None:
-        for position, (new, old) in enumerate(zip(given, own, strict=True)):
-            placement = self.params[position].placement
-            if not hasattr(old, "shape"):
-                own[position] = new
-            elif placement is not None:
-                placement.put(old, new)
-            else:
-                old[...] = to_device(new, device_of(old))
 
 
 def is_in_common(variable: Variable) -> bool:
@@ -294,12 +285,7 @@ def check_at_least_zero(name: str, value: float) -> float:
 
 
 def check_below_one(name: str, value: float) -> float:
-    """Return ``value`` as a float.
-
-    Raises:
-        TypeError: it is no number.
-        ValueError: it is not in ``0 <= value < 1``.
-    """
+    """Return ``value`` as a float; as ``check_at_least_zero``, and a ``ValueError`` from 1 on."""
     number = check_at_least_zero(name, value)
     if not number < 1:
         raise ValueError(f"{name} must be below 1, got {value}")
@@ -403,7 +389,7 @@ class RuleOptimizer(FirstOrderOptimizer):
         position: int,
         pieces: Iterable[Sequence[Any]],
         grad_scale: float = 1.0,
-        zero: bool = False,
+        is_first: bool = True,
     ) -> None:
         """Take one step of a parameter, of which this process has ``pieces``, in place.
 
@@ -414,13 +400,11 @@ class RuleOptimizer(FirstOrderOptimizer):
             pieces: each is (parameter, gradient, *states), arrays of one shape, writable; the
                 gradient may be a list of arrays, which count as their sum, added in its order.
             grad_scale: a factor by which gradients count.
-            zero: whether the gradients are 0 afterwards; else they stay as they are.
+            is_first: whether the step begins; else it goes on with more pieces.
         """
+        self._steps[position] -= not is_first
         note_changes((self.params[position],))
-        queued = self._step_pieces(position, pieces, grad_scale, zero)
-        cuda.change(queued, grad_scale)
-        for _, piece in queued if zero else ():
-            piece[1][...] = 0
+        cuda.change(self._step_pieces(position, pieces, grad_scale), grad_scale)
 
     def states_of(self, position: int) -> tuple[Array, ...]:
         """Return the state of parameter ``position`` in the order of a piece; not copies."""
@@ -438,31 +422,18 @@ class RuleOptimizer(FirstOrderOptimizer):
             rules.append(self._rule(position, grad_scale))
         return rules
 
-    def step_more_pieces(
-        self, position: int, pieces: Iterable[Sequence[Any]], grad_scale: float = 1.0
-    ) -> None:
-        """Go on with the step of a parameter that ``step_pieces`` has begun, as it does."""
-        self._steps[position] -= 1
-        self.step_pieces(position, pieces, grad_scale)
-
     def _step_own(self, grad_scale: float) -> list[cuda.Step]:
         """Step the parameters that have no placement; return what is to be queued on GPUs."""
         module = native()
-        left: Iterable[int] | None = range(len(self.params))
+        left: Any = range(len(self.params))
         if module is not None:
-            left = module.step(
-                self.params,
-                self._states,
-                self._steps,
-                self._rule,
-                grad_scale,
-                self.needs_whole_gradient,
-            )
+            how = self._states, self._steps, self._rule, grad_scale, self.needs_whole_gradient
+            left = module.step(self.params, *how)
             if left is None:
                 return []
         self._check_placements()
         queued: list[cuda.Step] = []
-        for position in left or ():
+        for position in left:
             variable = self.params[position]
             if variable.grad is not None:
                 pieces = self._pieces_of(position, variable)
@@ -470,7 +441,7 @@ class RuleOptimizer(FirstOrderOptimizer):
         return queued
 
     def _step_pieces(
-        self, position: int, pieces: Iterable[Sequence[Any]], grad_scale: float, zero: bool = False
+        self, position: int, pieces: Iterable[Sequence[Any]], grad_scale: float
     ) -> list[cuda.Step]:
         """Step pieces of host memory, and count the step; return those that GPUs have."""
         (rule,) = self.next_rules([position], grad_scale)
@@ -480,24 +451,16 @@ class RuleOptimizer(FirstOrderOptimizer):
             on_device = (param, grads[0], *states)
             if len(grads) == 1 and cuda.fits(on_device):
                 queued.append((rule, on_device))
-            else:
-                owner = captured_gpu()
-                if owner is not None:
-                    owner.leave(
-                        f"{type(self).__name__} has no kernel of its own for parameter {position}, "
-                        "or its gradient, which is not contiguous or of another dtype or device"
-                    )
-                self._change(rule, (param, grads, *states), grad_scale, zero)
+                continue
+            owner, module, piece = captured_gpu(), native(), (param, grads, *states)
+            if owner is not None:
+                owner.leave(
+                    f"{type(self).__name__} has no kernel of its own for parameter {position}, "
+                    "or its gradient, which is not contiguous or of another dtype or device"
+                )
+            if module is None or not module.change(rule, piece, grad_scale, False):
+                cpu.change(*rule, piece, grad_scale)
         return queued
-
-    @staticmethod
-    def _change(rule: Rule, piece: tuple[Any, ...], grad_scale: float, zero: bool) -> None:
-        module = native()
-        if module is not None and module.change(rule, piece, grad_scale, zero):
-            return
-        cpu.change(*rule, piece, grad_scale)
-        for grad in piece[1] if zero else ():
-            grad[...] = 0
 
     def _sum_of_squares(self, position: int) -> float:
         """Return the sum of the squares of a parameter's gradient."""
