@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -310,6 +310,12 @@ def param(array: Array) -> Variable:
         TypeError: not an array of a real floating dtype.
     """
     return Variable(array, True)
+
+
+def shards_of(variables: Iterable[Variable]) -> list[Any]:
+    """Return what the variables' sharded modules have in common, each once, in order."""
+    shards = [v.placement.shards for v in variables if v.placement is not None]
+    return list({id(each): each for each in shards}.values())
 
 
 def record(array: Array | np.generic, *inputs: tuple[Variable, Vjp]) -> Variable:

@@ -12,6 +12,7 @@ from numpy.typing import DTypeLike
 
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.graph import note_changes
+from flashlight_py.autograd.variable import shards_of
 from flashlight_py.device import (
     Array,
     array_module,
@@ -160,7 +161,7 @@ class FirstOrderOptimizer(ABC):
     def __init__(self, params: Iterable[Variable], lr: float) -> None:
         self.params = as_param_list(params)
         self._lr = check_at_least_zero("lr", lr)
-        self._shards = _shards_of(self.params)
+        self._shards: list[Shards] = shards_of(self.params)
         for shards in self._shards:
             shards.attach(self)
 
@@ -247,7 +248,7 @@ class FirstOrderOptimizer(ABC):
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles hold: of parameters that are their process's own."""
         cut = [variable for variable in self.params if not is_in_common(variable)]
-        return {**vars(self), "_shards": _shards_of(cut)}
+        return {**vars(self), "_shards": shards_of(cut)}
 
     def _state(self) -> dict[str, list[Any]]:
         """Return what a rule keeps for each parameter: by name, arrays or numbers."""
@@ -261,12 +262,6 @@ class FirstOrderOptimizer(ABC):
 def is_in_common(variable: Variable) -> bool:
     """Return whether processes have it in common, so that a copy has no placement."""
     return variable.placement is not None and not variable.placement.is_cut
-
-
-def _shards_of(variables: Iterable[Variable]) -> list[Shards]:
-    """Return what the variables' sharded modules have in common, each once, in order."""
-    placements = [v.placement for v in variables if v.placement is not None]
-    return list({id(placement.shards): placement.shards for placement in placements}.values())
 
 
 def check_at_least_zero(name: str, value: float) -> float:
