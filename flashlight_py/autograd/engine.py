@@ -26,15 +26,12 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from heapq import heappop, heappush
 from operator import itemgetter
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Any, TypeAlias
 
-from flashlight_py.autograd.graph import Node, Part, Target, Walk
+import numpy as np
+
+from flashlight_py.autograd.graph import Leaf, Node, Part, Target, Walk
 from flashlight_py.device import Array, array_module, total
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from flashlight_py.autograd.variable import Variable
 
 EndCallback: TypeAlias = Callable[[bool], None]
 
@@ -48,11 +45,11 @@ class GradSink:
     shape: tuple[int, ...]
     dtype: np.dtype[np.generic]
 
-    def add(self, leaf: Variable, contribution: Array, is_new: bool) -> None:
+    def add(self, leaf: Any, contribution: Array, is_new: bool) -> None:
         """Take a contribution of the leaf's shape and dtype; only a new array may be kept."""
         raise NotImplementedError
 
-    def product(self, leaf: Variable, a: Array, b: Array) -> Array | GradSink:
+    def product(self, leaf: Any, a: Array, b: Array) -> Array | GradSink:
         """Take ``a @ b``, and return this sink; or return the product, to be added."""
         raise NotImplementedError
 
@@ -119,7 +116,7 @@ def at_end(callback: EndCallback, turn: int) -> None:
     _current.callbacks.append((turn, callback))
 
 
-def is_last_contribution(leaf: Variable) -> bool:
+def is_last_contribution(leaf: Leaf) -> bool:
     """Return whether the running pass has one contribution to ``leaf`` left, which it computes."""
     return _current.pending is not None and _current.pending.get(leaf) == 1
 
@@ -145,7 +142,7 @@ def backward_from_node(root: Node, seed: Array, retain_graph: bool) -> None:
     _run(_walk, root, seed, retain_graph)
 
 
-def backward_from_leaf(leaf: Variable, seed: Array) -> None:
+def backward_from_leaf(leaf: Leaf, seed: Array) -> None:
     """Add ``seed`` to ``leaf.grad`` and call its hook: the pass of a graph without operations."""
     _run(_contribute, leaf, seed)
 
@@ -190,7 +187,7 @@ def _call_all(callbacks: list[EndCallback], completed: bool) -> None:
             stack.callback(callback, completed)
 
 
-def _contribute(leaf: Variable, seed: Array) -> None:
+def _contribute(leaf: Leaf, seed: Array) -> None:
     _accumulate(leaf, seed, seed)
     if leaf.hook is not None:
         leaf.hook(leaf)
@@ -261,7 +258,7 @@ def _add_to_node(
             owned.add(node)
 
 
-def _accumulate(leaf: Variable, contribution: Array, incoming: Array) -> None:
+def _accumulate(leaf: Leaf, contribution: Array, incoming: Array) -> None:
     """Add a contribution to ``leaf.grad``, which shares memory with nothing but its buffer."""
     buffer = leaf.buffer  # first: with a sharded parameter it begins a gradient of this pass
     held = leaf.grad

@@ -10,17 +10,32 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeAlias, Union
+from typing import Any, TypeAlias, Union
+
+import numpy as np
 
 from flashlight_py.device import Array
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    from flashlight_py.autograd.variable import Variable
-
 Vjp: TypeAlias = Callable[[Array], Array]
-Target: TypeAlias = Union["Node", "Variable"]
+Target: TypeAlias = Union["Node", "Leaf"]
+
+
+class Leaf:
+    """An end of a graph, with all that a pass knows of a variable: ``Variable`` is made of it."""
+
+    # For the library's own use, but grad: Variable.array is data with checks; placement says where
+    # a sharded module's parameter lies (optim.optimizer); changed is Changes.count of a leaf's last
+    # change that was noted.
+    __slots__ = ("__weakref__", "_calc_grad", "buffer", "changed", "data", "grad", "hook", "node",
+                 "placement")  # fmt: skip
+
+    data: Array
+    grad: Array | None
+    node: Node | None
+    hook: Callable[[Any], None] | None
+    buffer: Any  # None, an array, or a GradSink
+    placement: Any
+    changed: int
 
 
 class Changes:
@@ -29,7 +44,7 @@ class Changes:
     count = 0
 
 
-def note_changes(leaves: Iterable[Variable]) -> None:
+def note_changes(leaves: Iterable[Leaf]) -> None:
     """Have backward passes refuse graphs in which these leaves were used before."""
     Changes.count += 1
     now = Changes.count
@@ -114,7 +129,7 @@ class Repeated(Node):
 
     __slots__ = ("repeat",)
 
-    def __init__(self, repeat: Callable[[], Sequence[Variable]]) -> None:
+    def __init__(self, repeat: Callable[[], Sequence[Leaf]]) -> None:
         self.edges = ()
         self.made = Changes.count
         self.repeat = repeat
@@ -257,7 +272,7 @@ def count_consumers(
     return pending
 
 
-def _changed_since(leaf: Variable, vjp: Vjp) -> str:
+def _changed_since(leaf: Any, vjp: Vjp) -> str:
     vjp = getattr(vjp, "func", vjp)  # of a partial
     name: str = getattr(vjp, "__qualname__", type(vjp).__qualname__)
     function = "recompute" if vjp is _no_vjp else name.partition(".")[0].lstrip("_")

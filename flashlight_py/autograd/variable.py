@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from flashlight_py.autograd.engine import GradSink, backward_from_leaf, backward_from_node
-from flashlight_py.autograd.graph import Node, OrderedNode, Outline, Vjp, note_changes, recording
+from flashlight_py.autograd.graph import (
+    Leaf,
+    Node,
+    OrderedNode,
+    Outline,
+    Vjp,
+    note_changes,
+    recording,
+)
 from flashlight_py.device import Array, array_module, device_of, is_cupy, to_device
 
 GradHook: TypeAlias = "Callable[[Variable], None]"
@@ -16,7 +24,7 @@ Input: TypeAlias = "Variable | Array"
 Operand: TypeAlias = "Variable | Array | float"
 
 
-class Variable:
+class Variable(Leaf):
     """An array in a computation whose gradient can be asked for.
 
     The array is NumPy's or CuPy's and is shared, not copied; anything else with DLPack is taken
@@ -35,22 +43,10 @@ class Variable:
         TypeError: not an array, or ``calc_grad`` with a dtype that has no gradient.
     """
 
-    # data, hook, buffer, node and placement are for the library's own use: .array is data with
-    # checks; placement says where a sharded module's parameter lies (optim.optimizer); changed is
-    # Changes.count of a leaf's last change that was noted.
-    __slots__ = ("__weakref__", "_calc_grad", "buffer", "changed", "data", "grad", "hook", "node",
-                 "placement")  # fmt: skip
+    __slots__ = ()
 
     # NumPy arrays leave `array + variable` to the variable instead of looping over elements.
     __array_ufunc__ = None
-
-    data: Array
-    grad: Array | None
-    node: Node | None
-    hook: GradHook | None
-    buffer: Array | GradSink | None
-    placement: Any
-    changed: int
 
     def __init__(self, array: Array, calc_grad: bool = False) -> None:
         if array.__class__ is not np.ndarray:
