@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from flashlight_py.autograd import Variable, param
@@ -243,14 +244,11 @@ class Sequential(Container):
 
     def _with_fewer_launches(self, x: Variable) -> Variable:
         """Do the same on a GPU, where a linear map and the ReLU after it share a launch."""
-        position = 0
-        while position < len(self._members):
-            module = self._members[position]
-            after = self._members[position + 1] if position + 1 < len(self._members) else None
+        pairs = zip_longest(self._members, self._members[1:])
+        for module, after in pairs:
             if type(module) is Linear and module.bias is not None and type(after) is ReLU:
                 x = F.linear_relu(x, module.weight, module.bias)
-                position += 2
+                next(pairs)  # that of the ReLU
             else:
                 x = module(x)
-                position += 1
         return x

@@ -375,8 +375,8 @@ def _matmul(x: Variable, y: Variable) -> Variable:
     p, q = _to_keep(x), _to_keep(y)
     return record(
         _stacked(x.data, y.data),
-        (x, lambda grad: _stacked(grad, _transposed(y.data if q is None else q))),
-        (y, lambda grad: _stacked(_transposed(x.data if p is None else p), grad)),
+        (x, lambda grad: _stacked(grad, (y.data if q is None else q).swapaxes(-1, -2))),
+        (y, lambda grad: _stacked((x.data if p is None else p).swapaxes(-1, -2), grad)),
     )
 
 
@@ -390,7 +390,3 @@ def _stacked(a: Array, b: Array) -> Array:
 def _to_keep(operand: Variable) -> Array | None:
     """Return the array for the backward pass; None: a sharded one is read again then, not kept."""
     return operand.data if operand.placement is None else None
-
-
-def _transposed(array: Array) -> Array:
-    return array.swapaxes(-1, -2)

@@ -23,10 +23,6 @@ def as_variable(x: Input) -> Variable:
     Raises:
         TypeError: it is neither.
     """
-    return x if x.__class__ is Variable else _as_input(x)
-
-
-def _as_input(x: Input) -> Variable:
     return x if isinstance(x, Variable) else Variable(x)
 
 
