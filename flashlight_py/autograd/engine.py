@@ -71,17 +71,10 @@ _LAST = sys.maxsize  # the turn of what users ask for
 
 
 class _Pass(threading.local):
-    """State and callbacks of the backward pass that runs on this thread.
-
-    ``callbacks``: when it ends. ``pending``: how many contributions each target still waits for.
-    ``grads``: what has arrived at nodes whose visit has not ended.
-    ``after``: what to call when the node that is visited has sent all its gradients.
-    """
+    """The backward pass of this thread: whom it calls when it ends, and its walk over nodes."""
 
     callbacks: list[tuple[int, EndCallback]] | None = None
-    pending: dict[Target, int] | None = None
-    grads: dict[Node, Array] | None = None
-    after: list[Callable[[], None]] | None = None
+    walk: Walk | None = None
 
 
 _current = _Pass()
@@ -118,7 +111,7 @@ def at_end(callback: EndCallback, turn: int) -> None:
 
 def is_last_contribution(leaf: Leaf) -> bool:
     """Return whether the running pass has one contribution to ``leaf`` left, which it computes."""
-    return _current.pending is not None and _current.pending.get(leaf) == 1
+    return _current.walk is not None and _current.walk.pending.get(leaf) == 1
 
 
 def after_node(callback: Callable[[], None]) -> None:
@@ -126,10 +119,10 @@ def after_node(callback: Callable[[], None]) -> None:
 
     Outside of a pass over nodes it is called at once.
     """
-    if _current.after is None:
+    if _current.walk is None:
         callback()
     else:
-        _current.after.append(callback)
+        _current.walk.after.append(callback)
 
 
 def in_backward() -> bool:
@@ -137,60 +130,49 @@ def in_backward() -> bool:
     return _current.callbacks is not None
 
 
-def backward_from_node(root: Node, seed: Array, retain_graph: bool) -> None:
-    """Send ``seed``, the gradient of ``root``'s result, to every leaf below ``root``."""
-    _run(_walk, root, seed, retain_graph)
+def run_pass(start: Target, seed: Array, retain_graph: bool) -> None:
+    """Send ``seed``, the gradient of ``start``, to every leaf below, then call the end callbacks.
 
-
-def backward_from_leaf(leaf: Leaf, seed: Array) -> None:
-    """Add ``seed`` to ``leaf.grad`` and call its hook: the pass of a graph without operations."""
-    _run(_contribute, leaf, seed)
-
-
-def _run(walk: Callable[..., None], *args: object) -> None:
-    """Run one pass, then its end callbacks, whether it raised or not."""
+    A leaf is itself all that is below.
+    """
     callbacks: list[tuple[int, EndCallback]] = []
-    outer, _current.callbacks = _current.callbacks, callbacks
-    around = _current.pending, _current.grads, _current.after
-    _current.pending = _current.grads = _current.after = None
+    outer = _current.callbacks, _current.walk
+    _current.callbacks, _current.walk = callbacks, None
     completed = False
     try:
-        walk(*args)
+        if isinstance(start, Node):
+            _walk(start, seed, retain_graph)
+        else:
+            _accumulate(start, seed, seed)
+            if start.hook is not None:
+                start.hook(start)
         completed = True
     except BaseException:
-        _join_failed(_current.pending or {}, _current.grads or {})
+        _join_failed()
         raise
     finally:
-        _current.callbacks = outer
-        _current.pending, _current.grads, _current.after = around
+        _current.callbacks, _current.walk = outer
         if callbacks:
-            in_turn = sorted(callbacks, key=itemgetter(0))
-            _call_all([callback for _, callback in in_turn], completed)
+            callbacks.sort(key=itemgetter(0))
+            with ExitStack() as stack:  # it calls the last first, and all even if one raises
+                for _, callback in reversed(callbacks):
+                    stack.callback(callback, completed)
 
 
-def _join_failed(pending: dict[Target, int], grads: dict[Node, Array]) -> None:
-    for target in (*pending, *(grads.keys() - pending.keys())):
+def _join_failed() -> None:
+    walk = _current.walk
+    if walk is None:
+        return
+    for target in (*walk.pending, *(walk.grads.keys() - walk.pending.keys())):
         called: list[object] = []
         if not isinstance(target, Node):
             called = [target.hook]
-        elif pending.get(target) or target in grads:
+        elif walk.pending.get(target) or target in walk.grads:
             called = [vjp for _, vjp in target.edges or ()]
         for function in called:
             owner = getattr(getattr(function, "func", None), "__self__", None)
             if isinstance(owner, InPasses):
                 owner.join_failed()
-
-
-def _call_all(callbacks: list[EndCallback], completed: bool) -> None:
-    with ExitStack() as stack:  # it calls the last first, and all of them even if one raises
-        for callback in reversed(callbacks):
-            stack.callback(callback, completed)
-
-
-def _contribute(leaf: Leaf, seed: Array) -> None:
-    _accumulate(leaf, seed, seed)
-    if leaf.hook is not None:
-        leaf.hook(leaf)
 
 
 def _walk(root: Node, seed: Array, retain_graph: bool) -> None:
@@ -199,10 +181,10 @@ def _walk(root: Node, seed: Array, retain_graph: bool) -> None:
     Ordered nodes wait until nothing else is ready. Then the latest of those below ``root`` is among
     them, for whatever consumes it was recorded later, and has been visited.
     """
-    pending = _current.pending = {}
-    _current.grads = {root: seed}
-    found = Walk(root, seed, retain_graph, pending)
-    grads, owned, replaced = found.grads, found.owned, found.replaced
+    _current.walk = found = Walk(root, seed, retain_graph)
+    found.count([root], (), found.pending)
+    pending, grads, owned = found.pending, found.grads, found.owned
+    replaced, after = found.replaced, found.after
     ready = [root]
     ordered: list[tuple[int, Node]] = []  # a heap
 
@@ -212,8 +194,6 @@ def _walk(root: Node, seed: Array, retain_graph: bool) -> None:
         else:
             ready.append(node)
 
-    after: list[Callable[[], None]] = []
-    _current.grads, _current.after = grads, after
     while ready or ordered:
         node = ready.pop() if ready else heappop(ordered)[1]
         if type(node) is Part:

@@ -161,19 +161,52 @@ class Walk:
     """The state of a backward pass on its way through a graph.
 
     ``pending``: how many contributions each target still waits for. ``grads``: their sums so far;
-    ``owned``: those whose sum was made by the pass, hence its own to add into.
+    ``owned``: those whose sum was made by the pass, hence its own to add into. ``after``: what to
+    call when the node that is visited has sent all its gradients.
     """
 
-    def __init__(
-        self, root: Node, seed: Array, retain_graph: bool, pending: dict[Target, int]
-    ) -> None:
+    def __init__(self, root: Node, seed: Array, retain_graph: bool) -> None:
         self._parts: dict[Repeated, list[Part]] = {}  # those that the pass reaches
         self.retain_graph = retain_graph
-        self.pending = count_consumers([root], (), self._parts, pending)
+        self.pending: dict[Target, int] = {}
         self.grads = {root: seed}
         self.owned: set[Node] = set()
+        self.after: list[Callable[[], None]] = []
         self.replaced: dict[Target, Node] = {}  # parts of computations that were done again
         self._inside: set[Node] = set()  # those whose node is also used in its computation
+
+    def count(
+        self, roots: Sequence[Node], ends: Iterable[Target], counts: dict[Target, int]
+    ) -> None:
+        """Add to ``counts`` the edges to each target below ``roots``, down to ``ends``.
+
+        Of all that there is also where this raises, for those who are to know of it. The walk takes
+        note of the parts on the way.
+
+        Raises:
+            RuntimeError: a part of the graph was freed, or a leaf has changed after its use.
+        """
+        wrong = ""
+        unseen = list(dict.fromkeys(roots))
+        known = {*ends, *unseen}
+        while unseen:
+            node = unseen.pop()
+            edges = node.edges
+            if edges is None:
+                wrong = _why_without_edges(node)
+                continue
+            if type(node) is Part:
+                self._parts.setdefault(edges[0][0], []).append(node)  # type: ignore[arg-type]
+            for target, _ in edges:
+                count = counts.get(target, 0)
+                counts[target] = count + 1
+                if not isinstance(target, Node):
+                    if target.changed > node.made:
+                        wrong = wrong or _changed_since(target, edges[0][1])
+                elif not count and target not in known:
+                    unseen.append(target)
+        if wrong:
+            raise RuntimeError(wrong)
 
     def replace(self, part: Node) -> Node | None:
         """Return the node that is to be visited in the place of ``part``, if there is one now.
@@ -205,7 +238,8 @@ class Walk:
         announced = [target for part in parts for target, _ in (part.edges or ())[1:]]
         found = [results[part.place].node for part in parts if part.place < len(results)]
         nodes = [node for node in found if node is not None]
-        counts = count_consumers(nodes, announced, self._parts, {})
+        counts: dict[Target, int] = {}
+        self.count(nodes, announced, counts)
         reached = {target for target in counts if not isinstance(target, Node)}
         left, new = set(announced) - counts.keys(), reached - set(announced)
         # A leaf that is made on the way is another one each time.
@@ -232,44 +266,6 @@ class Walk:
         while target in self.replaced:
             target = self.replaced[target]
         return target
-
-
-def count_consumers(
-    roots: Sequence[Node],
-    ends: Iterable[Target],
-    parts: dict[Repeated, list[Part]],
-    pending: dict[Target, int],
-) -> dict[Target, int]:
-    """Count the edges that will contribute to each target below ``roots``, down to ``ends``.
-
-    The parts on the way are added to ``parts``, the counts to ``pending``: of all that there is
-    also where this raises, for those who are to know of it.
-
-    Raises:
-        RuntimeError: a part of the graph was freed, or a leaf has changed after its use.
-    """
-    wrong = ""
-    unseen = list(dict.fromkeys(roots))
-    known = {*ends, *unseen}
-    while unseen:
-        node = unseen.pop()
-        edges = node.edges
-        if edges is None:
-            wrong = _why_without_edges(node)
-            continue
-        if type(node) is Part:
-            parts.setdefault(edges[0][0], []).append(node)  # type: ignore[arg-type]
-        for target, _ in edges:
-            count = pending.get(target, 0)
-            pending[target] = count + 1
-            if not isinstance(target, Node):
-                if target.changed > node.made:
-                    wrong = wrong or _changed_since(target, edges[0][1])
-            elif not count and target not in known:
-                unseen.append(target)
-    if wrong:
-        raise RuntimeError(wrong)
-    return pending
 
 
 def _changed_since(leaf: Any, vjp: Vjp) -> str:

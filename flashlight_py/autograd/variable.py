@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from flashlight_py.autograd.engine import GradSink, backward_from_leaf, backward_from_node
+from flashlight_py.autograd.engine import GradSink, run_pass
 from flashlight_py.autograd.graph import (
     Leaf,
     Node,
@@ -231,10 +231,7 @@ class Variable(Leaf):
         else:
             seed = _as_array(grad)
             _require_same(seed, self.data, "backward(grad)")
-        if self.node is None:
-            backward_from_leaf(self, seed)
-        else:
-            backward_from_node(self.node, seed, retain_graph)
+        run_pass(self.node or self, seed, retain_graph)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle the array and ``calc_grad``, not the graph, gradient or hook."""
