@@ -148,11 +148,7 @@ def in_use() -> list[tuple[Any, dict[str, Any]]]:
 
 
 def state_of(generator: Any) -> dict[str, Any]:
-    """Return the state of a ``numpy.random.Generator`` or CuPy's, as a dict of its own.
-
-    Raises:
-        TypeError: it is no such generator.
-    """
+    """Return the state of a NumPy or CuPy ``Generator``, a dict of its own; else a TypeError."""
     bits = getattr(generator, "bit_generator", None)
     if isinstance(bits, np.random.BitGenerator):
         return dict(bits.state)

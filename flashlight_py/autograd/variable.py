@@ -22,6 +22,7 @@ from flashlight_py.device import Array, array_module, device_of, is_cupy, to_dev
 GradHook: TypeAlias = "Callable[[Variable], None]"
 Input: TypeAlias = "Variable | Array"
 Operand: TypeAlias = "Variable | Array | float"
+_CUDA = 2  # kDLCUDA in dlpack.h
 
 
 class Variable(Leaf):
@@ -227,7 +228,12 @@ class Variable(Leaf):
                 "make the inputs with param(), or call train() on the module"
             )
         if grad is None:
-            seed = _unit_seed(self.data)
+            if self.size != 1:
+                raise ValueError(
+                    "backward() without grad needs a variable of one element, got shape "
+                    f"{self.shape}; reduce it to a loss, or pass grad"
+                )
+            seed = array_module(self.data).ones(self.shape, self.dtype)
         else:
             seed = _as_array(grad)
             _require_same(seed, self.data, "backward(grad)")
@@ -331,10 +337,6 @@ def record_in_order(array: Array | np.generic, *inputs: tuple[Variable, Vjp]) ->
 
     A backward pass visits those below it in the reverse of the order in which they were recorded
     here, so that the messages of a forward pass have their answers in reverse order.
-
-    Args:
-        array: the result.
-        inputs: each input with its vector-Jacobian product (see ``engine``).
     """
     result = record(array, *inputs)
     if isinstance(result.node, Outline):
@@ -350,20 +352,15 @@ def _as_array(value: object) -> Array:
     if isinstance(value, np.generic):
         return np.asarray(value)
     if hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
-        return _from_dlpack(value)
+        if value.__dlpack_device__()[0] != _CUDA:
+            return np.from_dlpack(value)
+        import cupy
+
+        return cupy.from_dlpack(value)  # type: ignore[no-any-return]
     raise TypeError(
         f"expected a NumPy or CuPy array (or one with DLPack), got {type(value).__name__}; "
         "convert it with numpy.asarray first"
     )
-
-
-def _from_dlpack(value: Any) -> Array:
-    cuda = 2  # kDLCUDA in dlpack.h
-    if value.__dlpack_device__()[0] == cuda:
-        import cupy
-
-        return cupy.from_dlpack(value)  # type: ignore[no-any-return]
-    return np.from_dlpack(value)
 
 
 def _require_floating(array: Array | Variable) -> None:
@@ -379,12 +376,3 @@ def _require_same(value: Array, like: Array | Variable, what: str) -> None:
         raise ValueError(f"{what} must have shape {like.shape}, got {value.shape}")
     if value.dtype != like.dtype:
         raise TypeError(f"{what} must have dtype {like.dtype}, got {value.dtype}; cast it first")
-
-
-def _unit_seed(array: Array) -> Array:
-    if array.size != 1:
-        raise ValueError(
-            f"backward() without grad needs a variable of one element, got shape {array.shape}; "
-            "reduce it to a loss, or pass grad"
-        )
-    return array_module(array).ones(array.shape, array.dtype)  # type: ignore[no-any-return]

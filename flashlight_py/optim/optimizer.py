@@ -265,12 +265,7 @@ def is_in_common(variable: Variable) -> bool:
 
 
 def check_at_least_zero(name: str, value: float) -> float:
-    """Return ``value`` as a float.
-
-    Raises:
-        TypeError: it is no number.
-        ValueError: it is negative or nan.
-    """
+    """Return ``value`` as a float; a TypeError if it is none, a ValueError if negative or nan."""
     if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     number = float(value)
@@ -288,12 +283,7 @@ def check_below_one(name: str, value: float) -> float:
 
 
 def as_param_list(params: Iterable[Variable], may_be_empty: bool = False) -> list[Variable]:
-    """Return ``params`` as a list.
-
-    Raises:
-        TypeError: not an iterable of variables.
-        ValueError: empty where it may not be, or a variable twice.
-    """
+    """Return ``params`` as a list, or raise the errors of those who take parameters."""
     if isinstance(params, Variable) or not isinstance(params, Iterable):
         raise TypeError(
             f"expected a list of variables, got {type(params).__name__}; pass module.params()"

@@ -119,11 +119,7 @@ def categorical_cross_entropy(
 
 
 def check_reduction(reduction: str) -> None:
-    """Check the name of a reduction.
-
-    Raises:
-        ValueError: it is none of ``"mean"``, ``"sum"`` and ``"none"``.
-    """
+    """Raise a ValueError unless it is ``"mean"``, ``"sum"`` or ``"none"``."""
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
 
