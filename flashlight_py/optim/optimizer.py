@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -138,6 +138,10 @@ class Placement(ABC):
     def words(self) -> str:
         """Return what is this process's own about the parameter, to be compared; else nothing."""
         return ""
+
+
+# A parameter's position, its gradient, and the pieces of it that this process steps.
+Placed: TypeAlias = tuple[int, Array, Sequence[tuple[Array, ...]]]
 
 
 class FirstOrderOptimizer(ABC):
@@ -316,7 +320,7 @@ class RuleOptimizer(FirstOrderOptimizer):
         super().__init__(params, lr)
         self._steps = [0] * len(self.params)
         self._names = tuple(states)
-        self._made_for = list(map(_shard_owner, self.params))
+        self._made_for = [getattr(each.placement, "shards", None) for each in self.params]
         self._states = tuple([_zeros(variable) for variable in self.params] for _ in states)
 
     def step(self, grad_scale: float = 1.0) -> None:
@@ -331,43 +335,52 @@ class RuleOptimizer(FirstOrderOptimizer):
             ValueError: a parameter had no ``calc_grad`` when its module was sharded; likewise.
         """
         changed = [variable for variable in self.params if variable.grad is not None]
-        if not self._shards:
-            queued = self._step_own(grad_scale)
+        left: Any = range(len(self.params))
+        if self._shards:
+            self._check_placements()
+            placed = self._placed(left)  # before the first change: a placement may refuse one
             note_changes(changed)
-            if queued:
-                cuda.change(queued, grad_scale, self)
+            self._step_placed(placed, grad_scale)
             return
-        self._check_placements()
-        placed = [  # before the first change: a placement may refuse a parameter
-            (position, variable.grad, self._pieces_of(position, variable))
-            for position, variable in enumerate(self.params)
-            if variable.grad is not None
-        ]
+        module, queued = native(), []
+        if module is not None:
+            how = self._states, self._steps, self._rule, grad_scale, self.needs_whole_gradient
+            left = module.step(self.params, *how)
+        if left is not None:
+            self._check_placements()
+            queued = self._step_all(self._placed(left), grad_scale)
         note_changes(changed)
-        self._step_placed(placed, grad_scale)
+        if queued:
+            cuda.change(queued, grad_scale, self)
 
-    def _pieces_of(self, position: int, variable: Variable) -> Sequence[tuple[Array, ...]]:
-        states, grad = self.states_of(position), variable.grad
-        assert grad is not None  # else nothing is stepped
-        if variable.placement is None:
-            return [(variable.data, grad, *states)]
-        return variable.placement.pieces(variable, states)  # type: ignore[no-any-return]
+    def _placed(self, positions: Iterable[int]) -> list[Placed]:
+        found: list[Placed] = []
+        for position in positions:
+            variable, states = self.params[position], self.states_of(position)
+            grad, placement = variable.grad, variable.placement
+            if grad is not None and placement is None:
+                found.append((position, grad, [(variable.data, grad, *states)]))
+            elif grad is not None:
+                found.append((position, grad, placement.pieces(variable, states)))
+        return found
 
     @effect
-    def _step_placed(
-        self, placed: list[tuple[int, Array, Sequence[tuple[Array, ...]]]], grad_scale: float
-    ) -> None:
-        """Step parameters of sharded modules, and those beside them: position, gradient, pieces."""
-        queued: list[cuda.Step] = []
+    def _step_placed(self, placed: list[Placed], grad_scale: float) -> None:
+        """Step parameters of sharded modules, and those beside them."""
         with ExitStack() as stack:
             for shards in self._shards:
                 stack.enter_context(shards.changing(f"{type(self).__name__}.step"))
-            for position, grad, pieces in placed:
-                variable = self.params[position]
-                held, variable.grad = variable.grad, grad  # for a rule that needs a norm
-                queued += self._step_pieces(position, pieces, grad_scale)
-                variable.grad = held
-            cuda.change(queued, grad_scale)
+            cuda.change(self._step_all(placed, grad_scale), grad_scale)
+
+    def _step_all(self, placed: list[Placed], grad_scale: float) -> list[cuda.Step]:
+        """Do what ``_step_pieces`` does for each parameter."""
+        queued: list[cuda.Step] = []
+        for position, grad, pieces in placed:
+            variable = self.params[position]
+            held, variable.grad = variable.grad, grad  # for a rule that needs a norm
+            queued += self._step_pieces(position, pieces, grad_scale)
+            variable.grad = held
+        return queued
 
     def step_pieces(
         self,
@@ -407,24 +420,6 @@ class RuleOptimizer(FirstOrderOptimizer):
             rules.append(self._rule(position, grad_scale))
         return rules
 
-    def _step_own(self, grad_scale: float) -> list[cuda.Step]:
-        """Step the parameters that have no placement; return what is to be queued on GPUs."""
-        module = native()
-        left: Any = range(len(self.params))
-        if module is not None:
-            how = self._states, self._steps, self._rule, grad_scale, self.needs_whole_gradient
-            left = module.step(self.params, *how)
-            if left is None:
-                return []
-        self._check_placements()
-        queued: list[cuda.Step] = []
-        for position in left:
-            variable = self.params[position]
-            if variable.grad is not None:
-                pieces = self._pieces_of(position, variable)
-                queued += self._step_pieces(position, pieces, grad_scale)
-        return queued
-
     def _step_pieces(
         self, position: int, pieces: Iterable[Sequence[Any]], grad_scale: float
     ) -> list[cuda.Step]:
@@ -457,7 +452,7 @@ class RuleOptimizer(FirstOrderOptimizer):
 
     def _check_placements(self) -> None:
         for position, variable in enumerate(self.params):
-            if _shard_owner(variable) is not self._made_for[position]:
+            if getattr(variable.placement, "shards", None) is not self._made_for[position]:
                 raise RuntimeError(
                     f"{type(self).__name__}.step: parameter {position} (shape {variable.shape}) "
                     "was sharded after the optimizer was made, or sharded anew, and its state is "
@@ -467,23 +462,16 @@ class RuleOptimizer(FirstOrderOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles hold. Collective where ``state_dict`` is."""
         in_common = list(map(is_in_common, self.params))
-        made_for = zip(self._made_for, in_common, strict=True)
-        own = tuple(
-            [
-                self._whole(position, entry) if in_common[position] else entry
-                for position, entry in enumerate(entries)
-            ]
+        states = tuple(
+            [self._whole(n, each) if in_common[n] else each for n, each in enumerate(entries)]
             for entries in self._states
         )
+        made_for = zip(self._made_for, in_common, strict=True)
         made = [None if common else shards for shards, common in made_for]
-        return {**super().__getstate__(), "_states": own, "_made_for": made}
+        return {**super().__getstate__(), "_states": states, "_made_for": made}
 
     def _state(self) -> dict[str, list[Any]]:
         return dict(zip(self._names, self._states, strict=True))
-
-
-def _shard_owner(variable: Variable) -> Shards | None:
-    return None if variable.placement is None else variable.placement.shards
 
 
 def _zeros(variable: Variable) -> Array:
