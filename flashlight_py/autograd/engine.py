@@ -245,11 +245,16 @@ def _accumulate(leaf: Leaf, contribution: Array, incoming: Array) -> None:
     like = leaf.data if buffer is None else buffer
     if contribution.shape != like.shape or contribution.dtype != like.dtype:
         contribution = _fit(contribution, like.shape, like.dtype)
-    if buffer is not None:
-        if not isinstance(buffer, GradSink):
-            leaf.grad = _accumulate_in_buffer(buffer, held, contribution)
-        elif not isinstance(contribution, GradSink):  # else a vjp has passed it there already
+    if isinstance(buffer, GradSink):
+        if not isinstance(contribution, GradSink):  # else a vjp has passed it there already
             buffer.add(leaf, contribution, _is_new(contribution, incoming))
+    elif buffer is not None:
+        first = contribution if held is None else held
+        if first is not buffer:  # a vjp may have written there already
+            buffer[...] = first
+        if held is not None:
+            buffer += contribution
+        leaf.grad = buffer
     elif held is not None:
         held += contribution
         leaf.grad = held  # another one where a hook has left a NumPy scalar
@@ -262,17 +267,6 @@ def _accumulate(leaf: Leaf, contribution: Array, incoming: Array) -> None:
 def _is_new(contribution: Array, incoming: Array) -> bool:
     """Return whether nobody else has the array, or a view of it."""
     return contribution is not incoming and contribution.base is None and bool(contribution.shape)
-
-
-def _accumulate_in_buffer(buffer: Array, held: Array | None, contribution: Array) -> Array:
-    if held is None:
-        if contribution is not buffer:  # a vjp may have written there already
-            buffer[...] = contribution
-        return buffer
-    if held is not buffer:
-        buffer[...] = held
-    buffer += contribution
-    return buffer
 
 
 def _fit(grad: Array, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:

@@ -248,6 +248,42 @@ class Variable(Leaf):
     def __repr__(self) -> str:
         return f"Variable({self.data!r}, calc_grad={self._calc_grad})"
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        """Return the array, for ``np.asarray(variable)`` and NumPy's functions.
+
+        Raises:
+            TypeError: the variable needs a gradient, or is on a GPU.
+            ValueError: ``copy`` is False and ``dtype`` needs one.
+        """
+        if self.calc_grad:
+            raise TypeError(
+                "NumPy asks for the array of a Variable that needs a gradient (shape "
+                f"{self.shape}): what it computes would not be part of the graph. Where that is "
+                "meant, pass it variable.numpy(); else use the functions of fl.autograd.functions"
+            )
+        if copy is None:  # only if need be, which NumPy 1 spells otherwise
+            return np.asarray(self.data, dtype)
+        return np.array(self.data, dtype=dtype, copy=copy)
+
+    def __len__(self) -> int:
+        """Return the size of the first dimension."""
+        if not self.data.ndim:
+            raise TypeError("len() of a Variable without dimensions; its number is scalar()")
+        return int(self.data.shape[0])
+
+    def __iter__(self) -> Iterator[Variable]:
+        """Go through the first dimension."""
+        return map(self.__getitem__, range(len(self)))
+
+    def __bool__(self) -> bool:
+        return bool(self.scalar())
+
+    def __int__(self) -> int:
+        return int(self.scalar())
+
+    def __float__(self) -> float:
+        return float(self.scalar())
+
     def _require_leaf(self, what: str) -> None:
         if self.node is not None:
             raise ValueError(f"{what} belongs to a leaf; this variable is an operation's result")
@@ -262,12 +298,6 @@ class Variable(Leaf):
         __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = __add__
 
         def __getitem__(self, index: Any) -> Variable: ...
-        def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array: ...
-        def __len__(self) -> int: ...
-        def __iter__(self) -> Iterator[Variable]: ...
-        def __bool__(self) -> bool: ...
-        def __int__(self) -> int: ...
-        def __float__(self) -> float: ...
         def sum(self, axis: Any = None, keepdims: bool = False) -> Variable: ...
         def mean(self, axis: Any = None, keepdims: bool = False) -> Variable: ...
         @property
@@ -306,8 +336,7 @@ def param(array: Array) -> Variable:
 
 def shards_of(variables: Iterable[Variable]) -> list[Any]:
     """Return what the variables' sharded modules have in common, each once, in order."""
-    shards = [v.placement.shards for v in variables if v.placement is not None]
-    return list({id(each): each for each in shards}.values())
+    return list(dict.fromkeys(v.placement.shards for v in variables if v.placement is not None))
 
 
 def record(array: Array | np.generic, *inputs: tuple[Variable, Vjp]) -> Variable:

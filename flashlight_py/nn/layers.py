@@ -36,8 +36,11 @@ class Linear(Module):
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, dtype: Any = "float32"
     ) -> None:
-        _check_size("in_features", in_features)
-        _check_size("out_features", out_features)
+        for name, value in (("in_features", in_features), ("out_features", out_features)):
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"Linear: {name} must be an integer, got {type(value).__name__}")
+            if value < 1:
+                raise ValueError(f"Linear: {name} must be at least 1, got {value}")
         shape = (out_features, in_features)
         bound = 1 / math.sqrt(in_features)
         self.weight = param(init.kaiming_uniform(shape, in_features, dtype))
@@ -49,13 +52,6 @@ class Linear(Module):
     def __repr__(self) -> str:
         out_features, in_features = self.weight.shape
         return f"Linear({in_features}, {out_features}, bias={self.bias is not None})"
-
-
-def _check_size(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"Linear: {name} must be an integer, got {type(value).__name__}")
-    if value < 1:
-        raise ValueError(f"Linear: {name} must be at least 1, got {value}")
 
 
 class _Plain(Module):
