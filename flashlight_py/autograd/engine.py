@@ -196,7 +196,7 @@ def _walk(root: Node, seed: Array, retain_graph: bool) -> None:
 
     while ready or ordered:
         node = ready.pop() if ready else heappop(ordered)[1]
-        if type(node) is Part:
+        if isinstance(node, Part):
             instead = found.replace(node)
             if instead is not None:
                 is_ready(instead)

@@ -18,6 +18,7 @@ from flashlight_py.device import Array
 
 Vjp: TypeAlias = Callable[[Array], Array]
 Target: TypeAlias = Union["Node", "Leaf"]
+Repeat: TypeAlias = Callable[[], Sequence["Leaf"]]
 
 
 class Leaf:
@@ -124,31 +125,21 @@ class Recording(threading.local):
 recording = Recording()
 
 
-class Repeated(Node):
-    """A computation of several results, which ``repeat`` does again and returns as variables."""
-
-    __slots__ = ("repeat",)
-
-    def __init__(self, repeat: Callable[[], Sequence[Leaf]]) -> None:
-        self.edges = ()
-        self.made = Changes.count
-        self.repeat = repeat
-
-
 class Part(Node):
-    """Result ``place`` of a computation that was not recorded; ``targets``: what it leads to.
+    """Result ``place`` of a computation that was not recorded.
 
-    ``ordered``: the computation has ordered operations, so that the part is one as well.
+    ``repeat``: the function that does it again and returns all results, as variables; all parts of
+    a computation have the same one. ``edges``: what the result leads to. ``ordered``: there are
+    ordered operations in the computation, so that the part is one as well.
     """
 
-    __slots__ = ("place", "turn")
+    __slots__ = ("place", "repeat", "turn")
 
     def __init__(
-        self, like: Array, whole: Repeated, place: int, targets: Iterable[Target], ordered: bool
+        self, like: Array, repeat: Repeat, place: int, targets: Iterable[Target], ordered: bool
     ) -> None:
-        super().__init__(
-            like.shape, like.dtype, ((whole, _no_vjp), *((target, _no_vjp) for target in targets))
-        )
+        super().__init__(like.shape, like.dtype, tuple([(each, _no_vjp) for each in targets]))
+        self.repeat: Repeat | None = repeat
         self.place = place
         self.turn = -next(_recorded) if ordered else None
 
@@ -166,7 +157,7 @@ class Walk:
     """
 
     def __init__(self, root: Node, seed: Array, retain_graph: bool) -> None:
-        self._parts: dict[Repeated, list[Part]] = {}  # those that the pass reaches
+        self._parts: dict[Repeat, list[Part]] = {}  # those that the pass reaches
         self.retain_graph = retain_graph
         self.pending: dict[Target, int] = {}
         self.grads = {root: seed}
@@ -195,8 +186,8 @@ class Walk:
             if edges is None:
                 wrong = _why_without_edges(node)
                 continue
-            if type(node) is Part:
-                self._parts.setdefault(edges[0][0], []).append(node)  # type: ignore[arg-type]
+            if isinstance(node, Part) and node.repeat is not None:
+                self._parts.setdefault(node.repeat, []).append(node)
             for target, _ in edges:
                 count = counts.get(target, 0)
                 counts[target] = count + 1
@@ -208,7 +199,7 @@ class Walk:
         if wrong:
             raise RuntimeError(wrong)
 
-    def replace(self, part: Node) -> Node | None:
+    def replace(self, part: Part) -> Node | None:
         """Return the node that is to be visited in the place of ``part``, if there is one now.
 
         The computation is done again, unless it was. Then the nodes of its graph take the place of
@@ -216,10 +207,9 @@ class Walk:
         which they are made without parts.
         """
         if part not in self.replaced:
-            whole = (part.edges or ())[0][0]
-            assert isinstance(whole, Repeated)
-            parts = self._parts[whole]
-            nodes = self._done_again(whole, parts)
+            assert part.repeat is not None
+            parts = self._parts[part.repeat]
+            nodes = self._done_again(part.repeat(), parts)
             for each, node in zip(parts, nodes, strict=True):
                 if each in self.grads:
                     self.grads[node] = self.grads.pop(each)
@@ -229,13 +219,12 @@ class Walk:
                     self._inside.add(each)  # so that what uses it last brings it to its turn
                 self.replaced[each] = node
                 if not self.retain_graph:
-                    each.edges = None
+                    each.edges = each.repeat = None
         return None if part in self._inside else self.replaced[part]
 
-    def _done_again(self, whole: Repeated, parts: Sequence[Part]) -> list[Node]:
+    def _done_again(self, results: Sequence[Leaf], parts: Sequence[Part]) -> list[Node]:
         """Return what stands for ``parts`` in a new graph, which ``pending`` counts from now on."""
-        results = whole.repeat()
-        announced = [target for part in parts for target, _ in (part.edges or ())[1:]]
+        announced = [target for part in parts for target, _ in part.edges or ()]
         found = [results[part.place].node for part in parts if part.place < len(results)]
         nodes = [node for node in found if node is not None]
         counts: dict[Target, int] = {}

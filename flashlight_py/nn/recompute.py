@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flashlight_py import random
-from flashlight_py.autograd.graph import Outline, Part, Repeated, recording
+from flashlight_py.autograd.graph import Outline, Part, recording
 from flashlight_py.autograd.variable import Variable
 from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.nn.module import Module, SomeModule
@@ -71,7 +71,7 @@ def _run(module: Module, *inputs: Any) -> Any:
         recording.is_outline = False
     before = {place: array for place, array in buffers.items() if _has_changed(array, *place)}
 
-    def repeat() -> Any:
+    def repeat() -> list[Variable]:
         if [each.training for _, each in module._walk()] != modes:
             raise RuntimeError(
                 "backward: a recomputed module was switched between train() and eval() after its "
@@ -82,7 +82,7 @@ def _run(module: Module, *inputs: Any) -> Any:
             try:
                 for (each, name), array in before.items():
                     setattr(each, name, array.copy())
-                return module.forward(*inputs)
+                return _variables(module.forward(*inputs))
             finally:
                 for (each, name), array in now.items():
                     setattr(each, name, array)
@@ -98,12 +98,11 @@ def _has_changed(before: Array, module: Module, name: str) -> bool:
     return not array_module(now).array_equal(now, before)
 
 
-def _with_repetition(result: Any, repeat: Callable[[], Any]) -> Any:
-    """Return ``result`` with variables whose backward pass calls ``repeat`` first, for the same.
+def _with_repetition(result: Any, repeat: Callable[[], list[Variable]]) -> Any:
+    """Return ``result`` with variables whose backward pass calls ``repeat`` first.
 
     It is a variable, or a tuple, list or dict of variables and anything else, nested or not.
     """
-    whole = Repeated(lambda: _variables(repeat()))
     variables = _variables(result)
     targets = {
         id(variable): (place, *variable.node.targets())
@@ -114,7 +113,7 @@ def _with_repetition(result: Any, repeat: Callable[[], Any]) -> Any:
     with_parts: dict[int, Variable] = {}
     for number, (place, its_targets, _) in targets.items():
         with_parts[number] = found = Variable(variables[place].data)
-        found.node = Part(found.data, whole, place, its_targets, ordered)
+        found.node = Part(found.data, repeat, place, its_targets, ordered)
         found._calc_grad = True
     # The others are passed through, or need no gradient.
     return _mapped(result, lambda variable: with_parts.get(id(variable), variable))
