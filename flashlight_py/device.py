@@ -11,23 +11,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "Array",
-    "array_module",
-    "captured_gpu",
-    "deferred",
-    "device_of",
-    "effect",
-    "is_cupy",
-    "leave_recording",
-    "operation",
-    "operations_made",
-    "own_operations",
-    "owner_of",
-    "product",
-    "require",
-    "to_device",
-]
+__all__ = ["Array", "array_module", "device_of", "is_cupy", "to_device"]
 
 operations_made: list[Callable[[], int]] = []
 """Each returns how many operations with effects beyond arrays, such as messages, were made."""

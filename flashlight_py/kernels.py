@@ -10,35 +10,21 @@ from typing import Any
 
 from flashlight_py.device import Array
 
-__all__ = [
-    "add_bias_relu",
-    "capped_step",
-    "mean_square_error",
-    "mixture_relu",
-    "relu_slope",
-    "scaled_difference",
-]
+
+def _polynomial(*numbers: float) -> str:
+    text = f"{numbers[-1]}f"
+    for number in reversed(numbers[:-1]):
+        text = f"({text} * a + {number}f)"
+    return text
 
 
-def capped_step(
-    mean: Array,
-    variance: Array,
-    mean_sum: Array,
-    variance_sum: Array,
-    inverse_cap: float,
-) -> None:
-    """Change ``mean`` and ``variance`` in place; all float32, of one shape.
-
-    The formula is that of ``tagi.parameters``.
-    """
-    _capped_step()(mean_sum, variance_sum, inverse_cap, mean, variance)
-
-
-@functools.cache
-def _capped_step() -> Any:
-    import cupy
-
-    return cupy.ElementwiseKernel(
+_ABOVE = _polynomial(1.25331406, 0.5594689599, 0.1323146197, 0.01466118099)
+_BELOW = _polynomial(
+    1.0, 2.04215612, 1.864438885, 0.9872392362, 0.3270594715, 0.06597974371, 0.007334719276
+)
+# Inputs, outputs and the statements for an element, in which R is the type that it computes in.
+_ELEMENTWISE = {
+    "capped_step": (
         "float32 mean_sum, float32 variance_sum, float32 inverse_cap",
         "float32 mean, float32 variance",
         """
@@ -50,37 +36,8 @@ def _capped_step() -> Any:
         const float next = s + min(max(e, -bound), bound);
         variance = next > 0 ? next : 1e-5f;
         """,
-        "flashlight_capped_step",
-    )
-
-
-def mixture_relu(mean: Array, variance: Array) -> tuple[Array, Array, Array]:
-    """Return means, variances and slopes of max(z, 0), new; all float32, of one shape.
-
-    The formula is that of ``csrc/tagi/activations.inc``.
-    """
-    import cupy
-
-    moments = cupy.empty_like(mean), cupy.empty_like(mean), cupy.empty_like(mean)
-    _mixture_relu()(mean, variance, *moments)
-    return moments
-
-
-@functools.cache
-def _mixture_relu() -> Any:
-    import cupy
-
-    def polynomial(*numbers: float) -> str:
-        text = f"{numbers[-1]}f"
-        for number in reversed(numbers[:-1]):
-            text = f"({text} * a + {number}f)"
-        return text
-
-    above = polynomial(1.25331406, 0.5594689599, 0.1323146197, 0.01466118099)
-    below = polynomial(
-        1.0, 2.04215612, 1.864438885, 0.9872392362, 0.3270594715, 0.06597974371, 0.007334719276
-    )
-    return cupy.ElementwiseKernel(
+    ),
+    "mixture_relu": (
         "float32 mean, float32 variance",
         "float32 mean_out, float32 variance_out, float32 slope_out",
         f"""
@@ -90,7 +47,7 @@ def _mixture_relu() -> Any:
         const float a = size / s > 10 ? 10 : size / s;
         const double half_square = (double)m * m / (2. * v);
         const float p = 0.39894228f * (float)exp(half_square < 52 ? -half_square : -52.);
-        const float big_h = {above} / {below};
+        const float big_h = {_ABOVE} / {_BELOW};
         const float big_g = (1 - a * big_h) / (1 + a * a);
         const float q = p * (big_h + a * big_g);
         const float g = p * big_g;
@@ -101,23 +58,58 @@ def _mixture_relu() -> Any:
         variance_out = spread < 1e-6f ? 1e-6f : spread;
         slope_out = m > 0 ? 1 - q : q;
         """,
-        "flashlight_mixture_relu",
-    )
+    ),
+    "relu_slope": ("G grad, T out", "G slope", "slope = out > T(0) ? grad : G(0);"),
+    "bias_relu": (
+        "T bias",
+        "T out",
+        "const T sum = out + bias; out = sum < T(0) ? T(0) : sum;",  # nan stays
+    ),
+    "scaled_difference": (
+        "T a, T b, G factor, R scale",
+        "T result",
+        "result = T((R(a) - R(b)) * (R(factor) * scale));",
+    ),
+}
+_C_NAMES = {"float32": "float", "float64": "double"}
+
+
+@functools.cache
+def _elementwise(name: str, real: str = "float32") -> Any:
+    import cupy
+
+    inputs, outputs, body = _ELEMENTWISE[name]
+    body = f"typedef {_C_NAMES[real]} R;{body}"
+    inputs = inputs.replace("R ", f"{real} ")
+    return cupy.ElementwiseKernel(inputs, outputs, body, f"flashlight_{name}")
+
+
+def capped_step(
+    mean: Array, variance: Array, mean_sum: Array, variance_sum: Array, inverse_cap: float
+) -> None:
+    """Change ``mean`` and ``variance`` in place; all float32, of one shape.
+
+    The formula is that of ``tagi.parameters``.
+    """
+    _elementwise("capped_step")(mean_sum, variance_sum, inverse_cap, mean, variance)
+
+
+def mixture_relu(mean: Array, variance: Array) -> tuple[Array, Array, Array]:
+    """Return means, variances and slopes of max(z, 0), new; all float32, of one shape.
+
+    The formula is that of ``csrc/tagi/activations.inc``.
+    """
+    import cupy
+
+    moments = cupy.empty_like(mean), cupy.empty_like(mean), cupy.empty_like(mean)
+    _elementwise("mixture_relu")(mean, variance, *moments)
+    return moments
 
 
 def relu_slope(grad: Array, out: Array) -> Array:
     """Return a new array: ``grad`` where ``out`` (same shape) is above 0, else 0."""
-    slope: Array = _relu_slope()(grad, out)
+    slope: Array = _elementwise("relu_slope")(grad, out)
     return slope
-
-
-@functools.cache
-def _relu_slope() -> Any:
-    import cupy
-
-    return cupy.ElementwiseKernel(
-        "G grad, T out", "G slope", "slope = out > T(0) ? grad : G(0);", "flashlight_relu_slope"
-    )
 
 
 def add_bias_relu(product: Array, bias: Array) -> None:
@@ -125,15 +117,7 @@ def add_bias_relu(product: Array, bias: Array) -> None:
 
     ``bias`` has the length of the last dimension of ``product``, and its dtype.
     """
-    _add_bias_relu()(bias, product)
-
-
-@functools.cache
-def _add_bias_relu() -> Any:
-    import cupy
-
-    body = "const T sum = out + bias; out = sum < T(0) ? T(0) : sum;"  # nan stays
-    return cupy.ElementwiseKernel("T bias", "T out", body, "flashlight_bias_relu")
+    _elementwise("bias_relu")(bias, product)
 
 
 def mean_square_error(prediction: Array, target: Array) -> Array:
@@ -141,7 +125,7 @@ def mean_square_error(prediction: Array, target: Array) -> Array:
 
     The same shape and dtype; narrow floats are summed in float32.
     """
-    mean: Array = _mean_square_error(_computed_in(prediction))(prediction, target)
+    mean: Array = _mean_square_error(_C_NAMES[_computed_in(prediction)])(prediction, target)
     return mean
 
 
@@ -152,12 +136,12 @@ def _mean_square_error(real: str) -> Any:
     return cupy.ReductionKernel(
         "T p, T t",
         "T mean",
-        f"({_c(real)}(p) - {_c(real)}(t)) * ({_c(real)}(p) - {_c(real)}(t))",
+        f"({real}(p) - {real}(t)) * ({real}(p) - {real}(t))",
         "a + b",
         "mean = T(a / _in_ind.size())",
         "0",
         "flashlight_mean_square_error",
-        reduce_type=_c(real),
+        reduce_type=real,
     )
 
 
@@ -166,31 +150,9 @@ def scaled_difference(a: Array, b: Array, factor: Array, scale: float) -> Array:
 
     ``factor`` has no dimensions, and stays on the device.
     """
-    result: Array = _scaled_difference(_computed_in(a))(a, b, factor, scale)
+    result: Array = _elementwise("scaled_difference", _computed_in(a))(a, b, factor, scale)
     return result
-
-
-@functools.cache
-def _scaled_difference(real: str) -> Any:
-    return _elementwise(
-        f"T a, T b, G factor, {real} scale",
-        "T result",
-        "result = T((R(a) - R(b)) * (R(factor) * scale));",
-        "flashlight_scaled_difference",
-        real,
-    )
-
-
-def _elementwise(inputs: str, outputs: str, body: str, name: str, real: str) -> Any:
-    """Return a kernel in whose ``body`` ``R`` is the type that it computes in."""
-    import cupy
-
-    return cupy.ElementwiseKernel(inputs, outputs, f"typedef {_c(real)} R;{body}", name)
 
 
 def _computed_in(array: Array) -> str:
     return "float64" if array.dtype.itemsize == 8 else "float32"
-
-
-def _c(real: str) -> str:
-    return {"float32": "float", "float64": "double"}[real]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import time
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,14 @@ __all__ = ["Meter", "AverageValueMeter", "TimeMeter", "TopKMeter", "CountMeter",
 
 # Sums of float64, with shape (number of sums,).
 State: TypeAlias = NDArray[np.float64]
+Value_co = TypeVar("Value_co", covariant=True)
+
+
+class _Valued(Protocol[Value_co]):
+    """A meter as type checkers see it: its value is of the type that ``value_of`` returns."""
+
+    def state(self) -> State: ...
+    def value_of(self, state: State) -> Value_co: ...
 
 
 class Meter(abc.ABC):
@@ -38,9 +46,23 @@ class Meter(abc.ABC):
     def reset(self) -> None:
         """Forget everything."""
 
-    def value(self) -> Any:
+    def value(self: _Valued[Value_co]) -> Value_co:
         """Return the value of what was gathered since the last ``reset``."""
         return self.value_of(self.state())
+
+
+class _Sums(Meter):
+    """A meter whose sums are all that it keeps."""
+
+    def __init__(self, number: int) -> None:
+        self._sums = np.zeros(number)
+
+    def reset(self) -> None:
+        self._sums[:] = 0
+
+    def state(self) -> State:
+        """Return the sums, in the order in which ``value_of`` takes them."""
+        return self._sums.copy()
 
 
 def ratio(part: float, whole: float) -> float:
@@ -63,10 +85,7 @@ class AverageValueMeter(Meter):
         self.reset()
 
     def reset(self) -> None:
-        self._weight = 0.0
-        self._squared_weight = 0.0
-        self._mean = 0.0
-        self._deviation = 0.0
+        self._weight = self._squared_weight = self._mean = self._deviation = 0.0
 
     @operation
     def add(self, value: float | Array, weight: float = 1.0) -> None:
@@ -128,7 +147,7 @@ def _value(
     return mean, ratio(deviation, freedom if freedom > 0 else 0.0), weight
 
 
-class CountMeter(Meter):
+class CountMeter(_Sums):
     """One count for each of ``num`` categories.
 
     Raises:
@@ -138,10 +157,7 @@ class CountMeter(Meter):
     def __init__(self, num: int) -> None:
         if num < 1:
             raise ValueError(f"the number of categories must be at least 1, got {num}")
-        self._counts = np.zeros(num, np.int64)
-
-    def reset(self) -> None:
-        self._counts[:] = 0
+        super().__init__(num)
 
     @operation
     def add(self, category: int, count: int = 1) -> None:
@@ -150,35 +166,23 @@ class CountMeter(Meter):
         Raises:
             IndexError: ``category`` is not in [0, number of categories).
         """
-        if not 0 <= category < len(self._counts):
-            raise IndexError(f"category must be in [0, {len(self._counts)}), got {category}")
-        self._counts[category] += count
-
-    def state(self) -> State:
-        """Return the counts, with shape (categories,)."""
-        return self._counts.astype(np.float64)
+        if not 0 <= category < len(self._sums):
+            raise IndexError(f"category must be in [0, {len(self._sums)}), got {category}")
+        self._sums[category] += count
 
     def value_of(self, state: State) -> list[int]:
-        """Return the counts of ``state``, which has shape (categories,)."""
+        """Return the count of each category in ``state``, which has shape (categories,)."""
         return [round(count) for count in state.tolist()]
 
-    def value(self) -> list[int]:
-        """Return the count of each category."""
-        return self.value_of(self.state())
 
-
-class MSEMeter(Meter):
+class MSEMeter(_Sums):
     """The squared error of a call of ``add``, summed over its elements, averaged over the calls.
 
     That is flashlight's definition; add one sample per call for the mean over samples.
     """
 
     def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self._error = 0.0
-        self._calls = 0
+        super().__init__(2)
 
     @operation
     def add(self, output: Array, target: Array) -> None:
@@ -192,21 +196,12 @@ class MSEMeter(Meter):
                 f"MSEMeter compares arrays of one shape, got {output.shape} and {target.shape}"
             )
         difference = output.astype(np.float64) - target
-        self._error += float((difference * difference).sum())
-        self._calls += 1
-
-    def state(self) -> State:
-        """Return the sum of squared errors and the number of calls."""
-        return np.array([self._error, self._calls])
+        self._sums += float((difference * difference).sum()), 1
 
     def value_of(self, state: State) -> float:
-        """Return the mean error of ``state``, two sums with shape (2,); NaN without calls."""
+        """Return the mean over all calls, NaN without any, of the sum of errors and the calls."""
         error, calls = map(float, state)
         return ratio(error, calls)
-
-    def value(self) -> float:
-        """Return the mean over all calls; NaN without any."""
-        return self.value_of(self.state())
 
 
 class TimeMeter(Meter):
@@ -257,16 +252,12 @@ class TimeMeter(Meter):
         return np.array([self._seconds + self._running(), self._units, 1.0])
 
     def value_of(self, state: State) -> float:
-        """Return the seconds, or seconds per unit, of ``state``, three sums with shape (3,)."""
+        """Return the seconds, or seconds per unit (NaN before the first unit), of three sums."""
         seconds, units, meters = map(float, state)
         return ratio(seconds, units if self._unit else meters)
 
-    def value(self) -> float:
-        """Return the seconds, or seconds per unit (NaN before the first unit)."""
-        return self.value_of(self.state())
 
-
-class TopKMeter(Meter):
+class TopKMeter(_Sums):
     """The share, in percent, of samples whose target is among the ``k`` highest scores.
 
     A target counts if fewer than ``k`` classes have a higher score than it, so ties are in its
@@ -280,12 +271,8 @@ class TopKMeter(Meter):
     def __init__(self, k: int) -> None:
         if k < 1:
             raise ValueError(f"k must be at least 1, got {k}")
+        super().__init__(2)
         self._k = k
-        self.reset()
-
-    def reset(self) -> None:
-        self._correct = 0
-        self._total = 0
 
     @operation
     def add(self, output: Array, target: Array) -> None:
@@ -298,8 +285,7 @@ class TopKMeter(Meter):
         self._check(output, target)
         scores = array_module(output).take_along_axis(output, target[:, None], axis=1)
         higher = (~(output <= scores)).sum(axis=1)
-        self._correct += int((higher < self._k).sum())
-        self._total += len(target)
+        self._sums += int((higher < self._k).sum()), len(target)
 
     def _check(self, output: Array, target: Array) -> None:
         fits = output.ndim == 2 and target.ndim == 1 and len(output) == len(target)
@@ -316,15 +302,7 @@ class TopKMeter(Meter):
                 f"targets must be in [0, {classes}), got {int(target.min())} to {int(target.max())}"
             )
 
-    def state(self) -> State:
-        """Return the number of correct samples and of all."""
-        return np.array([self._correct, self._total], np.float64)
-
     def value_of(self, state: State) -> float:
-        """Return the percentage of ``state``, two sums with shape (2,); NaN without samples."""
+        """Return the percentage, NaN without samples, of the numbers of correct ones and of all."""
         correct, total = map(float, state)
         return 100 * ratio(correct, total)
-
-    def value(self) -> float:
-        """Return the percentage of correct samples; NaN without samples."""
-        return self.value_of(self.state())

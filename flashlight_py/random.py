@@ -12,20 +12,6 @@ import numpy as np
 
 from flashlight_py.device import is_cupy
 
-__all__ = [
-    "existing",
-    "generator",
-    "in_use",
-    "load_state_dict",
-    "noting",
-    "replaying",
-    "set_seed",
-    "set_state_of",
-    "state_dict",
-    "state_of",
-    "use",
-]
-
 _seed: int | None = None
 _generators: dict[str, Any] = {}
 _entropy: Sequence[int] | None = None  # of what is in NumPy's place; see use()
@@ -162,11 +148,7 @@ def in_use() -> list[tuple[Any, dict[str, Any]]]:
 
 
 def state_of(generator: Any) -> dict[str, Any]:
-    """Return the state of a ``numpy.random.Generator`` or CuPy's, as a dict of its own.
-
-    Raises:
-        TypeError: it is no such generator.
-    """
+    """Return the state of a NumPy or CuPy ``Generator``, a dict of its own; else a TypeError."""
     bits = getattr(generator, "bit_generator", None)
     if isinstance(bits, np.random.BitGenerator):
         return dict(bits.state)

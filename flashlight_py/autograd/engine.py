@@ -26,15 +26,12 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from heapq import heappop, heappush
 from operator import itemgetter
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Any, TypeAlias
 
-from flashlight_py.autograd.graph import Node, Part, Target, Walk
+import numpy as np
+
+from flashlight_py.autograd.graph import Leaf, Node, Part, Target, Walk
 from flashlight_py.device import Array, array_module, total
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from flashlight_py.autograd.variable import Variable
 
 EndCallback: TypeAlias = Callable[[bool], None]
 
@@ -48,11 +45,11 @@ class GradSink:
     shape: tuple[int, ...]
     dtype: np.dtype[np.generic]
 
-    def add(self, leaf: Variable, contribution: Array, is_new: bool) -> None:
+    def add(self, leaf: Any, contribution: Array, is_new: bool) -> None:
         """Take a contribution of the leaf's shape and dtype; only a new array may be kept."""
         raise NotImplementedError
 
-    def product(self, leaf: Variable, a: Array, b: Array) -> Array | GradSink:
+    def product(self, leaf: Any, a: Array, b: Array) -> Array | GradSink:
         """Take ``a @ b``, and return this sink; or return the product, to be added."""
         raise NotImplementedError
 
@@ -74,17 +71,10 @@ _LAST = sys.maxsize  # the turn of what users ask for
 
 
 class _Pass(threading.local):
-    """State and callbacks of the backward pass that runs on this thread.
-
-    ``callbacks``: when it ends. ``pending``: how many contributions each target still waits for.
-    ``grads``: what has arrived at nodes whose visit has not ended.
-    ``after``: what to call when the node that is visited has sent all its gradients.
-    """
+    """The backward pass of this thread: whom it calls when it ends, and its walk over nodes."""
 
     callbacks: list[tuple[int, EndCallback]] | None = None
-    pending: dict[Target, int] | None = None
-    grads: dict[Node, Array] | None = None
-    after: list[Callable[[], None]] | None = None
+    walk: Walk | None = None
 
 
 _current = _Pass()
@@ -119,9 +109,9 @@ def at_end(callback: EndCallback, turn: int) -> None:
     _current.callbacks.append((turn, callback))
 
 
-def is_last_contribution(leaf: Variable) -> bool:
+def is_last_contribution(leaf: Leaf) -> bool:
     """Return whether the running pass has one contribution to ``leaf`` left, which it computes."""
-    return _current.pending is not None and _current.pending.get(leaf) == 1
+    return _current.walk is not None and _current.walk.pending.get(leaf) == 1
 
 
 def after_node(callback: Callable[[], None]) -> None:
@@ -129,10 +119,10 @@ def after_node(callback: Callable[[], None]) -> None:
 
     Outside of a pass over nodes it is called at once.
     """
-    if _current.after is None:
+    if _current.walk is None:
         callback()
     else:
-        _current.after.append(callback)
+        _current.walk.after.append(callback)
 
 
 def in_backward() -> bool:
@@ -140,60 +130,49 @@ def in_backward() -> bool:
     return _current.callbacks is not None
 
 
-def backward_from_node(root: Node, seed: Array, retain_graph: bool) -> None:
-    """Send ``seed``, the gradient of ``root``'s result, to every leaf below ``root``."""
-    _run(_walk, root, seed, retain_graph)
+def run_pass(start: Target, seed: Array, retain_graph: bool) -> None:
+    """Send ``seed``, the gradient of ``start``, to every leaf below, then call the end callbacks.
 
-
-def backward_from_leaf(leaf: Variable, seed: Array) -> None:
-    """Add ``seed`` to ``leaf.grad`` and call its hook: the pass of a graph without operations."""
-    _run(_contribute, leaf, seed)
-
-
-def _run(walk: Callable[..., None], *args: object) -> None:
-    """Run one pass, then its end callbacks, whether it raised or not."""
+    A leaf is itself all that is below.
+    """
     callbacks: list[tuple[int, EndCallback]] = []
-    outer, _current.callbacks = _current.callbacks, callbacks
-    around = _current.pending, _current.grads, _current.after
-    _current.pending = _current.grads = _current.after = None
+    outer = _current.callbacks, _current.walk
+    _current.callbacks, _current.walk = callbacks, None
     completed = False
     try:
-        walk(*args)
+        if isinstance(start, Node):
+            _walk(start, seed, retain_graph)
+        else:
+            _accumulate(start, seed, seed)
+            if start.hook is not None:
+                start.hook(start)
         completed = True
     except BaseException:
-        _join_failed(_current.pending or {}, _current.grads or {})
+        _join_failed()
         raise
     finally:
-        _current.callbacks = outer
-        _current.pending, _current.grads, _current.after = around
+        _current.callbacks, _current.walk = outer
         if callbacks:
-            in_turn = sorted(callbacks, key=itemgetter(0))
-            _call_all([callback for _, callback in in_turn], completed)
+            callbacks.sort(key=itemgetter(0))
+            with ExitStack() as stack:  # it calls the last first, and all even if one raises
+                for _, callback in reversed(callbacks):
+                    stack.callback(callback, completed)
 
 
-def _join_failed(pending: dict[Target, int], grads: dict[Node, Array]) -> None:
-    for target in (*pending, *(grads.keys() - pending.keys())):
+def _join_failed() -> None:
+    walk = _current.walk
+    if walk is None:
+        return
+    for target in (*walk.pending, *(walk.grads.keys() - walk.pending.keys())):
         called: list[object] = []
         if not isinstance(target, Node):
             called = [target.hook]
-        elif pending.get(target) or target in grads:
+        elif walk.pending.get(target) or target in walk.grads:
             called = [vjp for _, vjp in target.edges or ()]
         for function in called:
             owner = getattr(getattr(function, "func", None), "__self__", None)
             if isinstance(owner, InPasses):
                 owner.join_failed()
-
-
-def _call_all(callbacks: list[EndCallback], completed: bool) -> None:
-    with ExitStack() as stack:  # it calls the last first, and all of them even if one raises
-        for callback in reversed(callbacks):
-            stack.callback(callback, completed)
-
-
-def _contribute(leaf: Variable, seed: Array) -> None:
-    _accumulate(leaf, seed, seed)
-    if leaf.hook is not None:
-        leaf.hook(leaf)
 
 
 def _walk(root: Node, seed: Array, retain_graph: bool) -> None:
@@ -202,10 +181,10 @@ def _walk(root: Node, seed: Array, retain_graph: bool) -> None:
     Ordered nodes wait until nothing else is ready. Then the latest of those below ``root`` is among
     them, for whatever consumes it was recorded later, and has been visited.
     """
-    pending = _current.pending = {}
-    _current.grads = {root: seed}
-    found = Walk(root, seed, retain_graph, pending)
-    grads, owned, replaced = found.grads, found.owned, found.replaced
+    _current.walk = found = Walk(root, seed, retain_graph)
+    found.count([root], (), found.pending)
+    pending, grads, owned = found.pending, found.grads, found.owned
+    replaced, after = found.replaced, found.after
     ready = [root]
     ordered: list[tuple[int, Node]] = []  # a heap
 
@@ -215,11 +194,9 @@ def _walk(root: Node, seed: Array, retain_graph: bool) -> None:
         else:
             ready.append(node)
 
-    after: list[Callable[[], None]] = []
-    _current.grads, _current.after = grads, after
     while ready or ordered:
         node = ready.pop() if ready else heappop(ordered)[1]
-        if type(node) is Part:
+        if isinstance(node, Part):
             instead = found.replace(node)
             if instead is not None:
                 is_ready(instead)
@@ -261,17 +238,22 @@ def _add_to_node(
             owned.add(node)
 
 
-def _accumulate(leaf: Variable, contribution: Array, incoming: Array) -> None:
+def _accumulate(leaf: Leaf, contribution: Array, incoming: Array) -> None:
     """Add a contribution to ``leaf.grad``, which shares memory with nothing but its buffer."""
     buffer, held = leaf.buffer, leaf.grad
     like = leaf.data if buffer is None else buffer
     if contribution.shape != like.shape or contribution.dtype != like.dtype:
         contribution = _fit(contribution, like.shape, like.dtype)
-    if buffer is not None:
-        if not isinstance(buffer, GradSink):
-            leaf.grad = _accumulate_in_buffer(buffer, held, contribution)
-        elif not isinstance(contribution, GradSink):  # else a vjp has passed it there already
+    if isinstance(buffer, GradSink):
+        if not isinstance(contribution, GradSink):  # else a vjp has passed it there already
             buffer.add(leaf, contribution, _is_new(contribution, incoming))
+    elif buffer is not None:
+        first = contribution if held is None else held
+        if first is not buffer:  # a vjp may have written there already
+            buffer[...] = first
+        if held is not None:
+            buffer += contribution
+        leaf.grad = buffer
     elif held is not None:
         held += contribution
         leaf.grad = held  # another one where a hook has left a NumPy scalar
@@ -284,17 +266,6 @@ def _accumulate(leaf: Variable, contribution: Array, incoming: Array) -> None:
 def _is_new(contribution: Array, incoming: Array) -> bool:
     """Return whether nobody else has the array, or a view of it."""
     return contribution is not incoming and contribution.base is None and bool(contribution.shape)
-
-
-def _accumulate_in_buffer(buffer: Array, held: Array | None, contribution: Array) -> Array:
-    if held is None:
-        if contribution is not buffer:  # a vjp may have written there already
-            buffer[...] = contribution
-        return buffer
-    if held is not buffer:
-        buffer[...] = held
-    buffer += contribution
-    return buffer
 
 
 def _fit(grad: Array, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:

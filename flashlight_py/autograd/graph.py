@@ -10,17 +10,33 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeAlias, Union
+from typing import Any, TypeAlias, Union
+
+import numpy as np
 
 from flashlight_py.device import Array
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    from flashlight_py.autograd.variable import Variable
-
 Vjp: TypeAlias = Callable[[Array], Array]
-Target: TypeAlias = Union["Node", "Variable"]
+Target: TypeAlias = Union["Node", "Leaf"]
+Repeat: TypeAlias = Callable[[], Sequence["Leaf"]]
+
+
+class Leaf:
+    """An end of a graph, with all that a pass knows of a variable: ``Variable`` is made of it."""
+
+    # For the library's own use, but grad: Variable.array is data with checks; placement says where
+    # a sharded module's parameter lies (optim.optimizer); changed is Changes.count of a leaf's last
+    # change that was noted.
+    __slots__ = ("__weakref__", "_calc_grad", "buffer", "changed", "data", "grad", "hook", "node",
+                 "placement")  # fmt: skip
+
+    data: Array
+    grad: Array | None
+    node: Node | None
+    hook: Callable[[Any], None] | None
+    buffer: Any  # None, an array, or a GradSink
+    placement: Any
+    changed: int
 
 
 class Changes:
@@ -29,7 +45,7 @@ class Changes:
     count = 0
 
 
-def note_changes(leaves: Iterable[Variable]) -> None:
+def note_changes(leaves: Iterable[Leaf]) -> None:
     """Have backward passes refuse graphs in which these leaves were used before."""
     Changes.count += 1
     now = Changes.count
@@ -109,31 +125,21 @@ class Recording(threading.local):
 recording = Recording()
 
 
-class Repeated(Node):
-    """A computation of several results, which ``repeat`` does again and returns as variables."""
-
-    __slots__ = ("repeat",)
-
-    def __init__(self, repeat: Callable[[], Sequence[Variable]]) -> None:
-        self.edges = ()
-        self.made = Changes.count
-        self.repeat = repeat
-
-
 class Part(Node):
-    """Result ``place`` of a computation that was not recorded; ``targets``: what it leads to.
+    """Result ``place`` of a computation that was not recorded.
 
-    ``ordered``: the computation has ordered operations, so that the part is one as well.
+    ``repeat``: the function that does it again and returns all results, as variables; all parts of
+    a computation have the same one. ``edges``: what the result leads to. ``ordered``: there are
+    ordered operations in the computation, so that the part is one as well.
     """
 
-    __slots__ = ("place", "turn")
+    __slots__ = ("place", "repeat", "turn")
 
     def __init__(
-        self, like: Array, whole: Repeated, place: int, targets: Iterable[Target], ordered: bool
+        self, like: Array, repeat: Repeat, place: int, targets: Iterable[Target], ordered: bool
     ) -> None:
-        super().__init__(
-            like.shape, like.dtype, ((whole, _no_vjp), *((target, _no_vjp) for target in targets))
-        )
+        super().__init__(like.shape, like.dtype, tuple([(each, _no_vjp) for each in targets]))
+        self.repeat: Repeat | None = repeat
         self.place = place
         self.turn = -next(_recorded) if ordered else None
 
@@ -146,21 +152,54 @@ class Walk:
     """The state of a backward pass on its way through a graph.
 
     ``pending``: how many contributions each target still waits for. ``grads``: their sums so far;
-    ``owned``: those whose sum was made by the pass, hence its own to add into.
+    ``owned``: those whose sum was made by the pass, hence its own to add into. ``after``: what to
+    call when the node that is visited has sent all its gradients.
     """
 
-    def __init__(
-        self, root: Node, seed: Array, retain_graph: bool, pending: dict[Target, int]
-    ) -> None:
-        self._parts: dict[Repeated, list[Part]] = {}  # those that the pass reaches
+    def __init__(self, root: Node, seed: Array, retain_graph: bool) -> None:
+        self._parts: dict[Repeat, list[Part]] = {}  # those that the pass reaches
         self.retain_graph = retain_graph
-        self.pending = count_consumers([root], (), self._parts, pending)
+        self.pending: dict[Target, int] = {}
         self.grads = {root: seed}
         self.owned: set[Node] = set()
+        self.after: list[Callable[[], None]] = []
         self.replaced: dict[Target, Node] = {}  # parts of computations that were done again
         self._inside: set[Node] = set()  # those whose node is also used in its computation
 
-    def replace(self, part: Node) -> Node | None:
+    def count(
+        self, roots: Sequence[Node], ends: Iterable[Target], counts: dict[Target, int]
+    ) -> None:
+        """Add to ``counts`` the edges to each target below ``roots``, down to ``ends``.
+
+        Of all that there is also where this raises, for those who are to know of it. The walk takes
+        note of the parts on the way.
+
+        Raises:
+            RuntimeError: a part of the graph was freed, or a leaf has changed after its use.
+        """
+        wrong = ""
+        unseen = list(dict.fromkeys(roots))
+        known = {*ends, *unseen}
+        while unseen:
+            node = unseen.pop()
+            edges = node.edges
+            if edges is None:
+                wrong = _why_without_edges(node)
+                continue
+            if isinstance(node, Part) and node.repeat is not None:
+                self._parts.setdefault(node.repeat, []).append(node)
+            for target, _ in edges:
+                count = counts.get(target, 0)
+                counts[target] = count + 1
+                if not isinstance(target, Node):
+                    if target.changed > node.made:
+                        wrong = wrong or _changed_since(target, edges[0][1])
+                elif not count and target not in known:
+                    unseen.append(target)
+        if wrong:
+            raise RuntimeError(wrong)
+
+    def replace(self, part: Part) -> Node | None:
         """Return the node that is to be visited in the place of ``part``, if there is one now.
 
         The computation is done again, unless it was. Then the nodes of its graph take the place of
@@ -168,10 +207,9 @@ class Walk:
         which they are made without parts.
         """
         if part not in self.replaced:
-            whole = (part.edges or ())[0][0]
-            assert isinstance(whole, Repeated)
-            parts = self._parts[whole]
-            nodes = self._done_again(whole, parts)
+            assert part.repeat is not None
+            parts = self._parts[part.repeat]
+            nodes = self._done_again(part.repeat(), parts)
             for each, node in zip(parts, nodes, strict=True):
                 if each in self.grads:
                     self.grads[node] = self.grads.pop(each)
@@ -181,16 +219,16 @@ class Walk:
                     self._inside.add(each)  # so that what uses it last brings it to its turn
                 self.replaced[each] = node
                 if not self.retain_graph:
-                    each.edges = None
+                    each.edges = each.repeat = None
         return None if part in self._inside else self.replaced[part]
 
-    def _done_again(self, whole: Repeated, parts: Sequence[Part]) -> list[Node]:
+    def _done_again(self, results: Sequence[Leaf], parts: Sequence[Part]) -> list[Node]:
         """Return what stands for ``parts`` in a new graph, which ``pending`` counts from now on."""
-        results = whole.repeat()
-        announced = [target for part in parts for target, _ in (part.edges or ())[1:]]
+        announced = [target for part in parts for target, _ in part.edges or ()]
         found = [results[part.place].node for part in parts if part.place < len(results)]
         nodes = [node for node in found if node is not None]
-        counts = count_consumers(nodes, announced, self._parts, {})
+        counts: dict[Target, int] = {}
+        self.count(nodes, announced, counts)
         reached = {target for target in counts if not isinstance(target, Node)}
         left, new = set(announced) - counts.keys(), reached - set(announced)
         # A leaf that is made on the way is another one each time.
@@ -219,45 +257,7 @@ class Walk:
         return target
 
 
-def count_consumers(
-    roots: Sequence[Node],
-    ends: Iterable[Target],
-    parts: dict[Repeated, list[Part]],
-    pending: dict[Target, int],
-) -> dict[Target, int]:
-    """Count the edges that will contribute to each target below ``roots``, down to ``ends``.
-
-    The parts on the way are added to ``parts``, the counts to ``pending``: of all that there is
-    also where this raises, for those who are to know of it.
-
-    Raises:
-        RuntimeError: a part of the graph was freed, or a leaf has changed after its use.
-    """
-    wrong = ""
-    unseen = list(dict.fromkeys(roots))
-    known = {*ends, *unseen}
-    while unseen:
-        node = unseen.pop()
-        edges = node.edges
-        if edges is None:
-            wrong = _why_without_edges(node)
-            continue
-        if type(node) is Part:
-            parts.setdefault(edges[0][0], []).append(node)  # type: ignore[arg-type]
-        for target, _ in edges:
-            count = pending.get(target, 0)
-            pending[target] = count + 1
-            if not isinstance(target, Node):
-                if target.changed > node.made:
-                    wrong = wrong or _changed_since(target, edges[0][1])
-            elif not count and target not in known:
-                unseen.append(target)
-    if wrong:
-        raise RuntimeError(wrong)
-    return pending
-
-
-def _changed_since(leaf: Variable, vjp: Vjp) -> str:
+def _changed_since(leaf: Any, vjp: Vjp) -> str:
     vjp = getattr(vjp, "func", vjp)  # of a partial
     name: str = getattr(vjp, "__qualname__", type(vjp).__qualname__)
     function = "recompute" if vjp is _no_vjp else name.partition(".")[0].lstrip("_")

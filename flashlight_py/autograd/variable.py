@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from flashlight_py.autograd.engine import GradSink, backward_from_leaf, backward_from_node
-from flashlight_py.autograd.graph import Node, OrderedNode, Outline, Vjp, note_changes, recording
+from flashlight_py.autograd.engine import GradSink, run_pass
+from flashlight_py.autograd.graph import (
+    Leaf,
+    Node,
+    OrderedNode,
+    Outline,
+    Vjp,
+    note_changes,
+    recording,
+)
 from flashlight_py.device import Array, array_module, device_of, is_cupy, to_device
 
 GradHook: TypeAlias = "Callable[[Variable], None]"
 Input: TypeAlias = "Variable | Array"
 Operand: TypeAlias = "Variable | Array | float"
+_CUDA = 2  # kDLCUDA in dlpack.h
 
 
-class Variable:
+class Variable(Leaf):
     """An array in a computation whose gradient can be asked for.
 
     The array is NumPy's or CuPy's and is shared, not copied; anything else with DLPack is taken
@@ -36,22 +45,10 @@ class Variable:
         TypeError: not an array, or ``calc_grad`` with a dtype that has no gradient.
     """
 
-    # data, hook, buffer, node and placement are for the library's own use: .array is data with
-    # checks; placement says where a sharded module's parameter lies (optim.optimizer); changed is
-    # Changes.count of a leaf's last change that was noted.
-    __slots__ = ("__weakref__", "_calc_grad", "buffer", "changed", "data", "grad", "hook", "node",
-                 "placement")  # fmt: skip
+    __slots__ = ()
 
     # NumPy arrays leave `array + variable` to the variable instead of looping over elements.
     __array_ufunc__ = None
-
-    data: Array
-    grad: Array | None
-    node: Node | None
-    hook: GradHook | None
-    buffer: Array | GradSink | None
-    placement: Any
-    changed: int
 
     def __init__(self, array: Array, calc_grad: bool = False) -> None:
         if array.__class__ is not np.ndarray:
@@ -238,14 +235,16 @@ class Variable:
                 "make the inputs with param(), or call train() on the module"
             )
         if grad is None:
-            seed = _unit_seed(self.data)
+            if self.size != 1:
+                raise ValueError(
+                    "backward() without grad needs a variable of one element, got shape "
+                    f"{self.shape}; reduce it to a loss, or pass grad"
+                )
+            seed = array_module(self.data).ones(self.shape, self.dtype)
         else:
             seed = _as_array(grad)
             _require_same(seed, self.data, "backward(grad)")
-        if self.node is None:
-            backward_from_leaf(self, seed)
-        else:
-            backward_from_node(self.node, seed, retain_graph)
+        run_pass(self.node or self, seed, retain_graph)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle the array and ``calc_grad``, not the graph, gradient or hook."""
@@ -256,6 +255,42 @@ class Variable:
     def __repr__(self) -> str:
         return f"Variable({self.data!r}, calc_grad={self._calc_grad})"
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        """Return the array, for ``np.asarray(variable)`` and NumPy's functions.
+
+        Raises:
+            TypeError: the variable needs a gradient, or is on a GPU.
+            ValueError: ``copy`` is False and ``dtype`` needs one.
+        """
+        if self.calc_grad:
+            raise TypeError(
+                "NumPy asks for the array of a Variable that needs a gradient (shape "
+                f"{self.shape}): what it computes would not be part of the graph. Where that is "
+                "meant, pass it variable.numpy(); else use the functions of fl.autograd.functions"
+            )
+        if copy is None:  # only if need be, which NumPy 1 spells otherwise
+            return np.asarray(self.data, dtype)
+        return np.array(self.data, dtype=dtype, copy=copy)
+
+    def __len__(self) -> int:
+        """Return the size of the first dimension."""
+        if not self.data.ndim:
+            raise TypeError("len() of a Variable without dimensions; its number is scalar()")
+        return int(self.data.shape[0])
+
+    def __iter__(self) -> Iterator[Variable]:
+        """Go through the first dimension."""
+        return map(self.__getitem__, range(len(self)))
+
+    def __bool__(self) -> bool:
+        return bool(self.scalar())
+
+    def __int__(self) -> int:
+        return int(self.scalar())
+
+    def __float__(self) -> float:
+        return float(self.scalar())
+
     def _require_leaf(self, what: str) -> None:
         if self.node is not None:
             raise ValueError(f"{what} belongs to a leaf; this variable is an operation's result")
@@ -263,26 +298,13 @@ class Variable:
     if TYPE_CHECKING:  # operators.py adds these to the class, one function each
 
         def __neg__(self) -> Variable: ...
-        def __abs__(self) -> Variable: ...
         def __add__(self, other: Operand) -> Variable: ...
-        def __radd__(self, other: Operand) -> Variable: ...
-        def __sub__(self, other: Operand) -> Variable: ...
-        def __rsub__(self, other: Operand) -> Variable: ...
-        def __mul__(self, other: Operand) -> Variable: ...
-        def __rmul__(self, other: Operand) -> Variable: ...
-        def __truediv__(self, other: Operand) -> Variable: ...
-        def __rtruediv__(self, other: Operand) -> Variable: ...
-        def __pow__(self, other: Operand) -> Variable: ...
-        def __rpow__(self, other: Operand) -> Variable: ...
-        def __matmul__(self, other: Operand) -> Variable: ...
-        def __rmatmul__(self, other: Operand) -> Variable: ...
+
+        __abs__ = __neg__
+        __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __add__
+        __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = __add__
+
         def __getitem__(self, index: Any) -> Variable: ...
-        def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array: ...
-        def __len__(self) -> int: ...
-        def __iter__(self) -> Iterator[Variable]: ...
-        def __bool__(self) -> bool: ...
-        def __int__(self) -> int: ...
-        def __float__(self) -> float: ...
         def sum(self, axis: Any = None, keepdims: bool = False) -> Variable: ...
         def mean(self, axis: Any = None, keepdims: bool = False) -> Variable: ...
         @property
@@ -319,6 +341,11 @@ def param(array: Array) -> Variable:
     return Variable(array, True)
 
 
+def shards_of(variables: Iterable[Variable]) -> list[Any]:
+    """Return what the variables' sharded modules have in common, each once, in order."""
+    return list(dict.fromkeys(v.placement.shards for v in variables if v.placement is not None))
+
+
 def record(array: Array | np.generic, *inputs: tuple[Variable, Vjp]) -> Variable:
     """Return the result of an operation, which remembers how to reach those inputs that learn.
 
@@ -346,10 +373,6 @@ def record_in_order(array: Array | np.generic, *inputs: tuple[Variable, Vjp]) ->
 
     A backward pass visits those below it in the reverse of the order in which they were recorded
     here, so that the messages of a forward pass have their answers in reverse order.
-
-    Args:
-        array: the result.
-        inputs: each input with its vector-Jacobian product (see ``engine``).
     """
     result = record(array, *inputs)
     if isinstance(result.node, Outline):
@@ -365,20 +388,15 @@ def _as_array(value: object) -> Array:
     if isinstance(value, np.generic):
         return np.asarray(value)
     if hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
-        return _from_dlpack(value)
+        if value.__dlpack_device__()[0] != _CUDA:
+            return np.from_dlpack(value)
+        import cupy
+
+        return cupy.from_dlpack(value)  # type: ignore[no-any-return]
     raise TypeError(
         f"expected a NumPy or CuPy array (or one with DLPack), got {type(value).__name__}; "
         "convert it with numpy.asarray first"
     )
-
-
-def _from_dlpack(value: Any) -> Array:
-    cuda = 2  # kDLCUDA in dlpack.h
-    if value.__dlpack_device__()[0] == cuda:
-        import cupy
-
-        return cupy.from_dlpack(value)  # type: ignore[no-any-return]
-    return np.from_dlpack(value)
 
 
 def _require_floating(array: Array | Variable) -> None:
@@ -394,12 +412,3 @@ def _require_same(value: Array, like: Array | Variable, what: str) -> None:
         raise ValueError(f"{what} must have shape {like.shape}, got {value.shape}")
     if value.dtype != like.dtype:
         raise TypeError(f"{what} must have dtype {like.dtype}, got {value.dtype}; cast it first")
-
-
-def _unit_seed(array: Array) -> Array:
-    if array.size != 1:
-        raise ValueError(
-            f"backward() without grad needs a variable of one element, got shape {array.shape}; "
-            "reduce it to a loss, or pass grad"
-        )
-    return array_module(array).ones(array.shape, array.dtype)  # type: ignore[no-any-return]

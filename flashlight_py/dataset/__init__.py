@@ -1,27 +1,17 @@
 """Datasets: samples by index, in batches, in another order, ahead of time, or shared out."""
 
-from __future__ import annotations
+from importlib import import_module
 
-from flashlight_py.dataset.dataset import (
-    BatchDataset,
-    BatchFunction,
-    BatchPolicy,
-    Dataset,
-    PrefetchDataset,
-    ResampleDataset,
-    ShuffleDataset,
-    TensorDataset,
-)
-from flashlight_py.dataset.shares import partition_by_round_robin
+# Where each public name is imported from; `scripts/stubs` tells type checkers the same.
+_HOMES = {
+    "dataset": [
+        *("Dataset", "TensorDataset", "BatchDataset", "BatchFunction", "BatchPolicy"),
+        *("ShuffleDataset", "ResampleDataset", "PrefetchDataset"),
+    ],
+    "shares": ["partition_by_round_robin"],
+}
+for _home, _names in _HOMES.items():
+    _module = import_module(f"{__name__}.{_home}")
+    globals().update({name: getattr(_module, name) for name in _names})
 
-__all__ = [
-    "Dataset",
-    "TensorDataset",
-    "BatchDataset",
-    "BatchFunction",
-    "BatchPolicy",
-    "ShuffleDataset",
-    "ResampleDataset",
-    "PrefetchDataset",
-    "partition_by_round_robin",
-]
+__all__ = [name for names in _HOMES.values() for name in names]

@@ -6,8 +6,8 @@ import abc
 import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import count, islice
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import Any, Literal, SupportsIndex, TypeAlias, get_args
 
 import numpy as np
@@ -215,8 +215,8 @@ class BatchDataset(Dataset):
                 "fields; pass one per field, None to stack"
             )
         return tuple(
-            stack([(value,) for value in values])[0] if function is None else function(values)
-            for function, values in zip(functions, fields, strict=True)
+            _stack_field(number, values) if function is None else function(values)
+            for number, (function, values) in enumerate(zip(functions, fields, strict=True))
         )
 
     def __iter__(self) -> Iterator[Sample]:
@@ -334,16 +334,13 @@ class PrefetchDataset(Dataset):
         return self._iterate_ahead() if self._threads else iter(self._dataset)
 
     def _iterate_ahead(self) -> Iterator[Sample]:
-        indices = iter(range(len(self)))
         executor = ThreadPoolExecutor(self._threads, thread_name_prefix="flashlight-prefetch")
         try:
-            first = islice(indices, self._prefetch_size)
-            ahead: deque[Future[Sample]] = deque(executor.submit(self.get, i) for i in first)
-            for index in count():
-                if not ahead:
-                    return
+            futures = (executor.submit(self.get, index) for index in range(len(self)))
+            ahead = deque(islice(futures, self._prefetch_size))
+            for index in range(len(self)):
                 sample = ahead.popleft().result()
-                ahead.extend(executor.submit(self.get, i) for i in islice(indices, 1))
+                ahead.extend(islice(futures, 1))
                 self._dataset.handed_out(index)
                 yield sample
         finally:

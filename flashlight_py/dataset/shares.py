@@ -82,10 +82,8 @@ def partition_by_round_robin(
     dealt = np.arange(n - rest).reshape(rounds, partitions, batch_size)[:, partition].ravel()
     if rest < partitions and not allow_empty:
         return dealt
-    share, extra = divmod(rest, partitions)
-    start = n - rest + share * partition + min(partition, extra)
-    last = np.arange(start, start + share + (partition < extra))
-    return np.concatenate([dealt, last])
+    own = contiguous_share(rest, partition, partitions)
+    return np.concatenate([dealt, np.arange(n - rest + own.start, n - rest + own.stop)])
 
 
 def epoch_order(n: int, seed: int, epoch: int) -> Indices:

@@ -1,37 +1,19 @@
 """Modules: layers, containers of layers, losses, and the initial values of parameters."""
 
-from __future__ import annotations
+from importlib import import_module
 
-from flashlight_py.nn import init
-from flashlight_py.nn.layers import (
-    CategoricalCrossEntropy,
-    Container,
-    Dropout,
-    Linear,
-    LogSoftmax,
-    MeanSquaredError,
-    ReLU,
-    Sequential,
-    Sigmoid,
-    Tanh,
-    View,
-)
-from flashlight_py.nn.module import Module
-from flashlight_py.nn.recompute import recompute
+# Where each public name is imported from; `scripts/stubs` tells type checkers the same.
+_HOMES = {
+    "module": ["Module"],
+    "layers": [
+        *("Container", "Sequential", "Linear", "ReLU", "Tanh", "Sigmoid", "LogSoftmax", "Dropout"),
+        *("View", "MeanSquaredError", "CategoricalCrossEntropy"),
+    ],
+    "recompute": ["recompute"],
+}
+for _home, _names in _HOMES.items():
+    _module = import_module(f"{__name__}.{_home}")
+    globals().update({name: getattr(_module, name) for name in _names})
 
-__all__ = [
-    "Module",
-    "Container",
-    "Sequential",
-    "Linear",
-    "ReLU",
-    "Tanh",
-    "Sigmoid",
-    "LogSoftmax",
-    "Dropout",
-    "View",
-    "MeanSquaredError",
-    "CategoricalCrossEntropy",
-    "init",
-    "recompute",
-]
+__all__ = ["init"]
+__all__ += [name for names in _HOMES.values() for name in names]

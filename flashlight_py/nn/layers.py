@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from flashlight_py.autograd import Variable, param
@@ -35,8 +36,11 @@ class Linear(Module):
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, dtype: Any = "float32"
     ) -> None:
-        _check_size("in_features", in_features)
-        _check_size("out_features", out_features)
+        for name, value in (("in_features", in_features), ("out_features", out_features)):
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"Linear: {name} must be an integer, got {type(value).__name__}")
+            if value < 1:
+                raise ValueError(f"Linear: {name} must be at least 1, got {value}")
         shape = (out_features, in_features)
         bound = 1 / math.sqrt(in_features)
         self.weight = param(init.kaiming_uniform(shape, in_features, dtype))
@@ -48,13 +52,6 @@ class Linear(Module):
     def __repr__(self) -> str:
         out_features, in_features = self.weight.shape
         return f"Linear({in_features}, {out_features}, bias={self.bias is not None})"
-
-
-def _check_size(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"Linear: {name} must be an integer, got {type(value).__name__}")
-    if value < 1:
-        raise ValueError(f"Linear: {name} must be at least 1, got {value}")
 
 
 class _Plain(Module):
@@ -243,14 +240,11 @@ class Sequential(Container):
 
     def _with_fewer_launches(self, x: Variable) -> Variable:
         """Do the same on a GPU, where a linear map and the ReLU after it share a launch."""
-        position = 0
-        while position < len(self._members):
-            module = self._members[position]
-            after = self._members[position + 1] if position + 1 < len(self._members) else None
+        pairs = zip_longest(self._members, self._members[1:])
+        for module, after in pairs:
             if type(module) is Linear and module.bias is not None and type(after) is ReLU:
                 x = F.linear_relu(x, module.weight, module.bias)
-                position += 2
+                next(pairs)  # that of the ReLU
             else:
                 x = module(x)
-                position += 1
         return x

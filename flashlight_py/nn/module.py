@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from flashlight_py.autograd import Variable
+from flashlight_py.autograd.variable import shards_of
 from flashlight_py.device import Array, device_of, to_device
 
 SomeModule = TypeVar("SomeModule", bound="Module")
@@ -127,7 +128,7 @@ class Module(ABC):
         Raises:
             TornStateError: the module is sharded, and a rank ended in the middle of a step.
         """
-        for shards in self._shards():
+        for shards in shards_of(self.params()):
             shards.check("state_dict")
         parameters = {
             name: variable.data
@@ -136,11 +137,6 @@ class Module(ABC):
             for name, variable in self.named_params().items()
         }
         return {**parameters, **self.buffers}
-
-    def _shards(self) -> list[Any]:
-        """Return what parameters that ranks have in common belong to, each once: see ``optim``."""
-        placements = [v.placement for v in self.params() if v.placement is not None]
-        return list({id(placed.shards): placed.shards for placed in placements}.values())
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         """Copy ``state`` into the existing arrays, in place, across devices if need be.
@@ -159,7 +155,7 @@ class Module(ABC):
         own: dict[str, Variable | Array] = {**named, **self.buffers}
         _check_state(state, own)
         with ExitStack() as stack:
-            for shards in self._shards():
+            for shards in shards_of(self.params()):
                 stack.enter_context(shards.loading())
             for name, held in own.items():
                 if isinstance(held, Variable):
@@ -206,7 +202,7 @@ class Module(ABC):
                 yield name, value
 
     def _replace_arrays(self, change: Callable[[Array], Array]) -> None:
-        if self._shards():
+        if shards_of(self.params()):
             raise ValueError(
                 "the module is sharded, so its parameters stay where they are; call astype() and "
                 "to() before fully_shard"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flashlight_py import random
-from flashlight_py.autograd.graph import Outline, Part, Repeated, recording
+from flashlight_py.autograd.graph import Outline, Part, recording
 from flashlight_py.autograd.variable import Variable
 from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.nn.module import Module, SomeModule
@@ -56,20 +56,23 @@ def recompute(module: SomeModule) -> SomeModule:
 
 def _run(module: Module, *inputs: Any) -> Any:
     """Return ``module.forward(*inputs)``, without what it has computed on the way."""
-    if is_outlining():  # for a module around this one, which computes this one again
+    if recording.is_outline:  # for a module around this one, which computes this one again
         return module.forward(*inputs)
-    modes = _modes(module)
+    inside = [each for _, each in module._walk()]
+    modes = [each.training for each in inside]
     buffers: dict[tuple[Module, str], Array] = {
-        (each, name): getattr(each, name).copy()
-        for _, each in module._walk()
-        for name in each._buffer_names
+        (each, name): getattr(each, name).copy() for each in inside for name in each._buffer_names
     }
-    with random.noting() as drawn:
-        result = outline(module.forward, *inputs)
+    recording.is_outline = True
+    try:
+        with random.noting() as drawn:
+            result = module.forward(*inputs)
+    finally:
+        recording.is_outline = False
     before = {place: array for place, array in buffers.items() if _has_changed(array, *place)}
 
-    def repeat() -> Any:
-        if _modes(module) != modes:
+    def repeat() -> list[Variable]:
+        if [each.training for _, each in module._walk()] != modes:
             raise RuntimeError(
                 "backward: a recomputed module was switched between train() and eval() after its "
                 "forward pass; call backward() before"
@@ -79,16 +82,12 @@ def _run(module: Module, *inputs: Any) -> Any:
             try:
                 for (each, name), array in before.items():
                     setattr(each, name, array.copy())
-                return module.forward(*inputs)
+                return _variables(module.forward(*inputs))
             finally:
                 for (each, name), array in now.items():
                     setattr(each, name, array)
 
-    return with_repetition(result, repeat)
-
-
-def _modes(module: Module) -> list[bool]:
-    return [each.training for _, each in module._walk()]
+    return _with_repetition(result, repeat)
 
 
 def _has_changed(before: Array, module: Module, name: str) -> bool:
@@ -99,30 +98,11 @@ def _has_changed(before: Array, module: Module, name: str) -> bool:
     return not array_module(now).array_equal(now, before)
 
 
-def is_outlining() -> bool:
-    """Return whether this thread is in a computation whose intermediate results are not kept."""
-    return recording.is_outline
+def _with_repetition(result: Any, repeat: Callable[[], list[Variable]]) -> Any:
+    """Return ``result`` with variables whose backward pass calls ``repeat`` first.
 
-
-def outline(compute: Callable[..., Any], *inputs: Any) -> Any:
-    """Return ``compute(*inputs)``, of which no intermediate result is kept.
-
-    The variables in it have no gradient until ``with_repetition`` gives them one.
+    It is a variable, or a tuple, list or dict of variables and anything else, nested or not.
     """
-    before, recording.is_outline = recording.is_outline, True
-    try:
-        return compute(*inputs)
-    finally:
-        recording.is_outline = before
-
-
-def with_repetition(result: Any, repeat: Callable[[], Any]) -> Any:
-    """Return what ``outline`` returned with variables whose backward pass calls ``repeat`` first.
-
-    That computes the same again. The result is a variable, or a tuple, list or dict of variables
-    and anything else, nested or not.
-    """
-    whole = Repeated(lambda: _variables(repeat()))
     variables = _variables(result)
     targets = {
         id(variable): (place, *variable.node.targets())
@@ -133,21 +113,18 @@ def with_repetition(result: Any, repeat: Callable[[], Any]) -> Any:
     with_parts: dict[int, Variable] = {}
     for number, (place, its_targets, _) in targets.items():
         with_parts[number] = found = Variable(variables[place].data)
-        found.node = Part(found.data, whole, place, its_targets, ordered)
+        found.node = Part(found.data, repeat, place, its_targets, ordered)
         found._calc_grad = True
     # The others are passed through, or need no gradient.
     return _mapped(result, lambda variable: with_parts.get(id(variable), variable))
 
 
 def _variables(result: Any) -> list[Variable]:
-    found: list[Variable] = []
-
-    def keep(variable: Variable) -> Variable:
-        found.append(variable)
-        return variable
-
-    _mapped(result, keep)
-    return found
+    if isinstance(result, Variable):
+        return [result]
+    inside = result.values() if isinstance(result, dict) else result
+    each = inside if isinstance(result, (dict, list, tuple)) else ()
+    return [variable for one in each for variable in _variables(one)]
 
 
 def _mapped(result: Any, change: Callable[[Variable], Variable]) -> Any:

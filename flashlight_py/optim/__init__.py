@@ -1,47 +1,22 @@
 """Optimizers, which change parameters by their gradients, schedules of rates, and clipping."""
 
-from __future__ import annotations
+from importlib import import_module
 
-from flashlight_py.optim.algorithms import (
-    AdadeltaOptimizer,
-    AdagradOptimizer,
-    AdamOptimizer,
-    AMSgradOptimizer,
-    NovogradOptimizer,
-    RMSPropOptimizer,
-    SGDOptimizer,
-)
-from flashlight_py.optim.clip import clip_grad_norm
-from flashlight_py.optim.optimizer import FirstOrderOptimizer
-from flashlight_py.optim.schedules import (
-    CosineAnnealingLR,
-    ExponentialLR,
-    LambdaLR,
-    LearningRateSchedule,
-    LinearLR,
-    MultiStepLR,
-    OneCycleLR,
-    SequentialLR,
-    StepLR,
-)
+# Where each public name is imported from; `scripts/stubs` tells type checkers the same.
+_HOMES = {
+    "optimizer": ["FirstOrderOptimizer"],
+    "algorithms": [
+        *("SGDOptimizer", "AdamOptimizer", "AMSgradOptimizer", "AdagradOptimizer"),
+        *("AdadeltaOptimizer", "RMSPropOptimizer", "NovogradOptimizer"),
+    ],
+    "clip": ["clip_grad_norm"],
+    "schedules": [
+        *("LearningRateSchedule", "LambdaLR", "StepLR", "MultiStepLR", "ExponentialLR", "LinearLR"),
+        *("CosineAnnealingLR", "OneCycleLR", "SequentialLR"),
+    ],
+}
+for _home, _names in _HOMES.items():
+    _module = import_module(f"{__name__}.{_home}")
+    globals().update({name: getattr(_module, name) for name in _names})
 
-__all__ = [
-    "FirstOrderOptimizer",
-    "SGDOptimizer",
-    "AdamOptimizer",
-    "AMSgradOptimizer",
-    "AdagradOptimizer",
-    "AdadeltaOptimizer",
-    "RMSPropOptimizer",
-    "NovogradOptimizer",
-    "clip_grad_norm",
-    "CosineAnnealingLR",
-    "ExponentialLR",
-    "LambdaLR",
-    "LearningRateSchedule",
-    "LinearLR",
-    "MultiStepLR",
-    "OneCycleLR",
-    "SequentialLR",
-    "StepLR",
-]
+__all__ = [name for names in _HOMES.values() for name in names]

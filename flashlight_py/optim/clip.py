@@ -50,15 +50,15 @@ def clip_grad_norm(
     if group is None and not sharded:
         return _clip(own, limit)
     sums = [part for grad in own for part in sums_of_squares(grad)]
-    sums += [shards.sum_of_squares(those) for shards, those in sharded]
+    sums += [shards.sum_of_squares(those) for shards, those in sharded.items()]
     squares = np.array([sum(sums)], np.float64)
     if group is not None:
         group.all_reduce(squares)
     norm = math.sqrt(squares[0])
     if limit < norm < math.inf:
-        pieces = [grad for shards, those in sharded for grad in shards.own_gradients(those)]
+        pieces = [grad for shards, those in sharded.items() for grad in shards.own_gradients(those)]
         _scale([*own, *pieces], limit / norm)
-        for shards, _ in sharded:
+        for shards in sharded:
             shards.meet()
     return norm
 
@@ -71,12 +71,10 @@ def _clip(grads: list[Array], limit: float) -> float:
     return norm
 
 
-def _by_shards(
-    params: Iterable[Variable],
-) -> tuple[list[Array], list[tuple[Shards, list[Variable]]]]:
+def _by_shards(params: Iterable[Variable]) -> tuple[list[Array], dict[Shards, list[Variable]]]:
     """Return this process's own gradients, and the sharded parameters that have one."""
     own: list[Array] = []
-    found: dict[int, tuple[Shards, list[Variable]]] = {}
+    sharded: dict[Shards, list[Variable]] = {}
     for param in params:
         placement = param.placement
         if placement is not None and placement.shards.steps:
@@ -91,8 +89,8 @@ def _by_shards(
         if placement is None:
             own.append(param.grad)
         else:
-            found.setdefault(id(placement.shards), (placement.shards, []))[1].append(param)
-    return own, list(found.values())
+            sharded.setdefault(placement.shards, []).append(param)
+    return own, sharded
 
 
 def _scale(grads: list[Array], factor: float) -> None:

@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 
 from flashlight_py.device import Array, captured_gpu, is_cupy
 
-__all__ = ["Rule", "Table", "change", "fits"]
-
 # Threads of a block, and elements that a block steps.
 BLOCK, CHUNK = 256, 4096
 # A rule with its numbers, and with what it changes: (parameter, gradient, *states).

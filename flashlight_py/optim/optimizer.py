@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.graph import note_changes
+from flashlight_py.autograd.variable import shards_of
 from flashlight_py.device import (
     Array,
     array_module,
@@ -137,6 +138,10 @@ class Placement(ABC):
         return ""
 
 
+# A parameter's position, its gradient, and the pieces of it that this process steps.
+Placed: TypeAlias = tuple[int, Array, Sequence[tuple[Array, ...]]]
+
+
 class FirstOrderOptimizer(ABC):
     """Changes parameters in place by their gradients; one without a gradient is skipped.
 
@@ -158,7 +163,7 @@ class FirstOrderOptimizer(ABC):
     def __init__(self, params: Iterable[Variable], lr: float) -> None:
         self.params = as_param_list(params)
         self._lr = check_at_least_zero("lr", lr)
-        self._shards = _shards_of(self.params)
+        self._shards: list[Shards] = shards_of(self.params)
         for shards in self._shards:
             shards.attach(self)
 
@@ -212,22 +217,40 @@ class FirstOrderOptimizer(ABC):
             ValueError: the names, the number of parameters, or a shape differ; negative ``lr``.
         """
         own = self._state()
-        names = sorted(["lr", *own])
+        refused, names = "load_state_dict: nothing was loaded", sorted(["lr", *own])
         if sorted(state) != names:
-            raise ValueError(
-                f"load_state_dict: nothing was loaded: expected the entries {names}, "
-                f"got {sorted(state)}"
-            )
+            raise ValueError(f"{refused}: expected the entries {names}, got {sorted(state)}")
         for name, entries in own.items():
-            self._check_entries(name, state[name], entries)
+            if len(state[name]) != len(entries):
+                raise ValueError(
+                    f"{refused}: {name!r} is for {len(state[name])} parameters, this optimizer has "
+                    f"{len(entries)}"
+                )
+            for position, (new, old) in enumerate(zip(state[name], entries, strict=True)):
+                variable = self.params[position]
+                expected = getattr(old, "shape", None)
+                if expected is not None and variable.placement is not None:
+                    expected = variable.placement.whole_shape(variable)
+                if getattr(new, "shape", None) != expected:
+                    raise ValueError(
+                        f"{refused}: {name!r} of parameter {position} has shape "
+                        f"{getattr(new, 'shape', None)}, expected {expected}"
+                    )
         self.lr = state["lr"]  # checked here, before the first copy
         for name, entries in own.items():
-            self._copy_entries(state[name], entries)
+            for position, (new, old) in enumerate(zip(state[name], entries, strict=True)):
+                placement = self.params[position].placement
+                if not hasattr(old, "shape"):
+                    entries[position] = new
+                elif placement is not None:
+                    placement.put(old, new)
+                else:
+                    old[...] = to_device(new, device_of(old))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles hold: of parameters that are their process's own."""
         cut = [variable for variable in self.params if not is_in_common(variable)]
-        return {**vars(self), "_shards": _shards_of(cut)}
+        return {**vars(self), "_shards": shards_of(cut)}
 
     def _state(self) -> dict[str, list[Any]]:
         """Return what a rule keeps for each parameter: by name, arrays or numbers."""
@@ -237,52 +260,14 @@ class FirstOrderOptimizer(ABC):
         placement = self.params[position].placement
         return entry if placement is None or not hasattr(entry, "shape") else placement.whole(entry)
 
-    def _check_entries(self, name: str, given: list[Any], own: list[Any]) -> None:
-        if len(given) != len(own):
-            raise ValueError(
-                f"load_state_dict: nothing was loaded: {name!r} is for {len(given)} parameters, "
-                f"this optimizer has {len(own)}"
-            )
-        for position, (new, old) in enumerate(zip(given, own, strict=True)):
-            expected = getattr(old, "shape", None)
-            placement = self.params[position].placement
-            if expected is not None and placement is not None:
-                expected = placement.whole_shape(self.params[position])
-            if getattr(new, "shape", None) != expected:
-                raise ValueError(
-                    f"load_state_dict: nothing was loaded: {name!r} of parameter {position} has "
-                    f"shape {getattr(new, 'shape', None)}, expected {expected}"
-                )
-
-    def _copy_entries(self, given: list[Any], own: list[Any]) -> None:
-        for position, (new, old) in enumerate(zip(given, own, strict=True)):
-            placement = self.params[position].placement
-            if not hasattr(old, "shape"):
-                own[position] = new
-            elif placement is not None:
-                placement.put(old, new)
-            else:
-                old[...] = to_device(new, device_of(old))
-
 
 def is_in_common(variable: Variable) -> bool:
     """Return whether processes have it in common, so that a copy has no placement."""
     return variable.placement is not None and not variable.placement.is_cut
 
 
-def _shards_of(variables: Iterable[Variable]) -> list[Shards]:
-    """Return what the variables' sharded modules have in common, each once, in order."""
-    placements = [v.placement for v in variables if v.placement is not None]
-    return list({id(placement.shards): placement.shards for placement in placements}.values())
-
-
 def check_at_least_zero(name: str, value: float) -> float:
-    """Return ``value`` as a float.
-
-    Raises:
-        TypeError: it is no number.
-        ValueError: it is negative or nan.
-    """
+    """Return ``value`` as a float; a TypeError if it is none, a ValueError if negative or nan."""
     if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     number = float(value)
@@ -292,12 +277,7 @@ def check_at_least_zero(name: str, value: float) -> float:
 
 
 def check_below_one(name: str, value: float) -> float:
-    """Return ``value`` as a float.
-
-    Raises:
-        TypeError: it is no number.
-        ValueError: it is not in ``0 <= value < 1``.
-    """
+    """Return ``value`` as a float; as ``check_at_least_zero``, and a ``ValueError`` from 1 on."""
     number = check_at_least_zero(name, value)
     if not number < 1:
         raise ValueError(f"{name} must be below 1, got {value}")
@@ -305,12 +285,7 @@ def check_below_one(name: str, value: float) -> float:
 
 
 def as_param_list(params: Iterable[Variable], may_be_empty: bool = False) -> list[Variable]:
-    """Return ``params`` as a list.
-
-    Raises:
-        TypeError: not an iterable of variables.
-        ValueError: empty where it may not be, or a variable twice.
-    """
+    """Return ``params`` as a list, or raise the errors of those who take parameters."""
     if isinstance(params, Variable) or not isinstance(params, Iterable):
         raise TypeError(
             f"expected a list of variables, got {type(params).__name__}; pass module.params()"
@@ -343,7 +318,7 @@ class RuleOptimizer(FirstOrderOptimizer):
         super().__init__(params, lr)
         self._steps = [0] * len(self.params)
         self._names = tuple(states)
-        self._made_for = list(map(_shard_owner, self.params))
+        self._made_for = [getattr(each.placement, "shards", None) for each in self.params]
         self._states = tuple([_zeros(variable) for variable in self.params] for _ in states)
 
     def step(self, grad_scale: float = 1.0) -> None:
@@ -358,50 +333,59 @@ class RuleOptimizer(FirstOrderOptimizer):
             ValueError: a parameter had no ``calc_grad`` when its module was sharded; likewise.
         """
         changed = [variable for variable in self.params if variable.grad is not None]
-        if not self._shards:
-            queued = self._step_own(grad_scale)
+        left: Any = range(len(self.params))
+        if self._shards:
+            self._check_placements()
+            placed = self._placed(left)  # before the first change: a placement may refuse one
             note_changes(changed)
-            if queued:
-                cuda.change(queued, grad_scale, self)
+            self._step_placed(placed, grad_scale)
             return
-        self._check_placements()
-        placed = [  # before the first change: a placement may refuse a parameter
-            (position, variable.grad, self._pieces_of(position, variable))
-            for position, variable in enumerate(self.params)
-            if variable.grad is not None
-        ]
+        module, queued = native(), []
+        if module is not None:
+            how = self._states, self._steps, self._rule, grad_scale, self.needs_whole_gradient
+            left = module.step(self.params, *how)
+        if left is not None:
+            self._check_placements()
+            queued = self._step_all(self._placed(left), grad_scale)
         note_changes(changed)
-        self._step_placed(placed, grad_scale)
+        if queued:
+            cuda.change(queued, grad_scale, self)
 
-    def _pieces_of(self, position: int, variable: Variable) -> Sequence[tuple[Array, ...]]:
-        states, grad = self.states_of(position), variable.grad
-        assert grad is not None  # else nothing is stepped
-        if variable.placement is None:
-            return [(variable.data, grad, *states)]
-        return variable.placement.pieces(variable, states)  # type: ignore[no-any-return]
+    def _placed(self, positions: Iterable[int]) -> list[Placed]:
+        found: list[Placed] = []
+        for position in positions:
+            variable, states = self.params[position], self.states_of(position)
+            grad, placement = variable.grad, variable.placement
+            if grad is not None and placement is None:
+                found.append((position, grad, [(variable.data, grad, *states)]))
+            elif grad is not None:
+                found.append((position, grad, placement.pieces(variable, states)))
+        return found
 
     @effect
-    def _step_placed(
-        self, placed: list[tuple[int, Array, Sequence[tuple[Array, ...]]]], grad_scale: float
-    ) -> None:
-        """Step parameters of sharded modules, and those beside them: position, gradient, pieces."""
-        queued: list[cuda.Step] = []
+    def _step_placed(self, placed: list[Placed], grad_scale: float) -> None:
+        """Step parameters of sharded modules, and those beside them."""
         with ExitStack() as stack:
             for shards in self._shards:
                 stack.enter_context(shards.changing(f"{type(self).__name__}.step"))
-            for position, grad, pieces in placed:
-                variable = self.params[position]
-                held, variable.grad = variable.grad, grad  # for a rule that needs a norm
-                queued += self._step_pieces(position, pieces, grad_scale)
-                variable.grad = held
-            cuda.change(queued, grad_scale)
+            cuda.change(self._step_all(placed, grad_scale), grad_scale)
+
+    def _step_all(self, placed: list[Placed], grad_scale: float) -> list[cuda.Step]:
+        """Do what ``_step_pieces`` does for each parameter."""
+        queued: list[cuda.Step] = []
+        for position, grad, pieces in placed:
+            variable = self.params[position]
+            held, variable.grad = variable.grad, grad  # for a rule that needs a norm
+            queued += self._step_pieces(position, pieces, grad_scale)
+            variable.grad = held
+        return queued
 
     def step_pieces(
         self,
         position: int,
         pieces: Iterable[Sequence[Any]],
         grad_scale: float = 1.0,
-        zero: bool = False,
+        is_first: bool = True,
     ) -> None:
         """Take one step of a parameter, of which this process has ``pieces``, in place.
 
@@ -412,13 +396,11 @@ class RuleOptimizer(FirstOrderOptimizer):
             pieces: each is (parameter, gradient, *states), arrays of one shape, writable; the
                 gradient may be a list of arrays, which count as their sum, added in its order.
             grad_scale: a factor by which gradients count.
-            zero: whether the gradients are 0 afterwards; else they stay as they are.
+            is_first: whether the step begins; else it goes on with more pieces.
         """
+        self._steps[position] -= not is_first
         note_changes((self.params[position],))
-        queued = self._step_pieces(position, pieces, grad_scale, zero)
-        cuda.change(queued, grad_scale)
-        for _, piece in queued if zero else ():
-            piece[1][...] = 0
+        cuda.change(self._step_pieces(position, pieces, grad_scale), grad_scale)
 
     def states_of(self, position: int) -> tuple[Array, ...]:
         """Return the state of parameter ``position`` in the order of a piece; not copies."""
@@ -436,39 +418,8 @@ class RuleOptimizer(FirstOrderOptimizer):
             rules.append(self._rule(position, grad_scale))
         return rules
 
-    def step_more_pieces(
-        self, position: int, pieces: Iterable[Sequence[Any]], grad_scale: float = 1.0
-    ) -> None:
-        """Go on with the step of a parameter that ``step_pieces`` has begun, as it does."""
-        self._steps[position] -= 1
-        self.step_pieces(position, pieces, grad_scale)
-
-    def _step_own(self, grad_scale: float) -> list[cuda.Step]:
-        """Step the parameters that have no placement; return what is to be queued on GPUs."""
-        module = native()
-        left: Iterable[int] | None = range(len(self.params))
-        if module is not None:
-            left = module.step(
-                self.params,
-                self._states,
-                self._steps,
-                self._rule,
-                grad_scale,
-                self.needs_whole_gradient,
-            )
-            if left is None:
-                return []
-        self._check_placements()
-        queued: list[cuda.Step] = []
-        for position in left or ():
-            variable = self.params[position]
-            if variable.grad is not None:
-                pieces = self._pieces_of(position, variable)
-                queued += self._step_pieces(position, pieces, grad_scale)
-        return queued
-
     def _step_pieces(
-        self, position: int, pieces: Iterable[Sequence[Any]], grad_scale: float, zero: bool = False
+        self, position: int, pieces: Iterable[Sequence[Any]], grad_scale: float
     ) -> list[cuda.Step]:
         """Step pieces of host memory, and count the step; return those that GPUs have."""
         (rule,) = self.next_rules([position], grad_scale)
@@ -478,24 +429,16 @@ class RuleOptimizer(FirstOrderOptimizer):
             on_device = (param, grads[0], *states)
             if len(grads) == 1 and cuda.fits(on_device):
                 queued.append((rule, on_device))
-            else:
-                owner = captured_gpu()
-                if owner is not None:
-                    owner.leave(
-                        f"{type(self).__name__} has no kernel of its own for parameter {position}, "
-                        "or its gradient, which is not contiguous or of another dtype or device"
-                    )
-                self._change(rule, (param, grads, *states), grad_scale, zero)
+                continue
+            owner, module, piece = captured_gpu(), native(), (param, grads, *states)
+            if owner is not None:
+                owner.leave(
+                    f"{type(self).__name__} has no kernel of its own for parameter {position}, "
+                    "or its gradient, which is not contiguous or of another dtype or device"
+                )
+            if module is None or not module.change(rule, piece, grad_scale, False):
+                cpu.change(*rule, piece, grad_scale)
         return queued
-
-    @staticmethod
-    def _change(rule: Rule, piece: tuple[Any, ...], grad_scale: float, zero: bool) -> None:
-        module = native()
-        if module is not None and module.change(rule, piece, grad_scale, zero):
-            return
-        cpu.change(*rule, piece, grad_scale)
-        for grad in piece[1] if zero else ():
-            grad[...] = 0
 
     def _sum_of_squares(self, position: int) -> float:
         """Return the sum of the squares of a parameter's gradient."""
@@ -507,7 +450,7 @@ class RuleOptimizer(FirstOrderOptimizer):
 
     def _check_placements(self) -> None:
         for position, variable in enumerate(self.params):
-            if _shard_owner(variable) is not self._made_for[position]:
+            if getattr(variable.placement, "shards", None) is not self._made_for[position]:
                 raise RuntimeError(
                     f"{type(self).__name__}.step: parameter {position} (shape {variable.shape}) "
                     "was sharded after the optimizer was made, or sharded anew, and its state is "
@@ -517,23 +460,16 @@ class RuleOptimizer(FirstOrderOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles hold. Collective where ``state_dict`` is."""
         in_common = list(map(is_in_common, self.params))
-        made_for = zip(self._made_for, in_common, strict=True)
-        own = tuple(
-            [
-                self._whole(position, entry) if in_common[position] else entry
-                for position, entry in enumerate(entries)
-            ]
+        states = tuple(
+            [self._whole(n, each) if in_common[n] else each for n, each in enumerate(entries)]
             for entries in self._states
         )
+        made_for = zip(self._made_for, in_common, strict=True)
         made = [None if common else shards for shards, common in made_for]
-        return {**super().__getstate__(), "_states": own, "_made_for": made}
+        return {**super().__getstate__(), "_states": states, "_made_for": made}
 
     def _state(self) -> dict[str, list[Any]]:
         return dict(zip(self._names, self._states, strict=True))
-
-
-def _shard_owner(variable: Variable) -> Shards | None:
-    return None if variable.placement is None else variable.placement.shards
 
 
 def _zeros(variable: Variable) -> Array:

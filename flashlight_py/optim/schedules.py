@@ -44,9 +44,8 @@ class LearningRateSchedule:
                 f"{type(optimizer).__name__}"
             )
         self.optimizer = optimizer
-        self.base_lr = float(optimizer.lr)
         self._formula = formula
-        self._go_to(0)
+        self._go_to(float(optimizer.lr), 0)
 
     @property
     def last_lr(self) -> float:
@@ -67,7 +66,7 @@ class LearningRateSchedule:
         Raises:
             ValueError: a ``OneCycleLR`` is over. Nothing was changed.
         """
-        self._go_to(self.last_step + 1)
+        self._go_to(self.base_lr, self.last_step + 1)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps and the base rate; not what the schedule was made with."""
@@ -86,13 +85,11 @@ class LearningRateSchedule:
                 f"{type(self).__name__}.load_state_dict: expected the entries {sorted(expected)}, "
                 f"got {sorted(state)}"
             )
-        base, step = float(state["base_lr"]), int(state["last_step"])
+        self._go_to(float(state["base_lr"]), int(state["last_step"]))
+
+    def _go_to(self, base: float, step: int) -> None:
         self.optimizer.lr = self._formula(base, step)  # both may refuse it
         self.base_lr, self.last_step = base, step
-
-    def _go_to(self, step: int) -> None:
-        self.optimizer.lr = self.rate_at(step)  # both may refuse it
-        self.last_step = step
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(step {self.last_step}, lr {self.last_lr:g})"
@@ -210,42 +207,34 @@ class OneCycleLR(LearningRateSchedule):
         for name, factor in (("div_factor", div_factor), ("final_div_factor", final_div_factor)):
             if not factor > 0:
                 raise ValueError(f"{name} must be above 0, got {factor}")
-        self.total_steps = _steps("total_steps", total_steps)
-        top = check_at_least_zero("max_lr", max_lr)
-        first = top / div_factor
-        rates = [first, top, *([first] if three_phase else []), first / final_div_factor]
-        ends = self._ends_of_phases(pct_start, three_phase)
-        shape = _SHAPES[anneal_strategy]
-        super().__init__(optimizer, lambda _, step: self._rate(ends, rates, shape, step))
-
-    def _ends_of_phases(self, pct_start: float, three_phase: bool) -> list[float]:
-        """Return where the phases end, and the first one begins, in steps."""
-        up = pct_start * self.total_steps
-        ends = [0, up - 1, *([2 * up - 2] if three_phase else []), self.total_steps - 1]
-        if any(end <= begin for begin, end in pairwise(ends)):
+        self.total_steps = total = _steps("total_steps", total_steps)
+        top, shape = check_at_least_zero("max_lr", max_lr), _SHAPES[anneal_strategy]
+        first, up = top / div_factor, pct_start * total
+        turns = [  # between the phases: the step, and the rate
+            (0, first),
+            (up - 1, top),
+            *([(2 * up - 2, first)] if three_phase else []),
+            (total - 1, first / final_div_factor),
+        ]
+        if any(end <= begin for (begin, _), (end, _) in pairwise(turns)):
             raise ValueError(
-                f"OneCycleLR: each phase needs a step, but the phases of {self.total_steps} steps "
-                f"end at {', '.join(f'{end:g}' for end in ends[1:])}; change pct_start, which is "
+                f"OneCycleLR: each phase needs a step, but the phases of {total} steps end at "
+                f"{', '.join(f'{end:g}' for end, _ in turns[1:])}; change pct_start, which is "
                 f"{pct_start}, or take more steps"
             )
-        return ends
 
-    def _rate(
-        self,
-        ends: Sequence[float],
-        rates: Sequence[float],
-        shape: Callable[[float, float, float], float],
-        step: int,
-    ) -> float:
-        if step > self.total_steps:  # one more than there are rates: a loop's last call of step()
-            raise ValueError(
-                f"OneCycleLR: step {step} of a cycle of {self.total_steps} steps; make it with as "
-                "many total_steps as the run has"
-            )
-        step = min(step, self.total_steps - 1)
-        phase = next(n for n, end in enumerate(ends[1:]) if step <= end)
-        begin, end = ends[phase : phase + 2]
-        return shape(rates[phase], rates[phase + 1], (step - begin) / (end - begin))
+        def formula(_: float, step: int) -> float:
+            if step > total:  # one more than there are rates: a loop's last call of step()
+                raise ValueError(
+                    f"OneCycleLR: step {step} of a cycle of {total} steps; make it with as many "
+                    "total_steps as the run has"
+                )
+            step = min(step, total - 1)
+            phases = ((a, b) for a, b in pairwise(turns) if step <= b[0])
+            (begin, start), (end, goal) = next(phases)
+            return shape(start, goal, (step - begin) / (end - begin))
+
+        super().__init__(optimizer, formula)
 
 
 class SequentialLR(LearningRateSchedule):

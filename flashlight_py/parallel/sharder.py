@@ -461,8 +461,7 @@ class StepSharder(HostSharder):
                     grads, scale = [add_up(grads, scale, np.empty_like(data))], 1.0
                 pieces = [(data, grads, *states)]
             is_first = chunk is unit.chunks[0]
-            step = optimizer.step_pieces if is_first else optimizer.step_more_pieces
-            step(number, pieces, scale)
+            optimizer.step_pieces(number, pieces, scale, is_first)
 
     def _finish(self) -> None:
         """Let the ranks go on together, unless one has failed; there are no gradients."""

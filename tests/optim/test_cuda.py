@@ -62,13 +62,3 @@ def test_strides_are_stepped_by_the_reference(strict: StandInCupy) -> None:
     RULES["sgd"]([variable]).step()
     assert not strict.kernels
     np.testing.assert_array_equal(whole.get()[:, ::2], np.full((3, 2), np.float32(0.9)))
-
-
-def test_pieces_are_zeroed_if_asked(strict: StandInCupy) -> None:
-    optimizer = RULES["sgd"]([param(strict.asarray(np.ones(5, "float32")))])  # type: ignore[arg-type]
-    for slices in (1, 2):
-        slopes = [strict.asarray(np.ones(5, "float32")) for _ in range(slices)]
-        piece = (optimizer.params[0].data, slopes, *optimizer.states_of(0))
-        optimizer.step_pieces(0, [piece], 0.5, zero=True)
-        assert not any(slope.get().any() for slope in slopes)
-    np.testing.assert_allclose(optimizer.params[0].data.get(), np.full(5, 0.85), rtol=1e-6)

@@ -1,89 +1,21 @@
 """Differentiable functions on variables, one family per file."""
 
-from __future__ import annotations
+from importlib import import_module
 
-from flashlight_py.autograd.functions.dimensions import (
-    astype,
-    concatenate,
-    flat,
-    index,
-    linear,
-    linear_relu,
-    matmul,
-    max,
-    mean,
-    min,
-    moddims,
-    reshape,
-    sum,
-    transpose,
-    var,
-)
-from flashlight_py.autograd.functions.elementwise import (
-    abs,
-    add,
-    clamp,
-    cos,
-    div,
-    dropout,
-    exp,
-    log,
-    maximum,
-    minimum,
-    mul,
-    negative,
-    pow,
-    relu,
-    sigmoid,
-    sin,
-    sqrt,
-    sub,
-    tanh,
-)
-from flashlight_py.autograd.functions.losses import (
-    categorical_cross_entropy,
-    log_softmax,
-    mean_squared_error,
-    softmax,
-)
+# Where each public name is imported from; `scripts/stubs` tells type checkers the same.
+_HOMES = {
+    "elementwise": [
+        *("negative", "add", "sub", "mul", "div", "pow", "maximum", "minimum", "exp", "log"),
+        *("sqrt", "sin", "cos", "tanh", "sigmoid", "relu", "abs", "clamp", "dropout"),
+    ],
+    "dimensions": [
+        *("sum", "mean", "var", "max", "min", "matmul", "linear", "linear_relu", "reshape"),
+        *("moddims", "flat", "transpose", "concatenate", "index", "astype"),
+    ],
+    "losses": ["softmax", "log_softmax", "mean_squared_error", "categorical_cross_entropy"],
+}
+for _home, _names in _HOMES.items():
+    _module = import_module(f"{__name__}.{_home}")
+    globals().update({name: getattr(_module, name) for name in _names})
 
-__all__ = [
-    "negative",
-    "add",
-    "sub",
-    "mul",
-    "div",
-    "pow",
-    "maximum",
-    "minimum",
-    "exp",
-    "log",
-    "sqrt",
-    "sin",
-    "cos",
-    "tanh",
-    "sigmoid",
-    "relu",
-    "abs",
-    "clamp",
-    "sum",
-    "mean",
-    "var",
-    "max",
-    "min",
-    "matmul",
-    "linear",
-    "linear_relu",
-    "reshape",
-    "moddims",
-    "flat",
-    "transpose",
-    "concatenate",
-    "index",
-    "astype",
-    "softmax",
-    "log_softmax",
-    "dropout",
-    "mean_squared_error",
-    "categorical_cross_entropy",
-]
+__all__ = [name for names in _HOMES.values() for name in names]

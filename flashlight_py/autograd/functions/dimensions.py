@@ -269,7 +269,9 @@ def linear(x: Input, weight: Input, bias: Input | None = None) -> Variable:
     return reshape(_linear(rows, weight, bias), (*outer, weight.data.shape[0]))
 
 
-def _linear(x: Variable, weight: Variable, bias: Variable | None) -> Variable:
+def _linear(
+    x: Variable, weight: Variable, bias: Variable | None, with_relu: bool = False
+) -> Variable:
     rows, w = x.data, _to_keep(weight)
     out = product(rows, weight.data.T)
 
@@ -282,11 +284,17 @@ def _linear(x: Variable, weight: Variable, bias: Variable | None) -> Variable:
     # The parameters come first: their hooks fire while the input's gradient is still to compute.
     edges = [(weight, weight_vjp), (x, x_vjp)]
     if bias is not None:
-        out += bias.data
+        if with_relu:
+            kernels.add_bias_relu(out, bias.data)
+        else:
+            out += bias.data
         edges.insert(1, (bias, _sum_rows))
     if isinstance(weight.buffer, GradSink) and weight.buffer.is_stepped:
         edges.insert(0, edges.pop())
-    return record(out, *edges)
+    result = record(out, *edges)
+    if with_relu:
+        return record(out, (result, lambda grad: kernels.relu_slope(grad, out)))
+    return result
 
 
 def linear_relu(x: Input, weight: Input, bias: Input) -> Variable:
@@ -304,38 +312,8 @@ def linear_relu(x: Input, weight: Input, bias: Input) -> Variable:
     _check_shapes(x, weight, bias)
     rows = x.data
     fits = rows.ndim == 2 and rows.dtype == weight.data.dtype == bias.data.dtype
-    return _fused(x, weight, bias) if fits and is_cupy(rows) else relu(linear(x, weight, bias))
-
-
-def _fused(x: Variable, weight: Variable, bias: Variable) -> Variable:
-    rows, w = x.data, _to_keep(weight)
-    out = product(rows, weight.data.T)
-    kernels.add_bias_relu(out, bias.data)
-    slope = _SlopeOnce(out)
-
-    def weight_vjp(grad: Array) -> Any:
-        return _into_gradient(weight, slope(grad), rows)
-
-    return record(
-        out,
-        (weight, weight_vjp),
-        (bias, lambda grad: _sum_rows(slope(grad))),
-        (x, lambda grad: product(slope(grad), weight.data if w is None else w)),
-    )
-
-
-class _SlopeOnce:
-    """The gradient before the ReLU, computed once for all that need it."""
-
-    def __init__(self, out: Array) -> None:
-        self._out = out
-        self._grad: Array | None = None
-        self._through: Array = out
-
-    def __call__(self, grad: Array) -> Array:
-        if grad is not self._grad:
-            self._grad, self._through = grad, kernels.relu_slope(grad, self._out)
-        return self._through
+    together = fits and is_cupy(rows)
+    return _linear(x, weight, bias, True) if together else relu(linear(x, weight, bias))
 
 
 def _sum_rows(grad: Array) -> Any:
@@ -397,8 +375,8 @@ def _matmul(x: Variable, y: Variable) -> Variable:
     p, q = _to_keep(x), _to_keep(y)
     return record(
         _stacked(x.data, y.data),
-        (x, lambda grad: _stacked(grad, _transposed(y.data if q is None else q))),
-        (y, lambda grad: _stacked(_transposed(x.data if p is None else p), grad)),
+        (x, lambda grad: _stacked(grad, (y.data if q is None else q).swapaxes(-1, -2))),
+        (y, lambda grad: _stacked((x.data if p is None else p).swapaxes(-1, -2), grad)),
     )
 
 
@@ -412,7 +390,3 @@ def _stacked(a: Array, b: Array) -> Array:
 def _to_keep(operand: Variable) -> Array | None:
     """Return the array for the backward pass; None: a sharded one is read again then, not kept."""
     return operand.data if operand.placement is None else None
-
-
-def _transposed(array: Array) -> Array:
-    return array.swapaxes(-1, -2)

@@ -18,15 +18,7 @@ from flashlight_py.random import generator
 
 
 def as_variable(x: Input) -> Variable:
-    """Return ``x``, or an array as a constant, as ``fl.input`` makes it.
-
-    Raises:
-        TypeError: it is neither.
-    """
-    return x if x.__class__ is Variable else _as_input(x)
-
-
-def _as_input(x: Input) -> Variable:
+    """Return ``x``, or an array as a constant, as ``fl.input`` makes it; a TypeError otherwise."""
     return x if isinstance(x, Variable) else Variable(x)
 
 
@@ -243,10 +235,6 @@ def dropout(x: Input, ratio: float) -> Variable:
 
 
 def check_ratio(ratio: float) -> None:
-    """Check a dropout ratio.
-
-    Raises:
-        ValueError: ``ratio`` is not in ``0 <= ratio < 1``.
-    """
+    """Raise a ValueError unless ``0 <= ratio < 1``."""
     if not 0 <= ratio < 1:
         raise ValueError(f"dropout: the ratio must be at least 0 and below 1, got {ratio}")

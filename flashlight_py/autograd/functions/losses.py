@@ -59,7 +59,13 @@ def mean_squared_error(prediction: Input, target: Input) -> Variable:
     if not p.size:
         raise ValueError(f"mean_squared_error: nothing to average in shape {p.shape}")
     if is_cupy(p) and p.dtype == t.dtype and p.dtype.kind == "f":
-        return _fused_squared_error(prediction, target)
+        # One launch forward, one for each gradient, and no array in between.
+        scale = 2.0 / p.size
+        return record(
+            kernels.mean_square_error(p, t),
+            (prediction, lambda grad: kernels.scaled_difference(p, t, grad, scale)),
+            (target, lambda grad: kernels.scaled_difference(p, t, grad, -scale)),
+        )
     difference = p - t
     error = widened(difference)
     flat = error.reshape(-1)
@@ -69,17 +75,6 @@ def mean_squared_error(prediction: Input, target: Input) -> Variable:
         mean,
         (prediction, lambda grad: error * (grad * slope)),
         (target, lambda grad: error * (grad * -slope)),
-    )
-
-
-def _fused_squared_error(prediction: Variable, target: Variable) -> Variable:
-    """Do the same on a GPU: one launch forward, one for each gradient, and no array in between."""
-    p, t = prediction.data, target.data
-    slope = 2.0 / p.size
-    return record(
-        kernels.mean_square_error(p, t),
-        (prediction, lambda grad: kernels.scaled_difference(p, t, grad, slope)),
-        (target, lambda grad: kernels.scaled_difference(p, t, grad, -slope)),
     )
 
 
@@ -119,11 +114,7 @@ def categorical_cross_entropy(
 
 
 def check_reduction(reduction: str) -> None:
-    """Check the name of a reduction.
-
-    Raises:
-        ValueError: it is none of ``"mean"``, ``"sum"`` and ``"none"``.
-    """
+    """Raise a ValueError unless it is ``"mean"``, ``"sum"`` or ``"none"``."""
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
 

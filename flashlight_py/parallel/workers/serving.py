@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from flashlight_py.autograd import Variable
-from flashlight_py.autograd.graph import count_consumers
+from flashlight_py.autograd.graph import Walk
 from flashlight_py.autograd.variable import record
 from flashlight_py.device import Array
 from flashlight_py.launch.failures import Failure
@@ -162,5 +162,6 @@ def _leaves_below(result: Part) -> list[Variable]:
         return []
     if result.node is None:
         return [result]
-    below = count_consumers([result.node], (), {}, {})
-    return [target for target in below if isinstance(target, Variable)]
+    walk = Walk(result.node, result.array, False)
+    walk.count([result.node], (), walk.pending)
+    return [target for target in walk.pending if isinstance(target, Variable)]

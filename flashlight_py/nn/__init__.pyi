@@ -1,0 +1,14 @@
+from flashlight_py.nn import init as init
+from flashlight_py.nn.module import Module as Module
+from flashlight_py.nn.layers import Container as Container
+from flashlight_py.nn.layers import Sequential as Sequential
+from flashlight_py.nn.layers import Linear as Linear
+from flashlight_py.nn.layers import ReLU as ReLU
+from flashlight_py.nn.layers import Tanh as Tanh
+from flashlight_py.nn.layers import Sigmoid as Sigmoid
+from flashlight_py.nn.layers import LogSoftmax as LogSoftmax
+from flashlight_py.nn.layers import Dropout as Dropout
+from flashlight_py.nn.layers import View as View
+from flashlight_py.nn.layers import MeanSquaredError as MeanSquaredError
+from flashlight_py.nn.layers import CategoricalCrossEntropy as CategoricalCrossEntropy
+from flashlight_py.nn.recompute import recompute as recompute
