@@ -11,10 +11,9 @@ import selectors
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
 
 from flashlight_py.distributed.rendezvous.secret import (
     NONCE_BYTES,
@@ -148,14 +147,6 @@ class MeetingPoint(Store):
     def _who(self) -> str:
         return "one" if self.rank == ANY_RANK else f"rank {self.rank}"
 
-    @property
-    def ends(self) -> Mapping[int, tuple[Any, Any]]:
-        """See ``Store``."""
-        return {
-            rank: (tuple(each.here[:2]), tuple(each.address[:2]))
-            for rank, each in self._role.members.items()
-        }
-
     # What server and clients ask of it -----------------------------------------------------------
 
     @abc.abstractmethod
@@ -261,6 +252,7 @@ class Client:
                     connection = self._greet(offer, deadline)
                     if connection is not None:
                         connection.trust(self._place.host_timeout)
+                        self._place.ends = {0: connection.ends}
                         return connection
                 # That rank 0 is merely late, it says itself once it is there.
                 says = self._problem or self._place.first_report is not None
@@ -345,6 +337,7 @@ class Server:
         self._round += 1
         if self._round == 1:
             self._place.next_look = math.inf
+            self._place.ends = {rank: member.ends for rank, member in self.members.items()}
             handshakes = ((rank, member.handshake) for rank, member in self.members.items())
             unproven = [rank for rank, handshake in handshakes if handshake and not handshake.key]
             if unproven:  # nothing keeps strangers out
@@ -410,7 +403,7 @@ class Server:
     def _listen(self, listener: socket.socket) -> None:
         listener.setblocking(False)
         self._listeners.append(listener)
-        self.selector.register(listener, selectors.EVENT_READ)
+        self.selector.register(listener, selectors.EVENT_READ, listener)
 
     def _serve(self, deadline: float) -> bool:
         """Deal with what has arrived; wait for something if need be. False: time is up."""
@@ -422,9 +415,8 @@ class Server:
         """Deal with what arrives within ``seconds``; False: nothing has."""
         ready = self.selector.select(seconds)
         for key, _ in ready:
-            if key.data is None:
-                assert isinstance(key.fileobj, socket.socket)
-                self._accept(key.fileobj)
+            if isinstance(key.data, socket.socket):
+                self._accept(key.data)
             elif key.data.wire.fileno() >= 0:  # by a message of another one
                 self._receive(key.data)
         return bool(ready)
@@ -520,7 +512,9 @@ class Server:
         Before the run stands nobody knows which of two processes that contradict each other is
         the right one, so it fails.
         """
-        rank, size, peer = greeting.numbered(self.members)
+        rank, size, peer = greeting
+        if rank == ANY_RANK:
+            rank = next((each for each in range(1, size) if each not in self.members), size - 1)
         reason, me = "", self._processes[0]
         here = [self._processes[each] for each in (0, *self.members)]
         twin = None if self._place.one_host else peer.twin(here)

@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from flashlight_py.errors import RendezvousError
@@ -43,11 +44,7 @@ class Store(abc.ABC):
     spaces: Sequence[str] = ("",)
     secret: bytes = b""
     host_timeout: float = 0.0
-
-    @property
-    def ends(self) -> Mapping[int, tuple[Any, Any]]:
-        """See above."""
-        return {}
+    ends: Mapping[int, tuple[Any, Any]] = MappingProxyType({})
 
     @abc.abstractmethod
     def exchange(self, payload: bytes) -> list[bytes]:

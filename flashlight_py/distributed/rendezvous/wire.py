@@ -20,7 +20,7 @@ import struct
 import sys
 import time
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from flashlight_py.distributed.rendezvous.store import ANY_RANK, Peer, this_proc
 from flashlight_py.interfaces import family_of, resolved
 
 _MAGIC = b"FLrv"
-_VERSION = 2
+_VERSION = 3
 _HEADER = struct.Struct("!4sHHQ")
 _LENGTH = struct.Struct("!Q")
 _MAPPED = "::ffff:"
@@ -83,29 +83,21 @@ class Greeting(NamedTuple):
 
     def pack(self) -> bytes:
         """Return lines of text."""
-        peer = self.peer
-        lines = (self.rank, self.size, peer.pid, peer.host, peer.machine, peer.started)
-        return "\n".join(map(str, lines)).encode(errors="replace")
-
-    def numbered(self, taken: Container[int]) -> Greeting:
-        """Return the same with the least rank that is not ``taken``, if it asks for any."""
-        free = (rank for rank in range(1, self.size) if rank not in taken)
-        rank = next(free, self.size - 1) if self.rank == ANY_RANK else self.rank
-        return self._replace(rank=rank)
+        lines = map(str, (self.rank, self.size, *self.peer))
+        return "\n".join(lines).encode(errors="replace")
 
     @classmethod
     def parse(cls, text: bytes) -> Greeting | None:
         """Read what ``pack`` wrote; None if it is none. What cannot be printed is replaced."""
         try:
-            words = text.decode(errors="replace").split("\n")
-            rank, size, pid = map(int, words[:3])
-            host, machine, started = (
-                "".join(char if char.isprintable() else "?" for char in word) for word in words[3:]
+            rank, size, host, pid, machine, started = (
+                "".join(char if char.isprintable() else "?" for char in word)
+                for word in text.decode(errors="replace").split("\n")
             )
+            found = cls(int(rank), int(size), Peer(host, int(pid), machine, started))
         except ValueError:
             return None
-        is_right = ANY_RANK <= rank < size < 1 << 31
-        return cls(rank, size, Peer(host, pid, machine, started)) if is_right else None
+        return found if ANY_RANK <= found.rank < found.size < 1 << 31 else None
 
 
 # Objects that ranks exchange can run code on their receiver, so who joins proves to know the
@@ -151,6 +143,7 @@ class Connection:
             wire.close()
             raise
         self.wire, self.address, self.here = wire, plain(address), plain(here)
+        self.ends = self.here[:2], self.address[:2]
         self.handshake: Handshake | None = None
         self.rank: int | None = None
         self.is_refused = False
@@ -437,42 +430,37 @@ class Attempts:
 
         Each is the caller's to close. ``left`` is how many addresses have not been heard of then.
         """
-        with selectors.DefaultSelector() as selector:
-            try:
-                yield from self._race(selector, until)
-            finally:
-                for key in list(selector.get_map().values()):
-                    assert isinstance(key.fileobj, socket.socket)
-                    key.fileobj.close()
-
-    def _race(self, selector: selectors.BaseSelector, until: float) -> Iterator[socket.socket]:
         due = time.monotonic()
         # All are tried in half of the time, however many do not answer.
         pause = min(_NEXT_SECONDS, (until - due) / (2 * max(1, len(self._targets))))
-        while self._targets or selector.get_map():
-            now = time.monotonic()
-            if self._targets and (now >= due or not selector.get_map()):
-                self._start(selector, self._targets.popleft())
-                due = now + pause
-                continue
-            ready = selector.select(min(until, due if self._targets else until) - now)
-            for key, _ in ready:
-                wire = key.fileobj
-                assert isinstance(wire, socket.socket)
-                selector.unregister(wire)
-                if error := wire.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                    wire.close()
-                    self._failed(key.data, OSError(error, os.strerror(error)))
-                    due = 0.0  # nobody is there: the next one need not wait
-                    until = min(until, time.monotonic() + _REFUSED_SECONDS)
-                    continue
-                self.left -= 1
-                wire.setblocking(True)
-                yield wire
-            if not ready and time.monotonic() >= until:
-                for key in selector.get_map().values():
-                    self._failed(key.data, TimeoutError("timed out"))
-                return
+        with selectors.DefaultSelector() as selector:
+            try:
+                while self._targets or selector.get_map():
+                    now = time.monotonic()
+                    if self._targets and (now >= due or not selector.get_map()):
+                        self._start(selector, self._targets.popleft())
+                        due = now + pause
+                        continue
+                    ready = selector.select(min(until, due if self._targets else until) - now)
+                    for key, _ in ready:
+                        wire, address = key.data
+                        selector.unregister(wire)
+                        if error := wire.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                            wire.close()
+                            self._failed(address, OSError(error, os.strerror(error)))
+                            due = 0.0  # nobody is there: the next one need not wait
+                            until = min(until, time.monotonic() + _REFUSED_SECONDS)
+                            continue
+                        self.left -= 1
+                        wire.setblocking(True)
+                        yield wire
+                    if not ready and time.monotonic() >= until:
+                        for key in selector.get_map().values():
+                            self._failed(key.data[1], TimeoutError("timed out"))
+                        return
+            finally:
+                for key in list(selector.get_map().values()):
+                    key.data[0].close()
 
     def _start(self, selector: selectors.BaseSelector, address: tuple[Any, ...]) -> None:
         try:
@@ -483,7 +471,7 @@ class Attempts:
         wire.setblocking(False)
         problem = wire.connect_ex(address)
         if problem in (0, errno.EINPROGRESS):
-            selector.register(wire, selectors.EVENT_WRITE, address)
+            selector.register(wire, selectors.EVENT_WRITE, (wire, address))
         else:
             wire.close()
             self._failed(address, OSError(problem, os.strerror(problem)))
