@@ -176,13 +176,13 @@ def to_device(array: Array, device: str) -> Array:
     kind, _, index = device.partition(":")
     if kind != "cuda" or not (index.isdigit() or index == ""):
         raise ValueError(f"device must be 'cpu', 'cuda' or 'cuda:<index>', got {device!r}")
-    cupy = _import_cupy(device)
+    cupy = _import_cupy(device, int(index or 0))
     with cupy.cuda.Device(int(index or 0)):
         moved: Array = cupy.asarray(array)
     return moved
 
 
-def _import_cupy(device: str) -> Any:
+def _import_cupy(device: str, index: int) -> Any:
     from flashlight_py.errors import BackendUnavailableError
 
     try:
@@ -198,7 +198,6 @@ def _import_cupy(device: str) -> Any:
         raise BackendUnavailableError(
             f"device {device!r} was asked for and CUDA finds none here: {error}"
         ) from error
-    index = int(device.partition(":")[2] or 0)
     if index >= count:
         raise BackendUnavailableError(
             f"device {device!r} was asked for and this machine has {count} CUDA device(s)"

@@ -96,19 +96,15 @@ class AverageValueMeter(Meter):
         """
         if weight < 0:
             raise ValueError(f"the weight must not be negative, got {weight}")
-        if getattr(value, "ndim", 0):
-            self._add_array(value, weight)  # type: ignore[arg-type]  # a float has no ndim
-        elif weight:
-            self._add_moments(weight, weight * weight, float(value), 0.0)
-
-    def _add_array(self, values: Array, weight: float) -> None:
-        count = values.size
+        count: int = getattr(value, "size", 1)
         if not count or not weight:
             return
-        library = array_module(values)
-        values = values.astype(np.float64)
-        mean = float(library.mean(values))
-        deviation = weight * float(library.sum((values - mean) ** 2))
+        if getattr(value, "ndim", 0):
+            values = value.astype(np.float64)  # type: ignore[union-attr]  # a float has no ndim
+            mean = float(values.mean())
+            deviation = weight * float(((values - mean) ** 2).sum())
+        else:
+            mean, deviation = float(value), 0.0
         self._add_moments(weight * count, weight * weight * count, mean, deviation)
 
     def _add_moments(

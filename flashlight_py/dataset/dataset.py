@@ -138,16 +138,6 @@ class TensorDataset(Dataset):
         """Return the rows at ``indices`` of every array, as new arrays of shape (batch, ...)."""
         return tuple([array[indices] for array in self.arrays])
 
-    def batches(self, batch_size: int, stop: int) -> Iterator[Sample]:
-        """Iterate over views of ``batch_size`` rows each, up to row ``stop``; the last is shorter.
-
-        No line of Python runs per batch: a training step may take no longer than one would.
-        """
-        starts = range(0, stop, batch_size)
-        stops = [*starts[1:], stop] if starts else []
-        views = (map(array.__getitem__, map(slice, starts, stops)) for array in self.arrays)
-        return zip(*views, strict=True)
-
     def __iter__(self) -> Iterator[Sample]:
         return zip(*self.arrays, strict=True)
 
@@ -221,9 +211,14 @@ class BatchDataset(Dataset):
 
     def __iter__(self) -> Iterator[Sample]:
         """Go through all batches in order."""
-        if self._functions is None and isinstance(self._dataset, TensorDataset):
-            return self._dataset.batches(self._batch_size, self._stop)
-        return super().__iter__()
+        if self._functions is not None or not isinstance(self._dataset, TensorDataset):
+            return super().__iter__()
+        # No line of Python runs per batch: a training step may take no longer than one would.
+        starts = range(0, self._stop, self._batch_size)
+        stops = [*starts[1:], self._stop] if starts else []
+        arrays = self._dataset.arrays
+        views = (map(array.__getitem__, map(slice, starts, stops)) for array in arrays)
+        return zip(*views, strict=True)
 
 
 class ResampleDataset(Dataset):
@@ -246,8 +241,21 @@ class ResampleDataset(Dataset):
             indices = [indices(i) for i in range(len(dataset) if n is None else n)]
         elif n is not None:
             raise ValueError("n goes with a function; a sequence of indices has its own length")
+        checked, size = np.array(indices), len(dataset)
+        if checked.size == 0:
+            checked = checked.astype(np.int64)
+        if checked.ndim != 1 or not np.issubdtype(checked.dtype, np.integer):
+            raise ValueError(
+                "indices must be a flat sequence of integers; "
+                f"got shape {checked.shape} and dtype {checked.dtype}"
+            )
+        wrong = checked[(checked < 0) | (checked >= size)]
+        if wrong.size:
+            raise ValueError(
+                f"indices must be in [0, {size}), the dataset's length; got {wrong[0]}"
+            )
         self._dataset = dataset
-        self._indices = _checked(indices, len(dataset))
+        self._indices: Indices = checked.astype(np.int64)
 
     def __len__(self) -> int:
         """Return the number of indices."""
@@ -260,21 +268,6 @@ class ResampleDataset(Dataset):
     def take(self, indices: Indices) -> Sample:
         """Return one batch, as the underlying dataset makes it."""
         return self._dataset.take(self._indices[indices])
-
-
-def _checked(indices: Sequence[int] | Indices, size: int) -> Indices:
-    checked = np.array(indices)
-    if checked.size == 0:
-        checked = checked.astype(np.int64)
-    if checked.ndim != 1 or not np.issubdtype(checked.dtype, np.integer):
-        raise ValueError(
-            "indices must be a flat sequence of integers; "
-            f"got shape {checked.shape} and dtype {checked.dtype}"
-        )
-    wrong = checked[(checked < 0) | (checked >= size)]
-    if wrong.size:
-        raise ValueError(f"indices must be in [0, {size}), the dataset's length; got {wrong[0]}")
-    return checked.astype(np.int64)
 
 
 class ShuffleDataset(ResampleDataset):

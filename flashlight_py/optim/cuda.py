@@ -7,6 +7,7 @@ multiply-adds, as for the CPU. float16 is computed in float32.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from importlib import resources
@@ -104,12 +105,10 @@ class Table:
         first = np.cumsum([0, *(-(-size // CHUNK) for size in sizes)])
         self.blocks = int(first[-1])
         count, states = len(steps[0][0][1]), len(steps[0][1]) - 2
-        start = len(steps) * (5 + states)
+        places = itertools.count(len(steps) * (5 + states), count)
         rows = [
-            (block, size, start + number * count, *(array.data.ptr for array in piece))
-            for number, (block, size, (_, piece)) in enumerate(
-                zip(first, sizes, steps, strict=False)
-            )
+            (block, size, place, *(array.data.ptr for array in piece))
+            for block, size, place, (_, piece) in zip(first, sizes, places, steps, strict=False)
         ]
         self._rows = np.array(rows, np.int64).ravel()
         self._device = steps[0][1][0].device.id
