@@ -83,9 +83,13 @@ class Shards:
 
 
 class Placement(ABC):
-    """The place of one parameter, its gradient and its optimizers' state."""
+    """The place of one parameter, its gradient and its optimizers' state.
+
+    ``shape``: of the whole parameter.
+    """
 
     shards: Shards
+    shape: tuple[int, ...]
     is_cut = False  # a process has its part alone, and steps it like a parameter of its own
     replays = False  # captured steps can do again what is done with the parameter
 
@@ -115,14 +119,6 @@ class Placement(ABC):
     @abstractmethod
     def put(self, state: Array, value: Any) -> None:
         """Set ``state`` to ``value``, an array of the parameter's shape that all processes have."""
-
-    def value(self, variable: Variable) -> Array:
-        """Return the whole parameter, as state dicts have it; may be collective."""
-        return variable.data
-
-    def whole_shape(self, variable: Variable) -> tuple[int, ...]:
-        """Return the shape of the whole parameter."""
-        return variable.shape
 
     def part(self, value: Array) -> Array:
         """Return what of a whole parameter is in the variable's array.
@@ -247,7 +243,7 @@ class FirstOrderOptimizer(ABC):
             expected = getattr(old, "shape", None)
             placement = self.params[position].placement
             if expected is not None and placement is not None:
-                expected = placement.whole_shape(self.params[position])
+                expected = placement.shape
             if getattr(new, "shape", None) != expected:
                 raise ValueError(
                     f"load_state_dict: nothing was loaded: {name!r} of parameter {position} has "
