@@ -131,9 +131,9 @@ class Module(ABC):
         for shards in shards_of(self.params()):
             shards.check("state_dict")
         parameters = {
-            name: variable.data
-            if variable.placement is None
-            else variable.placement.value(variable)
+            name: variable.placement.whole(variable.data)
+            if variable.placement is not None and variable.placement.is_cut
+            else variable.data
             for name, variable in self.named_params().items()
         }
         return {**parameters, **self.buffers}

@@ -84,9 +84,13 @@ class Shards:
 
 
 class Placement(ABC):
-    """The place of one parameter, its gradient and its optimizers' state."""
+    """The place of one parameter, its gradient and its optimizers' state.
+
+    ``shape``: of the whole parameter.
+    """
 
     shards: Shards
+    shape: tuple[int, ...]
     is_cut = False  # a process has its part alone, and steps it like a parameter of its own
     replays = False  # captured steps can do again what is done with the parameter
 
@@ -116,14 +120,6 @@ class Placement(ABC):
     @abstractmethod
     def put(self, state: Array, value: Any) -> None:
         """Set ``state`` to ``value``, an array of the parameter's shape that all processes have."""
-
-    def value(self, variable: Variable) -> Array:
-        """Return the whole parameter, as state dicts have it; may be collective."""
-        return variable.data
-
-    def whole_shape(self, variable: Variable) -> tuple[int, ...]:
-        """Return the shape of the whole parameter."""
-        return variable.shape
 
     def part(self, value: Array) -> Array:
         """Return what of a whole parameter is in the variable's array.
@@ -227,10 +223,10 @@ class FirstOrderOptimizer(ABC):
                     f"{len(entries)}"
                 )
             for position, (new, old) in enumerate(zip(state[name], entries, strict=True)):
-                variable = self.params[position]
+                placement = self.params[position].placement
                 expected = getattr(old, "shape", None)
-                if expected is not None and variable.placement is not None:
-                    expected = variable.placement.whole_shape(variable)
+                if expected is not None and placement is not None:
+                    expected = placement.shape
                 if getattr(new, "shape", None) != expected:
                     raise ValueError(
                         f"{refused}: {name!r} of parameter {position} has shape "

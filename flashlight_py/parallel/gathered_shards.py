@@ -139,8 +139,7 @@ class Flat(Unit):
     def start(self) -> None:
         """Begin to gather the parameters, unless they are here. Collective."""
         if self._whole is None:
-            whole = self._library.empty((self.group.size, self.row), self.dtype)
-            row = self.part.reshape(1, -1)
+            whole, row = self._empty(), self.part.reshape(1, -1)
             self._work = self.group.all_gather(row, out=whole, async_op=True)
             self._whole = whole
 

@@ -140,7 +140,7 @@ class ShardedLinear(Linear):
         self.place()
 
     def __repr__(self) -> str:
-        out, into = self.weight.placement.whole_shape(self.weight)
+        out, into = self.weight.placement.shape
         how = "row" if self.cut.axis else "column"
         sizes = list(self.cut.sizes)
         return f"Linear({into}, {out}, bias={self.bias is not None}) cut by {how}: {sizes}"
@@ -177,9 +177,9 @@ class CutParameter(Placement):
     is_cut = replays = True
     shards: Cut
 
-    def __init__(self, cut: Cut, whole_shape: tuple[int, ...]) -> None:
-        self.shards, self._extents = cut, whole_shape
-        self._axis = min(cut.axis, len(whole_shape) - 1)
+    def __init__(self, cut: Cut, shape: tuple[int, ...]) -> None:
+        self.shards, self.shape = cut, shape
+        self._axis = min(cut.axis, len(shape) - 1)
 
     def zeros(self, variable: Variable, dtype: DTypeLike) -> Array:
         """Return state for this rank's part, on its device."""
@@ -202,27 +202,19 @@ class CutParameter(Placement):
         """Set this rank's part of the state."""
         state[...] = to_device(self.part(value), device_of(state))
 
-    def value(self, variable: Variable) -> Array:
-        """Return the whole parameter. Collective, blocking."""
-        return self.whole(variable.data)
-
-    def whole_shape(self, variable: Variable) -> tuple[int, ...]:
-        """Return the shape of the whole parameter."""
-        return self._extents
-
     def part(self, value: Array) -> Array:
         """Return a copy of this rank's part of a whole array."""
-        if value.shape != self._extents:
+        if value.shape != self.shape:
             raise ValueError(
                 f"a parameter that shard_linear has cut takes the whole array, of shape "
-                f"{self._extents}, got {value.shape}; nothing was changed"
+                f"{self.shape}, got {value.shape}; nothing was changed"
             )
         return copy_of(value[self.shards.part(self._axis)])
 
     def words(self) -> str:
         """Say which part this is."""
         place = self.shards.part(self._axis)[self._axis]
-        return f", {place.start} to {place.stop} of {self._extents[self._axis]}"
+        return f", {place.start} to {place.stop} of {self.shape[self._axis]}"
 
 
 def _entering(x: Variable, group: ProcessGroup) -> Variable:
