@@ -130,7 +130,7 @@ class _Pending(Reducer):
 
     def __init__(self, scale: float, group: ProcessGroup | None) -> None:
         super().__init__(scale, group)
-        self.abandon()
+        _Pending.abandon(self)  # that of a subclass may need what is not there yet
 
     def finalize(self) -> None:
         """Block until everything that was added has been reduced; raises as ``all_reduce``."""
