@@ -136,7 +136,7 @@ class Connection:
             wire.close()
             raise
         self.wire, self.address, self.here = wire, plain(address), plain(here)
-        self.ends = self.here[:2], self.address[:2]
+        self.ends = self.here[:2], self.address[:2]  # ours, and the other
         self.handshake: Handshake | None = None
         self.rank: int | None = None  # of rank 0's: the client's, once it is a member
         self.is_refused = False  # it has been sent its last message
