@@ -36,27 +36,21 @@ _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """The launcher, rank and size that the environment gives this process.
+    """The launcher, rank and size that the environment gives this process."""
 
-    ``launcher`` is "launcher" (ours or torchrun), "openmpi", "mvapich", "pmi", "flux", "jsm",
-    "slurm", "kubeflow" or "kubernetes" (the only rank of its pod), or "call": an argument of
-    ``distributed_init`` says it. ``local_rank`` and
-    ``local_size`` count the ranks of this host and are None where the launcher does not say.
-    ``variables`` are the names that said so. ``file`` is a path for a rendezvous by files,
-    ``master_address`` and ``master_port`` a host of rank 0 and a TCP port; None where unknown.
-    ``addresses`` are all that this host may be reached at, where the launcher says so.
-    """
-
+    # "launcher" (ours or torchrun), "openmpi", "mvapich", "pmi", "flux", "jsm", "slurm",
+    # "kubeflow" or "kubernetes" (the only rank of its pod), or "call": an argument of
+    # ``distributed_init`` says it.
     launcher: str
     rank: int
     size: int
-    local_rank: int | None = None
+    local_rank: int | None = None  # among the ranks of this host; None: the launcher does not say
     local_size: int | None = None
-    variables: tuple[str, ...] = ()
-    master_address: str | None = None
+    variables: tuple[str, ...] = ()  # the names of those that said so
+    master_address: str | None = None  # a host of rank 0, and its TCP port; None: unknown
     master_port: int | None = None
-    file: str | None = None
-    addresses: tuple[str, ...] = ()
+    file: str | None = None  # a path for a rendezvous by files
+    addresses: tuple[str, ...] = ()  # all of rank 0's host, where the launcher says so
 
     @property
     def said_by(self) -> str:

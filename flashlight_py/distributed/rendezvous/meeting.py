@@ -15,12 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager, suppress
 from functools import partial
 
-from flashlight_py.distributed.rendezvous.secret import (
-    NONCE_BYTES,
-    REMEDY,
-    Secret,
-    nonce,
-)
+from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, REMEDY, Secret, nonce
 from flashlight_py.distributed.rendezvous.store import (
     ANY_RANK,
     Peer,
@@ -64,31 +59,24 @@ _log = logging.getLogger("flashlight_py")
 
 
 class MeetingPoint(Store):
-    """A store whose ranks connect to rank 0 there; server and clients ask it where and how.
+    """A store whose ranks connect to rank 0 there; server and clients ask it where and how."""
 
-    ``timeout`` is in seconds for each exchange. ``name`` is for messages, ``kind`` what the place
-    is, ``own`` what every run needs one of for itself. ``known`` is what rank 0 expects its clients
-    to know. ``is_common``: whoever knows the place ought to know that too, so a process of this
-    user that does not was started wrongly. ``moves``: while ranks gather, another rank 0 may take
-    the place of one that died. A client waits ``patience`` seconds for the answer of one offer.
-    ``next_look``: when ``look`` has something to do, by ``time.monotonic``. ``note`` is what rank 0
-    adds when it reports whom it waits for. ``unnumbered``: it numbers who asks for ``ANY_RANK``,
-    one process of each host unless they all have ``one_host``. ``first_report``: after so many
-    seconds rather than the usual ones it is said who is missing, also where nobody is at the place.
-    """
-
-    timeout: float
-    name: str
-    kind: str
-    own: str
-    known: Secret
+    timeout: float  # in seconds, for each exchange
+    name: str  # for messages
+    kind: str  # what the place is
+    own: str  # what every run needs one of for itself
+    known: Secret  # what rank 0 expects its clients to know
+    # Whoever knows the place ought to know that too: a process of this user that does not was
+    # started wrongly.
     is_common = False
-    moves = False
-    patience = math.inf
-    next_look = math.inf
-    note = ""
+    moves = False  # while ranks gather, another rank 0 may take the place of one that died
+    patience = math.inf  # so many seconds a client waits for the answer of one offer
+    next_look = math.inf  # when ``look`` has something to do, by ``time.monotonic``
+    note = ""  # what rank 0 adds when it reports whom it waits for
+    # Rank 0 numbers who asks for ``ANY_RANK``, one process of each host unless all have one.
     unnumbered = False
     one_host = False
+    # After so many seconds, not the usual ones, it is said who is missing, also with nobody there.
     first_report: float | None = None
 
     def __init__(self, rank: int, size: int, timeout: float) -> None:
@@ -517,8 +505,8 @@ class Server:
             rank = next((each for each in range(1, size) if each not in self.members), size - 1)
         reason, me = "", self._processes[0]
         here = [self._processes[each] for each in (0, *self.members)]
-        twin = None if self._place.one_host else peer.twin(here)
-        if greeting.rank == ANY_RANK and twin:
+        twin = next((each for each in here if each.machine and each.machine == peer.machine), None)
+        if greeting.rank == ANY_RANK and twin and not self._place.one_host:
             reason = f"two processes of one host ask for a rank: {twin} and {peer}; "
         elif rank in self.members or rank == 0:
             reason = f"two processes claim rank {rank}: {self._processes[rank]} and {peer}; "

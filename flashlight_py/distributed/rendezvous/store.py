@@ -27,24 +27,19 @@ class Store(abc.ABC):
 
     A backend needs one thing of it: to pass some bytes and get everybody's. Addresses, host
     identities and NCCL's unique id all travel so; after that the backend's own wires are used.
-    ``processes`` says which process each rank is, for messages; empty where that is not known yet.
-    ``numbers`` are the ranks' among ``total``, where these are part of a larger whole. ``spaces``
-    are equal for those that see each other's processes; an empty text: not known.
-    ``ends`` are, of each rank that is connected with this one for the rendezvous, the address and
-    port of our end and of the other; empty where that is not known.
-    ``secret`` is what all ranks knew beforehand and no exchange shows; empty where there is none.
-    ``host_timeout``: a host that is silent for so many seconds is lost; 0: that is not looked at.
     """
 
     rank: int
     size: int
-    processes: Sequence[str] = ()
-    numbers: Sequence[int] = ()
+    processes: Sequence[str] = ()  # which process each rank is, for messages; empty: not known yet
+    numbers: Sequence[int] = ()  # the ranks' among ``total``, where these are part of more
     total: int = 0
-    spaces: Sequence[str] = ("",)
-    secret: bytes = b""
-    host_timeout: float = 0.0
+    spaces: Sequence[str] = ("",)  # equal for those that see each other's processes; "": not known
+    # Of each rank that is connected with this one for the rendezvous: the address and port of our
+    # end, and of the other.
     ends: Mapping[int, tuple[Any, Any]] = MappingProxyType({})
+    secret: bytes = b""  # what all ranks knew beforehand and no exchange shows, if anything
+    host_timeout: float = 0.0  # a host that is silent for so many seconds is lost; 0: never
 
     @abc.abstractmethod
     def exchange(self, payload: bytes) -> list[bytes]:
@@ -95,16 +90,12 @@ class SubStore(Store):
 
 
 class Peer(NamedTuple):
-    """A process of this or another machine.
-
-    ``machine`` differs between kernels and PID namespaces, ``started`` between a process and a
-    later one with the same PID; both are empty where /proc does not say.
-    """
+    """A process of this or another machine."""
 
     host: str
     pid: int
-    machine: str = ""
-    started: str = ""
+    machine: str = ""  # differs between kernels and PID namespaces; "" where /proc does not say
+    started: str = ""  # differs between a process and a later one with the same PID; likewise
 
     def __str__(self) -> str:
         return f"host {self.host}, pid {self.pid}"
@@ -113,11 +104,6 @@ class Peer(NamedTuple):
         """Return whether this process is known to be dead; False where that cannot be known."""
         is_of_this_machine = bool(self.machine) and self.machine == _machine()
         return is_of_this_machine and self.started != _start_time(self.pid)
-
-    def twin(self, others: Iterable[Peer]) -> Peer | None:
-        """Return one of ``others`` that is known to be on the same machine."""
-        same = (each for each in others if each.machine and each.machine == self.machine)
-        return next(same, None)
 
 
 def this_process() -> Peer:

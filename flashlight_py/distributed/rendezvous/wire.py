@@ -12,12 +12,10 @@ from __future__ import annotations
 import enum
 import errno
 import hmac
-import ipaddress
 import os
 import selectors
 import socket
 import struct
-import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,7 +29,6 @@ from flashlight_py.interfaces import family_of, resolved
 _MAGIC = b"FLrv"
 _VERSION = 3
 _HEADER = struct.Struct("!4sHHQ")
-_LENGTH = struct.Struct("!Q")
 _MAPPED = "::ffff:"
 # What a connection ends by whose other end is silent: it was not closed there.
 _UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN}
@@ -127,10 +124,6 @@ class Handshake(NamedTuple):
 class Connection:
     """One connected socket: whole messages in, whole messages out.
 
-    ``inbox`` holds what has arrived, ``has_ended``: nothing more will. ``address`` is the other
-    end's, ``here`` our own. On rank 0, ``rank`` is the client's once it is a member, and
-    ``is_refused``: it has been sent its last message.
-
     Raises:
         OSError: the other end has hung up already; ``wire`` is closed.
     """
@@ -143,13 +136,13 @@ class Connection:
             wire.close()
             raise
         self.wire, self.address, self.here = wire, plain(address), plain(here)
-        self.ends = self.here[:2], self.address[:2]
+        self.ends = self.here[:2], self.address[:2]  # ours, and the other
         self.handshake: Handshake | None = None
-        self.rank: int | None = None
-        self.is_refused = False
+        self.rank: int | None = None  # of rank 0's: the client's, once it is a member
+        self.is_refused = False  # it has been sent its last message
+        self.inbox: deque[Packet] = deque()  # what has arrived
+        self.has_ended = False  # nothing more will
         self.is_unreachable = False  # has_ended, because nothing comes from the other host any more
-        self.inbox: deque[Packet] = deque()
-        self.has_ended = False
         self._buffer, self._end = bytearray(), _HEADER.size  # how many bytes are to be in it
         self._limit = _UNPROVEN_LIMIT
 
@@ -255,9 +248,7 @@ def user_of(theirs: tuple[Any, ...], ours: tuple[Any, ...]) -> int | None:
     """
     wanted = [_in_hex(theirs), _in_hex(ours)]
     table = Path("/proc/net/tcp6" if ":" in theirs[0] else "/proc/net/tcp")
-    if not table.exists():
-        return None
-    for line in table.read_text().splitlines()[1:]:
+    for line in table.read_text().splitlines()[1:] if table.exists() else ():
         _, *ends, _, _, _, _, user, _, inode = line.split()[:10]
         if ends == wanted and inode != "0":
             return int(user)
@@ -266,25 +257,24 @@ def user_of(theirs: tuple[Any, ...], ours: tuple[Any, ...]) -> int | None:
 
 def _in_hex(address: tuple[Any, ...]) -> str:
     """Return an address as net/tcp has it: words of 32 bits of the host's byte order."""
-    packed = ipaddress.ip_address(address[0].partition("%")[0]).packed
-    words = (packed[at : at + 4] for at in range(0, len(packed), 4))
-    host = "".join(f"{int.from_bytes(word, sys.byteorder):08X}" for word in words)
-    return f"{host}:{address[1]:04X}"
+    host = address[0].partition("%")[0]
+    packed = socket.inet_pton(family_of(host), host)
+    words = struct.unpack(f"={len(packed) // 4}I", packed)
+    return f"{''.join(f'{word:08X}' for word in words)}:{address[1]:04X}"
 
 
 def join_payloads(payloads: Iterable[bytes]) -> bytes:
     """Pack byte strings into one, each after its length."""
-    return b"".join(_LENGTH.pack(len(payload)) + payload for payload in payloads)
+    return b"".join(len(payload).to_bytes(8, "big") + payload for payload in payloads)
 
 
 def split_payloads(body: bytes) -> list[bytes]:
     """Undo ``join_payloads``."""
-    payloads = []
-    start = 0
+    payloads, start = [], 0
     while start < len(body):
-        (length,) = _LENGTH.unpack_from(body, start)
-        start += _LENGTH.size + length
-        payloads.append(body[start - length : start])
+        end = start + 8 + int.from_bytes(body[start : start + 8], "big")
+        payloads.append(body[start + 8 : end])
+        start = end
     return payloads
 
 
@@ -292,17 +282,13 @@ def split_payloads(body: bytes) -> list[bytes]:
 
 
 class Offer(NamedTuple):
-    """Addresses where a rank 0 may listen, and the secret by which it is recognised.
-
-    ``run`` names its run, ``who`` says who made the offer, and ``advice`` what to do where another
-    program listens.
-    """
+    """Addresses where a rank 0 may listen, and the secret by which it is recognised."""
 
     addresses: Sequence[tuple[str, int]]
     secret: Secret
-    run: str = ""
-    who: str = ""
-    advice: str = ""
+    run: str = ""  # its name
+    who: str = ""  # made the offer
+    advice: str = ""  # what to do where another program listens
 
 
 class NobodyError(Exception):

@@ -77,10 +77,9 @@ class Operation(Work):
     What MPI does after it may take ``seconds``.
     """
 
-    steps: Steps
-
     def __init__(self, group: MpiBackend, name: str, seconds: float) -> None:
         self.name, self.seconds = name, seconds
+        self.steps: Steps
         self.comparison: Work | None = None
         self.ended = False
         self.error: BaseException | None = None
@@ -444,12 +443,11 @@ class Progress:
     def until(self, begins: Iterable[partial[Any]]) -> Steps:
         """Begin what MPI is to do, calls of its functions; yield until all has ended."""
         calls, requests, done = tuple(begins), list[Any](), False
-        testall = self.mpi.Request.Testall
         self._moving += 1
         try:
             # In C alone: where a signal's handler raises, no request is lost that MPI works on.
             requests.extend(map(partial.__call__, calls))
-            while not (done := testall(requests)):
+            while not (done := self.mpi.Request.Testall(requests)):
                 yield
         finally:
             self._moving -= 1

@@ -23,11 +23,7 @@ class MpiCard(NamedTuple):
 
 
 def join(
-    store: Store,
-    join_cpus: Callable[[], Backend],
-    seconds: float,
-    checked: bool,
-    gpu_aware: bool,
+    store: Store, join_cpus: Callable[[], Backend], seconds: float, checked: bool, gpu_aware: bool
 ) -> MpiBackend:
     """Join the ranks of ``store`` by their MPI library. Collective, blocking.
 

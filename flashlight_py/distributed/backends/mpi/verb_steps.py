@@ -94,10 +94,8 @@ class VerbSteps:
             part[...] = mine.reshape(shape)
             settle(part)
             return part
-        in_part = carrier.itemsize == part.itemsize
-        reduced = (
-            part.reshape(-1).view(carrier.dtype) if in_part else np.empty(part.size, carrier.dtype)
-        )
+        room, is_alike = part.reshape(-1), carrier.itemsize == part.itemsize
+        reduced = room.view(carrier.dtype) if is_alike else np.empty(room.size, carrier.dtype)
         begin = partial(self._comm.Ireduce_scatter_block, carrier, reduced, form.op)
         yield from self._until([begin])
         _decode(form, reduced, part, call.scale)
@@ -172,10 +170,9 @@ class VerbSteps:
         if call.received is not None:
             call.received.extend(receives)
         received, row = call.room(sum(receives)), row_bytes(array)
-        bytes_received = [count * row for count in receives]
-        bytes_sent, most = [count * row for count in sends], sum(totals) * row
-        data, room = as_bytes(array), as_bytes(received)
-        yield from self._movement.all_to_all(data, room, bytes_sent, bytes_received, most)
+        gives, takes = ([count * row for count in counts] for counts in (sends, receives))
+        buffers, most = (as_bytes(array), as_bytes(received)), sum(totals) * row
+        yield from self._movement.all_to_all(*buffers, gives, takes, most)
         return received
 
     def _send(self, call: Call, _: None) -> Steps:
