@@ -208,7 +208,8 @@ class HostSharder(Sharder[HostUnit]):
             unit.places = [HostPlace(self, unit, number) for number in range(len(unit.params))]
         self._states: dict[tuple[str, str, int], Array] = {}
         self._taken: Counter[tuple[int, str]] = Counter()
-        self._optimizers: list[weakref.ref[FirstOrderOptimizer]] = []  # that ranks step together
+        # Those that ranks step together, in order.
+        self._optimizers = weakref.WeakKeyDictionary[FirstOrderOptimizer, None]()
         self._error: Exception | None = None  # by which the pass fails, on this rank alone
         self._change = contextlib.ExitStack()  # of parameters, inside a pass
         self._is_done = False  # a pass has stepped, and optimizer.step() was not called since
@@ -262,8 +263,7 @@ class HostSharder(Sharder[HostUnit]):
     def attach(self, optimizer: FirstOrderOptimizer) -> None:
         """Begin new state for an optimizer, and remember it; see ``Shards``."""
         super().attach(optimizer)
-        self._optimizers = [ref for ref in self._optimizers if ref() is not None]
-        self._optimizers.append(weakref.ref(optimizer))
+        self._optimizers[optimizer] = None
         self._states, self._taken = {}, Counter()
 
     def new_state(self, place: HostPlace, dtype: DTypeLike) -> Array:
@@ -381,10 +381,8 @@ class HostSharder(Sharder[HostUnit]):
         for param in self._params:
             param.grad = None
         super().give_zeros()
-        for ref in self._optimizers:
-            optimizer = ref()
-            if optimizer is not None:
-                optimizer.step()
+        for optimizer in list(self._optimizers):
+            optimizer.step()
 
     # A pass that fails --------------------------------------------------------------------------
 
