@@ -120,7 +120,13 @@ def fully_shard(
         distribute_module_grads(module, group=members)
         return
     with refusing(members, "fully_shard"):
-        _require_row_major(named)
+        for name, param in named.items():
+            if not param.data.flags.c_contiguous:  # BLAS would round otherwise
+                raise ValueError(
+                    f"fully_shard: {name} has strides {param.data.strides} for shape "
+                    f"{param.shape}, and common memory is in C order, in which products may have "
+                    "other last bits. Before, do: param.array = np.ascontiguousarray(param.array)"
+                )
     kind = StepSharder if step_in_backward else HostSharder
     sharder = kind(_in_order(module), members, step_in_backward, across_hosts)
     give_state(module, module.buffers, 0, members)
@@ -133,17 +139,6 @@ def fully_shard(
 def _install(module: Module, sync: GradientPass[Any]) -> None:
     install(module, sync)
     module.before_forward = functools.partial(before_forward, sync)
-
-
-def _require_row_major(named: dict[str, Variable]) -> None:
-    """Refuse arrays in another order than that of common memory: BLAS would round otherwise."""
-    for name, param in named.items():
-        if not param.data.flags.c_contiguous:
-            raise ValueError(
-                f"fully_shard: {name} has strides {param.data.strides} for shape {param.shape}, "
-                "and common memory is in C order, in which products may have other last bits. "
-                "Before, do: param.array = np.ascontiguousarray(param.array)"
-            )
 
 
 def _in_order(module: Module) -> list[Variable]:

@@ -19,7 +19,6 @@ import functools
 import itertools
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -91,7 +90,7 @@ class Flat(Unit):
     """The parameters of one module and dtype in one array of shape ``(ranks, row)``.
 
     Rank r keeps row r, ``part``. All of it is there between ``start`` and ``release``, as
-    ``arrays``; its gradients between ``open`` and ``close``, as ``homes``.
+    ``arrays``.
 
     ``row`` must differ from that of every other flat: then the shapes that collectives compare say
     which flat is meant, and ranks that use different modules get an error instead of a mixture.
@@ -107,22 +106,21 @@ class Flat(Unit):
         self.arrays: list[Array] | None = None
         self._whole: Array | None = None  # arrives while there is work
         self._work: Work | None = None
-        self.homes: list[Array] | None = None
-        self._gradients: Array | None = None
-        self.used: set[Variable] = set()  # those whose gradient has a contribution
-        whole = self._empty()
-        for array, param in zip(self._views(whole), params, strict=True):
+        self.opened: Reduction | None = None  # of this pass
+        whole = self.empty()
+        for array, param in zip(self.views(whole), params, strict=True):
             array[...] = param.data
         group.broadcast(whole, 0)
         self.part: Array = whole[group.rank].copy()
 
-    def _empty(self) -> Array:
+    def empty(self) -> Array:
         """Return memory for all of it, with zeros behind the last parameter."""
         whole: Array = self._library.empty((self.group.size, self.row), self.dtype)
         whole.reshape(-1)[self.starts[-1] :] = 0
         return whole
 
-    def _views(self, whole: Array) -> list[Array]:
+    def views(self, whole: Array) -> list[Array]:
+        """Return the parameters' places in such memory."""
         line = whole.reshape(-1)
         return [
             line[start:stop].reshape(shape)
@@ -139,7 +137,7 @@ class Flat(Unit):
     def start(self) -> None:
         """Begin to gather the parameters, unless they are here. Collective."""
         if self._whole is None:
-            whole, row = self._empty(), self.part.reshape(1, -1)
+            whole, row = self.empty(), self.part.reshape(1, -1)
             self._work = self.group.all_gather(row, out=whole, async_op=True)
             self._whole = whole
 
@@ -153,7 +151,7 @@ class Flat(Unit):
             work.wait()
             if not is_cupy(whole):
                 whole.flags.writeable = False  # it is a copy: what is written there would be lost
-            self._whole, self.arrays = whole, self._views(whole)
+            self._whole, self.arrays = whole, self.views(whole)
         return self.arrays
 
     def release(self, wait: bool = True) -> None:
@@ -163,49 +161,45 @@ class Flat(Unit):
         if wait and work is not None:
             work.wait()
 
-    def open(self) -> None:
-        """Make memory for the gradients of one pass."""
-        self._gradients = self._empty()
-        self.homes = self._views(self._gradients)
-        self.pending = sum(param.calc_grad for param in self.params)
 
-    def close(self) -> Reduction:
-        """Begin to average this pass's gradients over the ranks; zeros for those not there."""
-        assert self._gradients is not None
-        assert self.homes is not None
-        for param, home in zip(self.params, self.homes, strict=True):
-            if param not in self.used:
-                home[...] = 0
-        part = self._library.empty((1, self.row), self.dtype)
-        scale = 1.0 / self.group.size
-        work = self.group.reduce_scatter(self._gradients, scale, out=part, async_op=True)
-        reduction = Reduction(self, self.used, part.reshape(-1), work)
-        self.forget_gradients()
-        return reduction
-
-    def forget_gradients(self) -> None:
-        """End what ``open`` has begun."""
-        self.homes = self._gradients = None
-        self.used = set()
-
-
-@dataclass(eq=False)
 class Reduction:
-    """Gradients of one flat on their way: each rank gets the mean of its row.
+    """The gradients of one flat in one pass, of which each rank gets the mean of its row.
 
-    ``used``: the parameters that this rank has used. ``work`` keeps all their gradients.
+    ``homes``: where they belong until they are sent. ``used``: the parameters that have one here.
     """
 
-    flat: Flat
-    used: set[Variable]
-    part: Array
-    work: Work | None
+    _part: Array  # from when they are sent
+
+    def __init__(self, flat: Flat) -> None:
+        self.flat, whole = flat, flat.empty()
+        self.homes = flat.views(whole)
+        self.used: set[Variable] = set()
+        self._whole: Array | None = whole
+        self._work: Work | None = None
+        flat.pending = sum(param.calc_grad for param in flat.params)
+
+    def send(self) -> None:
+        """Begin to average over the ranks; zeros for those not there."""
+        for param, home in zip(self.flat.params, self.homes, strict=True):
+            if param not in self.used:
+                home[...] = 0
+        group, part = self.flat.group, self.flat.part
+        self._part = array_module(part).empty_like(part)
+        out = self._part.reshape(1, -1)
+        self._work = group.reduce_scatter(self._whole, 1.0 / group.size, out=out, async_op=True)
+        self._whole, self.homes = None, []  # the work keeps them
+
+    def wait(self) -> None:
+        """Block until it has ended, and free the gradients that were reduced."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
 
     def add(self, used: Collection[Variable]) -> None:
         """Add this rank's part to the parameters' gradients: of those that were ``used``."""
-        for position, param in enumerate(self.flat.params):
+        for param in self.flat.params:
             if param in used:
-                piece = self.part[self.flat.cut(position)[0]]
+                piece = self._part[param.placement.here]
                 if param.grad is not None:
                     param.grad += piece
                 else:
@@ -224,20 +218,21 @@ class PartPlace(Placement, GradSink):
 
     def add(self, leaf: Variable, contribution: Array, is_new: bool) -> None:
         """Add a contribution to this pass's gradient of the whole; see ``GradSink``."""
-        home = self.shards.homes_of(self.flat)[self.position]
-        if leaf in self.flat.used:
+        gradients = self.shards.opened(self.flat)
+        home = gradients.homes[self.position]
+        if leaf in gradients.used:
             home += contribution
         else:
             home[...] = contribution
-            self.flat.used.add(leaf)
+            gradients.used.add(leaf)
 
     def product(self, leaf: Variable, a: Array, b: Array) -> Array | GradSink:
         """Compute ``a @ b`` where the gradient belongs if it is the first contribution."""
-        home = self.shards.homes_of(self.flat)[self.position]
-        if leaf in self.flat.used or not a.dtype == b.dtype == self.dtype:
+        gradients = self.shards.opened(self.flat)
+        if leaf in gradients.used or not a.dtype == b.dtype == self.dtype:
             return product(a, b)
-        product(a, b, home)
-        self.flat.used.add(leaf)
+        product(a, b, gradients.homes[self.position])
+        gradients.used.add(leaf)
         return self
 
     def zeros(self, variable: Variable, dtype: DTypeLike) -> Array:
@@ -383,13 +378,12 @@ class GatheringSharder(Sharder[Flat]):
 
     # The pass -----------------------------------------------------------------------------------
 
-    def homes_of(self, flat: Flat) -> list[Array]:
-        """Return where this pass's gradients of ``flat`` belong."""
-        if flat.homes is None:
+    def opened(self, flat: Flat) -> Reduction:
+        """Return this pass's gradients of ``flat``."""
+        if flat.opened is None:
             self.join_failed()
-            flat.open()
-        assert flat.homes is not None
-        return flat.homes
+            flat.opened = Reduction(flat)
+        return flat.opened
 
     def join_failed(self) -> None:
         """Have the end of the pass be seen; see ``InPasses``."""
@@ -403,14 +397,17 @@ class GatheringSharder(Sharder[Flat]):
 
     def _give(self, flat: Flat, weight: float) -> None:
         """Begin to reduce; by now the one before has had the time to end, and its memory goes."""
-        self._reductions.append(flat.close())
+        assert flat.opened is not None
+        flat.opened.send()
+        self._reductions.append(flat.opened)
+        flat.opened = None
         self._given += 1
         # What reads the parameters for the last time may be in the middle of it.
         after_node(functools.partial(self._settle, but=1))
 
     def _give_rest(self) -> None:
         for flat in self._units:
-            if flat.homes is not None:
+            if flat.opened is not None:
                 self._give(flat, 1.0)
 
     def _settle(self, but: int = 0) -> None:
@@ -418,9 +415,7 @@ class GatheringSharder(Sharder[Flat]):
         while self._settled < len(self._reductions) - but:
             reduction = self._reductions[self._settled]
             self._settled += 1
-            work, reduction.work = reduction.work, None
-            if work is not None:
-                work.wait()
+            reduction.wait()
             if self.steps:
                 self._step(reduction)
 
@@ -453,8 +448,7 @@ class GatheringSharder(Sharder[Flat]):
 
     def _forget(self) -> None:
         for flat in self._units:
-            if flat.homes is not None:
-                flat.forget_gradients()
+            flat.opened = None
         self._release(wait=False)
 
     def _reset(self) -> None:

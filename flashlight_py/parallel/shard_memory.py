@@ -47,6 +47,7 @@ class HostUnit(Unit):
     ) -> None:
         super().__init__(params)
         self.name, self.starts, self.chunks = name, starts, chunks
+        self.sizes = [param.size for param in params]
         self.places: list[Any] = []  # of the parameters
 
 

@@ -99,6 +99,7 @@ class HostPlace(Placement, GradSink):
         parts = [memory.part(chunk) for chunk in unit.chunks]
         edges = [(max(part.start - start, low), min(part.stop - start, high)) for part in parts]
         self.mine = [slice(*each) for each in edges if each[0] < each[1]]
+        self._data = memory.params[unit.name][self._place]
         self.total = self.view(memory.grads[unit.name])
         self.beside: Array | None = None
 
@@ -120,8 +121,7 @@ class HostPlace(Placement, GradSink):
                 "so its gradients are not summed; call fully_shard again to train it"
             )
         assert variable.grad is not None
-        data = self.shards.memory.params[self.unit.name][self._place]
-        arrays = [data, *(each.reshape(-1) for each in (variable.grad, *states))]
+        arrays = [self._data, *(each.reshape(-1) for each in (variable.grad, *states))]
         return [tuple([array[piece] for array in arrays]) for piece in self.mine]
 
     def sum_of_squares(self, variable: Variable) -> float:
@@ -208,7 +208,8 @@ class HostSharder(Sharder[HostUnit]):
             unit.places = [HostPlace(self, unit, number) for number in range(len(unit.params))]
         self._states: dict[tuple[str, str, int], Array] = {}
         self._taken: Counter[tuple[int, str]] = Counter()
-        self._optimizers: list[weakref.ref[FirstOrderOptimizer]] = []  # that ranks step together
+        # Those that ranks step together, in order.
+        self._optimizers = weakref.WeakKeyDictionary[FirstOrderOptimizer, None]()
         self._error: Exception | None = None  # by which the pass fails, on this rank alone
         self._change = contextlib.ExitStack()  # of parameters, inside a pass
         self._is_done = False  # a pass has stepped, and optimizer.step() was not called since
@@ -262,8 +263,7 @@ class HostSharder(Sharder[HostUnit]):
     def attach(self, optimizer: FirstOrderOptimizer) -> None:
         """Begin new state for an optimizer, and remember it; see ``Shards``."""
         super().attach(optimizer)
-        self._optimizers = [ref for ref in self._optimizers if ref() is not None]
-        self._optimizers.append(weakref.ref(optimizer))
+        self._optimizers[optimizer] = None
         self._states, self._taken = {}, Counter()
 
     def new_state(self, place: HostPlace, dtype: DTypeLike) -> Array:
@@ -328,9 +328,10 @@ class HostSharder(Sharder[HostUnit]):
         return True
 
     def _give(self, unit: HostUnit, weight: float) -> None:
-        own = [place.own(param) for param, place in _places([unit])]
+        placed = list(zip(unit.params, unit.places, strict=True))
+        own = [place.own(param) for param, place in placed]
         self._pack_weighed(unit, own, 0.0 if self._error is not None else weight)
-        for param, place in _places([unit]):
+        for param, place in placed:
             place.beside = None
             if param.grad is not place.total:
                 param.grad = None
@@ -343,7 +344,8 @@ class HostSharder(Sharder[HostUnit]):
 
     def _adds(self, unit: HostUnit) -> bool:
         """Return whether a unit's sums are added to those of earlier passes."""
-        kept = [param.grad is place.total for param, place in _places([unit])]
+        pairs = zip(unit.params, unit.places, strict=True)
+        kept = [param.grad is place.total for param, place in pairs]
         for place, is_kept in zip(unit.places, kept, strict=True) if any(kept) else ():
             for piece in () if is_kept else place.mine:  # this rank's part of it is added to
                 place.total.reshape(-1)[piece] = 0
@@ -379,10 +381,8 @@ class HostSharder(Sharder[HostUnit]):
         for param in self._params:
             param.grad = None
         super().give_zeros()
-        for ref in self._optimizers:
-            optimizer = ref()
-            if optimizer is not None:
-                optimizer.step()
+        for optimizer in list(self._optimizers):
+            optimizer.step()
 
     # A pass that fails --------------------------------------------------------------------------
 
@@ -444,13 +444,15 @@ class StepSharder(HostSharder):
         meet(self.group, BACKWARD)
         rooms = self.memory.rooms(chunk, unit.params[0].dtype)
         part = self.memory.part(chunk)
-        for param, start, used in zip(unit.params, unit.starts, flags.T, strict=True):
+        used = map(any, flags.T.tolist())
+        in_turn = zip(unit.params, unit.starts, unit.sizes, used, strict=True)
+        for param, start, size, is_used in in_turn:
             stepper = self._steppers.get(param)
-            if stepper is None or not used.any():
+            if stepper is None or not is_used:
                 continue
             optimizer, number = stepper
             # What this rank has of the parameter, which may be nothing.
-            low, high = max(part.start, start), min(part.stop, start + param.size)
+            low, high = max(part.start, start), min(part.stop, start + size)
             pieces, scale = [], 1.0 / self.group.size
             if low < high:
                 grads = [room[low - chunk.start : high - chunk.start] for room in rooms]
@@ -483,8 +485,8 @@ def _places(units: Iterable[HostUnit]) -> Iterator[tuple[Variable, HostPlace]]:
 def _fill(bucket: Array, chunk: slice, unit: HostUnit, own: Sequence[Given | None]) -> None:
     """Copy into ``bucket`` what it has of the gradients; zeros where there is none."""
     end = chunk.start
-    for param, start, grad in zip(unit.params, unit.starts, own, strict=True):
-        low, high = max(start, chunk.start), min(start + param.size, chunk.stop)
+    for start, size, grad in zip(unit.starts, unit.sizes, own, strict=True):
+        low, high = max(start, chunk.start), min(start + size, chunk.stop)
         if low >= high:
             continue
         room = bucket[low - chunk.start : high - chunk.start]

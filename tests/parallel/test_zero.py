@@ -15,7 +15,7 @@ from flashlight_py.autograd import functions as F
 from flashlight_py.distributed.work import Done
 from flashlight_py.errors import MismatchError
 from flashlight_py.parallel import gathered_shards
-from flashlight_py.parallel.gathered_shards import Flat, shard_by_gathering
+from flashlight_py.parallel.gathered_shards import Flat, Reduction, shard_by_gathering
 from tests.distributed.conformance import ranks_in
 
 BATCH, STEPS = 24, 4
@@ -160,22 +160,22 @@ def peak(rank: int, size: int) -> tuple[float, list[str]]:
     shard_by_gathering(model)
     x = fl.input(np.ones((1, WIDTH), "float32"))
     happened: list[str] = []
-    start, close = Flat.start, Flat.close
+    start, send = Flat.start, Reduction.send
 
     def noted_start(flat: Flat) -> None:
         if flat._whole is None:
             happened.append(f"gather {numbers[flat.params[0]]}")
         start(flat)
 
-    def noted_close(flat: Flat) -> Any:
-        happened.append(f"reduce {numbers[flat.params[0]]}")
-        return close(flat)
+    def noted_send(reduction: Reduction) -> None:
+        happened.append(f"reduce {numbers[reduction.flat.params[0]]}")
+        send(reduction)
 
     tracemalloc.start()
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Flat, "start", noted_start)
-            patch.setattr(Flat, "close", noted_close)
+            patch.setattr(Reduction, "send", noted_send)
             for _ in range(2):
                 model.zero_grad()
                 happened.clear()
@@ -279,7 +279,7 @@ def fail_midway(rank: int, size: int) -> None:
     with pytest.raises(OSError, match="full"):
         one_pass(model, 1, rank, size)
     layer.register_grad_hook(hook)
-    assert all(flat._whole is flat.homes is flat._gradients is None for flat in shards._units)
+    assert all(flat._whole is flat.opened is None for flat in shards._units)
     for each in (model, other):
         one_pass(each, 2, rank, size)
     for got, expected in zip(model.params(), other.params(), strict=True):
