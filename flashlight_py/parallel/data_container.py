@@ -128,9 +128,11 @@ class DistributedDataContainer(Dataset):
         """
         if not isinstance(index, slice):
             return super().__getitem__(index)
-        data = self._current()
+        data, here = self._current(), self._positions[index]
+        # Going down, the range may stop at -1, which a slice would take for the last element.
+        stop = here.stop if here.stop >= 0 else None
         try:
-            return data[_slice_of(self._positions[index])]
+            return data[slice(here.start, stop, here.step) if here else slice(0, 0)]
         except TypeError as error:
             raise TypeError(
                 f"DistributedDataContainer: its data, of type {type(data).__name__}, has no "
@@ -158,12 +160,3 @@ def _length(data: Indexed) -> int:
         raise TypeError(
             f"DistributedDataContainer: data of type {kind} has no length ({error})"
         ) from error
-
-
-def _slice_of(positions: range) -> slice:
-    """Return the slice that takes ``positions``, all at least 0, from a sequence."""
-    if not positions:
-        return slice(0, 0)
-    # Going down, the range may stop at -1, which a slice would take for the last element.
-    stop = positions.stop if positions.stop >= 0 else None
-    return slice(positions.start, stop, positions.step)

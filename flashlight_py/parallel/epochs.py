@@ -348,11 +348,11 @@ class ShardedDataset(InEpochs, Dataset):
         Raises:
             NotInitializedError: the world is another one than when this was made.
         """
-        part = self._part(index)
+        batch, part = self._part(index)
         if part:
             return self._dataset.take(self._at(part))
         # A dataset of one's own can show what no rows look like by a row only.
-        one = self._dataset.take(self._at(self._batch(index)[:1]))
+        one = self._dataset.take(self._at(batch[:1]))
         return tuple([field[:0] for field in one])
 
     def weight(self, index: SupportsIndex) -> float:
@@ -372,14 +372,11 @@ class ShardedDataset(InEpochs, Dataset):
             raise IndexError(
                 f"ShardedDataset holds {len(self)} batch(es); index {index} is out of range"
             ) from None
-        return weight_of_part(
-            len(self._part(position)), len(self._batch(position)), self._share.size
-        )
+        batch, part = self._part(position)
+        return weight_of_part(len(part), len(batch), self._share.size)
 
-    def _batch(self, index: int) -> range:
-        return batch_positions(index, self._left, self._batch_size)
-
-    def _part(self, index: int) -> range:
-        batch = self._batch(index)
+    def _part(self, index: int) -> tuple[range, range]:
+        """Return the positions of global batch ``index``, and those of this rank's part."""
+        batch = batch_positions(index, self._left, self._batch_size)
         share = contiguous_share(len(batch), self._share.rank, self._share.size)
-        return batch[share.start : share.stop]
+        return batch, batch[share.start : share.stop]

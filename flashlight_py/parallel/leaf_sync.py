@@ -161,12 +161,17 @@ class LeafSync(GradientPass[Unit]):
             )
         return lengths[0]
 
-    def steps_leaves(self, rows: int, arrays: Sequence[Array]) -> Iterator[Any]:
-        """Yield each of this rank's leaves of a batch of ``rows``, when all is ready for it."""
-        self._open(rows, arrays)
+    def steps_leaves(self, batch: int, arrays: Sequence[Array]) -> Iterator[Any]:
+        """Yield each of this rank's leaves of ``batch`` rows, when all is as on any other rank."""
+        self._open(batch, arrays)
         try:
             for leaf in self._mine:
-                self._select(leaf)
+                self._leaf, self._is_done = leaf, False
+                self._buffers.restore()
+                for rows in self._rows:
+                    for param, view in rows.gradients(len(self._stack)):
+                        param.buffer = view
+                self._use_numbers(leaf)
                 here = self._positions(leaf)
                 views = tuple([array[here.start : here.stop] for array in arrays])
                 yield views if len(views) > 1 else views[0]
@@ -219,15 +224,6 @@ class LeafSync(GradientPass[Unit]):
     def _use_numbers(self, leaf: int | None) -> None:
         """Let random numbers be those of ``leaf``; None: those of before."""
         random.use(None if leaf is None else [self._key, leaf])
-
-    def _select(self, leaf: int) -> None:
-        """Make everything as it is for ``leaf`` on any rank."""
-        self._leaf, self._is_done = leaf, False
-        self._buffers.restore()
-        for rows in self._rows:
-            for param, view in rows.gradients(len(self._stack)):
-                param.buffer = view
-        self._use_numbers(leaf)
 
     def _require_gradient(self) -> None:
         error = self._error

@@ -90,6 +90,7 @@ class Team:
     def __init__(self, count: int, params: Sequence[Variable], cores: int) -> None:
         self.numbers: dict[weakref.ref[Any], int] = {}  # of graphs, until the workers forget them
         self._params = list(params)
+        self._module: bytes | None = None  # the form that they have
         self._waiting = 0  # workers whose answer has not been received
         self._asker: weakref.ref[Any] | None = None
         end_dropped()
@@ -150,9 +151,9 @@ class Team:
     ) -> None:
         """Send the first workers a request each, with arrays that are put into their inboxes.
 
-        All workers receive the form of the ``module``, if there is
-        a new one. ``asker``, which is not kept alive by this, is told to ``save()`` what it needs
-        of the answers before the next request is sent: until then their memory stays as it is.
+        All workers receive the form of the ``module`` where it has changed. ``asker``, which is not
+        kept alive by this, is told to ``save()`` what it needs of the answers before the next
+        request is sent: until then their memory stays as it is.
         """
         end_dropped()
         if os.getpid() != self._held.pid:
@@ -176,14 +177,16 @@ class Team:
         # Those that nobody can differentiate any more.
         gone = [graph for graph in list(self.numbers) if graph() is None]
         dropped = [self.numbers.pop(graph) for graph in gone]
+        changed = None if module == self._module else module
         with self._ending_on_errors():
             for number, (request, arrays) in enumerate(requests):
                 places = self._inboxes[number].put(arrays)
-                self._workers[number].send((request, places, module, dropped))
+                self._workers[number].send((request, places, changed, dropped))
                 self._waiting = number + 1
-            if dropped or module is not None:
+            if dropped or changed is not None:
                 for worker in self._workers[self._waiting :]:
-                    worker.send((None, None, module, dropped))
+                    worker.send((None, None, changed, dropped))
+        self._module = changed or self._module
         self._asker = None if asker is None else weakref.ref(asker)
 
     def answers(self) -> list[ShareResult]:
