@@ -43,13 +43,10 @@ def check_modules_agree(
 def check_entries_agree(
     differ: str, remedy: str, entries: Sequence[str], group: ProcessGroup, values: int = 0
 ) -> list[int]:
-    """Compare lists of descriptions over the ranks. Collective, blocking.
+    """Raise a MismatchError on every rank where ``entries`` differ. Collective, blocking.
 
-    Returns:
-        What every rank passes as ``values``, in rank order: it travels along.
-
-    Raises:
-        MismatchError: on every rank: says ``differ``, the first number, who has what, ``remedy``.
+    It says ``differ``, the first number that does, who has what, and ``remedy``. Else return what
+    every rank passes as ``values``, in rank order: it travels along.
     """
     of_ranks = of_all_ranks([entries, values], group)
     in_turn = itertools.zip_longest(*(found for found, _ in of_ranks), fillvalue="nothing")
@@ -179,11 +176,8 @@ def check_arithmetic(what: str, leaves: int, members: ProcessGroup) -> None:
     """Have BLAS compute with one thread, and compare what bits depend on. Collective, blocking.
 
     Compared are the versions of NumPy and of its BLAS, the core type of OpenBLAS, and the CPU
-    features for which NumPy has loops of their own.
-
-    Raises:
-        ValueError: BLAS computes with several threads and is no OpenBLAS, on some rank.
-        MismatchError: ranks differ; on every rank, naming hosts, ranks and a remedy.
+    features for which NumPy has loops of their own. Another BLAS than OpenBLAS with several threads
+    is a ValueError on every rank, ranks that differ a MismatchError with a remedy.
     """
     threads, core_type = _threads_and_core_type()
     config: Any = np.show_config(mode="dicts")

@@ -39,12 +39,7 @@ class Share:
 
 
 def find_share(what: str, rank: int | None, size: int | None) -> Share:
-    """Return the share passed, or the world's where both are None.
-
-    Raises:
-        TypeError: ``rank`` or ``size`` is not an integer.
-        ValueError: only one is given, or ``rank`` is not in [0, size).
-    """
+    """Return the share passed, if it is one, or the world's where both are None."""
     if rank is None and size is None:
         return Share(get_world_rank(), get_world_size(), of_world=True)
     if rank is None or size is None:

@@ -206,15 +206,14 @@ class LeafSync(GradientPass[Unit]):
         self._stack: list[range] = []  # the leaves whose sum is in each row
         self._error = ""
         self._is_open, self._is_reduced, self._failure = True, False, None
-        for param in self._params:
-            param.grad = None
+        self._forget()
 
     @effect
     def _count_step(self, rows: int, *arrays: Array) -> None:
         """Draw this step's random numbers, and note what all ranks must have in common."""
         random.use(None)
         self._key = int(random.generator().integers(1 << 62))
-        self._facts: dict[str, int | str] = {"rows": rows, "step": self._steps}
+        self._facts: dict[str, Any] = {"rows": rows, "step": self._steps}
         self._facts["random numbers"] = self._key
         if self.members.size > 1:
             self._facts.update({f"array {n}": looks_of(each) for n, each in enumerate(arrays)})
@@ -226,15 +225,14 @@ class LeafSync(GradientPass[Unit]):
         random.use(None if leaf is None else [self._key, leaf])
 
     def _require_gradient(self) -> None:
-        error = self._error
-        if not (error or self._is_done):
-            error = (
+        if not (self._error or self._is_done):
+            self._error = (
                 f"{self.where}: the body of the loop ended without a backward pass for leaf "
                 f"{self._leaf} of {self.leaves}. Every leaf needs one; where nothing is to be "
                 "learned from a leaf, multiply its loss by 0"
             )
-        if error:
-            self._failure = RuntimeError(error)
+        if self._error:
+            self._failure = RuntimeError(self._error)
             raise self._failure
 
     def _end(self) -> None:
@@ -246,8 +244,7 @@ class LeafSync(GradientPass[Unit]):
             # The others are about to compare what they have used.
             fail(self.members, error)
             self._buffers.restore()
-            for param in self._params:
-                param.grad = None
+            self._forget()
 
     def join_failed(self) -> None:
         """Autograd: the pass fails; see ``InPasses``."""
