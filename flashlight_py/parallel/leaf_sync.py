@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -172,7 +172,7 @@ class LeafSync(GradientPass[Unit]):
                     for param, view in rows.gradients(len(self._stack)):
                         param.buffer = view
                 self._use_numbers(leaf)
-                here = self._positions(leaf)
+                here = self._places[leaf]
                 views = tuple([array[here.start : here.stop] for array in arrays])
                 yield views if len(views) > 1 else views[0]
                 self._require_gradient()
@@ -181,20 +181,16 @@ class LeafSync(GradientPass[Unit]):
         finally:
             self._end()
 
-    def _positions(self, leaf: int) -> range:
-        return contiguous_share(self._batch, leaf, self.leaves)
-
     def _open(self, rows: int, arrays: Sequence[Array]) -> None:
         if self._is_open:
             raise RuntimeError(
                 f"{self.where}: a loop over leaves of this module is not over on this rank, and "
                 "there is one gradient for both: end it first"
             )
-        self._batch = rows
-        count = min(rows, self.leaves)
-        self._count = count
+        self._count = count = min(rows, self.leaves)
         self._mine = contiguous_share(count, self.members.rank, self.members.size)
-        sizes = [len(self._positions(leaf)) for leaf in range(count)]
+        self._places = [contiguous_share(rows, leaf, self.leaves) for leaf in range(count)]
+        sizes = [len(place) for place in self._places]
         # Equal leaves are weighed at the end, all at once; not where a sum may not fit its dtype.
         narrow = any(each.dtype.itemsize < 4 for each in self._rows)
         is_even = len(set(sizes)) == 1 and not narrow
@@ -362,8 +358,9 @@ class LeafBuffers:
     __captured_state__ = ("_module", "_names", "_group", "_averaged")
 
     def __init__(self, module: Module, names: Sequence[str], group: ProcessGroup | None) -> None:
-        # Not kept alive: what is known of distributed modules goes with them.
-        self._module, self._names, self._group = weakref.ref(module), list(names), group
+        # Not kept alive: what is known of modules goes with them, and whoever runs a step has it.
+        self._module: Callable[[], Any] = weakref.ref(module)
+        self._names, self._group = list(names), group
         self._before: dict[str, Any] = {}
         self._first: dict[str, Any] = {}  # what the first leaf has made of the others
         if names:
@@ -404,7 +401,7 @@ class LeafBuffers:
             self._set({name: self._before[name] + mean for name, mean in means.items()})
         if self._first:
             self._set(self._first)
-            give_state(self._owner(), self._others(self._now()), 0, self._group)
+            give_state(self._module(), self._others(self._now()), 0, self._group)
 
     def _others(self, values: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in values.items() if name not in self._averaged}
@@ -412,7 +409,7 @@ class LeafBuffers:
     def _now(self) -> dict[str, Any]:
         if not self._names:
             return {}
-        found = self._owner().buffers
+        found = self._module().buffers
         return {name: found[name] for name in self._names}
 
     def _set(self, values: Mapping[str, Array]) -> None:
@@ -421,9 +418,4 @@ class LeafBuffers:
             if isinstance(now[name], np.ndarray):
                 now[name][...] = value
             else:
-                put_buffer(self._owner(), name, value.item())
-
-    def _owner(self) -> Module:
-        module = self._module()
-        assert module is not None, "whoever runs a step has it"
-        return module
+                put_buffer(self._module(), name, value.item())
