@@ -43,13 +43,10 @@ def check_modules_agree(
 def check_entries_agree(
     differ: str, remedy: str, entries: Sequence[str], group: ProcessGroup, values: int = 0
 ) -> list[int]:
-    """Compare lists of descriptions over the ranks. Collective, blocking.
+    """Raise a MismatchError on every rank where ``entries`` differ. Collective, blocking.
 
-    Returns:
-        What every rank passes as ``values``, in rank order: it travels along.
-
-    Raises:
-        MismatchError: on every rank: says ``differ``, the first number, who has what, ``remedy``.
+    It says ``differ``, the first number that does, who has what, and ``remedy``. Else return what
+    every rank passes as ``values``, in rank order: it travels along.
     """
     of_ranks = of_all_ranks([entries, values], group)
     in_turn = itertools.zip_longest(*(found for found, _ in of_ranks), fillvalue="nothing")
@@ -179,41 +176,32 @@ def check_arithmetic(what: str, leaves: int, members: ProcessGroup) -> None:
     """Have BLAS compute with one thread, and compare what bits depend on. Collective, blocking.
 
     Compared are the versions of NumPy and of its BLAS, the core type of OpenBLAS, and the CPU
-    features for which NumPy has loops of their own.
-
-    Raises:
-        ValueError: BLAS computes with several threads and is no OpenBLAS, on some rank.
-        MismatchError: ranks differ; on every rank, naming hosts, ranks and a remedy.
+    features for which NumPy has loops of their own. Another BLAS than OpenBLAS with several threads
+    is a ValueError on every rank, ranks that differ a MismatchError with a remedy.
     """
     threads, core_type = _threads_and_core_type()
     config: Any = np.show_config(mode="dicts")
     blas_built_with = config.get("Build Dependencies", {}).get("blas", {})
-    mine: dict[str, Any] = {
-        "host": socket.gethostname(),
-        "threads": threads,
-        "facts": {
-            "leaves": str(leaves),
-            "NumPy": np.__version__,
-            "BLAS": f"{blas_built_with.get('name')} {blas_built_with.get('version')}",
-            _CORE_TYPE: core_type,
-            _FEATURES: _features(),
-        },
+    facts = {
+        "leaves": str(leaves),
+        "NumPy": np.__version__,
+        "BLAS": f"{blas_built_with.get('name')} {blas_built_with.get('version')}",
+        _CORE_TYPE: core_type,
+        _FEATURES: _features(),
     }
-    of_ranks = of_all_ranks(mine, members) if members.size > 1 else [mine]
+    of_ranks = of_all_ranks([socket.gethostname(), threads, facts], members)
     where = f"{what}: rank {members.rank} of {members.size}"
-    hosts = [each["host"] for each in of_ranks]
-    several = [f"rank {n} on {hosts[n]}" for n, each in enumerate(of_ranks) if each["threads"] != 1]
+    several = [f"rank {n} on {host}" for n, (host, count, _) in enumerate(of_ranks) if count != 1]
     if several:
         raise ValueError(
             f"{where}: leaves={leaves} needs a BLAS with one thread, as the bits of its results "
             f"depend on their number; not so on {', '.join(several)}. NumPy's BLAS there is no "
             "OpenBLAS, which could be asked: start with OMP_NUM_THREADS=1"
         )
-    for name in mine["facts"]:
-        found = [each["facts"][name] for each in of_ranks]
-        if len(set(found)) > 1:
+    for name in facts:
+        if len({each[name] for _, _, each in of_ranks}) > 1:
+            entries = [f"{each[name]} on {host}" for host, _, each in of_ranks]
             remedy = _REMEDIES.get(name, "use the same on every rank")
-            entries = [f"{fact} on {host}" for fact, host in zip(found, hosts, strict=True)]
             raise MismatchError(
                 f"{where}: the ranks would compute other bits from the same numbers: {name} "
                 f"differs ({by_rank(entries)}). To have the same, {remedy}"

@@ -39,12 +39,7 @@ class Share:
 
 
 def find_share(what: str, rank: int | None, size: int | None) -> Share:
-    """Return the share passed, or the world's where both are None.
-
-    Raises:
-        TypeError: ``rank`` or ``size`` is not an integer.
-        ValueError: only one is given, or ``rank`` is not in [0, size).
-    """
+    """Return the share passed, if it is one, or the world's where both are None."""
     if rank is None and size is None:
         return Share(get_world_rank(), get_world_size(), of_world=True)
     if rank is None or size is None:
@@ -128,9 +123,11 @@ class DistributedDataContainer(Dataset):
         """
         if not isinstance(index, slice):
             return super().__getitem__(index)
-        data = self._current()
+        data, here = self._current(), self._positions[index]
+        # Going down, the range may stop at -1, which a slice would take for the last element.
+        stop = here.stop if here.stop >= 0 else None
         try:
-            return data[_slice_of(self._positions[index])]
+            return data[slice(here.start, stop, here.step) if here else slice(0, 0)]
         except TypeError as error:
             raise TypeError(
                 f"DistributedDataContainer: its data, of type {type(data).__name__}, has no "
@@ -158,12 +155,3 @@ def _length(data: Indexed) -> int:
         raise TypeError(
             f"DistributedDataContainer: data of type {kind} has no length ({error})"
         ) from error
-
-
-def _slice_of(positions: range) -> slice:
-    """Return the slice that takes ``positions``, all at least 0, from a sequence."""
-    if not positions:
-        return slice(0, 0)
-    # Going down, the range may stop at -1, which a slice would take for the last element.
-    stop = positions.stop if positions.stop >= 0 else None
-    return slice(positions.start, stop, positions.step)

@@ -19,7 +19,7 @@ from flashlight_py.dataset.shares import (
 )
 from flashlight_py.distributed.calls.checks import whole_number
 from flashlight_py.parallel.agreement import check_settings_agree
-from flashlight_py.parallel.data_container import find_share
+from flashlight_py.parallel.data_container import Share, find_share
 
 
 class InEpochs:
@@ -34,21 +34,14 @@ class InEpochs:
     here: 0, or what was consumed when its state was saved; ``_left`` samples follow.
     """
 
+    _what: str  # what messages call it
+
     def __init__(
-        self,
-        what: str,
-        n: int,
-        shuffle: bool,
-        seed: int,
-        drop_last: bool,
-        rank: int | None,
-        size: int | None,
-        **others: int,
+        self, n: int, shuffle: bool, seed: int, drop_last: bool, share: Share, **others: int
     ) -> None:
-        self._what = what
-        self._share = find_share(what, rank, size)
-        self._n = whole_number(what, "n", n)
-        seed = whole_number(what, "seed", seed)
+        self._share = share
+        self._n = whole_number(self._what, "n", n)
+        seed = whole_number(self._what, "seed", seed)
         self._settings = {"n": self._n, "shuffle": bool(shuffle), "seed": seed}
         self._drop_last = bool(drop_last)
         self._others = {**others, "drop_last": self._drop_last}
@@ -220,6 +213,8 @@ class DistributedSampler(InEpochs):
         [[3, 4, 0], [1, 2]]
     """
 
+    _what = "DistributedSampler"
+
     def __init__(
         self,
         n: int,
@@ -229,7 +224,7 @@ class DistributedSampler(InEpochs):
         rank: int | None = None,
         size: int | None = None,
     ) -> None:
-        super().__init__("DistributedSampler", n, shuffle, seed, drop_last, rank, size)
+        super().__init__(n, shuffle, seed, drop_last, find_share(self._what, rank, size))
 
     def __len__(self) -> int:
         """Return the number of this rank's samples that are left of the epoch."""
@@ -304,6 +299,8 @@ class ShardedDataset(InEpochs, Dataset):
         [([2], 0.6666666666666666), ([4], 1.0)]
     """
 
+    _what = "ShardedDataset"
+
     def __init__(
         self,
         dataset: Dataset,
@@ -314,15 +311,14 @@ class ShardedDataset(InEpochs, Dataset):
         rank: int | None = None,
         size: int | None = None,
     ) -> None:
-        what = "ShardedDataset"
         if not isinstance(dataset, Dataset):
             raise TypeError(
-                f"{what}: expected a flashlight_py.dataset.Dataset, got {type(dataset).__name__}; "
-                "arrays become one by TensorDataset([...])"
+                f"{self._what}: expected a flashlight_py.dataset.Dataset, got "
+                f"{type(dataset).__name__}; arrays become one by TensorDataset([...])"
             )
-        batch = whole_number(what, "global_batch_size", global_batch_size, least=1)
-        n = len(dataset)
-        super().__init__(what, n, shuffle, seed, drop_last, rank, size, global_batch_size=batch)
+        batch = whole_number(self._what, "global_batch_size", global_batch_size, least=1)
+        share = find_share(self._what, rank, size)
+        super().__init__(len(dataset), shuffle, seed, drop_last, share, global_batch_size=batch)
         self._dataset = dataset
         self._batch_size = batch
 
@@ -348,11 +344,11 @@ class ShardedDataset(InEpochs, Dataset):
         Raises:
             NotInitializedError: the world is another one than when this was made.
         """
-        part = self._part(index)
+        batch, part = self._part(index)
         if part:
             return self._dataset.take(self._at(part))
         # A dataset of one's own can show what no rows look like by a row only.
-        one = self._dataset.take(self._at(self._batch(index)[:1]))
+        one = self._dataset.take(self._at(batch[:1]))
         return tuple([field[:0] for field in one])
 
     def weight(self, index: SupportsIndex) -> float:
@@ -372,14 +368,11 @@ class ShardedDataset(InEpochs, Dataset):
             raise IndexError(
                 f"ShardedDataset holds {len(self)} batch(es); index {index} is out of range"
             ) from None
-        return weight_of_part(
-            len(self._part(position)), len(self._batch(position)), self._share.size
-        )
+        batch, part = self._part(position)
+        return weight_of_part(len(part), len(batch), self._share.size)
 
-    def _batch(self, index: int) -> range:
-        return batch_positions(index, self._left, self._batch_size)
-
-    def _part(self, index: int) -> range:
-        batch = self._batch(index)
+    def _part(self, index: int) -> tuple[range, range]:
+        """Return the positions of global batch ``index``, and those of this rank's part."""
+        batch = batch_positions(index, self._left, self._batch_size)
         share = contiguous_share(len(batch), self._share.rank, self._share.size)
-        return batch[share.start : share.stop]
+        return batch, batch[share.start : share.stop]

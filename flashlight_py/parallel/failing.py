@@ -33,10 +33,8 @@ def fail(group: ProcessGroup, error: BaseException | None, given: Iterable[Array
 
     They raise ``MismatchError``. Nothing is sent where they know of the error, or have been told.
     An interrupt ends all groups, as one of a verb does. ``given``: what the others reduce next.
-
-    Returns:
-        Whether a rank has refused to go on, this or another: then the group lives on, and all are
-        to call ``end_together``.
+    Return whether a rank has refused to go on, this or another: then the group lives on, and all
+    are to call ``end_together``.
     """
     if error is None or group.size == 1:
         return False

@@ -139,7 +139,13 @@ def join(
         MismatchError: a rank called other collectives in the body, or did not use ``join``.
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
-    sync = _sync_of(module)
+    sync = getattr(module, "sync", None)
+    if isinstance(module, Module):
+        sync = gradient_sync_of(module, "join")
+    if not isinstance(sync, GradientPass):
+        raise TypeError(
+            f"join: expected a fl.nn.Module or a fl.tagi.DDPSequential, got {type(module).__name__}"
+        )
     if sync.not_joined:
         raise ValueError(f"join: {sync.not_joined}")
     if optimizer is not None and not isinstance(optimizer, FirstOrderOptimizer):
@@ -169,14 +175,3 @@ def join(
         module.synchronize(root)
     if optimizer is not None and not sync.is_shared:
         synchronize(optimizer, root, group)
-
-
-def _sync_of(module: Module | Trained) -> GradientPass[Any]:
-    if isinstance(module, Module):
-        return gradient_sync_of(module, "join")
-    sync = getattr(module, "sync", None)
-    if not isinstance(sync, GradientPass):
-        raise TypeError(
-            f"join: expected a fl.nn.Module or a fl.tagi.DDPSequential, got {type(module).__name__}"
-        )
-    return sync

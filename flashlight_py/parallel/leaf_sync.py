@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -161,13 +161,18 @@ class LeafSync(GradientPass[Unit]):
             )
         return lengths[0]
 
-    def steps_leaves(self, rows: int, arrays: Sequence[Array]) -> Iterator[Any]:
-        """Yield each of this rank's leaves of a batch of ``rows``, when all is ready for it."""
-        self._open(rows, arrays)
+    def steps_leaves(self, batch: int, arrays: Sequence[Array]) -> Iterator[Any]:
+        """Yield each of this rank's leaves of ``batch`` rows, when all is as on any other rank."""
+        self._open(batch, arrays)
         try:
             for leaf in self._mine:
-                self._select(leaf)
-                here = self._positions(leaf)
+                self._leaf, self._is_done = leaf, False
+                self._buffers.restore()
+                for rows in self._rows:
+                    for param, view in rows.gradients(len(self._stack)):
+                        param.buffer = view
+                self._use_numbers(leaf)
+                here = self._places[leaf]
                 views = tuple([array[here.start : here.stop] for array in arrays])
                 yield views if len(views) > 1 else views[0]
                 self._require_gradient()
@@ -176,20 +181,16 @@ class LeafSync(GradientPass[Unit]):
         finally:
             self._end()
 
-    def _positions(self, leaf: int) -> range:
-        return contiguous_share(self._batch, leaf, self.leaves)
-
     def _open(self, rows: int, arrays: Sequence[Array]) -> None:
         if self._is_open:
             raise RuntimeError(
                 f"{self.where}: a loop over leaves of this module is not over on this rank, and "
                 "there is one gradient for both: end it first"
             )
-        self._batch = rows
-        count = min(rows, self.leaves)
-        self._count = count
+        self._count = count = min(rows, self.leaves)
         self._mine = contiguous_share(count, self.members.rank, self.members.size)
-        sizes = [len(self._positions(leaf)) for leaf in range(count)]
+        self._places = [contiguous_share(rows, leaf, self.leaves) for leaf in range(count)]
+        sizes = [len(place) for place in self._places]
         # Equal leaves are weighed at the end, all at once; not where a sum may not fit its dtype.
         narrow = any(each.dtype.itemsize < 4 for each in self._rows)
         is_even = len(set(sizes)) == 1 and not narrow
@@ -201,15 +202,14 @@ class LeafSync(GradientPass[Unit]):
         self._stack: list[range] = []  # the leaves whose sum is in each row
         self._error = ""
         self._is_open, self._is_reduced, self._failure = True, False, None
-        for param in self._params:
-            param.grad = None
+        self._forget()
 
     @effect
     def _count_step(self, rows: int, *arrays: Array) -> None:
         """Draw this step's random numbers, and note what all ranks must have in common."""
         random.use(None)
         self._key = int(random.generator().integers(1 << 62))
-        self._facts: dict[str, int | str] = {"rows": rows, "step": self._steps}
+        self._facts: dict[str, Any] = {"rows": rows, "step": self._steps}
         self._facts["random numbers"] = self._key
         if self.members.size > 1:
             self._facts.update({f"array {n}": looks_of(each) for n, each in enumerate(arrays)})
@@ -220,25 +220,15 @@ class LeafSync(GradientPass[Unit]):
         """Let random numbers be those of ``leaf``; None: those of before."""
         random.use(None if leaf is None else [self._key, leaf])
 
-    def _select(self, leaf: int) -> None:
-        """Make everything as it is for ``leaf`` on any rank."""
-        self._leaf, self._is_done = leaf, False
-        self._buffers.restore()
-        for rows in self._rows:
-            for param, view in rows.gradients(len(self._stack)):
-                param.buffer = view
-        self._use_numbers(leaf)
-
     def _require_gradient(self) -> None:
-        error = self._error
-        if not (error or self._is_done):
-            error = (
+        if not (self._error or self._is_done):
+            self._error = (
                 f"{self.where}: the body of the loop ended without a backward pass for leaf "
                 f"{self._leaf} of {self.leaves}. Every leaf needs one; where nothing is to be "
                 "learned from a leaf, multiply its loss by 0"
             )
-        if error:
-            self._failure = RuntimeError(error)
+        if self._error:
+            self._failure = RuntimeError(self._error)
             raise self._failure
 
     def _end(self) -> None:
@@ -250,8 +240,7 @@ class LeafSync(GradientPass[Unit]):
             # The others are about to compare what they have used.
             fail(self.members, error)
             self._buffers.restore()
-            for param in self._params:
-                param.grad = None
+            self._forget()
 
     def join_failed(self) -> None:
         """Autograd: the pass fails; see ``InPasses``."""
@@ -369,8 +358,9 @@ class LeafBuffers:
     __captured_state__ = ("_module", "_names", "_group", "_averaged")
 
     def __init__(self, module: Module, names: Sequence[str], group: ProcessGroup | None) -> None:
-        # Not kept alive: what is known of distributed modules goes with them.
-        self._module, self._names, self._group = weakref.ref(module), list(names), group
+        # Not kept alive: what is known of modules goes with them, and whoever runs a step has it.
+        self._module: Callable[[], Any] = weakref.ref(module)
+        self._names, self._group = list(names), group
         self._before: dict[str, Any] = {}
         self._first: dict[str, Any] = {}  # what the first leaf has made of the others
         if names:
@@ -411,7 +401,7 @@ class LeafBuffers:
             self._set({name: self._before[name] + mean for name, mean in means.items()})
         if self._first:
             self._set(self._first)
-            give_state(self._owner(), self._others(self._now()), 0, self._group)
+            give_state(self._module(), self._others(self._now()), 0, self._group)
 
     def _others(self, values: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in values.items() if name not in self._averaged}
@@ -419,7 +409,7 @@ class LeafBuffers:
     def _now(self) -> dict[str, Any]:
         if not self._names:
             return {}
-        found = self._owner().buffers
+        found = self._module().buffers
         return {name: found[name] for name in self._names}
 
     def _set(self, values: Mapping[str, Array]) -> None:
@@ -428,9 +418,4 @@ class LeafBuffers:
             if isinstance(now[name], np.ndarray):
                 now[name][...] = value
             else:
-                put_buffer(self._owner(), name, value.item())
-
-    def _owner(self) -> Module:
-        module = self._module()
-        assert module is not None, "whoever runs a step has it"
-        return module
+                put_buffer(self._module(), name, value.item())

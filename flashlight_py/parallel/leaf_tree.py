@@ -31,13 +31,7 @@ _BLOCK_BYTES = 64 << 10  # of each array at a time: partial sums stay in a secon
 
 
 def push(stack: list[range], leaves: range, count: int) -> int:
-    """Push the sum of ``leaves``, of ``count`` in all; return how many pairs became their node.
-
-    Example:
-        >>> stack = [range(2), range(2, 3)]
-        >>> push(stack, range(3, 4), 8), stack
-        (2, [range(0, 4)])
-    """
+    """Push the sum of ``leaves``, of ``count`` in all; return how many pairs became their node."""
     stack.append(leaves)
     merges = 0
     while len(stack) > 1:
@@ -155,10 +149,10 @@ def join_hosts(members: ProcessGroup) -> tuple[ProcessGroup, ProcessGroup | None
     return members.split(host), members.split(place)
 
 
-# Ranks read each other's rows where they lie and NumPy adds them, block by block: a kernel would
-# wait for the same memory, and the order is that of a tree, which no verb has. Between hosts each
-# rank exchanges the host's sums of its share of the elements, by all_to_all and all_gather, which
-# move as much as an all_reduce.
+# Each rank takes its share of the elements: it reads them where they lie in the rows of the host's
+# ranks, NumPy adds them, block by block, and the result goes into row 0 of all of them: a kernel
+# would wait for the same memory, and the order is that of a tree, which no verb has. Between hosts
+# the sums of the shares travel by all_to_all and all_gather, as much as in an all_reduce.
 class Rows:
     """The gradients of those of ``params`` of a dtype, and the ``buffers``, side by side in a row.
 
@@ -222,10 +216,6 @@ class Rows:
 
         Collective and blocking on several hosts. Where the rows are shared every rank must have
         written its own before any calls this, and none may touch them until all have returned.
-
-        Each rank takes its share of the elements: it reads them where they lie in the memory of the
-        host's ranks, exchanges the host's sums with its counterparts elsewhere, and writes the
-        result into row 0 of all ranks of the host.
         """
         hosts, last_steps = reduction(count, self._members.size, len(self._seen))
         share = self._width // len(self._seen)

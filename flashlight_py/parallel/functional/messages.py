@@ -64,11 +64,9 @@ def send(v: Variable, dst: int, tag: int = 0, group: ProcessGroup | None = None)
     answer = _Answer(group, RECV, dst, tag)
     shape, dtype, xp = array.shape, array.dtype, array_module(array)
 
-    def receive(_: Array) -> Array:
-        return answer.receive(xp.empty(shape, dtype))
-
+    run = functools.partial(answer.run, lambda _: answer.receive(xp.empty(shape, dtype)))
     floating = dtype if dtype.kind == "f" else np.dtype(np.float32)
-    return record_in_order(xp.zeros((), floating), (v, functools.partial(answer.run, receive)))
+    return record_in_order(xp.zeros((), floating), (v, run))
 
 
 def recv(like: Like, src: int, tag: int = 0, group: ProcessGroup | None = None) -> Variable:

@@ -139,10 +139,7 @@ class Walker:
     def __init__(self, tree: object, sort_keys: bool = False) -> None:
         self._sort_keys = sort_keys
         self._text: list[bytes] = []
-        self._arrays: list[Array] = []
-        self._gpu_arrays: list[Array] = []
-        self._numbers: list[tuple[int, Any, Any]] = []
-        self._nodes: list[tuple[int, Any, Any]] = [(-1, 0, [tree])]
+        self._plan = Plan(b"", [], 0, [], [], [(-1, 0, [tree])])
         self._met: dict[int, tuple[int, int, Any]] = {}  # number, and where it was met
         self._here: tuple[int, Any] = (0, 0)  # node and key of the value that is looked at
         self._kinds: list[tuple[int, Any, str]] = []  # of every value, with its place
@@ -150,7 +147,8 @@ class Walker:
 
     def walk(self) -> Plan:
         """Walk through the tree, once; what ``look`` raises gets the path."""
-        waiting: list[_Entry] = [(b"", *self._here, self._nodes[0][2][0])]
+        plan = self._plan
+        waiting: list[_Entry] = [(b"", *self._here, plan.nodes[0][2][0])]
         while waiting:
             described_key, node, at, value = waiting.pop()
             self._text.append(described_key)
@@ -161,9 +159,7 @@ class Walker:
                 kind = TypeError if isinstance(error, TypeError) else ValueError
                 raise kind(f"{self._path(node, at)}: {error}") from error
             waiting.extend(reversed(parts))
-        size = bytes_for(self._arrays)
-        description = b"".join(self._text)
-        return Plan(description, self._arrays, size, self._gpu_arrays, self._numbers, self._nodes)
+        return plan._replace(description=b"".join(self._text), array_bytes=bytes_for(plan.arrays))
 
     def entries(self) -> dict[str, str]:
         """Return the kind of every value by its path: ``float32 (2, 3)`` at ``tree["w"][3]``."""
@@ -181,13 +177,13 @@ class Walker:
         elif answer[0] == NUMBER:
             kind = type(value).__name__ if number else f"NumPy {dtype_text(value.dtype)}"
             self._write(answer[1], kind)
-            self._numbers.append((*self._here, value))
+            self._plan.numbers.append((*self._here, value))
         elif not self._met_before(answer[2]):
             is_gpu = answer[0] == GPU_ARRAY
             array: Array = answer[2] if is_gpu else answer[1]
             kind = f"{'GPU ' * is_gpu}{dtype_text(array.dtype)} {array.shape}"
             self._write(array_text(b"g" if is_gpu else b"a", array), kind)
-            (self._gpu_arrays if is_gpu else self._arrays).append(array)
+            (self._plan.gpu_arrays if is_gpu else self._plan.arrays).append(array)
         return []
 
     def _write(self, description: bytes, kind: str) -> None:
@@ -208,8 +204,8 @@ class Walker:
             return []
         if tag == "N":
             self._refuse_cycle(value)
-        here = len(self._nodes)
-        self._nodes.append((*self._here, value))
+        here = len(self._plan.nodes)
+        self._plan.nodes.append((*self._here, value))
         described = text(code, kind) + b"." if kind else code
         self._write(described + count(b"", len(parts)), kind or _CONTAINERS[tag])
         if names is None:
@@ -224,7 +220,7 @@ class Walker:
         """Refuse an object that must be made anew and consists of itself."""
         node, _ = self._here
         while node > 0:
-            node, _, container = self._nodes[node]
+            node, _, container = self._plan.nodes[node]
             if container is value:
                 raise TypeError(
                     f"this {type(value).__qualname__} is immutable and contains itself, so it "
@@ -236,7 +232,7 @@ class Walker:
     def _path(self, node: int, at: Any) -> str:
         steps = []
         while node > 0:
-            above, above_at, container = self._nodes[node]
+            above, above_at, container = self._plan.nodes[node]
             if isinstance(container, dict):
                 name = json.dumps(at, ensure_ascii=False) if type(at) is str else key_text(at)
                 steps.append(f"[{name}]")
@@ -257,10 +253,6 @@ def look(value: Any) -> Answer:
         ``array`` is a plain array of the memory of ``identity``, an object that may have been met
         before; ``(GPU_ARRAY, description, array)``; or ``(PARTS, tag, class name, names, parts)``,
         with a tag of the description and None as names of parts known by their positions.
-
-    Raises:
-        TypeError: an array holds Python objects, or a class cannot be built again.
-        ValueError: an array is read-only, or a Variable was computed and needs a gradient.
     """
     if isinstance(value, Variable):
         refuse_sharded("synchronize", [value])

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from multiprocessing.connection import Connection
 from typing import Any, TypeAlias
 
@@ -66,11 +67,9 @@ def serve(
             share.module = module
         if request is None:
             continue
-        with ExitStack() as stack:
-            printed = io.StringIO()
-            if takes_output:
-                stack.enter_context(redirect_stdout(printed))
-                stack.enter_context(redirect_stderr(printed))
+        printed = io.StringIO()
+        out, err = (printed, printed) if takes_output else (sys.stdout, sys.stderr)
+        with redirect_stdout(out), redirect_stderr(err):
             answer = _answer(share, request, places)
         link.send((answer, printed.getvalue()))
 

@@ -88,7 +88,11 @@ class Team:
 
     def __init__(self, count: int, params: Sequence[Variable], cores: int) -> None:
         self.numbers: dict[weakref.ref[Any], int] = {}  # of graphs, until the workers forget them
+        # What each worker has computed for each parameter: valid until the next request.
+        self.grads: list[list[Array]] = []
+        self._boxes: list[tuple[Memory, Memory]] = []  # for arrays to each worker, and from it
         self._params = list(params)
+        self._module: bytes | None = None  # the form that they have
         self._waiting = 0  # workers whose answer has not been received
         self._asker: weakref.ref[Any] | None = None
         end_dropped()
@@ -101,25 +105,19 @@ class Team:
         model = self._memory()
         places, size = lay_out(param.data for param in self._params)
         model.reserve(size * (count + 1))
-        # Each worker's gradients lie as the parameters do.
-        places_of_grads = [
-            [place._replace(offset=worker * size + place.offset) for place in places]
-            for worker in range(1, count + 1)
-        ]
         self._views = model.views(places)
         self.holds(self._params)
-        # What each has computed for each parameter: valid until the next request.
-        self.grads = [model.views(each) for each in places_of_grads]
-        self._inboxes = [self._memory() for _ in range(count)]
-        self._outboxes = [self._memory() for _ in range(count)]
         # In a notebook; what processes print themselves goes past the object in its place.
         takes_output = sys.stdout is not sys.__stdout__
         variables = thread_variables(os.environ, count + 1, cores)
-        for number, grads in enumerate(places_of_grads):
-            fds = (model.fd, self._inboxes[number].fd, self._outboxes[number].fd)
-            name = (WHAT, number + 1, count + 1)
+        for number in range(1, count + 1):  # gradients lie as the parameters do
+            grads = [place._replace(offset=number * size + place.offset) for place in places]
+            self.grads.append(model.views(grads))
+            boxes = self._memory(), self._memory()
+            self._boxes.append(boxes)
+            fds = (model.fd, *(box.fd for box in boxes))
             args = (fds, places, grads, takes_output)
-            self._workers.append(Worker(name, serve, args, fds, variables))
+            self._workers.append(Worker((WHAT, number, count + 1), serve, args, fds, variables))
         for worker in self._workers:
             worker.wait_for_start()
         if not blas.chosen():
@@ -149,9 +147,9 @@ class Team:
     ) -> None:
         """Send the first workers a request each, with arrays that are put into their inboxes.
 
-        All workers receive the form of the ``module``, if there is
-        a new one. ``asker``, which is not kept alive by this, is told to ``save()`` what it needs
-        of the answers before the next request is sent: until then their memory stays as it is.
+        All workers receive the form of the ``module`` where it has changed. ``asker``, which is not
+        kept alive by this, is told to ``save()`` what it needs of the answers before the next
+        request is sent: until then their memory stays as it is.
         """
         end_dropped()
         if os.getpid() != self._held.pid:
@@ -175,14 +173,16 @@ class Team:
         # Those that nobody can differentiate any more.
         gone = [graph for graph in list(self.numbers) if graph() is None]
         dropped = [self.numbers.pop(graph) for graph in gone]
+        changed = None if module == self._module else module
         with self._ending_on_errors():
             for number, (request, arrays) in enumerate(requests):
-                places = self._inboxes[number].put(arrays)
-                self._workers[number].send((request, places, module, dropped))
+                places = self._boxes[number][0].put(arrays)
+                self._workers[number].send((request, places, changed, dropped))
                 self._waiting = number + 1
-            if dropped or module is not None:
+            if dropped or changed is not None:
                 for worker in self._workers[self._waiting :]:
-                    worker.send((None, None, module, dropped))
+                    worker.send((None, None, changed, dropped))
+        self._module = changed or self._module
         self._asker = None if asker is None else weakref.ref(asker)
 
     def answers(self) -> list[ShareResult]:
@@ -198,8 +198,8 @@ class Team:
                 print(f"[{worker.number}] {line}")
             if isinstance(leaves, Failure):
                 raise worker.error(leaves.what, leaves.traceback) from _cause(rest)
-        outboxes = zip(found, self._outboxes, strict=False)
-        return [(leaves, box.views(places)) for ((leaves, places), _), box in outboxes]
+        boxes = zip(found, self._boxes, strict=False)
+        return [(leaves, box.views(places)) for ((leaves, places), _), (_, box) in boxes]
 
     def end(self) -> None:
         """End the workers, whatever they do; blocks until they are gone."""

@@ -91,7 +91,6 @@ class DataParallel(Module):
         self.nprocs = self._cores if nprocs is None else whole_number(WHAT, "nprocs", nprocs, 1)
         self.module = module
         self._team: Team | None = None
-        self._sent: bytes | None = None
         self._number = 0
 
     def forward(self, *inputs: Any) -> Any:
@@ -121,7 +120,7 @@ class DataParallel(Module):
         shares = [slice(begin, end) for begin, end in pairwise(ends)]
         if self.module.before_forward is not None:  # it may change what the workers need
             self.module.before_forward(self.module)
-        team, changed = self._ready_team()
+        team, form_of_module = self._ready_team()
         self._number += 1
         seed = int(random.generator().integers(1 << 62)) * self.nprocs
         requests = []
@@ -129,8 +128,7 @@ class DataParallel(Module):
             request = "forward", self._number, (seed + number, form)
             requests.append((request, [array_of(part)[share] for part in parts]))
         graph = WorkersGraph(team, self._number, shares[1:])
-        team.ask(requests, module=changed)
-        self._sent = self._sent if changed is None else changed
+        team.ask(requests, module=form_of_module)
         own_parts = [part[shares[0]] for part in parts]
         instead = self.module._instead
         compute = partial(instead, self.module) if instead else self.module.forward
@@ -158,8 +156,8 @@ class DataParallel(Module):
         yield prefix, self
         yield from self.module._walk(prefix)
 
-    def _ready_team(self) -> tuple[Team, bytes | None]:
-        """Return workers that have this module's parameters; and its form, if that is new to them.
+    def _ready_team(self) -> tuple[Team, bytes]:
+        """Return workers that have this module's parameters, and its form.
 
         It takes all Variables of the module that it meets, also those that ``params()`` does not.
         """
@@ -178,8 +176,8 @@ class DataParallel(Module):
                 )
         if self._team is None or not self._team.holds(params):
             self.close()
-            self._team, self._sent = Team(self.nprocs - 1, params, self._cores), None
-        return self._team, None if form == self._sent else form
+            self._team = Team(self.nprocs - 1, params, self._cores)
+        return self._team, form
 
 
 _can_import_main = cache(main_can_be_imported)
