@@ -241,11 +241,7 @@ def load(
 
 
 def _newest_whole(path: Path, begin: str) -> tuple[_Found | None, Array]:
-    """Return the newest checkpoint that is whole, and its state's bytes; warn of what is skipped.
-
-    Raises:
-        CheckpointError: there are checkpoints, and none can be used.
-    """
+    """Return the newest checkpoint that is whole, and its state; warn of what is skipped."""
     candidates = [path] if is_checkpoint(path) else newest_first(path)
     skipped: list[str] = []
     for candidate in candidates:
@@ -356,11 +352,7 @@ class Attempt:
         return [given for _, given in of_ranks]
 
     def agree(self, mine: Mapping[str, Any]) -> None:
-        """Share arguments, and refuse those that are not the same on all ranks; as :meth:`share`.
-
-        Raises:
-            MismatchError: names the arguments that differ, with values and ranks.
-        """
+        """Share arguments, and refuse those that are not the same on all ranks."""
         if differing := differing_arguments(self.share(mine)):
             raise MismatchError(
                 f"{where(self._what, self._group)}: the ranks pass different arguments: "
@@ -391,11 +383,7 @@ def generator_states(rng: object) -> dict[str, Any]:
 
 
 def set_generator_states(rng: object, states: Mapping[str, Any]) -> None:
-    """Let the package's generators, and those in ``rng``, go on from ``states``; in place.
-
-    Raises:
-        ValueError: other generators were saved than are given.
-    """
+    """Let the package's generators, and those in ``rng``, go on from ``states``; in place."""
     named, saved = _named(rng), states["given"]
     if named.keys() != saved.keys():
         raise ValueError(

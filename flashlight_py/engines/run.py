@@ -67,9 +67,7 @@ class EngineRanks(Protocol):
 def follow(call: SpawnCall, ranks: EngineRanks) -> list[bytes]:
     """Start ``ranks``, return the results of all, in order, and see that none is left.
 
-    Raises:
-        RankFailedError: a rank failed; the first cause.
-        TimeoutError: time is up.
+    Raises RankFailedError for the first cause, or TimeoutError.
     """
     found, ends = Outcomes(), call.ends
     waiting, failures = set(range(call.size)), dict[int, Failure]()

@@ -98,11 +98,7 @@ def interruptible(
     """Return what ``work`` does, in a thread, which ``cancel`` ends when time is up or by Ctrl-C.
 
     ``cancel`` is called until that has happened: the work may not have begun at first. ``kind`` is
-    that of the thread.
-
-    Raises:
-        TimeoutError: time is up.
-        Exception: what ``work`` raises.
+    that of the thread. Raises what ``work`` does, or TimeoutError.
     """
     outcome: Future[T] = Future()
 

@@ -164,11 +164,7 @@ def job_of_nodes(
 def work_for_node_0(loop: Loop, options: Options, store: MeetingPoint) -> int:
     """Run the ranks of this node for the launcher of node 0, which is met at ``store``.
 
-    Returns the exit code of the job.
-
-    Raises:
-        RendezvousError: a launcher did not arrive in time, or two have one number.
-        Interrupted: by a signal, before all have arrived.
+    Returns the exit code of the job. Raises what :func:`job_of_nodes` does.
     """
     with interruptible():
         key, _, connections = _meet(options, store)
@@ -197,10 +193,7 @@ def meeting_of(options: Options) -> MeetingPoint:
     """Return where the launchers meet. ``rank`` there is 0 for the one that has the job.
 
     Without a --node-rank, at HOST:PORT that is the one on the host that HOST means, and the others
-    are numbered as they arrive.
-
-    Raises:
-        RendezvousError: this is node 0 and cannot listen there.
+    are numbered as they arrive. A RendezvousError: this is node 0 and cannot listen there.
     """
     if options.endpoint is None:
         path = Path(options.rdzv).absolute()

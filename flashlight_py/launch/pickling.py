@@ -97,8 +97,7 @@ def pack_task(name: str, fn: object, args: object, params: object) -> bytes:
 def main_can_be_imported(name: str) -> bool:
     """Return whether processes that are started for ``name`` can import this one's script.
 
-    Raises:
-        RuntimeError: this process is importing the script.
+    Raises a RuntimeError as :func:`pack_task`.
     """
     return _has_script(_preparation(name))
 

@@ -122,9 +122,6 @@ class RankProcesses:
         """Start ``rank`` with the input ``stdin``; it inherits ``descriptors``.
 
         ``before`` runs in the new process, which is safe where this one has a single thread.
-
-        Raises:
-            OSError: the program cannot be started.
         """
         theirs: dict[str, int] = {}
         try:

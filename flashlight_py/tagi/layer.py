@@ -220,8 +220,7 @@ def backward_through(
 def connect_in_row(layers: Sequence[BaseLayer], shape: Shape, before: str, within: str) -> Shape:
     """Connect ``layers`` one after the other; return the shape of the last one's output.
 
-    Raises:
-        ValueError: one cannot take the output of the one before; names both.
+    A ValueError names one that cannot take the output of the one before, and that.
     """
     for number, layer in enumerate(layers):
         try:
