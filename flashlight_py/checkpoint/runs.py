@@ -267,24 +267,30 @@ def _newest_whole(path: Path, begin: str) -> tuple[_Found | None, Array]:
 def _restore(
     members: ProcessGroup, path: Path, tree: dict[str, Any], parts: Mapping[str, Stateful], rng: Any
 ) -> None:
-    """Put the state into ``parts`` and ``rng``."""
     try:
         for name, part in parts.items():
             part.load_state_dict(tree[name])
     except ValueError as error:
         error.args = (f"load: the {name} of {path}: {error}",)
         raise
-    whose = 0 if is_leaf_by_leaf(parts.get("module")) else members.rank
-    if rng and whose < len(tree["ranks"]):
-        set_generator_states(rng, tree["ranks"][whose])
-    elif rng:
+    whose, of_ranks = 0 if is_leaf_by_leaf(parts.get("module")) else members.rank, tree["ranks"]
+    if not rng:
+        return
+    if whose >= len(of_ranks):
         _log.warning(
             "%s: the checkpoint has random numbers of %d rank(s); this one keeps its own",
-            *(where("load", members), len(tree["ranks"])),
+            *(where("load", members), len(of_ranks)),
         )
-
-
-# Parts of a run, and failures that all ranks share ------------------------------------------------
+        return
+    named, saved = _named(rng), of_ranks[whose]["given"]
+    if named.keys() != saved.keys():
+        raise ValueError(
+            f"load: the rng that was saved has the generators {sorted(saved)}, the one given has "
+            f"{sorted(named)}; pass the same"
+        )
+    for name, generator in named.items():
+        random.set_state_of(generator, saved[name])
+    random.load_state_dict(of_ranks[whose]["package"])
 
 
 def checked_parts(what: str, rng: object, **parts: Stateful | None) -> dict[str, Stateful]:
@@ -308,7 +314,6 @@ def checked_parts(what: str, rng: object, **parts: Stateful | None) -> dict[str,
 
 
 def where(what: str, group: ProcessGroup) -> str:
-    """Return how a message begins."""
     return f"[{what}] rank {group.rank} of {group.size}"
 
 
@@ -380,19 +385,6 @@ def generator_states(rng: object) -> dict[str, Any]:
     """Return the states of the package's own generators, and of those in ``rng``."""
     own = {name: random.state_of(each) for name, each in _named(rng).items()}
     return {"package": random.state_dict(), "given": own}
-
-
-def set_generator_states(rng: object, states: Mapping[str, Any]) -> None:
-    """Let the package's generators, and those in ``rng``, go on from ``states``; in place."""
-    named, saved = _named(rng), states["given"]
-    if named.keys() != saved.keys():
-        raise ValueError(
-            f"load: the rng that was saved has the generators {sorted(saved)}, the one given has "
-            f"{sorted(named)}; pass the same"
-        )
-    for name, generator in named.items():
-        random.set_state_of(generator, saved[name])
-    random.load_state_dict(states["package"])
 
 
 def _named(rng: object) -> dict[str, Any]:

@@ -23,8 +23,7 @@ ROOM_SECONDS = 60.0
 # How often is seen what an engine does not report, in seconds.
 LOOK_SECONDS = 0.5
 
-Outcomes = dict[int, bytes | Failure]
-"""By rank, the pickled result, or how it failed."""
+Outcomes = dict[int, bytes | Failure]  # by rank, the pickled result, or how it failed
 
 
 def run(

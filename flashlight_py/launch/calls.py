@@ -85,7 +85,6 @@ class SpawnCall(NamedTuple):
                 _log.warning("%s\nstarting again: %d of %d", error, restarts, self.max_restarts)
 
     def failed(self, rank: int, failure: Failure) -> RankFailedError:
-        """Return the error that reports how ``rank`` failed."""
         others = "; the other ranks were ended" if self.size > 1 else ""
         message = f"{self.name}: rank {rank} of {self.size} {failure.what}{others}"
         if failure.traceback:

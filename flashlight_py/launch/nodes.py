@@ -117,9 +117,6 @@ class NodeAgent(Agent):
             self._report("interrupt", number)
 
 
-# Node 0 --------------------------------------------------------------------------------------
-
-
 @contextmanager
 def job_of_nodes(
     loop: Loop, options: Options, store: MeetingPoint, stdin: int | None
@@ -158,9 +155,6 @@ def job_of_nodes(
         yield Job(loop, hosts, options, stdin, file, partial(secret_of_ranks, key))
 
 
-# The other nodes -----------------------------------------------------------------------------
-
-
 def work_for_node_0(loop: Loop, options: Options, store: MeetingPoint) -> int:
     """Run the ranks of this node for the launcher of node 0, which is met at ``store``.
 
@@ -184,9 +178,6 @@ def work_for_node_0(loop: Loop, options: Options, store: MeetingPoint) -> int:
         how = f"nothing has come from the launcher of node 0 {launcher.silence}"
     agent.say(f"{how}; its ranks here were ended")
     return 1
-
-
-# All nodes -----------------------------------------------------------------------------------
 
 
 def meeting_of(options: Options) -> MeetingPoint:

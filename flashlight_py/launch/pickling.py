@@ -75,9 +75,6 @@ def _standing_in(kind: Any) -> Any:
     return type(kind.__name__, (kind,), {"persistent_id": lambda self, value: self.stand_in(value)})
 
 
-# To processes that this one starts ----------------------------------------------------------------
-
-
 def pack_task(name: str, fn: object, args: object, params: object) -> bytes:
     """Return two pickles: how to become this program's script, and what to call there.
 

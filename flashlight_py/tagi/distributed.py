@@ -315,7 +315,6 @@ class DeltaSync(GradientPass[DeltaUnit]):
             self._weight = self.weigh(True)
 
     def backward(self) -> None:
-        """Do what ``DDPSequential.backward`` does."""
         completed = False
         try:
             self._begin_backward()

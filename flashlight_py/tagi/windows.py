@@ -299,9 +299,6 @@ def images_of(shape: Shape) -> tuple[int, int, int]:
     return shape
 
 
-# Pools --------------------------------------------------------------------------------------------
-
-
 class _Pool(ImageLayer):
     has_state = False
     _slope: Array | None = None
