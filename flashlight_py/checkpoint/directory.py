@@ -5,7 +5,8 @@ highest, also where a run went back to an earlier step. One that is being writte
 a name that begins with a full stop; if we are killed then, the next ``save`` removes it.
 
 What a file must hold is known by its length and its SHA-256. Computing the digest takes as long as
-writing to a fast disk, so it happens meanwhile, in a thread: hashlib releases the GIL.
+writing to a fast disk, so it happens meanwhile, in a thread: hashlib releases the GIL. All raise
+the OSErrors of the system; a ValueError says what differs from what was written.
 """
 
 from __future__ import annotations
@@ -45,9 +46,6 @@ def write_durable(file: Path, pieces: Iterable[Array]) -> Content:
 
     A piece is held until it is written and digested: beside the last one, those of which 16 MiB
     at most wait for the digest.
-
-    Raises:
-        OSError: the system says so; ``FileExistsError`` if there is such a file.
     """
     with open(file, "xb") as stream, _Digest() as digest:
         for piece in pieces:
@@ -60,12 +58,7 @@ def write_durable(file: Path, pieces: Iterable[Array]) -> Content:
 
 
 def read_durable(file: Path, expected: Content) -> Array:
-    """Return what ``file`` holds, as uint8 of one dimension.
-
-    Raises:
-        OSError: the system says so.
-        ValueError: it is not what was written; says what differs.
-    """
+    """Return what ``file`` holds, as uint8 of one dimension."""
     with open(file, "rb") as stream, _Digest() as digest:
         present = os.fstat(stream.fileno()).st_size
         if present != expected.nbytes:
@@ -81,11 +74,7 @@ def read_durable(file: Path, expected: Content) -> Array:
 
 
 def sync_directory(directory: Path) -> None:
-    """Return when the names in ``directory`` are on the disk.
-
-    Raises:
-        OSError: the system says so.
-    """
+    """Return when the names in ``directory`` are on the disk."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -149,11 +138,7 @@ class Manifest:
 
     @classmethod
     def decode(cls, file: bytes) -> Manifest:
-        """Return what ``encode`` was given.
-
-        Raises:
-            ValueError: the file is not what was written, or of a version to come; says which.
-        """
+        """Return what ``encode`` was given; a ValueError also refuses a version to come."""
         try:
             found = json.loads(file)
             content = dict(found["manifest"])
@@ -187,10 +172,8 @@ def publish(
 ) -> Path:
     """Write a checkpoint, whose state is the pieces ``state``; return its path.
 
-    It has its name, and is on the disk with it, only once all of it is on the disk.
-
-    Raises:
-        OSError: the system says so; nothing is left behind.
+    It has its name, and is on the disk with it, only once all of it is on the disk. Nothing is left
+    behind when it raises.
     """
     if not directory.is_dir():
         directory.mkdir(parents=True)
@@ -213,11 +196,7 @@ def publish(
 
 
 def read(checkpoint: Path) -> tuple[Manifest, Array]:
-    """Return the manifest and the bytes of the state (uint8), once they are found to be whole.
-
-    Raises:
-        OSError, ValueError: a file is missing, cannot be read or is not what was written.
-    """
+    """Return the manifest and the bytes of the state (uint8), once they are found to be whole."""
     manifest = Manifest.decode((checkpoint / MANIFEST).read_bytes())
     return manifest, read_durable(checkpoint / STATE, manifest.state)
 
@@ -236,11 +215,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def clear(directory: Path, keep: int) -> None:
-    """Remove all checkpoints but the ``keep`` newest.
-
-    Raises:
-        OSError: the system says so.
-    """
+    """Remove all checkpoints but the ``keep`` newest."""
     for path in newest_first(directory)[keep:]:
         # First the name: what is half removed is not to be taken for a checkpoint.
         path.rename(_temporary(directory, "removing"))

@@ -241,11 +241,7 @@ def load(
 
 
 def _newest_whole(path: Path, begin: str) -> tuple[_Found | None, Array]:
-    """Return the newest checkpoint that is whole, and its state's bytes; warn of what is skipped.
-
-    Raises:
-        CheckpointError: there are checkpoints, and none can be used.
-    """
+    """Return the newest checkpoint that is whole, and its state; warn of what is skipped."""
     candidates = [path] if is_checkpoint(path) else newest_first(path)
     skipped: list[str] = []
     for candidate in candidates:
@@ -271,24 +267,30 @@ def _newest_whole(path: Path, begin: str) -> tuple[_Found | None, Array]:
 def _restore(
     members: ProcessGroup, path: Path, tree: dict[str, Any], parts: Mapping[str, Stateful], rng: Any
 ) -> None:
-    """Put the state into ``parts`` and ``rng``."""
     try:
         for name, part in parts.items():
             part.load_state_dict(tree[name])
     except ValueError as error:
         error.args = (f"load: the {name} of {path}: {error}",)
         raise
-    whose = 0 if is_leaf_by_leaf(parts.get("module")) else members.rank
-    if rng and whose < len(tree["ranks"]):
-        set_generator_states(rng, tree["ranks"][whose])
-    elif rng:
+    whose, of_ranks = 0 if is_leaf_by_leaf(parts.get("module")) else members.rank, tree["ranks"]
+    if not rng:
+        return
+    if whose >= len(of_ranks):
         _log.warning(
             "%s: the checkpoint has random numbers of %d rank(s); this one keeps its own",
-            *(where("load", members), len(tree["ranks"])),
+            *(where("load", members), len(of_ranks)),
         )
-
-
-# Parts of a run, and failures that all ranks share ------------------------------------------------
+        return
+    named, saved = _named(rng), of_ranks[whose]["given"]
+    if named.keys() != saved.keys():
+        raise ValueError(
+            f"load: the rng that was saved has the generators {sorted(saved)}, the one given has "
+            f"{sorted(named)}; pass the same"
+        )
+    for name, generator in named.items():
+        random.set_state_of(generator, saved[name])
+    random.load_state_dict(of_ranks[whose]["package"])
 
 
 def checked_parts(what: str, rng: object, **parts: Stateful | None) -> dict[str, Stateful]:
@@ -312,7 +314,6 @@ def checked_parts(what: str, rng: object, **parts: Stateful | None) -> dict[str,
 
 
 def where(what: str, group: ProcessGroup) -> str:
-    """Return how a message begins."""
     return f"[{what}] rank {group.rank} of {group.size}"
 
 
@@ -356,11 +357,7 @@ class Attempt:
         return [given for _, given in of_ranks]
 
     def agree(self, mine: Mapping[str, Any]) -> None:
-        """Share arguments, and refuse those that are not the same on all ranks; as :meth:`share`.
-
-        Raises:
-            MismatchError: names the arguments that differ, with values and ranks.
-        """
+        """Share arguments, and refuse those that are not the same on all ranks."""
         if differing := differing_arguments(self.share(mine)):
             raise MismatchError(
                 f"{where(self._what, self._group)}: the ranks pass different arguments: "
@@ -388,23 +385,6 @@ def generator_states(rng: object) -> dict[str, Any]:
     """Return the states of the package's own generators, and of those in ``rng``."""
     own = {name: random.state_of(each) for name, each in _named(rng).items()}
     return {"package": random.state_dict(), "given": own}
-
-
-def set_generator_states(rng: object, states: Mapping[str, Any]) -> None:
-    """Let the package's generators, and those in ``rng``, go on from ``states``; in place.
-
-    Raises:
-        ValueError: other generators were saved than are given.
-    """
-    named, saved = _named(rng), states["given"]
-    if named.keys() != saved.keys():
-        raise ValueError(
-            f"load: the rng that was saved has the generators {sorted(saved)}, the one given has "
-            f"{sorted(named)}; pass the same"
-        )
-    for name, generator in named.items():
-        random.set_state_of(generator, saved[name])
-    random.load_state_dict(states["package"])
 
 
 def _named(rng: object) -> dict[str, Any]:

@@ -170,11 +170,7 @@ def _header(structure: Any, arrays: Arrays, names: list[str]) -> bytes:
 
 
 def _element(name: str, array: Array) -> np.dtype[Any]:
-    """Return the dtype that ``array`` is stored as.
-
-    Raises:
-        TypeError: the format has none for it.
-    """
+    """Return the dtype that ``array`` is stored as; a TypeError: the format has none for it."""
     stored = np.dtype(_PAIRS.get(array.dtype.name, array.dtype))
     if stored.name not in _NAMES:
         raise TypeError(

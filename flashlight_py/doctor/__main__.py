@@ -20,7 +20,28 @@ from flashlight_py.doctor import Finding, Health, machine, mpi, running, table
 
 def main(arguments: list[str] | None = None) -> int:
     """Look at everything, print it as it is found, and return the exit code."""
-    options = _read_options(arguments)
+    file = os.environ.get("FLASHLIGHT_FILE")
+    default = Path(file).absolute().parent if file else Path(tempfile.gettempdir())
+    parser = argparse.ArgumentParser(
+        prog="python -m flashlight_py.doctor",
+        description="Report what this installation and this machine can do, and why not.",
+        epilog="The exit code is 1 if something that should work does not. What is not installed, "
+        "or not there, is no failure.",
+    )
+    add = parser.add_argument
+    add("--run", action="store_true", help="try each way with a short all_reduce")
+    add(
+        *("--folder", "--rdzv"),
+        type=Path,
+        default=default,
+        help="where processes meet by DistributedInit.FILE_SYSTEM; looked at for what its file "
+        "system promises (default: FLASHLIGHT_FILE's folder, else the one for temporary files)",
+    )
+    add("--interface", default="", help="as params={'INTERFACE': ...}: a name or an address")
+    add("--timeout", type=float, default=60.0, metavar="SECONDS", help="of each way; default 60")
+    options = parser.parse_args(arguments)
+    if not options.timeout > 0:
+        parser.error(f"--timeout: expected a positive number of seconds, got {options.timeout}")
     print(f"flashlight_py {__version__} ({Path(__file__).parents[1]})")
     print(f"Python {platform.python_version()}, NumPy {np.__version__}, {platform.platform()}")
     width = shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() else 100
@@ -45,32 +66,6 @@ def main(arguments: list[str] | None = None) -> int:
     elif not options.run:
         print("\n--run tries each way with a short all_reduce, and reports its speed.")
     return 1 if failed else 0
-
-
-def _read_options(arguments: list[str] | None) -> argparse.Namespace:
-    file = os.environ.get("FLASHLIGHT_FILE")
-    default = Path(file).absolute().parent if file else Path(tempfile.gettempdir())
-    parser = argparse.ArgumentParser(
-        prog="python -m flashlight_py.doctor",
-        description="Report what this installation and this machine can do, and why not.",
-        epilog="The exit code is 1 if something that should work does not. What is not installed, "
-        "or not there, is no failure.",
-    )
-    add = parser.add_argument
-    add("--run", action="store_true", help="try each way with a short all_reduce")
-    add(
-        *("--folder", "--rdzv"),
-        type=Path,
-        default=default,
-        help="where processes meet by DistributedInit.FILE_SYSTEM; looked at for what its file "
-        "system promises (default: FLASHLIGHT_FILE's folder, else the one for temporary files)",
-    )
-    add("--interface", default="", help="as params={'INTERFACE': ...}: a name or an address")
-    add("--timeout", type=float, default=60.0, metavar="SECONDS", help="of each way; default 60")
-    options = parser.parse_args(arguments)
-    if not options.timeout > 0:
-        parser.error(f"--timeout: expected a positive number of seconds, got {options.timeout}")
-    return options
 
 
 if __name__ == "__main__":

@@ -110,12 +110,9 @@ _listeners: dict[str, socket.socket] = {}
 def listen(key: str, host: str, hosts: Collection[str] = ()) -> Meeting:
     """Listen at a free port, for the rank 0 of this process that comes with ``key``.
 
-    Args:
-        key: of the world.
-        host: how the engine calls this host, a name or an address.
-        hosts: how it calls those of the other ranks. Where all are on the loopback, it listens
-            there; else at all addresses, since a name may mean 127.0.1.1 here and others cannot
-            reach that.
+    ``host`` and ``hosts`` are how the engine calls this host and those of the other ranks. Where
+    all are on the loopback, it listens there; else at all addresses, since a name may mean
+    127.0.1.1 here and others cannot reach that.
     """
     if is_local(host) and {*hosts} <= {host}:
         listener, addresses = socket.create_server((host, 0), family=family_of(host)), [host]

@@ -23,8 +23,7 @@ ROOM_SECONDS = 60.0
 # How often is seen what an engine does not report, in seconds.
 LOOK_SECONDS = 0.5
 
-Outcomes = dict[int, bytes | Failure]
-"""By rank, the pickled result, or how it failed."""
+Outcomes = dict[int, bytes | Failure]  # by rank, the pickled result, or how it failed
 
 
 def run(
@@ -67,9 +66,7 @@ class EngineRanks(Protocol):
 def follow(call: SpawnCall, ranks: EngineRanks) -> list[bytes]:
     """Start ``ranks``, return the results of all, in order, and see that none is left.
 
-    Raises:
-        RankFailedError: a rank failed; the first cause.
-        TimeoutError: time is up.
+    Raises RankFailedError for the first cause, or TimeoutError.
     """
     found, ends = Outcomes(), call.ends
     waiting, failures = set(range(call.size)), dict[int, Failure]()

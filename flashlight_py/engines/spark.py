@@ -72,7 +72,13 @@ def run(
 def _attempt(context: Any, start: Start, call: SpawnCall) -> list[bytes]:
     from pyspark import InheritableThread
 
-    _wait_for_slots(context._jsc.sc(), call)
+    # Wait for executors that are about to come; Spark itself would for 10 minutes.
+    scala = context._jsc.sc()
+    profile = scala.resourceProfileManager().defaultResourceProfile()
+    seconds = scala.conf().getTimeAsSeconds(*_EXECUTORS_SECONDS)
+    advice = "see spark.executor.instances, spark.executor.cores and spark.task.cpus"
+    count = partial(scala.maxNumConcurrentTasks, profile)
+    engine.wait_for_room(call, 0 if scala.isLocal() else seconds, count, "slots", advice)
 
     def stage() -> list[tuple[int, bytes]]:
         context.addJobTag(start.key)
@@ -98,11 +104,7 @@ def interruptible(
     """Return what ``work`` does, in a thread, which ``cancel`` ends when time is up or by Ctrl-C.
 
     ``cancel`` is called until that has happened: the work may not have begun at first. ``kind`` is
-    that of the thread.
-
-    Raises:
-        TimeoutError: time is up.
-        Exception: what ``work`` raises.
+    that of the thread. Raises what ``work`` does, or TimeoutError.
     """
     outcome: Future[T] = Future()
 
@@ -124,15 +126,6 @@ def interruptible(
     if is_late:
         raise call.late(range(call.size))
     return outcome.result()
-
-
-def _wait_for_slots(context: Any, call: SpawnCall) -> None:
-    """Wait for executors that are about to come; Spark itself would for 10 minutes."""
-    profile = context.resourceProfileManager().defaultResourceProfile()
-    seconds = context.conf().getTimeAsSeconds(*_EXECUTORS_SECONDS)
-    advice = "see spark.executor.instances, spark.executor.cores and spark.task.cpus"
-    count = partial(context.maxNumConcurrentTasks, profile)
-    engine.wait_for_room(call, 0 if context.isLocal() else seconds, count, "slots", advice)
 
 
 def _serve(start: Start) -> Iterator[tuple[int, bytes]]:

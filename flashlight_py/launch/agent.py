@@ -102,7 +102,6 @@ class Agent:
             self._input.close()
 
     def collect(self) -> None:
-        """Report the flight records that the ranks have written."""
         if self._notes is not None:
             send_records(self._notes.paths(), self._report)
 
@@ -117,7 +116,6 @@ class Agent:
         self._report("finished", stuck)
 
     def say(self, text: str) -> None:
-        """Write a line of the launcher's."""
         assert self.output
         self.output.say(text)
 

@@ -46,11 +46,7 @@ class SpawnCall(NamedTuple):
         timeout: float | None,
         max_restarts: int,
     ) -> SpawnCall:
-        """Return the call of ``fn`` by ``what``, if all arguments make sense.
-
-        Raises:
-            TypeError, ValueError: they do not.
-        """
+        """Return the call of ``fn`` by ``what``, if all arguments make sense."""
         if not callable(fn):
             raise TypeError(f"{what}: fn must be a function of (rank, *args), got {fn!r}")
         if not isinstance(args, tuple | list):
@@ -76,8 +72,7 @@ class SpawnCall(NamedTuple):
     def attempted(self, attempt: Callable[[int], T]) -> T:
         """Return what ``attempt`` does, called with the number of restarts before it.
 
-        Raises:
-            RankFailedError: the last attempt did; the ones before are logged as warnings.
+        RankFailedErrors of attempts before the last are logged as warnings.
         """
         restarts = 0
         while True:
@@ -90,7 +85,6 @@ class SpawnCall(NamedTuple):
                 _log.warning("%s\nstarting again: %d of %d", error, restarts, self.max_restarts)
 
     def failed(self, rank: int, failure: Failure) -> RankFailedError:
-        """Return the error that reports how ``rank`` failed."""
         others = "; the other ranks were ended" if self.size > 1 else ""
         message = f"{self.name}: rank {rank} of {self.size} {failure.what}{others}"
         if failure.traceback:
@@ -106,11 +100,7 @@ class SpawnCall(NamedTuple):
         )
 
     def results(self, pickled: Sequence[bytes]) -> list[Any]:
-        """Return what the ranks returned, from the pickles in rank order.
-
-        Raises:
-            RankFailedError: one cannot be unpickled here.
-        """
+        """Return what the ranks returned, from the pickles in rank order."""
         results = []
         try:
             for each in pickled:

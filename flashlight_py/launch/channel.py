@@ -29,7 +29,6 @@ _WITH_BYTES = ("output", "input", "record")  # their last value; it travels as t
 
 
 def message(kind: str, *values: Any) -> bytes:
-    """Return the line for a message."""
     return json.dumps([kind, *values], default=lambda data: data.decode("latin-1")).encode() + b"\n"
 
 
@@ -160,7 +159,6 @@ class Supply:
             self._read()
 
     def stop(self) -> None:
-        """Deliver nothing any more."""
         self._loop.forget(self._descriptor)
 
     def _read(self) -> None:

@@ -38,7 +38,6 @@ class Poll:
         self._selector = selectors.DefaultSelector()
 
     def close(self) -> None:
-        """Watch nothing any more."""
         self._selector.close()
 
     def watch(self, descriptor: int, callback: Callable[[], object], writing: bool = False) -> None:
@@ -86,7 +85,6 @@ class Loop(Poll):
                 signal.signal(number, lambda number, frame: None)
 
     def close(self) -> None:
-        """Watch nothing any more, and take no more signals."""
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.set_wakeup_fd(-1)
         super().close()
@@ -182,7 +180,6 @@ class Pulse:
         loop.keep(self)
 
     def heard(self) -> None:
-        """Note that something has arrived."""
         self._is_there, self._silent = True, 0.0
 
     def look(self) -> None:

@@ -117,9 +117,6 @@ class NodeAgent(Agent):
             self._report("interrupt", number)
 
 
-# Node 0 --------------------------------------------------------------------------------------
-
-
 @contextmanager
 def job_of_nodes(
     loop: Loop, options: Options, store: MeetingPoint, stdin: int | None
@@ -158,17 +155,10 @@ def job_of_nodes(
         yield Job(loop, hosts, options, stdin, file, partial(secret_of_ranks, key))
 
 
-# The other nodes -----------------------------------------------------------------------------
-
-
 def work_for_node_0(loop: Loop, options: Options, store: MeetingPoint) -> int:
     """Run the ranks of this node for the launcher of node 0, which is met at ``store``.
 
-    Returns the exit code of the job.
-
-    Raises:
-        RendezvousError: a launcher did not arrive in time, or two have one number.
-        Interrupted: by a signal, before all have arrived.
+    Returns the exit code of the job. Raises what :func:`job_of_nodes` does.
     """
     with interruptible():
         key, _, connections = _meet(options, store)
@@ -190,17 +180,11 @@ def work_for_node_0(loop: Loop, options: Options, store: MeetingPoint) -> int:
     return 1
 
 
-# All nodes -----------------------------------------------------------------------------------
-
-
 def meeting_of(options: Options) -> MeetingPoint:
     """Return where the launchers meet. ``rank`` there is 0 for the one that has the job.
 
     Without a --node-rank, at HOST:PORT that is the one on the host that HOST means, and the others
-    are numbered as they arrive.
-
-    Raises:
-        RendezvousError: this is node 0 and cannot listen there.
+    are numbered as they arrive. A RendezvousError: this is node 0 and cannot listen there.
     """
     if options.endpoint is None:
         path = Path(options.rdzv).absolute()

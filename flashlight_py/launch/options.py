@@ -173,10 +173,10 @@ def _parser() -> argparse.ArgumentParser:
 
 # Defaults of options, by torchrun's variables PET_*, which Kubeflow sets.
 _POD_OPTIONS = {
-    "n": "NPROC_PER_NODE",
-    "nnodes": "NNODES",
-    "node_rank": "NODE_RANK",
-    "max_restarts": "MAX_RESTARTS",
+    "n": "PET_NPROC_PER_NODE",
+    "nnodes": "PET_NNODES",
+    "node_rank": "PET_NODE_RANK",
+    "max_restarts": "PET_MAX_RESTARTS",
 }
 
 
@@ -188,8 +188,7 @@ def _of_the_pod(environ: Mapping[str, str], nnodes: int) -> dict[str, str]:
     """
     if "LOCAL_RANK" in environ:
         return {}
-    names = {option: f"PET_{variable}" for option, variable in _POD_OPTIONS.items()}
-    found = {option: environ[name] for option, name in names.items() if name in environ}
+    found = {option: environ[name] for option, name in _POD_OPTIONS.items() if name in environ}
     if nnodes > 1 and "JOB_COMPLETION_INDEX" in environ:
         found.setdefault("node_rank", environ["JOB_COMPLETION_INDEX"])
     if found.get("nnodes", "1") != "1" and "PET_MASTER_ADDR" in environ:

@@ -61,7 +61,6 @@ class RankOutput:
         self.on_error: Callable[[], None] = lambda: None
 
     def take(self, source: Source, data: bytes) -> None:
-        """Take the next bytes of ``source``."""
         if self._folder is not None:
             self._store(source, data)
         data = self._rests.get(source, b"") + data
@@ -109,7 +108,6 @@ class RankOutput:
         self._files.clear()
 
     def say(self, text: str) -> None:
-        """Write a line of our own to standard error."""
         self._end_open_line()
         self._put("err", f"flrun: {text}\n".encode())
 
@@ -130,7 +128,6 @@ class RankOutput:
         }
 
     def _store(self, source: Source, data: bytes) -> None:
-        """Write to the file of ``source``."""
         assert self._folder is not None
         path = self._folder / f"rank-{source.rank}.{source.stream}"
         if str(path) in self._failed:
@@ -141,7 +138,6 @@ class RankOutput:
             write_whole(self._files[source].fileno(), data)
 
     def _put(self, stream: str, data: bytes) -> None:
-        """Write to a stream of our own."""
         sink = self._sinks[stream]
         if _WORDS[stream] not in self._failed:
             with self._noting(_WORDS[stream]):

@@ -75,9 +75,6 @@ def _standing_in(kind: Any) -> Any:
     return type(kind.__name__, (kind,), {"persistent_id": lambda self, value: self.stand_in(value)})
 
 
-# To processes that this one starts ----------------------------------------------------------------
-
-
 def pack_task(name: str, fn: object, args: object, params: object) -> bytes:
     """Return two pickles: how to become this program's script, and what to call there.
 
@@ -97,8 +94,7 @@ def pack_task(name: str, fn: object, args: object, params: object) -> bytes:
 def main_can_be_imported(name: str) -> bool:
     """Return whether processes that are started for ``name`` can import this one's script.
 
-    Raises:
-        RuntimeError: this process is importing the script.
+    Raises a RuntimeError as :func:`pack_task`.
     """
     return _has_script(_preparation(name))
 

@@ -20,14 +20,11 @@ _CHUNK = 1 << 16
 # How long to wait for killed processes to be gone, in seconds: one may hang in the kernel.
 _KILLED_SECONDS = 5.0
 
-
-RECORDS = "FLASHLIGHT_RECORDS"
-"""An environment variable: where ranks say that they have written a flight record."""
-LISTENER, SECRET = "FLASHLIGHT_LISTENER", "FLASHLIGHT_SECRET"
-"""Environment variables: the descriptor at which rank 0 listens, and what ranks prove to know."""
-ADDRESSES = "FLASHLIGHT_ADDRESSES"
-"""The environment variable with all addresses of rank 0's host, MASTER_ADDR the first."""
-
+# Environment variables of ranks.
+RECORDS = "FLASHLIGHT_RECORDS"  # where they say that they have written a flight record
+LISTENER = "FLASHLIGHT_LISTENER"  # the descriptor at which rank 0 listens
+SECRET = "FLASHLIGHT_SECRET"  # what they prove to know
+ADDRESSES = "FLASHLIGHT_ADDRESSES"  # all of rank 0's host, MASTER_ADDR the first
 # Where ranks meet; what an outer launch says of it must not reach a rank.
 _MEETINGS = ("FLASHLIGHT_FILE", "MASTER_ADDR", "MASTER_PORT", ADDRESSES, LISTENER, SECRET, RECORDS)
 
@@ -122,9 +119,6 @@ class RankProcesses:
         """Start ``rank`` with the input ``stdin``; it inherits ``descriptors``.
 
         ``before`` runs in the new process, which is safe where this one has a single thread.
-
-        Raises:
-            OSError: the program cannot be started.
         """
         theirs: dict[str, int] = {}
         try:

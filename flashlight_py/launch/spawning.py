@@ -177,10 +177,7 @@ class SpawnedWorld:
     def run(self, folder: str, task: int, restarts: int) -> list[int]:
         """Start all ranks, wait for every result, and end; returns the exit codes.
 
-        Raises:
-            RankFailedError: a rank failed; the first cause.
-            TimeoutError: time is up.
-            OSError: what they print cannot be written.
+        Raises what ``spawn`` does of an attempt.
         """
         attempt = self._attempt
         try:
@@ -275,7 +272,8 @@ class Worker:
 
     A fresh interpreter, as the ranks of ``spawn``, but in no world. It ends with this process, and
     Ctrl-C on a terminal does not reach it. ``descriptors`` are inherited under the same numbers,
-    ``variables`` are added to the environment. Does not wait until it has started.
+    ``variables`` are added to the environment. Does not wait until it has started. What the methods
+    find to have ended is a RankFailedError.
 
     Raises:
         TypeError: ``fn`` or ``args`` cannot be pickled.
@@ -309,32 +307,20 @@ class Worker:
             self._link.send_bytes(multiprocessing.current_process().authkey)
 
     def wait_for_start(self) -> None:
-        """Block until it has its task.
-
-        Raises:
-            RankFailedError: it cannot, because it fails to import the script, or has ended.
-        """
+        """Block until it has its task; a RankFailedError: it fails to import the script, too."""
         failure: Failure | None = self.receive()
         if failure is not None:
             raise self.error(failure.what, failure.traceback)
 
     def send(self, message: object) -> None:
-        """Send ``message``, which can be pickled; blocks where it is long until it is taken.
-
-        Raises:
-            RankFailedError: the process has ended.
-        """
+        """Send ``message``, which can be pickled; blocks where it is long until it is taken."""
         try:
             self._link.send(message)
         except ConnectionError:
             raise self._ended() from None
 
     def receive(self) -> Any:
-        """Return the next message; blocks until it is there.
-
-        Raises:
-            RankFailedError: the process has ended.
-        """
+        """Return the next message; blocks until it is there."""
         try:
             return self._link.recv()
         except (EOFError, ConnectionError):

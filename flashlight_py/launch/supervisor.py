@@ -57,7 +57,6 @@ class Supervisor:
 
     @property
     def cause(self) -> tuple[int, Failure] | None:
-        """The rank that failed first, and how."""
         return first_cause(self.failures.items()) if self.failures else None
 
     @property
@@ -129,7 +128,6 @@ class Supervisor:
         self.end(number)
 
     def end(self, number: int) -> None:
-        """Begin to end all ranks by ``number``."""
         if self.is_ending:
             return
         self.is_ending = True
@@ -146,18 +144,14 @@ class Supervisor:
             self._send(signal.SIGKILL)
         if now >= self._report_at:
             self._report_at = math.inf
-            if self._say is not None and self._running and not self.is_ending:
+            if self._say is not None and (ranks := sorted(self._running)) and not self.is_ending:
+                named = ", ".join(map(str, ranks))
+                who = f"ranks {named} still run" if len(ranks) > 1 else f"rank {named} still runs"
                 self._say(
-                    f"{_still_run(sorted(self._running))}, {STAYING_SECONDS:g} s after the last of "
-                    "the others has ended with exit code 0; Ctrl-C ends the job"
+                    f"{who if len(ranks) <= 8 else f'{len(ranks)} ranks still run'}, "
+                    f"{STAYING_SECONDS:g} s after the last of the others has ended with exit code "
+                    "0; Ctrl-C ends the job"
                 )
                 self._say = None
         if now >= self._output.flush_at():
             self._output.flush(now)
-
-
-def _still_run(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]} still runs"
-    named = ", ".join(map(str, ranks[:8]))
-    return f"ranks {named} still run" if len(ranks) <= 8 else f"{len(ranks)} ranks still run"

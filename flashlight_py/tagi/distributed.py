@@ -67,25 +67,6 @@ class DDPConfig:
         self.rank = rank
         self.world_size = world_size
 
-    def check(self, group: ProcessGroup) -> None:
-        """Refuse what the world is not.
-
-        Raises:
-            ValueError: rank or size are others than the world's, or there are too few devices.
-        """
-        where = f"DDPSequential: rank {group.rank} of {group.size}"
-        given = (self.rank, self.world_size)
-        if given not in ((0, 1), (group.rank, group.size)):
-            raise ValueError(
-                f"{where}: the config says rank {given[0]} of {given[1]}. Leave both out: the "
-                "world knows them"
-            )
-        if self.device_ids and len(self.device_ids) < group.size:  # the same on every rank
-            raise ValueError(
-                f"{where}: device_ids has {len(self.device_ids)} entries; pass one for each rank, "
-                "or none"
-            )
-
 
 class DDPSequential:
     """A network that is trained by all ranks together, each on its own samples.
@@ -144,8 +125,18 @@ class DDPSequential:
         self.config = config or DDPConfig()
         if self.config.world_size > 1 and not is_distributed_init():
             distributed_init()  # scripts of pytagi do not call it
-        members = group_or_world(group)
-        self.config.check(members)
+        members, devices = group_or_world(group), self.config.device_ids
+        where = f"DDPSequential: rank {members.rank} of {members.size}"
+        given = (self.config.rank, self.config.world_size)
+        if given not in ((0, 1), (members.rank, members.size)):
+            raise ValueError(
+                f"{where}: the config says rank {given[0]} of {given[1]}. Leave both out: the "
+                "world knows them"
+            )
+        if devices and len(devices) < members.size:  # the same on every rank
+            raise ValueError(
+                f"{where}: device_ids has {len(devices)} entries; pass one for each rank, or none"
+            )
         limit = DistributedConstants.COALESCE_CACHE_SIZE if bucket_bytes is None else bucket_bytes
         if limit <= 0:
             raise ValueError(f"DDPSequential: bucket_bytes must be positive, got {limit}")
@@ -158,8 +149,8 @@ class DDPSequential:
             [_describe(name, layer) for name, layer in model.named_layers()],
             members,
         )
-        if self.config.device_ids:
-            model.to_device(f"cuda:{self.config.device_ids[members.rank]}")
+        if devices:
+            model.to_device(f"cuda:{devices[members.rank]}")
         self.sync = DeltaSync(model, limit, average, sync, group)
         self.synchronize(0)
 
@@ -324,7 +315,6 @@ class DeltaSync(GradientPass[DeltaUnit]):
             self._weight = self.weigh(True)
 
     def backward(self) -> None:
-        """Do what ``DDPSequential.backward`` does."""
         completed = False
         try:
             self._begin_backward()

@@ -220,8 +220,7 @@ def backward_through(
 def connect_in_row(layers: Sequence[BaseLayer], shape: Shape, before: str, within: str) -> Shape:
     """Connect ``layers`` one after the other; return the shape of the last one's output.
 
-    Raises:
-        ValueError: one cannot take the output of the one before; names both.
+    A ValueError names one that cannot take the output of the one before, and that.
     """
     for number, layer in enumerate(layers):
         try:
@@ -242,36 +241,33 @@ def times_slope(d: Array, e: Array, slope: Array | None) -> Deltas:
     return d, e
 
 
-# Layers made of layers ----------------------------------------------------------------------------
-
-
 class _Block(BaseLayer):
-    """The base of both blocks, of the layers ``parts``."""
+    """The base of both blocks, of ``layers``."""
 
     has_state = False
 
-    def __init__(self, *parts: BaseLayer) -> None:
+    def __init__(self, *layers: BaseLayer) -> None:
         super().__init__()
         name = self.get_layer_name()
-        if not parts:
+        if not layers:
             raise TypeError(f"{name}: a block needs at least one layer")
-        for part in parts:
-            if not isinstance(part, BaseLayer):
-                raise TypeError(f"{name}: expected layers of fl.tagi, got {type(part).__name__}")
-        self._parts = list(parts)
-        self.input_shape = parts[0].input_shape
+        for layer in layers:
+            if not isinstance(layer, BaseLayer):
+                raise TypeError(f"{name}: expected layers of fl.tagi, got {type(layer).__name__}")
+        self.layers = list(layers)
+        self.input_shape = layers[0].input_shape
 
     def set_training(self, training: bool) -> None:
         super().set_training(training)
-        for part in self._parts:
-            part.set_training(training)
+        for layer in self.layers:
+            layer.set_training(training)
 
     def to_device(self, device: str) -> None:
-        for part in self._parts:
-            part.to_device(device)
+        for layer in self.layers:
+            layer.to_device(device)
 
     def get_max_num_states(self) -> int:
-        return max(part.get_max_num_states() for part in self._parts)
+        return max(layer.get_max_num_states() for layer in self.layers)
 
 
 class LayerBlock(_Block):
@@ -283,10 +279,6 @@ class LayerBlock(_Block):
     Raises:
         TypeError: something is no layer of ``fl.tagi``, or there is none.
     """
-
-    def __init__(self, *layers: BaseLayer) -> None:
-        super().__init__(*layers)
-        self.layers = self._parts
 
     def connect(self, shape: Shape) -> Shape:
         """Connect the layers one after the other."""

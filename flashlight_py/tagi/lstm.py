@@ -240,12 +240,11 @@ class Gates(NamedTuple):
                 dh = d[t - 1] + dz[t].reshape(rows, -1) @ matrix[:, ni:]
                 eh = e[t - 1] + coefficients[t].reshape(rows, -1) @ products[:, ni:]
         dz, coefficients = dz.reshape(-1, 4 * no), coefficients.reshape(-1, 10 * no)
-        deltas = None
-        if wanted:
-            dx, ex = dz @ matrix[:, :ni], coefficients @ products[:, :ni]
-            shape = (steps, rows, ni)
-            deltas = _by_sample(dx.reshape(shape)), _by_sample(ex.reshape(shape))
-        return dz, coefficients[:, : 4 * no], deltas
+        if not wanted:
+            return dz, coefficients[:, : 4 * no], None
+        dx, ex = dz @ matrix[:, :ni], coefficients @ products[:, :ni]
+        dx, ex = (_by_sample(each.reshape(steps, rows, ni)) for each in (dx, ex))
+        return dz, coefficients[:, : 4 * no], (dx, ex)
 
     def _forward_natively(
         self, kernels: Any, x: Array, x_variance: Array | None, states: States | None, carry: bool

@@ -115,11 +115,7 @@ def classification_error(prediction: Any, label: Any) -> float:
 
 
 def _alike(what: str, **arrays: Any) -> list[Array]:
-    """Return the arrays flat, float64: NumPy would broadcast ``(n,)`` with ``(n, 1)`` to a square.
-
-    Raises:
-        ValueError: as :func:`mse`.
-    """
+    """Return the arrays flat, float64: NumPy broadcasts ``(n,)`` with ``(n, 1)`` to a square."""
     found = [
         np.asarray(to_device(unmasked(name, each, np.nan), "cpu"), np.float64)
         for name, each in arrays.items()

@@ -315,15 +315,20 @@ def _head(layer: BaseLayer) -> bytes:
 
 
 def _parse(network: Network, path: Path) -> StateDict:
-    """Return the state in a binary file.
-
-    Raises:
-        ValueError: the file is not this network's.
-    """
+    """Return the state in a binary file, if that is this network's."""
     data, place, layers = path.read_bytes(), 0, _recorded(network)
     state = {}
     for number, (name, layer) in enumerate(layers):
-        place = _after_head(data, place, name, layer, path)
+        begin = place + HEAD.itemsize
+        if begin > len(data):
+            raise _unfit(path, f"it ends before {name}, {layer}")
+        length = int(np.frombuffer(data[place:begin], HEAD)[0])
+        found = data[begin : begin + min(length, len(data))].decode(errors="replace")
+        expected = layer.get_layer_info()
+        known = layer.output_shape is not None
+        if not (found == expected if known else found.startswith(layer.get_layer_name() + "(")):
+            raise _unfit(path, f"expected {expected!r} for {name}, found {found[:60]!r}")
+        place = begin + length  # where the numbers of the layer begin
         sizes = [getattr(layer, which).size for which in FOUR]
         sizes += [int(each.size) for each in layer.statistics()]
         end = place + FLOATS.itemsize * sum(sizes)
@@ -339,20 +344,6 @@ def _parse(network: Network, path: Path) -> StateDict:
     if place != len(data):
         raise _unfit(path, f"it goes on for {len(data) - place} bytes after the last layer")
     return state
-
-
-def _after_head(data: bytes, place: int, name: str, layer: BaseLayer, path: Path) -> int:
-    """Return where the numbers of a layer begin, once its description is what it should be."""
-    begin = place + HEAD.itemsize
-    if begin > len(data):
-        raise _unfit(path, f"it ends before {name}, {layer}")
-    length = int(np.frombuffer(data[place:begin], HEAD)[0])
-    found = data[begin : begin + min(length, len(data))].decode(errors="replace")
-    expected = layer.get_layer_info()
-    known = layer.output_shape is not None
-    if not (found == expected if known else found.startswith(layer.get_layer_name() + "(")):
-        raise _unfit(path, f"expected {expected!r} for {name}, found {found[:60]!r}")
-    return begin + length
 
 
 def _after_left_overs(data: bytes, place: int, following: BaseLayer | None) -> int:

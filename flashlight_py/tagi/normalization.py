@@ -13,7 +13,7 @@ from flashlight_py.device import Array, array_module, is_cupy, to_device
 from flashlight_py.tagi.activations import Moments
 from flashlight_py.tagi.layer import BaseLayer, Deltas, Shape, times_slope
 from flashlight_py.tagi.native import address, native
-from flashlight_py.tagi.parameters import Parameter, constant
+from flashlight_py.tagi.parameters import Parameter
 from flashlight_py.tagi.states import REAL, BaseHiddenStates
 
 NORM_STATISTICS = ("running_mean", "running_variance", "batch_mean", "batch_variance")
@@ -37,8 +37,9 @@ class Normalization(BaseLayer):
         if not eps > 0:
             raise ValueError(f"{name}: eps must be above 0, got {eps}")
         self.eps = eps
-        self.weight: Parameter = constant((features,), 1, gains[0] ** 2 / features)
-        self.biases = constant((features,), 0, gains[1] ** 2 / features) if bias else None
+        variances = [np.full(features, gain**2 / features) for gain in gains]
+        self.weight: Parameter = Parameter(np.ones(features), variances[0])
+        self.biases = Parameter(np.zeros(features), variances[1]) if bias else None
         self._positions = 1
         self._slope: Array | None = None  # of the input
         self._t = np.empty((0, features, 1), REAL)

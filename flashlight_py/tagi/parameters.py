@@ -52,12 +52,7 @@ class Parameter:
         return self.variance * self.variance * self.variance_sum
 
     def put(self, which: str, values: Array) -> None:
-        """Set ``mean`` or ``variance`` in place from as many values, of any shape and dtype.
-
-        Raises:
-            AttributeError: ``which`` is a delta, which follows from a backward pass.
-            ValueError: a variance is negative or NaN. Nothing was changed.
-        """
+        """Set ``mean`` or ``variance`` in place from as many values, of any shape and dtype."""
         if which not in ("mean", "variance"):
             raise AttributeError(f"{which} follows from the sums of a backward pass")
         home: Array = getattr(self, which)
@@ -70,9 +65,6 @@ class Parameter:
 def spread(method: str, fan_in: int, fan_out: int) -> float:
     """Return the standard deviation of the means: ``sqrt(1 / fan_in)`` by He, ``sqrt(2 / (fan_in +
     fan_out))`` by Xavier.
-
-    Raises:
-        ValueError: ``method`` is neither.
     """
     if method not in METHODS:
         raise ValueError(f"init_method must be one of {', '.join(METHODS)}, got {method!r}")
@@ -85,20 +77,11 @@ def gaussian(shape: tuple[int, ...], deviation: float, gain: float) -> Parameter
     return Parameter(mean, np.full(shape, (gain * deviation) ** 2, REAL))
 
 
-def constant(shape: tuple[int, ...], mean: float, variance: float) -> Parameter:
-    """Return parameters that all have one mean and one variance."""
-    return Parameter(np.full(shape, mean, REAL), np.full(shape, variance, REAL))
-
-
 Allocate = Callable[[int], Array]
 
 
 def on_device(device: str) -> Allocate:
-    """Return a function that makes flat arrays of zeros on ``device``.
-
-    Raises:
-        ValueError, BackendUnavailableError: as ``device.to_device``.
-    """
+    """Return a function that makes flat arrays of zeros on ``device``."""
     return lambda size: to_device(np.zeros(size, REAL), device)
 
 

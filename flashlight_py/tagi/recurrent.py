@@ -124,8 +124,11 @@ class LSTM(BaseLayer):
         xp = array_module(joined)
         width = self._outputs if self._apart else self.output_size
         d, e = d.reshape(-1, width), e.reshape(-1, width)
-        if self._carried is not None:
-            self._carried = posterior(self._carried, d, e, slopes[0, :, 4])
+        if self._carried is not None:  # the posterior by the deltas of h
+            h, v_h, c, v_c = self._carried
+            t = v_c * slopes[0, :, 4]  # cov(h, c)
+            h, v_h = h + v_h * d, xp.maximum(v_h + v_h * v_h * e, 0)
+            self._carried = States(h, v_h, c + t * d, xp.maximum(v_c + t * t * e, 0))
         gates = Gates(self.weight, self.biases, 1 if self._apart else self.seq_len)
         dz, ez, deltas = gates.backward(self._kept, d, e, wanted)
         joined, shape = joined.reshape(-1, joined.shape[2]), (dz.shape[1], -1)
@@ -169,19 +172,6 @@ class LSTM(BaseLayer):
 
     def _sizes(self) -> Sequence[int]:
         return self._inputs, self._outputs
-
-
-def posterior(states: States, d: Array, e: Array, slope: Array) -> States:
-    """Return the posterior moments of h and c by the deltas of h; ``slope`` is cov(h, c) / var(c).
-
-    A variance that would be negative is 0.
-    """
-    xp = array_module(d)
-    h, v_h, c, v_c = states
-    t = v_c * slope
-    return States(
-        h + v_h * d, xp.maximum(v_h + v_h * v_h * e, 0), c + t * d, xp.maximum(v_c + t * t * e, 0)
-    )
 
 
 class TimeStep(NamedTuple):

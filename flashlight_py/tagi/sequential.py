@@ -166,7 +166,8 @@ class Sequential(Network):
                 "backward: the last forward pass was one of evaluation, which keeps nothing; call "
                 "train() before net(x)"
             )
-        d, e = (self._deltas("backward: deltas", each) for each in (d, e))
+        if not d.shape == e.shape == self.output_z_buffer.mean.shape:
+            d, e = (self._deltas("backward: deltas", each) for each in (d, e))
         return d, e
 
     def step(self) -> None:

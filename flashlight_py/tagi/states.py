@@ -63,11 +63,8 @@ class BaseHiddenStates:
         if self.mean.shape[1:] == shape:
             return self
         full = (self.mean.shape[0], *shape)
-        return BaseHiddenStates(
-            self.mean.reshape(full),
-            None if self.variance is None else self.variance.reshape(full),
-            None if self.slope is None else self.slope.reshape(full),
-        )
+        others = (None if a is None else a.reshape(full) for a in (self.variance, self.slope))
+        return BaseHiddenStates(self.mean.reshape(full), *others)
 
 
 def _flat(array: Array | None, like: Array, instead: float) -> Array:

@@ -69,11 +69,7 @@ def tree_of(num_classes: int) -> HRCSoftmax:
 
 
 def _checked_labels(labels: Any, num_classes: int, missing: float | None = None) -> Array:
-    """Return labels as integers, flat; -1 for those that are NaN or masked, if ``missing`` is NaN.
-
-    Raises:
-        ValueError: a label is none of 0 to ``num_classes - 1``.
-    """
+    """Return labels as integers, flat; -1 for NaN or masked ones, if ``missing`` is NaN."""
     array = real("labels", labels, "cpu", missing=missing).reshape(-1)
     absent = np.isnan(array) & (missing is not None)
     right = absent | (array >= 0) & (array < num_classes) & (array == np.floor(array))
@@ -86,14 +82,8 @@ def probabilities(mean: Any, variance: Any, tree: HRCSoftmax) -> Array:
     """Return the probability of each class: ``[batch, classes]``, float32, of NumPy.
 
     The product of P(node) along the path, as pytagi has it: they add up to 1 only if the number of
-    classes is a power of 2.
-
-    Args:
-        mean, variance: of the outputs, ``[batch, tree.len]`` or flat; any dtype.
-        tree: of the classes.
-
-    Raises:
-        ValueError: they are not ``tree.len`` for each sample, or not equally many.
+    classes is a power of 2. Means and variances of the outputs are ``[batch, tree.len]`` or flat,
+    of any dtype.
     """
     m, v = real("means", mean, "cpu"), real("variances", variance, "cpu")
     shape = (m.size // tree.len, tree.len)

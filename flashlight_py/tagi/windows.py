@@ -274,11 +274,7 @@ class ImageLayer(BaseLayer):
         return (*channels, *size, self.kernel_size)
 
     def _windows(self, height: int, width: int) -> Windows:
-        """Return the windows over images of this size.
-
-        Raises:
-            ValueError: they do not cover the images exactly.
-        """
+        """Return the windows over images of this size, if they cover them exactly."""
         before = self.padding if self.padding_type == 1 else 0
         windows = Windows(self.kernel_size, self.stride, before, self.padding, height, width)
         for name, size in (("height", height), ("width", width)):
@@ -294,20 +290,13 @@ class ImageLayer(BaseLayer):
 
 
 def images_of(shape: Shape) -> tuple[int, int, int]:
-    """Return the shape of a sample as (channels, height, width).
-
-    Raises:
-        ValueError: it has not three dimensions.
-    """
+    """Return the shape of a sample as (channels, height, width), if it is one."""
     if len(shape) != 3:
         raise ValueError(
             f"expected images (channels, height, width), got samples of shape {shape}; pass an "
             "array [batch, channels, height, width], or in_width and in_height to a convolution"
         )
     return shape
-
-
-# Pools --------------------------------------------------------------------------------------------
 
 
 class _Pool(ImageLayer):
