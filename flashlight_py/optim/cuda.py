@@ -77,7 +77,7 @@ def change(steps: Iterable[Step], grad_scale: float, optimizer: Any = None) -> N
     """Change parameters and states in place; returns when the kernels are queued.
 
     One launch for all that have the same rule, dtypes and device; what they step :func:`fits`.
-    ``optimizer`` has the rules of a step that is captured and done again: ``next_rules``.
+    ``optimizer`` has the rules of a step that is captured and done again: ``next_rule``.
     """
     groups: dict[Any, list[Step]] = defaultdict(list)
     for step in steps:
