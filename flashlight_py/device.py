@@ -11,6 +11,8 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from flashlight_py.errors import BackendUnavailableError
+
 __all__ = ["Array", "array_module", "device_of", "is_cupy", "to_device"]
 
 operations_made: list[Callable[[], int]] = []
@@ -176,8 +178,6 @@ def to_device(array: Array, device: str) -> Array:
     kind, _, index = device.partition(":")
     if kind != "cuda" or not (index.isdigit() or index == ""):
         raise ValueError(f"device must be 'cpu', 'cuda' or 'cuda:<index>', got {device!r}")
-    from flashlight_py.errors import BackendUnavailableError
-
     try:
         import cupy
     except ImportError as error:

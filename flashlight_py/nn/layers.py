@@ -222,8 +222,7 @@ class Container(Module):
         return self._members[position]
 
     def __repr__(self) -> str:
-        inside = ", ".join(repr(module) for module in self._members)
-        return f"{type(self).__name__}({inside})"
+        return f"{type(self).__name__}({', '.join(map(repr, self._members))})"
 
 
 class Sequential(Container):

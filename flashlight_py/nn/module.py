@@ -51,8 +51,7 @@ class Module(ABC):
         if self.before_forward is not None:
             self.before_forward(self)  # type: ignore[arg-type]  # self is a Module
         if self._instead is not None:
-            result: Result_co = self._instead(self, *inputs)
-            return result
+            return self._instead(self, *inputs)  # type: ignore[no-any-return]
         return self.forward(*inputs)
 
     def __getstate__(self) -> dict[str, Any]:
