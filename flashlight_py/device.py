@@ -11,6 +11,8 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from flashlight_py.errors import BackendUnavailableError
+
 __all__ = ["Array", "array_module", "device_of", "is_cupy", "to_device"]
 
 operations_made: list[Callable[[], int]] = []
@@ -176,15 +178,6 @@ def to_device(array: Array, device: str) -> Array:
     kind, _, index = device.partition(":")
     if kind != "cuda" or not (index.isdigit() or index == ""):
         raise ValueError(f"device must be 'cpu', 'cuda' or 'cuda:<index>', got {device!r}")
-    cupy = _import_cupy(device, int(index or 0))
-    with cupy.cuda.Device(int(index or 0)):
-        moved: Array = cupy.asarray(array)
-    return moved
-
-
-def _import_cupy(device: str, index: int) -> Any:
-    from flashlight_py.errors import BackendUnavailableError
-
     try:
         import cupy
     except ImportError as error:
@@ -198,11 +191,14 @@ def _import_cupy(device: str, index: int) -> Any:
         raise BackendUnavailableError(
             f"device {device!r} was asked for and CUDA finds none here: {error}"
         ) from error
-    if index >= count:
+    number = int(index or 0)
+    if number >= count:
         raise BackendUnavailableError(
             f"device {device!r} was asked for and this machine has {count} CUDA device(s)"
         )
-    return cupy
+    with cupy.cuda.Device(number):
+        moved: Array = cupy.asarray(array)
+    return moved
 
 
 # Float16 counts no further than 2,048 and ends at 65,504: what adds up many elements, or divides by

@@ -278,12 +278,6 @@ class TopKMeter(_Sums):
             ValueError: the shapes do not fit, there are fewer than ``k`` classes, or a target is
                 no integer in [0, classes).
         """
-        self._check(output, target)
-        scores = array_module(output).take_along_axis(output, target[:, None], axis=1)
-        higher = (~(output <= scores)).sum(axis=1)
-        self._sums += int((higher < self._k).sum()), len(target)
-
-    def _check(self, output: Array, target: Array) -> None:
         fits = output.ndim == 2 and target.ndim == 1 and len(output) == len(target)
         if not fits or target.dtype.kind not in "iu":
             raise ValueError(
@@ -297,6 +291,9 @@ class TopKMeter(_Sums):
             raise ValueError(
                 f"targets must be in [0, {classes}), got {int(target.min())} to {int(target.max())}"
             )
+        scores = array_module(output).take_along_axis(output, target[:, None], axis=1)
+        higher = (~(output <= scores)).sum(axis=1)
+        self._sums += int((higher < self._k).sum()), len(target)
 
     def value_of(self, state: State) -> float:
         """Return the percentage, NaN without samples, of the numbers of correct ones and of all."""

@@ -18,6 +18,7 @@ from flashlight_py.device import Array
 
 Vjp: TypeAlias = Callable[[Array], Array]
 Target: TypeAlias = Union["Node", "Leaf"]
+Edges: TypeAlias = tuple[tuple[Target, Vjp], ...]
 Repeat: TypeAlias = Callable[[], Sequence["Leaf"]]
 
 
@@ -61,15 +62,10 @@ class Node:
 
     __slots__ = ("dtype", "edges", "made", "shape")
 
-    edges: tuple[tuple[Target, Vjp], ...] | None
+    edges: Edges | None
     turn: int | None = None
 
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        dtype: np.dtype[np.generic],
-        edges: tuple[tuple[Target, Vjp], ...],
-    ) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any], edges: Edges) -> None:
         self.shape = shape
         self.dtype = dtype
         self.edges = edges

@@ -7,7 +7,7 @@ import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
+from itertools import islice, starmap
 from typing import Any, Literal, SupportsIndex, TypeAlias, get_args
 
 import numpy as np
@@ -77,9 +77,7 @@ def stack(samples: Sequence[Sample]) -> Sample:
     counts = {len(sample) for sample in samples}
     if len(counts) != 1:
         raise ValueError(f"cannot batch samples with different numbers of fields: {sorted(counts)}")
-    return tuple(
-        _stack_field(number, values) for number, values in enumerate(zip(*samples, strict=True))
-    )
+    return tuple(starmap(_stack_field, enumerate(zip(*samples, strict=True))))
 
 
 def _stack_field(number: int, values: Sequence[Any]) -> Array:

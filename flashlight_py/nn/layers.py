@@ -222,8 +222,7 @@ class Container(Module):
         return self._members[position]
 
     def __repr__(self) -> str:
-        inside = ", ".join(repr(module) for module in self._members)
-        return f"{type(self).__name__}({inside})"
+        return f"{type(self).__name__}({', '.join(map(repr, self._members))})"
 
 
 class Sequential(Container):
@@ -231,15 +230,11 @@ class Sequential(Container):
 
     def forward(self, x: Any) -> Variable:
         """Return ``x`` passed through all modules in order."""
-        if isinstance(x, Variable) and is_cupy(x.data):
-            return self._with_fewer_launches(x)
-        for module in self._members:
-            x = module(x)
-        result: Variable = x
-        return result
-
-    def _with_fewer_launches(self, x: Variable) -> Variable:
-        """Do the same on a GPU, where a linear map and the ReLU after it share a launch."""
+        if not (isinstance(x, Variable) and is_cupy(x.data)):
+            for module in self._members:
+                x = module(x)
+            return x  # type: ignore[no-any-return]
+        # On a GPU a linear map and the ReLU after it share a launch.
         pairs = zip_longest(self._members, self._members[1:])
         for module, after in pairs:
             if type(module) is Linear and module.bias is not None and type(after) is ReLU:
@@ -247,4 +242,4 @@ class Sequential(Container):
                 next(pairs)  # that of the ReLU
             else:
                 x = module(x)
-        return x
+        return x  # type: ignore[no-any-return]

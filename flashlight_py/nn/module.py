@@ -51,8 +51,7 @@ class Module(ABC):
         if self.before_forward is not None:
             self.before_forward(self)  # type: ignore[arg-type]  # self is a Module
         if self._instead is not None:
-            result: Result_co = self._instead(self, *inputs)
-            return result
+            return self._instead(self, *inputs)  # type: ignore[no-any-return]
         return self.forward(*inputs)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -130,13 +129,13 @@ class Module(ABC):
         """
         for shards in shards_of(self.params()):
             shards.check("state_dict")
-        parameters = {
+        own = {
             name: variable.placement.whole(variable.data)
             if variable.placement is not None and variable.placement.is_cut
             else variable.data
             for name, variable in self.named_params().items()
         }
-        return {**parameters, **self.buffers}
+        return {**own, **self.buffers}
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         """Copy ``state`` into the existing arrays, in place, across devices if need be.
@@ -218,17 +217,17 @@ class Module(ABC):
 def _check_state(state: Mapping[str, Array], own: Mapping[str, Variable | Array]) -> None:
     problems = [f"missing {name!r}" for name in own if name not in state]
     problems += [f"unexpected {name!r}" for name in state if name not in own]
-    shared = [name for name in own if name in state]
+    both = [(name, state[name], held) for name, held in own.items() if name in state]
     problems += [
-        f"{name!r} has shape {state[name].shape}, expected {own[name].shape}"
-        for name in shared
-        if state[name].shape != own[name].shape
+        f"{name!r} has shape {given.shape}, expected {held.shape}"
+        for name, given, held in both
+        if given.shape != held.shape
     ]
     if problems:
         raise ValueError(f"load_state_dict: nothing was loaded: {'; '.join(problems)}")
-    for name in shared:
-        if not np.can_cast(state[name].dtype, own[name].dtype, "same_kind"):
+    for name, given, held in both:
+        if not np.can_cast(given.dtype, held.dtype, "same_kind"):
             raise TypeError(
-                f"load_state_dict: nothing was loaded: {name!r} has dtype {state[name].dtype}, "
-                f"which cannot become {own[name].dtype}"
+                f"load_state_dict: nothing was loaded: {name!r} has dtype {given.dtype}, "
+                f"which cannot become {held.dtype}"
             )

@@ -32,8 +32,8 @@ def recompute(module: SomeModule) -> SomeModule:
 
     The module must do the same the second time: what else it reads must not change between the
     forward and the backward pass, and it must not leave a variable in an attribute for later use in
-    a loss, but return it. ``before_forward`` of the module is called in
-    the first pass only, that of modules in it in both.
+    a loss, but return it. ``before_forward`` of the module is called in the first pass only, that
+    of modules in it in both.
 
     Args:
         module: its ``forward`` returns a variable, or a tuple, list or dict of them.
@@ -93,9 +93,7 @@ def _run(module: Module, *inputs: Any) -> Any:
 def _has_changed(before: Array, module: Module, name: str) -> bool:
     """Return whether a buffer is not what it was; of a GPU's, not to wait for it, it is True."""
     now: Array = getattr(module, name)
-    if is_cupy(now) or now.shape != before.shape:
-        return True
-    return not array_module(now).array_equal(now, before)
+    return is_cupy(now) or not array_module(now).array_equal(now, before)
 
 
 def _with_repetition(result: Any, repeat: Callable[[], list[Variable]]) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from math import sqrt
 from typing import Any, ClassVar
@@ -264,7 +263,7 @@ class NovogradOptimizer(RuleOptimizer):
         squares = self._sum_of_squares(position) * grad_scale**2
         known = self.beta2 * self._square_norms[position] + (1 - self.beta2) * squares
         self._square_norms[position] = known
-        divisor = math.sqrt(known) + self.eps
+        divisor = sqrt(known) + self.eps
         inverse = 1 / divisor if divisor else 0.0
         return "novograd", (self.beta1, 1 - self.beta1, inverse, self._lr, self.weight_decay)
 

@@ -24,14 +24,9 @@ def native() -> Any | None:
 def change(rule: str, numbers: Sequence[float], piece: Sequence[Any], grad_scale: float) -> None:
     """Change the arrays of ``piece`` in place by NumPy or CuPy, to the bit as csrc/optim does.
 
-    What is narrower than float32 is computed in float32, and rounded once.
-
-    Args:
-        rule: the name of a rule of rules.inc.
-        numbers: what the rule takes, in the order of its fields.
-        piece: parameter, list of gradients, states, all of one shape; the gradients count as their
-            sum, added in their order, and stay as they are.
-        grad_scale: the factor of the gradient.
+    What is narrower than float32 is computed in float32, and rounded once. ``numbers`` are those of
+    the rule's fields. A piece is (parameter, gradients, *states), all of one shape: the gradients
+    count as their sum, added in their order, times ``grad_scale``, and stay as they are.
     """
     fields, changed, statements = _rules()[rule]
     param, (first, *others), *states = piece

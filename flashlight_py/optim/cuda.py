@@ -76,12 +76,8 @@ def fits(piece: tuple[Any, ...]) -> bool:
 def change(steps: Iterable[Step], grad_scale: float, optimizer: Any = None) -> None:
     """Change parameters and states in place; returns when the kernels are queued.
 
-    One launch for all that have the same rule, dtypes and device.
-
-    Args:
-        steps: each is a rule and what it steps, which :func:`fits`.
-        grad_scale: the factor of the gradients.
-        optimizer: whose ``next_rules`` has the rules of a step that is captured and done again.
+    One launch for all that have the same rule, dtypes and device; what they step :func:`fits`.
+    ``optimizer`` has the rules of a step that is captured and done again: ``next_rule``.
     """
     groups: dict[Any, list[Step]] = defaultdict(list)
     for step in steps:

@@ -406,19 +406,16 @@ class RuleOptimizer(FirstOrderOptimizer):
     def _rule(self, position: int, grad_scale: float) -> Rule:
         """Return what a parameter's step number ``self._steps[position]`` is done with."""
 
-    def next_rules(self, positions: Iterable[int], grad_scale: float) -> list[Rule]:
-        """Count a step of each of these parameters, and return the rules by which it is done."""
-        rules = []
-        for position in positions:
-            self._steps[position] += 1
-            rules.append(self._rule(position, grad_scale))
-        return rules
+    def next_rule(self, position: int, grad_scale: float) -> Rule:
+        """Count a step of a parameter, and return the rule by which it is done."""
+        self._steps[position] += 1
+        return self._rule(position, grad_scale)
 
     def _step_pieces(
         self, position: int, pieces: Iterable[Sequence[Any]], grad_scale: float
     ) -> list[cuda.Step]:
         """Step pieces of host memory, and count the step; return those that GPUs have."""
-        (rule,) = self.next_rules([position], grad_scale)
+        rule = self.next_rule(position, grad_scale)
         queued: list[cuda.Step] = []
         for param, grad, *states in pieces:
             grads = list(grad) if isinstance(grad, (list, tuple)) else [grad]

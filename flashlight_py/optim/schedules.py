@@ -284,11 +284,10 @@ def _cosine(start: float, end: float, part: float) -> float:
     return end + (start - end) * (1 + math.cos(math.pi * part)) / 2
 
 
-def _line(start: float, end: float, part: float) -> float:
-    return start + (end - start) * part
-
-
-_SHAPES = {"cos": _cosine, "linear": _line}
+_SHAPES: dict[str, Callable[[float, float, float], float]] = {
+    "cos": _cosine,
+    "linear": lambda start, end, part: start + (end - start) * part,
+}
 
 
 def _steps(name: str, value: int) -> int:

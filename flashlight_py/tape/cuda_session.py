@@ -225,7 +225,8 @@ class Numbers:
 
     def fill(self) -> None:
         """Count the step, and copy its numbers to the GPU, on the current stream."""
-        rules = self._optimizer.next_rules(self._positions, self._table.grad_scale)
+        scale = self._table.grad_scale
+        rules = [self._optimizer.next_rule(position, scale) for position in self._positions]
         words = self._table.words(rules)
         if self._now is None or not np.array_equal(words, self._now):
             self.room.set(words)

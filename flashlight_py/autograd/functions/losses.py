@@ -95,31 +95,7 @@ def categorical_cross_entropy(
         ValueError: the shapes do not fit, a target names no class, or an unknown reduction.
     """
     log_probabilities, target = as_variable(log_probabilities), as_variable(target)
-    _check_classes(log_probabilities.data, target.data, reduction, ignore_index)
     logs, labels = log_probabilities.data, target.data
-    xp = array_module(logs)
-    counted = labels != ignore_index
-    picked = xp.where(counted, labels, 0)[..., None]
-    losses = xp.where(counted, -xp.take_along_axis(logs, picked, axis=-1)[..., 0], 0)
-    result, divisor = losses if reduction == "none" else total(losses), 1
-    if reduction == "mean":
-        divisor = xp.maximum(counted.sum(), 1).astype(result.dtype)
-        result = result / divisor
-
-    def vjp(grad: Array) -> Array:
-        hit = (xp.arange(logs.shape[-1]) == picked) & counted[..., None]
-        return hit * (widened(grad) / -divisor)[..., None]  # type: ignore[no-any-return]
-
-    return record(xp.asarray(result, logs.dtype), (log_probabilities, vjp))
-
-
-def check_reduction(reduction: str) -> None:
-    """Raise a ValueError unless it is ``"mean"``, ``"sum"`` or ``"none"``."""
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
-
-
-def _check_classes(logs: Array, labels: Array, reduction: str, ignore_index: int) -> None:
     check_reduction(reduction)
     if labels.dtype.kind not in "iu":
         raise TypeError(f"categorical_cross_entropy: targets must be integers, got {labels.dtype}")
@@ -128,7 +104,7 @@ def _check_classes(logs: Array, labels: Array, reduction: str, ignore_index: int
             "categorical_cross_entropy: log probabilities [..., classes] of shape "
             f"{logs.shape} need targets of shape {logs.shape[:-1]}, got {labels.shape}"
         )
-    classes = logs.shape[-1]
+    classes, xp = logs.shape[-1], array_module(logs)
     right = ((labels >= 0) & (labels < classes)) | (labels == ignore_index)
 
     def error() -> ValueError:
@@ -138,3 +114,22 @@ def _check_classes(logs: Array, labels: Array, reduction: str, ignore_index: int
         )
 
     require(right, error)
+    counted = labels != ignore_index
+    picked = xp.where(counted, labels, 0)[..., None]
+    losses = xp.where(counted, -xp.take_along_axis(logs, picked, axis=-1)[..., 0], 0)
+    result, divisor = losses if reduction == "none" else total(losses), 1
+    if reduction == "mean":
+        divisor = xp.maximum(counted.sum(), 1).astype(result.dtype)
+        result = result / divisor
+
+    def vjp(grad: Array) -> Array:
+        hit = (xp.arange(classes) == picked) & counted[..., None]
+        return hit * (widened(grad) / -divisor)[..., None]  # type: ignore[no-any-return]
+
+    return record(xp.asarray(result, logs.dtype), (log_probabilities, vjp))
+
+
+def check_reduction(reduction: str) -> None:
+    """Raise a ValueError unless it is ``"mean"``, ``"sum"`` or ``"none"``."""
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
