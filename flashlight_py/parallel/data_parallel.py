@@ -156,7 +156,8 @@ def distribute_module_grads(
         warn_of_differing("distribute_module_grads", digests, members)
         return
     if reducer is not None:
-        sync = GradientSync([GradientUnit([param]) for param in in_order], reducer)
+        alone = [(p, array_module(p.data).zeros(p.shape, p.dtype)) for p in in_order]
+        sync = GradientSync([GradientUnit([param], own) for param, own in alone], reducer)
     else:
         sync = _bucketed(in_order, scale, hook, group, limit)
     sync.ignored = ignored
@@ -167,16 +168,13 @@ def distribute_module_grads(
 
 
 class GradientUnit(Unit):
-    """Gradients that travel as one array: ``flat``, or where that is None the only gradient."""
+    """Gradients that travel as one array: ``flat``, of which each is a part."""
 
-    def __init__(self, params: Sequence[Variable], flat: Array | None = None) -> None:
+    def __init__(self, params: Sequence[Variable], flat: Array) -> None:
         super().__init__(params)
-        self.flat = flat
-        if flat is None:
-            return
-        start = 0
+        self.flat, start = flat, 0
         for param in params:
-            param.grad_buffer = flat[start : start + param.size].reshape(param.shape)
+            param.grad_buffer = flat.reshape(-1)[start : start + param.size].reshape(param.shape)
             start += param.size
 
 
@@ -209,28 +207,23 @@ class GradientSync(GradientPass[GradientUnit]):
         unused = unit.params if not weight else [p for p in unit.params if p.grad is None]
         if unused:
             self._unused.update(unused)
-        array = unit.flat
-        if array is None:
-            array = gradient_of(unit.params[0])
-        else:
-            for param in unit.params:
-                grad, home = param.grad, param.grad_buffer
-                # Also if the pass left it out or a user set it.
-                if grad is not home and home is not None:
-                    home[...] = 0 if grad is None else grad
-                    param.grad = home
+        for param in unit.params:
+            grad, home = param.grad, param.grad_buffer
+            # Also if the pass left it out or a user set it.
+            if grad is not home and home is not None:
+                home[...] = 0 if grad is None else grad
+                param.grad = home
         if weight != 1.0:
-            weigh_in_place(array, weight)
+            weigh_in_place(unit.flat, weight)
         flags = self._flags
         if flags is not None and unit is self._units[-1]:
             flags.fill(1)
             if self._unused:
                 flags[...] = array_module(flags).asarray(self._used_here(), flags.dtype)
-        self.reducer.add(array)
+        self.reducer.add(unit.flat)
 
     def _sent_next(self) -> Iterable[Array]:
-        unit = self._units[min(self._given, len(self._units) - 1)]
-        return [unit.params[0].data if unit.flat is None else unit.flat]
+        return [self._units[min(self._given, len(self._units) - 1)].flat]
 
     def _finish(self) -> None:
         self.reducer.finalize()
