@@ -94,10 +94,19 @@ static PyObject *clocks(PyObject *module, PyObject *args) {
   return Py_BuildValue("LL", ticks, nanoseconds);
 }
 
+/* address(array): that of its elements. */
+static PyObject *address(PyObject *module, PyObject *array) {
+  (void)module;
+  if (PyArray_Check(array)) return PyLong_FromVoidPtr(PyArray_DATA((PyArrayObject *)array));
+  PyErr_SetString(PyExc_TypeError, "expected an array");
+  return NULL;
+}
+
 static PyMethodDef methods[] = {
     {"bind", bind, METH_VARARGS, NULL},
     {"clocks", clocks, METH_NOARGS, NULL},
     {"verbs", plain_verbs, METH_O, NULL},
+    {"address", address, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 
