@@ -56,8 +56,6 @@ Answer: TypeAlias = "tuple[Any, ...] | None"
 
 REMEMBERED = b"agDLO"
 
-_COUNT = struct.Struct("=I")
-
 _ALIGNMENT = 16
 _CONTAINERS = {"D": "dict", "L": "list", "T": "tuple"}
 _NUMBERS = {bool: b"b", int: b"i", float: b"f", complex: b"c"}
@@ -356,7 +354,7 @@ def _try_making_anew(value: Any, make: Callable[[Any], Any]) -> None:
 
 def count(tag: bytes, number: int) -> bytes:
     """Return a tag with a count after it."""
-    return tag + _COUNT.pack(number)
+    return tag + struct.pack("=I", number)
 
 
 def text(tag: bytes, value: str) -> bytes:

@@ -7,7 +7,6 @@ its workers are set aside then, without any Python code. The next use of a team 
 from __future__ import annotations
 
 import atexit
-import operator
 import os
 import pickle
 import sys
@@ -104,7 +103,7 @@ class Team:
 
     def _start(self, count: int, cores: int) -> None:
         model = self._memory()
-        places, size = lay_out(param.data for param in self._params)
+        places, size = lay_out([param.data for param in self._params])
         model.reserve(size * (count + 1))
         self._views = model.views(places)
         self.holds(self._params)
@@ -129,8 +128,7 @@ class Team:
 
         An array that was replaced by another of its shape and dtype is moved there.
         """
-        same = len(params) == len(self._params) and all(map(operator.is_, params, self._params))
-        if not (self._held.is_there and same):
+        if not self._held.is_there or [*map(id, params)] != [*map(id, self._params)]:
             return False
         for param, view in zip(self._params, self._views, strict=True):
             if param.data is not view:
