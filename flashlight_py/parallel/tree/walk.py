@@ -110,9 +110,8 @@ def first_difference(
 ) -> tuple[str, list[str]] | None:
     """Return the first path at which not all are alike, and what each rank has there.
 
-    ``trees`` are as ``entries_of`` returns them. ``in_order`` are the same with other orders of
-    keys: that of rank 0 says what is first, and what rank 0 lacks comes last. None where nothing
-    differs.
+    ``trees`` are of ``entries_of``, ``in_order`` the same with other orders of keys: that of rank 0
+    says what is first, and what rank 0 lacks comes last. None where nothing differs.
     """
     for path in dict.fromkeys(path for tree in in_order or trees for path in tree):
         kinds = [tree.get(path, "nothing") for tree in trees]

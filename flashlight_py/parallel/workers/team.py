@@ -77,9 +77,7 @@ def _end_all() -> None:
 # workers; the next call starts others, and nothing is lost: parameters, modes and random numbers
 # are this process's.
 class Team:
-    """``count`` workers; the arrays of ``params`` are moved into memory that all of them map.
-
-    They and this process share ``cores``.
+    """``count`` workers, which share ``cores`` with this process, and map the arrays of ``params``.
 
     One request at a time: :meth:`ask`, then :meth:`answers`. Whatever goes wrong in between ends
     the workers, as nobody knows then what is still on its way. When nothing refers to this object
@@ -124,10 +122,7 @@ class Team:
             self._held.limited += blas.limit_each(max(1, cores // (count + 1)))
 
     def holds(self, params: Sequence[Variable]) -> bool:
-        """Return whether the workers are there, and have the memory of these parameters.
-
-        An array that was replaced by another of its shape and dtype is moved there.
-        """
+        """Return whether workers map these parameters; arrays like those of before are moved."""
         if not self._held.is_there or [*map(id, params)] != [*map(id, self._params)]:
             return False
         for param, view in zip(self._params, self._views, strict=True):
