@@ -342,11 +342,8 @@ def is_leaf_by_leaf(module: object) -> bool:
 
 def looks_of(array: Array) -> str:
     """Return in short what another batch is unlikely to have: shape, dtype, first and last row."""
-    ends = (
-        b""
-        if array.dtype.hasobject
-        else b"".join([row.reshape(-1)[:_DIGESTED].tobytes() for row in (array[:1], array[-1:])])
-    )
+    rows = () if array.dtype.hasobject else (array[:1], array[-1:])
+    ends = b"".join([row.reshape(-1)[:_DIGESTED].tobytes() for row in rows])
     return f"{array.dtype} {array.shape}, first and last row {crc32(ends):08x}"
 
 
@@ -361,8 +358,6 @@ class LeafBuffers:
         # Not kept alive: what is known of modules goes with them, and whoever runs a step has it.
         self._module: Callable[[], Any] = weakref.ref(module)
         self._names, self._group = list(names), group
-        self._before: dict[str, Any] = {}
-        self._first: dict[str, Any] = {}  # what the first leaf has made of the others
         if names:
             give_state(module, self._now(), 0, group)
         self._averaged = [
@@ -378,7 +373,7 @@ class LeafBuffers:
     def begin(self) -> None:
         """Keep what the step begins with."""
         self._before = {name: np.array(value) for name, value in self._now().items()}
-        self._first = self._others(self._before)
+        self._first = self._others(self._before)  # what the first leaf has made of them
 
     def restore(self) -> None:
         """Make the buffers what the step has begun with."""

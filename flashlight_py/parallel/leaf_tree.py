@@ -198,8 +198,7 @@ class Rows:
 
     def buffers(self, row: int) -> dict[str, Array]:
         """Return where the buffers lie in ``row``."""
-        views = self._views[row][len(self.params) :]
-        return dict(zip(self._names, views, strict=True))
+        return dict(zip(self._names, self._views[row][len(self.params) :], strict=True))
 
     def scale(self, row: int, factor: float) -> None:
         """Multiply a row by ``factor``, in place."""

@@ -232,7 +232,6 @@ class DifferentiableCall(InPasses):
 
     def __init__(self, verb: str, group: ProcessGroup) -> None:
         self.group, self._verb = group, verb
-        self.rows = np.zeros((group.size, 0), np.int64)
 
     def record(
         self, v: Variable, result: Array, vjp: Callable[[Array], Array], rows: Sequence[int] = ()

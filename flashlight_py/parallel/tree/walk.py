@@ -56,8 +56,6 @@ Answer: TypeAlias = "tuple[Any, ...] | None"
 
 REMEMBERED = b"agDLO"
 
-_COUNT = struct.Struct("=I")
-
 _ALIGNMENT = 16
 _CONTAINERS = {"D": "dict", "L": "list", "T": "tuple"}
 _NUMBERS = {bool: b"b", int: b"i", float: b"f", complex: b"c"}
@@ -112,9 +110,8 @@ def first_difference(
 ) -> tuple[str, list[str]] | None:
     """Return the first path at which not all are alike, and what each rank has there.
 
-    ``trees`` are as ``entries_of`` returns them. ``in_order`` are the same with other orders of
-    keys: that of rank 0 says what is first, and what rank 0 lacks comes last. None where nothing
-    differs.
+    ``trees`` are of ``entries_of``, ``in_order`` the same with other orders of keys: that of rank 0
+    says what is first, and what rank 0 lacks comes last. None where nothing differs.
     """
     for path in dict.fromkeys(path for tree in in_order or trees for path in tree):
         kinds = [tree.get(path, "nothing") for tree in trees]
@@ -356,7 +353,7 @@ def _try_making_anew(value: Any, make: Callable[[Any], Any]) -> None:
 
 def count(tag: bytes, number: int) -> bytes:
     """Return a tag with a count after it."""
-    return tag + _COUNT.pack(number)
+    return tag + struct.pack("=I", number)
 
 
 def text(tag: bytes, value: str) -> bytes:

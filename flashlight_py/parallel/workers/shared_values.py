@@ -25,9 +25,6 @@ _ALIGNMENT = 64
 
 Part: TypeAlias = "Variable | Array"
 
-# What stands for a part: its number, and of a Variable its calc_grad.
-StandIn: TypeAlias = "tuple[int, bool | None]"
-
 
 # A module's form is pickled without its parameters for each pass, some 0.1 ms for a small one,
 # and sent where it has changed: modes, ratios, frozen parameters and buffers reach the workers
@@ -36,18 +33,17 @@ def take_apart(
     value: Any, is_part: Callable[[Any], bool], main_can_be_imported: bool = True
 ) -> tuple[bytes, list[Any]]:
     """Return the form of ``value`` and its parts, each once, in the order in which they are met."""
-    numbers: dict[int, int] = {}
-    parts: list[Any] = []
+    parts: dict[int, tuple[int, Any]] = {}
 
-    def stand_in(value: Any) -> StandIn | None:
+    # Its number, and of a Variable its calc_grad.
+    def stand_in(value: Any) -> tuple[int, bool | None] | None:
         if not is_part(value):
             return None
-        if id(value) not in numbers:
-            numbers[id(value)] = len(parts)
-            parts.append(value)
-        return numbers[id(value)], value.calc_grad if isinstance(value, Variable) else None
+        number, _ = parts.setdefault(id(value), (len(parts), value))
+        return number, value.calc_grad if isinstance(value, Variable) else None
 
-    return dumps(value, main_can_be_imported, stand_in), parts
+    form = dumps(value, main_can_be_imported, stand_in)
+    return form, [part for _, part in parts.values()]
 
 
 def put_together(form: bytes, find: Callable[[int, bool | None], Any]) -> Any:
@@ -83,9 +79,8 @@ class ArrayPlace(NamedTuple):
     dtype: np.dtype[np.generic]
 
 
-def lay_out(arrays: Iterable[Array]) -> tuple[list[ArrayPlace], int]:
+def lay_out(arrays: Sequence[Array]) -> tuple[list[ArrayPlace], int]:
     """Return places for arrays like these, one after the other, and how many bytes they take."""
-    arrays = list(arrays)
     if any(array.dtype.hasobject for array in arrays):
         raise TypeError("an array of Python objects cannot lie in memory that processes share")
     sizes = (-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays)

@@ -7,7 +7,6 @@ its workers are set aside then, without any Python code. The next use of a team 
 from __future__ import annotations
 
 import atexit
-import operator
 import os
 import pickle
 import sys
@@ -77,9 +76,7 @@ def _end_all() -> None:
 # workers; the next call starts others, and nothing is lost: parameters, modes and random numbers
 # are this process's.
 class Team:
-    """``count`` workers; the arrays of ``params`` are moved into memory that all of them map.
-
-    They and this process share ``cores``.
+    """``count`` workers, which share ``cores`` with this process, and map the arrays of ``params``.
 
     One request at a time: :meth:`ask`, then :meth:`answers`. Whatever goes wrong in between ends
     the workers, as nobody knows then what is still on its way. When nothing refers to this object
@@ -103,7 +100,7 @@ class Team:
 
     def _start(self, count: int, cores: int) -> None:
         model = self._memory()
-        places, size = lay_out(param.data for param in self._params)
+        places, size = lay_out([param.data for param in self._params])
         model.reserve(size * (count + 1))
         self._views = model.views(places)
         self.holds(self._params)
@@ -124,12 +121,8 @@ class Team:
             self._held.limited += blas.limit_each(max(1, cores // (count + 1)))
 
     def holds(self, params: Sequence[Variable]) -> bool:
-        """Return whether the workers are there, and have the memory of these parameters.
-
-        An array that was replaced by another of its shape and dtype is moved there.
-        """
-        same = len(params) == len(self._params) and all(map(operator.is_, params, self._params))
-        if not (self._held.is_there and same):
+        """Return whether workers map these parameters; arrays like those of before are moved."""
+        if not self._held.is_there or [*map(id, params)] != [*map(id, self._params)]:
             return False
         for param, view in zip(self._params, self._views, strict=True):
             if param.data is not view:

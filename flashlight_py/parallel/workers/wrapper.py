@@ -157,10 +157,7 @@ class DataParallel(Module):
         yield from self.module._walk(prefix)
 
     def _ready_team(self) -> tuple[Team, bytes]:
-        """Return workers that have this module's parameters, and its form.
-
-        It takes all Variables of the module that it meets, also those that ``params()`` does not.
-        """
+        """Return workers that map whatever Variables the module has, and the form of the module."""
         form, params = _apart("the module", self.module, is_parameter)
         self._params: list[Variable] = params
         for number, param in enumerate(params):
