@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from flashlight_py.parallel import fully_sharded
+
 
 @pytest.fixture(autouse=True)
 def _nothing_left(leaves_nothing: None) -> None:
     """Use ``leaves_nothing`` for each test of this folder."""
+
+
+@pytest.fixture(autouse=True)
+def _own_small_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undo what a test sets that runs as the only rank of a world, in this process."""
+    monkeypatch.setattr(fully_sharded, "SMALL_BYTES", fully_sharded.SMALL_BYTES)
