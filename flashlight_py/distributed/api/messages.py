@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from flashlight_py.device import Array, deferred, is_cupy
 from flashlight_py.distributed.api.running import Group, Output, finish, refusing
 from flashlight_py.distributed.calls.arrays import as_array, may_overlap, pack
-from flashlight_py.distributed.calls.call import ANY_RANK, Call, Matched
-from flashlight_py.distributed.calls.checks import Apart, check_rank, whole
+from flashlight_py.distributed.calls.call import ANY_RANK, Call, Matched, P2POp
+from flashlight_py.distributed.calls.checks import Apart, check_rank
 from flashlight_py.distributed.groups.membership import Membership, native, native_sendrecv, of
 from flashlight_py.distributed.verbs import RECV, SEND
 from flashlight_py.distributed.work import AllOf, Done, Then, Work
@@ -17,42 +17,6 @@ from flashlight_py.distributed.work import AllOf, Done, Then, Work
 __all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send", "sendrecv"]
 
 X = TypeVar("X")
-
-
-class P2POp:
-    """One message of :func:`flashlight_py.batch_isend_irecv`.
-
-    Args:
-        kind: ``"send"`` or ``"recv"``.
-        x: the array that is sent, or filled in place.
-        peer: the other rank; None, for ``"recv"``: any other rank.
-        tag: a number from 0 to 2**31 - 1.
-        partial: for ``"recv"``: fewer rows may arrive than ``x`` has.
-
-    Raises:
-        ValueError: ``kind`` is something else.
-    """
-
-    def __init__(
-        self,
-        kind: Literal["send", "recv"],
-        x: Any,
-        peer: int | None,
-        tag: int = 0,
-        partial: bool = False,
-    ) -> None:
-        if kind not in ("send", "recv"):
-            raise ValueError(f"P2POp: kind must be 'send' or 'recv', got {kind!r}")
-        self.kind, self.x, self.peer, self.tag = kind, x, _plain(peer), _plain(tag)
-        self.partial = partial
-
-    @property
-    def sends(self) -> bool:
-        """Whether this rank is the one that sends."""
-        return self.kind == "send"
-
-    def __repr__(self) -> str:
-        return f"P2POp({self.kind!r}, peer={self.peer}, tag={self.tag})"
 
 
 def send(x: Any, dst: int, tag: int = 0, group: Group = None) -> None:
@@ -229,12 +193,6 @@ def batch_isend_irecv(ops: Sequence[P2POp], group: Group = None) -> Work[list[An
         for message in messages:
             apart.add(message.array, writes=not message.op.sends)
         return AllOf(_begin_all(members, messages))
-
-
-def _plain(number: Any) -> Any:
-    """Return an integer of any kind as an int; anything else as it is, to be refused by name."""
-    found = whole(number)
-    return number if found is None else found
 
 
 class _Message(NamedTuple):

@@ -22,7 +22,7 @@ from flashlight_py.distributed.calls.arrays import (
     pack_terms,
     parse_op,
 )
-from flashlight_py.distributed.calls.call import Call
+from flashlight_py.distributed.calls.call import Call, P2POp
 from flashlight_py.distributed.calls.checks import (
     NUMBERS,
     as_number,
@@ -38,7 +38,6 @@ from flashlight_py.errors import DistributedError
 
 if TYPE_CHECKING:
     from flashlight_py.distributed.api.group import ProcessGroup
-    from flashlight_py.distributed.api.messages import P2POp
 
 Group: TypeAlias = "ProcessGroup | None"
 """A process group; None: the world."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from flashlight_py import _native
 from flashlight_py.device import Array
-from flashlight_py.distributed.backend import Backend, dropped, left_to_python
+from flashlight_py.distributed.backend import dropped, left_to_python
 from flashlight_py.distributed.backends.callers import (
     SITE_BYTES,
     Callers,
@@ -29,6 +29,7 @@ from flashlight_py.distributed.backends.native_errors import (
     words_of,
     words_of_traceback,
 )
+from flashlight_py.distributed.backends.native_group import NativeGroup
 from flashlight_py.distributed.backends.native_work import (
     COMPARED,
     GATHERED,
@@ -60,30 +61,19 @@ _FLAGS = bytes(
 )
 
 
-class NativeBackend(Backend):
+class NativeBackend(NativeGroup):
     """The ranks of ``store`` in the library of ``native``, which has the C ABI of ``csrc/common``.
 
     ``timeout`` is in seconds.
     """
 
-    symbols = ""  # what the names of the library's functions begin with
-    journal: Journal | None = None  # of the group that has this backend
     steps: tuple[str, ...] = ()  # its functions for calls in steps, if it has them
     asks_for_sites = False  # whether it asks by itself where a blocking collective was called
 
     def __init__(self, native: ModuleType, store: Store, timeout: float) -> None:
-        self.ffi, self.lib = native.ffi, native.lib
-        self.rank, self.size, self.timeout = store.rank, store.size, timeout
-        self.processes = store.processes
-        # What users know the ranks as.
-        self.numbers = list(store.numbers) or list(range(self.size))
-        self.name = f"rank {self.numbers[self.rank]} of {store.total or self.size}"
-        # The library's handle, which is freed when the last call that has it is done; None once the
-        # group is closed.
-        self.group: Any = None
+        super().__init__(native, store, timeout)
         # Where the library explains why it cannot do something, and how much it may write.
         self._reason = self.ffi.new("char[]", _MESSAGE_BYTES), _MESSAGE_BYTES
-        self._running: dict[Work, None] = {}  # in order; threads change it at the same time
         abort.watch(self)
         self._sites: dict[Place, Any] = {}
         self._run_there = self._function("run")
@@ -136,10 +126,6 @@ class NativeBackend(Backend):
         self._function("call_ranks")(group, self.ffi.new("int[]", self.numbers))
         answer = answer_to_interrupts(native, f"{self.symbols}_interrupted")
         self._function("on_interrupt")(group, answer)
-
-    def _function(self, name: str) -> Any:
-        """Return the library's function of that name, which takes its group."""
-        return getattr(self.lib, f"{self.symbols}_{name}")
 
     def _pointer(self, array: Array | None) -> Any:
         """Return the address of the elements, NULL where there is no array."""
@@ -277,10 +263,6 @@ class NativeBackend(Backend):
         if not (call.compared or call.refusal):  # else whoever compares keeps the Work
             self._track(work)
         return work
-
-    def forget(self, work: Work) -> None:
-        """Let go of an operation that has ended, and of whose end the caller learns now."""
-        self._running.pop(work, None)
 
     def _track(self, work: NativeWork) -> None:
         """Keep the arrays of ``work``.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flashlight_py.distributed.backends.describing import NAMED, SHAPE, names_seen
+from flashlight_py.distributed.backends.native_group import NativeGroup
 from flashlight_py.distributed.calls.arrays import DTYPES, LEAST_NUMBER, MOVED
 from flashlight_py.distributed.calls.call import COMPOSED, array_in_words, in_words
 from flashlight_py.distributed.constants import ReduceOp
@@ -32,9 +33,6 @@ from flashlight_py.errors import (
     PeerLostError,
 )
 
-if TYPE_CHECKING:
-    from flashlight_py.distributed.backends.native import NativeBackend
-
 _MAX_MISSING = 64
 # What words for others begin with: the class of error that they are.
 _LOST, _LATE, _DIFFERENT = "P", "T", "M"
@@ -43,7 +41,7 @@ _WORDS_FOR_OTHERS = re.compile("^[PT](?=lost |rank |ranks |all |a rank )")
 
 
 def failure(
-    backend: NativeBackend, handle: Any, status: int, verb: str, seconds: float, number: int
+    backend: NativeGroup, handle: Any, status: int, verb: str, seconds: float, number: int
 ) -> DistributedError:
     """Return the exception for an operation of ``seconds`` that ended with ``status``.
 
@@ -79,7 +77,7 @@ def failure(
     return kind(f"{where}: {text}")
 
 
-def words_of_traceback(backend: NativeBackend, traceback: str) -> str:
+def words_of_traceback(backend: NativeGroup, traceback: str) -> str:
     """Return what the others are to raise: this rank's program has raised ``traceback``.
 
     Its first line is the exception.
@@ -102,7 +100,7 @@ def _as_told(where: str, words: str) -> DistributedError:
     return CollectiveTimeoutError(text) if words.startswith(_LATE) else PeerLostError(text)
 
 
-def _mismatch(where: str, backend: NativeBackend, handle: Any, number: int) -> MismatchError:
+def _mismatch(where: str, backend: NativeGroup, handle: Any, number: int) -> MismatchError:
     """List what the ranks called."""
     lib, signatures = backend.lib, backend.lib.fl_op_signatures(handle)
     known = {
@@ -121,7 +119,7 @@ def _mismatch(where: str, backend: NativeBackend, handle: Any, number: int) -> M
     return MismatchError(different_calls(where, which, calls.items()), calls=[*calls.values()])
 
 
-def _call_and_site(backend: NativeBackend, handle: Any, rank: int, signature: Any) -> str:
+def _call_and_site(backend: NativeGroup, handle: Any, rank: int, signature: Any) -> str:
     """Say what ``rank`` called, and where, if that is known; of a call that it refused also why."""
     lib = backend.lib
     site = backend.ffi.string(lib.fl_op_site(handle, rank)).decode(errors="replace")
@@ -131,7 +129,7 @@ def _call_and_site(backend: NativeBackend, handle: Any, rank: int, signature: An
     return call_in_words(lib, signature, name) + (f" at {site}" if site else "")
 
 
-def _apart(where: str, backend: NativeBackend, handle: Any, theirs: str, limit: str) -> str:
+def _apart(where: str, backend: NativeGroup, handle: Any, theirs: str, limit: str) -> str:
     """Say that this rank has waited for ranks that called ``theirs`` in other groups."""
     signatures, mine = backend.lib.fl_op_signatures(handle), f"{backend.name} waits for a message"
     if signatures != backend.ffi.NULL:
@@ -143,7 +141,7 @@ def _apart(where: str, backend: NativeBackend, handle: Any, theirs: str, limit: 
     )
 
 
-def _last_calls(backend: NativeBackend, handle: Any, missing: Sequence[int], number: int) -> str:
+def _last_calls(backend: NativeGroup, handle: Any, missing: Sequence[int], number: int) -> str:
     """Say what this rank waits in, and what each that is missing has called last."""
     lib, signatures = backend.lib, backend.lib.fl_op_signatures(handle)
     if signatures == backend.ffi.NULL:
@@ -164,7 +162,7 @@ def _last_calls(backend: NativeBackend, handle: Any, missing: Sequence[int], num
     return f"{'; '.join(found)}. "
 
 
-def waits_elsewhere(backend: NativeBackend, missing: Sequence[int]) -> str:
+def waits_elsewhere(backend: NativeGroup, missing: Sequence[int]) -> str:
     """Say what ranks that are ``missing`` here have called in other groups, for this rank too.
 
     Empty where none has. Ranks of two groups are the same where their processes are.
@@ -177,7 +175,7 @@ def waits_elsewhere(backend: NativeBackend, missing: Sequence[int]) -> str:
     return "; ".join(called)
 
 
-def _call_elsewhere(backend: NativeBackend, rank: int) -> str:
+def _call_elsewhere(backend: NativeGroup, rank: int) -> str:
     for other in abort.open_backends():
         call_ahead = getattr(other, "call_ahead", None)
         if other is backend or call_ahead is None or rank >= len(backend.processes):

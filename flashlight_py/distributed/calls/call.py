@@ -8,12 +8,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed.calls.arrays import name_of
+from flashlight_py.distributed.calls.checks import whole
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.verbs import RECV, SCATTER, Verb
 
@@ -192,3 +193,45 @@ def array_in_words(kind: str, shape: Sequence[object]) -> str:
         'int8 (3,)'
     """
     return f"{kind} ({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
+
+
+class P2POp:
+    """One message of :func:`flashlight_py.batch_isend_irecv`.
+
+    Args:
+        kind: ``"send"`` or ``"recv"``.
+        x: the array that is sent, or filled in place.
+        peer: the other rank; None, for ``"recv"``: any other rank.
+        tag: a number from 0 to 2**31 - 1.
+        partial: for ``"recv"``: fewer rows may arrive than ``x`` has.
+
+    Raises:
+        ValueError: ``kind`` is something else.
+    """
+
+    def __init__(
+        self,
+        kind: Literal["send", "recv"],
+        x: Any,
+        peer: int | None,
+        tag: int = 0,
+        partial: bool = False,
+    ) -> None:
+        if kind not in ("send", "recv"):
+            raise ValueError(f"P2POp: kind must be 'send' or 'recv', got {kind!r}")
+        self.kind, self.x, self.peer, self.tag = kind, x, _plain(peer), _plain(tag)
+        self.partial = partial
+
+    @property
+    def sends(self) -> bool:
+        """Whether this rank is the one that sends."""
+        return self.kind == "send"
+
+    def __repr__(self) -> str:
+        return f"P2POp({self.kind!r}, peer={self.peer}, tag={self.tag})"
+
+
+def _plain(number: Any) -> Any:
+    """Return an integer of any kind as an int; anything else as it is, to be refused by name."""
+    found = whole(number)
+    return number if found is None else found
