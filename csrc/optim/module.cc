@@ -150,22 +150,13 @@ bool take_slices(PyObject* given, Task* task, std::vector<void*>* grads) {
   return !grads->empty();
 }
 
-bool all_writable(PyObject* given, Task* task) {
-  for (Py_ssize_t i = 0; i < PySequence_Size(given); ++i) {
-    Owned slice(PySequence_GetItem(given, i));
-    if (writable(slice.get(), param_of(*task)) == nullptr) return false;
-  }
-  return true;
-}
-
-/* change((rule, numbers), piece, grad_scale, zero): whether the piece fits and was stepped. It is
-   (parameter, [gradients], *states); with `zero` the gradients are 0 afterwards. */
+/* change((rule, numbers), piece, grad_scale): whether the piece fits and was stepped. It is
+   (parameter, [gradients], *states). */
 PyObject* change(PyObject* module, PyObject* args) {
   PyObject *rule, *piece, *grads;
   double scale;
-  int zero;
   Numbered numbered;
-  if (!PyArg_ParseTuple(args, "O!O!dp", &PyTuple_Type, &rule, &PyTuple_Type, &piece, &scale, &zero) ||
+  if (!PyArg_ParseTuple(args, "O!O!d", &PyTuple_Type, &rule, &PyTuple_Type, &piece, &scale) ||
       !read_rule(rule, &numbered)) {
     return nullptr;
   }
@@ -181,8 +172,7 @@ PyObject* change(PyObject* module, PyObject* args) {
   Task task{};
   std::vector<void*> slices;
   Py_INCREF(param);
-  bool fits = take_param(Owned(param), &task) && take_slices(grads, &task, &slices) &&
-              (!zero || all_writable(grads, &task));
+  bool fits = take_param(Owned(param), &task) && take_slices(grads, &task, &slices);
   for (int i = 0; fits && i < numbered.rule->states; ++i) {
     fits = take_state(i, PyTuple_GetItem(piece, 2 + i), &task);
   }
@@ -191,7 +181,7 @@ PyObject* change(PyObject* module, PyObject* args) {
   task.piece.grads = slices.data();
   task.piece.slices = static_cast<int>(slices.size());
   Py_BEGIN_ALLOW_THREADS;  // the caller's tuple and list keep the arrays
-  run(task, numbered, scale, zero);
+  run(task, numbered, scale);
   Py_END_ALLOW_THREADS;
   Py_RETURN_TRUE;
 }

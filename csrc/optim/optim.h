@@ -18,8 +18,8 @@ struct Piece {
   size_t size;
 };
 
-// One step: `numbers` are those of the rule; with `zero` the gradients are 0 afterwards.
-using Step = void (*)(const Piece&, const double* numbers, double scale, bool zero);
+// One step: `numbers` are those of the rule.
+using Step = void (*)(const Piece&, const double* numbers, double scale);
 
 struct Rule {
   const char* name;

@@ -85,12 +85,12 @@ bool take_state(int number, PyObject* state, Task* task) {
   return true;
 }
 
-void run(const Task& task, const Numbered& rule, double scale, bool zero) {
+void run(const Task& task, const Numbered& rule, double scale) {
   const Step step = task.is_double ? rule.rule->float64 : rule.rule->float32;
   Piece piece = task.piece;
   void* grad = task.grad;
   if (piece.grads == nullptr) piece.grads = &grad;
-  step(piece, rule.numbers, scale, zero);
+  step(piece, rule.numbers, scale);
 }
 
 namespace {
@@ -130,10 +130,10 @@ bool run_all(const Task* tasks, size_t count, const Asking& asking, double scale
       known = time;
     }
     if (task->piece.size * sizeof(float) < BYTES_WITHOUT_GIL) {
-      run(*task, numbered, scale, false);
+      run(*task, numbered, scale);
     } else {
       Py_BEGIN_ALLOW_THREADS;
-      run(*task, numbered, scale, false);
+      run(*task, numbered, scale);
       Py_END_ALLOW_THREADS;
     }
   }

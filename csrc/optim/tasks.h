@@ -66,7 +66,7 @@ struct Asking {
 
 // Step all tasks; false with an exception.
 bool run_all(const Task* tasks, size_t count, const Asking& asking, double scale);
-void run(const Task& task, const Numbered& rule, double scale, bool zero);
+void run(const Task& task, const Numbered& rule, double scale);
 
 // The type Steps; null with an exception.
 PyObject* steps_type();

@@ -429,7 +429,7 @@ class RuleOptimizer(FirstOrderOptimizer):
                     f"{type(self).__name__} has no kernel of its own for parameter {position}, "
                     "or its gradient, which is not contiguous or of another dtype or device"
                 )
-            if module is None or not module.change(rule, piece, grad_scale, False):
+            if module is None or not module.change(rule, piece, grad_scale):
                 cpu.change(*rule, piece, grad_scale)
         return queued
 

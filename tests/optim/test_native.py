@@ -227,14 +227,14 @@ def test_settings_may_change_between_steps() -> None:
     ("arguments", "error", "match"),
     [
         (
-            (("sgd", (1.0,)), (np.ones(1), [np.ones(1)]), 1.0, False),
+            (("sgd", (1.0,)), (np.ones(1), [np.ones(1)]), 1.0),
             ValueError,
             "no rule sgd with 1",
         ),
-        ((("other", ()), (np.ones(1), [np.ones(1)]), 1.0, False), ValueError, "no rule other"),
-        ((("sgd", (1.0, 0.0)), (np.ones(1),), 1.0, False), ValueError, "a piece of sgd is"),
-        ((("sgd", (1.0, "0")), (np.ones(1), []), 1.0, False), TypeError, "real number"),
-        ((("sgd",), (np.ones(1), []), 1.0, False), IndexError, "range"),
+        ((("other", ()), (np.ones(1), [np.ones(1)]), 1.0), ValueError, "no rule other"),
+        ((("sgd", (1.0, 0.0)), (np.ones(1),), 1.0), ValueError, "a piece of sgd is"),
+        ((("sgd", (1.0, "0")), (np.ones(1), []), 1.0), TypeError, "real number"),
+        ((("sgd",), (np.ones(1), []), 1.0), IndexError, "range"),
     ],
 )
 def test_the_module_checks_what_it_is_called_with(
