@@ -217,7 +217,6 @@ class PartPlace(Placement, GradSink):
         self.here, self._of_all = flat.cut(position)
 
     def add(self, leaf: Variable, contribution: Array, is_new: bool) -> None:
-        """Add a contribution to this pass's gradient of the whole; see ``GradSink``."""
         gradients = self.shards.opened(self.flat)
         home = gradients.homes[self.position]
         if leaf in gradients.used:
@@ -227,7 +226,6 @@ class PartPlace(Placement, GradSink):
             gradients.used.add(leaf)
 
     def product(self, leaf: Variable, a: Array, b: Array) -> Array | GradSink:
-        """Compute ``a @ b`` where the gradient belongs if it is the first contribution."""
         gradients = self.shards.opened(self.flat)
         if leaf in gradients.used or not a.dtype == b.dtype == self.dtype:
             return product(a, b)
@@ -236,22 +234,18 @@ class PartPlace(Placement, GradSink):
         return self
 
     def zeros(self, variable: Variable, dtype: DTypeLike) -> Array:
-        """Return new state for this rank's part, of one dimension. Not collective."""
         part = self.flat.part[self.here]
         return array_module(part).zeros(part.size, dtype)  # type: ignore[no-any-return]
 
     def pieces(self, variable: Variable, states: Sequence[Array]) -> Sequence[tuple[Array, ...]]:
-        """Return (part of the parameter, of the gradient, *states), unless this rank has none."""
         assert variable.grad is not None
         part = self.flat.part[self.here]
         return [(part, variable.grad, *states)] if part.size else []
 
     def whole(self, state: Array) -> Array:
-        """Return the parts of all ranks in the parameter's shape, a new array. Collective."""
         return self.shards.group.all_gather(state).reshape(self.shape)
 
     def put(self, state: Array, value: Any) -> None:
-        """Set ``state`` to this rank's part of ``value``. Not collective."""
         state[...] = to_device(value.reshape(-1)[self._of_all], device_of(state))
 
 
@@ -289,12 +283,10 @@ class PartedVariable(Variable):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the whole parameter."""
         return self.placement.shape
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The parameter's dtype."""
         return self.placement.dtype
 
     def __repr__(self) -> str:
@@ -386,7 +378,6 @@ class GatheringSharder(Sharder[Flat]):
         return flat.opened
 
     def join_failed(self) -> None:
-        """Have the end of the pass be seen; see ``InPasses``."""
         if not self._running:
             self._join()
 

@@ -117,7 +117,6 @@ class GradientPass(InPasses, abc.ABC, Generic[AnyUnit]):
         at_end(self._on_end, self._turn)
 
     def join_failed(self) -> None:
-        """Autograd: the pass fails; see ``InPasses``."""
         if self.enabled and not self._running:
             self._begin()
 

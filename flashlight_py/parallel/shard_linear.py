@@ -29,10 +29,7 @@ How = Literal["column", "row"]
 
 
 def shard_linear(
-    layer: Linear,
-    how: How,
-    sizes: Sequence[int] | None = None,
-    group: ProcessGroup | None = None,
+    layer: Linear, how: How, sizes: Sequence[int] | None = None, group: ProcessGroup | None = None
 ) -> Linear:
     """Cut the weight of ``layer`` between the ranks, in place; each keeps and computes its part.
 
@@ -164,7 +161,6 @@ class Cut(Shards):
         return (slice(None),) * axis + (slice(ends[rank] - self.sizes[rank], ends[rank]),)
 
     def own_gradients(self, variables: Iterable[Variable]) -> list[Array]:
-        """Return the gradients as they are: each is this rank's part."""
         return [each.grad for each in variables if each.grad is not None]
 
     def __deepcopy__(self, memo: object) -> Cut:
@@ -182,24 +178,20 @@ class CutParameter(Placement):
         self._axis = min(cut.axis, len(shape) - 1)
 
     def zeros(self, variable: Variable, dtype: DTypeLike) -> Array:
-        """Return state for this rank's part, on its device."""
         return array_module(variable.data).zeros(variable.shape, dtype)  # type: ignore[no-any-return]
 
     def pieces(self, variable: Variable, states: Sequence[Array]) -> Sequence[tuple[Array, ...]]:
-        """Return the part as it is: one piece."""
         assert variable.grad is not None
         arrays = (variable.data, variable.grad, *states)
         return [tuple(array.reshape(-1) for array in arrays)]
 
     def whole(self, state: Array) -> Array:
-        """Return all ranks' parts, joined. Collective, blocking."""
         if self._axis == 0:
             return self.shards.group.all_gather(state)
         joined = self.shards.group.all_gather(array_module(state).ascontiguousarray(state.T))
         return array_module(state).ascontiguousarray(joined.T)  # type: ignore[no-any-return]
 
     def put(self, state: Array, value: Any) -> None:
-        """Set this rank's part of the state."""
         state[...] = to_device(self.part(value), device_of(state))
 
     def part(self, value: Array) -> Array:
@@ -212,7 +204,6 @@ class CutParameter(Placement):
         return copy_of(value[self.shards.part(self._axis)])
 
     def words(self) -> str:
-        """Say which part this is."""
         place = self.shards.part(self._axis)[self._axis]
         return f", {place.start} to {place.stop} of {self.shape[self._axis]}"
 

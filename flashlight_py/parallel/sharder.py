@@ -35,12 +35,7 @@ from flashlight_py.parallel.gradient_pass import (
     used_on_any_rank,
     weigh_in_place,
 )
-from flashlight_py.parallel.shard_memory import (
-    BACKWARD,
-    FROZEN,
-    HostMemory,
-    HostUnit,
-)
+from flashlight_py.parallel.shard_memory import BACKWARD, FROZEN, HostMemory, HostUnit
 
 # A gradient, or the two matrices whose product it is.
 Given: TypeAlias = "Array | tuple[Array, Array]"
@@ -110,11 +105,9 @@ class HostPlace(Placement, GradSink):
     # What optimizers ask ------------------------------------------------------------------------
 
     def zeros(self, variable: Variable, dtype: DTypeLike) -> Array:
-        """Return new state for the parameter, zeros; see ``Placement``."""
         return self.view(self.shards.new_state(self, dtype))
 
     def pieces(self, variable: Variable, states: Sequence[Array]) -> Sequence[tuple[Array, ...]]:
-        """Return what this process steps; see ``Placement``."""
         if self.unit.name.endswith(FROZEN):
             raise ValueError(
                 f"a parameter of shape {self.shape} had no calc_grad when fully_shard was called, "
@@ -125,14 +118,12 @@ class HostPlace(Placement, GradSink):
         return [tuple([array[piece] for array in arrays]) for piece in self.mine]
 
     def sum_of_squares(self, variable: Variable) -> float:
-        """Return that of the whole gradient; collective across hosts. See ``Placement``."""
         if self.shards.memory.across:
             return super().sum_of_squares(variable)
         assert variable.grad is not None
         return sum_of_squares(variable.grad)
 
     def whole(self, state: Array) -> Array:
-        """Return ``state`` in the parameter's shape; collective across hosts."""
         memory = self.shards.memory
         if not memory.across:
             return state
@@ -140,13 +131,11 @@ class HostPlace(Placement, GradSink):
         return self.shards.group.all_gather(mine).reshape(self.shape)
 
     def put(self, state: Array, value: Any) -> None:
-        """Set what this host keeps of ``state`` to ``value``; see ``Placement``."""
         state.reshape(-1)[self._own] = to_device(value, "cpu").reshape(-1)[self._own]
 
     # What autograd does -------------------------------------------------------------------------
 
     def add(self, leaf: Variable, contribution: Array, is_new: bool) -> None:
-        """Add a contribution to this rank's own gradient; see ``GradSink``."""
         own = self.own(leaf)
         if own is not None:
             own += contribution
@@ -289,22 +278,18 @@ class HostSharder(Sharder[HostUnit]):
         return float(sum(local.all_reduce(np.concatenate(parts)).tolist()))
 
     def meet(self) -> None:
-        """Wait until all ranks of this host have clipped their pieces; see ``Shards``."""
         meet(self.memory.local, "clip_grad_norm of a sharded module")
 
     def changing(self, what: str) -> AbstractContextManager[None]:
-        """Return the context in which this process may write its pieces; see ``Shards``."""
         self._is_done = False
         return self.memory.changing(what)
 
     @effect
     def check(self, what: str) -> None:
-        """Refuse ``what`` where a rank has ended in the middle of a step; see ``Shards``."""
         self.memory.check(what)
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Return the context in which all parameters are set; see ``Shards``."""
         params = [param for unit in self.memory.units for param in unit.params]
         with self.memory.loading():
             for param in params:
@@ -363,7 +348,6 @@ class HostSharder(Sharder[HostUnit]):
         self.memory.add_rooms(unit.name, chunk, adds)
 
     def _finish(self) -> None:
-        """Wait for all ranks' sums; parameters that no rank used have no gradient then."""
         used = self._complete(self._used_here())
         for (param, place), anywhere in zip(_places(self._units), used, strict=True):
             if anywhere:
@@ -387,7 +371,6 @@ class HostSharder(Sharder[HostUnit]):
     # A pass that fails --------------------------------------------------------------------------
 
     def join_failed(self) -> None:
-        """Autograd: the pass fails; see ``InPasses``."""
         if self._failure() is not None:
             super().join_failed()
 
