@@ -9,7 +9,6 @@ So after ``loss.backward()`` the gradients are the reduced ones.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,7 +29,6 @@ from flashlight_py.nn import Module
 from flashlight_py.parallel.agreement import (
     check_arithmetic,
     check_modules_agree,
-    digest_of_values,
     refuse_sharded,
     warn_of_differing,
 )
@@ -143,27 +141,22 @@ def distribute_module_grads(
         _check_for_leaves(named)
     group = group if reducer is None else reducer.group
     members = group_or_world(group)
-    digests = check_modules_agree(
-        named, members, digest_of_values(named.values()) if members.size > 1 else 0
-    )
+    digests = check_modules_agree(named, members, with_values=True)
     release(module)
     buffers = [name for name in module.buffers if broadcast_buffers and name not in ignored]
+    sync: GradientPass[Any]
     if leaves is not None:
         check_arithmetic("distribute_module_grads", leaves, members)
         random.generator()  # so that there is one, whose state is part of what follows
         random.load_state_dict(broadcast_object(random.state_dict(), group=group))
-        install(module, LeafSync(module, in_order, buffers, leaves, group))
-        warn_of_differing("distribute_module_grads", digests, members)
-        return
-    if reducer is not None:
+        sync = LeafSync(module, in_order, buffers, leaves, group)
+    elif reducer is not None:
         alone = [(p, array_module(p.data).zeros(p.shape, p.dtype)) for p in in_order]
         sync = GradientSync([GradientUnit([param], own) for param, own in alone], reducer)
     else:
         sync = _bucketed(in_order, scale, hook, group, limit)
     sync.ignored = ignored
-    install(module, sync)
-    if buffers:
-        module.before_forward = functools.partial(before_forward, sync)
+    install(module, sync, before_forward if buffers and leaves is None else None)
     warn_of_differing("distribute_module_grads", digests, members)
 
 
@@ -255,21 +248,18 @@ def _bucketed(
     """
     nbytes, dtypes = [param.data.nbytes for param in params], [param.dtype for param in params]
     planned = [[params[i] for i in bucket] for bucket in plan_buckets(nbytes, limit, dtypes)]
-    flags, flats = len(params) if hook is None else 0, []
+    units = []
     for bucket in planned:
         size, like = sum(param.size for param in bucket), bucket[0].data
-        room = size + (flags if bucket is planned[-1] else 0)
-        # On the CPU in memory that needs no copy to be reduced.
-        flats.append(
-            array_module(like).zeros(room, like.dtype)
-            if is_cupy(like)
-            else shared_zeros(room, like.dtype, group)
-        )
-    units = [GradientUnit(bucket, flat) for bucket, flat in zip(planned, flats, strict=True)]
+        room = size + (len(params) if hook is None and bucket is planned[-1] else 0)
+        if is_cupy(like):
+            flat = array_module(like).zeros(room, like.dtype)
+        else:  # in memory that needs no copy to be reduced
+            flat = shared_zeros(room, like.dtype, group)
+        units.append(GradientUnit(bucket, flat))
     factor = 1.0 / group_or_world(group).size if scale is None else scale
     if hook is None:
-        reducer = EagerReducer(factor, group)
-        return GradientSync(units, reducer, flats[-1][size:], scale is None)
+        return GradientSync(units, EagerReducer(factor, group), flat[size:], scale is None)
     parts = [[p.grad_buffer for p in unit.params if p.grad_buffer is not None] for unit in units]
     return GradientSync(units, EagerReducer(factor, group, hook, parts), None, scale is None)
 

@@ -281,9 +281,15 @@ def shared_zeros(size: int, dtype: DTypeLike, group: ProcessGroup | None) -> Arr
 _passes: weakref.WeakKeyDictionary[Module, GradientPass[Any]] = weakref.WeakKeyDictionary()
 
 
-def install(module: Module, sync: GradientPass[Any]) -> None:
-    """Let ``sync`` be found for ``module`` from now on."""
+def install(
+    module: Module,
+    sync: GradientPass[Any],
+    before_forward: Callable[[GradientPass[Any], Module], None] | None = None,
+) -> None:
+    """Let ``sync`` be found for ``module`` from now on, and ``before_forward`` be called."""
     _passes[module] = sync
+    if before_forward is not None:
+        module.before_forward = functools.partial(before_forward, sync)
 
 
 def release(module: Module) -> None:
