@@ -17,19 +17,15 @@ from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.errors import MismatchError
 from flashlight_py.nn import Linear
 from flashlight_py.optim.optimizer import Placement, Shards
-from flashlight_py.parallel.agreement import (
-    by_rank,
-    check_modules_agree,
-    check_settings_agree,
-    digest_of_values,
-)
+from flashlight_py.parallel.agreement import by_rank, check_modules_agree, check_settings_agree
 from flashlight_py.parallel.functional.collectives import DifferentiableCall, copy_of
-
-How = Literal["column", "row"]
 
 
 def shard_linear(
-    layer: Linear, how: How, sizes: Sequence[int] | None = None, group: ProcessGroup | None = None
+    layer: Linear,
+    how: Literal["column", "row"],
+    sizes: Sequence[int] | None = None,
+    group: ProcessGroup | None = None,
 ) -> Linear:
     """Cut the weight of ``layer`` between the ranks, in place; each keeps and computes its part.
 
@@ -88,8 +84,7 @@ def shard_linear(
     cut = Cut(group, axis, _sizes(sizes, layer.weight.shape[axis], members.size))
     check_settings_agree("shard_linear", {"how": how, "sizes": str(cut.sizes)}, members)
     params = layer.named_params()
-    digest = digest_of_values(params.values()) if members.size > 1 else 0
-    digests = check_modules_agree(params, members, digest)
+    digests = check_modules_agree(params, members, with_values=True)
     if len(set(digests)) > 1:
         raise MismatchError(
             f"rank {members.rank} of {members.size}: shard_linear: the layers have different "
@@ -113,15 +108,26 @@ class ShardedLinear(Linear):
     def forward(self, x: Variable) -> Variable:
         """Return this rank's part of ``x @ weight.T + bias``, or the whole of it, by its kind."""
         members = self.cut.group
+        call = DifferentiableCall("shard_linear", members)
         if self.cut.axis == 0:
-            return F.linear(_entering(x, members), self.weight, self.bias)
-        part = self.weight.shape[1]
-        if x.shape[-1:] != (part,):
+            if x.calc_grad:  # its gradient is the sum of what the ranks' parts have for it
+                x = call.record(x, x.data, vjp=lambda grad: members.all_reduce(copy_of(grad)))
+            return F.linear(x, self.weight, self.bias)
+        size, bias = self.weight.shape[1], self.bias
+        if x.shape[-1:] != (size,):
             raise ValueError(
                 f"a row layer of shard_linear expects this rank's part of its input, of shape "
-                f"[..., {part}], got {x.shape}; a column layer of the same sizes returns it"
+                f"[..., {size}], got {x.shape}; a column layer of the same sizes returns it"
             )
-        return _left(F.linear(x, self.weight), self.bias, members)
+        part = F.linear(x, self.weight)
+        array = members.all_reduce(part.data)  # in place: it is a new array that nobody else has
+        if not part.calc_grad and (bias is None or not bias.calc_grad):
+            if bias is not None:
+                array += bias.data
+            return part
+        # All ranks have the same loss, so the gradient of the sum is that of each part.
+        result = call.record(part, array, vjp=lambda grad: grad)
+        return result if bias is None else result + bias
 
     def place(self) -> list[Variable]:
         """Say of the parameters that are cut that they are parts; return them."""
@@ -206,31 +212,6 @@ class CutParameter(Placement):
     def words(self) -> str:
         place = self.shards.part(self._axis)[self._axis]
         return f", {place.start} to {place.stop} of {self.shape[self._axis]}"
-
-
-def _entering(x: Variable, group: ProcessGroup) -> Variable:
-    """Return ``x``, whose gradient is the sum of what the ranks' parts have for it."""
-    if not x.calc_grad:
-        return x
-
-    def add_up(grad: Array) -> Array:
-        return group.all_reduce(copy_of(grad))
-
-    return DifferentiableCall("shard_linear", group).record(x, x.data, vjp=add_up)
-
-
-def _left(part: Variable, bias: Variable | None, group: ProcessGroup) -> Variable:
-    """Return the sum of the ranks' ``part``, a new array that nobody else has, and the bias.
-
-    All ranks have the same loss, so the gradient of the sum is that of each part.
-    """
-    array = group.all_reduce(part.data)  # in place
-    if not part.calc_grad and (bias is None or not bias.calc_grad):
-        if bias is not None:
-            array += bias.data
-        return part
-    result = DifferentiableCall("shard_linear", group).record(part, array, vjp=lambda grad: grad)
-    return result if bias is None else result + bias
 
 
 def _sizes(sizes: Sequence[int] | None, extent: int, ranks: int) -> tuple[int, ...]:
