@@ -112,16 +112,12 @@ FROZEN = " frozen"
 # Once per host, mapped by all ranks: nothing is gathered, each element is stepped by the rank
 # that has just summed it, and what fits once on a host trains.
 class HostMemory:
-    """Flat arrays for ``params``, and the buckets of all ranks; collective, blocking.
+    """Flat arrays for ``params``, in the order of their gradients, and the buckets of all ranks.
 
     ``hosts``: the ranks of each, of which ``host`` is this one. ``local`` joins this host's ranks,
-    ``between`` counterparts on all hosts, in their order; None where there are none.
-
-    Args:
-        group: all ranks.
-        params: in the order in which their gradients are sent.
-        across_hosts: each host steps a part of its own, and sends it to the others.
-        keeps: sums are kept, so that a rank which is alone on its host needs no bucket.
+    ``between`` counterparts on all hosts, in their order; None where there are none. With
+    ``across`` each host steps a part of its own, and sends it to the others. Where sums are kept
+    (``keeps``) a rank that is alone on its host needs no bucket. Making it is collective, blocking.
     """
 
     __captured_state__ = ("params",)
@@ -154,11 +150,7 @@ class HostMemory:
 
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:
-        """Return a block that either ends on all ranks or raises on all of them. Collective.
-
-        Raises:
-            MismatchError, UnavailableEverywhereError: another rank has failed; with its reason.
-        """
+        """Return a block that either ends on all ranks or raises on all of them. Collective."""
         group, several = self.group, len(self.hosts) > 1
         try:
             with refusing(self.local, "fully_shard", how="failed"):
@@ -220,10 +212,7 @@ class HostMemory:
     # Buckets ------------------------------------------------------------------------------------
 
     def room(self, chunk: slice, total: Array, adds: bool) -> Array:
-        """Return room for what this rank has of ``chunk``, which goes into ``total``.
-
-        A rank that is alone on its host has it in ``total`` itself, unless that is added to.
-        """
+        """Return room for what this rank has of ``chunk``, which goes into ``total``."""
         if self._alone and not adds:
             return total[chunk]
         self._turn ^= 1
@@ -255,7 +244,13 @@ class HostMemory:
         if not adds:
             add_up(own, self._scale, total)
             return
-        self._weigh_old(name, total, part.start)
+        if len(self.hosts) > 1:  # the sum of earlier passes is summed between hosts anew
+            mine = self.own(name, self.host)
+            edges = (mine.start - part.start, mine.stop - part.start)
+            low, high = (min(max(edge, 0), total.size) for edge in edges)
+            total[:low] = total[high:] = 0
+            kept = self.group.size if self.across else self.group.size / len(self.hosts)
+            total[low:high] *= total.dtype.type(kept)
         total += add_up(own, self._scale, np.empty_like(total))
 
     # Changes, and whether one was left half done ----------------------------------------------
@@ -335,16 +330,6 @@ class HostMemory:
                 raise OSError(code, f"{DEBUG}: mprotect: {os.strerror(code)}")
 
     # Between hosts ----------------------------------------------------------------------------
-
-    def _weigh_old(self, name: str, part: Array, start: int) -> None:
-        """Scale this rank's part of a sum of earlier passes, which is summed between hosts anew."""
-        if len(self.hosts) == 1:
-            return
-        own = self.own(name, self.host)
-        low, high = (min(max(edge - start, 0), part.size) for edge in (own.start, own.stop))
-        part[:low] = part[high:] = 0
-        kept = self.group.size if self.across else self.group.size / len(self.hosts)
-        part[low:high] *= part.dtype.type(kept)
 
     def sum_between_hosts(self) -> None:
         """Add up the hosts' gradients; complete on this host when all its ranks have returned."""

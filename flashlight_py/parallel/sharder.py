@@ -165,10 +165,7 @@ class HostPlace(Placement, GradSink):
 class HostSharder(Sharder[HostUnit]):
     """Sends units in order, as hooks complete them, into memory that the ranks of a host map.
 
-    Args:
-        params: in the order in which their gradients are sent.
-        group: the ranks that train it together.
-        step_in_backward, across_hosts: see :func:`fully_shard`.
+    ``params``: in the order in which their gradients are sent.
     """
 
     __captured_state__ = (
@@ -313,7 +310,7 @@ class HostSharder(Sharder[HostUnit]):
         return True
 
     def _give(self, unit: HostUnit, weight: float) -> None:
-        placed = list(zip(unit.params, unit.places, strict=True))
+        placed = list(_places([unit]))
         own = [place.own(param) for param, place in placed]
         self._pack_weighed(unit, own, 0.0 if self._error is not None else weight)
         for param, place in placed:
@@ -329,8 +326,7 @@ class HostSharder(Sharder[HostUnit]):
 
     def _adds(self, unit: HostUnit) -> bool:
         """Return whether a unit's sums are added to those of earlier passes."""
-        pairs = zip(unit.params, unit.places, strict=True)
-        kept = [param.grad is place.total for param, place in pairs]
+        kept = [param.grad is place.total for param, place in _places([unit])]
         for place, is_kept in zip(unit.places, kept, strict=True) if any(kept) else ():
             for piece in () if is_kept else place.mine:  # this rank's part of it is added to
                 place.total.reshape(-1)[piece] = 0
