@@ -1,9 +1,7 @@
 """Data-parallel training: where a module's gradients meet communication.
 
-Each rank computes gradients on its own share of the data; here they are reduced over the ranks
-while the backward pass still goes on. Autograd calls a parameter's hook when its gradient is
-complete; the hook hands the gradient to a reducer; when the pass ends, what is left is finished.
-So after ``loss.backward()`` the gradients are the reduced ones.
+Each rank computes gradients on its own share of the data; they are handed to a reducer while the
+backward pass still goes on, so after ``loss.backward()`` they are the reduced ones.
 """
 
 from __future__ import annotations
@@ -115,16 +113,16 @@ def distribute_module_grads(
     if leaves is None:
         refuse_sharded("distribute_module_grads", module.params(), may_be_cut=True)
     given = {"scale": scale, "hook": hook, "group": group, "bucket_bytes": bucket_bytes}
-    beside = [name for name, value in given.items() if value is not None]
+    beside = [name for name, value in (*given.items(), ("reducer", reducer)) if value is not None]
     if leaves is not None:
         leaves = whole_number("distribute_module_grads", "leaves", leaves, least=1)
-        for name in (*beside, *(["reducer"] if reducer is not None else [])):
+        for name in beside:
             if name != "group":
                 raise ValueError(
                     "distribute_module_grads: leaves adds up gradients in an order of its own, to "
                     f"the mean over the global batch, and takes no {name}"
                 )
-    if reducer is not None and beside:
+    if reducer is not None and len(beside) > 1:
         raise ValueError(
             "distribute_module_grads: a reducer has its own scale, hook, group and sizes of "
             f"buckets; pass {beside[0]} to the reducer, not beside it"
@@ -197,9 +195,7 @@ class GradientSync(GradientPass[GradientUnit]):
         self.install()
 
     def _give(self, unit: GradientUnit, weight: float) -> None:
-        unused = unit.params if not weight else [p for p in unit.params if p.grad is None]
-        if unused:
-            self._unused.update(unused)
+        self._unused.update([p for p in unit.params if not weight or p.grad is None])
         for param in unit.params:
             grad, home = param.grad, param.grad_buffer
             # Also if the pass left it out or a user set it.

@@ -110,8 +110,7 @@ def fully_shard(
     nbytes = sum(param.data.nbytes for param in named.values())
     if nbytes < SMALL_BYTES and not (step_in_backward or across_hosts):
         with refusing(members, "fully_shard"):  # each rank has its own again, of all or none
-            sharded = [param for param in named.values() if param.placement is not None]
-            own = {param: np.array(param.data) for param in sharded}
+            own = {p: np.array(p.data) for p in named.values() if p.placement is not None}
             for param, data in own.items():
                 param.placement, param.data = None, data
         release(module)

@@ -42,14 +42,7 @@ GRAIN = 16
 def shard_by_gathering(
     module: Module, group: ProcessGroup | None = None, step_in_backward: bool = False
 ) -> GatheringSharder:
-    """Shard the floating parameters of ``module``, the same on every rank; see ``fully_shard``.
-
-    Collective, blocking. Every rank begins with what rank 0 has.
-
-    Raises:
-        ValueError: a parameter is sharded, or has a gradient hook or buffer.
-        DistributedError: as :func:`flashlight_py.all_reduce`.
-    """
+    """Shard the floating parameters of ``module``; see ``fully_shard``."""
     members = group_or_world(group)
     params = module.named_params()
     for name, param in params.items():
@@ -249,9 +242,6 @@ class PartPlace(Placement, GradSink):
         state[...] = to_device(value.reshape(-1)[self._of_all], device_of(state))
 
 
-# Reading the array of a sharded parameter on a GPU gathers its module's: no module is wrapped,
-# and functions that are called on parameters are served as well. Operations read their operands
-# again in the backward pass, so nothing is kept in between.
 class PartedVariable(Variable):
     """A parameter that is gathered when its array is read, as the modules of a model do.
 
@@ -310,8 +300,7 @@ class GatheringSharder(Sharder[Flat]):
         super().__init__(group, map(self._take, flats), step_in_backward)
         self.ends_with_message = not step_in_backward
         self._here: set[Flat] = set()  # gathered, or on their way
-        self._read: Flat | None = None  # last
-        self._was_backward = False
+        self._read: tuple[bool, Flat] | None = None  # last; whether in a backward pass
         self._next: dict[tuple[bool, Flat], Flat] = {}
         self._reductions: list[Reduction] = []  # of this pass
         self._settled = 0  # of those
@@ -338,12 +327,13 @@ class GatheringSharder(Sharder[Flat]):
 
     def arrays_of(self, flat: Flat) -> list[Array]:
         """Return the whole parameters of ``flat``. Collective, unless it was read last."""
-        backward = in_backward()
-        if flat is not self._read or backward is not self._was_backward or flat.arrays is None:
-            self._turn_to(flat, backward)
+        now = in_backward(), flat
+        if now != self._read or flat.arrays is None:
+            self._turn_to(now)
         return flat.finish()
 
-    def _turn_to(self, flat: Flat, backward: bool) -> None:
+    def _turn_to(self, now: tuple[bool, Flat]) -> None:
+        backward, flat = now
         if flat in self._stepped:
             raise RuntimeError(
                 "fully_shard(step_in_backward=True): parameters are read again after they were "
@@ -351,12 +341,12 @@ class GatheringSharder(Sharder[Flat]):
             )
         if backward:
             self.join_failed()
-        if self._read is not None and backward is not self._was_backward:
-            self._next.pop((self._was_backward, self._read), None)
-        elif self._read is not None and self._read is not flat:
-            self._next[backward, self._read] = flat
-        self._read, self._was_backward = flat, backward
-        expected = self._next.get((backward, flat))
+        last, self._read = self._read, now
+        if last is not None and last[0] is not backward:
+            self._next.pop(last, None)
+        elif last is not None and last != now:
+            self._next[last] = flat
+        expected = self._next.get(now)
         self._release(flat, expected)
         for each in (flat, expected):
             if each is not None and each not in self._stepped:
@@ -424,7 +414,6 @@ class GatheringSharder(Sharder[Flat]):
                 param.grad = None
 
     def _finish(self) -> None:
-        """Wait for the reductions; keep the gradients of parameters that any rank has used."""
         self._settle()
         if self.steps:
             return
@@ -443,7 +432,6 @@ class GatheringSharder(Sharder[Flat]):
         self._release(wait=False)
 
     def _reset(self) -> None:
-        """Be as before the pass; nothing stays gathered."""
         super()._reset()
         self._reductions, self._settled = [], 0
         self._stepped = set()

@@ -213,11 +213,7 @@ class GradientPass(InPasses, abc.ABC, Generic[AnyUnit]):
         return samples * ranks / all_samples if all_samples else 0.0
 
     def give_zeros(self) -> None:
-        """Take part in a pass of the other ranks: the sums become what they get. Blocks.
-
-        Raises:
-            DistributedError: as :func:`flashlight_py.all_reduce`.
-        """
+        """Take part in a pass of the other ranks: the sums become what they get. Blocks."""
         try:
             self._enter()
             for unit in self._units:
@@ -307,11 +303,7 @@ def pass_of(module: Module) -> GradientPass[Any] | None:
 
 
 def gradient_sync_of(module: Module, caller: str) -> GradientPass[Any]:
-    """Return what :func:`distribute_module_grads` or :func:`fully_shard` has installed.
-
-    Raises:
-        ValueError: nothing; the message says that ``caller`` needs it. Or leaf by leaf.
-    """
+    """Return what was installed; a ValueError for ``caller`` if nothing, or leaf by leaf."""
     sync = pass_of(module)
     if sync is None:
         raise ValueError(

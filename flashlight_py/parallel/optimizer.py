@@ -126,9 +126,8 @@ class DistributedOptimizer:
         if not self._agreed:
             arrays = [param.data for param in self.params]
             check_arrays_agree("DistributedOptimizer: parameters", arrays, members)
-            digests = [0]
-            if members.size > 1:
-                digests = of_all_ranks(digest_of_values(self.params), members)
+            digest = digest_of_values(self.params) if members.size > 1 else 0
+            digests = of_all_ranks(digest, members)
             self._agreed = True
             warn_of_differing("DistributedOptimizer", digests, members)
         used = used_on_any_rank((param.grad is not None for param in self.params), self._group)

@@ -146,7 +146,28 @@ class HostMemory:
         self.grads: dict[str, Array] = {}
         self.units: list[HostUnit] = []
         with self._together():
-            self._map(params)
+            local, sizes = self.local, [len(ranks) for ranks in self.hosts]
+            limit = min(max(ALL_BYTES // (2 * max(sizes)), LEAST_BYTES), MOST_BYTES)
+            by_name: dict[str, list[Variable]] = {}
+            for param in params:
+                kind = param.dtype.name if param.dtype.kind == "V" else param.dtype.str  # bfloat16
+                by_name.setdefault(kind if param.calc_grad else kind + FROZEN, []).append(param)
+            for name, those in by_name.items():
+                units, length = plan(name, those, limit, sizes)
+                self.units += units
+                self.params[name] = self.new_flat(length, those[0].dtype)
+                self.grads[name] = self.new_flat(length, those[0].dtype)
+            # How often each rank has begun and ended to change parameters: odd while it does.
+            self._marks = map_zeros(local, local.size * 64).view(np.int64)[::8]
+            self.protect(True)
+            largest = max(
+                (chunk.stop - chunk.start) * unit.params[0].dtype.itemsize
+                for unit in self.units
+                for chunk in unit.chunks
+            )
+            flags = max(len(unit.params) for unit in self.units)
+            nbytes = -(-(largest + flags) // 4096) * 4096
+            self._buckets = map_zeros(local, local.size * 2 * nbytes).reshape(local.size, 2, nbytes)
 
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:
@@ -166,30 +187,6 @@ class HostMemory:
                     f"[fully_shard] rank {group.rank} of {group.size}: rank {rank} has failed "
                     f"({reason}), so no rank has changed anything; mend that and call it again"
                 )
-
-    def _map(self, params: Sequence[Variable]) -> None:
-        local, sizes = self.local, [len(ranks) for ranks in self.hosts]
-        limit = min(max(ALL_BYTES // (2 * max(sizes)), LEAST_BYTES), MOST_BYTES)
-        by_name: dict[str, list[Variable]] = {}
-        for param in params:
-            kind = param.dtype.name if param.dtype.kind == "V" else param.dtype.str  # bfloat16
-            by_name.setdefault(kind if param.calc_grad else kind + FROZEN, []).append(param)
-        for name, those in by_name.items():
-            units, length = plan(name, those, limit, sizes)
-            self.units += units
-            self.params[name] = self.new_flat(length, those[0].dtype)
-            self.grads[name] = self.new_flat(length, those[0].dtype)
-        # How often each rank has begun and ended to change parameters: odd while it does.
-        self._marks = map_zeros(local, local.size * 64).view(np.int64)[::8]
-        self.protect(True)
-        largest = max(
-            (chunk.stop - chunk.start) * unit.params[0].dtype.itemsize
-            for unit in self.units
-            for chunk in unit.chunks
-        )
-        flags = max(len(unit.params) for unit in self.units)
-        nbytes = -(-(largest + flags) // 4096) * 4096
-        self._buckets = map_zeros(local, local.size * 2 * nbytes).reshape(local.size, 2, nbytes)
 
     def new_flat(self, length: int, dtype: DTypeLike) -> Array:
         """Return ``length`` zeros of ``dtype`` that this host's ranks share. Collective, blocks."""
@@ -259,11 +256,7 @@ class HostMemory:
         """Refuse ``what`` where a rank has ended while it changed parameters.
 
         While marks differ, all ranks are in ``changing``, or were when one ended: so another thread
-        of this rank is waited for, if that is it.
-
-        Raises:
-            TornStateError: it has.
-            RuntimeError: this thread itself is changing them.
+        of this rank is waited for, if that is it. Of this thread itself it is a RuntimeError.
         """
         if not self._are_torn():
             return

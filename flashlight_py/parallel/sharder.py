@@ -20,7 +20,7 @@ from numpy.typing import DTypeLike
 
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.engine import GradSink, after_node, is_last_contribution
-from flashlight_py.device import Array, array_module, effect, to_device
+from flashlight_py.device import Array, array_module, effect, product, to_device
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.api.running import refusing
 from flashlight_py.distributed.reducers.host_memory import add_up, hosts_of, meet
@@ -158,8 +158,7 @@ class HostPlace(Placement, GradSink):
         fits = a.dtype == b.dtype == self.dtype and self.own(leaf) is None
         if fits and is_last_contribution(leaf) and self.shards.stream(self.unit, a, b):
             return self
-        product: Array = a.dot(b)
-        return product
+        return product(a, b)
 
 
 class HostSharder(Sharder[HostUnit]):
@@ -223,15 +222,14 @@ class HostSharder(Sharder[HostUnit]):
     def _fill(self, unit: HostUnit) -> None:
         """Set a unit's parameters on this host; what they were before is free, if nobody has it."""
         memory, flat = self.memory, self.memory.params[unit.name]
-        data = [place.view(flat) for place in unit.places]
-        for param, array in zip(unit.params, data, strict=True) if memory.host == 0 else ():
-            array[...] = param.data
+        for param, place in _places([unit]) if memory.host == 0 else ():
+            place.view(flat)[...] = param.data
         every = flat[unit.starts[0] : unit.starts[-1] + unit.params[-1].size]
         if memory.between is not None and every.size:
             memory.between.broadcast(every, root=0)
-        for param, array in zip(unit.params, data, strict=True):
+        for param, place in _places([unit]):
             if param.placement is None:
-                param.data = array
+                param.data = place.view(flat)
 
     def detach(self) -> None:
         """Let go of the parameters, whose gradients something else adds up from now on."""
@@ -299,8 +297,7 @@ class HostSharder(Sharder[HostUnit]):
 
     def stream(self, unit: HostUnit, a: Array, b: Array) -> bool:
         """Give ``a @ b``, the gradient of the unit's only parameter, if it is its turn."""
-        units = self._units
-        is_next = self._given < len(units) and units[self._given] is unit
+        is_next = self._units[self._given : self._given + 1] == [unit]
         if not (self.enabled and is_next and len(unit.params) == 1):
             return False
         if not self._running:
