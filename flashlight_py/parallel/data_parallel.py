@@ -16,12 +16,7 @@ from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed import DistributedConstants, ProcessGroup, broadcast_object
 from flashlight_py.distributed.calls.checks import whole_number
 from flashlight_py.distributed.reducers.hook import CommunicationHook
-from flashlight_py.distributed.reducers.reducer import (
-    EagerReducer,
-    Reducer,
-    plan_buckets,
-    reduce_all,
-)
+from flashlight_py.distributed.reducers.reducer import EagerReducer, Reducer, plan_buckets
 from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.nn import Module
 from flashlight_py.parallel.agreement import (
@@ -36,6 +31,7 @@ from flashlight_py.parallel.gradient_pass import (
     gradient_of,
     gradient_sync_of,
     install,
+    reduce_used,
     release,
     shared_zeros,
     used_on_any_rank,
@@ -351,7 +347,4 @@ def all_reduce_gradients(
     """
     require_module(module)
     refuse_sharded("all_reduce_gradients", module.params())
-    params = [param for param in module.params() if param.calc_grad]
-    used = used_on_any_rank((param.grad is not None for param in params), group)
-    there = [param for param, anywhere in zip(params, used, strict=True) if anywhere]
-    reduce_all([gradient_of(param) for param in there], scale, group)
+    reduce_used([param for param in module.params() if param.calc_grad], scale, group)

@@ -29,7 +29,7 @@ from flashlight_py.autograd.engine import InPasses, at_end
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed import ProcessGroup, all_reduce, shared_empty
 from flashlight_py.distributed.calls.arrays import scale_in_place
-from flashlight_py.distributed.reducers.reducer import Reducer
+from flashlight_py.distributed.reducers.reducer import Reducer, reduce_all
 from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.errors import DistributedError
 from flashlight_py.nn import Module
@@ -263,6 +263,13 @@ def used_on_any_rank(used: Iterable[bool], group: ProcessGroup | None) -> list[b
     flags = np.array([*used], np.int32)
     all_reduce(flags, op="max", group=group)
     return [bool(flag) for flag in flags.tolist()]
+
+
+def reduce_used(params: Sequence[Variable], scale: float, group: ProcessGroup | None) -> None:
+    """Sum the gradients that any rank has, times ``scale``, in place. Collective, blocking."""
+    used = used_on_any_rank((param.grad is not None for param in params), group)
+    there = itertools.compress(params, used)
+    reduce_all([gradient_of(param) for param in there], scale, group)
 
 
 def shared_zeros(size: int, dtype: DTypeLike, group: ProcessGroup | None) -> Array:
