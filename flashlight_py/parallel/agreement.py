@@ -30,11 +30,12 @@ _REMEDIES = {
 
 
 def check_modules_agree(
-    params: Mapping[str, Variable], group: ProcessGroup, values: int = 0
+    params: Mapping[str, Variable], group: ProcessGroup, with_values: bool = False
 ) -> list[int]:
-    """Compare names, shapes and dtypes of parameters as ``check_entries_agree`` does."""
+    """Compare names, shapes and dtypes of parameters; return digests of the ranks' values."""
     if group.size == 1:
-        return [values]
+        return [0]
+    values = digest_of_values(params.values()) if with_values else 0
     differ, remedy = "the modules differ in parameter", "Build the same module on every rank"
     words = [_words_of(name, param) for name, param in params.items()]
     return check_entries_agree(differ, remedy, words, group, values)

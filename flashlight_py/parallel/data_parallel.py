@@ -1,15 +1,12 @@
 """Data-parallel training: where a module's gradients meet communication.
 
-Each rank computes gradients on its own share of the data; here they are reduced over the ranks
-while the backward pass still goes on. Autograd calls a parameter's hook when its gradient is
-complete; the hook hands the gradient to a reducer; when the pass ends, what is left is finished.
-So after ``loss.backward()`` the gradients are the reduced ones.
+Each rank computes gradients on its own share of the data; they are handed to a reducer while the
+backward pass still goes on, so after ``loss.backward()`` they are the reduced ones.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,18 +16,12 @@ from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed import DistributedConstants, ProcessGroup, broadcast_object
 from flashlight_py.distributed.calls.checks import whole_number
 from flashlight_py.distributed.reducers.hook import CommunicationHook
-from flashlight_py.distributed.reducers.reducer import (
-    EagerReducer,
-    Reducer,
-    plan_buckets,
-    reduce_all,
-)
+from flashlight_py.distributed.reducers.reducer import EagerReducer, Reducer, plan_buckets
 from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.nn import Module
 from flashlight_py.parallel.agreement import (
     check_arithmetic,
     check_modules_agree,
-    digest_of_values,
     refuse_sharded,
     warn_of_differing,
 )
@@ -40,6 +31,7 @@ from flashlight_py.parallel.gradient_pass import (
     gradient_of,
     gradient_sync_of,
     install,
+    reduce_used,
     release,
     shared_zeros,
     used_on_any_rank,
@@ -117,16 +109,16 @@ def distribute_module_grads(
     if leaves is None:
         refuse_sharded("distribute_module_grads", module.params(), may_be_cut=True)
     given = {"scale": scale, "hook": hook, "group": group, "bucket_bytes": bucket_bytes}
-    beside = [name for name, value in given.items() if value is not None]
+    beside = [name for name, value in (*given.items(), ("reducer", reducer)) if value is not None]
     if leaves is not None:
         leaves = whole_number("distribute_module_grads", "leaves", leaves, least=1)
-        for name in (*beside, *(["reducer"] if reducer is not None else [])):
+        for name in beside:
             if name != "group":
                 raise ValueError(
                     "distribute_module_grads: leaves adds up gradients in an order of its own, to "
                     f"the mean over the global batch, and takes no {name}"
                 )
-    if reducer is not None and beside:
+    if reducer is not None and len(beside) > 1:
         raise ValueError(
             "distribute_module_grads: a reducer has its own scale, hook, group and sizes of "
             f"buckets; pass {beside[0]} to the reducer, not beside it"
@@ -143,27 +135,22 @@ def distribute_module_grads(
         _check_for_leaves(named)
     group = group if reducer is None else reducer.group
     members = group_or_world(group)
-    digests = check_modules_agree(
-        named, members, digest_of_values(named.values()) if members.size > 1 else 0
-    )
+    digests = check_modules_agree(named, members, with_values=True)
     release(module)
     buffers = [name for name in module.buffers if broadcast_buffers and name not in ignored]
+    sync: GradientPass[Any]
     if leaves is not None:
         check_arithmetic("distribute_module_grads", leaves, members)
         random.generator()  # so that there is one, whose state is part of what follows
         random.load_state_dict(broadcast_object(random.state_dict(), group=group))
-        install(module, LeafSync(module, in_order, buffers, leaves, group))
-        warn_of_differing("distribute_module_grads", digests, members)
-        return
-    if reducer is not None:
+        sync = LeafSync(module, in_order, buffers, leaves, group)
+    elif reducer is not None:
         alone = [(p, array_module(p.data).zeros(p.shape, p.dtype)) for p in in_order]
         sync = GradientSync([GradientUnit([param], own) for param, own in alone], reducer)
     else:
         sync = _bucketed(in_order, scale, hook, group, limit)
     sync.ignored = ignored
-    install(module, sync)
-    if buffers:
-        module.before_forward = functools.partial(before_forward, sync)
+    install(module, sync, before_forward if buffers and leaves is None else None)
     warn_of_differing("distribute_module_grads", digests, members)
 
 
@@ -204,9 +191,7 @@ class GradientSync(GradientPass[GradientUnit]):
         self.install()
 
     def _give(self, unit: GradientUnit, weight: float) -> None:
-        unused = unit.params if not weight else [p for p in unit.params if p.grad is None]
-        if unused:
-            self._unused.update(unused)
+        self._unused.update([p for p in unit.params if not weight or p.grad is None])
         for param in unit.params:
             grad, home = param.grad, param.grad_buffer
             # Also if the pass left it out or a user set it.
@@ -255,21 +240,18 @@ def _bucketed(
     """
     nbytes, dtypes = [param.data.nbytes for param in params], [param.dtype for param in params]
     planned = [[params[i] for i in bucket] for bucket in plan_buckets(nbytes, limit, dtypes)]
-    flags, flats = len(params) if hook is None else 0, []
+    units = []
     for bucket in planned:
         size, like = sum(param.size for param in bucket), bucket[0].data
-        room = size + (flags if bucket is planned[-1] else 0)
-        # On the CPU in memory that needs no copy to be reduced.
-        flats.append(
-            array_module(like).zeros(room, like.dtype)
-            if is_cupy(like)
-            else shared_zeros(room, like.dtype, group)
-        )
-    units = [GradientUnit(bucket, flat) for bucket, flat in zip(planned, flats, strict=True)]
+        room = size + (len(params) if hook is None and bucket is planned[-1] else 0)
+        if is_cupy(like):
+            flat = array_module(like).zeros(room, like.dtype)
+        else:  # in memory that needs no copy to be reduced
+            flat = shared_zeros(room, like.dtype, group)
+        units.append(GradientUnit(bucket, flat))
     factor = 1.0 / group_or_world(group).size if scale is None else scale
     if hook is None:
-        reducer = EagerReducer(factor, group)
-        return GradientSync(units, reducer, flats[-1][size:], scale is None)
+        return GradientSync(units, EagerReducer(factor, group), flat[size:], scale is None)
     parts = [[p.grad_buffer for p in unit.params if p.grad_buffer is not None] for unit in units]
     return GradientSync(units, EagerReducer(factor, group, hook, parts), None, scale is None)
 
@@ -365,7 +347,4 @@ def all_reduce_gradients(
     """
     require_module(module)
     refuse_sharded("all_reduce_gradients", module.params())
-    params = [param for param in module.params() if param.calc_grad]
-    used = used_on_any_rank((param.grad is not None for param in params), group)
-    there = [param for param, anywhere in zip(params, used, strict=True) if anywhere]
-    reduce_all([gradient_of(param) for param in there], scale, group)
+    reduce_used([param for param in module.params() if param.calc_grad], scale, group)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-from typing import Any
 
 import numpy as np
 
@@ -17,7 +15,7 @@ from flashlight_py.nn import Module
 from flashlight_py.parallel.agreement import check_modules_agree, check_settings_agree
 from flashlight_py.parallel.data_parallel import before_forward, distribute_module_grads
 from flashlight_py.parallel.gathered_shards import shard_by_gathering
-from flashlight_py.parallel.gradient_pass import GradientPass, install, release
+from flashlight_py.parallel.gradient_pass import install, release
 from flashlight_py.parallel.sharder import HostSharder, StepSharder
 from flashlight_py.parallel.synchronize import broadcast_parameters, give_state, require_module
 
@@ -98,7 +96,8 @@ def fully_shard(
             how = "on GPUs each rank has a part of everything in any case"
             raise ValueError(f"fully_shard: across_hosts is for parameters on the CPU; {how}")
         with refusing(members, "fully_shard"):
-            _install(module, shard_by_gathering(module, members, step_in_backward))
+            sync = shard_by_gathering(module, members, step_in_backward)
+            install(module, sync, before_forward)
         return
     for name, param in named.items():
         if param.placement is not None and param.placement.is_cut:
@@ -111,9 +110,8 @@ def fully_shard(
     nbytes = sum(param.data.nbytes for param in named.values())
     if nbytes < SMALL_BYTES and not (step_in_backward or across_hosts):
         with refusing(members, "fully_shard"):  # each rank has its own again, of all or none
-            sharded = [param for param in named.values() if param.placement is not None]
-            own = [np.array(param.data) for param in sharded]
-            for param, data in zip(sharded, own, strict=True):
+            own = {p: np.array(p.data) for p in named.values() if p.placement is not None}
+            for param, data in own.items():
                 param.placement, param.data = None, data
         release(module)
         broadcast_parameters(module, group=members)
@@ -133,12 +131,7 @@ def fully_shard(
     release(module)
     sharder.take()
     sharder.ignored = frozenset(named)
-    _install(module, sharder)
-
-
-def _install(module: Module, sync: GradientPass[Any]) -> None:
-    install(module, sync)
-    module.before_forward = functools.partial(before_forward, sync)
+    install(module, sharder, before_forward)
 
 
 def _in_order(module: Module) -> list[Variable]:

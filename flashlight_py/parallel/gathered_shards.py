@@ -42,14 +42,7 @@ GRAIN = 16
 def shard_by_gathering(
     module: Module, group: ProcessGroup | None = None, step_in_backward: bool = False
 ) -> GatheringSharder:
-    """Shard the floating parameters of ``module``, the same on every rank; see ``fully_shard``.
-
-    Collective, blocking. Every rank begins with what rank 0 has.
-
-    Raises:
-        ValueError: a parameter is sharded, or has a gradient hook or buffer.
-        DistributedError: as :func:`flashlight_py.all_reduce`.
-    """
+    """Shard the floating parameters of ``module``; see ``fully_shard``."""
     members = group_or_world(group)
     params = module.named_params()
     for name, param in params.items():
@@ -217,7 +210,6 @@ class PartPlace(Placement, GradSink):
         self.here, self._of_all = flat.cut(position)
 
     def add(self, leaf: Variable, contribution: Array, is_new: bool) -> None:
-        """Add a contribution to this pass's gradient of the whole; see ``GradSink``."""
         gradients = self.shards.opened(self.flat)
         home = gradients.homes[self.position]
         if leaf in gradients.used:
@@ -227,7 +219,6 @@ class PartPlace(Placement, GradSink):
             gradients.used.add(leaf)
 
     def product(self, leaf: Variable, a: Array, b: Array) -> Array | GradSink:
-        """Compute ``a @ b`` where the gradient belongs if it is the first contribution."""
         gradients = self.shards.opened(self.flat)
         if leaf in gradients.used or not a.dtype == b.dtype == self.dtype:
             return product(a, b)
@@ -236,28 +227,21 @@ class PartPlace(Placement, GradSink):
         return self
 
     def zeros(self, variable: Variable, dtype: DTypeLike) -> Array:
-        """Return new state for this rank's part, of one dimension. Not collective."""
         part = self.flat.part[self.here]
         return array_module(part).zeros(part.size, dtype)  # type: ignore[no-any-return]
 
     def pieces(self, variable: Variable, states: Sequence[Array]) -> Sequence[tuple[Array, ...]]:
-        """Return (part of the parameter, of the gradient, *states), unless this rank has none."""
         assert variable.grad is not None
         part = self.flat.part[self.here]
         return [(part, variable.grad, *states)] if part.size else []
 
     def whole(self, state: Array) -> Array:
-        """Return the parts of all ranks in the parameter's shape, a new array. Collective."""
         return self.shards.group.all_gather(state).reshape(self.shape)
 
     def put(self, state: Array, value: Any) -> None:
-        """Set ``state`` to this rank's part of ``value``. Not collective."""
         state[...] = to_device(value.reshape(-1)[self._of_all], device_of(state))
 
 
-# Reading the array of a sharded parameter on a GPU gathers its module's: no module is wrapped,
-# and functions that are called on parameters are served as well. Operations read their operands
-# again in the backward pass, so nothing is kept in between.
 class PartedVariable(Variable):
     """A parameter that is gathered when its array is read, as the modules of a model do.
 
@@ -289,12 +273,10 @@ class PartedVariable(Variable):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the whole parameter."""
         return self.placement.shape
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The parameter's dtype."""
         return self.placement.dtype
 
     def __repr__(self) -> str:
@@ -318,8 +300,7 @@ class GatheringSharder(Sharder[Flat]):
         super().__init__(group, map(self._take, flats), step_in_backward)
         self.ends_with_message = not step_in_backward
         self._here: set[Flat] = set()  # gathered, or on their way
-        self._read: Flat | None = None  # last
-        self._was_backward = False
+        self._read: tuple[bool, Flat] | None = None  # last; whether in a backward pass
         self._next: dict[tuple[bool, Flat], Flat] = {}
         self._reductions: list[Reduction] = []  # of this pass
         self._settled = 0  # of those
@@ -346,12 +327,13 @@ class GatheringSharder(Sharder[Flat]):
 
     def arrays_of(self, flat: Flat) -> list[Array]:
         """Return the whole parameters of ``flat``. Collective, unless it was read last."""
-        backward = in_backward()
-        if flat is not self._read or backward is not self._was_backward or flat.arrays is None:
-            self._turn_to(flat, backward)
+        now = in_backward(), flat
+        if now != self._read or flat.arrays is None:
+            self._turn_to(now)
         return flat.finish()
 
-    def _turn_to(self, flat: Flat, backward: bool) -> None:
+    def _turn_to(self, now: tuple[bool, Flat]) -> None:
+        backward, flat = now
         if flat in self._stepped:
             raise RuntimeError(
                 "fully_shard(step_in_backward=True): parameters are read again after they were "
@@ -359,12 +341,12 @@ class GatheringSharder(Sharder[Flat]):
             )
         if backward:
             self.join_failed()
-        if self._read is not None and backward is not self._was_backward:
-            self._next.pop((self._was_backward, self._read), None)
-        elif self._read is not None and self._read is not flat:
-            self._next[backward, self._read] = flat
-        self._read, self._was_backward = flat, backward
-        expected = self._next.get((backward, flat))
+        last, self._read = self._read, now
+        if last is not None and last[0] is not backward:
+            self._next.pop(last, None)
+        elif last is not None and last != now:
+            self._next[last] = flat
+        expected = self._next.get(now)
         self._release(flat, expected)
         for each in (flat, expected):
             if each is not None and each not in self._stepped:
@@ -386,7 +368,6 @@ class GatheringSharder(Sharder[Flat]):
         return flat.opened
 
     def join_failed(self) -> None:
-        """Have the end of the pass be seen; see ``InPasses``."""
         if not self._running:
             self._join()
 
@@ -433,7 +414,6 @@ class GatheringSharder(Sharder[Flat]):
                 param.grad = None
 
     def _finish(self) -> None:
-        """Wait for the reductions; keep the gradients of parameters that any rank has used."""
         self._settle()
         if self.steps:
             return
@@ -452,7 +432,6 @@ class GatheringSharder(Sharder[Flat]):
         self._release(wait=False)
 
     def _reset(self) -> None:
-        """Be as before the pass; nothing stays gathered."""
         super()._reset()
         self._reductions, self._settled = [], 0
         self._stepped = set()

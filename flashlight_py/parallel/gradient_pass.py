@@ -29,7 +29,7 @@ from flashlight_py.autograd.engine import InPasses, at_end
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed import ProcessGroup, all_reduce, shared_empty
 from flashlight_py.distributed.calls.arrays import scale_in_place
-from flashlight_py.distributed.reducers.reducer import Reducer
+from flashlight_py.distributed.reducers.reducer import Reducer, reduce_all
 from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.errors import DistributedError
 from flashlight_py.nn import Module
@@ -117,7 +117,6 @@ class GradientPass(InPasses, abc.ABC, Generic[AnyUnit]):
         at_end(self._on_end, self._turn)
 
     def join_failed(self) -> None:
-        """Autograd: the pass fails; see ``InPasses``."""
         if self.enabled and not self._running:
             self._begin()
 
@@ -214,11 +213,7 @@ class GradientPass(InPasses, abc.ABC, Generic[AnyUnit]):
         return samples * ranks / all_samples if all_samples else 0.0
 
     def give_zeros(self) -> None:
-        """Take part in a pass of the other ranks: the sums become what they get. Blocks.
-
-        Raises:
-            DistributedError: as :func:`flashlight_py.all_reduce`.
-        """
+        """Take part in a pass of the other ranks: the sums become what they get. Blocks."""
         try:
             self._enter()
             for unit in self._units:
@@ -270,6 +265,13 @@ def used_on_any_rank(used: Iterable[bool], group: ProcessGroup | None) -> list[b
     return [bool(flag) for flag in flags.tolist()]
 
 
+def reduce_used(params: Sequence[Variable], scale: float, group: ProcessGroup | None) -> None:
+    """Sum the gradients that any rank has, times ``scale``, in place. Collective, blocking."""
+    used = used_on_any_rank((param.grad is not None for param in params), group)
+    there = itertools.compress(params, used)
+    reduce_all([gradient_of(param) for param in there], scale, group)
+
+
 def shared_zeros(size: int, dtype: DTypeLike, group: ProcessGroup | None) -> Array:
     """Return zeros in memory that collectives reduce where it is. Collective, blocking."""
     flat = shared_empty(size, dtype, group)
@@ -282,9 +284,15 @@ def shared_zeros(size: int, dtype: DTypeLike, group: ProcessGroup | None) -> Arr
 _passes: weakref.WeakKeyDictionary[Module, GradientPass[Any]] = weakref.WeakKeyDictionary()
 
 
-def install(module: Module, sync: GradientPass[Any]) -> None:
-    """Let ``sync`` be found for ``module`` from now on."""
+def install(
+    module: Module,
+    sync: GradientPass[Any],
+    before_forward: Callable[[GradientPass[Any], Module], None] | None = None,
+) -> None:
+    """Let ``sync`` be found for ``module`` from now on, and ``before_forward`` be called."""
     _passes[module] = sync
+    if before_forward is not None:
+        module.before_forward = functools.partial(before_forward, sync)
 
 
 def release(module: Module) -> None:
@@ -302,11 +310,7 @@ def pass_of(module: Module) -> GradientPass[Any] | None:
 
 
 def gradient_sync_of(module: Module, caller: str) -> GradientPass[Any]:
-    """Return what :func:`distribute_module_grads` or :func:`fully_shard` has installed.
-
-    Raises:
-        ValueError: nothing; the message says that ``caller`` needs it. Or leaf by leaf.
-    """
+    """Return what was installed; a ValueError for ``caller`` if nothing, or leaf by leaf."""
     sync = pass_of(module)
     if sync is None:
         raise ValueError(

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flashlight_py.autograd import Variable
-from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.calls.arrays import as_array, check_reduction
 from flashlight_py.distributed.constants import ReduceOp
@@ -20,7 +19,7 @@ from flashlight_py.parallel.agreement import (
     refuse_sharded,
     warn_of_differing,
 )
-from flashlight_py.parallel.gradient_pass import gradient_of, is_synchronised, used_on_any_rank
+from flashlight_py.parallel.gradient_pass import is_synchronised, reduce_used
 
 
 class DistributedOptimizer:
@@ -126,13 +125,11 @@ class DistributedOptimizer:
         if not self._agreed:
             arrays = [param.data for param in self.params]
             check_arrays_agree("DistributedOptimizer: parameters", arrays, members)
-            digests = [0]
-            if members.size > 1:
-                digests = of_all_ranks(digest_of_values(self.params), members)
+            digest = digest_of_values(self.params) if members.size > 1 else 0
+            digests = of_all_ranks(digest, members)
             self._agreed = True
             warn_of_differing("DistributedOptimizer", digests, members)
-        used = used_on_any_rank((param.grad is not None for param in self.params), self._group)
-        self._reduce([gradient_of(p) for p, there in zip(self.params, used, strict=True) if there])
+        reduce_used(self.params, self._scale(), self._group)
         self._optimizer.step()
 
     def reduce(self, updates: Sequence[Any]) -> list[Any]:
@@ -159,12 +156,11 @@ class DistributedOptimizer:
         if len({id(array) for array in arrays}) < len(arrays):
             raise ValueError(f"{what}: the same array was given twice")
         check_arrays_agree(f"{what}: updates", arrays, group_or_world(self._group))
-        self._reduce(arrays)
+        reduce_all(arrays, self._scale(), self._group)
         return updates
 
-    def _reduce(self, arrays: Sequence[Array]) -> None:
-        scale = 1.0 / group_or_world(self._group).size if self._average else 1.0
-        reduce_all(arrays, scale, self._group)
+    def _scale(self) -> float:
+        return 1.0 / group_or_world(self._group).size if self._average else 1.0
 
     def _refuse_reduced_twice(self) -> None:
         for number, param in enumerate(self.params):

@@ -17,20 +17,13 @@ from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.errors import MismatchError
 from flashlight_py.nn import Linear
 from flashlight_py.optim.optimizer import Placement, Shards
-from flashlight_py.parallel.agreement import (
-    by_rank,
-    check_modules_agree,
-    check_settings_agree,
-    digest_of_values,
-)
+from flashlight_py.parallel.agreement import by_rank, check_modules_agree, check_settings_agree
 from flashlight_py.parallel.functional.collectives import DifferentiableCall, copy_of
-
-How = Literal["column", "row"]
 
 
 def shard_linear(
     layer: Linear,
-    how: How,
+    how: Literal["column", "row"],
     sizes: Sequence[int] | None = None,
     group: ProcessGroup | None = None,
 ) -> Linear:
@@ -91,8 +84,7 @@ def shard_linear(
     cut = Cut(group, axis, _sizes(sizes, layer.weight.shape[axis], members.size))
     check_settings_agree("shard_linear", {"how": how, "sizes": str(cut.sizes)}, members)
     params = layer.named_params()
-    digest = digest_of_values(params.values()) if members.size > 1 else 0
-    digests = check_modules_agree(params, members, digest)
+    digests = check_modules_agree(params, members, with_values=True)
     if len(set(digests)) > 1:
         raise MismatchError(
             f"rank {members.rank} of {members.size}: shard_linear: the layers have different "
@@ -116,15 +108,26 @@ class ShardedLinear(Linear):
     def forward(self, x: Variable) -> Variable:
         """Return this rank's part of ``x @ weight.T + bias``, or the whole of it, by its kind."""
         members = self.cut.group
+        call = DifferentiableCall("shard_linear", members)
         if self.cut.axis == 0:
-            return F.linear(_entering(x, members), self.weight, self.bias)
-        part = self.weight.shape[1]
-        if x.shape[-1:] != (part,):
+            if x.calc_grad:  # its gradient is the sum of what the ranks' parts have for it
+                x = call.record(x, x.data, vjp=lambda grad: members.all_reduce(copy_of(grad)))
+            return F.linear(x, self.weight, self.bias)
+        size, bias = self.weight.shape[1], self.bias
+        if x.shape[-1:] != (size,):
             raise ValueError(
                 f"a row layer of shard_linear expects this rank's part of its input, of shape "
-                f"[..., {part}], got {x.shape}; a column layer of the same sizes returns it"
+                f"[..., {size}], got {x.shape}; a column layer of the same sizes returns it"
             )
-        return _left(F.linear(x, self.weight), self.bias, members)
+        part = F.linear(x, self.weight)
+        array = members.all_reduce(part.data)  # in place: it is a new array that nobody else has
+        if not part.calc_grad and (bias is None or not bias.calc_grad):
+            if bias is not None:
+                array += bias.data
+            return part
+        # All ranks have the same loss, so the gradient of the sum is that of each part.
+        result = call.record(part, array, vjp=lambda grad: grad)
+        return result if bias is None else result + bias
 
     def place(self) -> list[Variable]:
         """Say of the parameters that are cut that they are parts; return them."""
@@ -164,7 +167,6 @@ class Cut(Shards):
         return (slice(None),) * axis + (slice(ends[rank] - self.sizes[rank], ends[rank]),)
 
     def own_gradients(self, variables: Iterable[Variable]) -> list[Array]:
-        """Return the gradients as they are: each is this rank's part."""
         return [each.grad for each in variables if each.grad is not None]
 
     def __deepcopy__(self, memo: object) -> Cut:
@@ -182,24 +184,20 @@ class CutParameter(Placement):
         self._axis = min(cut.axis, len(shape) - 1)
 
     def zeros(self, variable: Variable, dtype: DTypeLike) -> Array:
-        """Return state for this rank's part, on its device."""
         return array_module(variable.data).zeros(variable.shape, dtype)  # type: ignore[no-any-return]
 
     def pieces(self, variable: Variable, states: Sequence[Array]) -> Sequence[tuple[Array, ...]]:
-        """Return the part as it is: one piece."""
         assert variable.grad is not None
         arrays = (variable.data, variable.grad, *states)
         return [tuple(array.reshape(-1) for array in arrays)]
 
     def whole(self, state: Array) -> Array:
-        """Return all ranks' parts, joined. Collective, blocking."""
         if self._axis == 0:
             return self.shards.group.all_gather(state)
         joined = self.shards.group.all_gather(array_module(state).ascontiguousarray(state.T))
         return array_module(state).ascontiguousarray(joined.T)  # type: ignore[no-any-return]
 
     def put(self, state: Array, value: Any) -> None:
-        """Set this rank's part of the state."""
         state[...] = to_device(self.part(value), device_of(state))
 
     def part(self, value: Array) -> Array:
@@ -212,34 +210,8 @@ class CutParameter(Placement):
         return copy_of(value[self.shards.part(self._axis)])
 
     def words(self) -> str:
-        """Say which part this is."""
         place = self.shards.part(self._axis)[self._axis]
         return f", {place.start} to {place.stop} of {self.shape[self._axis]}"
-
-
-def _entering(x: Variable, group: ProcessGroup) -> Variable:
-    """Return ``x``, whose gradient is the sum of what the ranks' parts have for it."""
-    if not x.calc_grad:
-        return x
-
-    def add_up(grad: Array) -> Array:
-        return group.all_reduce(copy_of(grad))
-
-    return DifferentiableCall("shard_linear", group).record(x, x.data, vjp=add_up)
-
-
-def _left(part: Variable, bias: Variable | None, group: ProcessGroup) -> Variable:
-    """Return the sum of the ranks' ``part``, a new array that nobody else has, and the bias.
-
-    All ranks have the same loss, so the gradient of the sum is that of each part.
-    """
-    array = group.all_reduce(part.data)  # in place
-    if not part.calc_grad and (bias is None or not bias.calc_grad):
-        if bias is not None:
-            array += bias.data
-        return part
-    result = DifferentiableCall("shard_linear", group).record(part, array, vjp=lambda grad: grad)
-    return result if bias is None else result + bias
 
 
 def _sizes(sizes: Sequence[int] | None, extent: int, ranks: int) -> tuple[int, ...]:

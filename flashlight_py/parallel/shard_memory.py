@@ -112,16 +112,12 @@ FROZEN = " frozen"
 # Once per host, mapped by all ranks: nothing is gathered, each element is stepped by the rank
 # that has just summed it, and what fits once on a host trains.
 class HostMemory:
-    """Flat arrays for ``params``, and the buckets of all ranks; collective, blocking.
+    """Flat arrays for ``params``, in the order of their gradients, and the buckets of all ranks.
 
     ``hosts``: the ranks of each, of which ``host`` is this one. ``local`` joins this host's ranks,
-    ``between`` counterparts on all hosts, in their order; None where there are none.
-
-    Args:
-        group: all ranks.
-        params: in the order in which their gradients are sent.
-        across_hosts: each host steps a part of its own, and sends it to the others.
-        keeps: sums are kept, so that a rank which is alone on its host needs no bucket.
+    ``between`` counterparts on all hosts, in their order; None where there are none. With
+    ``across`` each host steps a part of its own, and sends it to the others. Where sums are kept
+    (``keeps``) a rank that is alone on its host needs no bucket. Making it is collective, blocking.
     """
 
     __captured_state__ = ("params",)
@@ -150,15 +146,32 @@ class HostMemory:
         self.grads: dict[str, Array] = {}
         self.units: list[HostUnit] = []
         with self._together():
-            self._map(params)
+            local, sizes = self.local, [len(ranks) for ranks in self.hosts]
+            limit = min(max(ALL_BYTES // (2 * max(sizes)), LEAST_BYTES), MOST_BYTES)
+            by_name: dict[str, list[Variable]] = {}
+            for param in params:
+                kind = param.dtype.name if param.dtype.kind == "V" else param.dtype.str  # bfloat16
+                by_name.setdefault(kind if param.calc_grad else kind + FROZEN, []).append(param)
+            for name, those in by_name.items():
+                units, length = plan(name, those, limit, sizes)
+                self.units += units
+                self.params[name] = self.new_flat(length, those[0].dtype)
+                self.grads[name] = self.new_flat(length, those[0].dtype)
+            # How often each rank has begun and ended to change parameters: odd while it does.
+            self._marks = map_zeros(local, local.size * 64).view(np.int64)[::8]
+            self.protect(True)
+            largest = max(
+                (chunk.stop - chunk.start) * unit.params[0].dtype.itemsize
+                for unit in self.units
+                for chunk in unit.chunks
+            )
+            flags = max(len(unit.params) for unit in self.units)
+            nbytes = -(-(largest + flags) // 4096) * 4096
+            self._buckets = map_zeros(local, local.size * 2 * nbytes).reshape(local.size, 2, nbytes)
 
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:
-        """Return a block that either ends on all ranks or raises on all of them. Collective.
-
-        Raises:
-            MismatchError, UnavailableEverywhereError: another rank has failed; with its reason.
-        """
+        """Return a block that either ends on all ranks or raises on all of them. Collective."""
         group, several = self.group, len(self.hosts) > 1
         try:
             with refusing(self.local, "fully_shard", how="failed"):
@@ -174,30 +187,6 @@ class HostMemory:
                     f"[fully_shard] rank {group.rank} of {group.size}: rank {rank} has failed "
                     f"({reason}), so no rank has changed anything; mend that and call it again"
                 )
-
-    def _map(self, params: Sequence[Variable]) -> None:
-        local, sizes = self.local, [len(ranks) for ranks in self.hosts]
-        limit = min(max(ALL_BYTES // (2 * max(sizes)), LEAST_BYTES), MOST_BYTES)
-        by_name: dict[str, list[Variable]] = {}
-        for param in params:
-            kind = param.dtype.name if param.dtype.kind == "V" else param.dtype.str  # bfloat16
-            by_name.setdefault(kind if param.calc_grad else kind + FROZEN, []).append(param)
-        for name, those in by_name.items():
-            units, length = plan(name, those, limit, sizes)
-            self.units += units
-            self.params[name] = self.new_flat(length, those[0].dtype)
-            self.grads[name] = self.new_flat(length, those[0].dtype)
-        # How often each rank has begun and ended to change parameters: odd while it does.
-        self._marks = map_zeros(local, local.size * 64).view(np.int64)[::8]
-        self.protect(True)
-        largest = max(
-            (chunk.stop - chunk.start) * unit.params[0].dtype.itemsize
-            for unit in self.units
-            for chunk in unit.chunks
-        )
-        flags = max(len(unit.params) for unit in self.units)
-        nbytes = -(-(largest + flags) // 4096) * 4096
-        self._buckets = map_zeros(local, local.size * 2 * nbytes).reshape(local.size, 2, nbytes)
 
     def new_flat(self, length: int, dtype: DTypeLike) -> Array:
         """Return ``length`` zeros of ``dtype`` that this host's ranks share. Collective, blocks."""
@@ -220,10 +209,7 @@ class HostMemory:
     # Buckets ------------------------------------------------------------------------------------
 
     def room(self, chunk: slice, total: Array, adds: bool) -> Array:
-        """Return room for what this rank has of ``chunk``, which goes into ``total``.
-
-        A rank that is alone on its host has it in ``total`` itself, unless that is added to.
-        """
+        """Return room for what this rank has of ``chunk``, which goes into ``total``."""
         if self._alone and not adds:
             return total[chunk]
         self._turn ^= 1
@@ -255,7 +241,13 @@ class HostMemory:
         if not adds:
             add_up(own, self._scale, total)
             return
-        self._weigh_old(name, total, part.start)
+        if len(self.hosts) > 1:  # the sum of earlier passes is summed between hosts anew
+            mine = self.own(name, self.host)
+            edges = (mine.start - part.start, mine.stop - part.start)
+            low, high = (min(max(edge, 0), total.size) for edge in edges)
+            total[:low] = total[high:] = 0
+            kept = self.group.size if self.across else self.group.size / len(self.hosts)
+            total[low:high] *= total.dtype.type(kept)
         total += add_up(own, self._scale, np.empty_like(total))
 
     # Changes, and whether one was left half done ----------------------------------------------
@@ -264,11 +256,7 @@ class HostMemory:
         """Refuse ``what`` where a rank has ended while it changed parameters.
 
         While marks differ, all ranks are in ``changing``, or were when one ended: so another thread
-        of this rank is waited for, if that is it.
-
-        Raises:
-            TornStateError: it has.
-            RuntimeError: this thread itself is changing them.
+        of this rank is waited for, if that is it. Of this thread itself it is a RuntimeError.
         """
         if not self._are_torn():
             return
@@ -335,16 +323,6 @@ class HostMemory:
                 raise OSError(code, f"{DEBUG}: mprotect: {os.strerror(code)}")
 
     # Between hosts ----------------------------------------------------------------------------
-
-    def _weigh_old(self, name: str, part: Array, start: int) -> None:
-        """Scale this rank's part of a sum of earlier passes, which is summed between hosts anew."""
-        if len(self.hosts) == 1:
-            return
-        own = self.own(name, self.host)
-        low, high = (min(max(edge - start, 0), part.size) for edge in (own.start, own.stop))
-        part[:low] = part[high:] = 0
-        kept = self.group.size if self.across else self.group.size / len(self.hosts)
-        part[low:high] *= part.dtype.type(kept)
 
     def sum_between_hosts(self) -> None:
         """Add up the hosts' gradients; complete on this host when all its ranks have returned."""

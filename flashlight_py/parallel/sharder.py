@@ -20,7 +20,7 @@ from numpy.typing import DTypeLike
 
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.engine import GradSink, after_node, is_last_contribution
-from flashlight_py.device import Array, array_module, effect, to_device
+from flashlight_py.device import Array, array_module, effect, product, to_device
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.api.running import refusing
 from flashlight_py.distributed.reducers.host_memory import add_up, hosts_of, meet
@@ -35,12 +35,7 @@ from flashlight_py.parallel.gradient_pass import (
     used_on_any_rank,
     weigh_in_place,
 )
-from flashlight_py.parallel.shard_memory import (
-    BACKWARD,
-    FROZEN,
-    HostMemory,
-    HostUnit,
-)
+from flashlight_py.parallel.shard_memory import BACKWARD, FROZEN, HostMemory, HostUnit
 
 # A gradient, or the two matrices whose product it is.
 Given: TypeAlias = "Array | tuple[Array, Array]"
@@ -110,11 +105,9 @@ class HostPlace(Placement, GradSink):
     # What optimizers ask ------------------------------------------------------------------------
 
     def zeros(self, variable: Variable, dtype: DTypeLike) -> Array:
-        """Return new state for the parameter, zeros; see ``Placement``."""
         return self.view(self.shards.new_state(self, dtype))
 
     def pieces(self, variable: Variable, states: Sequence[Array]) -> Sequence[tuple[Array, ...]]:
-        """Return what this process steps; see ``Placement``."""
         if self.unit.name.endswith(FROZEN):
             raise ValueError(
                 f"a parameter of shape {self.shape} had no calc_grad when fully_shard was called, "
@@ -125,14 +118,12 @@ class HostPlace(Placement, GradSink):
         return [tuple([array[piece] for array in arrays]) for piece in self.mine]
 
     def sum_of_squares(self, variable: Variable) -> float:
-        """Return that of the whole gradient; collective across hosts. See ``Placement``."""
         if self.shards.memory.across:
             return super().sum_of_squares(variable)
         assert variable.grad is not None
         return sum_of_squares(variable.grad)
 
     def whole(self, state: Array) -> Array:
-        """Return ``state`` in the parameter's shape; collective across hosts."""
         memory = self.shards.memory
         if not memory.across:
             return state
@@ -140,13 +131,11 @@ class HostPlace(Placement, GradSink):
         return self.shards.group.all_gather(mine).reshape(self.shape)
 
     def put(self, state: Array, value: Any) -> None:
-        """Set what this host keeps of ``state`` to ``value``; see ``Placement``."""
         state.reshape(-1)[self._own] = to_device(value, "cpu").reshape(-1)[self._own]
 
     # What autograd does -------------------------------------------------------------------------
 
     def add(self, leaf: Variable, contribution: Array, is_new: bool) -> None:
-        """Add a contribution to this rank's own gradient; see ``GradSink``."""
         own = self.own(leaf)
         if own is not None:
             own += contribution
@@ -169,17 +158,13 @@ class HostPlace(Placement, GradSink):
         fits = a.dtype == b.dtype == self.dtype and self.own(leaf) is None
         if fits and is_last_contribution(leaf) and self.shards.stream(self.unit, a, b):
             return self
-        product: Array = a.dot(b)
-        return product
+        return product(a, b)
 
 
 class HostSharder(Sharder[HostUnit]):
     """Sends units in order, as hooks complete them, into memory that the ranks of a host map.
 
-    Args:
-        params: in the order in which their gradients are sent.
-        group: the ranks that train it together.
-        step_in_backward, across_hosts: see :func:`fully_shard`.
+    ``params``: in the order in which their gradients are sent.
     """
 
     __captured_state__ = (
@@ -237,15 +222,14 @@ class HostSharder(Sharder[HostUnit]):
     def _fill(self, unit: HostUnit) -> None:
         """Set a unit's parameters on this host; what they were before is free, if nobody has it."""
         memory, flat = self.memory, self.memory.params[unit.name]
-        data = [place.view(flat) for place in unit.places]
-        for param, array in zip(unit.params, data, strict=True) if memory.host == 0 else ():
-            array[...] = param.data
+        for param, place in _places([unit]) if memory.host == 0 else ():
+            place.view(flat)[...] = param.data
         every = flat[unit.starts[0] : unit.starts[-1] + unit.params[-1].size]
         if memory.between is not None and every.size:
             memory.between.broadcast(every, root=0)
-        for param, array in zip(unit.params, data, strict=True):
+        for param, place in _places([unit]):
             if param.placement is None:
-                param.data = array
+                param.data = place.view(flat)
 
     def detach(self) -> None:
         """Let go of the parameters, whose gradients something else adds up from now on."""
@@ -289,22 +273,18 @@ class HostSharder(Sharder[HostUnit]):
         return float(sum(local.all_reduce(np.concatenate(parts)).tolist()))
 
     def meet(self) -> None:
-        """Wait until all ranks of this host have clipped their pieces; see ``Shards``."""
         meet(self.memory.local, "clip_grad_norm of a sharded module")
 
     def changing(self, what: str) -> AbstractContextManager[None]:
-        """Return the context in which this process may write its pieces; see ``Shards``."""
         self._is_done = False
         return self.memory.changing(what)
 
     @effect
     def check(self, what: str) -> None:
-        """Refuse ``what`` where a rank has ended in the middle of a step; see ``Shards``."""
         self.memory.check(what)
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Return the context in which all parameters are set; see ``Shards``."""
         params = [param for unit in self.memory.units for param in unit.params]
         with self.memory.loading():
             for param in params:
@@ -317,8 +297,7 @@ class HostSharder(Sharder[HostUnit]):
 
     def stream(self, unit: HostUnit, a: Array, b: Array) -> bool:
         """Give ``a @ b``, the gradient of the unit's only parameter, if it is its turn."""
-        units = self._units
-        is_next = self._given < len(units) and units[self._given] is unit
+        is_next = self._units[self._given : self._given + 1] == [unit]
         if not (self.enabled and is_next and len(unit.params) == 1):
             return False
         if not self._running:
@@ -328,7 +307,7 @@ class HostSharder(Sharder[HostUnit]):
         return True
 
     def _give(self, unit: HostUnit, weight: float) -> None:
-        placed = list(zip(unit.params, unit.places, strict=True))
+        placed = list(_places([unit]))
         own = [place.own(param) for param, place in placed]
         self._pack_weighed(unit, own, 0.0 if self._error is not None else weight)
         for param, place in placed:
@@ -344,8 +323,7 @@ class HostSharder(Sharder[HostUnit]):
 
     def _adds(self, unit: HostUnit) -> bool:
         """Return whether a unit's sums are added to those of earlier passes."""
-        pairs = zip(unit.params, unit.places, strict=True)
-        kept = [param.grad is place.total for param, place in pairs]
+        kept = [param.grad is place.total for param, place in _places([unit])]
         for place, is_kept in zip(unit.places, kept, strict=True) if any(kept) else ():
             for piece in () if is_kept else place.mine:  # this rank's part of it is added to
                 place.total.reshape(-1)[piece] = 0
@@ -363,7 +341,6 @@ class HostSharder(Sharder[HostUnit]):
         self.memory.add_rooms(unit.name, chunk, adds)
 
     def _finish(self) -> None:
-        """Wait for all ranks' sums; parameters that no rank used have no gradient then."""
         used = self._complete(self._used_here())
         for (param, place), anywhere in zip(_places(self._units), used, strict=True):
             if anywhere:
@@ -387,7 +364,6 @@ class HostSharder(Sharder[HostUnit]):
     # A pass that fails --------------------------------------------------------------------------
 
     def join_failed(self) -> None:
-        """Autograd: the pass fails; see ``InPasses``."""
         if self._failure() is not None:
             super().join_failed()
 
