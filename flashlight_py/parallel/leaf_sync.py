@@ -28,7 +28,7 @@ from flashlight_py.distributed.reducers.reducer import InlineReducer
 from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.errors import MismatchError, NotInitializedError
 from flashlight_py.nn import Module
-from flashlight_py.parallel.agreement import all_have, differing_arguments, of_all_ranks
+from flashlight_py.parallel.agreement import all_have, differences, of_all_ranks
 from flashlight_py.parallel.failing import fail
 from flashlight_py.parallel.gradient_pass import GradientPass, Unit, pass_of
 from flashlight_py.parallel.leaf_tree import Rows, join_hosts, push, rows_needed
@@ -327,7 +327,7 @@ class LeafSync(GradientPass[Unit]):
         agreed, found = all_have(json.dumps(self._facts).encode(), self.members, *used)
         if agreed:
             return found
-        differing = differing_arguments(of_all_ranks(self._facts, self.members))
+        differing = ", ".join(differences(of_all_ranks(self._facts, self.members)))
         raise MismatchError(
             f"{self.where}: the ranks are not at the same batch: {differing}. Pass every rank "
             "the whole global batch, leave no loop over leaves before its end, and draw the same "

@@ -34,7 +34,7 @@ import functools
 import json
 import struct
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
@@ -103,21 +103,6 @@ def entries_of(tree: object, sort_keys: bool = False) -> dict[str, str]:
     walker = Walker(tree, sort_keys)
     walker.walk()
     return walker.entries()
-
-
-def first_difference(
-    trees: Sequence[Mapping[str, str]], in_order: Sequence[Mapping[str, str]] | None = None
-) -> tuple[str, list[str]] | None:
-    """Return the first path at which not all are alike, and what each rank has there.
-
-    ``trees`` are of ``entries_of``, ``in_order`` the same with other orders of keys: that of rank 0
-    says what is first, and what rank 0 lacks comes last. None where nothing differs.
-    """
-    for path in dict.fromkeys(path for tree in in_order or trees for path in tree):
-        kinds = [tree.get(path, "nothing") for tree in trees]
-        if len(set(kinds)) > 1:
-            return path, kinds
-    return None
 
 
 def bytes_for(arrays: Sequence[Array]) -> int:
