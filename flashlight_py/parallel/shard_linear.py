@@ -225,7 +225,7 @@ def _entering(x: Variable, group: ProcessGroup) -> Variable:
     def add_up(grad: Array) -> Array:
         return group.all_reduce(copy_of(grad))
 
-    return DifferentiableCall("shard_linear", group).record(x, x.data, vjp=add_up)
+    return DifferentiableCall("shard_linear", x, group).record(x, x.data, vjp=add_up)
 
 
 def _left(part: Variable, bias: Variable | None, group: ProcessGroup) -> Variable:
@@ -238,7 +238,7 @@ def _left(part: Variable, bias: Variable | None, group: ProcessGroup) -> Variabl
         if bias is not None:
             array += bias.data
         return part
-    result = DifferentiableCall("shard_linear", group).record(part, array, vjp=lambda grad: grad)
+    result = DifferentiableCall("shard_linear", part, group).record(part, array, lambda grad: grad)
     return result if bias is None else result + bias
 
 

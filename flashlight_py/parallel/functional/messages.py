@@ -29,7 +29,7 @@ Like: TypeAlias = "Variable | Array | tuple[int | Sequence[int], DTypeLike]"
 _GRADIENT = 1 << 30
 _TAGS = _NUMBERS = 1 << 15
 
-# How many messages of a direction, peer and tag each group has had.
+# How many messages each group has had, by the verb of their gradients, peer and tag.
 _messages: dict[weakref.ref[ProcessGroup], Counter[tuple[str, int, int]]] = {}
 
 
@@ -123,7 +123,7 @@ class _Answer(InPasses):
         self._group, self._verb, self._peer = group, verb, peer
         self._tag = 0
         self._is_begun = False  # in this pass
-        self._count("to" if verb is RECV else "from", tag)
+        self._count(tag)
 
     def run(self, message: Callable[[Array], Array], grad: Array) -> Array:
         """Return the gradient that ``message`` brings, or leaves here."""
@@ -138,11 +138,11 @@ class _Answer(InPasses):
             refuse_message(self._group, self._verb, self._peer, self._tag)
 
     @effect
-    def _count(self, direction: str, tag: int) -> None:
+    def _count(self, tag: int) -> None:
         counts = _messages.setdefault(weakref.ref(self._group, _messages.pop), Counter())
-        number = counts[direction, self._peer, tag]
-        counts[direction, self._peer, tag] += 1
-        self._tag = _GRADIENT + tag * _NUMBERS + number % _NUMBERS
+        key = self._verb.name, self._peer, tag
+        self._tag = _GRADIENT + tag * _NUMBERS + counts[key] % _NUMBERS
+        counts[key] += 1
 
     @operation
     def receive(self, grad: Array) -> Array:
