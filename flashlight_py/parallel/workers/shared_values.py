@@ -30,9 +30,12 @@ Part: TypeAlias = "Variable | Array"
 # and sent where it has changed: modes, ratios, frozen parameters and buffers reach the workers
 # without a list of what may change.
 def take_apart(
-    value: Any, is_part: Callable[[Any], bool], main_can_be_imported: bool = True
+    value: Any, is_part: Callable[[Any], bool], main_can_be_imported: bool = True, what: str = ""
 ) -> tuple[bytes, list[Any]]:
-    """Return the form of ``value`` and its parts, each once, in the order in which they are met."""
+    """Return the form of ``value`` and its parts, each once, in the order in which they are met.
+
+    A TypeError that it cannot be pickled begins with ``what``.
+    """
     parts: dict[int, tuple[int, Any]] = {}
 
     # Its number, and of a Variable its calc_grad.
@@ -42,7 +45,7 @@ def take_apart(
         number, _ = parts.setdefault(id(value), (len(parts), value))
         return number, value.calc_grad if isinstance(value, Variable) else None
 
-    form = dumps(value, main_can_be_imported, stand_in)
+    form = dumps(value, main_can_be_imported, stand_in, what)
     return form, [part for _, part in parts.values()]
 
 

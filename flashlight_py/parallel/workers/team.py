@@ -53,23 +53,20 @@ class _Held:
 _watched: dict[weakref.ref[Team], _Held] = {}
 
 
-def end_dropped() -> None:
+def end_dropped(others_too: bool = False) -> None:
     """End the workers of teams that were collected."""
     for team in list(_watched):
-        if team() is None:
+        if others_too or team() is None:
             _end(team)
+
+
+atexit.register(end_dropped, others_too=True)
 
 
 def _end(team: weakref.ref[Team]) -> None:
     if (held := _watched.get(team)) is not None:
         held.end()
         _watched.pop(team, None)
-
-
-@atexit.register
-def _end_all() -> None:
-    for team in list(_watched):
-        _end(team)
 
 
 # A message that was cut in the middle cannot be completed, so whatever interrupts one ends all
@@ -190,7 +187,10 @@ class Team:
             for line in printed.splitlines():
                 print(f"[{worker.number}] {line}")
             if isinstance(leaves, Failure):
-                raise worker.error(leaves.what, leaves.traceback) from _cause(rest)
+                cause: BaseException | None = None
+                with suppress(Exception):  # runs its code, and its traceback is there as text
+                    cause = pickle.loads(rest)
+                raise worker.error(leaves.what, leaves.traceback) from cause
         boxes = zip(found, self._boxes, strict=False)
         return [(leaves, box.views(places)) for ((leaves, places), _), (_, box) in boxes]
 
@@ -210,11 +210,3 @@ class Team:
         except BaseException:
             self.end()
             raise
-
-
-def _cause(error: bytes) -> BaseException | None:
-    """Return the exception itself, if it can be unpickled here."""
-    with suppress(Exception):  # runs code of the exception; its traceback is there as text
-        found: BaseException = pickle.loads(error)
-        return found
-    return None

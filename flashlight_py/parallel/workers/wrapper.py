@@ -181,10 +181,7 @@ _can_import_main = cache(main_can_be_imported)
 
 
 def _apart(what: str, value: Any, is_part: Callable[[Any], bool]) -> tuple[bytes, list[Any]]:
-    try:
-        return take_apart(value, is_part, _can_import_main(WHAT))
-    except TypeError as error:
-        raise TypeError(f"{WHAT}: {what} {error}") from error
+    return take_apart(value, is_part, _can_import_main(WHAT), f"{WHAT}: {what} ")
 
 
 def _rows(parts: Sequence[Part]) -> int:
