@@ -24,10 +24,8 @@ _FAILED = "flashlight_py_failed"
 _WORDS = "backward, and failed"
 
 
-# A rank whose pass fails refuses the next call; then each calls the end of a failed pass until
-# all do. So the others raise at once, and ranks are in step afterwards, however many calls each
-# had begun. A sharded pass goes on with zeros instead, and refuses the call that ends it: it
-# meets in three groups, and its end is the one place where all ranks know the same.
+# A sharded pass goes on with zeros instead, and refuses the call that ends it: it meets in three
+# groups, and its end is the one place where all ranks know the same.
 def fail(group: ProcessGroup, error: BaseException | None, given: Iterable[Array] = ()) -> bool:
     """Let a pass that ``error`` ends on this rank end on the others, at their next collective.
 

@@ -274,13 +274,8 @@ class LeafSync(GradientPass[Unit]):
         self._has_failed = False
 
     def _finish(self) -> None:
+        """Push the leaf's row, and merge what waits for it; after the last leaf reduce."""
         self._is_done, self._failure = True, None
-        self._take_gradient()
-        if self._leaf == self._mine[-1]:
-            self._reduce()
-
-    def _take_gradient(self) -> None:
-        """Push the leaf's row, and merge what waits for it."""
         row, leaf = len(self._stack), self._leaf
         changes = self._buffers.changes(is_first=leaf == 0)
         for rows in self._rows:
@@ -296,9 +291,9 @@ class LeafSync(GradientPass[Unit]):
                 view[...] = changes[name]
             if self._weights is not None:
                 rows.scale(row, self._weights[leaf])
-        # What is left after the last leaf is added up in one pass over memory.
-        is_last = leaf == self._mine[-1]
-        if not is_last and (merges := push(self._stack, range(leaf, leaf + 1), self._count)):
+        if leaf == self._mine[-1]:
+            self._reduce()  # adds up what is left in one pass over memory
+        elif merges := push(self._stack, range(leaf, leaf + 1), self._count):
             for rows in self._rows:
                 rows.merge(row - merges, merges + 1)
 

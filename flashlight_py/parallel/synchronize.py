@@ -29,7 +29,7 @@ from flashlight_py.parallel.tree.packing import (
     put_buffer,
     put_numbers,
 )
-from flashlight_py.parallel.tree.walk import entries_of, plan_of
+from flashlight_py.parallel.tree.walk import Walker, plan_of
 
 SomeTree = TypeVar("SomeTree")
 
@@ -283,9 +283,10 @@ def synchronize_for(
 
 
 def _what_differs(noun: str, tree: object, root: int, members: ProcessGroup) -> str:
-    alike = entries_of(tree, sort_keys=True)
-    natural = {path: alike[path] for path in {**entries_of(tree), **alike} if path in alike}
-    roots, trees = zip(*of_all_ranks([root, natural], members), strict=True)
+    alike = Walker(tree, sort_keys=True).entries()
+    in_order = {**Walker(tree).entries(), **alike}  # as users know it
+    mine = [root, {path: alike[path] for path in in_order if path in alike}]
+    roots, trees = zip(*of_all_ranks(mine, members), strict=True)
     if len(set(roots)) > 1:
         return (
             f"the ranks pass different roots ({by_rank(roots)}). Nothing was changed; pass the "

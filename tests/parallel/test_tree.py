@@ -19,7 +19,6 @@ from flashlight_py.parallel.tree.walk import (
     Walker,
     bytes_for,
     dtype_text,
-    entries_of,
     key_text,
     look,
     native,
@@ -63,7 +62,7 @@ def test_the_native_walk_is_the_walk_in_python(tree: Any) -> None:
 def test_both_walks_find_everything() -> None:
     tree = everything(7)
     assert_same(native_plan(tree), python_plan(tree))
-    kinds = entries_of(tree)
+    kinds = Walker(tree).entries()
     assert kinds['tree["arrays"][10]'] == "float32 (2, 3)"
     assert kinds['tree["tuples"][1].y[1][0]'] == "int"
     assert kinds['tree["shared"][1]["again"]'] == 'the same object as tree["shared"][0]'
@@ -280,13 +279,13 @@ def test_a_container_that_changes_during_the_walk_is_noticed() -> None:
     ],
 )
 def test_the_first_difference_is_named(one: Any, other: Any, path: str, kinds: list[str]) -> None:
-    found = [entries_of(tree) for tree in (one, other, one)]
+    found = [Walker(tree).entries() for tree in (one, other, one)]
     assert differences(found)[0] == f"{path} ({by_rank([*kinds, kinds[0]])})"
     assert not differences(found[:1] * 2)
 
 
 def test_one_array_twice_is_not_two_arrays() -> None:
     a, b = np.zeros(2), np.zeros(2)
-    found = differences([entries_of(tree) for tree in ([a, a], [a, b])])
+    found = differences([Walker(tree).entries() for tree in ([a, a], [a, b])])
     kinds = by_rank(["the same object as tree[0]", "float64 (2,)"])
     assert found == [f"tree[1] ({kinds})"]

@@ -98,13 +98,6 @@ def plan_of(tree: object, sort_keys: bool = False) -> Plan:
     return Walker(tree, sort_keys).walk()
 
 
-def entries_of(tree: object, sort_keys: bool = False) -> dict[str, str]:
-    """Return path and kind of every value of ``tree``, in the order of the walk."""
-    walker = Walker(tree, sort_keys)
-    walker.walk()
-    return walker.entries()
-
-
 def bytes_for(arrays: Sequence[Array]) -> int:
     """Return the size of a buffer for all of ``arrays``."""
     return sum(aligned(array.nbytes) for array in arrays)
@@ -144,7 +137,8 @@ class Walker:
         return plan._replace(description=b"".join(self._text), array_bytes=bytes_for(plan.arrays))
 
     def entries(self) -> dict[str, str]:
-        """Return the kind of every value by its path: ``float32 (2, 3)`` at ``tree["w"][3]``."""
+        """Walk; return the kind of every value by its path: ``float32 (2, 3)`` at ``tree["w"]``."""
+        self.walk()
         return {self._path(node, at): kind for node, at, kind in self._kinds}
 
     def _visit(self, value: Any) -> list[_Entry]:
