@@ -25,10 +25,6 @@ from flashlight_py.parallel.data_container import Share
 class InEpochs:
     """``n`` samples in an order for each epoch, which is 0 at first, and how much of it is used.
 
-    Ranks agree on everything that the order depends on when this is made, at each ``set_epoch``
-    and ``load_state_dict``, and never later. So reading an order communicates nothing: it may
-    happen in another thread, on some ranks only, or be left halfway.
-
     What all ranks together have used of an epoch is always a beginning of its order, so its
     length, ``consumed``, describes it for any number of ranks. ``_begin`` is where the epoch begins
     here: 0, or what was consumed when its state was saved; ``_left`` samples follow.

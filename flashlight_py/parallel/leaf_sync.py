@@ -175,7 +175,15 @@ class LeafSync(GradientPass[Unit]):
                 here = self._places[leaf]
                 views = tuple([array[here.start : here.stop] for array in arrays])
                 yield views if len(views) > 1 else views[0]
-                self._require_gradient()
+                if not (self._error or self._is_done):
+                    self._error = (
+                        f"{self.where}: the body of the loop ended without a backward pass for "
+                        f"leaf {leaf} of {self.leaves}. Every leaf needs one; where nothing is to "
+                        "be learned from a leaf, multiply its loss by 0"
+                    )
+                if self._error:
+                    self._failure = RuntimeError(self._error)
+                    raise self._failure
             if not self._mine:
                 self._reduce()
         finally:
@@ -219,17 +227,6 @@ class LeafSync(GradientPass[Unit]):
     def _use_numbers(self, leaf: int | None) -> None:
         """Let random numbers be those of ``leaf``; None: those of before."""
         random.use(None if leaf is None else [self._key, leaf])
-
-    def _require_gradient(self) -> None:
-        if not (self._error or self._is_done):
-            self._error = (
-                f"{self.where}: the body of the loop ended without a backward pass for leaf "
-                f"{self._leaf} of {self.leaves}. Every leaf needs one; where nothing is to be "
-                "learned from a leaf, multiply its loss by 0"
-            )
-        if self._error:
-            self._failure = RuntimeError(self._error)
-            raise self._failure
 
     def _end(self) -> None:
         """Leave the step, also where it was left early: then there is no gradient."""
@@ -347,7 +344,7 @@ def looks_of(array: Array) -> str:
 class LeafBuffers:
     """The buffers ``names`` of ``module``, which become those of rank 0. Collective, blocking."""
 
-    __captured_state__ = ("_module", "_names", "_group", "_averaged")
+    __captured_state__ = ("_module", "_names", "_group", "_averaged", "_others")
 
     def __init__(self, module: Module, names: Sequence[str], group: ProcessGroup | None) -> None:
         # Not kept alive: what is known of modules goes with them, and whoever runs a step has it.
@@ -355,20 +352,18 @@ class LeafBuffers:
         self._names, self._group = list(names), group
         if names:
             give_state(module, self._now(), 0, group)
-        self._averaged = [
-            name
-            for name, value in self._now().items()
-            if isinstance(value, np.ndarray) and value.dtype.kind in "fc"
-        ]
+        self._averaged = list(self.floating())
+        self._others = [name for name in names if name not in self._averaged]
 
     def floating(self) -> dict[str, Array]:
         """Return the buffers that are averaged, by name."""
-        return {name: value for name, value in self._now().items() if name in self._averaged}
+        arrays = {name: x for name, x in self._now().items() if isinstance(x, np.ndarray)}
+        return {name: array for name, array in arrays.items() if array.dtype.kind in "fc"}
 
     def begin(self) -> None:
         """Keep what the step begins with."""
         self._before = {name: np.array(value) for name, value in self._now().items()}
-        self._first = self._others(self._before)  # what the first leaf has made of them
+        self._first: dict[str, Array] = {}  # what the first leaf, of rank 0, has made of others
 
     def restore(self) -> None:
         """Make the buffers what the step has begun with."""
@@ -378,7 +373,7 @@ class LeafBuffers:
         """Return by how much the leaf has changed those that are averaged, exactly 0 where not."""
         now = self._now()
         if is_first:
-            self._first = {name: np.array(value) for name, value in self._others(now).items()}
+            self._first = {name: np.array(now[name]) for name in self._others}
         with np.errstate(all="ignore"):  # a leaf's statistics may be infinite
             return {
                 name: np.where(now[name] == self._before[name], 0, now[name] - self._before[name])
@@ -389,12 +384,10 @@ class LeafBuffers:
         """Add the mean changes, and share what the first leaf made; that is collective."""
         with np.errstate(all="ignore"):
             self._set({name: self._before[name] + mean for name, mean in means.items()})
-        if self._first:
+        if self._others:
             self._set(self._first)
-            give_state(self._module(), self._others(self._now()), 0, self._group)
-
-    def _others(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in values.items() if name not in self._averaged}
+            now = self._now()
+            give_state(self._module(), {name: now[name] for name in self._others}, 0, self._group)
 
     def _now(self) -> dict[str, Any]:
         if not self._names:

@@ -56,11 +56,6 @@ def put_together(form: bytes, find: Callable[[int, bool | None], Any]) -> Any:
     return unpickler.load()
 
 
-def is_parameter(value: Any) -> bool:
-    """Return whether ``value``, in a module, is a Variable of its own, not a result."""
-    return isinstance(value, Variable) and value.node is None
-
-
 def is_data(value: Any) -> bool:
     """Return whether ``value`` is a Variable or an array: what inputs and results consist of."""
     return isinstance(value, (Variable, np.ndarray)) or is_cupy(value)

@@ -27,7 +27,6 @@ from flashlight_py.parallel.workers.shared_values import (
     Part,
     array_of,
     is_data,
-    is_parameter,
     put_together,
     take_apart,
 )
@@ -158,7 +157,9 @@ class DataParallel(Module):
 
     def _ready_team(self) -> tuple[Team, bytes]:
         """Return workers that map whatever Variables the module has, and the form of the module."""
-        form, params = _apart("the module", self.module, is_parameter)
+        form, params = _apart(
+            "the module", self.module, lambda x: isinstance(x, Variable) and x.node is None
+        )
         self._params: list[Variable] = params
         for number, param in enumerate(params):
             if param.placement is not None:
