@@ -247,7 +247,19 @@ class WorkersGraph:
                 f"{WHAT}: the shares of the batch have different numbers of results: "
                 f"{', '.join(map(str, counts))}; the module must return as many for any rows"
             )
-        collect = self._collect([leaves for leaves, _ in others], params, inputs)
+        shares = zip(*(leaves for leaves, _ in others), strict=True)
+        of_results = [set[Leaf]().union(*each) for each in shares]
+        # By groups of results: one node for the leaves that all results of a group depend on, and
+        # no other result. So a leaf that a pass does not reach has no gradient.
+        leaves: dict[tuple[int, ...], list[tuple[Variable, Vjp]]] = {}
+        for leaf in sorted(set[Leaf]().union(*of_results)):
+            is_param, number = leaf
+            source = (params if is_param else inputs)[number]
+            assert isinstance(source, Variable), "an array has no gradient"
+            self._arrays[leaf] = source.data
+            group = tuple(k for k, below in enumerate(of_results) if leaf in below)
+            leaves.setdefault(group, []).append((source, partial(self._gradient, leaf)))
+        collect = {group: record_in_order(_NOTHING, *some) for group, some in leaves.items()}
         ordered = list(own)
         for k, part in enumerate(own):
             if isinstance(part, Variable):
@@ -273,28 +285,6 @@ class WorkersGraph:
                 edges += [(node, lambda _: _NOTHING) for node in below]
             results.append(record(joined, *edges))
         return results
-
-    def _collect(
-        self,
-        leaves: Sequence[Sequence[Sequence[Leaf]]],
-        params: Sequence[Variable],
-        inputs: Sequence[Part],
-    ) -> dict[tuple[int, ...], Variable]:
-        """Return what stands for the end of the workers' backward passes, by groups of results.
-
-        One for the leaves that all results of a group depend on, and no other result: so a leaf
-        that a pass does not reach has no gradient.
-        """
-        edges: dict[tuple[int, ...], list[tuple[Variable, Vjp]]] = {}
-        of_results = [set[Leaf]().union(*shares) for shares in zip(*leaves, strict=True)]
-        for leaf in sorted(set[Leaf]().union(*of_results)):
-            is_param, number = leaf
-            part = (params if is_param else inputs)[number]
-            assert isinstance(part, Variable), "an array has no gradient"
-            self._arrays[leaf] = part.data
-            group = tuple(k for k, below in enumerate(of_results) if leaf in below)
-            edges.setdefault(group, []).append((part, partial(self._gradient, leaf)))
-        return {group: record_in_order(_NOTHING, *some) for group, some in edges.items()}
 
     def _note(self, result: int, ends: Sequence[int], grad: Array) -> Array:
         """Note the workers' rows of the gradient of ``result``; they end at ``ends[1:]``."""
