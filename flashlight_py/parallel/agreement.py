@@ -172,11 +172,13 @@ def refuse_sharded(what: str, params: Iterable[Variable], may_be_cut: bool = Fal
 def check_arithmetic(what: str, leaves: int, members: ProcessGroup) -> None:
     """Have BLAS compute with one thread, and compare what bits depend on. Collective, blocking.
 
-    Compared are the versions of NumPy and of its BLAS, the core type of OpenBLAS, and the CPU
-    features for which NumPy has loops of their own. Another BLAS than OpenBLAS with several threads
-    is a ValueError on every rank, ranks that differ a MismatchError with a remedy.
+    Another BLAS than OpenBLAS with several threads is a ValueError on every rank, ranks that differ
+    a MismatchError with a remedy.
     """
-    threads, core_type = _threads_and_core_type()
+    threads, core_type = blas.use_one_thread()
+    if not threads:
+        named = [os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")]
+        threads, core_type = int("1" in named), "not known"
     config: Any = np.show_config(mode="dicts")
     blas_built_with = config.get("Build Dependencies", {}).get("blas", {})
     facts = {
@@ -203,14 +205,6 @@ def check_arithmetic(what: str, leaves: int, members: ProcessGroup) -> None:
                 f"{where}: the ranks would compute other bits from the same numbers: {name} "
                 f"differs ({by_rank(entries)}). To have the same, {remedy}"
             )
-
-
-def _threads_and_core_type() -> tuple[int, str]:
-    threads, core_type = blas.use_one_thread()
-    if threads:
-        return threads, core_type
-    named = [os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")]
-    return 1 if "1" in named else 0, "not known"
 
 
 def _features() -> str:

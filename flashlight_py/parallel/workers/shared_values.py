@@ -32,10 +32,7 @@ Part: TypeAlias = "Variable | Array"
 def take_apart(
     value: Any, is_part: Callable[[Any], bool], main_can_be_imported: bool = True, what: str = ""
 ) -> tuple[bytes, list[Any]]:
-    """Return the form of ``value`` and its parts, each once, in the order in which they are met.
-
-    A TypeError that it cannot be pickled begins with ``what``.
-    """
+    """Return the form of ``value`` and its parts, each once, in the order in which they are met."""
     parts: dict[int, tuple[int, Any]] = {}
 
     # Its number, and of a Variable its calc_grad.

@@ -75,8 +75,8 @@ class Team:
     """``count`` workers, which share ``cores`` with this process, and map the arrays of ``params``.
 
     One request at a time: :meth:`ask`, then :meth:`answers`. Whatever goes wrong in between ends
-    the workers, as nobody knows then what is still on its way. When nothing refers to this object
-    any more, the next use of a team ends them; and they end with this process.
+    the workers. They end with this process, and by the next use of a team when nothing refers to
+    this one any more.
     """
 
     def __init__(self, count: int, params: Sequence[Variable], cores: int) -> None:

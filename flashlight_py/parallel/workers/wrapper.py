@@ -236,11 +236,7 @@ class WorkersGraph:
         params: Sequence[Variable],
         inputs: Sequence[Part],
     ) -> list[Part]:
-        """Return this process's ``own`` results joined with the workers', recorded.
-
-        Raises:
-            ValueError: a result has no dimensions, or the shares have other numbers of results.
-        """
+        """Return this process's ``own`` results joined with the workers', recorded."""
         counts = [len(own), *(len(arrays) for _, arrays in others)]
         if len(set(counts)) > 1:
             raise ValueError(
