@@ -82,7 +82,20 @@ class DistributedDataContainer(Dataset):
     def __init__(self, data: Indexed, rank: int | None = None, size: int | None = None) -> None:
         self._share = Share("DistributedDataContainer", rank, size)
         self._data = data
-        self._positions = contiguous_share(_length(data), self._share.rank, self._share.size)
+        if isinstance(data, Mapping):
+            raise TypeError(
+                f"DistributedDataContainer: the keys of a {type(data).__name__} are no positions "
+                "to be shared out; pass a sequence, an array or a Dataset, such as "
+                "TensorDataset(list(data.values()))"
+            )
+        what = f"DistributedDataContainer: data of type {type(data).__name__}"
+        if not hasattr(data, "__getitem__"):
+            raise TypeError(f"{what} cannot be indexed by []")
+        try:
+            length = len(data)
+        except TypeError as error:
+            raise TypeError(f"{what} has no length ({error})") from error
+        self._positions = contiguous_share(length, self._share.rank, self._share.size)
 
     def __len__(self) -> int:
         """Return the number of elements in this rank's share."""
@@ -125,20 +138,3 @@ class DistributedDataContainer(Dataset):
                 f"DistributedDataContainer: its data, of type {type(data).__name__}, has no "
                 f"slices ({error}); take single elements"
             ) from error
-
-
-def _length(data: Indexed) -> int:
-    kind = type(data).__name__
-    if isinstance(data, Mapping):
-        raise TypeError(
-            f"DistributedDataContainer: the keys of a {kind} are no positions to be shared out; "
-            "pass a sequence, an array or a Dataset, such as TensorDataset(list(data.values()))"
-        )
-    if not hasattr(data, "__getitem__"):
-        raise TypeError(f"DistributedDataContainer: data of type {kind} cannot be indexed by []")
-    try:
-        return len(data)
-    except TypeError as error:
-        raise TypeError(
-            f"DistributedDataContainer: data of type {kind} has no length ({error})"
-        ) from error
