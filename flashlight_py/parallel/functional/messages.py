@@ -64,7 +64,7 @@ def send(v: Variable, dst: int, tag: int = 0, group: ProcessGroup | None = None)
     answer = _Answer(group, RECV, dst, tag)
     shape, dtype, xp = array.shape, array.dtype, array_module(array)
 
-    run = functools.partial(answer.run, lambda _: answer.receive(xp.empty(shape, dtype)))
+    run = functools.partial(answer.run, lambda _: answer.travel(xp.empty(shape, dtype)))
     floating = dtype if dtype.kind == "f" else np.dtype(np.float32)
     return record_in_order(xp.zeros((), floating), (v, run))
 
@@ -100,7 +100,7 @@ def recv(like: Like, src: int, tag: int = 0, group: ProcessGroup | None = None) 
     source = Variable(array_module(array).zeros((), array.dtype), calc_grad=True)
 
     def give(grad: Array) -> Array:
-        answer.send(grad)
+        answer.travel(grad)
         return source.data  # this rank has nothing below
 
     return record_in_order(array, (source, functools.partial(answer.run, give)))
@@ -145,14 +145,11 @@ class _Answer(InPasses):
         counts[key] += 1
 
     @operation
-    def receive(self, grad: Array) -> Array:
-        """Fill ``grad`` and return it. Blocks."""
-        return self._group.recv(grad, self._peer, self._tag)
-
-    @operation
-    def send(self, grad: Array) -> None:
-        """Send it. Blocks."""
-        self._group.send(grad, self._peer, self._tag)
+    def travel(self, grad: Array) -> Array:
+        """Send ``grad``, or fill it with what arrives; return it. Blocks."""
+        travel = self._group.recv if self._verb is RECV else self._group.send
+        travel(grad, self._peer, self._tag)
+        return grad
 
 
 @effect
