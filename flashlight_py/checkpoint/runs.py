@@ -37,7 +37,7 @@ from flashlight_py.errors import (
     MismatchError,
     PeerLostError,
 )
-from flashlight_py.parallel.agreement import differing_arguments
+from flashlight_py.parallel.agreement import differences
 from flashlight_py.parallel.leaf_sync import is_leaf_by_leaf
 
 _log = logging.getLogger("flashlight_py")
@@ -358,10 +358,10 @@ class Attempt:
 
     def agree(self, mine: Mapping[str, Any]) -> None:
         """Share arguments, and refuse those that are not the same on all ranks."""
-        if differing := differing_arguments(self.share(mine)):
+        if differing := differences(self.share(mine)):
             raise MismatchError(
                 f"{where(self._what, self._group)}: the ranks pass different arguments: "
-                f"{differing}. Nothing was done; pass the same on every rank"
+                f"{', '.join(differing)}. Nothing was done; pass the same on every rank"
             )
 
     def end(self, failures: Sequence[Any]) -> None:

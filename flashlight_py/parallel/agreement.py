@@ -37,7 +37,11 @@ def check_modules_agree(
         return [0]
     values = digest_of_values(params.values()) if with_values else 0
     differ, remedy = "the modules differ in parameter", "Build the same module on every rank"
-    words = [_words_of(name, param) for name, param in params.items()]
+    words = []
+    for name, param in params.items():
+        frozen = "" if param.calc_grad else ", frozen"
+        placed = "" if param.placement is None else param.placement.words()
+        words.append(f"{name}: {param.dtype} {tuple(param.shape)}{frozen}{placed}")
     return check_entries_agree(differ, remedy, words, group, values)
 
 
@@ -50,12 +54,9 @@ def check_entries_agree(
     every rank passes as ``values``, in rank order: it travels along.
     """
     of_ranks = of_all_ranks([entries, values], group)
-    in_turn = itertools.zip_longest(*(found for found, _ in of_ranks), fillvalue="nothing")
-    for number, found in enumerate(in_turn):
-        if len(set(found)) > 1:
-            raise MismatchError(
-                f"rank {group.rank} of {group.size}: {differ} {number} ({by_rank(found)}). {remedy}"
-            )
+    if differing := differences([dict(enumerate(found)) for found, _ in of_ranks]):
+        where = f"rank {group.rank} of {group.size}"
+        raise MismatchError(f"{where}: {differ} {differing[0]}. {remedy}")
     return [value for _, value in of_ranks]
 
 
@@ -89,12 +90,11 @@ def check_settings_agree(
     group = group_or_world(group)
     if group.size == 1:
         return
-    everyone = of_all_ranks({"object": what, **settings}, group)
-    if differing := differing_arguments(everyone):
+    if differing := differences(of_all_ranks({"object": what, **settings}, group)):
         raise MismatchError(
             f"rank {group.rank} of {group.size}: the ranks pass a {what} different "
-            f"arguments: {differing}. Pass the same on every rank: the rank itself decides which "
-            "share is whose"
+            f"arguments: {', '.join(differing)}. Pass the same on every rank: the rank itself "
+            "decides which share is whose"
         )
 
 
@@ -129,17 +129,14 @@ def of_all_ranks(mine: object, group: ProcessGroup) -> list[Any]:
     return [json.loads(text) for text in exchange_bytes(group.backend(), json.dumps(mine).encode())]
 
 
-def _words_of(name: str, param: Variable) -> str:
-    frozen = "" if param.calc_grad else ", frozen"
-    placed = "" if param.placement is None else param.placement.words()
-    return f"{name}: {param.dtype} {tuple(param.shape)}{frozen}{placed}"
+def differences(of_ranks: Sequence[Mapping[Any, Any]]) -> list[str]:
+    """Return the entries that are not the same on all ranks, each with its values and ranks.
 
-
-def differing_arguments(of_ranks: Sequence[Mapping[str, Any]]) -> str:
-    """Return the arguments that are not the same on all ranks, with values and ranks; or ""."""
+    They are in the order of rank 0; those that it lacks come last.
+    """
     names = dict.fromkeys(itertools.chain.from_iterable(of_ranks))
     values = {name: [str(each.get(name, "nothing")) for each in of_ranks] for name in names}
-    return ", ".join(f"{n} ({by_rank(v)})" for n, v in values.items() if len(set(v)) > 1)
+    return [f"{n} ({by_rank(v)})" for n, v in values.items() if len(set(v)) > 1]
 
 
 def by_rank(entries: Sequence[object]) -> str:
@@ -176,11 +173,13 @@ def refuse_sharded(what: str, params: Iterable[Variable], may_be_cut: bool = Fal
 def check_arithmetic(what: str, leaves: int, members: ProcessGroup) -> None:
     """Have BLAS compute with one thread, and compare what bits depend on. Collective, blocking.
 
-    Compared are the versions of NumPy and of its BLAS, the core type of OpenBLAS, and the CPU
-    features for which NumPy has loops of their own. Another BLAS than OpenBLAS with several threads
-    is a ValueError on every rank, ranks that differ a MismatchError with a remedy.
+    Another BLAS than OpenBLAS with several threads is a ValueError on every rank, ranks that differ
+    a MismatchError with a remedy.
     """
-    threads, core_type = _threads_and_core_type()
+    threads, core_type = blas.use_one_thread()
+    if not threads:
+        named = [os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")]
+        threads, core_type = int("1" in named), "not known"
     config: Any = np.show_config(mode="dicts")
     blas_built_with = config.get("Build Dependencies", {}).get("blas", {})
     facts = {
@@ -207,14 +206,6 @@ def check_arithmetic(what: str, leaves: int, members: ProcessGroup) -> None:
                 f"{where}: the ranks would compute other bits from the same numbers: {name} "
                 f"differs ({by_rank(entries)}). To have the same, {remedy}"
             )
-
-
-def _threads_and_core_type() -> tuple[int, str]:
-    threads, core_type = blas.use_one_thread()
-    if threads:
-        return threads, core_type
-    named = [os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")]
-    return 1 if "1" in named else 0, "not known"
 
 
 def _features() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol, SupportsIndex
 
 from flashlight_py.dataset import Dataset
@@ -14,43 +13,34 @@ from flashlight_py.distributed.calls.checks import whole_number
 from flashlight_py.errors import NotInitializedError
 
 
-@dataclass(frozen=True)
 class Share:
-    """Share ``rank`` of ``size`` of some data, and whether the world said so."""
+    """The share of ``what`` that was passed; where both are None the world's, ``of_world``."""
 
-    rank: int
-    size: int
-    of_world: bool
+    def __init__(self, what: str, rank: int | None, size: int | None) -> None:
+        self._what, self.of_world = what, rank is None and size is None
+        if self.of_world:
+            rank, size = get_world_rank(), get_world_size()
+        if rank is None or size is None:
+            raise ValueError(
+                f"{what}: pass both rank and size, or neither for those of the world; "
+                f"got rank={rank}, size={size}"
+            )
+        self.rank, self.size = whole_number(what, "rank", rank), whole_number(what, "size", size)
+        if self.rank >= self.size:
+            raise ValueError(f"{what}: rank must be in [0, size), got rank={rank}, size={size}")
 
-    def require_world(self, what: str) -> None:
+    def require_world(self) -> None:
         """Raise a NotInitializedError where the world is another one than the share's.
 
         A process that is alone now (after a shutdown, or forked by a rank to load data) may keep
         its share.
         """
-        if not self.of_world or get_world_size() == 1:
-            return
         rank, size = get_world_rank(), get_world_size()
-        if (rank, size) != (self.rank, self.size):
+        if self.of_world and size > 1 and (rank, size) != (self.rank, self.size):
             raise NotInitializedError(
-                f"rank {rank} of {size}: this {what} was made as rank {self.rank} of {self.size}, "
-                "for a world that is no more; make it anew, after distributed_init"
+                f"rank {rank} of {size}: this {self._what} was made as rank {self.rank} of "
+                f"{self.size}, for a world that is no more; make it anew, after distributed_init"
             )
-
-
-def find_share(what: str, rank: int | None, size: int | None) -> Share:
-    """Return the share passed, if it is one, or the world's where both are None."""
-    if rank is None and size is None:
-        return Share(get_world_rank(), get_world_size(), of_world=True)
-    if rank is None or size is None:
-        raise ValueError(
-            f"{what}: pass both rank and size, or neither for those of the world; "
-            f"got rank={rank}, size={size}"
-        )
-    share = Share(whole_number(what, "rank", rank), whole_number(what, "size", size), False)
-    if share.rank >= share.size:
-        raise ValueError(f"{what}: rank must be in [0, size), got rank={rank}, size={size}")
-    return share
 
 
 class Indexed(Protocol):
@@ -90,9 +80,22 @@ class DistributedDataContainer(Dataset):
     """
 
     def __init__(self, data: Indexed, rank: int | None = None, size: int | None = None) -> None:
-        self._share = find_share("DistributedDataContainer", rank, size)
+        self._share = Share("DistributedDataContainer", rank, size)
         self._data = data
-        self._positions = contiguous_share(_length(data), self._share.rank, self._share.size)
+        if isinstance(data, Mapping):
+            raise TypeError(
+                f"DistributedDataContainer: the keys of a {type(data).__name__} are no positions "
+                "to be shared out; pass a sequence, an array or a Dataset, such as "
+                "TensorDataset(list(data.values()))"
+            )
+        what = f"DistributedDataContainer: data of type {type(data).__name__}"
+        if not hasattr(data, "__getitem__"):
+            raise TypeError(f"{what} cannot be indexed by []")
+        try:
+            length = len(data)
+        except TypeError as error:
+            raise TypeError(f"{what} has no length ({error})") from error
+        self._positions = contiguous_share(length, self._share.rank, self._share.size)
 
     def __len__(self) -> int:
         """Return the number of elements in this rank's share."""
@@ -104,13 +107,14 @@ class DistributedDataContainer(Dataset):
         Raises:
             NotInitializedError: the world is another one than when the container was made.
         """
-        return self._current()[self._positions[index]]
+        self._share.require_world()
+        return self._data[self._positions[index]]
 
     def take(self, indices: Indices) -> Sample:
         """Return one batch of the share, as ``data`` makes it where it is a dataset."""
-        data = self._current()
-        if isinstance(data, Dataset):
-            return data.take(indices + self._positions.start)
+        self._share.require_world()
+        if isinstance(self._data, Dataset):
+            return self._data.take(indices + self._positions.start)
         return super().take(indices)
 
     def __getitem__(self, index: SupportsIndex | slice) -> Any:
@@ -123,7 +127,8 @@ class DistributedDataContainer(Dataset):
         """
         if not isinstance(index, slice):
             return super().__getitem__(index)
-        data, here = self._current(), self._positions[index]
+        self._share.require_world()
+        data, here = self._data, self._positions[index]
         # Going down, the range may stop at -1, which a slice would take for the last element.
         stop = here.stop if here.stop >= 0 else None
         try:
@@ -133,25 +138,3 @@ class DistributedDataContainer(Dataset):
                 f"DistributedDataContainer: its data, of type {type(data).__name__}, has no "
                 f"slices ({error}); take single elements"
             ) from error
-
-    def _current(self) -> Indexed:
-        """Return the data, if the share is still that of this rank in the world."""
-        self._share.require_world("DistributedDataContainer")
-        return self._data
-
-
-def _length(data: Indexed) -> int:
-    kind = type(data).__name__
-    if isinstance(data, Mapping):
-        raise TypeError(
-            f"DistributedDataContainer: the keys of a {kind} are no positions to be shared out; "
-            "pass a sequence, an array or a Dataset, such as TensorDataset(list(data.values()))"
-        )
-    if not hasattr(data, "__getitem__"):
-        raise TypeError(f"DistributedDataContainer: data of type {kind} cannot be indexed by []")
-    try:
-        return len(data)
-    except TypeError as error:
-        raise TypeError(
-            f"DistributedDataContainer: data of type {kind} has no length ({error})"
-        ) from error

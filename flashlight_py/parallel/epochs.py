@@ -19,15 +19,11 @@ from flashlight_py.dataset.shares import (
 )
 from flashlight_py.distributed.calls.checks import whole_number
 from flashlight_py.parallel.agreement import check_settings_agree
-from flashlight_py.parallel.data_container import Share, find_share
+from flashlight_py.parallel.data_container import Share
 
 
 class InEpochs:
     """``n`` samples in an order for each epoch, which is 0 at first, and how much of it is used.
-
-    Ranks agree on everything that the order depends on when this is made, at each ``set_epoch``
-    and ``load_state_dict``, and never later. So reading an order communicates nothing: it may
-    happen in another thread, on some ranks only, or be left halfway.
 
     What all ranks together have used of an epoch is always a beginning of its order, so its
     length, ``consumed``, describes it for any number of ranks. ``_begin`` is where the epoch begins
@@ -135,7 +131,7 @@ class InEpochs:
 
     def _at(self, positions: range) -> Indices:
         """Return the indices of the samples left at ``positions``, in the world of before."""
-        self._share.require_world(self._what)
+        self._share.require_world()
         start, stop = self._begin + positions.start, self._begin + positions.stop
         if self._order is None:
             return np.arange(start, stop, positions.step, dtype=np.int64)
@@ -159,7 +155,7 @@ class InEpochs:
         return whole_number(self._what, f"the state's {name}", value)
 
     def _agree(self, epoch: int, consumed: int = 0) -> None:
-        self._share.require_world(self._what)
+        self._share.require_world()
         if self._share.of_world:
             settings = {**self._settings, **self._others, "epoch": epoch, "consumed": consumed}
             check_settings_agree(self._what, settings)
@@ -224,7 +220,7 @@ class DistributedSampler(InEpochs):
         rank: int | None = None,
         size: int | None = None,
     ) -> None:
-        super().__init__(n, shuffle, seed, drop_last, find_share(self._what, rank, size))
+        super().__init__(n, shuffle, seed, drop_last, Share(self._what, rank, size))
 
     def __len__(self) -> int:
         """Return the number of this rank's samples that are left of the epoch."""
@@ -317,7 +313,7 @@ class ShardedDataset(InEpochs, Dataset):
                 f"{type(dataset).__name__}; arrays become one by TensorDataset([...])"
             )
         batch = whole_number(self._what, "global_batch_size", global_batch_size, least=1)
-        share = find_share(self._what, rank, size)
+        share = Share(self._what, rank, size)
         super().__init__(len(dataset), shuffle, seed, drop_last, share, global_batch_size=batch)
         self._dataset = dataset
         self._batch_size = batch

@@ -10,8 +10,8 @@ from flashlight_py.autograd import Variable, functions, param
 from flashlight_py.autograd.gradcheck import central_difference, difference
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.backends.exchange import exchange_bytes
 from flashlight_py.distributed.start.world import group_or_world
+from flashlight_py.parallel.agreement import of_all_ranks
 
 
 def gradcheck_over_ranks(
@@ -75,7 +75,6 @@ def gradcheck_over_ranks(
             grad = variables[at].grad  # zeros where it is missing
             found = 0.0 if grad is None else float(grad.reshape(-1)[element])
             problem = problem or difference(at, element, found, slope, tolerance)
-    problems = exchange_bytes(group.backend(), problem.encode())
-    texts = [f"rank {rank}: {text.decode()}" for rank, text in enumerate(problems) if text]
-    if texts:
+    problems = enumerate(of_all_ranks(problem, group))
+    if texts := [f"rank {rank}: {text}" for rank, text in problems if text]:
         raise AssertionError(f"gradcheck_over_ranks: {'; '.join(texts)}")

@@ -33,9 +33,7 @@ class Trained(Protocol):
         """Give all ranks what ``root`` has. Collective, blocking."""
 
 
-# A rank that has run out of data receives the others' passes in the message that adds up samples:
-# one message serves the weights, the end and the zeros. Whatever has a ``GradientPass`` can join:
-# modules by their gradients, TAGI networks by their sums.
+# Whatever has a ``GradientPass`` can join: modules by their gradients, TAGI networks by their sums.
 class Joined:
     """The object that :func:`flashlight_py.join` yields to the body of its ``with``."""
 

@@ -28,7 +28,7 @@ from flashlight_py.distributed.reducers.reducer import InlineReducer
 from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.errors import MismatchError, NotInitializedError
 from flashlight_py.nn import Module
-from flashlight_py.parallel.agreement import all_have, differing_arguments, of_all_ranks
+from flashlight_py.parallel.agreement import all_have, differences, of_all_ranks
 from flashlight_py.parallel.failing import fail
 from flashlight_py.parallel.gradient_pass import GradientPass, Unit, pass_of
 from flashlight_py.parallel.leaf_tree import Rows, join_hosts, push, rows_needed
@@ -175,7 +175,15 @@ class LeafSync(GradientPass[Unit]):
                 here = self._places[leaf]
                 views = tuple([array[here.start : here.stop] for array in arrays])
                 yield views if len(views) > 1 else views[0]
-                self._require_gradient()
+                if not (self._error or self._is_done):
+                    self._error = (
+                        f"{self.where}: the body of the loop ended without a backward pass for "
+                        f"leaf {leaf} of {self.leaves}. Every leaf needs one; where nothing is to "
+                        "be learned from a leaf, multiply its loss by 0"
+                    )
+                if self._error:
+                    self._failure = RuntimeError(self._error)
+                    raise self._failure
             if not self._mine:
                 self._reduce()
         finally:
@@ -220,17 +228,6 @@ class LeafSync(GradientPass[Unit]):
         """Let random numbers be those of ``leaf``; None: those of before."""
         random.use(None if leaf is None else [self._key, leaf])
 
-    def _require_gradient(self) -> None:
-        if not (self._error or self._is_done):
-            self._error = (
-                f"{self.where}: the body of the loop ended without a backward pass for leaf "
-                f"{self._leaf} of {self.leaves}. Every leaf needs one; where nothing is to be "
-                "learned from a leaf, multiply its loss by 0"
-            )
-        if self._error:
-            self._failure = RuntimeError(self._error)
-            raise self._failure
-
     def _end(self) -> None:
         """Leave the step, also where it was left early: then there is no gradient."""
         self._use_numbers(None)
@@ -274,13 +271,8 @@ class LeafSync(GradientPass[Unit]):
         self._has_failed = False
 
     def _finish(self) -> None:
+        """Push the leaf's row, and merge what waits for it; after the last leaf reduce."""
         self._is_done, self._failure = True, None
-        self._take_gradient()
-        if self._leaf == self._mine[-1]:
-            self._reduce()
-
-    def _take_gradient(self) -> None:
-        """Push the leaf's row, and merge what waits for it."""
         row, leaf = len(self._stack), self._leaf
         changes = self._buffers.changes(is_first=leaf == 0)
         for rows in self._rows:
@@ -296,9 +288,9 @@ class LeafSync(GradientPass[Unit]):
                 view[...] = changes[name]
             if self._weights is not None:
                 rows.scale(row, self._weights[leaf])
-        # What is left after the last leaf is added up in one pass over memory.
-        is_last = leaf == self._mine[-1]
-        if not is_last and (merges := push(self._stack, range(leaf, leaf + 1), self._count)):
+        if leaf == self._mine[-1]:
+            self._reduce()  # adds up what is left in one pass over memory
+        elif merges := push(self._stack, range(leaf, leaf + 1), self._count):
             for rows in self._rows:
                 rows.merge(row - merges, merges + 1)
 
@@ -327,7 +319,7 @@ class LeafSync(GradientPass[Unit]):
         agreed, found = all_have(json.dumps(self._facts).encode(), self.members, *used)
         if agreed:
             return found
-        differing = differing_arguments(of_all_ranks(self._facts, self.members))
+        differing = ", ".join(differences(of_all_ranks(self._facts, self.members)))
         raise MismatchError(
             f"{self.where}: the ranks are not at the same batch: {differing}. Pass every rank "
             "the whole global batch, leave no loop over leaves before its end, and draw the same "
@@ -352,7 +344,7 @@ def looks_of(array: Array) -> str:
 class LeafBuffers:
     """The buffers ``names`` of ``module``, which become those of rank 0. Collective, blocking."""
 
-    __captured_state__ = ("_module", "_names", "_group", "_averaged")
+    __captured_state__ = ("_module", "_names", "_group", "_averaged", "_others")
 
     def __init__(self, module: Module, names: Sequence[str], group: ProcessGroup | None) -> None:
         # Not kept alive: what is known of modules goes with them, and whoever runs a step has it.
@@ -360,20 +352,18 @@ class LeafBuffers:
         self._names, self._group = list(names), group
         if names:
             give_state(module, self._now(), 0, group)
-        self._averaged = [
-            name
-            for name, value in self._now().items()
-            if isinstance(value, np.ndarray) and value.dtype.kind in "fc"
-        ]
+        self._averaged = list(self.floating())
+        self._others = [name for name in names if name not in self._averaged]
 
     def floating(self) -> dict[str, Array]:
         """Return the buffers that are averaged, by name."""
-        return {name: value for name, value in self._now().items() if name in self._averaged}
+        arrays = {name: x for name, x in self._now().items() if isinstance(x, np.ndarray)}
+        return {name: array for name, array in arrays.items() if array.dtype.kind in "fc"}
 
     def begin(self) -> None:
         """Keep what the step begins with."""
         self._before = {name: np.array(value) for name, value in self._now().items()}
-        self._first = self._others(self._before)  # what the first leaf has made of them
+        self._first: dict[str, Array] = {}  # what the first leaf, of rank 0, has made of others
 
     def restore(self) -> None:
         """Make the buffers what the step has begun with."""
@@ -383,7 +373,7 @@ class LeafBuffers:
         """Return by how much the leaf has changed those that are averaged, exactly 0 where not."""
         now = self._now()
         if is_first:
-            self._first = {name: np.array(value) for name, value in self._others(now).items()}
+            self._first = {name: np.array(now[name]) for name in self._others}
         with np.errstate(all="ignore"):  # a leaf's statistics may be infinite
             return {
                 name: np.where(now[name] == self._before[name], 0, now[name] - self._before[name])
@@ -394,12 +384,10 @@ class LeafBuffers:
         """Add the mean changes, and share what the first leaf made; that is collective."""
         with np.errstate(all="ignore"):
             self._set({name: self._before[name] + mean for name, mean in means.items()})
-        if self._first:
+        if self._others:
             self._set(self._first)
-            give_state(self._module(), self._others(self._now()), 0, self._group)
-
-    def _others(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in values.items() if name not in self._averaged}
+            now = self._now()
+            give_state(self._module(), {name: now[name] for name in self._others}, 0, self._group)
 
     def _now(self) -> dict[str, Any]:
         if not self._names:

@@ -108,7 +108,7 @@ class ShardedLinear(Linear):
     def forward(self, x: Variable) -> Variable:
         """Return this rank's part of ``x @ weight.T + bias``, or the whole of it, by its kind."""
         members = self.cut.group
-        call = DifferentiableCall("shard_linear", members)
+        call = DifferentiableCall("shard_linear", x, members)
         if self.cut.axis == 0:
             if x.calc_grad:  # its gradient is the sum of what the ranks' parts have for it
                 x = call.record(x, x.data, vjp=lambda grad: members.all_reduce(copy_of(grad)))

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from flashlight_py.distributed import ProcessGroup, all_reduce, broadcast
 from flashlight_py.distributed.api.running import ending, refusing
-from flashlight_py.distributed.calls.checks import whole, whole_number
+from flashlight_py.distributed.calls.checks import check_rank, whole_number
 from flashlight_py.distributed.reducers.reducer import reduce_all
 from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.errors import DistributedError, MismatchError
@@ -18,6 +18,7 @@ from flashlight_py.parallel.agreement import (
     by_rank,
     check_modules_agree,
     check_settings_agree,
+    differences,
     of_all_ranks,
     refuse_sharded,
 )
@@ -28,7 +29,7 @@ from flashlight_py.parallel.tree.packing import (
     put_buffer,
     put_numbers,
 )
-from flashlight_py.parallel.tree.walk import Plan, entries_of, first_difference, plan_of
+from flashlight_py.parallel.tree.walk import Walker, plan_of
 
 SomeTree = TypeVar("SomeTree")
 
@@ -242,80 +243,57 @@ def synchronize_for(
 ) -> SomeTree:
     """Do what ``synchronize`` does for ``verb``, whose errors call the tree a ``noun``."""
     members = group_or_world(group)
-    number = None if isinstance(root, bool) else whole(root)
-    if number is None or not 0 <= number < members.size:
-        raise ValueError(
-            f"{verb}: root must be a rank of this group, 0 to {members.size - 1}; got {root!r}"
-        )
+    root = check_rank(members.size, verb, "root", root)
+    where = f"[{verb}] rank {members.rank} of {members.size}"
     with ending(members):
-        return _Synchronization(verb, noun, number, members).of(tree)
-
-
-class _Synchronization:
-    """One call of ``verb``, whose errors call the tree a ``noun``."""
-
-    def __init__(self, verb: str, noun: str, root: int, members: ProcessGroup) -> None:
-        self._verb, self._noun, self._root, self._members = verb, noun, root, members
-        self._where = f"[{verb}] rank {members.rank} of {members.size}"
-
-    def of(self, tree: SomeTree) -> SomeTree:
         # Dicts may have their keys in another order on other ranks. Few have, so keys are sorted
         # only where the first walks do not agree.
         for sort_keys in (False, True):
-            plan, packed, number_bytes = self._walk(tree, sort_keys)
-            mine = plan.description + self._root.to_bytes(8, "little")
-            agreed, (failed, number_bytes) = all_have(mine, self._members, False, number_bytes)
-            if failed:
-                raise self._first_failure(None)
+            mine, encoded, packed, error = b"", b"", None, None
+            try:
+                plan = plan_of(tree, sort_keys)
+                mine = plan.description + root.to_bytes(8, "little")
+                numbers = [number for _, _, number in plan.numbers]
+                # The root packs before it receives anything from the others, who may still be
+                # unpacking what arrived last.
+                if members.rank == root:
+                    encoded = encode_numbers(numbers)
+                    packed = TreeBuffers(plan, len(encoded))
+                    packed.pack(encoded)
+            except Exception as found:  # noqa: BLE001 - whatever it is, all ranks raise it
+                error = found
+            facts = error is not None, len(encoded)
+            agreed, (failed, number_bytes) = all_have(mine, members, *facts)
+            if failed:  # on every rank, by what the first rank that failed reports
+                report = [type(error).__name__, f"{where}: {error}"] if error else None
+                name, text = next(filter(None, of_all_ranks(report, members)))
+                raise _KINDS.get(name, DistributedError)(text) from error
             if agreed:
                 break
         else:
-            raise self._mismatch(tree)
-        with refusing(self._members, self._verb, how="failed"):
+            raise MismatchError(f"{where}: {_what_differs(noun, tree, root, members)}")
+        with refusing(members, verb, how="failed"):
             buffers = packed or TreeBuffers(plan, number_bytes)
         for buffer in buffers.used:
-            broadcast(buffer, self._root, group=self._members)
-        if self._members.rank == self._root:
+            broadcast(buffer, root, group=members)
+        if members.rank == root:
             return tree
-        like = [number for _, _, number in plan.numbers]
-        changed: SomeTree = put_numbers(plan, decode_numbers(like, buffers.unpack()))
+        changed: SomeTree = put_numbers(plan, decode_numbers(numbers, buffers.unpack()))
         return changed
 
-    def _walk(self, tree: object, sort_keys: bool) -> tuple[Plan, TreeBuffers | None, int]:
-        """Return the plan and, on the root, packed buffers and the bytes of its numbers.
 
-        The root packs before it receives anything from the others, who may still be unpacking what
-        arrived last. An error is reported to all ranks.
-        """
-        try:
-            plan = plan_of(tree, sort_keys)
-            if self._members.rank != self._root:
-                return plan, None, 0
-            numbers = encode_numbers([number for _, _, number in plan.numbers])
-            buffers = TreeBuffers(plan, len(numbers))
-            buffers.pack(numbers)
-            return plan, buffers, len(numbers)
-        except Exception as error:
-            all_have(b"", self._members, True, 0)
-            raise self._first_failure(error) from error
-
-    def _first_failure(self, error: Exception | None) -> Exception:
-        """Return what every rank raises: what the first rank that failed reports."""
-        mine = [type(error).__name__, f"{self._where}: {error}"] if error else None
-        name, text = next(filter(None, of_all_ranks(mine, self._members)))
-        return _KINDS.get(name, DistributedError)(text)
-
-    def _mismatch(self, tree: object) -> MismatchError:
-        mine = [self._root, entries_of(tree), entries_of(tree, sort_keys=True)]
-        roots, natural, alike = zip(*of_all_ranks(mine, self._members), strict=True)
-        if len(set(roots)) > 1:
-            return MismatchError(
-                f"{self._where}: the ranks pass different roots ({by_rank(roots)}). Nothing was "
-                "changed; pass the same root on every rank"
-            )
-        path, kinds = first_difference(alike, natural) or ("tree", ["changing meanwhile"])
-        path = self._noun + path.removeprefix("tree")
-        return MismatchError(
-            f"{self._where}: the {self._noun}s differ at {path} ({by_rank(kinds)}). Nothing was "
-            f"changed; pass a {self._noun} of the same structure on every rank"
+def _what_differs(noun: str, tree: object, root: int, members: ProcessGroup) -> str:
+    alike = Walker(tree, sort_keys=True).entries()
+    in_order = {**Walker(tree).entries(), **alike}  # as users know it
+    mine = [root, {path: alike[path] for path in in_order if path in alike}]
+    roots, trees = zip(*of_all_ranks(mine, members), strict=True)
+    if len(set(roots)) > 1:
+        return (
+            f"the ranks pass different roots ({by_rank(roots)}). Nothing was changed; pass the "
+            "same root on every rank"
         )
+    first = [*differences(trees), "tree (changing meanwhile)"][0]
+    return (
+        f"the {noun}s differ at {noun}{first.removeprefix('tree')}. Nothing was changed; pass a "
+        f"{noun} of the same structure on every rank"
+    )

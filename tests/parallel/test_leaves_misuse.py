@@ -221,11 +221,11 @@ def test_a_module_that_is_gone_takes_its_rows_along() -> None:
 
 
 def other_arithmetic(rank: int, size: int, name: str, value: str) -> str:
-    before = agreement._threads_and_core_type, agreement._features
+    before = blas.use_one_thread, agreement._features
     if rank == 1 and name == "threads":
-        agreement._threads_and_core_type = lambda: (0, "")
+        blas.use_one_thread = lambda: (2, "")
     elif rank == 1 and name == "core":
-        agreement._threads_and_core_type = lambda: (1, value)
+        blas.use_one_thread = lambda: (1, value)
     elif rank == 1:
         agreement._features = lambda: value
     try:
@@ -233,7 +233,7 @@ def other_arithmetic(rank: int, size: int, name: str, value: str) -> str:
     except (ValueError, fl.errors.MismatchError) as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        agreement._threads_and_core_type, agreement._features = before
+        blas.use_one_thread, agreement._features = before
     return "nothing"
 
 

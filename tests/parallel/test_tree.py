@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 
 import flashlight_py as fl
-from flashlight_py.parallel.agreement import digest
+from flashlight_py.parallel.agreement import by_rank, differences, digest
 from flashlight_py.parallel.tree import packing
 from flashlight_py.parallel.tree.packing import decode_numbers, encode_numbers, put_numbers
 from flashlight_py.parallel.tree.walk import (
@@ -19,8 +19,6 @@ from flashlight_py.parallel.tree.walk import (
     Walker,
     bytes_for,
     dtype_text,
-    entries_of,
-    first_difference,
     key_text,
     look,
     native,
@@ -64,7 +62,7 @@ def test_the_native_walk_is_the_walk_in_python(tree: Any) -> None:
 def test_both_walks_find_everything() -> None:
     tree = everything(7)
     assert_same(native_plan(tree), python_plan(tree))
-    kinds = entries_of(tree)
+    kinds = Walker(tree).entries()
     assert kinds['tree["arrays"][10]'] == "float32 (2, 3)"
     assert kinds['tree["tuples"][1].y[1][0]'] == "int"
     assert kinds['tree["shared"][1]["again"]'] == 'the same object as tree["shared"][0]'
@@ -281,12 +279,13 @@ def test_a_container_that_changes_during_the_walk_is_noticed() -> None:
     ],
 )
 def test_the_first_difference_is_named(one: Any, other: Any, path: str, kinds: list[str]) -> None:
-    found = [entries_of(tree) for tree in (one, other, one)]
-    assert first_difference(found) == (path, [*kinds, kinds[0]])
-    assert first_difference(found[:1] * 2) is None
+    found = [Walker(tree).entries() for tree in (one, other, one)]
+    assert differences(found)[0] == f"{path} ({by_rank([*kinds, kinds[0]])})"
+    assert not differences(found[:1] * 2)
 
 
 def test_one_array_twice_is_not_two_arrays() -> None:
     a, b = np.zeros(2), np.zeros(2)
-    found = first_difference([entries_of(tree) for tree in ([a, a], [a, b])])
-    assert found == ("tree[1]", ["the same object as tree[0]", "float64 (2,)"])
+    found = differences([Walker(tree).entries() for tree in ([a, a], [a, b])])
+    kinds = by_rank(["the same object as tree[0]", "float64 (2,)"])
+    assert found == [f"tree[1] ({kinds})"]

@@ -56,7 +56,7 @@ def all_reduce(
         >>> x.grad
         array([2., 2., 2.])
     """
-    call = _begin("all_reduce", v, group, op)
+    call = DifferentiableCall("all_reduce", v, group, op)
 
     def combine(array: Array) -> Array:
         return call.group.all_reduce(copy_of(array), scale, op)
@@ -90,7 +90,7 @@ def reduce_scatter(
         ValueError: ``op`` is another, or as :func:`flashlight_py.reduce_scatter`.
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
-    call = _begin("reduce_scatter", v, group, op)
+    call = DifferentiableCall("reduce_scatter", v, group, op)
     factor = scale / call.group.size if op == "avg" else scale
 
     def gather(grad: Array) -> Array:
@@ -124,7 +124,7 @@ def all_gather(v: Variable, group: ProcessGroup | None = None) -> Variable:
         TypeError: ``v`` is no Variable, or as :func:`flashlight_py.all_gather`.
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
-    call = _begin("all_gather", v, group)
+    call = DifferentiableCall("all_gather", v, group)
     shape, rank = v.shape, call.group.rank
 
     def own_rows(grad: Array) -> Array:
@@ -164,7 +164,7 @@ def all_to_all(
         ValueError: the first dimension cannot be cut so.
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
-    call = _begin("all_to_all", v, group)
+    call = DifferentiableCall("all_to_all", v, group)
 
     def take_back(grad: Array) -> Array:
         received = None if rows is None else call.rows[:, call.group.rank].tolist()
@@ -196,7 +196,7 @@ def broadcast(v: Variable, root: int = 0, group: ProcessGroup | None = None) -> 
         ValueError: ``root`` is no rank of the group.
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
-    call = _begin("broadcast", v, group)
+    call = DifferentiableCall("broadcast", v, group)
 
     def sum_for_root(grad: Array) -> Array:
         summed: Array = call.group.reduce(copy_of(grad), root)
@@ -205,33 +205,24 @@ def broadcast(v: Variable, root: int = 0, group: ProcessGroup | None = None) -> 
     return call.record(v, call.group.broadcast(copy_of(v.data), root), vjp=sum_for_root)
 
 
-def _begin(
-    verb: str, v: Variable, group: ProcessGroup | None, op: str = "sum"
-) -> DifferentiableCall:
-    """Check the arguments of a verb and begin its call."""
-    require_variable(verb, v)
-    if op not in ("sum", "avg"):
-        raise ValueError(
-            f"functional.{verb}: op must be 'sum' or 'avg', got {op!r}; where no gradient is "
-            f"needed, flashlight_py.{verb} takes the others"
-        )
-    return DifferentiableCall(verb, group_or_world(group))
-
-
 # How many differentiable collectives each group has had: the same number on all of its ranks.
 _calls: dict[weakref.ref[ProcessGroup], int] = {}
 
 
-# Numbered, and compared before each: the gradients of one result are never added to those of
-# another, at the price of one small message.
 class DifferentiableCall(InPasses):
-    """A differentiable collective of ``group``, numbered as all its ranks number it.
+    """A differentiable collective of ``group`` and of ``v``, numbered as all its ranks number it.
 
     ``rows`` are numbers that the ranks have exchanged, those of a rank in a row.
     """
 
-    def __init__(self, verb: str, group: ProcessGroup) -> None:
-        self.group, self._verb = group, verb
+    def __init__(self, verb: str, v: Variable, group: ProcessGroup | None, op: str = "sum") -> None:
+        require_variable(verb, v)
+        if op not in ("sum", "avg"):
+            raise ValueError(
+                f"functional.{verb}: op must be 'sum' or 'avg', got {op!r}; where no gradient is "
+                f"needed, flashlight_py.{verb} takes the others"
+            )
+        self.group, self._verb = group_or_world(group), verb
 
     def record(
         self, v: Variable, result: Array, vjp: Callable[[Array], Array], rows: Sequence[int] = ()

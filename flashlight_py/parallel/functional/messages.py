@@ -29,7 +29,7 @@ Like: TypeAlias = "Variable | Array | tuple[int | Sequence[int], DTypeLike]"
 _GRADIENT = 1 << 30
 _TAGS = _NUMBERS = 1 << 15
 
-# How many messages of a direction, peer and tag each group has had.
+# How many messages each group has had, by the verb of their gradients, peer and tag.
 _messages: dict[weakref.ref[ProcessGroup], Counter[tuple[str, int, int]]] = {}
 
 
@@ -64,7 +64,7 @@ def send(v: Variable, dst: int, tag: int = 0, group: ProcessGroup | None = None)
     answer = _Answer(group, RECV, dst, tag)
     shape, dtype, xp = array.shape, array.dtype, array_module(array)
 
-    run = functools.partial(answer.run, lambda _: answer.receive(xp.empty(shape, dtype)))
+    run = functools.partial(answer.run, lambda _: answer.travel(xp.empty(shape, dtype)))
     floating = dtype if dtype.kind == "f" else np.dtype(np.float32)
     return record_in_order(xp.zeros((), floating), (v, run))
 
@@ -100,7 +100,7 @@ def recv(like: Like, src: int, tag: int = 0, group: ProcessGroup | None = None) 
     source = Variable(array_module(array).zeros((), array.dtype), calc_grad=True)
 
     def give(grad: Array) -> Array:
-        answer.send(grad)
+        answer.travel(grad)
         return source.data  # this rank has nothing below
 
     return record_in_order(array, (source, functools.partial(answer.run, give)))
@@ -123,7 +123,7 @@ class _Answer(InPasses):
         self._group, self._verb, self._peer = group, verb, peer
         self._tag = 0
         self._is_begun = False  # in this pass
-        self._count("to" if verb is RECV else "from", tag)
+        self._count(tag)
 
     def run(self, message: Callable[[Array], Array], grad: Array) -> Array:
         """Return the gradient that ``message`` brings, or leaves here."""
@@ -138,21 +138,18 @@ class _Answer(InPasses):
             refuse_message(self._group, self._verb, self._peer, self._tag)
 
     @effect
-    def _count(self, direction: str, tag: int) -> None:
+    def _count(self, tag: int) -> None:
         counts = _messages.setdefault(weakref.ref(self._group, _messages.pop), Counter())
-        number = counts[direction, self._peer, tag]
-        counts[direction, self._peer, tag] += 1
-        self._tag = _GRADIENT + tag * _NUMBERS + number % _NUMBERS
+        key = self._verb.name, self._peer, tag
+        self._tag = _GRADIENT + tag * _NUMBERS + counts[key] % _NUMBERS
+        counts[key] += 1
 
     @operation
-    def receive(self, grad: Array) -> Array:
-        """Fill ``grad`` and return it. Blocks."""
-        return self._group.recv(grad, self._peer, self._tag)
-
-    @operation
-    def send(self, grad: Array) -> None:
-        """Send it. Blocks."""
-        self._group.send(grad, self._peer, self._tag)
+    def travel(self, grad: Array) -> Array:
+        """Send ``grad``, or fill it with what arrives; return it. Blocks."""
+        travel = self._group.recv if self._verb is RECV else self._group.send
+        travel(grad, self._peer, self._tag)
+        return grad
 
 
 @effect

@@ -112,18 +112,14 @@ def put_numbers(plan: Plan, values: Iterable[Any]) -> Any:
         if is_immutable(container):
             changes.setdefault(above, {})[key] = _made_anew(container, changes[node])
         else:
-            _put(container, changes[node])
+            for key, value in changes[node].items():
+                if isinstance(container, Module):
+                    put_buffer(container, key, value)
+                elif isinstance(container, dict) or isinstance(key, int):
+                    container[key] = value
+                else:
+                    setattr(container, key, value)
     return plan.nodes[0][2][0]
-
-
-def _put(container: Any, entries: Mapping[Any, Any]) -> None:
-    for key, value in entries.items():
-        if isinstance(container, Module):
-            put_buffer(container, key, value)
-        elif isinstance(container, dict) or isinstance(key, int):
-            container[key] = value
-        else:
-            setattr(container, key, value)
 
 
 def put_buffer(module: Module, name: str, value: Any) -> None:

@@ -34,7 +34,7 @@ import functools
 import json
 import struct
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
@@ -98,28 +98,6 @@ def plan_of(tree: object, sort_keys: bool = False) -> Plan:
     return Walker(tree, sort_keys).walk()
 
 
-def entries_of(tree: object, sort_keys: bool = False) -> dict[str, str]:
-    """Return path and kind of every value of ``tree``, in the order of the walk."""
-    walker = Walker(tree, sort_keys)
-    walker.walk()
-    return walker.entries()
-
-
-def first_difference(
-    trees: Sequence[Mapping[str, str]], in_order: Sequence[Mapping[str, str]] | None = None
-) -> tuple[str, list[str]] | None:
-    """Return the first path at which not all are alike, and what each rank has there.
-
-    ``trees`` are of ``entries_of``, ``in_order`` the same with other orders of keys: that of rank 0
-    says what is first, and what rank 0 lacks comes last. None where nothing differs.
-    """
-    for path in dict.fromkeys(path for tree in in_order or trees for path in tree):
-        kinds = [tree.get(path, "nothing") for tree in trees]
-        if len(set(kinds)) > 1:
-            return path, kinds
-    return None
-
-
 def bytes_for(arrays: Sequence[Array]) -> int:
     """Return the size of a buffer for all of ``arrays``."""
     return sum(aligned(array.nbytes) for array in arrays)
@@ -159,7 +137,8 @@ class Walker:
         return plan._replace(description=b"".join(self._text), array_bytes=bytes_for(plan.arrays))
 
     def entries(self) -> dict[str, str]:
-        """Return the kind of every value by its path: ``float32 (2, 3)`` at ``tree["w"][3]``."""
+        """Walk; return the kind of every value by its path: ``float32 (2, 3)`` at ``tree["w"]``."""
+        self.walk()
         return {self._path(node, at): kind for node, at, kind in self._kinds}
 
     def _visit(self, value: Any) -> list[_Entry]:

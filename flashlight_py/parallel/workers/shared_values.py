@@ -30,7 +30,7 @@ Part: TypeAlias = "Variable | Array"
 # and sent where it has changed: modes, ratios, frozen parameters and buffers reach the workers
 # without a list of what may change.
 def take_apart(
-    value: Any, is_part: Callable[[Any], bool], main_can_be_imported: bool = True
+    value: Any, is_part: Callable[[Any], bool], main_can_be_imported: bool = True, what: str = ""
 ) -> tuple[bytes, list[Any]]:
     """Return the form of ``value`` and its parts, each once, in the order in which they are met."""
     parts: dict[int, tuple[int, Any]] = {}
@@ -42,7 +42,7 @@ def take_apart(
         number, _ = parts.setdefault(id(value), (len(parts), value))
         return number, value.calc_grad if isinstance(value, Variable) else None
 
-    form = dumps(value, main_can_be_imported, stand_in)
+    form = dumps(value, main_can_be_imported, stand_in, what)
     return form, [part for _, part in parts.values()]
 
 
@@ -51,11 +51,6 @@ def put_together(form: bytes, find: Callable[[int, bool | None], Any]) -> Any:
     unpickler = pickle.Unpickler(io.BytesIO(form))
     unpickler.persistent_load = lambda stand_in: find(*stand_in)  # type: ignore[method-assign]
     return unpickler.load()
-
-
-def is_parameter(value: Any) -> bool:
-    """Return whether ``value``, in a module, is a Variable of its own, not a result."""
-    return isinstance(value, Variable) and value.node is None
 
 
 def is_data(value: Any) -> bool:

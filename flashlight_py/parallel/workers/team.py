@@ -39,37 +39,33 @@ class _Held:
     memories: list[Memory] = field(default_factory=list)
     limited: list[Any] = field(default_factory=list)
 
-    def end(self) -> None:
-        """End it; where that was interrupted, what is left."""
-        self.is_there = False
-        if os.getpid() == self.pid:  # not in a process that was forked from it
-            for worker in self.workers:
-                worker.end()
-            blas.restore_each(self.limited)
-        while self.memories:
-            self.memories.pop().close()
-
 
 _watched: dict[weakref.ref[Team], _Held] = {}
 
 
-def end_dropped() -> None:
+def end_dropped(others_too: bool = False) -> None:
     """End the workers of teams that were collected."""
     for team in list(_watched):
-        if team() is None:
+        if others_too or team() is None:
             _end(team)
 
 
+atexit.register(end_dropped, others_too=True)
+
+
 def _end(team: weakref.ref[Team]) -> None:
-    if (held := _watched.get(team)) is not None:
-        held.end()
-        _watched.pop(team, None)
-
-
-@atexit.register
-def _end_all() -> None:
-    for team in list(_watched):
-        _end(team)
+    """End what it holds; where that was interrupted, what is left."""
+    held = _watched.get(team)
+    if held is None:
+        return
+    held.is_there = False
+    if os.getpid() == held.pid:  # not in a process that was forked from it
+        for worker in held.workers:
+            worker.end()
+        blas.restore_each(held.limited)
+    while held.memories:
+        held.memories.pop().close()
+    _watched.pop(team, None)
 
 
 # A message that was cut in the middle cannot be completed, so whatever interrupts one ends all
@@ -79,27 +75,29 @@ class Team:
     """``count`` workers, which share ``cores`` with this process, and map the arrays of ``params``.
 
     One request at a time: :meth:`ask`, then :meth:`answers`. Whatever goes wrong in between ends
-    the workers, as nobody knows then what is still on its way. When nothing refers to this object
-    any more, the next use of a team ends them; and they end with this process.
+    the workers. They end with this process, and by the next use of a team when nothing refers to
+    this one any more.
     """
 
     def __init__(self, count: int, params: Sequence[Variable], cores: int) -> None:
         self.numbers: dict[weakref.ref[Any], int] = {}  # of graphs, until the workers forget them
         # What each worker has computed for each parameter: valid until the next request.
         self.grads: list[list[Array]] = []
-        self._boxes: list[tuple[Memory, Memory]] = []  # for arrays to each worker, and from it
         self._params = list(params)
         self._module: bytes | None = None  # the form that they have
         self._waiting = 0  # workers whose answer has not been received
         self._asker: weakref.ref[Any] | None = None
         end_dropped()
         self._held = held = _watched[weakref.ref(self)] = _Held()
-        self._workers, self._memories = held.workers, held.memories
+        self._workers = held.workers
         with self._ending_on_errors():
             self._start(count, cores)
 
     def _start(self, count: int, cores: int) -> None:
-        model = self._memory()
+        memories = self._held.memories
+        memories.extend(Memory() for _ in range(2 * count + 1))  # where one fails, has those before
+        model, *boxes = memories
+        self._boxes = [*zip(boxes[::2], boxes[1::2], strict=True)]  # to each worker, and from it
         places, size = lay_out([param.data for param in self._params])
         model.reserve(size * (count + 1))
         self._views = model.views(places)
@@ -110,9 +108,7 @@ class Team:
         for number in range(1, count + 1):  # gradients lie as the parameters do
             grads = [place._replace(offset=number * size + place.offset) for place in places]
             self.grads.append(model.views(grads))
-            boxes = self._memory(), self._memory()
-            self._boxes.append(boxes)
-            fds = (model.fd, *(box.fd for box in boxes))
+            fds = (model.fd, *(box.fd for box in self._boxes[number - 1]))
             args = (fds, places, grads, takes_output)
             self._workers.append(Worker((WHAT, number, count + 1), serve, args, fds, variables))
         for worker in self._workers:
@@ -190,17 +186,16 @@ class Team:
             for line in printed.splitlines():
                 print(f"[{worker.number}] {line}")
             if isinstance(leaves, Failure):
-                raise worker.error(leaves.what, leaves.traceback) from _cause(rest)
+                cause: BaseException | None = None
+                with suppress(Exception):  # runs its code, and its traceback is there as text
+                    cause = pickle.loads(rest)
+                raise worker.error(leaves.what, leaves.traceback) from cause
         boxes = zip(found, self._boxes, strict=False)
         return [(leaves, box.views(places)) for ((leaves, places), _), (_, box) in boxes]
 
     def end(self) -> None:
         """End the workers, whatever they do; blocks until they are gone."""
         _end(weakref.ref(self))
-
-    def _memory(self) -> Memory:
-        self._memories.append(Memory())
-        return self._memories[-1]
 
     @contextmanager
     def _ending_on_errors(self) -> Iterator[None]:
@@ -210,11 +205,3 @@ class Team:
         except BaseException:
             self.end()
             raise
-
-
-def _cause(error: bytes) -> BaseException | None:
-    """Return the exception itself, if it can be unpickled here."""
-    with suppress(Exception):  # runs code of the exception; its traceback is there as text
-        found: BaseException = pickle.loads(error)
-        return found
-    return None

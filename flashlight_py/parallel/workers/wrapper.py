@@ -27,7 +27,6 @@ from flashlight_py.parallel.workers.shared_values import (
     Part,
     array_of,
     is_data,
-    is_parameter,
     put_together,
     take_apart,
 )
@@ -158,7 +157,9 @@ class DataParallel(Module):
 
     def _ready_team(self) -> tuple[Team, bytes]:
         """Return workers that map whatever Variables the module has, and the form of the module."""
-        form, params = _apart("the module", self.module, is_parameter)
+        form, params = _apart(
+            "the module", self.module, lambda x: isinstance(x, Variable) and x.node is None
+        )
         self._params: list[Variable] = params
         for number, param in enumerate(params):
             if param.placement is not None:
@@ -181,10 +182,7 @@ _can_import_main = cache(main_can_be_imported)
 
 
 def _apart(what: str, value: Any, is_part: Callable[[Any], bool]) -> tuple[bytes, list[Any]]:
-    try:
-        return take_apart(value, is_part, _can_import_main(WHAT))
-    except TypeError as error:
-        raise TypeError(f"{WHAT}: {what} {error}") from error
+    return take_apart(value, is_part, _can_import_main(WHAT), f"{WHAT}: {what} ")
 
 
 def _rows(parts: Sequence[Part]) -> int:
@@ -238,18 +236,26 @@ class WorkersGraph:
         params: Sequence[Variable],
         inputs: Sequence[Part],
     ) -> list[Part]:
-        """Return this process's ``own`` results joined with the workers', recorded.
-
-        Raises:
-            ValueError: a result has no dimensions, or the shares have other numbers of results.
-        """
+        """Return this process's ``own`` results joined with the workers', recorded."""
         counts = [len(own), *(len(arrays) for _, arrays in others)]
         if len(set(counts)) > 1:
             raise ValueError(
                 f"{WHAT}: the shares of the batch have different numbers of results: "
                 f"{', '.join(map(str, counts))}; the module must return as many for any rows"
             )
-        collect = self._collect([leaves for leaves, _ in others], params, inputs)
+        shares = zip(*(leaves for leaves, _ in others), strict=True)
+        of_results = [set[Leaf]().union(*each) for each in shares]
+        # By groups of results: one node for the leaves that all results of a group depend on, and
+        # no other result. So a leaf that a pass does not reach has no gradient.
+        leaves: dict[tuple[int, ...], list[tuple[Variable, Vjp]]] = {}
+        for leaf in sorted(set[Leaf]().union(*of_results)):
+            is_param, number = leaf
+            source = (params if is_param else inputs)[number]
+            assert isinstance(source, Variable), "an array has no gradient"
+            self._arrays[leaf] = source.data
+            group = tuple(k for k, below in enumerate(of_results) if leaf in below)
+            leaves.setdefault(group, []).append((source, partial(self._gradient, leaf)))
+        collect = {group: record_in_order(_NOTHING, *some) for group, some in leaves.items()}
         ordered = list(own)
         for k, part in enumerate(own):
             if isinstance(part, Variable):
@@ -275,28 +281,6 @@ class WorkersGraph:
                 edges += [(node, lambda _: _NOTHING) for node in below]
             results.append(record(joined, *edges))
         return results
-
-    def _collect(
-        self,
-        leaves: Sequence[Sequence[Sequence[Leaf]]],
-        params: Sequence[Variable],
-        inputs: Sequence[Part],
-    ) -> dict[tuple[int, ...], Variable]:
-        """Return what stands for the end of the workers' backward passes, by groups of results.
-
-        One for the leaves that all results of a group depend on, and no other result: so a leaf
-        that a pass does not reach has no gradient.
-        """
-        edges: dict[tuple[int, ...], list[tuple[Variable, Vjp]]] = {}
-        of_results = [set[Leaf]().union(*shares) for shares in zip(*leaves, strict=True)]
-        for leaf in sorted(set[Leaf]().union(*of_results)):
-            is_param, number = leaf
-            part = (params if is_param else inputs)[number]
-            assert isinstance(part, Variable), "an array has no gradient"
-            self._arrays[leaf] = part.data
-            group = tuple(k for k, below in enumerate(of_results) if leaf in below)
-            edges.setdefault(group, []).append((part, partial(self._gradient, leaf)))
-        return {group: record_in_order(_NOTHING, *some) for group, some in edges.items()}
 
     def _note(self, result: int, ends: Sequence[int], grad: Array) -> Array:
         """Note the workers' rows of the gradient of ``result``; they end at ``ends[1:]``."""
