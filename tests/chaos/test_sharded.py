@@ -39,7 +39,7 @@ def step_until(rank: int, size: int, fate: str, inside: bool, folder: str) -> An
     fl.fully_shard(model, step_in_backward=inside)
     optimizer = fl.optim.SGDOptimizer(model.params(), 0.1)
     pids = fl.all_gather(np.array([os.getpid()]))
-    change, x = optimizer._change, fl.input(np.ones((4, 200), np.float32))
+    change, x = optimizer._step_pieces, fl.input(np.ones((4, 200), np.float32))
 
     def pass_of() -> None:
         optimizer.zero_grad()
@@ -56,7 +56,7 @@ def step_until(rank: int, size: int, fate: str, inside: bool, folder: str) -> An
             change(*piece)
             meet(fate)
 
-        optimizer._change = ends  # type: ignore[method-assign, assignment]
+        optimizer._step_pieces = ends  # type: ignore[method-assign, assignment]
     with pytest.raises(KeyError if rank == 1 and inside else fl.errors.DistributedError):
         pass_of()
     for use in (lambda: model(x), model.state_dict, optimizer.step):
