@@ -14,12 +14,14 @@ FILES = [path for path in PACKAGE.rglob("*.py") if path.name != "_nccl.py"]  # t
 
 # At most so many lines and files. Blank lines, comments and docstrings count.
 BUDGETS = {
-    "": (48_900, 235),
-    "distributed": (17_500, 86),
-    "parallel": (7_530, 30),
+    "": (45_100, 230),
+    "distributed": (15_850, 86),
+    "distributed/rendezvous": (2_600, 9),
+    "distributed/backends/mpi": (1_200, 7),
+    "parallel": (6_460, 30),
     "launch": (3_410, 20),
     "engines": (910, 6),
-    "tagi": (5_300, 20),
+    "tagi": (5_280, 21),
     "tape": (5_100, 20),
 }
 

@@ -267,7 +267,10 @@ def synchronize_for(
             if failed:  # on every rank, by what the first rank that failed reports
                 report = [type(error).__name__, f"{where}: {error}"] if error else None
                 name, text = next(filter(None, of_all_ranks(report, members)))
-                raise _KINDS.get(name, DistributedError)(text) from error
+                try:
+                    raise _KINDS.get(name, DistributedError)(text) from error
+                finally:
+                    del error  # whose traceback has this frame, and the frame the tree
             if agreed:
                 break
         else:
