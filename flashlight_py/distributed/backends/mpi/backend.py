@@ -244,8 +244,8 @@ class MpiBackend(Backend):
             while not operation.comparison.is_completed():
                 yield
             found = operation.comparison.wait()
-        operation.look_at = time.monotonic()
-        operation.deadline = operation.look_at + operation.seconds
+        now = time.monotonic()
+        operation.look_at, operation.deadline = now + _LOOK_SECONDS, now + operation.seconds
         return (yield from on_device(call.like, self._verb_steps.of(call, found)))
 
     def synchronize(self) -> None:
