@@ -83,7 +83,7 @@ class Operation(Work):
         self.comparison: Work | None = None
         self.ended = False
         self.error: BaseException | None = None
-        self.was_raised = False  # somebody knows of its failure
+        self.was_raised = self.doubts = False  # somebody knows of its failure; a rank may be lost
         self.look_at = self.deadline = math.inf
         self._value: Any = None
         self._end_time: float | None = None
@@ -294,14 +294,15 @@ class MpiBackend(Backend):
             return
         operation.look_at = now + _LOOK_SECONDS
         trouble = self.control.lost(operation.name)
-        if trouble is None and now >= operation.deadline:
-            who = "all ranks joined and did not finish"
-            if operation.comparison is None:
-                who = "a rank did not join, or all joined and did not finish"
+        if trouble is not None and not operation.doubts:  # one that left in order did its part:
+            operation.doubts = True  # what it has sent may still end this operation
+        elif trouble is None and now >= operation.deadline:
+            who = "a rank did not join, or all" if operation.comparison is None else "all ranks"
+            who += " joined and did not finish"
             where, limit = f"[{operation.name}] {self.place}", f"{operation.seconds:g} seconds"
             words = did_not_join(where, who, limit, "MPI moves the arrays", "")
-            trouble = CollectiveTimeoutError(words)
-        if trouble is not None:
+            self._break(operation, CollectiveTimeoutError(words))
+        elif trouble is not None:
             self._break(operation, trouble)
 
     def interrupt(self, operation: Operation, error: BaseException) -> None:

@@ -44,7 +44,6 @@ def _await_reader(descriptor: int, end: float) -> None:
     """Wait until all that was written into a pipe has been read; no event reports it."""
     with contextlib.suppress(OSError):  # it is closed
         while stat.S_ISFIFO(os.fstat(descriptor).st_mode) and time.monotonic() < end:
-            unread = fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4))
-            if not any(unread):
+            if not any(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4))):
                 return
             time.sleep(_LOOK_SECONDS)
