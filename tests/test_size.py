@@ -1,9 +1,10 @@
-"""The size of the house: lines of Python and files, by folder. Raising one needs its reason."""
+"""The size of the house: lines and files by folder, names. Raising one needs its reason."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,6 +34,16 @@ def test_a_folder_stays_within_its_budget(folder: str) -> None:
     most_lines, most_files = BUDGETS[folder]
     assert lines <= most_lines, f"{lines} lines"
     assert len(files) <= most_files, f"{len(files)} files"
+
+
+# Layers of fl.nn and of fl.tagi, whose names are public.
+NAMESAKES = {"Linear", "ReLU", "Sequential", "Sigmoid", "Tanh"}
+
+
+def test_a_class_name_exists_once() -> None:
+    nodes = [node for path in FILES for node in ast.walk(ast.parse(path.read_text()))]
+    names = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    assert {name for name, count in names.items() if count > 1} == NAMESAKES
 
 
 def docstrings() -> Iterator[str]:

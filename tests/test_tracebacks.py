@@ -42,7 +42,7 @@ def test_a_users_mistake_shows_the_users_lines() -> None:
 
 def test_all_of_it_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHLIGHT_FULL_TRACEBACK", "1")
-    assert "distributed/api/running.py" in folded(raised(mistake))
+    assert "distributed/api/verb_call.py" in folded(raised(mistake))
 
 
 def test_what_led_to_it_is_folded_too() -> None:
@@ -102,5 +102,5 @@ def test_a_program_that_ends_by_it_prints_it_so(full: str) -> None:
         check=False,
     )
     assert done.returncode == 1
-    assert ("distributed/api/running.py" in done.stderr) == (full == "1")
+    assert ("distributed/api/verb_call.py" in done.stderr) == (full == "1")
     assert "in train" in done.stderr

@@ -112,13 +112,13 @@ class Outline(Node):
         return [target for target in seen if not isinstance(target, Outline)], ordered
 
 
-class Recording(threading.local):
+class Outlining(threading.local):
     """Whether operations on this thread are recorded as outlines alone."""
 
     is_outline = False
 
 
-recording = Recording()
+recording = Outlining()
 
 
 class Part(Node):

@@ -1,7 +1,7 @@
 """The verbs as a table: what each takes and writes, and in what its ranks may differ.
 
 One row describes a verb to everything that has to do with verbs in general: preparing arguments
-(``running.py``), the native signature, the flight record, comparing the calls of ranks, wording
+(``verb_call.py``), the native signature, the flight record, comparing the calls of ranks, wording
 (``call.py``), the methods of ``ProcessGroup``, tests and benchmarks. What verbs mean is in
 ``combining.py``.
 """

@@ -15,7 +15,7 @@ import numpy as np
 
 from flashlight_py._version import __version__
 from flashlight_py.distributed.start.settings import interface_asked
-from flashlight_py.doctor import Finding, Health, machine, mpi, running, table
+from flashlight_py.doctor import Finding, Health, machine, mpi, table, trial_run
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
         f"Rendezvous folder {options.folder}": machine.folder(options.folder),
     }
     if options.run:
-        sections[running.TITLE] = running.look(options.timeout, everything)
+        sections[trial_run.TITLE] = trial_run.look(options.timeout, everything)
     for title, found in sections.items():
         print(f"\n{title}", flush=True)
         section = list(found)

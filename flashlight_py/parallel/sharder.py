@@ -22,7 +22,7 @@ from flashlight_py.autograd import Variable
 from flashlight_py.autograd.engine import GradSink, after_node, is_last_contribution
 from flashlight_py.device import Array, array_module, effect, product, to_device
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.api.running import refusing
+from flashlight_py.distributed.api.verb_call import refusing
 from flashlight_py.distributed.reducers.host_memory import add_up, hosts_of, meet
 from flashlight_py.distributed.reducers.reducer import InlineReducer
 from flashlight_py.errors import DistributedError

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from flashlight_py.distributed import ProcessGroup, all_reduce, broadcast
-from flashlight_py.distributed.api.running import ending, refusing
+from flashlight_py.distributed.api.verb_call import ending, refusing
 from flashlight_py.distributed.calls.checks import check_rank, whole_number
 from flashlight_py.distributed.reducers.reducer import reduce_all
 from flashlight_py.distributed.start.world import group_or_world

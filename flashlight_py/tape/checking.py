@@ -18,7 +18,7 @@ from flashlight_py.tape.recording import live
 Array = np.ndarray[Any, Any]
 
 
-class Numbers:
+class SavedNumbers:
     """The numbers of ``objects``, such as an optimizer's count of steps, as they are now."""
 
     def __init__(self, objects: Iterable[object]) -> None:
@@ -29,7 +29,7 @@ class Numbers:
         for each, attributes in self._objects:
             _put_back(vars(each), attributes)
 
-    def differences(self, other: Numbers) -> Iterator[str]:
+    def differences(self, other: SavedNumbers) -> Iterator[str]:
         """Say whose differ from ``other``."""
         theirs = {id(each): attributes for each, attributes in other._objects}
         for each, attributes in self._objects:
@@ -37,14 +37,14 @@ class Numbers:
                 yield f"the numbers of a {type(each).__name__}"
 
 
-class State:
+class SavedState:
     """All that a step may change, as it is now: arrays, gradients, counts, random numbers."""
 
     def __init__(self, reach: Reach) -> None:
         self._slots = [(variable, variable.grad) for variable in reach.variables]
         places = [(place.words(), place.get()) for place in reach.arrays]
         self._arrays = [(words, array, array.copy()) for words, array in places]
-        self._numbers = Numbers(live.values())
+        self._numbers = SavedNumbers(live.values())
         self._random = random.state_dict()
 
     def restore(self) -> None:
@@ -56,7 +56,7 @@ class State:
         self._numbers.restore()
         random.load_state_dict(self._random)
 
-    def differences(self, other: State, result: Any, expected: Any) -> Iterator[str]:
+    def differences(self, other: SavedState, result: Any, expected: Any) -> Iterator[str]:
         """Say what differs from ``other``, which the step itself has left behind."""
         if not _equal(result, expected):
             yield "what it returns"
@@ -97,12 +97,12 @@ def beside(
     """
     objects = [each for each in (*args, *options.values()) if type(each) is not np.ndarray]
     root = root_of(step, objects)
-    before = State(Reach(root))
+    before = SavedState(Reach(root))
     result = replay(*args, **options)
-    after = State(Reach(root))
+    after = SavedState(Reach(root))
     before.restore()
     expected = step(*args, **options)
-    wrong = list(after.differences(State(Reach(root)), result, expected))
+    wrong = list(after.differences(SavedState(Reach(root)), result, expected))
     if wrong:
         name = getattr(step, "__qualname__", "step")
         raise RuntimeError(

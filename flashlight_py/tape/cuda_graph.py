@@ -20,12 +20,12 @@ from flashlight_py import _native, random
 from flashlight_py.autograd import Variable
 from flashlight_py.errors import BackendUnavailableError
 from flashlight_py.tape import cublas
-from flashlight_py.tape.checking import Numbers, others_drawn, root_of
+from flashlight_py.tape.checking import SavedNumbers, others_drawn, root_of
 from flashlight_py.tape.cuda_program import (
     Array,
     GpuReach,
+    GpuState,
     Program,
-    State,
     differences,
     memory_of,
     pool_of_graphs,
@@ -205,7 +205,7 @@ class GpuStep:
         root = self._root(values)
         reach = GpuReach(root)
         before = [(variable, variable.grad) for variable in reach.variables]
-        numbers = Numbers(live.values())
+        numbers = SavedNumbers(live.values())
         session = self._session(pool, is_capturing=True)
         inputs = [self._input(each) for each in values]
         variables = [each for each in values if isinstance(each, Variable)]
@@ -251,15 +251,15 @@ class GpuStep:
         """
         values = (*args, *options.values())
         root = self._root(values)
-        before = State(GpuReach(root))
+        before = GpuState(GpuReach(root))
         result = program.replay(values)
-        after = State(GpuReach(root)).bits(result)
+        after = GpuState(GpuReach(root)).bits(result)
         before.restore()
         # With the products of the replay: only what was recorded wrongly is to differ.
         session = self._session(self._cupy.cuda.MemoryPool(), is_capturing=False)
         with session.running():
             expected = self._step(*args, **options)
-        wrong = differences(after, State(GpuReach(root)).bits(expected))
+        wrong = differences(after, GpuState(GpuReach(root)).bits(expected))
         if wrong:
             name = getattr(self._step, "__qualname__", "step")
             self.reason = (

@@ -9,7 +9,7 @@ from flashlight_py import _native, random
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.graph import Node
 from flashlight_py.device import is_cupy
-from flashlight_py.tape.checking import Numbers
+from flashlight_py.tape.checking import SavedNumbers
 from flashlight_py.tape.cuda_session import NotCaptured
 from flashlight_py.tape.holders import Holder
 from flashlight_py.tape.kinds import package_of
@@ -138,13 +138,13 @@ class Program:
             self._done.record(stream)
 
 
-class State:
+class GpuState:
     """All that a step on a GPU may change, as it is now."""
 
     def __init__(self, reach: GpuReach) -> None:
         self._grads = [(variable, variable.grad) for variable in reach.variables]
         self._arrays = {words: (array, array.copy()) for words, array in reach.gpu_arrays.items()}
-        self._numbers = Numbers(live.values())
+        self._numbers = SavedNumbers(live.values())
         self._drawn = random.in_use()
 
     def restore(self) -> None:

@@ -188,7 +188,7 @@ class GpuSession:
         if None in stepped:
             self.leave("an optimizer steps what are none of its parameters")
         size = table.words(rule for rule, _ in table.steps).size
-        numbers = Numbers(table, self._cupy.empty(size, np.int64), optimizer, stepped)
+        numbers = LaunchTable(table, self._cupy.empty(size, np.int64), optimizer, stepped)
         self._refills.append(numbers.fill)
         table.launch(numbers.room)
 
@@ -215,7 +215,7 @@ class Pending:
         raise NotCaptured(f".{name} is read of what goes on beside the step")
 
 
-class Numbers:
+class LaunchTable:
     """The table of an optimizer's launch: in ``room``, filled anew where numbers have changed."""
 
     def __init__(self, table: Any, room: Any, optimizer: Any, positions: list[Any]) -> None:

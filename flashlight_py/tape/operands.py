@@ -24,7 +24,7 @@ class Where(NamedTuple):
     offset: int
 
 
-class Memory:
+class StepMemory:
     """The array that an address lies in: of those ``made`` by the step, or its ``arguments``."""
 
     def __init__(
@@ -125,7 +125,7 @@ class Touched:
         return any(b < high and low < e for _, written in self._spans for b, e, _ in written)
 
 
-def is_outcome(note: Note, memory: Memory, kept: set[int]) -> bool:
+def is_outcome(note: Note, memory: StepMemory, kept: set[int]) -> bool:
     """Return whether a note writes to memory that is seen from outside, or does more."""
     if note.effect:
         return True
@@ -148,7 +148,7 @@ def _may_raise(note: Note) -> bool:
 _INDEXING = {operator.getitem, np.take, np.ndarray.take, np.take_along_axis, np.choose}
 
 
-def without_dead(notes: Iterable[Note], memory: Memory, kept: Iterable[int]) -> list[Note]:
+def without_dead(notes: Iterable[Note], memory: StepMemory, kept: Iterable[int]) -> list[Note]:
     """Return the notes that something depends on: those ``kept``, of what was made, and effects."""
     seen_outside = set(kept)
     needed = set(seen_outside)
@@ -213,7 +213,7 @@ def outline(
 
     ``places``: of arrays that others are put in the place of, by their addresses, where that is.
     """
-    memory = Memory(recording.made, arguments)
+    memory = StepMemory(recording.made, arguments)
     unknown: dict[int, Any] = dict(places)
     unknown |= {address_of(each): number for number, each in enumerate(recording.constants)}
 

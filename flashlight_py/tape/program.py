@@ -14,7 +14,7 @@ from flashlight_py.tape.operands import (
     MADE,
     OUTSIDE,
     Arena,
-    Memory,
+    StepMemory,
     Where,
     arrays_in,
     operands_of,
@@ -49,7 +49,7 @@ class Builder:
         has_blas: bool,
     ) -> None:
         self._arguments, self._values = arguments, values
-        self._memory = Memory(recording.made, arguments)
+        self._memory = StepMemory(recording.made, arguments)
         self._lowering = Lowering(self._make, has_blas)
         places = map(self._memory.where, kept)
         self._kept = {where.number for where in places if where.space == MADE}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flashlight_py.doctor import Finding, Health, machine, mpi, running, table
+from flashlight_py.doctor import Finding, Health, machine, mpi, table, trial_run
 from flashlight_py.doctor.__main__ import main
 
 NEEDS_MPI = pytest.mark.skipif(
@@ -169,9 +169,9 @@ def test_an_mpi_that_cannot_be_loaded_is_missing_and_not_tried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(mpi, "_output", lambda *command: ("", "libmpi.so.12: cannot open"))
-    monkeypatch.setattr(running, "_WAYS", [way for way in running._WAYS if way.name == "mpi"])
+    monkeypatch.setattr(trial_run, "_WAYS", [way for way in trial_run._WAYS if way.name == "mpi"])
     (library,) = mpi.look()
-    (way,) = running.look(1.0, [library])
+    (way,) = trial_run.look(1.0, [library])
     assert library.state is way.state is Health.MISSING
     assert library.detail == "mpi4py cannot load it: libmpi.so.12: cannot open"
     assert way.detail.startswith("needs what is not here: library")
@@ -191,7 +191,7 @@ SPEED = '{"seconds": [1e-6, 1e-3], "ranks": 2, "path": "shm"}'
 )
 def test_what_the_ranks_of_a_way_wrote(script: str, state: Health, words: str) -> None:
     """Of whatever is written, by libraries too, the line of rank 0 is found, or its absence."""
-    found = running.tried(running.Way("mpi", 2, starter=("sh", "-c", script)), 10.0)
+    found = trial_run.tried(trial_run.Way("mpi", 2, starter=("sh", "-c", script)), 10.0)
     assert found.state is state
     assert found.detail.startswith(words)
 
@@ -207,15 +207,19 @@ exit 3
 @pytest.mark.parametrize(
     ("way", "timeout", "words"),
     [
-        (running.Way("mpi", 2, starter=("sh", "-c", FAILS)), 10, "exit code 3: OSError: no such"),
-        (running.Way("mpi", 2, starter=("sh", "-c", "sleep 99")), 0.1, "has not ended within 0.1"),
-        (running.Way("shm", 2, "no"), 30, "exit code 1: flrun: rank"),
+        (trial_run.Way("mpi", 2, starter=("sh", "-c", FAILS)), 10, "exit code 3: OSError: no such"),
+        (
+            trial_run.Way("mpi", 2, starter=("sh", "-c", "sleep 99")),
+            0.1,
+            "has not ended within 0.1",
+        ),
+        (trial_run.Way("shm", 2, "no"), 30, "exit code 1: flrun: rank"),
     ],
 )
 def test_a_way_that_fails_is_reported_by_its_cause(
-    way: running.Way, timeout: float, words: str
+    way: trial_run.Way, timeout: float, words: str
 ) -> None:
-    found = running.tried(way, timeout)
+    found = trial_run.tried(way, timeout)
     assert (found.what, found.state) == (way.name, Health.FAILED)
     assert found.detail.startswith(words)
 

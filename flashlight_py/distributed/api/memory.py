@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from flashlight_py.device import Array, is_cupy
-from flashlight_py.distributed.api.running import Group, reason_of, refusing
+from flashlight_py.distributed.api.verb_call import Group, reason_of, refusing
 from flashlight_py.distributed.backends.exchange import BackendStore, Steps
 from flashlight_py.distributed.calls.arrays import dtype_code
 from flashlight_py.distributed.calls.checks import whole

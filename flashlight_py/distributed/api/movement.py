@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 
 from flashlight_py.device import Array, array_module
-from flashlight_py.distributed.api.running import (
+from flashlight_py.distributed.api.verb_call import (
     NO_OUTPUT,
     Group,
     collective,

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from flashlight_py.distributed.api.running import Group, refusing
+from flashlight_py.distributed.api.verb_call import Group, refusing
 from flashlight_py.distributed.backends.exchange import (
     Frame,
     Steps,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
 from flashlight_py.device import Array, array_module, is_cupy
-from flashlight_py.distributed.api.running import (
+from flashlight_py.distributed.api.verb_call import (
     COLLECTIVE,
     Group,
     Output,

@@ -20,8 +20,8 @@ from flashlight_py.launch.failures import Failure
 from flashlight_py.launch.pickling import dumps
 from flashlight_py.parallel.workers.shared_values import (
     ArrayPlace,
-    Memory,
     Part,
+    WorkerMemory,
     array_of,
     is_data,
     put_together,
@@ -93,7 +93,7 @@ class _Share:
     def __init__(
         self, fds: tuple[int, int, int], params: list[ArrayPlace], buffers: list[ArrayPlace]
     ) -> None:
-        model, self.inbox, self.outbox = map(Memory, fds)
+        model, self.inbox, self.outbox = map(WorkerMemory, fds)
         self._params = [Variable(array) for array in model.views(params)]
         for param, view in zip(self._params, model.views(buffers), strict=True):
             param.buffer = view

@@ -84,7 +84,7 @@ def lay_out(arrays: Sequence[Array]) -> tuple[list[ArrayPlace], int]:
     return places, offsets[-1]
 
 
-class Memory:
+class WorkerMemory:
     """Bytes that grow as needed; who has inherited the descriptor ``fd`` makes it with that."""
 
     def __init__(self, fd: int | None = None) -> None:

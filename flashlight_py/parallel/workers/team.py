@@ -24,7 +24,7 @@ from flashlight_py.errors import RankFailedError
 from flashlight_py.launch.failures import Failure
 from flashlight_py.launch.spawning import Worker
 from flashlight_py.parallel.workers.serving import Request, ShareResult, serve
-from flashlight_py.parallel.workers.shared_values import Memory, lay_out
+from flashlight_py.parallel.workers.shared_values import WorkerMemory, lay_out
 
 WHAT = "DataParallel"
 
@@ -36,7 +36,7 @@ class _Held:
     pid: int = field(default_factory=os.getpid)
     is_there: bool = True
     workers: list[Worker] = field(default_factory=list)
-    memories: list[Memory] = field(default_factory=list)
+    memories: list[WorkerMemory] = field(default_factory=list)
     limited: list[Any] = field(default_factory=list)
 
 
@@ -95,7 +95,9 @@ class Team:
 
     def _start(self, count: int, cores: int) -> None:
         memories = self._held.memories
-        memories.extend(Memory() for _ in range(2 * count + 1))  # where one fails, has those before
+        memories.extend(
+            WorkerMemory() for _ in range(2 * count + 1)
+        )  # where one fails, has those before
         model, *boxes = memories
         self._boxes = [*zip(boxes[::2], boxes[1::2], strict=True)]  # to each worker, and from it
         places, size = lay_out([param.data for param in self._params])

@@ -1,6 +1,6 @@
 """A short all_reduce on each path, in processes of their own, each of which runs this module.
 
-``python -m flashlight_py.doctor.running BACKEND DEVICE HOSTS SECONDS`` is one rank: it joins a
+``python -m flashlight_py.doctor.trial_run BACKEND DEVICE HOSTS SECONDS`` is one rank: it joins a
 world, reduces some arrays and checks the sums; rank 0 prints one line of JSON.
 """
 
@@ -26,7 +26,7 @@ from flashlight_py.launch.failures import Tail
 SMALL_BYTES, LARGE_BYTES = 4, 4 << 20
 TITLE = f"all_reduce of {SMALL_BYTES} B and {LARGE_BYTES >> 20} MB, float32"
 
-_MODULE = "flashlight_py.doctor.running"
+_MODULE = "flashlight_py.doctor.trial_run"
 _SIZES, _ROUNDS = {SMALL_BYTES: 50, LARGE_BYTES: 5}, 5  # how often each is reduced in a round
 _GRACE_SECONDS = 10.0
 _REMEDY = "docs/errors.md says what such errors mean; docs/mpi.md is about MPI"
