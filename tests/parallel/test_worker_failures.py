@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import cffi
@@ -76,6 +77,29 @@ def test_ctrl_c_is_not_lost_while_workers_are_dropped(
         fl.DataParallel(Net(), nprocs=2)(rows(0, 0))  # the next one ends them
     assert pids.isdisjoint(processes.running())
     end_dropped()
+
+
+def test_threads_end_dropped_workers_once() -> None:
+    """Each team by one of them: its descriptors are closed once, whoever has their numbers then."""
+    models = [fl.DataParallel(Net(), nprocs=2) for _ in range(2)]
+    for each in models:
+        each(rows(0, 0))
+    for _ in range(3):
+        dropped = fl.DataParallel(Net(), nprocs=3)
+        dropped(rows(0, 0, 0))
+        del dropped
+        gc.collect()
+        begin = threading.Barrier(2)
+
+        def use(model: fl.DataParallel, begin: threading.Barrier = begin) -> None:
+            begin.wait()
+            model(rows(0, 0)).backward(np.ones((2, 3)))
+
+        with ThreadPoolExecutor(2) as threads:
+            for done in [threads.submit(use, each) for each in models]:
+                done.result()
+    for each in models:
+        each.close()
 
 
 def _lose_a_worker(model: fl.DataParallel) -> None:

@@ -331,6 +331,40 @@ def test_a_checkpoint_of_the_wrapped_module_is_one_of_the_module(tmp_path: Path)
     assert np.array_equal(net.hidden.weight.array, other.hidden.weight.array)
 
 
+class Counted(fl.nn.Module):
+    """The number of rows that a share has, in each of them."""
+
+    def forward(self, x: fl.Variable) -> fl.Variable:
+        return x * 0 + x.shape[0]
+
+
+def test_shares_differ_by_one_row_and_none_is_empty() -> None:
+    model = fl.DataParallel(Counted(), nprocs=3)
+    for count, shares in [(7, [3, 2, 2]), (3, [1, 1, 1]), (2, [1, 1]), (1, [1])]:
+        found = model(fl.input(np.zeros((count, 1)))).array[:, 0].tolist()
+        assert found == [share for share in shares for _ in range(share)]
+    model.close()
+
+
+class Energy(fl.nn.Module):
+    """An energy of each row and its slope, which is computed by a backward pass of its own."""
+
+    def forward(self, x: fl.Variable) -> Any:
+        at = fl.param(x.array.copy())
+        energy = F.sum(at * at, [1])
+        energy.backward(np.ones(len(x.array)))
+        return energy, fl.input(at.grad)
+
+
+def test_a_forward_pass_may_have_a_backward_pass_in_it() -> None:
+    model = fl.DataParallel(Energy(), nprocs=2)
+    energy, slope = model(fl.input(np.arange(8.0).reshape(4, 2)))
+    assert energy.array.tolist() == [1, 13, 41, 85]
+    assert slope.array.tolist() == (2 * np.arange(8.0).reshape(4, 2)).tolist()
+    model.close()
+
+
+@pytest.mark.slow
 def test_parameters_of_another_dtype_need_other_workers() -> None:
     model = fl.DataParallel(Net(), nprocs=2)
     model(rows(0, 0))

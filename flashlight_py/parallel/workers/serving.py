@@ -162,5 +162,6 @@ def _leaves_below(result: Part) -> list[Variable]:
     if result.node is None:
         return [result]
     walk = Walk(result.node, result.array, False)
-    walk.count([result.node], (), walk.pending)
+    with suppress(RuntimeError):  # it has been differentiated: that is for who does so again
+        walk.count([result.node], (), walk.pending)
     return [target for target in walk.pending if isinstance(target, Variable)]

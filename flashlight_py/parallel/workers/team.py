@@ -11,6 +11,7 @@ import os
 import pickle
 import sys
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -41,16 +42,20 @@ class _Held:
 
 
 _watched: dict[weakref.ref[Team], _Held] = {}
+_dropped: deque[weakref.ref[Team]] = deque()
 
 
-def end_dropped(others_too: bool = False) -> None:
-    """End the workers of teams that were collected."""
+def end_dropped() -> None:
+    """End the workers of teams that were collected, each on one thread."""
+    with suppress(IndexError):  # another thread has the last one
+        while _dropped:
+            _end(_dropped.popleft())
+
+
+@atexit.register
+def _end_all() -> None:
     for team in list(_watched):
-        if others_too or team() is None:
-            _end(team)
-
-
-atexit.register(end_dropped, others_too=True)
+        _end(team)
 
 
 def _end(team: weakref.ref[Team]) -> None:
@@ -88,16 +93,14 @@ class Team:
         self._waiting = 0  # workers whose answer has not been received
         self._asker: weakref.ref[Any] | None = None
         end_dropped()
-        self._held = held = _watched[weakref.ref(self)] = _Held()
+        self._held = held = _watched[weakref.ref(self, _dropped.append)] = _Held()
         self._workers = held.workers
         with self._ending_on_errors():
             self._start(count, cores)
 
     def _start(self, count: int, cores: int) -> None:
-        memories = self._held.memories
-        memories.extend(
-            WorkerMemory() for _ in range(2 * count + 1)
-        )  # where one fails, has those before
+        memories = self._held.memories  # where one fails, has those before
+        memories.extend(WorkerMemory() for _ in range(2 * count + 1))
         model, *boxes = memories
         self._boxes = [*zip(boxes[::2], boxes[1::2], strict=True)]  # to each worker, and from it
         places, size = lay_out([param.data for param in self._params])

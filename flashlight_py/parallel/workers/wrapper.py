@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from itertools import pairwise, zip_longest
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -34,6 +34,8 @@ from flashlight_py.parallel.workers.team import WHAT, Team
 
 # What stands for the workers in a graph has a value, which nobody needs.
 _NOTHING = np.zeros(())
+# Of one leaf: which worker has which gradient.
+Parts: TypeAlias = list[tuple[int, Array]]
 
 
 class DataParallel(Module):
@@ -226,7 +228,7 @@ class WorkersGraph:
         self._arrays: dict[Leaf, Array] = {}  # what may have a gradient
         # Of the pass that is running:
         self._noted: dict[int, list[Array]] = {}  # by result: the gradient of each worker's rows
-        self._grads: dict[Leaf, Array] | None = {}  # None: the workers have yet to answer
+        self._parts: dict[Leaf, Parts] | None = {}  # not taken yet; None: the workers will answer
         team.numbers[weakref.ref(self)] = number
 
     def join(
@@ -294,41 +296,44 @@ class WorkersGraph:
         request = "backward", self._number, (list(self._noted),)
         seeds = zip(*self._noted.values(), strict=True)  # of each worker
         self._team.ask([(request, each) for each in seeds], self)
-        self._grads = None
+        self._parts = None
         return grad
 
-    def _gradient(self, leaf: Leaf, _: object = None) -> Array:
-        return self._received()[leaf]
+    def _gradient(self, leaf: Leaf, _: object) -> Array:
+        """Return the sum over the workers for a parameter, the gradient of all rows of an input.
 
-    def _received(self) -> dict[Leaf, Array]:
-        """Return the sums over the workers for parameters, and the gradients of all rows of inputs.
-
-        Those of this process's share are zeros. Blocks until the workers have answered.
+        The rows of this process's share are zeros there. One at a time, as the pass takes them.
         """
-        if self._grads is None:
-            grads: dict[Leaf, Array] = {}
-            of_params: dict[Leaf, list[Array]] = {}
+        parts = self._received().pop(leaf)
+        if not leaf[0]:
+            whole = np.zeros_like(self._arrays[leaf])
+            for worker, part in parts:
+                whole[self._shares[worker]] = part
+            return whole
+        (_, first), *others = parts
+        if not others:
+            return first
+        total = np.asarray(first + others[0][1])  # NumPy makes a scalar where there is no dimension
+        for _, part in others[1:]:
+            total += part
+        return total
+
+    def _received(self) -> dict[Leaf, Parts]:
+        """Return what the workers have for each leaf; blocks until they have answered."""
+        if self._parts is None:
+            parts: dict[Leaf, Parts] = {}
             for worker, (leaves, arrays) in enumerate(self._team.answers()):
                 for leaf, array in zip_longest(leaves, arrays):  # of inputs, which come first
-                    if leaf[0]:
-                        of_params.setdefault(leaf, []).append(self._team.grads[worker][leaf[1]])
-                        continue
-                    if leaf not in grads:
-                        grads[leaf] = np.zeros_like(self._arrays[leaf])
-                    grads[leaf][self._shares[worker]] = array
-            for leaf, parts in of_params.items():
-                # NumPy makes a scalar where there is no dimension.
-                total = np.asarray(parts[0] + parts[1]) if len(parts) > 1 else parts[0]
-                for part in parts[2:]:
-                    total += part
-                grads[leaf] = total
-            self._grads = grads
-        return self._grads
+                    grad = self._team.grads[worker][leaf[1]] if leaf[0] else array
+                    parts.setdefault(leaf, []).append((worker, grad))
+            self._parts = parts
+        return self._parts
 
     def save(self) -> None:
-        """Copy what the running pass may still take; see ``Team.ask``."""
-        self._grads = {leaf: np.array(grad) for leaf, grad in self._received().items()}
+        """Copy what the running pass has not taken yet; see ``Team.ask``."""
+        for parts in self._received().values():
+            parts[:] = [(worker, np.array(part)) for worker, part in parts]
 
     def _forget(self, completed: bool) -> None:
         self._noted.clear()
-        self._grads = {}
+        self._parts = {}
