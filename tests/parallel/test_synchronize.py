@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import json
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -100,7 +102,17 @@ def count_transfers(rank: int, size: int) -> list[int]:
 
 
 def test_all_dtypes_share_a_transfer_and_shared_arrays_are_in_it_once(pool: Any) -> None:
-    assert pool(2).run(count_transfers) == [[8000 + 16 + len("[1.5]")]] * 2
+    number = json.dumps([np.float64(1.5).tobytes().hex()])
+    assert pool(2).run(count_transfers) == [[8000 + 16 + len(number)]] * 2
+
+
+def send_not_a_number(rank: int, size: int) -> str:
+    (mine,) = struct.unpack("=d", bytes.fromhex("230100000000f8ff" if rank == 0 else "00" * 8))
+    return struct.pack("=d", fl.synchronize({"value": mine})["value"]).hex()
+
+
+def test_a_number_keeps_its_bits(pool: Any) -> None:
+    assert pool(2).run(send_not_a_number) == ["230100000000f8ff"] * 2
 
 
 def test_arrays_on_gpus_travel_beside_those_on_the_cpu(pool: Any) -> None:

@@ -39,7 +39,7 @@ def whole_number(what: str, name: str, value: object, least: int = 0) -> int:
 
 def check_rank(size: int, verb: str, name: str, rank: object) -> int:
     """Return ``rank``, the argument called ``name``, as an int: a rank of a group of ``size``."""
-    number = whole(rank)
+    number = None if isinstance(rank, bool) else whole(rank)
     if number is None or not 0 <= number < size:
         raise ValueError(
             f"{verb}: {name} must be a rank of this group, 0 to {size - 1}; got {rank!r}"

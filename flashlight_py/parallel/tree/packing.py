@@ -72,12 +72,10 @@ def encode_numbers(numbers: Iterable[Any]) -> bytes:
     return json.dumps(encoded).encode() if encoded else b""
 
 
-def _encoded(number: Any) -> Any:
-    if isinstance(number, np.generic):
-        return number.tobytes().hex()
+def _encoded(number: Any) -> str:
     if type(number) is int:
         return hex(number)  # in decimals the number of digits is limited
-    return [number.real, number.imag] if type(number) is complex else number
+    return np.asarray(number).tobytes().hex()  # as JSON a NaN would lose its bits
 
 
 def decode_numbers(like: Sequence[Any], data: bytes) -> list[Any]:
@@ -85,12 +83,11 @@ def decode_numbers(like: Sequence[Any], data: bytes) -> list[Any]:
     return [_decoded(*each) for each in zip(like, json.loads(data or b"[]"), strict=True)]
 
 
-def _decoded(like: Any, number: Any) -> Any:
-    if isinstance(like, np.generic):
-        return np.frombuffer(bytes.fromhex(number), like.dtype)[0]
+def _decoded(like: Any, number: str) -> Any:
     if type(like) is int:
         return int(number, 16)
-    return complex(*number) if type(like) is complex else number
+    value = np.frombuffer(bytes.fromhex(number), np.asarray(like).dtype)[0]
+    return value if isinstance(like, np.generic) else value.item()
 
 
 # Numbers into a tree ------------------------------------------------------------------------------
