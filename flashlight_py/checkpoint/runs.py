@@ -231,9 +231,10 @@ def load(
     if found is None:
         return None
     content = state if members.rank == 0 else np.empty(found.manifest.state.nbytes, np.uint8)
+    state = members.broadcast(content)  # its error is the group's, and not one to share
     tree: dict[str, Any] = {}
     with Attempt("load", members) as attempt:
-        tree = from_bytes(members.broadcast(content))
+        tree = from_bytes(state)
         _restore(members, found.path, tree, parts, rng)
     attempt.share()
     manifest = found.manifest

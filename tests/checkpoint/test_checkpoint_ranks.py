@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import flashlight_py as fl
 from flashlight_py.errors import CheckpointError, MismatchError, PeerLostError
 from tests.checkpoint.runs import Run
 from tests.distributed import conformance
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_outcomes, run_ranks
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -165,6 +167,29 @@ def saves_on_rank_0_alone(rank: int, size: int, folder: Path, loads: bool) -> st
     except MismatchError as error:
         return str(error)
     return ""
+
+
+def loads_until_a_rank_dies(rank: int, size: int, folder: Path) -> str:
+    """A fake of ``broadcast``: nothing else ends a rank between two steps of ``load``."""
+    run = Run(seed=rank)
+    run.save(folder, 1)
+    if rank == 1:
+        broadcast_object = fl.distributed.ProcessGroup.broadcast_object
+
+        def last(*given: Any) -> Any:
+            broadcast_object(*given)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        fl.distributed.ProcessGroup.broadcast_object = last  # type: ignore[method-assign]
+    with pytest.raises(PeerLostError) as caught:
+        run.load(folder)
+    return str(caught.value)
+
+
+def test_a_rank_that_dies_while_others_load_is_named(tmp_path: Path) -> None:
+    outcome, _ = run_outcomes(loads_until_a_rank_dies, 2, tmp_path)
+    assert outcome.ok, outcome.report()
+    assert "lost rank 1 (its process has ended)" in outcome.value
 
 
 @pytest.mark.parametrize("verb", ["save", "load"])
