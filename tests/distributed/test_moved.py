@@ -180,6 +180,16 @@ def every_verb(rank: int, size: int, name: Any, rows: int) -> None:
     messages(rank, size, x, everyone, dtype)
 
 
+def scatter_what_cannot_be_pickled(rank: int, size: int) -> None:
+    dtype = np.dtype("i4", metadata={"of": lambda: 1})
+    x = np.arange(size, dtype=np.int32).astype(dtype)
+    assert fl.scatter(x if rank == 0 else None, 0, rows=[1] * size).tolist() == [rank]
+
+
+def test_what_a_dtype_carries_stays_where_it_is(pool: Any) -> None:
+    pool(2).run(scatter_what_cannot_be_pickled)
+
+
 def messages(rank: int, size: int, x: Any, everyone: list[Any], dtype: np.dtype[Any]) -> None:
     after, before = (rank + 1) % size, (rank - 1) % size
     come = everyone[before]

@@ -277,6 +277,18 @@ def test_what_ends_a_program_is_no_refusal_and_ends_the_group(ranks: Any) -> Non
     ranks.run(interrupted)
 
 
+def begin_what_a_generator_yields(rank: int, size: int) -> None:
+    if rank < 2:
+        got = np.zeros(3)
+        ops = (fl.P2POp(kind, x, 1 - rank) for kind, x in (("send", np.ones(3)), ("recv", got)))
+        assert len(fl.batch_isend_irecv(ops).wait()) == 2  # type: ignore[arg-type]
+        assert got.tolist() == [1.0] * 3
+
+
+def test_a_generator_of_messages_is_as_good_as_a_list(ranks: Any) -> None:
+    ranks.run(begin_what_a_generator_yields)
+
+
 def refuse_beside_an_open_receive(rank: int, size: int) -> None:
     if rank == ODD:
         ops = [fl.P2POp("send", None, 0, tag=4), fl.P2POp("recv", ones(), None, tag=9)]

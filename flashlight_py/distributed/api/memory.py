@@ -165,6 +165,7 @@ def _array_of_host(store: Store, load: Callable[..., Any], layout: Layout | None
         problems = [text.decode() for text in store.exchange(words.encode())]
         _raise_first(store, "while it mapped it", problems, error)
     finally:  # also where a rank was lost meanwhile, or a signal handler raised
+        del error  # whose traceback has this frame
         if file is not None:
             file.close()
         elif path and named:
@@ -233,8 +234,11 @@ def _copy(source: Array, target: Array) -> None:
 
 def _raise_first(store: Store, doing: str, problems: Sequence[str], own: Exception | None) -> None:
     """Raise this rank's own exception, else RankFailedError for the first rank that has one."""
-    if own is not None:
-        raise own
+    try:
+        if own is not None:
+            raise own
+    finally:
+        del own
     for rank, problem in enumerate(problems):
         if problem:
             raise RankFailedError(

@@ -177,9 +177,10 @@ def batch_isend_irecv(ops: Sequence[P2POp], group: Group = None) -> Work[list[An
     works = native_sendrecv(group)(ops)
     if works is not NotImplemented:
         return AllOf([one if isinstance(one, Work) else Done(one) for one in works])
-    members, given = of(group), [getattr(op, "x", None) for op in ops]
+    members, ops = of(group), list(ops)
+    given = [getattr(op, "x", None) for op in ops]
     # Nobody in particular waits for a receive from any rank.
-    known = isinstance(ops, Sequence) and all(isinstance(op, P2POp) for op in ops)
+    known = all(isinstance(op, P2POp) for op in ops)
     begun = [op for op in ops if op.sends or op.peer is not None] if known else []
     with refusing(members, "batch_isend_irecv", begun, given):
         for op in ops:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -23,8 +23,10 @@ from flashlight_py.distributed.calls.arrays import (
     MOVED,
     as_array,
     code_of,
+    in_text,
     name_of,
     of_bytes,
+    of_text,
     pack,
     require_length,
     with_text,
@@ -281,16 +283,15 @@ def _scatter_rows(
     return finish(members, call, members.journal.run([call], "scatter", move), space)
 
 
-_Kind: TypeAlias = "tuple[np.dtype[Any], tuple[int, ...]]"
-
-
-def _agree(members: Membership, call: Call, counts: list[int]) -> _Kind:
+def _agree(
+    members: Membership, call: Call, counts: list[int]
+) -> tuple[np.dtype[Any], tuple[int, ...]]:
     """Return the dtype and the dimensions after the first of what the root passes.
 
     On every rank MismatchError where one passed other ``rows``, or another kind of ``out``.
     """
     like, root = call.out, call.root
-    kind = None if like is None else (like.dtype.newbyteorder("="), like.shape[1:])
+    kind = None if like is None else (in_text(like.dtype), like.shape[1:])
     mine = pickle.dumps((counts, root, kind))
     calls = [
         pickle.loads(each)
@@ -303,11 +304,12 @@ def _agree(members: Membership, call: Call, counts: list[int]) -> _Kind:
         raise MismatchError(
             different_calls(where, "this call", enumerate(words), "Nothing was sent")
         )
-    return measure[2]
+    dtype, shape = measure[2]
+    return of_text(dtype), shape
 
 
-def _in_words(counts: list[int], root: int, kind: _Kind | None) -> str:
-    what = "" if kind is None else f"{name_of(kind[0])} rows of {kind[1]}, "
+def _in_words(counts: list[int], root: int, kind: tuple[str, tuple[int, ...]] | None) -> str:
+    what = "" if kind is None else f"{name_of(of_text(kind[0]))} rows of {kind[1]}, "
     return f"scatter({what}rows={counts}, root={root})"
 
 

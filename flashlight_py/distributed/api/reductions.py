@@ -10,9 +10,7 @@ from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed.api.verb_call import (
     COLLECTIVE,
     Group,
-    Output,
     collective,
-    finish,
     reduction,
     refusing,
 )
@@ -352,9 +350,14 @@ def _one_by_one(members: Membership, arrays: list[Array], op: Op, scale: float) 
         terms = [pack_terms(array, reduce_op) for array in on_gpu]
         calls = [Call(ALL_REDUCE, *term[:2], factor, blocking=False) for term in terms]
         work = members.run_many(calls, "all_reduce_multiple")
-        for array, term, call in zip(on_gpu, terms, calls, strict=True):
-            space = Output(array, array, term.array)
-            works.append(finish(members, call, work, space, term.back))
+
+        def unpack(_: Any) -> None:
+            for array, term in zip(on_gpu, terms, strict=True):
+                part = term.array if term.back is None else term.back(term.array)
+                if part is not array:
+                    array[...] = part
+
+        works.append(members.keep(Then(work, unpack)))
     return works
 
 
