@@ -96,10 +96,11 @@ class AverageValueMeter(Meter):
         """
         if weight < 0:
             raise ValueError(f"the weight must not be negative, got {weight}")
-        count: int = getattr(value, "size", 1)
+        is_array = getattr(value, "ndim", 0) > 0  # a tensor of torch has a method of this name
+        count: int = value.size if is_array else 1  # type: ignore[union-attr]
         if not count or not weight:
             return
-        if getattr(value, "ndim", 0):
+        if is_array:
             values = value.astype(np.float64)  # type: ignore[union-attr]  # a float has no ndim
             mean = float(values.mean())
             deviation = weight * float(((values - mean) ** 2).sum())

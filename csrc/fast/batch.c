@@ -32,7 +32,7 @@ typedef struct {
   int count;
 } batch;
 
-/* What a P2POp (messaging.py) says: 1, or 0 with or without an exception. */
+/* What a P2POp (calls/call.py) says: 1, or 0 with or without an exception. */
 static int read_message(const Binding *binding, PyObject *op, batch *all) {
   PyObject *kind = PyObject_GetAttr(op, name_kind), *peer = PyObject_GetAttr(op, name_peer);
   PyObject *tag = PyObject_GetAttr(op, name_tag), *partial = PyObject_GetAttr(op, name_partial);

@@ -136,6 +136,16 @@ class TensorDataset(Dataset):
         """Return the rows at ``indices`` of every array, as new arrays of shape (batch, ...)."""
         return tuple([array[indices] for array in self.arrays])
 
+    def batches(self, batch_size: int, stop: int) -> Iterator[Sample]:
+        """Iterate over views of ``batch_size`` rows each, up to row ``stop``; the last is shorter.
+
+        No line of Python runs per batch: a training step may take no longer than one would.
+        """
+        starts = range(0, stop, batch_size)
+        stops = [*starts[1:], stop] if starts else []
+        views = (map(array.__getitem__, map(slice, starts, stops)) for array in self.arrays)
+        return zip(*views, strict=True)
+
     def __iter__(self) -> Iterator[Sample]:
         return zip(*self.arrays, strict=True)
 
@@ -209,14 +219,9 @@ class BatchDataset(Dataset):
 
     def __iter__(self) -> Iterator[Sample]:
         """Go through all batches in order."""
-        if self._functions is not None or not isinstance(self._dataset, TensorDataset):
-            return super().__iter__()
-        # No line of Python runs per batch: a training step may take no longer than one would.
-        starts = range(0, self._stop, self._batch_size)
-        stops = [*starts[1:], self._stop] if starts else []
-        arrays = self._dataset.arrays
-        views = (map(array.__getitem__, map(slice, starts, stops)) for array in arrays)
-        return zip(*views, strict=True)
+        if self._functions is None and isinstance(self._dataset, TensorDataset):
+            return self._dataset.batches(self._batch_size, self._stop)
+        return super().__iter__()
 
 
 class ResampleDataset(Dataset):

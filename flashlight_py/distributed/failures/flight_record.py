@@ -194,6 +194,7 @@ def stacks() -> list[str]:
             for line in "".join(traceback.format_list([entry])).rstrip().splitlines()
         ]
         lines += [f"Thread {names.get(ident, ident)} (most recent call last):", *entries]
+    del frame  # this one, or one that it stands in: a cycle
     return lines
 
 

@@ -113,12 +113,14 @@ class Record:
 
     def _settle(self) -> None:
         """Find out whether an operation that nobody has waited for has ended meanwhile."""
+        if self.ended:
+            return
         work = None if self.work is None else self.work()
         if self.flight is not None:
             ended = self.flight.ended
         else:
             ended = work.end_time() if work is not None and work.is_completed() else None
-        if ended is not None and not self.ended:
+        if ended is not None:
             self.ended = int(ended * 1e9)
 
 

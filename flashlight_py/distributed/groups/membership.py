@@ -86,11 +86,11 @@ class Membership:
             self.rank = backend.rank
             name = "world" if ranks is None else name_of_group(self.ranks)
             self.journal = Journal(name, self.ranks, backend.path)
-            self.native, self.native_sendrecv = backend.bind(self.journal)
-            backend.count = self.journal.count
             self._joined.append(backend)
             if joiner is not None or backend.size > 1:
                 _watched[weakref.ref(self, dropped.append)] = self._joined
+            self.native, self.native_sendrecv = backend.bind(self.journal)
+            backend.count = self.journal.count
         self.size = len(self.ranks)
         self.native_replay = reduced_alone if self.size == 1 else self.native
 
