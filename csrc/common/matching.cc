@@ -21,11 +21,16 @@ bool Search::look() {
     if (!has_come(from, offered_)) continue;
     const QueueId id{from, false, tag_};
     if (any_ && !queues_.enter(id)) continue;  // another receive takes it
-    if (has_come(from, offered_)) {
-      found_ = from;
-      return true;
-    }
-    if (any_) queues_.leave(id);  // one that has ended meanwhile took it
+    const struct Leave {  // also where reading fails
+      Search& search;
+      const QueueId& id;
+      ~Leave() {
+        if (search.any_ && search.found_ < 0) search.queues_.leave(id);
+      }
+    } leave{*this, id};
+    if (!has_come(from, offered_)) continue;  // one that has ended meanwhile took it
+    found_ = from;
+    return true;
   }
   return false;
 }

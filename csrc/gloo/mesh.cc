@@ -190,10 +190,14 @@ void Mesh::send_departure(gloo::transport::Pair& pair) {
 }
 
 void Mesh::leave() {
-  const std::lock_guard<std::mutex> lock(asking_);
-  if (own_departure_buffer_ != nullptr) return;
-  own_departure_buffer_ = createUnboundBuffer(&own_departure_, sizeof own_departure_);
-  for (gloo::transport::Pair* pair : connections_) {
+  std::vector<gloo::transport::Pair*> connections;
+  {
+    const std::lock_guard<std::mutex> lock(asking_);
+    if (own_departure_buffer_ != nullptr) return;
+    own_departure_buffer_ = createUnboundBuffer(&own_departure_, sizeof own_departure_);
+    connections = connections_;  // those that come later, post_control notifies
+  }
+  for (gloo::transport::Pair* pair : connections) {  // one that fails waits for Gloo's thread
     if (pair == nullptr) continue;
     try {
       send_departure(*pair);
@@ -302,13 +306,19 @@ std::map<int, std::string> Mesh::broken_pairs() {
 }
 
 // Who gives up because of another closes later: when the reason has come through, or not for so long. One
-// that has left as planned is no cause, unless it is waited for.
+// that has left as planned is no cause, unless it is waited for or nobody else has gone.
 std::vector<int> Mesh::first_of(const std::map<int, std::string>& broken, int peer) const {
   std::vector<int> suspects, found;
   for (const auto& each : broken) {
     if (!is_present(departures_[each.first]) || each.first == peer) suspects.push_back(each.first);
   }
-  const auto end_of = [&](int each) { return links_->pair(each)->ended_at(); };
+  if (suspects.empty()) {
+    for (const auto& each : broken) suspects.push_back(each.first);
+  }
+  const auto end_of = [&](int each) {
+    const Pair* const pair = links_->pair(each);
+    return pair != nullptr ? pair->ended_at() : kNever;
+  };
   auto first = kNever;
   for (int each : suspects) first = std::min(first, end_of(each));
   for (int each : suspects) {
@@ -381,7 +391,8 @@ void Mesh::report_to_others(const Failure& failure) {
   // A connection that is closed while something comes from the other end drops what is on its way there.
   const auto is_delivered = [&] {
     for (int peer = 0; peer < size; ++peer) {
-      if (is_connected(peer) && !links_->pair(peer)->has_delivered()) return false;
+      Pair* const pair = links_->pair(peer);
+      if (pair != nullptr && !pair->has_delivered(kGoodbye)) return false;
     }
     return static_cast<Receiver&>(*buffer).sent() >= sent;
   };

@@ -81,10 +81,14 @@ void Pair::read_what_has_arrived() {
   if (state_ == CONNECTED) handleReadWrite(EPOLLIN);
 }
 
-bool Pair::has_delivered() {
+bool Pair::has_delivered(std::chrono::milliseconds silence) {
   const std::lock_guard<std::mutex> lock(m_);
   int unacknowledged = 0;
-  return state_ != CONNECTED || ioctl(fd_, SIOCOUTQ, &unacknowledged) != 0 || unacknowledged == 0;
+  tcp_info info{};
+  socklen_t size = sizeof info;
+  if (state_ != CONNECTED || ioctl(fd_, SIOCOUTQ, &unacknowledged) != 0 || unacknowledged == 0) return true;
+  getsockopt(fd_, IPPROTO_TCP, TCP_INFO, &info, &size);
+  return std::chrono::milliseconds(info.tcpi_last_ack_recv) >= silence;
 }
 
 void Pair::changeState(state next) noexcept {

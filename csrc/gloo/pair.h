@@ -7,6 +7,7 @@
 #include <gloo/transport/tcp/unbound_buffer.h>
 
 #include <atomic>
+#include <chrono>
 
 #include "../common/operation.h"
 
@@ -36,8 +37,9 @@ class Pair : public gloo::transport::tcp::Pair {
 
   // When the connection ended; kNever: it has not.
   Clock::time_point ended_at() const { return ended_at_; }
-  // Whether the peer's kernel has all that was sent; so has the peer, also where this end closes now.
-  bool has_delivered();
+  // Whether the peer's kernel has all that was sent, or has said nothing for as long as `silence`. What it
+  // has, the peer gets, also where this end closes now.
+  bool has_delivered(std::chrono::milliseconds silence);
 
  private:
   friend class Packet;

@@ -157,12 +157,14 @@ def wait_for_one_that_goes(rank: int, size: int, closes: bool) -> str:
     """Rank 1 goes, and then rank 0, for which rank 2 waits."""
     group = fl.new_group(range(size))
     pids = group.all_gather_object(os.getpid())
+    first = os.pidfd_open(pids[1])
+    group.barrier()
     if rank == 1:
         if closes:
             group.close()
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 0:
-        select.select([os.pidfd_open(pids[1])], [], [])
+        select.select([first], [], [])
         time.sleep(0.5)  # as long as a reason for giving up may take to come through
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(fl.errors.PeerLostError) as caught:
@@ -179,6 +181,24 @@ def test_the_first_rank_that_was_lost_is_named(closes: bool) -> None:
     outcomes = run_outcomes(wait_for_one_that_goes, 3, closes, params={"BACKEND": "gloo"})
     assert outcomes[2].ok, outcomes[2].report()
     assert f"lost rank {0 if closes else 1} (" in outcomes[2].value
+
+
+def call_when_another_has_left(rank: int, size: int) -> str:
+    group = fl.new_group(range(size))
+    group.barrier()
+    if rank == 1:
+        group.close()
+        fl.barrier()
+        return ""
+    fl.barrier()
+    with pytest.raises(fl.errors.PeerLostError) as caught:
+        group.all_to_all(np.ones(size))
+    return str(caught.value)
+
+
+def test_a_rank_that_has_left_is_named_where_nobody_else_has_gone() -> None:
+    said = run_ranks(call_when_another_has_left, 3, params={"BACKEND": "gloo"})
+    assert ["lost rank 1 (" in each for each in said] == [True, False, True], said
 
 
 def stay_away(rank: int, size: int, seconds: float) -> str:
