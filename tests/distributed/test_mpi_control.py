@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
+import flashlight_py as fl
 from tests.distributed import mpi_mix, mpi_ranks
 from tests.distributed.conformance import two_hosts
 from tests.distributed.harness import run_outcomes
@@ -92,6 +94,25 @@ def test_a_rank_that_stays_away_is_named_on_several_hosts(control: str) -> None:
     outcomes = run_outcomes(stay_away, 3, 4.0, **mpi_world(control, TIMEOUT=1))
     for rank in (0, 2):
         assert "rank 1 did not join within" in outcomes[rank].value, outcomes[rank].report()
+
+
+def reduce_where_another_has_left(rank: int, size: int) -> None:
+    group = fl.new_group(range(size))
+    if rank == size - 1:
+        group.close()
+    else:
+        with pytest.raises(fl.errors.DistributedError):
+            group.all_reduce(np.full(4, 5.0))
+    fl.barrier()
+
+
+@pytest.mark.slow
+def test_without_comparing_a_rank_that_has_left_takes_no_part() -> None:
+    world: dict[str, Any] = {"init": "mpi", "params": {"BACKEND": "mpi", "TIMEOUT": 2}}
+    outcomes = run_outcomes(
+        reduce_where_another_has_left, 3, env={"FLASHLIGHT_CHECKS": "0"}, **world
+    )
+    assert all(outcome.ok for outcome in outcomes), outcomes
 
 
 @pytest.mark.slow

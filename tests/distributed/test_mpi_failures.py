@@ -55,6 +55,21 @@ fl.all_reduce(np.zeros(3))
     assert "ValueError: no such file" in output
 
 
+@pytest.mark.parametrize("call", ["Ibarrier()", "Iallreduce(np.ones(4), np.empty(4))"])
+def test_a_rank_that_raises_takes_no_part_in_calls_of_the_program(call: str) -> None:
+    """Nor would its last words be taken for a part: they have a communicator of their own."""
+    script = f"""
+from mpi4py import MPI
+if rank == 1:
+    raise ValueError("no such file")
+MPI.COMM_WORLD.{call}.Wait()
+print("all are here", flush=True)
+"""
+    code, output = run(2, script)
+    assert code != 0
+    assert "all are here" not in output
+
+
 @pytest.mark.slow
 def test_an_uncaught_exception_ends_ranks_that_compute_too() -> None:
     script = """

@@ -17,11 +17,14 @@ from flashlight_py.interfaces import own_addresses
 pytest.importorskip("mpi4py")
 
 ROOT = Path(__file__).parents[2]
-PREAMBLE = """
+IMPORTS = """
 import sys
 from flashlight_py.distributed.rendezvous.mpi_store import MpiStore
 from flashlight_py.errors import RendezvousError
-
+"""
+PREAMBLE = (
+    IMPORTS
+    + """
 def say(text):
     sys.stdout.write(f"{store.rank}: {text}\\n")
 
@@ -33,13 +36,14 @@ def refusal():
 
 store = MpiStore(timeout=TIMEOUT)
 """
+)
 
 
 def preamble(timeout: float) -> str:
     return PREAMBLE.replace("TIMEOUT", str(timeout))
 
 
-def mpirun(size: int, script: str, timeout: float = 20.0) -> list[str]:
+def mpirun(size: int, script: str, timeout: float = 20.0, begins: bool = True) -> list[str]:
     """Run ``script`` on ``size`` ranks and return what they say, sorted; they must end well."""
     command = [
         "mpirun",
@@ -47,7 +51,7 @@ def mpirun(size: int, script: str, timeout: float = 20.0) -> list[str]:
         str(size),
         sys.executable,
         "-c",
-        preamble(timeout) + script,
+        (preamble(timeout) if begins else IMPORTS) + script,
     ]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     environ = {**os.environ, "PATH": path}
@@ -97,6 +101,39 @@ else:
     say("rank 1 aborted: no network" in refusal())
 """
     assert mpirun(3, script) == ["0: True", "2: True"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_abort_before_the_first_exchange_reaches_everybody(rank: int) -> None:
+    script = f"""
+if store.rank == {rank}:
+    store.abort("no memory")
+else:
+    say("rank {rank} aborted: no memory" in refusal())
+"""
+    assert mpirun(3, script) == [f"{other}: True" for other in range(3) if other != rank]
+
+
+def test_others_are_told_that_rank_0_cannot_listen() -> None:
+    """A fake of ``listen``: a system without descriptors would have none for MPI either."""
+    script = """
+from mpi4py import MPI
+
+def listen(self, backlog):
+    raise OSError("too many open files")
+
+if MPI.COMM_WORLD.Get_rank() == 0:
+    MpiStore.listen = listen
+    words = "rank 0 of 2: too many open files"
+else:
+    words = "rank 0 cannot listen for the others"
+try:
+    store = MpiStore(timeout=20)
+    store.exchange(b"")
+except RendezvousError as error:
+    sys.stdout.write(f"{MPI.COMM_WORLD.Get_rank()}: {words in str(error)}\\n")
+"""
+    assert mpirun(2, script, begins=False) == ["0: True", "1: True"]
 
 
 def test_rank_0_leaves_when_all_have_left_or_one_has_aborted() -> None:

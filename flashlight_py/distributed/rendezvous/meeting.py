@@ -279,6 +279,9 @@ class Client:
 
     def abort(self, reason: str) -> None:
         """Report the reason to rank 0, which notifies everybody."""
+        if self._round == 0 and not self.members:  # the others wait for this rank to come
+            with suppress(RendezvousError):
+                self.members[0] = self._connect(time.monotonic() + _SHORTLY)
         self._send_last(Kind.FAILURE, reason.encode())
 
     def _send_last(self, kind: Kind, body: bytes) -> None:
@@ -574,7 +577,7 @@ class Server:
         self.close()
 
     def abort(self, reason: str) -> None:
-        """Send the reason to all that are connected, and stop listening."""
+        """Send the reason to all that are connected, or are about to be, and stop listening."""
         until = time.monotonic() + _SHORTLY
         with suppress(RendezvousError):  # a second failure is no news
             # Take in who has joined since, and those that are just doing so.
@@ -582,7 +585,7 @@ class Server:
                 is_joining = any(not each.is_refused for each in self._candidates)
                 if not self.serve_ready(left if is_joining else 0.0):
                     break
-        self._failure(reason)
+        self._failure(reason, set(range(1, self._size)) if self._round == 0 else frozenset())
 
     def _disagreement(self, reason: str, rank: int, culprit: Connection) -> RendezvousError:
         """Notify everybody that a greeting contradicts, and return the error to raise.

@@ -121,6 +121,8 @@ class MpiStore(MeetingPoint):
             listener, hosts = socket.create_server((LOOPBACK, 0), backlog=backlog), [LOOPBACK]
         else:
             listener, hosts = listen_everywhere(0, backlog), own_addresses()
+            if not hosts:
+                raise OSError("this host has no address by which others could reach it")
         port = int(listener.getsockname()[1])
         addresses = [(host, port) for host in hosts]
         content = Announcement(this_process(), addresses, self.known.given.decode()).pack()
@@ -131,7 +133,7 @@ class MpiStore(MeetingPoint):
         """Return what rank 0 has announced; see ``MeetingPoint``."""
         content = self._announced.tobytes().rstrip(b"\0")
         if not content:
-            return []
+            raise self.error("rank 0 cannot listen for the others: look at its own output")
         found = Announcement.parse(content)
         return [Offer(found.addresses, Secret(found.secret.encode(), source=self.name))]
 

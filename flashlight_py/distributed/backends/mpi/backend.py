@@ -30,7 +30,7 @@ from flashlight_py.device import Array
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.callers import Callers
 from flashlight_py.distributed.backends.mpi.gpu_side import MpiGpuBackend
-from flashlight_py.distributed.backends.mpi.leaving import end_the_job
+from flashlight_py.distributed.backends.mpi.leaving import UNFINISHED, Leaving, end_the_job
 from flashlight_py.distributed.backends.mpi.movement import Steps, on_device
 from flashlight_py.distributed.backends.mpi.verb_steps import VerbSteps
 from flashlight_py.distributed.calls.arrays import require_length
@@ -157,7 +157,8 @@ class MpiBackend(Backend):
         checked: bool,
         gpu_aware: bool,
     ) -> None:
-        self.progress, self.comm, self.control = progress, comm, control
+        self.progress, self.control = progress, control
+        self.leaving = Leaving(progress.mpi, comm)
         self.seconds, self._compares_all = seconds, checked
         self.rank, self.size, self.hosts = control.rank, control.size, control.hosts
         self.processes, self.path, self._gpu_aware = control.processes, path, gpu_aware
@@ -167,6 +168,7 @@ class MpiBackend(Backend):
         self._queue: deque[Operation] = deque()
         self._beside: list[Operation] = []
         self._unheard: list[Operation] = []  # for ``synchronize``
+        self._moved = 0  # collectives that have
         self._unusable = ""  # why no operation can be started any more
         progress.add(self)
 
@@ -259,7 +261,7 @@ class MpiBackend(Backend):
         """Take each operation as far as it gets without waiting."""
         while self._queue and self._step(self._queue[0]):
             if self._queue:  # else it has broken the group
-                self._queue.popleft()
+                self._moved += self._queue.popleft().deadline < math.inf
         for operation in tuple(self._beside):
             if not operation.ended and self._step(operation) and operation in self._beside:
                 self._beside.remove(operation)
@@ -380,6 +382,7 @@ class MpiBackend(Backend):
             if not healthy:  # who waits for what this rank has not done must not go on
                 self.control.abort(self._lost("close", "it has left the group"))
             self.control.close()
+            self.leaving.leave(self._moved if healthy else UNFINISHED)
             self._end_all(_CLOSED)
         self.progress.remove(self, healthy)
 
@@ -393,9 +396,9 @@ class Progress:
     def __init__(self, mpi: Any, threaded: bool) -> None:
         self.lock = threading.RLock()
         self.threaded = threaded
-        self.mpi, self._end_the_job = mpi, partial(end_the_job, mpi)
+        self.mpi, self._end_the_job = mpi, partial(end_the_job, mpi, self.linger)
         self._groups: list[MpiBackend] = []
-        self._closed: list[tuple[Any, Any]] = []  # communicators, and when all have left them
+        self._closed: list[MpiBackend] = []
         self._turn = threading.Condition()
         self._thread: threading.Thread | None = None
         self._waiting = 0  # threads that wait, and so step
@@ -406,26 +409,20 @@ class Progress:
     def add(self, group: MpiBackend) -> None:
         """Make ``group`` advance from now on; free those that every rank has left."""
         with self.lock:
-            for closed in [each for each in self._closed if each[1].Test()]:
+            for closed in [other for other in self._closed if other.leaving.have_all_left()]:
                 self._closed.remove(closed)
-                closed[0].Free()
+                if not closed.leaving.free():
+                    _abandoned.append(closed)
             if not self._groups:
                 abort.install()
                 abort.afterwards.append(self._end_the_job)
             self._groups.append(group)
 
     def remove(self, group: MpiBackend, healthy: bool) -> None:
-        """Forget ``group``; a ``healthy`` one is freed later, when all others have left it too.
-
-        Only then: MPI hands its context on to new ones, and takes an operation that was abandoned,
-        which it cannot cancel, for one of theirs.
-        """
+        """Forget ``group``; a ``healthy`` one is freed later, when all others have left it too."""
         with self.lock:
             self._groups.remove(group)
-            if healthy and not self.mpi.Is_finalized():
-                self._closed.append((group.comm, group.comm.Ibarrier()))
-            else:
-                _abandoned.append(group)
+            (self._closed if healthy else _abandoned).append(group)
             if self._groups:
                 return
             abort.afterwards.remove(self._end_the_job)
@@ -440,6 +437,17 @@ class Progress:
         with self.lock:
             for group in tuple(self._groups):
                 group.advance()
+
+    def linger(self, end: float) -> None:
+        """This program has ended, and printed why: let the others do so too, until ``end``."""
+        groups = tuple(self._groups)
+        for group in groups:
+            group.leaving.leave(UNFINISHED)
+        while time.monotonic() < end:
+            with self.lock:
+                if all(group.leaving.have_all_left() for group in groups):
+                    return
+            time.sleep(_LONGEST_SLEEP)
 
     def until(self, begins: Iterable[partial[Any]]) -> Steps:
         """Begin what MPI is to do, calls of its functions; yield until all has ended."""

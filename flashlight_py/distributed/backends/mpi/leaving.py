@@ -1,4 +1,4 @@
-"""The end of the job where a rank has raised.
+"""How a rank leaves: its last words to the others, and the end of the job where it has raised.
 
 A rank that raises ends the job: else the others, and MPI_Finalize, would wait for it. While a group
 is open, an exception that nobody catches is printed and reported, the others have a moment to raise
@@ -15,15 +15,59 @@ import stat
 import sys
 import termios
 import time
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
+# In place of a count: something goes on, or was abandoned.
+UNFINISHED = -1
 # How long a rank whose program has raised waits for what is read, and then for the others.
 _LINGER_SECONDS = 1.0
 _LOOK_SECONDS = 1e-3
 
 
-def end_the_job(mpi: Any) -> None:
-    """Abort, soon: the others have time to do so too. No code of the interpreter's exit runs."""
+class Leaving:
+    """The last words of the ranks of ``comm``: how many collectives have moved arrays.
+
+    They have a communicator of their own: what a rank still calls, or the program itself, must not
+    meet them. Both are freed when all ranks have left for good, and only then: MPI hands a context
+    on, and takes an operation that was abandoned, which it cannot cancel, for one of a new group.
+    """
+
+    def __init__(self, mpi: Any, comm: Any) -> None:
+        self._mpi, self._comms = mpi, (comm, comm.Dup())
+        self._moved, self._counts = np.zeros(1, np.int64), np.empty(comm.Get_size(), np.int64)
+        self._request: Any = None
+
+    def leave(self, moved: int) -> None:
+        """Notify the others, once, that nothing more comes from here."""
+        if self._request is None and not self._mpi.Is_finalized():
+            self._moved[:] = moved
+            with contextlib.suppress(self._mpi.Exception):  # what broke the group may break this
+                self._request = self._comms[1].Iallgather(self._moved, self._counts)
+
+    def have_all_left(self) -> bool:
+        """Return whether every rank has left."""
+        with contextlib.suppress(self._mpi.Exception):
+            return self._request is not None and bool(self._request.Test())
+        return False
+
+    def free(self) -> bool:
+        """Free what all have left, if each has completed the same calls; return whether."""
+        least, most = int(min(self._counts)), int(max(self._counts))
+        is_over = UNFINISHED < least == most
+        for comm in self._comms if is_over else ():
+            with contextlib.suppress(self._mpi.Exception):
+                comm.Free()
+        return is_over
+
+
+def end_the_job(mpi: Any, linger: Callable[[float], None]) -> None:
+    """Abort, soon; no code of the interpreter's exit runs after that.
+
+    ``linger(end)`` gives the others time to notice, until the clock says ``end``.
+    """
     if mpi.Is_finalized():
         return
     end = time.monotonic() + _LINGER_SECONDS
@@ -33,9 +77,7 @@ def end_the_job(mpi: Any) -> None:
                 stream.flush()
         for descriptor in (1, 2):
             _await_reader(descriptor, end)
-        others = mpi.COMM_WORLD.Ibarrier()
-        while time.monotonic() < end and not others.Test():
-            time.sleep(_LOOK_SECONDS)
+        linger(end)
     finally:  # also after Ctrl-C, or where nobody reads any more
         mpi.COMM_WORLD.Abort(1)
 
