@@ -129,6 +129,8 @@ class Variable(Leaf):
 
     @grad_buffer.setter
     def grad_buffer(self, buffer: Array | None) -> None:
+        if buffer is None and isinstance(self.buffer, GradSink):
+            return  # there is none to take away
         if buffer is not None:
             self._require_leaf("a gradient buffer")
             buffer = _as_array(buffer)

@@ -145,13 +145,22 @@ def distribute_module_grads(
         random.load_state_dict(broadcast_object(random.state_dict(), group=group))
         sync = LeafSync(module, in_order, buffers, leaves, group)
     elif reducer is not None:
-        alone = [(p, array_module(p.data).zeros(p.shape, p.dtype)) for p in in_order]
-        sync = GradientSync([GradientUnit([param], own) for param, own in alone], reducer)
+        sync = GradientSync(
+            [GradientUnit([param], _buffer_of(param)) for param in in_order], reducer
+        )
     else:
         sync = _bucketed(in_order, scale, hook, group, limit)
     sync.ignored = ignored
     install(module, sync, before_forward if buffers and leaves is None else None)
     warn_of_differing("distribute_module_grads", digests, members)
+
+
+def _buffer_of(param: Variable) -> Array:
+    """Return the memory of a gradient: the user's, where that lies in one piece, or new."""
+    own = param.grad_buffer
+    if own is not None and own.flags.c_contiguous:
+        return own
+    return array_module(param.data).zeros(param.shape, param.dtype)  # type: ignore[no-any-return]
 
 
 class GradientUnit(Unit):

@@ -108,9 +108,9 @@ class ShardedLinear(Linear):
     def forward(self, x: Variable) -> Variable:
         """Return this rank's part of ``x @ weight.T + bias``, or the whole of it, by its kind."""
         members = self.cut.group
-        call = DifferentiableCall("shard_linear", x, members)
         if self.cut.axis == 0:
             if x.calc_grad:  # its gradient is the sum of what the ranks' parts have for it
+                call = DifferentiableCall("shard_linear", x, members)
                 x = call.record(x, x.data, vjp=lambda grad: members.all_reduce(copy_of(grad)))
             return F.linear(x, self.weight, self.bias)
         size, bias = self.weight.shape[1], self.bias
@@ -126,6 +126,7 @@ class ShardedLinear(Linear):
                 array += bias.data
             return part
         # All ranks have the same loss, so the gradient of the sum is that of each part.
+        call = DifferentiableCall("shard_linear", part, members)
         result = call.record(part, array, vjp=lambda grad: grad)
         return result if bias is None else result + bias
 

@@ -64,7 +64,7 @@ def _record_step(
     recording: Recording, function: Callable[..., Any], args: tuple[Any, ...], _: Any
 ) -> Any:
     params, states, steps, rule, scale, per_position = args
-    plain = [getattr(variable.grad, "array", None) for variable in params]
+    plain = [getattr(variable.grad, "array", variable.grad) for variable in params]
     kept = [(variable.data, variable.grad) for variable in params]
     own_states = tuple([[getattr(each, "array", each) for each in row] for row in states])
     optimizer = getattr(rule, "__self__", None)
@@ -80,6 +80,9 @@ def _record_step(
                 variable.data, variable.grad = data, grad
 
     left = recording.without(step)
+    if any(grad is own and own is not None for (_, own), grad in zip(kept, plain, strict=True)):
+        recording.leave("a gradient was computed of arrays that the step has made itself")
+        return left
     if left is not None:
         recording.leave("the optimizer steps arrays for which there is no native kernel")
         return left

@@ -184,9 +184,6 @@ class FakeMpi:
     def Is_finalized(self) -> bool:
         return False
 
-    def Ibarrier(self) -> Any:
-        return SimpleNamespace(Test=lambda: True)  # nobody is waited for
-
     def Abort(self, code: int) -> None:
         self.aborted.append(code)
 
@@ -201,6 +198,8 @@ def test_the_hook_prints_first_and_is_gone_when_the_last_group_is(
     progress.add(one)
     progress.add(other)
     progress.remove(one, healthy=False)
+    for group in progress._groups:  # nobody is waited for
+        group.leaving = SimpleNamespace(leave=lambda moved: None, have_all_left=lambda: True)
     error = ValueError("uncaught")
     guard = sys.excepthook
     guard(ValueError, error, None)
@@ -215,16 +214,12 @@ def test_the_hook_prints_first_and_is_gone_when_the_last_group_is(
 # A program whose Abort tells what nobody has read of its output by then: mpirun loses that.
 ABORTING = """
 import fcntl, os, sys, termios
-from types import SimpleNamespace
 from flashlight_py.distributed.backends.mpi import leaving
 from flashlight_py.distributed.failures import abort
 
 class FakeMpi:
     def Is_finalized(self):
         return False
-
-    def Ibarrier(self):
-        return SimpleNamespace(Test=lambda: True)
 
     def Abort(self, code):
         unread = fcntl.ioctl(2, termios.FIONREAD, b"    ")
@@ -234,7 +229,7 @@ class FakeMpi:
 FakeMpi.COMM_WORLD = FakeMpi()
 leaving._LINGER_SECONDS = 30.0
 abort.install()
-abort.afterwards.append(lambda: leaving.end_the_job(FakeMpi()))
+abort.afterwards.append(lambda: leaving.end_the_job(FakeMpi(), lambda end: None))
 raise ValueError("no such file")
 """
 

@@ -57,6 +57,20 @@ def train(rank: int, size: int, kind: str, optimizer: str) -> list[Any]:
     return parameters(model)
 
 
+def reduce_in_a_buffer(rank: int, size: int) -> list[float]:
+    layer, own = fl.nn.Linear(1, 2), np.zeros((2, 1), np.float32)
+    fl.broadcast_parameters(layer)
+    layer.weight.grad_buffer = own
+    fl.distribute_module_grads(layer, reducer=fl.InlineReducer(1.0))
+    layer(fl.input(np.full((1, 1), rank + 1, np.float32))).backward(np.ones((1, 2), np.float32))
+    assert np.shares_memory(layer.weight.grad, own)
+    return own.ravel().tolist()
+
+
+def test_a_reducer_sums_in_the_buffer_of_the_user(pool: Any) -> None:
+    assert pool(2).run(reduce_in_a_buffer) == [[3.0, 3.0]] * 2
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("kind", ["default", "inline", "small buckets", "large buckets"])
 def test_training_on_n_ranks_equals_training_on_one(pool: Any, size: int, kind: str) -> None:

@@ -130,6 +130,8 @@ def refuse(rank: int, size: int) -> None:
         shard(layer, "column", [rank, 6 - rank, *[0] * (size - 2)])
     shard(layer, "column")
     shard(row, "row")
+    mine = np.ones((1, row.weight.shape[1]), np.float32)  # an array, which a Linear takes as well
+    assert row(mine).shape == (1, 4)
     with pytest.raises(ValueError, match="expects this rank's part"):
         row(fl.input(np.ones((1, 6), np.float32)))
     with pytest.raises(fl.errors.MismatchError, match=r"0 to \d of 6"):

@@ -327,6 +327,9 @@ def refusals(rank: int, size: int) -> None:
             refused(model)
     with pytest.raises(ValueError, match="neither distribute_module_grads nor a gradient buffer"):
         model[0].weight.grad_buffer = np.zeros((7, 6))
+    model[0].weight.grad_buffer = None  # as it is
+    model(fl.input(np.ones((2, 6)))).backward(np.ones((2, 3)))
+    assert model[0].weight.grad is not None
     with pytest.raises(ValueError, match="call astype"):
         model.astype("float32")
     with pytest.raises(ValueError, match="read-only"):
