@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import sys
@@ -108,6 +109,15 @@ def leaves_nothing() -> Iterator[None]:
     assert not left, f"the test left processes running (killed now): {left}"
     orphans = leftovers.orphaned(leftovers.segments() - segments)
     assert not orphans, f"the test left shared memory that nobody uses: {orphans}"
+
+
+@pytest.fixture
+def ctrl_c_is_raised() -> Iterator[None]:
+    """Collect no garbage meanwhile: what a signal raises in a weak reference's callback is lost."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture

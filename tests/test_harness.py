@@ -118,6 +118,7 @@ def test_deadline_kills_the_children_of_a_rank(tmp_path: Path) -> None:
     assert not alive(int((tmp_path / "pid").read_text()))
 
 
+@pytest.mark.usefixtures("ctrl_c_is_raised")
 def test_ranks_are_killed_when_the_caller_is_interrupted() -> None:
     pool = RankPool(2, init=None)
     pids = pool.run(process_id)

@@ -15,15 +15,16 @@ FILES = [path for path in PACKAGE.rglob("*.py") if path.name != "_nccl.py"]  # t
 
 # At most so many lines and files. Blank lines, comments and docstrings count.
 BUDGETS = {
-    "": (45_100, 230),
-    "distributed": (15_850, 86),
+    "": (45_160, 230),
+    "distributed": (15_910, 86),
     "distributed/rendezvous": (2_600, 9),
-    "distributed/backends/mpi": (1_200, 7),
+    # Not 1,200: last words need a communicator and a count of their own, or others get wrong sums.
+    "distributed/backends/mpi": (1_250, 7),
     "parallel": (6_460, 30),
     "launch": (3_410, 20),
     "engines": (910, 6),
     "tagi": (5_280, 21),
-    "tape": (5_100, 20),
+    "tape": (5_110, 20),
 }
 
 

@@ -64,7 +64,7 @@ def test_a_prepared_call_is_timed_until_it_is_forgotten() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("leaves_nothing")
+@pytest.mark.usefixtures("leaves_nothing", "ctrl_c_is_raised")
 def test_ctrl_c_ends_the_team_that_is_asked() -> None:
     """What was measured so far can be shown: closing then waits for no answer."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it behind &

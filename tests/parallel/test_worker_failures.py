@@ -48,6 +48,7 @@ def test_a_killed_worker_is_replaced_and_nothing_is_left_in_the_end() -> None:
     assert _descriptors() == before  # memory without a name is gone with its descriptors
 
 
+@pytest.mark.usefixtures("ctrl_c_is_raised")
 @pytest.mark.parametrize("what", ["model", "graph"])
 def test_ctrl_c_is_not_lost_while_workers_are_dropped(
     what: str, monkeypatch: pytest.MonkeyPatch
@@ -113,6 +114,7 @@ def _lose_a_worker(model: fl.DataParallel) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("ctrl_c_is_raised")
 def test_after_an_interrupt_the_next_call_starts_workers_anew(model: fl.DataParallel) -> None:
     model(rows(0, 0))
     first = worker_pids(model)

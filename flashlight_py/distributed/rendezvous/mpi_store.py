@@ -21,8 +21,6 @@ from flashlight_py.distributed.rendezvous.wire import Offer
 from flashlight_py.errors import BackendUnavailableError, RendezvousError
 from flashlight_py.interfaces import listen_everywhere, own_addresses
 
-_MOST_BYTES = 1 << 16  # of an announcement
-
 
 def load_mpi() -> Any:
     """Import and return ``mpi4py.MPI``, which initialises MPI; finalised when this process exits.
@@ -107,7 +105,7 @@ class MpiStore(MeetingPoint):
         hosts = np.empty((size, mine.size), np.uint8)
         world.Allgather(mine, hosts)
         self._one_host = bool(np.all(hosts == mine))
-        self._announced = np.zeros(_MOST_BYTES, np.uint8)
+        self._announced = np.zeros(1 << 16, np.uint8)  # more than one takes
         self.known = Secret(secrets.token_hex(NONCE_BYTES).encode(), source=self.name)
         try:
             super().__init__(rank, size, timeout)
