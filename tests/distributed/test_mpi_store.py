@@ -106,9 +106,12 @@ else:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_abort_before_the_first_exchange_reaches_everybody(rank: int) -> None:
     script = f"""
+import time
 if store.rank == {rank}:
     store.abort("no memory")
 else:
+    if store.rank == 2:
+        time.sleep(0.5)  # it joins after rank 0 has heard
     say("rank {rank} aborted: no memory" in refusal())
 """
     assert mpirun(3, script) == [f"{other}: True" for other in range(3) if other != rank]

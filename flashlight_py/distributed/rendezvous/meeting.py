@@ -11,7 +11,7 @@ import selectors
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 
@@ -458,7 +458,7 @@ class Server:
         member.inbox = deque(each for each in messages if each.kind in stay)
         for kind, body in messages:
             if kind is Kind.FAILURE:
-                raise self._failure(body.decode(errors="replace"))
+                raise self._failure(body.decode(errors="replace"), joining=True)
             if kind is Kind.LATE and body == str(self._round).encode():
                 raise self._failure(self._not_arrived(self._absent() or {0}))
 
@@ -585,20 +585,19 @@ class Server:
                 is_joining = any(not each.is_refused for each in self._candidates)
                 if not self.serve_ready(left if is_joining else 0.0):
                     break
-        self._failure(reason, set(range(1, self._size)) if self._round == 0 else frozenset())
+        self._failure(reason, joining=True)
 
     def _disagreement(self, reason: str, rank: int, culprit: Connection) -> RendezvousError:
-        """Notify everybody that a greeting contradicts, and return the error to raise.
-
-        Ranks are started together: one that joins a moment later ought not to wait in vain.
-        """
+        """Notify everybody that a greeting contradicts, and return the error to raise."""
         self._notified.add(rank)
         if not culprit.is_refused:
             self._refuse(culprit, Kind.FAILURE, reason)
-        return self._failure(reason, set(range(1, self._size)))
+        return self._failure(reason, joining=True)
 
-    def _failure(self, reason: str, expected: Set[int] = frozenset()) -> RendezvousError:
-        """Notify the members, and those of the ``expected`` who join within two seconds.
+    def _failure(self, reason: str, joining: bool = False) -> RendezvousError:
+        """Notify the members, and while ranks are ``joining`` those who do within two seconds.
+
+        Ranks are started together: one that joins a moment later ought not to wait in vain.
 
         Returns:
             The error to raise.
@@ -611,6 +610,7 @@ class Server:
         for member in self.members.values():
             member.send(Kind.FAILURE, reason.encode(), deadline)
         self._notified |= self.members.keys()
+        expected = set(range(1, self._size)) if joining and self._round == 0 else set()
         while expected - self._notified and self._serve(deadline):
             pass
         refused = (candidate for candidate in self._candidates if candidate.is_refused)
