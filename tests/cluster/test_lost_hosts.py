@@ -51,7 +51,9 @@ def test_both_sides_notice_a_cut(cluster: Cluster) -> None:
 BACKENDS = pytest.mark.parametrize("params", ["{}", '{"BACKEND": "gloo"}'])
 
 
-@BACKENDS
+@pytest.mark.parametrize(
+    "params", ["{}", pytest.param('{"BACKEND": "gloo"}', marks=pytest.mark.slow)]
+)
 def test_both_sides_notice_a_cut_while_much_is_on_its_way(params: str) -> None:
     """Of 64 MB, which take 5 s: what ranks have to say is stuck behind them."""
     env = {"FLASHLIGHT_HOST_TIMEOUT": "1.5", "PARAMS": params}
@@ -127,7 +129,10 @@ def test_nobody_waits_for_heartbeats_beyond_a_timeout_or_a_signal(
         assert time.monotonic() - since < WITHIN
 
 
-@pytest.mark.parametrize(("params", "rate"), [("{}", 1e8), ('{"BACKEND": "gloo"}', None)])
+@pytest.mark.parametrize(
+    ("params", "rate"),
+    [pytest.param("{}", 1e8, marks=pytest.mark.slow), ('{"BACKEND": "gloo"}', None)],
+)
 def test_a_rank_that_was_killed_in_a_large_call(params: str, rate: float | None) -> None:
     """Where much is on its way, what ranks say of it does not come through to its own host.
 

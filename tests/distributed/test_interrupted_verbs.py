@@ -243,7 +243,10 @@ def world_of(backend: str) -> tuple[int, dict[str, Any]]:
 
 
 SETS = {"verbs": ROWS, "forms": FORMS, "goes on": GOES_ON}
-SLOW = [("gloo", "verbs"), ("mpi", "verbs"), *((name, "forms") for name in ("gloo", "mpi"))]
+SLOW = [
+    *((name, "verbs") for name in ("gloo", "hierarchical", "mpi")),
+    *((name, "forms") for name in ("gloo", "mpi")),
+]
 CASES = [
     pytest.param(*case, marks=pytest.mark.slow if case in SLOW else ())
     for case in itertools.product(("shm", "gloo", "hierarchical", "mpi"), SETS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -92,6 +93,12 @@ def shut_down(rank: int, size: int, name: str) -> None:
         fl.distributed_shutdown()
 
 
+def marked(cases: Iterable[Any], fast: set[str]) -> list[Any]:
+    """The cases, those that repeat what the ``fast`` names show as slow ones."""
+    of = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*case, marks=() if case[-1] in fast else pytest.mark.slow) for case in of]
+
+
 EVERY_BACKEND = pytest.mark.parametrize(
     "backend",
     [
@@ -109,7 +116,13 @@ def test_who_waits_for_a_message_of_one_that_has_closed_the_group(backend: str, 
 
 
 @EVERY_BACKEND
-@pytest.mark.parametrize("name", [name for name in MESSAGES if name not in FROM_ANY])
+@pytest.mark.parametrize(
+    "name",
+    marked(
+        [name for name in MESSAGES if name not in FROM_ANY],
+        {"send of 4 MB", "recv", "sync_distributed"},
+    ),
+)
 def test_who_waits_for_a_message_of_one_that_shuts_down(backend: str, name: str) -> None:
     size, how = world_of(backend)
     outcomes = run_outcomes(shut_down, size, name, **how)
@@ -127,10 +140,13 @@ def all_but_the_last_shut_down(rank: int, size: int, wait: Any, name: str) -> No
 @EVERY_BACKEND
 @pytest.mark.parametrize(
     ("wait", "name"),
-    [
-        *((wait_for_any_that_left, name) for name in FROM_ANY),
-        *((wait_behind_others, name) for name in BEHIND),
-    ],
+    marked(
+        [
+            *((wait_for_any_that_left, name) for name in FROM_ANY),
+            *((wait_behind_others, name) for name in BEHIND),
+        ],
+        {"recv of any rank", "isend"},
+    ),
 )
 def test_who_waits_when_all_others_shut_down(backend: str, wait: Any, name: str) -> None:
     size, how = world_of(backend)
