@@ -63,7 +63,7 @@ def await_file(folder: Path, kind: str, rank: Rank) -> Path:
 
 
 @pytest.mark.parametrize("how", [*SPOILS, "removed"])
-@pytest.mark.parametrize("connected", [False, True])
+@pytest.mark.parametrize("connected", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_spoilt_announcement_is_no_matter(
     ranks: Ranks, folder: Path, how: str, connected: bool
 ) -> None:

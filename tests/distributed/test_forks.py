@@ -21,7 +21,7 @@ from flashlight_py.distributed.api.group import ProcessGroup
 from tests.distributed.conformance import ranks_in
 from tests.distributed.harness import run_outcomes
 
-ranks = ranks_in(("gloo", 3), ("shm", 3), ("hierarchical", 5), ("mpi", 3))
+ranks = ranks_in(("gloo", 3), ("shm", 3), ("hierarchical", 5), slow=[("mpi", 3)])
 
 
 VERBS: list[Callable[[ProcessGroup], Any]] = [

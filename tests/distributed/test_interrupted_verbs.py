@@ -244,8 +244,7 @@ def world_of(backend: str) -> tuple[int, dict[str, Any]]:
 
 SETS = {"verbs": ROWS, "forms": FORMS, "goes on": GOES_ON}
 SLOW = [
-    *((name, "verbs") for name in ("gloo", "hierarchical", "mpi")),
-    *((name, "forms") for name in ("gloo", "mpi")),
+    *itertools.product(("gloo", "hierarchical", "mpi"), ("verbs", "forms")),
 ]
 CASES = [
     pytest.param(*case, marks=pytest.mark.slow if case in SLOW else ())

@@ -94,28 +94,24 @@ def shut_down(rank: int, size: int, name: str) -> None:
 
 
 def marked(cases: Iterable[Any], fast: set[str]) -> list[Any]:
-    """The cases, those that repeat what the ``fast`` names show as slow ones."""
+    """Mark the cases as slow whose last word is none of ``fast``: they repeat what those show."""
     of = [case if isinstance(case, tuple) else (case,) for case in cases]
     return [pytest.param(*case, marks=() if case[-1] in fast else pytest.mark.slow) for case in of]
 
 
-EVERY_BACKEND = pytest.mark.parametrize(
-    "backend",
-    [
-        "shm",
-        "hierarchical",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gloo", "mpi")),
-    ],
-)
+def backends(*fast: str) -> Any:
+    return pytest.mark.parametrize(
+        "backend", marked(["shm", "hierarchical", "gloo", "mpi"], {*fast})
+    )
 
 
-@EVERY_BACKEND
+@backends("shm")
 def test_who_waits_for_a_message_of_one_that_has_closed_the_group(backend: str, pool: Any) -> None:
     size, how = world_of(backend)
     pool(size, **how).run_each(close_a_group, [(name,) for name in MESSAGES])
 
 
-@EVERY_BACKEND
+@backends("shm", "hierarchical")
 @pytest.mark.parametrize(
     "name",
     marked(
@@ -137,7 +133,7 @@ def all_but_the_last_shut_down(rank: int, size: int, wait: Any, name: str) -> No
         fl.distributed_shutdown()
 
 
-@EVERY_BACKEND
+@backends("shm")
 @pytest.mark.parametrize(
     ("wait", "name"),
     marked(
@@ -171,7 +167,7 @@ def workers_end_one_by_one(rank: int, size: int) -> None:
     fl.distributed_shutdown()
 
 
-@EVERY_BACKEND
+@backends("shm")
 def test_who_receives_of_any_rank_waits_for_those_that_have_not_left(backend: str) -> None:
     size, how = world_of(backend)
     outcomes = run_outcomes(workers_end_one_by_one, size, **how)
@@ -195,7 +191,7 @@ def leave_messages(rank: int, size: int) -> None:
     fl.distributed_shutdown()
 
 
-@EVERY_BACKEND
+@backends("shm")
 def test_what_was_sent_before_a_shutdown_arrives(backend: str) -> None:
     size, how = world_of(backend)
     outcomes = run_outcomes(leave_messages, size, **how)

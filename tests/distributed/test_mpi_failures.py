@@ -55,7 +55,13 @@ fl.all_reduce(np.zeros(3))
     assert "ValueError: no such file" in output
 
 
-@pytest.mark.parametrize("call", ["Ibarrier()", "Iallreduce(np.ones(4), np.empty(4))"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param("Ibarrier()", marks=pytest.mark.slow),
+        "Iallreduce(np.ones(4), np.empty(4))",
+    ],
+)
 def test_a_rank_that_raises_takes_no_part_in_calls_of_the_program(call: str) -> None:
     """Nor would its last words be taken for a part: they have a communicator of their own."""
     script = f"""

@@ -31,7 +31,7 @@ def started(kind: str, folder: Path, rank: int, size: int, port: int) -> Store:
     return TcpStore("127.0.0.1", port, rank, size, 1.0)
 
 
-@pytest.mark.parametrize("kind", ["file", "tcp"])
+@pytest.mark.parametrize("kind", ["file", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_ranks_that_are_missing_are_named_again_and_again(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -19,7 +19,7 @@ from flashlight_py.parallel import fully_sharded, gradient_pass
 from tests.distributed.conformance import ranks_in
 from tests.distributed.harness import run_ranks
 
-ranks = ranks_in(("gloo", 3), ("shm", 3), ("hierarchical", 4), slow=[("shm", 2), ("mpi", 3)])
+ranks = ranks_in(("gloo", 3), ("shm", 3), slow=[("shm", 2), ("hierarchical", 4), ("mpi", 3)])
 
 PLACES = "before all gradients", "amid them", "after all gradients"
 

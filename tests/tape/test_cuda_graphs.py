@@ -374,6 +374,6 @@ def train_ranks(rank: int, size: int, bucket_bytes: int) -> None:
     assert journal.groups()["world"]["calls"] - before == buckets * STEPS
 
 
-@pytest.mark.parametrize("bucket_bytes", [100, 1 << 20])
+@pytest.mark.parametrize("bucket_bytes", [100, pytest.param(1 << 20, marks=pytest.mark.slow)])
 def test_collectives_stand_between_graphs(bucket_bytes: int) -> None:
     run_ranks(train_ranks, 2, bucket_bytes)

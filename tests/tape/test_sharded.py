@@ -59,7 +59,13 @@ def sharded(rank: int, size: int, divide: Any, optimizer_type: Any) -> tuple[str
 
 
 @pytest.mark.parametrize("divide", [shard, cut])
-@pytest.mark.parametrize("kind", [fl.optim.AdamOptimizer, fl.optim.NovogradOptimizer])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        fl.optim.AdamOptimizer,
+        pytest.param(fl.optim.NovogradOptimizer, marks=pytest.mark.slow),
+    ],
+)
 def test_sharded_modules_are_replayed(divide: Any, kind: Any) -> None:
     assert run_ranks(sharded, 2, divide, kind) == [("", 5)] * 2
 
