@@ -18,11 +18,8 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.distributed.api.group import ProcessGroup
-from tests.distributed.conformance import ranks_in
-from tests.distributed.harness import run_outcomes
-
-ranks = ranks_in(("gloo", 3), ("shm", 3), ("hierarchical", 5), slow=[("mpi", 3)])
-
+from tests.distributed.conformance import BACKENDS
+from tests.distributed.harness import run_outcomes, run_ranks
 
 VERBS: list[Callable[[ProcessGroup], Any]] = [
     lambda group: group.all_reduce(np.ones(3)),
@@ -103,8 +100,15 @@ def fork_in_groups(rank: int, size: int) -> None:
     part.close()
 
 
-def test_a_forked_child_has_no_group_and_leaves_its_parents_alone(ranks: Any) -> None:
-    ranks.run(fork_in_groups)
+@pytest.mark.parametrize(
+    ("backend", "size"),
+    [("gloo", 3), ("shm", 3), ("hierarchical", 5), pytest.param("mpi", 3, marks=pytest.mark.slow)],
+)
+def test_a_forked_child_has_no_group_and_leaves_its_parents_alone(backend: str, size: int) -> None:
+    """Ranks of their own: the arrays that ranks of other tests share would be left open, too."""
+    if backend == "mpi":
+        pytest.importorskip("mpi4py")
+    run_ranks(fork_in_groups, size, **BACKENDS[backend][1])
 
 
 def by_fork() -> int:
