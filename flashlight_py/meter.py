@@ -96,7 +96,7 @@ class AverageValueMeter(Meter):
         """
         if weight < 0:
             raise ValueError(f"the weight must not be negative, got {weight}")
-        is_array = getattr(value, "ndim", 0) > 0  # a tensor of torch has a method of this name
+        is_array = getattr(value, "ndim", 0) > 0  # torch's ``size`` is a method
         count: int = value.size if is_array else 1  # type: ignore[union-attr]
         if not count or not weight:
             return

@@ -10,6 +10,8 @@ from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed.api.verb_call import (
     COLLECTIVE,
     Group,
+    Output,
+    arrived,
     collective,
     reduction,
     refusing,
@@ -353,9 +355,7 @@ def _one_by_one(members: Membership, arrays: list[Array], op: Op, scale: float) 
 
         def unpack(_: Any) -> None:
             for array, term in zip(on_gpu, terms, strict=True):
-                part = term.array if term.back is None else term.back(term.array)
-                if part is not array:
-                    array[...] = part
+                arrived(None, Output(array, array, term.array), term.back)
 
         works.append(members.keep(Then(work, unpack)))
     return works

@@ -221,25 +221,28 @@ def finish(
 
     ``back`` is that of its ``Terms``.
     """
-    given, array, packed = space
-
-    def complete(value: Any) -> Any:
-        part = value if packed is None else packed
-        if back is not None:
-            part = back(part)
-        if array is None:
-            return part
-        if part is not array:
-            array[...] = part
-        return given
-
     if call.blocking:
-        return complete(work.wait())
-    if packed is not array or back is not None:
-        return group.keep(Then(work, complete))
-    if array is None:
+        return arrived(work.wait(), space, back)
+    if space.packed is not space.array or back is not None:
+        return group.keep(Then(work, lambda value: arrived(value, space, back)))
+    if space.array is None:
         return work
-    return Done(given) if isinstance(work, Done) else Then(work, complete)
+    if isinstance(work, Done):
+        return Done(space.given)
+    return Then(work, lambda value: arrived(value, space, back))
+
+
+def arrived(value: Any, space: Output, back: Callable[[Array], Array] | None) -> Any:
+    """Return what ``finish`` does, once a backend has returned ``value`` or filled ``space``."""
+    given, array, packed = space
+    part = value if packed is None else packed
+    if back is not None:
+        part = back(part)
+    if array is None:
+        return part
+    if part is not array:
+        array[...] = part
+    return given
 
 
 COLLECTIVE = None  # in place of a message
