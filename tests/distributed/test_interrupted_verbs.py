@@ -243,9 +243,7 @@ def world_of(backend: str) -> tuple[int, dict[str, Any]]:
 
 
 SETS = {"verbs": ROWS, "forms": FORMS, "goes on": GOES_ON}
-SLOW = [
-    *itertools.product(("gloo", "hierarchical", "mpi"), ("verbs", "forms")),
-]
+SLOW = list(itertools.product(("gloo", "hierarchical", "mpi"), ("verbs", "forms")))
 CASES = [
     pytest.param(*case, marks=pytest.mark.slow if case in SLOW else ())
     for case in itertools.product(("shm", "gloo", "hierarchical", "mpi"), SETS)
