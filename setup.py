@@ -284,12 +284,11 @@ TAPE = numpy_extension(
     "tape",
     [
         *(f"csrc/tape/{name}.cc" for name in ("module", "program", "instructions", "loops")),
-        *(f"csrc/tape/{name}.cc" for name in ("elements", "products", "guards", "holding")),
-        *(f"csrc/tape/{name}.cc" for name in ("offset", "same")),
+        *(f"csrc/tape/{name}.cc" for name in ("elements", "products", "watch")),
     ],
     [
-        *(f"csrc/tape/{name}.h" for name in ("tape", "program", "guards", "groups", "products")),
-        *("csrc/tape/outer.inc", "csrc/tape/kernels.inc", "csrc/common/each_set.inc"),
+        *(f"csrc/tape/{name}.h" for name in ("tape", "program")),
+        *("csrc/tape/products.inc", "csrc/tape/kernels.inc", "csrc/common/each_set.inc"),
     ],
 )
 # As csrc/optim.

@@ -50,13 +50,12 @@ def generator(library: ModuleType = np) -> Any:
     for noted in _notes:
         if name not in noted:
             noted[name] = found, _copied_state(found)
-    recorded = getattr(library, "recorded_generator", None)
-    return found if recorded is None else recorded(found)
+    return found
 
 
-def existing(name: str) -> Any:
-    """Return the generator for arrays of the library ``name``, or None: nothing was drawn yet."""
-    return _generators.get(name)
+def stand_in(instead: Any) -> None:
+    """Let ``instead`` draw for NumPy arrays, in place of the package's generator."""
+    _generators[np.__name__] = instead
 
 
 @contextlib.contextmanager
@@ -140,11 +139,6 @@ def load_state_dict(state: Mapping[str, Any]) -> None:
     for name, of_generator in state["generators"].items():
         set_state_of(generator(importlib.import_module(name)), of_generator)
     _seed = state["seed"]
-
-
-def in_use() -> list[tuple[Any, dict[str, Any]]]:
-    """Return each generator that has been used, and its state; see ``set_state_of``."""
-    return [(each, state_of(each)) for each in (*_generators.values(), *_kept.values())]
 
 
 def state_of(generator: Any) -> dict[str, Any]:

@@ -1,108 +1,66 @@
-/* Steps whose arrays are known beforehand: what flashlight_py/tape replays. */
+/* Steps whose arrays are known beforehand: what replays of a captured step take. */
 
 #include "tasks.h"
-
-#include <structmember.h>
-
-#include <vector>
 
 namespace fl::optim {
 namespace {
 
+constexpr const char* NAME = "flashlight_py._native._optim.Steps";
+
 struct Prepared {
-  PyObject_HEAD
-  PyObject *times, *rule, *scale;
-  bool per_position;
-  Py_ssize_t states;
-  std::vector<Task>* tasks;
+  Source source;
+  std::vector<Task> tasks;
 };
 
-/* Steps(pieces, times, rule, scale, per_position): each piece is (position, parameter, gradient,
-   *states). ValueError where an array does not fit into a kernel. */
-PyObject* create(PyTypeObject* type, PyObject* args, PyObject*) {
-  PyObject *pieces, *times, *rule, *scale;
-  int per_position;
-  if (!PyArg_ParseTuple(args, "O!O!OOp", &PyList_Type, &pieces, &PyList_Type, &times, &rule, &scale,
-                        &per_position)) {
-    return nullptr;
+bool take_piece(PyObject* piece, const Source& source, Task* task) {
+  const int states = source.fields.rule->states;
+  if (!PyTuple_Check(piece) || PyTuple_Size(piece) != 3 + states) return false;
+  task->position = PyLong_AsSsize_t(PyTuple_GetItem(piece, 0));
+  bool fits = task->position >= 0 && task->position < source.params &&
+              take_param(new_reference(PyTuple_GetItem(piece, 1)), task) &&
+              take_grad(new_reference(PyTuple_GetItem(piece, 2)), task, false);
+  for (int i = 0; fits && i < states; ++i) {
+    fits = take_state(i, PyTuple_GetItem(piece, 3 + i), task);
   }
-  Owned self(PyType_GenericAlloc(type, 0));
-  if (self == nullptr) return nullptr;
-  Prepared* made = reinterpret_cast<Prepared*>(self.get());
-  made->tasks = new std::vector<Task>(static_cast<size_t>(PyList_Size(pieces)));
-  for (PyObject** each : {&times, &rule, &scale}) Py_INCREF(*each);
-  made->times = times;
-  made->rule = rule;
-  made->scale = scale;
-  made->per_position = per_position != 0;
-  for (Py_ssize_t i = 0; i < PyList_Size(pieces); ++i) {
-    PyObject* piece = PyList_GetItem(pieces, i);
-    Task& task = (*made->tasks)[static_cast<size_t>(i)];
-    bool fits = PyTuple_Check(piece) && PyTuple_Size(piece) >= 3;
-    if (fits) {
-      made->states = PyTuple_Size(piece) - 3;
-      task.position = PyLong_AsSsize_t(PyTuple_GetItem(piece, 0));
-      PyObject *param = PyTuple_GetItem(piece, 1), *grad = PyTuple_GetItem(piece, 2);
-      Py_INCREF(param);
-      Py_INCREF(grad);
-      fits = take_param(Owned(param), &task) && take_grad(Owned(grad), &task, false);
-    }
-    for (int k = 0; fits && k < made->states; ++k) {
-      fits = k < MOST_STATES && take_state(k, PyTuple_GetItem(piece, 3 + k), &task);
-    }
-    if (!fits && !PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a piece does not fit");
-    if (!fits || PyErr_Occurred()) return nullptr;
-  }
-  return self.release();
+  return fits;
 }
 
-PyObject* call(PyObject* self, PyObject*, PyObject*) {
-  const Prepared* made = reinterpret_cast<Prepared*>(self);
-  const Asking asking{made->times, made->rule, made->scale, made->per_position, made->states};
-  const double scale = PyFloat_AsDouble(made->scale);
-  if (PyErr_Occurred() || !run_all(made->tasks->data(), made->tasks->size(), asking, scale)) {
-    return nullptr;
-  }
+PyObject* take_steps(PyObject* capsule, PyObject*) {
+  const Prepared* made = static_cast<Prepared*>(PyCapsule_GetPointer(capsule, NAME));
+  if (made == nullptr || !run_all(made->tasks, made->source)) return nullptr;
   Py_RETURN_NONE;
 }
 
-int traverse(PyObject* self, visitproc visit, void* arg) {
-  Prepared* made = reinterpret_cast<Prepared*>(self);
-  Py_VISIT(Py_TYPE(self));
-  Py_VISIT(made->times);
-  Py_VISIT(made->rule);
-  Py_VISIT(made->scale);
-  return 0;
-}
+PyMethodDef taking = {"steps", take_steps, METH_NOARGS, nullptr};
 
-int clear(PyObject* self) {
-  Prepared* made = reinterpret_cast<Prepared*>(self);
-  Py_CLEAR(made->times);
-  Py_CLEAR(made->rule);
-  Py_CLEAR(made->scale);
-  return 0;
+void destroy(PyObject* capsule) {
+  delete static_cast<Prepared*>(PyCapsule_GetPointer(capsule, NAME));
 }
-
-void destroy(PyObject* self) {
-  PyObject_GC_UnTrack(self);
-  clear(self);
-  delete reinterpret_cast<Prepared*>(self)->tasks;
-  PyTypeObject* type = Py_TYPE(self);
-  PyObject_GC_Del(self);
-  Py_DECREF(type);
-}
-
-PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(create)},
-                       {Py_tp_call, reinterpret_cast<void*>(call)},
-                       {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
-                       {Py_tp_clear, reinterpret_cast<void*>(clear)},
-                       {Py_tp_dealloc, reinterpret_cast<void*>(destroy)},
-                       {0, nullptr}};
-PyType_Spec spec = {"flashlight_py._native._optim.Steps", sizeof(Prepared), 0,
-                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, slots};
 
 }  // namespace
 
-PyObject* steps_type() { return PyType_FromSpec(&spec); }
+/* Steps(pieces, lr, counts, norms, rule, scale): a function that takes a step of `pieces`, each
+   (position, parameter, gradient, *states), without Python. It keeps the arrays; who calls it sees to
+   it that their memory stays where it is. ValueError where one does not fit into a kernel. */
+PyObject* prepare(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (count != 6 || !PyList_Check(args[0])) {
+    PyErr_SetString(PyExc_TypeError, "Steps(pieces, lr, counts, norms, rule, scale)");
+    return nullptr;
+  }
+  auto made = std::make_unique<Prepared>();
+  if (!read_source(args + 1, &made->source)) return nullptr;
+  made->tasks.resize(static_cast<size_t>(PyList_Size(args[0])));
+  for (size_t i = 0; i < made->tasks.size(); ++i) {
+    PyObject* piece = PyList_GetItem(args[0], static_cast<Py_ssize_t>(i));
+    if (!take_piece(piece, made->source, &made->tasks[i])) {
+      if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a piece does not fit");
+      return nullptr;
+    }
+  }
+  Owned capsule(PyCapsule_New(made.get(), NAME, destroy));
+  if (capsule == nullptr) return nullptr;
+  made.release();
+  return PyCFunction_New(&taking, capsule.get());
+}
 
 }  // namespace fl::optim

@@ -1,29 +1,125 @@
 #include "tasks.h"
 
+#include <cmath>
 #include <cstring>
 
 namespace fl::optim {
+namespace {
 
-bool read_rule(PyObject* given, Numbered* to) {
-  PyObject* numbers = PyTuple_Check(given) ? PyTuple_GetItem(given, 1) : nullptr;
-  const char* name = numbers ? PyUnicode_AsUTF8AndSize(PyTuple_GetItem(given, 0), nullptr) : nullptr;
-  if (name == nullptr || !PyTuple_Check(numbers)) {
-    if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "a rule is (name, (number, ...))");
+// From here on steps are long enough to let other threads run meanwhile.
+constexpr size_t BYTES_WITHOUT_GIL = 1 << 16;
+
+// Python has pow() square a number, and one in 1,200 products differs from that in its last bit.
+const volatile double TWO = 2;
+
+bool read_field(PyObject* given, Field* to) {
+  *to = {NUMBER, 0, 0};
+  if (!PyTuple_Check(given)) {
+    to->a = PyFloat_AsDouble(given);
+    return !PyErr_Occurred();
+  }
+  const Py_ssize_t size = PyTuple_Size(given);
+  const long form = size < 1 || size > 3 ? -1 : PyLong_AsLong(PyTuple_GetItem(given, 0));
+  if (!PyErr_Occurred() && (form < 0 || form >= FORMS)) {
+    PyErr_SetString(PyExc_ValueError, "a field is a number or (form, number, ...)");
+  }
+  if (PyErr_Occurred()) return false;
+  to->form = static_cast<Form>(form);
+  if (size > 1) to->a = PyFloat_AsDouble(PyTuple_GetItem(given, 1));
+  if (size > 2) to->b = PyFloat_AsDouble(PyTuple_GetItem(given, 2));
+  return !PyErr_Occurred();
+}
+
+// The data of an array of `size` elements (any: -1) that is read and written in place; or null.
+void* memory(PyObject* given, int type, npy_intp size) {
+  PyArrayObject* array = reinterpret_cast<PyArrayObject*>(given);
+  if (PyArray_CheckExact(given) && PyArray_ISCARRAY(array) && PyArray_TYPE(array) == type &&
+      PyArray_NDIM(array) == 1 && (size < 0 || PyArray_SIZE(array) == size)) {
+    return PyArray_DATA(array);
+  }
+  PyErr_SetString(PyExc_TypeError, "lr, counts and norms are arrays: float64 (1,), int64, float64");
+  return nullptr;
+}
+
+// Compute the numbers of step `time`, in the operations of FORMS; false where one divides by 0.
+bool evaluate(const Source& source, const Task& task, npy_int64 time, double* numbers) {
+  const double lr = *source.lr;
+  bool is_defined = true;
+  for (int i = 0; i < source.fields.rule->numbers; ++i) {
+    const Field& field = source.fields.each[i];
+    switch (field.form) {
+      case NUMBER:
+        numbers[i] = field.a;
+        break;
+      case LR:
+        numbers[i] = lr;
+        break;
+      case SHRINK:
+        numbers[i] = 1 - lr * field.a;
+        break;
+      case RATE:
+      case ROOT: {
+        const double rest = 1 - std::pow(field.a, static_cast<double>(time));
+        is_defined = is_defined && (field.form == ROOT ? rest > 0 : rest != 0);
+        numbers[i] = field.form == ROOT ? 1 / std::sqrt(rest) : lr / rest;
+        break;
+      }
+      case INVERSE: {
+        double& norm = source.norms[task.position];
+        const Squares sum = task.is_double ? chosen_set().float64 : chosen_set().float32;
+        const double squares = sum(task.grad, task.piece.size) * std::pow(source.scale, TWO);
+        norm = field.a * norm + (1 - field.a) * squares;
+        const double divisor = std::sqrt(norm) + field.b;
+        numbers[i] = divisor != 0 ? 1 / divisor : 0;
+        break;
+      }
+    }
+  }
+  return is_defined;
+}
+
+}  // namespace
+
+bool read_rule(PyObject* given, Fields* to) {
+  PyObject* fields = PyTuple_Check(given) ? PyTuple_GetItem(given, 1) : nullptr;
+  const char* name = fields ? PyUnicode_AsUTF8AndSize(PyTuple_GetItem(given, 0), nullptr) : nullptr;
+  if (name == nullptr || !PyTuple_Check(fields)) {
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "a rule is (name, (field, ...))");
     return false;
   }
-  const Rule* rules = chosen_set().rules;
-  to->rule = nullptr;
-  for (int i = 0; i < RULES && to->rule == nullptr; ++i) {
-    if (std::strcmp(rules[i].name, name) == 0) to->rule = &rules[i];
-  }
-  if (to->rule == nullptr || PyTuple_Size(numbers) != to->rule->numbers) {
-    PyErr_Format(PyExc_ValueError, "no rule %s with %zd numbers", name, PyTuple_Size(numbers));
+  const Rule* rule = chosen_set().rules;
+  const Rule* const end = rule + RULES;
+  while (rule != end && std::strcmp(rule->name, name) != 0) ++rule;
+  if (rule == end || PyTuple_Size(fields) != rule->numbers) {
+    PyErr_Format(PyExc_ValueError, "no rule %s with %zd numbers", name, PyTuple_Size(fields));
     return false;
   }
-  for (int i = 0; i < to->rule->numbers; ++i) {
-    to->numbers[i] = PyFloat_AsDouble(PyTuple_GetItem(numbers, i));
+  to->rule = rule;
+  for (int i = 0; i < rule->numbers; ++i) {
+    if (!read_field(PyTuple_GetItem(fields, i), &to->each[i])) return false;
   }
-  return PyErr_Occurred() == nullptr;
+  return true;
+}
+
+bool read_source(PyObject* const* given, Source* to) {
+  to->lr = static_cast<const double*>(memory(given[0], NPY_DOUBLE, 1));
+  to->counts = static_cast<npy_int64*>(memory(given[1], NPY_INT64, -1));
+  if (to->lr == nullptr || to->counts == nullptr) return false;
+  to->params = PyArray_SIZE(reinterpret_cast<PyArrayObject*>(given[1]));
+  if (given[2] != Py_None) {
+    to->norms = static_cast<double*>(memory(given[2], NPY_DOUBLE, to->params));
+    if (to->norms == nullptr) return false;
+  }
+  to->scale = PyFloat_AsDouble(given[4]);
+  if (PyErr_Occurred() || !read_rule(given[3], &to->fields)) return false;
+  for (int i = 0; i < to->fields.rule->numbers; ++i) {
+    if (to->fields.each[i].form == INVERSE && to->norms == nullptr) {
+      PyErr_SetString(PyExc_TypeError, "the rule needs norms");
+      return false;
+    }
+  }
+  for (int i = 0; i < 3; ++i) to->kept[i] = new_reference(given[i]);
+  return true;
 }
 
 PyArrayObject* readable(PyObject* object, PyArrayObject* like) {
@@ -35,10 +131,12 @@ PyArrayObject* readable(PyObject* object, PyArrayObject* like) {
   return type == PyArray_TYPE(like) && PyArray_SAMESHAPE(array, like) ? array : nullptr;
 }
 
+namespace {
 PyArrayObject* writable(PyObject* object, PyArrayObject* like) {
   PyArrayObject* array = readable(object, like);
   return array != nullptr && PyArray_ISWRITEABLE(array) ? array : nullptr;
 }
+}  // namespace
 
 bool overlap(PyArrayObject* one, PyArrayObject* other) {
   const char *a = PyArray_BYTES(one), *b = PyArray_BYTES(other);
@@ -79,62 +177,39 @@ bool take_grad(Owned grad, Task* task, bool may_copy) {
 bool take_state(int number, PyObject* state, Task* task) {
   PyArrayObject* array = writable(state, param_of(*task));
   if (array == nullptr) return false;
-  Py_INCREF(state);
-  task->kept[2 + number].reset(state);
+  task->kept[2 + number] = new_reference(state);
   task->piece.states[number] = PyArray_DATA(array);
   return true;
 }
 
-void run(const Task& task, const Numbered& rule, double scale) {
-  const Step step = task.is_double ? rule.rule->float64 : rule.rule->float32;
+void run(const Task& task, const Rule& rule, const double* numbers, double scale) {
   Piece piece = task.piece;
   void* grad = task.grad;
   if (piece.grads == nullptr) piece.grads = &grad;
-  step(piece, rule.numbers, scale);
+  (task.is_double ? rule.float64 : rule.float32)(piece, numbers, scale);
 }
 
-namespace {
-
-// Count a step of parameter `position`; return which it is, or -1 with an error.
-long long count_step(PyObject* times, Py_ssize_t position) {
-  PyObject* before = PyList_GetItem(times, position);
-  const long long time = before == nullptr ? -1 : PyLong_AsLongLong(before) + 1;
-  if (time == 0 || before == nullptr) return -1;
-  PyObject* now = PyLong_FromLongLong(time);
-  return now == nullptr || PyList_SetItem(times, position, now) < 0 ? -1 : time;
-}
-
-bool ask(const Asking& asking, Py_ssize_t position, Numbered* numbered) {
-  Owned number(PyLong_FromSsize_t(position));
-  if (number == nullptr) return false;
-  Owned answer(PyObject_CallFunctionObjArgs(asking.rule, number.get(), asking.scale, nullptr));
-  if (answer == nullptr || !read_rule(answer.get(), numbered)) return false;
-  if (numbered->rule->states != asking.states) {
-    PyErr_Format(PyExc_ValueError, "the rule %s has %d states, not %zd", numbered->rule->name,
-                 numbered->rule->states, asking.states);
-    return false;
-  }
-  return true;
-}
-
-}  // namespace
-
-bool run_all(const Task* tasks, size_t count, const Asking& asking, double scale) {
-  Numbered numbered;
-  long long known = -1;
-  for (const Task* task = tasks; task != tasks + count; ++task) {
-    const long long time = count_step(asking.times, task->position);
-    if (time < 0) return false;
-    if (time != known || asking.per_position) {
-      if (!ask(asking, task->position, &numbered)) return false;
-      known = time;
+bool run_all(const std::vector<Task>& tasks, const Source& source) {
+  double numbers[MOST_NUMBERS];
+  npy_int64 known = 0;
+  bool is_known = false;
+  for (const Task& task : tasks) {
+    const bool is_long = task.piece.size * sizeof(float) >= BYTES_WITHOUT_GIL;
+    PyThreadState* thread = is_long ? PyEval_SaveThread() : nullptr;
+    npy_int64& count = source.counts[task.position];
+    bool is_defined = true;
+    if (!is_known || count != known || source.norms != nullptr) {
+      is_known = is_defined = evaluate(source, task, count + 1, numbers);
+      known = count;
     }
-    if (task->piece.size * sizeof(float) < BYTES_WITHOUT_GIL) {
-      run(*task, numbered, scale);
-    } else {
-      Py_BEGIN_ALLOW_THREADS;
-      run(*task, numbered, scale);
-      Py_END_ALLOW_THREADS;
+    if (is_defined) {
+      run(task, *source.fields.rule, numbers, source.scale);
+      ++count;
+    }
+    if (is_long) PyEval_RestoreThread(thread);
+    if (!is_defined) {
+      PyErr_SetString(PyExc_ZeroDivisionError, "an optimizer's step: the correction of a running mean divides by 0");
+      return false;
     }
   }
   return true;

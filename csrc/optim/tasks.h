@@ -13,23 +13,44 @@
 #include <numpy/arrayobject.h>
 
 #include <memory>
+#include <vector>
 
 #include "optim.h"
 
 namespace fl::optim {
-
-// From here on steps are long enough to let other threads run meanwhile.
-constexpr size_t BYTES_WITHOUT_GIL = 1 << 16;
 
 struct Release {
   void operator()(PyObject* object) const { Py_XDECREF(object); }
 };
 using Owned = std::unique_ptr<PyObject, Release>;
 
-// A rule and its numbers, as Python's rule() returns them.
-struct Numbered {
-  const Rule* rule = nullptr;
-  double numbers[MOST_NUMBERS];
+inline Owned new_reference(PyObject* object) {
+  Py_XINCREF(object);
+  return Owned(object);
+}
+
+// What a field of a rule is: by FORMS in flashlight_py/optim/cpu.py, or the number `a`.
+enum Form { LR, SHRINK, RATE, ROOT, INVERSE, FORMS, NUMBER = FORMS };
+struct Field {
+  Form form;
+  double a, b;
+};
+
+struct Fields {
+  const Rule* rule;
+  Field each[MOST_NUMBERS];
+};
+
+// What steps are done with. The rate, the counts of steps and the squared norms (null: the rule has
+// none), one for each parameter, are read and written where the optimizer has them.
+struct Source {
+  Fields fields;
+  const double* lr;
+  npy_int64* counts;
+  double* norms;
+  npy_intp params;
+  double scale;
+  Owned kept[3];
 };
 
 // A parameter's step: where its arrays are, and what keeps them.
@@ -41,35 +62,28 @@ struct Task {
   Owned kept[2 + MOST_STATES];
 };
 
-// Read a rule; false with an exception.
-bool read_rule(PyObject* given, Numbered* to);
+// Read (name, (field, ...)): a field is a number or (form, number, ...). False with an exception.
+bool read_rule(PyObject* given, Fields* to);
+// Read lr, counts, norms, rule and scale. False with an exception.
+bool read_source(PyObject* const* given, Source* to);
 
 // An array that a kernel can read, of the dtype and shape of `like` unless that is null; or null.
 PyArrayObject* readable(PyObject* object, PyArrayObject* like);
-PyArrayObject* writable(PyObject* object, PyArrayObject* like);
 bool overlap(PyArrayObject* one, PyArrayObject* other);
 
-// Take `param` (owned) as what the task steps; false: it does not fit.
+// Take `param` as what the task steps; false: it does not fit.
 bool take_param(Owned param, Task* task);
 PyArrayObject* param_of(const Task& task);
 // Take a gradient; one that is only not contiguous is copied, if it may be.
-bool take_grad(Owned grad, Task* task, bool may_copy = true);
+bool take_grad(Owned grad, Task* task, bool may_copy);
 bool take_state(int number, PyObject* state, Task* task);
 
-// How an optimizer's steps are counted, and how each is done: times[position] is how many there
-// were, rule(position, scale) the rule. With `per_position` it is asked for each parameter.
-struct Asking {
-  PyObject *times, *rule, *scale;
-  bool per_position;
-  Py_ssize_t states;
-};
+// Step all tasks, and count the steps; false with an exception.
+bool run_all(const std::vector<Task>& tasks, const Source& source);
+void run(const Task& task, const Rule& rule, const double* numbers, double scale);
 
-// Step all tasks; false with an exception.
-bool run_all(const Task* tasks, size_t count, const Asking& asking, double scale);
-void run(const Task& task, const Numbered& rule, double scale);
-
-// The type Steps; null with an exception.
-PyObject* steps_type();
+// Steps(pieces, lr, counts, norms, rule, scale), for a method table.
+PyObject* prepare(PyObject* module, PyObject* const* args, Py_ssize_t count);
 
 }  // namespace fl::optim
 

@@ -16,9 +16,7 @@ namespace {
 
 template <typename From, typename To>
 void cast_loop(char** args, const intptr_t* count, const intptr_t* steps, void*) {
-#define FL_CAST cast<From, To>
-  static const auto kernel = FL_CHOSEN(FL_CAST);
-#undef FL_CAST
+  static const auto kernel = FL_CHOSEN(cast<From, To>);
   const char* from = args[0];
   char* to = args[1];
   if (steps[0] == sizeof(From) && steps[1] == sizeof(To)) {
@@ -30,26 +28,17 @@ void cast_loop(char** args, const intptr_t* count, const intptr_t* steps, void*)
   }
 }
 
-template <typename R>
-class AddRows final : public Instruction {
- public:
-  AddRows(int from, int to, intptr_t rows, intptr_t columns, intptr_t row_step)
-      : from_(from), to_(to), rows_(rows), columns_(columns), row_step_(row_step) {}
-
-  Outcome run(Table table) override {
-    static const auto kernel = FL_CHOSEN(add_rows<R>);
-    R* to = reinterpret_cast<R*>(table[to_]);
-    std::memset(to, 0, static_cast<size_t>(columns_) * sizeof(R));
-    kernel(reinterpret_cast<const R*>(table[from_]), rows_, columns_, row_step_, to);
-    return Outcome::done;
+// NumPy takes ten times as long where the other operand is one number.
+template <typename R, bool is_maximum>
+void limit_loop(char** args, const intptr_t* count, const intptr_t* steps, void*) {
+  static const auto kernel = FL_CHOSEN(limit<R, is_maximum>);
+  const bool is_whole = steps[0] == sizeof(R) && steps[2] == sizeof(R);
+  const R most = *reinterpret_cast<const R*>(args[1]);
+  for (intptr_t i = 0; i < (is_whole ? 1 : *count); ++i) {
+    kernel(reinterpret_cast<const R*>(args[0] + i * steps[0]), most,
+           reinterpret_cast<R*>(args[2] + i * steps[2]), is_whole ? *count : 1);
   }
-
-  int64_t work() const override { return rows_ * columns_; }
-
- private:
-  int from_, to_;
-  intptr_t rows_, columns_, row_step_;
-};
+}
 
 template <size_t size>
 void copy_loop(char** args, const intptr_t* count, const intptr_t* steps, void*) {
@@ -83,55 +72,41 @@ void where_loop(char** args, const intptr_t* count, const intptr_t* steps, void*
 
 using Loops = std::unordered_map<std::string, Loop>;
 
-template <typename From, typename To>
-void add_cast(Loops* loops, const char* from, const char* to) {
-  (*loops)[std::string("cast:") + from + ":" + to] = cast_loop<From, To>;
+template <typename From, typename... To>
+void add_casts(Loops* loops, const char* from, std::initializer_list<const char*> to) {
+  const char* const* name = to.begin();
+  (((*loops)[std::string("cast:") + from + ":" + *name++] = cast_loop<From, To>), ...);
 }
 
-template <typename From>
-void add_casts(Loops* loops, const char* from) {
-  add_cast<From, bool>(loops, from, "b1");
-  add_cast<From, int8_t>(loops, from, "i1");
-  add_cast<From, int16_t>(loops, from, "i2");
-  add_cast<From, int32_t>(loops, from, "i4");
-  add_cast<From, int64_t>(loops, from, "i8");
-  add_cast<From, float>(loops, from, "f4");
-  add_cast<From, double>(loops, from, "f8");
+template <typename... From>
+void add_casts_to_all(Loops* loops, std::initializer_list<const char*> from) {
+  const char* const* name = from.begin();
+  (add_casts<From, bool, int8_t, int16_t, int32_t, int64_t, float, double>(
+       loops, *name++, {"b1", "i1", "i2", "i4", "i8", "f4", "f8"}),
+   ...);
 }
 
-template <size_t size>
+template <size_t... sizes>
 void add_sized(Loops* loops) {
-  (*loops)["copy:" + std::to_string(size)] = copy_loop<size>;
-  (*loops)["where:" + std::to_string(size)] = where_loop<size>;
+  (((*loops)["copy:" + std::to_string(sizes)] = copy_loop<sizes>), ...);
+  (((*loops)["where:" + std::to_string(sizes)] = where_loop<sizes>), ...);
 }
 
 Loops all_loops() {
   Loops loops;
-  add_casts<bool>(&loops, "b1");
-  add_casts<uint8_t>(&loops, "u1");
-  add_casts<int8_t>(&loops, "i1");
-  add_casts<int16_t>(&loops, "i2");
-  add_casts<int32_t>(&loops, "i4");
-  add_casts<int64_t>(&loops, "i8");
-  add_cast<float, double>(&loops, "f4", "f8");
-  add_cast<double, float>(&loops, "f8", "f4");
-  add_cast<float, bool>(&loops, "f4", "b1");
-  add_cast<double, bool>(&loops, "f8", "b1");
-  add_sized<1>(&loops);
-  add_sized<2>(&loops);
-  add_sized<4>(&loops);
-  add_sized<8>(&loops);
-  add_sized<16>(&loops);
+  add_casts_to_all<bool, uint8_t, int8_t, int16_t, int32_t, int64_t>(
+      &loops, {"b1", "u1", "i1", "i2", "i4", "i8"});
+  add_casts<float, double, bool>(&loops, "f4", {"f8", "b1"});
+  add_casts<double, float, bool>(&loops, "f8", {"f4", "b1"});
+  loops["maximum:f4"] = limit_loop<float, true>;
+  loops["maximum:f8"] = limit_loop<double, true>;
+  loops["minimum:f4"] = limit_loop<float, false>;
+  loops["minimum:f8"] = limit_loop<double, false>;
+  add_sized<1, 2, 4, 8, 16>(&loops);
   return loops;
 }
 
 }  // namespace
-
-std::unique_ptr<Instruction> add_rows(bool is_double, int from, int to, intptr_t rows,
-                                      intptr_t columns, intptr_t row_step) {
-  if (is_double) return std::make_unique<AddRows<double>>(from, to, rows, columns, row_step);
-  return std::make_unique<AddRows<float>>(from, to, rows, columns, row_step);
-}
 
 Loop own_loop(const char* name) {
   static const Loops loops = all_loops();

@@ -3,7 +3,6 @@
 #include <cstring>
 #include <string>
 
-#include "products.h"
 #include "program.h"
 
 namespace fl::tape {
@@ -38,6 +37,7 @@ class Require final : public Instruction {
   explicit Require(int at) : at_(at) {}
   Outcome run(Table table) override { return *table[at_] != 0 ? Outcome::done : Outcome::left; }
   int64_t work() const override { return 1; }
+  bool may_leave() const override { return true; }
 
  private:
   int at_;
@@ -56,12 +56,10 @@ bool find_loop(PyObject* function, PyObject* types, Loop* loop, void** data) {
   // word about them. A kernel of our own for small products was 0.9 to 2 times as fast as
   // OpenBLAS's, and has other bits.
   const PyUFuncObject* ufunc = reinterpret_cast<PyUFuncObject*>(function);
-  Owned numbers(PySequence_Tuple(types));
-  if (numbers == nullptr) return false;
   for (int i = 0; i < ufunc->ntypes; ++i) {
-    bool same = PyTuple_Size(numbers.get()) == ufunc->nargs;
+    bool same = PyTuple_Size(types) == ufunc->nargs;
     for (int k = 0; same && k < ufunc->nargs; ++k) {
-      same = ufunc->types[i * ufunc->nargs + k] == PyLong_AsLong(PyTuple_GetItem(numbers.get(), k));
+      same = ufunc->types[i * ufunc->nargs + k] == PyLong_AsLong(PyTuple_GetItem(types, k));
     }
     if (same) {
       *loop = reinterpret_cast<Loop>(ufunc->functions[i]);
@@ -75,133 +73,83 @@ bool find_loop(PyObject* function, PyObject* types, Loop* loop, void** data) {
 
 bool read_elementwise(PyObject* described, size_t dimensions, Elementwise* op) {
   PyObject *function, *types, *at, *steps, *itemsizes;
-  if (!PyArg_ParseTuple(described, "OOO!O!O!", &function, &types, &PyTuple_Type, &at, &PyTuple_Type,
-                        &steps, &PyTuple_Type, &itemsizes)) {
-    return false;
-  }
+  if (!read(described, 0, &function, &types, &at, &steps, &itemsizes)) return false;
   op->operands = static_cast<int>(PyTuple_Size(at));
+  op->sums =
+      !PyUnicode_Check(function) && op->operands < reinterpret_cast<PyUFuncObject*>(function)->nargs;
   if (op->operands > MOST_OPERANDS || dimensions > MOST_DIMENSIONS) {
     PyErr_SetString(PyExc_ValueError, "too many operands or dimensions");
     return false;
   }
   for (int i = 0; i < op->operands; ++i) {
-    op->at[i] = static_cast<int>(PyLong_AsLong(PyTuple_GetItem(at, i)));
-    op->itemsize[i] = PyLong_AsSsize_t(PyTuple_GetItem(itemsizes, i));
-    for (size_t d = 0; d < dimensions; ++d) {
-      PyObject* step = PyTuple_GetItem(PyTuple_GetItem(steps, i), static_cast<Py_ssize_t>(d));
-      op->steps[i][d] = PyLong_AsSsize_t(step);
-    }
+    take(PyTuple_GetItem(at, i), &op->at[i]);
+    take(PyTuple_GetItem(itemsizes, i), &op->itemsize[i]);
+    intptr_t* step = op->steps[i];
+    const auto take_step = [&step](PyObject* each) { return take(each, step++); };
+    if (!read_each(PyTuple_GetItem(steps, i), take_step)) return false;
   }
   return PyErr_Occurred() == nullptr && find_loop(function, types, &op->loop, &op->data);
 }
 
 // ("loops", dimensions, ((function, types, at, steps, itemsizes), ...))
 std::unique_ptr<Instruction> read_loops(PyObject* described) {
-  PyObject *name, *extents, *operations;
-  if (!PyArg_ParseTuple(described, "OO!O!", &name, &PyTuple_Type, &extents, &PyTuple_Type, &operations)) {
-    return nullptr;
-  }
+  PyObject *extents, *operations;
   std::vector<intptr_t> dimensions;
-  for (Py_ssize_t i = 0; i < PyTuple_Size(extents); ++i) {
-    dimensions.push_back(PyLong_AsSsize_t(PyTuple_GetItem(extents, i)));
-  }
-  std::vector<Elementwise> group_of(static_cast<size_t>(PyTuple_Size(operations)));
-  for (size_t i = 0; i < group_of.size(); ++i) {
-    PyObject* operation = PyTuple_GetItem(operations, static_cast<Py_ssize_t>(i));
-    if (!read_elementwise(operation, dimensions.size(), &group_of[i])) return nullptr;
-  }
-  return group(std::move(group_of), dimensions);
+  std::vector<Elementwise> group_of;
+  const bool is_read = read(described, 1, &extents, &operations) && read_each(extents, [&](PyObject* each) {
+    return take(each, &dimensions.emplace_back());
+  }) && read_each(operations, [&](PyObject* each) {
+    return read_elementwise(each, dimensions.size(), &group_of.emplace_back());
+  });
+  return is_read ? group(std::move(group_of), dimensions) : nullptr;
 }
 
-// ("reduce", ufunc, types, from, to, rows, columns, row step, column step, result step, itemsize,
-//  along rows, address of the initial value or 0)
+// ("reduce", ufunc, types, from, to, rows, columns, itemsize, along rows, the initial value or None)
 std::unique_ptr<Instruction> read_reduction(PyObject* described) {
-  PyObject *name, *ufunc, *types;
+  PyObject *ufunc, *types;
   Reduction r;
-  int along_rows;
-  Py_ssize_t initial;
-  if (!PyArg_ParseTuple(described, "OOOiinnnnnnpn", &name, &ufunc, &types, &r.from, &r.to, &r.rows,
-                        &r.columns, &r.row_step, &r.column_step, &r.result_step, &r.itemsize,
-                        &along_rows, &initial) ||
+  PyArrayObject* initial;
+  if (!read(described, 1, &ufunc, &types, &r.from, &r.to, &r.rows, &r.columns, &r.itemsize, &r.along_rows,
+            &initial) ||
       !find_loop(ufunc, types, &r.loop, &r.data)) {
     return nullptr;
   }
-  r.along_rows = along_rows != 0;
-  r.initial = reinterpret_cast<const char*>(initial);
+  r.initial = initial == nullptr ? nullptr : PyArray_BYTES(initial);
   return reduce(r);
 }
 
-// ("add_rows", is double, from, to, rows, columns, row step in elements)
-std::unique_ptr<Instruction> read_rows(PyObject* described) {
-  PyObject* name;
-  int is_double, from, to;
-  Py_ssize_t rows, columns, row_step;
-  if (!PyArg_ParseTuple(described, "Opiinnn", &name, &is_double, &from, &to, &rows, &columns,
-                        &row_step)) {
-    return nullptr;
-  }
-  return add_rows(is_double != 0, from, to, rows, columns, row_step);
+// A product by its name and fields; see tape.h.
+template <typename Form, auto... fields>
+std::unique_ptr<Instruction> read_product(PyObject* described) {
+  Form form;
+  return read(described, 1, &(form.*fields)...) ? product(form) : nullptr;
 }
-
-// ("gemm", is double, transposed a, transposed b, at a, at b, at c, m, n, k, three steps)
-std::unique_ptr<Instruction> read_gemm(PyObject* described) {
-  PyObject* name;
-  Gemm g;
-  return PyArg_ParseTuple(described, "OiiiiiiLLLLLL", &name, &g.is_double, &g.transposed_a,
-                          &g.transposed_b, &g.a, &g.b, &g.c, &g.m, &g.n, &g.k, &g.a_step, &g.b_step,
-                          &g.c_step)
-             ? multiply(g)
-             : nullptr;
-}
-
-// ("gemv", is double, order, transposed, at the matrix, at x, at y, rows, columns, two steps)
-std::unique_ptr<Instruction> read_gemv(PyObject* described) {
-  PyObject* name;
-  Gemv g;
-  return PyArg_ParseTuple(described, "OiiiiiiLLLL", &name, &g.is_double, &g.order, &g.transposed,
-                          &g.matrix, &g.x, &g.y, &g.rows, &g.columns, &g.matrix_step, &g.x_step)
-             ? multiply(g)
-             : nullptr;
-}
-
-// ("dot", is double, at x, at y, at the result, count, two steps)
-std::unique_ptr<Instruction> read_dot(PyObject* described) {
-  PyObject* name;
-  Dot d;
-  return PyArg_ParseTuple(described, "OiiiiLLL", &name, &d.is_double, &d.x, &d.y, &d.to, &d.count,
-                          &d.x_step, &d.y_step)
-             ? multiply(d)
-             : nullptr;
-}
-
-// ("outer", is double, which is one number, at a, at b, at c, m, n, two steps)
-std::unique_ptr<Instruction> read_outer(PyObject* described) {
-  PyObject* name;
-  Outer o;
-  return PyArg_ParseTuple(described, "OiiiiiLLLL", &name, &o.is_double, &o.scalar, &o.a, &o.b, &o.c, &o.m,
-                          &o.n, &o.a_step, &o.c_step)
-             ? multiply(o)
-             : nullptr;
-}
+constexpr auto read_gemm =
+    read_product<Gemm, &Gemm::transposed_a, &Gemm::transposed_b, &Gemm::is_double, &Gemm::a, &Gemm::b,
+                 &Gemm::c, &Gemm::m, &Gemm::n, &Gemm::k, &Gemm::a_step, &Gemm::b_step>;
+constexpr auto read_gemv =
+    read_product<Gemv, &Gemv::row_major, &Gemv::transposed, &Gemv::is_double, &Gemv::matrix, &Gemv::x,
+                 &Gemv::y, &Gemv::rows, &Gemv::columns, &Gemv::matrix_step, &Gemv::x_step>;
+constexpr auto read_dot =
+    read_product<Dot, &Dot::is_double, &Dot::x, &Dot::y, &Dot::to, &Dot::count, &Dot::x_step, &Dot::y_step>;
+constexpr auto read_outer = read_product<Outer, &Outer::scalar, &Outer::is_double, &Outer::a, &Outer::b,
+                                         &Outer::c, &Outer::m, &Outer::n, &Outer::a_step>;
+constexpr auto read_rows =
+    read_product<RowSum, &RowSum::is_double, &RowSum::from, &RowSum::to, &RowSum::rows, &RowSum::columns>;
 
 // ("call", function, args, what to call where that returns NotImplemented, or None). In place of a
 // function: (what has it, the name of the attribute), where it may be another one at each call.
 std::unique_ptr<Instruction> read_call(PyObject* described) {
-  PyObject *name, *function, *args, *instead;
-  if (!PyArg_ParseTuple(described, "OOO!O", &name, &function, &PyTuple_Type, &args, &instead)) {
-    return nullptr;
-  }
-  PyObject* attribute = nullptr;
+  PyObject *function, *args, *instead, *attribute = nullptr;
+  if (!read(described, 1, &function, &args, &instead)) return nullptr;
   if (PyTuple_Check(function) && !PyArg_ParseTuple(function, "OO", &function, &attribute)) return nullptr;
   return std::make_unique<Call>(function, attribute, args, instead);
 }
 
 // ("require", at)
 std::unique_ptr<Instruction> read_require(PyObject* described) {
-  PyObject* name;
   int at;
-  if (!PyArg_ParseTuple(described, "Oi", &name, &at)) return nullptr;
-  return std::make_unique<Require>(at);
+  return read(described, 1, &at) ? std::make_unique<Require>(at) : nullptr;
 }
 
 }  // namespace
@@ -211,9 +159,8 @@ std::unique_ptr<Instruction> read_instruction(PyObject* described) {
     const char* name;
     std::unique_ptr<Instruction> (*read)(PyObject*);
   } kinds[] = {{"loops", read_loops}, {"reduce", read_reduction}, {"add_rows", read_rows},
-               {"gemm", read_gemm},
-               {"gemv", read_gemv},   {"dot", read_dot},          {"outer", read_outer},
-               {"call", read_call},   {"require", read_require}};
+               {"gemm", read_gemm},   {"gemv", read_gemv},        {"dot", read_dot},
+               {"outer", read_outer}, {"call", read_call},        {"require", read_require}};
   PyObject* name = PyTuple_Check(described) ? PyTuple_GetItem(described, 0) : nullptr;
   const char* text = name == nullptr ? nullptr : PyUnicode_AsUTF8AndSize(name, nullptr);
   for (const auto& kind : kinds) {

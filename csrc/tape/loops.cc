@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
+#include <numeric>
 
 #include "tape.h"
 
@@ -10,6 +12,8 @@ namespace {
 
 // Elements of a strip: a few operands of it stay in the first cache.
 constexpr intptr_t STRIP = 2048;
+// Most elements of a vector: NumPy has other bits of nans at the end of a loop.
+constexpr intptr_t VECTOR = 64;
 // Elements of a row that is so short that calling a loop takes longer.
 constexpr intptr_t SHORT = 128;
 
@@ -21,41 +25,14 @@ bool is_flat(const Elementwise& op, intptr_t columns) {
   return true;
 }
 
-class OneDimension final : public Instruction {
+// Operations over rows, of which a strip has as many as fit.
+class Rows final : public Instruction {
  public:
-  OneDimension(std::vector<Elementwise> operations, intptr_t count)
-      : operations_(std::move(operations)), count_(count) {}
-
-  Outcome run(Table table) override {
-    for (intptr_t from = 0; from < count_; from += strip()) {
-      const intptr_t count = std::min(strip(), count_ - from);
-      for (const Elementwise& op : operations_) {
-        char* args[MOST_OPERANDS];
-        intptr_t steps[MOST_OPERANDS];
-        for (int i = 0; i < op.operands; ++i) {
-          steps[i] = op.steps[i][0];
-          args[i] = table[op.at[i]] + from * steps[i];
-        }
-        op.loop(args, &count, steps, op.data);
-      }
-    }
-    return Outcome::done;
-  }
-
-  int64_t work() const override { return count_ * static_cast<int64_t>(operations_.size()); }
-
- private:
-  intptr_t strip() const { return operations_.size() == 1 ? count_ : STRIP; }
-
-  std::vector<Elementwise> operations_;
-  intptr_t count_;
-};
-
-class TwoDimensions final : public Instruction {
- public:
-  TwoDimensions(std::vector<Elementwise> operations, intptr_t rows, intptr_t columns)
+  Rows(std::vector<Elementwise> operations, intptr_t rows, intptr_t columns)
       : operations_(std::move(operations)), rows_(rows), columns_(columns) {
-    block_ = std::min(rows, std::max<intptr_t>(1, STRIP / columns));
+    const intptr_t whole = VECTOR / std::gcd(VECTOR, columns);  // rows that are no part of a vector
+    const intptr_t most = std::max<intptr_t>(1, STRIP / columns);
+    block_ = std::min(rows, most < whole ? most : most / whole * whole);
     for (Elementwise& op : operations_) {
       if (columns <= SHORT) lay_out(&op);
       flat_.push_back(is_flat(op, columns));
@@ -65,6 +42,12 @@ class TwoDimensions final : public Instruction {
 
   Outcome run(Table table) override {
     for (const Tile& tile : tiles_) fill(tile, table[tile.at]);
+    const Elementwise& last = operations_.back();
+    if (last.sums) {
+      char* to = table[last.at[1]];
+      last.itemsize[1] == sizeof(double) ? sum<double>(table, to) : sum<float>(table, to);
+      return Outcome::done;
+    }
     for (intptr_t from = 0; from < rows_; from += block_) {
       const intptr_t rows = std::min(block_, rows_ - from);
       for (size_t i = 0; i < operations_.size(); ++i) run_block(table, i, from, rows);
@@ -72,11 +55,35 @@ class TwoDimensions final : public Instruction {
     return Outcome::done;
   }
 
-  int64_t work() const override {
-    return rows_ * columns_ * static_cast<int64_t>(operations_.size());
-  }
+  int64_t work() const override { return rows_ * columns_ * int64_t(operations_.size()); }
 
  private:
+  template <typename R>
+  void sum(Table table, char* to) const {
+    const R all = R(0) + sum_of<R>(table, 0, rows_);
+    std::memcpy(to, &all, sizeof(R));
+  }
+
+  // NumPy adds the sums of two halves, and so on. Of what is computed strip by strip its loop gets a strip;
+  // which of two NaNs the sum of them is, is left to compilers.
+  template <typename R>
+  R sum_of(Table table, intptr_t from, intptr_t count) const {
+    const size_t others = operations_.size() - 1;
+    if (count > STRIP && others > 0) {
+      const intptr_t half = count / 16 * 8;
+      const R first = sum_of<R>(table, from, half);
+      return first + sum_of<R>(table, from + half, count - half);
+    }
+    for (size_t i = 0; i < others; ++i) run_block(table, i, from, count);
+    const Elementwise& op = operations_[others];
+    R found = 0;
+    char* to = reinterpret_cast<char*>(&found);
+    char* args[] = {to, table[op.at[0]] + from * op.ahead(0), to};
+    const intptr_t steps[] = {0, op.steps[0][0], 0};
+    op.loop(args, &count, steps, op.data);
+    return found;
+  }
+
   void run_block(Table table, size_t number, intptr_t from, intptr_t rows) const {
     const Elementwise& op = operations_[number];
     char* args[MOST_OPERANDS];
@@ -84,7 +91,7 @@ class TwoDimensions final : public Instruction {
     for (int i = 0; i < op.operands; ++i) {
       steps[i] = op.steps[i][1];
       args[i] = op.at[i] < 0 ? tiles_[static_cast<size_t>(-1 - op.at[i])].room->data()
-                             : table[op.at[i]] + from * op.steps[i][0];
+                             : table[op.at[i]] + from * op.ahead(i);
     }
     const intptr_t count = flat_[number] ? rows * columns_ : columns_;
     for (intptr_t row = 0; row < (flat_[number] ? 1 : rows); ++row) {
@@ -139,9 +146,7 @@ class ManyDimensions final : public Instruction {
   }
 
   int64_t work() const override {
-    int64_t count = 1;
-    for (intptr_t extent : dimensions_) count *= extent;
-    return count;
+    return std::accumulate(dimensions_.begin(), dimensions_.end(), int64_t(1), std::multiplies<>());
   }
 
  private:
@@ -171,10 +176,20 @@ class Reduce final : public Instruction {
   explicit Reduce(const Reduction& reduction) : r_(reduction) {}
 
   Outcome run(Table table) override {
-    if (r_.along_rows) {
-      along_rows(table[r_.from], table[r_.to]);
-    } else {
-      down_columns(table[r_.from], table[r_.to]);
+    char *from = table[r_.from], *to = table[r_.to];
+    const intptr_t row_step = r_.columns * r_.itemsize, next = r_.along_rows ? row_step : r_.itemsize;
+    for (intptr_t i = 0; i < (r_.along_rows ? r_.rows : r_.columns); ++i) {
+      std::memcpy(to + i * r_.itemsize, r_.initial == nullptr ? from + i * next : r_.initial,
+                  static_cast<size_t>(r_.itemsize));
+    }
+    // The first element of a row, or the first row, is there already.
+    const intptr_t taken = r_.initial == nullptr, first = r_.along_rows ? taken : 0;
+    const intptr_t count = r_.columns - first, step = r_.along_rows ? 0 : r_.itemsize;
+    const intptr_t steps[] = {step, r_.itemsize, step};
+    for (intptr_t row = taken - first; count > 0 && row < r_.rows; ++row) {
+      char* into = to + (r_.along_rows ? row * r_.itemsize : 0);
+      char* args[] = {into, from + row * row_step + first * r_.itemsize, into};
+      r_.loop(args, &count, steps, r_.data);
     }
     return Outcome::done;
   }
@@ -182,31 +197,6 @@ class Reduce final : public Instruction {
   int64_t work() const override { return r_.rows * r_.columns; }
 
  private:
-  void along_rows(char* from, char* to) const {
-    const intptr_t first = r_.initial == nullptr, count = r_.columns - first;
-    const intptr_t steps[] = {0, r_.column_step, 0};
-    for (intptr_t row = 0; row < r_.rows; ++row) {
-      std::memcpy(to, first ? from : r_.initial, static_cast<size_t>(r_.itemsize));
-      char* args[] = {to, from + first * r_.column_step, to};
-      if (count > 0) r_.loop(args, &count, steps, r_.data);
-      from += r_.row_step;
-      to += r_.result_step;
-    }
-  }
-
-  void down_columns(char* from, char* to) const {
-    const intptr_t first = r_.initial == nullptr;
-    for (intptr_t column = 0; column < r_.columns; ++column) {
-      std::memcpy(to + column * r_.result_step, first ? from + column * r_.column_step : r_.initial,
-                  static_cast<size_t>(r_.itemsize));
-    }
-    const intptr_t steps[] = {r_.result_step, r_.column_step, r_.result_step};
-    for (intptr_t row = first; row < r_.rows; ++row) {
-      char* args[] = {to, from + row * r_.row_step, to};
-      r_.loop(args, &r_.columns, steps, r_.data);
-    }
-  }
-
   Reduction r_;
 };
 
@@ -214,17 +204,15 @@ class Reduce final : public Instruction {
 
 std::unique_ptr<Instruction> group(std::vector<Elementwise> operations,
                                    const std::vector<intptr_t>& dimensions) {
-  if (dimensions.size() == 1) {
-    return std::make_unique<OneDimension>(std::move(operations), dimensions[0]);
+  const size_t count = dimensions.size();
+  if (count > 2) return std::make_unique<ManyDimensions>(operations[0], dimensions);
+  if (count == 2) return std::make_unique<Rows>(std::move(operations), dimensions[0], dimensions[1]);
+  for (Elementwise& op : operations) {  // rows of one element, without gaps
+    for (auto& steps : op.steps) steps[1] = steps[0];
   }
-  if (dimensions.size() == 2) {
-    return std::make_unique<TwoDimensions>(std::move(operations), dimensions[0], dimensions[1]);
-  }
-  return std::make_unique<ManyDimensions>(operations[0], dimensions);
+  return std::make_unique<Rows>(std::move(operations), dimensions[0], 1);
 }
 
-std::unique_ptr<Instruction> reduce(const Reduction& reduction) {
-  return std::make_unique<Reduce>(reduction);
-}
+std::unique_ptr<Instruction> reduce(const Reduction& reduction) { return std::make_unique<Reduce>(reduction); }
 
 }  // namespace fl::tape

@@ -1,8 +1,6 @@
 /* The module: a step that replays its programs, and falls back to Python. */
 
 #define FL_TAPE_MODULE
-#include "guards.h"
-#include "products.h"
 #include "program.h"
 
 #include <structmember.h>
@@ -10,31 +8,94 @@
 namespace fl::tape {
 namespace {
 
-// What Python's Captured is derived from: `programs`, the most recent first; `slow`(args, kwargs) is
+// A program as Python sees it: `signature` and `stamp` are of the structure that it belongs to.
+struct ProgramObject {
+  PyObject_HEAD
+  Program* program;
+  PyObject* signature;
+  long long stamp;
+};
+
+// Python's Captured is derived from it: `programs`, a list, the most recent first; `slow`(args, kwargs) is
 // called where none fits, `left`(args, kwargs) where one was left on the way.
 struct Step {
   PyObject_HEAD
-  PyObject *slow, *left;
+  PyObject *slow, *left, *programs;
   Py_ssize_t replays;  // that were done to the end
-  std::vector<std::shared_ptr<Program>>* programs;
 };
 
+Program* program_of(PyObject* object) { return reinterpret_cast<ProgramObject*>(object)->program; }
+
+void destroy(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  PyObject_GC_UnTrack(self);
+  reinterpret_cast<inquiry>(PyType_GetSlot(type, Py_tp_clear))(self);
+  PyObject_GC_Del(self);
+  Py_DECREF(type);
+}
+
+/* Program(description, signature, stamp) */
+PyObject* create_program(PyTypeObject* type, PyObject* args, PyObject*) {
+  PyObject *description, *signature;
+  long long stamp;
+  if (!PyArg_ParseTuple(args, "O!OL", &PyTuple_Type, &description, &signature, &stamp)) return nullptr;
+  std::unique_ptr<Program> program = Program::read(description);
+  PyObject* self = program == nullptr ? nullptr : PyType_GenericAlloc(type, 0);
+  if (self == nullptr) return nullptr;
+  ProgramObject* made = reinterpret_cast<ProgramObject*>(self);
+  made->program = program.release();
+  made->signature = share(signature).release();
+  made->stamp = stamp;
+  return self;
+}
+
+int traverse_program(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  Py_VISIT(reinterpret_cast<ProgramObject*>(self)->signature);
+  if (program_of(self) != nullptr) Py_VISIT(program_of(self)->description());
+  return 0;
+}
+
+int clear_program(PyObject* self) {
+  Py_CLEAR(reinterpret_cast<ProgramObject*>(self)->signature);
+  delete std::exchange(reinterpret_cast<ProgramObject*>(self)->program, nullptr);
+  return 0;
+}
+
+/* is_alive(): whether all objects are that are arguments. */
+PyObject* is_alive(PyObject* self, PyObject*) { return PyBool_FromLong(program_of(self)->is_alive()); }
+
+int fits(PyObject* self, PyObject* args, PyObject* kwargs) {
+  const ProgramObject* object = reinterpret_cast<ProgramObject*>(self);
+  return object->stamp == *structure ? object->program->fits(args, kwargs) : 0;
+}
+
+/* fits(args, kwargs or None): whether it is for them, as things are now. */
+PyObject* fits_given(PyObject* self, PyObject* given) {
+  PyObject *args, *kwargs;
+  if (!PyArg_ParseTuple(given, "O!O", &PyTuple_Type, &args, &kwargs)) return nullptr;
+  const int found = program_of(self)->is_busy() ? 0 : fits(self, args, kwargs == Py_None ? nullptr : kwargs);
+  return found < 0 ? nullptr : PyBool_FromLong(found);
+}
+
 PyObject* fall_back(PyObject* function, PyObject* args, PyObject* kwargs) {
-  PyObject* options = kwargs == nullptr ? Py_None : kwargs;
-  return PyObject_CallFunctionObjArgs(function, args, options, nullptr);
+  return PyObject_CallFunctionObjArgs(function, args, kwargs == nullptr ? Py_None : kwargs, nullptr);
 }
 
 PyObject* call(PyObject* self, PyObject* args, PyObject* kwargs) {
   Step* step = reinterpret_cast<Step*>(self);
-  auto& programs = *step->programs;
-  for (size_t i = 0; i < programs.size(); ++i) {
-    // Held: whatever runs meanwhile, a garbage collection is enough, may drop it.
-    const std::shared_ptr<Program> program = programs[i];
+  const Owned programs = share(step->programs);  // whatever runs meanwhile, it may be another one
+  for (Py_ssize_t i = 0; i < PyList_Size(programs.get()); ++i) {
+    const Owned held = share(PyList_GetItem(programs.get(), i));
+    Program* program = program_of(held.get());
     if (program->is_busy()) return fall_back(step->left, args, kwargs);  // a thread, or from inside
-    const int fits = program->fits(args, kwargs);
-    if (fits < 0) return nullptr;
-    if (fits == 0) continue;
-    if (i > 0 && i < programs.size()) std::swap(programs[i], programs[0]);
+    const int found = fits(held.get(), args, kwargs);
+    if (found < 0) return nullptr;
+    if (found == 0) continue;
+    if (i > 0 && (PyList_SetSlice(programs.get(), i, i + 1, nullptr) < 0 ||
+                  PyList_Insert(programs.get(), 0, held.get()) < 0)) {
+      return nullptr;
+    }
     bool is_left;
     PyObject* result = program->replay(args, kwargs, &is_left);
     if (is_left) return fall_back(step->left, args, kwargs);
@@ -44,102 +105,44 @@ PyObject* call(PyObject* self, PyObject* args, PyObject* kwargs) {
   return fall_back(step->slow, args, kwargs);
 }
 
-PyObject* create(PyTypeObject* type, PyObject*, PyObject*) {
+PyObject* create_step(PyTypeObject* type, PyObject*, PyObject*) {
   PyObject* self = PyType_GenericAlloc(type, 0);
   if (self == nullptr) return nullptr;
   Step* step = reinterpret_cast<Step*>(self);
-  Py_INCREF(Py_None);
-  step->slow = Py_None;
-  Py_INCREF(Py_None);
-  step->left = Py_None;
-  step->programs = new std::vector<std::shared_ptr<Program>>();
+  step->slow = share(Py_None).release();
+  step->left = share(Py_None).release();
+  step->programs = PyList_New(0);
   return self;
 }
 
-int traverse(PyObject* self, visitproc visit, void* arg) {
+int traverse_step(PyObject* self, visitproc visit, void* arg) {
   Step* step = reinterpret_cast<Step*>(self);
   Py_VISIT(Py_TYPE(self));
   Py_VISIT(step->slow);
   Py_VISIT(step->left);
-  for (const auto& program : *step->programs) {
-    if (program.use_count() == 1) Py_VISIT(program->description());  // else it runs
-  }
+  Py_VISIT(step->programs);
   return 0;
 }
 
-int clear(PyObject* self) {
+int clear_step(PyObject* self) {
   Step* step = reinterpret_cast<Step*>(self);
   Py_CLEAR(step->slow);
   Py_CLEAR(step->left);
-  if (step->programs != nullptr) step->programs->clear();
+  Py_CLEAR(step->programs);
   return 0;
 }
 
-void destroy(PyObject* self) {
-  PyObject_GC_UnTrack(self);
-  clear(self);
-  delete reinterpret_cast<Step*>(self)->programs;
-  PyTypeObject* type = Py_TYPE(self);
-  PyObject_GC_Del(self);
-  Py_DECREF(type);
-}
-
-/* add(description): the program that is tried first from now on; returns how many instructions it has. */
-PyObject* add(PyObject* self, PyObject* description) {
-  std::unique_ptr<Program> program = Program::read(description);
-  if (program == nullptr) return nullptr;
-  const int64_t count = program->instructions();
-  auto& programs = *reinterpret_cast<Step*>(self)->programs;
-  programs.insert(programs.begin(), std::move(program));
-  return PyLong_FromLongLong(count);
-}
-
-/* fits(args, kwargs or None): whether there is a program for them, as things are now. */
-PyObject* fits(PyObject* self, PyObject* given) {
-  PyObject *args, *kwargs;
-  if (!PyArg_ParseTuple(given, "O!O", &PyTuple_Type, &args, &kwargs)) return nullptr;
-  for (auto& program : *reinterpret_cast<Step*>(self)->programs) {
-    const int found = program->fits(args, kwargs == Py_None ? nullptr : kwargs);
-    if (found != 0) return found < 0 ? nullptr : PyBool_FromLong(1);
-  }
-  Py_RETURN_FALSE;
-}
-
-/* drop(most): keep that many programs, those that were used last. */
-PyObject* drop(PyObject* self, PyObject* most) {
-  auto& programs = *reinterpret_cast<Step*>(self)->programs;
-  const size_t count = PyLong_AsSize_t(most);
-  if (PyErr_Occurred()) return nullptr;
-  while (programs.size() > count) programs.pop_back();
-  Py_RETURN_NONE;
-}
-
-/* use_slots(type, offsets): where the slots of variables lie, in the order of Slots::Name. */
+/* use_slots(type, descriptors): those of variables, in the order of Slots::Name. */
 PyObject* use_slots(PyObject*, PyObject* args) {
-  PyObject *type, *offsets;
-  if (!PyArg_ParseTuple(args, "OO!", &type, &PyTuple_Type, &offsets) || !slots.use(type, offsets)) {
-    return nullptr;
-  }
-  Py_RETURN_NONE;
+  PyObject *type, *descriptors;
+  const bool is_given = PyArg_ParseTuple(args, "OO!", &type, &PyTuple_Type, &descriptors);
+  return is_given && slots.use(type, descriptors) ? share(Py_None).release() : nullptr;
 }
 
-PyObject* hold(PyObject*, PyObject* guards) {
-  const int answer = guards_hold(guards);
-  return answer < 0 ? nullptr : PyBool_FromLong(answer);
-}
-
-PyObject* same(PyObject*, PyObject* args) {
-  PyObject *before, *after;
-  if (!PyArg_ParseTuple(args, "OO", &before, &after)) return nullptr;
-  const int answer = guards_same(before, after);
-  return answer < 0 ? nullptr : PyBool_FromLong(answer);
-}
-
-PyObject* offset(PyObject*, PyObject* args) {
-  PyObject *object, *descriptor, *marker;
-  if (!PyArg_ParseTuple(args, "OOO", &object, &descriptor, &marker)) return nullptr;
-  const Py_ssize_t found = guards_offset(object, descriptor, marker);
-  return found < 0 ? nullptr : PyLong_FromSsize_t(found);
+/* use_structure(address): of an int64 that is compared with those of programs. */
+PyObject* use_structure(PyObject*, PyObject* address) {
+  structure = static_cast<const int64_t*>(PyLong_AsVoidPtr(address));
+  return PyErr_Occurred() ? nullptr : share(Py_None).release();
 }
 
 /* use_blas(is_long, sgemm, dgemm, sgemv, dgemv, sdot, ddot): addresses. */
@@ -165,32 +168,49 @@ PyObject* address(PyObject*, PyObject* array) {
 
 PyObject* bounds(PyObject*, PyObject* object) {
   if (!PyArray_Check(object)) return PyErr_Format(PyExc_TypeError, "bounds: no array: %R", object);
-  PyArrayObject* array = reinterpret_cast<PyArrayObject*>(object);
-  const char *low = PyArray_BYTES(array), *high = low;
-  if (PyArray_SIZE(array) != 0) {
-    for (int i = 0; i < PyArray_NDIM(array); ++i) {
-      const npy_intp reach = (PyArray_DIM(array, i) - 1) * PyArray_STRIDE(array, i);
-      (reach < 0 ? low : high) += reach;
-    }
-    high += PyArray_ITEMSIZE(array);
-  }
+  const auto [low, high] = span_of(reinterpret_cast<PyArrayObject*>(object));
   return Py_BuildValue("nn", reinterpret_cast<Py_ssize_t>(low), reinterpret_cast<Py_ssize_t>(high));
 }
 
-PyMethodDef step_methods[] = {{"add", add, METH_O, nullptr},
-                              {"drop", drop, METH_O, nullptr},
-                              {"fits", fits, METH_VARARGS, nullptr},
-                              {nullptr, nullptr, 0, nullptr}};
+/* at(owner, address, like): an array of the form of `like` in the memory of `owner`, which it keeps. */
+PyObject* at(PyObject*, PyObject* args) {
+  PyObject *owner, *like;
+  Py_ssize_t address;
+  if (!PyArg_ParseTuple(args, "OnO!", &owner, &address, &PyArray_Type, &like)) return nullptr;
+  Owned array(array_at(reinterpret_cast<PyArrayObject*>(like), reinterpret_cast<char*>(address)));
+  if (array == nullptr) return nullptr;
+  Py_INCREF(owner);  // which is taken over
+  if (PyArray_SetBaseObject(reinterpret_cast<PyArrayObject*>(array.get()), owner) < 0) return nullptr;
+  return array.release();
+}
+
+PyMethodDef program_methods[] = {{"fits", fits_given, METH_VARARGS, nullptr},
+                                 {"is_alive", is_alive, METH_NOARGS, nullptr},
+                                 {nullptr, nullptr, 0, nullptr}};
+PyMemberDef program_members[] = {
+    {"signature", T_OBJECT_EX, offsetof(ProgramObject, signature), READONLY, nullptr},
+    {"stamp", T_LONGLONG, offsetof(ProgramObject, stamp), 0, nullptr},
+    {nullptr, 0, 0, 0, nullptr}};
+PyType_Slot program_slots[] = {{Py_tp_new, reinterpret_cast<void*>(create_program)},
+                               {Py_tp_traverse, reinterpret_cast<void*>(traverse_program)},
+                               {Py_tp_clear, reinterpret_cast<void*>(clear_program)},
+                               {Py_tp_dealloc, reinterpret_cast<void*>(destroy)},
+                               {Py_tp_methods, program_methods},
+                               {Py_tp_members, program_members},
+                               {0, nullptr}};
+PyType_Spec program_spec = {"flashlight_py._native._tape.Program", sizeof(ProgramObject), 0,
+                            Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, program_slots};
+
 PyMemberDef step_members[] = {{"slow", T_OBJECT_EX, offsetof(Step, slow), 0, nullptr},
                               {"left", T_OBJECT_EX, offsetof(Step, left), 0, nullptr},
+                              {"programs", T_OBJECT_EX, offsetof(Step, programs), 0, nullptr},
                               {"replays", T_PYSSIZET, offsetof(Step, replays), READONLY, nullptr},
                               {nullptr, 0, 0, 0, nullptr}};
-PyType_Slot step_slots[] = {{Py_tp_new, reinterpret_cast<void*>(create)},
+PyType_Slot step_slots[] = {{Py_tp_new, reinterpret_cast<void*>(create_step)},
                             {Py_tp_call, reinterpret_cast<void*>(call)},
-                            {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
-                            {Py_tp_clear, reinterpret_cast<void*>(clear)},
+                            {Py_tp_traverse, reinterpret_cast<void*>(traverse_step)},
+                            {Py_tp_clear, reinterpret_cast<void*>(clear_step)},
                             {Py_tp_dealloc, reinterpret_cast<void*>(destroy)},
-                            {Py_tp_methods, step_methods},
                             {Py_tp_members, step_members},
                             {0, nullptr}};
 PyType_Spec step_spec = {"flashlight_py._native._tape.Step", sizeof(Step), 0,
@@ -198,13 +218,14 @@ PyType_Spec step_spec = {"flashlight_py._native._tape.Step", sizeof(Step), 0,
 
 PyMethodDef methods[] = {
     {"address", address, METH_O, "address(array): of its first element."},
+    {"at", at, METH_VARARGS, "at(owner, address, like): an array like another, in memory of its owner."},
     {"bounds", bounds, METH_O, "bounds(array): the addresses between which its elements lie."},
+    {"new_memory", new_memory, METH_NOARGS, nullptr},
+    {"use_memory", use_memory, METH_O, nullptr},
+    {"find_memory", find_memory, METH_VARARGS, nullptr},
     {"use_slots", use_slots, METH_VARARGS, nullptr},
+    {"use_structure", use_structure, METH_O, nullptr},
     {"use_blas", use_blas, METH_VARARGS, nullptr},
-    {"guards", guards_new, METH_O, "guards(entries): an object that keeps the state of containers."},
-    {"hold", hold, METH_O, "hold(guards): whether all is as it was."},
-    {"same", same, METH_VARARGS, "same(before, after): whether two values are the same."},
-    {"offset", offset, METH_VARARGS, "offset(object, descriptor, marker): where it is, in bytes."},
     {nullptr, nullptr, 0, nullptr}};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_tape", nullptr, -1,     methods,
                           nullptr,               nullptr, nullptr, nullptr};
@@ -213,13 +234,12 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_tape", nullptr, -1,     metho
 }  // namespace fl::tape
 
 PyMODINIT_FUNC PyInit__tape(void) {
+  using namespace fl::tape;
   import_array();
-  PyObject* module = PyModule_Create(&fl::tape::definition);
-  if (module == nullptr) return nullptr;
-  PyObject* type = PyType_FromSpec(&fl::tape::step_spec);
-  if (type == nullptr || PyModule_AddObject(module, "Step", type) < 0) {
-    Py_XDECREF(type);
-    Py_DECREF(module);
+  PyObject* module = PyModule_Create(&definition);
+  PyObject *program = PyType_FromSpec(&program_spec), *step = PyType_FromSpec(&step_spec);
+  if (module == nullptr || program == nullptr || step == nullptr ||
+      PyModule_AddObject(module, "Program", program) < 0 || PyModule_AddObject(module, "Step", step) < 0) {
     return nullptr;
   }
   return module;

@@ -4,180 +4,187 @@
 #include <cstring>
 #include <functional>
 
-#include "guards.h"
-
 namespace fl::tape {
 
 Slots slots;
+const int64_t* structure;
 
 namespace {
 
 // From here on, in elements, a step is long enough to let other threads run meanwhile.
 constexpr int64_t WORK_WITHOUT_GIL = 100000;
 
-bool read_shape(PyObject* described, std::vector<npy_intp>* to) {
-  for (Py_ssize_t i = 0; i < PyTuple_Size(described); ++i) {
-    to->push_back(PyLong_AsSsize_t(PyTuple_GetItem(described, i)));
-  }
-  return PyErr_Occurred() == nullptr;
-}
+PyArrayObject* as_array(const Owned& object) { return reinterpret_cast<PyArrayObject*>(object.get()); }
 
-// The array of an argument, borrowed; null: it is none.
-PyArrayObject* array_of(PyObject* object, Argument::Kind kind) {
+// The array of an argument; null: it is none.
+Owned array_of(PyObject* object, Argument::Kind kind) {
+  Owned array = share(object);
   if (kind == Argument::VARIABLE) {
-    if (!slots.is_instance(object) || slots.get(object, Slots::CALC_GRAD) != Py_False) return nullptr;
-    object = slots.get(object, Slots::DATA);
+    if (!slots.is_instance(object) || slots.get(object, Slots::CALC_GRAD).get() != Py_False) return nullptr;
+    array = slots.get(object, Slots::DATA);
+    if (array == nullptr) PyErr_Clear();
   }
-  return object != nullptr && PyArray_CheckExact(object) ? reinterpret_cast<PyArrayObject*>(object)
-                                                         : nullptr;
+  return array != nullptr && PyArray_CheckExact(array.get()) ? std::move(array) : nullptr;
 }
 
-bool fits_array(const Argument& argument, PyObject* object) {
-  PyArrayObject* array = array_of(object, argument.kind);
-  if (array == nullptr || PyArray_TYPE(array) != argument.type || !PyArray_ISNOTSWAPPED(array) ||
-      static_cast<size_t>(PyArray_NDIM(array)) != argument.shape.size()) {
-    return false;
-  }
-  if (!PyArray_ISCARRAY_RO(array) || PyArray_ISWRITEABLE(array) != argument.is_writeable) return false;
-  return argument.shape.empty() ||
-         std::memcmp(PyArray_DIMS(array), argument.shape.data(),
-                     argument.shape.size() * sizeof(npy_intp)) == 0;
-}
+// What is compared of an array's flags.
+constexpr int FLAGS = NPY_ARRAY_ALIGNED | NPY_ARRAY_WRITEABLE;
 
 }  // namespace
 
-bool Slots::use(PyObject* type, PyObject* offsets) {
-  if (PyTuple_Size(offsets) != COUNT) PyErr_SetString(PyExc_ValueError, "another number of slots");
-  for (int name = 0; name < COUNT && !PyErr_Occurred(); ++name) {
-    offsets_[name] = PyLong_AsSize_t(PyTuple_GetItem(offsets, name));
+Span span_of(PyArrayObject* array) {
+  const char *low = PyArray_BYTES(array), *high = low;
+  if (PyArray_SIZE(array) == 0) return {low, high};
+  for (int i = 0; i < PyArray_NDIM(array); ++i) {
+    const npy_intp reach = (PyArray_DIM(array, i) - 1) * PyArray_STRIDE(array, i);
+    (reach < 0 ? low : high) += reach;
   }
-  type_ = share(type);
+  return {low, high + PyArray_ITEMSIZE(array)};
+}
+
+Form::Form(PyArrayObject* array)
+    : data(PyArray_BYTES(array)), type(PyArray_TYPE(array)), flags(PyArray_FLAGS(array) & FLAGS) {
+  const int dimensions = PyArray_NDIM(array);
+  extents.assign(PyArray_DIMS(array), PyArray_DIMS(array) + dimensions);
+  extents.insert(extents.end(), PyArray_STRIDES(array), PyArray_STRIDES(array) + dimensions);
+}
+
+// How far apart the elements of a dimension are does not matter where there is one.
+bool Form::fits(PyArrayObject* array) const {
+  const size_t dimensions = static_cast<size_t>(PyArray_NDIM(array));
+  if (PyArray_TYPE(array) != type || (PyArray_FLAGS(array) & FLAGS) != flags ||
+      !PyArray_ISNOTSWAPPED(array) || 2 * dimensions != extents.size() ||
+      (data != nullptr && data != PyArray_BYTES(array))) {
+    return false;
+  }
+  const npy_intp *shape = PyArray_DIMS(array), *strides = PyArray_STRIDES(array);
+  for (size_t i = 0; i < dimensions; ++i) {
+    if (shape[i] != extents[i] || (shape[i] > 1 && strides[i] != extents[dimensions + i])) return false;
+  }
+  return true;
+}
+
+bool Slots::use(PyObject* type, PyObject* descriptors) {
+  PyTypeObject* kind = nullptr;
+  if (PyTuple_Size(descriptors) == COUNT) kind = Py_TYPE(PyTuple_GetItem(descriptors, 0));
+  for (Py_ssize_t i = 0; kind != nullptr && i < COUNT; ++i) {
+    if (Py_TYPE(PyTuple_GetItem(descriptors, i)) != kind) kind = nullptr;
+  }
+  if (kind != nullptr) {
+    read_ = reinterpret_cast<descrgetfunc>(PyType_GetSlot(kind, Py_tp_descr_get));
+    write_ = reinterpret_cast<descrsetfunc>(PyType_GetSlot(kind, Py_tp_descr_set));
+  }
+  type_ = share(type).release();
+  descriptors_ = share(descriptors).release();
+  zero_ = PyLong_FromLong(0);
+  if (read_ == nullptr || write_ == nullptr) PyErr_SetString(PyExc_TypeError, "these are no slots");
   return PyErr_Occurred() == nullptr;
 }
 
+Owned Slots::get(PyObject* variable, Name name) const {
+  return Owned(read_(PyTuple_GetItem(descriptors_, name), variable, type_));
+}
+
 void Slots::set(PyObject* variable, Name name, PyObject* value) const {
-  PyObject** place = at(variable, name);
-  PyObject* before = *place;
-  if (before == value) return;
-  Py_INCREF(value);
-  *place = value;
-  Py_XDECREF(before);
+  write_(PyTuple_GetItem(descriptors_, name), variable, value);
 }
 
 PyObject* Slots::make(Owned array, PyObject* calc_grad, PyObject* node) const {
-  Owned made(PyType_GenericAlloc(reinterpret_cast<PyTypeObject*>(type_.get()), 0));
+  Owned made(PyType_GenericAlloc(reinterpret_cast<PyTypeObject*>(type_), 0));
   if (made == nullptr) return nullptr;
-  for (int name = 0; name < COUNT; ++name) set(made.get(), static_cast<Name>(name), Py_None);
+  for (Name name : {GRAD, HOOK, BUFFER, PLACEMENT}) set(made.get(), name, Py_None);
   set(made.get(), DATA, array.get());
-  set(made.get(), CALC_GRAD, calc_grad);
   set(made.get(), NODE, node);
+  set(made.get(), CHANGED, zero_);
+  set(made.get(), CALC_GRAD, calc_grad);
   return made.release();
 }
 
-// (arguments, names, table, instructions, bindings, result, occupied, guards, keep)
+// Of one type, equal, and written alike: 0.0 is not -0.0, and (1,) is not (True,).
+int same_value(PyObject* before, PyObject* after) {
+  if (before == after) return 1;
+  if (Py_TYPE(before) != Py_TYPE(after)) return 0;
+  const int answer = PyObject_RichCompareBool(before, after, Py_EQ);
+  if (answer != 1 || PyLong_CheckExact(before) || PyUnicode_CheckExact(before)) return answer;
+  const Owned first(PyObject_Repr(before)), second(PyObject_Repr(after));
+  if (first == nullptr || second == nullptr) return -1;
+  return PyObject_RichCompareBool(first.get(), second.get(), Py_EQ);
+}
+
+// (arguments, names, (arrays of the state, names of the function, slots), table, instructions, bindings,
+//  result, occupied, keep)
 std::unique_ptr<Program> Program::read(PyObject* description) {
-  PyObject *arguments, *names, *table, *instructions, *bindings, *result, *occupied, *guards, *keep;
-  if (!PyArg_ParseTuple(description, "O!O!O!O!O!O!O!OO", &PyTuple_Type, &arguments, &PyTuple_Type, &names,
-                        &PyList_Type, &table, &PyList_Type, &instructions, &PyList_Type, &bindings,
-                        &PyTuple_Type, &result, &PyList_Type, &occupied, &guards, &keep)) {
-    return nullptr;
-  }
+  PyObject *arguments{}, *names{}, *state{}, *table{}, *instructions{}, *bindings{}, *result{}, *occupied{};
+  PyObject *keep{}, *arrays{}, *known{}, *found{};
   auto program = std::make_unique<Program>();
-  program->description_ = share(description);
-  program->guards_ = guards;
-  for (Py_ssize_t i = 0; i < PyTuple_Size(names); ++i) {
-    program->names_.push_back(PyTuple_GetItem(names, i));
-  }
-  const bool read = program->read_arguments(arguments) && program->read_table(table) &&
-                    program->read_instructions(instructions) && program->read_bindings(bindings) &&
-                    program->read_result(result, &program->result_) && program->read_occupied(occupied);
-  return read ? std::move(program) : nullptr;
+  Program& p = *program;
+  p.description_ = share(description);
+  const bool is_read =
+      tape::read(description, 0, &arguments, &names, &state, &table, &instructions, &bindings, &result,
+                 &occupied, &keep) &&
+      tape::read(state, 0, &arrays, &known, &found) &&
+      read_each(names, [&](PyObject* name) { return p.names_.push_back(name), true; }) &&
+      read_each(arguments, [&](PyObject* each) { return p.read_argument(each); }) &&
+      read_each(arrays, [&](PyObject* each) {
+        PyArrayObject* array = reinterpret_cast<PyArrayObject*>(each);
+        return p.state_.push_back({array, Form(array)}), true;
+      }) &&
+      read_all<&Name::holder, &Name::name, &Name::value>(known, &p.known_) &&
+      read_all<&Binding::variable, &Binding::slot, &Binding::value>(found, &p.found_) &&
+      read_all<&Binding::variable, &Binding::slot, &Binding::value, &Binding::since>(bindings,
+                                                                                     &p.bindings_) &&
+      read_each(table, [&](PyObject* each) { return p.read_table(each); }) &&
+      read_each(instructions, [&](PyObject* each) { return p.read_instruction_of(each); }) &&
+      p.read_result(result, &p.result_) && read_all<&Span::first, &Span::second>(occupied, &p.occupied_);
+  return is_read ? std::move(program) : nullptr;
 }
 
-// Each is (kind, type, shape, cell, value, whether it can be written to).
-bool Program::read_arguments(PyObject* described) {
-  for (Py_ssize_t i = 0; i < PyTuple_Size(described); ++i) {
-    PyObject *shape, *value;
-    int kind, type, is_writeable;
-    Py_ssize_t cell;
-    if (!PyArg_ParseTuple(PyTuple_GetItem(described, i), "iiO!nOi", &kind, &type, &PyTuple_Type, &shape,
-                          &cell, &value, &is_writeable)) {
-      return false;
-    }
-    arguments_.push_back({static_cast<Argument::Kind>(kind), type, {}, reinterpret_cast<char*>(cell),
-                          value, is_writeable != 0});
-    if (!read_shape(shape, &arguments_.back().shape)) return false;
+// (kind, value or an array of the same form, cell or None)
+bool Program::read_argument(PyObject* described) {
+  arrays_.emplace_back();
+  Argument& argument = arguments_.emplace_back();
+  if (!tape::read(described, 0, &argument.kind, &argument.value, &argument.cell)) return false;
+  if (argument.kind == Argument::ARRAY || argument.kind == Argument::VARIABLE) {
+    argument.form = std::make_unique<Form>(reinterpret_cast<PyArrayObject*>(argument.value));
+    argument.form->data = nullptr;
   }
   return true;
 }
 
-// Each entry is (argument or -1, address or offset).
+// (number of an argument or, after these, of a new array, else -1; address or offset)
 bool Program::read_table(PyObject* described) {
-  for (Py_ssize_t i = 0; i < PyList_Size(described); ++i) {
-    int argument;
-    Py_ssize_t where;
-    if (!PyArg_ParseTuple(PyList_GetItem(described, i), "in", &argument, &where)) return false;
-    table_.push_back(argument < 0 ? reinterpret_cast<char*>(where) : nullptr);
-    if (argument < 0) continue;
-    const size_t number = static_cast<size_t>(argument);
-    if (arguments_[number].cell != nullptr) {
-      table_.back() = arguments_[number].cell + where;
-    } else {
-      places_.push_back({table_.size() - 1, number, where});
-    }
+  int argument;
+  intptr_t where;
+  if (!tape::read(described, 0, &argument, &where)) return false;
+  table_.push_back(argument < 0 ? reinterpret_cast<char*>(where) : nullptr);
+  const size_t number = static_cast<size_t>(argument);
+  if (argument >= 0 && number < arguments_.size() && arguments_[number].cell != nullptr) {
+    table_.back() = PyArray_BYTES(arguments_[number].cell) + where;
+  } else if (argument >= 0) {
+    places_.push_back({table_.size() - 1, number, where});
   }
   return true;
 }
 
-bool Program::read_instructions(PyObject* described) {
-  int64_t work = 0;
-  for (Py_ssize_t i = 0; i < PyList_Size(described); ++i) {
-    std::unique_ptr<Instruction> instruction = read_instruction(PyList_GetItem(described, i));
-    if (instruction == nullptr) return false;
-    work += std::max<int64_t>(0, instruction->work());
-    instructions_.push_back(std::move(instruction));
-  }
-  is_large_ = work >= WORK_WITHOUT_GIL;
+bool Program::read_instruction_of(PyObject* described) {
+  std::unique_ptr<Instruction> instruction = read_instruction(described);
+  if (instruction == nullptr) return false;
+  work_ += std::max<int64_t>(0, instruction->work());
+  may_leave_ |= instruction->may_leave();
+  instructions_.push_back(std::move(instruction));
   return true;
 }
 
-// Each is (variable, slot, value).
-bool Program::read_bindings(PyObject* described) {
-  for (Py_ssize_t i = 0; i < PyList_Size(described); ++i) {
-    PyObject *variable, *value;
-    int slot;
-    if (!PyArg_ParseTuple(PyList_GetItem(described, i), "OiO", &variable, &slot, &value)) return false;
-    bindings_.push_back({variable, value, static_cast<Slots::Name>(slot)});
-  }
-  return true;
-}
-
-// (kind, object, node, at, type, shape, strides or nothing, parts)
+// (kind, object, node, at, like, parts)
 bool Program::read_result(PyObject* described, Result* to) {
-  PyObject *object, *node, *shape, *strides, *parts;
-  int kind;
-  if (!PyArg_ParseTuple(described, "iOOiiO!O!O!", &kind, &object, &node, &to->at, &to->type, &PyTuple_Type,
-                        &shape, &PyTuple_Type, &strides, &PyTuple_Type, &parts)) {
-    return false;
+  PyObject* parts;
+  if (!tape::read(described, 0, &to->kind, &to->object, &to->node, &to->at, &to->like, &parts)) return false;
+  if (to->at < 0) {
+    new_.resize(std::max(new_.size(), static_cast<size_t>(-to->at)));
+    made_.resize(new_.size());
+    new_[static_cast<size_t>(-1 - to->at)] = to->like;
   }
-  to->kind = static_cast<Result::Kind>(kind);
-  to->object = object;
-  to->node = node;
-  if (!read_shape(shape, &to->shape) || !read_shape(strides, &to->strides)) return false;
-  for (Py_ssize_t i = 0; i < PyTuple_Size(parts); ++i) {
-    to->parts.emplace_back();
-    if (!read_result(PyTuple_GetItem(parts, i), &to->parts.back())) return false;
-  }
-  return true;
-}
-
-bool Program::read_occupied(PyObject* described) {
-  for (Py_ssize_t i = 0; i < PyList_Size(described); ++i) {
-    Py_ssize_t begin, end;
-    if (!PyArg_ParseTuple(PyList_GetItem(described, i), "nn", &begin, &end)) return false;
-    occupied_.push_back({reinterpret_cast<const char*>(begin), reinterpret_cast<const char*>(end)});
-  }
-  return true;
+  return read_each(parts, [&](PyObject* part) { return read_result(part, &to->parts.emplace_back()); });
 }
 
 PyObject* Program::given(PyObject* args, PyObject* kwargs, size_t number) const {
@@ -192,81 +199,116 @@ int Program::fits(PyObject* args, PyObject* kwargs) {
       static_cast<size_t>(PyTuple_Size(args) + by_name) != arguments_.size()) {
     return 0;
   }
-  for (size_t i = 0; i < arguments_.size(); ++i) {
-    const Argument& argument = arguments_[i];
-    PyObject* object = given(args, kwargs, i);
-    if (object == nullptr) return PyErr_Occurred() ? -1 : 0;
-    if (argument.kind != Argument::VALUE) {
-      if (!fits_array(argument, object)) return 0;
-    } else {
-      const int same = guards_same(argument.value, object);
-      if (same != 1) return same;
+  int answer = take_arguments(args, kwargs);
+  if (answer == 1) answer = holds();
+  if (answer == 1) answer = are_apart();
+  if (answer != 1) {
+    for (Owned& array : arrays_) array.reset();
+  }
+  return answer;
+}
+
+// Values first: to compare them may run Python, after which arrays might be others.
+int Program::take_arguments(PyObject* args, PyObject* kwargs) {
+  for (const bool is_array : {false, true}) {
+    for (size_t i = 0; i < arguments_.size(); ++i) {
+      const Argument& argument = arguments_[i];
+      if ((argument.form != nullptr) != is_array) continue;
+      PyObject* object = given(args, kwargs, i);
+      if (object == nullptr) return PyErr_Occurred() ? -1 : 0;
+      if (is_array) {
+        arrays_[i] = array_of(object, argument.kind);
+        if (arrays_[i] == nullptr || !argument.form->fits(as_array(arrays_[i]))) return 0;
+      } else if (argument.kind == Argument::OBJECT) {
+        if (PyWeakref_GetObject(argument.value) != object) return 0;
+      } else if (const int same = same_value(argument.value, object); same != 1) {
+        return same;
+      }
     }
   }
-  return are_apart(args, kwargs) ? guards_hold(guards_) : 0;
+  return 1;
+}
+
+// Whether names stand for what they have stood for, and state lies where it has lain: 1 or 0, -1 with
+// an exception.
+int Program::holds() const {
+  for (const Name& each : known_) {
+    if (PyLong_CheckExact(each.value)) {
+      if (PyObject_Size(each.holder) != PyLong_AsSsize_t(each.value)) return PyErr_Occurred() ? -1 : 0;
+      continue;
+    }
+    if (PyDict_Check(each.holder)) {
+      if (PyDict_GetItemWithError(each.holder, each.name) != each.value) return PyErr_Occurred() ? -1 : 0;
+      continue;
+    }
+    const auto get = PyLong_Check(each.name) ? PyObject_GetItem : PyObject_GetAttr;
+    const Owned now(get(each.holder, each.name));
+    if (now == nullptr && !PyErr_ExceptionMatches(PyExc_Exception)) return -1;
+    if (now == nullptr) PyErr_Clear();  // such as a variable of an outer function that was deleted
+    if (now.get() != each.value) return 0;
+  }
+  for (const Binding& each : found_) {
+    const Owned now = slots.get(each.variable, each.slot);
+    if (now == nullptr) PyErr_Clear();  // it was deleted
+    if (now.get() != each.value) return 0;
+  }
+  for (const State& each : state_) {
+    if (!each.form.fits(each.array)) return 0;
+  }
+  return 1;
 }
 
 // Whether no argument shares memory with another one, or with what the step changes, as when it was
 // recorded.
-bool Program::are_apart(PyObject* args, PyObject* kwargs) const {
-  for (size_t i = 0; i < arguments_.size(); ++i) {
-    if (arguments_[i].kind == Argument::VALUE) continue;
-    PyArrayObject* one = array_of(given(args, kwargs, i), arguments_[i].kind);
-    const std::pair<const char*, const char*> own(PyArray_BYTES(one),
-                                                  PyArray_BYTES(one) + PyArray_NBYTES(one));
+bool Program::are_apart() const {
+  for (size_t i = 0; i < arrays_.size(); ++i) {
+    if (arrays_[i] == nullptr) continue;
+    const Span own = span_of(as_array(arrays_[i]));
     const auto next = std::lower_bound(occupied_.begin(), occupied_.end(), own.second,
-                                       [](const auto& each, const char* end) { return each.first < end; });
+                                       [](const Span& each, const char* end) { return each.first < end; });
     if (next != occupied_.begin() && (next - 1)->second > own.first && own.first < own.second) return false;
     for (size_t j = 0; j < i; ++j) {
-      if (arguments_[j].kind == Argument::VALUE) continue;
-      PyArrayObject* other = array_of(given(args, kwargs, j), arguments_[j].kind);
+      if (arrays_[j] == nullptr) continue;
+      const Span other = span_of(as_array(arrays_[j]));
       const std::less<const char*> before;
-      if (before(PyArray_BYTES(one), PyArray_BYTES(other) + PyArray_NBYTES(other)) &&
-          before(PyArray_BYTES(other), PyArray_BYTES(one) + PyArray_NBYTES(one))) {
-        return false;
-      }
+      if (before(own.first, other.second) && before(other.first, own.second)) return false;
     }
   }
   return true;
 }
 
-bool Program::set_arguments(PyObject* args, PyObject* kwargs) {
+bool Program::is_alive() const {
+  for (const Argument& each : arguments_) {
+    if (each.kind == Argument::OBJECT && PyWeakref_GetObject(each.value) == Py_None) return false;
+  }
+  return true;
+}
+
+bool Program::set_arguments() {
   for (size_t i = 0; i < arguments_.size(); ++i) {
-    const Argument& argument = arguments_[i];
-    if (argument.cell == nullptr) continue;
-    PyArrayObject* array = array_of(given(args, kwargs, i), argument.kind);
-    if (PyArray_ISCARRAY_RO(array)) {
-      std::memcpy(argument.cell, PyArray_DATA(array), static_cast<size_t>(PyArray_NBYTES(array)));
-      continue;
-    }
-    Owned packed(PyArray_NewCopy(array, NPY_CORDER));
-    if (packed == nullptr) return false;
-    array = reinterpret_cast<PyArrayObject*>(packed.get());
-    std::memcpy(argument.cell, PyArray_DATA(array), static_cast<size_t>(PyArray_NBYTES(array)));
+    PyArrayObject* cell = arguments_[i].cell;
+    if (cell != nullptr && PyArray_CopyInto(cell, as_array(arrays_[i])) < 0) return false;
+  }
+  for (size_t i = 0; i < new_.size(); ++i) {
+    made_[i].reset(PyArray_SimpleNew(PyArray_NDIM(new_[i]), PyArray_DIMS(new_[i]), PyArray_TYPE(new_[i])));
+    if (made_[i] == nullptr) return false;
   }
   for (const Place& place : places_) {
-    PyArrayObject* array = array_of(given(args, kwargs, place.argument), arguments_[place.argument].kind);
-    table_[place.entry] = PyArray_BYTES(array) + place.offset;
+    const size_t count = arrays_.size();
+    const Owned& array = place.argument < count ? arrays_[place.argument] : made_[place.argument - count];
+    table_[place.entry] = PyArray_BYTES(as_array(array)) + place.offset;
   }
   return true;
 }
 
-Outcome Program::run() {
+Outcome Program::run(Py_ssize_t* count) {
   Outcome outcome = Outcome::done;
-  if (!is_large_) {
-    for (size_t i = 0; outcome == Outcome::done && i < instructions_.size(); ++i) {
-      outcome = instructions_[i]->run(table_.data());
-    }
-    return outcome;
-  }
   PyThreadState* others = nullptr;
   for (const auto& instruction : instructions_) {
-    const bool is_native = instruction->work() >= 0;
+    const bool is_native = work_ >= WORK_WITHOUT_GIL && instruction->work() >= 0;
     if (is_native && others == nullptr) others = PyEval_SaveThread();
-    if (!is_native && others != nullptr) {
-      PyEval_RestoreThread(others);
-      others = nullptr;
-    }
+    if (!is_native && others != nullptr) PyEval_RestoreThread(std::exchange(others, nullptr));
+    ++*count;
     outcome = instruction->run(table_.data());
     if (outcome != Outcome::done) break;
   }
@@ -281,84 +323,73 @@ PyObject* Program::replay(PyObject* args, PyObject* kwargs, bool* is_left) {
   const Owned kept_args = share(args), kept_kwargs = share(kwargs);
   is_busy_ = true;
   PyObject* result = nullptr;
-  if (set_arguments(args, kwargs)) {
-    for (const Binding& each : bindings_) slots.set(each.variable, each.slot, each.value);
-    Outcome outcome = run();
+  std::vector<Owned> before;  // the slots, if the step is left
+  if (set_arguments()) {
+    for (const Binding& each : bindings_) {
+      if (may_leave_) before.push_back(slots.get(each.variable, each.slot));
+      slots.set(each.variable, each.slot, each.value);
+    }
+    Py_ssize_t count = 0;
+    Outcome outcome = run(&count);
     if (PyErr_Occurred()) outcome = Outcome::failed;
     *is_left = outcome == Outcome::left;
+    for (size_t i = 0; outcome != Outcome::done && i < bindings_.size(); ++i) {
+      const Binding& each = bindings_[i];
+      // Others may have used the memory of gradients that are still to be computed.
+      const bool is_missing = !*is_left && each.since + 1 >= count;
+      if (*is_left || is_missing) slots.set(each.variable, each.slot, is_missing ? Py_None : before[i].get());
+    }
     if (outcome == Outcome::done) result = build(result_, args, kwargs);
   }
+  for (Owned& array : arrays_) array.reset();
+  for (Owned& each : made_) each.reset();
   is_busy_ = false;
   return result;
 }
 
-PyObject* Program::build_array(const Result& result) const {
-  const int dimensions = static_cast<int>(result.shape.size());
-  npy_intp* shape = const_cast<npy_intp*>(result.shape.data());
-  if (!result.strides.empty()) {
-    Owned there(PyArray_New(&PyArray_Type, dimensions, shape, result.type,
-                            const_cast<npy_intp*>(result.strides.data()),
-                            table_[static_cast<size_t>(result.at)], 0, 0, nullptr));
-    return there == nullptr
-               ? nullptr
-               : PyArray_NewCopy(reinterpret_cast<PyArrayObject*>(there.get()), NPY_KEEPORDER);
+PyObject* Program::build_array(const Result& result) {
+  if (result.at < 0) return made_[static_cast<size_t>(-1 - result.at)].release();
+  char* from = table_[static_cast<size_t>(result.at)];
+  if (!PyArray_IS_C_CONTIGUOUS(result.like)) {
+    const Owned there(array_at(result.like, from));
+    return there == nullptr ? nullptr : PyArray_NewCopy(as_array(there), NPY_KEEPORDER);
   }
-  PyObject* made = PyArray_SimpleNew(dimensions, shape, result.type);
+  PyArrayObject* like = result.like;
+  Owned made(PyArray_SimpleNew(PyArray_NDIM(like), PyArray_DIMS(like), PyArray_TYPE(like)));
   if (made == nullptr) return nullptr;
-  PyArrayObject* array = reinterpret_cast<PyArrayObject*>(made);
-  std::memcpy(PyArray_DATA(array), table_[static_cast<size_t>(result.at)],
-              static_cast<size_t>(PyArray_NBYTES(array)));
-  return made;
+  std::memcpy(PyArray_DATA(as_array(made)), from, static_cast<size_t>(PyArray_NBYTES(as_array(made))));
+  return made.release();
 }
 
-PyObject* Program::build(const Result& result, PyObject* args, PyObject* kwargs) const {
-  const Py_ssize_t parts = static_cast<Py_ssize_t>(result.parts.size());
-  switch (result.kind) {
-    case Result::CONSTANT:
-      return share(result.object).release();
-    case Result::ARGUMENT:
-      return share(given(args, kwargs, static_cast<size_t>(result.at))).release();
-    case Result::ARRAY:
-      return build_array(result);
-    case Result::VARIABLE: {
-      Owned array(build_array(result));
-      return array == nullptr ? nullptr
-                              : slots.make(std::move(array), result.object, result.node);
-    }
-    case Result::NUMBER: {
-      Owned array(build_array(result));
-      if (array == nullptr) return nullptr;
-      PyArrayObject* of_one = reinterpret_cast<PyArrayObject*>(array.get());
-      return PyArray_GETITEM(of_one, PyArray_BYTES(of_one));
-    }
-    case Result::SCALAR: {
-      Owned array(build_array(result));
-      if (array == nullptr) return nullptr;
-      PyArrayObject* of_one = reinterpret_cast<PyArrayObject*>(array.get());
-      return PyArray_ToScalar(PyArray_BYTES(of_one), of_one);
-    }
-    case Result::TUPLE:
-    case Result::LIST: {
-      const bool is_list = result.kind == Result::LIST;
-      Owned made(is_list ? PyList_New(parts) : PyTuple_New(parts));
-      for (Py_ssize_t i = 0; made != nullptr && i < parts; ++i) {
-        PyObject* part = build(result.parts[static_cast<size_t>(i)], args, kwargs);
-        if (part == nullptr) return nullptr;
-        if ((is_list ? PyList_SetItem : PyTuple_SetItem)(made.get(), i, part) < 0) return nullptr;
-      }
-      return made.release();
-    }
-    case Result::DICT: {
-      Owned made(PyDict_New());
-      for (Py_ssize_t i = 0; made != nullptr && i < parts; ++i) {
-        Owned part(build(result.parts[static_cast<size_t>(i)], args, kwargs));
-        PyObject* key = PyTuple_GetItem(result.object, i);
-        if (part == nullptr || PyDict_SetItem(made.get(), key, part.get()) < 0) return nullptr;
-      }
-      return made.release();
+PyObject* Program::build(const Result& result, PyObject* args, PyObject* kwargs) {
+  if (result.kind == Result::CONSTANT) return share(result.object).release();
+  if (result.kind == Result::ARGUMENT) {
+    return share(given(args, kwargs, static_cast<size_t>(result.at))).release();
+  }
+  if (result.like != nullptr) {
+    Owned array(build_array(result));
+    if (array == nullptr || result.kind == Result::ARRAY) return array.release();
+    if (result.kind == Result::VARIABLE) return slots.make(std::move(array), result.object, result.node);
+    char* number = PyArray_BYTES(as_array(array));
+    return result.kind == Result::NUMBER ? PyArray_GETITEM(as_array(array), number)
+                                         : PyArray_ToScalar(number, as_array(array));
+  }
+  const Py_ssize_t count = static_cast<Py_ssize_t>(result.parts.size());
+  Owned made(result.kind == Result::TUPLE  ? PyTuple_New(count)
+             : result.kind == Result::LIST ? PyList_New(count)
+                                           : PyDict_New());
+  for (Py_ssize_t i = 0; made != nullptr && i < count; ++i) {
+    Owned part(build(result.parts[static_cast<size_t>(i)], args, kwargs));
+    if (part == nullptr) return nullptr;
+    if (result.kind == Result::DICT) {
+      if (PyDict_SetItem(made.get(), PyTuple_GetItem(result.object, i), part.get()) < 0) return nullptr;
+    } else if (result.kind == Result::LIST) {
+      PyList_SetItem(made.get(), i, part.release());
+    } else {
+      PyTuple_SetItem(made.get(), i, part.release());
     }
   }
-  return nullptr;
+  return made.release();
 }
 
 }  // namespace fl::tape

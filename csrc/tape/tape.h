@@ -20,6 +20,7 @@ class Instruction {
   virtual Outcome run(Table table) = 0;
   // Roughly how many elements it touches; -1: it needs the interpreter.
   virtual int64_t work() const = 0;
+  virtual bool may_leave() const { return false; }
 };
 
 using Instructions = std::vector<std::unique_ptr<Instruction>>;
@@ -34,9 +35,13 @@ struct Elementwise {
   Loop loop;
   void* data;
   int operands;
+  bool sums;  // all elements of the first operand; it is the last one of its group
   int at[MOST_OPERANDS];
   intptr_t steps[MOST_OPERANDS][MOST_DIMENSIONS];
-  intptr_t itemsize[MOST_OPERANDS];
+  intptr_t itemsize[MOST_OPERANDS];  // 0: it has room for one strip, which all use in turn
+
+  // Bytes between what two strips have, for each element or row of the first one.
+  intptr_t ahead(int operand) const { return itemsize[operand] == 0 ? 0 : steps[operand][0]; }
 };
 
 // Operations over the same elements, one after the other, strip by strip: what one leaves for the
@@ -50,15 +55,42 @@ struct Reduction {
   Loop loop;
   void* data;
   int from, to;
-  intptr_t rows, columns, row_step, column_step, result_step, itemsize;
+  intptr_t rows, columns, itemsize;
   bool along_rows;
   const char* initial;
 };
 std::unique_ptr<Instruction> reduce(const Reduction& reduction);
 
-// The sum of rows of floats or doubles, whose columns lie side by side; the step is in elements.
-std::unique_ptr<Instruction> add_rows(bool is_double, int from, int to, intptr_t rows,
-                                      intptr_t columns, intptr_t row_step);
+// The functions' addresses, and whether their integers have 64 bits.
+struct Blas {
+  void *gemm[2] = {}, *gemv[2] = {}, *dot[2] = {};  // for float and for double
+  bool is_long = false;
+};
+extern Blas blas;
+
+// Products of floats or doubles; all steps are in elements.
+struct Gemm {  // c = a @ b, all row-major but where they are transposed; c is m x n
+  int is_double, transposed_a, transposed_b, a, b, c;
+  int64_t m, n, k, a_step, b_step;
+};
+struct Gemv {  // y = matrix @ x
+  int is_double, row_major, transposed, matrix, x, y;
+  int64_t rows, columns, matrix_step, x_step;
+};
+struct Dot {  // the sum of products of two vectors
+  int is_double, x, y, to;
+  int64_t count, x_step, y_step;
+};
+struct Outer {  // c[i, j] = 0 + a[i] * b[j]: nothing is added up; the steps of b are 1
+  int is_double, scalar, a, b, c;  // scalar: a is one number: 1, b is one: 2
+  int64_t m, n, a_step;
+};
+struct RowSum {  // the sum of rows
+  int is_double, from, to;
+  int64_t rows, columns;
+};
+template <typename Kind>
+std::unique_ptr<Instruction> product(const Kind& kind);
 
 // An elementwise loop of our own by its name, or null: casts ("cast:f4:f8"), copies of elements
 // of a size ("copy:8"), selections ("where:8").

@@ -26,14 +26,12 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from heapq import heappop, heappush
 from operator import itemgetter
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
-from flashlight_py.autograd.graph import Leaf, Node, Part, Target, Walk
+from flashlight_py.autograd.graph import EndCallback, Leaf, Node, Part, Target, Walk
 from flashlight_py.device import Array, array_module, total
-
-EndCallback: TypeAlias = Callable[[bool], None]
 
 
 class GradSink:
@@ -71,9 +69,8 @@ _LAST = sys.maxsize  # the turn of what users ask for
 
 
 class _Pass(threading.local):
-    """The backward pass of this thread: whom it calls when it ends, and its walk over nodes."""
+    """The backward pass of this thread, if one is running."""
 
-    callbacks: list[tuple[int, EndCallback]] | None = None
     walk: Walk | None = None
 
 
@@ -95,9 +92,9 @@ def on_backward_end(callback: EndCallback) -> None:
     """
     if not callable(callback):
         raise TypeError(f"on_backward_end needs a callable, got {type(callback).__name__}")
-    if _current.callbacks is None:
+    if _current.walk is None:
         raise RuntimeError("on_backward_end was called outside a backward pass; call it in a hook")
-    _current.callbacks.append((_LAST, callback))
+    _current.walk.callbacks.append((_LAST, callback))
 
 
 def at_end(callback: EndCallback, turn: int) -> None:
@@ -105,8 +102,8 @@ def at_end(callback: EndCallback, turn: int) -> None:
 
     So that ranks call their modules in one order, also where their passes have got to other places.
     """
-    assert _current.callbacks is not None
-    _current.callbacks.append((turn, callback))
+    assert _current.walk is not None
+    _current.walk.callbacks.append((turn, callback))
 
 
 def is_last_contribution(leaf: Leaf) -> bool:
@@ -119,15 +116,16 @@ def after_node(callback: Callable[[], None]) -> None:
 
     Outside of a pass over nodes it is called at once.
     """
-    if _current.walk is None:
+    walk = _current.walk
+    if walk is None or not walk.pending:
         callback()
     else:
-        _current.walk.after.append(callback)
+        walk.after.append(callback)
 
 
 def in_backward() -> bool:
     """Return whether a backward pass runs on this thread."""
-    return _current.callbacks is not None
+    return _current.walk is not None
 
 
 def run_pass(start: Target, seed: Array, retain_graph: bool) -> None:
@@ -135,34 +133,30 @@ def run_pass(start: Target, seed: Array, retain_graph: bool) -> None:
 
     A leaf is itself all that is below.
     """
-    callbacks: list[tuple[int, EndCallback]] = []
-    outer = _current.callbacks, _current.walk
-    _current.callbacks, _current.walk = callbacks, None
+    outer = _current.walk
+    walk = _current.walk = Walk(start, seed, retain_graph)
     completed = False
     try:
         if isinstance(start, Node):
-            _walk(start, seed, retain_graph)
+            _visit_all(walk, start)
         else:
             _accumulate(start, seed, seed)
             if start.hook is not None:
                 start.hook(start)
         completed = True
     except BaseException:
-        _join_failed()
+        _join_failed(walk)
         raise
     finally:
-        _current.callbacks, _current.walk = outer
-        if callbacks:
-            callbacks.sort(key=itemgetter(0))
+        _current.walk = outer
+        if walk.callbacks:
+            walk.callbacks.sort(key=itemgetter(0))
             with ExitStack() as stack:  # it calls the last first, and all even if one raises
-                for _, callback in reversed(callbacks):
+                for _, callback in reversed(walk.callbacks):
                     stack.callback(callback, completed)
 
 
-def _join_failed() -> None:
-    walk = _current.walk
-    if walk is None:
-        return
+def _join_failed(walk: Walk) -> None:
     for target in (*walk.pending, *(walk.grads.keys() - walk.pending.keys())):
         called: list[object] = []
         if not isinstance(target, Node):
@@ -175,97 +169,92 @@ def _join_failed() -> None:
                 owner.join_failed()
 
 
-def _walk(root: Node, seed: Array, retain_graph: bool) -> None:
+# In a small model's step this takes as long as its computations, so there are few calls.
+def _visit_all(walk: Walk, root: Node) -> None:
     """Visit nodes as soon as all their consumers are done; finish a leaf with its last one.
 
     Ordered nodes wait until nothing else is ready. Then the latest of those below ``root`` is among
     them, for whatever consumes it was recorded later, and has been visited.
     """
-    _current.walk = found = Walk(root, seed, retain_graph)
-    found.count([root], (), found.pending)
-    pending, grads, owned = found.pending, found.grads, found.owned
-    replaced, after = found.replaced, found.after
+    pending, grads, replaced, after = walk.pending, walk.grads, walk.replaced, walk.after
+    walk.count([root], (), pending)
     ready = [root]
-    ordered: list[tuple[int, Node]] = []  # a heap
-
-    def is_ready(node: Node) -> None:
-        if node.turn is not None:
-            heappush(ordered, (node.turn, node))
-        else:
-            ready.append(node)
-
+    ordered: list[tuple[Any, Node]] = []  # a heap of those with turns
     while ready or ordered:
         node = ready.pop() if ready else heappop(ordered)[1]
-        if isinstance(node, Part):
-            instead = found.replace(node)
-            if instead is not None:
-                is_ready(instead)
+        if type(node) is Part:
+            ready += walk.replace(node)  # visited next: it was recorded last
             continue
-        grad = grads[node]
-        for recorded, vjp in node.edges or ():
-            contribution, target = vjp(grad), recorded
-            while target in replaced:
-                target = replaced[target]
-            pending[target] -= 1
-            if isinstance(target, Node):
-                _add_to_node(target, contribution, grads, owned)
-                if not pending[target]:
-                    is_ready(target)
-            else:
+        grad, edges = grads[node], node.edges
+        if node.through is not None:  # the gradient before it is needed no more
+            contribution = grads[node] = grad = node.through(grad)
+            if not walk.retain_graph:
+                node.edges = node.through = None
+        for recorded, vjp in edges or ():
+            contribution = vjp(grad)
+            target = walk.now(recorded) if replaced else recorded
+            left = pending[target] = pending[target] - 1
+            if isinstance(target, Leaf):
                 _accumulate(target, contribution, grad)
-                if target.hook is not None and not pending[target]:
+                if not left and target.hook is not None:
                     target.hook(target)
+                continue
+            fits = contribution.shape == target.shape and contribution.dtype == target.dtype
+            if not fits or target in grads:
+                contribution = _sum(walk, target, contribution)
+            grads[target] = contribution
+            if not left and target.turn is None:
+                ready.append(target)
+            elif not left:
+                heappush(ordered, (target.turn, target))
         del grads[node]
-        if not retain_graph:
+        if not walk.retain_graph:
             node.edges = None
         while after:
             after.pop(0)()
 
 
-def _add_to_node(
-    node: Node, contribution: Array, grads: dict[Node, Array], owned: set[Node]
-) -> None:
+def _sum(walk: Walk, node: Node, contribution: Array) -> Array:
+    """Return the sum of the node's contributions so far and another one, in its shape and dtype."""
     if contribution.shape != node.shape or contribution.dtype != node.dtype:
         contribution = _fit(contribution, node.shape, node.dtype)
-    held = grads.get(node)
+    held = walk.grads.get(node)
     if held is None:
-        grads[node] = contribution
-    elif node in owned:
+        return contribution
+    if node in walk.owned:
         held += contribution
-    else:
-        grads[node] = held + contribution
-        if node.shape:  # a sum of zero dimensions is an immutable NumPy scalar
-            owned.add(node)
+        return held
+    if node.shape:  # a sum of zero dimensions is an immutable NumPy scalar
+        walk.owned.add(node)
+    return held + contribution
 
 
 def _accumulate(leaf: Leaf, contribution: Array, incoming: Array) -> None:
     """Add a contribution to ``leaf.grad``, which shares memory with nothing but its buffer."""
     buffer, held = leaf.buffer, leaf.grad
     like = leaf.data if buffer is None else buffer
-    if contribution.shape != like.shape or contribution.dtype != like.dtype:
-        contribution = _fit(contribution, like.shape, like.dtype)
-    if isinstance(buffer, GradSink):
+    shape = like.shape
+    if contribution.shape != shape or contribution.dtype != like.dtype:
+        contribution = _fit(contribution, shape, like.dtype)
+    if buffer is None:
+        if held is not None:
+            held += contribution
+            leaf.grad = held  # another one where a hook has left a NumPy scalar
+        elif contribution.base is None and contribution is not incoming and shape:
+            leaf.grad = contribution  # a new array, which nobody else has
+        else:
+            leaf.grad = array_module(contribution).array(contribution)
+    elif isinstance(buffer, GradSink):
         if not isinstance(contribution, GradSink):  # else a vjp has passed it there already
-            buffer.add(leaf, contribution, _is_new(contribution, incoming))
-    elif buffer is not None:
+            is_new = contribution.base is None and contribution is not incoming and bool(shape)
+            buffer.add(leaf, contribution, is_new)
+    else:
         first = contribution if held is None else held
         if first is not buffer:  # a vjp may have written there already
             buffer[...] = first
         if held is not None:
             buffer += contribution
         leaf.grad = buffer
-    elif held is not None:
-        held += contribution
-        leaf.grad = held  # another one where a hook has left a NumPy scalar
-    elif _is_new(contribution, incoming):
-        leaf.grad = contribution
-    else:
-        leaf.grad = array_module(contribution).array(contribution)
-
-
-def _is_new(contribution: Array, incoming: Array) -> bool:
-    """Return whether nobody else has the array, or a view of it."""
-    return contribution is not incoming and contribution.base is None and bool(contribution.shape)
 
 
 def _fit(grad: Array, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:

@@ -18,7 +18,8 @@ from flashlight_py.device import Array
 
 Vjp: TypeAlias = Callable[[Array], Array]
 Target: TypeAlias = Union["Node", "Leaf"]
-Edges: TypeAlias = tuple[tuple[Target, Vjp], ...]
+Edges: TypeAlias = Sequence[tuple[Target, Vjp]]
+EndCallback: TypeAlias = Callable[[bool], None]
 Repeat: TypeAlias = Callable[[], Sequence["Leaf"]]
 
 
@@ -57,18 +58,27 @@ def note_changes(leaves: Iterable[Leaf]) -> None:
 class Node:
     """One recorded operation; ``edges`` is None once a backward pass has freed it.
 
-    ``made``: how many changes of variables there had been.
+    ``made``: how many changes of variables there had been. ``through``: what a gradient goes
+    through before the vjps of the edges, if anything, such as the slope of a ReLU.
     """
 
-    __slots__ = ("dtype", "edges", "made", "shape")
+    __slots__ = ("dtype", "edges", "made", "shape", "through")
 
     edges: Edges | None
     turn: int | None = None
+    repeat: Repeat | None = None
 
-    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any], edges: Edges) -> None:
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        edges: Edges,
+        through: Vjp | None = None,
+    ) -> None:
         self.shape = shape
         self.dtype = dtype
         self.edges = edges
+        self.through = through
         self.made = Changes.count
 
 
@@ -81,7 +91,7 @@ class OrderedNode(Node):
     __slots__ = ("turn",)
 
     def __init__(self, node: Node) -> None:
-        super().__init__(node.shape, node.dtype, node.edges or ())
+        super().__init__(node.shape, node.dtype, node.edges or (), node.through)
         self.turn = -next(_recorded)
 
 
@@ -149,54 +159,58 @@ class Walk:
 
     ``pending``: how many contributions each target still waits for. ``grads``: their sums so far;
     ``owned``: those whose sum was made by the pass, hence its own to add into. ``after``: what to
-    call when the node that is visited has sent all its gradients.
+    call when the node that is visited has sent all its gradients; ``callbacks``: what to call when
+    the pass ends, with turns. Of a pass that begins at a leaf there are callbacks alone.
     """
 
-    def __init__(self, root: Node, seed: Array, retain_graph: bool) -> None:
+    def __init__(self, root: Target, seed: Array, retain_graph: bool) -> None:
         self._parts: dict[Repeat, list[Part]] = {}  # those that the pass reaches
         self.retain_graph = retain_graph
         self.pending: dict[Target, int] = {}
-        self.grads = {root: seed}
+        self.grads = {root: seed} if isinstance(root, Node) else {}
         self.owned: set[Node] = set()
         self.after: list[Callable[[], None]] = []
+        self.callbacks: list[tuple[int, EndCallback]] = []
         self.replaced: dict[Target, Node] = {}  # parts of computations that were done again
         self._inside: set[Node] = set()  # those whose node is also used in its computation
 
     def count(
         self, roots: Sequence[Node], ends: Iterable[Target], counts: dict[Target, int]
     ) -> None:
-        """Add to ``counts`` the edges to each target below ``roots``, down to ``ends``.
+        """Put into ``counts``, which is empty, how many edges lead to each target below ``roots``.
 
-        Of all that there is also where this raises, for those who are to know of it. The walk takes
+        Not below ``ends``; roots and ends that no edge leads to have 0. ``counts`` is complete even
+        if this raises: whoever waits for a gradient is told of the failure by it. The walk takes
         note of the parts on the way.
-
-        Raises:
-            RuntimeError: a part of the graph was freed, or a leaf has changed after its use.
         """
-        wrong = ""
-        unseen = list(dict.fromkeys(roots))
-        known = {*ends, *unseen}
+        wrong, now = "", Changes.count
+        for root in roots:
+            counts[root] = 0
+        unseen: list[Any] = list(counts)
+        for end in ends:
+            counts.setdefault(end, 0)
         while unseen:
             node = unseen.pop()
             edges = node.edges
             if edges is None:
                 wrong = _why_without_edges(node)
                 continue
-            if isinstance(node, Part) and node.repeat is not None:
+            if node.made < now:
+                wrong = wrong or _changed_since(node)
+            if node.repeat is not None:
                 self._parts.setdefault(node.repeat, []).append(node)
             for target, _ in edges:
-                count = counts.get(target, 0)
-                counts[target] = count + 1
-                if not isinstance(target, Node):
-                    if target.changed > node.made:
-                        wrong = wrong or _changed_since(target, edges[0][1])
-                elif not count and target not in known:
-                    unseen.append(target)
+                if target in counts:
+                    counts[target] += 1
+                else:
+                    counts[target] = 1
+                    if not isinstance(target, Leaf):
+                        unseen.append(target)
         if wrong:
             raise RuntimeError(wrong)
 
-    def replace(self, part: Part) -> Node | None:
-        """Return the node that is to be visited in the place of ``part``, if there is one now.
+    def replace(self, part: Part) -> list[Node]:
+        """Return the node that is to be visited in the place of ``part``, or none for the time.
 
         The computation is done again, unless it was. Then the nodes of its graph take the place of
         all its parts, with what they have and wait for, so that all sums are made in the order in
@@ -216,7 +230,7 @@ class Walk:
                 self.replaced[each] = node
                 if not self.retain_graph:
                     each.edges = each.repeat = None
-        return None if part in self._inside else self.replaced[part]
+        return [] if part in self._inside else [self.replaced[part]]
 
     def _done_again(self, results: Sequence[Leaf], parts: Sequence[Part]) -> list[Node]:
         """Return what stands for ``parts`` in a new graph, which ``pending`` counts from now on."""
@@ -225,6 +239,7 @@ class Walk:
         nodes = [node for node in found if node is not None]
         counts: dict[Target, int] = {}
         self.count(nodes, announced, counts)
+        counts = {target: count for target, count in counts.items() if count}
         reached = {target for target in counts if not isinstance(target, Node)}
         left, new = set(announced) - counts.keys(), reached - set(announced)
         # A leaf that is made on the way is another one each time.
@@ -240,27 +255,32 @@ class Walk:
         for part, node in zip(parts, nodes, strict=True):
             counts[node] = counts.get(node, 0) + self.pending.get(part, 0)
         for target, count in counts.items():
-            now = self._now(target)
+            now = self.now(target)
             self.pending[now] = self.pending.get(now, 0) + count
         for target in announced:
-            self.pending[self._now(target)] -= 1
+            self.pending[self.now(target)] -= 1
         return nodes
 
-    def _now(self, target: Target) -> Target:
+    def now(self, target: Target) -> Target:
         """Return what contributions to ``target`` go to: parts may have been replaced."""
         while target in self.replaced:
             target = self.replaced[target]
         return target
 
 
-def _changed_since(leaf: Any, vjp: Vjp) -> str:
-    vjp = getattr(vjp, "func", vjp)  # of a partial
+def _changed_since(node: Node) -> str:
+    """Return what is wrong if a leaf was changed after the operation has used it, else nothing."""
+    edges: Any = node.edges
+    changed = [each for each, _ in edges if isinstance(each, Leaf) and each.changed > node.made]
+    if not changed:
+        return ""
+    vjp = getattr(edges[0][1], "func", edges[0][1])  # of a partial
     name: str = getattr(vjp, "__qualname__", type(vjp).__qualname__)
     function = "recompute" if vjp is _no_vjp else name.partition(".")[0].lstrip("_")
     return (
-        f"backward: {function}() has used a variable of shape {leaf.shape} that was changed since "
-        "by an optimizer's step, load_state_dict or an assignment to its array; call backward() "
-        "before that, or compute the loss again"
+        f"backward: {function}() has used a variable of shape {changed[0].data.shape} that was "
+        "changed since by an optimizer's step, load_state_dict or an assignment to its array; call "
+        "backward() before that, or compute the loss again"
     )
 
 
@@ -272,7 +292,7 @@ def _why_without_edges(node: Node) -> str:
             "within a tuple, list or dict, or call recompute on another module"
         )
     return (
-        "backward: this graph was freed by an earlier backward pass; compute the loss "
-        "again, or pass retain_graph=True to the earlier backward(). What a captured step returns "
-        "has none: call backward() inside of it"
+        "backward: this graph was freed by an earlier backward pass, or by the function that "
+        "returned the variable; compute the loss again, pass retain_graph=True to the earlier "
+        "backward(), or call it inside of that function"
     )

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from flashlight_py import structure
 from flashlight_py.autograd.engine import GradSink, run_pass
 from flashlight_py.autograd.graph import (
     Leaf,
     Node,
     OrderedNode,
     Outline,
+    Target,
     Vjp,
     note_changes,
     recording,
@@ -23,6 +25,7 @@ from flashlight_py.device import Array, array_module, device_of, is_cupy, to_dev
 GradHook: TypeAlias = "Callable[[Variable], None]"
 Input: TypeAlias = "Variable | Array"
 Operand: TypeAlias = "Variable | Array | float"
+_new = object.__new__
 _CUDA = 2  # kDLCUDA in dlpack.h
 
 
@@ -80,6 +83,8 @@ class Variable(Leaf):
                 "Variable.array: this parameter is of a sharded module, whose arrays lie in memory "
                 "that ranks have in common; load_state_dict copies values into it"
             )
+        if self.data is not value:
+            structure.changed()
         self.data = value
         note_changes((self,))
 
@@ -101,6 +106,7 @@ class Variable(Leaf):
             _require_floating(self)
         self._calc_grad = bool(value)
         self.changed = getattr(self, "changed", 0)  # an operation's result that becomes a leaf
+        structure.changed()
 
     @property
     def has_history(self) -> bool:
@@ -144,6 +150,7 @@ class Variable(Leaf):
                     "with that"
                 )
         self.buffer = buffer
+        structure.changed()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -207,10 +214,12 @@ class Variable(Leaf):
             raise TypeError(f"a gradient hook must be callable, got {type(hook).__name__}")
         self._require_leaf("a gradient hook")
         self.hook = hook
+        structure.changed()
 
     def clear_grad_hook(self) -> None:
         """Remove the hook, if there is one."""
         self.hook = None
+        structure.changed()
 
     def backward(self, grad: Array | None = None, retain_graph: bool = False) -> None:
         """Add to every leaf's ``grad`` the gradient of this variable with respect to it.
@@ -237,12 +246,16 @@ class Variable(Leaf):
                 "make the inputs with param(), or call train() on the module"
             )
         if grad is None:
-            if self.size != 1:
+            like = self.data
+            if like.size != 1:
                 raise ValueError(
                     "backward() without grad needs a variable of one element, got shape "
-                    f"{self.shape}; reduce it to a loss, or pass grad"
+                    f"{like.shape}; reduce it to a loss, or pass grad"
                 )
-            seed = array_module(self.data).ones(self.shape, self.dtype)
+            if type(like) is np.ndarray and not like.ndim:
+                seed = np.asarray(1, like.dtype)  # in a fifth of the time of ones()
+            else:
+                seed = array_module(like).ones(like.shape, like.dtype)
         else:
             seed = _as_array(grad)
             _require_same(seed, self.data, "backward(grad)")
@@ -356,17 +369,32 @@ def record(array: Array | np.generic, *inputs: tuple[Variable, Vjp]) -> Variable
         inputs: each input with its vector-Jacobian product (see ``engine``); hooks of inputs
             that come first fire first.
     """
-    if isinstance(array, np.generic):  # NumPy's answer where a result has no dimensions
-        array = np.asarray(array)
-    result = Variable.__new__(Variable)
+    if array.__class__ is not np.ndarray and isinstance(array, np.generic):
+        # NumPy's answer where a result has no dimensions.
+        return record_all(getattr(array, "__array_library__", np).asarray(array), inputs)
+    return record_all(array, inputs)
+
+
+def record_all(
+    array: Array, inputs: Sequence[tuple[Variable, Vjp]], through: Vjp | None = None
+) -> Variable:
+    """Return what :func:`record` returns; ``through``: see ``Node``."""
+    edges: list[tuple[Target, Vjp]] = []
+    for edge in inputs:
+        x, vjp = edge
+        if x._calc_grad:
+            edges.append(edge if x.node is None else (x.node, vjp))
+    result = _new(Variable)
     result.data = array
-    result.grad = result.hook = result.buffer = result.placement = None
-    edges = tuple([(x.node or x, vjp) for x, vjp in inputs if x._calc_grad])
-    result._calc_grad = bool(edges)
-    if recording.is_outline:
-        result.node = Outline(tuple([source for source, _ in edges])) if edges else None
+    result.grad = result.hook = result.buffer = result.placement = result.node = None
+    if not edges:
+        result._calc_grad = False
         return result
-    result.node = Node(array.shape, array.dtype, edges) if edges else None
+    result._calc_grad = True
+    if recording.is_outline:
+        result.node = Outline(tuple([source for source, _ in edges]))
+    else:
+        result.node = Node(array.shape, array.dtype, edges, through)
     return result
 
 
@@ -388,7 +416,7 @@ def _as_array(value: object) -> Array:
     if isinstance(value, np.ndarray) or is_cupy(value):
         return value  # type: ignore[return-value]
     if isinstance(value, np.generic):
-        return np.asarray(value)
+        return getattr(value, "__array_library__", np).array(value)  # type: ignore[no-any-return]
     if hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
         if value.__dlpack_device__()[0] != _CUDA:
             return np.from_dlpack(value)

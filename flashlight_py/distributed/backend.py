@@ -32,8 +32,6 @@ class Backend(abc.ABC):
     all of them: see ``Work``.
     """
 
-    __captured_state__: tuple[str, ...] = ()
-
     kind: DistributedBackend
     path: str  # what carries the data, in words
     rank: int

@@ -6,7 +6,7 @@ import abc
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Generic
+from typing import TYPE_CHECKING, Any, Generic
 
 from flashlight_py.errors import CollectiveTimeoutError, DistributedError, GroupClosedError
 
@@ -25,8 +25,6 @@ class Work(abc.ABC, Generic[Result_co]):
 
     The arrays given to it must not be read or written until :meth:`wait` has returned.
     """
-
-    __captured_state__: ClassVar[tuple[str, ...]] = ()
 
     source: int | None = None
     """Of a receive: the rank in the group that has sent, once :meth:`wait` has returned."""

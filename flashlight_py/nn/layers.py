@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
 from typing import Any
 
 from flashlight_py.autograd import Variable, param
 from flashlight_py.autograd import functions as F
 from flashlight_py.autograd.functions.elementwise import check_ratio
 from flashlight_py.autograd.functions.losses import check_reduction
-from flashlight_py.device import is_cupy
 from flashlight_py.nn import init
 from flashlight_py.nn.module import Module
+from flashlight_py.structure import changed
 
 
 class Linear(Module):
@@ -206,6 +205,7 @@ class Container(Module):
                 "was a class given instead of an instance?"
             )
         self._members.append(module)
+        changed()
 
     def children(self) -> Iterator[tuple[str, Module]]:
         """Yield the members by position, then modules kept in attributes by name."""
@@ -230,16 +230,16 @@ class Sequential(Container):
 
     def forward(self, x: Any) -> Variable:
         """Return ``x`` passed through all modules in order."""
-        if not (isinstance(x, Variable) and is_cupy(x.data)):
-            for module in self._members:
-                x = module(x)
-            return x  # type: ignore[no-any-return]
-        # On a GPU a linear map and the ReLU after it share a launch.
-        pairs = zip_longest(self._members, self._members[1:])
-        for module, after in pairs:
-            if type(module) is Linear and module.bias is not None and type(after) is ReLU:
-                x = F.linear_relu(x, module.weight, module.bias)
-                next(pairs)  # that of the ReLU
+        # A linear map and the ReLU after it are one operation, with one array and one node fewer.
+        linear: Linear | None = None  # it waits for what follows
+        for module in self._members:
+            if linear is not None:
+                if type(module) is ReLU and linear._is_plain() and module._is_plain():
+                    x, linear = F.linear_relu(x, linear.weight, linear.bias), None
+                    continue
+                x, linear = linear(x), None
+            if type(module) is Linear:
+                linear = module
             else:
                 x = module(x)
-        return x  # type: ignore[no-any-return]
+        return x if linear is None else linear(x)

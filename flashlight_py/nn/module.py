@@ -12,6 +12,7 @@ import numpy as np
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.variable import shards_of
 from flashlight_py.device import Array, device_of, to_device
+from flashlight_py.structure import Structured
 
 SomeModule = TypeVar("SomeModule", bound="Module")
 Result_co = TypeVar("Result_co", covariant=True)
@@ -26,7 +27,7 @@ class _Forward(Protocol[Result_co]):
     def forward(self, *inputs: Any, **options: Any) -> Result_co: ...
 
 
-class Module(ABC):
+class Module(Structured, ABC):
     """A function of variables, with parameters of its own.
 
     A subclass assigns its parameters (variables) and its submodules to attributes and writes
@@ -53,6 +54,11 @@ class Module(ABC):
         if self._instead is not None:
             return self._instead(self, *inputs)  # type: ignore[no-any-return]
         return self.forward(*inputs)
+
+    def _is_plain(self) -> bool:
+        """Return whether calling the module calls its class's ``forward``, and nothing else."""
+        is_called = self.before_forward is None and self._instead is None
+        return is_called and "forward" not in vars(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles hold: everything but the slot of ``before_forward``."""

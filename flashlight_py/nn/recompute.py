@@ -71,6 +71,11 @@ def _run(module: Module, *inputs: Any) -> Any:
         recording.is_outline = False
     before = {place: array for place, array in buffers.items() if _has_changed(array, *place)}
 
+    # Not by setattr, which would say that modules compute something else from now on.
+    def set_buffers(arrays: dict[tuple[Module, str], Array]) -> None:
+        for (each, name), array in arrays.items():
+            object.__setattr__(each, name, array)
+
     def repeat() -> list[Variable]:
         if [each.training for _, each in module._walk()] != modes:
             raise RuntimeError(
@@ -80,12 +85,10 @@ def _run(module: Module, *inputs: Any) -> Any:
         now = {(each, name): getattr(each, name) for each, name in before}
         with random.replaying(drawn):
             try:
-                for (each, name), array in before.items():
-                    setattr(each, name, array.copy())
+                set_buffers({place: array.copy() for place, array in before.items()})
                 return _variables(module.forward(*inputs))
             finally:
-                for (each, name), array in now.items():
-                    setattr(each, name, array)
+                set_buffers(now)
 
     return _with_repetition(result, repeat)
 

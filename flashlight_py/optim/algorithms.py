@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import sqrt
 from typing import Any, ClassVar
 
+import numpy as np
+
 from flashlight_py.autograd import Variable
-from flashlight_py.optim.cuda import Rule
+from flashlight_py.optim.cpu import INVERSE, LR, RATE, ROOT, SHRINK, Rule
 from flashlight_py.optim.optimizer import RuleOptimizer, check_at_least_zero, check_below_one
 
 
@@ -44,12 +45,12 @@ class SGDOptimizer(RuleOptimizer):
             raise ValueError("nesterov=True needs a momentum above 0")
         super().__init__(params, lr, ["velocity"] if momentum else [])
 
-    def _rule(self, position: int, grad_scale: float) -> Rule:
+    def _rule(self) -> Rule:
         if not self._states:
-            return "sgd", (self._lr, self.weight_decay)
-        return "momentum", (self._lr, self.momentum, self.weight_decay, self.nesterov)
+            return "sgd", ((LR,), self.weight_decay)
+        return "momentum", ((LR,), self.momentum, self.weight_decay, self.nesterov)
 
-    def _state(self) -> dict[str, list[Any]]:
+    def _state(self) -> dict[str, Any]:
         return {"velocity": [], **super()._state()}
 
 
@@ -87,16 +88,13 @@ class AdamOptimizer(RuleOptimizer):
         self.decoupled = decoupled
         super().__init__(params, lr, ["mean", "square"])
 
-    def _rule(self, position: int, grad_scale: float) -> Rule:
-        # Called at every step, also of models for which it is half of the time.
-        beta1, beta2, lr, decay = self.beta1, self.beta2, self._lr, self.weight_decay
-        time = self._steps[position]
-        rate, root = lr / (1 - beta1**time), 1 / sqrt(1 - beta2**time)
-        shrink, penalty = (1 - lr * decay, 0.0) if self.decoupled else (1.0, decay)
-        rest1, rest2, eps = 1 - beta1, 1 - beta2, self.eps
-        return "adam", (beta1, rest1, beta2, rest2, eps, rate, root, shrink, penalty)
+    def _rule(self) -> Rule:
+        beta1, beta2, decay = self.beta1, self.beta2, self.weight_decay
+        shrink, penalty = ((SHRINK, decay), 0.0) if self.decoupled else (1.0, decay)
+        rest1, rest2, rate, root = 1 - beta1, 1 - beta2, (RATE, beta1), (ROOT, beta2)
+        return "adam", (beta1, rest1, beta2, rest2, self.eps, rate, root, shrink, penalty)
 
-    def _state(self) -> dict[str, list[Any]]:
+    def _state(self) -> dict[str, Any]:
         return {"steps": self._steps, **super()._state()}
 
 
@@ -120,8 +118,8 @@ class AdagradOptimizer(RuleOptimizer):
         self.weight_decay = check_at_least_zero("weight_decay", weight_decay)
         super().__init__(params, lr, ["square"])
 
-    def _rule(self, position: int, grad_scale: float) -> Rule:
-        return "adagrad", (self.eps, self._lr, 1 - self.weight_decay)
+    def _rule(self) -> Rule:
+        return "adagrad", (self.eps, (LR,), 1 - self.weight_decay)
 
 
 class RMSPropOptimizer(RuleOptimizer):
@@ -152,9 +150,9 @@ class RMSPropOptimizer(RuleOptimizer):
         self.weight_decay = check_at_least_zero("weight_decay", weight_decay)
         super().__init__(params, lr, ["square", "mean"] if use_first else ["square"])
 
-    def _rule(self, position: int, grad_scale: float) -> Rule:
+    def _rule(self) -> Rule:
         name = "rmsprop_centered" if "mean" in self._names else "rmsprop"
-        return name, (self.rho, 1 - self.rho, self.eps, self._lr, 1 - self.weight_decay)
+        return name, (self.rho, 1 - self.rho, self.eps, (LR,), 1 - self.weight_decay)
 
 
 class AdadeltaOptimizer(RuleOptimizer):
@@ -189,8 +187,8 @@ class AdadeltaOptimizer(RuleOptimizer):
         self.weight_decay = check_at_least_zero("weight_decay", weight_decay)
         super().__init__(params, lr, ["square", "change"])
 
-    def _rule(self, position: int, grad_scale: float) -> Rule:
-        return "adadelta", (self.rho, 1 - self.rho, self.eps, self._lr, 1 - self.weight_decay)
+    def _rule(self) -> Rule:
+        return "adadelta", (self.rho, 1 - self.rho, self.eps, (LR,), 1 - self.weight_decay)
 
 
 class AMSgradOptimizer(RuleOptimizer):
@@ -218,9 +216,9 @@ class AMSgradOptimizer(RuleOptimizer):
         self.weight_decay = check_at_least_zero("weight_decay", weight_decay)
         super().__init__(params, lr, ["mean", "square", "largest"])
 
-    def _rule(self, position: int, grad_scale: float) -> Rule:
+    def _rule(self) -> Rule:
         keep = (self.beta1, 1 - self.beta1, self.beta2, 1 - self.beta2)
-        return "amsgrad", (*keep, self.eps, self._lr, 1 - self.weight_decay)
+        return "amsgrad", (*keep, self.eps, (LR,), 1 - self.weight_decay)
 
 
 class NovogradOptimizer(RuleOptimizer):
@@ -257,15 +255,11 @@ class NovogradOptimizer(RuleOptimizer):
         self.eps = check_at_least_zero("eps", eps)
         self.weight_decay = check_at_least_zero("weight_decay", weight_decay)
         super().__init__(params, lr, ["mean"])
-        self._square_norms = [0.0] * len(self.params)
+        self._square_norms = np.zeros(len(self.params))
 
-    def _rule(self, position: int, grad_scale: float) -> Rule:
-        squares = self._sum_of_squares(position) * grad_scale**2
-        known = self.beta2 * self._square_norms[position] + (1 - self.beta2) * squares
-        self._square_norms[position] = known
-        divisor = sqrt(known) + self.eps
-        inverse = 1 / divisor if divisor else 0.0
-        return "novograd", (self.beta1, 1 - self.beta1, inverse, self._lr, self.weight_decay)
+    def _rule(self) -> Rule:
+        inverse = INVERSE, self.beta2, self.eps
+        return "novograd", (self.beta1, 1 - self.beta1, inverse, (LR,), self.weight_decay)
 
-    def _state(self) -> dict[str, list[Any]]:
+    def _state(self) -> dict[str, Any]:
         return {"square_norms": self._square_norms, **super()._state()}

@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import resources
 from types import CodeType
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from flashlight_py import _native
 from flashlight_py.device import Array, array_module, is_cupy, widened
+
+# A field of a rule is a number, or a form with its parameters, such as (LR,) or (SHRINK, decay): a
+# number that follows from memory at each step. The functions take the rate, the number of the
+# parameter's step from 1 on, the field, and a function that adds the squared norm of the gradient
+# to the running mean of them, with a decay. csrc/optim/tasks.cc does the same, to the bit.
+Field: TypeAlias = "float | tuple[int] | tuple[int, float] | tuple[int, float, float]"
+Rule: TypeAlias = tuple[str, tuple[Field, ...]]
+LR, SHRINK, RATE, ROOT, INVERSE = range(5)
+FORMS: tuple[Callable[[float, int, Any, Any], float], ...] = (
+    lambda lr, time, field, norm: lr,
+    lambda lr, time, field, norm: 1 - lr * field[1],
+    lambda lr, time, field, norm: lr / (1 - field[1] ** time),
+    lambda lr, time, field, norm: 1 / math.sqrt(1 - field[1] ** time),
+    lambda lr, time, field, norm: 1 / d if (d := math.sqrt(norm(field[1])) + field[2]) else 0.0,
+)
 
 
 @functools.cache

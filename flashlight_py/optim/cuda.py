@@ -14,9 +14,8 @@ from importlib import resources
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from flashlight_py.device import Array, captured_gpu, is_cupy
+from flashlight_py.device import is_cupy
 
 # Threads of a block, and elements that a block steps.
 BLOCK, CHUNK = 256, 4096
@@ -73,64 +72,39 @@ def fits(piece: tuple[Any, ...]) -> bool:
     )
 
 
-def change(steps: Iterable[Step], grad_scale: float, optimizer: Any = None) -> None:
+def change(steps: Iterable[Step], grad_scale: float) -> None:
     """Change parameters and states in place; returns when the kernels are queued.
 
     One launch for all that have the same rule, dtypes and device; what they step :func:`fits`.
-    ``optimizer`` has the rules of a step that is captured and done again: ``next_rule``.
     """
     groups: dict[Any, list[Step]] = defaultdict(list)
     for step in steps:
         (name, _), (param, grad, *_) = step
         groups[name, param.dtype.char, grad.dtype.char, param.device.id].append(step)
-    owner = captured_gpu()
     for group in groups.values():
-        table = Table(group, grad_scale)
-        if table.blocks and owner is None:
-            table.launch(table.on_device())
-        elif table.blocks:
-            owner.change(table, optimizer)
+        _launch(group, grad_scale)
 
 
-class Table:
-    """The input of one launch: a row of each step, and behind the rows the rules' numbers."""
+def _launch(steps: Sequence[Step], grad_scale: float) -> None:
+    """Queue one kernel, by a table: a row of each step, and behind the rows the rules' numbers."""
+    import cupy
 
-    def __init__(self, steps: Sequence[Step], grad_scale: float) -> None:
-        self.steps, self.grad_scale = steps, grad_scale
-        sizes = [piece[0].size for _, piece in steps]
-        first = np.cumsum([0, *(-(-size // CHUNK) for size in sizes)])
-        self.blocks = int(first[-1])
-        count, states = len(steps[0][0][1]), len(steps[0][1]) - 2
-        places = itertools.count(len(steps) * (5 + states), count)
-        rows = [
-            (block, size, place, *(array.data.ptr for array in piece))
-            for block, size, place, (_, piece) in zip(first, sizes, places, steps, strict=False)
-        ]
-        self._rows = np.array(rows, np.int64).ravel()
-        self._device = steps[0][1][0].device.id
-
-    def words(self, rules: Iterable[Rule]) -> NDArray[np.int64]:
-        """Return the table where the steps are done by ``rules``, in their order."""
-        numbers = np.array([numbers for _, numbers in rules], np.float64)
-        return np.concatenate([self._rows, numbers.view(np.int64).ravel()])
-
-    def on_device(self) -> Array:
-        """Return the table as it is now, in new memory of the device."""
-        import cupy
-
-        with cupy.cuda.Device(self._device):
-            table: Array = cupy.asarray(self.words(rule for rule, _ in self.steps))
-        return table
-
-    def launch(self, table: Array) -> None:
-        """Queue the kernel, which reads ``table`` when it runs."""
-        import cupy
-
-        (name, numbers), (param, grad, *states) = self.steps[0]
-        with cupy.cuda.Device(self._device):
-            kernel = _kernel(name, len(numbers), len(states), param.dtype.char, grad.dtype.char)
-            arguments = table, np.int64(len(self.steps)), np.float64(self.grad_scale)
-            kernel((self.blocks,), (BLOCK,), arguments)
+    (name, numbers), (param, grad, *states) = steps[0]
+    sizes = [piece[0].size for _, piece in steps]
+    first = np.cumsum([0, *(-(-size // CHUNK) for size in sizes)])
+    if not first[-1]:
+        return
+    places = itertools.count(len(steps) * (5 + len(states)), len(numbers))
+    rows = [
+        (block, size, place, *(array.data.ptr for array in piece))
+        for block, size, place, (_, piece) in zip(first, sizes, places, steps, strict=False)
+    ]
+    words = np.array([numbers for (_, numbers), _ in steps], np.float64).view(np.int64)
+    with cupy.cuda.Device(param.device.id):
+        table = cupy.asarray(np.concatenate([np.array(rows, np.int64).ravel(), words.ravel()]))
+        kernel = _kernel(name, len(numbers), len(states), param.dtype.char, grad.dtype.char)
+        arguments = table, np.int64(len(steps)), np.float64(grad_scale)
+        kernel((int(first[-1]),), (BLOCK,), arguments)
 
 
 @functools.cache

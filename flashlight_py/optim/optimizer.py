@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from functools import partial
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 import numpy as np
-from numpy.typing import DTypeLike
+from numpy.typing import DTypeLike, NDArray
 
 from flashlight_py.autograd import Variable
-from flashlight_py.autograd.graph import note_changes
+from flashlight_py.autograd.graph import Changes, note_changes
 from flashlight_py.autograd.variable import shards_of
-from flashlight_py.device import (
-    Array,
-    array_module,
-    captured_gpu,
-    device_of,
-    effect,
-    leave_recording,
-    to_device,
-)
+from flashlight_py.device import Array, array_module, device_of, to_device
 from flashlight_py.optim import cpu, cuda
-from flashlight_py.optim.cpu import native, sum_of_squares
-from flashlight_py.optim.cuda import Rule
+from flashlight_py.optim.cpu import FORMS, Rule, native, sum_of_squares, sums_of_squares
+from flashlight_py.structure import HoldsState, Structured, as_one, here
 
 
 class Summing(Protocol):
@@ -83,7 +78,7 @@ class Shards:
         """Wait until all processes have written their pieces of gradients. Collective."""
 
 
-class Placement(ABC):
+class Placement(HoldsState, ABC):
     """The place of one parameter, its gradient and its optimizers' state.
 
     ``shape``: of the whole parameter.
@@ -92,7 +87,6 @@ class Placement(ABC):
     shards: Shards
     shape: tuple[int, ...]
     is_cut = False  # a process has its part alone, and steps it like a parameter of its own
-    replays = False  # captured steps can do again what is done with the parameter
 
     @abstractmethod
     def zeros(self, variable: Variable, dtype: DTypeLike) -> Array:
@@ -138,7 +132,7 @@ class Placement(ABC):
 Placed: TypeAlias = tuple[int, Array, Sequence[tuple[Array, ...]]]
 
 
-class FirstOrderOptimizer(ABC):
+class FirstOrderOptimizer(Structured, ABC):
     """Changes parameters in place by their gradients; one without a gradient is skipped.
 
     Make it after ``Module.astype`` and ``Module.to``: its state has the parameters' dtype and
@@ -158,7 +152,7 @@ class FirstOrderOptimizer(ABC):
 
     def __init__(self, params: Iterable[Variable], lr: float) -> None:
         self.params = as_param_list(params)
-        self._lr = check_at_least_zero("lr", lr)
+        self.lr = lr
         self._shards: list[Shards] = shards_of(self.params)
         for shards in self._shards:
             shards.attach(self)
@@ -167,19 +161,24 @@ class FirstOrderOptimizer(ABC):
     def lr(self) -> float:
         """The learning rate; assignable at any time, at least 0.
 
-        A step that is captured stays as it is where it reads or assigns it: replays would not.
-
         Raises:
             TypeError: not a number.
             ValueError: negative.
         """
-        leave_recording("the learning rate is read in it")
-        return self._lr
+        return self._lr.item()
 
     @lr.setter
     def lr(self, value: float) -> None:
-        leave_recording("the learning rate is assigned in it")
-        self._lr = check_at_least_zero("lr", value)
+        number = check_at_least_zero("lr", value)
+        if "_lr" not in vars(self):
+            self._lr: NDArray[np.float64] = np.empty(1)
+        elif here.recorder is not None:
+            here.recorder.leave("a learning rate is set")
+        self._lr[0] = number
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Assign an attribute. ``lr`` is in memory, which replays read: no change of structure."""
+        (super(Structured, self) if name == "lr" else super()).__setattr__(name, value)
 
     @abstractmethod
     def step(self) -> None:
@@ -197,11 +196,10 @@ class FirstOrderOptimizer(ABC):
         whole, in the parameter's shape, and may be copies (then it is collective).
         """
         whole = {
-            name: [self._whole(position, entry) for position, entry in enumerate(entries)]
+            name: [self._whole(position, entry) for position, entry in enumerate(listed(entries))]
             for name, entries in self._state().items()
         }
-        leave_recording("the state of an optimizer is read in it")
-        return {"lr": self._lr, **whole}
+        return {"lr": self.lr, **whole}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Copy ``state`` into this optimizer, in place, across devices if need be.
@@ -210,7 +208,8 @@ class FirstOrderOptimizer(ABC):
         has all of ``state`` and keeps its share.
 
         Raises:
-            ValueError: the names, the number of parameters, or a shape differ; negative ``lr``.
+            ValueError: the names, the number of parameters, or a shape differ; negative ``lr``; a
+                number of steps is no whole number, or negative.
         """
         own = self._state()
         refused, names = "load_state_dict: nothing was loaded", sorted(["lr", *own])
@@ -222,7 +221,7 @@ class FirstOrderOptimizer(ABC):
                     f"{refused}: {name!r} is for {len(state[name])} parameters, this optimizer has "
                     f"{len(entries)}"
                 )
-            for position, (new, old) in enumerate(zip(state[name], entries, strict=True)):
+            for position, (new, old) in enumerate(zip(state[name], listed(entries), strict=True)):
                 placement = self.params[position].placement
                 expected = getattr(old, "shape", None)
                 if expected is not None and placement is not None:
@@ -232,9 +231,14 @@ class FirstOrderOptimizer(ABC):
                         f"{refused}: {name!r} of parameter {position} has shape "
                         f"{getattr(new, 'shape', None)}, expected {expected}"
                     )
+                if isinstance(entries, np.ndarray) and not _is_number_like(new, old):
+                    kind = "a whole number from 0 on" if isinstance(old, int) else "a number"
+                    raise ValueError(
+                        f"{refused}: {name!r} of parameter {position} must be {kind}, got {new!r}"
+                    )
         self.lr = state["lr"]  # checked here, before the first copy
         for name, entries in own.items():
-            for position, (new, old) in enumerate(zip(state[name], entries, strict=True)):
+            for position, (new, old) in enumerate(zip(state[name], listed(entries), strict=True)):
                 placement = self.params[position].placement
                 if not hasattr(old, "shape"):
                     entries[position] = new
@@ -248,13 +252,35 @@ class FirstOrderOptimizer(ABC):
         cut = [variable for variable in self.params if not is_in_common(variable)]
         return {**vars(self), "_shards": shards_of(cut)}
 
-    def _state(self) -> dict[str, list[Any]]:
-        """Return what a rule keeps for each parameter: by name, arrays or numbers."""
+    _in_arrays: ClassVar[dict[str, Any]] = {"_lr": np.float64}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what ``__getstate__`` has returned, also that of before numbers lay in arrays."""
+        kinds = self._in_arrays.items()
+        arrays: Any = {n: np.array(state[n], kind, ndmin=1) for n, kind in kinds if n in state}
+        vars(self).update(state, **arrays)
+
+    def _state(self) -> dict[str, Any]:
+        """Return what a rule keeps: by name a list of arrays or numbers, or an array of numbers."""
         return {}
 
     def _whole(self, position: int, entry: Any) -> Any:
         placement = self.params[position].placement
         return entry if placement is None or not hasattr(entry, "shape") else placement.whole(entry)
+
+
+def _is_number_like(value: Any, old: int | float) -> bool:
+    """Return whether ``value`` can take the place of ``old``: a whole number from 0 on, or any."""
+    if isinstance(value, (bool, str, bytes)):
+        return False
+    if isinstance(old, int):
+        return hasattr(value, "__index__") and 0 <= operator.index(value) < 1 << 63
+    return hasattr(value, "__float__")
+
+
+def listed(entries: Any) -> list[Any]:
+    """Return ``entries`` of a state, one for each parameter, where they are numbers as Python's."""
+    return list(entries.tolist() if isinstance(entries, np.ndarray) else entries)
 
 
 def is_in_common(variable: Variable) -> bool:
@@ -297,6 +323,22 @@ def as_param_list(params: Iterable[Variable], may_be_empty: bool = False) -> lis
     return variables
 
 
+@as_one
+def limit_norm(grads: list[Array], limit: float) -> float:
+    """Scale ``grads`` in place to a joint norm of at most ``limit``; return what it was."""
+    norm = math.sqrt(sum(part for grad in grads for part in sums_of_squares(grad)))
+    if limit < norm < math.inf:
+        scale_all(grads, limit / norm)
+    return norm
+
+
+def scale_all(grads: Iterable[Array], factor: float) -> None:
+    """Multiply each of ``grads`` by ``factor``, in place."""
+    for grad in grads:
+        # A number would be rounded to float16 first, of which a small one leaves nothing.
+        np.multiply(grad, np.float32(factor) if grad.dtype.itemsize == 2 else factor, out=grad)
+
+
 # A step is one native call for all parameters: a small model's takes some microseconds, and
 # Python needs one to look at an array.
 class RuleOptimizer(FirstOrderOptimizer):
@@ -309,14 +351,20 @@ class RuleOptimizer(FirstOrderOptimizer):
 
     # Whether the rule needs all elements of a parameter's gradient at once.
     needs_whole_gradient: ClassVar[bool] = False
+    # The running mean of each parameter's squared gradient norm; None: the rule has none.
+    _square_norms: Any = None
+    _in_arrays: ClassVar[dict[str, Any]] = {
+        "_lr": np.float64, "_steps": np.int64, "_square_norms": np.float64,
+    }  # fmt: skip
 
     def __init__(self, params: Iterable[Variable], lr: float, states: Sequence[str]) -> None:
         super().__init__(params, lr)
-        self._steps = [0] * len(self.params)
+        self._steps = np.zeros(len(self.params), np.int64)
         self._names = tuple(states)
         self._made_for = [getattr(each.placement, "shards", None) for each in self.params]
         self._states = tuple([_zeros(variable) for variable in self.params] for _ in states)
 
+    @as_one
     def step(self, grad_scale: float = 1.0) -> None:
         """Change every parameter that has a gradient, in place; gradients stay as they are.
 
@@ -328,24 +376,42 @@ class RuleOptimizer(FirstOrderOptimizer):
                 nothing was changed.
             ValueError: a parameter had no ``calc_grad`` when its module was sharded; likewise.
         """
-        changed = [variable for variable in self.params if variable.grad is not None]
-        left: Any = range(len(self.params))
-        if self._shards:
-            self._check_placements()
-            placed = self._placed(left)  # before the first change: a placement may refuse one
-            note_changes(changed)
-            self._step_placed(placed, grad_scale)
-            return
-        module, queued = native(), []
+        module = native()
+        if module is None or self._shards:
+            left: Any = range(len(self.params))
+        else:
+            Changes.count += 1
+            left = module.step(
+                self.params, self._states, self._lr, self._steps, self._square_norms,
+                self._rule(), grad_scale, Changes.count,
+            )  # fmt: skip
+            if left is None:
+                return
+        self._check_placements()
+        placed = self._placed(left)  # before the first change: a placement may refuse one
+        note_changes([self.params[position] for position, *_ in placed])
+        self._step_placed(placed, grad_scale)
+
+    def prepared(self, grad_scale: float, *grads: Array | None) -> Callable[[], None]:
+        """Return a function that does one step with ``grads``, as long as all arrays stay there.
+
+        Each of ``grads`` is the gradient of a parameter, which is not sharded, or None. Where there
+        are native kernels it runs no Python: it reads the rate, and counts, in the optimizer's
+        memory.
+        """
+        both = enumerate(zip(self.params, grads, strict=True))
+        placed: list[Placed] = [
+            (position, grad, [(variable.data, grad, *self.states_of(position))])
+            for position, (variable, grad) in both
+            if grad is not None
+        ]
+        pieces = [(position, *piece) for position, _, (piece,) in placed]
+        how = self._lr, self._steps, self._square_norms, self._rule(), grad_scale
+        module: Any = native()
         if module is not None:
-            how = self._states, self._steps, self._rule, grad_scale, self.needs_whole_gradient
-            left = module.step(self.params, *how)
-        if left is not None:
-            self._check_placements()
-            queued = self._step_all(self._placed(left), grad_scale)
-        note_changes(changed)
-        if queued:
-            cuda.change(queued, grad_scale, self)
+            with suppress(ValueError):  # an array is unusual
+                return module.Steps(pieces, *how)  # type: ignore[no-any-return]
+        return partial(self._step_placed, placed, grad_scale)
 
     def _placed(self, positions: Iterable[int]) -> list[Placed]:
         found: list[Placed] = []
@@ -358,23 +424,19 @@ class RuleOptimizer(FirstOrderOptimizer):
                 found.append((position, grad, placement.pieces(variable, states)))
         return found
 
-    @effect
+    @as_one
     def _step_placed(self, placed: list[Placed], grad_scale: float) -> None:
-        """Step parameters of sharded modules, and those beside them."""
+        """Step parameters that have no native kernels, or are of sharded modules."""
         with ExitStack() as stack:
             for shards in self._shards:
                 stack.enter_context(shards.changing(f"{type(self).__name__}.step"))
-            cuda.change(self._step_all(placed, grad_scale), grad_scale)
-
-    def _step_all(self, placed: list[Placed], grad_scale: float) -> list[cuda.Step]:
-        """Do what ``_step_pieces`` does for each parameter."""
-        queued: list[cuda.Step] = []
-        for position, grad, pieces in placed:
-            variable = self.params[position]
-            held, variable.grad = variable.grad, grad  # for a rule that needs a norm
-            queued += self._step_pieces(position, pieces, grad_scale)
-            variable.grad = held
-        return queued
+            queued: list[cuda.Step] = []
+            for position, grad, pieces in placed:
+                variable = self.params[position]
+                held, variable.grad = variable.grad, grad  # for a rule that needs a norm
+                queued += self._step_pieces(position, pieces, grad_scale)
+                variable.grad = held
+            cuda.change(queued, grad_scale)
 
     def step_pieces(
         self,
@@ -403,19 +465,34 @@ class RuleOptimizer(FirstOrderOptimizer):
         return tuple(entries[position] for entries in self._states)
 
     @abstractmethod
-    def _rule(self, position: int, grad_scale: float) -> Rule:
-        """Return what a parameter's step number ``self._steps[position]`` is done with."""
+    def _rule(self) -> Rule:
+        """Return the name of a rule of rules.inc, and its fields: numbers, or ``cpu.FORMS``."""
 
-    def next_rule(self, position: int, grad_scale: float) -> Rule:
-        """Count a step of a parameter, and return the rule by which it is done."""
-        self._steps[position] += 1
-        return self._rule(position, grad_scale)
+    def _next_numbers(self, position: int, grad_scale: float) -> cuda.Rule:
+        """Count a step of a parameter; return the rule's name and its fields' numbers."""
+        steps, lr, norms = self._steps, self.lr, self._square_norms
+        steps[position] = time = steps.item(position) + 1
+
+        def norm(beta: float) -> float:
+            variable: Any = self.params[position]
+            grad, placement = variable.grad, variable.placement
+            squares = placement.sum_of_squares(variable) if placement else sum_of_squares(grad)
+            known: float = beta * norms.item(position) + (1 - beta) * (squares * grad_scale**2)
+            norms[position] = known
+            return known
+
+        name, fields = self._rule()
+        numbers = [
+            FORMS[field[0]](lr, time, field, norm) if isinstance(field, tuple) else field
+            for field in fields
+        ]
+        return name, tuple(numbers)
 
     def _step_pieces(
         self, position: int, pieces: Iterable[Sequence[Any]], grad_scale: float
     ) -> list[cuda.Step]:
         """Step pieces of host memory, and count the step; return those that GPUs have."""
-        rule = self.next_rule(position, grad_scale)
+        rule = self._next_numbers(position, grad_scale)
         queued: list[cuda.Step] = []
         for param, grad, *states in pieces:
             grads = list(grad) if isinstance(grad, (list, tuple)) else [grad]
@@ -423,23 +500,10 @@ class RuleOptimizer(FirstOrderOptimizer):
             if len(grads) == 1 and cuda.fits(on_device):
                 queued.append((rule, on_device))
                 continue
-            owner, module, piece = captured_gpu(), native(), (param, grads, *states)
-            if owner is not None:
-                owner.leave(
-                    f"{type(self).__name__} has no kernel of its own for parameter {position}, "
-                    "or its gradient, which is not contiguous or of another dtype or device"
-                )
+            module, piece = native(), (param, grads, *states)
             if module is None or not module.change(rule, piece, grad_scale):
                 cpu.change(*rule, piece, grad_scale)
         return queued
-
-    def _sum_of_squares(self, position: int) -> float:
-        """Return the sum of the squares of a parameter's gradient."""
-        variable = self.params[position]
-        if variable.placement is not None:
-            return float(variable.placement.sum_of_squares(variable))
-        assert variable.grad is not None
-        return sum_of_squares(variable.grad)
 
     def _check_placements(self) -> None:
         for position, variable in enumerate(self.params):
@@ -461,7 +525,7 @@ class RuleOptimizer(FirstOrderOptimizer):
         made = [None if common else shards for shards, common in made_for]
         return {**super().__getstate__(), "_states": states, "_made_for": made}
 
-    def _state(self) -> dict[str, list[Any]]:
+    def _state(self) -> dict[str, Any]:
         return dict(zip(self._names, self._states, strict=True))
 
 

@@ -39,6 +39,7 @@ from flashlight_py.parallel.gradient_pass import (
 )
 from flashlight_py.parallel.leaf_sync import LeafSync
 from flashlight_py.parallel.synchronize import give_state, require_module
+from flashlight_py.structure import changed
 
 
 def distribute_module_grads(
@@ -182,11 +183,6 @@ class GradientSync(GradientPass[GradientUnit]):
     ranks.
     """
 
-    __captured_state__ = (
-        *("reducer", "weigh", "ignored", "enabled", "averages"),
-        *("_units", "_params", "_flags", "_running", "_given", "_has_failed"),
-    )
-
     def __init__(
         self,
         units: list[GradientUnit],
@@ -329,10 +325,12 @@ def no_sync(module: Module) -> Iterator[None]:
             "step, so gradients cannot add up"
         )
     before, sync.enabled = sync.enabled, False
+    changed()
     try:
         yield
     finally:
         sync.enabled = before
+        changed()
 
 
 def all_reduce_gradients(

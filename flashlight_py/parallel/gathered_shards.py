@@ -26,7 +26,7 @@ from numpy.typing import DTypeLike
 
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.engine import GradSink, after_node, in_backward
-from flashlight_py.device import Array, array_module, device_of, is_cupy, product, to_device
+from flashlight_py.device import Array, array_module, device_of, is_cupy, to_device
 from flashlight_py.distributed import ProcessGroup, Work
 from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.nn import Module
@@ -221,8 +221,9 @@ class PartPlace(Placement, GradSink):
     def product(self, leaf: Variable, a: Array, b: Array) -> Array | GradSink:
         gradients = self.shards.opened(self.flat)
         if leaf in gradients.used or not a.dtype == b.dtype == self.dtype:
-            return product(a, b)
-        product(a, b, gradients.homes[self.position])
+            product: Array = a.dot(b)
+            return product
+        a.dot(b, out=gradients.homes[self.position])
         gradients.used.add(leaf)
         return self
 

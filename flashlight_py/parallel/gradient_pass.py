@@ -34,11 +34,12 @@ from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.errors import DistributedError
 from flashlight_py.nn import Module
 from flashlight_py.parallel.failing import end_together, fail
+from flashlight_py.structure import HoldsState, changed
 
 _turns = itertools.count(1)  # in the order in which all ranks make them
 
 
-class Unit:
+class Unit(HoldsState):
     """Gradients that travel together; ``pending`` of them are not complete in this pass."""
 
     def __init__(self, params: Sequence[Variable], parts: int | None = None) -> None:
@@ -49,7 +50,7 @@ class Unit:
 AnyUnit = TypeVar("AnyUnit", bound=Unit)
 
 
-class GradientPass(InPasses, abc.ABC, Generic[AnyUnit]):
+class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyUnit]):
     """A sum over the ranks in every backward pass, in which ranks without data can join.
 
     ``weigh(first)``, where it is set, says before each unit is given what to multiply it by;
@@ -291,6 +292,7 @@ def install(
 ) -> None:
     """Let ``sync`` be found for ``module`` from now on, and ``before_forward`` be called."""
     _passes[module] = sync
+    changed()
     if before_forward is not None:
         module.before_forward = functools.partial(before_forward, sync)
 

@@ -22,6 +22,7 @@ from flashlight_py.nn import Module
 from flashlight_py.optim import FirstOrderOptimizer
 from flashlight_py.parallel.gradient_pass import GradientPass, gradient_sync_of
 from flashlight_py.parallel.synchronize import give_state, synchronize
+from flashlight_py.structure import changed
 
 
 class Trained(Protocol):
@@ -157,11 +158,13 @@ def join(
     joined = Joined(sync, group)
     _open.append(joined)
     sync.weigh = joined._weigh
+    changed()
     try:
         yield joined
         joined._take_part_until_all_have_ended()
     finally:
         sync.weigh = None
+        changed()
         _open.remove(joined)
     # The lowest rank that trained to the last; 0 where nobody had any batch.
     own = group.rank if joined._lasts else group.size

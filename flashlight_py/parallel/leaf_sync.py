@@ -21,7 +21,7 @@ import numpy as np
 from flashlight_py import random
 from flashlight_py.autograd import Variable
 from flashlight_py.dataset.shares import contiguous_share
-from flashlight_py.device import Array, effect
+from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.api.verb_call import refusing
 from flashlight_py.distributed.reducers.reducer import InlineReducer
@@ -34,6 +34,7 @@ from flashlight_py.parallel.gradient_pass import GradientPass, Unit, pass_of
 from flashlight_py.parallel.leaf_tree import Rows, join_hosts, push, rows_needed
 from flashlight_py.parallel.synchronize import give_state, require_module
 from flashlight_py.parallel.tree.packing import put_buffer
+from flashlight_py.structure import HoldsState, as_one
 
 _DIGESTED = 1024  # elements of the first and the last row: enough to notice another order
 
@@ -111,11 +112,6 @@ class LeafSync(GradientPass[Unit]):
     ``params``: whose gradients; ``buffers``: names of the module's buffers that are to be the same
     on every rank. Making it is collective, and blocks.
     """
-
-    __captured_state__ = (
-        *("_params", "leaves", "reducer", "members", "_buffers", "_rows"),
-        *("_is_open", "_leaf", "_is_done", "_running", "_error", "_failure"),
-    )
 
     def __init__(
         self,
@@ -212,7 +208,7 @@ class LeafSync(GradientPass[Unit]):
         self._is_open, self._is_reduced, self._failure = True, False, None
         self._forget()
 
-    @effect
+    @as_one
     def _count_step(self, rows: int, *arrays: Array) -> None:
         """Draw this step's random numbers, and note what all ranks must have in common."""
         random.use(None)
@@ -223,7 +219,7 @@ class LeafSync(GradientPass[Unit]):
             self._facts.update({f"array {n}": looks_of(each) for n, each in enumerate(arrays)})
         self._steps += 1
 
-    @effect
+    @as_one
     def _use_numbers(self, leaf: int | None) -> None:
         """Let random numbers be those of ``leaf``; None: those of before."""
         random.use(None if leaf is None else [self._key, leaf])
@@ -301,7 +297,7 @@ class LeafSync(GradientPass[Unit]):
         for rows in self._rows:
             rows.add_up(self._count, self._scale)
         if any(rows.is_shared for rows in self._rows):
-            effect(self.members.barrier)()
+            as_one(self.members.barrier)()
         means: dict[str, Array] = {}
         for rows in self._rows:
             for param, view in rows.gradients(0):
@@ -311,7 +307,7 @@ class LeafSync(GradientPass[Unit]):
         self._buffers.end(means)
         self._is_reduced = True
 
-    @effect
+    @as_one
     def _compare(self, used: Sequence[int]) -> Sequence[int]:
         """Return what any rank has used, if all are in the same step. Collective."""
         if self.members.size == 1:
@@ -341,10 +337,8 @@ def looks_of(array: Array) -> str:
 
 # Buffers change by the mean of the leaves' changes, not to their mean: one that nothing changes
 # keeps its bits, infinite ones too.
-class LeafBuffers:
+class LeafBuffers(HoldsState):
     """The buffers ``names`` of ``module``, which become those of rank 0. Collective, blocking."""
-
-    __captured_state__ = ("_module", "_names", "_group", "_averaged", "_others")
 
     def __init__(self, module: Module, names: Sequence[str], group: ProcessGroup | None) -> None:
         # Not kept alive: what is known of modules goes with them, and whoever runs a step has it.

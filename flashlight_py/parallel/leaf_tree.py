@@ -20,6 +20,7 @@ from flashlight_py.dataset.shares import contiguous_share
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.reducers.host_memory import hosts_of
+from flashlight_py.structure import HoldsState
 
 Steps: TypeAlias = "list[tuple[int, int]]"
 
@@ -153,7 +154,7 @@ def join_hosts(members: ProcessGroup) -> tuple[ProcessGroup, ProcessGroup | None
 # ranks, NumPy adds them, block by block, and the result goes into row 0 of all of them: a kernel
 # would wait for the same memory, and the order is that of a tree, which no verb has. Between hosts
 # the sums of the shares travel by all_to_all and all_gather, as much as in an all_reduce.
-class Rows:
+class Rows(HoldsState):
     """The gradients of those of ``params`` of a dtype, and the ``buffers``, side by side in a row.
 
     Row d is entry d of the stack. ``depth`` rows, of memory that all ranks of a host see where

@@ -177,7 +177,7 @@ class Cut(Shards):
 class CutParameter(Placement):
     """A parameter of which this rank has its part alone."""
 
-    is_cut = replays = True
+    is_cut = True
     shards: Cut
 
     def __init__(self, cut: Cut, shape: tuple[int, ...]) -> None:

@@ -40,8 +40,6 @@ class HostUnit(Unit):
     ``chunks``: of that array, each in one bucket. The last may have room that no parameter uses.
     """
 
-    __captured_state__ = ("pending", "places")
-
     def __init__(
         self, name: str, params: Sequence[Variable], starts: list[int], chunks: list[slice]
     ) -> None:
@@ -119,8 +117,6 @@ class HostMemory:
     ``across`` each host steps a part of its own, and sends it to the others. Where sums are kept
     (``keeps``) a rank that is alone on its host needs no bucket. Making it is collective, blocking.
     """
-
-    __captured_state__ = ("params",)
 
     def __init__(
         self, group: ProcessGroup, params: Sequence[Variable], across_hosts: bool, keeps: bool

@@ -20,7 +20,7 @@ from numpy.typing import DTypeLike
 
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.engine import GradSink, after_node, is_last_contribution
-from flashlight_py.device import Array, array_module, effect, product, to_device
+from flashlight_py.device import Array, array_module, to_device
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.api.verb_call import refusing
 from flashlight_py.distributed.reducers.host_memory import add_up, hosts_of, meet
@@ -36,6 +36,7 @@ from flashlight_py.parallel.gradient_pass import (
     weigh_in_place,
 )
 from flashlight_py.parallel.shard_memory import BACKWARD, FROZEN, HostMemory, HostUnit
+from flashlight_py.structure import as_one
 
 # A gradient, or the two matrices whose product it is.
 Given: TypeAlias = "Array | tuple[Array, Array]"
@@ -79,13 +80,12 @@ class HostPlace(Placement, GradSink):
     """
 
     shards: HostSharder
-    __captured_state__ = ("shards", "total", "beside")
 
     def __init__(self, shards: HostSharder, unit: HostUnit, position: int) -> None:
         param, start, memory = unit.params[position], unit.starts[position], shards.memory
         self.shards, self.unit = shards, unit
         self.shape, self.dtype = param.shape, param.dtype
-        self.is_stepped, self.replays = shards.steps, not shards.steps
+        self.is_stepped = shards.steps
         self._place = slice(start, start + param.size)
         # Of the parameter's elements: what this host steps, and what of it this rank.
         own = memory.own(unit.name, memory.host)
@@ -158,7 +158,8 @@ class HostPlace(Placement, GradSink):
         fits = a.dtype == b.dtype == self.dtype and self.own(leaf) is None
         if fits and is_last_contribution(leaf) and self.shards.stream(self.unit, a, b):
             return self
-        return product(a, b)
+        product: Array = a.dot(b)
+        return product
 
 
 class HostSharder(Sharder[HostUnit]):
@@ -167,10 +168,6 @@ class HostSharder(Sharder[HostUnit]):
     ``params``: in the order in which their gradients are sent.
     """
 
-    __captured_state__ = (
-        *("memory", "weigh", "ignored", "enabled", "_units", "_params"),
-        *("_given", "_running", "_unused", "_has_failed"),
-    )
     is_shared = steps_parts = True
 
     def __init__(
@@ -279,7 +276,7 @@ class HostSharder(Sharder[HostUnit]):
         self._is_done = False
         return self.memory.changing(what)
 
-    @effect
+    @as_one
     def check(self, what: str) -> None:
         self.memory.check(what)
 
@@ -329,7 +326,7 @@ class HostSharder(Sharder[HostUnit]):
                 place.total.reshape(-1)[piece] = 0
         return any(kept)
 
-    @effect
+    @as_one
     def _pack(self, unit: HostUnit, own: Sequence[Given | None], weight: float, adds: bool) -> None:
         for chunk in unit.chunks:
             bucket = self.memory.room(chunk, self.memory.grads[unit.name], adds)
@@ -346,7 +343,7 @@ class HostSharder(Sharder[HostUnit]):
             if anywhere:
                 param.grad = place.total
 
-    @effect
+    @as_one
     def _complete(self, here: list[bool]) -> list[bool]:
         """Return which parameters a rank has used, when the sums are complete on this host."""
         self.memory.sum_between_hosts()

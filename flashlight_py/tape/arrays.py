@@ -3,238 +3,160 @@
 A ``Recorded`` computes what NumPy computes, on the array that it stands for, and leaves a note of
 it in the recording of the thread. It is no ndarray, so that nothing can read its elements by
 another way than NumPy's protocols and its own methods; it only says that it is one
-(``__class__``), for checks of the kind ``isinstance(x, numpy.ndarray)``.
+(``__class__``), for checks of the kind ``isinstance(x, numpy.ndarray)``. Methods of arrays that
+NumPy has written in Python are put in terms of its functions.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+import weakref
+from collections.abc import Callable
+from types import FunctionType, ModuleType
+from typing import Any
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-from flashlight_py.tape.methods import (
-    CHANGE_THEMSELVES,
-    HAVE_ANY_SHAPE,
-    METHODS,
-    OWN_WORDS,
-    READS,
-    SAY_NOTHING_OF_VALUES,
-    Methods,
-    changes_the_first,
-    compute,
-    current,
-    library,
-    plain,
-    read,
-)
+from flashlight_py.structure import here
+
+Array = np.ndarray[Any, Any]
 
 
-# No ndarray, so that nothing reads its elements unseen: readers have to ask, by
-# ``__array_ufunc__``, ``__array_function__``, ``__array__`` or a method. Views need no notes,
-# since operands are known by their memory.
+def compute(function: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
+    """Return what NumPy's ``function`` returns, and note it."""
+    recording = here.recorder
+    if recording is None:
+        return function(*plain(args), **plain(options))
+    return recording.compute(function, args, options)
+
+
+_CONSTANT = {int, float, complex, bool, str, type(None), np.ufunc, FunctionType}
+
+
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return an argument with ``change`` of all that it consists of."""
+    kind = type(value)
+    if kind in _CONSTANT:
+        return value
+    if kind is tuple or kind is list:
+        return kind([mapped(each, change) for each in value])
+    if kind is dict:
+        return {name: mapped(each, change) for name, each in value.items()}
+    return change(value)
+
+
+def plain(value: Any) -> Any:
+    """Return ``value`` with arrays in the place of what stands for them."""
+    return mapped(value, lambda x: x.plain if type(x) in STAND_INS else x)
+
+
+def read(how: str, value: Any = None) -> Any:
+    """Return ``value``, which the recording cannot go on with."""
+    if here.recorder is not None:
+        here.recorder.leave(f"{how} reads a value that is computed in it")
+    return value
+
+
 class Recorded(NDArrayOperatorsMixin):
-    """Stands for ``array``."""
+    """Stands for the array ``plain``; ``noted``: what notes have for it, as soon as it is known."""
 
-    __slots__ = ("array",)
+    __slots__ = ("__weakref__", "noted", "plain")
+    plain: Array
 
-    def __init__(self, array: np.ndarray[Any, Any]) -> None:
-        self.array = array
+    def __init__(self, array: Array, noted: Any = None) -> None:
+        _set_plain(self, array)
+        keep(self, noted)
+        if (recorder := here.recorder) is not None:
+            recorder.stand_ins.append(weakref.ref(self))
 
-    @property
-    def plain(self) -> Any:
-        """The array."""
-        return self.array
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return np.ndarray
+    __class__ = property(lambda _: np.ndarray)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
         function = ufunc if method == "__call__" else getattr(ufunc, method)
-        return compute(function, inputs, options, inputs[:1] if method == "at" else ())
+        return compute(function, *inputs, **options)
 
     def __array_function__(self, function: Any, _: Any, args: Any, options: Any) -> Any:
-        if function in SAY_NOTHING_OF_VALUES:
+        if function in _SAY_NOTHING_OF_VALUES:
             return function(*map(plain, args), **options)
-        if function in HAVE_ANY_SHAPE or (function is np.where and len(args) == 1):
+        if function in _HAVE_ANY_SHAPE or (function is np.where and len(args) == 1):
             read(f"{function.__name__}(), whose result may have any shape,")
-        if function is np.repeat and any(map(_is_recorded, (*args[1:2], options.get("repeats")))):
-            read("repeat(), whose result may have any shape,")
-        own = OWN_WORDS.get(function)
-        if own is not None:
-            return own(*args, **options)
-        changed = args[:1] if changes_the_first(function, args, options) else ()
-        return compute(function, args, options, changed)
+        if function in _CALL_METHODS:
+            return function._implementation(*args, **options)
+        return compute(function, *args, **options)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         read("numpy.asarray()")
-        return np.array(self.array, dtype) if copy or dtype is not None else self.array
-
-    @classmethod
-    def __operation__(cls, function: Any, args: Any, options: Any) -> Any:
-        """Do what does more than compute: see ``flashlight_py.device.operation``."""
-        recording = current.recording
-        if recording is None:
-            return function(*plain(args), **plain(options))
-        return recording.operation(function, args, options)
-
-    def __require__(self, error: Callable[[], Exception]) -> None:
-        """Check that all elements are true: see ``flashlight_py.device.require``."""
-        if not self.array.all():
-            raise error()
-        if current.recording is not None:
-            current.recording.require(self)
-
-    @property
-    def __array_library__(self) -> Any:
-        return library
-
-    # What is known of an array without its elements ---------------------------------------------
-
-    @property
-    def T(self) -> Any:
-        return Recorded(self.array.T)
-
-    @property
-    def flat(self) -> Any:
-        if not self.array.flags.c_contiguous:
-            read("flat of an array that is not contiguous")
-            return self.array.flat
-        return self.reshape(-1)
-
-    def __len__(self) -> int:
-        return len(self.array)
+        return np.array(self.plain, dtype) if copy or dtype is not None else self.plain
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # else NumPy would read the memory before it asks for __array__
             raise AttributeError(name)
-        value = getattr(self.array, name)  # which raises AttributeError as an array does
-        if name in READS:
-            return _reader(name, value) if callable(value) else _read(name, value)
-        if name in METHODS:
-            return getattr(Methods, name).__get__(self)
+        value = getattr(self.plain, name)  # which raises AttributeError as an array does
+        if name in _READS:
+            read(name)
         if callable(value):
-            changes = (self,) if name in CHANGE_THEMSELVES else ()
-            function = getattr(np.ndarray, name)
-            return lambda *args, **options: compute(function, (self, *args), options, changes)
+            return functools.partial(compute, getattr(np.ndarray, name), self)
         return Recorded(value) if isinstance(value, np.ndarray) and name != "base" else value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "array":
-            object.__setattr__(self, name, value)
-        else:
-            if current.recording is not None:
-                current.recording.leave(f"{name} of an array is set")
-            setattr(self.array, name, plain(value))
-
-    # Elements -----------------------------------------------------------------------------------
+        if here.recorder is not None:
+            here.recorder.leave(f"{name} of an array is set")
+        setattr(self.plain, name, plain(value))
 
     def __getitem__(self, where: Any) -> Any:
-        if _is_basic(where):
-            found = self.array[where]
+        parts = where if type(where) is tuple else (where,)
+        if _is_basic(parts):
+            found = self.plain[where]
             if isinstance(found, np.ndarray):
                 return Recorded(found)
-            view = self.array[_to_a_view(where)]
-            if view.dtype.kind == "b":
-                return compute(np.logical_or, (Recorded(view), False), {})
-            return compute(
-                np.positive if view.dtype.kind in "iufc" else np.copy, (Recorded(view),), {}
-            )
-        numbers = _of_numbers(where)
-        if _is_basic(numbers) and isinstance(self.array[numbers], np.ndarray):
-            read("an index")  # which says where the view lies
-            return Recorded(self.array[numbers])
-        if _has_truth_values(where):
+            return _as_scalar(compute(np.copy, Recorded(self.plain[(*parts, ...)])))
+        numbers = tuple([x.plain[()] if type(x) is RecordedScalar else x for x in parts])
+        if _is_basic(numbers) and isinstance(self.plain[numbers], np.ndarray):
+            return read("an index", Recorded(self.plain[numbers]))  # it says where the view lies
+        if any(getattr(part, "dtype", None) == np.bool_ for part in parts):
             read("an index by truth values, whose result may have any shape,")
-        return compute(operator.getitem, (self, where), {})
+        return compute(operator.getitem, self, where)
 
     def __setitem__(self, where: Any, value: Any) -> None:
-        if self.array.dtype.kind not in "biufc":
-            read("an array that is not of numbers")
-            self.array[where] = plain(value)
-        elif _is_basic(where):
-            view = Recorded(self.array[_to_a_view(where)])
-            if _has_room_for(self.array.dtype, value):
-                compute(np.copyto, (view, value), {"casting": "unsafe"}, (view,))
-            else:
-                compute(_set_number, (view, value), {}, (view,))
-        else:
-            compute(operator.setitem, (self, where, value), {}, (self,))
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self[row] for row in range(len(self)))
-
-    def __pow__(self, other: Any) -> Any:  # NumPy has own ways for some exponents
-        return compute(operator.pow, (self, other), {})
-
-    def __rpow__(self, other: Any) -> Any:
-        return compute(operator.pow, (other, self), {})
+        parts = where if type(where) is tuple else (where,)
+        dtype = self.plain.dtype
+        if dtype.kind in "biufc" and _is_basic(parts) and _has_room_for(dtype, value):
+            view = self.plain[parts if Ellipsis in parts else (*parts, ...)]
+            if view.ndim or not (type(value) in (list, tuple) or getattr(value, "ndim", False)):
+                compute(np.copyto, Recorded(view), value, casting="unsafe")
+                return
+        compute(operator.setitem, self, where, value)
 
     def __ipow__(self, other: Any) -> Any:
-        self[...] = self**other
-        return self
+        is_power = self.plain.dtype.kind not in "fc" or type(other) not in (int, float)
+        if is_power or other not in (-1, 0.5, 1, 2):  # of which NumPy computes no powers
+            return compute(np.power, self, other, out=self)
+        return compute(np.positive, self**other, out=self)
 
-    # What reads elements ------------------------------------------------------------------------
+    def item(self, *where: Any) -> Any:
+        if where or self.plain.size != 1 or here.recorder is None:
+            return read("item()", self.plain.item(*where))
+        return Number(compute(np.copy, self).plain)
+
+    def mean(self, axis: Any = None, *more: Any, **options: Any) -> Any:
+        options = {name: each for name, each in options.items() if each is not None}
+        if more or options.keys() - {"keepdims"} or self.plain.dtype.char not in "fdFD":
+            return compute(np.ndarray.mean, self, axis, *more, **options)
+        total = self.sum(axis, **options)
+        mean = total / np.intp(self.plain.size // max(1, total.size))
+        return mean.astype(total.dtype, copy=False)
 
     def __bool__(self) -> bool:
-        read("a truth value")
-        return bool(self.array)
+        found = bool(self.plain)
+        if here.recorder is not None:
+            here.recorder.truth(self, found)
+        return found
 
-    def __float__(self) -> float:
-        read("float()")
-        return float(self.array)
 
-    def __int__(self) -> int:
-        read("int()")
-        return int(self.array)
-
-    def __complex__(self) -> complex:
-        read("complex()")
-        return complex(self.array)
-
-    def __index__(self) -> int:
-        read("an index")
-        return operator.index(self.array)
-
-    def __contains__(self, value: Any) -> bool:
-        read("in")
-        return value in self.array
-
-    def __repr__(self) -> str:
-        read("repr()")
-        return repr(self.array)
-
-    def __str__(self) -> str:
-        read("str()")
-        return str(self.array)
-
-    def __format__(self, how: str) -> str:
-        read("format()")
-        return format(self.array, how)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        read("a copy or pickle")
-        return self.array.__reduce_ex__(protocol)
-
-    def __copy__(self) -> Any:
-        return compute(np.copy, (self,), {})
-
-    def __deepcopy__(self, _: Any) -> Any:
-        return compute(np.copy, (self,), {})
-
-    def __hash__(self) -> NoReturn:
-        raise TypeError("unhashable type: 'numpy.ndarray'")
-
-    def __bytes__(self) -> bytes:
-        read("bytes()")
-        return bytes(self.array)
-
-    def __dlpack__(self, **options: Any) -> Any:
-        read("DLPack")
-        return self.array.__dlpack__(**options)
+_set_plain = Recorded.__dict__["plain"].__set__
+keep = Recorded.__dict__["noted"].__set__
 
 
 class RecordedScalar(Recorded):
@@ -242,15 +164,16 @@ class RecordedScalar(Recorded):
 
     __slots__ = ()
 
-    @property
-    def T(self) -> Any:
-        return self
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self.plain[()])
+
+    def __hash__(self) -> int:
+        return hash(read("hash()", self.plain[()]))
 
     def __getattr__(self, name: str) -> Any:
-        if not name.startswith("__") and not hasattr(self.array, name):
-            return _read(name, getattr(self.array[()], name))
-        if name in CHANGE_THEMSELVES or name == "fill":  # a number does not change
-            return lambda *args: getattr(self.array.copy(), name)(*plain(args))
+        if name in _READ_NUMBERS or not hasattr(self.plain, name):
+            return read(name, getattr(self.plain[()], name))
         value = super().__getattr__(name)
         if not callable(value):
             return _as_scalar(value)
@@ -260,36 +183,96 @@ class RecordedScalar(Recorded):
         found = super().__getitem__(where)
         return found.copy() if type(found) is Recorded else found
 
-    def __setitem__(self, where: Any, value: Any) -> None:
-        self.array[()][where] = value  # which raises
-
-    def __round__(self, digits: int | None = None) -> Any:
-        if digits is None:
-            return _read("round()", round(self.array.item()))
-        return compute(np.round, (self, digits), {})
-
-    def __pow__(self, other: Any) -> Any:
-        return compute(_power_of_numbers, (self, other), {})
-
-    def __rpow__(self, other: Any) -> Any:
-        return compute(_power_of_numbers, (other, self), {})
-
-    def __copy__(self) -> Any:
-        return self
-
-    def __deepcopy__(self, _: Any) -> Any:
-        return self
+    __setitem__ = None  # type: ignore[assignment]  # which is a TypeError, as for numbers
 
 
-def _set_number(target: Any, number: Any) -> None:
-    """Set all elements, or raise what whole numbers raise of NaN and of larger ones."""
-    target[...] = _as_numbers(number)
+KINDS: set[type] = {Recorded, RecordedScalar}
 
 
-def _as_numbers(value: Any) -> Any:
-    if type(value) in (list, tuple):
-        return [_as_numbers(each) for each in value]
-    return value[()] if type(value) is np.ndarray else value
+class Number:
+    """A Python number read from an array, which the step may return, and not use before that."""
+
+    __slots__ = ("__weakref__", "array", "value")
+
+    def __init__(self, array: Array) -> None:
+        self.array, self.value = array, array.item()
+        here.recorder.stand_ins.append(weakref.ref(self))
+
+    plain = property(lambda self: read("item()", self.value))
+
+    __class__ = property(lambda self: type(self.value))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return np.array(self.plain, dtype)
+
+    def __getattr__(self, name: str) -> Any:
+        return read("item()", getattr(self.value, name))  # unless it raises AttributeError
+
+
+STAND_INS = {Number, *KINDS}
+
+
+# Methods by tables, and special ones of Python's, which are looked for in the class -------------
+
+
+def _reading(method: str, words: str) -> Callable[..., Any]:
+    def call(self: Any, *args: Any) -> Any:
+        is_number = type(self) is RecordedScalar and method != "__complex__"  # which few have
+        own = self.plain[()] if is_number else self.plain
+        return getattr(read(words, own), method)(*plain(args))
+
+    return call
+
+
+def _reducing(ufunc: np.ufunc, dtype: Any = None, takes_dtype: bool = True) -> Callable[..., Any]:
+    def method(self: Any, axis: Any = None, *more: Any, **options: Any) -> Any:
+        more = more if takes_dtype else (None, *more)
+        wanted = (*more, None)[0] or options.pop("dtype", None) or dtype
+        options.update(zip(("out", "keepdims", "initial", "where"), more[1:], strict=False))
+        return compute(ufunc.reduce, self, axis=axis, dtype=wanted, **options)
+
+    return method
+
+
+_READERS = {"float": "float()", "int": "int()", "complex": "complex()", "index": "an index",
+            "contains": "in", "repr": "repr()", "str": "str()", "format": "format()",
+            "bytes": "bytes()", "reduce_ex": "a copy or pickle", "dlpack": "DLPack"}  # fmt: skip
+_METHODS: dict[str, Callable[..., Any]] = {
+    "__len__": lambda self: len(self.plain),
+    "__iter__": lambda self: (self[row] for row in range(len(self))),
+    "__pow__": lambda self, other: compute(operator.pow, self, other),
+    "__rpow__": lambda self, other: compute(operator.pow, other, self),
+    "repeat": lambda self, repeats, axis=None: compute(
+        np.ndarray.repeat, self, np.asarray(repeats).tolist(), axis
+    ),
+    "copy": lambda self, order="C": compute(np.copy, self, order),
+    **dict.fromkeys(("__copy__", "__deepcopy__"), lambda self, _=None: self.copy()),
+    **{f"__{name}__": _reading(f"__{name}__", words) for name, words in _READERS.items()},
+    "sum": _reducing(np.add),
+    "prod": _reducing(np.multiply),
+    "max": _reducing(np.maximum, takes_dtype=False),
+    "min": _reducing(np.minimum, takes_dtype=False),
+    "any": _reducing(np.logical_or, np.bool_),
+    "all": _reducing(np.logical_and, np.bool_),
+}
+for _name, _method in _METHODS.items():
+    setattr(Recorded, _name, _method)
+for _name in ("shape", "dtype", "ndim", "size", "base", "flags"):  # sooner than by __getattr__
+    setattr(Recorded, _name, property(operator.attrgetter(f"plain.{_name}")))
+_IN_PLACE = "add sub mul truediv floordiv mod pow lshift rshift and or xor matmul"
+for _name in _IN_PLACE.split():
+    setattr(RecordedScalar, f"__i{_name}__", lambda self, other: NotImplemented)
+for _name in {"__str__", "__reduce_ex__", *vars(int), *vars(float), *vars(complex)}:
+    if _name.startswith("__") and _name not in ("__new__", "__getattribute__", "__doc__"):
+        setattr(Number, _name, _reading(_name, "item()"))
+RecordedScalar.copy = lambda self, _=None: self  # type: ignore[attr-defined]
+RecordedScalar.__round__ = _reading("__round__", "round()")  # type: ignore[attr-defined]
+
+
+def _is_basic(parts: tuple[Any, ...]) -> bool:
+    """Return whether an index says by itself, without arrays, where the elements lie."""
+    basic = (type(None), type(Ellipsis), slice, int, np.integer)
+    return all(type(part) is not bool and issubclass(type(part), basic) for part in parts)
 
 
 def _has_room_for(dtype: np.dtype[Any], value: Any) -> bool:
@@ -303,161 +286,36 @@ def _has_room_for(dtype: np.dtype[Any], value: Any) -> bool:
     return True
 
 
-def _power_of_numbers(one: Any, other: Any) -> Any:
-    """Return a power as NumPy's numbers have it, in another way than its arrays."""
-    return operator.pow(*(x[()] if type(x) is np.ndarray else x for x in (one, other)))
-
-
 def _as_scalar(value: Any) -> Any:
-    """Return what a method of a number returns: numbers, in the place of arrays of one."""
-    is_one = type(value) is Recorded and value.array.ndim == 0
-    return RecordedScalar(value.array) if is_one else value
+    """Return what a method of a number returns: none of its memory, hence a number or a copy."""
+    if type(value) is not Recorded:
+        return value
+    return value.copy() if value.ndim else RecordedScalar(value.plain)
 
 
-def _not_in_place(self: Any, other: Any) -> Any:
-    return NotImplemented
+# They are written in Python, and call the method of that name where they are given no array.
+_CALL_METHODS = {np.sum, np.prod, np.mean, np.max, np.min, np.any, np.all, np.clip, np.repeat}
+_SAY_NOTHING_OF_VALUES = {np.shape, np.ndim, np.size, np.result_type, np.can_cast, np.iscomplexobj,
+                          np.isrealobj, np.may_share_memory, np.shares_memory}  # fmt: skip
+_HAVE_ANY_SHAPE = {np.nonzero, np.flatnonzero, np.argwhere, np.unique, np.compress, np.extract,
+                   np.union1d, np.intersect1d, np.setdiff1d, np.setxor1d, np.trim_zeros,
+                   np.bincount}  # fmt: skip
+
+_READS = {"byteswap", "compress", "data", "flat", "tolist", "tobytes", "tofile", "dump", "dumps",
+          "nonzero"}  # fmt: skip
+_READ_NUMBERS = {*_READS, "sort", "partition", "put", "resize", "itemset", "setfield", "fill"}
 
 
-for _name in [
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "lshift",
-    "rshift",
-    "and",
-    "or",
-    "xor",
-    "matmul",
-]:
-    setattr(RecordedScalar, f"__i{_name}__", _not_in_place)
-
-KINDS = (Recorded, RecordedScalar)
+def _asarray(value: Any, dtype: Any = None) -> Any:
+    if type(value) in KINDS or type(value) is Number:
+        value = value if dtype is None else value.astype(dtype, copy=False)
+        return Recorded(value.plain) if type(value) is RecordedScalar else value
+    return compute(np.asarray, value, dtype)
 
 
-def _reader(name: str, value: Callable[..., Any]) -> Callable[..., Any]:
-    def method(*args: Any, **options: Any) -> Any:
-        read(f"{name}()")
-        return value(*args, **options)
-
-    return method
-
-
-def _read(name: str, value: Any) -> Any:
-    read(name)
-    return value
-
-
-def _of_numbers(where: Any) -> Any:
-    """Return the index with NumPy's numbers in the place of what stands for them."""
-    parts = where if type(where) is tuple else (where,)
-    return tuple(part.array[()] if type(part) is RecordedScalar else part for part in parts)
-
-
-def _is_recorded(value: Any) -> bool:
-    return issubclass(type(value), Recorded)
-
-
-def _is_basic(where: Any) -> bool:
-    parts = where if type(where) is tuple else (where,)
-    return all(part is None or part is Ellipsis or type(part) is slice or _is_whole(part)
-               for part in parts)  # fmt: skip
-
-
-def _is_whole(value: Any) -> bool:
-    kind = type(value)
-    return kind is not bool and issubclass(kind, (int, np.integer))
-
-
-def _to_a_view(where: Any) -> tuple[Any, ...]:
-    """Return the index that leads to an array also where ``where`` leads to a number."""
-    parts = where if type(where) is tuple else (where,)
-    return parts if Ellipsis in parts else (*parts, ...)
-
-
-def _has_truth_values(where: Any) -> bool:
-    parts = where if type(where) is tuple else (where,)
-    return any(getattr(part, "dtype", None) == np.bool_ for part in parts)
-
-
-class Number:
-    """A Python number read from an array, which the step may return, and not use before that."""
-
-    __slots__ = ("array", "value")
-
-    def __init__(self, array: np.ndarray[Any, Any]) -> None:
-        self.array = array
-        self.value = array.item()
-
-    @property
-    def plain(self) -> Any:
-        """The number."""
-        return self.value
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return type(self.value)
-
-    @classmethod
-    def __operation__(cls, function: Any, args: Any, options: Any) -> Any:
-        """Do what does more than compute, as of arrays."""
-        return Recorded.__operation__(function, args, options)
-
-    def __getattr__(self, name: str) -> Any:
-        read("item()")
-        return getattr(self.value, name)
-
-
-def _reading(name: str) -> Callable[..., Any]:
-    def method(self: Number, *args: Any) -> Any:
-        read("item()")
-        others = [each.value if type(each) is Number else each for each in args]
-        return getattr(self.value, name)(*others)
-
-    return method
-
-
-for _name in (
-    *[
-        "add",
-        "radd",
-        "sub",
-        "rsub",
-        "mul",
-        "rmul",
-        "truediv",
-        "rtruediv",
-        "floordiv",
-        "rfloordiv",
-        "mod",
-        "rmod",
-        "divmod",
-        "rdivmod",
-    ],
-    *[
-        "pow",
-        "rpow",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "neg",
-        "pos",
-        "abs",
-        "bool",
-        "int",
-        "float",
-        "complex",
-        "index",
-        "trunc",
-        "floor",
-        "ceil",
-    ],
-    *["round", "hash", "repr", "str", "format"],
-):
-    setattr(Number, f"__{_name}__", _reading(f"__{_name}__"))
+# NumPy for code of any array library: the arrays that it makes of nothing are noted as well.
+_library = ModuleType(np.__name__)
+_library.__dict__.update(vars(np), asarray=_asarray)
+for _name in ("array", "zeros", "ones", "full", "empty", "arange", "linspace", "eye", "identity"):
+    setattr(_library, _name, functools.partial(compute, getattr(np, _name)))
+setattr(Recorded, "__array_library__", _library)  # noqa: B010

@@ -5,273 +5,394 @@ What has no native instruction stays a call of the very same function of NumPy.
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from flashlight_py.tape import blas
-from flashlight_py.tape.operands import arrays_in
-from flashlight_py.tape.recording import Note, bounds
+from flashlight_py import _native, libraries
+from flashlight_py.tape.arrays import Array, mapped
+from flashlight_py.tape.operands import Memory, Operand, Use
+from flashlight_py.tape.recording import Note, arrays_in
 
-Array = np.ndarray[Any, Any]
+Shape = tuple[int, ...]
+Steps = tuple[Shape, ...]  # of each operand: bytes from one to the next of each dimension
 
-
-class Loops(NamedTuple):
-    """One elementwise operation: of a ufunc, or of our own by its name; the result comes last."""
-
-    function: Any
-    types: tuple[int, ...]
-    operands: tuple[Array, ...]
-
-
-class Reduce(NamedTuple):
-    """A reduction of ``source`` (rows, columns) along its rows, or down its columns."""
-
-    ufunc: np.ufunc
-    types: tuple[int, ...]
-    source: Array
-    target: Array
-    along_rows: bool
-    initial: Array | None
+_MOST_DIMENSIONS = 8  # in csrc/tape/tape.h
+_MOST_PLANS = 4096
+_blas = libraries.blas("sgemm", "dgemm", "sgemv", "dgemv", "sdot", "ddot")
+if _blas:
+    _native.load("tape").use_blas(*_blas)
 
 
-class Product(NamedTuple):
-    """A matrix product: the instruction's name and first numbers, the operands, more numbers."""
+def need(condition: object) -> None:
+    """Let the note stay a call of NumPy's function, by a ValueError, unless that is true."""
+    if not condition:
+        raise ValueError("a note has no native instruction with the same bits")
+
+
+class Instruction(NamedTuple):
+    """An instruction as csrc/tape/instructions.cc reads it: what is around its operands."""
 
     begin: tuple[Any, ...]
-    operands: tuple[Array, ...]
-    numbers: tuple[int, ...]
+    operands: list[Operand]
+    end: Any = ()
 
 
-Lowered = Loops | Reduce | Product
+class Elementwise(Instruction):
+    """It begins with a ufunc, or one of our own by its name, and dtypes, and ends with its steps.
+
+    The result comes last. Of two operands, ``numpy.add`` gives the sum of all elements.
+    """
+
+    __slots__ = ()
+
+    def sums(self) -> bool:
+        """Return whether it adds all elements."""
+        return self.begin[0] is np.add and len(self.operands) == 2
+
+    def disturbs(self, other: Elementwise) -> bool:
+        """Return whether it writes what the other one may read, or write, at another turn."""
+        written, steps = self.operands[-1], self.end[-1]
+        piece, low, high, size = written.piece, written.low, written.high, written.array.itemsize
+        for number, each in enumerate(other.operands):
+            if each.piece is piece and each.low < high and low < each.high:
+                is_same = each is written or (each.low == low and each.array.itemsize == size)
+                if not (is_same and other.end[number] == steps):
+                    return True
+        return False
 
 
-class Lowering:
-    """Lowers notes; ``made`` is called for each array that is needed in between, and ``constant``
-    for each that never changes."""
+class Loops:
+    """Operations over the same elements; two or more have at most two dimensions."""
 
-    def __init__(self, make: Callable[[tuple[int, ...], Any], Array], has_blas: bool) -> None:
-        self._make = make
-        self._has_blas = has_blas
-        self.constants: list[Array] = []
+    def __init__(self, dimensions: Shape, operations: list[Elementwise]) -> None:
+        self.dimensions, self.operations = dimensions, operations
 
-    def lower(self, note: Note) -> list[Lowered] | None:
-        """Return what does the same as ``note``, or None."""
-        if note.effect or (note.made and note.changed):
-            return None
-        function = note.function
-        if isinstance(function, np.ufunc):
-            return self._matmul(note) if function is np.matmul else self._ufunc(note, function)
-        if isinstance(getattr(function, "__self__", None), np.ufunc):
-            return self._reduction(note) if function.__name__ == "reduce" else None
-        rule = _RULES.get(function)
-        return None if rule is None else rule(self, note)
+    @property
+    def operands(self) -> list[Operand]:
+        """All operands of all operations."""
+        return [each for operation in self.operations for each in operation.operands]
+
+    def take(self, new: Loops) -> bool:
+        """Add ``new``, if it can be done strip by strip with those before; return whether."""
+        own, other, dimensions = self.operations, new.operations, self.dimensions
+        if dimensions != new.dimensions:
+            dimensions = max(dimensions, new.dimensions, key=len)
+            own, other = self._spread_over(dimensions), new._spread_over(dimensions)
+        fits = len(dimensions) <= 2 and own and other and not own[-1].sums()
+        if not fits or (len(dimensions) > 1 and other[-1].sums()):
+            return False
+        if any(a.disturbs(b) or b.disturbs(a) for a in own for b in other):
+            return False
+        self.dimensions, self.operations = dimensions, [*own, *other]
+        return True
+
+    def _spread_over(self, dimensions: Shape) -> list[Elementwise]:
+        """Return the operations with steps over other dimensions that have the same elements."""
+        if self.dimensions == dimensions:
+            return self.operations
+        if len(dimensions) != 2 or self.dimensions != (dimensions[0] * dimensions[1],):
+            return []
+        return [
+            each._replace(end=tuple([(dimensions[1] * step, step) for (step,) in each.end]))
+            for each in self.operations
+        ]
+
+
+Group = Loops | Instruction | Use  # what becomes one instruction; of a note: a call
+
+
+def lowered(uses: Sequence[Use], memory: Memory) -> list[Group]:
+    """Return what does the same as notes, and may need more of ``memory``."""
+    groups: list[Group] = []
+    for use in uses:
+        for new in _instructions(use, memory):
+            last = groups[-1] if groups else None
+            if not (isinstance(last, Loops) and isinstance(new, Loops) and last.take(new)):
+                groups.append(new)
+    return groups
+
+
+def _instructions(use: Use, memory: Memory) -> Sequence[Group]:
+    note = use.note
+    if note.required is not None:
+        return [Instruction(("require",), use.operands)]
+    plan = None if note.effect else _plans.get(use.form)
+    if plan is None:
+        rule = _RULES.get(note.function)
+        if rule is None and type(note.function) is np.ufunc:
+            rule = _Plan._elementwise
+        elif rule is None and type(getattr(note.function, "__self__", None)) is np.ufunc:
+            rule = _Plan._reduction if note.function.__name__ == "reduce" else None
+        if rule is None or note.effect or (note.made and note.changed):
+            return [use]
+        plan = _Plan(rule, use)
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        if plan.holds_elsewhere:
+            _plans[use.form] = plan
+    return plan.carry_out(use, memory)
+
+
+class _Plan:
+    """The instructions of a note by the numbers of its arrays: for all notes of the same form."""
+
+    def __init__(self, rule: Callable[[_Plan, Note], None], use: Use) -> None:
+        self.holds_elsewhere, self._is_of_two = True, False
+        self._numbers: dict[int, int] = {}  # by the array's id
+        self._more: list[Any] = []  # constants, and shapes and dtypes of what is made as well
+        # Dimensions, if these are loops, and what is around the operands.
+        self._steps: list[tuple[Any, Any, list[int], Any]] | None = []
+        operands, note = iter(use.operands), use.note
+
+        def numbered(value: Any) -> Any:
+            if type(value) is not np.ndarray:
+                return value
+            need(next(operands).array is value)
+            view = value[...]  # else an array that is passed twice would have one number
+            self._numbers[id(view)] = len(self._numbers)
+            return view
+
+        try:
+            parts = note.made, note.changed, note.args, note.options
+            made, changed, args, options = mapped(parts, numbered)
+            rule(self, Note(note.function, args, options, made, changed))
+        except (TypeError, ValueError):  # of need() and resolve_dtypes()
+            self._steps = None
+
+    def carry_out(self, use: Use, memory: Memory) -> Sequence[Group]:
+        """Return what does the same as a note of this form."""
+        operands, done = use.operands, list[Group]()
+        if self._steps is None or (self._is_of_two and operands[1].low == operands[2].low):
+            return [use]
+        if self._more:
+            made = [memory.make(*e) if type(e) is tuple else e for e in self._more]
+            operands = [*operands, *map(memory.of, made)]
+        for dimensions, begin, numbers, end in self._steps:
+            own = [operands[number] for number in numbers]
+            if dimensions:
+                operation = Elementwise(begin, own, end)
+                is_sound = not operation.disturbs(operation)
+                done.append(Loops(dimensions, [operation]))
+            else:
+                is_sound = not any(map(own[-1].meets, own[:-1]))
+                done.append(Instruction(begin, own, end))
+            if not is_sound:
+                return [use]
+        return done
+
+    def _add(self, array: Array, what: Any) -> Array:
+        self._numbers[id(array)] = len(self._numbers)
+        self._more.append(what)
+        return array
+
+    def _note(
+        self, begin: tuple[Any, ...], arrays: Sequence[Array], end: Any, dimensions: Any = None
+    ) -> None:
+        for each in arrays:
+            if id(each) not in self._numbers:  # a view of one
+                self.holds_elsewhere = False
+                self._add(each, each)
+        numbers = [self._numbers[id(each)] for each in arrays]
+        self._steps.append((dimensions, begin, numbers, end))  # type: ignore[union-attr]
 
     # Elementwise --------------------------------------------------------------------------------
 
-    def _ufunc(self, note: Note, ufunc: np.ufunc, args: Any = None) -> list[Lowered] | None:
-        args = note.args if args is None else args
-        if note.options.keys() - {"out", "casting"} or ufunc.nout != 1 or ufunc.signature:
-            return None
-        out = (*note.made, *note.changed)[0]
-        args = args[: ufunc.nin]
-        if ufunc is np.power and not _is_plain_power(args, out):
-            return None
-        try:
-            dtypes = ufunc.resolve_dtypes((*map(_dtype_of, args), None))
-        except TypeError:
-            return None
-        if dtypes[-1] != out.dtype or any(dtype.hasobject for dtype in dtypes):
-            return None
-        lowered: list[Lowered] = []
-        operands = []
-        for value, dtype in zip(args, dtypes[:-1], strict=True):
-            operand = self._as(value, dtype, lowered)
-            if operand is None:
-                return None
-            operands.append(operand)
-        return self._loops(lowered, ufunc, tuple(dtype.num for dtype in dtypes), operands, out)
+    def _elementwise(self, note: Note, instead: np.ufunc | None = None) -> None:
+        ufunc: Any = instead or note.function
+        out, given = _result_of(note, "casting"), note.args[: ufunc.nin]
+        need(ufunc is not np.power or _is_plain_power(given, out))
+        dtypes = ufunc.resolve_dtypes((*map(_dtype_of, given), None))
+        need(not ufunc.signature and not any(each.hasobject for each in dtypes))
+        need(dtypes[-1] == out.dtype)
+        operands, types = list(map(self._as, given, dtypes)), tuple([each.num for each in dtypes])
+        if ufunc in _LIMITS and out.dtype.char in "fd" and operands[1].size == 1 < out.size:
+            ufunc, types = f"{ufunc.__name__}:{out.dtype.str[1:]}", ()
+        self._loops(ufunc, types, *operands, out)
 
-    def _as(self, value: Any, dtype: Any, lowered: list[Lowered]) -> Array | None:
-        """Return ``value`` as an array of ``dtype``, cast by what is added to ``lowered``."""
-        if not isinstance(value, np.ndarray):
-            if any(True for _ in arrays_in(value)):  # such as [x.sum(), 0.0]
-                return None
-            if type(value) is int and not _has_room(dtype, value):
-                return None
-            constant = np.asarray(value, dtype)
-            self.constants.append(constant)
-            return constant
-        if value.dtype == dtype:
-            return value
-        cast = f"cast:{value.dtype.str[1:]}:{dtype.str[1:]}"
-        if cast not in CASTS:
-            return None
-        between = self._make(value.shape, dtype)
-        lowered.append(Loops(cast, (), (value, between)))
-        return between
+    def _as(self, value: Any, dtype: Any) -> Array:
+        """Return ``value`` as an array of ``dtype``, if necessary after a cast."""
+        if isinstance(value, np.ndarray):
+            if value.dtype == dtype:
+                return value
+            between = self._add(np.empty(value.shape, dtype), (value.shape, dtype))
+            self._copy(value, between)
+            return between
+        need(type(value) is float or not [*arrays_in(value)])  # such as [x.sum(), 0.0]
+        if type(value) is int and dtype.kind in "iu":
+            need(np.iinfo(dtype).min <= value <= np.iinfo(dtype).max)
+        constant = np.asarray(value, dtype)
+        self.holds_elsewhere &= constant.ndim == 0  # lists may be long, and none is found again
+        return self._add(constant, constant)
 
-    def _loops(
-        self,
-        before: list[Lowered],
-        function: Any,
-        types: tuple[int, ...],
-        operands: list[Array],
-        out: Array,
-    ) -> list[Lowered] | None:
-        if not out.size:
-            return []
-        if out.ndim > _MOST_DIMENSIONS:
-            return None
-        try:
-            spread = [
-                each if each.shape == out.shape else np.broadcast_to(each, out.shape)
-                for each in operands
-            ]
-        except ValueError:
-            return None
-        if any(clashes(each, out) for each in spread):
-            return None
-        return [*before, Loops(function, types, (*spread, out))]
+    def _loops(self, function: Any, types: tuple[int, ...], *arrays: Array) -> None:
+        need(types or function in OWN)
+        if arrays[-1].size:
+            dimensions, steps = _walk(arrays)
+            need(len(dimensions) <= _MOST_DIMENSIONS)
+            need(not types or _has_bits_of_numpy(function, arrays, steps))
+            self._note((function, types), arrays, steps, dimensions)
 
-    def _copy(self, source: Any, target: Array) -> list[Lowered] | None:
-        lowered: list[Lowered] = []
-        if target.dtype.hasobject:
-            return None
-        if not isinstance(source, np.ndarray):
-            source = self._as(source, target.dtype, lowered)
-            if source is None:
-                return None
-        elif source.dtype != target.dtype:
-            cast = f"cast:{source.dtype.str[1:]}:{target.dtype.str[1:]}"
-            return self._loops([], cast, (), [source], target) if cast in CASTS else None
-        name = f"copy:{target.dtype.itemsize}"
-        return self._loops([], name, (), [source], target) if name in SIZED else None
+    def _copy(self, source: Any, target: Array) -> None:
+        need(not target.dtype.hasobject)
+        if isinstance(source, np.ndarray) and source.dtype != target.dtype:
+            self._loops(f"cast:{source.dtype.str[1:]}:{target.dtype.str[1:]}", (), source, target)
+        else:
+            self._loops(f"copy:{target.itemsize}", (), self._as(source, target.dtype), target)
 
-    def _copy_of_first(self, note: Note) -> list[Lowered] | None:
+    def _copy_of_first(self, note: Note) -> None:
+        need(note.made and isinstance(note.args[0], np.ndarray))
+        self._copy(note.args[0], note.made[0])
+
+    def _copyto(self, note: Note) -> None:
+        need(len(note.args) == 2 and not note.options.keys() - {"casting"})
+        self._copy(note.args[1], note.args[0])
+
+    def _reshape(self, note: Note) -> None:
         source = note.args[0]
-        if not note.made or not isinstance(source, np.ndarray):
-            return None
-        return self._copy(source, note.made[0])
+        need(note.made and isinstance(source, np.ndarray) and note.made[0].flags.c_contiguous)
+        need(not note.options and not any(isinstance(each, str) for each in note.args))
+        self._copy(source, note.made[0].reshape(source.shape))
 
-    def _array(self, note: Note) -> list[Lowered] | None:
-        return None if note.options else self._copy_of_first(note)
-
-    def _copyto(self, note: Note) -> list[Lowered] | None:
-        if len(note.args) != 2 or note.options.keys() - {"casting"}:
-            return None
-        target, source = note.args
-        return self._copy(source, target)
-
-    def _reshape(self, note: Note) -> list[Lowered] | None:
-        source = note.args[0]
-        is_copy = note.made and isinstance(source, np.ndarray) and note.made[0].flags.c_contiguous
-        if not is_copy or note.options or any(isinstance(each, str) for each in note.args):
-            return None
-        return self._copy(source, note.made[0].reshape(source.shape))
-
-    def _where(self, note: Note) -> list[Lowered] | None:
-        if len(note.args) != 3 or note.options or len(note.made) != 1:
-            return None
-        out = note.made[0]
-        lowered: list[Lowered] = []
+    def _where(self, note: Note) -> None:
+        need(len(note.args) == 3 and not note.options and len(note.made) == 1)
         condition, *values = note.args
-        if getattr(condition, "dtype", None) != np.bool_:
-            return None
-        operands = [self._as(each, out.dtype, lowered) for each in (values)]
-        if any(each is None for each in operands) or f"where:{out.dtype.itemsize}" not in SIZED:
-            return None
-        condition = self._as(condition, condition.dtype, lowered)
-        name = f"where:{out.dtype.itemsize}"
-        return self._loops(lowered, name, (), [condition, *operands], out)  # type: ignore[list-item]
+        need(getattr(condition, "dtype", None) == np.bool_)
+        out = note.made[0]
+        operands = [self._as(condition, condition.dtype), *(self._as(e, out.dtype) for e in values)]
+        self._loops(f"where:{out.itemsize}", (), *operands, out)
 
-    def _clip(self, note: Note) -> list[Lowered] | None:
-        return self._ufunc(note, _CLIP, note.args)
-
-    def _power(self, note: Note) -> list[Lowered] | None:
+    def _power(self, note: Note) -> None:
         base, exponent = note.args
-        if not isinstance(base, np.ndarray) or base.dtype.kind != "f":
-            return None
-        if type(exponent) in (int, float):
-            instead = _POWERS.get(float(exponent))
-            if instead is not None:
-                return self._ufunc(note, instead, (base,))
-        return self._ufunc(note, np.power)
+        need(isinstance(base, np.ndarray) and base.dtype.kind == "f")
+        is_number = type(exponent) in (int, float)
+        self._elementwise(note, (_POWERS.get(float(exponent)) if is_number else None) or np.power)
 
-    def _concatenate(self, note: Note) -> list[Lowered] | None:
+    def _concatenate(self, note: Note) -> None:
         parts, axis = note.args[0], note.options.get("axis", (*note.args, 0)[1])
-        if note.options.keys() - {"axis"} or not isinstance(axis, int) or not note.made:
-            return None
-        out, start = note.made[0], 0
-        lowered: list[Lowered] = []
-        for part in parts:
-            if not isinstance(part, np.ndarray):
-                return None
-            room: list[Any] = [slice(None)] * out.ndim
-            room[axis] = slice(start, start + part.shape[axis])
-            start += part.shape[axis]
-            copied = self._copy(part, out[tuple(room)])
-            if copied is None:
-                return None
-            lowered += copied
-        return lowered
+        need(not note.options.keys() - {"axis"} and isinstance(axis, int) and note.made)
+        need(all(isinstance(part, np.ndarray) for part in parts))
+        ends = np.cumsum([part.shape[axis] for part in parts])
+        for part, room in zip(parts, np.split(note.made[0], ends[:-1], axis), strict=True):
+            self._copy(part, room)
 
     # Others -------------------------------------------------------------------------------------
 
-    def _matrix(self, note: Note) -> list[Lowered] | None:
-        if note.options.keys() - {"out"} or len(note.args) < 2 or not self._has_blas:
-            return None
-        a, b = note.args[:2]
-        c = (*note.made, *note.changed)[0]
-        if not all(isinstance(each, np.ndarray) for each in (a, b)):
-            return None
-        found = blas.product(a, b, c)
-        return None if found is None else [Product(*found)]
+    def _product(self, note: Note) -> None:
+        """Multiply as NumPy's ``cblas_matrixproduct`` does arrays of these shapes and strides."""
+        c, (a, b) = _result_of(note), note.args[:2]
+        need(_blas and isinstance(a, np.ndarray) and isinstance(b, np.ndarray))
+        need(a.dtype == b.dtype == c.dtype and a.dtype.char in "fd" and a.size and b.size)
+        need(a.ndim == b.ndim == 1 or (a.ndim == b.ndim == 2 and c.flags.c_contiguous))
+        begin: tuple[Any, ...]
+        arrays, size, k = (a, b, c), c.itemsize, b.shape[0]
+        m, n = a.size // k, b.size // k
+        matrices = [each for each, count in ((a, m), (b, n)) if count > 1]
+        plain = [each.flags.c_contiguous for each in matrices]
+        steps = [each.shape[is_plain] for each, is_plain in zip(matrices, plain, strict=True)]
+        need(k == 1 or all(each.flags.forc for each in matrices))
+        if k == 1:
+            need(a.strides[0] % size == 0 and (n == 1 or b.strides[-1] == size))
+            begin, end = ("outer", 1 if m == 1 else 2 * (n == 1)), [m, n, a.strides[0] // size]
+        elif m == n == 1:
+            begin, end = ("dot",), [k, _step(a, -1), _step(b, 0)]
+        elif m > 1 and n > 1:
+            # Of a matrix and itself transposed NumPy has half computed.
+            self._is_of_two = a.shape == b.shape[::-1] and a.strides == b.strides[::-1]
+            begin, end = ("gemm", *[not each for each in plain]), [m, n, k, *steps]
+        else:
+            arrays = (a, b, c) if n == 1 else (b, a, c)
+            step = _step(b, 0) if n == 1 else _step(a, -1)
+            begin, end = ("gemv", plain[0], m == 1), [*matrices[0].shape, *steps, step]
+        self._note((*begin, size == 8), arrays, end)
 
-    def _matmul(self, note: Note) -> list[Lowered] | None:
-        """As ``dot`` where that has the same bits: NumPy may choose another function."""
-        a, b = note.args[:2]
-        same = (
-            a.ndim == b.ndim == 2
-            and a.shape[1] > 1  # else they differ in the signs of zeros
-            and a.dot(b).tobytes() == note.made[0].tobytes()
-            if note.made
-            else False
-        )
-        return self._matrix(note) if same else None
-
-    def _reduction(self, note: Note) -> list[Lowered] | None:
+    def _reduction(self, note: Note) -> None:
         ufunc: np.ufunc = note.function.__self__  # type: ignore[attr-defined]
-        x, axis, out = _reduce_arguments(note)
-        if ufunc not in _INITIALS or out is not None or not isinstance(x, np.ndarray) or not x.size:
-            return None
-        if note.options.keys() - {"axis", "dtype", "out", "keepdims"} or len(note.made) != 1:
-            return None
+        parts: Any = lambda x, axis=0, dtype=None, out=None, keepdims=False: (x, axis, out)  # noqa: E731
+        x, axis, out = parts(*note.args, **note.options)
+        need((ufunc in _INITIALS or ufunc in _LIMITS) and isinstance(x, np.ndarray) and x.size)
+        need(len(note.made) == 1 and out is None)
         target = note.made[0]
-        lowered: list[Lowered] = []
         kind = np.dtype(np.bool_) if ufunc in (np.logical_and, np.logical_or) else target.dtype
-        if x.dtype != kind and x.size > _BUFFERED and kind.kind == "f":
-            return None
-        source = self._as(x, kind, lowered)
-        axes = _axes(axis, x.ndim)
-        if source is None or axes is None:
-            return None
-        matrix = _as_matrix(source, axes)
-        if matrix is None:
-            return None
-        source, along_rows = matrix
-        initial = _INITIALS[ufunc]
-        start = None if initial is None else np.asarray(initial, target.dtype)
-        if start is not None:
-            self.constants.append(start)
-        types = (kind.num, kind.num, target.dtype.num)
-        return [*lowered, Reduce(ufunc, types, source, target.reshape(-1), along_rows, start)]
+        need(kind == target.dtype)
+        need(x.dtype == kind or x.size <= _BUFFERED or kind.kind != "f")
+        arrays = self._as(x, kind), target
+        (rows, columns), along_rows = _as_matrix(arrays[0], axis)
+        types, size, is_sum = (kind.num,) * 3, kind.itemsize, ufunc is np.add and kind.char in "fd"
+        if is_sum and along_rows and rows == 1:
+            self._note((ufunc, types), arrays, ((size,), (0,)), (columns,))
+        elif is_sum and not along_rows:
+            self._note(("add_rows", size == 8), arrays, (rows, columns))
+        else:
+            begins_with = np.asarray(_INITIALS[ufunc], kind) if ufunc in _INITIALS else None
+            end = rows, columns, size, along_rows, begins_with
+            self._note(("reduce", ufunc, types), arrays, end)
 
 
-def _has_room(dtype: Any, value: int) -> bool:
-    return dtype.kind not in "iu" or np.iinfo(dtype).min <= value <= np.iinfo(dtype).max
+def _result_of(note: Note, *options: str) -> Array:
+    need(note.args and not (note.options and note.options.keys() - {"out", *options}))
+    return (note.made or note.changed)[0]
+
+
+def _step(vector: Array, axis: int) -> int:
+    """Return how many elements each is from the next one."""
+    step, rest = divmod(vector.strides[axis], vector.itemsize)
+    need(step > 0 and rest == 0)
+    return step
+
+
+def _walk(arrays: Sequence[Array]) -> tuple[Shape, Steps]:
+    """Return as few dimensions as have all elements, and the operands' steps.
+
+    They are in the order of the steps, where all operands agree about it, as NumPy has them.
+    """
+    if arrays[-1].size == 1:  # NumPy makes no loops of these, but gives such steps
+        if len({each.ndim for each in arrays if each.ndim}) > 1:
+            return (1,), ((0,),) * len(arrays)
+        takes = [*(each.ndim > 0 for each in arrays[:-1]), True]
+        steps = [each.strides[0] if each.ndim == 1 else each.itemsize for each in arrays]
+        return (1,), tuple([(step * own,) for step, own in zip(steps, takes, strict=True)])
+    shape = arrays[-1].shape
+    strides = [np.broadcast_to(each, shape).strides for each in arrays]
+    axes: list[tuple[int, Shape]] = []  # the fastest first, with everyone's steps
+    by_axis = zip(shape, zip(*strides, strict=True), strict=True)
+    for new in reversed([axis for axis in by_axis if axis[0] > 1]):
+        place = len(axes)
+        for at in reversed(range(len(axes))):
+            both = zip(new[1], axes[at][1], strict=True)
+            is_slower = [abs(own) >= abs(other) for own, other in both if own and other]
+            if any(is_slower):
+                break
+            if is_slower:
+                place = at
+        axes.insert(place, new)
+    found = [axes[0]]
+    for extent, slower in axes[1:]:
+        inner, own = found[0]
+        if all(step == one * inner for step, one in zip(slower, own, strict=True)):
+            found[0] = extent * inner, own
+        else:
+            found.insert(0, (extent, slower))
+    dimensions, by_dimension = zip(*found, strict=True)
+    return dimensions, tuple(zip(*by_dimension, strict=True))
+
+
+def _has_bits_of_numpy(function: Any, arrays: Sequence[Array], steps: Steps) -> bool:
+    """Return whether the bits depend on no steps, or NumPy has the same ones.
+
+    It may loop over several rows, or pack them.
+    """
+    if function in _FAULTY and steps[-1][-1] != 1:
+        return False
+    if len(steps[-1]) == 1 or all(each.dtype.kind not in "fc" for each in arrays):
+        return True
+    return all(
+        each.dtype.char not in "eFD" and own[-1] in (0, each.itemsize)
+        for each, own in zip(arrays, steps, strict=True)
+    )
 
 
 def _is_plain_power(args: Any, out: Array) -> bool:
@@ -279,44 +400,24 @@ def _is_plain_power(args: Any, out: Array) -> bool:
 
     Of integers it raises errors, and where the exponent stays the same it computes in another way.
     """
-    if out.dtype.kind in "iu" or not out.flags.c_contiguous:
-        return False
-    arrays = [each for each in args if isinstance(each, np.ndarray)]
-    return all(
-        each.size == 1 or (each.shape == out.shape and each.flags.c_contiguous) for each in arrays
-    )
+    arrays = [out, *(x for x in args if isinstance(x, np.ndarray) and x.size > 1)]
+    are_alike = all(each.shape == out.shape and each.flags.c_contiguous for each in arrays)
+    return are_alike and out.dtype.kind not in "iu"
 
 
-def _reduce_arguments(note: Note) -> tuple[Any, ...]:
-    names = ("axis", "dtype", "out", "keepdims")
-    given = dict(zip(names, note.args[1:], strict=False)) | note.options
-    x = note.args[0]
-    return x, given.get("axis", 0), given.get("out")
-
-
-def _axes(axis: Any, ndim: int) -> tuple[int, ...] | None:
-    if axis is None:
-        return tuple(range(ndim))
-    given = axis if isinstance(axis, tuple) else (operator.index(axis),)
-    return tuple(sorted(each % ndim for each in given)) if ndim else ()
-
-
-def _as_matrix(source: Array, axes: tuple[int, ...]) -> tuple[Array, bool] | None:
-    """Return the array as a matrix, and whether it is reduced along its rows; None: neither."""
-    if not source.flags.c_contiguous or not axes:
-        return None
-    shape = source.shape
-    inner = tuple(range(source.ndim - len(axes), source.ndim))
-    if axes == inner:
-        kept = int(np.prod(shape[: inner[0]], dtype=np.int64))
-        return source.reshape(kept, -1), True
-    if axes == tuple(range(len(axes))):
-        reduced = int(np.prod(shape[: len(axes)], dtype=np.int64))
-        columns = source.size // reduced
-        if columns == 1:  # then NumPy sees one dimension
-            return source.reshape(1, -1), True
-        return source.reshape(reduced, -1), False
-    return None
+def _as_matrix(source: Array, axis: Any) -> tuple[tuple[int, int], bool]:
+    """Return the shape as a matrix, and whether it is reduced along its rows, or its columns."""
+    shape, ndim = source.shape, source.ndim
+    need(source.flags.c_contiguous and ndim)
+    given = range(ndim) if axis is None else axis if isinstance(axis, tuple) else (axis,)
+    axes = sorted([operator.index(each) % ndim for each in given])
+    count = len(axes)
+    along_rows = axes == [*range(ndim - count, ndim)]
+    need(count and (along_rows or axes == [*range(count)]))
+    rows = math.prod(shape[: ndim - count if along_rows else count])
+    # Of columns of one element NumPy sees one dimension.
+    is_row = not along_rows and rows == source.size
+    return ((1, rows) if is_row else (rows, source.size // rows)), along_rows or is_row
 
 
 def _dtype_of(value: Any) -> Any:
@@ -325,47 +426,31 @@ def _dtype_of(value: Any) -> Any:
     return type(value) if type(value) in (int, float, complex) else np.asarray(value).dtype
 
 
-def clashes(source: Array, target: Array, identical: bool = False) -> bool:
-    """Return whether what is written to ``target`` may be read from ``source`` later."""
-    low, high = bounds(source)
-    begin, end = bounds(target)
-    if high <= begin or end <= low:
-        return False
-    same = source.shape == target.shape and source.dtype == target.dtype and low == begin
-    steps = zip(target.shape, source.strides, target.strides, strict=False)
-    return identical or not (same and all(a == b for extent, a, b in steps if extent > 1))
-
-
+# Whose loops write to wrong elements where these are not side by side (NumPy 2.4.6): only NumPy
+# itself makes the same ones wrong.
+_FAULTY = {np.isfinite, np.isinf, np.isnan, np.signbit}
 _CLIP: np.ufunc = (np._core if hasattr(np, "_core") else np.core).umath.clip
-_MOST_DIMENSIONS = 8  # in csrc/tape/tape.h
+# NumPy is slow with one number. Of 0.0 and -0.0 it takes the limit where our loop does it.
+_LIMITS = {f for f in (np.maximum, np.minimum) if not np.signbit(f(np.full(64, -0.0), 0.0)).any()}
 _BUFFERED = 8192  # elements that NumPy casts at a time
 _POWERS = {2.0: np.square, -1.0: np.reciprocal, 0.5: np.sqrt, 1.0: np.positive}
-_INITIALS: dict[np.ufunc, Any] = {
-    np.add: 0,
-    np.multiply: 1,
-    np.logical_and: True,
-    np.logical_or: False,
-    np.maximum: None,
-    np.minimum: None,
-}
+_INITIALS = {np.add: 0, np.multiply: 1, np.logical_and: True, np.logical_or: False}
 _FROM_INTEGERS = ("b1", "u1", "i1", "i2", "i4", "i8")
-CASTS = {
+OWN = {  # in csrc/tape/elements.cc
     *(f"cast:{a}:{b}" for a in _FROM_INTEGERS for b in ("b1", "i1", "i2", "i4", "i8", "f4", "f8")),
     *("cast:f4:f8", "cast:f8:f4", "cast:f4:b1", "cast:f8:b1"),
+    *(f"{name}:{size}" for name in ("copy", "where") for size in (1, 2, 4, 8, 16)),
+    *(f"{name}:{kind}" for name in ("maximum", "minimum") for kind in ("f4", "f8")),
 }
-SIZED = {f"{name}:{size}" for name in ("copy", "where") for size in (1, 2, 4, 8, 16)}
-_RULES: dict[Any, Callable[[Lowering, Note], list[Lowered] | None]] = {
-    np.copyto: Lowering._copyto,
-    np.array: Lowering._array,
-    np.copy: Lowering._copy_of_first,
-    np.ndarray.astype: Lowering._copy_of_first,
-    np.ndarray.copy: Lowering._copy_of_first,
-    np.ndarray.reshape: Lowering._reshape,
-    np.reshape: Lowering._reshape,
-    np.where: Lowering._where,
-    np.clip: Lowering._clip,
-    operator.pow: Lowering._power,
-    np.concatenate: Lowering._concatenate,
-    np.ndarray.dot: Lowering._matrix,
-    np.dot: Lowering._matrix,
+_COPY = (np.array, np.copy, np.ndarray.astype, np.ndarray.copy)
+_plans: dict[Any, _Plan] = {}
+_RULES: dict[Any, Callable[[_Plan, Note], None]] = {
+    **dict.fromkeys(_COPY, _Plan._copy_of_first),
+    **dict.fromkeys((np.ndarray.reshape, np.reshape), _Plan._reshape),
+    **dict.fromkeys((np.ndarray.dot, np.dot), _Plan._product),
+    np.copyto: _Plan._copyto,
+    np.where: _Plan._where,
+    np.ndarray.clip: lambda plan, note: plan._elementwise(note, _CLIP),
+    np.concatenate: _Plan._concatenate,
+    operator.pow: _Plan._power,
 }

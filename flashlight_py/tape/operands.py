@@ -1,247 +1,188 @@
-"""The operands of a step's notes: the memory each is in, and the part needed of it."""
+"""The operands of a step's notes: the memory that each is in, and the notes that are needed."""
 
 from __future__ import annotations
 
-import hashlib
 import operator
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from bisect import bisect_right, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
-from flashlight_py.tape.recording import Note, Recording, address_of, bounds
-
-MADE, ARGUMENT, OUTSIDE = "made", "argument", "outside"
-_LINE = 64  # bytes
+from flashlight_py.tape.arrays import Array
+from flashlight_py.tape.recording import Note, Recording, address_of, arrays_in, bounds, merged
 
 
-class Where(NamedTuple):
-    """Memory: ``number`` of the array that was made, or of the argument; ``offset`` in bytes."""
-
-    space: str
-    number: int
-    offset: int
+class CannotCapture(Exception):
+    """A step has no program; the message says why."""
 
 
-class StepMemory:
-    """The array that an address lies in: of those ``made`` by the step, or its ``arguments``."""
+class Piece:
+    """A piece of memory: all of an ``array`` that the step made, an argument, or what is elsewhere.
 
-    def __init__(
-        self, made: Sequence[np.ndarray[Any, Any]], arguments: Sequence[np.ndarray[Any, Any] | None]
-    ) -> None:
-        self.made = list(made)
-        ranges = [(*bounds(each), MADE, number) for number, each in enumerate(made)]
-        ranges += [
-            (*bounds(each), ARGUMENT, number)
-            for number, each in enumerate(arguments)
-            if each is not None
-        ]
-        self._ranges = sorted(each for each in ranges if each[0] < each[1])
-        self._starts = [each[0] for each in self._ranges]
+    In a replay it begins ``at`` an address, in the memory of ``home``. The memory of an
+    ``argument``, whose numbers those have that a replay makes anew as well, is another one each
+    time: it begins ``at`` so many bytes from the first element, and ``home`` has a copy.
+    """
 
-    def add(self, array: np.ndarray[Any, Any]) -> None:
-        """Count ``array`` as made, too."""
-        low, high = bounds(array)
-        if low < high:
-            place = bisect_right(self._starts, low)
-            self._starts.insert(place, low)
-            self._ranges.insert(place, (low, high, MADE, len(self.made)))
-        self.made.append(array)
+    argument = -1
+    at = 0
+    home: Any = None
+    is_strip = False  # room for a strip of elements, which all use in turn
 
-    def where(self, array: np.ndarray[Any, Any]) -> Where:
-        """Return where the first element of ``array`` lies."""
-        address = address_of(array)
-        place = bisect_right(self._starts, address) - 1
-        if place >= 0:
-            low, high, space, number = self._ranges[place]
-            if address < high:
-                return Where(space, number, address - low)
-        return Where(OUTSIDE, -1, address)
+    def __init__(self, low: int, high: int, array: Any = None, is_made: bool = False) -> None:
+        self.low, self.high, self.array, self.is_made = low, high, array, is_made
+
+    def is_placed_freely(self) -> bool:
+        """Return whether its memory in a replay may be any."""
+        return self.is_made and self.argument < 0 and self.home is None
 
 
-def arrays_in(value: Any) -> Iterator[np.ndarray[Any, Any]]:
-    """Return the arrays that an argument of a note consists of."""
+@dataclass(eq=False, slots=True)
+class Operand:
+    """An array, its ``form``, and the piece of memory in which it lies between two addresses."""
+
+    array: Array
+    piece: Piece
+    low: int
+    high: int
+    form: Any
+    entry: int = -1  # of the program's table, once it has one
+
+    def meets(self, other: Operand) -> bool:
+        """Return whether both may have elements in common."""
+        return self.low < other.high and other.low < self.high
+
+
+@dataclass(eq=False, slots=True)
+class Use:
+    """A note, all of its operands, the first ones that it writes to, and what they are like.
+
+    Two notes of one ``form`` differ in the memory that they use, and in nothing else.
+    """
+
+    note: Note
+    operands: list[Operand]
+    written: list[Operand]
+    form: tuple[Any, ...]
+
+
+def _form(value: Any) -> Any:
+    """Return what a note does with an argument: something else each time where that is open."""
     if type(value) is np.ndarray:
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from arrays_in(each)
-    elif isinstance(value, dict):
-        yield from arrays_in(list(value.values()))
-    elif hasattr(value, "__captured_arrays__"):
-        yield from value.__captured_arrays__
+        return value.shape, value.strides, value.dtype
+    if type(value) is tuple:
+        return tuple(map(_form, value))
+    if isinstance(value, (np.dtype, type)):
+        return value
+    if isinstance(value, (float, np.number, np.bool_)):
+        return type(value), np.asarray(value).tobytes()  # as 0.0 is not -0.0
+    return (type(value), value) if isinstance(value, (int, str, type(None))) else object()
 
 
-def operands_of(note: Note) -> Iterator[np.ndarray[Any, Any]]:
-    """Return all arrays of a note."""
-    yield from arrays_in(note.function)
-    yield from arrays_in(note.args)
-    yield from arrays_in(note.options)
-    yield from note.made
-    yield from note.changed
-    if note.required is not None:
-        yield note.required
+class Memory:
+    """The memory of a recorded step, whose ``arguments`` are arrays, or None where one is none."""
+
+    def __init__(self, recording: Recording, arguments: Sequence[Array | None]) -> None:
+        self.recording, self.arguments = recording, arguments
+        self.given: dict[int, Piece] = {}  # by the argument's number
+        for number, array in enumerate(arguments):
+            if array is not None:
+                piece = self.given[number] = Piece(*bounds(array), array)
+                piece.argument, piece.at = number, piece.low - address_of(array)
+        made = [Piece(*bounds(each), each, True) for each in recording.made]
+        self.elsewhere = Piece(0, 0)
+        pieces = [each for each in (*self.given.values(), *made) if each.low < each.high]
+        self._pieces = [self.elsewhere, *sorted(pieces, key=attrgetter("low"))]
+        self._starts = [each.low for each in self._pieces]
+        self._operands: dict[int, Operand] = {}  # by their arrays' ids
+        self.uses = list(map(self.use, recording.notes))
+        where, uses = self.elsewhere, self.uses
+        self.touched, self.changed = (  # in order, of what is neither made nor an argument
+            merged([(x.low, x.high) for u in uses for x in getattr(u, name) if x.piece is where])
+            for name in ("operands", "written")
+        )
+
+    def make(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Return an array that the step makes as well."""
+        array = np.empty(shape, dtype)
+        insort(self._pieces, Piece(*bounds(array), array, True), key=attrgetter("low"))
+        insort(self._starts, address_of(array))
+        return array
+
+    def of(self, array: Array) -> Operand:
+        """Return the operand that an array is."""
+        found = self._operands.get(id(array))
+        if found is None:
+            low, high = bounds(array)
+            piece = self._pieces[bisect_right(self._starts, low) - 1]
+            piece = piece if low < piece.high else self.elsewhere
+            found = self._operands[id(array)] = Operand(array, piece, low, high, _form(array))
+        return found
+
+    def use(self, note: Note) -> Use:
+        """Return a note with its operands."""
+        known, made, changed, args = self._operands.get, note.made, note.changed, note.args
+        operands: list[Operand] = []
+        form = [note.function, len(made), len(args), *note.options]
+        for value in (*made, *changed, *args, *note.options.values(), note.required):
+            if type(value) is np.ndarray:
+                operands.append(known(id(value)) or self.of(value))
+                form.append(operands[-1].form)
+            elif value is None:
+                form.append(value)
+            else:
+                operands += map(self.of, arrays_in(value))
+                form.append(_form(value))
+        return Use(note, operands, operands[: len(made) + len(changed)], tuple(form))
 
 
-def read_by(note: Note) -> Iterator[np.ndarray[Any, Any]]:
-    """Return the arrays whose values a note depends on."""
-    if note.effect:
-        yield from operands_of(note)
-        return
-    is_masked = "where" in note.options  # so that the rest of what is written to stays as it was
-    is_copy = note.function is np.copyto and len(note.args) == 2 and not is_masked
-    yield from arrays_in(note.args[1:] if is_copy else note.args)
-    for name, each in note.options.items():
-        if name != "out" or is_masked:
-            yield from arrays_in(each)
-
-
-class Touched:
-    """The memory that ``notes`` read and write, in their order."""
-
-    def __init__(self, notes: Iterable[Note]) -> None:
-        self._spans = [
-            (
-                [bounds(each) for each in read_by(note)],
-                [(*bounds(each), each.nbytes) for each in (*note.made, *note.changed)],
-            )
-            for note in notes
-        ]
-
-    def is_read_first(self, array: np.ndarray[Any, Any]) -> bool:
-        """Return whether they depend on what ``array`` held before they wrote to all of it."""
-        low, high = bounds(array)
-        for read, written in self._spans:
-            if any(begin < high and low < end for begin, end in read):
-                return True
-            if any(b <= low and high <= e and e - b == nbytes for b, e, nbytes in written):
-                return False
-        return False
-
-    def is_written(self, array: np.ndarray[Any, Any]) -> bool:
-        """Return whether they write to ``array``."""
-        low, high = bounds(array)
-        return any(b < high and low < e for _, written in self._spans for b, e, _ in written)
-
-
-def is_outcome(note: Note, memory: StepMemory, kept: set[int]) -> bool:
-    """Return whether a note writes to memory that is seen from outside, or does more."""
-    if note.effect:
-        return True
-    for array in (*note.made, *note.changed):
-        where = memory.where(array)
-        if where.space != MADE or where.number in kept:
-            return True
-    return False
-
-
-def _may_raise(note: Note) -> bool:
-    """Return whether values decide if a note raises, which the step then does."""
-    if note.function in (np.power, operator.pow):
-        return any(each.dtype.kind in "iu" for each in note.made)
-    if note.function in _INDEXING:
-        return any(True for _ in arrays_in(note.args[1:]))
-    return getattr(note.function, "__module__", None) == "numpy.linalg"
-
+# Which notes ------------------------------------------------------------------------------------
 
 _INDEXING = {operator.getitem, np.take, np.ndarray.take, np.take_along_axis, np.choose}
 
 
-def without_dead(notes: Iterable[Note], memory: StepMemory, kept: Iterable[int]) -> list[Note]:
-    """Return the notes that something depends on: those ``kept``, of what was made, and effects."""
-    seen_outside = set(kept)
-    needed = set(seen_outside)
-    alive = []
-    for note in reversed(list(notes)):
-        written = [memory.where(array) for array in (*note.made, *note.changed)]
-        is_needed = is_outcome(note, memory, seen_outside) or _may_raise(note)
-        if is_needed or any(where.space == MADE and where.number in needed for where in written):
-            alive.append(note)
-            for array in operands_of(note):
-                where = memory.where(array)
-                if where.space == MADE:
-                    needed.add(where.number)
-    return alive[::-1]
+def may_raise(note: Note) -> bool:
+    """Return whether values decide if a note raises, which the step then does."""
+    function = note.function.args[0] if isinstance(note.function, partial) else note.function
+    if function in (np.power, operator.pow):
+        return any(each.dtype.kind in "iu" for each in note.made)
+    if function is operator.setitem:
+        return True
+    if function in _INDEXING:
+        return any(True for _ in arrays_in(note.args[1:]))
+    return getattr(note.function, "__module__", None) == "numpy.linalg"
 
 
-class Arena:
-    """One piece of memory for all that is only used inside a step; lifetimes do not overlap.
+def hoisted(uses: Sequence[Use]) -> tuple[Sequence[Use], bool]:
+    """Return them with conditions before whatever changes something, and whether there are any.
 
-    ``lifetimes``: for each array that was made, by number, the first and the last instruction.
+    So a step is left, because of a label that is no class, before anything has changed.
+
+    Raises:
+        CannotCapture: a condition depends on what changes.
     """
-
-    def __init__(
-        self, made: Sequence[np.ndarray[Any, Any]], lifetimes: dict[int, tuple[int, int]]
-    ) -> None:
-        self._offsets: dict[int, int] = {}
-        size = 0
-        placed: list[tuple[int, int, int, int]] = []  # begin, end, first, last
-        by_size = sorted(lifetimes, key=lambda number: -made[number].nbytes)
-        for number in by_size:
-            first, last = lifetimes[number]
-            low, high = bounds(made[number])
-            need = -(-max(1, high - low) // _LINE) * _LINE
-            busy = sorted(each for each in placed if each[2] <= last and first <= each[3])
-            at = 0
-            for begin, end, _, _ in busy:
-                if at + need <= begin:
-                    break
-                at = max(at, end)
-            placed.append((at, at + need, first, last))
-            self._offsets[number] = at
-            size = max(size, at + need)
-        self._memory = np.zeros(size + _LINE, np.uint8)
-        start = address_of(self._memory)
-        self._begin = -(-start // _LINE) * _LINE
-        self.nbytes = size
-
-    def address(self, number: int) -> int:
-        """Return where array ``number`` begins."""
-        return self._begin + self._offsets[number]
-
-    def view(self, number: int, offset: int, like: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Return the array that lies where ``like`` lay in the array that was made."""
-        at = self.address(number) + offset - address_of(self._memory)
-        return np.ndarray(like.shape, like.dtype, self._memory, at, like.strides)
-
-
-def outline(
-    recording: Recording, arguments: Sequence[np.ndarray[Any, Any] | None], places: dict[int, str]
-) -> list[Any]:
-    """Return what two runs of a step have in common if they do the same.
-
-    ``places``: of arrays that others are put in the place of, by their addresses, where that is.
-    """
-    memory = StepMemory(recording.made, arguments)
-    unknown: dict[int, Any] = dict(places)
-    unknown |= {address_of(each): number for number, each in enumerate(recording.constants)}
-
-    def described(value: Any) -> Any:
-        if type(value) is np.ndarray:
-            where = memory.where(value)
-            if where.space == OUTSIDE and where.offset in unknown:
-                where = Where("constant", unknown[where.offset], 0)
-            return (*where, value.shape, value.strides, value.dtype.str)
-        if isinstance(value, (tuple, list)):
-            return tuple(map(described, value))
-        if isinstance(value, dict):
-            return tuple((name, described(each)) for name, each in value.items())
-        if hasattr(value, "__captured_arrays__"):
-            return type(value), described(value.__captured_arrays__)
-        if isinstance(value, (float, complex, np.generic)):
-            return repr(value)
-        return value if isinstance(value, (int, str, bool, type(None))) else str(type(value))
-
-    constants: list[Any] = [
-        (each.dtype.str, each.shape, hashlib.sha256(each.tobytes()).digest())
-        for each in recording.constants
-    ]
-    notes = [
-        (
-            getattr(note.function, "__qualname__", type(note.function).__name__),
-            *map(described, (note.function, note.args, note.options, note.made, note.changed)),
-        )
-        for note in recording.notes
-    ]
-    return [*constants, *notes]
+    end = max((at for at, use in enumerate(uses, 1) if use.note.required is not None), default=0)
+    first: list[Use] = []
+    late: list[Use] = []
+    changed: dict[Piece, list[Operand]] = {}
+    for use in uses[:end]:
+        note, is_condition = use.note, use.note.required is not None
+        if (is_condition or not (note.effect or note.changed)) and not any(
+            each.meets(other) for each in use.operands for other in changed.get(each.piece, ())
+        ):
+            first.append(use)
+            continue
+        is_late = any(each.note.effect for each in late) or any(not p.is_made for p in changed)
+        if is_condition and is_late:
+            raise CannotCapture(
+                "a value is checked after something was changed, so that the step could not begin "
+                "anew where the check fails"
+            )
+        late.append(use)
+        for each in use.written:
+            changed.setdefault(each.piece, []).append(each)
+    return [*first, *late, *uses[end:]], end > 0

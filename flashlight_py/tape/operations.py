@@ -1,86 +1,141 @@
-"""Results of operations while a step is recorded, and in its replays."""
+"""Operations that do more than compute: while a step is recorded, and in its replays."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from flashlight_py import random
-from flashlight_py.tape.methods import plain
+from flashlight_py.distributed.calls.call import Call, Matched
+from flashlight_py.distributed.groups.membership import Membership, RepeatedCalls
+from flashlight_py.distributed.work import Done, Work
+from flashlight_py.structure import here
+from flashlight_py.tape.arrays import KINDS, Array, plain
 
 if TYPE_CHECKING:
     from flashlight_py.tape.recording import Recording
 
-
-def returning(function: Callable[..., Any], recorded: Any) -> Callable[..., None]:
-    """Return ``function``, which has to return what it returned when it was recorded."""
-    name = getattr(function, "__qualname__", "operation")
-
-    def call(*args: Any, **options: Any) -> None:
-        result = function(*args, **options)
-        if result != recorded:
-            raise RuntimeError(
-                f"a captured step: {name} returned {result!r}, and {recorded!r} when the step was "
-                "recorded, which what follows depends on; do not capture a step that takes "
-                "another path on this or another rank"
-            )
-
-    call.__qualname__ = name
-    return call
+# The dtypes that the tape knows: numbers as the machine has them.
+NUMBERS = {np.dtype(each) for each in np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?"}
 
 
-class Later:
-    """The result of an operation that goes on beside the step: a Work, which the step waits for."""
+class Draws:
+    """Draws as ``generator``, for which it stands; what this thread draws, replays draw too."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording: Recording | None = recording  # until it has ended: users may keep this
+
+    def begin(self) -> None:
+        """Take the place of the package's generator."""
+        self.generator = random.generator()
+        random.stand_in(self)
+
+    def end(self) -> None:
+        if random.generator() is self:
+            random.stand_in(self.generator)
+        else:
+            self._leave("the generator of random numbers is set, as by set_seed(),")
+
+    def _leave(self, reason: str) -> None:
+        if self.recording is not None and here.recorder in (None, self.recording):
+            self.recording.leave(reason)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "generator":  # of a copy that is being made
+            raise AttributeError(name)
+        if name == "bit_generator":
+            self._leave("the state of the random generator is read, or set, as by recompute(),")
+        found = getattr(self.generator, name)
+        return functools.partial(self._draw, name) if callable(found) else found
+
+    def _draw(self, name: str, *args: Any, **options: Any) -> Any:
+        recording = self.recording
+        result = getattr(self.generator, name)(*plain(args), **plain(options))
+        if recording is None or here.recorder is not recording:  # it is another thread
+            return result
+        if any(type(each) in KINDS for each in (*args, *options.values())):
+            recording.leave("random numbers are drawn with an array of the step")
+        again = lambda: getattr(random.generator(), name)(*args, **options)  # noqa: E731
+        return recording.effect(again, result=result)
+
+
+def record_verb(recording: Recording, group: Membership, calls: Sequence[Call], name: str) -> Work:
+    """Do ``calls``, let every replay do the same, and return what stands for the result."""
+    first, again = calls[0], RepeatedCalls(group, calls, name)
+    stand_ins = [each for call in calls for each in (call.array, call.out)]
+    are_recorded = all(each is None or type(each) in KINDS for each in stand_ins)
+    if first.refusal or first.received or not are_recorded:
+        recording.leave("something is sent that is no array of the step,")
+    arrays = plain(stand_ins)
+    noted: Any = (tuple(recording.noted(arrays)), {})
+    changed = [each for each in noted[0] if each is not None]
+    work: Work = recording.without(lambda: again.begin(arrays))
+    if not first.blocking:
+        return Later(recording, work, again, noted, changed)
+    result = work.wait()
+    if isinstance(result, Matched):
+        recording.leave("a message is received of a length or from a rank that it does not name,")
+    same = [one for one, array in zip(stand_ins, arrays, strict=True) if array is result]
+    if isinstance(result, np.ndarray) and not same:
+        return Done(recording.effect(again, noted, result, changed))
+    if not (same or result is None or len(calls) > 1):
+        recording.leave(f"{name} returns a {type(result).__name__}, which may be another one,")
+    recording.effect(again, noted, changed=changed)
+    return Done(same[0] if same else result)
+
+
+class Later(Work):
+    """``work``, which goes on beside the step, and which the step waits for.
+
+    ``again`` with ``args`` begins it in a replay; ``changed`` are in use until it has ended.
+    """
 
     def __init__(
-        self, recording: Recording, value: Any, cell: list[Any], arrays: list[np.ndarray[Any, Any]]
+        self, recording: Recording, work: Work, again: Callable[..., Work], args: Any, changed: Any
     ) -> None:
-        self._recording, self.value, self._cell = recording, value, cell
-        self._arrays = arrays  # in use until it has ended
-        self.is_pending = True
+        self._recording, self._work, self._changed = recording, work, changed
+        begun: list[Work] = []  # by a replay
+        self._begun, self.is_pending = begun, True
 
-    def __getattr__(self, name: str) -> Any:
-        if self._recording.is_here():
-            self._recording.leave(f".{name} is read of what goes on beside the step,")
-        return getattr(self.value, name)
+        def begin(*arrays: Array) -> None:
+            begun[:] = [again(*arrays)]
 
-    def wait(self, *args: Any, **options: Any) -> Any:
+        recording.effect(begin, args, changed=changed)
+        recording.begun.append(self)
+
+    def is_completed(self) -> bool:
+        if here.recorder is self._recording:
+            self._recording.leave("it is asked whether an operation has ended,")
+        return self._work.is_completed()
+
+    def wait(self, timeout: float | None = None) -> Any:
         """Wait, and let every replay wait here; return what it returns."""
-        if not self._recording.is_here():  # it was kept
-            return self.value.wait(*args, **options)
-        cell, recording, made = self._cell, self._recording, []  # type: ignore[var-annotated]
-        result = recording.wrap(recording.without(lambda: self.value.wait(*args, **options)), made)
-        recording.effect(lambda: cell[0].wait(*args, **options), (), {}, made, self._arrays)
+        recording, begun = self._recording, self._begun
+        if here.recorder is not recording:  # it was kept
+            return self._work.wait(timeout)
+        result = recording.without(lambda: self._work.wait(timeout))
         self.is_pending = False
-        return result
+        wait = lambda: begun[0].wait(timeout)  # noqa: E731
+        return recording.effect(wait, result=result, changed=self._changed)
 
 
-class RecordedGenerator:
-    """Draws as the generator that it stands for."""
-
-    def __init__(self, recording: Recording, found: Any) -> None:
-        self._recording, self._found = recording, found
-
-    def __getattr__(self, name: str) -> Any:
-        def method(*args: Any, **options: Any) -> Any:
-            plain_args, plain_options = plain(args), plain(options)
-            given = (*args, *options.values())
-            if any(hasattr(type(each), "__operation__") for each in given):
-                self._recording.leave("random numbers are drawn with an array of the step")
-            return self._recording.wrap_drawn(
-                lambda: getattr(random.generator(), name)(*plain_args, **plain_options)
-            )
-
-        return method if callable(getattr(self._found, name)) else getattr(self._found, name)
-
-
-def keeping(function: Callable[..., Any], cell: list[Any]) -> Callable[..., None]:
-    """Return ``function``, which puts what it returns into ``cell``."""
-
-    def call(*args: Any, **options: Any) -> None:
-        cell[:] = [function(*args, **options)]
-
-    call.__qualname__ = getattr(function, "__qualname__", "operation")
-    return call
+def record_step(
+    recording: Recording, function: Callable[..., Any], args: tuple[Any, ...], options: Any
+) -> Any:
+    """Do the step of an optimizer, and let every replay do it."""
+    optimizer, scale = args[0], plain((*args[1:], *options.values(), 1.0)[0])
+    if optimizer._shards:  # what it consists of is noted: one of its parts is a whole as well
+        return function(*args, **options)
+    if any(type(variable.data) not in KINDS for variable in optimizer.params):
+        recording.leave("an optimizer steps parameters that are no state of the step,")
+    grads = [plain(variable.grad) for variable in optimizer.params]
+    noted: Any = (recording.noted(tuple(grads)), {})
+    recording.without(lambda: function(*args, **options))
+    own = [plain(variable.data) for variable in optimizer.params]
+    step: Any = functools.partial(optimizer.prepared, scale)
+    step.prepared = step  # replays call what it returns
+    recording.effect(step, noted, changed=own)
+    return None

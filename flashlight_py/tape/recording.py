@@ -2,34 +2,45 @@
 
 Arrays are known by their memory. An operand that lies in the memory of another one is part of it,
 however it was made; so views need no notes, and what is written in place is seen by all readers.
+Memory that was there before is state, or an argument. That which NumPy has allocated since has a
+number for as long as it lives, and notes have arrays that stand for it: so a recording keeps no
+memory, and uses as much as the step.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import linecache
+import operator
 import sys
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import numpy as np
 
-from flashlight_py import _native, random
+from flashlight_py import _native
 from flashlight_py.autograd import Variable
-from flashlight_py.device import is_cupy, operations_made
-from flashlight_py.tape.arrays import Number, Recorded, RecordedScalar
-from flashlight_py.tape.methods import current
-from flashlight_py.tape.operations import Later, RecordedGenerator, keeping, returning
+from flashlight_py.autograd.graph import Leaf
+from flashlight_py.distributed.groups.membership import divert
+from flashlight_py.structure import here
+from flashlight_py.tape.arrays import KINDS, Number, Recorded, RecordedScalar, keep, mapped, plain
+from flashlight_py.tape.operations import NUMBERS, Draws, Later, record_verb
+
+Array = np.ndarray[Any, Any]
 
 _tape = _native.load("tape")
-PACKAGE = str(Path(__file__).parent.parent)
+_HERE, _PACKAGE = map(str, Path(__file__).parents[:2])
 _NUMPY = str(Path(np.__file__).parent)
+_LIBRARIES = _PACKAGE, _NUMPY, contextlib.__file__
 
 
+@dataclass(slots=True, eq=False)
 class Note:
     """One call: ``function(*args, **options)`` of plain arrays.
 
@@ -37,329 +48,385 @@ class Note:
     more than that, and is never left out. ``required``: a truth value that has to be true.
     """
 
-    __slots__ = ("args", "changed", "effect", "function", "made", "options", "required")
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        options: dict[str, Any],
-        made: list[np.ndarray[Any, Any]],
-        changed: list[np.ndarray[Any, Any]],
-        effect: bool = False,
-        required: np.ndarray[Any, Any] | None = None,
-    ) -> None:
-        self.function, self.args, self.options = function, args, options
-        self.made, self.changed, self.effect = made, changed, effect
-        self.required = required
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+    made: list[Array] = field(default_factory=list)
+    changed: list[Array] = field(default_factory=list)
+    effect: bool = False
+    required: Array | None = None
 
 
 class Recording:
-    """The notes of a step, from ``begin`` to ``end`` on this thread.
+    """The notes of a step on this thread, from ``begin`` to ``end``.
 
-    ``known``: arrays that were there before.
+    ``known``: arrays that were there before. ``swap``: called with whether arrays of the state are
+    to be ``Recorded`` ones. ``variables``: of the state.
     """
 
-    def __init__(self, known: Iterable[np.ndarray[Any, Any]]) -> None:
+    verb = record_verb
+
+    def __init__(
+        self, known: Iterable[Array], swap: Callable[[bool], None], variables: Iterable[Variable]
+    ) -> None:
         self.notes: list[Note] = []
         self.left = ""  # why it cannot be captured, once something was found
-        self.made: list[np.ndarray[Any, Any]] = []
-        # Arrays that nobody knew, such as numpy.ones(3): they count as constants, if they are the
-        # same whenever the step is recorded.
-        self.constants: list[np.ndarray[Any, Any]] = []
-        self._later: list[Later] = []
-        self._made_before = _operations_made()
-        random.generator()  # so that there is one, whose state can be compared
-        self._drawn = random.state_dict()
-        self._starts: list[int] = []
-        self._ends: list[int] = []
-        for low, high in merged(map(bounds, known)):
-            self._starts.append(low)
-            self._ends.append(high)
+        self.made: list[Array] = []  # of each, what stands for all of its memory
+        self._memory = _tape.new_memory()
+        self._numbers: dict[int, int] = {}  # of pieces of memory: which of ``made`` each is
+        self._constants: dict[Any, tuple[bytes, Array]] = {}
+        self.constants: list[Any] = []  # what they hold: the same, if they are none
+        self.stand_ins: list[weakref.ref[Any]] = []
+        self.begun: list[Later] = []
+        self._draws = Draws(self)
+        self._swap = swap
+        self.variables = set(variables)
+        self.grads_read: set[Variable] = set()  # before they were set
+        self.grads_set: set[Variable] = set()
+        self._spans = merged(map(bounds, known))
 
-    def knows(self, array: np.ndarray[Any, Any]) -> bool:
-        """Return whether the memory is that of an array which was there, or was made and noted."""
-        address = address_of(array)
-        place = bisect_right(self._starts, address) - 1
-        return place >= 0 and address < self._ends[place]
+    def begin(self) -> None:
+        """Let all that this thread does be noted."""
+        with contextlib.ExitStack() as stack:
+            divert(1)
+            stack.callback(divert, -1)
+            # One recording at a time, but all threads have one class of variables.
+            setattr(Variable, "grad", property(_read_grad, _set_grad))  # noqa: B010
+            stack.callback(delattr, Variable, "grad")
+            stack.callback(_tape.use_memory, _tape.use_memory(self._memory))
+            stack.callback(self._ignore)
+            self._listen()
+            self._end = stack.pop_all().close
 
-    def is_here(self) -> bool:
-        """Return whether this is the recording of the thread that asks."""
-        return current.recording is self
+    def end(self) -> None:
+        """Note nothing any more."""
+        self._end()
+        self._draws.recording = None
+        for each in [one for ref in self.stand_ins if type(one := ref()) in KINDS]:
+            keep(each, None)  # no other recording knows it
+        if any(each.is_pending for each in self.begun):
+            self.leave("an operation is begun that the step does not wait for,")
 
     def leave(self, reason: str) -> None:
         """Give up; the step goes on, and computes what it would compute without a recording."""
         if not self.left:
-            self.left = f"{reason} at {_line_of_user()}"
+            frame, _ = user_frame()
+            file, line = frame.f_code.co_filename, frame.f_lineno
+            text = linecache.getline(file, line).strip()
+            self.left = f"{reason} at {file}:{line}" + (f" ({text})" if text else "")
 
-    # What arrays report -------------------------------------------------------------------------
+    def _listen(self) -> None:
+        self._draws.begin()
+        self._swap(True)
+        here.recorder = self
 
-    def compute(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        options: dict[str, Any],
-        changed: tuple[Any, ...],
-    ) -> Any:
-        """Return what ``function`` returns, noted."""
-        plain_args = tuple([self._plain(each) for each in args])
-        plain_options = {name: self._plain(each) for name, each in options.items()}
-        if "raise" in np.geterr().values():
-            self.leave("numpy.errstate lets errors of numbers raise, which no replay does,")
-        numbers = tuple(i for i, each in enumerate(args) if type(each) is RecordedScalar)
-        if numbers and _is_written_in_python(function):
-            function = _of_numbers(function, numbers)
-        result = function(*plain_args, **plain_options)
-        if numbers and function is not np.ndarray.astype and _is_view_of_number(result, args):
-            result = result.copy()  # numbers are no memory
-        out = options.get("out")
-        given = out if isinstance(out, tuple) else () if out is None else (out,)
-        written = [self._plain(each) for each in (*changed, *given) if each is not None]
-        written += _outs_by_position(result, args, plain_args)
-        made: list[np.ndarray[Any, Any]] = []
-        wrapped = given[0] if len(given) == 1 else self.wrap(result, made)
-        if made and len(made) != _count_of(result):
-            self.leave("new arrays are returned with such as share their memory,")
-        if (made or written) and not self.left:
-            self.notes.append(Note(function, plain_args, plain_options, made, written))
-        return wrapped
-
-    def number(self, array: np.ndarray[Any, Any]) -> Any:
-        """Return the only element of ``array``, to be returned by the step."""
-        kept = self.compute(np.copy, (Recorded(array),), {}, ())
-        return Number(kept.array)
-
-    def require(self, condition: Any) -> None:
-        """Note that all of ``condition`` are true; where they are not, the step is left."""
-        all_true = condition.all()
-        note = Note(_nothing, (), {}, [], [], effect=True, required=all_true.array)
-        self.notes.append(note)
-
-    def operation(
-        self, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
-    ) -> Any:
-        """Do an operation that does more than compute; it is done again by every replay."""
-        handler = handlers.get(function)
-        if handler is not None:
-            return handler(self, function, args, options)
-        plain_args = tuple([self._frozen(each) for each in args])
-        plain_options = {name: self._frozen(each) for name, each in options.items()}
-        arrays = [*_arrays_in(plain_args), *_arrays_in(tuple(plain_options.values()))]
-        made: list[np.ndarray[Any, Any]] = []
-        self.read_by_replays(*args)
-        result = self.without(lambda: function(*plain_args, **plain_options))
-        if isinstance(result, (np.ndarray, np.generic)):
-            given = (*args, *options.values())
-            plain = (*plain_args, *plain_options.values())
-            same = [old for old, new in zip(given, plain, strict=True) if new is result]
-            if same:  # what was changed in place
-                self.effect(function, plain_args, plain_options, [], [np.asarray(result)])
-                return same[0]
-            wrapped = self.wrap(result, made)
-            self.effect(function, plain_args, plain_options, made, [])
-            return wrapped
-        if isinstance(result, float):  # that is computed from the arrays, such as a norm
-            self.wrap(np.float64(result), made)
-            self.effect(function, plain_args, plain_options, made, arrays)
-            return Number(made[0])
-        if result is None or isinstance(result, (bool, int, str, list)):
-            again = function if result is None else returning(function, result)
-            self.effect(again, plain_args, plain_options, [], [])
-            return result
-        cell: list[Any] = []
-        self.effect(keeping(function, cell), plain_args, plain_options, [], arrays)
-        self._later.append(Later(self, result, cell, arrays))
-        return self._later[-1]
-
-    @staticmethod
-    def read_by_replays(*objects: object) -> None:
-        """Note whose numbers operations read and change by themselves, in every replay."""
-        for each in objects:
-            if type(each).__weakrefoffset__ and not isinstance(each, (np.ndarray, Variable)):
-                live[id(each)] = each
-
-    def effect(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        options: dict[str, Any],
-        made: list[np.ndarray[Any, Any]],
-        changed: list[np.ndarray[Any, Any]],
-    ) -> None:
-        """Note an operation that was done."""
-        if not self.left:
-            self.notes.append(Note(function, args, options, made, changed, effect=True))
+    def _ignore(self) -> None:
+        here.recorder = None
+        self._draws.end()
+        self._swap(False)
 
     def without(self, function: Callable[[], Any]) -> Any:
         """Call ``function`` with nothing noted."""
-        self._check_draws()
-        current.recording = None
-        before = _operations_made()
+        self._ignore()
         try:
             return function()
         finally:
-            current.recording = self
-            self._made_before += _operations_made() - before
-            self._drawn = random.state_dict()
+            self._listen()
 
-    def check_operations(self) -> None:
-        """Leave unless all operations that were made have been noted."""
-        if any(each.is_pending for each in self._later):
-            self.leave("an operation is begun that the step does not wait for,")
-        if _operations_made() != self._made_before:
-            self.leave("something is sent that is no array of the step,")
-        self._check_draws()
-
-    def _check_draws(self) -> None:
-        if random.state_dict() != self._drawn:
-            self.leave("random numbers are drawn that are no array of the step,")
-
-    def generator(self, found: Any) -> Any:
-        """Return what draws as ``found`` does, and draws again in every replay."""
-        return RecordedGenerator(self, found)
-
-    def wrap_drawn(self, draw: Callable[[], Any]) -> Any:
-        """Return what ``draw`` returns: every replay draws again."""
-        self._check_draws()
-        result = draw()
-        self._drawn = random.state_dict()
-        if not isinstance(result, np.ndarray):
-            self.leave("a random number that is drawn as a number of Python")
-            return result
-        made: list[np.ndarray[Any, Any]] = []
-        wrapped = self.wrap(result, made)
-        self.effect(draw, (), {}, made, [])
+    def compute(self, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Return what ``function`` returns, noted."""
+        plain_args, noted_args = self._both(args)
+        plain_options, noted_options = options, options
+        outs: tuple[Any, ...] = ()
+        if options:
+            out = options.get("out")
+            outs = out if type(out) is tuple else () if out is None else (out,)
+            options = options if len(outs) != 1 else {**options, "out": outs[0]}
+            both = self._both(options.values())
+            plain_options, noted_options = [dict(zip(options, x, strict=True)) for x in both]
+            if RecordedScalar in map(type, outs):
+                raise TypeError("out is a number of NumPy, and no array")
+        if not _ARE_NO_NUMBERS.issuperset(map(type, args)):
+            function = _of_numbers(function, args)
+        result = function(*plain_args, **plain_options)
+        if function is np.matmul and _is_dot(plain_args, result):
+            function = np.dot
+        made: list[Array] = []
+        wrapped = outs[0] if len(outs) == 1 else self.wrap(result, made)
+        if made and type(result) in (tuple, list) and len(made) != len([*arrays_in(result)]):
+            self.leave("new arrays are returned with such as share their memory,")
+        changed = [self._changed(each) for each in outs if each is not None]
+        if result is None and plain_args and type(plain_args[0]) is np.ndarray:
+            changed.append(self._changed(args[0]))  # as by copyto() and sort()
+        elif type(function) is not np.ufunc and _has_other_outs(function, args, options, result):
+            name = getattr(function, "__name__", "a function")
+            self.leave(f"{name}() may write to more than what is passed as out=")
+        if (made or changed) and not self.left:
+            self.notes.append(Note(function, tuple(noted_args), noted_options, made, changed))
         return wrapped
 
-    # Between arrays and what stands for them ----------------------------------------------------
+    def _both(self, values: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+        """Return arguments as functions get them, and as they are noted."""
+        owns, noted = [], []
+        for value in values:
+            kind = type(value)
+            if kind in KINDS:
+                own, seen = value.plain, value.noted
+                if seen is None and (seen := self._noted(own)) is own:
+                    keep(value, own)  # state, which stays where it is
+            elif kind in _SIMPLE:
+                own = seen = value
+            else:
+                own = plain(value)
+                seen = self.noted(own)
+            owns.append(own)
+            noted.append(seen)
+        return owns, noted
 
-    def _plain(self, value: Any) -> Any:
-        kind = type(value)
-        if kind is Recorded or kind is RecordedScalar:
-            self._check(value.array)
-            return value.array
-        if kind is np.ndarray:
-            self._check(value)
-            if value.size and not self.knows(value):
-                self.constants.append(value)
-                self._know(value)
-            return value
-        if kind is Number:
-            self.leave("item() reads a value that is computed in it")
-            return value.value
-        if kind is tuple or kind is list:
-            return kind([self._plain(each) for each in value])
-        return value
+    def _changed(self, value: Any) -> Any:
+        """Return what stands for an array that is written to."""
+        noted = getattr(value, "noted", None)
+        if noted is None:
+            noted = self._noted(plain(value))
+            if any(noted is constant for _, constant in self._constants.values()):
+                self.leave(
+                    "an array is written to that NumPy has made in it of nothing; make it like one "
+                    "of the step's, such as by numpy.empty_like(x),"
+                )
+        return noted
+
+    def truth(self, value: Any, found: bool) -> None:
+        """Note that the truth value is ``found`` wherever code of this package asks for it.
+
+        A replay is left where it is another one. Users get no such test: it might come too late.
+        """
+        frame, _ = user_frame((_HERE, _NUMPY))
+        if not frame.f_code.co_filename.startswith(_PACKAGE):
+            self.leave("a truth value reads a value that is computed in it")
+            return
+        is_as_found = value.astype(np.bool_) if found else np.logical_not(value)
+        required = self.noted(is_as_found.plain)
+        self.notes.append(Note(np.all, (), effect=True, required=required))
+
+    def as_one(self, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Do an operation that does more than compute; it is done again by every replay."""
+        if function in handlers:
+            return handlers[function](self, function, args, options)
+        plain_args, plain_options = mapped((args, options), self._frozen)
+        noted = self.noted(plain_args), self.noted(plain_options)
+        result = self.without(lambda: function(*plain_args, **plain_options))
+        both = zip((*args, *options.values()), (*plain_args, *plain_options.values()), strict=True)
+        same = [old for old, new in both if new is result and isinstance(new, np.ndarray)]
+        if same:  # what was changed in place
+            self.effect(function, noted, changed=[self.noted(result)])
+            return same[0]
+        if isinstance(result, float):  # that is computed from the arrays, such as a norm
+            found = np.float64(result)
+            return Number(self.effect(function, noted, found, [*arrays_in(noted)]).plain)
+        if isinstance(result, (np.ndarray, np.generic)):
+            return self.effect(function, noted, result)
+        self.effect(function if result is None else _returning(function, result), noted)
+        return result
+
+    def effect(
+        self, function: Any, given: Any = ((), {}), result: Any = None, changed: Any = ()
+    ) -> Any:
+        """Note an operation that was done; return what stands for its ``result``."""
+        made: list[Array] = []
+        wrapped = self.wrap(result, made)
+        if not self.left:
+            self.notes.append(Note(function, given[0], given[1], made, list(changed), True))
+        return wrapped
 
     def _frozen(self, value: Any) -> Any:
         """Return ``value`` as an operation gets it in every replay."""
-        held: Any = value.data if isinstance(value, Variable) else None
-        if type(held) in (Recorded, RecordedScalar):
-            return Variable(held.array)
-        return value.array if type(value) is Number else self._plain(value)
+        is_new = isinstance(value, Variable) and value not in self.variables
+        if is_new and type(value.data) in KINDS:
+            return Variable(plain(value.data))
+        return value.array if type(value) is Number else plain(value)
 
-    def wrap(self, result: Any, made: list[np.ndarray[Any, Any]]) -> Any:
+    def noted(self, value: Any) -> Any:
+        """Return ``value`` with what stands for arrays' memory in the place of arrays."""
+        return mapped(value, self._noted)
+
+    def _noted(self, value: Any) -> Any:
+        if type(value) is not np.ndarray:
+            if isinstance(value, Variable) and type(value.data) is np.ndarray:
+                stand_in = self._noted(value.data)
+                return value if stand_in is value.data else Variable(stand_in)
+            if isinstance(value, np.ndarray) and type(value) not in KINDS:
+                self.leave(f"an array of class {type(value).__name__} is used")
+            return value
+        self._check(value)
+        found = _tape.find_memory(self._memory, value)
+        if found is not None:
+            return found[1] if found[0] in self._numbers else self._constant(value, *found)
+        if value.size and not meets(self._spans, value):
+            self.leave(
+                f"an array of shape {value.shape} is used that is neither passed to it nor among "
+                "the state that it names; pass it, or name what holds it, "
+                "capture(step, state=[...]),"
+            )
+        return value
+
+    def move(self, old: Array, new: Array) -> None:
+        """Let notes have ``new``, of the same form, in the place of ``old``."""
+        (low, high), shift = bounds(old), address_of(new) - address_of(old)
+
+        def moved(value: Any) -> Any:
+            if type(value) is not np.ndarray or not low <= address_of(value) < high:
+                return value
+            return array_at(new, address_of(value) + shift, value)
+
+        for note in self.notes:
+            for name in ("args", "options", "changed"):
+                setattr(note, name, mapped(getattr(note, name), moved))
+
+    def _constant(self, array: Array, number: int, stand_in: Array) -> Array:
+        """Return what an array that was made of nothing, such as numpy.ones(3), holds now."""
+        key = number, address_of(stand_in), array.shape, array.strides, array.dtype.str
+        bits = array.tobytes()
+        if key not in self._constants or self._constants[key][0] != bits:
+            self._constants[key] = bits, array.copy(order="K")
+            self.constants.append((array.dtype.str, array.shape, bits))
+        return self._constants[key][1]
+
+    def is_made(self, array: Array) -> bool:
+        """Return whether the memory was allocated by the step."""
+        return _tape.find_memory(self._memory, array) is not None
+
+    def wrap(self, result: Any, made: list[Array]) -> Any:
+        """Return what stands for a result; what of it is new is added to ``made``."""
         kind = type(result)
-        if kind is np.ndarray:
-            if not result.size or self.knows(result):
-                return Recorded(result)
-            self._add(result)
-            made.append(result)
-            return Recorded(result)
-        if isinstance(result, np.generic):
-            array = np.asarray(result)
-            self._add(array)
-            made.append(array)
-            return RecordedScalar(array)
         if kind is tuple or kind is list:
             return kind([self.wrap(each, made) for each in result])
-        if result is not None:
-            self.leave("a value is read that is computed in it")
-        return result
-
-    def _check(self, array: np.ndarray[Any, Any]) -> None:
-        if not is_number(array.dtype):
-            self.leave(f"an array of {array.dtype} is no array of numbers,")
-        elif not array.flags.aligned:
-            self.leave("an array is not aligned,")
-
-    def _add(self, array: np.ndarray[Any, Any]) -> None:
+        is_scalar = kind is not np.ndarray and isinstance(result, np.generic)
+        if kind is not np.ndarray and not is_scalar:
+            if result is not None:
+                self.leave("a value is read that is computed in it")
+            return result
+        array = np.asarray(result) if is_scalar else result
         self._check(array)
-        self.made.append(array)
-        if array.size:
-            self._know(array)
+        found = _tape.find_memory(self._memory, array) if array.size else None
+        if found is None and array.size and not meets(self._spans, array):
+            array = array.copy(order="K")  # of what another thread or library has allocated
+            found = _tape.find_memory(self._memory, array)
+        if found is not None and found[0] not in self._numbers:
+            self._numbers[found[0]] = len(self.made)
+            whole = found if array.base is None else _tape.find_memory(self._memory, array.base)
+            self.made.append(whole[1])
+            made.append(found[1])
+        noted = array if found is None else found[1]
+        return RecordedScalar(array, noted) if is_scalar else Recorded(array, noted)
 
-    def _know(self, array: np.ndarray[Any, Any]) -> None:
-        low, high = bounds(array)
-        place = bisect_right(self._starts, low)
-        self._starts.insert(place, low)
-        self._ends.insert(place, high)
+    def _check(self, array: Array) -> None:
+        if not (array.dtype in NUMBERS and array.flags.aligned):
+            self.leave(f"an array of {array.dtype} is no array of numbers, or not aligned,")
 
 
-_NUMBERS = (int, float, complex, str, type(None))
-
-# Objects whose numbers are none of what a replay must find as they were.
-live: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
-
-# Of some functions: what does them and notes them, instead of Recording.operation.
+# Of some functions: what does them and notes them, instead of Recording.as_one.
 handlers: dict[Any, Callable[[Recording, Any, Any, Any], Any]] = {}
 
-
-def numbers_of(objects: Iterable[object]) -> set[Any]:
-    """Return which private state of ``objects`` is numbers or lists of them, for ``Reach``."""
-    found: set[Any] = set()
-    for each in objects:
-        for name, value in getattr(each, "__dict__", {}).items():
-            if name[0] != "_":  # a step may read it for itself: it is compared
-                continue
-            if isinstance(value, _NUMBERS):
-                found.add((id(each), name))
-            elif type(value) is list and all(isinstance(item, _NUMBERS) for item in value):
-                found.add(id(value))
-    return found
+_GRAD = Leaf.__dict__["grad"]  # the slot that the property hides
 
 
-def _outs_by_position(result: Any, args: tuple[Any, ...], plain_args: tuple[Any, ...]) -> list[Any]:
-    """Return what a function has written to; where that is an array of one, it returns a number."""
-    found = [each for each in plain_args[1:] if each is result]
-    if isinstance(result, np.generic):
-        both = zip(args[2:], plain_args[2:], strict=True)
-        found += [p for a, p in both if type(a) is Recorded and not p.ndim]
-    return found
+def _read_grad(variable: Variable) -> Any:
+    recorder = here.recorder
+    if recorder is not None and variable not in recorder.grads_set:
+        recorder.grads_read.add(variable)
+    return _GRAD.__get__(variable)
 
 
-def _is_view_of_number(result: Any, args: tuple[Any, ...]) -> bool:
-    numbers = (each.array for each in args if type(each) is RecordedScalar)
-    return type(result) is np.ndarray and any(np.shares_memory(result, each) for each in numbers)
+def _set_grad(variable: Variable, grad: Any) -> None:
+    recorder = here.recorder
+    if recorder is not None and variable in recorder.variables:
+        recorder.grads_set.add(variable)
+    _GRAD.__set__(variable, grad)
 
 
-def _count_of(result: Any) -> int:
-    return sum(map(_count_of, result)) if isinstance(result, (tuple, list)) else 1
+def user_frame(libraries: tuple[str, ...] = _LIBRARIES) -> tuple[Any, int]:
+    """Return the frame outside of this package and NumPy that has led here, and its stacklevel."""
+    frame: Any = sys._getframe(1)
+    level = 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(libraries):
+        frame, level = frame.f_back, level + 1
+    return frame, level
 
 
-def _operations_made() -> int:
-    return sum(made() for made in operations_made)
+def _is_dot(args: Sequence[Any], result: Any) -> bool:
+    """Return whether ``dot`` has the bits of ``matmul`` here: NumPy may choose other functions."""
+    a, b = args[:2]
+    if not (type(a) is type(b) is np.ndarray and a.ndim == b.ndim == 2 and a.shape[1] > 1):
+        return False  # of one column they differ in the signs of zeros
+    return bool(a.dot(b).tobytes() == result.tobytes())
 
 
-def gpu_array_of(value: Any) -> Any:
-    """Return the CuPy array of an argument, or None."""
-    held = value.data if isinstance(value, Variable) else value
-    return held if is_cupy(held) else None
+def _has_other_outs(function: Any, args: Any, options: dict[str, Any], result: Any) -> bool:
+    """Return whether a function may have written to what is not passed by the name of ``out``."""
+    if function in _MAY_OVERWRITE:
+        return bool in map(type, args) or not {"copy", "overwrite_input"}.isdisjoint(options)
+    is_number = isinstance(result, np.generic)  # as where an array of one is written to
+    others = [each.plain for each in args[2:] if type(each) is Recorded] if len(args) > 2 else ()
+    return result is None or any(x is result or (is_number and not x.ndim) for x in others)
 
 
-def is_number(dtype: np.dtype[Any]) -> bool:
-    """Return whether the tape can hold elements of ``dtype``: numbers as the machine has them."""
-    return dtype.kind in "biufc" and dtype.isnative
+_WRITE_TO_FIRST = {np.copyto, np.place, np.putmask}
+_MAY_OVERWRITE = {np.nan_to_num, np.median, np.nanmedian, np.percentile, np.nanpercentile,
+                  np.quantile, np.nanquantile}  # fmt: skip
 
 
-def address_of(array: np.ndarray[Any, Any]) -> int:
-    """Return where the first element lies."""
-    return _tape.address(array)  # type: ignore[no-any-return]
+def _of_numbers(function: Any, args: tuple[Any, ...]) -> Any:
+    """Return what gets numbers of NumPy in the place of arrays that stand for them.
+
+    Functions that are written in Python may look at which kind of object they are given. Numbers
+    have another way than arrays to powers, and raise where they do not fit into an integer.
+    """
+    is_python = type(getattr(function, "_implementation", None)) is FunctionType
+    numbers = [number for number, each in enumerate(args) if _has_numbers(each)]
+    is_changed = function in _WRITE_TO_FIRST and 0 in numbers  # which raises
+    if numbers and (is_python or function in _MIND_NUMBERS or is_changed):
+        return partial(_call_with_numbers, function, numbers)
+    return function
 
 
-def bounds(array: np.ndarray[Any, Any]) -> tuple[int, int]:
-    """Return the addresses between which all elements lie; the second is behind the last one."""
-    return _tape.bounds(array)  # type: ignore[no-any-return]
+def _call_with_numbers(function: Any, numbers: list[int], *args: Any, **options: Any) -> Any:
+    def number(value: Any) -> Any:
+        return value[()] if type(value) is np.ndarray else value
+
+    given = [mapped(x, number) if place in numbers else x for place, x in enumerate(args)]
+    return function(*given, **options)
+
+
+_SIMPLE: set[type] = {int, float, bool, str, type(None), *np.sctypeDict.values()}
+_ARE_NO_NUMBERS = {Recorded, *_SIMPLE}
+_MIND_NUMBERS = {operator.pow, operator.setitem, np.ndarray.fill}
+
+
+def _has_numbers(value: Any) -> bool:
+    is_list = type(value) in (list, tuple)
+    return type(value) is RecordedScalar or (is_list and any(map(_has_numbers, value)))
+
+
+def _returning(function: Callable[..., Any], recorded: Any) -> Callable[..., None]:
+    """Return ``function``, which has to return what it returned when it was recorded."""
+
+    def call(*args: Any, **options: Any) -> None:
+        result = function(*args, **options)
+        if result != recorded:
+            raise RuntimeError(
+                f"a captured step: {function.__qualname__} returned {result!r}, and {recorded!r} "
+                "when the step was recorded, which what follows depends on; do not capture a step "
+                "that takes another path on this or another rank"
+            )
+
+    return call
+
+
+# Where the first element lies; the addresses between which all lie, the second behind the last one.
+address_of: Callable[[Array], int] = _tape.address
+bounds: Callable[[Array], tuple[int, int]] = _tape.bounds
+# An array of the form of the last one at an address in the memory of the first one, its owner.
+array_at: Callable[[Array, int, Array], Array] = _tape.at
 
 
 def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -373,53 +440,19 @@ def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-def _arrays_in(values: tuple[Any, ...]) -> list[np.ndarray[Any, Any]]:
-    found = []
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            found += _arrays_in(tuple(value))
-        elif isinstance(value, Variable):
-            found.append(value.data)
-        elif type(value) is np.ndarray:
-            found.append(value)
-    return found
+def meets(spans: Sequence[tuple[int, int]], array: Array) -> bool:
+    """Return whether elements lie in one of ``spans``, which are in order."""
+    low, high = bounds(array)
+    place = bisect_right(spans, (high,)) - 1
+    return place >= 0 and low < spans[place][1]
 
 
-def user_frame() -> tuple[Any, int]:
-    """Return the frame outside of this package and NumPy that has led here, and its stacklevel."""
-    frame: Any = sys._getframe(1)
-    level = 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((PACKAGE, _NUMPY)):
-        frame, level = frame.f_back, level + 1
-    return frame, level
-
-
-def _line_of_user() -> str:
-    """Return the line, outside of this package and NumPy, that has led here."""
-    frame, _ = user_frame()
-    file, line = frame.f_code.co_filename, frame.f_lineno
-    text = linecache.getline(file, line).strip()
-    return f"{file}:{line}" + (f" ({text})" if text else "")
-
-
-def _nothing() -> None:
-    """Do nothing."""
-
-
-def _is_written_in_python(function: Any) -> bool:
-    """Return whether a function of NumPy may look at which kind of object it is given."""
-    return type(getattr(function, "_implementation", None)) is FunctionType and (
-        function is not np.clip
-    )
-
-
-@functools.lru_cache(maxsize=256)
-def _of_numbers(function: Any, places: tuple[int, ...]) -> Callable[..., Any]:
-    """Return ``function``, which gets numbers of NumPy in the place of arrays of one."""
-
-    def call(*args: Any, **options: Any) -> Any:
-        given = [each[()] if place in places else each for place, each in enumerate(args)]
-        return function(*given, **options)
-
-    call.__qualname__ = f"{function.__name__} of numbers"
-    return call
+def arrays_in(value: Any) -> Iterable[Array]:
+    """Return the arrays that an argument of a note consists of."""
+    if type(value) is np.ndarray:
+        yield value
+    elif isinstance(value, (tuple, list, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from arrays_in(each)
+    elif isinstance(value, Variable):
+        yield value.data

@@ -1,428 +1,380 @@
-"""A training step that is recorded and replayed natively."""
+"""A training step that is recorded by its first call and replayed natively by later ones."""
 
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
+import threading
 import types
 import warnings
-from collections import deque
-from collections.abc import Callable
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import chain, combinations, product, starmap, zip_longest
+from typing import Any, cast
 
 import numpy as np
 
 from flashlight_py import _native
 from flashlight_py.autograd import Variable
-from flashlight_py.device import captured_gpu, is_cupy, own_operations
-from flashlight_py.tape import blas, kernels
-from flashlight_py.tape.arrays import Recorded, RecordedScalar
-from flashlight_py.tape.checking import beside, others_drawn, root_of
-from flashlight_py.tape.kinds import known_layouts
-from flashlight_py.tape.methods import current
-from flashlight_py.tape.operands import Touched, outline
-from flashlight_py.tape.program import SLOTS, Builder
-from flashlight_py.tape.reach import Place, Reach
-from flashlight_py.tape.recording import (
-    Note,
-    Recording,
-    address_of,
-    bounds,
-    gpu_array_of,
-    is_number,
-    live,
-    numbers_of,
-    user_frame,
+from flashlight_py.autograd.graph import Leaf
+from flashlight_py.optim.optimizer import RuleOptimizer
+from flashlight_py.structure import changed, count, here
+from flashlight_py.tape.arrays import Array, Recorded
+from flashlight_py.tape.operands import CannotCapture, Memory
+from flashlight_py.tape.operations import NUMBERS, record_step
+from flashlight_py.tape.program import (
+    SLOTS,
+    Builder,
+    arrays_of,
+    room_like,
+    stood_for,
+    unwrapped,
 )
-from flashlight_py.tape.results import CannotCapture, arrays_of, as_returned, unwrapped
-
-if TYPE_CHECKING:
-    from flashlight_py.tape.cuda_graph import GpuStep
+from flashlight_py.tape.recording import Note, Recording, arrays_in, handlers, meets, user_frame
+from flashlight_py.tape.state import Place, State, parts, plain_arrays, remade, replace_all, words
 
 _MOST_PROGRAMS = 16
 _MOST_TRIES = 64
+_MOST_ANEW = 3  # recordings in turn that leave behind what the next one begins with
 _CHECKED = 3  # replays, with check=True
-_MOST_KINDS = 64  # of arguments
-_MOST_OUTLINES = 8  # kept, for each kind of arguments
-
-Array = np.ndarray[Any, Any]
 
 _tape = _native.load("tape")
-_SLOT_NAMES = ("data", "grad", "node", "hook", "buffer", "placement", "_calc_grad")
-_slots = {name: place for name, (_, place) in known_layouts()[Variable].items()}
-_tape.use_slots(Variable, tuple(_slots[name] for name in _SLOT_NAMES))
-kernels.install()
-_has_blas = blas.connect(_tape)
+_slots = ("data", "grad", "node", "hook", "buffer", "placement", "changed", "_calc_grad")
+_tape.use_slots(Variable, tuple(map(Leaf.__dict__.get, _slots)))
+_tape.use_structure(_tape.address(count))
+# One recording at a time in all: meanwhile something stands for the arrays of its state.
+_recording = threading.Lock()
+handlers[RuleOptimizer.step.__wrapped__] = record_step  # type: ignore[attr-defined]
+_ARE_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
 
 class Captured(_tape.Step):  # type: ignore[misc, name-defined]
     """The result of :func:`capture`: called like the step."""
 
-    __captured_state__ = ()
+    programs: list[Any]  # those that are used, the last one first
 
-    def __init__(self, step: Callable[..., Any], check: bool = False) -> None:
-        self.__wrapped__ = step
-        self.check = check
-        self.slow, self.left = self._run, self._run_anew
+    def __init__(self, step: Any, state: Sequence[Any] = (), check: bool = False) -> None:
+        functools.update_wrapper(self, step, updated=())
+        self.check, self._state = check, state
+        self._name = getattr(step, "__qualname__", "step")
+        self.slow, self.left = self._run, self._run_eagerly
         self.reason = ""  # why it stays eager; empty: it does not
-        self._seen: dict[Any, deque[Any]] = {}  # what recordings did, by the kind of arguments
-        self._tries = 0
-        self._trials: list[_Trial] = []  # with check
-        # Of what is put in the place of arrays: the array of that place, which nobody else has.
-        self._homes: dict[str, Array] = {}
-        self._gpu: GpuStep | None = None
+        self._tries = self._anew = 0
+        self._constants: list[Any] = []  # of the last recordings
+        self._unchecked: list[Any] = []  # programs, with check: each as often as to compare it
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else types.MethodType(self, instance)
+        is_method = instance is not None and not isinstance(self.__wrapped__, staticmethod)
+        return types.MethodType(self, instance) if is_method else self
 
-    def _run_anew(self, args: tuple[Any, ...], options: dict[str, Any] | None) -> Any:
+    def __reduce__(self) -> Any:
+        names, module = self._name.split("."), sys.modules.get(self.__module__)
+        found = functools.reduce(lambda one, name: getattr(one, name, None), names, module)
+        if found is self:
+            return self._name  # as a function, found by it
+        return Captured, (self.__wrapped__, self._state, self.check)
+
+    def _run_eagerly(self, args: tuple[Any, ...], options: dict[str, Any] | None) -> Any:
         return self.__wrapped__(*args, **(options or {}))
 
     def _run(self, args: tuple[Any, ...], options: dict[str, Any] | None) -> Any:
-        step, options = self.__wrapped__, options or {}
-        values = (*args, *options.values())
-        if self.reason or current.recording is not None or captured_gpu() is not None:
-            return step(*args, **options)
-        key = (tuple(options), *map(_kind_of, values))
-        is_on_gpu = any(gpu_array_of(value) is not None for value in values)
-        if None in key and not is_on_gpu:
-            number = key.index(None) - 1
-            self._stay_eager(
-                f"argument {number} is {_described(values[number])}; pass arrays, variables "
-                "without gradients, and what can be compared"
-            )
-            return step(*args, **options)
-        for trial in self._trials:
-            if trial.fits(args, options or None):
-                return self._try(trial, args, options)
-        session = None if is_on_gpu else Session(step, values, tuple(options), self._homes)
-        if session is None or session.is_on_gpu:
-            return self._run_on_gpu(args, options)
-        if session.reason:
-            self._stay_eager(session.reason)
-            return step(*args, **options)
-        if not session.can_record() or self._is_first(key):
-            result = step(*args, **options)
-        else:
-            result = self._record(session, key, args, options)
-        self._count()
-        return result
+        stamp = int(count[0])  # before the lock: who has it changes the number first
+        if self.reason or here.recorder is not None or _recording.locked():
+            return self._run_eagerly(args, options)
+        call = _Call(self.__wrapped__, self._state, args, options or {})
+        if reason := call.why_not():
+            result = self._run_eagerly(args, options)  # which may refuse what is no such array
+            self._stay_eager(reason)
+            return result
+        for program in (*self.programs, *self._unchecked):
+            if program.signature == call.state.signature:
+                program.stamp = stamp
+            if program.fits(args, options):
+                if program in self._unchecked:
+                    return self._try(program, call)
+                return self(*args, **call.options)
+        if _recording.acquire(blocking=False):
+            try:
+                self._tries += 1
+                if self._tries > max(_MOST_TRIES, self.replays):
+                    self._stay_eager(
+                        f"{self._tries} calls could not be replayed, and {self.replays} could: of "
+                        "other forms, dtypes, values or memory; pass what changes as an array"
+                    )
+                elif call.is_apart() and int(count[0]) == stamp:  # none has recorded meanwhile
+                    changed()  # so that no captured step that this one calls is replayed
+                    return self._record(call)
+            finally:
+                _recording.release()
+        return self._run_eagerly(args, options)
 
-    @property
-    def replays(self) -> int:
-        """How many calls were replayed."""
-        native: int = super().replays
-        return native + (0 if self._gpu is None else self._gpu.replays)
-
-    def _run_on_gpu(self, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        if self._gpu is None:
-            from flashlight_py.tape.cuda_graph import GpuStep
-
-            self._gpu = GpuStep(self.__wrapped__, _CHECKED if self.check else 0)
-        before = self._gpu.replays
+    def _record(self, call: _Call) -> Any:
+        recording = call.recording
         try:
-            result = self._gpu(args, options)
-        except RuntimeError:
-            self.reason = self._gpu.reason  # set where a check has failed
-            raise
-        if self._gpu.replays == before:
-            self._count()
-        if self._gpu.reason and not self.reason:
-            self._stay_eager(self._gpu.reason)
-        return result
-
-    def _is_first(self, key: Any) -> bool:
-        """Return whether arguments were of this kind for the first time."""
-        if key in self._seen:
-            return False
-        if len(self._seen) >= _MOST_KINDS:
-            self._seen.pop(next(iter(self._seen)))
-        self._seen[key] = deque(maxlen=_MOST_OUTLINES)
-        return True
-
-    def _record(
-        self, session: Session, key: Any, args: tuple[Any, ...], options: dict[str, Any]
-    ) -> Any:
-        result, outline = session.record(args, options)
-        if session.reason:
-            self._stay_eager(session.reason)
-        elif outline in self._seen[key] and session.is_at_home:
-            self._add(session)
-        else:
-            self._seen[key].append(outline)
-        return result
-
-    def _add(self, session: Session) -> None:
-        try:
-            description = session.description()
+            call.record()
+            # Arrays that NumPy has made unseen count as constants if they were so twice.
+            found = recording.constants
+            if found and found not in self._constants:
+                self._constants = [found, *self._constants][:_MOST_PROGRAMS]
+                if not recording.left:
+                    call.is_to_be_continued = True
+                    recording.left = "arrays that NumPy makes in it differ each time: pass them"
+            self._anew = self._anew + 1 if call.is_to_be_continued else 0
+            if not recording.left:
+                program = _tape.Program(call.description(self._forget), *call.stamp)
+                if self.check:
+                    self._unchecked += [program] * _CHECKED
+                else:
+                    self.programs = [program, *self.programs][:_MOST_PROGRAMS]
         except CannotCapture as error:
-            self._stay_eager(str(error))
-            return
-        if self.check:
-            self._trials.append(_Trial(description))
-        else:
-            self._use(description)
-
-    def _use(self, description: tuple[Any, ...]) -> None:
-        self.add(description)
-        self.drop(_MOST_PROGRAMS)
-
-    def _try(self, trial: _Trial, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Return what the step returns, after a replay was found to do the same."""
-        try:
-            result = beside(self.__wrapped__, trial, args, options)
-        except RuntimeError as error:
-            self.reason = str(error)
-            self._trials.clear()
-            self.drop(0)
+            recording.left = str(error)
+        except TypeError as error:
+            note = getattr(error, "add_note", str)  # since Python 3.11
+            note("(capture: functions in C may not take what a step is recorded with)")
             raise
-        trial.left_to_check -= 1
-        if not trial.left_to_check:
-            self._trials.remove(trial)
-            self._use(trial.description)
+        finally:
+            result = call.released()
+        if recording.left and not 0 < self._anew <= _MOST_ANEW:
+            self._stay_eager(recording.left)
         return result
 
-    def _count(self) -> None:
-        """Count a call that was not replayed; where most are not, recording does not pay."""
-        self._tries += 1
-        if self._tries > max(_MOST_TRIES, self.replays) and not self.reason:
-            self._stay_eager(
-                f"{self._tries} calls could not be replayed, and {self.replays} could. It was "
-                "called with ever other shapes, dtypes or values of what are no arrays, with "
-                "arrays that are not contiguous or share memory, or found other values of what it "
-                "reads from Python; pass what changes as an array"
+    def _forget(self, gone: weakref.ref[Any]) -> None:
+        """Drop the programs of an argument that is no more."""
+        both = self.programs, self._unchecked
+        self.programs, self._unchecked = [[x for x in each if x.is_alive()] for each in both]
+
+    def _try(self, program: Any, call: _Call) -> Any:
+        """Return what a replay returns; raise, as after the step itself, if that does otherwise."""
+        replay = _tape.Step()
+        replay.programs, replay.slow, replay.left = [program], self.left, self.left
+        before = call.saved()
+        result = replay(*call.args, **call.options)
+        after = call.saved(result)
+        before.restore()
+        expected = call.saved(self._run_eagerly(call.args, call.options))
+        if wrong := after.differences(expected):
+            self._unchecked, self.programs = [], []
+            self.reason = (
+                f"capture(check=True): a replay of {self._name} differs from the step itself in "
+                f"{', '.join(wrong)}. The step depends on something else than arrays that it is "
+                "passed and that it names; pass it, or name what holds it (state=)"
             )
+            raise RuntimeError(self.reason)
+        after.restore()  # to which arrays have come to lie where replays look for them
+        self._unchecked.remove(program)
+        if program not in self._unchecked:
+            self.programs = [program, *self.programs][:_MOST_PROGRAMS]
+        return result
 
     def _stay_eager(self, reason: str) -> None:
-        self.reason = reason
-        self.drop(0)
-        name = getattr(self.__wrapped__, "__qualname__", "step")
-        message = f"capture: {name} stays eager: {reason}"
-        warnings.warn(message, RuntimeWarning, stacklevel=user_frame()[1])
+        self.reason, self.programs = reason, []
+        text = f"capture: {self._name} stays eager: {reason}"
+        warnings.warn(text, RuntimeWarning, stacklevel=user_frame()[1])
 
 
-class _Trial(_tape.Step):  # type: ignore[misc, name-defined]
-    """A program that is checked before it is used."""
+class _Call:
+    """A call of ``step``, and what is recorded of it; its state is found by ``roots`` as well."""
 
-    def __init__(self, description: tuple[Any, ...]) -> None:
-        self.description = description
-        self.left_to_check = _CHECKED
-        self.add(description)
+    def __init__(self, step: Any, roots: Sequence[Any], args: Any, options: dict[str, Any]) -> None:
+        self.step, self.args, self.options = step, args, options
+        self.values = (*args, *options.values())
+        data = [x.data if isinstance(x, Variable) else x for x in self.values]
+        self.arrays = [x if type(x) is np.ndarray else None for x in data]
+        others = [x for x, array in zip(self.values, self.arrays, strict=True) if array is None]
+        self._roots = (*roots, *others)  # what an argument holds, such as a model, is state
+        self.state = State(step, self._roots)
+        self._variables = [value for value in self.values if isinstance(value, Variable)]
+        given = [(Place(x, "data", "argument"), x.data) for x in self._variables]
+        self._before = [*self.state.held, *given]
+        self._grads = {variable: variable.grad for variable in self.state.variables}
+        self._moved: dict[int, Any] = {}  # what took the place of arrays, and of tuples of them
+        self._known: dict[int, tuple[Any, Any]] = {}  # what stands for each, which it also keeps
+        self.is_to_be_continued = False  # it has made state, and another run would not
+        self._result: Any = None
 
+    @functools.cached_property
+    def recording(self) -> Recording:
+        known = plain_arrays((*[value for _, value in self._before], *self.arrays))
+        return Recording(known, self._swap, [*self.state.variables, *self._variables])
 
-class Session:
-    """One recorded run of a step."""
+    def saved(self, result: Any = None) -> State:
+        others = {"what it returns": result, "an argument": self.arrays}
+        return State(self.step, self._roots).save(others)
 
-    def __init__(
-        self,
-        step: Callable[..., Any],
-        values: tuple[Any, ...],
-        names: tuple[str, ...],
-        homes: dict[str, Array],
-    ) -> None:
-        self._homes = homes
-        self.is_at_home = True  # what is put in the place of arrays can be copied into them
-        self._step, self._values, self._names = step, values, names
-        self._arrays = [_array_of(value) for value in values]
-        # Of arguments that are no arrays, such as the instance of a method.
-        self._objects = [v for v, a in zip(values, self._arrays, strict=True) if a is None]
-        self._root = root_of(step, self._objects)
-        self._reach = Reach(self._root)
-        self.is_on_gpu = any(is_cupy(variable.data) for variable in self._reach.variables)
-        placements = [variable.placement for variable in self._reach.variables]
-        are_known = all(each is None or each.replays for each in placements)
-        self.reason = "" if are_known else "it uses a module sharded in a way that is not recorded"
+    def is_apart(self) -> bool:
+        """Return whether no array that is passed has memory of another one, or of the state."""
+        given = plain_arrays((*self.arrays,))
+        known = plain_arrays(tuple([value for _, value in self.state.held]))
+        pairs = chain(combinations(given, 2), product(given, known))
+        return not any(starmap(np.may_share_memory, pairs))
 
-    def can_record(self) -> bool:
-        """Return whether arguments are contiguous, and have no memory of others in common."""
-        places = [place.get() for place in self._reach.arrays]
-        known = [bounds(array) for array in places if type(array) is np.ndarray]
-        given = [bounds(array) for array in self._arrays if array is not None]
-        is_shared = any(a < end and begin < b for a, b in given for begin, end in known)
-        return _are_plain(self._arrays) and not is_shared
+    def why_not(self) -> str:
+        """Return what is wrong with an argument or with the step, if something is."""
+        if any(each(self.step) for each in _ARE_LATER):
+            return "it runs when what it returns is asked for"
+        if self.state.reason:
+            return self.state.reason
+        for number, (value, array) in enumerate(zip(self.values, self.arrays, strict=True)):
+            is_variable, kind = isinstance(value, Variable), cast(Any, type(value))
+            if array is not None and not (array.flags.aligned and array.dtype in NUMBERS):
+                what = f"an array of {array.dtype} that is no array of numbers, or not aligned"
+            elif is_variable and (value.calc_grad or value.node):
+                what = "a variable with a gradient"
+            elif array is None and not _is_hashable(value):
+                what = f"an object of type {kind.__name__}"
+            elif (
+                array is None
+                and kind.__eq__ is not object.__eq__
+                and plain_arrays(tuple([part for *_, part in parts(value)]))
+            ):
+                what = "compared by value, and has arrays that may be others"
+            else:
+                continue
+            return f"argument {number} is {what}; pass arrays and what can be compared"
+        return ""
 
-    def record(self, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
-        """Run the step and return what it returns, and an outline of what it did."""
-        places = self._reach.arrays
-        held = [(place, place.get()) for place in places]
-        plain = [array for _, array in held if type(array) is np.ndarray]
-        self._recording = Recording([*plain, *(a for a in self._arrays if a is not None)])
-        self._recorded: dict[int, Recorded] = {}
-        self._before = [(variable, variable.grad) for variable in self._reach.variables]
-        given = self._swap_in(places)
-        position = len(args)
-        drawn = others_drawn(self._reach)
+    def record(self) -> None:
+        """Run the step, and note what it does."""
+        recording = self.recording
+        given = [self._stand_in(v) if type(v) is np.ndarray else v for v in self.values]
+        args, options = given[: len(self.args)], given[len(self.args) :]
+        recording.begin()
         try:
-            current.recording = self._recording
-            own_operations.append(self._recording)
-            result = self._step(
-                *given[:position], **dict(zip(options, given[position:], strict=True))
-            )
-            self._recording.check_operations()
-            replaced = self._put_back(held, result)
+            self._result = self.step(*args, **dict(zip(self.options, options, strict=True)))
         finally:
-            current.recording = None
-            own_operations.remove(self._recording)
-            self._swap_out()
-        self._result = as_returned(result, {id(one) for one in self._reach.variables})
-        self._live = {(id(variable), "grad") for variable in self._reach.variables}
-        self._live |= numbers_of(live.values())
-        self.reason = self._recording.left
-        if others_drawn(self._reach) != drawn and not self.reason:
-            self.reason = "it draws random numbers that are not of flashlight_py.random.generator()"
-        if self._reach.opaque and not self.reason:
-            self.reason = (
-                f"it can reach what has a state that cannot be compared: {self._reach.opaque[0]}"
-            )
-        changed = self._reach.changed(self._live)
-        if changed and not self.reason:
-            what = "; ".join(changed)
-            self.reason = f"it changes what is not an array, which a replay would not do: {what}"
-        result = unwrapped(result)
-        _unwrap(Reach(functools.partial(id, result)).arrays)  # in objects that it returned
-        self._settle(replaced)
-        named = {address_of(array): place.words() for place, array, _ in replaced}
-        return result, outline(self._recording, self._arrays, named)
+            recording.end()
+        after = State(self.step, self._roots)
+        before, now = self.state.numbers, after.numbers
+        for path, _ in [one for one in now if one not in before] if now != before else ():
+            self._leave(f"it changes {words(path)}, which no replay does; keep it in an array")
+        self._settle(after)
+        after = State(self.step, self._roots) if self._moved else after
+        self.stamp = after.signature, int(count[0])  # what it belongs to, and when that was
 
-    def _settle(self, replaced: list[tuple[Place, Array, Array]]) -> None:
-        """Copy what was put in the place of arrays, which others may have, to where replays do."""
-        for place, array, now in replaced:
-            home = self._homes.get(place.words())
-            if self.reason:
-                place.set(now)
-            elif array is home:
-                np.copyto(array, now)
-            else:
-                self.is_at_home = False
-                self._homes[place.words()] = now.copy(order="K")
-                place.set(self._homes[place.words()])
+    def _swap(self, on: bool) -> None:
+        """Put what stands for arrays in their places, or arrays in its place."""
+        change = self._stand_in if on else self._stood_for
+        for place, _ in self._before:
+            value = place.get()
+            if value is not None and (instead := change(value)) is not value:
+                place.set(instead)
 
-    def description(self) -> tuple[Any, ...]:
-        """Return the program.
+    def _stand_in(self, value: Any) -> Any:
+        known: Any = self._known.get(id(value))
+        if known is None and type(value) is np.ndarray:
+            known = self._known[id(value)] = value, Recorded(value)
+            self.recording.stand_ins.append(weakref.ref(known[1]))
+        elif known is None and isinstance(value, tuple):
+            known = self._known[id(value)] = value, remade(value, self._stand_in)
+            self._known[id(known[1])] = known[::-1]
+        return known[1] if known else value
 
-        Raises:
-            CannotCapture: there is none.
-        """
-        touched = Touched(self._recording.notes)
-        kept: list[Array] = []
-        bindings: list[tuple[Any, ...]] = []
-        grads: list[tuple[Any, ...]] = []  # guards of those that the step depends on
-        for variable, before in self._before:
-            now = variable.grad
-            if before is None or touched.is_read_first(before):
-                grads.append(("slots", variable, (_slots["grad"],), (before,)))
-            if now is not before or (now is not None and touched.is_written(now)):
-                bindings.append((variable, SLOTS["grad"], now))
-                kept += [] if now is None else [now]
-        builder = Builder(
-            self._recording, self._arrays, self._values, kept, self._result, _has_blas
-        )
-        guards = _tape.guards([*Reach(self._root).guards(self._live), *grads])
-        return builder.describe(self._names, bindings, guards)
+    def _stood_for(self, value: Any) -> Any:
+        if isinstance(value, tuple):
+            known = self._known.get(id(value))
+            return known[1] if known else remade(value, self._stood_for)
+        return stood_for(value)
 
-    def _put_back(
-        self, held: list[tuple[Place, Any]], result: Any
-    ) -> list[tuple[Place, Array, Array]]:
-        """Return what took the place of arrays, and let replays copy it into them."""
-        returned = [place.get() for place in Reach(functools.partial(id, result)).arrays]
-        returned = [each.array for each in returned if type(each) is Recorded]
-        returned += arrays_of(as_returned(result, ()))
-        new = [
-            (place, array, now)
-            for place, array in held
-            if type(now := place.get()) in (Recorded, RecordedScalar)
-            and place.key != "grad"
-            and now.array is not array
-        ]
-        for place, array, now in new:
-            is_made = any(now.array is made for made in self._recording.made)
-            fits = now.array.shape == array.shape and now.array.dtype == array.dtype
-            is_only = sum(one.array is now.array for _, _, one in new) == 1
-            is_only &= sum(one is array for _, one in held) == 1
-            if not (is_made and fits and is_only) or place.key == "buffer":
-                self._recording.leave(f"another array takes the place of {place.words()}")
-            if any(np.may_share_memory(array, each) for each in returned):
-                self._recording.leave(
-                    f"it returns the array in the place of which another one is put: "
-                    f"{place.words()}; return a copy"
+    def _settle(self, after: State) -> None:
+        """Let replays copy what took the place of arrays to where they find it, always the same."""
+        recording, made = self.recording, []
+        known = {(id(place.holder), place.key) for place, _ in self._before}
+        for place, value in [x for x in after.held if (id(x[0].holder), x[0].key) not in known]:
+            place.set(self._stood_for(value))
+            made += (arrays := plain_arrays(value))
+            # A list is Python's, as what it does.
+            if any(map(recording.is_made, arrays)) and not isinstance(place.holder, list):
+                self._leave(
+                    f"it puts an array where there was none, {words(place.path)}; make it before, "
+                    "and write into it"
                 )
-        for place, array, now in () if self._recording.left else new:
-            note = Note(np.copyto, (array, now.array), {}, [], [array])
-            self._recording.notes.append(note)
-            place.set(array)
-        return [] if self._recording.left else [(place, a, now.array) for place, a, now in new]
+        changed = [
+            (place, before, now)
+            for place, before in self._before
+            if (now := place.get()) is not before
+            and not (place.key == "grad" and isinstance(place.holder, Variable))
+        ]
+        new: list[Any] = []  # arrays
+        for place, before, now in changed:
+            both = arrays_in(before), arrays_in(now) if type(now) is type(before) else ()
+            new += [(place, x, y) for x, y in zip_longest(*both) if x is not y]
+        values = [[x for _, x in self._before], [x.grad for x in self._grads], made] if new else []
+        held, put = Counter(map(id, arrays_in(values))), Counter([id(now) for *_, now in new])
+        for place, before, now in new:
+            stays = before is not None and now is not None and recording.is_made(now)
+            stays = stays and (now.shape, now.dtype) == (before.shape, before.dtype)
+            is_alone = held[id(before)] == put[id(now)] == 1
+            is_buffer = place.key == "buffer" and isinstance(place.holder, Variable)
+            if is_buffer or not (stays and is_alone):
+                recording.leave(
+                    f"something else takes the place of {words(place.path)}; write into it"
+                )
+            elif any(np.may_share_memory(each, before) for each in arrays_of(self._result)):
+                recording.leave(f"it returns what another array replaces: {words(place.path)}")
+        if recording.left:
+            return
+        homes: dict[int, Array] = {}
+        for _, before, now in new:
+            home = room_like(before)  # which nobody else has, as who has returned the old one
+            recording.move(before, home)
+            recording.notes.append(Note(np.copyto, (home, recording.noted(now)), {}, [], [home]))
+            np.copyto(home, now)
+            homes[id(now)] = self._moved[id(before)] = home
+        for place, before, now in changed:
+            self._moved[id(before)] = remade(now, lambda each: homes.get(id(each), each))
+            place.set(self._moved[id(before)])
 
-    def _swap_in(self, places: list[Place]) -> list[Any]:
-        for place in places:
-            array = place.get()
-            if type(array) is np.ndarray:
-                place.set(self._stand_in(array))
-        given = []
-        for value, array in zip(self._values, self._arrays, strict=True):
-            if array is None:
-                given.append(value)
-            elif isinstance(value, Variable):
-                value.data = self._stand_in(array)  # type: ignore[assignment]
-                given.append(value)
-            else:
-                given.append(self._stand_in(array))
-        return given
+    def _leave(self, reason: str) -> None:
+        """Leave for what another run may not do again."""
+        self.is_to_be_continued = True
+        self.recording.leave(reason)
 
-    def _stand_in(self, array: Array) -> Recorded:
-        return self._recorded.setdefault(id(array), Recorded(array))
+    def released(self) -> Any:
+        """Return what the step returned; put arrays in the place of what stands for them."""
+        result, self._result = unwrapped(self._result), None
+        self._known.clear()
+        found = [each for ref in self.recording.stand_ins if (each := ref()) is not None]
+        replace_all(found, self._stood_for)
+        return result
 
-    def _swap_out(self) -> None:
-        _unwrap(self._reach.arrays)
-        _unwrap(Reach(self._root).arrays)  # what the step itself has put somewhere
-        for value, array in zip(self._values, self._arrays, strict=True):
-            if isinstance(value, Variable):
-                value.data = array  # type: ignore[assignment]
-
-
-def _unwrap(places: list[Place]) -> None:
-    """Put arrays in the place of what stands for them."""
-    for place in places:
-        array = place.get()
-        if type(array) in (Recorded, RecordedScalar):
-            place.set(array.array if type(array) is Recorded else array.array[()])
-
-
-def _array_of(value: Any) -> Array | None:
-    if isinstance(value, Variable):
-        value = value.data
-    return value if type(value) is np.ndarray else None
-
-
-def _are_plain(arrays: list[Array | None]) -> bool:
-    """Return whether all are contiguous, and none has memory of another one."""
-    given = [array for array in arrays if array is not None]
-    spans = sorted(bounds(array) for array in given)
-    are_apart = all(one[1] <= other[0] for one, other in pairwise(spans))
-    return are_apart and all(each.flags.c_contiguous and each.flags.aligned for each in given)
+    def description(self, forget: Callable[[Any], None]) -> tuple[Any, ...]:
+        """Return the program; ``forget`` is called when an argument is no more."""
+        recording, moved = self.recording, self._moved
+        memory = Memory(recording, self.arrays)
+        kept: list[Any] = []
+        bindings, returned = [], arrays_of(self._result)
+        found = []  # gradients that the step looks at before it sets them
+        for variable, before in self._grads.items():
+            home = now = variable.grad
+            if variable in recording.grads_read:
+                found.append((variable, SLOTS["grad"], before))
+            if now is not None and now is not before:
+                if any(np.may_share_memory(now, each) for each in returned):
+                    home = variable.grad = now.copy(order="K")  # replays write to it
+                stand_in = recording.noted(now)
+                if memory.of(stand_in).piece in memory.given.values():
+                    raise CannotCapture("an argument becomes a gradient; copy it")
+                kept.append((stand_in, home))
+            is_set = variable in recording.grads_set or now is not before
+            if is_set or (now is not None and meets(memory.changed, now)):
+                bindings.append((variable, SLOTS["grad"], home))
+        builder = Builder(memory, self.values, kept, self._result, forget)
+        arrays = plain_arrays(tuple([moved.get(id(value), value) for _, value in self._before]))
+        used = {id(each): each for each in arrays if meets(memory.touched, each)}
+        names = [
+            (x.holder, x.key, len(x.holder) if type(value) is int else moved.get(id(value), value))
+            for x, value in self.state.names
+            # Else it is the result of a call before, which somebody has kept there.
+            if not (isinstance(value, Variable) and value.node) or meets(memory.touched, value.data)
+        ]
+        state = tuple(used.values()), tuple(names), found
+        return builder.describe(tuple(self.options), state, bindings)
 
 
-def _kind_of(value: Any) -> Any:
-    """Return what arguments must have in common to be replayed alike; None: it cannot be."""
-    array = _array_of(value)
-    if array is not None:
-        is_leaf = not isinstance(value, Variable) or not (value.calc_grad or value.node)
-        is_usable = is_leaf and is_number(array.dtype)
-        return (
-            (type(value), array.dtype.str, array.shape, array.flags.writeable)
-            if is_usable
-            else None
-        )
+def _is_hashable(value: Any) -> bool:  # a tuple of arrays is not
     try:
-        hash(value)
+        return hash(value) is not None
     except TypeError:
-        return None
-    return type(value), value
-
-
-def _described(value: Any) -> str:
-    array = _array_of(value)
-    if array is not None and not is_number(array.dtype):
-        return f"an array of {array.dtype}"
-    if isinstance(value, Variable):
-        return "a variable with a gradient"
-    return f"an object of type {type(value).__name__}"
+        return False

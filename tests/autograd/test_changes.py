@@ -33,6 +33,7 @@ def load(model: fl.nn.Module) -> None:
 CHANGES = [step, assign, load]
 LOSSES: dict[str, Callable[[fl.nn.Module, Variable], Variable]] = {
     "linear": lambda model, x: model(x),
+    "relu": lambda model, x: F.relu(model.params()[0]),
     "recompute": lambda model, x: fl.recompute(model)(x),
     "exp": lambda model, x: F.exp(model.params()[0]),
     "mul": lambda model, x: model.params()[0] * model.params()[0],
@@ -57,6 +58,18 @@ def test_a_change_that_the_package_makes_is_noticed(name: str, change: Any) -> N
     assert all(each.grad is None for each in (*model.params(), x))
     LOSSES[name](model, x).sum().backward()  # computed again, it is right
     assert model.params()[0].grad is not None
+
+
+@pytest.mark.parametrize("function", [F.linear, F.linear_relu])
+def test_linear_is_named_whatever_learns(function: Any) -> None:
+    x, weight, bias = np.ones((3, 2)), np.ones((2, 2)), np.ones(2)
+    for learns in range(3):
+        args = [fl.input(each) for each in (x, weight, bias)]
+        args[learns].calc_grad = True
+        loss = function(*args).sum()
+        args[learns].array = args[learns].array + 1
+        with pytest.raises(RuntimeError, match=r"backward: linear\(\) has used a variable"):
+            loss.backward()
 
 
 @pytest.mark.parametrize("change", CHANGES)

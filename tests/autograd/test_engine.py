@@ -232,6 +232,28 @@ def test_second_backward_says_that_the_graph_was_freed() -> None:
         y.backward()
 
 
+@pytest.mark.parametrize("retain_graph", [False, True])
+def test_a_linear_map_with_a_relu_whose_pass_has_failed(retain_graph: bool) -> None:
+    """The slope of the ReLU is not left out: it is freed with all the rest, or not at all."""
+    weight, bias = param(np.array([[1.0], [-1.0]])), param(np.zeros(2))
+    result, seed = F.linear_relu(input(np.array([[2.0]])), weight, bias), np.ones((1, 2))
+
+    def fail(_: Variable) -> None:
+        raise ArithmeticError
+
+    weight.register_grad_hook(fail)
+    with pytest.raises(ArithmeticError):
+        result.backward(seed, retain_graph)
+    weight.clear_grad_hook()
+    weight.grad = None
+    if retain_graph:
+        result.backward(seed)
+        np.testing.assert_array_equal(weight.grad, [[2], [0]])
+    else:
+        with pytest.raises(RuntimeError, match="freed by an earlier"):
+            result.backward(seed)
+
+
 def test_a_retained_graph_has_the_same_gradient_again() -> None:
     x = param(ones(1))
     y = (x * 2.0) * (x + 1.0)

@@ -191,11 +191,11 @@ class StandInNccl:
         return np.frombuffer(self.ffi.buffer(pointer, count * kind.itemsize), kind)
 
 
-def install(cpu: Backend, devices: int = 8, ordered: bool = False) -> StandInNccl:
+def install(cpu: Backend, devices: int = 8) -> StandInNccl:
     """Make this process believe that it has ``devices`` GPUs and NCCL 2.27.3."""
     ffi = _native.load("nccl").ffi
     nccl = StandInNccl(ffi, cpu)
-    sys.modules["cupy"] = StandInCupy(devices, ordered)
+    sys.modules["cupy"] = StandInCupy(devices)
     library = NcclLibrary(ffi, nccl, "stand-in", 22703)
     joining.load = lambda: library  # type: ignore[assignment]
     join = joining._communicator

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
-from flashlight_py.meter import CountMeter, Meter, MSEMeter, TimeMeter, TopKMeter
+from flashlight_py.meter import (
+    AverageValueMeter,
+    CountMeter,
+    Meter,
+    MSEMeter,
+    TimeMeter,
+    TopKMeter,
+)
+from flashlight_py.structure import Structured
 
 SCORES = np.array([[0.1, 0.7, 0.2], [0.5, 0.3, 0.2], [0.1, 0.2, 0.7], [0.4, 0.35, 0.25]])
 TARGETS = np.array([1, 1, 0, 2])
@@ -158,10 +168,53 @@ def test_the_sum_of_states_is_the_state_of_all(parts: list[Meter], together: obj
     assert [part.value() for part in parts] == before
 
 
+@pytest.mark.parametrize("kind", [AverageValueMeter, TimeMeter])
+def test_a_new_meter_is_reset(kind: type[Any]) -> None:
+    class More(kind):
+        def reset(self) -> None:
+            super().reset()
+            self.more = 0
+
+    assert More().more == 0
+
+
 def test_a_state_is_a_copy() -> None:
     meter = counted(0)
     meter.state()[:] = 99
     assert meter.value() == [1, 0]
+
+
+USES: dict[str, tuple[Callable[[], Meter], Callable[[Any], object]]] = {
+    "average": (AverageValueMeter, lambda meter: meter.add(1.5, 2)),
+    "average of arrays": (AverageValueMeter, lambda meter: meter.add(SCORES)),
+    "count": (lambda: CountMeter(3), lambda meter: meter.add(1)),
+    "mse": (MSEMeter, lambda meter: meter.add(SCORES, SCORES + 1)),
+    "time": (TimeMeter, lambda meter: (meter.resume(), meter.stop_and_inc_unit(2))),
+    "time that was set": (TimeMeter, lambda meter: meter.set(2.0, 3)),
+    "top k": (lambda: TopKMeter(1), lambda meter: meter.add(SCORES, TARGETS)),
+}
+
+
+@pytest.mark.parametrize("kind", USES)
+def test_meters_keep_their_arrays_and_change_nothing_of_their_structure(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, use = USES[kind]
+    meter, unused = make(), make().state()
+    arrays = {name: id(value) for name, value in vars(meter).items()}
+    monkeypatch.setattr(Structured, "__setattr__", refuse)
+    use(meter)
+    state = meter.state()
+    assert (state != unused).any()
+    again = pickle.loads(pickle.dumps(meter))
+    np.testing.assert_array_equal(again.state(), state)
+    meter.reset()
+    np.testing.assert_array_equal(meter.state(), unused)
+    assert arrays == {name: id(value) for name, value in vars(meter).items()}
+
+
+def refuse(self: Structured, name: str, value: object) -> None:
+    raise AssertionError(f"{type(self).__name__}.{name} is assigned")
 
 
 @pytest.mark.parametrize("make", [lambda: TopKMeter(0), lambda: CountMeter(0)])

@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flashlight_py.autograd import Variable, input
-from flashlight_py.nn import Container, Linear, ReLU, Sequential, Tanh, View
+from flashlight_py.autograd import Variable, input, param
+from flashlight_py.autograd.graph import Part
+from flashlight_py.nn import Container, Linear, ReLU, Sequential, Tanh, View, recompute
+from flashlight_py.random import set_seed
 
 
 def test_sequential_chains_what_was_given_and_added() -> None:
@@ -20,6 +22,53 @@ def test_sequential_chains_what_was_given_and_added() -> None:
         expected = model[position](expected)
     np.testing.assert_array_equal(model(x).array, expected.array)
     assert len(model) == 3
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_linear_map_and_a_relu_are_one_operation_with_the_same_bits(bias: bool) -> None:
+    set_seed(0)
+    model = Sequential(ReLU(), Linear(3, 4, bias), ReLU(), ReLU(), Linear(4, 4), Linear(4, 2, bias))
+    model.add(ReLU())
+    array = np.random.default_rng(0).standard_normal((5, 3)).astype("float32")
+
+    def run(forward: Any) -> list[Any]:
+        model.zero_grad()
+        x = param(array)
+        result = forward(x)
+        result.backward(np.ones(result.shape, "float32"))
+        return [result.array, x.grad, *(each.grad for each in model.params())]
+
+    def one_by_one(x: Variable) -> Variable:
+        for position in range(len(model)):
+            x = model[position](x)
+        return x
+
+    for together, alone in zip(run(model), run(one_by_one), strict=True):
+        assert together.tobytes() == alone.tobytes()
+
+
+@pytest.mark.parametrize("position", [0, 1])
+@pytest.mark.parametrize("way", ["before_forward", "recompute", "forward"])
+def test_a_linear_map_and_a_relu_are_called_one_by_one_where_calls_do_more(
+    position: int, way: str
+) -> None:
+    model, called = Sequential(Linear(2, 2), ReLU()), []
+    module = model[position]
+    if way == "before_forward":
+        module.before_forward = called.append
+    elif way == "recompute":
+        recompute(module)
+        called.append(module)  # what it does is in its own tests
+    else:
+        forward = module.forward
+        module.forward = lambda x: (called.append(module), forward(x))[1]  # type: ignore[method-assign,func-returns-value]
+    x = param(np.array([[1.0, -1.0]], "float32"))
+    result = model(x)
+    assert isinstance(result.node, Part) == (way == "recompute" and position == 1)
+    result.sum().backward()
+    assert called == [module]
+    expected = np.maximum(model[0](x).array, 0)
+    np.testing.assert_array_equal(result.array, expected)
 
 
 def test_empty_sequential_is_the_identity() -> None:

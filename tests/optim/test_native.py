@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from flashlight_py import _native, optim
 from flashlight_py.autograd import Variable, param
 from flashlight_py.device import to_device
 from flashlight_py.optim import cpu, optimizer
+from flashlight_py.optim.cpu import INVERSE, LR
 from tests.optim import reference
 
 MODULE = cpu.native()
@@ -245,20 +247,106 @@ def test_the_module_checks_what_it_is_called_with(
         MODULE.change(*arguments)
 
 
-def test_it_checks_the_lists_of_a_step() -> None:
+MEMORY = np.ones(1), np.zeros(1, np.int64), None
+SGD = "sgd", ((LR,), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("states", "source", "error", "match"),
+    [
+        ((), (*MEMORY, ("adam", (0.0,) * 9)), ValueError, "adam has 2 states, not 0"),
+        ((), (*MEMORY, None), TypeError, "a rule is"),
+        ((), (*MEMORY, ("sgd", ((5,), 0.0))), ValueError, "a field is a number or"),
+        ((), (*MEMORY, ("sgd", ((LR, 1, 2, 3), 0.0))), ValueError, "a field is a number or"),
+        ((), (*MEMORY, ("sgd", ((), 0.0))), ValueError, "a field is a number or"),
+        ((), (*MEMORY, ("sgd", ((LR,), "0"))), TypeError, "real number"),
+        ((), (*MEMORY, ("sgd", ((INVERSE, 0.5, 0.1), 0.0))), TypeError, "needs norms"),
+        ((), (np.ones(2), *MEMORY[1:], SGD), TypeError, "lr, counts and norms are arrays"),
+        ((), (1.0, *MEMORY[1:], SGD), TypeError, "lr, counts and norms are arrays"),
+        ((), (MEMORY[0], [0], None, SGD), TypeError, "lr, counts and norms are arrays"),
+        ((), (MEMORY[0], np.zeros(1), None, SGD), TypeError, "lr, counts and norms are arrays"),
+        ((), (*MEMORY[:2], np.zeros(2), SGD), TypeError, "lr, counts and norms are arrays"),
+        ((), (MEMORY[0], np.zeros(0, np.int64), None, SGD), IndexError, "1 parameters"),
+        (([],), (*MEMORY, ("momentum", ((LR,), 0.9, 0.0, 0.0))), IndexError, "range"),
+    ],
+)
+def test_it_checks_what_a_step_is_called_with(
+    states: Any, source: Any, error: type[Exception], match: str
+) -> None:
     assert MODULE is not None
     variable = param(np.ones(1))
     variable.grad = np.ones(1)
+    with pytest.raises(error, match=match):
+        MODULE.step([variable], states, *source, 1.0, 1)
     with pytest.raises(TypeError, match="step\\(params, states"):
         MODULE.step([variable])
-    for answer, match in [(("adam", (0.0,) * 9), "has 2 states, not 0"), (None, "a rule is")]:
-        with pytest.raises((ValueError, TypeError), match=match):
-            MODULE.step([variable], (), [0], lambda *_, a=answer: a, 1.0, False)
-    with pytest.raises(IndexError):
-        MODULE.step([variable], ([],), [0], lambda *_: None, 1.0, False)
     with pytest.raises(AttributeError):
-        MODULE.step([1], (), [0], lambda *_: None, 1.0, False)
+        MODULE.step([1], (), *MEMORY, SGD, 1.0, 1)
+    assert (variable.data.tolist(), MEMORY[1].tolist()) == ([1.0], [0])
+
+
+@pytest.mark.parametrize("has_native", [True, False])
+def test_a_decay_of_one_is_an_error_before_anything_changes(has_native: bool, without: Any) -> None:
+    variable = param(np.ones(1))
+    variable.grad = np.ones(1)
+    optimizer = optim.AdamOptimizer([variable], 0.1)
+    optimizer.beta1 = 1.0
+    if not has_native:
+        without()
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
     assert variable.data.tolist() == [1.0]
+
+
+@EVERY_RULE
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_prepared_steps_have_the_bits_of_steps(make: Make, dtype: str) -> None:
+    """They read the rate and counts where they lie, and step what had a gradient."""
+    sizes = [3, 100, 1, 30]
+    eager, other = (make([param(array) for array in draw(0, dtype, sizes)]) for _ in "ab")
+    grads = draw(1, dtype, sizes)
+    for each in (eager, other):
+        for variable, grad in zip(each.params[:3], grads, strict=False):
+            variable.grad = grad
+        each.step()
+    steps = other.prepared(0.3, *grads[:3], None)
+    for number in range(5):
+        for grad in grads:
+            np.multiply(grad, 1 + number, out=grad)
+        eager.lr = other.lr = 0.1 / (1 + number)
+        eager.step(0.3)
+        steps()
+    assert bits(other) == bits(eager)
+
+
+@pytest.mark.parametrize("what", unusual())
+def test_steps_of_what_does_not_fit_are_prepared_in_python(what: str) -> None:
+    def make() -> Any:
+        array, grad = unusual()[what]
+        optimizer = RULES["adam"]([param(np.ones(3)), param(np.ones(array.shape, array.dtype))])
+        optimizer.params[0].grad, optimizer.params[1].grad = np.ones(3), grad
+        optimizer.params[1].data = array
+        return optimizer
+
+    eager, other = make(), make()
+    steps = other.prepared(0.3, *(variable.grad for variable in other.params))
+    assert type(steps) is partial
+    assert type(other.prepared(0.3, np.ones(3), None)) is not partial
+    for _ in range(3):
+        eager.step(0.3)
+        steps()
+    assert bits(other) == bits(eager)
+
+
+def test_prepared_steps_keep_their_arrays() -> None:
+    variable = param(np.ones(1000))
+    steps = optim.SGDOptimizer([variable], 0.5).prepared(1.0, np.ones(1000))
+    array, variable.data, variable.grad = variable.data, np.zeros(0), None
+    np.full(1000, 7.0)
+    steps()
+    assert array.tolist() == [0.5] * 1000
+    with pytest.raises(TypeError, match="Steps\\(pieces"):
+        cpu.native().Steps([])  # type: ignore[union-attr]
 
 
 def test_without_it_a_warning_says_so_once(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +22,7 @@ from flashlight_py.optim import (
     RMSPropOptimizer,
     SGDOptimizer,
 )
+from flashlight_py.structure import Structured
 
 Make = Callable[[list[Variable]], FirstOrderOptimizer]
 
@@ -221,6 +224,94 @@ def test_loaded_state_is_copied() -> None:
     second.load_state_dict(first.state_dict())
     velocities = (o.state_dict()["velocity"][0] for o in (first, second))
     assert not np.shares_memory(*velocities)
+
+
+def test_the_numbers_of_a_state_are_python_s() -> None:
+    variables = run(OTHERS["novograd"], 0)
+    for make, name, kind in (
+        (AdamOptimizer, "steps", int),
+        (NovogradOptimizer, "square_norms", float),
+    ):
+        optimizer = make(variables, 0.1)
+        variables[0].grad = np.ones((2, 3))
+        optimizer.step()
+        state = optimizer.state_dict()
+        assert [type(number) for number in (state["lr"], *state[name])] == [float, kind, kind]
+        for wrong in ("many", "3", None, True, *((-1, 3.7, 1 << 70) if kind is int else ())):
+            with pytest.raises(ValueError, match=f"'{name}' of parameter 1 must be a .*number"):
+                optimizer.load_state_dict({**state, "lr": 3.0, name: [9, wrong]})
+        assert (optimizer.lr, optimizer.state_dict()[name]) == (0.1, state[name])
+
+
+class Own(FirstOrderOptimizer):
+    """Has attributes of its own with names that ours have, and a rate before all else."""
+
+    def __init__(self, params: Any) -> None:
+        self.lr = 0.5
+        super().__init__(params, self.lr)
+        self._steps: Any = {"all": 0}
+
+    def step(self) -> None:
+        self._steps["all"] += 1
+
+
+def test_an_optimizer_of_a_users_keeps_its_attributes() -> None:
+    optimizer = Own(parameters())
+    optimizer.step()
+    for each in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        each.step()
+        assert (each._steps, each.lr) == ({"all": 2}, 0.5)
+    assert optimizer._steps == {"all": 1}
+
+
+@MAKES
+def test_copies_and_pickles_go_on_as_the_original(make: Make) -> None:
+    optimizer = make(parameters())
+    for step in range(3):
+        copies = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
+        # Of versions that had numbers in no arrays.
+        before = {"_lr": optimizer.lr}
+        for name in {"_steps", "_square_norms"} & vars(optimizer).keys():
+            before[name] = getattr(optimizer, name).tolist()
+        copies.append(copy.deepcopy(optimizer))
+        copies[-1].__setstate__({**copies[-1].__getstate__(), **before})
+        for each in (optimizer, *copies):
+            each.lr = each.lr / 2
+            for variable, grad in zip(each.params, gradients(step), strict=True):
+                variable.grad = grad
+            each.step()
+        for each in copies:
+            assert each.state_dict().keys() == optimizer.state_dict().keys()
+            for ours, theirs in zip(each.params, optimizer.params, strict=True):
+                np.testing.assert_array_equal(ours.array, theirs.array)
+
+
+def test_a_shallow_copy_has_a_rate_of_its_own() -> None:
+    optimizer = SGDOptimizer(parameters(), 0.1)
+    copy.copy(optimizer).lr = 0.2
+    assert optimizer.lr == 0.1
+
+
+@MAKES
+def test_steps_and_rates_change_nothing_of_the_structure(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer, names = make(parameters()), []
+    set_attribute = Structured.__setattr__
+
+    def note(self: Structured, name: str, value: object) -> None:
+        names.append(name)
+        set_attribute(self, name, value)
+
+    monkeypatch.setattr(Structured, "__setattr__", note)
+    for variable, grad in zip(optimizer.params, gradients(0), strict=True):
+        variable.grad = grad
+    optimizer.step()
+    optimizer.lr = 0.2
+    optimizer.zero_grad()
+    assert not names
+    optimizer.weight_decay = 0.1  # type: ignore[attr-defined]
+    assert names == ["weight_decay"]
 
 
 @pytest.mark.parametrize(

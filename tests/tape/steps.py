@@ -1,40 +1,133 @@
-"""Steps in two copies, an eager and a captured one, to be compared bit by bit."""
+"""One step in two copies, an eager and a captured one, compared bit by bit after each call."""
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 import flashlight_py as fl
+from flashlight_py.device import is_cupy
 
 
-class Twin:
-    """A step, and the variables and the optimizer that it changes."""
+def compare(
+    make: Callable[[], Any],
+    calls: Iterable[Any],
+    change: Callable[..., Any] | None = None,
+    *,
+    eager: int | None = 1,
+    told: str | None = "",
+    raises: str | None = "",
+    named: bool = False,
+    check: bool = False,
+    stays: bool = False,
+) -> Any:
+    """Call what ``make`` makes, eagerly and captured, alike; return the captured step.
 
-    def __init__(self, step: Any, variables: list[fl.Variable], optimizer: Any = None) -> None:
-        self.step, self.variables, self.optimizer = step, variables, optimizer
+    ``make`` returns a step, or a tuple of one and what it changes. After each call all of that has
+    the same bits, as have the arrays that were passed, what was returned, and the random numbers
+    that follow. ``calls``: tuples of arguments, or the only ones; functions among them are called
+    with what the step changes, as is ``change(number, ...)`` before each call. ``eager``: how many
+    calls are no replays; None: any number. ``told``: the pattern of the warning where none is;
+    None: there may be one. ``raises``: of what some calls raise; None: any call may raise anything,
+    and is the last one then. ``named``: what the step changes is named to ``capture``. ``stays``:
+    later calls change what was returned as eager ones do, or not at all.
+    """
+    (step, *held), (other, *others) = _made(make), _made(make)
+    captured = fl.capture(other, state=others if named else (), check=check)
+    number, raised, results = -1, 0, list[Any]()
+    fl.random.generator()  # else a recording makes it
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.filterwarnings("always", "capture: ", RuntimeWarning)
+        for number, call in enumerate(calls):
+            if change is not None:
+                change(number, *held)
+                change(number, *others)
+            memory: dict[int, Any] = {}  # with the same arrays in common, in a copy
+            given = call if type(call) is tuple else (call,)
+            args = [arg(*held) if _is_function(arg) else arg for arg in given]
+            copies = [arg(*others) if _is_function(arg) else _copied(arg, memory) for arg in given]
+            random = fl.random.state_dict()
+            expected, follows = _outcome(step, args, raises), fl.random.state_dict()
+            fl.random.load_state_dict(random)
+            got = _outcome(captured, copies, raises)
+            assert fl.random.state_dict() == follows
+            if raises is None and isinstance(expected, Exception):
+                assert type(expected) is type(got)
+                return captured  # what was changed before the error is not promised
+            assert_same_bits([expected, *_arrays_in(args)], [got, *_arrays_in(copies)])
+            assert_same_bits(_state_of(held), _state_of(others))
+            raised += isinstance(expected, Exception)
+            now = leaves(expected) if stays else []
+            results += zip([array_of(x).copy("K") for x in now], now, leaves(got), strict=False)
+    assert all(is_same(before, last) or is_same(now, last) for before, now, last in results)
+    assert raised or not raises
+    if told is not None:
+        assert len(caught) == bool(told), captured.reason
+    if told:
+        assert re.search(told, str(caught[0].message)), caught[0].message
+        assert caught[0].filename == __file__
+        assert captured.replays == 0
+    elif not captured.reason and eager is not None:
+        assert number + 1 - captured.replays == eager, (number + 1, captured.replays)
+    return captured
 
-    def state(self) -> list[Any]:
-        """All that a step leaves behind."""
-        found: list[Any] = [variable.array for variable in self.variables]
-        found += [variable.grad for variable in self.variables]
-        if self.optimizer is not None:
-            found.append(self.optimizer.state_dict())
-        return found
 
-    def assert_replayed(self, calls: int, eager: int = 3) -> None:
-        """All calls but the first ones were replays."""
-        assert self.step.reason == ""
-        assert self.step.replays == calls - eager
+def _is_function(value: Any) -> bool:
+    return isinstance(value, FunctionType)
 
 
-def twins(make: Callable[[], tuple[Any, ...]]) -> tuple[Twin, Twin]:
-    """Return what ``make`` makes, eager and captured: (step, variables[, optimizer])."""
-    eager, (step, *rest) = Twin(*make()), make()
-    return eager, Twin(fl.capture(step), *rest)
+def _made(make: Callable[[], Any]) -> tuple[Any, ...]:
+    made = make()
+    return made if type(made) is tuple else (made,)
+
+
+def leaves(value: Any) -> list[Any]:
+    """Return what a result is nested of."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [each for part in value for each in leaves(part)]
+    return [value]
+
+
+def array_of(value: Any) -> Any:
+    array = np.asarray(value.array if isinstance(value, fl.Variable) else value)
+    is_float = array.dtype.kind in "fc"  # which of two NaNs comes of an operation is open
+    return np.where(np.isnan(array), np.nan, array) if is_float else array
+
+
+def is_same(expected: Any, got: Any) -> bool:
+    return bool(array_of(expected).tobytes() == array_of(got).tobytes())
+
+
+def _outcome(step: Any, args: list[Any], raises: str | None) -> Any:
+    try:
+        return step(*args)
+    except Exception as error:
+        if raises is not None and not (raises and re.search(raises, repr(error))):
+            raise
+        return error
+
+
+def _state_of(one: Any) -> Any:
+    """Return the numbers that an object holds."""
+    if isinstance(one, fl.Variable):
+        return [one.array, one.grad]
+    if isinstance(one, (list, tuple)):
+        return list(map(_state_of, one))
+    if isinstance(one, fl.nn.Module):
+        return [one.state_dict(), _state_of(one.params())]
+    for name in ("state_dict", "state"):
+        if hasattr(one, name):
+            return getattr(one, name)()
+    if isinstance(one, (dict, SimpleNamespace)):
+        return _state_of(list((one if isinstance(one, dict) else vars(one)).values()))
+    return one if isinstance(one, (np.ndarray, float)) else None
 
 
 def assert_same_bits(expected: Any, got: Any) -> None:
@@ -43,49 +136,72 @@ def assert_same_bits(expected: Any, got: Any) -> None:
         assert type(got) is fl.Variable
         assert got.calc_grad == expected.calc_grad
         expected, got = expected.array, got.array
-    if isinstance(expected, np.ndarray):
-        assert type(got) is np.ndarray
+    assert type(expected) is type(got)
+    if is_cupy(expected):
+        expected, got = expected.get(), got.get()
+    if type(expected) is np.ndarray:
         assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
-        assert got.tobytes() == expected.tobytes(), f"{expected} {got}"
+        assert is_same(expected, got), f"{expected} {got}"
     elif isinstance(expected, dict):
         assert list(expected) == list(got)
         assert_same_bits(list(expected.values()), list(got.values()))
     elif isinstance(expected, (list, tuple)):
-        assert type(expected) is type(got)
         assert len(expected) == len(got)
         for one, other in zip(expected, got, strict=True):
             assert_same_bits(one, other)
     else:
-        assert type(expected) is type(got)
         assert repr(expected) == repr(got)
 
 
-def compare(step: Callable[..., Any], calls: list[tuple[Any, ...]]) -> Any:
-    """Call an eager and a captured step alike; return the captured one."""
-    captured = fl.capture(step)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "capture: .* stays eager", RuntimeWarning)
-        for args in calls:
-            memory: dict[int, Any] = {}  # with the same arrays in common, in a copy
-            other = [_copied(arg, memory) for arg in args]
-            assert_same_bits(step(*args), captured(*other))
-            assert_same_bits(list(filter(_is_array, args)), list(filter(_is_array, other)))
-    return captured
-
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, np.ndarray)
+def _arrays_in(args: list[Any]) -> list[Any]:
+    return [arg for arg in args if isinstance(arg, np.ndarray)]
 
 
 def _copied(value: Any, memory: dict[int, Any]) -> Any:
-    if not _is_array(value):
+    if not isinstance(value, np.ndarray):
         return value
     base = value if value.base is None else value.base
-    if not _is_array(base) or base.dtype != value.dtype:
+    if not isinstance(base, np.ndarray) or base.dtype != value.dtype:
         return value.copy(order="K")
     copy = memory.setdefault(id(base), base.copy(order="K"))
     at = value.__array_interface__["data"][0] - base.__array_interface__["data"][0]
     return np.ndarray(value.shape, value.dtype, copy, at, value.strides)
+
+
+def training(
+    optimizer: Any, loss_of: Callable[..., Any], before_step: Callable[[], Any] | None = None
+) -> Callable[..., Any]:
+    """Return the step of ``optimizer`` down ``loss_of``, or the first of what that returns."""
+
+    def step(*given: Any) -> Any:
+        optimizer.zero_grad()
+        result = loss_of(*given)
+        (result[0] if type(result) is tuple else result).backward()
+        seen = before_step() if before_step is not None else None
+        optimizer.step()
+        return result, seen
+
+    return step
+
+
+def trained(read: Callable[[Any, Any], Any] = lambda loss, x: None) -> Any:
+    """Return a step that calls ``read`` with its loss, its model (with dropout), its optimizer."""
+    fl.set_seed(1)
+    layers = fl.nn.Linear(3, 5), fl.nn.ReLU(), fl.nn.Dropout(0.5), fl.nn.Linear(5, 1)
+    model = fl.nn.Sequential(*layers).astype("f8")
+    optimizer = fl.optim.SGDOptimizer(model.params(), lr=0.1, momentum=0.9)
+
+    def loss_of(x: np.ndarray) -> Any:
+        loss = (model(fl.input(x)) ** 2).mean()
+        return loss, read(loss, x)
+
+    return training(optimizer, loss_of), model, optimizer
+
+
+def regression(model: Any, optimizer: Any) -> Callable[..., Any]:
+    """Return a step of ``optimizer`` by the mean squared error of ``model``."""
+    criterion = fl.nn.MeanSquaredError()
+    return training(optimizer, lambda x, y: criterion(model(fl.input(x)), fl.no_grad(y)))
 
 
 def optimizers() -> dict[str, Callable[[list[fl.Variable]], Any]]:

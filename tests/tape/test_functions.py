@@ -1,8 +1,11 @@
-"""Every function and every optimizer: a captured step has the bits of the eager one."""
+"""What functions compute, the package's, NumPy's and optimizers: the bits of the eager step."""
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Callable
+from io import BytesIO
 from typing import Any
 
 import numpy as np
@@ -10,72 +13,334 @@ import pytest
 
 import flashlight_py as fl
 from tests.autograd.cases import CASES, Case
-from tests.tape.steps import assert_same_bits, optimizers, twins
+from tests.tape.steps import compare, optimizers, training
 
-STEPS = 100
-
-
-def stepping(case: Case, dtype: Any) -> Callable[[], tuple[Any, ...]]:
-    """What makes a step that differentiates ``case``, and the variables it changes."""
-
-    def make() -> tuple[Any, ...]:
-        params = [fl.param(array.astype(dtype)) for array in case.arrays]
-        optimizer = fl.optim.SGDOptimizer(params, lr=1e-4, momentum=0.5)
-
-        def step(*noise: np.ndarray) -> Any:
-            optimizer.zero_grad()
-            given = [param + fl.input(each) for param, each in zip(params, noise, strict=True)]
-            out = case.ours(*given)
-            loss = (out * out).sum()
-            loss.backward()
-            optimizer.step()
-            return out, loss
-
-        return step, params
-
-    return make
-
-
+F = fl.autograd.functions
+Array = np.ndarray[Any, Any]
+X = np.random.default_rng(0).random((10, 3, 4)) * 4 - 2
 # What an index by truth values returns may have any shape.
 CAPTURED = [case for case in CASES if case.name != "index_mask"]
+DTYPES = pytest.mark.parametrize("dtype", ["float32", "float64"])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@DTYPES
 @pytest.mark.parametrize("case", CAPTURED, ids=[case.name for case in CAPTURED])
 def test_function(case: Case, dtype: str) -> None:
+    def make() -> Any:
+        params = [fl.param(array.astype(dtype)) for array in case.arrays]
+
+        def loss_of(*noise: np.ndarray) -> Any:
+            given = [param + fl.input(each) for param, each in zip(params, noise, strict=True)]
+            out = case.ours(*given)
+            return (out * out).sum(), out
+
+        return training(fl.optim.SGDOptimizer(params, 1e-4, momentum=0.5), loss_of), params
+
     random = np.random.default_rng(1)
-    eager, captured = twins(stepping(case, dtype))
-    for _ in range(STEPS):
-        noise = [np.asarray(random.random(a.shape) / 100, dtype) for a in case.arrays]
-        assert_same_bits(eager.step(*noise), captured.step(*noise))
-    captured.assert_replayed(STEPS)
-    assert_same_bits(eager.state(), captured.state())
+    shapes = [array.shape for array in case.arrays]
+    noise = [[np.asarray(random.random(s) / 100, dtype) for s in shapes] for _ in range(100)]
+    compare(make, map(tuple, noise))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@DTYPES
 @pytest.mark.parametrize("name", optimizers())
 def test_optimizer(name: str, dtype: str) -> None:
-    def make() -> tuple[Any, ...]:
+    def make() -> Any:
         fl.set_seed(3)
         model = fl.nn.Sequential(fl.nn.Linear(5, 7), fl.nn.Tanh(), fl.nn.Linear(7, 3)).astype(dtype)
         optimizer = optimizers()[name](model.params())
 
-        def step(x: np.ndarray, y: np.ndarray) -> Any:
-            optimizer.zero_grad()
-            scores = fl.autograd.functions.log_softmax(model(fl.input(x)))
-            loss = fl.autograd.functions.categorical_cross_entropy(scores, fl.input(y))
-            loss.backward()
-            optimizer.step()
-            return loss
+        def loss_of(x: np.ndarray, y: np.ndarray) -> Any:
+            return F.categorical_cross_entropy(F.log_softmax(model(fl.input(x))), fl.input(y))
 
-        return step, model.params(), optimizer
+        return training(optimizer, loss_of), optimizer, model
+
+    def change(number: int, optimizer: Any, model: Any) -> None:
+        optimizer.lr = 1e-3 / (1 + number)  # read by every replay
 
     random = np.random.default_rng(1)
-    eager, captured = twins(make)
-    for number in range(STEPS):
-        x, y = random.random((4, 5)).astype(dtype), random.integers(-1, 3, 4)
-        for each in (eager, captured):
-            each.optimizer.lr = 1e-3 / (1 + number)  # read by every replay
-        assert_same_bits(eager.step(x, y), captured.step(x, y))
-    captured.assert_replayed(STEPS)
-    assert_same_bits(eager.state(), captured.state())
+    calls = [(random.random((4, 5)), random.integers(-1, 3, 4)) for _ in range(100)]
+    compare(make, [(x.astype(dtype), y) for x, y in calls], change)
+
+
+@DTYPES
+def test_a_norm_is_computed_by_each_replay(dtype: str) -> None:
+    def make() -> Any:
+        fl.set_seed(1)
+        model = fl.nn.Sequential(fl.nn.Linear(3, 5), fl.nn.Linear(5, 1)).astype(dtype)
+        optimizer = fl.optim.SGDOptimizer(model.params(), lr=0.1, momentum=0.9)
+        clip = lambda: fl.optim.clip_grad_norm(model.params(), 0.5)  # noqa: E731
+        return training(optimizer, lambda x: (model(fl.input(x)) ** 2).mean(), clip), model
+
+    # Some like each other, which must not make the norm a constant.
+    compare(make, np.random.default_rng(0).random((4, 4, 3)).astype(dtype).repeat(5, axis=0))
+
+
+# What NumPy allows: ways to call its functions, and to change arrays -----------------------------
+
+
+def changing(change: Callable[[Array, Array], Any], of: Callable[[Array], Array] = np.copy) -> Any:
+    """Return a step that calls ``change`` with a new array and its argument."""
+
+    def step(x: Array) -> Any:
+        y = of(x * 2)
+        change(y, x)
+        return y
+
+    return step
+
+
+def number_and_view(view_of: Callable[[Any], Any]) -> Callable[[Array], Any]:
+    def step(x: Array) -> Any:
+        number = x.sum()
+        view = view_of(number)
+        view += 1
+        return number, view
+
+    return step
+
+
+# Some of which NumPy refuses.
+CALLS: dict[str, Callable[[Array], Any]] = {
+    "out of one": lambda x: (y := np.zeros_like(x[0, 0, ...]), np.dot(x[0], x[1], y), y)[1:],
+    "out of method by position": changing(lambda y, x: x.cumsum(0, None, y)),
+    "list of sums": changing(lambda y, x: y[0].__setitem__(slice(3), [x.sum(), x.max(), 0.0])),
+    "sum with list of sums": lambda x: x[0, :2] + [x.sum(), x.max()],
+    "choice of list of sums": lambda x: np.where(x[0, :2] > 0, [x.sum(), x.max()], 0),
+    "median that overwrites": changing(lambda y, x: np.median(y, 0, None, True)),
+    "median that overwrites by name": changing(lambda y, x: np.median(y, overwrite_input=True)),
+    "flat elements of transposed": changing(lambda y, x: y.T.flat.__setitem__(slice(2), 7.0)),
+    "real parts that are set": changing(lambda y, x: setattr(y, "real", 3.0), lambda x: x + 1j),
+    "elements that are set": changing(lambda y, x: setattr(y, "flat", 3.0)),
+    "shape that is set": changing(lambda y, x: setattr(y, "shape", (4, 3))),
+    "truth value": lambda x: (x > 0)[0, 0],
+    "max by position": lambda x: (np.max(x, 0, None, True), x.max(0, None, True)),
+    "mean by position": lambda x: (np.mean(x, 0, None, None, True), x.mean(0, None, None, True)),
+    "any by position": lambda x: np.any(x > 0, 0, None, True),
+    "clip by name": lambda x: (np.clip(x, min=-1, max=1), np.clip(x, max=0.5)),
+    "results that share memory": lambda x: np.unravel_index(x.argsort(None), x.shape),
+    "row at a number": changing(lambda y, x: np.add(row := y[abs(y[0]).argmax() % 3], 1, out=row)),
+    "number and its view": number_and_view(lambda number: number[...]),
+    "number and its reshaped view": number_and_view(lambda number: number.reshape(1)),
+    "number and a view by function": number_and_view(lambda number: np.reshape(number, 1)),
+    "number by function": lambda x: (np.transpose(x.sum()), np.squeeze(x.max())),
+    "number that is filled": lambda x: (n := x.sum(), n.fill(3), n)[2],
+    "parts of a number": lambda x: (x.sum().imag, x.sum().real, x.sum().T),
+    "all by position": lambda x: ((x > 0).all(0, None), np.all(x > 0, 1), x.any(1, dtype="?")),
+    "no room": lambda x: ((x > 0).view("u1") < 300, np.clip(x.view("u1"), -1, 300)),
+    "round": lambda x: (round(x.sum(), 1), round(x.max())),
+    "memory": lambda x: bytes((x * 2).data) and x,
+    "few and more": lambda x: (x[0, :2] * 2, x[:2, :2] * 2, x[:2, :2].T * 2, x.reshape(-1)[:4] * 2),
+    "method of numbers of Python": lambda x: x.sum().is_integer(),
+    "array of one for a number": changing(lambda y, x: y[0].__setitem__(0, x[0, :1])),
+    "array of two for a number": changing(lambda y, x: y[0].__setitem__(0, x[0, :2])),
+    "list for a number": changing(lambda y, x: y[0].__setitem__(0, [x[0, 0]])),
+    "more dimensions": changing(lambda y, x: y.__setitem__(0, x[:1, None])),
+    "number that is written to": lambda x: np.copyto(x.max(), x.sum()),
+    "number that is put to": lambda x: np.put(x.max(), 0, 1.0),
+    "number for a result": lambda x: np.add(x[0], 1.0, out=x.max()),
+    "copyto by name": changing(lambda y, x: np.copyto(dst=y, src=x)),
+    "file that is written": lambda x: np.save(BytesIO(), x),
+    "elements of a number": lambda x: (n := x.sum(), n.flat.__setitem__(0, 2.0), n * x)[2],
+    "file of a number": lambda x: np.save(BytesIO(), x.sum()),
+    "powers in place": changing(lambda y, x: y.__ipow__(0.5), lambda x: abs(x).astype(int)),
+    "counts": lambda x: x[0].repeat(abs(x[0]).astype(int)),
+    "copies of a number": lambda x: copy.deepcopy(x.sum().item()),
+    "objects": lambda x: (y := x.astype("O"), y.__setitem__(0, x.sum()), y.tolist())[2],
+}
+
+
+@pytest.mark.parametrize("action", ["ignore", "error"])
+@pytest.mark.parametrize("case", CALLS.values(), ids=CALLS)
+def test_calls(case: Callable[[Array], Any], action: Any) -> None:
+    def step(x: Array) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter(action, DeprecationWarning)
+            try:
+                return case(x)
+            except (ValueError, TypeError, DeprecationWarning) as error:
+                return isinstance(error, TypeError)
+
+    compare(lambda: step, X, told=None)
+
+
+RANDOM = np.random.default_rng(0)
+SPECIAL = [0, 1, -1.5, 2.5, -0.0, np.nan, np.inf, -np.inf]
+EXPONENTS = (9, 1), (70,), (9, 70), (1,), ()  # for each row, each column, every element, and all
+
+
+def of_matrices(shape: tuple[int, int]) -> list[tuple[Array, Array]]:
+    choices = [[1.5, 2.5], [0.0, -0.0, 1.5], [-0.0, -1.5]] * 6
+    return [(RANDOM.choice(each, shape), RANDOM.choice(each, shape[::-1])) for each in choices]
+
+
+def of_powers(dtype: str, shape: tuple[int, ...]) -> list[tuple[Array, Array]]:
+    bases = RANDOM.random((10, 9, 70)).astype(dtype) * 3
+    exponents = RANDOM.choice(np.array([-1.0, 2.0, 0.5, 0.0, 3.0], dtype), (10, *shape))
+    return [(base, np.asarray(exponent)) for base, exponent in zip(bases, exponents, strict=True)]
+
+
+def classes(x: Array) -> Any:
+    given = x, x.mean(), x.mean(keepdims=True), x[0, 0], x[:1, :1]
+    kinds = float, np.floating, np.generic, np.ndarray
+    are = [isinstance(each, kinds[number]) for each in given for number in range(4)]
+    return x * 2, are, np.isscalar(x.sum())
+
+
+def limits(x: Array) -> Any:
+    ways = [(ufunc, zero) for ufunc in (np.maximum, np.minimum) for zero in (0.0, -0.0)]
+    return [(ufunc(x, zero), ufunc(zero, x), ufunc(x[:, ::2], zero)) for ufunc, zero in ways]
+
+
+def products(x: Array, y: Array) -> Any:
+    return x @ y, np.dot(x, y), np.outer(x, y)
+
+
+def powers(x: Array, y: Array) -> Any:
+    """NumPy takes reciprocals, roots and squares where the exponent stays the same in a loop."""
+    return np.power(x, y), np.power(x[:, ::2].T, 2.0), x**y, (+x)[::-1, ::-1].__ipow__(2.5)
+
+
+def truths(x: Array) -> Array:
+    """Some loops of NumPy's write to other elements than every second: so must a replay."""
+    found = np.stack([x, -x]) > 2
+    for ufunc in (np.isnan, np.isinf, np.isfinite, np.signbit):
+        ufunc(x, out=found.T[:, 1])
+        ufunc(x, out=found.reshape(-1)[::2])
+    return found
+
+
+# With the calls, in which each shape and dtype is recorded by itself.
+VALUES: dict[Callable[..., Any], list[Any]] = {
+    classes: [X],
+    limits: [RANDOM.choice([0.0, -0.0, np.nan], (4, 9, 7))],
+    products: [of_matrices(shape) for shape in ((1, 1), (1, 5), (5, 1))],
+    powers: [of_powers(dtype, shape) for dtype in ("f4", "f8") for shape in EXPONENTS],
+    lambda x: x.sum(keepdims=True): [RANDOM.choice([1.5, np.nan, -np.nan], (20, 5000))],
+    truths: [[RANDOM.choice(SPECIAL, 70)] * 5],
+}
+
+
+@pytest.mark.parametrize("step", VALUES)
+def test_values(step: Callable[..., Any]) -> None:
+    for calls in VALUES[step]:
+        compare(lambda: step, calls)
+
+
+def test_errors_of_numbers_that_arrays_have_no_room_for() -> None:
+    def step(x: Array) -> Any:
+        whole = np.zeros_like(x, np.int8)
+        whole[1:] = x.max()
+        whole[0, 1:3] = [x.max(), 0]
+        return whole
+
+    refused = [X[0] + number for number in (np.nan, np.inf, 300.0)]
+    compare(lambda: step, [*X, *refused], raises="ValueError|OverflowError", eager=4)
+    for value in (300, np.nan, 1j):
+        with pytest.raises((ValueError, TypeError, OverflowError)):
+            [fl.capture(lambda x, to=value: step(x).fill(to))(X[0]) for _ in range(3)]
+
+
+THREE = np.arange(3)
+UNUSED: dict[str, tuple[Callable[[Array, Array], Any], Array, str]] = {
+    "power": (np.power, THREE - 1, "ValueError"),
+    "number": (lambda x, y: x[2] ** y.min(), THREE - 1, "ValueError"),
+    "index": (lambda x, y: x[y], THREE + 1, "IndexError"),
+    "set": (lambda x, y: x.copy().__setitem__(y, 0), THREE + 1, "IndexError"),
+    "fit": (lambda x, y: x.astype("i1").__setitem__(0, y.max()), THREE + 300, "OverflowError"),
+}
+
+
+@pytest.mark.parametrize("name", UNUSED)
+def test_errors_of_what_nobody_uses(name: str) -> None:
+    call, refused, error = UNUSED[name]
+
+    def step(x: Array, y: Array) -> Any:
+        call(x, y)
+        return x + y
+
+    calls = [(THREE, THREE.copy())] * 6 + [(THREE, refused)]
+    compare(lambda: step, calls, raises=error, eager=2)
+
+
+LAYOUTS: dict[str, Callable[[Array], Array]] = {
+    "as it is": lambda x: x,
+    "transposed": lambda x: x.T,
+    "by columns": lambda x: x.reshape(x.shape[::-1], order="F"),
+    "reversed": lambda x: x.reshape(-1)[::-1],
+    "reversed in both": lambda x: x[::-1, ::-1],
+    "every other": lambda x: x[:, ::2],
+    "from the second": lambda x: x.reshape(-1)[1:],
+    "row for each": lambda x: np.broadcast_to(x[0], x.shape),
+    "one": lambda x: x[0, :1],
+    "one of a row": lambda x: x[:1, :1],
+    "one reversed": lambda x: x[0, :1][::-1],
+}
+UFUNCS = {each for each in vars(np).values() if isinstance(each, np.ufunc) and each.nout == 1}
+
+
+@pytest.mark.parametrize("dtype", "?bBhHiIqQefdFD")
+def test_layouts(dtype: str) -> None:
+    """NumPy's loops differ in their bits with the steps that they are called with."""
+    random = np.random.default_rng(0)
+    with np.errstate(all="ignore"):
+        values = random.choice(SPECIAL, (2, 70 * 3)) + random.choice(SPECIAL, (2, 70 * 3)) * 1j
+        x, y = (values.real if dtype not in "FD" else values).astype(dtype).reshape(2, 70, 3)
+        for ufunc in sorted(UFUNCS - {np.power}, key=lambda each: each.__name__):
+            parts = [x, y][: ufunc.nin]
+
+            def step(*parts: Array, do: np.ufunc = ufunc) -> list[Any]:
+                return [do(*map(layout, parts)) for layout in LAYOUTS.values()]
+
+            try:
+                step(*parts)
+            except (TypeError, ValueError):  # not of this dtype, or a matrix product
+                continue
+            compare(lambda: step, [tuple(parts)] * 4)
+
+
+@DTYPES
+def test_sums_after_other_operations(dtype: str) -> None:
+    """NumPy adds halves; replays do all other operations a strip at a time."""
+
+    def step(x: Array) -> Any:
+        error = x - 0.5
+        return (error * error).sum(), error.mean(), abs(x).sum(keepdims=True), x.T.sum(), error * 2
+
+    random = np.random.default_rng(0)
+    for size in (1, 7, 8, 130, 2047, 2048, 2049, 4100, 12345, 100003):
+        arrays = [random.standard_normal(size).astype(dtype) for _ in range(5)]
+        compare(lambda: step, arrays)
+    compare(lambda: step, [-np.zeros((100, 50), dtype)] * 5)
+
+
+def memory_of_what_ends(x: Array, y: Array) -> Any:
+    """A result takes the place of an operand, or a strip's; what is still read stays as it is."""
+    one = x * 2
+    two = one + y
+    three = np.maximum(two, one)
+    four = three * y[0]
+    five = four.T - three.T
+    two += 1
+    five *= 3
+    return two.sum(0), five.T + one[::-1], four.reshape(-1)[::2] * 1, three.max(1), five
+
+
+def beside_a_view_of_an_argument(x: Array, y: Array) -> Any:
+    """The number of an argument is not that of an array that was made."""
+    return y[::-1], x * 2, y + 1, x[:, ::-1], x
+
+
+def rows_of_every_second_element(x: Array, y: Array) -> Any:
+    """A row that is laid out once for many is not read behind its last element."""
+    columns = x.shape[1] + 1
+    return x[:, : columns // 2] + x[-1, columns % 2 :: 2]
+
+
+@pytest.mark.parametrize(
+    "step", [memory_of_what_ends, beside_a_view_of_an_argument, rows_of_every_second_element]
+)
+@pytest.mark.parametrize("shape", [(300, 70), (3, 5000), (5000, 3), (128, 128), (64, 64)])
+def test_memory(step: Callable[..., Any], shape: tuple[int, int]) -> None:
+    random = np.random.default_rng(0)
+    compare(lambda: step, [tuple(random.standard_normal((2, *shape))) for _ in range(5)])

@@ -1,4 +1,4 @@
-"""Captured steps on several ranks: the bits of eager ones, and the same errors."""
+"""Captured steps on several ranks: the bits of eager ones, the same calls, and the same errors."""
 
 from __future__ import annotations
 
@@ -6,265 +6,362 @@ import contextlib
 import os
 import signal
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 import flashlight_py as fl
+from flashlight_py.parallel import functional
 from tests.distributed.harness import run_outcomes, run_ranks
-from tests.tape.steps import assert_same_bits, twins
+from tests.launch.launcher import launch, write
+from tests.tape.steps import assert_same_bits, compare, regression, training
 
 STEPS = 24
 
 
-def data(rank: int) -> tuple[np.ndarray, np.ndarray]:
+def data(rank: int) -> list[tuple[np.ndarray, np.ndarray]]:
     random = np.random.default_rng(rank)
-    return (
-        random.random((STEPS, 4, 6)).astype(np.float32),
-        random.random((STEPS, 4, 3)).astype(np.float32),
-    )
+    xs, ys = random.random((STEPS, 4, 6)), random.random((STEPS, 4, 3))
+    return [*zip(xs.astype(np.float32), ys.astype(np.float32), strict=True)]
 
 
-def make(kind: str) -> tuple[Any, ...]:
-    """What makes a step whose gradients are reduced in a way that ``kind`` names."""
+def few(rank: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    return data(rank)[:8]
+
+
+def network(width: int) -> fl.nn.Sequential:
     fl.set_seed(0)
-    width = 40_000 if kind == "large buckets" else 9
-    model = fl.nn.Sequential(
-        fl.nn.Linear(6, width), fl.nn.ReLU(), fl.nn.Dropout(0.2), fl.nn.Linear(width, 3)
-    )
-    options: dict[str, Any] = {
-        "buckets": {},
-        "small buckets": {"bucket_bytes": 100},
-        "large buckets": {"bucket_bytes": 1_100_000},  # which are reduced in the background
-        "reducer": {"reducer": fl.InlineReducer(1 / fl.get_world_size())},
-        "hook": {"hook": fl.Float16Compression()},
-    }[kind]
-    fl.distribute_module_grads(model, **options)
+    ends = fl.nn.Linear(6, width), fl.nn.Linear(width, 3)
+    return fl.nn.Sequential(ends[0], fl.nn.ReLU(), fl.nn.Dropout(0.2), ends[1])
+
+
+def reduced(width: int = 9, **options: Any) -> Callable[[], Any]:
+    """What makes a step whose gradients are reduced as ``options`` say."""
+
+    def make() -> Any:
+        model = network(width)
+        fl.distribute_module_grads(model, **options)
+        step = regression(model, fl.optim.AdamOptimizer(model.params(), 0.01))
+        return lambda x, y: fl.all_reduce(step(x, y)[0].array * 1, op="avg"), model
+
+    return make
+
+
+def with_leaves() -> Any:
+    model = network(9)
+    fl.distribute_module_grads(model, leaves=4)
     optimizer = fl.optim.AdamOptimizer(model.params(), 0.01)
     criterion = fl.nn.MeanSquaredError()
 
     def step(x: np.ndarray, y: np.ndarray) -> Any:
         optimizer.zero_grad()
-        loss = criterion(model(fl.input(x)), fl.no_grad(y))
-        loss.backward()
+        for rows, targets in fl.leaves(model, x, y):
+            loss = criterion(model(fl.input(rows)), fl.no_grad(targets))
+            loss.backward()
         optimizer.step()
-        return fl.all_reduce(loss.array * 1, op="avg")
+        return loss
 
-    return step, model.params(), optimizer, model
-
-
-def train(rank: int, size: int, kind: str) -> int | str:
-    models = []
-
-    def without_model() -> tuple[Any, ...]:
-        *made, model = make(kind)
-        models.append(model)
-        return tuple(made)
-
-    eager, captured = twins(without_model)
-    xs, ys = data(rank)
-    losses: list[list[Any]] = []
-    for twin in (eager, captured):
-        fl.set_seed(rank)
-        losses.append([twin.step(x, y) for x, y in zip(xs, ys, strict=True)])
-    assert_same_bits(*losses)
-    assert_same_bits(eager.state(), captured.state())
-    return captured.step.reason or int(captured.step.replays)
+    return step, model, optimizer
 
 
-@pytest.mark.parametrize("kind", ["buckets", "small buckets", "large buckets"])
-def test_gradients_are_reduced_by_replays(kind: str) -> None:
-    assert run_ranks(train, 2, kind) == [STEPS - 3] * 2
+def accumulating(divide: Callable[[Any], Any], width: int) -> Callable[[], Any]:
+    """Two passes, the first within no_sync, also of a parameter of each rank's own.
 
+    An argument says whether the second one is synchronised.
+    """
 
-def test_gradients_are_reduced_by_replays_through_gloo() -> None:
-    assert run_ranks(train, 3, "small buckets", params={"BACKEND": "gloo"}) == [STEPS - 3] * 3
-
-
-def stay_eager(rank: int, size: int, kind: str) -> Any:
-    with pytest.warns(RuntimeWarning, match="stays eager"):
-        return train(rank, size, kind)
-
-
-@pytest.mark.parametrize("kind", ["reducer", "hook"])
-def test_what_sends_more_than_arrays_of_the_step_stays_eager(kind: str) -> None:
-    for reason in run_ranks(stay_eager, 2, kind):
-        assert "test_ranks.py" in reason
-
-
-def leaf_by_leaf(rank: int, size: int) -> int:
-    def make_step() -> tuple[Any, ...]:
-        fl.set_seed(0)
-        model = fl.nn.Sequential(fl.nn.Linear(6, 9), fl.nn.Dropout(0.2), fl.nn.Linear(9, 3))
-        fl.distribute_module_grads(model, leaves=4)
-        optimizer = fl.optim.AdamOptimizer(model.params(), 0.01)
+    def make() -> Any:
+        model = network(width)
+        divide(model)
+        scale = fl.param(np.ones(3, np.float32))
+        optimizer = fl.optim.SGDOptimizer([*model.params(), scale], 1e-6, momentum=0.9)
         criterion = fl.nn.MeanSquaredError()
 
-        def step(x: np.ndarray, y: np.ndarray) -> Any:
-            optimizer.zero_grad()
-            for rows, targets in fl.leaves(model, x, y):
-                loss = criterion(model(fl.input(rows)), fl.no_grad(targets))
-                loss.backward()
-            optimizer.step()
-            return loss
-
-        return step, model.params(), optimizer
-
-    eager, captured = twins(make_step)
-    xs, ys = data(7)
-    for number, (x, y) in enumerate(zip(xs, ys, strict=True)):
-        for twin in (eager, captured):
-            fl.set_seed(number)
-            twin.last = twin.step(x, y)
-        assert_same_bits(eager.last, captured.last)
-        assert_same_bits(eager.state(), captured.state())
-    assert captured.step.reason == ""
-    return int(captured.step.replays)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_leaves_are_replayed(size: int) -> None:
-    assert run_ranks(leaf_by_leaf, size) == [STEPS - 3] * size
-
-
-def accumulate(rank: int, size: int) -> int:
-    fl.set_seed(0)
-
-    def make_step() -> tuple[Any, ...]:
-        fl.set_seed(0)
-        model = fl.nn.Linear(6, 3)
-        fl.distribute_module_grads(model)
-        optimizer = fl.optim.SGDOptimizer(model.params(), 0.1)
-        criterion = fl.nn.MeanSquaredError()
-
-        def step(x: np.ndarray, y: np.ndarray, last: bool) -> Any:
-            loss = criterion(model(fl.input(x)), fl.no_grad(y))
-            with contextlib.nullcontext() if last else fl.no_sync(model):
-                loss.backward()
+        def step(x: np.ndarray, y: np.ndarray, last: bool = True) -> Any:
+            for part in range(2):
+                rows = slice(2 * part, 2 * part + 2)
+                with contextlib.nullcontext() if part and last else fl.no_sync(model):
+                    out = model(fl.input(x[rows])) * scale
+                    criterion(out, fl.no_grad(y[rows])).backward()
             if last:
                 optimizer.step()
                 optimizer.zero_grad()
-            return loss
 
-        return step, model.params(), optimizer
+        return step, model, scale, optimizer
 
-    eager, captured = twins(make_step)
-    xs, ys = data(rank)
-    for number in range(STEPS):
-        given = xs[number], ys[number], number % 3 == 2
-        assert_same_bits(eager.step(*given), captured.step(*given))
-    assert_same_bits(eager.state(), captured.state())
-    assert captured.step.reason == ""
-    return int(captured.step.replays)
+    return make
 
 
-def test_gradients_accumulate_under_no_sync() -> None:
-    first, second = run_ranks(accumulate, 2)
-    assert first == second > STEPS // 2
+def with_stack() -> Any:
+    step, model = reduced()()
+    return step, model, contextlib.ExitStack()
 
 
-def no_sync_from_outside(rank: int, size: int) -> None:
-    models = []
-
-    def without_model() -> tuple[Any, ...]:
-        *made, model = make("buckets")
-        models.append(model)
-        return tuple(made)
-
-    eager, captured = twins(without_model)
-    xs, ys = data(rank)
-    for number, (x, y) in enumerate(zip(xs, ys, strict=True)):
-        for twin, model in zip((eager, captured), models, strict=True):
-            fl.set_seed(number)
-            with fl.no_sync(model) if number % 2 else contextlib.nullcontext():
-                twin.last = twin.step(x, y)
-        assert_same_bits(eager.last, captured.last)
-    assert_same_bits(eager.state(), captured.state())
-    assert captured.step.replays > 0
+def enter_and_leave(number: int, model: Any, stack: contextlib.ExitStack) -> None:
+    stack.close()
+    if number % 2 == 0:
+        stack.enter_context(fl.no_sync(model))
 
 
-def test_no_sync_around_a_captured_step_is_seen() -> None:
-    run_ranks(no_sync_from_outside, 2)
+def sharded(divide: Callable[[Any], Any], optimizer_of: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        fl.set_seed(0)
+        layers = fl.nn.Linear(6, 400_000), fl.nn.ReLU(), fl.nn.Linear(400_000, 3)
+        model = fl.nn.Sequential(*layers)
+        divide(model)
+        optimizer = optimizer_of(model.params(), 0.01)
+        return regression(model, optimizer), model.params(), optimizer
+
+    return make
+
+
+def cut(model: Any) -> None:
+    fl.parallel.shard_linear(model[0], "column")
+    fl.parallel.shard_linear(model[2], "row")
+
+
+def stepping_in_backward(model: Any) -> None:
+    fl.fully_shard(model, step_in_backward=True)
+
+
+def exchange() -> Any:
+    rank = fl.get_world_rank()
+
+    def step(x: np.ndarray, y: np.ndarray) -> Any:
+        sent, peer = x * 2, 1 - rank
+        got = fl.sendrecv(sent, peer, sent * 0, peer)
+        sending = fl.isend(got + 1, peer, 3)
+        other = fl.irecv(sent * 0, peer, 3).wait()
+        sending.wait()
+        return got + other, fl.all_gather(other * 2, async_op=True).wait()
+
+    return step
+
+
+def begin_and_leave() -> Any:
+    works: list[Any] = []
+
+    def step(x: np.ndarray, y: np.ndarray) -> Any:
+        works.append(fl.all_reduce(x * 2, async_op=True))
+        return x + 1
+
+    return step, works
+
+
+def wait(number: int, works: list[Any]) -> None:
+    works[:] = [each.wait() if hasattr(each, "wait") else each for each in works]
+
+
+def differentiable(verb: Callable[..., fl.Variable]) -> Callable[[], Any]:
+    def make() -> Any:
+        weight = fl.param(np.ones((6, 3), np.float32))
+        optimizer, rank = fl.optim.SGDOptimizer([weight], 0.1), fl.get_world_rank()
+        step = training(optimizer, lambda x: (verb(fl.input(x) @ weight, rank) ** 2).sum())
+        return lambda x, y: step(x), weight
+
+    return make
+
+
+VERBS: list[Callable[[fl.Variable, int], fl.Variable]] = [
+    lambda v, rank: functional.all_reduce(v),
+    lambda v, rank: functional.reduce_scatter(v),
+    lambda v, rank: functional.all_gather(v),
+    lambda v, rank: functional.all_to_all(v),
+    lambda v, rank: functional.all_to_all(v, [1, 3]),
+    lambda v, rank: functional.broadcast(v, 1),
+    lambda v, rank: functional.send(v, 1) if rank == 0 else functional.recv(v.array, 0) + v,
+]
+
+
+class Case(NamedTuple):
+    """What ``compare`` gets; ``data`` returns the calls of a rank."""
+
+    make: Callable[[], Any]
+    told: str = ""
+    change: Callable[..., Any] | None = None
+    eager: int = 1
+    data: Callable[[int], list[Any]] = data
+    sizes: tuple[int, ...] = (2,)
+    backend: str = "shm"
+
+
+NO_ARRAY = "is sent that is no array of the step"
+ADAM, NOVOGRAD = fl.optim.AdamOptimizer, fl.optim.NovogradOptimizer
+CASES = {
+    "buckets": Case(reduced()),
+    "small buckets": Case(reduced(bucket_bytes=100)),
+    "small buckets through gloo": Case(reduced(bucket_bytes=100), sizes=(3,), backend="gloo"),
+    # Which are reduced in the background.
+    "large buckets": Case(reduced(40_000, bucket_bytes=1_100_000)),
+    "unequal batches": Case(
+        reduced(), data=lambda rank: [(x[rank:], y[rank:]) for x, y in data(rank)]
+    ),
+    "leaves": Case(with_leaves, data=lambda rank: data(7), sizes=(1, 2, 3)),
+    "no_sync of shards": Case(accumulating(fl.fully_shard, 400_000), data=few),
+    "no_sync at times": Case(
+        accumulating(fl.distribute_module_grads, 9),
+        eager=3,
+        data=lambda rank: [(*both, number % 3 == 2) for number, both in enumerate(data(rank))],
+    ),
+    "no_sync around a step": Case(with_stack, change=enter_and_leave, eager=2),
+    "fully_shard": Case(sharded(fl.fully_shard, ADAM), data=few),
+    "fully_shard, novograd": Case(sharded(fl.fully_shard, NOVOGRAD), data=few),
+    "shard_linear": Case(sharded(cut, ADAM), data=lambda rank: few(0)),
+    "shard_linear, novograd": Case(sharded(cut, NOVOGRAD), data=lambda rank: few(0)),
+    "messages": Case(exchange, data=few),
+    # What sends more than arrays of the step, or something else, stays eager.
+    "reducer": Case(reduced(reducer=fl.InlineReducer(0.5)), NO_ARRAY + r", at .*steps\.py"),
+    "hook": Case(reduced(hook=fl.Float16Compression()), r"reads a value .* at .*steps\.py"),
+    "step in backward": Case(
+        sharded(stepping_in_backward, ADAM),
+        r"model\[2\].bias is of a module sharded with step_in_backward",
+        data=few,
+    ),
+    "begun and left": Case(begin_and_leave, "does not wait for", wait),
+    "number of Python": Case(lambda: lambda x, y: (fl.all_reduce(3.0), x + 1), NO_ARRAY),
+}
+
+
+def alike(rank: int, size: int, name: str) -> None:
+    make, told, change, eager, calls, *_ = CASES[name]
+    compare(make, calls(rank), change, told=told, eager=eager)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        pytest.param(name, size, marks=[pytest.mark.slow] * ("novograd" in name))
+        for name, case in CASES.items()
+        for size in case.sizes
+    ],
+)
+def test_a_step(name: str, size: int) -> None:
+    run_ranks(alike, size, name, params={"BACKEND": CASES[name].backend})
+
+
+def all_verbs(rank: int, size: int) -> None:
+    for verb in VERBS:
+        compare(differentiable(verb), few(rank))
+
+
+def joined(rank: int, size: int) -> None:
+    """With other numbers of batches: the step sends numbers of samples, and stays eager."""
+    found = []
+    for wrap in (fl.capture, lambda step: step):
+        model = network(9)
+        fl.distribute_module_grads(model)
+        optimizer = fl.optim.SGDOptimizer(model.params(), 0.1)
+        step, calls = wrap(regression(model, optimizer)), data(rank)[: STEPS - 9 * rank]
+        fl.set_seed(rank)
+        with warnings.catch_warnings(), fl.join(model, optimizer):
+            warnings.filterwarnings("ignore", f".*{NO_ARRAY}")
+            for given in calls:
+                step(*given)
+        found.append(model.state_dict())
+    assert_same_bits(*found)
 
 
 def one_rank_stays_eager(rank: int, size: int) -> None:
     """The calls of a replay are those of an eager step, so that ranks need not agree."""
-    step, params, *_ = make("buckets")
-    other, expected, *_ = make("buckets")
+    (step, model), (other, expected) = reduced()(), reduced()()
     mine = fl.capture(step) if rank == 0 else step
-    xs, ys = data(rank)
-    for number, (x, y) in enumerate(zip(xs, ys, strict=True)):
-        fl.set_seed(number)
-        mine(x, y)
-        fl.set_seed(number)
-        other(x, y)
-    for one, two in zip(params, expected, strict=True):
-        assert one.array.tobytes() == two.array.tobytes()
+    for number, given in enumerate(data(rank)):
+        for each in (mine, other):
+            fl.set_seed(number)
+            each(*given)
+    assert_same_bits(model.state_dict(), expected.state_dict())
 
 
-def test_a_captured_rank_works_beside_an_eager_one() -> None:
-    run_ranks(one_rank_stays_eager, 2)
+@pytest.mark.parametrize("program", [all_verbs, joined, one_rank_stays_eager])
+def test_two_ranks(program: Callable[..., None]) -> None:
+    run_ranks(program, 2)
 
 
 def lose_a_peer(rank: int, size: int) -> str:
-    step, *_ = make("buckets")
-    captured = fl.capture(step)
-    xs, ys = data(rank)
-    for number in range(STEPS):
+    captured = fl.capture(reduced()()[0])
+    for number, given in enumerate(data(rank)):
         if rank == 1 and number == 10:
             os.kill(os.getpid(), signal.SIGKILL)
         try:
-            captured(xs[number], ys[number])
+            captured(*given)
         except fl.errors.PeerLostError as error:
-            assert captured.replays == 7
+            assert captured.replays == 9
             return str(error)
     return "nobody was lost"
 
 
 def test_a_killed_peer_is_reported_by_a_replay() -> None:
-    outcomes = run_outcomes(lose_a_peer, 2)
-    assert "rank 1" in str(outcomes[0])
-
-
-def communicate_unseen(rank: int, size: int) -> None:
-    numbers = np.zeros(3)
-
-    @fl.capture
-    def step(x: np.ndarray) -> Any:
-        fl.all_reduce(float(rank))  # a number of Python
-        return x + numbers
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(6):
-            step(np.ones(3))
-    assert len(caught) == 1
-    assert "is sent that is no array of the step" in str(caught[0].message)
-
-
-def test_what_is_sent_unseen_ends_the_capture() -> None:
-    run_ranks(communicate_unseen, 2)
+    assert "rank 1" in str(run_outcomes(lose_a_peer, 2)[0])
 
 
 def profile_replays(rank: int, size: int, path: str) -> None:
-    @fl.capture
-    def step(x: np.ndarray) -> np.ndarray:
-        return fl.all_reduce(x * 2, scale=1 / size)
-
+    step = fl.capture(lambda x: fl.all_reduce(x * 2, scale=1 / size))
     for _ in range(3):
         step(np.ones(3))
     with fl.profile(path):
         assert_same_bits(np.full(3, 2.0), step(np.ones(3)))
-    assert step.replays == 1
+    assert step.replays == 3
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_the_profile_of_a_replay_has_its_collectives(size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("run", [profile_replays, partial(run_ranks, profile_replays)])
+def test_the_profile_of_a_replay_has_its_collectives(run: Any, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    if size == 1:
-        profile_replays(0, 1, str(path))
-    else:
-        run_ranks(profile_replays, size, str(path))
+    _ = run(0, 1, str(path)) if run is profile_replays else run(2, str(path))
     assert "all_reduce" in path.read_text(encoding="utf-8")
+
+
+# Trains from the last checkpoint on; a rank kills itself when it is about to replay step 12.
+PROGRAM = """
+import os, signal, sys
+import numpy as np
+import flashlight_py as fl
+
+folder, is_captured = sys.argv[1], sys.argv[2] == "captured"
+fl.distributed_init()
+fl.set_seed(0)
+layers = fl.nn.Linear(4, 9), fl.nn.ReLU(), fl.nn.Dropout(0.2), fl.nn.Linear(9, 1)
+model = fl.nn.Sequential(*layers)
+fl.broadcast_parameters(model)
+fl.distribute_module_grads(model)
+optimizer = fl.optim.AdamOptimizer(model.params(), 0.01)
+criterion = fl.nn.MeanSquaredError()
+
+def step(x, y):
+    optimizer.zero_grad()
+    criterion(model(fl.input(x)), fl.no_grad(y)).backward()
+    optimizer.step()
+
+if is_captured:
+    step = fl.capture(step)
+checkpoint = fl.load(folder, module=model, optimizer=optimizer, rng=True)
+first = 0 if checkpoint is None else checkpoint.step
+is_again = os.environ["FLASHLIGHT_RESTART_COUNT"] != "0"
+assert is_again == (is_captured and first == 10)
+for number in range(first, 20):
+    random = np.random.default_rng([fl.get_world_rank(), number])
+    if is_captured and number == 12 and fl.get_world_rank() == 1 and not is_again:
+        assert step.replays == 11
+        os.kill(os.getpid(), signal.SIGKILL)
+    step(random.random((5, 4), np.float32), random.random((5, 1), np.float32))
+    if number == 9:
+        fl.save(folder, module=model, optimizer=optimizer, rng=True, step=10)
+assert not is_captured or step.replays == 9
+if fl.get_world_rank() == 0:
+    np.savez(f"{folder}.npz", **model.state_dict())
+"""
+
+
+def test_a_job_started_again_captures_again(tmp_path: Path) -> None:
+    script = write(tmp_path, PROGRAM)
+    found = []
+    for way in ("eager", "captured"):
+        done = launch("-n", 2, "--max-restarts", 1, script, tmp_path / way, way)
+        assert done.returncode == 0, done.stderr
+        assert ("was killed by SIGKILL" in done.stderr) == (way == "captured")
+        with np.load(f"{tmp_path / way}.npz") as saved:
+            found.append({name: saved[name].tobytes() for name in saved.files})
+    assert found[0] == found[1]

@@ -13,15 +13,21 @@ from typing import Any, TypeAlias
 
 from flashlight_py import kernels
 from flashlight_py.autograd.engine import GradSink
-from flashlight_py.autograd.functions.elementwise import as_pair, as_variable, mul, relu, sub
-from flashlight_py.autograd.variable import Input, Operand, Variable, record
+from flashlight_py.autograd.functions.elementwise import (
+    as_pair,
+    as_variable,
+    mul,
+    slope_of_relu,
+    sub,
+)
+from flashlight_py.autograd.graph import Vjp
+from flashlight_py.autograd.variable import Input, Operand, Variable, record, record_all
 from flashlight_py.device import (
     Array,
     array_module,
-    captured_gpu,
+    constant,
     is_cupy,
     narrowed,
-    product,
     total,
     widened,
 )
@@ -257,88 +263,108 @@ def linear(x: Input, weight: Input, bias: Input | None = None) -> Variable:
     Raises:
         ValueError: the shapes do not fit together.
     """
-    x, weight = as_variable(x), as_variable(weight)
-    bias = None if bias is None else as_variable(bias)
-    _check_shapes(x, weight, bias)
-    if x.data.ndim == 2:
-        return _linear(x, weight, bias)
-    *outer, features = x.data.shape
-    rows = reshape(x, (math.prod(outer), features))
-    return reshape(_linear(rows, weight, bias), (*outer, weight.data.shape[0]))
+    return _linear(x, weight, bias, False)
 
 
-def _linear(
-    x: Variable, weight: Variable, bias: Variable | None, with_relu: bool = False
-) -> Variable:
-    rows, w = x.data, _to_keep(weight)
-    out = product(rows, weight.data.T)
-
-    def weight_vjp(grad: Array) -> Any:
-        return _into_gradient(weight, grad, rows)
-
-    def x_vjp(grad: Array) -> Any:
-        return product(grad, weight.data if w is None else w)
-
-    # The parameters come first: their hooks fire while the input's gradient is still to compute.
-    edges = [(weight, weight_vjp), (x, x_vjp)]
-    if bias is not None:
-        if with_relu:
-            kernels.add_bias_relu(out, bias.data)
-        else:
-            out += bias.data
-        # A view is ten times cheaper than a sum.
-        edges.insert(1, (bias, lambda grad: grad[0] if len(grad) == 1 else total(grad, 0)))
-    if isinstance(weight.buffer, GradSink) and weight.buffer.is_stepped:
-        edges.insert(0, edges.pop())
-    result = record(out, *edges)
-    if with_relu:
-        return record(out, (result, lambda grad: kernels.relu_slope(grad, out)))
-    return result
-
-
-def linear_relu(x: Input, weight: Input, bias: Input) -> Variable:
-    """Return ``max(linear(x, weight, bias), 0)``; on a GPU, bias and maximum are one launch.
+def linear_relu(x: Input, weight: Input, bias: Input | None = None) -> Variable:
+    """Return ``max(linear(x, weight, bias), 0)`` by one operation; on a GPU one launch does both.
 
     Args:
         x: shape ``[..., in]``.
         weight: shape ``[out, in]``.
-        bias: shape ``[out]``.
+        bias: shape ``[out]``, or None.
 
     Raises:
         ValueError: the shapes do not fit together.
     """
-    x, weight, bias = as_variable(x), as_variable(weight), as_variable(bias)
-    _check_shapes(x, weight, bias)
-    rows = x.data
-    fits = rows.ndim == 2 and rows.dtype == weight.data.dtype == bias.data.dtype
-    together = fits and is_cupy(rows)
-    return _linear(x, weight, bias, True) if together else relu(linear(x, weight, bias))
+    return _linear(x, weight, bias, True)
 
 
-def _into_gradient(weight: Variable, grad: Array, rows: Array) -> Any:
+def _linear(x: Input, weight: Input, bias: Input | None, with_relu: bool) -> Variable:
+    x = x if isinstance(x, Variable) else Variable(x)
+    weight = weight if isinstance(weight, Variable) else Variable(weight)
+    if bias is not None and not isinstance(bias, Variable):
+        bias = Variable(bias)
+    rows, w = x.data, weight.data
+    if rows.ndim != 2 or w.ndim != 2:
+        return _linear_of_more_dimensions(x, weight, bias, with_relu)
+    try:
+        out = rows.dot(w.T)
+    except ValueError:
+        if rows.shape[1] == w.shape[1]:
+            raise
+        raise _misfit(rows, w) from None
+    if bias is not None and bias.data.shape != out.shape[1:]:
+        raise ValueError(
+            f"linear: expected bias of shape ({len(w)},) for a weight of shape {w.shape}, "
+            f"got {bias.data.shape}"
+        )
+    slope = None
+    if with_relu:
+        slope = _add_bias_and_relu(out, bias)
+    elif bias is not None:
+        out += bias.data
+    kept = w if weight.placement is None else None  # a sharded one is read again in the end
+
+    def weight_vjp(grad: Array) -> Any:
+        return grad.T.dot(rows) if weight.buffer is None else _into_buffer(weight, grad, rows)
+
+    def bias_vjp(grad: Array) -> Any:
+        if len(grad) == 1:
+            return grad[0]  # a view is ten times cheaper than a sum
+        return total(grad, 0) if grad.dtype.char == "e" else grad.sum(0)
+
+    # The parameters come first: their hooks fire while the input's gradient is still to compute.
+    edges: list[tuple[Variable, Vjp]] = [(weight, weight_vjp)]
+    if bias is not None:
+        edges.append((bias, bias_vjp))
+    if x._calc_grad:
+        edges.append((x, lambda grad: grad.dot(weight.data if kept is None else kept)))
+        buffer = weight.buffer
+        if isinstance(buffer, GradSink) and buffer.is_stepped:
+            edges.insert(0, edges.pop())
+    return record_all(out, edges, slope)
+
+
+def _add_bias_and_relu(out: Array, bias: Variable | None) -> Vjp:
+    """Make ``out`` the larger of ``out + bias`` and 0, in place; return the slope of the latter."""
+    zero = constant(0, out)
+    if bias is not None and is_cupy(out) and bias.data.dtype == out.dtype:
+        kernels.add_bias_relu(out, bias.data)
+    else:
+        if bias is not None:
+            out += bias.data
+        array_module(out).maximum(out, zero, out=out)
+    return slope_of_relu(out, zero)
+
+
+def _linear_of_more_dimensions(
+    x: Variable, weight: Variable, bias: Variable | None, with_relu: bool
+) -> Variable:
+    *outer, features = x.data.shape or (-1,)
+    if weight.data.ndim != 2 or features != weight.data.shape[1]:
+        raise _misfit(x.data, weight.data)
+    rows = reshape(x, (math.prod(outer), features))
+    return reshape(_linear(rows, weight, bias, with_relu), (*outer, len(weight.data)))
+
+
+def _misfit(rows: Array, w: Array) -> ValueError:
+    if w.ndim != 2:
+        return ValueError(f"linear: expected a weight of shape [out, in], got {w.shape}")
+    return ValueError(
+        f"linear: expected input of shape [..., {w.shape[1]}] for a weight of shape {w.shape}, "
+        f"got {rows.shape}"
+    )
+
+
+def _into_buffer(weight: Variable, grad: Array, rows: Array) -> Any:
     """Return the product; the first contribution is written to where it belongs, if it can be."""
     buffer = weight.buffer
     if isinstance(buffer, GradSink):
         return buffer.product(weight, grad.T, rows)
-    fits = buffer is not None and weight.grad is None and buffer.flags.c_contiguous
+    fits = weight.grad is None and buffer.flags.c_contiguous
     fits = fits and grad.dtype == rows.dtype == weight.dtype
-    return product(grad.T, rows, buffer if fits else None)
-
-
-def _check_shapes(x: Variable, weight: Variable, bias: Variable | None) -> None:
-    shape = weight.data.shape
-    if len(shape) != 2:
-        raise ValueError(f"linear: expected a weight of shape [out, in], got {shape}")
-    if x.data.shape[-1:] != shape[1:]:
-        raise ValueError(
-            f"linear: expected input of shape [..., {shape[1]}] for a weight of shape {shape}, "
-            f"got {x.data.shape}"
-        )
-    if bias is not None and bias.data.shape != shape[:1]:
-        raise ValueError(
-            f"linear: expected bias of shape ({shape[0]},) for a weight of shape {shape}, "
-            f"got {bias.data.shape}"
-        )
+    return grad.T.dot(rows, out=buffer if fits else None)
 
 
 def matmul(a: Operand, b: Operand) -> Variable:
@@ -369,17 +395,10 @@ def matmul(a: Operand, b: Operand) -> Variable:
 def _matmul(x: Variable, y: Variable) -> Variable:
     p, q = _to_keep(x), _to_keep(y)
     return record(
-        _stacked(x.data, y.data),
-        (x, lambda grad: _stacked(grad, (y.data if q is None else q).swapaxes(-1, -2))),
-        (y, lambda grad: _stacked((x.data if p is None else p).swapaxes(-1, -2), grad)),
+        x.data @ y.data,
+        (x, lambda grad: grad @ (y.data if q is None else q).swapaxes(-1, -2)),
+        (y, lambda grad: (x.data if p is None else p).swapaxes(-1, -2) @ grad),
     )
-
-
-def _stacked(a: Array, b: Array) -> Array:
-    """Return the products of matrices in the last two dimensions."""
-    owner = captured_gpu() if is_cupy(a) else None
-    found: Array = a @ b if owner is None else owner.product(a, b)
-    return found
 
 
 def _to_keep(operand: Variable) -> Array | None:

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from flashlight_py import kernels
+from flashlight_py.autograd.graph import Vjp
 from flashlight_py.autograd.variable import Input, Operand, Variable, record
-from flashlight_py.device import Array, array_module, is_cupy
+from flashlight_py.device import Array, array_module, constant, is_cupy
 from flashlight_py.random import generator
 
 
@@ -180,10 +181,29 @@ def sigmoid(x: Input) -> Variable:
 def relu(x: Input) -> Variable:
     """Return ``max(x, 0)``; the slope at 0 is 0."""
     x = as_variable(x)
-    out = array_module(x.data).maximum(x.data, 0)
+    zero = constant(0, x.data) if x._calc_grad else 0
+    out = array_module(x.data).maximum(x.data, zero)
+    slope = slope_of_relu(out, zero)
+
+    def vjp(grad: Array) -> Any:  # whose name is in errors
+        return slope(grad)
+
+    return record(out, (x, vjp))
+
+
+def slope_of_relu(out: Array, zero: Any) -> Vjp:
+    """Return the vjp of a function whose result is ``out`` where that is above 0, else 0."""
     if is_cupy(out):
-        return record(out, (x, lambda grad: kernels.relu_slope(grad, out)))
-    return record(out, (x, lambda grad: grad * (out > 0)))
+        return lambda grad: kernels.relu_slope(grad, out)
+
+    def vjp(grad: Array) -> Any:
+        slope = (out > zero).astype(grad.dtype)  # NumPy takes longer for a product with bools
+        if not out.flags.c_contiguous:  # the product may lie in another order than the slope
+            return grad * slope
+        slope *= grad
+        return slope
+
+    return vjp
 
 
 def abs(x: Input) -> Variable:

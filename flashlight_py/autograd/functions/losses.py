@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from flashlight_py import kernels
 from flashlight_py.autograd.functions.elementwise import as_variable
-from flashlight_py.autograd.variable import Input, Variable, record
-from flashlight_py.device import Array, array_module, is_cupy, narrowed, require, total, widened
+from flashlight_py.autograd.variable import Input, Variable, record, record_all
+from flashlight_py.device import (
+    Array,
+    array_module,
+    constant,
+    is_cupy,
+    narrowed,
+    total,
+    widened,
+)
 
 
 def softmax(x: Input, axis: int = -1) -> Variable:
@@ -56,25 +64,30 @@ def mean_squared_error(prediction: Input, target: Input) -> Variable:
             f"mean_squared_error: prediction has shape {p.shape}, target {t.shape}; they must "
             "be equal (nothing is broadcast here)"
         )
-    if not p.size:
+    size = p.size
+    if not size:
         raise ValueError(f"mean_squared_error: nothing to average in shape {p.shape}")
     if is_cupy(p) and p.dtype == t.dtype and p.dtype.kind == "f":
-        # One launch forward, one for each gradient, and no array in between.
-        scale = 2.0 / p.size
-        return record(
-            kernels.mean_square_error(p, t),
-            (prediction, lambda grad: kernels.scaled_difference(p, t, grad, scale)),
-            (target, lambda grad: kernels.scaled_difference(p, t, grad, -scale)),
-        )
+        return _mean_squared_error_on_gpu(prediction, target)
     difference = p - t
     error = widened(difference)
     flat = error.reshape(-1)
-    mean = array_module(p).asarray(flat.dot(flat) / p.size, difference.dtype)
-    slope = error.dtype.type(2.0 / p.size)
+    mean = array_module(p).asarray(flat.dot(flat) / size, difference.dtype)
+    slope = constant(2.0 / size, error)
+    inputs = [(prediction, lambda grad: error * (grad * slope))]
+    if target._calc_grad:
+        inputs.append((target, lambda grad: error * (grad * -slope)))
+    return record_all(mean, inputs)
+
+
+def _mean_squared_error_on_gpu(prediction: Variable, target: Variable) -> Variable:
+    """Return the loss of arrays on a GPU: one launch forward, and one for each gradient."""
+    p, t = prediction.data, target.data
+    scale = 2.0 / p.size
     return record(
-        mean,
-        (prediction, lambda grad: error * (grad * slope)),
-        (target, lambda grad: error * (grad * -slope)),
+        kernels.mean_square_error(p, t),
+        (prediction, lambda grad: kernels.scaled_difference(p, t, grad, scale)),
+        (target, lambda grad: kernels.scaled_difference(p, t, grad, -scale)),
     )
 
 
@@ -106,14 +119,11 @@ def categorical_cross_entropy(
         )
     classes, xp = logs.shape[-1], array_module(logs)
     right = ((labels >= 0) & (labels < classes)) | (labels == ignore_index)
-
-    def error() -> ValueError:
-        return ValueError(
+    if not right.all():  # on a GPU it is waited for
+        raise ValueError(
             f"categorical_cross_entropy: target {int(labels[~right][0])} is no class of "
             f"0..{classes - 1} and not ignore_index ({ignore_index})"
         )
-
-    require(right, error)
     counted = labels != ignore_index
     picked = xp.where(counted, labels, 0)[..., None]
     losses = xp.where(counted, -xp.take_along_axis(logs, picked, axis=-1)[..., 0], 0)

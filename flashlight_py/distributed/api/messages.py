@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from flashlight_py.device import Array, deferred, is_cupy
+from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed.api.verb_call import Group, Output, finish, refusing
 from flashlight_py.distributed.calls.arrays import as_array, may_overlap, pack
 from flashlight_py.distributed.calls.call import ANY_RANK, Call, Matched, P2POp
@@ -139,8 +139,6 @@ def sendrecv(
     """
     other = tag if recv_tag is None else recv_tag
     y = native_sendrecv(group)(x, dst, out, src, tag, other)
-    if y is NotImplemented:
-        y = deferred(sendrecv, x, dst, out, src, tag, recv_tag, group)
     if y is not NotImplemented:
         return y
     members, sending = of(group), P2POp("send", x, dst, tag)
@@ -208,9 +206,6 @@ def _message(
     function: Callable[..., Any], x: Any, peer: Any, tag: int, group: Group, partial: bool = False
 ) -> Any:
     """Do what a public ``function`` does for one message, where there is no short way."""
-    y = NotImplemented if partial else deferred(function, x, peer, tag, group)
-    if y is not NotImplemented:
-        return y
     verb, members = function.__name__, of(group)
     op = P2POp("recv" if verb.endswith("recv") else "send", x, peer, tag, partial)
     with refusing(members, verb, [op], [x]):

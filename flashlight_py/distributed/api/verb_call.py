@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from flashlight_py.device import Array, is_cupy, owner_of
+from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed.calls.arrays import (
     Terms,
     as_array,
@@ -31,7 +31,7 @@ from flashlight_py.distributed.calls.checks import (
     require_bits,
 )
 from flashlight_py.distributed.constants import ReduceOp
-from flashlight_py.distributed.groups.membership import Membership, of, place_of_native
+from flashlight_py.distributed.groups.membership import Membership, of
 from flashlight_py.distributed.verbs import BARRIER, RECV, SEND, Verb
 from flashlight_py.distributed.work import AllOf, Done, Then, Work
 from flashlight_py.errors import DistributedError
@@ -62,9 +62,6 @@ def collective(
     result, or a Work.
     """
     how = {"op": op, "scale": scale, "root": root, "rows": rows, "out": out, "async_op": async_op}
-    owner = owner_of((x, out))
-    if owner is not None:
-        return owner.__operation__(_once_more, (group, verb, x), how)
     members = of(group)
     several = verb.lists and isinstance(x, list | tuple)
     begun = len(x) if several and async_op else 1
@@ -78,36 +75,6 @@ def collective(
         if several:
             return _each(members, verb, x, how)
         return _prepare(members, verb, x, how, received)()
-
-
-class _OnceMore:
-    """A call of a public function, repeated by each replay of a recorded step."""
-
-    def __call__(self, group: Membership | None, verb: Verb, x: Any, **how: Any) -> Any:
-        """Repeat the call natively where it is plain, else as the function does."""
-        (holder, name), args = self.short(group, verb, x, **how)
-        y = getattr(holder, name)(*args)
-        return collective(group, verb, x, **how) if y is NotImplemented else y
-
-    @staticmethod
-    def described(group: Membership | None, verb: Verb, x: Any) -> tuple[str, bool, bool]:
-        """Return the verb's name, whether it changes ``x`` in place, and whether one rank calls."""
-        return verb.name, verb.in_place, of(group).size == 1
-
-    @staticmethod
-    def short(
-        group: Membership | None, verb: Verb, x: Any, **how: Any
-    ) -> tuple[tuple[Any, str], tuple[Any, ...]]:
-        """Return where the short way is to be found at each call, and what it takes.
-
-        ``how`` are the arguments of ``collective``, all but ``received``.
-        """
-        op = how["op"] if how["rows"] is None else how["rows"]
-        rest = how["scale"], how["root"], 0, how["async_op"]
-        return place_of_native(group), (verb.code, x, how["out"], op, *rest)
-
-
-_once_more = _OnceMore()
 
 
 def _each(group: Membership, verb: Verb, xs: Sequence[Any], how: dict[str, Any]) -> Any:

@@ -121,7 +121,7 @@ def _held_by(verb: str, value: Any, writes: bool) -> Array:
             f"{held.dtype}); pass x.detach(), which shares its memory"
         )
     try:
-        view = np.asarray(held) if isinstance(held, np.generic) else _view(held)
+        view = array_module(held).asarray(held) if isinstance(held, np.generic) else _view(held)
     except (BufferError, ImportError, RuntimeError, TypeError, ValueError) as error:
         raise TypeError(
             f"{verb} cannot use this {_name(held)} without a copy: {error}; pass a copy that "

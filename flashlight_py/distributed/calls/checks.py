@@ -102,7 +102,7 @@ def as_number(verb: str, x: Any) -> tuple[Array, Callable[[], Any]]:
     Python's numbers travel as bool, int64, float64 and complex128, NumPy's scalars as they are.
     """
     require_bits(verb, x)
-    array = np.array(x, np.int64 if type(x) is int else None)
+    array = array_module(x).array(x, np.int64 if type(x) is int else None)
     return array, (lambda: array[()]) if isinstance(x, np.generic) else array.item
 
 
@@ -135,8 +135,6 @@ class Apart:
     Two that do would be written twice, or read while they are written.
     """
 
-    __captured_state__ = ()
-
     def __init__(self, verb: str) -> None:
         self._verb = verb
         # Where they begin, their places in the order, where they end, whether they are written.
@@ -167,7 +165,10 @@ class Apart:
 
 def _bounds(array: Array) -> tuple[int, int]:
     """Return the addresses between which all elements lie, the second one beyond."""
-    start = int(array.data.ptr if is_cupy(array) else _numpy_address()(array))  # type: ignore[attr-defined]
+    if type(array) is np.ndarray:
+        start = int(_numpy_address()(array))
+    else:
+        start = int(array.data.ptr if is_cupy(array) else array.ctypes.data)  # type: ignore[attr-defined]
     if array.flags.c_contiguous or not array.size:
         return start, start + array.nbytes
     end = start + array.itemsize

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from flashlight_py.distributed.calls.call_site import PACKAGE, line_of
 from flashlight_py.distributed.failures import journal
@@ -36,8 +36,6 @@ class Flight:
 
     A folder ``chosen`` by the user may be a link, or somebody else's that this user may write to.
     """
-
-    __captured_state__: ClassVar[tuple[str, ...]] = ()
 
     folder: Path
     rank: int = 0

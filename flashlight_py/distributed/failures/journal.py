@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from flashlight_py.device import operations_made
 from flashlight_py.distributed.calls.arrays import DTYPES
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.call_site import Instruction, line_of, place_of_caller
@@ -146,8 +145,6 @@ class Ring:
     of a call that went through Python. ``header[CALLER]`` is the thread that is in a native
     collective, or 0.
     """
-
-    __captured_state__: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self.memory = np.zeros(_HEADER_BYTES + _CALLS * _CALL.itemsize, np.uint8)
@@ -408,10 +405,6 @@ def groups() -> dict[str, dict[str, Any]]:
 def _living() -> list[Journal]:
     found = [known() for known in list(_journals)]
     return [journal for journal in found if journal is not None]
-
-
-# How many calls this process has made in all groups that are left.
-operations_made.append(lambda: sum(journal.header[_WRITTEN] for journal in _living()))
 
 
 def _forget_in_child() -> None:

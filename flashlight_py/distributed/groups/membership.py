@@ -8,12 +8,14 @@ other ranks may still wait for that. A shutdown closes whatever is open.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from flashlight_py.device import is_cupy
@@ -27,6 +29,7 @@ from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.verbs import BARRIER
 from flashlight_py.distributed.work import AllOf, Then, Work
 from flashlight_py.errors import BackendUnavailableError, GroupClosedError
+from flashlight_py.structure import here
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -57,8 +60,6 @@ class Joiner:
 
 class Membership:
     """Some ranks of the world and the backends that join them. ``rank`` is -1 outside of it."""
-
-    __captured_state__: tuple[str, ...] = ()
 
     rank = -1
     gpus: Backend | None = None  # that of CuPy arrays, once the GPUs are joined
@@ -92,7 +93,7 @@ class Membership:
             self.native, self.native_sendrecv = backend.bind(self.journal)
             backend.count = self.journal.count
         self.size = len(self.ranks)
-        self.native_replay = reduced_alone if self.size == 1 else self.native
+        self.native_again = reduced_alone if self.size == 1 else self.native
 
     @property
     def is_member(self) -> bool:
@@ -175,14 +176,18 @@ class Membership:
         return child
 
     def run(self, call: Call) -> Work:
-        """Start ``call``, and wait for its end if it is blocking; it is recorded."""
+        """Start ``call``, and wait for its end if it is blocking; the journal has it."""
+        if here.recorder is not None:
+            return here.recorder.verb(self, [call], call.name)  # type: ignore[no-any-return]
         backend = self.backend(call.out if call.array is None else call.array)
         if call.verb is BARRIER:  # of everything that ranks do
             backend = self.gpus or backend
         return self.journal.run([call], call.name, lambda: backend.start(call))
 
     def run_many(self, calls: Sequence[Call], name: str) -> Work:
-        """Start ``calls`` of arrays of one device together, recorded as one call of ``name``."""
+        """Start ``calls`` of arrays of one device together: in the journal one call of ``name``."""
+        if here.recorder is not None:
+            return here.recorder.verb(self, calls, name)  # type: ignore[no-any-return]
         backend = self.backend(calls[0].array)
         return self.journal.run(calls, name, lambda: backend.start_many(calls))
 
@@ -231,7 +236,7 @@ class Membership:
         self._forked |= forked
         backends, self._joined = self._joined, []
         self.gpus = self._backend = None
-        self.native = self.native_sendrecv = self.native_replay = left_to_python
+        self.native = self.native_sendrecv = self.native_again = left_to_python
         _watched.pop(weakref.ref(self), None)
         return backends
 
@@ -304,13 +309,44 @@ _world: Membership | None = None
 # The world's, here because small calls have no time to look for them.
 _native: Callable[..., Any] = left_to_python
 _native_sendrecv: Callable[..., Any] = left_to_python
-_native_replay: Callable[..., Any] = left_to_python
+_native_again: Callable[..., Any] = left_to_python
+
+
+_SHORT_WAYS = ("native", "native_sendrecv")
+_diversions = 0
+_diverting = threading.Lock()
+
+
+def divert(more: int) -> None:
+    """Have threads that are recorded come to ``Membership.run`` with every call.
+
+    ``more``: 1 with a recording that begins, -1 with one that ends; others go their short ways.
+    """
+    global _diversions  # noqa: PLW0603 - the groups of all threads
+    with _diverting:
+        _diversions += more
+        groups = [*_groups(), of(None)]
+        if _diversions == more == 1:
+            for group in groups:
+                for name in _SHORT_WAYS:
+                    setattr(group, name, functools.partial(_unless_recorded, getattr(group, name)))
+        elif not _diversions:
+            for group in groups:
+                for name in _SHORT_WAYS:
+                    way = getattr(group, name)
+                    if getattr(way, "func", None) is _unless_recorded:
+                        setattr(group, name, way.args[0])
+        use_as_world(of(None))
+
+
+def _unless_recorded(short_way: Callable[..., Any], *args: Any) -> Any:
+    return short_way(*args) if here.recorder is None else NotImplemented
 
 
 def use_as_world(group: Membership) -> None:
     """Make ``group`` what stands for the world: all ranks as they are now."""
-    global _world, _native, _native_sendrecv, _native_replay
-    _world, _native_replay = group, group.native_replay
+    global _world, _native, _native_sendrecv, _native_again
+    _world, _native_again = group, group.native_again
     _native, _native_sendrecv = group.native, group.native_sendrecv
 
 
@@ -336,13 +372,43 @@ def native(group: Membership | None) -> Callable[..., Any]:
     return _native if group is None else of(group).native
 
 
-def place_of_native(group: Membership | None) -> tuple[Any, str]:
-    """Return what has, as an attribute, the short way of ``group`` in replays; and its name."""
-    if group is None:
-        return sys.modules[__name__], "_native_replay"
-    return of(group), "native_replay"
-
-
 def native_sendrecv(group: Membership | None) -> Callable[..., Any]:
     """Return the short way of a sendrecv; see ``native``."""
     return _native_sendrecv if group is None else of(group).native_sendrecv
+
+
+class RepeatedCalls:
+    """Calls of a group, one or several of one ``name``: natively where that is plain.
+
+    It takes what each has as ``array`` and as ``out``, in turn.
+    """
+
+    def __init__(self, group: Membership, calls: Sequence[Call], name: str) -> None:
+        self._group, self._is_world, self.__name__ = group, group is of(None), name
+        self._calls = [replace(call, array=None, out=None) for call in calls]
+        if len(calls) == 1 and not calls[0].verb.is_message:
+            self.short = self._short
+
+    def __call__(self, *arrays: Any) -> Any:
+        if hasattr(self, "short"):
+            (holder, name), args = self._short(*arrays)
+            y = getattr(holder, name)(*args)
+            if y is not NotImplemented:
+                return y
+        work = self.begin(arrays)
+        return work.wait() if self._calls[0].blocking else work
+
+    def begin(self, arrays: Sequence[Any]) -> Work:
+        """Do the same, not by the short way."""
+        given = zip(self._calls, arrays[::2], arrays[1::2], strict=True)
+        calls = [replace(call, array=array, out=out) for call, array, out in given]
+        group = self._group
+        return group.run(calls[0]) if len(calls) == 1 else group.run_many(calls, self.__name__)
+
+    def _short(self, array: Any, out: Any) -> tuple[tuple[Any, str], tuple[Any, ...]]:
+        """Return where the short way is to be found at each call, and what it takes."""
+        (call,) = self._calls
+        op = call.op.name.lower() if call.rows is None else call.rows
+        world = sys.modules[__name__], "_native_again"
+        place = world if self._is_world else (self._group, "native_again")
+        return place, (call.verb.code, array, out, op, call.scale, call.root, 0, not call.blocking)

@@ -22,6 +22,7 @@ from flashlight_py.distributed.reducers.hook import (
 )
 from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.distributed.work import Then, Work
+from flashlight_py.structure import HoldsState
 
 
 class Filling:
@@ -86,7 +87,7 @@ def plan_buckets(
 INLINE_BYTES = 1 << 20
 
 
-class Reducer(abc.ABC):
+class Reducer(HoldsState, abc.ABC):
     """Sums arrays over the ranks of ``group`` (None: the world) and multiplies by ``scale``."""
 
     def __init__(self, scale: float, group: ProcessGroup | None = None) -> None:
@@ -101,7 +102,7 @@ class Reducer(abc.ABC):
     def finalize(self) -> None:
         """Block until every array that was added holds the reduced values."""
 
-    def abandon(self) -> None:  # noqa: B027  (optional: only reducers that collect need it)
+    def abandon(self) -> None:
         """Forget what was added and not yet sent: whoever added it has failed."""
 
 
@@ -163,8 +164,6 @@ class EagerReducer(_Pending):
         TypeError: ``hook`` is not callable, or does not compress arrays of this dtype.
     """
 
-    __captured_state__ = ("scale", "group", "_hook", "_parts", "_inline_bytes")
-
     def __init__(
         self,
         scale: float,
@@ -215,8 +214,6 @@ class CoalescingReducer(_Pending):
         ValueError: ``bucket_bytes`` is not positive, or there is a hook and not ``contiguous``.
         TypeError: ``hook`` is not callable.
     """
-
-    __captured_state__ = ("scale", "group", "_hook", "_async", "_contiguous")
 
     def __init__(
         self,

@@ -15,13 +15,14 @@ import numpy as np
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.engine import InPasses
 from flashlight_py.autograd.variable import record_in_order
-from flashlight_py.device import Array, array_module, effect
+from flashlight_py.device import Array, array_module
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.calls.arrays import scale_in_place
 from flashlight_py.distributed.constants import LinearOp
 from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.errors import MismatchError
 from flashlight_py.parallel.failing import fail
+from flashlight_py.structure import as_one
 
 
 def all_reduce(
@@ -250,7 +251,7 @@ class DifferentiableCall(InPasses):
         """Autograd: a pass fails that has yet to come here, where the other ranks wait."""
         fail(self.group, sys.exc_info()[1])
 
-    @effect
+    @as_one
     def _meet(self, backward: bool, *facts: int) -> list[list[int]]:
         """Return every rank's ``facts``, one rank a row, if all are where this rank is."""
         group = self.group

@@ -14,13 +14,14 @@ from numpy.typing import DTypeLike
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.engine import InPasses
 from flashlight_py.autograd.variable import record_in_order
-from flashlight_py.device import Array, array_module, effect, is_cupy, operation
+from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.calls.checks import whole
 from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.distributed.verbs import RECV, SEND, Verb
 from flashlight_py.parallel.failing import refuse_message
 from flashlight_py.parallel.functional.collectives import require_variable
+from flashlight_py.structure import as_one
 
 Like: TypeAlias = "Variable | Array | tuple[int | Sequence[int], DTypeLike]"
 
@@ -137,14 +138,14 @@ class _Answer(InPasses):
         if not self._is_begun:
             refuse_message(self._group, self._verb, self._peer, self._tag)
 
-    @effect
+    @as_one
     def _count(self, tag: int) -> None:
         counts = _messages.setdefault(weakref.ref(self._group, _messages.pop), Counter())
         key = self._verb.name, self._peer, tag
         self._tag = _GRADIENT + tag * _NUMBERS + counts[key] % _NUMBERS
         counts[key] += 1
 
-    @operation
+    @as_one
     def travel(self, grad: Array) -> Array:
         """Send ``grad``, or fill it with what arrives; return it. Blocks."""
         travel = self._group.recv if self._verb is RECV else self._group.send
@@ -152,7 +153,7 @@ class _Answer(InPasses):
         return grad
 
 
-@effect
+@as_one
 def _receive(group: ProcessGroup, like: Any, src: int, tag: int) -> Array:
     """Receive into a new array."""
     if isinstance(like, tuple) and len(like) == 2:

@@ -1,0 +1,132 @@
+// What NumPy allocates on a thread while it is watched: the arrays that a step makes.
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "program.h"
+
+namespace fl::tape {
+namespace {
+
+// Memory is freed, and may be allocated again, as in a step that nobody watches. So each piece has a
+// second address that no other one ever has: an array there stands for one that is gone. Addresses are all
+// that is needed of this memory, which nobody writes to; who reads finds zeros.
+constexpr uintptr_t LINE = 64, RESERVED = uintptr_t(1) << 40;
+
+uintptr_t reserved() {
+  constexpr int FLAGS = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+  static void* const begin = mmap(nullptr, RESERVED, PROT_READ, FLAGS, -1, 0);
+  return begin == MAP_FAILED ? uintptr_t(1) << 62 : reinterpret_cast<uintptr_t>(begin);
+}
+
+struct Piece {
+  size_t size;
+  uintptr_t stands_at;
+};
+
+class Pieces {
+ public:
+  explicit Pieces(const PyDataMemAllocator& under) : under_(under) {}
+
+  void* add(void* place, size_t size) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (place != nullptr) {
+      alive_[reinterpret_cast<uintptr_t>(place)] = {size, end_};
+      end_ += (size / LINE + 2) * LINE;
+    }
+    return place;
+  }
+  void remove(void* place) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    alive_.erase(reinterpret_cast<uintptr_t>(place));
+  }
+  // The piece in which `address` lies, and how far from its beginning; false: none.
+  bool find(uintptr_t address, Piece* piece, uintptr_t* offset) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    auto next = alive_.upper_bound(address);
+    if (next == alive_.begin()) return false;
+    --next;
+    *piece = next->second;
+    *offset = address - next->first;
+    return *offset < std::max<size_t>(1, piece->size);
+  }
+  const PyDataMemAllocator& under() const { return under_; }
+
+ private:
+  PyDataMemAllocator under_;
+  std::mutex mutex_;  // arrays are freed by any thread
+  std::map<uintptr_t, Piece> alive_;
+  uintptr_t end_ = reserved();
+};
+
+Pieces& pieces_of(void* context) { return *static_cast<Pieces*>(context); }
+
+void* allocate(void* context, size_t size) {
+  const PyDataMemAllocator& under = pieces_of(context).under();
+  return pieces_of(context).add(under.malloc(under.ctx, size), size);
+}
+
+void* allocate_zeros(void* context, size_t count, size_t size) {
+  const PyDataMemAllocator& under = pieces_of(context).under();
+  return pieces_of(context).add(under.calloc(under.ctx, count, size), count * size);
+}
+
+void* reallocate(void* context, void* place, size_t size) {
+  const PyDataMemAllocator& under = pieces_of(context).under();
+  pieces_of(context).remove(place);
+  return pieces_of(context).add(under.realloc(under.ctx, place, size), size);
+}
+
+void release(void* context, void* place, size_t size) {
+  const PyDataMemAllocator& under = pieces_of(context).under();
+  pieces_of(context).remove(place);
+  under.free(under.ctx, place, size);
+}
+
+// NumPy's arrays refer to the capsule until they are freed.
+constexpr char CAPSULE[] = "mem_handler";
+
+struct Handler {
+  PyDataMem_Handler handler;
+  Pieces pieces;
+  Owned under;  // whose allocator the pieces use
+};
+
+Handler* handler_of(PyObject* capsule) {
+  return static_cast<Handler*>(PyCapsule_GetPointer(capsule, CAPSULE));
+}
+
+}  // namespace
+
+PyObject* new_memory(PyObject*, PyObject*) {
+  Owned now(PyDataMem_GetHandler());
+  Handler* under = now == nullptr ? nullptr : handler_of(now.get());
+  if (under == nullptr) return nullptr;
+  auto* handler = new Handler{{"watched", 1, {}}, Pieces(under->handler.allocator), std::move(now)};
+  handler->handler.allocator = {&handler->pieces, allocate, allocate_zeros, reallocate, release};
+  return PyCapsule_New(handler, CAPSULE, [](PyObject* gone) { delete handler_of(gone); });
+}
+
+PyObject* use_memory(PyObject*, PyObject* capsule) { return PyDataMem_SetHandler(capsule); }
+
+PyObject* find_memory(PyObject*, PyObject* args) {
+  PyObject* capsule;
+  PyArrayObject* array;
+  if (!PyArg_ParseTuple(args, "OO!", &capsule, &PyArray_Type, &array)) return nullptr;
+  Handler* handler = handler_of(capsule);
+  if (handler == nullptr) return nullptr;
+  Piece piece;
+  uintptr_t offset;
+  const uintptr_t address = reinterpret_cast<uintptr_t>(PyArray_DATA(array));
+  if (!handler->pieces.find(address, &piece, &offset)) Py_RETURN_NONE;
+  PyObject* stand_in = array_at(array, reinterpret_cast<char*>(piece.stands_at + offset));
+  return stand_in == nullptr ? nullptr
+                             : Py_BuildValue("LN", static_cast<long long>(piece.stands_at), stand_in);
+}
+
+}  // namespace fl::tape

@@ -1,0 +1,329 @@
+"""The state of a step: arrays that it names, what they belong to, and the structure of that.
+
+Followed are variables that the function closes over, its defaults, globals, the object whose
+method it is, functions of the user that are named there, and ``capture(state=)``. Of these count
+arrays, variables, modules, optimizers and meters, also in containers, and the hooks of variables.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, zip_longest
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flashlight_py import random
+from flashlight_py.autograd import Variable
+from flashlight_py.device import is_cupy
+from flashlight_py.distributed.groups import membership
+from flashlight_py.nn import Module
+from flashlight_py.structure import HoldsState, Structured
+from flashlight_py.tape.arrays import KINDS, Number
+
+_CONTAINERS = (list, tuple, dict, set, frozenset)
+_SIMPLE = (int, float, complex, str, bytes, type(None), np.dtype, np.generic, Number)
+_LIBRARIES = ("flashlight_py", "numpy", "cupy")
+_MANY = 1000  # items of a container that counts as data, unless they are variables
+
+
+class Place(NamedTuple):
+    """An item, an attribute, or a variable of a function, in which something was found."""
+
+    holder: Any
+    key: Any
+    path: Any  # a name, or the path of what it is a part of, a form for both, and the key
+
+    def get(self) -> Any:
+        holder, key, _ = self
+        if isinstance(holder, (list, deque)):
+            return holder[key] if key < len(holder) else None
+        return holder.get(key) if isinstance(holder, dict) else getattr(holder, key, None)
+
+    def set(self, value: Any) -> None:
+        if isinstance(self.holder, (dict, list, deque)):
+            self.holder[self.key] = value
+        else:
+            is_number = issubclass(type(value), np.generic) and isinstance(self.holder, Variable)
+            object.__setattr__(self.holder, self.key, np.asarray(value) if is_number else value)
+
+
+def words(path: Any) -> str:
+    """Return a path as a person would write it: "model.0.weight.grad"."""
+    found = path if isinstance(path, str) else path[1].format(words(path[0]), path[2])
+    return str(found).replace("._members", "")
+
+
+# How a value was found: in a holder that says itself when it gets another one, elsewhere, or by a
+# name of a function, so that attributes of an object of any class are met as well.
+_TOLD, _FOUND, _NAMED = range(3)
+_ATTRIBUTE, _ITEM = "{}.{}", "{}[{!r}]"
+
+
+class State:
+    """The state that ``function`` and ``roots`` lead to, as it was when this was made.
+
+    ``held``: places of arrays, and of tuples that have some, with what was there. ``names``: those
+    that nobody tells of; an integer is how many items. ``variables``: each once. ``signature``: of
+    the structure; equal ones compute the same. ``numbers``: those in it, with their paths.
+    ``reason``: why no recording can be made.
+    """
+
+    def __init__(self, function: Callable[..., Any], roots: Iterable[Any] = ()) -> None:
+        self.held: list[tuple[Place, Any]] = []
+        self.names: list[tuple[Place, Any]] = []
+        self.variables: list[Variable] = []
+        self.numbers: list[tuple[Any, list[str]]] = []
+        self.reason = ""
+        self._structure: list[Any] = [id(membership.of(None))]
+        self._seen: dict[Any, Any] = {}  # also keeps what was seen, so that ids stay its own
+        self._ways: dict[type, Any] = {}
+        self._unseen: list[tuple[Any, Any, int]] = []
+        self._hooks: list[tuple[Any, Any, int]] = []  # last: variables are named before
+        for root in roots:
+            self._start(root, type(root).__name__)
+        self._start(function, getattr(function, "__name__", "step"))
+        while self._unseen or self._hooks:
+            value, path, how = (self._unseen or self._hooks).pop()
+            known, way = len(self._unseen), self._way(value)
+            if isinstance(value, FunctionType):  # a hook may be one of the library
+                way = State._visit_function
+            if not callable(way):
+                self._start(value, path)
+            elif id(value) not in self._seen:
+                self._seen[id(value)] = value
+                way(self, value, path, how)
+                self._unseen[known:] = reversed(self._unseen[known:])  # in the order of finding
+        self.signature = tuple(self._structure)
+
+    def _way(self, value: Any) -> Any:
+        """Return the method that visits what may have arrays in it; of others, what they are."""
+        way = self._ways.get(type(value))
+        if way is None:
+            found = (way for kinds, way in _WAYS if issubclass(type(value), kinds))
+            way = next(found, State._refuse if is_cupy(value) else "other")
+            self._ways[type(value)] = way
+        if way == "other" and "__wrapped__" in getattr(value, "__dict__", ()):
+            return State._visit_callable  # such as a captured step
+        return "other" if way is State._visit_function and _is_library(value) else way
+
+    def _start(self, root: Any, path: Any) -> None:
+        """Take what is directly in an object that was named: of any class."""
+        way = self._way(root)
+        if callable(way):
+            self._unseen.append((root, path, _FOUND))
+        elif way == "other" and id(root) not in self._seen:
+            self._seen[id(root)] = root
+            for holder, name, value in parts(root):
+                self._meet(holder, name, (path, _ATTRIBUTE, name), value)
+
+    def _meet(self, holder: Any, key: Any, path: Any, value: Any, how: int = _FOUND) -> None:
+        """Note a value that was found; what is in it comes later."""
+        way, arrays = self._way(value), plain_arrays(value)
+        is_followed = callable(way)
+        if is_followed:
+            self._unseen.append((value, path, min(how, _FOUND)))
+        if (how == _TOLD and not arrays) or (id(holder), key) in self._seen:
+            return
+        place = self._seen[id(holder), key] = Place(holder, key, path)
+        is_object = how == _NAMED and way == "other" and not _is_library(value)
+        if is_object:
+            self._start(value, path)
+        if arrays:
+            self.held.append((place, value))
+            self._structure += map(id, arrays)
+        if how != _TOLD and (is_followed or arrays or is_object or value is None):
+            self.names.append((place, value))
+
+    def _visit_variable(self, variable: Variable, path: Any, _: int) -> None:
+        hook, placement, data = variable.hook, variable.placement, variable.data
+        self.variables.append(variable)
+        self._structure += [id(variable), variable._calc_grad, _mark(hook), _mark(placement)]
+        self._structure += map(id, plain_arrays((data, variable.buffer)))
+        for name in ("data", "grad") if variable.buffer is None else ("data", "grad", "buffer"):
+            place = Place(variable, name, (path, _ATTRIBUTE, name))
+            self.held.append((place, getattr(variable, name)))
+        self._hooks += [(each, path, _TOLD) for each in (hook, placement) if each is not None]
+        if placement is not None and placement.shards.steps:
+            self.reason = f"{words(path)} is of a module sharded with step_in_backward"
+        if type(data) is not np.ndarray and is_cupy(data):
+            self._refuse(data, path, _TOLD)
+
+    def _visit_object(self, one: Any, path: Any, _: int) -> None:
+        self._structure += [_mark(one), type(one)]
+        has_numbers, own = isinstance(one, Structured), one.__dict__
+        how = _TOLD if _is_library(one) else _FOUND
+        for name, value in list(own.items()):
+            of, way = (path, _ATTRIBUTE, name), self._way(value)
+            self._structure += [name, type(value)]
+            if way != "simple":
+                self._meet(own, name, of, value, how)
+            if has_numbers or name == "enabled":
+                items = parts(value) if way is State._visit_items else [(own, name, value)]
+                numbers = [repr(x) for *_, x in items[:_MANY] if self._way(x) == "simple"]
+                self._structure += numbers if way != "other" else [_mark(value)]
+                self.numbers.append((of, numbers))
+
+    def _visit_items(self, items: Any, path: Any, how: int) -> None:
+        found = parts(items)
+        first = found[0][2] if found else None
+        if len(found) > _MANY and not isinstance(first, Variable):
+            return
+        is_parameter = isinstance(first, Variable) and first.calc_grad and first.node is None
+        if is_parameter or isinstance(first, Module):  # no list of results
+            self._structure.append(len(found))
+            self.names += [(Place(items, None, path), len(found))] * (how != _TOLD)
+        for _, key, value in found:
+            of = (path, _ITEM, key) if self._way(key) == "simple" else path
+            if isinstance(items, (dict, list)):
+                self._meet(items, key, of, value, how)
+            elif callable(self._way(value)):
+                self._unseen.append((value, of, how))
+
+    def _visit_function(self, function: FunctionType, path: Any, _: int) -> None:
+        self._structure.append(_mark(function))
+        codes, held = [function.__code__], function.__globals__
+        cells = zip(codes[0].co_freevars, function.__closure__ or (), strict=True)
+        places = [Place(cell, "cell_contents", name) for name, cell in cells]
+        for code in codes:  # also those in it
+            codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+        names = dict.fromkeys(chain(*(code.co_names for code in codes)))
+        places += [Place(held, name, name) for name in names if name in held]
+        given = [name for name in ("__defaults__", "__kwdefaults__") if getattr(function, name)]
+        places += [Place(function, name, path) for name in given]
+        found = [(place, place.get()) for place in places]
+        for place, value in sorted(found, key=lambda each: not isinstance(each[1], Module)):
+            self._meet(*place, value, _NAMED)  # modules first, as they have names
+
+    def _visit_callable(self, one: Any, path: Any, _: int) -> None:
+        if isinstance(one, functools.partial):
+            called: tuple[Any, ...] = one.func, *one.args, *one.keywords.values()
+            if plain_arrays(called):
+                self.reason = f"{words(path)} binds arrays by functools.partial; pass them"
+        else:
+            self._start(getattr(one, "__self__", None), "self")
+            called = (getattr(one, "__func__", None) or one.__wrapped__,)
+        for each in called:
+            self._start(each, path)
+
+    def _refuse(self, _: Any, path: Any, __: int) -> None:
+        self.reason = f"{words(path)} is an array of a GPU, of which no step is captured"
+
+    def save(self, others: dict[str, Any]) -> State:
+        """Keep what is there for ``restore`` and ``differences``; ``others`` are compared too."""
+        self._random = random.state_dict()
+        found = [*others.items(), ("the random numbers that follow", self._random)]
+        found += [(words(place.path), value) for place, value in self.held]
+        self._bits = [(name, _bits_of(value)) for name, value in found]
+        arrays = plain_arrays((*[value for _, value in self.held], *others["an argument"]))
+        self._copies = [(array, array.copy()) for array in arrays]
+        return self
+
+    def restore(self) -> None:
+        """Make all as it was when it was saved."""
+        for place, value in self.held:
+            place.set(value)
+        for array, copy in self._copies:
+            np.copyto(array, copy)
+        random.load_state_dict(self._random)
+
+    def differences(self, other: State) -> list[str]:
+        """Return the names of what differs from ``other``."""
+        both = zip_longest(self._bits, other._bits, fillvalue=("which arrays there are", None))
+        return [one[0] for one, another in both if one != another]
+
+
+_WAYS: tuple[tuple[Any, Any], ...] = (
+    ((np.ndarray, *KINDS), "array"),
+    (_SIMPLE, "simple"),
+    (Variable, State._visit_variable),
+    (HoldsState, State._visit_object),
+    (_CONTAINERS, State._visit_items),
+    (FunctionType, State._visit_function),
+    ((functools.partial, MethodType, staticmethod), State._visit_callable),
+)
+
+
+def _mark(value: Any) -> Any:
+    """Return what equals only that of the same object, while there is one, or number."""
+    if isinstance(value, MethodType):
+        return _mark(value.__func__), _mark(value.__self__)
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return repr(value)
+
+
+def plain_arrays(value: Any) -> list[np.ndarray[Any, Any]]:
+    """Return the array that ``value`` is or stands for, or those in a tuple."""
+    kind = type(value)
+    if kind is np.ndarray:
+        return [value]
+    if isinstance(value, tuple):
+        return [*chain.from_iterable(map(plain_arrays, value))]
+    return [value.plain] if kind in KINDS else []
+
+
+def parts(one: Any) -> list[tuple[Any, Any, Any]]:
+    """Return the items of a container, or the attributes of an object: holder, key, value."""
+    if isinstance(one, dict):
+        return [(one, *item) for item in list(one.items())]
+    if isinstance(one, (deque, *_CONTAINERS)):
+        return [(one, *item) for item in enumerate(list(one))]
+    own = getattr(one, "__dict__", None)  # which holds attributes, so that no setter is called
+    slots = [base.__dict__.get("__slots__", ()) for base in type(one).__mro__]
+    slots += ["cell_contents"] if isinstance(one, CellType) else []
+    names = chain(*([each] if isinstance(each, str) else each for each in slots))
+    found = [(one, name, getattr(one, name, None)) for name in names if name[:2] != "__"]
+    held = [(own, *item) for item in list(own.items())] if isinstance(own, dict) else []
+    return held + [each for each in found if each[2] is not None]
+
+
+def _is_library(one: Any) -> bool:
+    """Return whether it, or its class, is of a library; namespaces, for example, are not."""
+    is_code = isinstance(one, (FunctionType, ModuleType, type))
+    source: Any = one if is_code else type(one)
+    name = source.__name__ if isinstance(one, ModuleType) else source.__module__
+    package = str(name).partition(".")[0]
+    return package in _LIBRARIES or (is_code and package in sys.stdlib_module_names)
+
+
+def remade(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return ``change(value)``, or the tuple of that for all that is in one."""
+    if not isinstance(value, tuple):
+        return change(value)
+    make: Any = getattr(value, "_make", type(value))
+    return make([remade(each, change) for each in value])
+
+
+def replace_all(found: Sequence[Any], change: Callable[[Any], Any], is_outer: bool = True) -> None:
+    """Put ``change`` of each of ``found`` in its place in all objects that refer to it."""
+    known = {id(each) for each in found}
+    holders = [each for each in gc.get_referrers(*found) if each is not found] if found else []
+    tuples = [each for each in holders if isinstance(each, tuple)]
+    for holder, key, value in chain(*(parts(x) for x in holders if not isinstance(x, tuple))):
+        if id(value) in known and isinstance(holder, set):
+            holder.discard(value)
+            holder.add(change(value))
+        elif id(value) in known and not isinstance(holder, frozenset):  # which stays as it is
+            Place(holder, key, "").set(change(value))
+    if tuples and is_outer:
+        replace_all(tuples, change, is_outer=False)
+
+
+def _bits_of(value: Any) -> Any:
+    """Return what is equal where all numbers have the same bits; other objects count as equal."""
+    value = value.data if isinstance(value, Variable) else value
+    if isinstance(value, (np.ndarray, np.generic)):
+        return type(value), value.shape, value.dtype, value.tobytes()
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, (list, tuple)):
+        return list(map(_bits_of, value))
+    return repr(value) if isinstance(value, (float, int, str)) else None

@@ -1,0 +1,305 @@
+"""What a captured step is: a method, a part of another one, copied, checked, collected, shared."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import pickle
+import resource
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from tests.tape.steps import assert_same_bits, compare, trained
+
+X = np.random.default_rng(0).random((30, 4, 3))
+
+
+def test_what_python_does_happens_once() -> None:
+    counts, history = {"calls": 0}, list[Any]()
+
+    @fl.capture
+    def step(x: np.ndarray) -> Any:
+        counts["calls"] += 1
+        history.append(x.sum())
+        return x * counts["calls"]
+
+    assert_same_bits([step(x) for x in X], list(X))
+    assert counts["calls"] == 1
+    assert_same_bits(history, [X[0].sum()])
+    assert step.replays == len(X) - 1
+
+
+def test_a_step_that_only_evaluates() -> None:
+    model = fl.nn.Linear(3, 2).astype("f8")
+    parts = {"out": model, "shape": np.shape, "itself": lambda x: x}
+    step = lambda x: {name: of(x) for name, of in parts.items()}  # noqa: E731
+    change = lambda number, model: model.train() if number % 4 < 2 else model.eval()  # noqa: E731
+    captured = compare(lambda: (step, model), X, change, eager=2)
+    with pytest.raises(RuntimeError, match="by the function that returned"):
+        captured(X[0])["out"].backward(np.ones((4, 2)))
+    assert captured(x := X[0])["itself"] is x
+
+
+def test_a_recording_while_an_exception_is_handled() -> None:
+    try:
+        raise KeyError
+    except KeyError:
+        compare(lambda: lambda x: x * 2, X[:2])
+
+
+def test_arguments_are_checked() -> None:
+    with pytest.raises(TypeError, match="capture needs a function"):
+        fl.capture(3)
+    with pytest.raises(TypeError, match="takes what holds arrays"):
+        fl.capture(plain, state=[np.ones(3)])
+    step = fl.capture(lambda x: x + 1)
+    for _ in range(5):
+        with pytest.raises(TypeError, match="missing"):
+            step()
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_what_is_left_elsewhere_are_arrays_and_numbers(raises: bool) -> None:
+    history: Any = deque()
+    weight = fl.param(np.ones(3))
+
+    @fl.capture
+    def step(x: np.ndarray) -> Any:
+        loss = (weight * x).sum()
+        history.extend([x * 2, x, (x, [x * 2]), weight.array, loss.scalar()])
+        if raises:
+            raise KeyError
+        return loss
+
+    x = X[0].copy()
+    try:
+        step(x)
+    except KeyError:
+        assert raises
+    assert [type(each) for each in history][:2] == [np.ndarray] * 2
+    assert type(history[2][1][0]) is np.ndarray
+    assert history[1] is history[2][0] is x
+    assert history[3] is weight.array
+    assert type(history[4]) is float
+
+
+# Checks -------------------------------------------------------------------------------------------
+
+
+def test_a_check_finds_what_a_recording_cannot_see(tmp_path: Path) -> None:
+    hidden = tmp_path / "factor"
+    hidden.write_text("2.0")
+    weight = fl.param(np.ones(3))
+
+    @fl.capture(check=True)
+    def step(x: np.ndarray) -> Any:
+        weight.array *= float(hidden.read_text())
+        return fl.input(x) + 1
+
+    for x in X[:3]:
+        step(x)
+    hidden.write_text("5.0")
+    with pytest.raises(RuntimeError, match=r"differs from the step itself in weight\.data"):
+        step(X[3])
+    assert weight.array[0] == 40
+    step(X[4])
+    assert weight.array[0] == 200
+
+
+# Methods, copies, and steps in steps --------------------------------------------------------------
+
+
+class Trainer:
+    """Has a function that is captured in every way."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        self.weight = fl.param(np.full(3, factor))
+        self.optimizer = fl.optim.AdamOptimizer([self.weight], 0.1)
+        self.bound: Any = None
+        self.loss: Any = None
+        self.losses: list[Any] = [None]
+
+    @fl.capture
+    def plain(self, x: np.ndarray) -> Any:
+        return (self.weight * x).sum()
+
+    @fl.capture(check=True)
+    def checked(self, x: np.ndarray) -> Any:
+        return (self.weight * x).sum()
+
+    @fl.capture
+    @staticmethod
+    def static(x: np.ndarray) -> Any:
+        return x * 2
+
+    inner = staticmethod(fl.capture(lambda x: x * 2))
+    of_class = classmethod(fl.capture(lambda cls, x: x * 2))
+
+    def one_step(self, x: np.ndarray) -> Any:
+        self.optimizer.zero_grad()
+        loss = (self.weight * x).sum()
+        loss.backward()
+        self.optimizer.step()
+        return loss, x
+
+
+def test_methods_of_all_kinds() -> None:
+    one, two = Trainer(), Trainer(2.0)
+    for x in X[:9]:
+        for trainer in (one, two):
+            for step in (trainer.plain, trainer.checked):
+                assert_same_bits(step(x).array, (trainer.weight * x).sum().array)
+        for step in (one.static, Trainer.static, one.inner, one.of_class):
+            assert_same_bits(step(x), x * 2)
+    assert pickle.loads(pickle.dumps(Trainer.plain)) is Trainer.plain
+    assert [Trainer.plain.replays, Trainer.checked.replays, Trainer.static.replays] == [16, 10, 17]
+
+
+def test_results_that_are_kept_in_attributes() -> None:
+    trainer, before = Trainer(), Trainer.plain.replays
+    for x in X[:9]:
+        trainer.loss = trainer.plain(x)
+        trainer.losses.append(trainer.loss)
+        assert trainer.loss.scalar() == pytest.approx(x.sum())
+    assert Trainer.plain.replays == before + 7
+
+
+def test_methods_keep_no_instance_alive() -> None:
+    gc.collect()
+    trainers, before = [Trainer() for _ in range(5)], Trainer.plain.replays
+    for x in X[:4]:
+        for trainer in trainers:
+            trainer.plain(x)
+    assert Trainer.plain.replays == before + 15
+    assert len(Trainer.plain.programs) == 5
+    gone = [weakref.ref(each) for each in trainers] + [weakref.ref(t.weight) for t in trainers]
+    del trainer, trainers
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 10
+    assert Trainer.plain.programs == []
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_a_captured_step_that_its_model_refers_to_is_collected(check: bool) -> None:
+    trainer = Trainer()
+    trainer.bound = fl.capture(trainer.one_step, check=check)
+    for x in X[:10]:
+        trainer.bound(x)
+    assert trainer.bound.replays
+    gone = weakref.ref(trainer), weakref.ref(trainer.weight), weakref.ref(trainer.bound)
+    del trainer
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 3
+
+
+@fl.capture
+def doubled(x: np.ndarray) -> Any:
+    """Return twice as much."""
+    return x * 2
+
+
+def plain(x: np.ndarray) -> Any:
+    return x * 3
+
+
+def test_captured_steps_are_copied_and_pickled() -> None:
+    tripled, bound = fl.capture(plain, check=False), fl.capture(functools.partial(plain))
+    for step, factor in ((doubled, 2), (tripled, 3), (bound, 3)):
+        for x in X[:3]:
+            step(x)
+        for other in (copy.copy(step), copy.deepcopy(step), pickle.loads(pickle.dumps(step))):
+            before = other.replays
+            assert_same_bits([other(x) for x in X[:4]], [x * factor for x in X[:4]])
+            assert other.replays >= before + 3
+    assert doubled.__doc__ == "Return twice as much."
+
+
+def test_a_captured_step_in_another_is_part_of_it() -> None:
+    def make(wrap: Callable[[Any], Any]) -> tuple[Any, ...]:
+        weight = fl.param(np.ones(3))
+        total = np.zeros(3)
+
+        @wrap
+        def inner(x: np.ndarray) -> Any:
+            nonlocal total
+            total += x.sum(0)
+            return (weight * x).sum()
+
+        @wrap
+        def outer(x: np.ndarray) -> Any:
+            weight.zero_grad()
+            inner(x * 2).backward()
+            weight.array -= 0.1 * weight.grad
+            return inner(x), total * 1
+
+        return outer, inner, weight
+
+    outer, inner, weight = make(lambda step: step)
+    fast, part, param = make(fl.capture)
+    for number, x in enumerate(X):
+        assert_same_bits([outer(x), weight.array], [fast(x), param.array])
+        if number % 4 == 3:
+            assert_same_bits(inner(x), part(x))
+    assert fast.replays > 20
+    assert part.replays > 3
+
+
+# Threads, and memory ------------------------------------------------------------------------------
+
+
+def test_a_recording_sees_its_own_thread_alone() -> None:
+    weight, inside, done = fl.param(np.ones(3)), threading.Event(), threading.Event()
+
+    @fl.capture
+    def step(x: np.ndarray) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            inside.set()
+            assert done.wait(60)
+        return (weight * x).sum()
+
+    worker = threading.Thread(target=step, args=(X[0],))
+    worker.start()
+    assert inside.wait(60)
+    values = weight.array + 1  # what stands for the array does the same
+    assert float((weight * X[1]).sum().scalar()) == pytest.approx(X[1].sum())
+    fl.random.generator().random(3)
+    fl.all_reduce(np.ones(3))
+    done.set()
+    worker.join()
+    assert type(np.asarray(values)) is np.ndarray
+    assert step.reason == ""
+    assert step(X[2]).scalar() == pytest.approx(X[2].sum())
+    assert step.replays == 1
+
+
+def test_threads_share_a_captured_step() -> None:
+    step = fl.capture(lambda x: (fl.input(x) @ np.ones((3, 300))).sum())
+    expected = [step(x).scalar() for x in X]
+
+    def work(_: int) -> list[int]:
+        calls = [*enumerate(X)] * 100
+        return [number for number, x in calls if step(x).scalar() != expected[number]]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert [*pool.map(work, range(4))] == [[]] * 4
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow() -> None:
+    captured = fl.capture(trained()[0])
+    for number in range(100_000):
+        captured(X[number % 30])
+        if number == 1000:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2000  # KiB
+    assert captured.replays == 100_000 - 1
