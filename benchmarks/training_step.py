@@ -9,7 +9,8 @@ turns, round by round, each library in processes of its own; medians of the roun
 per process. ``--parts`` chooses:
 
 steps: small networks, beside everybody, and what a new step's first calls take.
-grid: three layers of each width, with each batch, beside NumPy alone.
+functions: elementwise operations and reductions, such as layer norm, beside NumPy alone.
+grid: layers of each width (--layers, three), with each batch, beside NumPy alone.
 training: the example from start to end, by its own script on 2 ranks.
 """
 
@@ -36,7 +37,16 @@ from harness.report import (
     write_json,
 )
 from harness.statistics import Measurement, median
-from harness.step_cases import WORKS, Pythons, Work, case_of, contenders, grid_work, pythons_of
+from harness.step_cases import (
+    WORKS,
+    Pythons,
+    Work,
+    case_of,
+    contenders,
+    grid_work,
+    measure_functions,
+    pythons_of,
+)
 from harness.step_targets import (
     CAPTURED,
     EAGER,
@@ -49,9 +59,10 @@ from harness.step_targets import (
 )
 from harness.whole_training import train
 
-PARTS = ("steps", "grid", "training")
+PARTS = ("steps", "functions", "grid", "training")
 WIDTHS, BATCHES = (1, 4, 16, 64, 256, 1024, 4096), (1, 8, 64, 256, 1024)
 QUICK_WIDTHS, QUICK_BATCHES = (1, 64), (1, 64)
+SHAPES, QUICK_SHAPES = [(8, 16), (64, 64), (64, 512), (512, 2048)], [(8, 16)]  # of functions
 EPOCHS, TURNS = 100, 3  # of the whole training
 MOST_OPERATIONS = 1e11  # of a step in the grid: one or two seconds of a core
 
@@ -84,7 +95,7 @@ def measure_grid(conductor: Conductor, options: argparse.Namespace) -> dict[Cell
     """Return the times of every cell; those of too many operations are left out."""
     found = {}
     for width, batch in itertools.product(options.widths, options.batches):
-        work = grid_work(width, batch)
+        work = grid_work(width, batch, options.layers)
         if work.recipe.operations > options.most_operations:
             left_out = case_of(work, 1).measurement
             left_out.left_out["all"] = f"more than {options.most_operations:g} operations a step"
@@ -166,6 +177,7 @@ def read_options() -> argparse.Namespace:
     add("--parts", nargs="+", choices=PARTS, default=PARTS)
     add("--widths", type=int, nargs="+", help="of the grid")
     add("--batches", type=int, nargs="+", help="of the grid")
+    add("--layers", type=int, default=3, help="of the grid")
     add("--most-operations", type=float, default=MOST_OPERATIONS, help="of a step in the grid")
     add("--epochs", type=int, help="of the whole training")
     add("--plot", type=Path, metavar="FILE.png", help="draw the grid")
@@ -186,6 +198,7 @@ def main() -> None:
     machine = machine_facts()
     works: dict[str, Measurement] = {}
     grid: dict[Cell, Measurement] = {}
+    functions: list[Measurement] = []
     recording = training = None
     with Conductor(plan_of(options)) as conductor:
         if "steps" in options.parts:
@@ -194,12 +207,14 @@ def main() -> None:
                 works[work.title], details = measure(conductor, work, options.ranks, pythons)
                 if work.title == TWENTY:
                     recording = first_calls(details)
+        if "functions" in options.parts:
+            functions = measure_functions(conductor, QUICK_SHAPES if options.quick else SHAPES)
         if "grid" in options.parts:
             grid = measure_grid(conductor, options)
     if "training" in options.parts:
         training = measure_training(options.epochs, 1 if options.quick else TURNS)
-    judged = verdicts(works, list(grid.values()), recording, training, conductor.absent)
-    single = [m for m in (*works.values(), recording, training) if m is not None]
+    judged = verdicts(works, [*functions, *grid.values()], recording, training, conductor.absent)
+    single = [m for m in (*works.values(), *functions, recording, training) if m is not None]
     print(f"\n{table(single)}\n")
     print(f"{grid_text(grid)}\n" if grid else "")
     print(f"{verdict_table(judged)}\n\n{facts_text(machine, conductor)}")

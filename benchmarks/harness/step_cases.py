@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -10,16 +11,19 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.conductor import Case, Contender
+from harness.conductor import Case, Conductor, Contender
 from harness.environments import PEERS, python_of
 from harness.launchers import Library
 from harness.options import ours
+from harness.roles.array_functions import FUNCTIONS
 from harness.roles.perceptron import Recipe
 from harness.statistics import Measurement
 from harness.step_targets import (
     BATCH_8,
+    CAPTURED,
     CLASSES,
     DDP,
+    EAGER,
     HAND_WRITTEN,
     JAX,
     LEAVES,
@@ -31,7 +35,16 @@ from harness.step_targets import (
     reducing,
 )
 
-__all__ = ["WORKS", "Pythons", "Work", "case_of", "contenders", "grid_work", "pythons_of"]
+__all__ = [
+    "WORKS",
+    "Pythons",
+    "Work",
+    "case_of",
+    "contenders",
+    "grid_work",
+    "measure_functions",
+    "pythons_of",
+]
 
 ROLE = "flashlight_step"
 ARRAYS = 6  # of the size of the parameters, at most, in one library
@@ -72,9 +85,10 @@ def _works() -> list[Work]:
 WORKS = _works()
 
 
-def grid_work(width: int, batch: int) -> Work:
-    """Return the step of three layers of this width, which only NumPy takes beside this package."""
-    return Work(f"width {width}, batch {batch}", Recipe((width,) * 4, batch), peers=False)
+def grid_work(width: int, batch: int, layers: int) -> Work:
+    """Return the step of layers of one width, which only NumPy takes beside this package."""
+    title = f"width {width}, batch {batch}, {layers} layers"
+    return Work(title, Recipe((width,) * (layers + 1), batch), peers=False)
 
 
 def case_of(work: Work, ranks: int) -> Case:
@@ -85,6 +99,23 @@ def case_of(work: Work, ranks: int) -> Case:
     most_ranks = ranks if "distributed" in work.also else 1
     measurement = Measurement(work.title, recipe.dtype, size * recipe.weights, most_ranks)
     return Case(measurement, {"recipe": asdict(recipe)}, size * memory)
+
+
+def measure_functions(conductor: Conductor, shapes: list[tuple[int, int]]) -> list[Measurement]:
+    """Return the times of functions of arrays, of each shape."""
+    library, found = ours("array_functions"), []
+    ways = {HAND_WRITTEN: "by hand", EAGER: "eager", CAPTURED: "captured"}
+    for name, shape in itertools.product(FUNCTIONS, shapes):
+        title = f"{name}, {shape[0]} x {shape[1]}"
+        steps = Measurement(title, "float32", 4 * shape[0] * shape[1], 1)
+        task = {"function": name, "shape": shape}
+        found.append(
+            conductor.measure(
+                Case(steps, task, 5 * steps.nbytes),
+                [Contender(way, library, 1, {"kind": kind}) for way, kind in ways.items()],
+            )
+        )
+    return found
 
 
 def pythons_of(options: argparse.Namespace, absent: dict[str, str]) -> Pythons:
