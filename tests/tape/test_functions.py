@@ -188,8 +188,8 @@ def classes(x: Array) -> Any:
 
 
 def limits(x: Array) -> Any:
-    ways = [(ufunc, zero) for ufunc in (np.maximum, np.minimum) for zero in (0.0, -0.0)]
-    return [(ufunc(x, zero), ufunc(zero, x), ufunc(x[:, ::2], zero)) for ufunc, zero in ways]
+    kinds = np.maximum, np.minimum, np.fmax, np.fmin
+    return [(f(x, y), f(y, x), f(x[:, ::2], y)) for f in kinds for y in (0.0, -0.0, x[:, :1])]
 
 
 def products(x: Array, y: Array) -> Any:

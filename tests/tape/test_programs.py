@@ -118,7 +118,7 @@ VARIABLES = words("""
 """)
 LINES = [*VIEWS, *READS, *JOINS, *SORTS, *PRODUCTS, *COPIES]
 INDICES = words(":: ::-1 1: :2 ::2 0 -1 1:3 None ... -2: ::-2 :0")
-OUTS = ["", "", "", ",out={a}", ",out={b}", ",dtype='{d}'", ",out={b},where={a}>0"]
+OUTS = ["", "", "", ",out={a}", ",out={b}", ",dtype='{d}'"]
 AXES = ["", "0", "-1", "1", "None", "0,keepdims=True", "1,dtype='{d}'", "(0,1)"]
 # What a line consists of: texts, and lists of which one is picked.
 WAYS: dict[str, list[Any]] = {
