@@ -207,10 +207,11 @@ def main() -> None:
                 works[work.title], details = measure(conductor, work, options.ranks, pythons)
                 if work.title == TWENTY:
                     recording = first_calls(details)
-        if "functions" in options.parts:
-            functions = measure_functions(conductor, QUICK_SHAPES if options.quick else SHAPES)
         if "grid" in options.parts:
             grid = measure_grid(conductor, options)
+    if "functions" in options.parts:
+        with Conductor(plan_of(options)) as others:  # of the same titles, which do something else
+            functions = measure_functions(others, QUICK_SHAPES if options.quick else SHAPES)
     if "training" in options.parts:
         training = measure_training(options.epochs, 1 if options.quick else TURNS)
     judged = verdicts(works, [*functions, *grid.values()], recording, training, conductor.absent)

@@ -406,9 +406,12 @@ class RepeatedCalls:
         return group.run(calls[0]) if len(calls) == 1 else group.run_many(calls, self.__name__)
 
     def _short(self, array: Any, out: Any) -> tuple[tuple[Any, str], tuple[Any, ...]]:
-        """Return where the short way is to be found at each call, and what it takes."""
+        """Return where the short way is to be found at each call, and what it takes.
+
+        It knows operations by the identity of their names, as they are in source code.
+        """
         (call,) = self._calls
-        op = call.op.name.lower() if call.rows is None else call.rows
+        op = sys.intern(call.op.name.lower()) if call.rows is None else call.rows
         world = sys.modules[__name__], "_native_again"
         place = world if self._is_world else (self._group, "native_again")
         return place, (call.verb.code, array, out, op, call.scale, call.root, 0, not call.blocking)
