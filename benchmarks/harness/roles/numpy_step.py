@@ -72,7 +72,8 @@ def _step(recipe: Recipe) -> Step:
     ][::-1]
     first_delta, first_grads, first_inputs = deltas[0].T, grads[:2], recipe.widths[0]
     outer = multiply if rows == 1 and first_inputs >= OUTER else dot
-    outers = multiply if rows == 1 and min(recipe.widths[1:-1]) >= OUTER else dot
+    narrowest = min(recipe.widths[1:-1], default=0)
+    outers = multiply if rows == 1 and narrowest >= OUTER else dot
     criterion = _CRITERIA[recipe.loss](result, deltas[-1])
     update = _UPDATES[recipe.rule](flat, flat_grads)
     coming, trains = itertools.cycle(_targets(recipe)), recipe.trains
