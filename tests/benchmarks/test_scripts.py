@@ -85,7 +85,7 @@ def test_training_steps_without_peers(tmp_path: Path) -> None:
     }
     assert "flashlight_py, captured, 8 leaves" in found["64-128-10, batch 64"]
     assert len(found["20 layers of 64, batch 16, first calls"]) == 12
-    assert len(found["width 8, batch 4"]) == 3
+    assert len(found["width 8, batch 4, 3 layers"]) == 3
     assert len(found["1 epochs of 10,000 samples, 2 ranks"]) == 4
     assert not any(m["left_out"] for m in result["measurements"])
     assert picture.read_bytes().startswith(b"\x89PNG")
