@@ -224,7 +224,8 @@ def main() -> None:
     if options.json:
         write_json(options.json, machine, conductor, measured, judged)
     if options.plot and grid:
-        plot_grid(medians(grid, HAND_WRITTEN, CAPTURED), machine["CPU"], options.plot)
+        title = f"{machine['CPU']}, {options.layers} layers"
+        plot_grid(medians(grid, HAND_WRITTEN, CAPTURED), title, options.plot)
     conductor.require(OURS)
 
 

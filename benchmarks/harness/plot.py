@@ -71,9 +71,8 @@ def plot_grid(ratios: Mapping[tuple[int, int], float], title: str, file: Path) -
     from matplotlib.figure import Figure
 
     widths, batches = (sorted(set(each)) for each in zip(*ratios, strict=True))
-    figure = Figure(
-        figsize=(1.5 + 0.9 * len(widths), 1.6 + 0.6 * len(batches)), layout="constrained"
-    )
+    size = max(5.0, 1.5 + 0.9 * len(widths)), 1.6 + 0.6 * len(batches)
+    figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
     powers = [
         [math.log2(ratios[w, b]) if (w, b) in ratios else math.nan for w in widths] for b in batches
@@ -85,7 +84,7 @@ def plot_grid(ratios: Mapping[tuple[int, int], float], title: str, file: Path) -
         axes.text(*at, f"{ratio:.3g}", ha="center", va="center", fontsize="small")
     axes.set_xticks(range(len(widths)), [str(width) for width in widths])
     axes.set_yticks(range(len(batches)), [str(batch) for batch in batches])
-    axes.set(xlabel="width of three layers", ylabel="batch")
+    axes.set(xlabel="width of the layers", ylabel="batch")
     axes.set_title("hand-written NumPy's time to a captured step's")
     figure.suptitle(title, fontsize="small")
     file.parent.mkdir(parents=True, exist_ok=True)
