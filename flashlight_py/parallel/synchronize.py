@@ -30,6 +30,7 @@ from flashlight_py.parallel.tree.packing import (
     put_numbers,
 )
 from flashlight_py.parallel.tree.walk import Walker, plan_of
+from flashlight_py.structure import Structured
 
 SomeTree = TypeVar("SomeTree")
 
@@ -136,14 +137,14 @@ def all_reduce_parameters(module: Module, group: ProcessGroup | None = None) -> 
     reduce_all([param.data for param in params.values()], 1.0 / members.size, group)
 
 
-class PeriodicAveraging:
+class PeriodicAveraging(Structured):
     """Lets ranks train by themselves and averages their parameters every ``every`` steps.
 
     Also known as local SGD: instead of gradients in every step, parameters travel now and then,
     which pays where ranks are joined by a slow network. Use it without
     ``distribute_module_grads``, and call ``step()`` after the optimizer's, on every rank equally
     often. The optimizer's state stays each rank's own. Making it is collective, as is ``step``
-    when it averages.
+    when it averages. A captured step that calls it stays eager: call it after that.
 
     Args:
         module: the same on every rank; start from the same values
@@ -183,7 +184,7 @@ class PeriodicAveraging:
         Raises:
             DistributedError: as :func:`flashlight_py.all_reduce`.
         """
-        self._steps += 1
+        vars(self)["_steps"] += 1  # by which captured steps see that they cannot replay this
         if self._steps % self._every:
             return False
         arrays = [param.data for param in self._module.params()]

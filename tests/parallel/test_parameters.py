@@ -260,3 +260,14 @@ def test_arguments() -> None:
         fl.PeriodicAveraging(build(0), every=0)
     with pytest.raises(ValueError, match="root must be a rank"):
         fl.broadcast_parameters(build(0), 1)
+
+
+def test_a_captured_step_that_averages_stays_eager() -> None:
+    averaging = fl.PeriodicAveraging(fl.nn.Linear(3, 2), every=2)
+
+    @fl.capture
+    def step(x: np.ndarray) -> bool:
+        return averaging.step()
+
+    with pytest.warns(RuntimeWarning, match=r"it changes averaging\._steps"):
+        assert [step(np.ones(3)) for _ in range(4)] == [False, True] * 2
