@@ -267,15 +267,9 @@ def linear(x: Input, weight: Input, bias: Input | None = None) -> Variable:
 
 
 def linear_relu(x: Input, weight: Input, bias: Input | None = None) -> Variable:
-    """Return ``max(linear(x, weight, bias), 0)`` by one operation; on a GPU one launch does both.
+    """Return ``max(linear(x, weight, bias), 0)``, a new variable, by one operation.
 
-    Args:
-        x: shape ``[..., in]``.
-        weight: shape ``[out, in]``.
-        bias: shape ``[out]``, or None.
-
-    Raises:
-        ValueError: the shapes do not fit together.
+    Arguments and errors are those of :func:`linear`. On a GPU one launch does both.
     """
     return _linear(x, weight, bias, True)
 

@@ -325,7 +325,7 @@ def divert(more: int) -> None:
     global _diversions  # noqa: PLW0603 - the groups of all threads
     with _diverting:
         _diversions += more
-        groups = [*_groups(), of(None)]
+        groups = {*_groups(), of(None)}
         if _diversions == more == 1:
             for group in groups:
                 for name in _SHORT_WAYS:
