@@ -10,14 +10,8 @@ import numpy as np
 from flashlight_py.autograd import Variable
 from flashlight_py.device import Array, array_module
 from flashlight_py.optim.cpu import sums_of_squares
-from flashlight_py.optim.optimizer import (
-    Shards,
-    Summing,
-    as_param_list,
-    check_at_least_zero,
-    limit_norm,
-    scale_all,
-)
+from flashlight_py.optim.optimizer import Shards, Summing, as_param_list, check_at_least_zero
+from flashlight_py.structure import as_one
 
 
 def clip_grad_norm(
@@ -55,7 +49,7 @@ def clip_grad_norm(
     params = as_param_list(params, may_be_empty=group is not None)
     own, sharded = _by_shards(params)
     if group is None and not sharded:
-        return limit_norm(own, limit)
+        return _limit_norm(own, limit)
     sums = [part for grad in own for part in sums_of_squares(grad)]
     sums += [shards.sum_of_squares(those) for shards, those in sharded.items()]
     squares = np.array([sum(sums)], np.float64)
@@ -64,10 +58,26 @@ def clip_grad_norm(
     norm = math.sqrt(squares[0])
     if limit < norm < math.inf:
         pieces = [grad for shards, those in sharded.items() for grad in shards.own_gradients(those)]
-        scale_all([*own, *pieces], limit / norm)
+        _scale([*own, *pieces], limit / norm)
         for shards in sharded:
             shards.meet()
     return norm
+
+
+@as_one
+def _limit_norm(grads: list[Array], limit: float) -> float:
+    """Scale ``grads`` in place to a joint norm of at most ``limit``; return what it was."""
+    norm = math.sqrt(sum(part for grad in grads for part in sums_of_squares(grad)))
+    if limit < norm < math.inf:
+        _scale(grads, limit / norm)
+    return norm
+
+
+def _scale(grads: Iterable[Array], factor: float) -> None:
+    """Multiply each of ``grads`` by ``factor``, in place."""
+    for grad in grads:
+        # A number would be rounded to float16 first, of which a small one leaves nothing.
+        np.multiply(grad, np.float32(factor) if grad.dtype.itemsize == 2 else factor, out=grad)
 
 
 def _by_shards(params: Iterable[Variable]) -> tuple[list[Array], dict[Shards, list[Variable]]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +17,7 @@ from flashlight_py.autograd.graph import Changes, note_changes
 from flashlight_py.autograd.variable import shards_of
 from flashlight_py.device import Array, array_module, device_of, to_device
 from flashlight_py.optim import cpu, cuda
-from flashlight_py.optim.cpu import FORMS, Rule, native, sum_of_squares, sums_of_squares
+from flashlight_py.optim.cpu import FORMS, Rule, native, sum_of_squares
 from flashlight_py.structure import HoldsState, Structured, as_one, here
 
 
@@ -321,22 +320,6 @@ def as_param_list(params: Iterable[Variable], may_be_empty: bool = False) -> lis
     if len(set(variables)) < len(variables):
         raise ValueError("the same parameter was given twice; pass each one once")
     return variables
-
-
-@as_one
-def limit_norm(grads: list[Array], limit: float) -> float:
-    """Scale ``grads`` in place to a joint norm of at most ``limit``; return what it was."""
-    norm = math.sqrt(sum(part for grad in grads for part in sums_of_squares(grad)))
-    if limit < norm < math.inf:
-        scale_all(grads, limit / norm)
-    return norm
-
-
-def scale_all(grads: Iterable[Array], factor: float) -> None:
-    """Multiply each of ``grads`` by ``factor``, in place."""
-    for grad in grads:
-        # A number would be rounded to float16 first, of which a small one leaves nothing.
-        np.multiply(grad, np.float32(factor) if grad.dtype.itemsize == 2 else factor, out=grad)
 
 
 # A step is one native call for all parameters: a small model's takes some microseconds, and
