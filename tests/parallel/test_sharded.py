@@ -217,22 +217,22 @@ def clipped(rank: int, size: int) -> None:
     """The last rank scales its pieces when rank 0 has read the gradients, or has to wait."""
     model = build("float64", "sharded")
     loss_of(model, rank, 0).backward()
-    message, works, scale = np.zeros(1), [], clip.scale_all
+    message, works, scale = np.zeros(1), [], clip._scale
 
     def late(grads: Any, factor: float) -> None:
         if rank == size - 1 > 0:
             works.append(fl.irecv(message, src=0))
             with contextlib.suppress(fl.errors.CollectiveTimeoutError):
                 works[0].wait(timeout=0.2)
-            clip.scale_all = scale
+            clip._scale = scale
         scale(grads, factor)
 
-    clip.scale_all = late
+    clip._scale = late
     try:
         assert fl.optim.clip_grad_norm(model.params(), 0.1) > 0.1
         read = sum(float(np.vdot(p.grad, p.grad)) for p in model.params() if p.grad is not None)
     finally:
-        clip.scale_all = scale
+        clip._scale = scale
     if rank == 0 and size > 1:
         fl.send(message, dst=size - 1)
     for work in works:
