@@ -72,7 +72,8 @@ def distributed_init(
 ) -> None:
     """Find the other processes and connect to them. Collective; blocks until all are here.
 
-    A second call warns and returns; after ``distributed_shutdown`` it works again.
+    A second call warns and returns; after ``distributed_shutdown`` it works again. Where
+    torch.distributed has joined the ranks through its backend "flashlight", it returns.
 
     Where ranks share a host, NumPy's OpenBLAS computes with this rank's share of the cores until
     then, unless OPENBLAS_NUM_THREADS, OMP_NUM_THREADS or the program has chosen; ``describe`` says
@@ -113,6 +114,8 @@ def distributed_init(
             that was removed, and nothing was created.
     """
     if is_distributed_init():
+        if current_world().owner:
+            return
         warnings.warn(
             "distributed_init was called again and does nothing; call distributed_shutdown first "
             "to start anew",
@@ -127,7 +130,16 @@ def distributed_init(
         world = World()
         abort.install()
     else:
-        world = _meet(create, settings)
+        world = meet(create, settings)
+    enter(world, settings)
+
+
+def enter(world: World, settings: Settings) -> None:
+    """Make ``world``, of ranks that have met, that of this process until it is shut down or ends.
+
+    Raises:
+        OSError: the flight record of this rank cannot be kept; the world is closed.
+    """
     try:
         _watch(world, settings)
     except BaseException as error:
@@ -170,10 +182,15 @@ def distributed_shutdown() -> None:
     except GroupClosedError:
         _log.debug("the group broke before the shutdown; whoever used it has the error")
     finally:
-        blas.restore()
-        _close(group)
-        abort.uninstall()
-        atexit.unregister(_close_at_exit)
+        leave()
+
+
+def leave() -> None:
+    """Close the world; not collective: others may still have work to do, and raise."""
+    blas.restore()
+    _close(current_world().group)
+    abort.uninstall()
+    atexit.unregister(_close_at_exit)
 
 
 def _close_at_exit() -> None:
@@ -282,7 +299,8 @@ def _by_environment(
     )
 
 
-def _meet(create: StoreFactory, settings: Settings) -> World:
+def meet(create: StoreFactory, settings: Settings) -> World:
+    """Return the world of the processes that meet in a store; collective, blocking."""
     if settings.backend not in ("auto", "mpi"):
         _native.load(settings.backend)  # absent, it says so before anything is created
     store = create()

@@ -29,6 +29,7 @@ class World:
     why: str = "the world is this process alone"
     device_rule: DeviceRule = field(default_factory=DeviceRule)
     job: str = field(default_factory=new_job)  # a name that all ranks agree on
+    owner: str = ""  # the library that has begun it, and that ends it
     threads: int = 0  # its share of the host's cores, to compute with; 0: nobody to share with
 
 

@@ -1,0 +1,90 @@
+"""From torch's store to a group of ranks, and the world that torch and we have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+import torch.distributed as dist
+
+from flashlight_py.distributed.api.group import ProcessGroup
+from flashlight_py.distributed.api.objects import broadcast_object
+from flashlight_py.distributed.start import initialize
+from flashlight_py.distributed.start.settings import MOST_SECONDS, Settings
+from flashlight_py.distributed.start.world import current_world, is_distributed_init
+from flashlight_py.interfaces import own_addresses
+from flashlight_py.torch.process_group import FlashlightGroup
+from flashlight_py.torch.store import TorchStore
+
+OWNER = "torch.distributed"
+
+
+def join(options: Any, params: Any) -> FlashlightGroup:
+    """Join the ranks of a process group. Collective, blocking.
+
+    ``options`` are torch's: store, rank, size, timeout and the ranks in the world, none for the
+    default group. ``params`` are those of ``distributed_init``, given as ``pg_options``.
+
+    The default group is our world too; one that ``distributed_init`` has begun is adopted.
+
+    Raises:
+        ValueError: that one has another rank or size; or ``params`` are wrong.
+        RendezvousError, BackendUnavailableError: as ``distributed_init``.
+    """
+    rank, size = options.group_rank, options.group_size
+    seconds = min(options.timeout.total_seconds(), MOST_SECONDS)
+    given = dict(params) if isinstance(params, Mapping) else {}
+    settings = Settings.from_params({"TIMEOUT": seconds, **given})
+    ranks = list(options.global_ranks_in_group)
+    store, ours = options.store, True
+
+    def meeting() -> TorchStore:
+        return TorchStore(store, rank, size, settings.joining_seconds)
+
+    if not ranks and is_distributed_init():
+        group, ours = _adopted(rank, size), False
+    elif not ranks:
+        world = initialize.meet(meeting, settings)
+        initialize.enter(replace(world, owner=OWNER), settings)
+        group = current_world().group
+    elif is_distributed_init() and current_world().group.size == dist.get_world_size():
+        group = cast("ProcessGroup", current_world().group.subgroup(ranks, meeting(), seconds))
+    else:
+        group = initialize.meet(meeting, settings).group
+    return FlashlightGroup(group, store, seconds, _end(group, ours and not ranks, ours))
+
+
+def _adopted(rank: int, size: int) -> ProcessGroup:
+    group = current_world().group
+    if (group.rank, group.size) != (rank, size):
+        raise ValueError(
+            f"distributed_init has made this process rank {group.rank} of {group.size}, and "
+            f"init_process_group says rank {rank} of {size}; give both the same"
+        )
+    return group
+
+
+def _end(group: ProcessGroup, is_world: bool, ours: bool) -> Callable[[], None]:
+    """Return what ends ``group`` when torch destroys it; what we have not begun goes on."""
+    if not ours:
+        return lambda: None
+    if not is_world:
+        return group.close
+    return lambda: initialize.leave() if current_world().group is group else None
+
+
+def rendezvous() -> Iterator[tuple[Any, int, int]]:
+    """Yield a store for the ranks of our world, which is initialised first if it was not."""
+    initialize.distributed_init()
+    world = current_world()
+    rank, size = world.group.rank, world.group.size
+    one_host = world.local_size == size
+    how = {"world_size": size, "wait_for_workers": False}
+    place, kept = None, None
+    if rank == 0:
+        address = "127.0.0.1" if one_host else own_addresses()[0]
+        kept = dist.TCPStore(address, 0, is_master=True, **how)
+        place = address, kept.port
+    host, port = broadcast_object(place)
+    yield kept or dist.TCPStore(host, port, is_master=False, **how), rank, size

@@ -1,0 +1,510 @@
+"""A process group of torch.distributed, whose collectives are ours.
+
+Its methods are called by torch's functions (in Python), and by DDP and the functional collectives
+(in C++); what they mean is torch's. A tensor in one piece goes straight to native code; lists of
+tensors travel as one piece of memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
+
+from flashlight_py import distributed as fl
+from flashlight_py.distributed.api.group import ProcessGroup
+from flashlight_py.distributed.api.verb_call import COLLECTIVE, refusing
+from flashlight_py.distributed.calls.call import Call, P2POp
+from flashlight_py.distributed.verbs import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BARRIER,
+    BROADCAST,
+    GATHER,
+    RECV,
+    REDUCE,
+    REDUCE_SCATTER,
+    SCATTER,
+    SEND,
+    Verb,
+)
+from flashlight_py.distributed.work import AllOf, Done, Then, Work
+from flashlight_py.errors import DistributedError
+from flashlight_py.torch import NAME
+from flashlight_py.torch.tensors import (
+    CODES,
+    ElsewhereError,
+    address,
+    copied,
+    joined,
+    one_piece,
+)
+from flashlight_py.torch.work import Futures, TensorWork, as_torchs
+
+_T = dist.ReduceOp.RedOpType
+_OPS = {
+    **{_T.SUM: "sum", _T.AVG: "avg", _T.PRODUCT: "prod", _T.MIN: "min", _T.MAX: "max"},
+    **{_T.BAND: "and", _T.BOR: "or", _T.BXOR: "xor", _T.PREMUL_SUM: "sum"},
+}
+# gloo adds truth values as bytes, of which those that are not 0 are true.
+_OF_BOOL = {"sum": "or", "prod": "and"}
+Tensors = Sequence[torch.Tensor]
+Shape = Sequence[int]
+
+# The names that torch had for them before 2.12, and has besides.
+_OLD_NAMES = {
+    "_allgather_base": "all_gather_single",
+    "_reduce_scatter_base": "reduce_scatter_single",
+    "alltoall_base": "all_to_all_single",
+    "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
+}
+
+Method = Callable[..., Any]
+
+
+def _in_torchs_terms(method: Method, name: str) -> Method:
+    """Return ``method`` with torch's errors, which leaves other devices to their backends."""
+
+    @functools.wraps(method)
+    def called(self: FlashlightGroup, *args: Any, **how: Any) -> Any:
+        try:
+            return method(self, *args, **how)
+        except DistributedError as error:
+            raise as_torchs(error) from None
+        except ElsewhereError as error:
+            if (other := self._backend_of(error.device)) is None:
+                raise
+        return getattr(other, name)(*args, **how)
+
+    return called
+
+
+def _of_torch(cls: type[Any]) -> type[Any]:
+    """Give ``cls`` its collectives in torch's terms, and by their old names."""
+    for name, method in list(vars(cls).items()):
+        if isinstance(method, FunctionType) and not name.startswith("_"):
+            setattr(cls, name, _in_torchs_terms(method, name))
+    for old, name in _OLD_NAMES.items():
+        method = vars(cls)[name].__wrapped__
+        setattr(cls, old, _in_torchs_terms(method, old))
+    return cls
+
+
+def _only(tensors: Any) -> torch.Tensor:
+    """Return the tensor of a list of one, as which torch's functions pass it."""
+    if isinstance(tensors, torch.Tensor):
+        return tensors
+    (tensor,) = tensors
+    return tensor  # type: ignore[no-any-return]
+
+
+def _list(tensors: Any) -> list[torch.Tensor]:
+    """Return the tensors of a list of one list."""
+    inner = tensors and not isinstance(tensors[0], torch.Tensor)
+    return list(tensors[0] if inner else tensors)
+
+
+def _root(opts: Any) -> int:
+    return int(getattr(opts, "rootRank", opts))
+
+
+def _split(tensor: torch.Tensor, rows: Sequence[int], size: int) -> list[int]:
+    """Return how many elements each rank's part has; ``rows`` are empty where these are equal."""
+    length = len(tensor) if tensor.ndim else 1
+    of_row = tensor.numel() // length if length else 0
+    return [row * of_row for row in rows or [length // size] * size]
+
+
+def _seen(tensor: torch.Tensor, shape: Shape | None) -> torch.Tensor:
+    return tensor if shape is None else tensor.view(shape)
+
+
+def _then(work: Any, is_async: bool, finish: Callable[[], object]) -> Any:
+    """Call ``finish`` once ``work`` has ended: now, or in the Work that is returned."""
+    if not is_async:
+        return finish()
+
+    def end(_: object) -> None:
+        then.source = work.source
+        finish()
+
+    then = Then(work, end)
+    return then
+
+
+def _shapes(given: Any) -> Any:
+    """Return the shape of a tensor, or of each of a list."""
+    if isinstance(given, torch.Tensor):
+        return tuple(given.shape)
+    return [_shapes(each) for each in given or ()] if isinstance(given, list | tuple) else given
+
+
+def _reduction(op: Any, dtype: torch.dtype) -> tuple[str, float]:
+    """Return the operation that torch's ``op`` is, and its factor."""
+    kind = getattr(op, "op", op)
+    name, scale = _OPS[kind], 1.0
+    if name == "sum" and kind == _T.PREMUL_SUM:
+        scale = float(op.__getstate__()[1])
+    return (_OF_BOOL.get(name, name) if dtype is torch.bool else name), scale
+
+
+@_of_torch
+class FlashlightGroup(dist.ProcessGroup):
+    """The ranks of ``group``, for torch; ``seconds`` is its timeout, ``end`` what ends it."""
+
+    supports_coalescing = supports_splitting = supports_time_estimate = False
+
+    def __init__(
+        self, group: ProcessGroup, store: Any, seconds: float, end: Callable[[], None]
+    ) -> None:
+        super().__init__(group.rank, group.size)
+        self.ours, self._store, self._end = group, store, end
+        self._seconds = seconds
+        self._futures = Futures()
+        self._done = TensorWork(Done(), (), self._futures)
+        self._coalesced: list[Work] | None = None
+        self._others: dict[str, Any] = {}  # backends of other devices, by their type
+        self._name = self._description = ""
+
+    # One tensor ---------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
+        x = _only(tensors)
+        return self._do(opts, ALL_REDUCE, x, reduction=getattr(opts, "reduceOp", _T.SUM))
+
+    def broadcast(self, tensors: Any, opts: Any = 0, timeout: Any = None) -> dist.Work:
+        return self._do(opts, BROADCAST, _only(tensors), peer=_root(opts))
+
+    def reduce(
+        self, tensors: Any, opts: Any = 0, op: Any = _T.SUM, timeout: Any = None
+    ) -> dist.Work:
+        how = {"peer": _root(opts), "reduction": getattr(opts, "reduceOp", op)}
+        return self._do(opts, REDUCE, _only(tensors), **how)
+
+    def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
+        rows = input.numel()
+        self._require(ALL_GATHER, output.numel() == rows * self.ours.size, input, output)
+        return self._do(opts, ALL_GATHER, input, output, ((1, rows), (self.ours.size, rows)))
+
+    def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
+        rows = output.numel()
+        self._require(REDUCE_SCATTER, input.numel() == rows * self.ours.size, input, output)
+        shapes = (self.ours.size, rows), (1, rows)
+        reduction = getattr(opts, "reduceOp", _T.SUM)
+        return self._do(opts, REDUCE_SCATTER, input, output, shapes, reduction=reduction)
+
+    def all_to_all_single(
+        self, output: Any, input: Any, received: Any, sent: Any, opts: Any = None
+    ) -> dist.Work:
+        size = self.ours.size
+        if not received and not sent:
+            whole = input.numel() == output.numel() and len(input) % size == 0
+            self._require(ALL_TO_ALL, whole, input, output)
+            shape = size, input.numel() // size
+            return self._do(opts, ALL_TO_ALL, input, output, (shape, shape))
+        sides = (input, sent), (output, received)
+        counts = [_split(tensor, splits, size) for tensor, splits in sides]
+        fit = [sum(n) == t.numel() for n, (t, _) in zip(counts, sides, strict=True)]
+        self._require(ALL_TO_ALL, all(fit), input, output, (sent, received))
+        shapes = (input.numel(),), (output.numel(),)
+        return self._do(opts, ALL_TO_ALL, input, output, shapes, rows=counts[0])
+
+    def send(self, tensors: Any, dst: int, tag: int) -> dist.Work:
+        x = _only(tensors)
+        return self._do(None, SEND, x, shapes=((x.numel(),), None), peer=dst, tag=tag)
+
+    def recv(self, tensors: Any, src: int, tag: int) -> dist.Work:
+        x = _only(tensors)
+        return self._do(None, RECV, x, shapes=((x.numel(),), None), peer=src, tag=tag)
+
+    def recv_anysource(self, tensors: Any, tag: int) -> dist.Work:
+        x = _only(tensors)
+        return self._do(None, RECV, x, shapes=((x.numel(),), None), peer=None, tag=tag)
+
+    # Lists of tensors -----------------------------------------------------------------------------
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        return self._gather(ALL_GATHER, outputs, inputs, opts, 0)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
+        return self._gather(GATHER, outputs, inputs, opts, _root(opts))
+
+    def _gather(self, verb: Verb, outputs: Any, inputs: Any, opts: Any, root: int) -> dist.Work:
+        x, parts, whole = _only(inputs), _list(outputs), None
+        if verb.fills(self.ours.rank, root):
+            fits = len(parts) == self.ours.size and parts[self.ours.rank].numel() == x.numel()
+            self._require(verb, fits, x, parts)
+            whole = self._joined(verb, [x, *parts], parts)
+        shapes = (x.numel(),), None
+        return self._do(opts, verb, x, whole, shapes, peer=root, parts=parts)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = 0, timeout: Any = None) -> dist.Work:
+        out, root, whole = _only(outputs), _root(opts), None
+        rows, parts = out.numel(), _list(inputs)
+        if self.ours.rank == root:
+            fits = [part.numel() == rows for part in parts] == [True] * self.ours.size
+            self._require(SCATTER, fits, out, parts)
+            whole = self._joined(SCATTER, [out, *parts], parts)
+            copied(whole, parts, back=False)
+        shapes = (self.ours.size, rows), (1, rows)
+        return self._do(opts, SCATTER, whole, out, shapes, peer=root)
+
+    def reduce_scatter(
+        self, outputs: Any, inputs: Any, opts: Any = _T.SUM, timeout: Any = None
+    ) -> dist.Work:
+        out, parts = _only(outputs), _list(inputs)
+        fits = len(parts) == self.ours.size and parts[self.ours.rank].numel() == out.numel()
+        self._require(REDUCE_SCATTER, fits, out, parts)
+        whole = self._joined(REDUCE_SCATTER, [out, *parts], parts)
+        copied(whole, parts, back=False)
+        counts = [part.numel() for part in parts]
+        equal = len(set(counts)) == 1
+        shapes = ((self.ours.size, counts[0]), (1, counts[0])) if equal else (None, (out.numel(),))
+        how = {"reduction": getattr(opts, "reduceOp", opts), "rows": None if equal else counts}
+        return self._do(opts, REDUCE_SCATTER, whole, out, shapes, **how)
+
+    def alltoall(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
+    ) -> dist.Work:
+        fits = len(outputs) == len(inputs) == self.ours.size
+        self._require(ALL_TO_ALL, fits, inputs, outputs)
+        whole = self._joined(ALL_TO_ALL, [*inputs, *outputs], inputs)
+        copied(whole, inputs, back=False)
+        room = self._joined(ALL_TO_ALL, outputs, outputs)
+        counts = [part.numel() for part in inputs]
+        return self._do(opts, ALL_TO_ALL, whole, room, rows=counts, parts=outputs)
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
+        return self._each(self.allreduce, zip(tensors, strict=True), opts)
+
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        of_each = zip(zip(*outputs, strict=True), inputs, strict=True)
+        return self._each(self.allgather, of_each, opts)
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        return self._each(self.all_gather_single, zip(outputs, inputs, strict=True), opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Any, inputs: Any, opts: Any = None
+    ) -> dist.Work:
+        return self._each(self.reduce_scatter_single, zip(outputs, inputs, strict=True), opts)
+
+    # What all of them come to ---------------------------------------------------------------------
+
+    def _do(
+        self,
+        opts: Any,
+        verb: Verb,
+        x: torch.Tensor | None,
+        out: torch.Tensor | None = None,
+        shapes: tuple[Any, Any] = (None, None),
+        *,
+        reduction: Any = None,
+        peer: int | None = 0,
+        tag: int = 0,
+        rows: Sequence[int] | None = None,
+        parts: Sequence[torch.Tensor] | None = None,
+    ) -> TensorWork:
+        """Do ``verb`` of ``x`` into ``out``, both seen in ``shapes``, and copy that to ``parts``."""
+        is_async, op, scale = getattr(opts, "asyncOp", True), "sum", 1.0
+        if reduction is not None:
+            op, scale = _reduction(reduction, (x if out is None else out).dtype)
+        how: Any = op if rows is None else rows
+        there = None if x is None else address(x, shapes[0])
+        room = None if out is None else address(out, shapes[1])
+        work = NotImplemented
+        if (there is None) == (x is None) and (room is None) == (out is None):
+            native = self.ours.native
+            work = native(verb.code, there, room, how, scale, peer, tag, is_async)
+        if work is NotImplemented:
+            given = {"op": op, "scale": scale, "root": peer, "rows": rows, "async_op": is_async}
+            work = self._packed(verb, x, out, shapes, given, tag)
+        if parts is not None and out is not None:
+            work = _then(work, is_async, lambda: copied(out, parts, back=True))
+        if not is_async:
+            return self._done
+        filled = parts or [tensor for tensor in (x if out is None else out,) if tensor is not None]
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return TensorWork(work, filled, self._futures)
+
+    def _packed(
+        self,
+        verb: Verb,
+        x: torch.Tensor | None,
+        out: torch.Tensor | None,
+        shapes: tuple[Any, Any],
+        how: dict[str, Any],
+        tag: int,
+    ) -> Any:
+        """Do the same by copies in one piece, and in Python where native code does not."""
+        ours, peer, is_async = self.ours, how["root"], how["async_op"]
+        for tensor in (x, out):
+            if tensor is not None and self._backend_of(tensor.device) is not None:
+                raise ElsewhereError(tensor.device)
+        begun = [P2POp(verb.name, x, peer, tag)] if verb.is_message else [COLLECTIVE]
+        with refusing(ours, verb, begun):
+            if verb.reduces and x is not None and x.dtype not in CODES:
+                raise TypeError(f"{verb} cannot compute with {x.dtype}")
+            packed = [
+                None if tensor is None else _seen(one_piece(tensor), shape)
+                for tensor, shape in zip((x, out), shapes, strict=True)
+            ]
+        source, room = packed
+        work: Any = NotImplemented
+        if how["rows"] is None or verb is ALL_TO_ALL:
+            there = [None if tensor is None else address(tensor) for tensor in packed]
+            op = how["op"] if how["rows"] is None else how["rows"]
+            work = ours.native(verb.code, *there, op, how["scale"], peer, tag, is_async)
+        if work is NotImplemented:
+            names = [name for name in verb.takes if name in how and how[name] is not None]
+            given = {name: how[name] for name in names}
+            if verb.is_message:
+                given = {"dst" if verb is SEND else "src": peer, "tag": tag}
+            elif not verb.in_place:
+                given["out"] = room
+            kind = "i" * (is_async and verb.is_message)
+            asked = {} if verb.is_message else {"async_op": is_async}
+            work = getattr(fl, f"{kind}{verb}")(source, group=ours, **given, **asked)
+        target, filled = (x, source) if verb.in_place else (out, room)
+        if target is None or filled is None or not verb.fills(ours.rank, peer):
+            return work
+        if filled.data_ptr() == target.data_ptr():
+            return work
+        seen = filled.view(target.dtype).view(target.shape)
+        return _then(work, is_async, lambda: target.detach().copy_(seen))
+
+    def _each(self, method: Method, calls: Iterable[Sequence[Any]], opts: Any) -> dist.Work:
+        """Do several collectives as one."""
+        works = [method(*call, opts) for call in calls]
+        if not getattr(opts, "asyncOp", True):
+            return self._done
+        tensors = [tensor for work in works for tensor in work.tensors]
+        return TensorWork(AllOf([work.work for work in works]), tensors, self._futures)
+
+    def _require(self, verb: Verb, fits: bool, *given: Any) -> None:
+        """Refuse what is ``given`` unless it ``fits``; the other ranks raise as well."""
+        if fits:
+            return
+        with refusing(self.ours, verb):
+            raise ValueError(
+                f"{verb}: these tensors do not go together, on {self.ours.size} ranks: "
+                f"{', '.join(str(_shapes(each)) for each in given)}"
+            )
+
+    def _joined(self, verb: Verb, alike: Tensors, tensors: Tensors) -> torch.Tensor:
+        """Return the ``joined`` of ``tensors``; those ``alike`` must be of one dtype and device."""
+        other = next((each for each in alike if each.device != alike[0].device), None)
+        if other is None and alike[0].is_cpu:
+            with refusing(self.ours, verb):
+                return joined(alike, tensors)
+        raise ElsewhereError((other or alike[0]).device)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        works, self._coalesced = self._coalesced or [], None
+        return TensorWork(AllOf(works), (), self._futures)
+
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+        is_async, native = getattr(opts, "asyncOp", True), self.ours.native
+        given = getattr(opts, "timeout", None) if timeout is None else timeout
+        seconds = given.total_seconds() if given and given > timedelta(0) else None
+        work = NotImplemented
+        if seconds is None:
+            work = native(BARRIER.code, None, None, None, None, 0, 0, is_async)
+        if work is NotImplemented:
+            work = self.ours.run(Call(BARRIER, seconds=seconds, blocking=not is_async))
+        return TensorWork(work, (), self._futures) if is_async else self._done
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        fl.barrier(seconds, group=self.ours)
+
+    # What torch asks a group ----------------------------------------------------------------------
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self if device.type == "cpu" else self._backend_of(device)
+
+    def _backend_of(self, device: torch.device) -> Any:
+        """Return torch's backend for another device than the CPU; None: it has none.
+
+        Process groups written in Python replace those of torch whole, so that of
+        ``"cpu:flashlight,cuda:nccl"`` has to begin NCCL's itself: at the first such tensor.
+        """
+        kind = device.type
+        if kind not in self._others:
+            config = _world.pg_backend_config.get(self, "")
+            names = dict(part.split(":") for part in config.split(",") if ":" in part)
+            self._others[kind] = self._begun(kind, names.get(kind, NAME))
+        return self._others[kind]
+
+    def _begun(self, kind: str, name: str) -> Any:
+        if name == NAME:
+            return None
+        store, rank, size = dist.PrefixStore(f"{kind}/", self._store), self.rank(), self.size()
+        limit = timedelta(seconds=self._seconds)
+        if name == dist.Backend.NCCL:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = limit
+            backend = dist.ProcessGroupNCCL(store, rank, size, options)
+        elif name == dist.Backend.GLOO:
+            backend = dist.ProcessGroupGloo(store, rank, size, timeout=limit)
+        else:
+            raise ValueError(f"beside {NAME}, {kind} tensors can have nccl or gloo, not {name}")
+        backend._set_sequence_number_for_group()
+        return backend
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(kind) for kind in ("cpu", *self._others)]
+
+    @property
+    def options(self) -> Any:
+        found = dist.Backend.Options(NAME, timedelta(seconds=self._seconds))
+        return found
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self._seconds = timeout.total_seconds()
+        self.ours.limit(self._seconds)
+
+    set_timeout = _set_default_timeout
+
+    def get_group_store(self) -> Any:
+        return self._store
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return NAME
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._name = name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._description
+
+    def setGroupDesc(self, text: str) -> None:  # noqa: N802
+        self._description = text
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: every call has its number."""
+
+    def shutdown(self) -> None:
+        """End the group; not collective."""
+        for other in filter(None, self._others.values()):
+            other.shutdown()
+        self._end()
+        self._futures.close()
+
+    abort = shutdown

@@ -1,0 +1,101 @@
+"""Tensors as collectives take them: by their address, or as a copy that has one.
+
+A tensor in one piece is read by native code as ``(address, dtype's code, shape, tensor)``. Others (with
+gaps, conjugated, on their way from another collective) are copied first, and back where a verb
+writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from flashlight_py.distributed.calls.arrays import DTYPES
+
+Address = tuple[int, int, Sequence[int], torch.Tensor]
+
+CODES = {getattr(torch, name): code for code, name in enumerate(DTYPES) if hasattr(torch, name)}
+BOOL, COMPLEX = DTYPES.index("bool"), DTYPES.index("complex64")
+# What only moves may be of any dtype: it travels as one that is as wide.
+_AS_WIDE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+
+
+def address(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> Address | None:
+    """Return where native code finds ``tensor``, seen in ``shape``; None: that needs a copy."""
+    code = CODES.get(tensor.dtype)
+    if (
+        code is None
+        or type(tensor) not in _PLAIN
+        or tensor.layout is not torch.strided
+        or not (tensor.is_cpu and tensor.is_contiguous())
+        or tensor.is_neg()
+        or (code >= COMPLEX and tensor.is_conj())
+    ):
+        return None
+    return tensor.data_ptr(), code, tensor.shape if shape is None else shape, tensor
+
+
+class ElsewhereError(ValueError):
+    """A tensor lies on another ``device`` than the CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(
+            f"this process group is joined on the CPU, and the tensor is on {device}; pass "
+            'x.cpu(), or init_process_group("cpu:flashlight,cuda:nccl")'
+        )
+        self.device = device
+
+
+def one_piece(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor``, or what it holds in one piece, with an address.
+
+    Raises:
+        TypeError: it is of a layout or dtype that cannot be sent.
+        ElsewhereError: it is not on the CPU.
+    """
+    if hasattr(tensor, "trigger_wait"):  # the result of a functional collective
+        tensor = tensor.trigger_wait()
+    if tensor.layout is not torch.strided:
+        raise TypeError(
+            f"a tensor of layout {tensor.layout} has no memory in one piece; pass x.to_dense()"
+        )
+    if not tensor.is_cpu:
+        raise ElsewhereError(tensor.device)
+    if tensor.is_quantized:
+        raise TypeError(f"a quantized tensor ({tensor.dtype}) cannot be sent; pass x.int_repr()")
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain if plain.dtype in CODES else plain.view(_AS_WIDE[plain.element_size()])
+
+
+def joined(alike: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return memory of one dimension for all ``tensors``, one after the other.
+
+    It is their own where they follow each other, as parts of one tensor do; else it is new, and
+    ``copied`` fills it or them.
+
+    Raises:
+        TypeError: ``alike``, what else goes with them, are of several dtypes.
+    """
+    first, count = tensors[0], sum(tensor.numel() for tensor in tensors)
+    if len(found := {str(tensor.dtype) for tensor in alike}) > 1:
+        raise TypeError(f"tensors of one collective must be of one dtype, got {sorted(found)}")
+    memory, end = first.untyped_storage().data_ptr(), first.data_ptr()
+    for tensor in tensors:
+        own = tensor.data_ptr() == end and tensor.untyped_storage().data_ptr() == memory
+        if not own or address(tensor) is None:
+            return torch.empty(count, dtype=first.dtype)
+        end += tensor.nbytes
+    return first.detach().as_strided((count,), (1,))
+
+
+def copied(whole: torch.Tensor, tensors: Sequence[torch.Tensor], back: bool) -> None:
+    """Copy ``tensors`` to ``whole``, a ``joined`` of them, or ``back``, unless it is their own."""
+    if whole.data_ptr() == tensors[0].data_ptr():
+        return
+    pieces = whole.split([tensor.numel() for tensor in tensors])
+    for piece, tensor in zip(pieces, tensors, strict=True):
+        tensor, part = tensor.detach(), piece.view(tensor.shape)
+        tensor.copy_(part) if back else part.copy_(tensor)

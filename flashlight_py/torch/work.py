@@ -1,0 +1,146 @@
+"""A pending operation, as torch.distributed waits for it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flashlight_py.distributed.work import Work
+from flashlight_py.errors import DistributedError
+
+# How long who completes futures waits for the first of several before it looks at the others.
+_LOOK_SECONDS = 0.005
+_types: dict[type[DistributedError], Any] = {}
+
+
+def as_torchs(error: DistributedError) -> Exception:
+    """Return ``error`` as a DistBackendError, which it is besides what it was."""
+    kind = type(error)
+    if kind not in _types:
+        _types[kind] = type(kind.__name__, (dist.DistBackendError, kind), {"__doc__": kind.__doc__})
+    found: Exception = _types[kind](*error.args)
+    found.__dict__.update(error.__dict__)
+    return found.with_traceback(error.__traceback__)
+
+
+class TensorWork(dist.Work):
+    """The operation ``work`` on ``tensors``, which hold its result."""
+
+    def __init__(self, work: Work, tensors: Sequence[torch.Tensor], futures: Futures) -> None:
+        super().__init__()
+        self.work, self.tensors, self._futures = work, tensors, futures
+        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Block until it has ended, for ``timeout`` at most, unless that is 0; returns True.
+
+        Raises:
+            DistBackendError: it has failed; or it has not ended in time, and goes on.
+        """
+        try:
+            self.work.wait(timeout.total_seconds() if timeout > timedelta(0) else None)
+        except DistributedError as error:
+            raise as_torchs(error) from None
+        return True
+
+    def synchronize(self) -> None:
+        """Block until it has ended."""
+        self.wait()
+
+    def ends_within(self, seconds: float) -> bool:
+        """Return whether it ends within so many seconds, well or not."""
+        try:
+            self.work.wait(seconds)
+        except DistributedError as error:
+            return not error.goes_on
+        except Exception:  # noqa: BLE001  (of whoever waits)
+            return True
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether it has ended, well or not."""
+        return self.work.is_completed()
+
+    def is_success(self) -> bool:
+        """Return whether it has ended well."""
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> Exception | None:
+        """Return what it has failed with, if it has."""
+        try:
+            if self.is_completed():
+                self.wait()
+        except Exception as error:  # noqa: BLE001  (whatever it is, it is the answer)
+            return error
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the tensors that hold the result; blocks until it is there."""
+        self.wait()
+        return list(self.tensors)
+
+    def source_rank(self) -> int:
+        """Return which rank of the group has sent, of a receive that has ended."""
+        source = self.work.source
+        return -1 if source is None else source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """Return a future of the tensors, which completes whether or not anybody waits."""
+        if self._future is None:
+            begun: torch.futures.Future[Any] = torch.futures.Future()
+            # What raises there fails this future in C++, too, where DDP waits for it.
+            self._future = begun.then(lambda _: self.result())
+            if self.is_completed():
+                begun.set_result(None)
+            else:
+                self._futures.add(self, begun)
+        return self._future
+
+
+class Futures:
+    """A thread that completes futures as their operations end; it begins with the first."""
+
+    def __init__(self) -> None:
+        self._asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def add(self, work: TensorWork, future: torch.futures.Future[Any]) -> None:
+        """Complete ``future`` when ``work`` has ended."""
+        if self._thread is None:
+            args = (self._asked,)
+            name = "flashlight-futures"
+            self._thread = threading.Thread(target=_complete, args=args, name=name, daemon=True)
+            self._thread.start()
+        self._asked.put((work, future))
+
+    def close(self) -> None:
+        """End the thread when all that was added has ended."""
+        if self._thread is not None:
+            self._asked.put(None)
+            self._thread.join()
+            self._thread = None
+
+
+def _complete(asked: queue.SimpleQueue[Any]) -> None:
+    """Complete what is ``asked`` for, until None is and all of it has ended."""
+    pending: list[Any] = []
+    is_open = True
+    while is_open or pending:
+        while is_open and not (pending and asked.empty()):
+            if (pair := asked.get()) is None:
+                is_open = False
+            else:
+                pending.append(pair)
+        ended = [pair for pair in pending if pair[0].is_completed()]
+        for work, future in ended or pending[:1]:
+            if work.ends_within(_LOOK_SECONDS):
+                pending.remove((work, future))
+                future.set_result(None)
