@@ -313,7 +313,7 @@ class FlashlightGroup(dist.ProcessGroup):
         rows: Sequence[int] | None = None,
         parts: Sequence[torch.Tensor] | None = None,
     ) -> TensorWork:
-        """Do ``verb`` of ``x`` into ``out``, both seen in ``shapes``, and copy that to ``parts``."""
+        """Do ``verb`` of ``x`` into ``out``, seen in ``shapes``, and copy that to ``parts``."""
         is_async, op, scale = getattr(opts, "asyncOp", True), "sum", 1.0
         if reduction is not None:
             op, scale = _reduction(reduction, (x if out is None else out).dtype)
@@ -470,8 +470,7 @@ class FlashlightGroup(dist.ProcessGroup):
 
     @property
     def options(self) -> Any:
-        found = dist.Backend.Options(NAME, timedelta(seconds=self._seconds))
-        return found
+        return dist.Backend.Options(NAME, timedelta(seconds=self._seconds))
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         self._seconds = timeout.total_seconds()
@@ -482,19 +481,19 @@ class FlashlightGroup(dist.ProcessGroup):
     def get_group_store(self) -> Any:
         return self._store
 
-    def getBackendName(self) -> str:  # noqa: N802
+    def getBackendName(self) -> str:
         return NAME
 
-    def getGroupName(self) -> str:  # noqa: N802
+    def getGroupName(self) -> str:
         return self._name
 
-    def setGroupName(self, name: str) -> None:  # noqa: N802
+    def setGroupName(self, name: str) -> None:
         self._name = name
 
-    def getGroupDesc(self) -> str:  # noqa: N802
+    def getGroupDesc(self) -> str:
         return self._description
 
-    def setGroupDesc(self, text: str) -> None:  # noqa: N802
+    def setGroupDesc(self, text: str) -> None:
         self._description = text
 
     def _set_sequence_number_for_group(self) -> None:

@@ -18,8 +18,8 @@ _ABORTED, _SECRET = "aborted", "secret"
 class TorchStore(Store):
     """The ``size`` ranks that have ``store``, a ``torch.distributed.Store``, for themselves alone.
 
-    ``timeout`` (seconds) bounds each exchange. Rank 0 puts the secret there by which ranks know each
-    other later: whoever can read the store can join.
+    ``timeout`` (seconds) bounds each exchange. Rank 0 puts the secret there by which ranks know
+    each other later: whoever can read the store can join.
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:

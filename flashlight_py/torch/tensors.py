@@ -1,14 +1,13 @@
 """Tensors as collectives take them: by their address, or as a copy that has one.
 
-A tensor in one piece is read by native code as ``(address, dtype's code, shape, tensor)``. Others (with
-gaps, conjugated, on their way from another collective) are copied first, and back where a verb
-writes.
+A tensor in one piece is read by native code as ``(address, dtype's code, shape, tensor)``. Others
+(with gaps, conjugated, on their way from another collective) are copied first, and back where a
+verb writes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -97,5 +96,5 @@ def copied(whole: torch.Tensor, tensors: Sequence[torch.Tensor], back: bool) -> 
         return
     pieces = whole.split([tensor.numel() for tensor in tensors])
     for piece, tensor in zip(pieces, tensors, strict=True):
-        tensor, part = tensor.detach(), piece.view(tensor.shape)
-        tensor.copy_(part) if back else part.copy_(tensor)
+        own, part = tensor.detach(), piece.view(tensor.shape)
+        own.copy_(part) if back else part.copy_(own)
