@@ -83,8 +83,8 @@ static int read_int(PyObject *given, int limit, int32_t *out) {
   return 1;
 }
 
-/* (address, code of the dtype, shape, owner): elements that lie there for as long as the owner lives, and
-   may be written to. Elsewhere than in the first page, where no memory is; none have no address. */
+/* Memory by its address. None lies in the first page: that is a mistake, or where there are no elements
+   no address. */
 static void *read_address(PyObject *given, fl_signature *out) {
   static const int32_t sizes[CODES_END] = {
       1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 2, 4, 8, sizeof(long double), 8, 16, 2 * sizeof(long double)};
@@ -168,11 +168,12 @@ static int read_reduction(PyObject *given_op, PyObject *given_scale, int size, f
   return 1;
 }
 
-/* A new array of `shape`, and of the dtype of `like` where that is an array. */
+/* A new array of `shape`, and of the dtype of `like` where that is an array. NumPy has no bfloat16: then
+   it has the same bytes. */
 static PyObject *new_array(PyObject *like, const fl_signature *shape) {
   static const int types[CODES_END] = {
-      NPY_BOOL,   NPY_INT8,      NPY_INT16,  NPY_INT32,   NPY_INT64,       NPY_UINT8,
-      NPY_UINT16, NPY_UINT32,    NPY_UINT64, NPY_HALF,    NPY_UINT16,      NPY_FLOAT,
+      NPY_BOOL,   NPY_INT8,       NPY_INT16,  NPY_INT32,   NPY_INT64,  NPY_UINT8,
+      NPY_UINT16, NPY_UINT32,     NPY_UINT64, NPY_HALF,    NPY_UINT16, NPY_FLOAT,
       NPY_DOUBLE, NPY_LONGDOUBLE, NPY_CFLOAT, NPY_CDOUBLE, NPY_CLONGDOUBLE,
   };
   npy_intp dims[SHAPE];

@@ -1,8 +1,13 @@
-/* A call of a verb with plain arrays, as a native library takes it: NumPy's, or memory by its address, of
-   any library: (address, code of the dtype, shape, owner), which nobody copies. */
+/* A call of a verb with plain arrays, as a native library takes it: NumPy's, or memory of whatever library
+   by its address: (address, code of the dtype, shape, owner) of what lies in one piece, and can be written
+   to for as long as the owner lives. */
 #pragma once
 
-#include "fast.h"
+#include <stdint.h>
+
+#include "../common/types.cdef.h"
+
+enum { SHAPE = sizeof((fl_signature *)0)->shape / sizeof(int64_t) };
 
 typedef struct {
   fl_signature signature;
