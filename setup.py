@@ -258,7 +258,7 @@ FAST = numpy_extension(
     "fast",
     [f"csrc/fast/{name}.c" for name in ("fast", "call", "place", "plain", "uneven", "batch")],
     [
-        *(f"csrc/fast/{name}.h" for name in ("fast", "binding", "plain", "ring")),
+        *(f"csrc/fast/{name}.h" for name in ("binding", "plain", "ring")),
         *("csrc/common/ticks.h", "csrc/common/types.cdef.h", "csrc/shm/shm.cdef.h"),
     ],
 )

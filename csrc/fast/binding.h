@@ -1,7 +1,6 @@
 /* What the native entry of one group has. */
 #pragma once
 
-#include "fast.h"
 #include "plain.h"
 #include "ring.h"
 

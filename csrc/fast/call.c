@@ -270,6 +270,13 @@ static Binding *binding_of(PyObject *self) {
   return PyCapsule_GetPointer(PyTuple_GetItem(self, 0), NULL);
 }
 
+/* Whether it is an all_to_all of unequal parts: there are other verbs of rows, which Python does. */
+static int has_rows(PyObject *const *args) {
+  int overflow;
+  return (PyList_CheckExact(args[3]) || PyTuple_CheckExact(args[3])) && PyLong_Check(args[0]) &&
+         PyLong_AsLongAndOverflow(args[0], &overflow) == FL_ALL_TO_ALL;
+}
+
 /* native(verb, x, out, op, scale, root or peer, tag, async_op): the result, or a Work; NotImplemented,
    and nothing has happened, where Python must do it. A ninth argument, `seconds`, is what a collective
    that blocks may take. In the place of `op` an all_to_all may have `rows`, a
@@ -289,7 +296,7 @@ PyObject *native_call(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   const int is_async = PyObject_IsTrue(args[7]);
   const int inside = is_inside(binding);
   if (is_async < 0 || inside < 0) return NULL;
-  if (!inside && !is_async && (PyList_CheckExact(args[3]) || PyTuple_CheckExact(args[3]))) {
+  if (!inside && !is_async && has_rows(args)) {
     return native_uneven(binding, args[1], args[2], args[3]);
   }
   const int plain = inside ? 0 : plain_read(args, binding->rank, binding->size, &call);

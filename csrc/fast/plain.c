@@ -1,4 +1,5 @@
-/* Which calls are plain: exact NumPy arrays in one piece, and arguments that need no conversion. */
+/* Which calls are plain: exact NumPy arrays in one piece, or memory by its address, and arguments that need
+   no conversion. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -13,7 +14,7 @@
 
 /* Codes of csrc/reduce/reduce.h. */
 enum { OP_SUM, OP_PROD, OP_MIN, OP_MAX, OP_AVG, OP_AND, OP_OR, OP_XOR, OPS };
-enum { CODE_BOOL = 0, CODE_FLOAT = 9, CODE_COMPLEX = 14 };
+enum { CODE_BOOL = 0, CODE_FLOAT = 9, CODE_BFLOAT16 = 10, CODE_COMPLEX = 14, CODES_END = 17 };
 
 /* As arrays.py says, by kind of dtype: a bit for each operation. */
 enum {
@@ -72,16 +73,6 @@ static int dtype_code(int type) {
   }
 }
 
-static int read_array(PyObject *x, int writes, fl_signature *out) {
-  if (!PyArray_CheckExact(x)) return 0;
-  PyArrayObject *array = (PyArrayObject *)x;
-  if (!(writes ? PyArray_ISCARRAY(array) : PyArray_ISCARRAY_RO(array))) return 0;
-  out->dtype = dtype_code(PyArray_TYPE(array));
-  if (out->dtype < 0 || PyArray_NDIM(array) > SHAPE) return 0;
-  describe_array(array, out);
-  return 1;
-}
-
 /* A number of `limit`: 0 where it is another, or none. */
 static int read_int(PyObject *given, int limit, int32_t *out) {
   if (!PyLong_CheckExact(given)) return 0;
@@ -90,6 +81,50 @@ static int read_int(PyObject *given, int limit, int32_t *out) {
   if (overflow != 0 || number < 0 || number > limit) return 0;
   *out = (int32_t)number;
   return 1;
+}
+
+/* Memory by its address. None lies in the first page: that is a mistake, or where there are no elements
+   no address. */
+static void *read_address(PyObject *given, fl_signature *out) {
+  static const int32_t sizes[CODES_END] = {
+      1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 2, 4, 8, sizeof(long double), 8, 16, 2 * sizeof(long double)};
+  static char nothing;
+  enum { PAGE = 4096 };
+  if (!PyTuple_CheckExact(given) || PyTuple_Size(given) != 4) return NULL;
+  PyObject *place = PyTuple_GetItem(given, 0), *shape = PyTuple_GetItem(given, 2);
+  if (!PyLong_CheckExact(place) || !read_int(PyTuple_GetItem(given, 1), CODES_END - 1, &out->dtype) ||
+      !PyTuple_Check(shape) || PyTuple_Size(shape) > SHAPE) {
+    return NULL;
+  }
+  out->itemsize = sizes[out->dtype];
+  out->ndim = (int32_t)PyTuple_Size(shape);
+  int64_t bytes = out->itemsize;
+  for (int d = 0; d < out->ndim; ++d) {
+    PyObject *extent = PyTuple_GetItem(shape, d);
+    int overflow = 1;
+    if (PyLong_CheckExact(extent)) out->shape[d] = PyLong_AsLongLongAndOverflow(extent, &overflow);
+    if (overflow != 0 || out->shape[d] < 0) return NULL;
+    if (__builtin_mul_overflow(bytes, out->shape[d], &bytes)) return NULL;
+  }
+  out->count = bytes / out->itemsize;
+  const size_t address = PyLong_AsSize_t(place);
+  if (address == SIZE_MAX) PyErr_Clear();
+  if (bytes == 0) return &nothing;
+  return address < PAGE || address == SIZE_MAX ? NULL : (void *)address;
+}
+
+/* Describe an array, or memory by its address: where its elements are; NULL: Python must do it. */
+static void *read_memory(PyObject *x, int writes, fl_signature *out) {
+  if (!PyArray_CheckExact(x)) return read_address(x, out);
+  PyArrayObject *array = (PyArrayObject *)x;
+  if (!(writes ? PyArray_ISCARRAY(array) : PyArray_ISCARRAY_RO(array))) return NULL;
+  out->dtype = dtype_code(PyArray_TYPE(array));
+  out->ndim = PyArray_NDIM(array);
+  if (out->dtype < 0 || out->ndim > SHAPE) return NULL;
+  out->itemsize = (int32_t)PyArray_ITEMSIZE(array);
+  out->count = 1;
+  for (int d = 0; d < out->ndim; ++d) out->count *= out->shape[d] = PyArray_DIM(array, d);
+  return PyArray_DATA(array);
 }
 
 /* Names of operations are literals, so that they differ by identity; members of ReduceOp are
@@ -133,18 +168,32 @@ static int read_reduction(PyObject *given_op, PyObject *given_scale, int size, f
   return 1;
 }
 
-PyObject *plain_received(const fl_signature *described, const void *data) {
-  static const int types[] = {
-      NPY_BOOL,   NPY_INT8,      NPY_INT16,      NPY_INT32,  NPY_INT64,   NPY_UINT8,
-      NPY_UINT16, NPY_UINT32,    NPY_UINT64,     NPY_HALF,   -1,          NPY_FLOAT,
-      NPY_DOUBLE, NPY_LONGDOUBLE, NPY_CFLOAT,    NPY_CDOUBLE, NPY_CLONGDOUBLE,
+/* A new array of `shape`, and of the dtype of `like` where that is an array. NumPy has no bfloat16: then
+   it has the same bytes. */
+static PyObject *new_array(PyObject *like, const fl_signature *shape) {
+  static const int types[CODES_END] = {
+      NPY_BOOL,   NPY_INT8,       NPY_INT16,  NPY_INT32,   NPY_INT64,  NPY_UINT8,
+      NPY_UINT16, NPY_UINT32,     NPY_UINT64, NPY_HALF,    NPY_UINT16, NPY_FLOAT,
+      NPY_DOUBLE, NPY_LONGDOUBLE, NPY_CFLOAT, NPY_CDOUBLE, NPY_CLONGDOUBLE,
   };
   npy_intp dims[SHAPE];
-  const int is_known = described->dtype < (int)(sizeof types / sizeof types[0]);
-  const int type = is_known ? types[described->dtype] : -1;
-  if (type < 0 || described->ndim < 0 || described->ndim > SHAPE) return NULL;
-  for (int d = 0; d < described->ndim; ++d) dims[d] = (npy_intp)described->shape[d];
-  PyObject *array = PyArray_SimpleNew(described->ndim, dims, type);
+  for (int d = 0; d < shape->ndim; ++d) dims[d] = (npy_intp)shape->shape[d];
+  PyArray_Descr *descr;
+  if (like != NULL && PyArray_CheckExact(like)) {
+    descr = PyArray_DESCR((PyArrayObject *)like);
+    Py_INCREF(descr);
+  } else {
+    descr = PyArray_DescrFromType(types[shape->dtype]);
+  }
+  return PyArray_NewFromDescr(&PyArray_Type, descr, shape->ndim, dims, NULL, NULL, 0, NULL);
+}
+
+PyObject *plain_received(const fl_signature *described, const void *data) {
+  const int code = described->dtype;
+  if (code >= CODES_END || code == CODE_BFLOAT16 || described->ndim < 0 || described->ndim > SHAPE) {
+    return NULL;
+  }
+  PyObject *array = new_array(NULL, described);
   if (array != NULL) {
     memcpy(PyArray_DATA((PyArrayObject *)array), data, (size_t)(described->count * described->itemsize));
   }
@@ -161,59 +210,54 @@ int plain_overlap(const plain_call *one, const plain_call *other) {
   return overlap(one->data, a->count * a->itemsize, other->data, b->count * b->itemsize);
 }
 
-PyObject *plain_rows(PyObject *x, int64_t rows) {
-  PyArrayObject *like = (PyArrayObject *)x;
-  npy_intp dims[SHAPE] = {0};
-  for (int d = 1; d < PyArray_NDIM(like); ++d) dims[d] = PyArray_DIM(like, d);
-  dims[0] = (npy_intp)rows;
-  PyArray_Descr *descr = PyArray_DESCR(like);
-  Py_INCREF(descr);
-  return PyArray_NewFromDescr(&PyArray_Type, descr, PyArray_NDIM(like), dims, NULL, NULL, 0, NULL);
+PyObject *plain_rows(PyObject *x, const plain_call *call, int64_t rows) {
+  fl_signature all = call->signature;
+  all.shape[0] = rows;
+  return new_array(x, &all);
+}
+
+/* Read where the result goes: memory like `wanted` from dimension `first` on, apart from what is given. */
+static int read_output(PyObject *out, const fl_signature *wanted, int first, plain_call *call) {
+  const fl_signature *s = &call->signature;
+  fl_signature room;
+  call->output = read_memory(out, 1, &room);
+  if (call->output == NULL || room.dtype != s->dtype || room.ndim != wanted->ndim) return 0;
+  for (int d = first; d < room.ndim; ++d) {
+    if (room.shape[d] != wanted->shape[d]) return 0;
+  }
+  call->rows = room.shape[0];
+  call->room = (fl_room){call->output, (size_t)(room.count * room.itemsize)};
+  return !overlap(call->data, s->count * s->itemsize, call->output, room.count * room.itemsize);
 }
 
 int plain_uneven(PyObject *x, PyObject *out, plain_call *call) {
-  fl_signature *s = &call->signature, room;
+  fl_signature *s = &call->signature;
   memset(call, 0, sizeof *call);
   s->verb = FL_ALL_TO_ALL;
   s->scale = 1.0;
   call->peer = -1;
-  if (!read_array(x, 0, s) || s->ndim == 0) return 0;
-  if (out == Py_None) return 1;
-  if (!read_array(out, 1, &room) || room.dtype != s->dtype || room.ndim != s->ndim) return 0;
-  for (int d = 1; d < s->ndim; ++d) {
-    if (room.shape[d] != s->shape[d]) return 0;
-  }
-  return !overlap(PyArray_DATA((PyArrayObject *)x), s->count * s->itemsize,
-                  PyArray_DATA((PyArrayObject *)out), room.count * room.itemsize);
+  call->data = read_memory(x, 0, s);
+  if (call->data == NULL || s->ndim == 0) return 0;
+  return out == Py_None ? PyArray_CheckExact(x) : read_output(out, s, 1, call);
 }
 
-/* `out` as the result, of these dimensions and the dtype of `like`; or a new array. The first dimension
-   of a gather's `out` is for the library to compare. */
-static int make_result(PyObject *like, PyObject *out, int ndim, npy_intp *dims, plain_call *call) {
-  PyArrayObject *x = (PyArrayObject *)like;
-  if (out == Py_None) {
-    PyArray_Descr *descr = PyArray_DESCR(x);
-    Py_INCREF(descr);
-    call->result = PyArray_NewFromDescr(&PyArray_Type, descr, ndim, dims, NULL, NULL, 0, NULL);
-    if (call->result == NULL) return -1;
-  } else {
-    fl_signature room;
-    if (!read_array(out, 1, &room) || room.dtype != call->signature.dtype || room.ndim != ndim) return 0;
-    const int verb = call->signature.verb, gathers = verb == FL_ALL_GATHER || verb == FL_GATHER;
-    for (int d = 0; d < ndim; ++d) {
-      if (room.shape[d] != dims[d] && !(gathers && d == 0)) return 0;
-    }
-    if (overlap(PyArray_DATA(x), PyArray_NBYTES(x), PyArray_DATA((PyArrayObject *)out),
-                room.count * room.itemsize)) {
-      return 0;
-    }
+/* `out` as the result, like `wanted`; or a new array where `x` is one. The first dimension of a gather's
+   `out` is for the library to compare. */
+static int make_result(PyObject *x, PyObject *out, const fl_signature *wanted, plain_call *call) {
+  const int verb = call->signature.verb, gathers = verb == FL_ALL_GATHER || verb == FL_GATHER;
+  if (out != Py_None) {
+    if (!read_output(out, wanted, gathers, call)) return 0;
     Py_INCREF(out);
     call->result = out;
+  } else {
+    if (!PyArray_CheckExact(x)) return 0;
+    call->result = new_array(x, wanted);
+    if (call->result == NULL) return -1;
+    call->output = PyArray_DATA((PyArrayObject *)call->result);
+    call->room = (fl_room){call->output, (size_t)(wanted->count * wanted->itemsize)};
   }
-  PyArrayObject *result = (PyArrayObject *)call->result;
-  call->output = PyArray_DATA(result);
-  call->room.data = call->output;
-  call->room.bytes = (size_t)PyArray_NBYTES(result);
+  /* A gather without bytes has no room: rows are counted at the end. */
+  if (gathers) call->output = call->room.bytes != 0 ? &call->room : NULL;
   return 1;
 }
 
@@ -224,42 +268,39 @@ static int read_apart(PyObject *x, PyObject *out, int rank, int size, plain_call
   if (s->verb == FL_SCATTER && !is_root) {
     if (out == Py_None) {
       s->ndim = FL_ANY;
-      return 1;
+      return !PyTuple_Check(x);
     }
-    if (!read_array(out, 1, s)) return 0;
-    call->output = PyArray_DATA((PyArrayObject *)out);
+    call->output = read_memory(out, 1, s);
+    if (call->output == NULL) return 0;
     Py_INCREF(out);
     call->result = out;
     return 1;
   }
-  if (!read_array(x, 0, s)) return 0;
-  call->data = PyArray_DATA((PyArrayObject *)x);
-  npy_intp dims[SHAPE] = {0};
-  for (int d = 0; d < s->ndim; ++d) dims[d] = PyArray_DIM((PyArrayObject *)x, d);
-  int ndim = s->ndim;
-  if (s->verb == FL_ALL_GATHER || s->verb == FL_GATHER) {
-    if (ndim == 0) { /* one row */
-      ndim = s->ndim = 1;
-      dims[0] = s->shape[0] = 1;
-    }
+  call->data = read_memory(x, 0, s);
+  if (call->data == NULL) return 0;
+  const int gathers = s->verb == FL_ALL_GATHER || s->verb == FL_GATHER;
+  if (gathers && s->ndim == 0) { /* one row */
+    s->ndim = 1;
+    s->shape[0] = 1;
+  }
+  fl_signature wanted = *s;
+  if (gathers) {
     if (s->verb == FL_GATHER && !is_root) {
       Py_INCREF(Py_None);
       call->result = Py_None;
       return 1;
     }
-    dims[0] *= size;
+    wanted.shape[0] *= size;
+    wanted.count *= size;
   } else {
-    if (ndim == 0 || dims[0] % size != 0) return 0;
-    if (s->verb != FL_ALL_TO_ALL) dims[0] /= size;
-    if (s->verb == FL_SCATTER) {
-      s->shape[0] = dims[0];
-      s->count /= size;
+    if (s->ndim == 0 || s->shape[0] % size != 0) return 0;
+    if (s->verb != FL_ALL_TO_ALL) {
+      wanted.shape[0] /= size;
+      wanted.count /= size;
     }
   }
-  const int made = make_result(x, out, ndim, dims, call);
-  if (s->verb == FL_ALL_GATHER || s->verb == FL_GATHER) {
-    call->output = call->room.bytes != 0 ? &call->room : NULL; /* without bytes, rows are counted at the end */
-  }
+  const int made = make_result(x, out, &wanted, call);
+  if (s->verb == FL_SCATTER) *s = wanted;
   return made;
 }
 
@@ -271,10 +312,9 @@ int plain_message(int verb, PyObject *array, PyObject *peer, PyObject *tag, int 
   s->scale = 1.0;
   int32_t other;
   if (!read_int(peer, size - 1, &other) || other == rank || !read_int(tag, INT_MAX, &s->root)) return 0;
-  if (!read_array(array, verb == FL_RECV, s)) return 0;
-  call->data = PyArray_DATA((PyArrayObject *)array);
+  call->data = read_memory(array, verb == FL_RECV, s);
   call->peer = other;
-  return 1;
+  return call->data != NULL;
 }
 
 int plain_read(PyObject *const *args, int rank, int size, plain_call *call) {
@@ -295,8 +335,8 @@ int plain_read(PyObject *const *args, int rank, int size, plain_call *call) {
   if (verb == FL_BARRIER) {
     x = Py_None;
   } else if ((flags & VERB_IN_PLACE) != 0) {
-    if (!read_array(x, 1, s)) return 0;
-    call->data = PyArray_DATA((PyArrayObject *)x);
+    call->data = read_memory(x, 1, s);
+    if (call->data == NULL) return 0;
   } else {
     const int read = read_apart(x, out, rank, size, call);
     if (read <= 0) return read;

@@ -1,12 +1,19 @@
-/* A call of a verb with plain NumPy arrays, as a native library takes it. */
+/* A call of a verb with plain arrays, as a native library takes it: NumPy's, or memory of whatever library
+   by its address: (address, code of the dtype, shape, owner) of what lies in one piece, and can be written
+   to for as long as the owner lives. */
 #pragma once
 
-#include "fast.h"
+#include <stdint.h>
+
+#include "../common/types.cdef.h"
+
+enum { SHAPE = sizeof((fl_signature *)0)->shape / sizeof(int64_t) };
 
 typedef struct {
   fl_signature signature;
   void *data, *output; /* as fl_..._run takes them */
   fl_room room;        /* of the gathers */
+  int64_t rows;        /* for which there is room, of an all_to_all of unequal parts */
   int peer;            /* of a message; else -1 */
   double seconds;      /* that the call may take */
   PyObject *result;    /* what the call returns where all goes well; a reference of its own, or NULL */
@@ -22,8 +29,8 @@ int plain_message(int verb, PyObject *array, PyObject *peer, PyObject *tag, int 
 
 /* What an all_to_all of unequal parts is given; 1 or 0. */
 int plain_uneven(PyObject *x, PyObject *out, plain_call *call);
-/* A new array like `x` but for the first dimension; NULL with an exception. */
-PyObject *plain_rows(PyObject *x, int64_t rows);
+/* A new array like the call's `x` but for the first dimension; NULL with an exception. */
+PyObject *plain_rows(PyObject *x, const plain_call *call, int64_t rows);
 
 /* A new array of what a rank has received that did not know its shape: `described` describes it; NULL with an
    exception, or without one where Python must do it. */

@@ -76,15 +76,6 @@ static void refuse(Binding *binding, ring_call *row) {
   PyErr_Restore(type, value, trace);
 }
 
-/* Where the rows go that all ranks have for this one: `out` if it has as many, or a new array. */
-static PyObject *room_for(PyObject *x, PyObject *out, int64_t rows) {
-  if (out != Py_None && PyArray_DIM((PyArrayObject *)out, 0) == rows) {
-    Py_INCREF(out);
-    return out;
-  }
-  return plain_rows(x, rows);
-}
-
 /* The second step; the result is a new reference in call->result, NULL with an exception. */
 static fl_op *move(Binding *binding, PyObject *x, PyObject *out, const int64_t *table, plain_call *call,
                    ring_call *row) {
@@ -94,17 +85,22 @@ static fl_op *move(Binding *binding, PyObject *x, PyObject *out, const int64_t *
   for (int d = 1; d < s->ndim; ++d) row_bytes *= s->shape[d];
   int64_t arrive = 0, bytes[MOST_RANKS * MOST_RANKS];
   for (int r = 0; r < size; ++r) arrive += table[r * size + binding->rank];
-  call->result = room_for(x, out, arrive);
-  if (call->result == NULL) {
-    refuse(binding, row);
-    return NULL;
+  if (call->output != NULL && call->rows == arrive) {
+    Py_INCREF(out);
+    call->result = out;
+  } else {
+    call->result = plain_rows(x, call, arrive);
+    if (call->result == NULL) {
+      refuse(binding, row);
+      return NULL;
+    }
+    call->output = PyArray_DATA((PyArrayObject *)call->result);
   }
   for (int i = 0; i < size * size; ++i) bytes[i] = table[i] * row_bytes;
-  fl_sections sections = {PyArray_DATA((PyArrayObject *)x), bytes};
+  fl_sections sections = {call->data, bytes};
   plain_call step = *call;
   step.signature.verb = FL_ALL_TO_ALL_UNEVEN;
   step.data = &sections;
-  step.output = PyArray_DATA((PyArrayObject *)call->result);
   return run_step(binding, &step, row);
 }
 

@@ -121,6 +121,10 @@ class Backend(abc.ABC):
         ``async_op``; NotImplemented, and nothing has happened, where ``start`` is to do it.
         ``native_sendrecv(x, dst, out, src, tag, recv_tag)`` likewise; ``native_sendrecv(ops)``
         begins a list of messages, and returns one of the array of each that has ended, or its Work.
+
+        In place of an array ``(address, dtype code, shape, owner)`` stands for memory in one piece
+        that can be written to as long as ``owner`` lives: results need ``out`` then, and are what
+        was given.
         """
         return left_to_python, left_to_python
 

@@ -129,6 +129,7 @@ def what_is_not_plain(rank: int, size: int) -> None:
         ("broadcast", {"x": x, "peer": -1}),
         ("broadcast", {"x": x, "peer": True}),
         ("reduce_scatter", {"x": np.zeros(2 * size + 1)}),
+        ("reduce_scatter", {"x": np.zeros(2 * size), "op": [2] * size}),
         ("all_to_all", {"x": np.zeros(())}),
         ("all_to_all", {"x": shared, "out": shared}),
         ("all_to_all", {"x": shared, "out": np.zeros(8, int)}),

@@ -213,6 +213,9 @@ CASES = {
     "shard_linear": Case(sharded(cut, ADAM), data=lambda rank: few(0)),
     "shard_linear, novograd": Case(sharded(cut, NOVOGRAD), data=lambda rank: few(0)),
     "messages": Case(exchange, data=few),
+    "reduce_scatter of rows": Case(
+        lambda: lambda x, y: (fl.reduce_scatter(x * 2, rows=[1, 3]), x + 1), data=few
+    ),
     # What sends more than arrays of the step, or something else, stays eager.
     "reducer": Case(reduced(reducer=fl.InlineReducer(0.5)), NO_ARRAY + r", at .*steps\.py"),
     "hook": Case(reduced(hook=fl.Float16Compression()), r"reads a value .* at .*steps\.py"),

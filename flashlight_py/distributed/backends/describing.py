@@ -72,7 +72,7 @@ def _outlined(ffi: Any, shape: tuple[int, ...], count: int, itemsize: int, *numb
     signature = ffi.new("fl_signature *")
     signature.verb, signature.dtype, signature.op, signature.root = numbers
     signature.itemsize, signature.count, signature.ndim = itemsize, count, len(shape)
-    if len(shape) > SHAPE:  # the last is a hash of all from there on, as csrc/fast makes it
+    if len(shape) > SHAPE:  # the last is a hash of all from there on
         number = 0
         for extent in shape[SHAPE - 1 :]:
             number = number * 1099511628211 + extent

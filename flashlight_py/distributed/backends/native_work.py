@@ -16,6 +16,7 @@ from flashlight_py.distributed.calls.arrays import (
     MOVED,
     WITH_TEXT,
     dtype_of_code,
+    length,
     of_bytes,
     require_length,
 )
@@ -59,7 +60,7 @@ class NativeWork(Work):
 
     ``result`` is what a wait returns, or what that is to be made of: of a call with the array
     ``like`` and perhaps with ``out``, by or from ``root``. ``made`` is a gather's where all have
-    the same number of rows.
+    the same number of rows. In place of an array there may be what stands for one.
     """
 
     id = 0  # of the call in the backend's journal, where native code has started and recorded it
@@ -72,10 +73,10 @@ class NativeWork(Work):
         kept: Any,
         seconds: float,
         result: Any = None,
-        like: Array | None = None,
-        out: Array | None = None,
+        like: Any = None,
+        out: Any = None,
         root: int = 0,
-        made: Array | None = None,
+        made: Any = None,
     ) -> None:
         self._backend, self._name, self._lib = backend, name, backend.lib
         self._handle = backend.ffi.gc(handle, backend.lib.fl_op_free)
@@ -154,15 +155,14 @@ class NativeWork(Work):
     def _signatures(self) -> Any:
         return self._lib.fl_op_signatures(self._handle)
 
-    def _gathered(self) -> Array:
+    def _gathered(self) -> Any:
         """Return the rows of all ranks: ``out``, if the library has filled it, or a new array."""
-        assert self._like is not None
         backend, room = self._backend, self._made if self._out is None else self._out
         if room is not None and not self._fetched()[0]:
             return room
         signatures = self._signatures()
         rows = sum(signatures[rank].shape[0] for rank in range(backend.size))
-        if room is not None and room.shape[0] == rows:  # without bytes
+        if room is not None and length(room) == rows:  # without bytes
             return room
         if self._out is not None:
             require_length(self._name, self._out, rows, backend.rank, backend.size)

@@ -417,11 +417,17 @@ def may_overlap(one: Array, other: Array) -> bool:
     return xp is array_module(other) and bool(xp.may_share_memory(one, other))
 
 
-def require_length(verb: str, out: Array, rows: int, rank: int, size: int) -> None:
+def length(array: Any) -> int:
+    """Return the first dimension of an array, or of what stands for one: see ``Backend.bind``."""
+    shape = array[2] if type(array) is tuple else array.shape
+    return int(shape[0])
+
+
+def require_length(verb: str, out: Any, rows: int, rank: int, size: int) -> None:
     """Raise ValueError where ``out`` has another first dimension than the ``rows`` that arrived."""
-    if out.shape[0] != rows:
+    if length(out) != rows:
         raise ValueError(
-            f"[{verb}] rank {rank} of {size}: out has {out.shape[0]} rows, and {rows} arrived from "
+            f"[{verb}] rank {rank} of {size}: out has {length(out)} rows, and {rows} arrived from "
             "all ranks together; out was not changed, and the other ranks have their result"
         )
 

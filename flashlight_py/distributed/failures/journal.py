@@ -280,9 +280,11 @@ class Journal(Ring):
         """Return what native code has written as a record."""
         verb, flags = NATIVE[int(row["verb"])], row["flags"]
         ndim, peer = int(row["ndim"]), int(row["peer"])
-        dtype = shape = None
+        dtype: Any = None
+        shape = None
         if verb is not BARRIER and ndim >= 0:
-            dtype = np.dtype(DTYPES[row["dtype"]])
+            name = DTYPES[row["dtype"]]
+            dtype = name if name == "bfloat16" else np.dtype(name)  # NumPy may not know that
             fits = ndim <= len(row["shape"])
             shape = tuple(int(extent) for extent in row["shape"][:ndim]) if fits else None
         op, root = ReduceOp(int(row["op"])) if verb.reduces else None, peer if verb.rooted else None

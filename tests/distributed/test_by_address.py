@@ -1,0 +1,402 @@
+"""The native entry of memory by its address: (address, dtype code, shape, owner) for an array."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.distributed.backends.single import reduced_alone
+from flashlight_py.distributed.calls.arrays import DTYPES, code_of, dtype_of_code
+from flashlight_py.distributed.start.world import current_world
+from flashlight_py.distributed.verbs import ALL_REDUCE, VERBS
+from flashlight_py.distributed.work import Work
+from flashlight_py.errors import MismatchError
+from tests.distributed.test_native_calls import BACKENDS, CODES, native, record_of, settle
+
+BFLOAT16 = DTYPES.index("bfloat16")
+# Whether x and out are given by their addresses.
+MIXED = ((1, 1), (1, 0), (0, 1))
+
+
+class Size(tuple[int, ...]):
+    """A shape as torch has it."""
+
+    __slots__ = ()
+
+
+class Owner:
+    """What keeps memory alive, and can be watched."""
+
+    def __init__(self, memory: Any) -> None:
+        self.memory = memory
+
+
+def by_address(x: Any, owner: Any = None) -> tuple[Any, ...]:
+    """``x`` by its address; nothing else keeps its memory where that is its ``owner``."""
+    return x.ctypes.data, code_of(x.dtype), Size(x.shape), x if owner is None else owner
+
+
+def ops_of(code: int) -> tuple[str, ...]:
+    kind = dtype_of_code(code).kind
+    whole = {"b": ("max", "xor"), "i": ("sum", "and"), "u": ("prod", "or"), "c": ("avg", "prod")}
+    return whole.get(kind, ("sum", "avg", "min"))
+
+
+def calls_of(code: int, size: int) -> list[tuple[str, dict[str, Any]]]:
+    """Every verb that there is for the dtype of ``code``."""
+    moved = [("broadcast", {"root": 1}), ("all_gather", {}), ("gather", {"root": 1})]
+    moved += [("scatter", {"root": 1}), ("all_to_all", {})]
+    for op in ops_of(code):
+        moved += [(verb, {"op": op}) for verb in ("all_reduce", "reduce_scatter", "scan", "exscan")]
+        moved.append(("reduce", {"op": op, "root": 1}))
+    return moved
+
+
+def same_as_arrays(rank: int, size: int, async_op: bool, count: int) -> None:
+    """What memory by its address becomes is what arrays become, bit for bit."""
+    settle()
+    group = current_world().group
+    for code in range(len(DTYPES)) if count < 100 else (4, BFLOAT16, 12):
+        x = (np.arange(2 * size * count).reshape(2 * size, count) % 3 + rank).astype(
+            dtype_of_code(code)
+        )
+        for verb, how in calls_of(code, size):
+            mine, given = x.copy(), {"op": how.get("op", "sum"), "peer": how.get("root", 0)}
+            wanted = getattr(fl, verb)(x.copy(), **how)
+            in_place = verb_named(verb).in_place
+            out = None if in_place or wanted is None else np.zeros_like(wanted)
+            # An array of bfloat16 is left to Python.
+            for one, other in MIXED[: 1 if in_place or code == BFLOAT16 else 3]:
+                first = by_address(mine) if one else mine
+                second = None if out is None else by_address(out) if other else out
+                got = native(group, verb, first, out=second, async_op=async_op, **given)
+                assert got is (first if in_place else second), (verb, how, code)
+                where = mine if in_place else out
+                assert where is None or np.array_equal(where, wanted), (verb, how, code)
+            assert record_of(group).as_dict()["dtype"] == str(x.dtype)
+
+
+def verb_named(name: str) -> Any:
+    return next(verb for verb in VERBS if verb.name == name)
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_verb_does_what_it_does_with_arrays(
+    pool: Any, backend: str, size: int, async_op: bool
+) -> None:
+    ranks = pool(size, params={"BACKEND": backend})
+    for count in (3, 30_000):
+        ranks.run(same_as_arrays, async_op, count)
+
+
+def nothing_there(rank: int, size: int) -> None:
+    """Scalars, and memory of no elements, whose address is 0."""
+    settle()
+    group = current_world().group
+    x, whole = np.full((), rank + 1.0), np.zeros(size)
+    assert native(group, "all_gather", by_address(x), out=by_address(whole)) is not NotImplemented
+    assert whole.tolist() == [rank + 1.0 for rank in range(size)]
+    native(group, "all_reduce", by_address(x))
+    assert x == size * (size + 1) / 2
+    for verb in CODES:
+        if verb in ("barrier", "send", "recv", "sendrecv"):
+            continue
+        x = 0, 12, (size, 0), None
+        out = None if verb_named(verb).in_place else (0, 12, (size, 0), None)
+        if verb in ("all_gather", "gather"):
+            out = 0, 12, (size * size, 0), None
+        elif verb in ("scatter", "reduce_scatter"):
+            out = 0, 12, (1, 0), None
+        for async_op in (False, True):
+            got = native(group, verb, x, out=out, async_op=async_op)
+            assert got is (out or x) or (verb, got) == ("gather", None)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_memory_without_elements_has_no_address(pool: Any, backend: str) -> None:
+    pool(2, params={"BACKEND": backend}).run(nothing_there)
+
+
+def malformed(rank: int, size: int) -> None:
+    settle()
+    group = current_world().group
+    x = np.zeros(4 * size)
+    whole = by_address(x)
+    address, code, shape, owner = whole
+    before = [*group.journal.header]
+    wrong = [
+        (),
+        (address, code, shape),
+        (*whole, None),
+        [*whole],
+        Size(whole),
+        (float(address), code, shape, owner),
+        (True, code, shape, owner),
+        (None, code, shape, owner),
+        (-address, code, shape, owner),
+        (address + 2**64, code, shape, owner),
+        (0, code, shape, owner),
+        (12, code, shape, owner),
+        (address, -1, shape, owner),
+        (address, len(DTYPES), shape, owner),
+        (address, 2**70, shape, owner),
+        (address, "float64", shape, owner),
+        (address, np.float64, shape, owner),
+        (address, code, [*shape], owner),
+        (address, code, 8, owner),
+        (address, code, (-1,), owner),
+        (address, code, (1.0,), owner),
+        (address, code, (True,), owner),
+        (address, code, (2**70,), owner),
+        (address, code, (2**60, 2), owner),
+        (address, code, (2**40, 2**40), owner),
+        (address, code, (1,) * 9, owner),
+    ]
+    for given in wrong:
+        for verb in ("all_reduce", "broadcast", "scan"):
+            assert native(group, verb, given) is NotImplemented, given
+        out = by_address(np.zeros(4))
+        assert native(group, "reduce_scatter", given, out=out) is NotImplemented, given
+        if given != ():
+            assert native(group, "all_gather", out, out=given) is NotImplemented, given
+        assert native(group, "send", given, peer=1 - rank) is NotImplemented, given
+        assert native(group, "recv", given, peer=1 - rank) is NotImplemented, given
+        ops = [fl.P2POp("recv", given, 1 - rank)]
+        assert group.native_sendrecv(ops) is NotImplemented, given
+        pair = given, 1 - rank, by_address(np.zeros(4))
+        assert group.native_sendrecv(*pair, 1 - rank, 0, 0) is NotImplemented, given
+    for verb, given in [  # which would have to make an array, or do not go together
+        ("all_gather", {}),
+        ("all_to_all", {}),
+        ("reduce_scatter", {}),
+        ("gather", {"peer": rank}),
+        ("scatter", {}),
+        ("scatter", {"peer": 1}),
+        ("all_to_all", {"out": by_address(np.zeros(size))}),
+        ("all_to_all", {"out": by_address(np.zeros(4 * size, int))}),
+        ("all_to_all", {"out": (address + 8, *whole[1:])}),
+        ("all_to_all", {"out": x}),
+        ("all_reduce", {"op": "and"}),
+        ("broadcast", {"peer": size}),
+    ]:
+        assert native(group, verb, whole, **given) is NotImplemented, (verb, given)
+    rows = [4] * size
+    for out in (None, whole):
+        given = whole, out, rows, 1.0, 0, 0, False
+        assert group.native(CODES["all_to_all"], *given) is NotImplemented
+    mixed = [fl.P2POp("recv", whole, 1 - rank), fl.P2POp("send", x, 1 - rank)]
+    assert group.native_sendrecv(mixed) is NotImplemented
+    assert group.native_sendrecv(x, 1 - rank, whole, 1 - rank, 0, 0) is NotImplemented
+    assert [*group.journal.header] == before  # nothing has happened
+    given = whole if rank else x  # without a result here there needs to be no place for it
+    assert (native(group, "gather", given) is None) == (rank > 0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_malformed_is_left_to_python(pool: Any, backend: str) -> None:
+    pool(2, params={"BACKEND": backend}).run(malformed)
+
+
+def differing(rank: int, size: int, async_op: bool) -> list[str]:
+    """Ranks that call different things all raise, and the group goes on."""
+    settle()
+    group = current_world().group
+    errors = []
+    for verb in ("all_reduce", "broadcast", "reduce"):
+        with pytest.raises(MismatchError) as caught:
+            native(group, verb, by_address(np.zeros((3 + rank, 2))), async_op=async_op)
+        errors.append(str(caught.value))
+    for mine in (np.zeros((2 * size, 3 + rank)), np.zeros(2 * size, "f8" if rank else "f4")):
+        for verb, rows in [("all_gather", 2 * size * size), ("all_to_all", 2 * size)]:
+            out = by_address(np.zeros((rows, *mine.shape[1:]), mine.dtype))
+            with pytest.raises(MismatchError) as caught:
+                native(group, verb, by_address(mine), out=out, async_op=async_op)
+            errors.append(str(caught.value))
+    memory = np.zeros(3, np.uint16)
+    given = (memory.ctypes.data, BFLOAT16, (3,), memory) if rank else by_address(memory)
+    with pytest.raises(MismatchError) as caught:
+        native(group, "all_reduce", given, async_op=async_op)
+    errors.append(str(caught.value))
+    assert record_of(group).error
+    x = np.ones(3)
+    native(group, "all_reduce", by_address(x), async_op=async_op)
+    assert np.all(x == size)
+    return errors
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_mismatch_is_raised_on_every_rank(
+    pool: Any, backend: str, size: int, async_op: bool
+) -> None:
+    for errors in pool(size, params={"BACKEND": backend}).run(differing, async_op):
+        assert len(errors) == 8
+        assert "all_reduce(float64 (3, 2)" in errors[0]
+        assert "all_reduce(float64 (4, 2)" in errors[0]
+        assert "all_reduce(bfloat16 (3,)" in errors[-1]
+        assert "all_reduce(uint16 (3,)" in errors[-1]
+
+
+def unequal_rows(rank: int, size: int) -> None:
+    """An all_to_all of rows, and what happens where ``out`` has another number of them."""
+    settle()
+    group = current_world().group
+    for code in (BFLOAT16, 12):
+        for width in (0, 1, 5000):
+            rows = [1 + (rank + r) % 2 for r in range(size)]
+            x = (np.arange(sum(rows) * width) % 99 + rank).astype(dtype_of_code(code))
+            x = x.reshape(sum(rows), width)
+            wanted = fl.all_to_all(x, rows)
+            for one, other in MIXED[: 1 if code == BFLOAT16 else 3]:
+                out = np.zeros_like(wanted)
+                given = by_address(x) if one else x, by_address(out) if other else out
+                y = group.native(CODES["all_to_all"], *given, rows, 1.0, 0, 0, False)
+                assert y is given[1]
+                assert out.tobytes() == wanted.tobytes()
+                more = np.zeros((len(wanted) + 1, width), x.dtype) if rank == 0 else out
+                given = given[0], by_address(more) if other else more
+                y = group.native(CODES["all_to_all"], *given, rows, 1.0, 0, 0, False)
+                assert (y is given[1]) == (rank > 0)
+                if rank == 0:
+                    assert y.shape == wanted.shape
+            if rank:
+                assert fl.all_to_all(given[0], rows, out=given[1]) is given[1]
+            else:
+                with pytest.raises(ValueError, match="arrived from all ranks"):
+                    fl.all_to_all(given[0], rows, out=given[1])
+    x, out = (by_address(np.zeros((size, 5 + rank))) for _ in range(2))
+    with pytest.raises(MismatchError):
+        group.native(CODES["all_to_all"], x, out, [1] * size, 1.0, 0, 0, False)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_all_to_all_of_rows(pool: Any, size: int) -> None:
+    pool(size, params={"BACKEND": "shm"}).run(unequal_rows)
+
+
+def differing_lengths(rank: int, size: int, async_op: bool) -> None:
+    """Gathers of unequal parts fill an ``out`` of the right length, and refuse another."""
+    settle()
+    group = current_world().group
+    rows = size * (size + 1) // 2
+    for width in (0, 3, 30_000):
+        x = np.full((rank + 1, width), rank)
+        wanted = np.concatenate([np.full((r + 1, width), r) for r in range(size)])
+        for one, other in MIXED:
+            first = by_address(x) if one else x
+            for verb in ("all_gather", "gather"):
+                out = np.zeros((rows, width), int)
+                second = by_address(out) if other else out
+                got = native(group, verb, first, out=second, async_op=async_op)
+                assert got is (second if verb == "all_gather" or rank == 0 else None)
+                assert got is None or np.array_equal(out, wanted)
+                out = np.full((rows + (rank == 0), width), -1)
+                second = by_address(out) if other else out
+                if rank:
+                    native(group, verb, first, out=second, async_op=async_op)
+                    continue
+                with pytest.raises(ValueError, match=rf"out has {rows + 1} rows, and {rows} arr"):
+                    native(group, verb, first, out=second, async_op=async_op)
+                assert np.all(out == -1)
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gathers_of_unequal_parts(pool: Any, backend: str, size: int, async_op: bool) -> None:
+    pool(size, params={"BACKEND": backend}).run(differing_lengths, async_op)
+
+
+def messages(rank: int, size: int) -> None:
+    settle()
+    group = current_world().group
+    after, before = (rank + 1) % size, (rank - 1) % size
+    for count in (3, 50_000):
+        for code in (BFLOAT16, 3):
+            x = (np.arange(count) % 7 + rank).astype(dtype_of_code(code))
+            theirs = (np.arange(count) % 7 + before).astype(x.dtype)
+            for one, other in MIXED[: 1 if code == BFLOAT16 else 3]:
+                out = np.zeros_like(x)
+                given, room = by_address(x) if one else x, by_address(out) if other else out
+                assert group.native_sendrecv(given, after, room, before, 4, 4) is room
+                assert out.tobytes() == theirs.tobytes()
+                out[:] = 0
+                receive = group.native(CODES["recv"], room, None, None, None, before, 5, True)
+                send = group.native(CODES["send"], given, None, None, None, after, 5, True)
+                assert receive.wait() is room
+                assert receive.source == before
+                send.wait()
+                assert out.tobytes() == theirs.tobytes()
+                out[:] = 0
+                ops = [fl.P2POp("recv", room, before, 6), fl.P2POp("send", given, after, 6)]
+                got = group.native_sendrecv(ops)
+                got = [one.wait() if isinstance(one, Work) else one for one in got]
+                assert got[0] is room
+                assert out.tobytes() == theirs.tobytes()
+            if rank == 0:
+                assert native(group, "send", by_address(x), peer=1) is None
+            elif rank == 1:
+                assert native(group, "recv", room) is room
+                assert out.tobytes() == theirs.tobytes()
+    if rank < 2:
+        x = by_address(np.zeros(3, dtype_of_code(BFLOAT16) if rank else np.float16))
+        with pytest.raises(MismatchError, match="bfloat16"):
+            native(group, "recv" if rank else "send", x, peer=1 - rank)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_messages(pool: Any, backend: str, size: int) -> None:
+    pool(size, params={"BACKEND": backend}).run(messages)
+
+
+def owner_of_a_dropped_work(rank: int, size: int, count: int) -> None:
+    """The owner lives until the operation has ended, though nobody has the Work any more."""
+    settle()
+    group = current_world().group
+    for verb in ("all_reduce", "all_gather", "send"):
+        if rank == 0:
+            owners = [Owner(np.ones(count)), Owner(np.zeros(2 * count))]
+            x, out = (by_address(owner.memory, owner) for owner in owners)
+            watched = [weakref.ref(owner) for owner in owners]
+            given = None if verb != "all_gather" else out
+            group.native(CODES[verb], x, given, "sum", 1.0, 1, 7, True)
+            del x, out, owners, given
+            gc.collect()
+            used = watched if verb == "all_gather" else watched[:1]
+            assert all(ref() is not None for ref in used)
+            fl.send(np.zeros(1), 1, tag=9)  # now the other one may join
+            fl.recv(np.zeros(1), 1, tag=9)
+            group.synchronize()
+            gc.collect()
+            assert all(ref() is None for ref in watched)
+        else:
+            fl.recv(np.zeros(1), 0, tag=9)
+            mine, out = np.ones(count), np.zeros(2 * count)
+            given = None if verb != "all_gather" else by_address(out)
+            native(group, "recv" if verb == "send" else verb, by_address(mine), out=given, tag=7)
+            assert np.all((out if verb == "all_gather" else mine) == 1 + (verb == "all_reduce"))
+            fl.send(np.zeros(1), 0, tag=9)
+
+
+@pytest.mark.parametrize("count", [3, 300_000])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_owner_lives_until_a_dropped_operation_ends(
+    pool: Any, backend: str, count: int
+) -> None:
+    pool(2, params={"BACKEND": backend}).run(owner_of_a_dropped_work, count)
+
+
+def test_one_rank_leaves_addresses_to_python() -> None:
+    x = by_address(np.ones(3, np.float32))
+    given = ALL_REDUCE.code, x, None, "sum", 1.0, 0, 0, False
+    assert reduced_alone(*given) is NotImplemented
+    assert current_world().group.native(*given) is NotImplemented
