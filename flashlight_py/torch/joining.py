@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
 
@@ -49,7 +49,7 @@ def join(options: Any, params: Any) -> FlashlightGroup:
         initialize.enter(replace(world, owner=OWNER), settings)
         group = current_world().group
     elif is_distributed_init() and current_world().group.size == dist.get_world_size():
-        group = cast("ProcessGroup", current_world().group.subgroup(ranks, meeting(), seconds))
+        group = current_world().group.subgroup(ranks, meeting(), seconds)
     else:
         group = initialize.meet(meeting, settings).group
     return FlashlightGroup(group, store, seconds, _end(group, ours and not ranks, ours))
