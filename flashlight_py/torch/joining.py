@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from flashlight_py.distributed.api.group import ProcessGroup
 from flashlight_py.distributed.api.objects import broadcast_object
+from flashlight_py.distributed.calls.call_site import hide
 from flashlight_py.distributed.start import initialize
 from flashlight_py.distributed.start.settings import MOST_SECONDS, Settings
 from flashlight_py.distributed.start.world import current_world, is_distributed_init
@@ -18,6 +21,7 @@ from flashlight_py.torch.process_group import FlashlightGroup
 from flashlight_py.torch.store import TorchStore
 
 OWNER = "torch.distributed"
+hide(f"{Path(torch.__file__).parent}/")
 
 
 def join(options: Any, params: Any) -> FlashlightGroup:

@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import _world
 from flashlight_py import distributed as fl
 from flashlight_py.distributed.api.group import ProcessGroup
 from flashlight_py.distributed.api.verb_call import COLLECTIVE, refusing
+from flashlight_py.distributed.calls.arrays import require_length
 from flashlight_py.distributed.calls.call import Call, P2POp
 from flashlight_py.distributed.verbs import (
     ALL_GATHER,
@@ -329,6 +330,8 @@ class FlashlightGroup(dist.ProcessGroup):
         if work is NotImplemented:
             given = {"op": op, "scale": scale, "root": peer, "rows": rows, "async_op": is_async}
             work = self._packed(verb, x, out, shapes, given, tag)
+        elif rows is not None and not is_async and work is not room:
+            require_length(verb.name, room, len(work), self.ours.rank, self.ours.size)
         if parts is not None and out is not None:
             work = _then(work, is_async, lambda: copied(out, parts, back=True))
         if not is_async:
