@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -15,12 +16,19 @@ NAME = "flashlight"
 
 
 def register() -> None:
-    """Let torch.distributed know of the backend; nothing else is imported before it is used."""
-    import torch.distributed as dist
+    """Let torch.distributed know of the backend; nothing else is imported before it is used.
 
-    if dist.is_available() and NAME.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
-        dist.register_rendezvous_handler(NAME, _meet)
+    ``import torch`` calls it, which must not fail because of us: what goes wrong is a warning.
+    """
+    try:
+        import torch.distributed as dist
+
+        if dist.is_available() and NAME.upper() not in dist.Backend._plugins:
+            dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+            dist.register_rendezvous_handler(NAME, _meet)
+    except Exception as error:  # noqa: BLE001  (of a torch that nobody has seen yet)
+        why = f"{type(error).__name__}: {error}"
+        warnings.warn(f"torch does not take the backend {NAME!r}: {why}", RuntimeWarning)
 
 
 def _create(options: Any, params: Any) -> Any:
