@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import typing_extensions
 
 from flashlight_py.distributed.api.group import ProcessGroup
 from flashlight_py.distributed.api.objects import broadcast_object
@@ -22,6 +23,7 @@ from flashlight_py.torch.store import TorchStore
 
 OWNER = "torch.distributed"
 hide(f"{Path(torch.__file__).parent}/")
+hide(typing_extensions.__file__)  # what calls those of torch's functions that are deprecated
 
 
 def join(options: Any, params: Any) -> FlashlightGroup:

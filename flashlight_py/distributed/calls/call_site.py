@@ -10,7 +10,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 PACKAGE = f"{Path(__file__).parents[2]}/"
-_folders = [PACKAGE]
+_folders = [PACKAGE, contextlib.__file__]
 
 Place = tuple[str, int]
 """A file's path, and a line of it."""
@@ -24,7 +24,7 @@ class _Ours(dict[str, bool]):
     """Whether files are of this package, or what calls it for users; remembered."""
 
     def __missing__(self, path: str) -> bool:
-        ours = self[path] = path.startswith(folders()) or path == contextlib.__file__
+        ours = self[path] = path.startswith(folders())
         return ours
 
 
@@ -32,12 +32,12 @@ _IS_OURS = _Ours()
 
 
 def folders() -> tuple[str, ...]:
-    """Return the folders whose code is no user's."""
+    """Return the folders and files whose code is no user's."""
     return tuple(_folders)
 
 
 def hide(folder: str) -> None:
-    """Take code below ``folder``, of a library that calls verbs for users, for none of theirs."""
+    """Take code below ``folder``, or a file, which calls verbs for users, for none of theirs."""
     if folder not in _folders:
         _folders.append(folder)
         _IS_OURS.clear()
