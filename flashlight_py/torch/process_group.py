@@ -60,6 +60,7 @@ _OPS = {
 }
 # gloo adds truth values as bytes, of which those that are not 0 are true.
 _OF_BOOL = {"sum": "or", "prod": "and"}
+_MOST_COMPARED = 60  # arrays have no more dimensions
 Tensors = Sequence[torch.Tensor]
 Shape = Sequence[int]
 
@@ -242,12 +243,23 @@ class FlashlightGroup(dist.ProcessGroup):
 
     def _gather(self, verb: Verb, outputs: Any, inputs: Any, opts: Any, root: int) -> dist.Work:
         x, parts, whole = _only(inputs), _list(outputs), None
+        rows, size = x.numel(), self.ours.size
+        shapes: tuple[Any, Any] = ((1, rows), (size, rows))
+        compared: TensorWork | None = None
         if verb.fills(self.ours.rank, root):
-            fits = len(parts) == self.ours.size and parts[self.ours.rank].numel() == x.numel()
-            self._require(verb, fits, x, parts)
+            counts = [part.numel() for part in parts]
+            equal = counts == [rows] * size
+            fits = len(parts) == size and counts[self.ours.rank] == rows
+            self._require(verb, fits and (equal or verb is ALL_GATHER), x, parts)
             whole = self._joined(verb, [x, *parts], parts)
-        shapes = (x.numel(),), None
-        return self._do(opts, verb, x, whole, shapes, peer=root, parts=parts)
+            if not equal:
+                # Any length goes with any: what each rank expects is compared first, as a shape.
+                expected = torch.empty((0, *counts[:_MOST_COMPARED]), dtype=torch.uint8)
+                compared, shapes = self._do(opts, BROADCAST, expected), ((rows,), None)
+        work = self._do(opts, verb, x, whole, shapes, peer=root, parts=parts)
+        if compared is None:
+            return work
+        return TensorWork(AllOf([compared.work, work.work]), work.tensors, self._futures)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = 0, timeout: Any = None) -> dist.Work:
         out, root, whole = _only(outputs), _root(opts), None
@@ -286,7 +298,10 @@ class FlashlightGroup(dist.ProcessGroup):
         return self._do(opts, ALL_TO_ALL, whole, room, rows=counts, parts=outputs)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
-        return self._each(self.allreduce, zip(tensors, strict=True), opts)
+        whole = self._joined(ALL_REDUCE, tensors, tensors)
+        copied(whole, tensors, back=False)
+        how = {"reduction": getattr(opts, "reduceOp", _SUM), "parts": tensors}
+        return self._do(opts, ALL_REDUCE, whole, **how)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         of_each = zip(zip(*outputs, strict=True), inputs, strict=True)
@@ -332,11 +347,12 @@ class FlashlightGroup(dist.ProcessGroup):
             work = self._packed(verb, x, out, shapes, given, tag)
         elif rows is not None and not is_async and work is not room:
             require_length(verb.name, room, len(work), self.ours.rank, self.ours.size)
-        if parts is not None and out is not None:
-            work = _then(work, is_async, lambda: copied(out, parts, back=True))
+        result = x if out is None else out
+        if parts is not None and result is not None:
+            work = _then(work, is_async, lambda: copied(result, parts, back=True))
         if not is_async:
             return self._done
-        filled = parts or [tensor for tensor in (x if out is None else out,) if tensor is not None]
+        filled = parts or [tensor for tensor in (result,) if tensor is not None]
         if self._coalesced is not None:
             self._coalesced.append(work)
         return TensorWork(work, filled, self._futures)
@@ -408,11 +424,11 @@ class FlashlightGroup(dist.ProcessGroup):
 
     def _joined(self, verb: Verb, alike: Tensors, tensors: Tensors) -> torch.Tensor:
         """Return the ``joined`` of ``tensors``; those ``alike`` must be of one dtype and device."""
-        other = next((each for each in alike if each.device != alike[0].device), None)
-        if other is None and alike[0].is_cpu:
-            with refusing(self.ours, verb):
-                return joined(alike, tensors)
-        raise ElsewhereError((other or alike[0]).device)
+        for tensor in alike:
+            if not tensor.is_cpu and self._backend_of(tensor.device) is not None:
+                raise ElsewhereError(tensor.device)
+        with refusing(self.ours, verb):
+            return joined(alike, tensors)
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalesced = []

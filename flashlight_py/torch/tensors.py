@@ -48,15 +48,13 @@ class ElsewhereError(ValueError):
         self.device = device
 
 
-def one_piece(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor``, or what it holds in one piece, with an address.
+def require_memory(tensor: torch.Tensor) -> None:
+    """Check that ``tensor`` has memory that can be read here.
 
     Raises:
         TypeError: it is of a layout or dtype that cannot be sent.
         ElsewhereError: it is not on the CPU.
     """
-    if hasattr(tensor, "trigger_wait"):  # the result of a functional collective
-        tensor = tensor.trigger_wait()
     if tensor.layout is not torch.strided:
         raise TypeError(
             f"a tensor of layout {tensor.layout} has no memory in one piece; pass x.to_dense()"
@@ -65,6 +63,17 @@ def one_piece(tensor: torch.Tensor) -> torch.Tensor:
         raise ElsewhereError(tensor.device)
     if tensor.is_quantized:
         raise TypeError(f"a quantized tensor ({tensor.dtype}) cannot be sent; pass x.int_repr()")
+
+
+def one_piece(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor``, or what it holds in one piece, with an address.
+
+    Raises:
+        TypeError, ElsewhereError: as ``require_memory``.
+    """
+    if hasattr(tensor, "trigger_wait"):  # the result of a functional collective
+        tensor = tensor.trigger_wait()
+    require_memory(tensor)
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return plain if plain.dtype in CODES else plain.view(_AS_WIDE[plain.element_size()])
 
@@ -76,8 +85,11 @@ def joined(alike: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> to
     ``copied`` fills it or them.
 
     Raises:
-        TypeError: ``alike``, what else goes with them, are of several dtypes.
+        TypeError: ``alike``, what else goes with them, are of several dtypes; and those of
+            ``require_memory``.
     """
+    for tensor in alike:
+        require_memory(tensor)
     first, count = tensors[0], sum(tensor.numel() for tensor in tensors)
     if len(found := {str(tensor.dtype) for tensor in alike}) > 1:
         raise TypeError(f"tensors of one collective must be of one dtype, got {sorted(found)}")

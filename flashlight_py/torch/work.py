@@ -21,6 +21,8 @@ _types: dict[type[DistributedError], Any] = {}
 
 def as_torchs(error: DistributedError) -> Exception:
     """Return ``error`` as a DistBackendError, which it is besides what it was."""
+    if isinstance(error, dist.DistBackendError):
+        return error
     kind = type(error)
     if kind not in _types:
         _types[kind] = type(kind.__name__, (dist.DistBackendError, kind), {"__doc__": kind.__doc__})
