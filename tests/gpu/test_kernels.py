@@ -90,7 +90,8 @@ def test_linear_with_relu(dtype: str) -> None:
         params = [fl.param(array) for array in (x, weight, bias)]
         out = F.linear_relu(*params)
         F.sum(out).backward()
-        sums = [(array * array).sum() for array in (out.array, *(p.grad for p in params))]
+        found: list[Any] = [out.array, *(p.grad for p in params)]
+        sums = [(array * array).sum() for array in found]
         return fl.device.array_module(x).stack(sums)
 
     shapes = (20, 30), (40, 30), (40,)
@@ -107,4 +108,5 @@ def test_kernels_take_any_layout() -> None:
     grad = cupy.asarray(rows("float32", 4)).T
     out = cupy.asarray(rows("float32", 5, (1001, 7)))[::-1]
     expected = np.where(out.get() > 0, grad.get(), 0)
-    np.testing.assert_array_equal(kernels.relu_slope(grad, out).get(), expected)
+    slope: Any = kernels.relu_slope(grad, out)
+    np.testing.assert_array_equal(slope.get(), expected)
