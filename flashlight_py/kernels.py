@@ -8,6 +8,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import numpy as np
+
 from flashlight_py.device import Array
 
 
@@ -125,23 +127,72 @@ def mean_square_error(prediction: Array, target: Array) -> Array:
 
     The same shape and dtype; narrow floats are summed in float32.
     """
-    mean: Array = _mean_square_error(_C_NAMES[_computed_in(prediction)])(prediction, target)
-    return mean
+    import cupy
+
+    size, dtype, real = prediction.size, prediction.dtype.name, _computed_in(prediction)
+    if size <= _ONE_BLOCK:
+        difference = f"({_C_NAMES[real]}(p) - {_C_NAMES[real]}(t))"
+        squares = f"{dtype} p, {dtype} t", f"{difference} * {difference}"
+        mean: Array = _reduction(*squares, "a / _in_ind.size()", dtype, real)(prediction, target)
+        return mean
+    pair = map(cupy.ascontiguousarray, (prediction, target))
+    blocks = min(_BLOCKS, -(-size // (4 * _THREADS)))
+    parts = cupy.empty(blocks, real)
+    _squares(dtype, real)((blocks,), (_THREADS,), (*pair, np.int64(size), parts))
+    total: Array = _reduction(f"{real} part", "part", "a", dtype, real)(parts)
+    return total
+
+
+# CuPy reduces all elements in one block. More are first reduced by as many blocks as a large GPU
+# runs at once: by their number alone, so that equal arrays have equal means wherever they are.
+_ONE_BLOCK, _THREADS, _BLOCKS = 1 << 14, 256, 1024
+_SQUARES = """
+{head}
+typedef {element} T;
+typedef {real} R;
+
+extern "C" __global__ void flashlight_squares(
+    const T *__restrict__ p, const T *__restrict__ t, long long size, R *parts) {{
+  __shared__ R sums[{threads}];
+  R sum = 0;
+  const long long step = (long long)gridDim.x * {threads};
+  #pragma unroll 4
+  for (long long i = (long long)blockIdx.x * {threads} + threadIdx.x; i < size; i += step) {{
+    const R difference = R(p[i]) - R(t[i]);
+    sum += difference * difference;
+  }}
+  sums[threadIdx.x] = sum;
+  for (int half = {threads} / 2; half > 0; half /= 2) {{
+    __syncthreads();
+    if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+  }}
+  if (threadIdx.x == 0) parts[blockIdx.x] = sums[0] / R(size);
+}}
+"""
 
 
 @functools.cache
-def _mean_square_error(real: str) -> Any:
+def _squares(dtype: str, real: str) -> Any:
     import cupy
 
+    half = dtype == "float16"
+    text = _SQUARES.format(
+        head="#include <cuda_fp16.h>" if half else "",
+        element="__half" if half else _C_NAMES[dtype],
+        real=_C_NAMES[real],
+        threads=_THREADS,
+    )
+    return cupy.RawKernel(text, "flashlight_squares", options=("-std=c++17",))
+
+
+@functools.cache
+def _reduction(inputs: str, mapped: str, end: str, dtype: str, real: str) -> Any:
+    import cupy
+
+    end = f"mean = {_C_NAMES.get(dtype, dtype)}({end})"
     return cupy.ReductionKernel(
-        "T p, T t",
-        "T mean",
-        f"({real}(p) - {real}(t)) * ({real}(p) - {real}(t))",
-        "a + b",
-        "mean = T(a / _in_ind.size())",
-        "0",
-        "flashlight_mean_square_error",
-        reduce_type=real,
+        *(inputs, f"{dtype} mean", mapped, "a + b", end, "0", "flashlight_mean_square_error"),
+        reduce_type=_C_NAMES[real],
     )
 
 

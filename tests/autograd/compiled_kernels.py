@@ -95,25 +95,44 @@ class ReductionKernel:
 RAW = """
 #include <cmath>
 using std::sqrt;
-static struct { long x; } blockIdx, threadIdx, blockDim, gridDim;
+static struct { long x; } blockDim, gridDim;
+static thread_local struct { long x; } blockIdx, threadIdx;
 #define __global__
 #define __device__
 #define __forceinline__ inline
 """
+# Of a kernel whose threads wait for each other.
+TOGETHER = """
+#include <barrier>
+#include <thread>
+#include <vector>
+static std::barrier<> *together;
+#define __shared__ static
+#define __syncthreads() together->arrive_and_wait()
+"""
 
 
 class RawKernel:
-    """Runs all threads of all blocks, one after the other; they share nothing."""
+    """Runs all blocks one after the other, and their threads where they do not wait for each other.
+
+    Those that do are threads of this process.
+    """
 
     def __init__(self, text: str, name: str, options: tuple[str, ...]) -> None:
         found = re.search(rf"void {name}\(([^)]*)\)", text)
         assert found
         names = ", ".join(re.findall(r"(\w+)(?:,|$)", found[1]))
-        self._source = f"""{RAW}{text}
+        waits = "__syncthreads" in text
+        one = f"[=] {{ blockIdx.x = at; threadIdx.x = one; {name}({names}); }}"
+        self._source = f"""{RAW}{TOGETHER if waits else ""}{text}
         extern "C" void run(long grid, long block, {found[1]}) {{
           gridDim.x = grid; blockDim.x = block;
-          for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x)
-            for (threadIdx.x = 0; threadIdx.x < block; ++threadIdx.x) {name}({names});
+          for (long at = 0; at < grid; ++at) {{
+            {"std::barrier<> all(block); together = &all;" if waits else ""}
+            {"std::vector<std::jthread> threads;" if waits else ""}
+            for (long one = 0; one < block; ++one)
+              {f"threads.emplace_back({one})" if waits else f"({one})()"};
+          }}
         }}"""
         self.launches = 0
 
@@ -136,8 +155,9 @@ def folder() -> Path:
 def load(source: str) -> Any:
     """Return the function ``run`` of C++ source."""
     library = folder() / f"{len(list(folder().iterdir()))}.so"
-    command = ["c++", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-x", "c++", "-"]
-    subprocess.run([*command, "-o", str(library)], input=source, text=True, check=True)
+    command = ["c++", "-std=c++20", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-pthread"]
+    command += ["-x", "c++", "-", "-o", str(library)]
+    subprocess.run(command, input=source, text=True, check=True)
     run = ctypes.CDLL(str(library)).run
     run.restype = None
     return run
