@@ -142,6 +142,18 @@ def test_a_call_that_is_on_its_way_is_waited_for(nccl: Nccl) -> None:
     assert made.broken is None
 
 
+def test_a_call_that_begins_soon_is_not_slept_on(
+    nccl: Nccl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shortest sleep, time.sleep(0) too, takes longer than most calls."""
+    made = communicator(nccl, timeout=30.0)
+    states = iter([IN_PROGRESS] * 3 + [0])
+    monkeypatch.setattr(made, "poll", lambda: next(states))
+    monkeypatch.setattr(time, "sleep", None)
+    made.call("all_reduce", (lambda: IN_PROGRESS,))
+    assert made.broken is None
+
+
 def test_whoever_waits_for_a_call_to_begin_looks_for_trouble_meanwhile(nccl: Nccl) -> None:
     made = communicator(nccl, timeout=30.0)
     made.look = lambda: made.fail(PeerLostError("rank 1 has raised"))
