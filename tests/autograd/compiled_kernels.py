@@ -139,9 +139,18 @@ class RawKernel:
     def __call__(self, grid: tuple[int], block: tuple[int], args: tuple[Any, ...]) -> None:
         self.launches += 1
         kinds: dict[Any, Any] = {np.int64: ctypes.c_longlong, np.float64: ctypes.c_double}
-        kinds[np.ndarray] = lambda array: ctypes.c_void_p(array.ctypes.data)
+        kinds[np.ndarray] = as_argument
         given = [kinds[type(arg)](arg) for arg in args]
         load(self._source)(ctypes.c_long(*grid), ctypes.c_long(*block), *given)
+
+
+def as_argument(array: np.ndarray) -> Any:
+    """Where it lies; of one element of a structured dtype, itself."""
+    if array.dtype.names is None:
+        return ctypes.c_void_p(array.ctypes.data)
+    fields = [("bytes", ctypes.c_char * array.nbytes)]
+    by_value = type("ByValue", (ctypes.Structure,), {"_fields_": fields})
+    return by_value.from_buffer_copy(array)
 
 
 @functools.cache
