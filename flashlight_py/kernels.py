@@ -61,11 +61,21 @@ _ELEMENTWISE = {
         slope_out = m > 0 ? 1 - q : q;
         """,
     ),
-    "relu_slope": ("G grad, T out", "G slope", "slope = out > T(0) ? grad : G(0);"),
+    # With a copy, as a load that depends on another one waits for it.
+    "relu_slope": ("G grad, T out", "G slope", "const G g = grad; slope = out > T(0) ? g : G(0);"),
+    # Four rows for each element of bias: one load at a time does not fill the memory's bandwidth.
     "bias_relu": (
-        "T bias",
-        "T out",
-        "const T sum = out + bias; out = sum < T(0) ? T(0) : sum;",  # nan stays
+        "raw T bias, int64 columns, int64 stride, int64 total",
+        "raw T out",
+        """
+        const bool fits = stride < 4294967296LL;  // so that the division takes a third as long
+        const T b = bias[fits ? (unsigned int)i % (unsigned int)columns : i % columns];
+        T sums[4];
+        for (int k = 0; k < 4; ++k) if (i + k * stride < total) sums[k] = out[i + k * stride] + b;
+        for (int k = 0; k < 4; ++k) {
+          if (i + k * stride < total) out[i + k * stride] = sums[k] < T(0) ? T(0) : sums[k];
+        }
+        """,  # nan stays
     ),
     "scaled_difference": (
         "T a, T b, G factor, R scale",
@@ -119,7 +129,10 @@ def add_bias_relu(product: Array, bias: Array) -> None:
 
     ``bias`` has the length of the last dimension of ``product``, and its dtype.
     """
-    _elementwise("bias_relu")(bias, product)
+    columns = bias.size
+    stride = -(-product.size // (4 * columns)) * columns if columns else 0
+    if stride:
+        _elementwise("bias_relu")(bias, columns, stride, product.size, product, size=stride)
 
 
 def mean_square_error(prediction: Array, target: Array) -> Array:

@@ -22,25 +22,33 @@ C_TYPES = {"float32": "float", "float64": "double", "int64": "long"}
 
 
 class ElementwiseKernel:
-    """Runs ``operation`` for each element, in order."""
+    """Runs ``operation`` for each element, in order; it finds those of raw arrays itself."""
 
     def __init__(self, inputs: str, outputs: str, operation: str, name: str) -> None:
-        self.inputs = [each.split() for each in inputs.split(",")]
-        self.outputs = [each.split() for each in outputs.split(",")]
+        self.inputs = [each.split()[-2:] for each in inputs.split(",")]
+        self.outputs = [each.split()[-2:] for each in outputs.split(",")]
+        self.raw = set(re.findall(r"raw \w+ (\w+)", f"{inputs}, {outputs}"))
         self.operation, self.name = operation, name
         self.launches = 0
 
-    def __call__(self, *args: np.ndarray) -> Any:
-        """Takes arrays and numbers; outputs that are given are changed in place."""
+    def __call__(self, *args: np.ndarray, size: int = 0) -> Any:
+        """Takes arrays and numbers; outputs that are given are changed in place.
+
+        ``size``: of the elements, where all arrays are raw.
+        """
         self.launches += 1
         given = dict(zip([name for _, name in self.inputs + self.outputs], args, strict=False))
         types = self.types(given)
-        shape = np.broadcast_shapes(*(np.shape(value) for value in given.values()))
+        each = [np.shape(value) for name, value in given.items() if name not in self.raw]
+        shape = (size,) if size else np.broadcast_shapes(*each)
         for kind, name in self.outputs:
             given.setdefault(name, np.empty(shape, types.get(kind, kind)))
         work = {
             name: np.ascontiguousarray(
-                np.broadcast_to(np.asarray(given[name], types.get(kind, kind)), shape)
+                np.broadcast_to(
+                    np.asarray(given[name], types.get(kind, kind)),
+                    np.shape(given[name]) if name in self.raw else shape,
+                )
             ).copy()
             for kind, name in self.inputs + self.outputs
         }
@@ -65,7 +73,8 @@ class ElementwiseKernel:
             c_type = C_TYPES[types.get(kind, kind)]
             const = "" if [kind, name] in self.outputs else "const "
             parameters.append(f"{const}{c_type} *{name}_")
-            locals_.append(f"{const}{c_type} &{name} = {name}_[i];")
+            one = f"*{name} = {name}_" if name in self.raw else f"&{name} = {name}_[i]"
+            locals_.append(f"{const}{c_type} {one};")
         aliases = "".join(f"typedef {C_TYPES[dtype]} {kind}; " for kind, dtype in types.items())
         head = "#include <algorithm>\n#include <cmath>\nusing std::max, std::min, std::sqrt;\n"
         head += f'extern "C" void run(long n, {", ".join(parameters)})'

@@ -130,6 +130,15 @@ def test_a_mean_of_many_squares_is_taken_by_many_blocks(
     assert [kernel.launches() for kernel in strict.kernels] == [1] * (size > 1 << 14)
 
 
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (1, 3), (9, 3), (8, 1), (2, 5, 3)])
+def test_a_bias_and_a_relu_of_any_shape(strict: StandInCupy, shape: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(0)
+    product, bias = rng.standard_normal(shape), rng.standard_normal(shape[-1:])
+    out: Any = strict.asarray(product)
+    kernels.add_bias_relu(out, strict.asarray(bias))  # type: ignore[arg-type]
+    np.testing.assert_array_equal(plain(out), np.maximum(product + bias, 0))
+
+
 def test_nan_passes_a_fused_relu(strict: StandInCupy) -> None:
     parts = [np.array([[np.nan], [1.0]]), np.ones((1, 1)), np.zeros(1)]
     out = F.linear_relu(*(input(strict.asarray(part)) for part in parts))  # type: ignore[arg-type]
