@@ -66,6 +66,9 @@ class NcclBackend(Backend):
         communicator.who_is_missing = self._comparisons.who_is_missing
         communicator.look = functools.partial(self._watchdog.look, needs_all=True)
 
+    def limit(self, seconds: float) -> None:
+        self.communicator.timeout = seconds
+
     def start(self, call: Call) -> Work:
         """Start ``call``; see ``Backend``.
 
