@@ -10,8 +10,8 @@ import numpy as np
 
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed.api.verb_call import (
-    NO_OUTPUT,
     Group,
+    Output,
     collective,
     finish,
     output,
@@ -171,14 +171,15 @@ def scatter(
     members = of(group)
     with refusing(members, SCATTER, given=[xs, out]):
         root = check_rank(members.size, "scatter", "root", root)
+        kind = xs[0] if isinstance(xs, list | tuple) and xs else xs
         if members.rank != root:
             xs = None
         elif xs is None:
             raise ValueError(f"scatter: rank {root} is the root and must pass the arrays, got None")
         call = Call(SCATTER, root=root, blocking=not async_op)
         if rows is None:
-            return _scatter_equal(members, call, xs, out)
-        return _scatter_rows(members, call, xs, out, rows)
+            return _scatter_equal(members, call, xs, out, kind)
+        return _scatter_rows(members, call, xs, out, kind, rows)
 
 
 def all_to_all(
@@ -238,8 +239,11 @@ def all_to_all(
 
 # Dtype and shape travel in the root's call, so the others need no array of the right kind
 # beforehand.
-def _scatter_equal(members: Membership, call: Call, xs: Any, out: Any) -> Any:
-    """Scatter ``xs``, None on other ranks than the root, in equal parts; returns this rank's."""
+def _scatter_equal(members: Membership, call: Call, xs: Any, out: Any, kind: Any) -> Any:
+    """Scatter ``xs``, None on other ranks than the root, in equal parts; returns this rank's.
+
+    Without ``out`` that is of the kind of ``kind``.
+    """
     whole = None if xs is None else _whole(xs, members.size)
     if whole is not None and whole.ndim > _DIMENSIONS + 1:
         raise ValueError(
@@ -247,7 +251,9 @@ def _scatter_equal(members: Membership, call: Call, xs: Any, out: Any) -> Any:
             "reshape it"
         )
     like = _array_of(out) if whole is None else whole[0]
-    space = NO_OUTPUT if like is None else output("scatter", out, like, like.shape)
+    space = Output(kind, None, None)
+    if like is not None:
+        space = output("scatter", out, like, like.shape, kind)
     if like is not None and code_of(like.dtype) == MOVED:
         # It goes with each part, in text, for ranks that pass no ``out``.
         call.holds = like.dtype, like.shape
@@ -260,14 +266,15 @@ def _scatter_equal(members: Membership, call: Call, xs: Any, out: Any) -> Any:
 
 
 def _scatter_rows(
-    members: Membership, call: Call, xs: Any, out: Any, rows: Iterable[object]
+    members: Membership, call: Call, xs: Any, out: Any, kind: Any, rows: Iterable[object]
 ) -> Any:
     """Scatter ``rows[r]`` rows to rank r: the ranks agree on the kind, then move them."""
     counts = each_rank("scatter", rows, members.size)
     array = None if xs is None else _whole(xs, members.size, counts)
-    like, space = array if array is not None else _array_of(out), NO_OUTPUT
+    like = array if array is not None else _array_of(out)
+    space = Output(kind, None, None)
     if like is not None:
-        space = output("scatter", out, like, (counts[members.rank], *like.shape[1:]))
+        space = output("scatter", out, like, (counts[members.rank], *like.shape[1:]), kind)
     call.out = like
 
     def move() -> Work:
@@ -314,7 +321,7 @@ def _in_words(counts: list[int], root: int, kind: tuple[str, tuple[int, ...]] | 
 
 
 def _array_of(out: Any) -> Array | None:
-    return None if out is None else as_array("scatter", out, of_any_dtype=True)
+    return None if out is None else as_array("scatter", out, of_any_dtype=True, anew=True)
 
 
 def _whole(xs: Any, size: int, counts: list[int] | None = None) -> Array:

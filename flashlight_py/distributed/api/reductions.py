@@ -26,6 +26,7 @@ from flashlight_py.distributed.calls.arrays import (
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.checks import Apart
 from flashlight_py.distributed.calls.combining import cut
+from flashlight_py.distributed.calls.kinds import returned
 from flashlight_py.distributed.constants import Op
 from flashlight_py.distributed.groups.membership import Membership, native, of
 from flashlight_py.distributed.verbs import (
@@ -271,9 +272,10 @@ def all_reduce_location(
         find = xp.argmin if op == "min" else xp.argmax  # of equal ones the first
         step = Call(ALL_GATHER, pack(array)[None], blocking=not async_op, part_of=f"{verb}({op})")
 
-        def locate(rows: Array) -> tuple[Array, Array]:
+        def locate(rows: Array) -> tuple[Any, Any]:
             ranks = xp.asarray(find(rows, axis=0))
-            return xp.asarray(xp.take_along_axis(rows, ranks[None], 0)[0]), ranks
+            values = xp.asarray(xp.take_along_axis(rows, ranks[None], 0)[0])
+            return returned(x, values, in_place=False), returned(x, ranks, in_place=False)
 
         work = members.run(step)
         return members.keep(Then(work, locate)) if async_op else locate(work.wait())
@@ -309,7 +311,7 @@ def all_reduce_multiple(
     members = of(group)
     with refusing(members, "all_reduce_multiple", _begun(xs, contiguous)):
         xs = list(xs)
-        checked = [as_array("all_reduce_multiple", x, of_any_dtype=True) for x in xs]
+        checked = [as_array("all_reduce_multiple", x, of_any_dtype=True, anew=True) for x in xs]
         for array in checked:
             reduction(members, "all_reduce_multiple", array, op, scale)
         if len(checked) > 1:
@@ -324,7 +326,8 @@ def all_reduce_multiple(
             works = [_packed(members, same, op, scale) for same in alike.values()]
         else:
             works = _one_by_one(members, checked, op, scale)
-        together = Then(AllOf(works), lambda _: xs)
+        pairs = zip(xs, checked, strict=True)
+        together = Then(AllOf(works), lambda _: [returned(*pair, in_place=True) for pair in pairs])
         return together if async_op else together.wait()
 
 
