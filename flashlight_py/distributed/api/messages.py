@@ -54,7 +54,7 @@ def recv(x: X, src: int | None, tag: int = 0, group: Group = None, partial: bool
             rows.
 
     Returns:
-        ``x``; with ``partial`` the rows that were filled, a view of the array of ``x``.
+        ``x``, or a new array of JAX; with ``partial`` the rows that were filled, a view of it.
 
     Raises:
         ValueError: ``src`` is no other rank of the group, ``tag`` is out of range, or with
@@ -127,7 +127,7 @@ def sendrecv(
         group: the process group, default the world.
 
     Returns:
-        ``out``.
+        ``out``, or a new array where it is one of JAX.
 
     Raises:
         TypeError, ValueError, DistributedError: as for :func:`send` and :func:`recv`.

@@ -11,7 +11,6 @@ import numpy as np
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed.api.verb_call import (
     Group,
-    Output,
     collective,
     finish,
     output,
@@ -86,8 +85,8 @@ def all_gather(
         group: the process group, default the world.
 
     Returns:
-        A new array of shape ``(sum of first dimensions, *x.shape[1:])``, or ``out``; a list of
-        them where ``x`` is one; or the ``Work``.
+        A new array of the kind of ``x``, of shape ``(sum of first dimensions, *x.shape[1:])``, or
+        ``out``; a list of them where ``x`` is one; or the ``Work``.
 
     Raises:
         ValueError: ``out`` has another shape or dtype; where only its first dimension is wrong,
@@ -115,8 +114,8 @@ def gather(
         group: the process group, default the world.
 
     Returns:
-        On ``root`` a new array of shape ``(sum of first dimensions, *x.shape[1:])`` or ``out``,
-        elsewhere None; or the ``Work``. Blocks unless ``async_op``.
+        On ``root`` a new array of shape ``(sum of first dimensions, *x.shape[1:])`` and of the kind
+        of ``x``, or ``out``; elsewhere None; or the ``Work``. Blocks unless ``async_op``.
 
     Raises:
         ValueError: ``root`` is no rank of the group, or ``out`` does not fit.
@@ -144,7 +143,7 @@ def scatter(
     Args:
         xs: on ``root`` a list or tuple with one array per rank, all of one shape (at most eight
             dimensions) and dtype, or one array whose first dimension is cut into equal parts; with
-            ``rows`` first dimensions may differ. On the other ranks not looked at.
+            ``rows`` first dimensions may differ. On the other ranks its kind alone is looked at.
         root: rank in the group.
         out: array that is filled in place, in place of a new one. It may share memory with what
             the root passes, which is copied then.
@@ -155,7 +154,8 @@ def scatter(
             call blocks until every rank has called.
 
     Returns:
-        This rank's part, a new array, or ``out``; or the ``Work``. Blocks unless ``async_op``.
+        This rank's part, a new array of the kind of ``xs`` (of NumPy where that is None), or
+        ``out``; or the ``Work``. Blocks unless ``async_op``.
 
     Raises:
         ValueError: ``root`` is no rank of the group, or what it passes cannot be cut so, or does
@@ -204,8 +204,8 @@ def all_to_all(
         return_rows: return how many rows each rank has sent here as well. Ranks may differ in it.
 
     Returns:
-        A new array, of the shape of ``x`` when parts are equal, or ``out``; with ``return_rows`` a
-        pair of it and the list of rows that rank 0, 1, ... sent; or the ``Work``.
+        A new array of the kind of ``x``, of its shape when parts are equal, or ``out``; with
+        ``return_rows`` a pair of it and the list of rows that rank 0, 1, ... sent; or the ``Work``.
 
     Raises:
         ValueError: the first dimension cannot be cut so, ``rows`` are no integers of which there is
@@ -240,10 +240,7 @@ def all_to_all(
 # Dtype and shape travel in the root's call, so the others need no array of the right kind
 # beforehand.
 def _scatter_equal(members: Membership, call: Call, xs: Any, out: Any, kind: Any) -> Any:
-    """Scatter ``xs``, None on other ranks than the root, in equal parts; returns this rank's.
-
-    Without ``out`` that is of the kind of ``kind``.
-    """
+    """Scatter ``xs``, None on other ranks than the root, in equal parts; returns one of a kind."""
     whole = None if xs is None else _whole(xs, members.size)
     if whole is not None and whole.ndim > _DIMENSIONS + 1:
         raise ValueError(
@@ -251,9 +248,7 @@ def _scatter_equal(members: Membership, call: Call, xs: Any, out: Any, kind: Any
             "reshape it"
         )
     like = _array_of(out) if whole is None else whole[0]
-    space = Output(kind, None, None)
-    if like is not None:
-        space = output("scatter", out, like, like.shape, kind)
+    space = output("scatter", out, like, () if like is None else like.shape, kind)
     if like is not None and code_of(like.dtype) == MOVED:
         # It goes with each part, in text, for ranks that pass no ``out``.
         call.holds = like.dtype, like.shape
@@ -272,9 +267,8 @@ def _scatter_rows(
     counts = each_rank("scatter", rows, members.size)
     array = None if xs is None else _whole(xs, members.size, counts)
     like = array if array is not None else _array_of(out)
-    space = Output(kind, None, None)
-    if like is not None:
-        space = output("scatter", out, like, (counts[members.rank], *like.shape[1:]), kind)
+    shape = () if like is None else (counts[members.rank], *like.shape[1:])
+    space = output("scatter", out, like, shape, kind)
     call.out = like
 
     def move() -> Work:

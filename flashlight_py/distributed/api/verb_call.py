@@ -30,7 +30,7 @@ from flashlight_py.distributed.calls.checks import (
     check_rows,
     require_bits,
 )
-from flashlight_py.distributed.calls.kinds import kind_of, returned
+from flashlight_py.distributed.calls.kinds import OTHER, kind_of, returned
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.groups.membership import Membership, of
 from flashlight_py.distributed.verbs import BARRIER, RECV, SEND, Verb
@@ -144,10 +144,7 @@ def _run(group: Membership, call: Call, array: Array, x: Any, space: Output) -> 
 
 
 class Output(NamedTuple):
-    """The place of a result: the user's object, its array, and a form that backends can fill.
-
-    Without an array the result is a new one, of the kind of the user's object.
-    """
+    """The place of a result: the user's object, its array (None: a new one), what backends fill."""
 
     given: Any
     array: Array | None
@@ -156,12 +153,10 @@ class Output(NamedTuple):
 
 # A large result costs more to allocate than to fill, as the kernel clears every page: so verbs
 # that are not in place take ``out``.
-def output(
-    name: str, out: Any, like: Array, shape: tuple[int | None, ...], given: Any = None
-) -> Output:
-    """Return where a result of ``shape`` goes; its first extent is None if not known.
+def output(name: str, out: Any, like: Any, shape: tuple[int | None, ...], given: Any) -> Output:
+    """Return where a result of ``shape`` goes: ``out``, or a new array of the kind of ``given``.
 
-    Without ``out`` it is a new array of the kind of ``given``.
+    Its first extent is None if not known.
     """
     if out is None:
         return Output(given, None, None)
@@ -198,7 +193,7 @@ def finish(
         return arrived(work.wait(), space, back)
     if space.packed is not space.array or back is not None:
         return group.keep(Then(work, lambda value: arrived(value, space, back)))
-    if space.array is None and kind_of(space.given) is None:
+    if space.array is None and kind_of(space.given) is OTHER:
         return work
     if isinstance(work, Done):
         return Done(arrived(work.wait(), space, back))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flashlight_py.device import Array, array_module, is_cupy
-from flashlight_py.distributed.calls.kinds import copy_to_fill, is_filled, is_of, view_of
+from flashlight_py.distributed.calls.kinds import copy_to_fill, is_of, kind_of
 from flashlight_py.distributed.constants import ReduceOp
 
 
@@ -69,8 +69,7 @@ def as_array(
     """Return the array that ``value`` is or holds, sharing its memory.
 
     NumPy's may be ``of_any_dtype`` without objects, where nothing is computed with it. ``anew``: of
-    a kind whose arrays never change it is a copy, of which the caller makes a new one
-    (``kinds.returned``).
+    a kind that cannot be written to it is a copy, of which ``kinds.returned`` makes a new one.
 
     Raises:
         TypeError: ``value`` is no array, or of a dtype that cannot be sent.
@@ -82,10 +81,10 @@ def as_array(
         dtype_code(verb, array.dtype)
     if not writes:
         return array
-    if not is_filled(value):
-        if anew:
-            return copy_to_fill(array)
-    elif is_cupy(array) or array.flags.writeable:
+    is_filled = kind_of(value).is_filled
+    if anew and not is_filled:
+        return copy_to_fill(array)
+    if is_filled and (is_cupy(array) or array.flags.writeable):
         return array
     it = "the array" if array is value else f"this {_name(value)}"
     raise ValueError(
@@ -124,7 +123,8 @@ def _held_by(verb: str, value: Any, writes: bool) -> Array:
             f"{held.dtype}); pass x.detach(), which shares its memory"
         )
     try:
-        view = array_module(held).asarray(held) if isinstance(held, np.generic) else view_of(held)
+        read = array_module(held).asarray if isinstance(held, np.generic) else kind_of(held).view
+        view = read(held)
     except (BufferError, ImportError, RuntimeError, TypeError, ValueError) as error:
         raise TypeError(
             f"{verb} cannot use this {_name(held)} without a copy: {error}; pass a copy that "

@@ -16,18 +16,17 @@ _DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged of dlpack.h
 _ALIGNED = 64  # bytes, as JAX needs it to take memory over without a copy
 
 
-class Kind(NamedTuple):
+class ArrayKind(NamedTuple):
     """Arrays of the class ``module.name``, which nothing here imports.
 
-    Args:
-        view: returns a NumPy or CuPy array of the memory of such an array.
-        make: returns a new such array of the memory of a NumPy or CuPy array, where a given one is.
-        is_filled: verbs write into it; else they return new ones wherever they would.
+    ``view`` returns a NumPy or CuPy array of one's memory, None if it has none to share; ``make`` a
+    new one of the memory of such an array, on the device of a given one. ``is_filled``: verbs write
+    into it; else they return a new one wherever they would.
     """
 
     module: str
     name: str
-    view: Callable[[Any], Array]
+    view: Callable[[Any], Array | None]
     make: Callable[[Array, Any], Any]
     is_filled: bool = True
 
@@ -38,54 +37,39 @@ def is_of(value: object, module: str, name: str) -> bool:
     return loaded is not None and isinstance(value, getattr(loaded, name, ()))
 
 
-def kind_of(value: object) -> Kind | None:
-    """Return the row of ``KINDS`` that ``value`` belongs to."""
+def kind_of(value: object) -> ArrayKind:
+    """Return the row of ``KINDS`` that ``value`` belongs to, ``OTHER`` if to none."""
     if isinstance(value, np.ndarray) or is_cupy(value):
-        return None
-    return next((kind for kind in KINDS if is_of(value, kind.module, kind.name)), None)
-
-
-def is_filled(value: object) -> bool:
-    """Return whether verbs can write into arrays of the kind of ``value``."""
-    kind = kind_of(value)
-    return kind is None or kind.is_filled
+        return OTHER
+    return next((kind for kind in KINDS if is_of(value, kind.module, kind.name)), OTHER)
 
 
 def returned(given: Any, array: Array | None, in_place: bool) -> Any:
     """Return what a verb returns: ``given`` where it was filled, else ``array`` in its kind."""
     kind = kind_of(given)
-    if in_place and (kind is None or kind.is_filled):
+    if in_place and kind.is_filled:
         return given
-    return array if kind is None or array is None else kind.make(array, given)
-
-
-def view_of(value: Any) -> Array | None:
-    """Return an array of ``value``'s memory; None where it is nothing that has any to share."""
-    kind = kind_of(value)
-    if kind is not None:
-        return kind.view(value)
-    if is_of(value, "multiprocessing.sharedctypes", "SynchronizedBase"):
-        value = value.get_obj()  # the ctypes array that multiprocessing.Array has a lock around
-    try:
-        buffer = memoryview(value)
-    except TypeError:  # the only way to ask before Python 3.12
-        buffer = None
-    if buffer is not None:
-        return np.asarray(buffer)
-    if hasattr(value, "__dlpack__"):
-        return _by_dlpack(value)
-    return _by_cuda(value) if hasattr(value, "__cuda_array_interface__") else None
+    return None if array is None else kind.make(array, given)
 
 
 def copy_to_fill(array: Array) -> Array:
-    """Return a copy of ``array`` of which libraries whose arrays never change can make one."""
+    """Return a copy of ``array`` of which ``make`` needs no other one."""
     if is_cupy(array):
         return array.copy()
     room = np.empty(array.nbytes + _ALIGNED, np.uint8)
-    begin = -room.ctypes.data % _ALIGNED
-    copy = np.ndarray(array.shape, array.dtype, room, begin)
+    copy = np.ndarray(array.shape, array.dtype, room, -room.ctypes.data % _ALIGNED)
     copy[...] = array
     return copy
+
+
+def _by_protocol(value: Any) -> Array | None:
+    if is_of(value, "multiprocessing.sharedctypes", "SynchronizedBase"):
+        value = value.get_obj()  # the ctypes array that multiprocessing.Array has a lock around
+    with contextlib.suppress(TypeError):  # the only way to ask before Python 3.12
+        return np.asarray(memoryview(value))
+    if hasattr(value, "__dlpack__"):
+        return _by_dlpack(value)
+    return _by_cuda(value) if hasattr(value, "__cuda_array_interface__") else None
 
 
 def _by_dlpack(value: Any) -> Array:
@@ -112,12 +96,9 @@ def _by_cuda(value: Any) -> Array:
     return cupy.asarray(silent)  # type: ignore[no-any-return]
 
 
+# numpy() serves every version of NumPy, while from_dlpack returns read-only arrays before 2.1.
+# Neither knows bfloat16, so that travels as int16 of the same memory.
 def _of_torch(tensor: Any) -> Array:
-    """Return an array of a tensor.
-
-    ``numpy()`` serves every version of NumPy, while from_dlpack returns read-only arrays before
-    2.1. Neither knows bfloat16, so that travels as int16 of the same memory.
-    """
     if tensor.is_cuda:
         return _by_dlpack(tensor)
     torch = sys.modules["torch"]
@@ -143,9 +124,9 @@ def _to_torch(array: Array, _: Any) -> Any:
 
 
 def _of_jax(array: Any) -> Array:
-    """Return an array of one of JAX: of a single GPU's by CuPy, else of what it is on the host."""
     (device, *others) = array.devices()
-    return _by_dlpack(array) if device.platform == "gpu" and not others else np.asarray(array)
+    on_gpu = device.platform == "gpu" and not others  # else in the memory of the host, or brought
+    return _by_dlpack(array) if on_gpu else np.asarray(array)
 
 
 def _to_jax(array: Array, like: Any) -> Any:
@@ -153,15 +134,16 @@ def _to_jax(array: Array, like: Any) -> Any:
     jax = sys.modules["jax"]
     if is_cupy(array):
         return jax.dlpack.from_dlpack(array)
-    devices, place = like.devices(), like.sharding if like.committed else None
-    if len(devices) > 1 and array.shape != like.shape:  # cannot be cut as that is
-        place = min(devices, key=lambda device: device.id)
+    place = like.sharding if like.committed else None
+    if len(like.devices()) > 1 and array.shape != like.shape:  # cannot be cut as that is
+        place = min(like.devices(), key=lambda device: device.id)
     wide = (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64
     with wide(True) if array.dtype == like.dtype else contextlib.nullcontext():
         return jax.device_put(array, place)
 
 
 KINDS = (
-    Kind("torch", "Tensor", _of_torch, _to_torch),
-    Kind("jax", "Array", _of_jax, _to_jax, is_filled=False),
+    ArrayKind("torch", "Tensor", _of_torch, _to_torch),
+    ArrayKind("jax", "Array", _of_jax, _to_jax, is_filled=False),
 )
+OTHER = ArrayKind("", "", _by_protocol, lambda array, _: array)
