@@ -15,8 +15,8 @@ FILES = [path for path in PACKAGE.rglob("*.py") if path.name != "_nccl.py"]  # t
 
 # At most so many lines and files. Blank lines, comments and docstrings count.
 BUDGETS = {
-    "": (42_980, 222),
-    "distributed": (15_930, 86),
+    "": (43_090, 222),
+    "distributed": (15_970, 86),
     "distributed/rendezvous": (2_600, 9),
     # Not 1,200: last words need a communicator and a count of their own, or others get wrong sums.
     "distributed/backends/mpi": (1_250, 7),
