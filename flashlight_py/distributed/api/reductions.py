@@ -328,7 +328,7 @@ def all_reduce_multiple(
         else:
             works = _one_by_one(members, checked, op, scale)
         pairs = zip(xs, checked, strict=True)
-        together = Then(AllOf(works), lambda _: [returned(*pair, in_place=True) for pair in pairs])
+        together = Then(AllOf(works), lambda _: [returned(*pair, True) for pair in pairs])
         return together if async_op else together.wait()
 
 

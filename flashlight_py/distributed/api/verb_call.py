@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+import numpy as np
+
 from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed.calls.arrays import (
     Terms,
@@ -107,7 +109,7 @@ def _prepare(
     mine = None if rows is None else rows[group.rank]
     call = Call(verb, None, op, scale, root, rows=rows, blocking=not how["async_op"])
     call.received = received
-    space = Output(x, None, None)
+    space = NEW
     if not verb.in_place:
         out = how["out"] if verb.fills(group.rank, root) else None
         space = output(name, out, array, verb.shape(array.shape, group.size, mine), x)
@@ -151,6 +153,9 @@ class Output(NamedTuple):
     packed: Array | None
 
 
+NEW = Output(np.empty(0), None, None)
+
+
 # A large result costs more to allocate than to fill, as the kernel clears every page: so verbs
 # that are not in place take ``out``.
 def output(name: str, out: Any, like: Any, shape: tuple[int | None, ...], given: Any) -> Output:
@@ -159,7 +164,7 @@ def output(name: str, out: Any, like: Any, shape: tuple[int | None, ...], given:
     Its first extent is None if not known.
     """
     if out is None:
-        return Output(given, None, None)
+        return NEW if type(given) is np.ndarray else Output(given, None, None)
     array = as_array(f"{name}(out=)", out, of_any_dtype=True, anew=True)
     first = array.shape[:1] if shape[:1] == (None,) and array.ndim else shape[:1]
     if array.shape != (*first, *shape[1:]) or array.dtype != like.dtype:
@@ -208,7 +213,7 @@ def arrived(value: Any, space: Output, back: Callable[[Array], Array] | None) ->
         part = back(part)
     if array is not None and part is not array:
         array[...] = part
-    return returned(given, part, in_place=array is not None)
+    return returned(given, part, array is not None)
 
 
 COLLECTIVE = None  # in place of a message

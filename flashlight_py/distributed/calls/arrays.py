@@ -81,7 +81,7 @@ def as_array(
         dtype_code(verb, array.dtype)
     if not writes:
         return array
-    is_filled = kind_of(value).is_filled
+    is_filled = array is value or kind_of(value).is_filled
     if anew and not is_filled:
         return copy_to_fill(array)
     if is_filled and (is_cupy(array) or array.flags.writeable):

@@ -13,7 +13,6 @@ import numpy as np
 from flashlight_py.device import Array, is_cupy
 
 _DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged of dlpack.h
-_ALIGNED = 64  # bytes, as JAX needs it to take memory over without a copy
 
 
 class ArrayKind(NamedTuple):
@@ -46,18 +45,18 @@ def kind_of(value: object) -> ArrayKind:
 
 def returned(given: Any, array: Array | None, in_place: bool) -> Any:
     """Return what a verb returns: ``given`` where it was filled, else ``array`` in its kind."""
-    kind = kind_of(given)
+    kind = OTHER if type(given) is np.ndarray else kind_of(given)
     if in_place and kind.is_filled:
         return given
-    return None if array is None else kind.make(array, given)
+    return array if kind is OTHER or array is None else kind.make(array, given)
 
 
 def copy_to_fill(array: Array) -> Array:
     """Return a copy of ``array`` of which ``make`` needs no other one."""
     if is_cupy(array):
         return array.copy()
-    room = np.empty(array.nbytes + _ALIGNED, np.uint8)
-    copy = np.ndarray(array.shape, array.dtype, room, -room.ctypes.data % _ALIGNED)
+    room = np.empty(array.nbytes + 64, np.uint8)  # JAX takes over what begins at a multiple of 64
+    copy = np.ndarray(array.shape, array.dtype, room, -room.ctypes.data % 64)
     copy[...] = array
     return copy
 
