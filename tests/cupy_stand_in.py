@@ -257,6 +257,7 @@ class StandInCupy(ModuleType):
                 getDeviceCount=lambda: devices,
                 getDevice=lambda: Device.current,
                 eventQuery=lambda event: 600,  # of what is on its way: cudaErrorNotReady
+                eventRecord=lambda event, stream: LOG.append(("record", stream, event)),
                 CUDARuntimeError=RuntimeError,
             ),
             Device=Device,
@@ -286,6 +287,10 @@ class StandInCupy(ModuleType):
         """As in CuPy, the way in: takes NumPy arrays too."""
         if isinstance(value, StandInArray):
             return StandInArray(np.asarray(value.hidden, dtype))
+        if hasattr(value, "__cuda_array_interface__"):
+            assert value.__cuda_array_interface__["stream"] is None, "CuPy would block"
+            held = SimpleNamespace(__array_interface__=value.__cuda_array_interface__, owner=value)
+            return StandInArray(np.asarray(held, dtype))
         return StandInArray(np.array(value, dtype))
 
     def array(self, value: Any, dtype: Any = None, order: str = "K") -> StandInArray:

@@ -15,8 +15,8 @@ FILES = [path for path in PACKAGE.rglob("*.py") if path.name != "_nccl.py"]  # t
 
 # At most so many lines and files. Blank lines, comments and docstrings count.
 BUDGETS = {
-    "": (42_980, 222),
-    "distributed": (15_940, 86),
+    "": (44_200, 231),
+    "distributed": (16_140, 87),
     "distributed/rendezvous": (2_600, 9),
     # Not 1,200: last words need a communicator and a count of their own, or others get wrong sums.
     "distributed/backends/mpi": (1_250, 7),

@@ -267,6 +267,7 @@ static int read_apart(PyObject *x, PyObject *out, int rank, int size, plain_call
   const int is_root = rank == s->root;
   if (s->verb == FL_SCATTER && !is_root) {
     if (out == Py_None) {
+      if (x != Py_None && !PyArray_CheckExact(x)) return 0; /* it may tell the kind of the result */
       s->ndim = FL_ANY;
       return !PyTuple_Check(x);
     }

@@ -231,4 +231,4 @@ def test_a_rank_that_leaves_is_lost_at_once() -> None:
     for rank in (0, 2):
         assert outcomes[rank].ok, outcomes[rank].report()
         assert "lost rank 1 (" in outcomes[rank].value
-        assert "it has left the group)" in outcomes[rank].value
+        assert "(it has left the group" in outcomes[rank].value

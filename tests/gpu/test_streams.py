@@ -52,25 +52,26 @@ def element_of_a_product() -> float:
 
 def compute_while_a_collective_waits(rank: int, size: int) -> None:
     cupy = verbs.cupy()
-    x, processes = warmed_up(rank), aside()
+    x = warmed_up(rank)
     # CUDA loads a kernel when it is first used, and may wait for all that runs to do so: for the
     # collective, which waits for rank 1, which waits for this rank.
     element_of_a_product()
-    if rank == 1:
+    with aside() as processes:
+        if rank == 1:
+            processes.barrier()
+            assert float(fl.all_reduce(x)[0].get()) == 3.0
+            return
+        work = fl.all_reduce(x, async_op=True)
+        assert element_of_a_product() == 500.0  # the computation ends ...
+        assert not work.is_completed()  # ... while the collective cannot have
+        work.wait()  # the host goes on, and the stream does not
+        after = cupy.cuda.Event(disable_timing=True)
+        after.record()
+        assert not after.done
         processes.barrier()
-        assert float(fl.all_reduce(x)[0].get()) == 3.0
-        return
-    work = fl.all_reduce(x, async_op=True)
-    assert element_of_a_product() == 500.0  # the computation ends ...
-    assert not work.is_completed()  # ... while the collective cannot have
-    work.wait()  # the host goes on, and the stream does not
-    after = cupy.cuda.Event(disable_timing=True)
-    after.record()
-    assert not after.done
-    processes.barrier()
-    after.synchronize()
-    assert work.is_completed()
-    assert float(x[0].get()) == 3.0
+        after.synchronize()
+        assert work.is_completed()
+        assert float(x[0].get()) == 3.0
 
 
 def test_computation_overlaps_and_the_host_does_not_wait(two: Any) -> None:
@@ -99,21 +100,21 @@ def test_the_current_stream_is_honoured(two: Any) -> None:
 def gradients_leave_before_the_pass_ends(rank: int, size: int) -> None:
     """With rank 1 held back before its pass, rank 0's host comes through the whole of its own."""
     verbs.cupy()
-    processes = aside()
     device = fl.distributed.use_local_device()
     fl.set_seed(0)
     model = fl.nn.Sequential(*(fl.nn.Linear(1500, 1500, dtype="float64") for _ in range(4)))
     model.to(device)
     fl.distribute_module_grads(model)
     x = fl.input(verbs.on_gpu(np.full((8, 1500), rank + 1.0)))
-    for hold in (False, True):  # the first pass connects
-        if hold and rank == 1:
-            processes.barrier()
-        for parameter in model.params():
-            parameter.grad = None
-        F.sum(model(x) * model(x)).backward()
-        if hold and rank == 0:
-            processes.barrier()  # a backward pass that waited for rank 1 would never come here
+    with aside() as processes:
+        for hold in (False, True):  # the first pass connects
+            if hold and rank == 1:
+                processes.barrier()
+            for parameter in model.params():
+                parameter.grad = None
+            F.sum(model(x) * model(x)).backward()
+            if hold and rank == 0:
+                processes.barrier()  # a pass that waited for rank 1 would never come here
     first: Any = model.params()[0].grad
     theirs = first.copy()
     fl.broadcast(theirs, root=0)

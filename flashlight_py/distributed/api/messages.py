@@ -10,6 +10,7 @@ from flashlight_py.distributed.api.verb_call import Group, Output, finish, refus
 from flashlight_py.distributed.calls.arrays import as_array, may_overlap, pack
 from flashlight_py.distributed.calls.call import ANY_RANK, Call, Matched, P2POp
 from flashlight_py.distributed.calls.checks import Apart, check_rank
+from flashlight_py.distributed.calls.kinds import returned
 from flashlight_py.distributed.groups.membership import Membership, native, native_sendrecv, of
 from flashlight_py.distributed.verbs import RECV, SEND
 from flashlight_py.distributed.work import AllOf, Done, Then, Work
@@ -53,7 +54,7 @@ def recv(x: X, src: int | None, tag: int = 0, group: Group = None, partial: bool
             rows.
 
     Returns:
-        ``x``; with ``partial`` the rows that were filled, a view of the array of ``x``.
+        ``x``, or a new array of JAX; with ``partial`` the rows that were filled, a view of it.
 
     Raises:
         ValueError: ``src`` is no other rank of the group, ``tag`` is out of range, or with
@@ -126,7 +127,7 @@ def sendrecv(
         group: the process group, default the world.
 
     Returns:
-        ``out``.
+        ``out``, or a new array where it is one of JAX.
 
     Raises:
         TypeError, ValueError, DistributedError: as for :func:`send` and :func:`recv`.
@@ -152,8 +153,7 @@ def sendrecv(
         if members.rank in (dst, src) or any(is_cupy(message.array) for message in both):
             for call in calls:
                 call.blocking = False
-            AllOf(_begin_all(members, both[::-1])).wait()
-            return out
+            return AllOf(_begin_all(members, both[::-1])).wait()[0]
         # On this thread alone: no other has to wake up for it.
         return _home(members, both[1], members.run_many(calls, "sendrecv"))
 
@@ -257,16 +257,17 @@ def _begin(members: Membership, call: Call) -> Work:
 def _home(members: Membership, message: _Message, work: Work) -> Any:
     """Return the user's own array once ``work`` is complete, or a Work for it."""
     op, array, call = message
+    if op.sends:
+        return work.wait() if call.blocking else Then(work, lambda _: op.x)
     if not call.is_open:
-        filled = call.array if op.sends else array
-        return finish(members, call, work, Output(op.x, filled, call.array))
+        return finish(members, call, work, Output(op.x, array, call.array))
 
     def complete(found: Matched) -> Any:
         then.source = found.source
         part = slice(found.rows) if op.partial else ...
         if call.array is not array:
             array[part] = call.array[part]
-        return array[part] if op.partial else op.x
+        return returned(op.x, array[part], in_place=not op.partial)
 
     then = members.keep(Then(work, complete))
     return then.wait() if call.blocking else then
@@ -274,7 +275,7 @@ def _home(members: Membership, message: _Message, work: Work) -> Any:
 
 def _prepare(members: Membership, verb: str, op: P2POp, blocking: bool) -> _Message:
     """Check everything that a message is given, and return it."""
-    array = as_array(verb, op.x, writes=not op.sends, of_any_dtype=True)
+    array = as_array(verb, op.x, writes=not op.sends, of_any_dtype=True, anew=True)
     if op.peer is not None or op.sends:
         check_rank(members.size, verb, "dst" if op.sends else "src", op.peer)
     elif members.size == 1:

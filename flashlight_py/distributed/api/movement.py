@@ -10,7 +10,6 @@ import numpy as np
 
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed.api.verb_call import (
-    NO_OUTPUT,
     Group,
     collective,
     finish,
@@ -86,8 +85,8 @@ def all_gather(
         group: the process group, default the world.
 
     Returns:
-        A new array of shape ``(sum of first dimensions, *x.shape[1:])``, or ``out``; a list of
-        them where ``x`` is one; or the ``Work``.
+        A new array of the kind of ``x``, of shape ``(sum of first dimensions, *x.shape[1:])``, or
+        ``out``; a list of them where ``x`` is one; or the ``Work``.
 
     Raises:
         ValueError: ``out`` has another shape or dtype; where only its first dimension is wrong,
@@ -115,8 +114,8 @@ def gather(
         group: the process group, default the world.
 
     Returns:
-        On ``root`` a new array of shape ``(sum of first dimensions, *x.shape[1:])`` or ``out``,
-        elsewhere None; or the ``Work``. Blocks unless ``async_op``.
+        On ``root`` a new array of shape ``(sum of first dimensions, *x.shape[1:])`` and of the kind
+        of ``x``, or ``out``; elsewhere None; or the ``Work``. Blocks unless ``async_op``.
 
     Raises:
         ValueError: ``root`` is no rank of the group, or ``out`` does not fit.
@@ -144,7 +143,7 @@ def scatter(
     Args:
         xs: on ``root`` a list or tuple with one array per rank, all of one shape (at most eight
             dimensions) and dtype, or one array whose first dimension is cut into equal parts; with
-            ``rows`` first dimensions may differ. On the other ranks not looked at.
+            ``rows`` first dimensions may differ. On the other ranks its kind alone is looked at.
         root: rank in the group.
         out: array that is filled in place, in place of a new one. It may share memory with what
             the root passes, which is copied then.
@@ -155,7 +154,8 @@ def scatter(
             call blocks until every rank has called.
 
     Returns:
-        This rank's part, a new array, or ``out``; or the ``Work``. Blocks unless ``async_op``.
+        This rank's part, a new array of the kind of ``xs`` (of NumPy where that is None), or
+        ``out``; or the ``Work``. Blocks unless ``async_op``.
 
     Raises:
         ValueError: ``root`` is no rank of the group, or what it passes cannot be cut so, or does
@@ -171,14 +171,15 @@ def scatter(
     members = of(group)
     with refusing(members, SCATTER, given=[xs, out]):
         root = check_rank(members.size, "scatter", "root", root)
+        kind = xs[0] if isinstance(xs, list | tuple) and xs else xs
         if members.rank != root:
             xs = None
         elif xs is None:
             raise ValueError(f"scatter: rank {root} is the root and must pass the arrays, got None")
         call = Call(SCATTER, root=root, blocking=not async_op)
         if rows is None:
-            return _scatter_equal(members, call, xs, out)
-        return _scatter_rows(members, call, xs, out, rows)
+            return _scatter_equal(members, call, xs, out, kind)
+        return _scatter_rows(members, call, xs, out, kind, rows)
 
 
 def all_to_all(
@@ -203,8 +204,8 @@ def all_to_all(
         return_rows: return how many rows each rank has sent here as well. Ranks may differ in it.
 
     Returns:
-        A new array, of the shape of ``x`` when parts are equal, or ``out``; with ``return_rows`` a
-        pair of it and the list of rows that rank 0, 1, ... sent; or the ``Work``.
+        A new array of the kind of ``x``, of its shape when parts are equal, or ``out``; with
+        ``return_rows`` a pair of it and the list of rows that rank 0, 1, ... sent; or the ``Work``.
 
     Raises:
         ValueError: the first dimension cannot be cut so, ``rows`` are no integers of which there is
@@ -238,8 +239,8 @@ def all_to_all(
 
 # Dtype and shape travel in the root's call, so the others need no array of the right kind
 # beforehand.
-def _scatter_equal(members: Membership, call: Call, xs: Any, out: Any) -> Any:
-    """Scatter ``xs``, None on other ranks than the root, in equal parts; returns this rank's."""
+def _scatter_equal(members: Membership, call: Call, xs: Any, out: Any, kind: Any) -> Any:
+    """Scatter ``xs``, None on other ranks than the root, in equal parts; returns one of a kind."""
     whole = None if xs is None else _whole(xs, members.size)
     if whole is not None and whole.ndim > _DIMENSIONS + 1:
         raise ValueError(
@@ -247,7 +248,7 @@ def _scatter_equal(members: Membership, call: Call, xs: Any, out: Any) -> Any:
             "reshape it"
         )
     like = _array_of(out) if whole is None else whole[0]
-    space = NO_OUTPUT if like is None else output("scatter", out, like, like.shape)
+    space = output("scatter", out, like, () if like is None else like.shape, kind)
     if like is not None and code_of(like.dtype) == MOVED:
         # It goes with each part, in text, for ranks that pass no ``out``.
         call.holds = like.dtype, like.shape
@@ -260,14 +261,14 @@ def _scatter_equal(members: Membership, call: Call, xs: Any, out: Any) -> Any:
 
 
 def _scatter_rows(
-    members: Membership, call: Call, xs: Any, out: Any, rows: Iterable[object]
+    members: Membership, call: Call, xs: Any, out: Any, kind: Any, rows: Iterable[object]
 ) -> Any:
     """Scatter ``rows[r]`` rows to rank r: the ranks agree on the kind, then move them."""
     counts = each_rank("scatter", rows, members.size)
     array = None if xs is None else _whole(xs, members.size, counts)
-    like, space = array if array is not None else _array_of(out), NO_OUTPUT
-    if like is not None:
-        space = output("scatter", out, like, (counts[members.rank], *like.shape[1:]))
+    like = array if array is not None else _array_of(out)
+    shape = () if like is None else (counts[members.rank], *like.shape[1:])
+    space = output("scatter", out, like, shape, kind)
     call.out = like
 
     def move() -> Work:
@@ -314,7 +315,7 @@ def _in_words(counts: list[int], root: int, kind: tuple[str, tuple[int, ...]] | 
 
 
 def _array_of(out: Any) -> Array | None:
-    return None if out is None else as_array("scatter", out, of_any_dtype=True)
+    return None if out is None else as_array("scatter", out, of_any_dtype=True, anew=True)
 
 
 def _whole(xs: Any, size: int, counts: list[int] | None = None) -> Array:

@@ -26,6 +26,7 @@ from flashlight_py.distributed.calls.arrays import (
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.checks import Apart
 from flashlight_py.distributed.calls.combining import cut
+from flashlight_py.distributed.calls.kinds import returned
 from flashlight_py.distributed.constants import Op
 from flashlight_py.distributed.groups.membership import Membership, native, of
 from flashlight_py.distributed.verbs import (
@@ -69,7 +70,8 @@ def all_reduce(
 
     Returns:
         ``x``, or the result where ``x`` is a number; or the ``Work``. Blocks, without the GIL,
-        unless ``async_op``.
+        unless ``async_op``. An array of JAX, which cannot be changed, stays as it is, here and in
+        every verb: a new one is returned.
 
     Raises:
         OverflowError: ``x`` is a Python int and the result could pass 64 bits.
@@ -157,9 +159,9 @@ def reduce_scatter(
             same on every rank.
 
     Returns:
-        A new array of shape ``(x.shape[0] // size, *x.shape[1:])``, with ``rows`` of shape
-        ``(rows[rank], *x.shape[1:])``, or ``out``; a list of them where ``x`` is one; or the
-        ``Work``.
+        A new array of the kind of ``x``, of shape ``(x.shape[0] // size, *x.shape[1:])``, with
+        ``rows`` of shape ``(rows[rank], *x.shape[1:])``, or ``out``; a list of them where ``x`` is
+        one; or the ``Work``.
 
     Raises:
         ValueError: the first dimension cannot be cut so, ``out`` does not fit, or as for
@@ -249,8 +251,8 @@ def all_reduce_location(
         group: the process group, default the world.
 
     Returns:
-        A pair of new arrays of the shape of ``x``: the values, of its dtype, and the ranks, int64,
-        of equal values the lowest; or the ``Work``. Blocks unless ``async_op``.
+        A pair of new arrays of the kind and shape of ``x``: the values, of its dtype, and the
+        ranks, int64, of equal values the lowest; or the ``Work``. Blocks unless ``async_op``.
 
     Raises:
         ValueError: ``op`` is another.
@@ -271,9 +273,10 @@ def all_reduce_location(
         find = xp.argmin if op == "min" else xp.argmax  # of equal ones the first
         step = Call(ALL_GATHER, pack(array)[None], blocking=not async_op, part_of=f"{verb}({op})")
 
-        def locate(rows: Array) -> tuple[Array, Array]:
+        def locate(rows: Array) -> tuple[Any, ...]:
             ranks = xp.asarray(find(rows, axis=0))
-            return xp.asarray(xp.take_along_axis(rows, ranks[None], 0)[0]), ranks
+            pair = xp.asarray(xp.take_along_axis(rows, ranks[None], 0)[0]), ranks
+            return tuple(returned(x, part, in_place=False) for part in pair)
 
         work = members.run(step)
         return members.keep(Then(work, locate)) if async_op else locate(work.wait())
@@ -309,7 +312,7 @@ def all_reduce_multiple(
     members = of(group)
     with refusing(members, "all_reduce_multiple", _begun(xs, contiguous)):
         xs = list(xs)
-        checked = [as_array("all_reduce_multiple", x, of_any_dtype=True) for x in xs]
+        checked = [as_array("all_reduce_multiple", x, of_any_dtype=True, anew=True) for x in xs]
         for array in checked:
             reduction(members, "all_reduce_multiple", array, op, scale)
         if len(checked) > 1:
@@ -324,7 +327,8 @@ def all_reduce_multiple(
             works = [_packed(members, same, op, scale) for same in alike.values()]
         else:
             works = _one_by_one(members, checked, op, scale)
-        together = Then(AllOf(works), lambda _: xs)
+        pairs = zip(xs, checked, strict=True)
+        together = Then(AllOf(works), lambda _: [returned(*pair, in_place=True) for pair in pairs])
         return together if async_op else together.wait()
 
 

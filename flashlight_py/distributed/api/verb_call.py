@@ -30,6 +30,7 @@ from flashlight_py.distributed.calls.checks import (
     check_rows,
     require_bits,
 )
+from flashlight_py.distributed.calls.kinds import OTHER, kind_of, returned
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.groups.membership import Membership, of
 from flashlight_py.distributed.verbs import BARRIER, RECV, SEND, Verb
@@ -97,7 +98,7 @@ def _prepare(
     """
     name, op, scale = verb.name, ReduceOp.SUM, 1.0
     root = check_rank(group.size, name, "root", how["root"]) if verb.rooted else 0
-    array = as_array(name, x, writes=verb.in_place, of_any_dtype=True)
+    array = as_array(name, x, writes=verb.in_place, of_any_dtype=True, anew=True)
     if verb.ragged and array.ndim == 0:
         array = array.reshape(1)
     if verb.reduces:
@@ -106,10 +107,10 @@ def _prepare(
     mine = None if rows is None else rows[group.rank]
     call = Call(verb, None, op, scale, root, rows=rows, blocking=not how["async_op"])
     call.received = received
-    space = NO_OUTPUT
+    space = Output(x, None, None)
     if not verb.in_place:
         out = how["out"] if verb.fills(group.rank, root) else None
-        space = output(name, out, array, verb.shape(array.shape, group.size, mine))
+        space = output(name, out, array, verb.shape(array.shape, group.size, mine), x)
     return lambda: _run(group, call, array, x, space)
 
 
@@ -143,23 +144,23 @@ def _run(group: Membership, call: Call, array: Array, x: Any, space: Output) -> 
 
 
 class Output(NamedTuple):
-    """The place of a result: the user's object, its array, and a form that backends can fill."""
+    """The place of a result: the user's object, its array (None: a new one), what backends fill."""
 
     given: Any
     array: Array | None
     packed: Array | None
 
 
-NO_OUTPUT = Output(None, None, None)
-
-
 # A large result costs more to allocate than to fill, as the kernel clears every page: so verbs
 # that are not in place take ``out``.
-def output(name: str, out: Any, like: Array, shape: tuple[int | None, ...]) -> Output:
-    """Return where a result of ``shape`` goes; its first extent is None if not known."""
+def output(name: str, out: Any, like: Any, shape: tuple[int | None, ...], given: Any) -> Output:
+    """Return where a result of ``shape`` goes: ``out``, or a new array of the kind of ``given``.
+
+    Its first extent is None if not known.
+    """
     if out is None:
-        return NO_OUTPUT
-    array = as_array(f"{name}(out=)", out, of_any_dtype=True)
+        return Output(given, None, None)
+    array = as_array(f"{name}(out=)", out, of_any_dtype=True, anew=True)
     first = array.shape[:1] if shape[:1] == (None,) and array.ndim else shape[:1]
     if array.shape != (*first, *shape[1:]) or array.dtype != like.dtype:
         extents = ", ".join("any" if extent is None else str(extent) for extent in shape)
@@ -192,10 +193,10 @@ def finish(
         return arrived(work.wait(), space, back)
     if space.packed is not space.array or back is not None:
         return group.keep(Then(work, lambda value: arrived(value, space, back)))
-    if space.array is None:
+    if space.array is None and kind_of(space.given) is OTHER:
         return work
     if isinstance(work, Done):
-        return Done(space.given)
+        return Done(arrived(work.wait(), space, back))
     return Then(work, lambda value: arrived(value, space, back))
 
 
@@ -205,11 +206,9 @@ def arrived(value: Any, space: Output, back: Callable[[Array], Array] | None) ->
     part = value if packed is None else packed
     if back is not None:
         part = back(part)
-    if array is None:
-        return part
-    if part is not array:
+    if array is not None and part is not array:
         array[...] = part
-    return given
+    return returned(given, part, in_place=array is not None)
 
 
 COLLECTIVE = None  # in place of a message

@@ -13,15 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flashlight_py.device import Array, array_module, is_cupy
+from flashlight_py.distributed.calls.kinds import copy_to_fill, is_of, kind_of
 from flashlight_py.distributed.constants import ReduceOp
-
-_DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged of dlpack.h
-
-
-def is_of(value: object, module: str, name: str) -> bool:
-    """Return whether ``value`` is of class ``module.name``, without importing the module."""
-    loaded = sys.modules.get(module)
-    return loaded is not None and isinstance(value, getattr(loaded, name, ()))
 
 
 def _name(value: object) -> str:
@@ -29,10 +22,11 @@ def _name(value: object) -> str:
 
 
 ACCEPTED = (
-    "numpy.ndarray, cupy.ndarray, torch.Tensor, flashlight_py.Variable or an array with DLPack "
-    "or the buffer protocol, of dtype bool, int8 to int64, uint8 to uint64, float16, bfloat16, "
-    "float32, float64, longdouble or complex; where it is only moved (broadcast, all_gather, "
-    "gather, scatter, all_to_all, messages), of any dtype without objects; min and max take dates"
+    "numpy.ndarray, cupy.ndarray, torch.Tensor, jax.Array, flashlight_py.Variable or an array with "
+    "DLPack, __cuda_array_interface__ or the buffer protocol, of dtype bool, int8 to int64, uint8 "
+    "to uint64, float16, bfloat16, float32, float64, longdouble or complex; where it is only moved "
+    "(broadcast, all_gather, gather, scatter, all_to_all, messages), of any dtype without objects; "
+    "min and max take dates"
 )
 
 # In the order of csrc/reduce/reduce.h. bfloat16 is recognised by its name: NumPy knows it only once
@@ -69,10 +63,13 @@ _BITWISE = (ReduceOp.AND, ReduceOp.OR, ReduceOp.XOR)
 LOGICAL = dict(zip((ReduceOp.LAND, ReduceOp.LOR, ReduceOp.LXOR), _BITWISE, strict=True))
 
 
-def as_array(verb: str, value: Any, writes: bool = True, of_any_dtype: bool = False) -> Array:
+def as_array(
+    verb: str, value: Any, writes: bool = True, of_any_dtype: bool = False, anew: bool = False
+) -> Array:
     """Return the array that ``value`` is or holds, sharing its memory.
 
-    NumPy's may be ``of_any_dtype`` without objects, where nothing is computed with it.
+    NumPy's may be ``of_any_dtype`` without objects, where nothing is computed with it. ``anew``: of
+    a kind that cannot be written to it is a copy, of which ``kinds.returned`` makes a new one.
 
     Raises:
         TypeError: ``value`` is no array, or of a dtype that cannot be sent.
@@ -82,13 +79,18 @@ def as_array(verb: str, value: Any, writes: bool = True, of_any_dtype: bool = Fa
     array = value if type(value) is np.ndarray else _held_by(verb, value, writes)
     if not of_any_dtype or array.dtype.hasobject or is_cupy(array):
         dtype_code(verb, array.dtype)
-    if writes and not is_cupy(array) and not array.flags.writeable:
-        it = "the array" if array is value else f"this {_name(value)}"
-        raise ValueError(
-            f"{verb} works in place and {it} is read-only (shape {array.shape}, dtype "
-            f"{array.dtype}); pass a copy, np.array(x)"
-        )
-    return array
+    if not writes:
+        return array
+    is_filled = kind_of(value).is_filled
+    if anew and not is_filled:
+        return copy_to_fill(array)
+    if is_filled and (is_cupy(array) or array.flags.writeable):
+        return array
+    it = "the array" if array is value else f"this {_name(value)}"
+    raise ValueError(
+        f"{verb} works in place and {it} is read-only (shape {array.shape}, dtype "
+        f"{array.dtype}); pass a copy, np.array(x)"
+    )
 
 
 def _held_by(verb: str, value: Any, writes: bool) -> Array:
@@ -121,7 +123,8 @@ def _held_by(verb: str, value: Any, writes: bool) -> Array:
             f"{held.dtype}); pass x.detach(), which shares its memory"
         )
     try:
-        view = array_module(held).asarray(held) if isinstance(held, np.generic) else _view(held)
+        read = array_module(held).asarray if isinstance(held, np.generic) else kind_of(held).view
+        view = read(held)
     except (BufferError, ImportError, RuntimeError, TypeError, ValueError) as error:
         raise TypeError(
             f"{verb} cannot use this {_name(held)} without a copy: {error}; pass a copy that "
@@ -133,46 +136,6 @@ def _held_by(verb: str, value: Any, writes: bool) -> Array:
             f"is a {ACCEPTED}"
         )
     return view
-
-
-def _view(value: Any) -> Array | None:
-    """Return an array of ``value``'s memory; None where it is nothing that has any to share."""
-    if is_of(value, "torch", "Tensor") and not value.is_cuda:
-        return _of_torch(value)
-    if is_of(value, "multiprocessing.sharedctypes", "SynchronizedBase"):
-        value = value.get_obj()  # the ctypes array that multiprocessing.Array has a lock around
-    try:
-        buffer = memoryview(value)
-    except TypeError:  # the only way to ask before Python 3.12
-        buffer = None
-    if buffer is not None:
-        return np.asarray(buffer)
-    if not hasattr(value, "__dlpack__"):
-        return None
-    if hasattr(value, "__dlpack_device__") and value.__dlpack_device__()[0] in _DLPACK_CUDA:
-        import cupy
-
-        return cupy.from_dlpack(value)  # type: ignore[no-any-return]
-    return np.from_dlpack(value)
-
-
-def _of_torch(tensor: Any) -> Array:
-    """Return a NumPy array of a tensor that is not on a GPU.
-
-    ``numpy()`` serves every version of NumPy, while from_dlpack returns read-only arrays before
-    2.1. Neither knows bfloat16, so that travels as int16 of the same memory.
-    """
-    torch = sys.modules["torch"]
-    if tensor.dtype is not torch.bfloat16:
-        return tensor.numpy()  # type: ignore[no-any-return]
-    try:
-        import ml_dtypes
-    except ImportError as error:
-        raise ImportError(
-            "NumPy has bfloat16 by ml_dtypes only, which is not installed; "
-            "pip install 'flashlight-py[bfloat16]'"
-        ) from error
-    return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)  # type: ignore[no-any-return]
 
 
 def _advice(verb: str, value: Any) -> str:

@@ -12,6 +12,7 @@ from flashlight_py.distributed.api import all_reduce, all_reduce_multiple
 from flashlight_py.distributed.api.group import ProcessGroup
 from flashlight_py.distributed.calls.arrays import as_array, pack
 from flashlight_py.distributed.calls.checks import Apart
+from flashlight_py.distributed.calls.kinds import kind_of
 from flashlight_py.distributed.constants import DistributedConstants
 from flashlight_py.distributed.reducers.hook import (
     Bucket,
@@ -120,6 +121,8 @@ class InlineReducer(Reducer):
         Raises:
             TypeError, ValueError, DistributedError: as :func:`flashlight_py.all_reduce`.
         """
+        if not kind_of(array).is_filled:  # all_reduce would return another one
+            as_array("InlineReducer.add", array)
         all_reduce(array, self.scale, group=self.group)
 
     def finalize(self) -> None:

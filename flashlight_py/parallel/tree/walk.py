@@ -43,7 +43,8 @@ import numpy as np
 from flashlight_py import _native
 from flashlight_py.autograd import Variable
 from flashlight_py.device import Array, is_cupy
-from flashlight_py.distributed.calls.arrays import as_array, is_of
+from flashlight_py.distributed.calls.arrays import as_array
+from flashlight_py.distributed.calls.kinds import is_of
 from flashlight_py.nn import Module
 from flashlight_py.optim import FirstOrderOptimizer, LearningRateSchedule
 from flashlight_py.parallel.agreement import refuse_sharded
@@ -58,6 +59,7 @@ REMEMBERED = b"agDLO"
 
 _ALIGNMENT = 16
 _CONTAINERS = {"D": "dict", "L": "list", "T": "tuple"}
+_SHARING = ("__dlpack__", "__cuda_array_interface__")  # arrays of other libraries
 _NUMBERS = {bool: b"b", int: b"i", float: b"f", complex: b"c"}
 
 # A value before its turn: the description of its key, the container it stands in, key, value.
@@ -247,7 +249,8 @@ def look(value: Any) -> Answer:
             return None
         return NUMBER, text(b"n", dtype_text(value.dtype))
     parts = _parts(value)
-    if parts or not (hasattr(type(value), "__dlpack__") or isinstance(value, stdlib_array.array)):
+    shares = any(hasattr(type(value), name) for name in _SHARING)
+    if parts or not (shares or isinstance(value, stdlib_array.array)):
         return parts
     found = as_array("synchronize", value)  # the memory of another library's array
     return look(found) if is_cupy(found) else (ARRAY, found, value)

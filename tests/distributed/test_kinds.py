@@ -1,0 +1,348 @@
+"""Results are of the kind of what was passed: tensors of PyTorch, new arrays of JAX, CuPy's."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from tests import cupy_stand_in
+
+HAS_ML_DTYPES = importlib.util.find_spec("ml_dtypes") is not None
+
+
+class Torch:
+    """Tensors: verbs that work in place return the same one."""
+
+    in_place = True
+
+    def __init__(self) -> None:
+        import torch
+
+        self.array, self._torch = torch.Tensor, torch
+
+    def make(self, values: Any, dtype: str) -> Any:
+        return self._torch.tensor(values).to(getattr(self._torch, dtype))
+
+    def dtype(self, x: Any) -> str:
+        return str(x.dtype).removeprefix("torch.")
+
+
+class Jax:
+    """Arrays that never change: every verb returns another one."""
+
+    in_place = False
+
+    def __init__(self) -> None:
+        import jax
+
+        self.array, self._jax = jax.Array, jax
+
+    def make(self, values: Any, dtype: str) -> Any:
+        return self._jax.numpy.asarray(values, dtype)
+
+    def dtype(self, x: Any) -> str:
+        return str(x.dtype)
+
+
+LIBRARIES: dict[str, Callable[[], Any]] = {"torch": Torch, "jax": Jax}
+
+
+class Checks:
+    """Arrays of a library, of one dtype, and what must hold of results."""
+
+    def __init__(self, library: str, dtype: str) -> None:
+        self.library, self.name = LIBRARIES[library](), dtype
+
+    def make(self, values: Any) -> Any:
+        return self.library.make(values, self.name)
+
+    def same(self, got: Any, values: Any, dtype: str = "") -> None:
+        """``got`` is an array of the library and of the dtype, and holds ``values``."""
+        assert isinstance(got, self.library.array), type(got)
+        assert self.library.dtype(got) == (dtype or self.name)
+        assert got.tolist() == self.library.make(values, dtype or self.name).tolist()
+
+    def filled(self, got: Any, given: Any, values: Any, before: Any) -> None:
+        """``got`` holds ``values``; it is ``given``, or a new one and ``given`` what it was."""
+        self.same(got, values)
+        assert (got is given) == self.library.in_place
+        if not self.library.in_place:
+            self.same(given, before)
+
+
+ROWS = [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def new_results(rank: int, size: int, library: str, dtype: str) -> None:
+    check = Checks(library, dtype)
+    make, same = check.make, check.same
+    mine, both = make(ROWS[2 * rank : 2 * rank + 2]), make(ROWS)
+    same(fl.all_gather(mine), ROWS)
+    same(fl.all_gather(mine, async_op=True).wait(), ROWS)
+    first, second = fl.all_gather([mine, mine[rank:]])
+    same(first, ROWS)
+    same(second, [*ROWS[:2], ROWS[3]])
+    same(fl.all_gather((mine, mine), async_op=True).wait()[1], ROWS)
+    same(fl.all_gather(make(rank)), [0, 1])  # no dimension
+    for gathered in (fl.gather(mine, 1), fl.gather(mine, 1, async_op=True).wait()):
+        if rank == 1:
+            same(gathered, ROWS)
+        else:
+            assert gathered is None
+    same(fl.all_to_all(both), [*ROWS[2 * rank : 2 * rank + 2]] * 2)
+    parts, rows = fl.all_to_all(both, rows=[1, 3], return_rows=True)
+    same(parts, ROWS[:1] * 2 if rank == 0 else ROWS[1:] * 2)
+    assert rows == [[1, 1], [3, 3]][rank]
+    op = "sum" if dtype.startswith("complex") else "max"
+    total = np.array(ROWS) * (2 if op == "sum" else 1)
+    same(fl.reduce_scatter(both, op=op), total[2 * rank :][:2].tolist())
+    same(fl.reduce_scatter([both, both], op=op)[1], total[2 * rank :][:2].tolist())
+    same(
+        fl.reduce_scatter(both, op=op, rows=[3, 1], async_op=True).wait(),
+        total[3 * rank :][:3].tolist(),
+    )
+    if op == "max":
+        values, ranks = fl.all_reduce_location(mine, "max")
+        same(values, np.array(ROWS[2:]).astype(bool).tolist() if dtype == "bool" else ROWS[2:])
+        assert ranks.shape == (2, 2)
+        assert isinstance(ranks, check.library.array)
+
+
+def scattered(rank: int, size: int, library: str) -> None:
+    check = Checks(library, "float32")
+    make, same = check.make, check.same
+    whole, mine = make(ROWS), ROWS[2 * rank :][:2]
+    # What a rank that is not the root passes tells its kind alone.
+    same(fl.scatter(whole if rank == 0 else make([])), mine)
+    same(fl.scatter([whole[:2], whole[2:]]), mine)
+    same(fl.scatter([make(0), make(1)], root=1, async_op=True).wait(), rank)
+    same(fl.scatter(whole, rows=[3, 1]), ROWS[:3] if rank == 0 else ROWS[3:])
+    nothing = fl.scatter(whole if rank == 0 else None)
+    assert isinstance(nothing, np.ndarray) == (rank == 1)
+    assert nothing.tolist() == mine
+    given = make([[9, 9], [9, 9]])
+    check.filled(fl.scatter(whole if rank == 0 else None, out=given), given, mine, [[9, 9]] * 2)
+    out = np.zeros((2, 2), np.float32)
+    assert fl.scatter(whole, out=out) is out
+
+
+def filled_in_place(rank: int, size: int, library: str, dtype: str) -> None:
+    check = Checks(library, dtype)
+    before = [rank + 1, 2 * rank]
+    op, total = ("max", [2, 2]) if dtype == "bool" else ("sum", [3, 2])
+
+    def fills(verb: Callable[..., Any], values: Any, *args: Any, **how: Any) -> None:
+        for async_op in (False, True):
+            x = check.make(before)
+            got = verb(x, *args, async_op=async_op, **how)
+            check.filled(got.wait() if async_op else got, x, values, before)
+
+    fills(fl.all_reduce, total, op=op)
+    fills(fl.all_reduce, total, op=op, group=fl.new_group([0, 1]))
+    fills(fl.broadcast, [2, 2], root=1)
+    fills(fl.reduce, total if rank == 1 else before, root=1, op=op)
+    fills(fl.scan, total if rank == 1 else before, op=op)
+    fills(fl.exscan, [1, 0], op=op)
+    for contiguous in (False, True):
+        for async_op in (False, True):
+            xs = [check.make(before), check.make([before])]
+            got = fl.all_reduce_multiple(xs, op=op, contiguous=contiguous, async_op=async_op)
+            first, second = got.wait() if async_op else got
+            check.filled(first, xs[0], total, before)
+            check.filled(second, xs[1], [total], [before])
+    out = check.make([[0, 0], [0, 0]])
+    gathered = fl.all_gather(check.make([before]), out=out)
+    check.filled(gathered, out, [[1, 0], [2, 2]], [[0, 0], [0, 0]])
+
+
+def messages(rank: int, size: int, library: str) -> None:
+    check, other = Checks(library, "float32"), 1 - rank
+    sent, zeros = check.make([rank, rank + 1]), [0, 0]
+    arriving = [other, other + 1]
+
+    def place() -> Any:
+        return check.make(zeros)
+
+    x = place()
+    if rank == 0:
+        fl.send(sent, 1)
+        check.filled(fl.recv(x, 1), x, arriving, zeros)
+    else:
+        check.filled(fl.recv(x, None), x, arriving, zeros)
+        fl.send(sent, 0)
+    x = place()
+    sending = fl.isend(sent, other)
+    check.filled(fl.irecv(x, other).wait(), x, arriving, zeros)
+    assert sending.wait() is sent
+    x = place()
+    check.filled(fl.sendrecv(sent, other, x, other), x, arriving, zeros)
+    x = place()
+    check.filled(fl.sendrecv(sent, rank, x, rank), x, [rank, rank + 1], zeros)
+    x = place()
+    ops = [fl.P2POp("recv", x, other), fl.P2POp("send", sent, other)]
+    received, own = fl.batch_isend_irecv(ops).wait()
+    check.filled(received, x, arriving, zeros)
+    assert own is sent
+    x = check.make([0, 0, 0])
+    sending = fl.isend(sent, other)
+    check.same(fl.recv(x, other, partial=True), arriving)
+    sending.wait()
+    check.same(x, [*arriving, 0] if check.library.in_place else [0, 0, 0])
+
+
+BACKENDS = [{}, {"BACKEND": "gloo"}]
+
+
+@pytest.fixture(params=LIBRARIES)
+def library(request: pytest.FixtureRequest) -> Any:
+    pytest.importorskip(request.param, reason=f"needs {request.param}")
+    return request.param
+
+
+@pytest.fixture(params=["float32", "bfloat16", "int32", "complex64", "bool"])
+def dtype(request: pytest.FixtureRequest) -> Any:
+    if request.param == "bfloat16" and not HAS_ML_DTYPES:
+        pytest.skip("needs ml_dtypes: pip install 'flashlight-py[bfloat16]'")
+    return request.param
+
+
+@pytest.mark.parametrize("options", BACKENDS)
+@pytest.mark.parametrize("program", [new_results, filled_in_place])
+def test_verbs_return_the_kind(
+    pool: Any, library: str, dtype: str, program: Any, options: Any
+) -> None:
+    pool(2, params=options).run(program, library, dtype)
+
+
+@pytest.mark.parametrize("options", BACKENDS)
+@pytest.mark.parametrize("program", [scattered, messages])
+def test_scatter_and_messages_return_the_kind(
+    pool: Any, library: str, program: Any, options: Any
+) -> None:
+    pool(2, params=options).run(program, library)
+
+
+def test_a_world_of_one_returns_the_kind_too(library: str) -> None:
+    check = Checks(library, "float32")
+    x = check.make([[1, 2]])
+    for got in (fl.all_gather(x), fl.reduce_scatter(x), fl.all_to_all(x), fl.scatter([x])):
+        check.same(got, [[1, 2]])
+        assert got is not x
+
+
+# PyTorch --------------------------------------------------------------------------------------
+
+
+def test_a_tensor_shares_the_memory_of_what_has_arrived() -> None:
+    torch = pytest.importorskip("torch", reason="needs torch")
+    x = torch.ones(3)
+    got = fl.all_gather(x)
+    assert got.data_ptr() != x.data_ptr()
+    got[0] = 5  # writable, without a warning
+    assert x.tolist() == [1, 1, 1]
+
+
+# JAX ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def jax() -> Any:
+    return pytest.importorskip("jax", reason="needs jax")
+
+
+def test_64_bits_stay_64_bits_where_jax_is_set_to_32(jax: Any) -> None:
+    with (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64(True):
+        x = jax.numpy.arange(3.0, dtype="float64")
+    assert fl.all_reduce(x, scale=3.0).dtype == "float64"
+    assert fl.all_gather(x).dtype == "float64"
+    assert fl.all_reduce_location(jax.numpy.ones(2))[1].dtype == "int32"
+
+
+def test_what_of_jax_holds_no_numbers_is_refused(jax: Any) -> None:
+    deleted = jax.numpy.ones(3)
+    deleted.delete()
+    for x in (deleted, jax.random.key(0)):
+        with pytest.raises(TypeError, match="without a copy"):
+            fl.all_gather(x)
+    with pytest.raises(TypeError, match=r"all_reduce cannot use .*traced array"):
+        jax.jit(fl.all_reduce)(jax.numpy.ones(3))
+
+
+def test_a_large_result_is_the_memory_of_the_one_copy(jax: Any) -> None:
+    x = jax.numpy.ones(1 << 20)
+    address = fl.distributed.calls.kinds.copy_to_fill(np.asarray(x))
+    got = jax.device_put(address)
+    assert got.unsafe_buffer_pointer() == address.ctypes.data
+
+
+def test_results_of_jax_lie_where_the_array_does(tmp_path: Any) -> None:
+    pytest.importorskip("jax", reason="needs jax")
+    program = """
+import jax, flashlight_py as fl
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+devices = jax.devices()
+x = jax.device_put(jax.numpy.arange(8.0), devices[2])
+assert fl.all_reduce(x).devices() == fl.all_gather(x).devices() == {devices[2]}
+parts = NamedSharding(Mesh(devices, ("a",)), PartitionSpec("a"))
+x = jax.device_put(x, parts)
+assert fl.all_reduce(x).sharding == parts
+assert fl.all_gather([x, x])[1].tolist() == list(range(8))
+assert fl.scatter([x[:3]]).devices() <= set(devices)
+"""
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    subprocess.run([sys.executable, "-W", "error", "-c", program], env=environment, check=True)
+
+
+def test_what_is_told_to_change_things_in_place_refuses_arrays_of_jax(jax: Any) -> None:
+    x = jax.numpy.ones(3)
+    for change in (
+        fl.synchronize,
+        fl.CoalescingReducer(1.0).add,
+        fl.InlineReducer(1.0).add,
+    ):
+        with pytest.raises(ValueError, match=r"read-only.*np\.array"):
+            change(x)
+
+
+# Arrays of a GPU with nothing but __cuda_array_interface__ -------------------------------------
+
+
+class OnlyCuda:
+    """An array on a GPU that knows no DLPack, written on ``stream`` last, as Numba's."""
+
+    def __init__(self, hidden: Any, stream: int | None) -> None:
+        self.hidden, self.stream = hidden, stream
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {**self.hidden.__array_interface__, "version": 3, "stream": self.stream}
+
+
+@pytest.mark.parametrize("stream", [None, 1, 2, 0x7F00])
+def test_the_stream_of_the_producer_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, stream: int | None
+) -> None:
+    cupy = cupy_stand_in.StandInCupy()
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(cupy_stand_in, "LOG", [])
+    x = OnlyCuda(np.ones(3), stream)
+    assert fl.all_reduce(x, scale=2.0) is x
+    assert x.hidden.tolist() == [2, 2, 2]
+    log = cupy_stand_in.LOG
+    if stream is None:
+        assert log == []
+    else:
+        (recorded, waited) = log[:2]
+        assert recorded == ("record", stream, waited[2])
+        assert waited[:2] == ("wait", "default")
+    gathered = fl.all_gather(x)
+    assert isinstance(gathered, cupy.ndarray)
+    assert gathered.hidden.tolist() == [2, 2, 2]
