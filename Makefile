@@ -29,7 +29,7 @@ DEV := .venv/.dev
 SOURCES := $(shell find csrc -type f -not -name '*.o' -not -name '*.so')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup example tiny test test-slow test-all tools tools-slow oracle engines test-gpu lint docs chaos sanitize wheel gpu-bundle bench clean
+.PHONY: help setup example tiny test test-slow test-all tools tools-slow oracle torch engines test-gpu lint docs chaos sanitize wheel gpu-bundle bench clean
 
 help: ## show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,13 +42,13 @@ example: $(READY) ## train flashlight's example on 4 real processes
 tiny: $(DEV) ## the whole house in ten seconds: each verb, failures, training, flrun
 	$(IN_VENV) python -m pytest -q tests/test_tiny.py
 
-test: lint tools ## lint, types, then every test that is not marked slow: 6 minutes on 2 cores
+test: lint tools torch ## lint, types, then every test that is not marked slow: 6 minutes on 2 cores
 	$(IN_VENV) python -m pytest -m "not slow" $(PYTEST)
 
-test-slow: $(DEV) tools-slow oracle engines ## the slow tests: packaging, sanitizers, long failure rounds, documents' programs
+test-slow: $(DEV) tools-slow oracle torch engines ## the slow tests: packaging, sanitizers, long failure rounds, documents' programs
 	$(IN_VENV) python -m pytest -m slow $(SLOW) $(PYTEST)
 
-test-all: lint tools-slow oracle engines ## lint, types, then every test; before a release
+test-all: lint tools-slow oracle torch engines ## lint, types, then every test; before a release
 	$(IN_VENV) python -m pytest $(PYTEST)
 
 tools: ## install what tests on several hosts need (ip, sshd); they are skipped where it cannot be
@@ -59,6 +59,9 @@ tools-slow:
 
 oracle: $(DEV) ## install the real pytagi in .venv-bench-pytagi; its tests are skipped where it cannot be
 	$(IN_VENV) cd benchmarks && python -m harness.install pytagi
+
+torch: $(DEV) ## install torch in .venv-bench-torch; its tests are skipped where it cannot be
+	$(IN_VENV) cd benchmarks && python -m harness.install torch
 
 engines: .venv/.engines ## install Ray, Dask, Spark and submitit; their tests are skipped where it cannot be
 

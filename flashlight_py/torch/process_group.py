@@ -338,7 +338,7 @@ class FlashlightGroup(dist.ProcessGroup):
         how: Any = op if rows is None else rows
         there = None if x is None else address(x, shapes[0])
         room = None if out is None else address(out, shapes[1])
-        work = NotImplemented
+        work: Any = NotImplemented
         if (there is None) == (x is None) and (room is None) == (out is None):
             native = self.ours.native
             work = native(verb.code, there, room, how, scale, peer, tag, is_async)

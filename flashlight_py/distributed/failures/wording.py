@@ -47,7 +47,7 @@ def did_not_join(where: str, who: str, limit: str, detail: str, those: str, last
     """Say that ``who`` did not join within ``limit``; ``those``: which processes they are."""
     return (
         f"{where}: {who} within {limit} ({detail}){those}. {last}It is stuck, slow, or called "
-        "something else; a longer limit is params={'TIMEOUT': seconds} of distributed_init, or "
+        "something else; a longer timeout is params={'TIMEOUT': seconds} of distributed_init, or "
         f"timeout=seconds of new_group. {UNUSABLE}"
     )
 

@@ -1,0 +1,116 @@
+"""torch's own suite of torch.distributed, on a backend: ``python -m tests.torch.suite BACKEND``.
+
+It runs where torch is installed. What torch runs with gloo, or with MPI alone, on CPUs runs with
+this backend: where the suite asks for theirs by name, it is read as if it asked for this one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import json
+import multiprocessing
+import os
+import re
+import sys
+import tempfile
+import time
+import unittest
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+SUITE = "torch.testing._internal.distributed.distributed_test"
+# Conditions and decorators that are true of gloo or MPI alone.
+OF_OTHERS = r'(BACKEND [!=]= |require_backend_is_available\(\{)"(gloo|mpi)"'
+
+
+def loaded(backend: str) -> Any:
+    """Return the suite as a module, with the name of ``backend`` in place of others."""
+    import torch.distributed as dist
+    from torch.testing._internal.common_distributed import TIMEOUT_OVERRIDE, DistTestCases
+
+    spec = importlib.util.find_spec(SUITE)
+    assert spec is not None
+    assert spec.origin is not None
+    suite = sys.modules[SUITE] = importlib.util.module_from_spec(spec)
+    text = Path(spec.origin).read_text()
+    TIMEOUT_OVERRIDE.clear()
+    if backend != "gloo":
+        import flashlight_py.torch.joining  # whatever ranks need: they are forked
+
+        dist.monitored_barrier = flashlight_py.torch.monitored_barrier  # that one is gloo's alone
+        for backends in DistTestCases.backend_feature.values():
+            if "gloo" in backends or not backends:
+                backends.add(backend)
+        text = re.sub(OF_OTHERS, rf'\1"{backend}"', text)
+    exec(compile(text, spec.origin, "exec", dont_inherit=True), vars(suite))
+    return suite
+
+
+@functools.cache  # what has been loaded is there in processes that are forked later
+def case_of(backend: str) -> type[unittest.TestCase]:
+    """Return the tests of the suite, as a class."""
+    suite = loaded(backend)
+
+    class Forked(suite.TestDistBackend, suite.DistributedTest._DistTestBase):  # type: ignore[misc]
+        """Ranks are forked: they need not import torch again."""
+
+        def setUp(self) -> None:
+            super().setUp()
+            self._start_processes(multiprocessing.get_context("fork").Process)
+
+        def _check_return_codes(self, test: Any, seconds: float) -> None:
+            """Look at every rank: torch does so at the first alone, but for what raises."""
+            super()._check_return_codes(test, seconds)
+            codes = [process.exitcode for process in self.processes]
+            if len(set(codes)) > 1 and test not in self.skip_return_code_checks:
+                self.fail(f"the ranks have ended with {codes}")
+
+    return Forked
+
+
+def outcome(backend: str, name: str) -> tuple[str, str, str, float]:
+    """Return the name of a test, how it ended, why, and after how many seconds."""
+    result, begun = unittest.TestResult(), time.monotonic()
+    case_of(backend)(name).run(result)
+    seconds = round(time.monotonic() - begun, 1)
+    kinds = {"failed": result.failures + result.errors, "skipped": result.skipped}
+    for word, found in kinds.items():
+        if found:
+            return name, word, found[0][1], seconds
+    return name, "passed", "", seconds
+
+
+def main() -> None:
+    """Run the tests, several at once, and write down how each of them ended."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("backend")
+    parser.add_argument("names", nargs="*", help="of tests, instead of all of them")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--every", type=int, default=1, help="3: the first test of every three")
+    parser.add_argument("--seconds", type=int, default=60, help="of a test, at most")
+    parser.add_argument("--jobs", type=int, default=3, help="how many tests run at once")
+    parser.add_argument("--json", default=os.devnull, help="where the outcomes go, a line each")
+    given = parser.parse_intermixed_args()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        open(given.json, "w") as file,
+        ProcessPoolExecutor(given.jobs, multiprocessing.get_context("fork")) as pool,
+    ):
+        os.environ.update(
+            BACKEND=given.backend,
+            WORLD_SIZE=str(given.ranks),
+            INIT_METHOD=f"file://{folder}/meeting",
+            DISTRIBUTED_TESTS_DEFAULT_TIMEOUT=str(given.seconds),
+            OMP_NUM_THREADS="1",
+        )
+        tests = dir(case_of(given.backend))
+        names = given.names or [name for name in tests if name.startswith("test_")]
+        for found in pool.map(functools.partial(outcome, given.backend), names[:: given.every]):
+            print(json.dumps(found), file=file, flush=True)
+
+
+if __name__ == "__main__":
+    main()
