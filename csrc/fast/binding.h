@@ -50,7 +50,7 @@ typedef struct {
   PyObject *memory;  /* an array: the ring */
   ring *calls;
   PyObject *notes;   /* a list: the line of user code of each call of the ring, or None */
-  PyObject *package; /* the folder whose code is not the user's */
+  PyObject *folders; /* a tuple of those whose code is not the user's */
   PyObject *inside;  /* a set: the threads that are in another call of the group */
   PyObject *first;   /* a list of containers: while one has anything in it, calls are left to Python */
   known_site sites[SITES];

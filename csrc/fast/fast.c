@@ -38,12 +38,12 @@ static int parse(PyObject *args, Binding *binding) {
   unsigned long long group, run, exchange, stamp, wait, signatures, output, free_op;
   unsigned long long begin, ready, finish, post, deliver;
   PyObject *owner;
-  if (!PyArg_ParseTuple(args, "KOiid(KKKKKKKKKKKK)(OOO)O!O!UO!O!", &group, &owner, &binding->rank,
+  if (!PyArg_ParseTuple(args, "KOiid(KKKKKKKKKKKK)(OOO)O!O!O!O!O!", &group, &owner, &binding->rank,
                         &binding->size, &binding->seconds, &run, &exchange, &stamp,
                         &wait, &signatures, &output, &free_op, &begin, &ready,
                         &finish, &post, &deliver, &binding->ended, &binding->started, &binding->here, &PyArray_Type,
-                        &binding->memory, &PyList_Type, &binding->notes, &binding->package, &PySet_Type,
-                        &binding->inside, &PyTuple_Type, &binding->first)) {
+                        &binding->memory, &PyList_Type, &binding->notes, &PyTuple_Type, &binding->folders,
+                        &PySet_Type, &binding->inside, &PyTuple_Type, &binding->first)) {
     return 0;
   }
   binding->group = (void *)(uintptr_t)group;
@@ -64,7 +64,7 @@ static int parse(PyObject *args, Binding *binding) {
 
 /* bind(group, owner, rank, size, seconds,
    (run, exchange, stamp, wait, signatures, output, free, begin, ready, finish, post, deliver),
-   (ended, started, here), memory, notes, package, inside, first): (native, native_sendrecv). The group
+   (ended, started, here), memory, notes, folders, inside, first): (native, native_sendrecv). The group
    and the library's functions are addresses; `owner` keeps the group. */
 static PyObject *bind(PyObject *module, PyObject *args) {
   (void)module;

@@ -1,4 +1,4 @@
-/* The line of user code that called: the innermost frame outside this package.
+/* The line of user code that called: the innermost frame outside this package and what calls it.
 
    Runs no Python code, so that no signal handler can raise in the middle of a collective; but to put a
    new line into words, before one begins. */
@@ -22,13 +22,17 @@ int place_names(void) {
   return name_back && name_file && name_function && name_instruction;
 }
 
-/* Whether `code` lies in the folder of the package. */
+/* Whether `code` lies in one of the folders of the package and of libraries that call it. */
 static int is_ours(Binding *binding, PyObject *code) {
   known_code *known = &binding->codes[(uintptr_t)code / 64 % CODES];
   if (known->code == code) return known->is_ours;
   PyObject *file = PyObject_GetAttr(code, name_file), *before = known->code;
   if (file == NULL) return 0;
-  known->is_ours = PyUnicode_Tailmatch(file, binding->package, 0, PY_SSIZE_T_MAX, -1) > 0;
+  known->is_ours = 0;
+  for (Py_ssize_t i = 0; i < PyTuple_Size(binding->folders) && !known->is_ours; ++i) {
+    PyObject *folder = PyTuple_GetItem(binding->folders, i);
+    known->is_ours = PyUnicode_Tailmatch(file, folder, 0, PY_SSIZE_T_MAX, -1) > 0;
+  }
   Py_INCREF(code);
   known->code = code;
   Py_XDECREF(before);
@@ -36,22 +40,23 @@ static int is_ours(Binding *binding, PyObject *code) {
   return known->is_ours;
 }
 
-/* The frame of the caller and its code, new references; and the code that it called. */
+/* The frame of the caller and its code, new references; and the code that it called. A thread of a library
+   may have called, in which no code is the user's: then it is the outermost frame. */
 static PyObject *frame_of_caller(Binding *binding, PyObject **code, PyObject **via) {
   PyObject *frame = (PyObject *)PyEval_GetFrame();
   *code = *via = NULL;
   Py_XINCREF(frame);
-  while (frame != NULL && frame != Py_None) {
+  while (frame != NULL) {
     *code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame);
-    if (!is_ours(binding, *code)) return frame;
+    PyObject *back = is_ours(binding, *code) ? PyObject_GetAttr(frame, name_back) : NULL;
+    if (back == Py_None) Py_CLEAR(back);
+    if (back == NULL && !PyErr_Occurred()) return frame;
     Py_XDECREF(*via);
     *via = *code;
     *code = NULL;
-    PyObject *back = PyObject_GetAttr(frame, name_back);
     Py_DECREF(frame);
     frame = back;
   }
-  Py_XDECREF(frame);
   Py_CLEAR(*via);
   if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "nobody has called");
   return NULL;

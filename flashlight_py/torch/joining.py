@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from flashlight_py.distributed.api.group import ProcessGroup
 from flashlight_py.distributed.api.objects import broadcast_object
+from flashlight_py.distributed.calls.call_site import hide
 from flashlight_py.distributed.start import initialize
 from flashlight_py.distributed.start.settings import MOST_SECONDS, Settings
 from flashlight_py.distributed.start.world import current_world, is_distributed_init
@@ -18,6 +21,7 @@ from flashlight_py.torch.process_group import FlashlightGroup
 from flashlight_py.torch.store import TorchStore
 
 OWNER = "torch.distributed"
+hide(f"{Path(torch.__file__).parent}/")
 
 
 def join(options: Any, params: Any) -> FlashlightGroup:
@@ -49,7 +53,7 @@ def join(options: Any, params: Any) -> FlashlightGroup:
         initialize.enter(replace(world, owner=OWNER), settings)
         group = current_world().group
     elif is_distributed_init() and current_world().group.size == dist.get_world_size():
-        group = cast("ProcessGroup", current_world().group.subgroup(ranks, meeting(), seconds))
+        group = current_world().group.subgroup(ranks, meeting(), seconds)
     else:
         group = initialize.meet(meeting, settings).group
     return FlashlightGroup(group, store, seconds, _end(group, ours and not ranks, ours))

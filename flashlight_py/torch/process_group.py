@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import _world
 from flashlight_py import distributed as fl
 from flashlight_py.distributed.api.group import ProcessGroup
 from flashlight_py.distributed.api.verb_call import COLLECTIVE, refusing
+from flashlight_py.distributed.calls.arrays import require_length
 from flashlight_py.distributed.calls.call import Call, P2POp
 from flashlight_py.distributed.verbs import (
     ALL_GATHER,
@@ -49,9 +50,13 @@ from flashlight_py.torch.tensors import (
 from flashlight_py.torch.work import Futures, TensorWork, as_torchs
 
 _T = dist.ReduceOp.RedOpType
+_SUM = _T.SUM
+# By their numbers, which are their hashes: comparing what pybind11 makes takes a microsecond.
+_PREMUL = hash(_T.PREMUL_SUM)
 _OPS = {
-    **{_T.SUM: "sum", _T.AVG: "avg", _T.PRODUCT: "prod", _T.MIN: "min", _T.MAX: "max"},
-    **{_T.BAND: "and", _T.BOR: "or", _T.BXOR: "xor", _T.PREMUL_SUM: "sum"},
+    **{hash(_SUM): "sum", hash(_T.AVG): "avg", hash(_T.PRODUCT): "prod", hash(_T.MIN): "min"},
+    **{hash(_T.MAX): "max", hash(_T.BAND): "and", hash(_T.BOR): "or", hash(_T.BXOR): "xor"},
+    _PREMUL: "sum",
 }
 # gloo adds truth values as bytes, of which those that are not 0 are true.
 _OF_BOOL = {"sum": "or", "prod": "and"}
@@ -103,7 +108,7 @@ def _only(tensors: Any) -> torch.Tensor:
     if isinstance(tensors, torch.Tensor):
         return tensors
     (tensor,) = tensors
-    return tensor  # type: ignore[no-any-return]
+    return tensor
 
 
 def _list(tensors: Any) -> list[torch.Tensor]:
@@ -149,9 +154,9 @@ def _shapes(given: Any) -> Any:
 
 def _reduction(op: Any, dtype: torch.dtype) -> tuple[str, float]:
     """Return the operation that torch's ``op`` is, and its factor."""
-    kind = getattr(op, "op", op)
-    name, scale = _OPS[kind], 1.0
-    if name == "sum" and kind == _T.PREMUL_SUM:
+    number = hash(op)
+    name, scale = _OPS[number], 1.0
+    if number == _PREMUL:
         scale = float(op.__getstate__()[1])
     return (_OF_BOOL.get(name, name) if dtype is torch.bool else name), scale
 
@@ -178,14 +183,12 @@ class FlashlightGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         x = _only(tensors)
-        return self._do(opts, ALL_REDUCE, x, reduction=getattr(opts, "reduceOp", _T.SUM))
+        return self._do(opts, ALL_REDUCE, x, reduction=getattr(opts, "reduceOp", _SUM))
 
     def broadcast(self, tensors: Any, opts: Any = 0, timeout: Any = None) -> dist.Work:
         return self._do(opts, BROADCAST, _only(tensors), peer=_root(opts))
 
-    def reduce(
-        self, tensors: Any, opts: Any = 0, op: Any = _T.SUM, timeout: Any = None
-    ) -> dist.Work:
+    def reduce(self, tensors: Any, opts: Any = 0, op: Any = _SUM, timeout: Any = None) -> dist.Work:
         how = {"peer": _root(opts), "reduction": getattr(opts, "reduceOp", op)}
         return self._do(opts, REDUCE, _only(tensors), **how)
 
@@ -198,7 +201,7 @@ class FlashlightGroup(dist.ProcessGroup):
         rows = output.numel()
         self._require(REDUCE_SCATTER, input.numel() == rows * self.ours.size, input, output)
         shapes = (self.ours.size, rows), (1, rows)
-        reduction = getattr(opts, "reduceOp", _T.SUM)
+        reduction = getattr(opts, "reduceOp", _SUM)
         return self._do(opts, REDUCE_SCATTER, input, output, shapes, reduction=reduction)
 
     def all_to_all_single(
@@ -258,7 +261,7 @@ class FlashlightGroup(dist.ProcessGroup):
         return self._do(opts, SCATTER, whole, out, shapes, peer=root)
 
     def reduce_scatter(
-        self, outputs: Any, inputs: Any, opts: Any = _T.SUM, timeout: Any = None
+        self, outputs: Any, inputs: Any, opts: Any = _SUM, timeout: Any = None
     ) -> dist.Work:
         out, parts = _only(outputs), _list(inputs)
         fits = len(parts) == self.ours.size and parts[self.ours.rank].numel() == out.numel()
@@ -315,8 +318,8 @@ class FlashlightGroup(dist.ProcessGroup):
     ) -> TensorWork:
         """Do ``verb`` of ``x`` into ``out``, seen in ``shapes``, and copy that to ``parts``."""
         is_async, op, scale = getattr(opts, "asyncOp", True), "sum", 1.0
-        if reduction is not None:
-            op, scale = _reduction(reduction, (x if out is None else out).dtype)
+        if reduction is not None and x is not None:
+            op, scale = _reduction(reduction, x.dtype)
         how: Any = op if rows is None else rows
         there = None if x is None else address(x, shapes[0])
         room = None if out is None else address(out, shapes[1])
@@ -327,6 +330,8 @@ class FlashlightGroup(dist.ProcessGroup):
         if work is NotImplemented:
             given = {"op": op, "scale": scale, "root": peer, "rows": rows, "async_op": is_async}
             work = self._packed(verb, x, out, shapes, given, tag)
+        elif rows is not None and not is_async and work is not room:
+            require_length(verb.name, room, len(work), self.ours.rank, self.ours.size)
         if parts is not None and out is not None:
             work = _then(work, is_async, lambda: copied(out, parts, back=True))
         if not is_async:
@@ -350,7 +355,8 @@ class FlashlightGroup(dist.ProcessGroup):
         for tensor in (x, out):
             if tensor is not None and self._backend_of(tensor.device) is not None:
                 raise ElsewhereError(tensor.device)
-        begun = [P2POp(verb.name, x, peer, tag)] if verb.is_message else [COLLECTIVE]
+        kind: Any = verb.name
+        begun = [P2POp(kind, x, peer, tag)] if verb.is_message else [COLLECTIVE]
         with refusing(ours, verb, begun):
             if verb.reduces and x is not None and x.dtype not in CODES:
                 raise TypeError(f"{verb} cannot compute with {x.dtype}")
@@ -371,9 +377,9 @@ class FlashlightGroup(dist.ProcessGroup):
                 given = {"dst" if verb is SEND else "src": peer, "tag": tag}
             elif not verb.in_place:
                 given["out"] = room
-            kind = "i" * (is_async and verb.is_message)
+            prefix = "i" * (is_async and verb.is_message)
             asked = {} if verb.is_message else {"async_op": is_async}
-            work = getattr(fl, f"{kind}{verb}")(source, group=ours, **given, **asked)
+            work = getattr(fl, f"{prefix}{verb}")(source, group=ours, **given, **asked)
         target, filled = (x, source) if verb.in_place else (out, room)
         if target is None or filled is None or not verb.fills(ours.rank, peer):
             return work
@@ -419,7 +425,7 @@ class FlashlightGroup(dist.ProcessGroup):
         is_async, native = getattr(opts, "asyncOp", True), self.ours.native
         given = getattr(opts, "timeout", None) if timeout is None else timeout
         seconds = given.total_seconds() if given and given > timedelta(0) else None
-        work = NotImplemented
+        work: Any = NotImplemented
         if seconds is None:
             work = native(BARRIER.code, None, None, None, None, 0, 0, is_async)
         if work is NotImplemented:

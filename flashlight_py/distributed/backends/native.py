@@ -39,7 +39,7 @@ from flashlight_py.distributed.backends.native_work import (
 )
 from flashlight_py.distributed.calls.arrays import require_length, row_bytes
 from flashlight_py.distributed.calls.call import Call, Matched
-from flashlight_py.distributed.calls.call_site import PACKAGE, Place, caller, site_of, text_at_site
+from flashlight_py.distributed.calls.call_site import Place, caller, folders, site_of, text_at_site
 from flashlight_py.distributed.failures import abort
 from flashlight_py.distributed.failures.journal import NATIVE, SENDRECV, Journal, Ring
 from flashlight_py.distributed.rendezvous.store import Store
@@ -112,7 +112,7 @@ class NativeBackend(NativeGroup):
             *(self._address_of(group), group, self.rank, self.size, self.timeout),
             (*functions, *((0,) * 5 if not self.steps else ())),
             (self._native_ended, self._native_started, self._native_here),
-            *(ring.memory, ring.notes, PACKAGE, self._callers.threads),
+            *(ring.memory, ring.notes, folders(), self._callers.threads),
             (self._first, dropped),
         )
 

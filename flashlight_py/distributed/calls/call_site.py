@@ -10,6 +10,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 PACKAGE = f"{Path(__file__).parents[2]}/"
+_folders = [PACKAGE]
 
 Place = tuple[str, int]
 """A file's path, and a line of it."""
@@ -20,18 +21,30 @@ its code, the instruction in it (a frame's ``f_lasti``), and the function of our
 
 
 class _Ours(dict[str, bool]):
-    """Whether files are of this package, or what calls our context managers; remembered."""
+    """Whether files are of this package, or what calls it for users; remembered."""
 
     def __missing__(self, path: str) -> bool:
-        ours = self[path] = path.startswith(PACKAGE) or path == contextlib.__file__
+        ours = self[path] = path.startswith(folders()) or path == contextlib.__file__
         return ours
 
 
 _IS_OURS = _Ours()
 
 
+def folders() -> tuple[str, ...]:
+    """Return the folders whose code is no user's."""
+    return tuple(_folders)
+
+
+def hide(folder: str) -> None:
+    """Take code below ``folder``, of a library that calls verbs for users, for none of theirs."""
+    if folder not in _folders:
+        _folders.append(folder)
+        _IS_OURS.clear()
+
+
 def frame_of_caller(depth: int) -> tuple[FrameType, CodeType]:
-    """Return the innermost frame outside this package, and our code that it called.
+    """Return the innermost frame outside this package, and the code that it called.
 
     The first ``depth`` frames are known to be ours: they are not looked at, which saves time.
     """
