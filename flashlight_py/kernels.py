@@ -8,6 +8,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import numpy as np
+
 from flashlight_py.device import Array
 
 
@@ -59,11 +61,21 @@ _ELEMENTWISE = {
         slope_out = m > 0 ? 1 - q : q;
         """,
     ),
-    "relu_slope": ("G grad, T out", "G slope", "slope = out > T(0) ? grad : G(0);"),
+    # With a copy, as a load that depends on another one waits for it.
+    "relu_slope": ("G grad, T out", "G slope", "const G g = grad; slope = out > T(0) ? g : G(0);"),
+    # Four rows for each element of bias: one load at a time does not fill the memory's bandwidth.
     "bias_relu": (
-        "T bias",
-        "T out",
-        "const T sum = out + bias; out = sum < T(0) ? T(0) : sum;",  # nan stays
+        "raw T bias, int64 columns, int64 stride, int64 total",
+        "raw T out",
+        """
+        const bool fits = stride < 4294967296LL;  // so that the division takes a third as long
+        const T b = bias[fits ? (unsigned int)i % (unsigned int)columns : i % columns];
+        T sums[4];
+        for (int k = 0; k < 4; ++k) if (i + k * stride < total) sums[k] = out[i + k * stride] + b;
+        for (int k = 0; k < 4; ++k) {
+          if (i + k * stride < total) out[i + k * stride] = sums[k] < T(0) ? T(0) : sums[k];
+        }
+        """,  # nan stays
     ),
     "scaled_difference": (
         "T a, T b, G factor, R scale",
@@ -117,7 +129,10 @@ def add_bias_relu(product: Array, bias: Array) -> None:
 
     ``bias`` has the length of the last dimension of ``product``, and its dtype.
     """
-    _elementwise("bias_relu")(bias, product)
+    columns = bias.size
+    stride = -(-product.size // (4 * columns)) * columns if columns else 0
+    if stride:
+        _elementwise("bias_relu")(bias, columns, stride, product.size, product, size=stride)
 
 
 def mean_square_error(prediction: Array, target: Array) -> Array:
@@ -125,23 +140,72 @@ def mean_square_error(prediction: Array, target: Array) -> Array:
 
     The same shape and dtype; narrow floats are summed in float32.
     """
-    mean: Array = _mean_square_error(_C_NAMES[_computed_in(prediction)])(prediction, target)
-    return mean
+    import cupy
+
+    size, dtype, real = prediction.size, prediction.dtype.name, _computed_in(prediction)
+    if size <= _ONE_BLOCK:
+        difference = f"({_C_NAMES[real]}(p) - {_C_NAMES[real]}(t))"
+        squares = f"{dtype} p, {dtype} t", f"{difference} * {difference}"
+        mean: Array = _reduction(*squares, "a / _in_ind.size()", dtype, real)(prediction, target)
+        return mean
+    pair = map(cupy.ascontiguousarray, (prediction, target))
+    blocks = min(_BLOCKS, -(-size // (4 * _THREADS)))
+    parts = cupy.empty(blocks, real)
+    _squares(dtype, real)((blocks,), (_THREADS,), (*pair, np.int64(size), parts))
+    total: Array = _reduction(f"{real} part", "part", "a", dtype, real)(parts)
+    return total
+
+
+# CuPy reduces all elements in one block. More are first reduced by as many blocks as a large GPU
+# runs at once: by their number alone, so that equal arrays have equal means wherever they are.
+_ONE_BLOCK, _THREADS, _BLOCKS = 1 << 14, 256, 1024
+_SQUARES = """
+{head}
+typedef {element} T;
+typedef {real} R;
+
+extern "C" __global__ void flashlight_squares(
+    const T *__restrict__ p, const T *__restrict__ t, long long size, R *parts) {{
+  __shared__ R sums[{threads}];
+  R sum = 0;
+  const long long step = (long long)gridDim.x * {threads};
+  #pragma unroll 4
+  for (long long i = (long long)blockIdx.x * {threads} + threadIdx.x; i < size; i += step) {{
+    const R difference = R(p[i]) - R(t[i]);
+    sum += difference * difference;
+  }}
+  sums[threadIdx.x] = sum;
+  for (int half = {threads} / 2; half > 0; half /= 2) {{
+    __syncthreads();
+    if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+  }}
+  if (threadIdx.x == 0) parts[blockIdx.x] = sums[0] / R(size);
+}}
+"""
 
 
 @functools.cache
-def _mean_square_error(real: str) -> Any:
+def _squares(dtype: str, real: str) -> Any:
     import cupy
 
+    half = dtype == "float16"
+    text = _SQUARES.format(
+        head="#include <cuda_fp16.h>" if half else "",
+        element="__half" if half else _C_NAMES[dtype],
+        real=_C_NAMES[real],
+        threads=_THREADS,
+    )
+    return cupy.RawKernel(text, "flashlight_squares", options=("-std=c++17",))
+
+
+@functools.cache
+def _reduction(inputs: str, mapped: str, end: str, dtype: str, real: str) -> Any:
+    import cupy
+
+    end = f"mean = {_C_NAMES.get(dtype, dtype)}({end})"
     return cupy.ReductionKernel(
-        "T p, T t",
-        "T mean",
-        f"({real}(p) - {real}(t)) * ({real}(p) - {real}(t))",
-        "a + b",
-        "mean = T(a / _in_ind.size())",
-        "0",
-        "flashlight_mean_square_error",
-        reduce_type=real,
+        *(inputs, f"{dtype} mean", mapped, "a + b", end, "0", "flashlight_mean_square_error"),
+        reduce_type=_C_NAMES[real],
     )
 
 

@@ -47,9 +47,9 @@ def runtime_folder() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    reason = _why_no_gpu() if any("gpu" in item.keywords for item in items) else ""
+    reason = _why_no_gpu() if any(item.get_closest_marker("gpu") for item in items) else ""
     for item in items:
-        if reason and "gpu" in item.keywords:
+        if reason and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=reason))
 
 

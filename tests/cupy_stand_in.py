@@ -94,8 +94,8 @@ def unwrap(value: Any) -> Any:
         return value.hidden
     if isinstance(value, (list, tuple)):
         return type(value)(unwrap(each) for each in value)
-    if isinstance(value, np.ndarray):
-        raise TypeError("unsupported type numpy.ndarray")
+    if isinstance(value, np.ndarray) and not (value.size == 1 and value.dtype.names):
+        raise TypeError("unsupported type numpy.ndarray")  # but for what kernels take by value
     return value
 
 

@@ -33,6 +33,14 @@ struct Failure : std::runtime_error {
   Seen seen;  // of a timeout: the last calls
 };
 
+// What a rank has said of others, with who that was; it may have heard it itself.
+inline std::string as_told(const std::string& message, const std::string& who) {
+  const std::string end = " says";
+  const bool is_told = message.size() >= end.size() &&
+                       message.compare(message.size() - end.size(), end.size(), end) == 0;
+  return is_told ? message : message + ", as " + who + end;
+}
+
 // The ranks called different things; `seen` says what. The group lives on.
 struct Mismatch : std::exception {
   explicit Mismatch(Seen seen = {}) : seen(std::move(seen)) {}

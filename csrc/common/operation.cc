@@ -9,13 +9,15 @@ void Transport::fail(const Failure& failure) noexcept {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (is_broken_) return;
-    why_ = failure.what();
+    // Words of a rank's own name it.
+    const bool names_itself = failure.status == FL_RAISED;
+    why_ = Failure(FL_CLOSED, names_itself ? std::vector<int>{} : failure.missing, failure.what());
     is_broken_.store(true, std::memory_order_release);
   }
   give_up(failure);
 }
 
-std::string Transport::why_broken() const {
+Failure Transport::why_broken() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return why_;
 }
@@ -29,7 +31,10 @@ Clock::time_point deadline_after(double seconds) {
 }
 
 void execute(Transport& transport, Operation& operation) noexcept {
-  if (transport.is_broken()) return finish(operation, FL_CLOSED, transport.why_broken());
+  if (transport.is_broken()) {
+    const Failure why = transport.why_broken();
+    return finish(operation, why.status, why.what(), why.missing);
+  }
   operation.deadline = deadline_after(operation.seconds);
   Failure failure(FL_OK, {}, "");
   try {

@@ -51,13 +51,13 @@ class Transport {
   // on whatever thread, must end soon, those that come later with FL_CLOSED at once.
   void fail(const Failure& failure) noexcept;
   bool is_broken() const { return is_broken_.load(std::memory_order_acquire); }
-  // Why; empty while all is well.
-  std::string why_broken() const;
+  // Why, and because of whom, as operations that come later are to say it.
+  Failure why_broken() const;
 
  private:
   mutable std::mutex mutex_;
   std::atomic<bool> is_broken_{false};
-  std::string why_;
+  Failure why_{FL_CLOSED, {}, ""};
   std::vector<int> numbers_;
 };
 

@@ -107,8 +107,7 @@ std::shared_ptr<Operation> Group::lost() {
   // That hosts are lost concerns groups beside this one, whichever operation noticed it.
   const bool concerns_others = reason && reason->status == FL_HOST_LOST;
   const bool was_raised = mesh_->is_broken() && !concerns_others;
-  const Failure found = was_raised ? Failure(FL_CLOSED, {}, mesh_->why_broken())
-                                   : mesh_->explain(-1, "it gave up");
+  const Failure found = was_raised ? mesh_->why_broken() : mesh_->explain(-1, "it gave up");
   auto operation = std::make_shared<Operation>();  // which ends nothing: whoever asks decides
   operation->shared = ended_;
   finish(*operation, found.status, found.what(), found.missing);

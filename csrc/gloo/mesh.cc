@@ -279,11 +279,11 @@ Failure Mesh::explain(int peer, const std::string& what) {
       return {FL_PEER_LOST, {r},
               std::string("it gave up waiting for this rank: ") + control.message};
     }
-    const std::string message = name(r) + " gave up: " + control.message;
+    const std::string message = as_told(control.message, name(r));
     if (status == FL_RAISED || status == FL_HOST_LOST) return {status, missing, control.message};
     if (status == FL_TIMEOUT) return {status, await_cause(missing), message};
     if (status == FL_PEER_LOST || status == FL_LEAVING) return {status, missing, message};
-    return {FL_PEER_LOST, {r}, message};
+    return {FL_PEER_LOST, {r}, std::string("it gave up: ") + control.message};
   }
   if (missing.empty() && peer >= 0) missing.push_back(peer);
   return Failure(FL_PEER_LOST, missing, what);

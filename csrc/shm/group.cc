@@ -96,7 +96,7 @@ bool ShmGroup::is_ahead(int rank, fl_signature& call) {
 
 ShmGroup::Result ShmGroup::lost() {
   const auto found = peers_.lost();
-  return found ? ended(found->status, found->what(), found->missing, {}) : nullptr;
+  return found ? ended(*found) : nullptr;
 }
 
 void ShmGroup::give_up(const std::string& why) {
@@ -112,7 +112,7 @@ void ShmGroup::abandon() noexcept {
 
 ShmGroup::Result ShmGroup::failed(const Failure& failure) {
   peers_.fail(failure);
-  return ended(failure.status, failure.what(), failure.missing, failure.seen);
+  return ended(failure);
 }
 
 ShmGroup::Result ShmGroup::ended(fl_status status, const std::string& message,

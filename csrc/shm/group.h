@@ -93,6 +93,9 @@ class ShmGroup : private Helper {
   Result guarded(Body body);
   Result failed(const Failure& failure);
   Result ended(fl_status status, const std::string& message, std::vector<int> missing, Seen seen);
+  Result ended(const Failure& failure) {
+    return ended(failure.status, failure.what(), failure.missing, failure.seen);
+  }
   fl_site asked(const fl_site* site) const;
   Bytes dispatch(const fl_signature& signature, void* data, void* output, double seconds,
                  InterruptCheck interrupt, const fl_site* site, Seen& seen);
@@ -180,7 +183,7 @@ auto ShmGroup::reporting(const fl_site* site, Body body) {
 // what ranks have called, that goes with what it returns.
 template <typename Body>
 ShmGroup::Result ShmGroup::guarded(Body body) {
-  if (peers_.is_broken()) return ended(FL_CLOSED, peers_.why_broken(), {}, {});
+  if (peers_.is_broken()) return ended(peers_.why_broken());
   Seen seen;
   try {
     Bytes output = body(seen);

@@ -90,10 +90,10 @@ std::optional<Failure> Peers::farewell(const Concern& concern) const {
       return Failure(FL_PEER_LOST, {r},
                      std::string("it gave up waiting for this rank: ") + farewell.message);
     }
-    const std::string message = name(r) + " gave up: " + farewell.message;
     if (status == FL_RAISED) return Failure(status, missing, farewell.message);
     const bool is_about_others = status == FL_PEER_LOST || status == FL_TIMEOUT || status == FL_LEAVING;
-    return is_about_others ? Failure(status, missing, message) : Failure(FL_PEER_LOST, {r}, message);
+    if (is_about_others) return Failure(status, missing, as_told(farewell.message, name(r)));
+    return Failure(FL_PEER_LOST, {r}, std::string("it gave up: ") + farewell.message);
   }
   return std::nullopt;
 }

@@ -42,7 +42,7 @@ class Peers : public Transport {
   // Whether operations of this rank must end: it has closed the group, or it broke.
   bool has_ended() const { return stopped_ || is_broken(); }
   Failure why_ended() const {
-    return {FL_CLOSED, {}, is_broken() ? why_broken() : "the group was closed"};
+    return is_broken() ? why_broken() : Failure(FL_CLOSED, {}, "the group was closed");
   }
   // Whether `r` begins no more messages, and those that it has begun are here; and let the others know
   // that this rank begins none.

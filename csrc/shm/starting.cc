@@ -56,7 +56,7 @@ ShmGroup::Result ShmGroup::start_collective(const fl_signature& signature, void*
                                             double seconds, const fl_site& site) {
   if (starting_.is_mine()) return ended(FL_FAILED, kInTheMiddle, {}, {});
   while (!starting_.try_take_for(kSliceMilliseconds)) {
-    if (peers_.has_ended()) return ended(FL_CLOSED, peers_.why_ended().what(), {}, {});
+    if (peers_.has_ended()) return ended(peers_.why_ended());
   }
   const Turn::Held held(starting_);
   end_begun(kLittleTime, true);

@@ -34,6 +34,7 @@ class Backend(abc.ABC):
 
     kind: DistributedBackend
     path: str  # what carries the data, in words
+    timeout: float  # what an operation may take, in seconds
     rank: int
     size: int
     processes: Sequence[str] = ()  # which process each rank is, for messages
@@ -131,6 +132,13 @@ class Backend(abc.ABC):
     def cupy_side(self) -> Backend | None:
         """Return the backend of the same ranks for CuPy arrays; None: NCCL joins their GPUs."""
         return None
+
+    def limit(self, seconds: float) -> None:
+        """Allow each operation that is started from now on so many seconds; not collective.
+
+        Short ways that are bound keep what they had.
+        """
+        self.timeout = seconds
 
     def step(self, verb: Verb, array: Array, seconds: float) -> Any:
         """Return the result of ``verb`` of ``array``, which is a step of a call; blocking."""

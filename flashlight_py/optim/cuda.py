@@ -6,8 +6,9 @@ multiply-adds, as for the CPU. float16 is computed in float32.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import itertools
+import struct
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from importlib import resources
@@ -19,6 +20,10 @@ from flashlight_py.device import is_cupy
 
 # Threads of a block, and elements that a block steps.
 BLOCK, CHUNK = 256, 4096
+# A table of so many words is an argument of the kernel; a larger one must be copied to the GPU.
+_WORDS = 448
+_BY_VALUE = np.dtype([("words", np.int64, _WORDS)])
+_HERE = contextlib.nullcontext()
 # A rule with its numbers, and with what it changes: (parameter, gradient, *states).
 Rule = tuple[str, tuple[float, ...]]
 Step = tuple[Rule, tuple[Any, ...]]
@@ -26,6 +31,11 @@ Step = tuple[Rule, tuple[Any, ...]]
 _TYPES = {"e": "__half", "f": "float", "d": "double"}
 _KERNEL = """
 #define FL_RULE __device__ __forceinline__
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 700
+#define FL_CONSTANT __grid_constant__
+#else
+#define FL_CONSTANT
+#endif
 {rules}
 typedef {param} P;
 typedef {grad} G;
@@ -33,9 +43,11 @@ typedef {real} R;
 
 // A row of the table: its first block, its elements, where its numbers are, and its arrays.
 enum {{ WIDTH = 5 + {rule}<R>::states }};
+struct Table {{ long long words[{words}]; }};
 
 extern "C" __global__ void flashlight_{rule}(
-    const long long *table, long long rows, double scale) {{
+    {parameter} given, long long rows, double scale) {{
+  const long long *table = {table};
   long long row = 0, end = rows;
   while (end - row > 1) {{
     const long long middle = (row + end) / 2;
@@ -90,25 +102,30 @@ def _launch(steps: Sequence[Step], grad_scale: float) -> None:
     import cupy
 
     (name, numbers), (param, grad, *states) = steps[0]
-    sizes = [piece[0].size for _, piece in steps]
-    first = np.cumsum([0, *(-(-size // CHUNK) for size in sizes)])
-    if not first[-1]:
+    words, values, blocks = list[int](), list[float](), 0
+    place = len(steps) * (5 + len(states))
+    for (_, own), piece in steps:
+        size = piece[0].size
+        words += (blocks, size, place + len(values), *(array.data.ptr for array in piece))
+        values += own
+        blocks += -(-size // CHUNK)
+    if not blocks:
         return
-    places = itertools.count(len(steps) * (5 + len(states)), len(numbers))
-    rows = [
-        (block, size, place, *(array.data.ptr for array in piece))
-        for block, size, place, (_, piece) in zip(first, sizes, places, steps, strict=False)
-    ]
-    words = np.array([numbers for (_, numbers), _ in steps], np.float64).view(np.int64)
-    with cupy.cuda.Device(param.device.id):
-        table = cupy.asarray(np.concatenate([np.array(rows, np.int64).ravel(), words.ravel()]))
-        kernel = _kernel(name, len(numbers), len(states), param.dtype.char, grad.dtype.char)
-        arguments = table, np.int64(len(steps)), np.float64(grad_scale)
-        kernel((int(first[-1]),), (BLOCK,), arguments)
+    packed = struct.pack(f"={len(words)}q{len(values)}d", *words, *values)
+    is_short = len(packed) <= 8 * _WORDS
+    shape = len(numbers), len(states), param.dtype.char, grad.dtype.char, is_short
+    kernel, device = _kernel(name, *shape), param.device.id
+    is_here = cupy.cuda.runtime.getDevice() == device
+    with _HERE if is_here else cupy.cuda.Device(device):
+        if is_short:
+            table = np.frombuffer(packed.ljust(8 * _WORDS, b"\0"), _BY_VALUE)
+        else:
+            table = cupy.asarray(np.frombuffer(packed, np.int64))
+        kernel((blocks,), (BLOCK,), (table, np.int64(len(steps)), np.float64(grad_scale)))
 
 
 @functools.cache
-def _kernel(name: str, count: int, states: int, param: str, grad: str) -> Any:
+def _kernel(name: str, count: int, states: int, param: str, grad: str, is_short: bool) -> Any:
     import cupy
 
     names = [f"state{number}" for number in range(states)]
@@ -125,6 +142,9 @@ def _kernel(name: str, count: int, states: int, param: str, grad: str) -> Any:
         ),
         elements="".join(f", {each}[i]" for each in names),
         chunk=CHUNK,
+        words=_WORDS,
+        parameter="const FL_CONSTANT Table" if is_short else "const long long *",
+        table="given.words" if is_short else "given",
     )
     if "e" in (param, grad):
         text = "#include <cuda_fp16.h>\n" + text

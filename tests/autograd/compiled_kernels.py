@@ -22,25 +22,33 @@ C_TYPES = {"float32": "float", "float64": "double", "int64": "long"}
 
 
 class ElementwiseKernel:
-    """Runs ``operation`` for each element, in order."""
+    """Runs ``operation`` for each element, in order; it finds those of raw arrays itself."""
 
     def __init__(self, inputs: str, outputs: str, operation: str, name: str) -> None:
-        self.inputs = [each.split() for each in inputs.split(",")]
-        self.outputs = [each.split() for each in outputs.split(",")]
+        self.inputs = [each.split()[-2:] for each in inputs.split(",")]
+        self.outputs = [each.split()[-2:] for each in outputs.split(",")]
+        self.raw = set(re.findall(r"raw \w+ (\w+)", f"{inputs}, {outputs}"))
         self.operation, self.name = operation, name
         self.launches = 0
 
-    def __call__(self, *args: np.ndarray) -> Any:
-        """Takes arrays and numbers; outputs that are given are changed in place."""
+    def __call__(self, *args: np.ndarray, size: int = 0) -> Any:
+        """Takes arrays and numbers; outputs that are given are changed in place.
+
+        ``size``: of the elements, where all arrays are raw.
+        """
         self.launches += 1
         given = dict(zip([name for _, name in self.inputs + self.outputs], args, strict=False))
         types = self.types(given)
-        shape = np.broadcast_shapes(*(np.shape(value) for value in given.values()))
+        each = [np.shape(value) for name, value in given.items() if name not in self.raw]
+        shape = (size,) if size else np.broadcast_shapes(*each)
         for kind, name in self.outputs:
             given.setdefault(name, np.empty(shape, types.get(kind, kind)))
         work = {
             name: np.ascontiguousarray(
-                np.broadcast_to(np.asarray(given[name], types.get(kind, kind)), shape)
+                np.broadcast_to(
+                    np.asarray(given[name], types.get(kind, kind)),
+                    np.shape(given[name]) if name in self.raw else shape,
+                )
             ).copy()
             for kind, name in self.inputs + self.outputs
         }
@@ -65,7 +73,8 @@ class ElementwiseKernel:
             c_type = C_TYPES[types.get(kind, kind)]
             const = "" if [kind, name] in self.outputs else "const "
             parameters.append(f"{const}{c_type} *{name}_")
-            locals_.append(f"{const}{c_type} &{name} = {name}_[i];")
+            one = f"*{name} = {name}_" if name in self.raw else f"&{name} = {name}_[i]"
+            locals_.append(f"{const}{c_type} {one};")
         aliases = "".join(f"typedef {C_TYPES[dtype]} {kind}; " for kind, dtype in types.items())
         head = "#include <algorithm>\n#include <cmath>\nusing std::max, std::min, std::sqrt;\n"
         head += f'extern "C" void run(long n, {", ".join(parameters)})'
@@ -95,34 +104,62 @@ class ReductionKernel:
 RAW = """
 #include <cmath>
 using std::sqrt;
-static struct { long x; } blockIdx, threadIdx, blockDim, gridDim;
+static struct { long x; } blockDim, gridDim;
+static thread_local struct { long x; } blockIdx, threadIdx;
 #define __global__
 #define __device__
 #define __forceinline__ inline
 """
+# Of a kernel whose threads wait for each other.
+TOGETHER = """
+#include <barrier>
+#include <thread>
+#include <vector>
+static std::barrier<> *together;
+#define __shared__ static
+#define __syncthreads() together->arrive_and_wait()
+"""
 
 
 class RawKernel:
-    """Runs all threads of all blocks, one after the other; they share nothing."""
+    """Runs all blocks one after the other, and their threads where they do not wait for each other.
+
+    Those that do are threads of this process.
+    """
 
     def __init__(self, text: str, name: str, options: tuple[str, ...]) -> None:
         found = re.search(rf"void {name}\(([^)]*)\)", text)
         assert found
         names = ", ".join(re.findall(r"(\w+)(?:,|$)", found[1]))
-        self._source = f"""{RAW}{text}
+        waits = "__syncthreads" in text
+        one = f"[=] {{ blockIdx.x = at; threadIdx.x = one; {name}({names}); }}"
+        self._source = f"""{RAW}{TOGETHER if waits else ""}{text}
         extern "C" void run(long grid, long block, {found[1]}) {{
           gridDim.x = grid; blockDim.x = block;
-          for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x)
-            for (threadIdx.x = 0; threadIdx.x < block; ++threadIdx.x) {name}({names});
+          for (long at = 0; at < grid; ++at) {{
+            {"std::barrier<> all(block); together = &all;" if waits else ""}
+            {"std::vector<std::jthread> threads;" if waits else ""}
+            for (long one = 0; one < block; ++one)
+              {f"threads.emplace_back({one})" if waits else f"({one})()"};
+          }}
         }}"""
         self.launches = 0
 
     def __call__(self, grid: tuple[int], block: tuple[int], args: tuple[Any, ...]) -> None:
         self.launches += 1
         kinds: dict[Any, Any] = {np.int64: ctypes.c_longlong, np.float64: ctypes.c_double}
-        kinds[np.ndarray] = lambda array: ctypes.c_void_p(array.ctypes.data)
+        kinds[np.ndarray] = as_argument
         given = [kinds[type(arg)](arg) for arg in args]
         load(self._source)(ctypes.c_long(*grid), ctypes.c_long(*block), *given)
+
+
+def as_argument(array: np.ndarray) -> Any:
+    """Where it lies; of one element of a structured dtype, itself."""
+    if array.dtype.names is None:
+        return ctypes.c_void_p(array.ctypes.data)
+    fields = [("bytes", ctypes.c_char * array.nbytes)]
+    by_value = type("ByValue", (ctypes.Structure,), {"_fields_": fields})
+    return by_value.from_buffer_copy(array)
 
 
 @functools.cache
@@ -136,8 +173,9 @@ def folder() -> Path:
 def load(source: str) -> Any:
     """Return the function ``run`` of C++ source."""
     library = folder() / f"{len(list(folder().iterdir()))}.so"
-    command = ["c++", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-x", "c++", "-"]
-    subprocess.run([*command, "-o", str(library)], input=source, text=True, check=True)
+    command = ["c++", "-std=c++20", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-pthread"]
+    command += ["-x", "c++", "-", "-o", str(library)]
+    subprocess.run(command, input=source, text=True, check=True)
     run = ctypes.CDLL(str(library)).run
     run.restype = None
     return run

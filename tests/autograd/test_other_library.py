@@ -118,6 +118,27 @@ def test_a_bias_and_a_relu_share_a_launch_and_so_do_their_slopes(strict: StandIn
     assert (together.launches(), slope.launches()) == (1, 1)
 
 
+@pytest.mark.parametrize("size", [1 << 14, (1 << 14) + 1])
+def test_a_mean_of_many_squares_is_taken_by_many_blocks(
+    size: int, strict: StandInCupy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "_BLOCKS", 3)  # of 256 threads, which are real ones here
+    pair = np.random.default_rng(0).standard_normal((2, size)).astype("float32")
+    mean = F.mean_squared_error(*(input(strict.asarray(x)) for x in pair))  # type: ignore[arg-type]
+    wide = pair[0].astype("float64") - pair[1]
+    np.testing.assert_allclose(plain(mean.array), np.mean(wide * wide), rtol=1e-6)
+    assert [kernel.launches() for kernel in strict.kernels] == [1] * (size > 1 << 14)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (1, 3), (9, 3), (8, 1), (2, 5, 3)])
+def test_a_bias_and_a_relu_of_any_shape(strict: StandInCupy, shape: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(0)
+    product, bias = rng.standard_normal(shape), rng.standard_normal(shape[-1:])
+    out: Any = strict.asarray(product)
+    kernels.add_bias_relu(out, strict.asarray(bias))  # type: ignore[arg-type]
+    np.testing.assert_array_equal(plain(out), np.maximum(product + bias, 0))
+
+
 def test_nan_passes_a_fused_relu(strict: StandInCupy) -> None:
     parts = [np.array([[np.nan], [1.0]]), np.ones((1, 1)), np.zeros(1)]
     out = F.linear_relu(*(input(strict.asarray(part)) for part in parts))  # type: ignore[arg-type]

@@ -153,6 +153,34 @@ def test_a_killed_rank_ends_the_others_and_is_named(params: Any, count: int, vic
         assert ", which is process " in outcomes[rank].value
 
 
+def hear_of_it_from_others(rank: int, size: int) -> list[str]:
+    """Rank 1 goes. Rank 3 notices, rank 2 hears of it there, and rank 0 from both; twice each."""
+    fl.all_reduce(np.zeros(10))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.4 * (size - 1 - rank))
+    said = []
+    for _ in range(2):
+        with pytest.raises(fl.errors.DistributedError) as caught:
+            fl.all_reduce(np.zeros(10))
+        said.append(str(caught.value))
+    time.sleep(0.4 * rank)
+    return said
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_cause_is_named_once_whoever_has_told_it_and_again_in_later_errors(
+    backend: str,
+) -> None:
+    outcomes = run_outcomes(hear_of_it_from_others, 4, params={"BACKEND": backend})
+    for rank in (0, 2, 3):
+        assert outcomes[rank].ok, outcomes[rank].report()
+        first, second = outcomes[rank].value
+        assert "lost rank 1 (" in first
+        assert "cannot be used any more because of rank 1: " in second
+        assert first.count(" says") + first.count("gave up") <= 1, first
+
+
 def wait_for_one_that_goes(rank: int, size: int, closes: bool) -> str:
     """Rank 1 goes, and then rank 0, for which rank 2 waits."""
     group = fl.new_group(range(size))

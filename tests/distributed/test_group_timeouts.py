@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
+from flashlight_py.distributed.start import initialize
+from flashlight_py.distributed.start.world import current_world
 from tests.distributed.conformance import ranks_in
+from tests.distributed.harness import run_ranks
 
 SHORT, MOST = 0.3, 60.0  # seconds: the group's, and far less than the world's
 LONG = (1e10, 1e300, float("inf"))  # more than clocks and locks have room for
@@ -18,7 +21,7 @@ LONG = (1e10, 1e300, float("inf"))  # more than clocks and locks have room for
 ranks = ranks_in(("gloo", 3), ("shm", 3), slow=[("hierarchical", 3), ("mpi", 3)])
 
 
-def waits_in_vain(group: fl.ProcessGroup, verb: str) -> None:
+def waits_in_vain(group: Any, verb: str) -> None:
     """Wait for ranks that never come, until the group's timeout."""
     began, more = time.monotonic(), [(group.rank + 1) % group.size] if verb == "recv" else []
     late = fl.errors.CollectiveTimeoutError, fl.errors.MismatchError  # the others are in the world
@@ -41,6 +44,40 @@ def times_out(rank: int, size: int) -> None:
 
 def test_who_waits_in_a_group_waits_for_its_timeout(ranks: Any) -> None:
     ranks.run(times_out)
+
+
+def changes(rank: int, size: int) -> None:
+    group = fl.new_group(range(size))
+    group.limit(MOST)
+    assert group.all_reduce(np.ones(2))[0] == size
+    group.limit(SHORT)
+    child = group.new_group(range(size))
+    if rank == 0:
+        waits_in_vain(child, "all_gather")
+        waits_in_vain(group, "all_reduce")
+    assert fl.all_reduce(np.ones(2))[0] == size
+    group.close()
+
+
+def test_a_timeout_can_be_changed(ranks: Any) -> None:
+    ranks.run(changes)
+
+
+def shortens_the_world(rank: int, size: int) -> None:
+    world = current_world().group
+    world.limit(SHORT)
+    if rank == 0:
+        waits_in_vain(fl, "all_reduce")
+    else:
+        time.sleep(4 * SHORT)
+    with pytest.raises(fl.errors.DistributedError):
+        fl.all_reduce(np.ones(2))
+    initialize.leave()
+
+
+@pytest.mark.parametrize("name", ["gloo", "shm"])
+def test_that_of_the_world_can_be_changed(name: str) -> None:
+    run_ranks(shortens_the_world, 2, params={"BACKEND": name})
 
 
 def differ(rank: int, size: int) -> None:

@@ -17,6 +17,7 @@ import pytest
 from flashlight_py import _native
 from flashlight_py.distributed.backends.nccl.backend import NcclBackend
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
+from flashlight_py.distributed.backends.nccl.comparing import Comparisons
 from flashlight_py.distributed.backends.nccl.library import NcclLibrary
 from flashlight_py.distributed.backends.single import SingleBackend
 from flashlight_py.distributed.calls.call import Call
@@ -137,6 +138,18 @@ def test_a_call_that_is_on_its_way_is_waited_for(nccl: Nccl) -> None:
     made = communicator(nccl, timeout=30.0)
     nccl.state = IN_PROGRESS
     threading.Timer(0.02, vars(nccl).update, [{"state": 0}]).start()
+    made.call("all_reduce", (lambda: IN_PROGRESS,))
+    assert made.broken is None
+
+
+def test_a_call_that_begins_soon_is_not_slept_on(
+    nccl: Nccl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shortest sleep, time.sleep(0) too, takes longer than most calls."""
+    made = communicator(nccl, timeout=30.0)
+    states = iter([IN_PROGRESS] * 3 + [0])
+    monkeypatch.setattr(made, "poll", lambda: next(states))
+    monkeypatch.setattr(time, "sleep", None)
     made.call("all_reduce", (lambda: IN_PROGRESS,))
     assert made.broken is None
 
@@ -281,6 +294,22 @@ def test_work_in_flight_when_the_communicator_breaks_raises_what_broke_it(
     assert ended.wait() is x
     with pytest.raises(GroupClosedError, match="broke before"):
         backend.start(Call(ALL_REDUCE, x, blocking=False))
+
+
+class Lost(Done):
+    """A comparison that has found that a rank is lost."""
+
+    def wait(self, timeout: float | None = None) -> Any:
+        raise PeerLostError("lost rank 1 (its process has ended)")
+
+
+def test_what_a_comparison_has_found_meanwhile_says_who_is_missing(nccl: Nccl) -> None:
+    """NCCL fails of the same cause, and the group on the CPU is closed by then."""
+    comparisons = Comparisons(Cpu(), communicator(nccl))
+    comparisons._posted += [Done(), Lost()]
+    kind, found = comparisons.who_is_missing()
+    assert kind is PeerLostError
+    assert found == "Asked over the CPU: lost rank 1 (its process has ended)"
 
 
 def test_the_watchdog_finds_what_takes_too_long(

@@ -6,6 +6,7 @@ anything of CUDA or NCCL; the same functions run on them in tests/gpu.
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 from typing import Any
@@ -81,6 +82,26 @@ def let_go(rank: int, size: int) -> None:
 
 def test_an_array_is_let_go_when_the_device_is_done(ranks: Any) -> None:
     ranks.run(let_go)
+
+
+def closed_at_once(rank: int, size: int) -> tuple[bool, bool]:
+    """Return whether the array and the GPUs' backend of a closed group are gone, uncollected."""
+    x = verbs.on_gpu(np.ones(3))
+    group = fl.new_group(range(size))
+    gc.collect()
+    gc.disable()
+    fl.all_reduce(x, group=group)
+    held, backend = weakref.ref(x), weakref.ref(group.backend(x))
+    del x
+    group.close()
+    gone = held() is None, backend() is None
+    gc.enable()
+    return gone
+
+
+def test_a_closed_group_keeps_nothing_on_the_gpu(ranks: Any) -> None:
+    """Though its flight record stays."""
+    assert ranks.run(closed_at_once) == [(True, True)] * ranks.size
 
 
 def out_of_another_length(rank: int, size: int) -> None:

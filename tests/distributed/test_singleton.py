@@ -8,10 +8,12 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 
 import flashlight_py as fl
 from flashlight_py.distributed.rendezvous.environment import check_no_launcher, check_schedulers
+from flashlight_py.distributed.start.world import current_world
 
 STARTED = {
     "OMPI_COMM_WORLD": {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"},
@@ -201,3 +203,30 @@ def test_who_has_forgotten_nothing_is_not_warned(
     arguments: list[str], environ: dict[str, str]
 ) -> None:
     assert warned(arguments, environ) == ""
+
+
+def recorded(rank: int, size: int) -> list[dict[str, Any]]:
+    """Return the record of a call by the short way, and of one that is left to the long one."""
+    fixed = np.ones(3)
+    fixed.setflags(write=False)
+    with pytest.raises(ValueError, match="read-only"):
+        fl.all_reduce(fixed)
+    with pytest.raises(ValueError, match="finite"):
+        fl.all_reduce(np.ones(3), scale=float("inf"))
+    x = np.ones((3, 2), np.float32)
+    work = fl.all_reduce(x, 0.5, async_op=True)
+    assert work.wait() is x
+    fl.all_reduce(x, 0.5, "avg")
+    assert (x == 0.25).all()
+    return [each.as_dict() for each in current_world().group.journal.records()[-2:]]
+
+
+def test_a_world_of_one_records_both_ways_alike(pool: Any) -> None:
+    ((short, long),) = pool(1).run(recorded)
+    assert short["line"].startswith("distributed/test_singleton.py:")
+    assert (short["number"], long["number"]) == (long["number"] - 1, short["number"] + 1)
+    assert min(each["ended"] - each["started"] for each in (short, long)) >= 0
+    for each in (short, long):
+        for name in ("id", "number", "line", "started", "ended"):
+            each.pop(name, None)
+    assert short == long

@@ -61,7 +61,7 @@ def on_the_cpu(backend: str) -> str:
     results = run_ranks(add_up, 2, params={"BACKEND": backend})
     if {total for _, total in results} != {3.0}:
         raise RuntimeError(f"the sum of 1 and 2 through {backend} is {results}")
-    return results[0][0]
+    return str(results[0][0])
 
 
 def works_on_the_cpu(backend: str) -> bool:

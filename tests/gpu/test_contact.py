@@ -28,10 +28,10 @@ def libraries() -> set[str]:
 
 
 def opened(rank: int, size: int) -> tuple[set[str], int, int]:
-    cupy = verbs.cupy()
+    from cupy.cuda import nccl  # no attribute before that
+
     fl.all_reduce(verbs.on_gpu(np.ones(3)))
-    versions = load().version, cupy.cuda.nccl.get_version()
-    return libraries(), *versions
+    return libraries(), load().version, nccl.get_version()
 
 
 def test_there_is_one_nccl_in_a_process_and_it_is_new_enough(ranks: Any) -> None:

@@ -85,12 +85,27 @@ def test_relu_and_mean_squared_error(dtype: str) -> None:
 
 
 @EVERY_FLOAT
+@pytest.mark.parametrize("shape", [(20, 1001), (1500, 1001)])
+def test_a_mean_of_many_squares(dtype: str, shape: tuple[int, int]) -> None:
+    """By many blocks, of any layout, and the same bits each time."""
+
+    def value(x: Any, target: Any) -> Any:
+        return F.mean_squared_error(fl.no_grad(x), fl.no_grad(target.T)).array
+
+    arrays = rows(dtype, 2, shape), rows(dtype, 3, shape[::-1])
+    (expected, got), (_, again) = both(value, *arrays), both(value, *arrays)
+    np.testing.assert_allclose(got, expected, rtol=TOLERANCE[dtype])
+    np.testing.assert_array_equal(again, got)
+
+
+@EVERY_FLOAT
 def test_linear_with_relu(dtype: str) -> None:
     def value_and_gradients(x: Any, weight: Any, bias: Any) -> Any:
         params = [fl.param(array) for array in (x, weight, bias)]
         out = F.linear_relu(*params)
         F.sum(out).backward()
-        sums = [(array * array).sum() for array in (out.array, *(p.grad for p in params))]
+        found: list[Any] = [out.array, *(p.grad for p in params)]
+        sums = [(array * array).sum() for array in found]
         return fl.device.array_module(x).stack(sums)
 
     shapes = (20, 30), (40, 30), (40,)
@@ -107,4 +122,5 @@ def test_kernels_take_any_layout() -> None:
     grad = cupy.asarray(rows("float32", 4)).T
     out = cupy.asarray(rows("float32", 5, (1001, 7)))[::-1]
     expected = np.where(out.get() > 0, grad.get(), 0)
-    np.testing.assert_array_equal(kernels.relu_slope(grad, out).get(), expected)
+    slope: Any = kernels.relu_slope(grad, out)
+    np.testing.assert_array_equal(slope.get(), expected)

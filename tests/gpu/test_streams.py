@@ -13,7 +13,6 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.autograd import functions as F
-from flashlight_py.distributed.start.world import current_world
 from tests.gpu import verbs
 from tests.gpu.conftest import world
 
@@ -27,9 +26,12 @@ def two(pool: Any) -> Any:
     return pool(2, **world(2))
 
 
-def wait_for_the_other() -> None:
-    """A barrier of the processes alone: fl.barrier() would wait for the GPU as well."""
-    current_world().group.backend().barrier().wait()
+def aside() -> fl.ProcessGroup:
+    """A group whose barrier is one of the processes alone: the world's waits for its GPUs too.
+
+    And it would be compared with the collective that one rank has begun, and the other has not.
+    """
+    return fl.new_group(range(2))
 
 
 def warmed_up(rank: int) -> Any:
@@ -50,12 +52,12 @@ def element_of_a_product() -> float:
 
 def compute_while_a_collective_waits(rank: int, size: int) -> None:
     cupy = verbs.cupy()
-    x = warmed_up(rank)
+    x, processes = warmed_up(rank), aside()
     # CUDA loads a kernel when it is first used, and may wait for all that runs to do so: for the
     # collective, which waits for rank 1, which waits for this rank.
     element_of_a_product()
     if rank == 1:
-        wait_for_the_other()
+        processes.barrier()
         assert float(fl.all_reduce(x)[0].get()) == 3.0
         return
     work = fl.all_reduce(x, async_op=True)
@@ -65,7 +67,7 @@ def compute_while_a_collective_waits(rank: int, size: int) -> None:
     after = cupy.cuda.Event(disable_timing=True)
     after.record()
     assert not after.done
-    wait_for_the_other()
+    processes.barrier()
     after.synchronize()
     assert work.is_completed()
     assert float(x[0].get()) == 3.0
@@ -97,6 +99,7 @@ def test_the_current_stream_is_honoured(two: Any) -> None:
 def gradients_leave_before_the_pass_ends(rank: int, size: int) -> None:
     """With rank 1 held back before its pass, rank 0's host comes through the whole of its own."""
     verbs.cupy()
+    processes = aside()
     device = fl.distributed.use_local_device()
     fl.set_seed(0)
     model = fl.nn.Sequential(*(fl.nn.Linear(1500, 1500, dtype="float64") for _ in range(4)))
@@ -105,14 +108,13 @@ def gradients_leave_before_the_pass_ends(rank: int, size: int) -> None:
     x = fl.input(verbs.on_gpu(np.full((8, 1500), rank + 1.0)))
     for hold in (False, True):  # the first pass connects
         if hold and rank == 1:
-            wait_for_the_other()
+            processes.barrier()
         for parameter in model.params():
             parameter.grad = None
         F.sum(model(x) * model(x)).backward()
         if hold and rank == 0:
-            wait_for_the_other()  # a backward pass that waited for rank 1 would never come here
-    first = model.params()[0].grad
-    assert first is not None
+            processes.barrier()  # a backward pass that waited for rank 1 would never come here
+    first: Any = model.params()[0].grad
     theirs = first.copy()
     fl.broadcast(theirs, root=0)
     np.testing.assert_array_equal(first.get(), theirs.get())

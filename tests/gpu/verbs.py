@@ -7,6 +7,7 @@ compared with a tolerance; what only moves, and integers, must be equal.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -85,7 +86,7 @@ def all_reduce_every_op(rank: int, size: int, name: str, layout: str) -> None:
     for op in ops_of(name):
         for scale in (1.0, 3.0) if conformance.takes_scale(name, op) else (1.0,):
             x = on_gpu(everyone[rank], layout)
-            assert fl.all_reduce(x, scale=scale, op=op) is x
+            assert fl.all_reduce(x, scale=scale, op=op) is x  # type: ignore[call-overload]
             what = f"all_reduce {name} {layout} {op} scale={scale} on rank {rank} of {size}"
             expected = conformance.combined(everyone, op, scale, flat=True)
             assert_close(x, expected.reshape(shape), name, what)
@@ -161,7 +162,7 @@ def reduce_scatter_parts(rank: int, size: int, name: str, rows: int) -> None:
     everyone = [values(r, (rows * size, 2), name) for r in range(size)]
     for op in ops_of(name):
         x = on_gpu(everyone[rank], "fortran")
-        part = fl.reduce_scatter(x, op=op)
+        part = fl.reduce_scatter(x, op=op)  # type: ignore[call-overload]
         whole = conformance.combined(everyone, op, 1.0, flat=True)
         assert_close(part, whole[rows * rank : rows * (rank + 1)], name, f"{op} {name}")
         np.testing.assert_array_equal(x.get(), everyone[rank])
@@ -171,7 +172,7 @@ def ring_of_messages(rank: int, size: int, count: int) -> None:
     """Each sends to the next; even ranks send first."""
     x = on_gpu(values(rank, (count,), "float32"))
     y = on_gpu(np.zeros(count, np.float32))
-    steps = [
+    steps: list[Callable[[], Any]] = [
         lambda: fl.send(x, (rank + 1) % size, tag=7),
         lambda: fl.recv(y, (rank - 1) % size, tag=7),
     ]
@@ -199,19 +200,21 @@ def composed_verbs(rank: int, size: int, name: str) -> None:
     everyone = [values(r, (2 * size, 3), name) for r in range(size)]
     x = on_gpu(everyone[rank])
     for root in range(size):
-        gathered = fl.gather(x, root)
+        gathered: Any = fl.gather(x, root)
         assert (gathered is None) == (rank != root)
         if rank == root:
             np.testing.assert_array_equal(gathered.get(), np.concatenate(everyone))
         part = on_gpu(np.zeros((2, 3), name))
-        assert fl.scatter(x if rank == root else None, root, out=part) is part
+        got: Any = fl.scatter(x if rank == root else None, root, out=part)
+        assert got is part
         np.testing.assert_array_equal(part.get(), everyone[root][2 * rank : 2 * rank + 2])
         y = on_gpu(everyone[rank])
         fl.reduce(y, root, op="max")
         highest = np.maximum.reduce(everyone) if rank == root else everyone[rank]
         np.testing.assert_array_equal(y.get(), highest)
     expected = np.concatenate([theirs[2 * rank : 2 * rank + 2] for theirs in everyone])
-    np.testing.assert_array_equal(fl.all_to_all(x).get(), expected)
+    swapped: Any = fl.all_to_all(x)
+    np.testing.assert_array_equal(swapped.get(), expected)
     rows = [2 * size - 2 * (size - 1) + 1, *[2] * (size - 2), 1] if size > 1 else [2]
     joined, came = fl.all_to_all(x, rows, return_rows=True)
     got = joined.get()
@@ -226,14 +229,17 @@ def composed_verbs(rank: int, size: int, name: str) -> None:
     part = fl.reduce_scatter(x, op="max", rows=rows)
     np.testing.assert_array_equal(part.get(), np.maximum.reduce(everyone)[mine])
     out = on_gpu(np.zeros((rows[rank], 3), name))  # says that a GPU is meant
-    assert fl.scatter(x if rank == 0 else None, out=out, rows=rows) is out
+    got = fl.scatter(x if rank == 0 else None, out=out, rows=rows)
+    assert got is out
     np.testing.assert_array_equal(out.get(), everyone[0][mine])
     refuse_bits_and_open_receives(x)
     crossing_messages(rank, size, name)
 
 
 def refuse_bits_and_open_receives(x: Any) -> None:
-    for call in (lambda: fl.all_reduce(x, op="lxor"), lambda: fl.recv(x, None)):
+    calls: list[Callable[[], Any]]
+    calls = [lambda: fl.all_reduce(x, op="lxor"), lambda: fl.recv(x, None)]
+    for call in calls:
         with pytest.raises(TypeError, match=r"NCCL has no xor|NumPy arrays"):
             call()
 

@@ -45,6 +45,22 @@ def test_one_launch_gives_the_bits_of_the_cpu(
     assert [kernel.launches() for kernel in strict.kernels] == [3]
 
 
+@pytest.mark.parametrize("count", [20, 60])
+def test_tables_of_any_length(strict: StandInCupy, count: int) -> None:
+    """A short one is an argument of the kernel, and a long one lies on the GPU."""
+    arrays = np.random.default_rng(0).standard_normal((2, count, 7)).astype("float32")
+    results = []
+    for convert in (np.asarray, strict.asarray):
+        variables = [param(convert(array.copy())) for array in arrays[0]]  # type: ignore[arg-type]
+        optimizer = RULES["adam"](variables)
+        for variable, grad in zip(variables, arrays[1], strict=True):
+            variable.grad = convert(grad)  # type: ignore[assignment]
+        optimizer.step()
+        results.append(bits(optimizer))
+    assert results[0] == results[1]
+    assert [kernel.launches() for kernel in strict.kernels] == [1]
+
+
 def test_two_dtypes_and_two_rates_are_two_launches(strict: StandInCupy) -> None:
     """Parameters that are not at the same step share one; those of another dtype have another."""
     variables = [

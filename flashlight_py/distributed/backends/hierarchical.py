@@ -85,7 +85,6 @@ class HierarchicalBackend(Backend):
     ) -> None:
         self.rank, self.size = rank, flat.size
         self.hosts = [list(host) for host in hosts]
-        self.timeout = timeout
         self._inside, self._between, self._flat = inside, between, flat
         team = object()
         take_along = getattr(flat, "take_along", None)
@@ -95,14 +94,12 @@ class HierarchicalBackend(Backend):
         self._parts = [part for part in (inside, between, flat) if part is not None]
         for part in self._parts:
             part.team = team
-        # What ranks do after they have agreed takes longer than agreeing, and a local peer may wait
-        # for another host that does it: whoever waits for the late rank itself reports it first.
-        self._far = between_hosts(timeout, 3 if checked else 1)
         self._checked = checked
-        self._agreement = Agreement(inside, between, flat, timeout)
+        self._agreement = Agreement(inside, between, flat)
         self._small = SmallCalls(rank, hosts)
         ahead = self._agreement.runs_ahead
-        self._large = LargeCalls(rank, hosts, inside, between, self._far, ahead)
+        self._large = LargeCalls(rank, hosts, inside, between, ahead)
+        self._allow(timeout)
         self._host = next(host for host in self.hosts if rank in host)
         self._callers = Callers(f"rank {rank} of {flat.size}", self._parts)
         self._steps: dict[Verb, Callable[[Call], Any]] = {
@@ -119,6 +116,17 @@ class HierarchicalBackend(Backend):
         self._beginning = threading.RLock()  # signal handlers run on the thread that holds it
         self._notified: list[Backend] = []  # parts that end since another one was lost
         self._is_closed = False
+
+    def limit(self, seconds: float) -> None:
+        self._allow(seconds)
+        for part in self._parts:
+            part.limit(seconds if part is self._inside else between_hosts(seconds))
+
+    def _allow(self, seconds: float) -> None:
+        self.timeout = self._agreement.timeout = seconds
+        # What ranks do after they have agreed takes longer than agreeing, and a local peer may wait
+        # for another host that does it: whoever waits for the late rank itself reports it first.
+        self._far = self._large.far = between_hosts(seconds, 3 if self._checked else 1)
 
     def start(self, call: Call) -> Work:
         if call.verb.is_message:

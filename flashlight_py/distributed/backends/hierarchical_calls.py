@@ -137,13 +137,14 @@ class LargeCalls:
     a local peer may still wait for other hosts.
     """
 
+    far: float
+
     def __init__(
         self,
         rank: int,
         hosts: Sequence[Sequence[int]],
         inside: Backend,
         between: Backend | None,
-        far: float,
         runs_ahead: Callable[[], None],
     ) -> None:
         self._rank, self._hosts, self._inside, self._between = rank, hosts, inside, between
@@ -155,8 +156,6 @@ class LargeCalls:
         self._even = all(len(host) == self._leaders for host in hosts)
         self._order = [r for host in hosts for r in host]
         self._in_order = self._order == sorted(self._order)
-        # How long a host's ranks wait for one of them that waits for other hosts.
-        self._far, self._patience = far, between_hosts(far)
         self._runs_ahead = runs_ahead
 
     def all_reduce(self, call: Call) -> Array:
@@ -185,7 +184,7 @@ class LargeCalls:
             work: Work = Done()
             parts = cut_evenly(piece, 1 if piece.nbytes <= _SMALL_BYTES else self._leaders)
             if self._between is not None and index < len(parts):
-                how = {"seconds": self._far, "blocking": piece.size == array.size}
+                how = {"seconds": self.far, "blocking": piece.size == array.size}
                 work = self._between.start(replace(between, array=parts[index], **how))
             if before is not None:
                 self._share(*before)
@@ -197,8 +196,10 @@ class LargeCalls:
         """Have every rank of the host get section i of leader i, when ``work`` has ended."""
         if work is not None:
             work.wait()
+        # So long a host's ranks wait for one of them that waits for other hosts.
+        patience = between_hosts(self.far)
         for leader, part in enumerate(sections):
-            self._inside.start(Call(BROADCAST, part, root=leader, seconds=self._patience)).wait()
+            self._inside.start(Call(BROADCAST, part, root=leader, seconds=patience)).wait()
 
     def reduce(self, call: Call) -> Array:
         """Reduce inside the hosts, then between them to the root's."""
@@ -210,12 +211,12 @@ class LargeCalls:
         total = array.copy()
         self._inside.start(Call(REDUCE, total, call.op, first, root=leader)).wait()
         if self._inside.rank == leader and self._between is not None:
-            between = Call(REDUCE, total, call.op, last, home, seconds=self._far)
+            between = Call(REDUCE, total, call.op, last, home, seconds=self.far)
             self._between.start(between).wait()
         else:
             self._runs_ahead()
         if self._home == home and place != leader:
-            share = Call(BROADCAST, total, root=leader, seconds=self._patience)
+            share = Call(BROADCAST, total, root=leader, seconds=between_hosts(self.far))
             self._inside.start(share).wait()
         if self._rank == call.root:
             array[...] = total
@@ -249,7 +250,7 @@ class LargeCalls:
 
     def _give(self, section: Array, blocking: bool) -> Work:
         assert self._between is not None
-        return self._between.start(Call(ALL_GATHER, section, blocking=blocking, seconds=self._far))
+        return self._between.start(Call(ALL_GATHER, section, blocking=blocking, seconds=self.far))
 
     def reduce_scatter(self, call: Call) -> Array:
         """Reduce each host's parts inside all hosts, then between them, and share what is due."""
@@ -291,7 +292,7 @@ class LargeCalls:
         self, call: Call, scale: float, ours: Array, lengths: Sequence[int], out: Array
     ) -> None:
         assert self._between is not None
-        step = Call(REDUCE_SCATTER, ours, call.op, scale, rows=lengths, out=out, seconds=self._far)
+        step = Call(REDUCE_SCATTER, ours, call.op, scale, rows=lengths, out=out, seconds=self.far)
         self._between.start(step).wait()
 
     def _regions(self, whole: Array, counts: Sequence[int]) -> list[Region]:

@@ -37,7 +37,7 @@ _MAX_MISSING = 64
 # What words for others begin with: the class of error that they are.
 _LOST, _LATE, _DIFFERENT = "P", "T", "M"
 _VERBS = {code: verb for verb in VERBS for code in (verb.code, verb.uneven) if code}
-_WORDS_FOR_OTHERS = re.compile("^[PT](?=lost |rank |ranks |all |a rank )")
+_WORDS_FOR_OTHERS = re.compile("^[PTM](?=lost |rank |ranks |all |a rank |the ranks )")
 
 
 def failure(
@@ -72,7 +72,8 @@ def failure(
         return CollectiveTimeoutError(late)
     kind = DistributedError
     if status == lib.FL_CLOSED:
-        text = f"the group cannot be used any more: {_WORDS_FOR_OTHERS.sub('', text)}"
+        because = f" because of {who}" if missing else ""
+        text = f"the group cannot be used any more{because}: {_WORDS_FOR_OTHERS.sub('', text)}"
         kind = GroupClosedError
     return kind(f"{where}: {text}")
 

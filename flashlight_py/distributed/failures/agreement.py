@@ -104,11 +104,10 @@ class Agreement:
     ``timeout`` is that of ``inside``, in seconds.
     """
 
-    def __init__(
-        self, inside: Backend, between: Backend | None, flat: Backend, timeout: float
-    ) -> None:
+    timeout: float
+
+    def __init__(self, inside: Backend, between: Backend | None, flat: Backend) -> None:
         self._inside, self._between, self._flat = inside, between, flat
-        self._timeout = timeout
         self._is_ahead = False
         self._last, self._last_at = "no call of this group", time.monotonic()
 
@@ -143,7 +142,7 @@ class Agreement:
         ``seconds`` is as for :meth:`reach`.
         """
         if seconds is None:  # a local peer that is behind has three limits of other hosts itself
-            seconds = between_hosts(self._timeout, 4) if self._is_ahead else self._timeout
+            seconds = between_hosts(self.timeout, 4) if self._is_ahead else self.timeout
         self._is_ahead = False
         digest = hashlib.blake2b(key.encode(), digest_size=_KEY_BYTES).digest()
         mine = RankMessage(digest, (load.length,), load.data).packed()

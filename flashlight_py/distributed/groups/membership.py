@@ -175,6 +175,25 @@ class Membership:
             raise
         return child
 
+    def limit(self, seconds: float) -> None:
+        """Allow each call that is made here from now on so many seconds; not collective.
+
+        It is the timeout of groups that are made of this one later, too.
+        """
+        backend = self.backend()
+        if self._joiner is not None:
+            self._joiner = self._joiner.limited(seconds)
+        for joined in self._joined:
+            joined.limit(seconds)
+        with _diverting:
+            for name, way in zip(_SHORT_WAYS, backend.bind(self.journal), strict=True):
+                is_diverted = isinstance(getattr(self, name), functools.partial)
+                setattr(self, name, _diverted(way) if is_diverted else way)
+                if name == "native" and self.size > 1:
+                    self.native_again = way
+            if self is of(None):
+                use_as_world(self)
+
     def run(self, call: Call) -> Work:
         """Start ``call``, and wait for its end if it is blocking; the journal has it."""
         if here.recorder is not None:
@@ -329,7 +348,7 @@ def divert(more: int) -> None:
         if _diversions == more == 1:
             for group in groups:
                 for name in _SHORT_WAYS:
-                    setattr(group, name, functools.partial(_unless_recorded, getattr(group, name)))
+                    setattr(group, name, _diverted(getattr(group, name)))
         elif not _diversions:
             for group in groups:
                 for name in _SHORT_WAYS:
@@ -337,6 +356,10 @@ def divert(more: int) -> None:
                     if getattr(way, "func", None) is _unless_recorded:
                         setattr(group, name, way.args[0])
         use_as_world(of(None))
+
+
+def _diverted(short_way: Callable[..., Any]) -> Callable[..., Any]:
+    return functools.partial(_unless_recorded, short_way)
 
 
 def _unless_recorded(short_way: Callable[..., Any], *args: Any) -> Any:

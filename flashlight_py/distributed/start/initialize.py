@@ -355,7 +355,8 @@ def _connect(store: Store, settings: Settings) -> World:
     cores = [{*cards[rank]["cores"]} for rank in near]
     threads = fair_share(local_rank, cores) if local_size > 1 else 0
     # The job's name is that which rank 0 has for it.
-    return World(group, local_rank, local_size, connection.why, rule, cards[0]["job"], threads)
+    job = cards[0]["job"]
+    return World(group, local_rank, local_size, connection.why, rule, job, threads=threads)
 
 
 def _joiner(rule: topology.DeviceRule, settings: Settings) -> Joiner:

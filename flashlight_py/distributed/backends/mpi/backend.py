@@ -172,6 +172,9 @@ class MpiBackend(Backend):
         self._unusable = ""  # why no operation can be started any more
         progress.add(self)
 
+    def limit(self, seconds: float) -> None:
+        self.control.limit(seconds)
+
     def cupy_side(self) -> Backend:
         """Return the backend of the same ranks for CuPy arrays."""
         return MpiGpuBackend(self, self._gpu_aware)

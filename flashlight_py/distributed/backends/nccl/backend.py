@@ -66,6 +66,9 @@ class NcclBackend(Backend):
         communicator.who_is_missing = self._comparisons.who_is_missing
         communicator.look = functools.partial(self._watchdog.look, needs_all=True)
 
+    def limit(self, seconds: float) -> None:
+        self.communicator.timeout = seconds
+
     def start(self, call: Call) -> Work:
         """Start ``call``; see ``Backend``.
 
@@ -288,6 +291,9 @@ class NcclBackend(Backend):
             if self.communicator.close():  # else nobody waits for this rank
                 self._comparisons.finish(FINALIZE_SECONDS)
         self._flights.clear()
+        # Else the stream and the events would wait for the collector, which knows no GPU's memory.
+        self._steps.clear()
+        self.communicator.look = self.communicator.who_is_missing = None
 
     def _launch(
         self,

@@ -8,6 +8,7 @@ descriptor to watch, so asking in short intervals is the only way.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -24,8 +25,9 @@ _log = logging.getLogger("flashlight_py")
 _MAGIC = 0xCAFEBEEF  # NCCL_API_MAGIC
 _CONFIG_VERSION = 21400  # of the fields that csrc/nccl/nccl.cdef.h declares
 
-# Most calls begin within some ten microseconds: so long they are asked about without a pause.
-_SOON = 0.0003
+# NCCL begins a call on a thread that it starts for it, within some hundred microseconds. So long it
+# is asked about without a pause: the shortest sleep takes as long as that.
+_SOON = 0.001
 _INTERVAL = 0.0005
 _LOOK_INTERVAL = 0.2
 _MOST_SCALED_SUMS = 64
@@ -224,7 +226,10 @@ class Communicator:
                 if self.broken is not None:
                     break
                 looked = now
-            time.sleep(0 if now - begin < _SOON else _INTERVAL)
+            if now - begin < _SOON:
+                os.sched_yield()
+            else:
+                time.sleep(_INTERVAL)
         return state
 
     def _late(self, verb: str) -> CollectiveTimeoutError:

@@ -162,8 +162,11 @@ class Comparisons:
         except MismatchError:
             return None, f"Every rank answered over {self._cpu.path}, so none is gone"
         except DistributedError as error:
-            lost = PeerLostError if isinstance(error, PeerLostError) else None
-            return lost, f"Asked over {self._cpu.path}: {error}"
+            # A comparison has found it before where the group is closed by now.
+            ended = [_failure(work) for work in list(self._posted) if work.is_completed()]
+            found = next(filter(None, ended), error)
+            lost = PeerLostError if isinstance(found, PeerLostError) else None
+            return lost, f"Asked over {self._cpu.path}: {found}"
         return None, f"Nothing is known over {self._cpu.path}"
 
 

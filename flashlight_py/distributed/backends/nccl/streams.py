@@ -98,9 +98,10 @@ class Flights:
             return self._pending[-1] if self._pending else None
 
     def clear(self) -> None:
-        """Forget all of them: nothing runs any more."""
+        """Forget all of them: nothing runs any more. A flight record keeps them, without arrays."""
         with self._lock:
-            self._pending.clear()
+            while self._pending:
+                self._pending.popleft().arrays = ()
 
 
 class NcclWatchdog:
