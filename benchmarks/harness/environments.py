@@ -60,7 +60,7 @@ PEERS: dict[str, Peer] = {
     "torch": Peer(
         "torch gloo",
         "torch",
-        ("numpy>=1.25,<3", "torch==2.13.0", "cffi", "expecttest"),
+        ("numpy>=1.25,<3", "torch==2.13.0", "cffi>=1.16,<3", "expecttest"),
         ("torch",),
         index=TORCH_INDEX,
     ),

@@ -1,4 +1,4 @@
-"""The verbs of torch.distributed on its gloo backend."""
+"""The verbs of torch.distributed, on gloo or another backend."""
 
 from __future__ import annotations
 
@@ -41,9 +41,11 @@ class Torch(CollectiveRole):
     def builders(self) -> Mapping[str, Builder]:
         return {
             "all_reduce": lambda x: (lambda: dist.all_reduce(x), x),
+            "all_reduce, async": lambda x: (lambda: _waited(dist.all_reduce(x, async_op=True)), x),
             "reduce": lambda x: (lambda: dist.reduce(x, 0), x),
             "broadcast": lambda x: (lambda: dist.broadcast(x, 0), x),
             "all_gather": self._all_gather,
+            "all_gather, list": self._all_gather_list,
             "gather": self._gather,
             "scatter": self._scatter,
             "reduce_scatter": self._reduce_scatter,
@@ -60,6 +62,15 @@ class Torch(CollectiveRole):
     def _all_gather(self, x: Any) -> tuple[Call, Any]:
         out = torch.empty(x.shape[0] * self.size, dtype=x.dtype)
         return lambda: dist.all_gather_into_tensor(out, x), out
+
+    def _all_gather_list(self, x: Any) -> tuple[Call, Any]:
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+
+        def call() -> Any:
+            dist.all_gather(parts, x)
+            return parts[-1]
+
+        return call, None
 
     def _gather(self, x: Any) -> tuple[Call, Any]:
         if self.rank:
@@ -128,6 +139,10 @@ class Torch(CollectiveRole):
             return objects[-1]
 
         return call, x
+
+
+def _waited(work: Any) -> None:
+    work.wait()
 
 
 def join(place: Place) -> Torch:

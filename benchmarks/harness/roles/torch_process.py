@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from harness.environments import ROOT
 from harness.role import Place
 
 __all__ = ["facts", "initialise"]
 
 
 def initialise(place: Place) -> None:
-    """Meet the other ranks through a file; all are on this machine, so by its loopback."""
+    """Meet the other ranks through a file; where all are on this machine, by its loopback.
+
+    The option ``backend`` is gloo if it is not given.
+    """
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    backend = place.options.get("backend", "gloo")
+    if backend == "flashlight":
+        sys.path.append(str(ROOT))  # it is not installed where torch is
+        importlib.import_module("flashlight_py.torch")
     meeting = (Path(place.folder) / "meet").as_uri()
-    dist.init_process_group("gloo", init_method=meeting, rank=place.rank, world_size=place.size)
+    dist.init_process_group(backend, init_method=meeting, rank=place.rank, world_size=place.size)
 
 
 def facts() -> dict[str, str]:

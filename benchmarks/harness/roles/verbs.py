@@ -34,11 +34,13 @@ def _on_root(length: float, first: float, last: float) -> Callable[[int], Expect
 # The verbs, and per number of ranks what each rank has in the end if rank r gave r + 1 everywhere.
 VERBS: dict[str, Callable[[int], Callable[[int], Expected | None]]] = {
     "all_reduce": lambda n: _everywhere(1, total(n), total(n)),
+    "all_reduce, async": lambda n: _everywhere(1, total(n), total(n)),
     "all_reduce, min": lambda n: _everywhere(1, 1, 1),
     "all_reduce, max": lambda n: _everywhere(1, n, n),
     "reduce": lambda n: _on_root(1, total(n), total(n)),
     "broadcast": lambda n: _everywhere(1, 1, 1),
     "all_gather": lambda n: _everywhere(n, 1, n),
+    "all_gather, list": lambda n: _everywhere(1, n, n),  # of the list the last
     "gather": lambda n: _on_root(n, 1, n),
     "scatter": lambda n: _everywhere(1 / n, 1, 1),
     "reduce_scatter": lambda n: _everywhere(1 / n, total(n), total(n)),
