@@ -47,7 +47,7 @@ from flashlight_py.torch.tensors import (
     joined,
     one_piece,
 )
-from flashlight_py.torch.work import Futures, TensorWork, as_torchs
+from flashlight_py.torch.work import Ended, Futures, TensorWork, as_torchs
 
 _T = dist.ReduceOp.RedOpType
 _SUM = _T.SUM
@@ -60,6 +60,7 @@ _OPS = {
 }
 # gloo adds truth values as bytes, of which those that are not 0 are true.
 _OF_BOOL = {"sum": "or", "prod": "and"}
+_ALL_REDUCE = ALL_REDUCE.code
 _MOST_COMPARED = 60  # arrays have no more dimensions
 Tensors = Sequence[torch.Tensor]
 Shape = Sequence[int]
@@ -175,7 +176,7 @@ class FlashlightGroup(dist.ProcessGroup):
         self.ours, self._store, self._end = group, store, end
         self._seconds = seconds
         self._futures = Futures()
-        self._done = TensorWork(Done(), (), self._futures)
+        self._done = Ended(Done(), (), self._futures)
         self._coalesced: list[Work] | None = None
         self._others: dict[str, Any] = {}  # backends of other devices, by their type
         self._name = self._description = ""
@@ -183,8 +184,13 @@ class FlashlightGroup(dist.ProcessGroup):
     # One tensor ---------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
-        x = _only(tensors)
-        return self._do(opts, ALL_REDUCE, x, reduction=getattr(opts, "reduceOp", _SUM))
+        x, reduction = _only(tensors), getattr(opts, "reduceOp", _SUM)
+        if not getattr(opts, "asyncOp", True) and (there := address(x)) is not None:
+            op, scale = _reduction(reduction, x.dtype)  # as ``_do``, in half of the time
+            done = self.ours.native(_ALL_REDUCE, there, None, op, scale, 0, 0, False)
+            if done is not NotImplemented:
+                return self._done
+        return self._do(opts, ALL_REDUCE, x, reduction=reduction)
 
     def broadcast(self, tensors: Any, opts: Any = 0, timeout: Any = None) -> dist.Work:
         return self._do(opts, BROADCAST, _only(tensors), peer=_root(opts))

@@ -115,6 +115,13 @@ class TensorWork(dist.Work):
         return self._future
 
 
+class Ended(TensorWork):
+    """An operation that had ended before it was asked about."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+
 class Futures:
     """A thread that completes futures as their operations end; it begins with the first."""
 
