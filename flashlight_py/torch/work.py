@@ -19,6 +19,8 @@ _LOOK_SECONDS = 0.005
 # Who asks for a future of so few bytes waits for so many seconds, as a thread takes longer to wake.
 _SMALL_BYTES, _MOMENT = 64 << 10, 1e-4
 _types: dict[type[DistributedError], Any] = {}
+# Who waits in C++ does not keep what a process group in Python has returned, before torch 2.7.
+_kept: set[TensorWork] | None = set() if torch.__version__ < "2.7" else None
 
 
 def as_torchs(error: DistributedError) -> Exception:
@@ -40,6 +42,8 @@ class TensorWork(dist.Work):
         super().__init__()
         self.work, self.tensors, self._futures = work, tensors, futures
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None
+        if _kept is not None:
+            _kept.add(self)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Block until it has ended, for ``timeout`` at most, unless that is 0; returns True.
@@ -47,6 +51,8 @@ class TensorWork(dist.Work):
         Raises:
             DistBackendError: it has failed; or it has not ended in time, and goes on.
         """
+        if _kept is not None:
+            _kept.discard(self)
         try:
             self.work.wait(timeout.total_seconds() if timeout > timedelta(0) else None)
         except DistributedError as error:

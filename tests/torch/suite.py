@@ -61,12 +61,11 @@ def case_of(backend: str) -> type[unittest.TestCase]:
             super().setUp()
             self._start_processes(multiprocessing.get_context("fork").Process)
 
-        def _check_return_codes(self, test: Any, seconds: float) -> None:
+        def _check_return_codes(self, *given: Any) -> None:
             """Look at every rank: torch does so at the first alone, but for what raises."""
-            super()._check_return_codes(test, seconds)
-            codes = [process.exitcode for process in self.processes]
-            if len(set(codes)) > 1 and test not in self.skip_return_code_checks:
-                self.fail(f"the ranks have ended with {codes}")
+            super()._check_return_codes(*given)
+            codes = {process.exitcode for process in self.processes}
+            self.assertEqual(len(codes), 1, f"the ranks have ended with {codes}")
 
     return Forked
 
