@@ -48,6 +48,8 @@ def join(options: Any, params: Any) -> FlashlightGroup:
     def meeting() -> TorchStore:
         return TorchStore(store, rank, size, settings.joining_seconds)
 
+    if not ranks and is_distributed_init() and current_world().owner == OWNER:
+        initialize.leave()  # torch 2.6 does not tell a group that it destroys
     if not ranks and is_distributed_init():
         group, ours = _adopted(rank, size), False
     elif not ranks:
