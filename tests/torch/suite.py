@@ -1,4 +1,4 @@
-"""torch's own suite of torch.distributed, on a backend: ``python -m tests.torch.suite BACKEND``.
+"""torch's own suite, and ours, on a backend: ``python -m tests.torch.suite BACKEND``.
 
 It runs where torch is installed. What torch runs with gloo, or with MPI alone, on CPUs runs with
 this backend: where the suite asks for theirs by name, it is read as if it asked for this one.
@@ -53,8 +53,9 @@ def loaded(backend: str) -> Any:
 def case_of(backend: str) -> type[unittest.TestCase]:
     """Return the tests of the suite, as a class."""
     suite = loaded(backend)
+    from tests.torch.cases import Cases
 
-    class Forked(suite.TestDistBackend, suite.DistributedTest._DistTestBase):  # type: ignore[misc]
+    class Forked(Cases, suite.TestDistBackend, suite.DistributedTest._DistTestBase):
         """Ranks are forked: they need not import torch again."""
 
         def setUp(self) -> None:
@@ -65,7 +66,7 @@ def case_of(backend: str) -> type[unittest.TestCase]:
             """Look at every rank: torch does so at the first alone, but for what raises."""
             super()._check_return_codes(*given)
             codes = {process.exitcode for process in self.processes}
-            self.assertEqual(len(codes), 1, f"the ranks have ended with {codes}")
+            assert len(codes) == 1, f"the ranks have ended with {codes}"
 
     return Forked
 
@@ -88,7 +89,7 @@ def main() -> None:
     parser.add_argument("backend")
     parser.add_argument("names", nargs="*", help="of tests, instead of all of them")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--every", type=int, default=1, help="3: the first test of every three")
+    parser.add_argument("--every", type=int, default=1, help="3: every third of torch's tests")
     parser.add_argument("--seconds", type=int, default=60, help="of a test, at most")
     parser.add_argument("--jobs", type=int, default=3, help="how many tests run at once")
     parser.add_argument("--json", default=os.devnull, help="where the outcomes go, a line each")
@@ -105,9 +106,12 @@ def main() -> None:
             DISTRIBUTED_TESTS_DEFAULT_TIMEOUT=str(given.seconds),
             OMP_NUM_THREADS="1",
         )
-        tests = dir(case_of(given.backend))
-        names = given.names or [name for name in tests if name.startswith("test_")]
-        for found in pool.map(functools.partial(outcome, given.backend), names[:: given.every]):
+        from tests.torch.cases import Cases
+
+        torchs = [name for name in dir(case_of(given.backend)) if name.startswith("test_")]
+        ours = {name for name in torchs if hasattr(Cases, name)}
+        names = given.names or sorted({*ours, *torchs[:: given.every]})
+        for found in pool.map(functools.partial(outcome, given.backend), names):
             print(json.dumps(found), file=file, flush=True)
 
 
