@@ -348,7 +348,7 @@ class FlashlightGroup(dist.ProcessGroup):
         elif rows is not None and not is_async and work is not room:
             require_length(verb.name, room, len(work), self.ours.rank, self.ours.size)
         result = x if out is None else out
-        if parts is not None and result is not None:
+        if parts and result is not None:
             work = _then(work, is_async, lambda: copied(result, parts, back=True))
         if not is_async:
             return self._done
