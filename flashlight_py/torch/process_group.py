@@ -509,6 +509,8 @@ class FlashlightGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
+        if self not in _world.pg_map:  # torch 2.15 would attach a recorder that needs a backend
+            return []
         return [torch.device(kind) for kind in ("cpu", *self._others)]
 
     @property
