@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d
 from torch.distributed.distributed_c10d import _world
 
 from flashlight_py import distributed as fl
@@ -515,7 +516,7 @@ class FlashlightGroup(dist.ProcessGroup):
 
     @property
     def options(self) -> Any:
-        return dist.Backend.Options(NAME, timedelta(seconds=self._seconds))
+        return _distributed_c10d.Backend.Options(NAME, timedelta(seconds=self._seconds))
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         self._seconds = timeout.total_seconds()
