@@ -51,7 +51,8 @@ class Ranks:
             port = free.getsockname()[1]
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **environ}
         task = {"program": program, "size": size, "args": args, "environ": meeting}
-        assert self._server.stdin and self._server.stdout
+        assert self._server.stdin
+        assert self._server.stdout
         self._server.stdin.write(f"{json.dumps({**task, 'seconds': seconds})}\n")
         self._server.stdin.flush()
         return json.loads(self._server.stdout.readline())

@@ -191,7 +191,7 @@ def _told(began: float, work: Callable[[], Any]) -> tuple[str, bool, float]:
 
 
 def one_ends(rank: int, size: int, way: str, raises: bool) -> tuple[str, bool, float]:
-    """Return what the others are told when rank 1 ends, whether as torch says, and after how long."""
+    """Return what the others are told when rank 1 ends, whether in torch's type, and how late."""
     begin()
     end = _raise if raises else _die
     dist.barrier()
