@@ -161,6 +161,10 @@ def _then(work: Any, is_async: bool, finish: Callable[[], object]) -> Any:
     return then
 
 
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
 def _shapes(given: Any) -> Any:
     """Return the shape of a tensor, or of each of a list."""
     if isinstance(given, torch.Tensor):
@@ -400,6 +404,9 @@ class FlashlightGroup(dist.ProcessGroup):
                 for tensor, shape in zip((x, out), shapes, strict=True)
             ]
         source, room = packed
+        if source is not None and room is not None and _share_memory(source, room):
+            # As where FSDP gathers into the tensor of which this rank's part is one.
+            packed[0] = source = source.clone()
         work: Any = NotImplemented
         if how["rows"] is None or verb is ALL_TO_ALL:
             there = [None if tensor is None else address(tensor) for tensor in packed]
