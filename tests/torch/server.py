@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
-_LAST_BYTES = 4000
+_LAST_BYTES = 8000
 
 
 def main() -> None:
