@@ -5,6 +5,10 @@ Every one of these passes on gloo as well.
 
 from __future__ import annotations
 
+import _thread
+import time
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -22,3 +26,17 @@ class Cases:
                 work.wait()
             if parts:
                 assert [part[0].item() for part in parts] == list(range(size))
+
+    def test_messages_of_a_thread_that_has_no_other_code(self) -> None:
+        group: Any = dist.group.WORLD
+        if self.rank < 2:
+            x = torch.full((3,), float(self.rank))
+            begin = group.recv if self.rank else group.send
+            works: list[Any] = []
+            calls = map(begin, [[x]], [1 - self.rank], [0])
+            _thread.start_new_thread(works.extend, (calls,))
+            end = time.monotonic() + 10
+            while not works and time.monotonic() < end:
+                time.sleep(0.001)
+            works[0].wait()
+            assert x.tolist() == [0.0] * 3
