@@ -216,8 +216,9 @@ PyObject *plain_rows(PyObject *x, const plain_call *call, int64_t rows) {
   return new_array(x, &all);
 }
 
-/* Read where the result goes: memory like `wanted` from dimension `first` on, apart from what is given. */
-static int read_output(PyObject *out, const fl_signature *wanted, int first, plain_call *call) {
+/* Read where the result goes: memory like `wanted` from dimension `first` on, apart from what is given,
+   unless that is row `own` of it, which nobody writes to then; -1: no row may be. */
+static int read_output(PyObject *out, const fl_signature *wanted, int first, int own, plain_call *call) {
   const fl_signature *s = &call->signature;
   fl_signature room;
   call->output = read_memory(out, 1, &room);
@@ -227,7 +228,9 @@ static int read_output(PyObject *out, const fl_signature *wanted, int first, pla
   }
   call->rows = room.shape[0];
   call->room = (fl_room){call->output, (size_t)(room.count * room.itemsize)};
-  return !overlap(call->data, s->count * s->itemsize, call->output, room.count * room.itemsize);
+  const int64_t given = s->count * s->itemsize;
+  if (own >= 0 && room.count == wanted->count && call->data == (char *)call->output + own * given) return 1;
+  return !overlap(call->data, given, call->output, room.count * room.itemsize);
 }
 
 int plain_uneven(PyObject *x, PyObject *out, plain_call *call) {
@@ -238,15 +241,17 @@ int plain_uneven(PyObject *x, PyObject *out, plain_call *call) {
   call->peer = -1;
   call->data = read_memory(x, 0, s);
   if (call->data == NULL || s->ndim == 0) return 0;
-  return out == Py_None ? PyArray_CheckExact(x) : read_output(out, s, 1, call);
+  return out == Py_None ? PyArray_CheckExact(x) : read_output(out, s, 1, -1, call);
 }
 
 /* `out` as the result, like `wanted`; or a new array where `x` is one. The first dimension of a gather's
-   `out` is for the library to compare. */
-static int make_result(PyObject *x, PyObject *out, const fl_signature *wanted, plain_call *call) {
-  const int verb = call->signature.verb, gathers = verb == FL_ALL_GATHER || verb == FL_GATHER;
+   `out` is for the library to compare; who gives memory of one row says that all ranks do. */
+static int make_result(PyObject *x, PyObject *out, const fl_signature *wanted, int rank, plain_call *call) {
+  const fl_signature *s = &call->signature;
+  const int gathers = s->verb == FL_ALL_GATHER || s->verb == FL_GATHER;
   if (out != Py_None) {
-    if (!read_output(out, wanted, gathers, call)) return 0;
+    const int is_row = s->verb == FL_ALL_GATHER && s->ndim == 2 && s->shape[0] == 1 && PyTuple_Check(x);
+    if (!read_output(out, wanted, gathers, is_row ? rank : -1, call)) return 0;
     Py_INCREF(out);
     call->result = out;
   } else {
@@ -300,7 +305,7 @@ static int read_apart(PyObject *x, PyObject *out, int rank, int size, plain_call
       wanted.count /= size;
     }
   }
-  const int made = make_result(x, out, &wanted, call);
+  const int made = make_result(x, out, &wanted, rank, call);
   if (s->verb == FL_SCATTER) *s = wanted;
   return made;
 }

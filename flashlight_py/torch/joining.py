@@ -57,7 +57,9 @@ def join(options: Any, params: Any) -> FlashlightGroup:
         initialize.enter(replace(world, owner=OWNER), settings)
         group = current_world().group
     elif is_distributed_init() and current_world().group.size == dist.get_world_size():
-        group = current_world().group.subgroup(ranks, meeting(), seconds)
+        members = meeting()
+        group = current_world().group.subgroup(ranks, members, seconds)
+        members.close()
     else:
         group = initialize.meet(meeting, settings).group
     return FlashlightGroup(group, store, seconds, _end(group, ours and not ranks, ours))
@@ -84,7 +86,8 @@ def _end(group: ProcessGroup, is_world: bool, ours: bool) -> Callable[[], None]:
 
 def rendezvous() -> Iterator[tuple[Any, int, int]]:
     """Yield a store for the ranks of our world, which is initialised first if it was not."""
-    initialize.distributed_init()
+    if not is_distributed_init():
+        initialize.distributed_init()
     world = current_world()
     rank, size = world.group.rank, world.group.size
     one_host = world.local_size == size

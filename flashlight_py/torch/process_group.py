@@ -8,9 +8,11 @@ tensors travel as one piece of memory.
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -62,6 +64,9 @@ _OPS = {
 _OF_BOOL = {"sum": "or", "prod": "and"}
 _ALL_REDUCE = ALL_REDUCE.code
 _MOST_COMPARED = 60  # arrays have no more dimensions
+# These wait at once for what they have asked for: then no thread has to wake for it.
+_WAIT_AT_ONCE = {inspect.unwrap(function).__code__ for function in (dist.send, dist.recv)}
+_BLOCKING = SimpleNamespace(asyncOp=False)
 Tensors = Sequence[torch.Tensor]
 Shape = Sequence[int]
 
@@ -128,6 +133,14 @@ def _split(tensor: torch.Tensor, rows: Sequence[int], size: int) -> list[int]:
     length = len(tensor) if tensor.ndim else 1
     of_row = tensor.numel() // length if length else 0
     return [row * of_row for row in rows or [length // size] * size]
+
+
+def _options_of_message() -> Any:
+    """Return how a message is meant: torch has one method for ``send`` and for ``isend``."""
+    frame = sys._getframe(3)  # who has called the method, through ``called``
+    before = frame.f_back
+    waits = frame.f_code in _WAIT_AT_ONCE or (before and before.f_code in _WAIT_AT_ONCE)
+    return _BLOCKING if waits else None
 
 
 def _seen(tensor: torch.Tensor, shape: Shape | None) -> torch.Tensor:
@@ -229,11 +242,13 @@ class FlashlightGroup(dist.ProcessGroup):
 
     def send(self, tensors: Any, dst: int, tag: int) -> dist.Work:
         x = _only(tensors)
-        return self._do(None, SEND, x, shapes=((x.numel(),), None), peer=dst, tag=tag)
+        opts, shapes = _options_of_message(), ((x.numel(),), None)
+        return self._do(opts, SEND, x, shapes=shapes, peer=dst, tag=tag)
 
     def recv(self, tensors: Any, src: int, tag: int) -> dist.Work:
         x = _only(tensors)
-        return self._do(None, RECV, x, shapes=((x.numel(),), None), peer=src, tag=tag)
+        opts, shapes = _options_of_message(), ((x.numel(),), None)
+        return self._do(opts, RECV, x, shapes=shapes, peer=src, tag=tag)
 
     def recv_anysource(self, tensors: Any, tag: int) -> dist.Work:
         x = _only(tensors)
@@ -494,6 +509,8 @@ class FlashlightGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
+        if self not in _world.pg_map:  # torch 2.15 would attach a recorder that needs a backend
+            return []
         return [torch.device(kind) for kind in ("cpu", *self._others)]
 
     @property

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from flashlight_py.distributed.verbs import VERBS as TABLE
+from harness.environments import PEERS, ROOT, python_of
 from tests.cluster.hosts import why_not
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
@@ -20,7 +21,9 @@ QUICK = ("--quick", "--rounds", "2", "--batch-seconds", "0.0005", "--ranks", "2"
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 
-def run(tmp_path: Path, script: str, *arguments: str) -> tuple[str, dict[str, Any]]:
+def run(
+    tmp_path: Path, script: str, *arguments: str, seconds: float = 60.0
+) -> tuple[str, dict[str, Any]]:
     """Return what the script prints and what it writes."""
     file = tmp_path / "result.json"
     done = subprocess.run(
@@ -33,7 +36,7 @@ def run(tmp_path: Path, script: str, *arguments: str) -> tuple[str, dict[str, An
         ],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=seconds,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -63,6 +66,27 @@ VERBS = ["all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter",
 VERBS += ["all_to_all", "send_recv", "sendrecv", "barrier", "all_gather, unequal"]
 VERBS += ["all_to_all, unequal", "batch_isend_irecv", "broadcast_object", "all_gather_object"]
 VERBS += [v.name for v in TABLE if v.reduces and v.in_place and v.name not in VERBS]
+
+
+def test_the_backend_of_torch_without_torch(tmp_path: Path) -> None:
+    output, result = run(tmp_path, "torch_backend.py")
+    assert "- ABSENT torch: not installed" in output
+    assert result["measurements"] == []
+    assert {verdict["reached"] for verdict in result["verdicts"]} == {None}
+
+
+@pytest.mark.slow
+def test_the_backend_of_torch_beside_its_gloo(tmp_path: Path) -> None:
+    if isinstance(python := python_of(PEERS["torch"], ROOT), str):
+        pytest.skip(f"needs torch: {python}")
+    options = ("--environments", str(ROOT), "--no-hosts")
+    output, result = run(tmp_path, "torch_backend.py", *options, seconds=300)
+    assert "| FSDP2, 2 blocks of 512 |" in output
+    assert not any(m["left_out"] for m in result["measurements"])
+    assert len(result["measurements"][0]["seconds"]) == 3
+    assert all(len(m["seconds"]) >= 2 for m in result["measurements"])
+    missed = [verdict["target"] for verdict in result["verdicts"] if verdict["reached"] is None]
+    assert len(missed) == 2  # of 4 ranks, and of hosts
 
 
 @pytest.mark.slow

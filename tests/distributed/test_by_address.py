@@ -96,6 +96,39 @@ def test_every_verb_does_what_it_does_with_arrays(
         ranks.run(same_as_arrays, async_op, count)
 
 
+def from_own_row(rank: int, size: int, async_op: bool) -> None:
+    """A rank's row may lie in the place that it has in the result, as FSDP of torch has it."""
+    settle()
+    group = current_world().group
+    for count in (4, 5_000, 300_000):
+        out = np.full((size, count), -1.0)
+        mine = out[rank : rank + 1]
+        mine[:] = rank
+        given = by_address(mine), by_address(out)
+        assert native(group, "all_gather", given[0], out=given[1], async_op=async_op) is given[1]
+        assert (out == np.arange(size)[:, None]).all()
+        before = [*group.journal.header]
+        others = out[(rank + 1) % size :][:1]
+        for x, room in [
+            (by_address(others), given[1]),
+            (mine, given[1]),
+            (by_address(out.reshape(2 * size, -1)[2 * rank : 2 * rank + 2]), given[1]),
+            (by_address(out[0]), by_address(out.reshape(-1))),
+        ]:
+            how = {"out": room, "async_op": async_op}
+            assert native(group, "all_gather", x, **how) is NotImplemented, x
+        assert [*group.journal.header] == before
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_row_is_gathered_from_its_place_in_the_result(
+    pool: Any, backend: str, size: int, async_op: bool
+) -> None:
+    pool(size, params={"BACKEND": backend}).run(from_own_row, async_op)
+
+
 def nothing_there(rank: int, size: int) -> None:
     """Scalars, and memory of no elements, whose address is 0."""
     settle()
