@@ -5,12 +5,18 @@ Every one of these passes on gloo as well.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
 
 class Cases:
     rank: int
+    _barrier: Callable[..., None]
+    assertRaisesRegex: Any
 
     def test_gather_when_others_have_no_list(self) -> None:
         size = dist.get_world_size()
@@ -22,3 +28,11 @@ class Cases:
                 work.wait()
             if parts:
                 assert [part[0].item() for part in parts] == list(range(size))
+
+    def test_monitored_barrier_names_who_is_missing(self) -> None:
+        group = dist.new_group([0, 1])
+        dist.monitored_barrier(group, timedelta(seconds=60))  # other ranks need not be there
+        if self.rank == 0:
+            with self.assertRaisesRegex(RuntimeError, "[Rr]ank 1 "):  # noqa: PT027
+                dist.monitored_barrier(group, timedelta(seconds=0.5))
+        self._barrier(timeout=60)
