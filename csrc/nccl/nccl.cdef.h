@@ -17,12 +17,18 @@ typedef enum {
   ncclTimeout = 8
 } ncclResult_t;
 
-/* The fields of 2.14, which every later version takes and completes with its own defaults. */
+/* The fields of 2.18, which later versions take and complete with their own defaults; those before
+ * take the first ones. The least int stands for the default. */
 typedef struct {
   size_t size;
   unsigned int magic;
   unsigned int version;
   int blocking;
+  int cgaClusterSize;
+  int minCTAs;
+  int maxCTAs;
+  const char *netName;
+  int splitShare;
 } ncclConfig_t;
 
 typedef enum { ncclSum = 0, ncclProd = 1, ncclMax = 2, ncclMin = 3, ncclAvg = 4 } ncclRedOp_t;
@@ -49,6 +55,8 @@ const char *ncclGetLastError(ncclComm_t comm);
 
 ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int ranks, ncclUniqueId id, int rank,
                                     ncclConfig_t *config);
+ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t *part,
+                           ncclConfig_t *config);
 ncclResult_t ncclCommFinalize(ncclComm_t comm);
 ncclResult_t ncclCommDestroy(ncclComm_t comm);
 ncclResult_t ncclCommAbort(ncclComm_t comm);

@@ -25,6 +25,14 @@ from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.verbs import RECV, SEND
 from tests.cupy_stand_in import LOG, StandInCupy
 
+# The communicator that a rank joins, and the blocking one that is split from it.
+FIRST, QUICK = 1, 2
+
+
+def number(comm: Any) -> int:
+    """Return which of them it is."""
+    return int(_native.load("nccl").ffi.cast("intptr_t", comm))
+
 
 class StandInNccl:
     """NCCL's functions as CFFI would offer them; enumerators are the binding's own."""
@@ -36,8 +44,11 @@ class StandInNccl:
         names = {code: name for name, code in ffi.typeof("ncclDataType_t").relements.items()}
         self._names = {code: name.removeprefix("nccl").lower() for code, name in names.items()}
         self._scales: dict[int, Any] = {}
+        self._comms: dict[int, int] = {}  # that the operation of that number was made for
         self._numbers = itertools.count(100)
         self._group: list[tuple[Any, ...]] | None = None
+        self.shares = False
+        self.given: dict[int, list[str]] = {FIRST: [], QUICK: []}
         self._texts = [ffi.new("char[]", text) for text in (b"stand-in status", b"stand-in words")]
 
     def ncclGetErrorString(self, status: int) -> Any:
@@ -56,7 +67,15 @@ class StandInNccl:
         assert (ranks, rank) == (self._cpu.size, self._cpu.rank)
         assert bytes(self.ffi.buffer(self.ffi.addressof(identity))) == bytes(range(128))
         assert config.blocking == 0
-        place[0] = self.ffi.cast("ncclComm_t", 1)
+        assert config.size == self.ffi.sizeof(config[0])
+        self.shares = config.splitShare
+        place[0] = self.ffi.cast("ncclComm_t", FIRST)
+        return 0
+
+    def ncclCommSplit(self, comm: Any, color: int, key: int, place: Any, config: Any) -> int:
+        assert self.shares
+        assert (number(comm), color, key, config.blocking) == (FIRST, 0, self._cpu.rank, 1)
+        place[0] = self.ffi.cast("ncclComm_t", QUICK)
         return 0
 
     def ncclCommGetAsyncError(self, comm: Any, state: Any) -> int:
@@ -64,15 +83,15 @@ class StandInNccl:
         return 0
 
     def ncclCommFinalize(self, comm: Any) -> int:
-        LOG.append(("finalize",))
+        LOG.append(("finalize", number(comm)))
         return 0
 
     def ncclCommDestroy(self, comm: Any) -> int:
-        LOG.append(("destroy",))
+        LOG.append(("destroy", number(comm)))
         return 0
 
     def ncclCommAbort(self, comm: Any) -> int:
-        LOG.append(("abort",))
+        LOG.append(("abort", number(comm)))
         return 0
 
     def ncclRedOpCreatePreMulSum(
@@ -81,10 +100,12 @@ class StandInNccl:
         kind = self._dtype(code)
         op[0] = next(self._numbers)
         assert residence == self.ncclScalarHostImmediate
+        self._comms[op[0]] = number(comm)
         self._scales[op[0]] = np.frombuffer(self.ffi.buffer(scalar)[:], kind)[0]
         return 0
 
     def ncclRedOpDestroy(self, op: int, comm: Any) -> int:
+        assert self._comms.pop(op) == number(comm)
         del self._scales[op]
         return 0
 
@@ -125,7 +146,14 @@ class StandInNccl:
         return self._do("recv", *arguments)
 
     def _do(self, name: str, *arguments: Any) -> int:
-        LOG.append(("nccl", name, self._group is not None))
+        comm, grouped = number(arguments[-2]), self._group is not None
+        LOG.append(("nccl", name, grouped))
+        self.given[comm].append(name)
+        if comm == QUICK:
+            assert not grouped, "several may block"
+            assert name not in ("send", "recv"), "messages may have to connect"
+        if name.startswith(("all_reduce", "reduce")) and arguments[4] in self._comms:
+            assert self._comms[arguments[4]] == comm, "an operation of another communicator"
         if self._group is not None:
             self._group.append((name, *arguments))
         elif name == "send":

@@ -203,7 +203,7 @@ def test_a_failure_inside_a_group_is_raised_after_its_end(nccl: Nccl) -> None:
 def test_scaled_sums_are_kept_up_to_a_number(nccl: Nccl) -> None:
     made = communicator(nccl)
     for scale in (*range(2, 70), 69):
-        op = made.scaled_sum("all_reduce", scale / 64, "float32", nccl.ncclFloat32)
+        op = made.scaled_sum("all_reduce", made.handle, scale / 64, "float32", nccl.ncclFloat32)
         assert nccl._scales[op] == np.float32(scale / 64)
     assert len(nccl._scales) == 64
     assert nccl.calls.count("ncclRedOpCreatePreMulSum") == 68
@@ -212,7 +212,8 @@ def test_scaled_sums_are_kept_up_to_a_number(nccl: Nccl) -> None:
 @pytest.mark.parametrize(("scale", "kind", "scalar"), [(300.0, "uint8", 44), (-3.0, "int64", -3)])
 def test_whole_scales_wrap_as_on_the_cpu(nccl: Nccl, scale: float, kind: str, scalar: int) -> None:
     codes = {"uint8": nccl.ncclUint8, "int64": nccl.ncclInt64}
-    op = communicator(nccl).scaled_sum("all_reduce", scale, kind, codes[kind])
+    made = communicator(nccl)
+    op = made.scaled_sum("all_reduce", made.handle, scale, kind, codes[kind])
     assert nccl._scales[op] == scalar
 
 

@@ -98,19 +98,29 @@ def after_it_has_begun(nccl: Strict, method: Callable[..., Any]) -> Callable[...
 
 
 LIBRARY = r"""
+#include <limits.h>
 #include <stddef.h>
 #include <string.h>
 typedef struct { char internal[128]; } ncclUniqueId;
-typedef struct { size_t size; unsigned magic, version; int blocking; } ncclConfig_t;
-static int right, communicator, asked;
+typedef struct { size_t size; unsigned magic, version; int blocking; int cgaClusterSize, minCTAs,
+                 maxCTAs; const char *netName; int splitShare; } ncclConfig_t; /* of 2.18 */
+static int right, communicator, quick, asked;
 
 int ncclCommInitRankConfig(void **comm, int ranks, ncclUniqueId id, int rank,
                            ncclConfig_t *config) {
   right = ranks == 5 && rank == 3 && config->magic == 0xcafebeef && !config->blocking &&
-          config->size >= offsetof(ncclConfig_t, blocking) + sizeof(int);
+          config->size == sizeof(*config) && config->version >= 21800 && !config->netName &&
+          config->cgaClusterSize == INT_MIN && config->minCTAs == INT_MIN &&
+          config->maxCTAs == INT_MIN && config->splitShare == 1;
   for (int i = 0; i < 128; i++) right = right && id.internal[i] == (char)i;
   *comm = &communicator;
   return right ? 7 : 4;
+}
+int ncclCommSplit(void *comm, int color, int key, void **part, ncclConfig_t *config) {
+  *part = &quick;
+  return comm == &communicator && color == 0 && key == 3 && config->blocking == 1 &&
+                 config->maxCTAs == INT_MIN && config->magic == 0xcafebeef
+             ? 0 : 4;
 }
 int ncclCommGetAsyncError(void *comm, int *state) {
   *state = comm == &communicator ? (asked++ < 3 ? 7 : 0) : 4;
@@ -119,12 +129,12 @@ int ncclCommGetAsyncError(void *comm, int *state) {
 int ncclRedOpCreatePreMulSum(int *op, void *scalar, int type, int residence, void *comm) {
   float quarter = 0.25f;
   *op = 0x7abc1234; /* such numbers have the operations that users create */
-  return !memcmp(scalar, &quarter, 4) && type == 7 && residence == 1 && comm == &communicator
+  return !memcmp(scalar, &quarter, 4) && type == 7 && residence == 1 && comm == &quick
              ? 0 : 4;
 }
 int ncclAllReduce(void *from, void *to, size_t count, int type, int op, void *comm, void *stream) {
   return from == (void *)0x7f0000001000 && to == (void *)0x7f0000002000 && count == 1ull << 40 &&
-                 type == 7 && op == 0x7abc1234 && comm == &communicator && stream == (void *)0x55
+                 type == 7 && op == 0x7abc1234 && comm == &quick && stream == (void *)0x55
              ? 0 : 4;
 }
 int ncclCommFinalize(void *comm) { return comm == &communicator ? 0 : 4; }
@@ -144,11 +154,12 @@ def test_arguments_arrive_as_c_declares_them(tmp_path: Path) -> None:
     subprocess.run(["cc", "-shared", "-fPIC", "-o", built, source], check=True)
     ffi = _native.load("nccl").ffi
     lib = ffi.dlopen(str(built))
-    made = Communicator(NcclLibrary(ffi, lib, str(built), 23203), bytes(range(128)), 3, 5, 30.0)
-    op = made.scaled_sum("all_reduce", 0.25, "float32", lib.ncclFloat32)
+    nccl = NcclLibrary(ffi, lib, str(built), 23203)
+    made = Communicator(nccl, bytes(range(128)), 3, 5, 30.0, connected=True)
+    op = made.scaled_sum("all_reduce", made.quick, 0.25, "float32", lib.ncclFloat32)
     assert op == 0x7ABC1234
     there = [ffi.cast("void *", address) for address in (0x7F0000001000, 0x7F0000002000)]
     stream = ffi.cast("cudaStream_t", 0x55)
-    made.call("all_reduce", (lib.ncclAllReduce, *there, 1 << 40, 7, op, made.handle, stream))
+    made.call("all_reduce", (lib.ncclAllReduce, *there, 1 << 40, 7, op, made.quick, stream))
     made.close()
     assert made.broken is None

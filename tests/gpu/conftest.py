@@ -14,12 +14,23 @@ def one_gpu_for_several(rank: int | str) -> dict[str, str]:
     return {"NCCL_HOSTID": f"rank-{rank}", "NCCL_MNNVL_ENABLE": "0", **sockets}
 
 
-def world(size: int, **params: Any) -> dict[str, Any]:
-    """Return what the harness needs to start ``size`` ranks on the GPUs that are here."""
+AT_ONCE = {"NCCL_RUNTIME_CONNECT": "0"}
+
+
+def one_gpu_connected_at_once(rank: int | str) -> dict[str, str]:
+    return {**one_gpu_for_several(rank), **AT_ONCE}
+
+
+def world(size: int, at_once: bool = False, **params: Any) -> dict[str, Any]:
+    """Return what the harness needs to start ``size`` ranks on the GPUs that are here.
+
+    ``at_once``: NCCL connects when they join, so that most calls go to a communicator that blocks.
+    """
     import cupy
 
     enough = cupy.cuda.runtime.getDeviceCount() >= size
-    return {"env": None if enough else one_gpu_for_several, "params": params}
+    alone, shared = (AT_ONCE, one_gpu_connected_at_once) if at_once else (None, one_gpu_for_several)
+    return {"env": alone if enough else shared, "params": params}
 
 
 @pytest.hookimpl(wrapper=True)

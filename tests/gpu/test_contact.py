@@ -11,6 +11,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.distributed.backends.nccl.library import load, version_text
+from flashlight_py.distributed.start.world import current_world
 from tests.distributed.harness import run_outcomes
 from tests.gpu import verbs
 from tests.gpu.conftest import world
@@ -127,6 +128,23 @@ def groups_come_and_go(rank: int, size: int) -> list[int]:
 
 def test_a_closed_group_gives_its_memory_back(ranks: Any) -> None:
     for free in ranks.run(groups_come_and_go):
+        assert free[1] - free[-1] <= KEPT, free
+
+
+def with_a_blocking_one(rank: int, size: int) -> list[int]:
+    """As the two above, where collectives go to a communicator that shares and blocks."""
+    x = verbs.on_gpu(np.ones(3))
+    for scale in (1.0, 0.5):
+        fl.all_reduce(x, scale=scale)
+    assert x.get().tolist() == [size * size / 2] * 3
+    backend: Any = current_world().group.backend(x)
+    assert backend.communicator.quick
+    in_every_group(rank, size)
+    return groups_come_and_go(rank, size)
+
+
+def test_a_communicator_that_blocks_is_split_where_nccl_connects_at_once(pool: Any) -> None:
+    for free in pool(2, **world(2, at_once=True)).run(with_a_blocking_one):
         assert free[1] - free[-1] <= KEPT, free
 
 

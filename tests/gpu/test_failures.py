@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
+from flashlight_py.distributed.start.world import current_world
 from tests.distributed.harness import run_outcomes
 from tests.gpu import verbs
 from tests.gpu.conftest import world
@@ -52,8 +54,9 @@ def _memory_is_given_back() -> Iterator[None]:
     assert free() >= before - KEPT, f"{before - free():,} bytes are still taken"
 
 
-def outcomes(fn: Callable[..., Any], *args: Any, size: int = 2) -> Any:
-    return run_outcomes(fn, size, *args, deadline=100.0, **world(size, TIMEOUT=TIMEOUT))
+def outcomes(fn: Callable[..., Any], *args: Any, size: int = 2, at_once: bool = False) -> Any:
+    how = world(size, at_once, TIMEOUT=TIMEOUT)
+    return run_outcomes(fn, size, *args, deadline=100.0, **how)
 
 
 def joined() -> Any:
@@ -192,6 +195,45 @@ def test_a_stopped_rank_is_named_after_the_timeout(measured: Measured) -> None:
     assert TIMEOUT <= found.seconds < 3 * TIMEOUT
     assert stopped.ok, stopped.report()
     assert stopped.value.kind != "returned"
+
+
+def signalled_amid_calls(rank: int, size: int, number: signal.Signals) -> Failure:
+    """Both call without a pause, by the communicator that blocks; rank 1 gets a signal."""
+    x = connected()[:1000]
+    backend: Any = current_world().group.backend(x)
+    assert backend.communicator.quick
+    processes: list[int] = fl.all_gather_object(os.getpid())
+    if rank == 1:
+        threading.Timer(0.5, os.kill, (os.getpid(), number)).start()
+
+    def call_without_end() -> None:
+        while True:
+            fl.all_reduce(x)
+
+    found = failure_of(call_without_end)
+    if rank == 0 and number is signal.SIGSTOP:
+        os.kill(processes[1], signal.SIGCONT)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "least"),
+    [
+        (signal.SIGKILL, "PeerLostError", 0.0),
+        (signal.SIGSTOP, "CollectiveTimeoutError", TIMEOUT),
+    ],
+)
+def test_a_rank_that_goes_amid_calls_that_block_is_named(
+    number: signal.Signals, kind: str, least: float, measured: Measured
+) -> None:
+    waiting, gone = outcomes(signalled_amid_calls, number, at_once=True)
+    found = measured(waiting)
+    assert found.kind == kind, found
+    assert "rank 1" in found.message
+    assert least <= found.seconds < least + SOON + 1.0
+    if number is signal.SIGSTOP:
+        assert gone.ok, gone.report()
+        assert gone.value.kind != "returned"
 
 
 def never_calls(rank: int, size: int) -> None:

@@ -27,6 +27,7 @@ from flashlight_py.distributed.calls.combining import MEANINGS, cut
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.verbs import REDUCE, SEND, VERBS, Verb
 from flashlight_py.distributed.work import AllOf, Done, Then, Work, limit_passed
+from flashlight_py.errors import CollectiveTimeoutError
 
 _ALONE = contextlib.nullcontext()
 # CUDA has no wait with a time limit, and one without would not answer Ctrl-C.
@@ -223,7 +224,7 @@ class NcclBackend(Backend):
             for function, array, lengths in ways
             for rank, *place in self._blocks(array, lengths)
         ]
-        begin = functools.partial(self._call, call.name, steps, together=True)
+        begin = functools.partial(self._send, call.name, steps, together=True)
         return self._launch(call, begin, [array for _, array, _ in ways], result)
 
     def _blocks(self, array: Array, lengths: dict[int, int]) -> Iterator[tuple[int, Any, int]]:
@@ -262,7 +263,7 @@ class NcclBackend(Backend):
             for call in sorted(calls, key=lambda call: call.tag)
             if call.array.size
         ]
-        return self._launch(calls[0], lambda: self._call(name, steps), arrays, arrays, name)
+        return self._launch(calls[0], lambda: self._send(name, steps), arrays, arrays, name)
 
     def _barrier(self, call: Call) -> Work:
         """Block until this rank's collectives have ended and every rank is here."""
@@ -286,9 +287,14 @@ class NcclBackend(Backend):
         """End the communicator, cutting off what still runs; may be repeated."""
         self._watchdog.stop()
         with self.on_device(), self.communicator.lock:
-            if self._flights.newest() is not None:
+            if (newest := self._flights.newest()) is not None:
                 self._comparisons.find_lost("close")  # nothing waits for those who have gone
-            if self.communicator.close():  # else nobody waits for this rank
+                if self.communicator.quick:  # whose end would wait without a limit
+                    with contextlib.suppress(CollectiveTimeoutError):
+                        limit = min(self.communicator.timeout, FINALIZE_SECONDS)
+                        StreamWork(self, newest, None).block(limit)
+            busy = bool(self.communicator.quick) and self._flights.oldest() is not None
+            if self.communicator.close(busy):  # else nobody waits for this rank
                 self._comparisons.finish(FINALIZE_SECONDS)
         self._flights.clear()
         # Else the stream and the events would wait for the collector, which knows no GPU's memory.
@@ -313,6 +319,8 @@ class NcclBackend(Backend):
         """
         verb, kept = name or call.name, [array for array in arrays if array.size]
         with self.communicator.lock, self.on_device():
+            if self.communicator.quick:
+                self._make_room()
             self.communicator.require(verb)
             if not kept:
                 return Done(result)
@@ -331,11 +339,25 @@ class NcclBackend(Backend):
                 return led
         return StreamWork(self, flight, result)
 
-    def _call(self, verb: str, steps: Sequence[tuple[Any, ...]], together: bool = False) -> None:
+    def _make_room(self) -> None:
+        """Block the host while so many collectives run that CUDA might not take another.
+
+        One that waits in there holds the lock, and nobody could end what it waits for.
+        """
+        while self._flights.are_many() and self.communicator.broken is None:
+            self._watchdog.look()
+            time.sleep(_LOOK_SECONDS)
+
+    def _call(self, verb: str, steps: Sequence[tuple[Any, ...]]) -> None:
         """Call collectives of NCCL on the communication stream; see ``Communicator.call``.
 
         Each of ``steps`` is a function and what it takes first; several begin as one.
         """
+        where = self.communicator.handle_for(len(steps)), self._stream_handle
+        self.communicator.call(verb, *((*step, *where) for step in steps))
+
+    def _send(self, verb: str, steps: Sequence[tuple[Any, ...]], together: bool = False) -> None:
+        """Call messages likewise, which may have to connect."""
         where = self.communicator.handle, self._stream_handle
         self.communicator.call(verb, *((*step, *where) for step in steps), together=together)
 
@@ -371,6 +393,7 @@ class NcclBackend(Backend):
         """Reduce each pair (source, target), several of them begun as one."""
         verb, scaled_sum = call.name, self.communicator.scaled_sum
         full = [pair for pair in pairs if pair[0].size]
+        handle = self.communicator.handle_for(len(full))
 
         def begin() -> None:
             parts = [ReducedArray(self._stream, *pair, call.op, call.scale) for pair in full]
@@ -378,7 +401,7 @@ class NcclBackend(Backend):
             for part in parts:
                 rule, code = OPS[call.op], part.form.code
                 if part.factor != 1.0:
-                    rule = scaled_sum(verb, part.factor, part.form.dtype, code)
+                    rule = scaled_sum(verb, handle, part.factor, part.form.dtype, code)
                 there = self._pointer(part.source), self._pointer(part.room)
                 steps.append((function, *there, part.count, code, rule, *root))
             self._call(verb, steps)

@@ -3,6 +3,11 @@
 The communicator is non-blocking: a call that must wait for other ranks returns ``ncclInProgress``
 and is asked about until it has ended or the time is up. NCCL has no wait with a time limit and no
 descriptor to watch, so asking in short intervals is the only way.
+
+NCCL starts a thread for each such call, which takes 150 us. So where NCCL connects everything when
+ranks join, a second communicator is split from the first: a blocking one, whose collectives only
+launch a kernel, in 20 us, and wait for no rank. Messages, which connect when they are first used,
+never go through it.
 """
 
 from __future__ import annotations
@@ -23,7 +28,8 @@ from flashlight_py.errors import CollectiveTimeoutError, DistributedError, Group
 _log = logging.getLogger("flashlight_py")
 
 _MAGIC = 0xCAFEBEEF  # NCCL_API_MAGIC
-_CONFIG_VERSION = 21400  # of the fields that csrc/nccl/nccl.cdef.h declares
+_CONFIG_VERSION = 21800  # of the fields that csrc/nccl/nccl.cdef.h declares; has ncclCommSplit
+_UNDEFINED = -(2**31)  # NCCL_CONFIG_UNDEF_INT
 
 # NCCL begins a call on a thread that it starts for it, within some hundred microseconds. So long it
 # is asked about without a pause: the shortest sleep takes as long as that.
@@ -41,6 +47,7 @@ class Communicator:
     Every call holds ``lock``: the watchdog may end the communicator from its own thread. The
     current CUDA device is the rank's. ``who_is_missing``, if set, completes the error of a failure.
     ``look``, if set, is called a few times a second while a call waits, and may break it off.
+    ``connected``: on every rank NCCL is one that :func:`connects_at_once`.
 
     Raises:
         CollectiveTimeoutError: the others did not join in time.
@@ -48,7 +55,13 @@ class Communicator:
     """
 
     def __init__(
-        self, nccl: NcclLibrary, unique_id: bytes, rank: int, size: int, timeout: float
+        self,
+        nccl: NcclLibrary,
+        unique_id: bytes,
+        rank: int,
+        size: int,
+        timeout: float,
+        connected: bool = False,
     ) -> None:
         self.nccl, self.lib = nccl, nccl.lib
         self.rank, self.size, self.timeout = rank, size, timeout
@@ -56,20 +69,32 @@ class Communicator:
         self.broken: DistributedError | None = None
         self._was_raised = False
         self.handle: Any = nccl.ffi.NULL
+        self.quick: Any = nccl.ffi.NULL  # blocks, and shares what ``handle`` has connected
         # What is wrong in words, and the class of error that it is, if that is known better then.
         self.who_is_missing: Callable[[], tuple[type[DistributedError] | None, str]] | None = None
         self.look: Callable[[], None] | None = None
-        self._scaled_sums: dict[tuple[float, str], int] = {}
+        self._scaled_sums: dict[tuple[Any, float, str], int] = {}
         ffi = nccl.ffi
         self._state = ffi.new("ncclResult_t *")
         identity, place = ffi.new("ncclUniqueId *"), ffi.new("ncclComm_t *")
         ffi.buffer(identity)[:] = unique_id
-        config = ffi.new("ncclConfig_t *")
-        config.size, config.magic = ffi.sizeof("ncclConfig_t"), _MAGIC
-        config.version, config.blocking = _CONFIG_VERSION, 0
+        unset = _UNDEFINED, _UNDEFINED, _UNDEFINED, ffi.NULL
+        begin = ffi.sizeof("ncclConfig_t"), _MAGIC, _CONFIG_VERSION
+        config = ffi.new("ncclConfig_t *", (*begin, 0, *unset, connected))
         status = self.lib.ncclCommInitRankConfig(place, size, identity[0], rank, config)
         self.handle = place[0]
         self._check("init", status)
+        if connected:
+            place[0], config.blocking = ffi.NULL, 1
+            self._check("init", self.lib.ncclCommSplit(self.handle, 0, rank, place, config))
+            self.quick = place[0]
+
+    def handle_for(self, calls: int) -> Any:
+        """Return which communicator so many collectives go to that begin as one.
+
+        Several may wait for room in NCCL's own queue on the device, and so for other ranks.
+        """
+        return self.quick if calls == 1 and self.quick else self.handle
 
     def call(self, verb: str, *steps: tuple[Any, ...], together: bool = False) -> None:
         """Call functions of NCCL, each given with its arguments, and wait until they have begun.
@@ -93,32 +118,37 @@ class Communicator:
         begun = self.lib.ncclSuccess, self.lib.ncclInProgress
         self._check(verb, next((s for s in statuses if s not in begun), statuses[-1]))
 
-    def scaled_sum(self, verb: str, scale: float, dtype: str, code: int) -> int:
+    def scaled_sum(self, verb: str, handle: Any, scale: float, dtype: str, code: int) -> int:
         """Return NCCL's number of the sum that multiplies each rank's values by ``scale`` first.
 
-        The values are of the dtype of that name, which NCCL calls ``code``. Kept for the next
-        time, up to a number that no training comes near.
+        ``handle`` is the communicator that it is for. The values are of the dtype of that name,
+        which NCCL calls ``code``. Kept for the next time, up to a number that no training comes
+        near.
 
         Raises:
             DistributedError: NCCL refused.
         """
-        found = self._scaled_sums.get((scale, dtype))
+        found = self._scaled_sums.get((handle, scale, dtype))
         if found is not None:
             return found
         ffi, lib = self.nccl.ffi, self.lib
         if len(self._scaled_sums) >= _MOST_SCALED_SUMS:
-            oldest = self._scaled_sums.pop(next(iter(self._scaled_sums)))
-            self.call(verb, (lib.ncclRedOpDestroy, oldest, self.handle))
+            first = next(iter(self._scaled_sums))
+            oldest = self._scaled_sums.pop(first)
+            self.call(verb, (lib.ncclRedOpDestroy, oldest, first[0]))
         op, scalar = ffi.new("ncclRedOp_t *"), ffi.from_buffer(_as_scalar(scale, dtype))
-        what = scalar, code, lib.ncclScalarHostImmediate, self.handle
+        what = scalar, code, lib.ncclScalarHostImmediate, handle
         self.call(verb, (lib.ncclRedOpCreatePreMulSum, op, *what))
-        found = self._scaled_sums[scale, dtype] = int(op[0])
+        found = self._scaled_sums[handle, scale, dtype] = int(op[0])
         return found
 
     def poll(self) -> int:
         """Return the communicator's state: ncclSuccess, ncclInProgress, or what went wrong."""
-        status = self.lib.ncclCommGetAsyncError(self.handle, self._state)
-        return int(self._state[0]) if status == self.lib.ncclSuccess else int(status)
+        for handle in (self.handle, self.quick) if self.quick else (self.handle,):
+            status = self.lib.ncclCommGetAsyncError(handle, self._state) or self._state[0]
+            if status != self.lib.ncclSuccess:
+                return int(status)
+        return int(self.lib.ncclSuccess)
 
     def require(self, verb: str) -> None:
         """Raise unless the communicator can be used.
@@ -178,14 +208,20 @@ class Communicator:
                 self.broken = error
                 self._release(self.lib.ncclCommAbort)
 
-    def close(self) -> bool:
-        """End in order where all ranks do so within a few seconds, else cut off; returns which."""
+    def close(self, busy: bool = False) -> bool:
+        """End in order where all ranks do so within a few seconds, else cut off; returns which.
+
+        ``busy``: what is on its way has had these seconds already.
+        """
         with self.lock:
             if self.handle == self.nccl.ffi.NULL:
                 return False
-            status = self.lib.ncclCommFinalize(self.handle)
-            if status == self.lib.ncclInProgress:
-                status = self._settle(min(self.timeout, FINALIZE_SECONDS))
+            status = self.lib.ncclInProgress
+            if not busy:
+                self._release(self.lib.ncclCommDestroy, "quick")  # which blocks, but for nothing
+                status = self.lib.ncclCommFinalize(self.handle)
+                if status == self.lib.ncclInProgress:
+                    status = self._settle(min(self.timeout, FINALIZE_SECONDS))
             if status == self.lib.ncclSuccess:
                 self._release(self.lib.ncclCommDestroy)
                 return True
@@ -242,13 +278,23 @@ class Communicator:
     def _doing(self, verb: str) -> str:
         return f"[{verb}] rank {self.rank} of {self.size}"
 
-    def _release(self, function: Callable[[Any], int]) -> None:
-        handle, self.handle = self.handle, self.nccl.ffi.NULL
-        if handle == self.nccl.ffi.NULL:
-            return
-        status = function(handle)
-        if status not in (self.lib.ncclSuccess, self.lib.ncclInProgress):
-            _log.warning("%s", self.nccl.failure(self._doing("close"), status))
+    def _release(self, function: Callable[[Any], int], *names: str) -> None:
+        for name in names or ("quick", "handle"):  # what shares first
+            handle = getattr(self, name)
+            setattr(self, name, self.nccl.ffi.NULL)
+            status = function(handle) if handle else self.lib.ncclSuccess
+            if status not in (self.lib.ncclSuccess, self.lib.ncclInProgress):
+                _log.warning("%s", self.nccl.failure(self._doing("close"), status))
+
+
+def connects_at_once(nccl: NcclLibrary) -> bool:
+    """Return whether collectives of NCCL wait for no other rank once all have joined.
+
+    Else NCCL connects in the first collective that takes an algorithm, of its own choice, and
+    exchanges something even where connections are shared (ncclTransportRingConnect). It reads the
+    variable once, so that this must be its value since the process began.
+    """
+    return nccl.version >= _CONFIG_VERSION and os.environ.get("NCCL_RUNTIME_CONNECT") == "0"
 
 
 def _as_scalar(scale: float, dtype: str) -> NDArray[np.uint8]:

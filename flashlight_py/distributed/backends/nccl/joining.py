@@ -8,6 +8,7 @@ it inside NCCL.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +17,7 @@ from typing import Any
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.exchange import Steps, exchange_bytes
 from flashlight_py.distributed.backends.nccl.backend import NcclBackend
-from flashlight_py.distributed.backends.nccl.communicator import Communicator
+from flashlight_py.distributed.backends.nccl.communicator import Communicator, connects_at_once
 from flashlight_py.distributed.backends.nccl.library import NcclLibrary, load, version_text
 from flashlight_py.distributed.memory import topology
 from flashlight_py.distributed.memory.topology import DeviceRule
@@ -26,18 +27,22 @@ from flashlight_py.errors import (
     UnavailableEverywhereError,
 )
 
+_log = logging.getLogger("flashlight_py")
+
 
 @dataclass(frozen=True)
 class NcclCard:
     """A rank's report of itself: a ``problem`` if it cannot, else its NCCL version and its GPU.
 
     ``unique_id`` (hexadecimal) is rank 0's for the communicator, empty from the others.
+    ``connected`` is what ``connects_at_once`` returns.
     """
 
     problem: str = ""
     version: int = 0
     gpu: str = ""
     unique_id: str = ""
+    connected: bool = False
 
 
 def join_gpus(rule: DeviceRule, timeout: float, joining: float, cpu: Backend) -> NcclBackend:
@@ -51,11 +56,13 @@ def join_gpus(rule: DeviceRule, timeout: float, joining: float, cpu: Backend) ->
         DistributedError: NCCL failed, or a rank (named) did not join.
     """
     tools, card = _look(rule, first=cpu.rank == 0)
-    unique_id = meet(Steps(cpu, seconds=joining), card)
+    unique_id, connected = meet(Steps(cpu, seconds=joining), card)
     assert tools is not None  # else meet has raised the problem
+    if card.connected and not connected:
+        _log.info("NCCL's calls take longer: NCCL_RUNTIME_CONNECT=0 is not set on every rank")
     nccl, cupy, index = tools
     with cupy.cuda.Device(index):
-        communicator = _communicator(cpu, nccl, unique_id, joining)
+        communicator = _communicator(cpu, nccl, unique_id, joining, connected)
     communicator.timeout = timeout
     return NcclBackend(cpu, communicator, cupy, index)
 
@@ -75,11 +82,14 @@ def _look(rule: DeviceRule, first: bool) -> tuple[tuple[NcclLibrary, Any, int] |
     except DistributedError as error:
         return None, NcclCard(problem=str(error))
     gpu = topology.gpu_identity(cupy, index)
-    return (nccl, cupy, index), NcclCard("", nccl.version, gpu, identity)
+    card = NcclCard("", nccl.version, gpu, identity, connects_at_once(nccl))
+    return (nccl, cupy, index), card
 
 
-def meet(cpu: Backend, mine: NcclCard) -> bytes:
-    """Exchange ``mine`` and return the communicator's unique id. Collective, blocking.
+def meet(cpu: Backend, mine: NcclCard) -> tuple[bytes, bool]:
+    """Exchange ``mine`` and return the communicator's unique id, and whether all are connected.
+
+    Collective, blocking.
 
     Raises:
         UnavailableEverywhereError: some rank cannot, versions differ, or two ranks have one GPU;
@@ -90,7 +100,7 @@ def meet(cpu: Backend, mine: NcclCard) -> bytes:
     cards = [NcclCard(**json.loads(text)) for text in exchange_bytes(cpu, payload)]
     if problem := _first_problem(cards):
         raise UnavailableEverywhereError(f"rank {cpu.rank} of {cpu.size}: {problem}")
-    return bytes.fromhex(cards[0].unique_id)
+    return bytes.fromhex(cards[0].unique_id), all(card.connected for card in cards)
 
 
 def _first_problem(cards: Sequence[NcclCard]) -> str:
@@ -115,12 +125,12 @@ def _first_problem(cards: Sequence[NcclCard]) -> str:
 
 
 def _communicator(
-    cpu: Backend, nccl: NcclLibrary, unique_id: bytes, joining: float
+    cpu: Backend, nccl: NcclLibrary, unique_id: bytes, joining: float, connected: bool
 ) -> Communicator:
     """Join on every rank, or raise on every rank. Collective, blocking."""
     communicator, problem = None, None
     try:
-        communicator = Communicator(nccl, unique_id, cpu.rank, cpu.size, joining)
+        communicator = Communicator(nccl, unique_id, cpu.rank, cpu.size, joining, connected)
     except DistributedError as error:
         problem = error
     try:

@@ -30,6 +30,8 @@ _INTERVAL = 0.2
 _INTERVAL_OF_PROFILE = 0.0005
 # Whether a rank is lost is asked for less often than that: it takes some system calls for each.
 _INTERVAL_OF_LOSSES = 0.15
+# CUDA takes about 1,024 launches, waits and records; a collective is some six. Groups may share it.
+_MOST = 64
 # Of an event's status: success, cudaErrorNotReady, and what concerns a graph that somebody captures
 # meanwhile (cudaErrorStreamCaptureUnsupported to cudaErrorStreamCaptureWrongThread).
 _NO_FAILURES = {0, 600, *range(900, 909)}
@@ -91,6 +93,13 @@ class Flights:
             while self._pending and self._pending[0].ask():
                 self._pending.popleft()
             return self._pending[0] if self._pending else None
+
+    def are_many(self) -> bool:
+        """Return whether so many are on their way that CUDA's queue of launches could fill up."""
+        with self._lock:
+            if len(self._pending) >= _MOST:
+                self.oldest()  # lets go of those that have ended
+            return len(self._pending) >= _MOST
 
     def newest(self) -> DeviceFlight | None:
         """Return the one that ends last, if any is on its way."""
