@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import _thread
 import time
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ import torch.distributed as dist
 
 class Cases:
     rank: int
+    _barrier: Callable[..., None]
+    assertRaisesRegex: Any
 
     def test_gather_when_others_have_no_list(self) -> None:
         size = dist.get_world_size()
@@ -40,3 +44,11 @@ class Cases:
                 time.sleep(0.001)
             works[0].wait()
             assert x.tolist() == [0.0] * 3
+
+    def test_monitored_barrier_names_who_is_missing(self) -> None:
+        group = dist.new_group([0, 1])
+        dist.monitored_barrier(group, timedelta(seconds=60))  # other ranks need not be there
+        if self.rank == 0:
+            with self.assertRaisesRegex(RuntimeError, "[Rr]ank 1 "):  # noqa: PT027
+                dist.monitored_barrier(group, timedelta(seconds=0.5))
+        self._barrier(timeout=60)
