@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import typing_extensions
+from torch.distributed.distributed_c10d import default_pg_timeout
 
 from flashlight_py.distributed.api.group import ProcessGroup
 from flashlight_py.distributed.api.objects import broadcast_object
@@ -39,9 +40,10 @@ def join(options: Any, params: Any) -> FlashlightGroup:
         RendezvousError, BackendUnavailableError: as ``distributed_init``.
     """
     rank, size = options.group_rank, options.group_size
-    seconds = min(options.timeout.total_seconds(), MOST_SECONDS)
+    usual = min(options.timeout.total_seconds(), MOST_SECONDS)
     given = dict(params) if isinstance(params, Mapping) else {}
-    settings = Settings.from_params({"TIMEOUT": seconds, **given})
+    settings = Settings.from_params({"TIMEOUT": usual, **given})
+    seconds = settings.timeout
     ranks = list(options.global_ranks_in_group)
     store, ours = options.store, True
 
@@ -52,6 +54,8 @@ def join(options: Any, params: Any) -> FlashlightGroup:
         initialize.leave()  # torch 2.6 does not tell a group that it destroys
     if not ranks and is_distributed_init():
         group, ours = _adopted(rank, size), False
+        if options.timeout != default_pg_timeout:
+            group.limit(seconds)
     elif not ranks:
         world = initialize.meet(meeting, settings)
         initialize.enter(replace(world, owner=OWNER), settings)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d
 from torch.distributed.distributed_c10d import _world
 
 from flashlight_py import distributed as fl
@@ -266,7 +267,6 @@ class FlashlightGroup(dist.ProcessGroup):
         x, parts, whole = _only(inputs), _list(outputs), None
         rows, size = x.numel(), self.ours.size
         shapes: tuple[Any, Any] = ((1, rows), (size, rows))
-        compared: TensorWork | None = None
         if verb.fills(self.ours.rank, root):
             counts = [part.numel() for part in parts]
             equal = counts == [rows] * size
@@ -276,11 +276,9 @@ class FlashlightGroup(dist.ProcessGroup):
             if not equal:
                 # Any length goes with any: what each rank expects is compared first, as a shape.
                 expected = torch.empty((0, *counts[:_MOST_COMPARED]), dtype=torch.uint8)
-                compared, shapes = self._do(opts, BROADCAST, expected), ((rows,), None)
-        work = self._do(opts, verb, x, whole, shapes, peer=root, parts=parts)
-        if compared is None:
-            return work
-        return TensorWork(AllOf([compared.work, work.work]), work.tensors, self._futures)
+                self._do(opts, BROADCAST, expected).wait()
+                shapes = (rows,), None
+        return self._do(opts, verb, x, whole, shapes, peer=root, parts=parts)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = 0, timeout: Any = None) -> dist.Work:
         out, root, whole = _only(outputs), _root(opts), None
@@ -515,7 +513,7 @@ class FlashlightGroup(dist.ProcessGroup):
 
     @property
     def options(self) -> Any:
-        return dist.Backend.Options(NAME, timedelta(seconds=self._seconds))
+        return _distributed_c10d.Backend.Options(NAME, timedelta(seconds=self._seconds))
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         self._seconds = timeout.total_seconds()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -143,6 +144,7 @@ class Futures:
             name = "flashlight-futures"
             self._thread = threading.Thread(target=_complete, args=args, name=name, daemon=True)
             self._thread.start()
+            weakref.finalize(self, self._asked.put, None)  # torch 2.6 drops groups without a word
         self._asked.put((work, future))
 
     def close(self) -> None:

@@ -1,0 +1,82 @@
+"""Ranks that have torch, for the tests of this folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from harness.environments import PEERS, ROOT, python_of
+
+
+def interpreter() -> str:
+    """Return one that has torch: FLASHLIGHT_TEST_TORCH, or that of `make torch`."""
+    if given := os.environ.get("FLASHLIGHT_TEST_TORCH"):
+        return given
+    python = python_of(PEERS["torch"], ROOT)
+    if isinstance(python, str):
+        pytest.skip(f"needs torch: {python}")
+    return str(python)
+
+
+class RanksFailedError(AssertionError):
+    """What ranks were to do has failed."""
+
+
+class Ranks:
+    """Runs functions of tests/torch/programs on ranks that are forked for each."""
+
+    def __init__(self, python: str) -> None:
+        command = [python, "-W", "error::RuntimeWarning", "-m", "tests.torch.server"]
+        environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        pipe = subprocess.PIPE
+        self._server = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT, env=environ
+        )
+
+    def outcomes(
+        self, program: str, size: int, *args: Any, seconds: float = 60.0, **environ: str
+    ) -> list[dict[str, Any]]:
+        """Return what became of each rank: "returned", or "raised" (kinds of errors) and "words".
+
+        Besides "exitcode", "output", and after how many seconds it has "ended".
+        """
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **environ}
+        task = {"program": program, "size": size, "args": args, "environ": meeting}
+        assert self._server.stdin
+        assert self._server.stdout
+        self._server.stdin.write(f"{json.dumps({**task, 'seconds': seconds})}\n")
+        self._server.stdin.flush()
+        return json.loads(self._server.stdout.readline())
+
+    def __call__(
+        self, program: str, size: int, *args: Any, seconds: float = 60.0, **environ: str
+    ) -> list[Any]:
+        """Return what the function returns on each rank."""
+        outcomes = self.outcomes(program, size, *args, seconds=seconds, **environ)
+        if any(one["exitcode"] or "returned" not in one for one in outcomes):
+            reports = [
+                f"--- rank {rank}, exit code {one['exitcode']}:\n{one['output']}"
+                for rank, one in enumerate(outcomes)
+            ]
+            raise RanksFailedError(f"{program}\n{''.join(reports)}")
+        return [one["returned"] for one in outcomes]
+
+    def close(self) -> None:
+        self._server.communicate()
+
+
+@pytest.fixture(scope="session")
+def torch_ranks() -> Iterator[Ranks]:
+    """``torch_ranks("module.function", size, *args)``: what it returns on each rank."""
+    ranks = Ranks(interpreter())
+    yield ranks
+    ranks.close()

@@ -1,0 +1,239 @@
+"""What goes wrong between ranks, and what they are told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch._dynamo  # DistributedDataParallel imports it, which takes seconds
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+SUM, MAX, BAND = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.BAND
+ONES = torch.ones
+
+
+def begin(seconds: float = 30.0, **how: Any) -> None:
+    dist.init_process_group("flashlight", timeout=timedelta(seconds=seconds), **how)
+
+
+def _of(count: int, length: int = 2, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [torch.zeros(length, dtype=dtype) for _ in range(count)]
+
+
+def _on(device: str) -> torch.Tensor:
+    return torch.zeros(2, device=device)
+
+
+def wrong_calls(rank: int, size: int) -> dict[str, Callable[[], Any]]:
+    """Calls that do not go together, as rank 0 makes them and as the others do."""
+    first = rank == 0
+    kind = torch.float64 if first else torch.float32
+    return {
+        "shape": lambda: dist.all_reduce(ONES(3 + rank)),
+        "operation": lambda: dist.all_reduce(ONES(3), MAX if first else SUM),
+        "dtype": lambda: dist.all_reduce(ONES(3, dtype=kind)),
+        "sparse": lambda: dist.all_reduce(ONES(3).to_sparse() if first else ONES(3)),
+        "device": lambda: dist.all_reduce(_on("meta" if first else "cpu")),
+        "device of all": lambda: dist.all_reduce(_on("meta")),
+        "verb": lambda: dist.all_reduce(ONES(3)) if first else dist.broadcast(ONES(3), 0),
+        "root": lambda: dist.broadcast(ONES(3), rank % 2),
+        "no such rank": lambda: dist.broadcast(ONES(3), size + 1),
+        "shape of the root": lambda: dist.broadcast(ONES(3 + first), 0),
+        "barrier": lambda: dist.barrier() if first else dist.all_reduce(ONES(1)),
+        "bits of floats": lambda: dist.all_reduce(ONES(3), BAND),
+        "float8": lambda: dist.all_reduce(ONES(3).to(torch.float8_e4m3fn)),
+        "short list": lambda: dist.all_gather(_of(size - first), ONES(2)),
+        "long list": lambda: dist.all_gather(_of(size + first), ONES(2)),
+        "no list": lambda: dist.all_gather([] if first else _of(size), ONES(2)),
+        "list of others": lambda: dist.all_gather(_of(size, 2 + first), ONES(2)),
+        "list for one": lambda: dist.all_gather(
+            [torch.zeros(2 if peer == rank or not first else 3) for peer in range(size)], ONES(2)
+        ),
+        "list elsewhere": lambda: dist.all_gather(
+            [_on("meta" if first else "cpu") for _ in range(size)], ONES(2)
+        ),
+        "sparse to a list": lambda: dist.all_gather(
+            _of(size), ONES(2).to_sparse() if first else ONES(2)
+        ),
+        "list of the root": lambda: dist.gather(ONES(2), _of(size - 1) if first else None),
+        "shape to the root": lambda: dist.gather(ONES(2 + rank), _of(size) if first else None),
+        "list to scatter": lambda: dist.scatter(ONES(2), _of(size - 1) if first else None),
+        "shape to scatter": lambda: dist.scatter(ONES(2 + rank), _of(size) if first else None),
+        "list to reduce": lambda: dist.reduce_scatter(ONES(2), _of(size - first)),
+        "part to reduce": lambda: dist.reduce_scatter(ONES(2 + first), _of(size)),
+        "list to exchange": lambda: dist.all_to_all(_of(size, 1), _of(size - first, 1)),
+        "room": lambda: dist.all_gather_into_tensor(ONES(2 * size + first), ONES(2)),
+        "dtype of room": lambda: dist.all_gather_into_tensor(
+            torch.zeros(2 * size, dtype=kind), ONES(2)
+        ),
+        "parts": lambda: dist.reduce_scatter_tensor(ONES(2), ONES(2 * size + first)),
+        "exchange": lambda: dist.all_to_all_single(ONES(size + first), ONES(size)),
+        "splits": lambda: dist.all_to_all_single(
+            ONES(size), ONES(size), [1] * size, [1 + first] * size
+        ),
+        "splits below 0": lambda: dist.all_to_all_single(
+            ONES(size), ONES(size), [1] * size, [-1, 3, *[1] * (size - 2)] if first else [1] * size
+        ),
+        "several": lambda: dist.all_reduce_coalesced([ONES(2), ONES(3 + first)]),
+        "fewer": lambda: dist.all_reduce_coalesced([ONES(2)] * (2 + first)),
+    }
+
+
+def mismatches(rank: int, size: int) -> dict[str, str]:
+    """Return what was raised here for each of ``wrong_calls``; all goes on after each."""
+    begin()
+    found = {}
+    for name, call in wrong_calls(rank, size).items():
+        try:
+            call()
+        except (dist.DistBackendError, ValueError, TypeError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+        x = ONES(2)
+        dist.all_reduce(x)
+        assert x.tolist() == [size, size], name
+    dist.destroy_process_group()
+    return found
+
+
+class Ends(torch.autograd.Function):
+    """The identity, in whose backward pass rank 1 ends as it is told to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, end: Callable[[], None]) -> torch.Tensor:
+        ctx.end = end
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.end()
+        return gradient, None
+
+
+class Net(torch.nn.Module):
+    """Layers whose gradients DDP reduces one after the other, and what ends a rank between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(20, 20) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, end: Callable[[], None]) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            x = Ends.apply(layer(x), end) if number == 1 else layer(x)
+        return x
+
+
+def _step(end: Callable[[], None]) -> None:
+    model = DistributedDataParallel(Net(), bucket_cap_mb=0.001)
+    for last in (lambda: None, end):  # the buckets are as small only in the second pass
+        model(ONES(3, 20), last).sum().backward()
+
+
+def _reduce() -> None:
+    for _ in range(1000):
+        dist.all_reduce(ONES(10))
+
+
+def _wait() -> None:
+    dist.all_reduce(ONES(10), async_op=True).wait()
+
+
+def _wait_for_future() -> None:
+    dist.all_reduce(ONES(10), async_op=True).get_future().wait()
+
+
+def _wait_for_what_follows() -> None:
+    begun = dist.all_reduce(ONES(10), async_op=True)
+    begun.get_future().then(lambda future: future.value()[0] + 1).wait()
+
+
+def _receive() -> None:
+    dist.recv(ONES(10), 1)
+
+
+def _barrier() -> None:
+    dist.barrier()
+
+
+WAYS = {
+    "all_reduce": _reduce,
+    "wait": _wait,
+    "future": _wait_for_future,
+    "then": _wait_for_what_follows,
+    "recv": _receive,
+    "barrier": _barrier,
+}
+
+
+def _die() -> None:
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _raise() -> None:
+    time.sleep(0.3)
+    raise LookupError("the sum is gone")
+
+
+def _told(began: float, work: Callable[[], Any]) -> tuple[str, bool, float]:
+    try:
+        work()
+    except dist.DistBackendError as error:
+        return f"{type(error).__name__}: {error}", True, time.monotonic() - began
+    except RuntimeError as error:  # of torch's C++, as that comes back from there
+        return f"{type(error).__name__}: {error}", False, time.monotonic() - began
+    return "nothing", False, 0.0
+
+
+def one_ends(rank: int, size: int, way: str, raises: bool) -> tuple[str, bool, float]:
+    """Return what the others are told when rank 1 ends, whether in torch's type, and how late."""
+    begin()
+    end = _raise if raises else _die
+    dist.barrier()
+    began = time.monotonic()
+    if way == "backward":
+        return _told(began, lambda: _step(end if rank == 1 else lambda: None))
+    if rank == 1:
+        end()
+    return _told(began, WAYS[way])
+
+
+def _late(call: Callable[[], Any]) -> tuple[list[str], str, float]:
+    """Return the kinds of the error of ``call``, its words and after how long it was raised."""
+    began = time.monotonic()
+    try:
+        call()
+    except RuntimeError as error:
+        kinds = [kind.__name__ for kind in type(error).__mro__]
+        return kinds, str(error), time.monotonic() - began
+    raise AssertionError("it went through")
+
+
+def timeouts(rank: int, size: int) -> list[Any]:
+    """Return what rank 0 is told where the others do not come."""
+    begin()
+    small = dist.new_group(range(size), timeout=timedelta(seconds=0.3))
+    changed = dist.new_group(range(size))
+    changed.set_timeout(timedelta(seconds=0.3))
+    found = []
+    work = dist.all_reduce(x := ONES(4), async_op=True) if rank == 0 else None
+    if work:
+        found.append(_late(lambda: work.wait(timedelta(seconds=0.3))))
+        assert not work.is_completed()
+        for group in (small, changed):
+            found.append(_late(lambda group=group: dist.all_reduce(ONES(2), group=group)))
+            found.append(_late(lambda group=group: dist.all_reduce(ONES(2), group=group)))
+    else:
+        time.sleep(1.5)
+        dist.all_reduce(x := ONES(4))
+    if work:
+        work.wait()
+        assert work.is_success()
+    assert x.tolist() == [size] * 4
+    dist.barrier()
+    return found

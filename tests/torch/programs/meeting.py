@@ -1,0 +1,162 @@
+"""Ways to meet, to leave, and to make groups."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+
+import flashlight_py as fl
+
+FLASHLIGHT = "flashlight"
+
+
+def total(group: Any = None) -> float:
+    x = torch.ones(3)
+    dist.all_reduce(x, group=group)
+    return x.tolist()[2]
+
+
+def by_method(rank: int, size: int, method: str, times: int = 1) -> list[float]:
+    """Meet several times, as at a file that somebody has left."""
+    found = []
+    for _ in range(times):
+        dist.init_process_group(FLASHLIGHT, init_method=method, rank=rank, world_size=size)
+        found.append(total())
+        dist.destroy_process_group()
+    return found
+
+
+def by_store(rank: int, size: int, kind: str, place: str) -> float:
+    if kind == "file":
+        store = dist.FileStore(place, size)
+    elif kind == "hash":
+        store = dist.HashStore()
+    else:
+        port = int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0)
+    if kind == "prefix":
+        store = dist.PrefixStore("mine", store)
+    dist.init_process_group(FLASHLIGHT, store=store, rank=rank, world_size=size)
+    return total()
+
+
+def in_our_world(rank: int, size: int, place: str) -> list[float]:
+    """Meet by distributed_init, which torch is told of."""
+    fl.distributed_init("file://" + place, rank, size)
+    dist.init_process_group(FLASHLIGHT, init_method="flashlight://")
+    assert (dist.get_rank(), dist.get_world_size()) == (rank, size)
+    found = [total(), float(fl.all_reduce(np.ones(1))[0])]
+    dist.destroy_process_group()
+    found.append(float(fl.all_reduce(np.ones(1))[0]))  # our world was ours to end
+    fl.distributed_shutdown()
+    return found
+
+
+def in_torchs_world(rank: int, size: int) -> list[float]:
+    """Use our verbs where torch has begun, in whatever order."""
+    dist.init_process_group(FLASHLIGHT)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fl.distributed_init()
+    x = torch.ones(4)
+    found = [total(), float(fl.all_reduce(np.ones(1))[0]), total(), fl.all_reduce(x)[0].item()]
+    small = dist.new_group([0, size - 1])
+    if rank in (0, size - 1):
+        found.append(total(small))
+        assert fl.get_world_rank() == rank
+    dist.destroy_process_group()
+    if not torch.__version__.startswith("2.6"):  # which ends groups without a word
+        assert not fl.is_distributed_init()
+        assert fl.get_world_size() == 1
+    return found[:4]
+
+
+def in_another_world(rank: int, size: int, place: str) -> str:
+    fl.distributed_init("file://" + place, rank, size)
+    try:
+        dist.init_process_group(FLASHLIGHT, rank=size - 1 - rank, world_size=size)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _numbers() -> list[str]:
+    return [n for n in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{n}")]
+
+
+def again_and_again(rank: int, size: int, place: str, times: int) -> dict[str, list[int]]:
+    """Begin and end so many worlds and groups; return what was held after some and after all."""
+    held: dict[str, list[int]] = {"descriptors": [], "threads": []}
+    how = {"init_method": "file://" + place, "rank": rank, "world_size": size}
+    for number in range(times):
+        dist.init_process_group(FLASHLIGHT, **how)
+        groups = [dist.new_group(ranks) for ranks in ([0, 1], [1, 0], range(size))]
+        assert [total(group) for group in groups[1:]] == [2 if rank < 2 else 1, size]
+        work = dist.all_reduce(torch.ones(100), async_op=True)
+        work.get_future().wait()
+        dist.destroy_process_group(groups[2])
+        del groups, work
+        dist.destroy_process_group()
+        gc.collect()
+        time.sleep(0.1)  # threads end by themselves
+        if number in (times // 3, times - 1):
+            held["descriptors"].append(len(_numbers()))
+            held["threads"].append(len(os.listdir("/proc/self/task")))
+    return held
+
+
+def overlapping(rank: int, size: int) -> list[float]:
+    """Use groups that have ranks in common, in another order on each; some are dropped."""
+    dist.init_process_group(FLASHLIGHT)
+    sets = [ranks for ranks in ([0, 1], [1, 2], [0, 2], [2, 1, 0], [1]) if max(ranks) < size]
+    groups = [dist.new_group(ranks) for ranks in sets]
+    for _ in range(10):
+        dropped = dist.new_group(range(size))
+        assert total(dropped) == size
+        del dropped
+    found = [total(group) for ranks, group in zip(sets, groups, strict=True) if rank in ranks]
+    assert found == [len(ranks) for ranks in sets if rank in ranks]
+    x = torch.full((2,), float(rank))
+    dist.broadcast(x, src=2, group=groups[3])
+    assert x.tolist() == [2, 2]
+    return [total()]
+
+
+def loads_data(rank: int, size: int, way: str) -> list[float]:
+    """Have workers of a DataLoader begin and end while ranks are joined."""
+    dist.init_process_group(FLASHLIGHT)
+    data = TensorDataset(torch.arange(24.0))
+    sampler = torch.utils.data.DistributedSampler(data, shuffle=False)
+    found = []
+    for _ in range(2):
+        loader = DataLoader(data, 4, sampler=sampler, num_workers=2, multiprocessing_context=way)
+        for (batch,) in loader:
+            x = batch.sum()
+            dist.all_reduce(x)
+            found.append(x.item())
+    return [sum(found)]
+
+
+def just_ends(rank: int, size: int) -> float:
+    """Leave without a word, with a group, a future and an operation that have not ended."""
+    dist.init_process_group(FLASHLIGHT)
+    dist.new_group(range(size))
+    found = total()
+    dist.all_reduce(torch.ones(10), async_op=True).get_future().wait()
+    if rank == 0:
+        dist.irecv(torch.ones(2), 1).get_future()
+    return found
+
+
+def with_params(rank: int, size: int) -> list[str]:
+    dist.init_process_group(FLASHLIGHT, pg_options={"BACKEND": "gloo", "TIMEOUT": 20})
+    assert total() == size
+    return [fl.distributed_backend().name, str(dist.group.WORLD.options._timeout)]

@@ -1,0 +1,52 @@
+"""What is raised on each rank where something is wrong, in the types of torch."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+
+def test_what_does_not_go_together_raises_on_every_rank(torch_ranks: Any) -> None:
+    first, *others = torch_ranks("errors.mismatches", 3)
+    for name in first:
+        for found in others:
+            assert re.match("MismatchError|ValueError|TypeError|Elsewhere", found[name]), name
+    assert "errors.py:" in first["shape"]
+    assert {*others[0]} == {*first}
+
+
+WAYS = ("all_reduce", "wait", "future", "then", "recv", "barrier", "backward")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_killed_rank_is_named(torch_ranks: Any, way: str) -> None:
+    outcomes = torch_ranks.outcomes("errors.one_ends", 3, way, False)
+    assert outcomes.pop(1)["exitcode"] == -9
+    for outcome in outcomes:
+        words, is_torchs, seconds = outcome["returned"]
+        assert "rank 1" in words
+        assert seconds < 2.3
+        assert is_torchs or way in ("future", "then", "backward"), words
+
+
+@pytest.mark.parametrize("way", ["all_reduce", "backward"])
+def test_the_others_have_the_traceback_of_one_that_raises(torch_ranks: Any, way: str) -> None:
+    outcomes = torch_ranks.outcomes("errors.one_ends", 3, way, True)
+    assert "LookupError" in outcomes.pop(1)["raised"]
+    for outcome in outcomes:
+        words, _, _ = outcome["returned"]
+        assert "rank 1" in words
+        assert 'raise LookupError("the sum is gone")' in words
+
+
+def test_each_group_has_its_timeout(torch_ranks: Any) -> None:
+    of_wait, *of_groups = torch_ranks("errors.timeouts", 2)[0]
+    assert "CollectiveTimeoutError" in of_wait[0]
+    for kinds, words, seconds in (of_wait, *of_groups[::2]):
+        assert "DistBackendError" in kinds
+        assert re.search(r"0.3\)? seconds", words)
+        assert 0.25 < seconds < 2.3
+    for _, words, _ in of_groups[1::2]:
+        assert "group" in words  # it cannot be used any more
