@@ -48,6 +48,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "tagi.distributed": ("tagi", "errors", "device", "distributed", "parallel"),
     "tagi": ("errors", "device", "random", "kernels", "_native"),
     "trace": ("errors", "distributed"),
+    "torch": ("errors", "interfaces", "distributed"),
     "checkpoint": ("_version", *FRAMEWORK[:3], "distributed", "parallel"),
     "doctor": ("_version", "errors", "device", "interfaces", "_native", "distributed", "launch"),
     # Ranks of engines, too, import the package inside the function that starts them.
@@ -81,10 +82,10 @@ OPTIONAL = {
 
 
 # May be deleted with their tests and their page: the core finds them by their names alone.
-WINGS = ("tape", "tagi", "engines", "distributed.backends.mpi")
+WINGS = ("tape", "tagi", "engines", "torch", "distributed.backends.mpi")
 
 # What gathers the public names of every layer, and imports them when they are used.
-GATHER = ("", "tagi", "tagi.nn")
+GATHER = ("", "tagi", "tagi.nn", "torch")
 
 
 def name_of(module: Path) -> str:
@@ -207,6 +208,7 @@ def test_optional_libraries_are_imported_where_they_are_used() -> None:
         for module in MODULES
         for line, target in imported_at_once(ast.parse(module.read_text()))
         if target.partition(".")[0] in OPTIONAL
+        and not name_of(module).startswith("torch.")  # which torch has asked for
     ]
     assert not wrong, "\n".join(wrong)
 

@@ -59,7 +59,8 @@ def monitored_barrier(
     import torch.distributed as dist
 
     members = dist.group.WORLD if group is None else group
-    members.monitored_barrier(timeout, wait_all_ranks)
+    if members is not dist.GroupMember.NON_GROUP_MEMBER:
+        members.monitored_barrier(timeout, wait_all_ranks)
 
 
 register()

@@ -138,9 +138,9 @@ def _split(tensor: torch.Tensor, rows: Sequence[int], size: int) -> list[int]:
 
 def _options_of_message() -> Any:
     """Return how a message is meant: torch has one method for ``send`` and for ``isend``."""
-    frame = sys._getframe(3)  # who has called the method, through ``called``
-    before = frame.f_back
-    waits = frame.f_code in _WAIT_AT_ONCE or (before and before.f_code in _WAIT_AT_ONCE)
+    frame = sys._getframe(2).f_back  # who has called the method, through ``called``; C++ has none
+    callers = frame, frame and frame.f_back
+    waits = any(caller and caller.f_code in _WAIT_AT_ONCE for caller in callers)
     return _BLOCKING if waits else None
 
 

@@ -26,12 +26,13 @@ _kept: set[TensorWork] | None = set() if torch.__version__ < "2.7" else None
 
 def as_torchs(error: DistributedError) -> Exception:
     """Return ``error`` as a DistBackendError, which it is besides what it was."""
+    found: Exception = error
     if isinstance(error, dist.DistBackendError):
-        return error
+        return found
     kind = type(error)
     if kind not in _types:
         _types[kind] = type(kind.__name__, (dist.DistBackendError, kind), {"__doc__": kind.__doc__})
-    found: Exception = _types[kind](*error.args)
+    found = _types[kind](*error.args)
     found.__dict__.update(error.__dict__)
     return found.with_traceback(error.__traceback__)
 

@@ -5,12 +5,20 @@ Every one of these passes on gloo as well.
 
 from __future__ import annotations
 
+import _thread
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
 
 class Cases:
     rank: int
+    _barrier: Callable[..., None]
+    assertRaisesRegex: Any
 
     def test_gather_when_others_have_no_list(self) -> None:
         size = dist.get_world_size()
@@ -22,3 +30,25 @@ class Cases:
                 work.wait()
             if parts:
                 assert [part[0].item() for part in parts] == list(range(size))
+
+    def test_messages_of_a_thread_that_has_no_other_code(self) -> None:
+        group: Any = dist.group.WORLD
+        if self.rank < 2:
+            x = torch.full((3,), float(self.rank))
+            begin = group.recv if self.rank else group.send
+            works: list[Any] = []
+            calls = map(begin, [[x]], [1 - self.rank], [0])
+            _thread.start_new_thread(works.extend, (calls,))
+            end = time.monotonic() + 10
+            while not works and time.monotonic() < end:
+                time.sleep(0.001)
+            works[0].wait()
+            assert x.tolist() == [0.0] * 3
+
+    def test_monitored_barrier_names_who_is_missing(self) -> None:
+        group = dist.new_group([0, 1])
+        dist.monitored_barrier(group, timedelta(seconds=60))  # other ranks need not be there
+        if self.rank == 0:
+            with self.assertRaisesRegex(RuntimeError, "[Rr]ank 1 "):  # noqa: PT027
+                dist.monitored_barrier(group, timedelta(seconds=0.5))
+        self._barrier(timeout=60)

@@ -27,7 +27,10 @@ OF_OTHERS = r'(BACKEND [!=]= |require_backend_is_available\(\{)"(gloo|mpi)"'
 
 
 def loaded(backend: str) -> Any:
-    """Return the suite as a module, with the name of ``backend`` in place of others."""
+    """Return the suite as a module, with the name of ``backend`` in place of others.
+
+    What it knows backends by otherwise stays: names of profiled events are looked at with gloo.
+    """
     import torch.distributed as dist
     from torch.testing._internal.common_distributed import TIMEOUT_OVERRIDE, DistTestCases
 

