@@ -55,6 +55,7 @@ _OLD_NAMES = {
     "_allgather_base": "all_gather_single",
     "_reduce_scatter_base": "reduce_scatter_single",
     "alltoall_base": "all_to_all_single",
+    "gather_into_tensor": "gather_single",
     "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
     "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
 }
@@ -160,7 +161,7 @@ def _reduction(op: Any, dtype: torch.dtype) -> tuple[str, float]:
 class FlashlightGroup(dist.ProcessGroup):
     """The ranks of ``group``, for torch; ``seconds`` is its timeout, ``end`` what ends it."""
 
-    supports_coalescing = supports_splitting = supports_time_estimate = False
+    supports_splitting, supports_coalescing, supports_time_estimate = True, False, False
 
     def __init__(
         self, group: ProcessGroup, store: Any, seconds: float, end: Callable[[], None]
@@ -196,6 +197,13 @@ class FlashlightGroup(dist.ProcessGroup):
         rows = input.numel()
         self._require(v.ALL_GATHER, output.numel() == rows * self.ours.size, input, output)
         return self._do(opts, v.ALL_GATHER, input, output, ((1, rows), (self.ours.size, rows)))
+
+    def gather_single(self, output: Any, input: Any, opts: Any) -> dist.Work:
+        root, rows = _root(opts), input.numel()
+        here = self.ours.rank == root
+        self._require(v.GATHER, not here or output.numel() == rows * self.ours.size, input, output)
+        shapes = (1, rows), (self.ours.size, rows)
+        return self._do(opts, v.GATHER, input, output if here else None, shapes, peer=root)
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
         rows = output.numel()
@@ -487,10 +495,37 @@ class FlashlightGroup(dist.ProcessGroup):
         backend._set_sequence_number_for_group()
         return backend
 
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str = "",
+        group_desc: str = "",
+        device_types: Any = None,
+    ) -> FlashlightGroup | None:
+        """Return the group of some of these ranks, collective among them; None: this is none."""
+        from flashlight_py.torch.joining import join
+
+        if self.rank() not in ranks:
+            return None
+        child = join(
+            SimpleNamespace(
+                group_rank=ranks.index(self.rank()),
+                group_size=len(ranks),
+                store=dist.PrefixStore(f"{group_name}/", self._store),
+                timeout=timeout or timedelta(seconds=self._seconds),
+                global_ranks_in_group=[self.ours.ranks[rank] for rank in ranks],
+            ),
+            None,
+        )
+        child._name, child._description = group_name, group_desc or ""
+        return child
+
     @property
     def _device_types(self) -> list[torch.device]:
-        if self not in _world.pg_map:  # torch 2.15 would attach a recorder that needs a backend
-            return []
+        if sys._getframe(1).f_code.co_name == "_maybe_attach_flight_recorder":
+            return []  # of torch 2.15, which has to have a backend of torch's own
         return [torch.device(kind) for kind in ("cpu", *self._others)]
 
     @property

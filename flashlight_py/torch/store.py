@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from flashlight_py.distributed.rendezvous.store import Store, Waiting, not_arrived
+from flashlight_py.distributed.rendezvous.store import NEXT_SECONDS, Store, Waiting, not_arrived
 from flashlight_py.errors import RendezvousError
 
-# How often a wait looks whether another rank has given up, in seconds.
-_LOOK_SECONDS = 1.0
-# And whether another rank 0 has come, which happens at once or not at all.
-_MEET_SECONDS = 0.1
-_ABORTED, _SECRET = "aborted", "secret"
+# A store has no wait for one of two things; of a wait that ends without a key it prints a warning.
+_MOST_PAUSE = 0.05
+_SECRET = "secret"
+_GIVEN, _ABORTED = b"+", b"!"
 
 
 class TorchStore(Store):
@@ -29,82 +30,77 @@ class TorchStore(Store):
     def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
         self._store, self._timeout, self._count = store, timeout, 0
         self.rank, self.size = rank, size
+        waiting, mine = Waiting("they meet in torch's store"), secrets.token_hex(8)
         if rank == 0:
             self.secret = secrets.token_hex(32).encode()
             self._do("set", _SECRET, self.secret)
-        mine = secrets.token_hex(8)
-        while not self._meets_rank_0(mine):
-            pass
-
-    def _meets_rank_0(self, mine: str) -> bool:
-        """Return whether rank 0 has seen ``mine``: else the secret is that of an earlier one."""
-        if self.rank:
-            self.secret = self._read([_SECRET])[0]
-        here = self._keys("here")
-        self._do("set", here[self.rank], mine)
-        if self.rank:
-            seen = self._key("seen", mine)
-            return bool(self._read([seen], here)) and bool(self._do("delete_key", seen))
-        for other in self._read(here)[1:]:
-            self._do("set", self._key("seen", other.decode()), b"")
-        return True
+            for number in self._read(self._keys("here", 1), waiting):
+                self._do("set", self._key("seen", number.decode()), b"")
+            return
+        seen, pause, end = "", 0.001, time.monotonic() + timeout
+        while not (seen and self._do("check", [seen])):
+            if self._do("check", [_SECRET]) and self._do("get", _SECRET) != self.secret:
+                self.secret = self._do("get", _SECRET)
+                seen = self._key("seen", mine)
+                self._do("set", self._key("here", rank), mine)
+            time.sleep(pause)
+            pause = min(2 * pause, _MOST_PAUSE)
+            if (now := time.monotonic()) > min(end, waiting.due):
+                missing = (seen and self._missing(self._keys("here", 1))) or [0]
+                waiting.look(missing)
+                if now > end:
+                    raise self._late(missing)
+        self._do("delete_key", seen)
 
     def _key(self, *parts: object) -> str:
         return "/".join(map(str, [self.secret[:16].decode(), *parts]))
 
-    def _keys(self, name: object) -> list[str]:
-        return [self._key(name, rank) for rank in range(self.size)]
+    def _keys(self, name: object, first: int = 0) -> dict[int, str]:
+        return {rank: self._key(name, rank) for rank in range(first, self.size)}
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Pass ``payload`` and return that of every rank; see ``Store``."""
         keys = self._keys(self._count)
-        self._do("set", keys[self.rank], payload)
-        found = self._read(keys)
+        self._do("set", keys[self.rank], _GIVEN + payload)
+        found = self._read(keys, Waiting("they exchange in torch's store"))
+        for text in found:
+            if text[:1] == _ABORTED:
+                raise RendezvousError(f"{self._place()}: {text[1:].decode(errors='replace')}")
         if self._count:  # everybody has read what came before
             self._do("delete_key", self._keys(self._count - 1)[self.rank])
         self._count += 1
-        return found
+        return [text[1:] for text in found]
 
     def close(self) -> None:
         """Wait for all; little is left in the store, and no secret."""
         self.exchange(b"")
-        self._do("delete_key", self._keys("here")[self.rank])
-        if self.rank == 0:
-            self._do("delete_key", _SECRET)
+        self._do("delete_key", _SECRET if self.rank == 0 else self._key("here", self.rank))
 
     def abort(self, reason: str) -> None:
         """Have ranks that wait in the store raise because of ``reason``."""
-        self._do("set", self._key(_ABORTED), f"rank {self.rank}: {reason}")
+        text = f"rank {self.rank}: {reason}".encode()
+        self._do("set", self._keys(self._count)[self.rank], _ABORTED + text)
 
-    def _read(self, keys: list[str], here: list[str] | None = None) -> list[bytes]:
-        """Return the values of ``keys``, of which rank r sets the r-th.
-
-        Of those that rank 0 sets as soon as all ranks have set their keys ``here``, none where
-        another rank 0 has come meanwhile.
-        """
-        end, waiting = time.monotonic() + self._timeout, Waiting("they meet in torch's store")
-        while True:
-            look = _LOOK_SECONDS if here is None else _MEET_SECONDS
-            left = min(look, max(0.001, end - time.monotonic()))
-            try:
-                self._store.wait(keys, timedelta(seconds=left))
-                return [bytes(self._do("get", key)) for key in keys]
-            except RuntimeError:  # as it seems, the time is up: else the next call raises the same
-                pass
-            if here is not None and self._read([_SECRET])[0] != self.secret:
-                return []
-            if keys != [_SECRET] and self._do("check", [self._key(_ABORTED)]):
-                words = bytes(self._do("get", self._key(_ABORTED))).decode(errors="replace")
-                raise RendezvousError(f"{self._place()}: {words}")
-            asked = enumerate(keys if here is None else here)
-            missing = [rank for rank, key in asked if not self._do("check", [key])]
+    def _read(self, keys: dict[int, str], waiting: Waiting) -> list[bytes]:
+        """Return the values of ``keys``, which the ranks set."""
+        end, every = time.monotonic() + self._timeout, list(keys.values())
+        while missing := self._missing(keys):
+            if (left := end - time.monotonic()) <= 0:
+                raise self._late(missing)
             waiting.look(missing)
-            if time.monotonic() >= end and (missing or here is not None):
-                who = not_arrived(missing or [0], self.size, self._timeout)
-                raise RendezvousError(
-                    f"{self._place()}: {who} in torch's store; see what they print, or allow more "
-                    "by timeout="
-                )
+            with suppress(RuntimeError):  # the time is up, else what is asked next raises the same
+                self._store.wait(every, timedelta(seconds=min(left, NEXT_SECONDS)))
+        return [bytes(self._do("get", key)) for key in every]
+
+    def _missing(self, keys: dict[int, str]) -> list[int]:
+        return [rank for rank, key in keys.items() if not self._do("check", [key])]
+
+    def _late(self, missing: Sequence[int]) -> RendezvousError:
+        who = not_arrived(missing, self.size, self._timeout)
+        return RendezvousError(
+            f"{self._place()}: {who} in torch's store; see what they print, or allow more by "
+            "timeout="
+        )
 
     def _do(self, name: str, *args: Any) -> Any:
         try:
