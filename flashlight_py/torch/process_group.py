@@ -21,35 +21,15 @@ from torch._C import _distributed_c10d
 from torch.distributed.distributed_c10d import _world
 
 from flashlight_py import distributed as fl
+from flashlight_py.distributed import verbs as v
 from flashlight_py.distributed.api.group import ProcessGroup
 from flashlight_py.distributed.api.verb_call import COLLECTIVE, refusing
 from flashlight_py.distributed.calls.arrays import require_length
 from flashlight_py.distributed.calls.call import Call, P2POp
-from flashlight_py.distributed.verbs import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    BARRIER,
-    BROADCAST,
-    GATHER,
-    RECV,
-    REDUCE,
-    REDUCE_SCATTER,
-    SCATTER,
-    SEND,
-    Verb,
-)
 from flashlight_py.distributed.work import AllOf, Done, Then, Work
 from flashlight_py.errors import DistributedError
 from flashlight_py.torch import NAME
-from flashlight_py.torch.tensors import (
-    CODES,
-    ElsewhereError,
-    address,
-    copied,
-    joined,
-    one_piece,
-)
+from flashlight_py.torch.tensors import CODES, ElsewhereError, address, copied, joined, one_piece
 from flashlight_py.torch.work import Ended, Futures, TensorWork, as_torchs
 
 _T = dist.ReduceOp.RedOpType
@@ -63,13 +43,12 @@ _OPS = {
 }
 # gloo adds truth values as bytes, of which those that are not 0 are true.
 _OF_BOOL = {"sum": "or", "prod": "and"}
-_ALL_REDUCE = ALL_REDUCE.code
+_ALL_REDUCE = v.ALL_REDUCE.code
 _MOST_COMPARED = 60  # arrays have no more dimensions
 # These wait at once for what they have asked for: then no thread has to wake for it.
 _WAIT_AT_ONCE = {inspect.unwrap(function).__code__ for function in (dist.send, dist.recv)}
 _BLOCKING = SimpleNamespace(asyncOp=False)
 Tensors = Sequence[torch.Tensor]
-Shape = Sequence[int]
 
 # The names that torch had for them before 2.12, and has besides.
 _OLD_NAMES = {
@@ -144,10 +123,6 @@ def _options_of_message() -> Any:
     return _BLOCKING if waits else None
 
 
-def _seen(tensor: torch.Tensor, shape: Shape | None) -> torch.Tensor:
-    return tensor if shape is None else tensor.view(shape)
-
-
 def _then(work: Any, is_async: bool, finish: Callable[[], object]) -> Any:
     """Call ``finish`` once ``work`` has ended: now, or in the Work that is returned."""
     if not is_async:
@@ -208,26 +183,26 @@ class FlashlightGroup(dist.ProcessGroup):
             done = self.ours.native(_ALL_REDUCE, there, None, op, scale, 0, 0, False)
             if done is not NotImplemented:
                 return self._done
-        return self._do(opts, ALL_REDUCE, x, reduction=reduction)
+        return self._do(opts, v.ALL_REDUCE, x, reduction=reduction)
 
     def broadcast(self, tensors: Any, opts: Any = 0, timeout: Any = None) -> dist.Work:
-        return self._do(opts, BROADCAST, _only(tensors), peer=_root(opts))
+        return self._do(opts, v.BROADCAST, _only(tensors), peer=_root(opts))
 
     def reduce(self, tensors: Any, opts: Any = 0, op: Any = _SUM, timeout: Any = None) -> dist.Work:
         how = {"peer": _root(opts), "reduction": getattr(opts, "reduceOp", op)}
-        return self._do(opts, REDUCE, _only(tensors), **how)
+        return self._do(opts, v.REDUCE, _only(tensors), **how)
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
         rows = input.numel()
-        self._require(ALL_GATHER, output.numel() == rows * self.ours.size, input, output)
-        return self._do(opts, ALL_GATHER, input, output, ((1, rows), (self.ours.size, rows)))
+        self._require(v.ALL_GATHER, output.numel() == rows * self.ours.size, input, output)
+        return self._do(opts, v.ALL_GATHER, input, output, ((1, rows), (self.ours.size, rows)))
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
         rows = output.numel()
-        self._require(REDUCE_SCATTER, input.numel() == rows * self.ours.size, input, output)
+        self._require(v.REDUCE_SCATTER, input.numel() == rows * self.ours.size, input, output)
         shapes = (self.ours.size, rows), (1, rows)
         reduction = getattr(opts, "reduceOp", _SUM)
-        return self._do(opts, REDUCE_SCATTER, input, output, shapes, reduction=reduction)
+        return self._do(opts, v.REDUCE_SCATTER, input, output, shapes, reduction=reduction)
 
     def all_to_all_single(
         self, output: Any, input: Any, received: Any, sent: Any, opts: Any = None
@@ -235,39 +210,39 @@ class FlashlightGroup(dist.ProcessGroup):
         size = self.ours.size
         if not received and not sent:
             whole = input.numel() == output.numel() and len(input) % size == 0
-            self._require(ALL_TO_ALL, whole, input, output)
+            self._require(v.ALL_TO_ALL, whole, input, output)
             shape = size, input.numel() // size
-            return self._do(opts, ALL_TO_ALL, input, output, (shape, shape))
+            return self._do(opts, v.ALL_TO_ALL, input, output, (shape, shape))
         sides = (input, sent), (output, received)
         counts = [_split(tensor, splits, size) for tensor, splits in sides]
         fit = [sum(n) == t.numel() for n, (t, _) in zip(counts, sides, strict=True)]
-        self._require(ALL_TO_ALL, all(fit), input, output, (sent, received))
+        self._require(v.ALL_TO_ALL, all(fit), input, output, (sent, received))
         shapes = (input.numel(),), (output.numel(),)
-        return self._do(opts, ALL_TO_ALL, input, output, shapes, rows=counts[0])
+        return self._do(opts, v.ALL_TO_ALL, input, output, shapes, rows=counts[0])
 
     def send(self, tensors: Any, dst: int, tag: int) -> dist.Work:
         x = _only(tensors)
         opts, shapes = _options_of_message(), ((x.numel(),), None)
-        return self._do(opts, SEND, x, shapes=shapes, peer=dst, tag=tag)
+        return self._do(opts, v.SEND, x, shapes=shapes, peer=dst, tag=tag)
 
     def recv(self, tensors: Any, src: int, tag: int) -> dist.Work:
         x = _only(tensors)
         opts, shapes = _options_of_message(), ((x.numel(),), None)
-        return self._do(opts, RECV, x, shapes=shapes, peer=src, tag=tag)
+        return self._do(opts, v.RECV, x, shapes=shapes, peer=src, tag=tag)
 
     def recv_anysource(self, tensors: Any, tag: int) -> dist.Work:
         x = _only(tensors)
-        return self._do(None, RECV, x, shapes=((x.numel(),), None), peer=None, tag=tag)
+        return self._do(None, v.RECV, x, shapes=((x.numel(),), None), peer=None, tag=tag)
 
     # Lists of tensors -----------------------------------------------------------------------------
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        return self._gather(ALL_GATHER, outputs, inputs, opts, 0)
+        return self._gather(v.ALL_GATHER, outputs, inputs, opts, 0)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
-        return self._gather(GATHER, outputs, inputs, opts, _root(opts))
+        return self._gather(v.GATHER, outputs, inputs, opts, _root(opts))
 
-    def _gather(self, verb: Verb, outputs: Any, inputs: Any, opts: Any, root: int) -> dist.Work:
+    def _gather(self, verb: v.Verb, outputs: Any, inputs: Any, opts: Any, root: int) -> dist.Work:
         x, parts, whole = _only(inputs), _list(outputs), None
         rows, size = x.numel(), self.ours.size
         shapes: tuple[Any, Any] = ((1, rows), (size, rows))
@@ -275,12 +250,12 @@ class FlashlightGroup(dist.ProcessGroup):
             counts = [part.numel() for part in parts]
             equal = counts == [rows] * size
             fits = len(parts) == size and counts[self.ours.rank] == rows
-            self._require(verb, fits and (equal or verb is ALL_GATHER), x, parts)
+            self._require(verb, fits and (equal or verb is v.ALL_GATHER), x, parts)
             whole = self._joined(verb, [x, *parts], parts)
             if not equal:
                 # Any length goes with any: what each rank expects is compared first, as a shape.
                 expected = torch.empty((0, *counts[:_MOST_COMPARED]), dtype=torch.uint8)
-                self._do(opts, BROADCAST, expected).wait()
+                self._do(opts, v.BROADCAST, expected).wait()
                 shapes = (rows,), None
         return self._do(opts, verb, x, whole, shapes, peer=root, parts=parts)
 
@@ -289,42 +264,42 @@ class FlashlightGroup(dist.ProcessGroup):
         rows, parts = out.numel(), _list(inputs)
         if self.ours.rank == root:
             fits = [part.numel() == rows for part in parts] == [True] * self.ours.size
-            self._require(SCATTER, fits, out, parts)
-            whole = self._joined(SCATTER, [out, *parts], parts)
+            self._require(v.SCATTER, fits, out, parts)
+            whole = self._joined(v.SCATTER, [out, *parts], parts)
             copied(whole, parts, back=False)
         shapes = (self.ours.size, rows), (1, rows)
-        return self._do(opts, SCATTER, whole, out, shapes, peer=root)
+        return self._do(opts, v.SCATTER, whole, out, shapes, peer=root)
 
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = _SUM, timeout: Any = None
     ) -> dist.Work:
         out, parts = _only(outputs), _list(inputs)
         fits = len(parts) == self.ours.size and parts[self.ours.rank].numel() == out.numel()
-        self._require(REDUCE_SCATTER, fits, out, parts)
-        whole = self._joined(REDUCE_SCATTER, [out, *parts], parts)
+        self._require(v.REDUCE_SCATTER, fits, out, parts)
+        whole = self._joined(v.REDUCE_SCATTER, [out, *parts], parts)
         copied(whole, parts, back=False)
         counts = [part.numel() for part in parts]
         equal = len(set(counts)) == 1
         shapes = ((self.ours.size, counts[0]), (1, counts[0])) if equal else (None, (out.numel(),))
         how = {"reduction": getattr(opts, "reduceOp", opts), "rows": None if equal else counts}
-        return self._do(opts, REDUCE_SCATTER, whole, out, shapes, **how)
+        return self._do(opts, v.REDUCE_SCATTER, whole, out, shapes, **how)
 
     def alltoall(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
     ) -> dist.Work:
         fits = len(outputs) == len(inputs) == self.ours.size
-        self._require(ALL_TO_ALL, fits, inputs, outputs)
-        whole = self._joined(ALL_TO_ALL, [*inputs, *outputs], inputs)
+        self._require(v.ALL_TO_ALL, fits, inputs, outputs)
+        whole = self._joined(v.ALL_TO_ALL, [*inputs, *outputs], inputs)
         copied(whole, inputs, back=False)
-        room = self._joined(ALL_TO_ALL, outputs, outputs)
+        room = self._joined(v.ALL_TO_ALL, outputs, outputs)
         counts = [part.numel() for part in inputs]
-        return self._do(opts, ALL_TO_ALL, whole, room, rows=counts, parts=outputs)
+        return self._do(opts, v.ALL_TO_ALL, whole, room, rows=counts, parts=outputs)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
-        whole = self._joined(ALL_REDUCE, tensors, tensors)
+        whole = self._joined(v.ALL_REDUCE, tensors, tensors)
         copied(whole, tensors, back=False)
         how = {"reduction": getattr(opts, "reduceOp", _SUM), "parts": tensors}
-        return self._do(opts, ALL_REDUCE, whole, **how)
+        return self._do(opts, v.ALL_REDUCE, whole, **how)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         of_each = zip(zip(*outputs, strict=True), inputs, strict=True)
@@ -343,7 +318,7 @@ class FlashlightGroup(dist.ProcessGroup):
     def _do(
         self,
         opts: Any,
-        verb: Verb,
+        verb: v.Verb,
         x: torch.Tensor | None,
         out: torch.Tensor | None = None,
         shapes: tuple[Any, Any] = (None, None),
@@ -382,7 +357,7 @@ class FlashlightGroup(dist.ProcessGroup):
 
     def _packed(
         self,
-        verb: Verb,
+        verb: v.Verb,
         x: torch.Tensor | None,
         out: torch.Tensor | None,
         shapes: tuple[Any, Any],
@@ -400,7 +375,7 @@ class FlashlightGroup(dist.ProcessGroup):
             if verb.reduces and x is not None and x.dtype not in CODES:
                 raise TypeError(f"{verb} cannot compute with {x.dtype}")
             packed = [
-                None if tensor is None else _seen(one_piece(tensor), shape)
+                None if tensor is None else one_piece(tensor).view(shape or tensor.shape)
                 for tensor, shape in zip((x, out), shapes, strict=True)
             ]
         source, room = packed
@@ -408,7 +383,7 @@ class FlashlightGroup(dist.ProcessGroup):
             # As where FSDP gathers into the tensor of which this rank's part is one.
             packed[0] = source = source.clone()
         work: Any = NotImplemented
-        if how["rows"] is None or verb is ALL_TO_ALL:
+        if how["rows"] is None or verb is v.ALL_TO_ALL:
             there = [None if tensor is None else address(tensor) for tensor in packed]
             op = how["op"] if how["rows"] is None else how["rows"]
             work = ours.native(verb.code, *there, op, how["scale"], peer, tag, is_async)
@@ -416,7 +391,7 @@ class FlashlightGroup(dist.ProcessGroup):
             names = [name for name in verb.takes if name in how and how[name] is not None]
             given = {name: how[name] for name in names}
             if verb.is_message:
-                given = {"dst" if verb is SEND else "src": peer, "tag": tag}
+                given = {"dst" if verb is v.SEND else "src": peer, "tag": tag}
             elif not verb.in_place:
                 given["out"] = room
             prefix = "i" * (is_async and verb.is_message)
@@ -438,7 +413,7 @@ class FlashlightGroup(dist.ProcessGroup):
         tensors = [tensor for work in works for tensor in work.tensors]
         return TensorWork(AllOf([work.work for work in works]), tensors, self._futures)
 
-    def _require(self, verb: Verb, fits: bool, *given: Any) -> None:
+    def _require(self, verb: v.Verb, fits: bool, *given: Any) -> None:
         """Refuse what is ``given`` unless it ``fits``; the other ranks raise as well."""
         if fits:
             return
@@ -448,7 +423,7 @@ class FlashlightGroup(dist.ProcessGroup):
                 f"{', '.join(str(_shapes(each)) for each in given)}"
             )
 
-    def _joined(self, verb: Verb, alike: Tensors, tensors: Tensors) -> torch.Tensor:
+    def _joined(self, verb: v.Verb, alike: Tensors, tensors: Tensors) -> torch.Tensor:
         """Return the ``joined`` of ``tensors``; those ``alike`` must be of one dtype and device."""
         for tensor in alike:
             if not tensor.is_cpu and self._backend_of(tensor.device) is not None:
@@ -469,9 +444,9 @@ class FlashlightGroup(dist.ProcessGroup):
         seconds = given.total_seconds() if given and given > timedelta(0) else None
         work: Any = NotImplemented
         if seconds is None:
-            work = native(BARRIER.code, None, None, None, None, 0, 0, is_async)
+            work = native(v.BARRIER.code, None, None, None, None, 0, 0, is_async)
         if work is NotImplemented:
-            work = self.ours.run(Call(BARRIER, seconds=seconds, blocking=not is_async))
+            work = self.ours.run(Call(v.BARRIER, seconds=seconds, blocking=not is_async))
         return TensorWork(work, (), self._futures) if is_async else self._done
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
