@@ -138,7 +138,7 @@ def _then(work: Any, is_async: bool, finish: Callable[[], object]) -> Any:
 
 
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    return bool(one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr())
 
 
 def _shapes(given: Any) -> Any:

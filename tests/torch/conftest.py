@@ -24,6 +24,12 @@ def interpreter() -> str:
     return str(python)
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 class RanksFailedError(AssertionError):
     """What ranks were to do has failed."""
 
@@ -46,10 +52,7 @@ class Ranks:
 
         Besides "exitcode", "output", and after how many seconds it has "ended".
         """
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **environ}
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **environ}
         task = {"program": program, "size": size, "args": args, "environ": meeting}
         assert self._server.stdin
         assert self._server.stdout

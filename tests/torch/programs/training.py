@@ -153,8 +153,7 @@ def hybrid(rank: int) -> Result:
 
 
 def dtensor(rank: int) -> Result:
-    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
-    from torch.distributed.tensor import parallel
+    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor, parallel
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     x = distribute_tensor(torch.arange(64.0).view(8, 8), mesh, [Shard(0)])

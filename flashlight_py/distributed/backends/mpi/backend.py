@@ -173,6 +173,7 @@ class MpiBackend(Backend):
         progress.add(self)
 
     def limit(self, seconds: float) -> None:
+        self.seconds = seconds
         self.control.limit(seconds)
 
     def cupy_side(self) -> Backend:

@@ -1,0 +1,120 @@
+"""How programs of torch find the backend, and what starts them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.environments import ROOT
+from tests.torch.conftest import free_port, interpreter
+
+LOADED = """
+import sys, warnings
+import torch, torch.distributed as dist
+print(dist.is_backend_available("flashlight"))
+print(*sorted(name for name in sys.modules if name.startswith("flashlight_py")))
+"""
+RESTARTED = """
+import os, signal, sys
+import torch, torch.distributed as dist
+import flashlight_py.torch
+
+dist.init_process_group("flashlight")
+x = torch.ones(3)
+dist.all_reduce(x)
+restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+if restarts < 2 and dist.get_rank() == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.all_reduce(x)
+sys.stdout.write(f"sum {x[0]:g} after {restarts}\\n")
+"""
+MET = """
+import torch, torch.distributed as dist
+import flashlight_py.torch
+
+dist.init_process_group("flashlight", init_method="flashlight://")
+x = torch.ones(3)
+dist.all_reduce(x)
+print(f"sum {x[0]:g}")
+dist.destroy_process_group()
+"""
+
+
+def ran(*command: object, folder: Path, **environ: str) -> str:
+    """Return what a program of the interpreter that has torch prints, in ``folder``."""
+    paths = os.pathsep.join([str(ROOT), str(folder)])
+    env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environ}
+    how: Any = {"capture_output": True, "text": True, "timeout": 100, "cwd": folder, "env": env}
+    done = subprocess.run([interpreter(), *map(str, command)], check=False, **how)
+    assert done.returncode == 0, done.stderr
+    return str(done.stdout)
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """A folder that says of this checkout what an installation says."""
+    section = re.search(
+        r'\[project\.entry-points\."(.*)"\]\n((?:.+\n)+)', (ROOT / "pyproject.toml").read_text()
+    )
+    assert section is not None
+    folder = tmp_path / "flashlight_py-0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: flashlight-py\nVersion: 0\n")
+    lines = section[2].replace('"', "")
+    (folder / "entry_points.txt").write_text(f"[{section[1]}]\n{lines}")
+    return tmp_path
+
+
+def test_torch_finds_the_backend_and_imports_no_more(installed: Path) -> None:
+    found, modules = ran("-c", LOADED, folder=installed).splitlines()
+    assert found == "True"
+    assert modules.split() == ["flashlight_py", "flashlight_py._version", "flashlight_py.torch"]
+
+
+def test_torch_need_not_look_for_it(installed: Path) -> None:
+    found, *modules = ran(
+        "-c", LOADED, folder=installed, TORCH_DEVICE_BACKEND_AUTOLOAD="0"
+    ).splitlines()
+    assert (found, modules) == ("False", [""])
+
+
+def test_a_torch_that_does_not_take_it_goes_on(tmp_path: Path) -> None:
+    program = """
+import warnings
+import torch.distributed as dist
+
+def refuse(*args, **how):
+    raise TypeError("no such argument")
+
+dist.Backend.register_backend = refuse
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import flashlight_py.torch
+print(caught[0].message)
+"""
+    words = ran("-c", program, folder=tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert "torch does not take the backend 'flashlight': TypeError: no such argument" in words
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_static", [False, True])
+def test_torchrun_restarts_ranks(tmp_path: Path, is_static: bool) -> None:
+    how = f"--master-port={free_port()}" if is_static else "--standalone"
+    program = tmp_path / "program.py"
+    program.write_text(RESTARTED)
+    more = "--nproc-per-node=3", "--max-restarts=3", "--monitor-interval=0.2"
+    said = ran("-m", "torch.distributed.run", how, *more, program, folder=tmp_path)
+    assert said.count("sum 9 after 2") == 3
+
+
+@pytest.mark.slow
+def test_flrun_starts_programs_of_torch(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(MET)
+    said = ran("-m", "flashlight_py.launch", "-n", 3, program, folder=tmp_path)
+    assert said.count("sum 3") == 3
