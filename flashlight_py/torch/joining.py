@@ -66,7 +66,7 @@ def join(options: Any, params: Any) -> FlashlightGroup:
         members.close()
     else:
         group = initialize.meet(meeting, settings).group
-    return FlashlightGroup(group, store, seconds, _end(group, ours and not ranks, ours))
+    return FlashlightGroup(group, store, seconds, _end(group, ours and not ranks, ours), join)
 
 
 def _adopted(rank: int, size: int) -> ProcessGroup:

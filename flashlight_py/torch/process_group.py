@@ -159,15 +159,18 @@ def _reduction(op: Any, dtype: torch.dtype) -> tuple[str, float]:
 
 @_of_torch
 class FlashlightGroup(dist.ProcessGroup):
-    """The ranks of ``group``, for torch; ``seconds`` is its timeout, ``end`` what ends it."""
+    """The ranks of ``group``, for torch; ``seconds`` is its timeout, ``end`` what ends it.
+
+    ``join`` makes other groups of its ranks, as joining.py does.
+    """
 
     supports_splitting, supports_coalescing, supports_time_estimate = True, False, False
 
     def __init__(
-        self, group: ProcessGroup, store: Any, seconds: float, end: Callable[[], None]
+        self, group: ProcessGroup, store: Any, seconds: float, end: Callable[[], None], join: Method
     ) -> None:
         super().__init__(group.rank, group.size)
-        self.ours, self._store, self._end = group, store, end
+        self.ours, self._store, self._end, self._join = group, store, end, join
         self._seconds = seconds
         self._futures = Futures()
         self._done = Ended(Done(), (), self._futures)
@@ -505,11 +508,9 @@ class FlashlightGroup(dist.ProcessGroup):
         device_types: Any = None,
     ) -> FlashlightGroup | None:
         """Return the group of some of these ranks, collective among them; None: this is none."""
-        from flashlight_py.torch.joining import join
-
         if self.rank() not in ranks:
             return None
-        child = join(
+        child: FlashlightGroup = self._join(
             SimpleNamespace(
                 group_rank=ranks.index(self.rank()),
                 group_size=len(ranks),
