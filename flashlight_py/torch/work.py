@@ -65,8 +65,8 @@ class TensorWork(dist.Work):
         """Block until it has ended."""
         self.wait()
 
-    def ends_within(self, seconds: float) -> bool:
-        """Return whether it ends within so many seconds, well or not."""
+    def ends_within(self, seconds: float | None) -> bool:
+        """Return whether it ends within so many seconds, well or not; None: wait for that."""
         try:
             self.work.wait(seconds)
         except DistributedError as error:
@@ -145,7 +145,11 @@ class Futures:
             self._thread = threading.Thread(target=_complete, args=args, name=name, daemon=True)
             self._thread.start()
             weakref.finalize(self, self._asked.put, None)  # torch 2.6 drops groups without a word
-        self._asked.put((work, future))
+        if threading.current_thread() is self._thread:  # of a callback, which may wait for it
+            work.ends_within(None)
+            future.set_result(None)
+        else:
+            self._asked.put((work, future))
 
     def close(self) -> None:
         """End the thread when all that was added has ended."""

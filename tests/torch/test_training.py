@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 DDP = ["ddp", "ddp_views", "ddp_static", "ddp_no_sync", "ddp_join", "ddp_float16"]
-SHARDED = ["zero", "fsdp", "fsdp_bfloat16", "in_place", "messages"]
+SHARDED = ["zero", "fsdp", "fsdp_bfloat16", "in_place", "messages", "chained"]
 SLOW = ["ddp_power_sgd", "sync_batch_norm", "hybrid", "dtensor", "checkpoint", "functional"]
 LAST = ["differentiated", "pipeline"]
 
