@@ -6,13 +6,14 @@ import queue
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from flashlight_py.distributed.work import Work
+from flashlight_py.distributed.work import Then, Work
 from flashlight_py.errors import DistributedError
 
 # How long who completes futures waits for the first of several before it looks at the others.
@@ -65,8 +66,15 @@ class TensorWork(dist.Work):
         """Block until it has ended."""
         self.wait()
 
-    def ends_within(self, seconds: float) -> bool:
-        """Return whether it ends within so many seconds, well or not."""
+    def __del__(self) -> None:
+        """Have what nobody waits for be copied to where it belongs all the same."""
+        if isinstance(self.work, Then) and not self.work.is_finished():
+            with suppress(RuntimeError):  # there are no more threads where the process ends
+                kept = TensorWork(self.work, self.tensors, self._futures)
+                self._futures.add(kept, torch.futures.Future())
+
+    def ends_within(self, seconds: float | None) -> bool:
+        """Return whether it ends within so many seconds, None: as many as it takes."""
         try:
             self.work.wait(seconds)
         except DistributedError as error:
@@ -76,8 +84,8 @@ class TensorWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Return whether it has ended, well or not."""
-        return self.work.is_completed()
+        """Return whether it has ended, well or not; then the result is where it belongs."""
+        return self.work.is_completed() and self.ends_within(0)
 
     def is_success(self) -> bool:
         """Return whether it has ended well."""
@@ -108,7 +116,12 @@ class TensorWork(dist.Work):
         """Return a future of the tensors, which completes whether or not anybody waits."""
         if self._future is None:
             is_small = sum(tensor.nbytes for tensor in self.tensors) <= _SMALL_BYTES
-            has_ended = self.is_completed() or (is_small and self.ends_within(_MOMENT))
+            # What one future calls may wait for the next, which the same thread would complete.
+            is_inner = self._futures.run_here()
+            limit = None if is_inner else _MOMENT
+            has_ended = self.is_completed() or (
+                (is_small or is_inner) and self.ends_within(limit)
+            )
             begun: torch.futures.Future[Any] = torch.futures.Future()
             if has_ended and self.exception() is None:
                 self._future = begun
@@ -146,6 +159,10 @@ class Futures:
             self._thread.start()
             weakref.finalize(self, self._asked.put, None)  # torch 2.6 drops groups without a word
         self._asked.put((work, future))
+
+    def run_here(self) -> bool:
+        """Return whether the caller is called by a future that this completes."""
+        return threading.current_thread() is self._thread
 
     def close(self) -> None:
         """End the thread when all that was added has ended."""
