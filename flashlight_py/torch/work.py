@@ -119,9 +119,7 @@ class TensorWork(dist.Work):
             # What one future calls may wait for the next, which the same thread would complete.
             is_inner = self._futures.run_here()
             limit = None if is_inner else _MOMENT
-            has_ended = self.is_completed() or (
-                (is_small or is_inner) and self.ends_within(limit)
-            )
+            has_ended = self.is_completed() or ((is_small or is_inner) and self.ends_within(limit))
             begun: torch.futures.Future[Any] = torch.futures.Future()
             if has_ended and self.exception() is None:
                 self._future = begun

@@ -85,3 +85,19 @@ class Cases:
         work: Any = dist.all_reduce(x, async_op=True)
         sums = work.get_future().then(more).wait()
         assert sums[0].item() == sums[-1].item() == dist.get_world_size() ** 2
+
+    def test_all_to_all_of_other_counts_than_expected(self) -> None:
+        if dist.get_backend() == "gloo":
+            return  # ends for good, as it should
+        size = dist.get_world_size()
+        counts = [0, 2, *[1] * (size - 2)] if self.rank == 0 else [1] * size  # as many in all
+        x, out = torch.ones(size), torch.zeros(size)
+        for is_async in (False, True):
+            try:
+                work = dist.all_to_all_single(out, x, counts, [1] * size, None, is_async)
+                if is_async:
+                    work.wait()
+            except (RuntimeError, ValueError):
+                continue
+            assert is_async
+            assert self.rank
