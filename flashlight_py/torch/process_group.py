@@ -228,8 +228,28 @@ class FlashlightGroup(dist.ProcessGroup):
         counts = [_split(tensor, splits, size) for tensor, splits in sides]
         fit = [sum(n) == t.numel() for n, (t, _) in zip(counts, sides, strict=True)]
         self._require(v.ALL_TO_ALL, all(fit), input, output, (sent, received))
+        before = self._told(opts, *counts)
         shapes = (input.numel(),), (output.numel(),)
-        return self._do(opts, v.ALL_TO_ALL, input, output, shapes, rows=counts[0])
+        return self._do(opts, v.ALL_TO_ALL, input, output, shapes, rows=counts[0], before=before)
+
+    def _told(self, opts: Any, sent: Sequence[int], expected: Sequence[int]) -> Any:
+        """Return a Work that raises unless each rank sends as many elements as are ``expected``."""
+        is_async = getattr(opts, "asyncOp", True)
+        given = torch.tensor(sent, dtype=torch.int64, device="cpu")
+        arriving = torch.empty_like(given)
+        work = self._do(opts, v.ALL_TO_ALL, given, arriving).work
+
+        def compare() -> None:
+            if (found := arriving.tolist()) != list(expected):
+                raise ValueError(
+                    f"all_to_all: rank {self.ours.rank} of {self.ours.size} expects "
+                    f"{list(expected)} elements of the ranks, and they send {found}"
+                )
+
+        if is_async:
+            return _then(work, True, compare)
+        with refusing(self.ours, v.ALL_TO_ALL):
+            return compare()
 
     def send(self, tensors: Any, dst: int, tag: int) -> dist.Work:
         x = _only(tensors)
@@ -254,7 +274,7 @@ class FlashlightGroup(dist.ProcessGroup):
         return self._gather(v.GATHER, outputs, inputs, opts, _root(opts))
 
     def _gather(self, verb: v.Verb, outputs: Any, inputs: Any, opts: Any, root: int) -> dist.Work:
-        x, parts, whole = _only(inputs), _list(outputs), None
+        x, parts, whole, before = _only(inputs), _list(outputs), None, None
         rows, size = x.numel(), self.ours.size
         shapes: tuple[Any, Any] = ((1, rows), (size, rows))
         if verb.fills(self.ours.rank, root):
@@ -265,10 +285,11 @@ class FlashlightGroup(dist.ProcessGroup):
             whole = self._joined(verb, [x, *parts], parts)
             if not equal:
                 # Any length goes with any: what each rank expects is compared first, as a shape.
-                expected = torch.empty((0, *counts[:_MOST_COMPARED]), dtype=torch.uint8)
-                self._do(opts, v.BROADCAST, expected).wait()
+                compared = 0, *counts[:_MOST_COMPARED]
+                expected = torch.empty(compared, dtype=torch.uint8, device="cpu")
+                before = self._do(opts, v.BROADCAST, expected).work
                 shapes = (rows,), None
-        return self._do(opts, verb, x, whole, shapes, peer=root, parts=parts)
+        return self._do(opts, verb, x, whole, shapes, peer=root, parts=parts, before=before)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = 0, timeout: Any = None) -> dist.Work:
         out, root, whole = _only(outputs), _root(opts), None
@@ -303,8 +324,9 @@ class FlashlightGroup(dist.ProcessGroup):
         whole = self._joined(v.ALL_TO_ALL, [*inputs, *outputs], inputs)
         copied(whole, inputs, back=False)
         room = self._joined(v.ALL_TO_ALL, outputs, outputs)
-        counts = [part.numel() for part in inputs]
-        return self._do(opts, v.ALL_TO_ALL, whole, room, rows=counts, parts=outputs)
+        counts, expected = ([part.numel() for part in parts] for parts in (inputs, outputs))
+        before = self._told(opts, counts, expected)
+        return self._do(opts, v.ALL_TO_ALL, whole, room, rows=counts, parts=outputs, before=before)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
         whole = self._joined(v.ALL_REDUCE, tensors, tensors)
@@ -339,8 +361,12 @@ class FlashlightGroup(dist.ProcessGroup):
         tag: int = 0,
         rows: Sequence[int] | None = None,
         parts: Sequence[torch.Tensor] | None = None,
+        before: Work | None = None,
     ) -> TensorWork:
-        """Do ``verb`` of ``x`` into ``out``, seen in ``shapes``, and copy that to ``parts``."""
+        """Do ``verb`` of ``x`` into ``out``, seen in ``shapes``, and copy that to ``parts``.
+
+        It fails where ``before`` does, which was begun before it.
+        """
         is_async, op, scale = getattr(opts, "asyncOp", True), "sum", 1.0
         if reduction is not None and x is not None:
             op, scale = _reduction(reduction, x.dtype)
@@ -356,6 +382,8 @@ class FlashlightGroup(dist.ProcessGroup):
             work = self._packed(verb, x, out, shapes, given, tag)
         elif rows is not None and not is_async and work is not room:
             require_length(verb.name, room, len(work), self.ours.rank, self.ours.size)
+        if is_async and before is not None:
+            work = AllOf([before, work])
         result = x if out is None else out
         if parts and result is not None:
             work = _then(work, is_async, lambda: copied(result, parts, back=True))

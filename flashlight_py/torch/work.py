@@ -6,13 +6,14 @@ import queue
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from flashlight_py.distributed.work import Work
+from flashlight_py.distributed.work import Then, Work
 from flashlight_py.errors import DistributedError
 
 # How long who completes futures waits for the first of several before it looks at the others.
@@ -65,8 +66,15 @@ class TensorWork(dist.Work):
         """Block until it has ended."""
         self.wait()
 
+    def __del__(self) -> None:
+        """Have what nobody waits for be copied to where it belongs all the same."""
+        if isinstance(self.work, Then) and not self.work.is_finished():
+            with suppress(RuntimeError):  # there are no more threads where the process ends
+                kept = TensorWork(self.work, self.tensors, self._futures)
+                self._futures.add(kept, torch.futures.Future())
+
     def ends_within(self, seconds: float | None) -> bool:
-        """Return whether it ends within so many seconds, well or not; None: wait for that."""
+        """Return whether it ends within so many seconds, None: wait for that."""
         try:
             self.work.wait(seconds)
         except DistributedError as error:
@@ -76,8 +84,8 @@ class TensorWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Return whether it has ended, well or not."""
-        return self.work.is_completed()
+        """Return whether it has ended, well or not; then the result is where it belongs."""
+        return self.work.is_completed() and self.ends_within(0)
 
     def is_success(self) -> bool:
         """Return whether it has ended well."""

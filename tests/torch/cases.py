@@ -52,3 +52,52 @@ class Cases:
             with self.assertRaisesRegex(RuntimeError, "[Rr]ank 1 "):  # noqa: PT027
                 dist.monitored_barrier(group, timedelta(seconds=0.5))
         self._barrier(timeout=60)
+
+    def _expected_in_pieces(self) -> tuple[list[torch.Tensor], Any]:
+        """Return tensors that a collective fills by copies, and the collective, begun."""
+        size = dist.get_world_size()
+        parts = [torch.zeros(2, 3).t() for _ in range(size)]
+        work = dist.all_gather(parts, torch.full((3, 2), self.rank + 1.0), async_op=True)
+        return parts, work
+
+    def test_result_is_there_when_a_work_says_so(self) -> None:
+        parts, work = self._expected_in_pieces()
+        while not work.is_completed():
+            time.sleep(0.001)
+        assert [part[2, 1].item() for part in parts] == [1.0 + rank for rank in range(len(parts))]
+
+    def test_result_of_a_work_that_is_dropped(self) -> None:
+        parts, work = self._expected_in_pieces()
+        del work
+        self._barrier()
+        end = time.monotonic() + 10
+        while not all(part[2, 1].item() for part in parts) and time.monotonic() < end:
+            time.sleep(0.001)
+        assert [part[2, 1].item() for part in parts] == [1.0 + rank for rank in range(len(parts))]
+
+    def test_future_waits_for_another(self) -> None:
+        x = torch.ones(1 << 20)
+
+        def more(future: Any) -> torch.Tensor:
+            work: Any = dist.all_reduce(future.value()[0].clone(), async_op=True)
+            return work.get_future().wait()[0]  # type: ignore[no-any-return]
+
+        work: Any = dist.all_reduce(x, async_op=True)
+        sums = work.get_future().then(more).wait()
+        assert sums[0].item() == sums[-1].item() == dist.get_world_size() ** 2
+
+    def test_all_to_all_of_other_counts_than_expected(self) -> None:
+        if dist.get_backend() == "gloo":
+            return  # ends for good, as it should
+        size = dist.get_world_size()
+        counts = [0, 2, *[1] * (size - 2)] if self.rank == 0 else [1] * size  # as many in all
+        x, out = torch.ones(size), torch.zeros(size)
+        for is_async in (False, True):
+            try:
+                work = dist.all_to_all_single(out, x, counts, [1] * size, None, is_async)
+                if is_async:
+                    work.wait()
+            except (RuntimeError, ValueError):
+                continue
+            assert is_async
+            assert self.rank
