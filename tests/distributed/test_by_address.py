@@ -86,7 +86,7 @@ def verb_named(name: str) -> Any:
 
 
 @pytest.mark.parametrize("async_op", [False, True])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_verb_does_what_it_does_with_arrays(
     pool: Any, backend: str, size: int, async_op: bool

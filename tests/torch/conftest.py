@@ -77,7 +77,7 @@ class Ranks:
         self._server.communicate()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # tests of other folders look for processes that are left
 def torch_ranks() -> Iterator[Ranks]:
     """``torch_ranks("module.function", size, *args)``: what it returns on each rank."""
     ranks = Ranks(interpreter())

@@ -35,6 +35,7 @@ def test_both_must_count_ranks_alike(torch_ranks: Any, tmp_path: Path) -> None:
     assert ["give both the same" in each for each in words] == [True, True]
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_what_has_ended(torch_ranks: Any, tmp_path: Path) -> None:
     for held in torch_ranks("meeting.again_and_again", 3, f"{tmp_path}/f", 9):
         for first, last in held.values():
