@@ -15,7 +15,7 @@ FILES = [path for path in PACKAGE.rglob("*.py") if path.name != "_nccl.py"]  # t
 
 # At most so many lines and files. Blank lines, comments and docstrings count.
 BUDGETS = {
-    "": (44_520, 228),
+    "": (44_530, 228),
     "distributed": (16_190, 87),  # torch changes the timeouts of groups that are open
     "distributed/rendezvous": (2_600, 9),
     # Not 1,200: last words need a communicator and a count of their own, or others get wrong sums.
@@ -25,7 +25,7 @@ BUDGETS = {
     "engines": (910, 6),
     "tagi": (5_280, 21),
     "tape": (2_800, 13),
-    "torch": (1_200, 6),
+    "torch": (1_210, 6),
 }
 
 

@@ -20,7 +20,7 @@ CODES = {getattr(torch, name): code for code, name in enumerate(DTYPES) if hasat
 BOOL, COMPLEX = DTYPES.index("bool"), DTYPES.index("complex64")
 # What only moves may be of any dtype: it travels as one that is as wide.
 _AS_WIDE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PLAIN = {torch.Tensor, torch.nn.Parameter}
+_PLAIN, _STRIDED = {torch.Tensor, torch.nn.Parameter}, torch.strided
 
 
 def address(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> Address | None:
@@ -29,7 +29,7 @@ def address(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> Address
     if (
         code is None
         or type(tensor) not in _PLAIN
-        or tensor.layout is not torch.strided
+        or tensor.layout is not _STRIDED
         or not (tensor.is_cpu and tensor.is_contiguous())
         or tensor.is_neg()
         or (code >= COMPLEX and tensor.is_conj())
