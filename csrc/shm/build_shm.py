@@ -7,6 +7,7 @@ from cffi import FFI
 CSRC = Path(__file__).parent.parent
 COMMON = (
     "common/capi.cc",
+    "common/engine.cc",
     "common/matching.cc",
     "common/queues.cc",
     "common/operation.cc",

@@ -5,7 +5,7 @@
 #include <cstring>
 
 #include "../common/signature.h"
-#include "copying.h"
+#include "../common/copying.h"
 
 namespace fl {
 namespace {

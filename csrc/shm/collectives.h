@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "../common/operation.h"
-#include "choice.h"
+#include "../common/choice.h"
 #include "peers.h"
 #include "remote.h"
 #include "segment.h"

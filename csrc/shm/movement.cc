@@ -2,7 +2,7 @@
 #include <algorithm>
 
 #include "collectives.h"
-#include "copying.h"
+#include "../common/copying.h"
 
 namespace fl {
 namespace {
