@@ -687,6 +687,7 @@ void Engine::deliver(Message& message, int from, const Record& record, const cha
     control(source, taken);
   }
   if (!is_compared(message.mine_)) return end(message, FL_OK);
+  message.mine_.sequence = record.call.sequence;
   auto outcome = std::make_unique<Outcome>();
   outcome->seen = seen(message, from, record.call, site_of(source, record.site));
   outcome->output = make_bytes(0);
