@@ -17,12 +17,14 @@
 // does (FLASHLIGHT_CHECKS=sync: a send waits until it was received). All others end when they are taken.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <optional>
 #include <string>
 #include <unordered_map>
@@ -103,7 +105,16 @@ class Wire {
 };
 
 class Engine;
+class Message;
 class Port;
+
+constexpr int kNobody = -1;
+
+// By which a receive finds what was sent: whose it is, or kNobody for any, and its tag.
+inline uint64_t key_of(int peer, int32_t tag) {
+  return static_cast<uint64_t>(static_cast<uint32_t>(peer)) << 32 | static_cast<uint32_t>(tag);
+}
+
 
 // A message as it is called. `match` of a receive that has to find out who sends, or how much.
 struct Given {
@@ -183,6 +194,17 @@ class Message final : public fl_op {
 };
 static_assert(sizeof(Message) <= 200, "there may be many of them");
 
+// What somebody waits for; where there is none, it has not ended. Null: it has ended.
+struct Awaited {
+  Message* const* messages = nullptr;
+  size_t count = 0;
+
+  bool has_ended() const {
+    const auto is_open = [](const Message* message) { return message != nullptr && message->is_open(); };
+    return count > 0 && std::none_of(messages, messages + count, is_open);
+  }
+};
+
 // The messages of one group.
 class Port {
  public:
@@ -212,11 +234,29 @@ class Port {
  private:
   friend class Engine;
   friend class Message;
+  // A message that nobody has received yet.
+  struct Arrival {
+    Arrival* next;
+    Record record;  // its number: who sends
+    char data[];
+
+    static Arrival* make(int from, const Record& record, const char* data) {
+      const size_t more = record.bytes > kTinyMessage ? record.bytes : 0;
+      auto* arrival = static_cast<Arrival*>(::operator new(sizeof(Arrival) + more));
+      std::memcpy(static_cast<void*>(&arrival->record), &record, sizeof record);
+      arrival->record.number = static_cast<uint32_t>(from);
+      if (more > 0) std::memcpy(arrival->data, data, more);
+      return arrival;
+    }
+    static void free(Arrival* arrival) { ::operator delete(arrival); }
+    int from() const { return static_cast<int>(record.number.load(std::memory_order_relaxed)); }
+    uint64_t key() const { return key_of(from(), record.tag); }
+  };
+
   std::optional<Failure> why_ended() const;
   Message* begin(const Given& given, double seconds, bool is_awaited);
   std::unique_ptr<Outcome> take_refusal();
   static Message* unless_well(Message* message);
-  static bool has_ended(const Posted& posted);
 
   Engine& engine_;
   const uint32_t group_;
@@ -232,7 +272,6 @@ class Port {
   std::vector<uint32_t> sent_;                // by rank: messages so far
   std::vector<uint32_t> answered_at_;         // by rank: when an offer was last, in milliseconds
   Table<Message> posted_;                     // receives that wait
-  struct Arrival;
   Table<Arrival> arrivals_;                   // messages that nobody has received yet
   std::vector<int> arrived_;                  // by rank: how many of them
   std::vector<std::vector<int32_t>> wanted_;  // by rank: tags that it has long waited for
@@ -252,9 +291,36 @@ class Engine {
  private:
   friend class Port;
   friend class Message;
-  struct Control;
-  struct Peer;
-  struct Verdict;
+  // A record that is not about the data of a message, and waits for room.
+  struct Control {
+    Kind kind;
+    uint32_t group = 0;
+    int32_t tag = 0;
+    uint32_t token = 0;
+    uint32_t theirs = 0;
+    uint64_t amount = 0;  // kCredit: in bytes
+    uint16_t site = 0;
+    uint8_t way = 0;
+    fl_signature call{};
+    std::string data{};
+  };
+
+  struct Peer {
+    std::deque<Control> controls;     // that wait for room
+    Message* waiting = nullptr;       // sends that do, oldest first
+    Message* last_waiting = nullptr;
+    size_t charged = 0;               // bytes of ours that it may still keep
+    size_t owed = 0;                  // bytes of its that we do not keep any more, and have not said so
+    std::vector<bool> told;           // sites of ours that it knows, by number
+    std::unordered_map<uint16_t, fl_site> sites;
+  };
+
+  struct Verdict {
+    Port* port;
+    Message* message;
+    Message::State state;  // when it was found
+    Failure failure;
+  };
   using Lock = std::unique_lock<std::mutex>;
 
   // All of these under the lock.
@@ -298,12 +364,9 @@ class Engine {
 
   // Without it.
   void cancel(Message& message);
-  template <typename Done>
-  bool burn(Done done, Patience patience, int hot);
-  template <typename Done>
-  void wait(Port& port, Done done, int hot, Clock::time_point until, Port::Interrupt interrupt);
-  template <typename Done>
-  bool sleep(bool as_caller, long milliseconds, Done done);
+  bool burn(const Awaited& awaited, Patience patience, int hot);
+  void wait(Port& port, const Awaited& awaited, int hot, Clock::time_point until, Port::Interrupt interrupt);
+  bool sleep(bool as_caller, long milliseconds, const Awaited& awaited);
   void look_around();
   void fail(Port& port, const Failure& failure, const Message* about);
   void tick();

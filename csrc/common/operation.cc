@@ -53,6 +53,13 @@ void execute(Transport& transport, Operation& operation) noexcept {
   finish(operation, failure.status, failure.what(), failure.missing);
 }
 
+std::unique_ptr<Outcome> outcome_of(const Failure& failure) {
+  auto outcome = std::make_unique<Outcome>();
+  outcome->message = failure.what();
+  outcome->missing = failure.missing;
+  return outcome;
+}
+
 fl_status Started::wait(double seconds) {
   Operation& operation = *operation_;
   Shared& shared = *operation.shared;

@@ -86,6 +86,8 @@ struct Outcome {
   Bytes output;
 };
 
+std::unique_ptr<Outcome> outcome_of(const Failure& failure);
+
 // What those who run operations and those who hold them share; it outlives the group.
 struct Shared {
   std::mutex mutex;

@@ -8,6 +8,8 @@ CSRC = Path(__file__).parent.parent
 COMMON = (
     "common/capi.cc",
     "common/engine.cc",
+    "common/messages.cc",
+    "common/port.cc",
     "common/matching.cc",
     "common/queues.cc",
     "common/operation.cc",
