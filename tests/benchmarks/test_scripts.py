@@ -57,14 +57,24 @@ def test_all_reduce_without_peers(tmp_path: Path) -> None:
 
 
 def test_every_verb_that_is_there_returns_the_right_answer(tmp_path: Path) -> None:
-    _, result = run(tmp_path, "collectives.py", "--sizes", "4", "--verbs", *VERBS)
+    output, result = run(tmp_path, "collectives.py", "--sizes", "4", "--verbs", *VERBS)
+    assert "| 2 ranks, every row, to the better MPI | >= 1x |" in output
     assert [m["task"] for m in result["measurements"]] == VERBS
     assert [m["left_out"] for m in result["measurements"]] == [{}] * len(VERBS)
 
 
+def test_open_messages_are_as_many_as_elements(tmp_path: Path) -> None:
+    verbs = ("open messages", "open messages, one tag")
+    output, result = run(tmp_path, "collectives.py", "--sizes", "80", "--verbs", *verbs)
+    assert "| 20 open messages, one tag |" in output
+    assert [m["left_out"] for m in result["measurements"]] == [{}] * 2
+
+
 VERBS = ["all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter"]
 VERBS += ["all_to_all", "send_recv", "sendrecv", "barrier", "all_gather, unequal"]
-VERBS += ["all_to_all, unequal", "batch_isend_irecv", "broadcast_object", "all_gather_object"]
+VERBS += ["all_to_all, unequal", "batch_isend_irecv", "halo, batch", "halo, sendrecv"]
+VERBS += ["tasks, any source", "broadcast_object", "all_gather_object"]
+VERBS += ["broadcast_object, dict", "all_gather_object, dict"]
 VERBS += [v.name for v in TABLE if v.reduces and v.in_place and v.name not in VERBS]
 
 
