@@ -242,12 +242,14 @@ def test_checkpoints_are_measured_beside_dd(tmp_path: Path) -> None:
 def test_verbs_between_hosts_without_peers(tmp_path: Path) -> None:
     if reason := why_not():
         pytest.skip(reason)
-    options = ("--links", "1 Gbit/s", "--verbs", "all_reduce", "--sizes", "4", "1048576")
+    verbs = ("all_reduce", "send_recv", "tasks, any source")
+    options = ("--links", "1 Gbit/s", "--sizes", "4", "65536", "--verbs", *verbs)
     output, result = run(tmp_path, "hosts.py", *options)
     assert "- ABSENT torch gloo: not installed" in output
-    assert "| all_reduce, 1 MB |" in output
-    assert [m["task"] for m in result["measurements"]] == ["1 Gbit/s, 2 x 1, all_reduce"] * 2
-    assert [list(m["seconds"]) for m in result["measurements"]] == [["flashlight_py"]] * 2
+    assert "| all_reduce, 64 KB |" in output
+    tasks = [f"1 Gbit/s, 2 x 1, {verb}" for verb in verbs for _ in range(2)]
+    assert [m["task"] for m in result["measurements"]] == tasks
+    assert [list(m["seconds"]) for m in result["measurements"]] == [["flashlight_py"]] * 6
 
 
 @pytest.mark.slow
