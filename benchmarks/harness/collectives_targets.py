@@ -44,6 +44,8 @@ def verdicts(measurements: Sequence[Measurement], absent: Mapping[str, str]) -> 
 
 def _row(measurement: Measurement, peers: Sequence[str]) -> tuple[str, Rounds] | None:
     """Return the ratios to the fastest of ``peers``, with its name; None: nobody was measured."""
+    if OURS in measurement.left_out and any(peer in measurement.seconds for peer in peers):
+        return f"{label(measurement)}, {OURS} was left out", [0.0]
     found = {peer: measurement.ratios(peer, OURS) for peer in peers}
     measured = [peer for peer in peers if found[peer]]
     if not measured:

@@ -96,6 +96,14 @@ def test_every_row_is_judged_beside_the_better_mpi_and_with_few_cores_the_median
     }
 
 
+def test_a_row_that_ours_alone_could_not_do_is_missed() -> None:
+    alone = Measurement("open messages", "float32", 40_000, 2, {"MPICH": [1.0]})
+    alone.left_out[targets.OURS] = "no answer in time"
+    verdict, _ = collectives_targets.verdicts([alone], absent={})
+    assert verdict.reached is False
+    assert verdict.measured.startswith("0x (10,000 open messages, flashlight_py was left out;")
+
+
 def test_at_64_mb_ours_is_judged_against_a_copy_and_its_own_variants() -> None:
     found = judged(
         all_reduce(64 * MB, ours=6.0, copy=3.1, shared=5.0, float16=7.0, bfloat16=8.0),
