@@ -11,7 +11,7 @@ from tests.distributed.message_programs import run_on_both
 
 pytest.importorskip("mpi4py")
 
-TRIED = [("shm", 2), ("shm", 4), ("gloo", 3), ("mpi", 3)]
+TRIED = [("shm", 2), ("shm", 4), ("gloo", 3), ("hierarchical", 4), ("mpi", 3)]
 
 
 def ranks_of(pool: Any, backend: str, size: int) -> Any:
