@@ -63,16 +63,33 @@ typedef struct {
   uint64_t id;
 } recorded;
 
+static inline Binding *binding_of(PyObject *self) {
+  return PyCapsule_GetPointer(PyTuple_GetItem(self, 0), NULL);
+}
+/* Whether something must be done first that only Python does, or it wants every call. */
+int is_left_to_python(const Binding *binding);
+/* Whether this thread is in the middle of a call: it runs a signal handler, which Python answers; -1: an
+   exception. */
+int is_inside(const Binding *binding);
+
 recorded record(const Binding *binding, const fl_signature *signature, int peer, int flags,
                 PyObject *place);
 /* Wait for the other ranks and do the rest of a collective that has begun. */
 fl_op *finish_collective(Binding *binding, const plain_call *call, ring_call *row);
+/* A collective on this thread, recorded as `shown`: in the library's two steps, 0 where it has none or other
+   calls come first; or through its `run`, 0 with an exception. */
+int run_in_steps(Binding *binding, const plain_call *call, const fl_signature *shown, fl_op **op,
+                 recorded *made);
+int run_at_once(Binding *binding, const plain_call *call, const fl_signature *shown, fl_op **op,
+                recorded *made);
 /* Fetch or raise what became of an operation that has not simply ended well. */
 PyObject *fetch(const Binding *binding, fl_op *op, PyObject *x, PyObject *out, const plain_call *call,
                 recorded made);
 
 PyObject *native_call(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t count);
+
+PyObject *native_object(PyObject *self, PyObject *const *args, Py_ssize_t count);
 
 /* all_to_all with `rows`; NotImplemented as native_call. Where `out` has not as many rows as arrive, the
    result is another array. */
@@ -88,6 +105,7 @@ void fill_message(fl_message *message, const plain_call *call, const fl_site *si
 /* Python names of attributes. */
 int place_names(void);
 int batch_names(void);
+int object_names(void);
 /* (code, instruction, name of our function that it called), or NULL with an exception. */
 PyObject *place_of_caller(Binding *binding);
 /* The same and its site, of which `place` is borrowed; 0 with an exception. */

@@ -46,8 +46,7 @@ static void note_place(Binding *binding, ring_call *row) {
   }
 }
 
-/* Whether something must be done first that only Python does, or it wants every call. */
-static int is_left_to_python(const Binding *binding) {
+int is_left_to_python(const Binding *binding) {
   if (binding->calls->off) return 1;
   for (Py_ssize_t i = 0; i < PyTuple_Size(binding->first); ++i) {
     if (PyObject_Size(PyTuple_GetItem(binding->first, i)) != 0) return 1;
@@ -55,8 +54,7 @@ static int is_left_to_python(const Binding *binding) {
   return 0;
 }
 
-/* Whether this thread is in the middle of a call: it runs a signal handler, which Python answers. */
-static int is_inside(const Binding *binding) {
+int is_inside(const Binding *binding) {
   const unsigned long thread = PyThread_get_thread_ident();
   if (binding->calls->caller == thread) return 1;
   if (PySet_Size(binding->inside) == 0) return 0;
@@ -116,17 +114,15 @@ fl_op *finish_collective(Binding *binding, const plain_call *call, ring_call *ro
   return op;
 }
 
-/* A collective on this thread, in two steps. */
-static PyObject *run_collective(Binding *binding, PyObject *x, PyObject *out, plain_call *call) {
-  if (!binding->begin(binding->group, &call->signature, call->data, call->seconds)) {
-    Py_XDECREF(call->result);
-    Py_RETURN_NOTIMPLEMENTED;
-  }
-  const recorded made = record(binding, &call->signature, -1, 0, NULL);
+int run_in_steps(Binding *binding, const plain_call *call, const fl_signature *shown, fl_op **op,
+                 recorded *made) {
+  if (binding->begin == NULL) return 0;
+  if (!binding->begin(binding->group, &call->signature, call->data, call->seconds)) return 0;
+  *made = record(binding, shown, -1, 0, NULL);
   binding->calls->caller = PyThread_get_thread_ident();
-  fl_op *op = finish_collective(binding, call, made.row);
+  *op = finish_collective(binding, call, made->row);
   binding->calls->caller = 0;
-  return end(binding, op, x, out, call, made);
+  return 1;
 }
 
 /* Let `inside` have this thread, or no longer; 0 with an exception. */
@@ -142,23 +138,34 @@ static void leave(const Binding *binding, PyObject *thread) {
   Py_DECREF(thread);
 }
 
-/* A collective through the library's `run`, on this thread. */
-static PyObject *run(Binding *binding, PyObject *x, PyObject *out, plain_call *call) {
+int run_at_once(Binding *binding, const plain_call *call, const fl_signature *shown, fl_op **op,
+                recorded *made) {
   PyObject *place, *thread = PyLong_FromUnsignedLong(PyThread_get_thread_ident());
   const fl_site *site;
   if (!place_and_site(binding, &place, &site) || !enter(binding, thread)) {
     Py_XDECREF(thread);
-    Py_XDECREF(call->result);
-    return NULL;
+    return 0;
   }
-  const recorded made = record(binding, &call->signature, call->peer, 0, place);
-  fl_op *op;
+  *made = record(binding, shown, -1, 0, place);
   Py_BEGIN_ALLOW_THREADS;
-  op = binding->run(binding->group, &call->signature, call->data, call->output, -1, call->seconds, 0,
-                    site);
+  *op = binding->run(binding->group, &call->signature, call->data, call->output, -1, call->seconds, 0,
+                     site);
   Py_END_ALLOW_THREADS;
   leave(binding, thread);
-  return end(binding, op, x, out, call, made);
+  return 1;
+}
+
+/* A collective on this thread; where there are steps, one that is behind others is left to Python. */
+static PyObject *run_collective(Binding *binding, PyObject *x, PyObject *out, plain_call *call) {
+  fl_op *op;
+  recorded made;
+  const int has_run = binding->begin != NULL
+                          ? run_in_steps(binding, call, &call->signature, &op, &made)
+                          : run_at_once(binding, call, &call->signature, &op, &made);
+  if (has_run) return end(binding, op, x, out, call, made);
+  Py_XDECREF(call->result);
+  if (PyErr_Occurred() != NULL) return NULL;
+  Py_RETURN_NOTIMPLEMENTED;
 }
 
 void fill_message(fl_message *message, const plain_call *call, const fl_site *site) {
@@ -266,10 +273,6 @@ static PyObject *start(Binding *binding, PyObject *x, PyObject *out, plain_call 
   return work;
 }
 
-static Binding *binding_of(PyObject *self) {
-  return PyCapsule_GetPointer(PyTuple_GetItem(self, 0), NULL);
-}
-
 /* Whether it is an all_to_all of unequal parts: there are other verbs of rows, which Python does. */
 static int has_rows(PyObject *const *args) {
   int overflow;
@@ -310,7 +313,6 @@ PyObject *native_call(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   }
   if (is_async) return start(binding, x, out, &call);
   if (call.peer >= 0) return run_message(binding, x, out, &call);
-  if (binding->begin == NULL) return run(binding, x, out, &call);
   return run_collective(binding, x, out, &call);
 }
 

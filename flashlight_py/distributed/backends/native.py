@@ -41,7 +41,7 @@ from flashlight_py.distributed.calls.arrays import require_length, row_bytes
 from flashlight_py.distributed.calls.call import Call, Matched
 from flashlight_py.distributed.calls.call_site import Place, caller, folders, site_of, text_at_site
 from flashlight_py.distributed.failures import abort
-from flashlight_py.distributed.failures.journal import NATIVE, SENDRECV, Journal, Ring
+from flashlight_py.distributed.failures.journal import NATIVE, OBJECTS, SENDRECV, Journal, Ring
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.verbs import ALL_GATHER, BARRIER, GATHER, SCATTER, VERBS, Verb
 from flashlight_py.distributed.work import AllOf, Done, Then, Work
@@ -68,6 +68,7 @@ class NativeBackend(NativeGroup):
     """
 
     steps: tuple[str, ...] = ()  # its functions for calls in steps, if it has them
+    finds_shape = True
     asks_for_sites = False  # whether it asks by itself where a blocking collective was called
 
     def __init__(self, native: ModuleType, store: Store, timeout: float) -> None:
@@ -83,7 +84,7 @@ class NativeBackend(NativeGroup):
         self._step: Callable[..., Any] | None = None  # native code for steps of calls
         self._kept: list[Any] = []  # what the library may write to until its group is freed
 
-    def bind(self, journal: Journal) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def bind(self, journal: Journal) -> tuple[Callable[..., Any], ...]:
         """Let native code read plain arrays by itself; see ``Backend``."""
         if (fast := _native.optional("fast", _SLOWER)) is None:
             return super().bind(journal)
@@ -99,7 +100,7 @@ class NativeBackend(NativeGroup):
         result = native(verb.code, array, None, "sum", 1.0, 0, 0, False, seconds)
         return super().step(verb, array, seconds) if result is NotImplemented else result
 
-    def _bound(self, fast: Any, ring: Ring) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def _bound(self, fast: Any, ring: Ring) -> tuple[Callable[..., Any], ...]:
         fast.verbs(_FLAGS)
         group = self._open("bind")
         self._callers.of_native = ring.header
@@ -181,8 +182,8 @@ class NativeBackend(NativeGroup):
         """Return the Work of the operation ``handle``, an address; it needs all of ``arrays``."""
         x, out, made, *_ = arrays
         result = made
-        if made is None and verb == self.lib.FL_SCATTER:
-            result = SCATTERED
+        if made is None and (NATIVE[verb] in OBJECTS or verb == self.lib.FL_SCATTER):
+            result = GATHERED if NATIVE[verb].ragged else SCATTERED
         elif made is not None and verb in (self.lib.FL_ALL_GATHER, self.lib.FL_GATHER):
             result = GATHERED
         name, op = NATIVE[verb].name, self.ffi.cast("fl_op *", handle)
@@ -328,7 +329,7 @@ class NativeBackend(NativeGroup):
     def _plain(self, call: Call) -> Work:
         """Start a verb that works in place, or whose result has a size that is known here."""
         if call.verb.writes != "result":
-            return self._launch(call)
+            return self._launch(call, result=SCATTERED if call.finds_shape else _ARRAY)
         out = self._result(call, call.verb.shape(call.array.shape, self.size, None))
         return self._launch(call, output=out, result=out)
 
