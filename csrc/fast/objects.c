@@ -148,14 +148,38 @@ static PyObject *short_frame(PyObject *frame) {
   return made;
 }
 
+/* A call of a verb of objects. */
+typedef struct {
+  Binding *binding;
+  int32_t verb, root;
+  PyObject *object; /* borrowed */
+  PyObject *frame;  /* all that this rank has for others, or None */
+  PyObject *given;  /* what of it is in the collective */
+} object_call;
+
+static int gathers(const object_call *call) { return call->verb == ALL_GATHER || call->verb == GATHER; }
+static int is_root(const object_call *call) { return call->binding->rank == call->root; }
+
 /* What has come: memory that `op` has, or `owner`. */
 typedef struct {
   const Binding *binding;
-  fl_op *op;
+  fl_op *op;       /* or NULL */
+  PyObject *owner; /* or NULL; of arrays in it */
   char *data;
   size_t bytes;
-  PyObject *owner; /* of an array in it; or NULL */
 } received;
+
+static void own_array(received *all, PyObject *array) {
+  all->op = NULL;
+  all->owner = array;
+  all->data = data_of(array);
+  all->bytes = (size_t)bytes_of(array);
+}
+
+static void release(received *all) {
+  if (all->op != NULL) all->binding->free(all->op);
+  Py_XDECREF(all->owner);
+}
 
 static void free_op(PyObject *capsule) {
   void (*function)(fl_op *) = (void (*)(fl_op *))PyCapsule_GetContext(capsule);
@@ -178,31 +202,21 @@ static PyObject *part_of(received *all, char *data, int64_t bytes) {
   return array;
 }
 
-/* Look at the next frame: where its buffers begin, and where what was pickled does. */
-static const frame_head *read_frame(char **at, char **buffers, char **pickle) {
-  const frame_head *head = (const frame_head *)*at;
+static PyObject *unpickled(received *all, const frame_head *head, char *at) {
   const int64_t *lengths = (const int64_t *)(head + 1);
-  *buffers = *pickle = (char *)lengths + padded(8 * (int64_t)head->buffers);
-  for (int i = 0; i < head->buffers; ++i) *pickle += padded(lengths[i]);
-  *at = *pickle + padded(head->bytes);
-  return head;
-}
-
-static PyObject *unpickled(received *all, const frame_head *head, char *buffers, char *pickle) {
-  const int64_t *lengths = (const int64_t *)(head + 1);
-  PyObject *views = PyList_New(0);
+  PyObject *views = head->buffers == 0 ? NULL : PyList_New(0), *options = NULL, *object = NULL;
   for (int i = 0; views != NULL && i < head->buffers; ++i) {
-    PyObject *array = part_of(all, buffers, lengths[i]);
+    PyObject *array = part_of(all, at, lengths[i]);
     PyObject *view = array == NULL ? NULL : PyMemoryView_FromObject(array);
     if (view == NULL || PyList_Append(views, view) < 0) Py_CLEAR(views);
     Py_XDECREF(view);
     Py_XDECREF(array);
-    buffers += padded(lengths[i]);
+    at += padded(lengths[i]);
   }
-  PyObject *content = PyMemoryView_FromMemory(pickle, (Py_ssize_t)head->bytes, READ_ONLY);
+  PyObject *content = PyMemoryView_FromMemory(at, (Py_ssize_t)head->bytes, READ_ONLY);
   PyObject *given = content == NULL ? NULL : PyTuple_Pack(1, content);
-  PyObject *options = views == NULL ? NULL : Py_BuildValue("{OO}", name_buffers, views);
-  PyObject *object = given && options ? PyObject_Call(loads, given, options) : NULL;
+  if (views != NULL) options = Py_BuildValue("{OO}", name_buffers, views);
+  if (given && (options || head->buffers == 0)) object = PyObject_Call(loads, given, options);
   Py_XDECREF(content);
   Py_XDECREF(given);
   Py_XDECREF(options);
@@ -210,22 +224,30 @@ static PyObject *unpickled(received *all, const frame_head *head, char *buffers,
   return object;
 }
 
-/* The list of what has come, in the order of ranks, with `own` in its place, or of the one object; None where
-   that is for others alone; NULL with an exception, or without one where not all has come, or one rank had
-   nothing. */
-static PyObject *objects_of(received *all, int verb, int rank, int root, PyObject *own) {
-  const int gathers = verb == ALL_GATHER || verb == GATHER, wanted = verb != GATHER || rank == root;
-  char *at = all->data, *end = gathers ? at + all->bytes : at + 1, *buffers, *pickle;
+/* The list of what has come, in the order of ranks, with the rank's own object in its place, or of the one
+   object; None where that is for others alone; NULL with an exception, or without one where not all has
+   come, or one rank had nothing. */
+static PyObject *objects_of(const object_call *call, received *all) {
+  const int several = gathers(call), wanted = call->verb != GATHER || is_root(call);
+  char *at = all->data, *end = several ? at + all->bytes : at + 1;
   PyObject *list = PyList_New(0);
   for (int r = 0; list != NULL && at < end; ++r) {
-    const frame_head *head = read_frame(&at, &buffers, &pickle);
+    const frame_head *head = (const frame_head *)at;
+    const int64_t *lengths = (const int64_t *)(head + 1);
+    char *buffers = (char *)lengths + padded(8 * (int64_t)head->buffers);
+    at = buffers + padded(head->bytes);
+    for (int i = 0; i < head->buffers; ++i) at += padded(lengths[i]);
     if (head->kind != CONTENT) {
       Py_CLEAR(list);
     } else if (wanted) {
-      const int is_own = r == rank && gathers;
-      PyObject *object = is_own ? own : unpickled(all, head, buffers, pickle);
+      PyObject *object = call->object;
+      if (several && r == call->binding->rank) {
+        Py_INCREF(object);
+      } else {
+        object = unpickled(all, head, buffers);
+      }
       if (object == NULL || PyList_Append(list, object) < 0) Py_CLEAR(list);
-      if (!is_own) Py_XDECREF(object);
+      Py_XDECREF(object);
     }
   }
   if (list == NULL || wanted) return list;
@@ -235,131 +257,156 @@ static PyObject *objects_of(received *all, int verb, int rank, int root, PyObjec
 
 /* All of what has come, for Python, the number of the call and this rank's frame; after an exception the
    same: it raises another one, in its words. */
-static PyObject *left_over(received *all, uint64_t id, PyObject *frame) {
+static PyObject *left_over(const object_call *call, received *all, uint64_t id) {
   if (PyErr_Occurred() != NULL && !PyErr_ExceptionMatches(PyExc_Exception)) return NULL;
   PyErr_Clear();
   PyObject *array = part_of(all, all->data, (int64_t)all->bytes);
-  return array == NULL ? NULL : Py_BuildValue("(NKO)", array, (unsigned long long)id, frame);
+  if (array == NULL) return NULL;
+  return Py_BuildValue("(NKO)", array, (unsigned long long)id, call->frame);
+}
+
+/* What the library runs: of this rank's frame, or of FL_ANY where that is None. */
+static plain_call call_of(const object_call *call) {
+  static const int verbs[] = {FL_BROADCAST, FL_ALL_GATHER, FL_ALL_GATHER, FL_SCATTER};
+  plain_call step;
+  memset(&step, 0, sizeof step);
+  fl_signature *s = &step.signature;
+  s->verb = verbs[call->verb - BROADCAST];
+  s->part_of = 1 + call->verb - BROADCAST;
+  s->scale = 1.0;
+  s->root = gathers(call) ? 0 : call->root;
+  s->ndim = FL_ANY;
+  step.peer = -1;
+  step.seconds = call->binding->seconds;
+  if (call->given == Py_None) return step;
+  s->dtype = CODE_UINT8;
+  s->itemsize = 1;
+  s->ndim = 1;
+  s->count = s->shape[0] = bytes_of(call->given) / (call->verb == SCATTER ? call->binding->size : 1);
+  step.data = data_of(call->given);
+  return step;
+}
+
+static fl_signature shown_of(const object_call *call) {
+  fl_signature shown;
+  memset(&shown, 0, sizeof shown);
+  shown.verb = call->verb;
+  shown.root = call->root;
+  shown.ndim = FL_ANY;
+  shown.count = call->frame == Py_None ? 0 : bytes_of(call->frame);
+  shown.itemsize = 1;
+  return shown;
+}
+
+/* The array that is filled where all ranks give as much as this one, as they often do; NULL with an
+   exception. */
+static PyObject *room_for(const object_call *call, plain_call *step) {
+  PyObject *room = new_bytes(call->binding->size * bytes_of(call->given));
+  if (room == NULL) return NULL;
+  step->room = (fl_room){data_of(room), (size_t)bytes_of(room)};
+  step->output = &step->room;
+  return room;
+}
+
+/* Do it, and find what has come: of the root's own nothing. 0 with an exception. */
+static int run(const object_call *call, received *all, recorded *made) {
+  Binding *binding = call->binding;
+  plain_call step = call_of(call);
+  const fl_signature shown = shown_of(call);
+  PyObject *room = gathers(call) ? room_for(call, &step) : NULL;
+  if (room == NULL && PyErr_Occurred() != NULL) return 0;
+  fl_op *op;
+  int has_run = run_in_steps(binding, &step, &shown, &op, made);
+  if (!has_run) {
+    step.output = NULL; /* which the library may read later */
+    Py_CLEAR(room);
+    has_run = run_at_once(binding, &step, &shown, &op, made);
+  }
+  if (!has_run) return 0;
+  if (op == NULL) {
+    if (room != NULL) own_array(all, room);
+    return 1;
+  }
+  Py_XDECREF(room);
+  if (binding->wait(op, 0) == FL_OK) {
+    all->op = op;
+    all->data = binding->output(op, &all->bytes);
+    return 1;
+  }
+  step.signature.verb = call->verb;
+  if (!gathers(call) && is_root(call)) step.result = call->given;
+  PyObject *array = fetch(binding, op, call->given, Py_None, &step, *made);
+  if (array != NULL) own_array(all, array);
+  return array != NULL;
 }
 
 static PyObject *list_of(PyObject *object) {
   PyObject *list = PyList_New(0);
-  if (list != NULL && PyList_Append(list, object) < 0) Py_CLEAR(list);
+  if (list != NULL && (object == NULL || PyList_Append(list, object) < 0)) Py_CLEAR(list);
   return list;
 }
 
-static PyObject *made_of(received *all, int verb, int root, PyObject *own, PyObject *frame, recorded made) {
-  const Binding *binding = all->binding;
-  if (made.row->id == made.id && verb == BROADCAST) made.row->bytes = (int64_t)all->bytes;
-  PyObject *result = objects_of(all, verb, binding->rank, root, own);
-  if (result == NULL) result = left_over(all, made.id, frame);
-  if (all->op != NULL) binding->free(all->op);
-  Py_XDECREF(all->owner);
+static PyObject *result_of(const object_call *call) {
+  received all = {.binding = call->binding};
+  recorded made = {NULL, 0};
+  PyObject *result = NULL;
+  if (run(call, &all, &made)) {
+    if (!gathers(call) && is_root(call)) {
+      const int own = call->binding->rank;
+      result = list_of(call->verb == SCATTER ? PyList_GetItem(call->object, own) : call->object);
+    } else {
+      if (call->verb == BROADCAST && made.row->id == made.id) made.row->bytes = (int64_t)all.bytes;
+      result = objects_of(call, &all);
+      if (result == NULL) result = left_over(call, &all, made.id);
+    }
+  }
+  release(&all);
+  if (made.row != NULL) ring_end(made.row, made.id, result == NULL);
   return result;
 }
 
-/* The result of a call that has ended, or that `op` describes. `given` is what this rank has given, or
-   None, and `frame` all that it has. */
-static PyObject *end(const Binding *binding, fl_op *op, int verb, PyObject *own, PyObject *frame,
-                     PyObject *given, plain_call *call, recorded made) {
-  const int is_known = (verb == BROADCAST || verb == SCATTER) && binding->rank == call->signature.root;
-  const int root = call->signature.root;
-  received all = {binding, op, NULL, 0, NULL};
-  if (op != NULL && binding->wait(op, 0) == FL_OK) {
-    all.data = binding->output(op, &all.bytes);
-  } else if (op != NULL) {
-    call->signature.verb = verb;
-    call->result = is_known ? given : NULL;
-    all.op = NULL;
-    all.owner = fetch(binding, op, given, Py_None, call, made);
-    if (all.owner == NULL) return NULL;
-    all.data = data_of(all.owner);
-    all.bytes = (size_t)bytes_of(all.owner);
+/* Pickle what this rank has for others. 0: it cannot be, or Python must do it. */
+static int pickle_own(object_call *call) {
+  if (!gathers(call) && !is_root(call)) {
+    Py_INCREF(Py_None);
+    call->frame = Py_None;
+  } else {
+    call->frame = call->verb == SCATTER ? frames_of(call->object, call->binding->size)
+                                        : frame_of(call->object);
   }
-  if (!is_known) return made_of(&all, verb, root, own, frame, made);
-  if (all.op != NULL) binding->free(all.op);
-  Py_XDECREF(all.owner);
-  return list_of(verb == SCATTER ? PyList_GetItem(own, binding->rank) : own);
-}
-
-/* What the library runs: of this rank's frame, or of FL_ANY where that is None. */
-static plain_call call_of(const Binding *binding, int verb, int root, PyObject *given) {
-  static const int verbs[] = {FL_BROADCAST, FL_ALL_GATHER, FL_ALL_GATHER, FL_SCATTER};
-  plain_call call;
-  memset(&call, 0, sizeof call);
-  fl_signature *s = &call.signature;
-  s->verb = verbs[verb - BROADCAST];
-  s->part_of = 1 + verb - BROADCAST;
-  s->scale = 1.0;
-  s->root = s->verb == FL_ALL_GATHER ? 0 : root;
-  s->ndim = FL_ANY;
-  call.peer = -1;
-  call.seconds = binding->seconds;
-  if (given == Py_None) return call;
-  s->dtype = CODE_UINT8;
-  s->itemsize = 1;
-  s->ndim = 1;
-  s->count = s->shape[0] = bytes_of(given) / (verb == SCATTER ? binding->size : 1);
-  call.data = data_of(given);
-  return call;
-}
-
-static PyObject *run(Binding *binding, int verb, PyObject *object, int root, PyObject *frame,
-                     PyObject *given) {
-  plain_call call = call_of(binding, verb, root, given);
-  fl_signature shown = call.signature;
-  shown.verb = verb;
-  shown.root = root;
-  shown.ndim = FL_ANY;
-  shown.count = frame == Py_None ? 0 : bytes_of(frame);
-  shown.itemsize = 1;
-  fl_op *op;
-  recorded made;
-  if (!run_in_steps(binding, &call, &shown, &op, &made) &&
-      !run_at_once(binding, &call, &shown, &op, &made)) {
-    return NULL;
-  }
-  PyObject *result = end(binding, op, verb, object, frame, given, &call, made);
-  ring_end(made.row, made.id, result == NULL);
-  return result;
+  if (call->frame == NULL) return 0;
+  const int is_long = call->verb == GATHER && bytes_of(call->frame) > SHORT_BYTES;
+  call->given = is_long ? short_frame(call->frame) : call->frame;
+  if (!is_long) Py_INCREF(call->given);
+  return call->given != NULL;
 }
 
 /* native_object(verb, object, root): the list of the objects that have come; None where they are the root's;
    (array of frames, number of the call, this rank's frame or None) where Python must go on; NotImplemented,
    and nothing has happened, where it must do all of it. */
 PyObject *native_object(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-  Binding *binding = binding_of(self);
-  if (binding == NULL) return NULL;
+  object_call call = {.binding = binding_of(self)};
+  if (call.binding == NULL) return NULL;
   if (count != 3) {
     PyErr_SetString(PyExc_TypeError, "expected (verb, object, root)");
     return NULL;
   }
-  int32_t verb, root;
-  const int inside = is_inside(binding);
+  const int inside = is_inside(call.binding);
   if (inside < 0) return NULL;
-  if (inside || is_left_to_python(binding) || !plain_int(args[0], SCATTER, &verb) ||
-      verb < BROADCAST || !plain_int(args[2], binding->size - 1, &root)) {
+  if (inside || is_left_to_python(call.binding) || !plain_int(args[0], SCATTER, &call.verb) ||
+      call.verb < BROADCAST || !plain_int(args[2], call.binding->size - 1, &call.root)) {
     Py_RETURN_NOTIMPLEMENTED;
   }
-  PyObject *frame = Py_None;
-  if (verb == ALL_GATHER || verb == GATHER || binding->rank == root) {
-    frame = verb == SCATTER ? frames_of(args[1], binding->size) : frame_of(args[1]);
-  } else {
-    Py_INCREF(frame);
-  }
-  if (frame == NULL) {
-    if (PyErr_Occurred() != NULL && !PyErr_ExceptionMatches(PyExc_Exception)) return NULL;
+  call.object = args[1];
+  PyObject *result = NULL;
+  if (pickle_own(&call)) {
+    result = result_of(&call);
+  } else if (PyErr_Occurred() == NULL || PyErr_ExceptionMatches(PyExc_Exception)) {
     PyErr_Clear();
-    Py_RETURN_NOTIMPLEMENTED;
+    Py_INCREF(Py_NotImplemented);
+    result = Py_NotImplemented;
   }
-  PyObject *given = frame;
-  if (verb == GATHER && bytes_of(frame) > SHORT_BYTES) {
-    given = short_frame(frame);
-  } else {
-    Py_INCREF(given);
-  }
-  PyObject *result = given == NULL ? NULL : run(binding, verb, args[1], root, frame, given);
-  Py_XDECREF(given);
-  Py_DECREF(frame);
+  Py_XDECREF(call.frame);
+  Py_XDECREF(call.given);
   return result;
 }
