@@ -46,6 +46,11 @@ typedef struct {
   void (*deliver)(void *, fl_op **);
   PyObject *ended;   /* called with what is to be raised, or fetched */
   PyObject *started; /* called with an operation that runs; returns the Work */
+  PyObject *together; /* makes one Work of a list of them */
+  PyObject *forked;  /* called with a verb's code, raises: another process has started it */
+  PyObject *work;    /* the type of light Works: see works.c */
+  PyObject *running; /* a dictionary whose keys are Works that may not have ended */
+  Py_ssize_t most_running; /* when they are looked at next */
   PyObject *here;    /* returns the address of the fl_site of user code */
   PyObject *memory;  /* an array: the ring */
   ring *calls;
@@ -95,11 +100,25 @@ PyObject *native_object(PyObject *self, PyObject *const *args, Py_ssize_t count)
    result is another array. */
 PyObject *native_uneven(Binding *binding, PyObject *x, PyObject *out, PyObject *rows);
 
-/* Begin the messages of `ops`, a list of P2POp: a list of their arrays, or Works of those that go on;
-   NotImplemented as native_call. */
-PyObject *native_batch(Binding *binding, PyObject *ops);
-PyObject *work_for(const Binding *binding, fl_op *op, const plain_call *call, PyObject *x, PyObject *out,
-                   PyObject *result, PyObject *room, uint64_t id);
+/* An operation that has been started and recorded; `op` is NULL where it has ended well. */
+typedef struct {
+  fl_op *op;
+  uint64_t id;
+  int32_t verb, root, peer; /* `root` is the tag of a message */
+} started_op;
+
+/* The Work of one that Python is to look after, with all that it uses. Where a signal handler raises
+   meanwhile, nobody may have what the operation still writes to: that stays for ever. */
+PyObject *work_for(const Binding *binding, fl_op *op, const started_op *one, PyObject *x, PyObject *out,
+                   PyObject *result, PyObject *room);
+/* A light Work: of one operation (`count` is 0) with its `result`, `kept` a tuple of its array, its `out` and
+   its room; or of `count` messages, `result` the list of their arrays: then it takes over `ops`, which
+   PyMem_Free frees. */
+PyObject *make_work(PyObject *owner, started_op *ops, int count, PyObject *result, PyObject *kept);
+PyObject *work_type(void);
+
+/* Begin the messages of `ops`, a list of P2POp: their Work; NotImplemented as native_call. */
+PyObject *native_batch(PyObject *self, PyObject *ops);
 void fill_message(fl_message *message, const plain_call *call, const fl_site *site);
 
 /* Python names of attributes. */

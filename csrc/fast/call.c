@@ -227,14 +227,11 @@ static PyObject *run_message(Binding *binding, PyObject *x, PyObject *out, plain
   return end(binding, op, x, out, call, made);
 }
 
-/* The Work of an operation that has been started, or the result of one that has ended. Where a signal
-   handler raises meanwhile, nobody may have what the operation still writes to: that stays for ever. */
-PyObject *work_for(const Binding *binding, fl_op *op, const plain_call *call, PyObject *x, PyObject *out,
-                   PyObject *result, PyObject *room, uint64_t id) {
-  const fl_signature *s = &call->signature;
+PyObject *work_for(const Binding *binding, fl_op *op, const started_op *one, PyObject *x, PyObject *out,
+                   PyObject *result, PyObject *room) {
   PyObject *work = PyObject_CallFunction(
-      binding->started, "KiOOOOiiK", (unsigned long long)(uintptr_t)op, (int)s->verb, x, out, result, room,
-      (int)s->root, call->peer, (unsigned long long)id);
+      binding->started, "KiOOOOiiK", (unsigned long long)(uintptr_t)op, (int)one->verb, x, out, result, room,
+      (int)one->root, (int)one->peer, (unsigned long long)one->id);
   if (work == NULL && op != NULL) {
     PyObject *const used[] = {x, out, result, room};
     for (int i = 0; i < 4; ++i) Py_INCREF(used[i]);
@@ -243,7 +240,8 @@ PyObject *work_for(const Binding *binding, fl_op *op, const plain_call *call, Py
 }
 
 /* Through `run` without waiting: a Work, in which everything lives that the operation uses. */
-static PyObject *start(Binding *binding, PyObject *x, PyObject *out, plain_call *call) {
+static PyObject *start(PyObject *self, PyObject *x, PyObject *out, plain_call *call) {
+  Binding *binding = binding_of(self);
   const fl_signature *s = &call->signature;
   PyObject *place, *room = Py_None;
   const fl_site *site;
@@ -266,8 +264,16 @@ static PyObject *start(Binding *binding, PyObject *x, PyObject *out, plain_call 
   } else {
     binding->stamp(op, &made.row->ended, -(int64_t)made.id);
   }
-  PyObject *result = call->result == NULL ? Py_None : call->result;
-  PyObject *work = work_for(binding, op, call, x, out, result, room, made.id);
+  PyObject *result = call->result == NULL ? Py_None : call->result, *work = NULL;
+  started_op one = {op, made.id, s->verb, s->root, call->peer};
+  const int makes_result = s->verb == FL_GATHER || s->verb == FL_ALL_GATHER || s->verb == FL_SCATTER;
+  if (op != NULL && makes_result) {
+    work = work_for(binding, op, &one, x, out, result, room);
+  } else {
+    PyObject *kept = PyTuple_Pack(3, x, out, room);
+    if (kept != NULL) work = make_work(self, &one, 0, result, kept);
+    Py_XDECREF(kept);
+  }
   Py_XDECREF(call->result);
   if (room != Py_None) Py_DECREF(room);
   return work;
@@ -311,13 +317,13 @@ PyObject *native_call(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     call.result = call.signature.verb == FL_SEND && !is_async ? Py_None : x;
     Py_INCREF(call.result);
   }
-  if (is_async) return start(binding, x, out, &call);
+  if (is_async) return start(self, x, out, &call);
   if (call.peer >= 0) return run_message(binding, x, out, &call);
   return run_collective(binding, x, out, &call);
 }
 
-/* native_sendrecv(x, dst, out, src, tag, recv_tag): out, or NotImplemented; native_sendrecv(ops): a list of
-   what each has become. */
+/* native_sendrecv(x, dst, out, src, tag, recv_tag): out, or NotImplemented; native_sendrecv(ops): the Work of
+   all of them. */
 PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   Binding *binding = binding_of(self);
   plain_call sent, received;
@@ -329,7 +335,7 @@ PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t coun
   if (is_left_to_python(binding)) Py_RETURN_NOTIMPLEMENTED;
   const int inside = is_inside(binding);
   if (inside < 0) return NULL;
-  if (count == 1 && !inside) return native_batch(binding, args[0]);
+  if (count == 1 && !inside) return native_batch(self, args[0]);
   const int rank = binding->rank, size = binding->size;
   if (inside || !plain_message(FL_SEND, args[0], args[1], args[4], rank, size, &sent) ||
       !plain_message(FL_RECV, args[2], args[3], args[5], rank, size, &received) ||

@@ -41,10 +41,11 @@ static int parse(PyObject *args, Binding *binding) {
   unsigned long long group, run, exchange, stamp, wait, signatures, output, free_op;
   unsigned long long begin, ready, finish, post, deliver;
   PyObject *owner;
-  if (!PyArg_ParseTuple(args, "KOiid(KKKKKKKKKKKK)(OOO)O!O!O!O!O!", &group, &owner, &binding->rank,
+  if (!PyArg_ParseTuple(args, "KOiid(KKKKKKKKKKKK)(OOO)(OOOO!)O!O!O!O!O!", &group, &owner, &binding->rank,
                         &binding->size, &binding->seconds, &run, &exchange, &stamp,
                         &wait, &signatures, &output, &free_op, &begin, &ready,
-                        &finish, &post, &deliver, &binding->ended, &binding->started, &binding->here, &PyArray_Type,
+                        &finish, &post, &deliver, &binding->ended, &binding->started, &binding->here,
+                        &binding->together, &binding->forked, &binding->work, &PyDict_Type, &binding->running, &PyArray_Type,
                         &binding->memory, &PyList_Type, &binding->notes, &PyTuple_Type, &binding->folders,
                         &PySet_Type, &binding->inside, &PyTuple_Type, &binding->first)) {
     return 0;
@@ -67,8 +68,8 @@ static int parse(PyObject *args, Binding *binding) {
 
 /* bind(group, owner, rank, size, seconds,
    (run, exchange, stamp, wait, signatures, output, free, begin, ready, finish, post, deliver),
-   (ended, started, here), memory, notes, folders, inside, first): (native, native_sendrecv,
-   native_object). The group and the library's functions are addresses; `owner` keeps the group. */
+   (ended, started, here), (together, forked, work, running), memory, notes, folders, inside, first):
+   (native, native_sendrecv, native_object). The group and the library's functions are addresses; `owner` keeps the group. */
 static PyObject *bind(PyObject *module, PyObject *args) {
   (void)module;
   Binding *binding = calloc(1, sizeof *binding);
@@ -121,5 +122,9 @@ static struct PyModuleDef definition = {
 PyMODINIT_FUNC PyInit__fast(void) {
   import_array();
   if (!plain_names() || !place_names() || !batch_names() || !object_names()) return NULL;
-  return PyModule_Create(&definition);
+  PyObject *module = PyModule_Create(&definition), *type = work_type();
+  if (module != NULL && type != NULL && PyModule_AddObject(module, "Started", type) == 0) return module;
+  Py_XDECREF(type);
+  Py_XDECREF(module);
+  return NULL;
 }

@@ -36,12 +36,20 @@ from flashlight_py.distributed.backends.native_work import (
     SCATTERED,
     NativeWork,
     freed_by,
+    light_work,
 )
 from flashlight_py.distributed.calls.arrays import require_length, row_bytes
 from flashlight_py.distributed.calls.call import Call, Matched
 from flashlight_py.distributed.calls.call_site import Place, caller, folders, site_of, text_at_site
 from flashlight_py.distributed.failures import abort
-from flashlight_py.distributed.failures.journal import NATIVE, OBJECTS, SENDRECV, Journal, Ring
+from flashlight_py.distributed.failures.journal import (
+    NATIVE,
+    OBJECTS,
+    SENDRECV,
+    Journal,
+    Ring,
+    forked,
+)
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.verbs import ALL_GATHER, BARRIER, GATHER, SCATTER, VERBS, Verb
 from flashlight_py.distributed.work import AllOf, Done, Then, Work
@@ -50,6 +58,7 @@ from flashlight_py.errors import DistributedError, GroupClosedError
 _MESSAGE_BYTES = 1024
 _ARRAY = object()
 
+_LEAST_RUNNING = 8  # operations, before it is looked which have ended
 _SLOWER = "small calls take some microseconds longer"
 
 # What csrc/fast/plain.h wants to know of each verb, by its code.
@@ -77,6 +86,7 @@ class NativeBackend(NativeGroup):
         self._reason = self.ffi.new("char[]", _MESSAGE_BYTES), _MESSAGE_BYTES
         abort.watch(self)
         self._sites: dict[Place, Any] = {}
+        self._most_running = _LEAST_RUNNING
         self._run_there = self._function("run")
         self._next = Describer(native)  # the call that this thread is about to make
         self._callers = Callers(self.name)
@@ -113,6 +123,7 @@ class NativeBackend(NativeGroup):
             *(self._address_of(group), group, self.rank, self.size, self.timeout),
             (*functions, *((0,) * 5 if not self.steps else ())),
             (self._native_ended, self._native_started, self._native_here),
+            (AllOf, _raise_forked, light_work(fast), self._running),
             *(ring.memory, ring.notes, folders(), self._callers.threads),
             (self._first, dropped),
         )
@@ -271,10 +282,12 @@ class NativeBackend(NativeGroup):
         The library writes into them whether or not anybody keeps the Work, also after Ctrl-C has
         ended a blocking wait for it.
         """
-        for other in list(self._running):
-            if other.is_completed():
-                self.forget(other)
         self._running[work] = None
+        if len(self._running) > self._most_running:
+            for other in list(self._running):
+                if other.is_completed():
+                    self.forget(other)
+            self._most_running = max(_LEAST_RUNNING, 2 * len(self._running))
 
     def _seconds(self, call: Call) -> float:
         return self.timeout if call.seconds is None else call.seconds
@@ -478,6 +491,10 @@ class NativeBackend(NativeGroup):
             self._first.clear()
             self._function("close")(group)
         self._running.clear()
+
+
+def _raise_forked(code: int) -> None:
+    raise forked(NATIVE[code].name)
 
 
 def _keep(call: Call, number: int | None) -> None:

@@ -55,6 +55,12 @@ def keeping(ffi: Any, pointer: Any, kept: object) -> Any:
     return freed_by(ffi, pointer, id, kept)  # which does nothing
 
 
+@functools.cache
+def light_work(fast: Any) -> Any:
+    """Return the class of Works that ``fast``, the native code, makes by itself."""
+    return type("LightWork", (fast.Started, Work), {"__slots__": (), "__module__": __name__})
+
+
 class NativeWork(Work):
     """A handle on a native operation; keeps the arrays alive that it works on.
 
