@@ -7,14 +7,13 @@ processes of one job and one user. Objects travel as bytes through the group's N
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.api.verb_call import Group, refusing
-from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.exchange import (
     LATER,
     PROBLEM,
@@ -37,15 +36,14 @@ __all__ = ["all_gather_object", "broadcast_object", "gather_object", "scatter_ob
 
 T = TypeVar("T")
 
-# csrc/fast/objects.c has the same numbers. Buffers of at least so many bytes are not copied into
-# the pickle, nor out of what has come.
-_APART_BYTES = 4096
-# What is longer goes to the root of a gather alone, in a second collective.
+# What is longer goes to the root of a gather alone, in a second collective; csrc/fast/objects.c has
+# the same numbers.
 _SHORT_BYTES = 1024
 # A scatter fills up short frames unless that is so much, and more than the frames.
 _MOST_PADDING = 65536
 # So much of why an object cannot be pickled.
 _WORDS_BYTES = _SHORT_BYTES - 64
+_NOTHING = np.empty(0, np.uint8)
 
 
 def broadcast_object(obj: Any = None, root: int = 0, group: Group = None) -> Any:
@@ -90,7 +88,7 @@ def gather_object(obj: T, root: int = 0, group: Group = None) -> list[T] | None:
         ValueError: ``root`` is no rank of the group.
         TypeError, DistributedError: as for :func:`all_gather_object`.
     """
-    return cast("list[T] | None", _moved(GATHER_OBJECT, obj, root, group))
+    return _moved(GATHER_OBJECT, obj, root, group)
 
 
 def scatter_object(objs: Sequence[Any] | None = None, root: int = 0, group: Group = None) -> Any:
@@ -105,32 +103,10 @@ def scatter_object(objs: Sequence[Any] | None = None, root: int = 0, group: Grou
     return _moved(SCATTER_OBJECT, objs, root, group)[0]
 
 
-class _Verb(NamedTuple):
-    """A call of a verb of objects, and the frames that this rank has for the others."""
-
-    members: Membership
-    row: Verb
-    given: Any
-    root: int
-    mine: list[Array]
-
-    @property
-    def is_root(self) -> bool:
-        return self.members.rank == self.root
-
-    @property
-    def gathers(self) -> bool:
-        return self.row.ragged
-
-    @property
-    def backend(self) -> Backend:
-        return Steps(self.members.backend(), self.row.name)
-
-
-def _moved(row: Verb, given: Any, root: Any, group: Group) -> Any:
+def _moved(verb: Verb, given: Any, root: Any, group: Group) -> Any:
     """Return the list of what comes to this rank, which has ``given``; None: nothing does."""
     try:
-        come = native_object(group)(row.code, given, root)
+        come = native_object(group)(verb.code, given, root)
     except BaseException as error:
         if not isinstance(error, Exception):  # as objects were pickled, or made again
             of(group).end(error)
@@ -138,152 +114,143 @@ def _moved(row: Verb, given: Any, root: Any, group: Group) -> Any:
     if come is None or type(come) is list:
         return come
     members = of(group)
-    with refusing(members, row.name):
+    with refusing(members, verb.name):
         if come is NotImplemented:
-            return _from_the_beginning(members, row, given, root)
+            return _from_the_beginning(members, verb, given, root)
         first, number, frame = come
         try:
-            mine = [] if frame is None else [frame]
-            return _arrived(_Verb(members, row, given, root, mine), first)
+            return _Move(members, verb, given, root, [] if frame is None else [frame]).end(first)
         except BaseException as error:
             members.journal.failed(number, error)
             raise
 
 
-def _from_the_beginning(members: Membership, row: Verb, given: Any, root: Any) -> Any:
-    where = check_rank(members.size, row.name, "root", root) if row.rooted else 0
-    mine: list[Array] = []
-    if row is SCATTER_OBJECT and members.rank == where:
-        given = _one_each(members, given)
-        mine = _packed(given)
-    elif row.ragged or members.rank == where:
-        mine = _packed([given])
-    call = _Verb(members, row, given, where, mine)
-    with members.journal.recording(row.name, root=where if row.rooted else None) as record:
+def _from_the_beginning(members: Membership, verb: Verb, given: Any, root: Any) -> Any:
+    root = check_rank(members.size, verb.name, "root", root) if verb.rooted else 0
+    gives, mine = verb.ragged or members.rank == root, list[Array]()
+    if gives and verb is SCATTER_OBJECT:
+        got, given = given, list(() if given is None else given)
+        if len(given) != members.size:
+            raise ValueError(
+                f"scatter_object: rank {root} is the root and must pass one object for each of the "
+                f"{members.size} ranks, got {'None' if got is None else len(given)}"
+            )
+        mine = _pickled(given)
+    elif gives:
+        mine = _pickled([given])
+    move = _Move(members, verb, given, root, mine)
+    with members.journal.recording(verb.name, root=root if verb.rooted else None) as record:
         record.size = sum(frame.size for frame in mine)
-        first = _first(call)
-        if row is BROADCAST_OBJECT:
+        first = move.begin()
+        if verb is BROADCAST_OBJECT:
             record.size = first.size
-        return _arrived(call, first)
+        return move.end(first)
 
 
-def _one_each(members: Membership, objs: Sequence[Any] | None) -> list[Any]:
-    given = list(() if objs is None else objs)
-    if len(given) != members.size:
-        got = "None" if objs is None else len(given)
-        raise ValueError(
-            f"scatter_object: rank {members.rank} is the root and must pass one object for each of "
-            f"the {members.size} ranks, got {got}"
+def _pickled(objs: Sequence[Any]) -> list[Array]:
+    """Return the frame of each object; if one cannot be pickled each says why."""
+    try:
+        return [Frame(pickle.dumps(obj, 5)).pack() for obj in objs]
+    except Exception as error:  # noqa: BLE001  (__reduce__ may raise anything; every rank raises it)
+        words = f"{type(error).__name__}: {error}".encode(errors="backslashreplace")
+        return [Frame(words[:_WORDS_BYTES], PROBLEM).pack()] * len(objs)
+
+
+class _Move:
+    """A call of ``verb`` on this rank, which has the frames ``mine`` for others.
+
+    It is one collective. What a backend or a root cannot take so is announced, and a second one
+    brings it.
+    """
+
+    def __init__(
+        self, members: Membership, verb: Verb, given: Any, root: int, mine: list[Array]
+    ) -> None:
+        self._members, self._verb, self._given, self._root = members, verb, given, root
+        self._mine, self._backend = mine, Steps(members.backend(), verb.name)
+        self._sources = range(members.size) if verb.ragged else range(root, root + 1)
+
+    def begin(self) -> Array:
+        """Return the frames of the first collective, which mostly is the only one."""
+        verb, mine, root = self._verb, self._mine, self._root
+        if verb is SCATTER_OBJECT:
+            return self._come(Call(SCATTER, _rows(mine) if mine else None, root=root))
+        frame = mine[0] if mine else None
+        if verb is BROADCAST_OBJECT and self._backend.finds_shape:
+            return self._come(Call(BROADCAST, frame, root=root))
+        if frame is not None and verb is not ALL_GATHER_OBJECT and frame.size > _SHORT_BYTES:
+            frame = _announced(frame)
+        return self._come(Call(ALL_GATHER, _NOTHING if frame is None else frame))
+
+    def end(self, first: Array) -> list[Any] | None:
+        """Return the objects of the ``first`` frames, and of what comes later."""
+        rank, frames = self._members.rank, read_frames(first, most=len(self._sources))
+        self._raise_problems(frames)
+        if any(frame.kind == LATER for frame in frames):
+            later = iter(read_frames(self._later(frames[0])))
+            frames = [next(later, frame) if frame.kind == LATER else frame for frame in frames]
+        if self._verb is GATHER_OBJECT and rank != self._root:
+            return None
+        own = self._given[rank] if self._verb is SCATTER_OBJECT and self._mine else self._given
+        pairs = zip(self._sources, frames, strict=True)
+        return [own if source == rank else self._object(frame, source) for source, frame in pairs]
+
+    def _later(self, first: Frame) -> Array:
+        """Return the frames that were announced, where they are wanted."""
+        verb, mine = self._verb, self._mine
+        if verb is SCATTER_OBJECT:
+            lengths = [frame.size for frame in mine] or [0] * self._members.size
+            return self._come(Call(ALL_TO_ALL, np.concatenate([_NOTHING, *mine]), rows=lengths))
+        if verb is GATHER_OBJECT:
+            long = mine[0] if mine[0].size > _SHORT_BYTES else _NOTHING
+            return self._come(Call(GATHER, long, root=self._root))
+        length = int(np.frombuffer(first.content, np.int64)[0])
+        whole = mine[0] if mine else np.empty(length, np.uint8)
+        return self._come(Call(BROADCAST, whole, root=self._root))
+
+    def _come(self, call: Call) -> Array:
+        come = self._backend.start(call).wait()
+        return _NOTHING if come is None else come
+
+    def _object(self, frame: Frame, source: int) -> Any:
+        """Make the object of rank ``source``; what its class raises here says where it was."""
+        try:
+            return pickle.loads(frame.content, buffers=frame.buffers)
+        except Exception as error:
+            if hasattr(error, "add_note"):  # from Python 3.11 on
+                error.add_note(
+                    f"{self}: the object from rank {source} cannot be unpickled here; import on "
+                    "every rank what it is made of"
+                )
+            raise
+
+    def _raise_problems(self, frames: Sequence[Frame]) -> None:
+        """Raise TypeError on every rank if one could not pickle its object: all have its frame."""
+        problems = "; ".join(
+            f"rank {source}: {bytes(frame.content).decode(errors='replace')}"
+            for source, frame in zip(self._sources, frames, strict=True)
+            if frame.kind == PROBLEM
         )
-    return given
+        if problems:
+            raise TypeError(
+                f"{self}: an object cannot be pickled ({problems}). Nobody has received anything; "
+                "pass what pickle takes, such as functions of modules instead of lambdas"
+            )
 
-
-def _first(call: _Verb) -> Array:
-    """Return the frames that come by the first collective, which mostly is the only one."""
-    row, mine, backend = call.row, call.mine, call.backend
-    step = Call(ALL_GATHER, mine[0] if mine else np.empty(0, np.uint8))
-    if row is SCATTER_OBJECT:
-        step = Call(SCATTER, _rows(mine) if mine else None, root=call.root)
-    elif row is BROADCAST_OBJECT and backend.finds_shape:
-        step = Call(BROADCAST, mine[0] if mine else None, root=call.root)
-    elif row is not ALL_GATHER_OBJECT and step.array.size > _SHORT_BYTES:
-        step.array = Frame.later(step.array).pack()
-    frames: Array = backend.start(step).wait()
-    return frames
+    def __str__(self) -> str:
+        return f"[{self._verb.name}] rank {self._members.rank} of {self._members.size}"
 
 
 def _rows(frames: Sequence[Array]) -> Array:
-    """Return ``frames`` as rows of one length; or what says that they come later."""
+    """Return ``frames`` as rows of one length; announced, if that would be much longer."""
     longest, total = max(map(len, frames)), sum(map(len, frames))
     if longest * len(frames) > 2 * total + _MOST_PADDING:
-        return np.stack([Frame.later(frame).pack() for frame in frames])
+        return np.stack(list(map(_announced, frames)))
     rows = np.zeros((len(frames), longest), np.uint8)
     for row, frame in zip(rows, frames, strict=True):
         row[: frame.size] = frame
     return rows
 
 
-def _arrived(call: _Verb, first: Array) -> Any:
-    """Return the objects of ``first``, and of what comes later."""
-    members, here = call.members, call.is_root
-    frames = read_frames(first, most=members.size if call.gathers else 1)
-    sources = range(members.size) if call.gathers else [call.root]
-    _raise_problems(call, dict(zip(sources, frames, strict=True)))
-    if any(frame.kind == LATER for frame in frames):
-        later = iter(read_frames(_later(call, frames[0])))
-        frames = [next(later, frame) if frame.kind == LATER else frame for frame in frames]
-    if not call.gathers and here:
-        return [call.given[call.root] if call.row is SCATTER_OBJECT else call.given]
-    if call.row is GATHER_OBJECT and not here:
-        return None
-    return [
-        call.given if source == members.rank else _unpickled(call, frame, source)
-        for source, frame in zip(sources, frames, strict=True)
-    ]
-
-
-def _later(call: _Verb, first: Frame) -> Array:
-    """Return the frames that were too long for the first collective, where they are wanted."""
-    row, mine, none = call.row, call.mine, np.empty(0, np.uint8)
-    if row is BROADCAST_OBJECT:
-        whole = mine[0] if mine else np.empty(first.length, np.uint8)
-        step = Call(BROADCAST, whole, root=call.root)
-    elif row is GATHER_OBJECT:
-        step = Call(GATHER, mine[0] if mine[0].size > _SHORT_BYTES else none, root=call.root)
-    else:
-        lengths = [frame.size for frame in mine] or [0] * call.members.size
-        step = Call(ALL_TO_ALL, np.concatenate([none, *mine]), rows=lengths)
-    come = call.backend.start(step).wait()
-    return none if come is None else come
-
-
-def _unpickled(call: _Verb, frame: Frame, source: int) -> Any:
-    """Make the object of rank ``source``; what its class raises here says where it was."""
-    try:
-        return pickle.loads(frame.content, buffers=frame.buffers)
-    except Exception as error:
-        if hasattr(error, "add_note"):  # from Python 3.11 on
-            error.add_note(
-                f"{_where(call)}: the object from rank {source} cannot be unpickled here; import "
-                "on every rank what it is made of"
-            )
-        raise
-
-
-def _raise_problems(call: _Verb, frames: Mapping[int, Frame]) -> None:
-    """Raise TypeError on every rank if one could not pickle its object: all receive its frame."""
-    problems = "; ".join(
-        f"rank {rank}: {bytes(frame.content).decode(errors='replace')}"
-        for rank, frame in frames.items()
-        if frame.kind == PROBLEM
-    )
-    if problems:
-        raise TypeError(
-            f"{_where(call)}: an object cannot be pickled ({problems}). Nobody has received "
-            "anything; pass what pickle takes, such as functions of modules instead of lambdas"
-        )
-
-
-def _where(call: _Verb) -> str:
-    return f"[{call.row.name}] rank {call.members.rank} of {call.members.size}"
-
-
-def _packed(objs: Sequence[Any]) -> list[Array]:
-    """Return the frame of each object; if one cannot be pickled each says why."""
-    try:
-        return [_pickled(obj).pack() for obj in objs]
-    except Exception as error:  # noqa: BLE001  (__reduce__ may raise anything; every rank raises it)
-        words = f"{type(error).__name__}: {error}".encode(errors="backslashreplace")
-        return [Frame(words[:_WORDS_BYTES], PROBLEM).pack()] * len(objs)
-
-
-def _pickled(obj: Any) -> Frame:
-    buffers: list[memoryview] = []
-
-    def keep_large(buffer: pickle.PickleBuffer) -> bool:
-        raw = buffer.raw()
-        if raw.nbytes >= _APART_BYTES:
-            buffers.append(raw)
-        return raw.nbytes < _APART_BYTES
-
-    return Frame(pickle.dumps(obj, 5, buffer_callback=keep_large), buffers=buffers)
+def _announced(frame: Array) -> Array:
+    return Frame(np.int64(frame.size).tobytes(), LATER).pack()

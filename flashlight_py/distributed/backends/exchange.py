@@ -56,32 +56,20 @@ class Steps(Backend):
 class Frame(NamedTuple):
     """Bytes that travel with their lengths, so that nobody need know those; see ``kind``.
 
-    ``CONTENT``; ``PROBLEM``: words that say why there is none; ``LATER``: the length of the frame
-    that follows in another call. ``buffers`` belong to the content, and are aligned.
+    ``CONTENT``; ``PROBLEM``: words that say why there is none; ``LATER``: the length, in eight
+    bytes, of the frame that follows in another call. ``buffers`` of a pickle have been made by
+    native code.
     """
 
     content: bytes | memoryview
     kind: int = CONTENT
     buffers: Sequence[memoryview] = ()
 
-    @classmethod
-    def later(cls, frame: Array) -> Frame:
-        """Return what says that ``frame`` follows."""
-        return cls(np.int64(frame.size).tobytes(), LATER)
-
-    @property
-    def length(self) -> int:
-        """The bytes of the frame that comes later."""
-        return int(np.frombuffer(self.content, np.int64)[0])
-
     def pack(self) -> Array:
-        """Return it as an array of bytes."""
-        lengths = np.array([buffer.nbytes for buffer in self.buffers], np.int64)
-        head = _HEAD.pack(len(self.content), self.kind, len(lengths))
-        pieces = [head, lengths.tobytes(), *self.buffers, self.content]
-        padding = [bytes(-len(piece) % _ALIGNED) for piece in pieces]
-        padded = [part for pair in zip(pieces, padding, strict=True) for part in pair]
-        return np.frombuffer(bytearray().join(padded), np.uint8)
+        """Return it as an array of bytes; it has no buffers."""
+        size = len(self.content)
+        pieces = _HEAD.pack(size, self.kind, 0), self.content, bytes(-size % _ALIGNED)
+        return np.frombuffer(bytearray().join(pieces), np.uint8)
 
 
 def read_frames(joined: Array, most: int | None = None) -> list[Frame]:
