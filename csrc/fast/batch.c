@@ -107,7 +107,7 @@ static PyObject *begin_all(PyObject *self, Binding *binding, batch *all) {
     const fl_signature *s = &message->signature;
     message->site = *site;
     const recorded made = record(binding, s, message->peer, RING_ASYNC, place);
-    all->ops[i] = (started_op){NULL, made.id, s->verb, s->root, message->peer};
+    all->ops[i] = (started_op){NULL, made.id, binding->calls->number, s->verb, s->root, message->peer};
   }
   Py_BEGIN_ALLOW_THREADS;
   binding->exchange(binding->group, all->messages, all->count, binding->seconds, 1, all->results);

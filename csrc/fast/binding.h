@@ -104,6 +104,7 @@ PyObject *native_uneven(Binding *binding, PyObject *x, PyObject *out, PyObject *
 typedef struct {
   fl_op *op;
   uint64_t id;
+  uint64_t number; /* of the group's collectives by then */
   int32_t verb, root, peer; /* `root` is the tag of a message */
 } started_op;
 

@@ -230,8 +230,9 @@ static PyObject *run_message(Binding *binding, PyObject *x, PyObject *out, plain
 PyObject *work_for(const Binding *binding, fl_op *op, const started_op *one, PyObject *x, PyObject *out,
                    PyObject *result, PyObject *room) {
   PyObject *work = PyObject_CallFunction(
-      binding->started, "KiOOOOiiK", (unsigned long long)(uintptr_t)op, (int)one->verb, x, out, result, room,
-      (int)one->root, (int)one->peer, (unsigned long long)one->id);
+      binding->started, "KiOOOOiiKK", (unsigned long long)(uintptr_t)op, (int)one->verb, x, out, result, room,
+      (int)one->root, (int)one->peer, (unsigned long long)one->id,
+      (unsigned long long)one->number);
   if (work == NULL && op != NULL) {
     PyObject *const used[] = {x, out, result, room};
     for (int i = 0; i < 4; ++i) Py_INCREF(used[i]);
@@ -265,7 +266,7 @@ static PyObject *start(PyObject *self, PyObject *x, PyObject *out, plain_call *c
     binding->stamp(op, &made.row->ended, -(int64_t)made.id);
   }
   PyObject *result = call->result == NULL ? Py_None : call->result, *work = NULL;
-  started_op one = {op, made.id, s->verb, s->root, call->peer};
+  started_op one = {op, made.id, binding->calls->number, s->verb, s->root, call->peer};
   const int makes_result = s->verb == FL_GATHER || s->verb == FL_ALL_GATHER || s->verb == FL_SCATTER;
   if (op != NULL && makes_result) {
     work = work_for(binding, op, &one, x, out, result, room);

@@ -176,13 +176,13 @@ class NativeBackend(NativeGroup):
         """Return the Work of an asynchronous native call.
 
         ``call`` is its array, out, result and room, which all must live as long, its root and peer,
-        and its number in the journal.
+        its place in the journal, and how many collectives there were.
         """
-        *arrays, root, peer, number = call
+        *arrays, root, peer, place, number = call
         work: Work = Done(arrays[2])
         if handle:
             work = self._wrapped(handle, verb, arrays, root, self.timeout)
-            work.id = number
+            work.id, work.number = place, number
         if verb == self.lib.FL_RECV:
             work.source = peer
         return work
