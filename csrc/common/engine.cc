@@ -190,6 +190,30 @@ const fl_site& Engine::site_of(int from, uint16_t number) const {
 }
 
 
+// What this rank has received others learn of, also where it leaves at once; unless they do not look.
+void Engine::send_answers(Port& port) {
+  const auto is_waited_for = [&](const Control& control) {
+    return control.group == port.group_ && control.kind != kCredit && control.kind != kWanted;
+  };
+  const auto is_done = [&] {
+    for (int rank = 0; rank < static_cast<int>(port.ranks_.size()); ++rank) {
+      const auto& controls = peers_[port.ranks_[rank]].controls;
+      const bool waits = std::any_of(controls.begin(), controls.end(), is_waited_for);
+      if (waits && !port.transport_.has_given_up(rank)) return false;
+    }
+    return true;
+  };
+  const auto end = Clock::now() + kLastMessages;
+  while (Clock::now() < end) {
+    {
+      Lock lock(mutex_);
+      progress(lock, kNobody);
+      if (port.is_closed_ || port.transport_.is_broken() || is_done()) return;
+    }
+    sleep(true, kSliceMilliseconds, {});
+  }
+}
+
 // Waiting -------------------------------------------------------------------------------------
 
 // Without going to sleep; whether it is done.

@@ -137,6 +137,7 @@ class Message final : public fl_op {
   const Outcome& outcome() const override;
   double ended_at() const override;
   void stamp(int64_t* ended, int64_t running) override;
+  void cancel() override;
 
   fl_status status() const { return static_cast<fl_status>(status_.load(std::memory_order_acquire)); }
   bool is_open() const { return status() == FL_PENDING; }
@@ -339,6 +340,8 @@ class Engine {
   bool read_records(int from);
   void handle(int from, const Record& record, const char* data);
   void arrive(int from, const Record& record, const char* data);
+  Message* first_for(Port& port, int peer, int32_t tag);
+  static bool claim(const Message& message);
   void credit(int from, size_t bytes);
   void deliver(Message& message, int from, const Record& record, const char* data);
   void refuse(Message& message, int from, const Record& record);
@@ -364,6 +367,7 @@ class Engine {
 
   // Without it.
   void cancel(Message& message);
+  void send_answers(Port& port);
   bool burn(const Awaited& awaited, Patience patience, int hot);
   void wait(Port& port, const Awaited& awaited, int hot, Clock::time_point until, Port::Interrupt interrupt);
   bool sleep(bool as_caller, long milliseconds, const Awaited& awaited);

@@ -1,5 +1,10 @@
 // How messages go from rank to rank.
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <climits>
 #include <cstring>
 #include <utility>
 
@@ -82,6 +87,7 @@ void Engine::begin(Message& message, fl_status status, std::unique_ptr<Outcome> 
     }
   }
   if (found == nullptr) return port.posted_.append(message);
+  if (!claim(message)) return end(message, FL_OK);
   port.arrivals_.remove(*found);
   --port.arrived_[found->from()];
   deliver(message, found->from(), found->record, found->data);
@@ -309,18 +315,37 @@ void Engine::arrive(int from, const Record& record, const char* data) {
   if (found == ports_.end()) return;  // a group that this rank has left
   Port& port = *found->second;
   const int peer = port.numbers_[from];
-  Message* named = port.posted_.first(key_of(peer, record.tag));
-  Message* any = port.posted_.first(key_of(kNobody, record.tag));
-  Message* const first =
-      named == nullptr || (any != nullptr && any->mine_.sequence < named->mine_.sequence) ? any : named;
+  Message* const first = first_for(port, peer, record.tag);
   if (first == nullptr) {
     port.arrivals_.append(*Port::Arrival::make(peer, record, data));
     ++port.arrived_[peer];
     return;
   }
-  port.posted_.remove(*first);
-  if (Message* const next = port.posted_.first(first->key())) next->since_ = now();
   deliver(*first, peer, record, data);
+}
+
+// Whoever has first posted a receive of such a message, no more among those that wait.
+Message* Engine::first_for(Port& port, int peer, int32_t tag) {
+  for (;;) {
+    Message* const named = port.posted_.first(key_of(peer, tag));
+    Message* const any = port.posted_.first(key_of(kNobody, tag));
+    const bool is_any = named == nullptr || (any != nullptr && any->mine_.sequence < named->mine_.sequence);
+    Message* const first = is_any ? any : named;
+    if (first == nullptr) return nullptr;
+    port.posted_.remove(*first);
+    if (Message* const next = port.posted_.first(first->key())) next->since_ = now();
+    if (claim(*first)) return first;
+    end(*first, FL_OK);
+  }
+}
+
+// False: another one that shares its claim has a message.
+bool Engine::claim(const Message& message) {
+  int32_t* const shared = message.match_ == nullptr ? nullptr : message.match_->claim;
+  if (shared == nullptr) return true;
+  if (__atomic_exchange_n(shared, 1, __ATOMIC_ACQ_REL) != 0) return false;
+  syscall(SYS_futex, shared, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+  return true;
 }
 
 void Engine::credit(int from, size_t bytes) {
@@ -359,7 +384,7 @@ void Engine::deliver(Message& message, int from, const Record& record, const cha
     return take_rest(message);
   }
   if (is_offer) {
-    Control taken{kTaken};
+    Control taken{kTaken, port.group_};
     taken.token = record.token;
     taken.call.sequence = record.call.sequence;
     control(source, taken);
@@ -408,7 +433,7 @@ void Engine::take_rest(Message& message) {
     return;
   }
   message.state_ = Message::kFlowsIn;
-  Control accepted{kAccepted};
+  Control accepted{kAccepted, message.port_->group_};
   accepted.token = movement.offer.token;
   accepted.theirs = token_for(message);
   accepted.amount = movement.done;
@@ -443,7 +468,7 @@ void Engine::read_on(Message& message, Lock& lock) {
     take_rest(message);
   } else if (movement.done == all) {
     wire_.choice(movement.from).end(movement.trial);
-    Control taken{kTaken};
+    Control taken{kTaken, port.group_};
     taken.token = movement.offer.token;
     control(movement.from, taken);
     end(message, FL_OK);

@@ -142,6 +142,7 @@ struct fl_op {
   virtual const fl::Outcome& outcome() const = 0;
   virtual double ended_at() const = 0;  // seconds; 0: it runs
   virtual void stamp(int64_t* ended, int64_t running) = 0;
+  virtual void cancel() {}
 };
 
 namespace fl {

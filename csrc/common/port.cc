@@ -49,6 +49,10 @@ const Outcome& Message::outcome() const {
   return is_open() || (flags_ & kHasOutcome) == 0 ? nothing : *outcome_;
 }
 
+void Message::cancel() {
+  if (is_open()) port_->engine_.cancel(*this);
+}
+
 // Whom it is likely to hear of next, as the engine knows it.
 int Message::hot() const { return peer_ < 0 ? kNobody : port_->ranks_[peer_]; }
 
@@ -104,6 +108,7 @@ Port::Port(Engine& engine, uint32_t group, int rank, std::vector<int> ranks, Tra
 Port::~Port() { close(); }
 
 void Port::close() {
+  engine_.send_answers(*this);
   Engine::Lock lock(engine_.mutex_);
   if (is_closed_) return;
   is_closed_ = true;
@@ -171,7 +176,7 @@ Port::Posted Port::post(const fl_message* messages, int count, double seconds, i
     const Engine::Lock lock(engine_.mutex_);
     for (int i = 0; i < count; ++i) {
       const fl_message& m = messages[i];
-      posted[i] = begin({m.signature, m.data, m.peer, m.site}, seconds, true);
+      posted[i] = begin({m.signature, m.data, m.peer, m.site, m.match}, seconds, true);
     }
   }
   const Patience patience{transport_.patience().spins > 0 ? std::max(spins, 0) : 0, 0};
@@ -202,7 +207,7 @@ std::vector<Handle> Port::start_exchange(const fl_message* messages, int count, 
   const Engine::Lock lock(engine_.mutex_);
   for (int i = 0; i < count; ++i) {
     const fl_message& m = messages[i];
-    handles[i] = Handle(begin({m.signature, m.data, m.peer, m.site}, seconds, false));
+    handles[i] = Handle(begin({m.signature, m.data, m.peer, m.site, m.match}, seconds, false));
   }
   if (engine_.open_ > 0) engine_.ticker_.wind();
   return handles;

@@ -13,28 +13,28 @@ namespace fl {
 template <typename T>
 class Table {
  public:
-  size_t size() const { return size_; }
-
   void append(T& item) {
-    if (size_ >= buckets_.size()) grow();
+    if (size_ >= kLoad * tails_.size()) grow();
     put(item);
     ++size_;
   }
 
   // The oldest with that key; null: there is none.
   T* first(uint64_t key) const {
-    if (size_ == 0) return nullptr;
-    T* item = buckets_[place_of(key)].head;
-    while (item != nullptr && item->key() != key) item = item->next;
-    return item;
+    T* const tail = size_ == 0 ? nullptr : tails_[place_of(key)];
+    if (tail == nullptr) return nullptr;
+    for (T* item = tail->next;; item = item->next) {
+      if (item->key() == key) return item;
+      if (item == tail) return nullptr;
+    }
   }
 
   void remove(T& item) {
-    Bucket& bucket = buckets_[place_of(item.key())];
-    T* before = nullptr;
-    for (T* at = bucket.head; at != &item; at = at->next) before = at;
-    (before == nullptr ? bucket.head : before->next) = item.next;
-    if (bucket.tail == &item) bucket.tail = before;
+    T*& tail = tails_[place_of(item.key())];
+    T* before = tail;
+    while (before->next != &item) before = before->next;
+    before->next = item.next;
+    if (tail == &item) tail = before == &item ? nullptr : before;
     item.next = nullptr;
     --size_;
   }
@@ -42,53 +42,48 @@ class Table {
   // Take all of them out.
   template <typename Visit>
   void clear(Visit visit) {
-    const auto buckets = std::exchange(buckets_, {});
     size_ = 0;
-    for (const Bucket& bucket : buckets) {
-      for (T* item = bucket.head; item != nullptr;) {
-        T* const next = std::exchange(item->next, nullptr);
-        visit(*item);
-        item = next;
-      }
+    for (T* tail : std::exchange(tails_, {})) {
+      for (T* item = opened(tail); item != nullptr;) visit(*std::exchange(item, take_next(*item)));
     }
   }
 
   template <typename Visit>
   void for_each(Visit visit) const {
-    for (const Bucket& bucket : buckets_) {
-      for (T* item = bucket.head; item != nullptr; item = item->next) visit(*item);
-    }
-  }
-
- private:
-  struct Bucket {
-    T* head = nullptr;
-    T* tail = nullptr;
-  };
-
-  size_t place_of(uint64_t key) const {
-    return (key * 0x9e3779b97f4a7c15u >> 32) & (buckets_.size() - 1);
-  }
-
-  void put(T& item) {
-    Bucket& bucket = buckets_[place_of(item.key())];
-    item.next = nullptr;
-    (bucket.head == nullptr ? bucket.head : bucket.tail->next) = &item;
-    bucket.tail = &item;
-  }
-
-  void grow() {
-    const auto before = std::exchange(buckets_, std::vector<Bucket>(buckets_.empty() ? 16 : 2 * buckets_.size()));
-    for (const Bucket& bucket : before) {
-      for (T* item = bucket.head; item != nullptr;) {
-        T* const next = item->next;
-        put(*item);
-        item = next;
+    for (T* tail : tails_) {
+      if (tail == nullptr) continue;
+      for (T* item = tail->next;; item = item->next) {
+        visit(*item);
+        if (item == tail) break;
       }
     }
   }
 
-  std::vector<Bucket> buckets_;  // a power of two
+ private:
+  static constexpr size_t kLoad = 2;  // items for each bucket, at most
+
+  size_t place_of(uint64_t key) const {
+    return (key * 0x9e3779b97f4a7c15u >> 32) & (tails_.size() - 1);
+  }
+
+  void put(T& item) {
+    T*& tail = tails_[place_of(item.key())];
+    item.next = tail == nullptr ? &item : std::exchange(tail->next, &item);
+    tail = &item;
+  }
+
+  void grow() {
+    const auto before = std::exchange(tails_, std::vector<T*>(tails_.empty() ? 8 : 2 * tails_.size()));
+    for (T* tail : before) {
+      for (T* item = opened(tail); item != nullptr;) put(*std::exchange(item, take_next(*item)));
+    }
+  }
+
+  // The first of a ring, whose last has no next any more.
+  static T* opened(T* tail) { return tail == nullptr ? nullptr : std::exchange(tail->next, nullptr); }
+  static T* take_next(T& item) { return std::exchange(item.next, nullptr); }
+
+  std::vector<T*> tails_;  // of each bucket, a ring, the last; null: it is empty. A power of two
   size_t size_ = 0;
 };
 

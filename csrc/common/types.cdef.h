@@ -77,22 +77,24 @@ typedef struct {
   size_t bytes;
 } fl_room;
 
-/* What a receive is given as output that does not know who sends (its peer is -1 then), or how many
-   rows. It takes the oldest message with its tag of a rank from which no other receive waits for
-   one. */
-typedef struct {
-  int32_t source;  /* filled in: the rank that has sent; -1: none in time */
-  int32_t partial; /* not 0: the first dimension may be shorter than the signature's */
-  int64_t rows;    /* filled in: the first dimension of what has come */
-  double patience; /* seconds after which all is well without a message; negative: no limit */
-  double waited;   /* of Gloo: seconds for which the caller, whom somebody waits for, has asked before */
-} fl_match;
-
 /* Where a program calls: the end of "folder/file.py:12", and of a call that it refused also why;
    closed by a zero; empty: not known. */
 typedef struct {
   char text[256];
 } fl_site;
+
+/* What a receive is given as output that does not know who sends (its peer is -1 then), or how many
+   rows. Receives are matched in the order in which they were posted, those of any rank among those that
+   name one; of what has come before, such a receive takes something of each rank in turn. */
+typedef struct {
+  int32_t source;  /* filled in: the rank that has sent; -1: none in time */
+  int32_t partial; /* not 0: the first dimension may be shorter than the signature's */
+  int64_t rows;    /* filled in: the first dimension of what has come */
+  double patience; /* seconds after which all is well without a message; negative: no limit */
+  int32_t *claim;  /* NULL; or shared by receives of which one is to take a message, in several groups: 0,
+                      then 1; the others end without one (source -1) when they are cancelled, or tried */
+  double waited;   /* of Gloo: seconds for which the caller, whom somebody waits for, has asked before */
+} fl_match;
 
 /* A send or a receive, one of several that are exchanged; its signature's root is the tag. */
 typedef struct {
@@ -100,6 +102,7 @@ typedef struct {
   void *data;
   int peer;
   fl_site site;
+  fl_match *match; /* of a receive that needs one; else NULL */
 } fl_message;
 
 typedef struct fl_op fl_op;
@@ -124,6 +127,10 @@ double fl_op_age(fl_op *op, int rank);
 /* What all_gather, gather, a scatter without output and a broadcast of FL_ANY received, unless it went
    into a room; lives as long as the handle. */
 void *fl_op_output(fl_op *op, size_t *bytes);
+/* End a receive that nothing has come for: its source is -1. Does nothing to another operation. */
+void fl_op_cancel(fl_op *op);
+/* Wait up to `seconds` until one of the receives that share `claim` has a message. */
+void fl_claim_wait(int32_t *claim, double seconds);
 /* Free the handle. An operation that has not ended goes on. */
 void fl_op_free(fl_op *op);
 

@@ -49,6 +49,7 @@ static int read_message(const Binding *binding, PyObject *op, batch *all) {
     message->signature = call.signature;
     message->data = call.data;
     message->peer = call.peer;
+    message->match = NULL;
     ++all->count;
   }
   Py_XDECREF(kind);

@@ -173,6 +173,7 @@ void fill_message(fl_message *message, const plain_call *call, const fl_site *si
   message->data = call->data;
   message->peer = call->peer;
   message->site = *site;
+  message->match = NULL;
 }
 
 /* Messages on this thread, to their end. Where the peers are quick the GIL is kept: then no signal handler

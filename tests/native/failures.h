@@ -22,5 +22,6 @@ void test_leaving_with_messages(Random& random);
 void test_breaking_with_messages(Random& random);
 void test_interrupted_message(Random& random);
 void test_killed_messenger(Random& random);
+void test_many_open(Random& random);
 
 }  // namespace stress

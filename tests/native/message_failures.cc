@@ -168,4 +168,54 @@ void test_killed_messenger(Random& random) {
   });
 }
 
+// Thousands of them, in tags of their own or in one, which end well, or with the group, or with the peer.
+void test_many_open(Random& random) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  constexpr int kMany = 2000;
+#else
+  constexpr int kMany = 10000;
+#endif
+  const bool in_one_tag = random.one_in(2), sends_first = random.one_in(2);
+  const int ending = static_cast<int>(random.below(kOneAddress ? 2 : 3));
+  const size_t floats = random.one_in(2) ? 1 : 5000;
+  situation() = std::to_string(kMany) + " open messages of " + std::to_string(floats) + " floats" +
+                (in_one_tag ? " in one tag" : "") + ", ending " + std::to_string(ending);
+  World world(2, 0, {});
+  const auto begin = [&](Member& me, int verb) {
+    std::vector<fl::Handle> open;
+    for (int i = 0; i < kMany; ++i) open.push_back(me.start(verb, 1 - me.rank, in_one_tag ? 0 : i));
+    return open;
+  };
+  if (ending == 2) {
+    in_processes(2, 1, [&](int rank) {
+      Member me(world, rank, floats);
+      const auto open = begin(me, FL_RECV);
+      me.expect(me.call(), FL_OK, {});
+      if (rank == 1) raise(SIGKILL);
+      for (const auto& handle : open) me.expect(outcome_of(handle), FL_PEER_LOST, {1});
+    });
+    return;
+  }
+  Latch posted(2), closed(1);
+  in_threads(2, [&](int rank) {
+    Member me(world, rank, floats);
+    const bool sends = (rank == 0) == sends_first;
+    if (ending == 1) {
+      const auto open = begin(me, FL_RECV);
+      posted.count_down();
+      posted.wait();
+      if (rank == 1) closed.wait();
+      if (rank == 0) me.group.reset();
+      closed.count_down();
+      for (const auto& handle : open) {
+        rank == 0 ? me.expect(outcome_of(handle), FL_CLOSED, {})
+                  : me.expect(outcome_of(handle), FL_PEER_LOST, {0});
+      }
+      return;
+    }
+    const auto open = begin(me, sends ? FL_SEND : FL_RECV);
+    for (const auto& handle : open) me.expect(outcome_of(handle), FL_OK, {});
+  });
+}
+
 }  // namespace stress

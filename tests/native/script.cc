@@ -59,7 +59,7 @@ class Running {
     }
   }
 
-  fl_message message() const { return {step_.signature, data_, step_.peer, {}}; }
+  fl_message message() const { return {step_.signature, data_, step_.peer, {}, nullptr}; }
   void has_become(fl::Handle handle) { handle_ = std::move(handle); }
 
   // Wait for what was started, and compare.
@@ -170,7 +170,7 @@ class Running {
   size_t output_bytes_ = 0;
   fl_room room_{};
   fl_sections sections_{};
-  fl_match match_{-1, 1, 0, -1.0, 0.0};
+  fl_match match_{-1, 1, 0, -1.0, nullptr, 0.0};
   char* data_;
   fl::Handle handle_;
 };

@@ -71,6 +71,7 @@ void failures(Random& random, long rounds) {
     test_closing_with_messages(random);
     test_leaving_with_messages(random);
     test_interrupted_message(random);
+    test_many_open(random);
     if (!kOneAddress) {
       test_kill(random);
       test_killed_messenger(random);

@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 # threads add to it while others read it.
 _watched: dict[weakref.ref[Membership], list[Backend]] = {}
 
+# Results that are still to be brought home, before it is looked which of them have been.
+_LEAST_UNFINISHED = 8
+
 # What a child that was forked has from its parent: kept, since nothing of it may be destroyed here.
 _inherited: list[list[Backend]] = []
 
@@ -79,6 +82,7 @@ class Membership:
         self._joined: list[Backend] = []  # what is to be closed, also where the group is dropped
         self._children: dict[weakref.ref[Membership], None] = {}
         self._unfinished: list[Then] = []
+        self._most_unfinished = _LEAST_UNFINISHED
         self.messages_to_self = SelfMessages()
         if backend is None:
             self.ranks, self.journal = tuple(ranks or ()), Journal("none of this process", (), "")
@@ -217,8 +221,10 @@ class Membership:
 
     def keep(self, work: Then) -> Then:
         """Remember a result that is still to be brought home, also if nobody waits for it."""
-        self._unfinished = [other for other in self._unfinished if not other.is_finished()]
         self._unfinished.append(work)
+        if len(self._unfinished) > self._most_unfinished:
+            self._unfinished = [other for other in self._unfinished if not other.is_finished()]
+            self._most_unfinished = max(_LEAST_UNFINISHED, 2 * len(self._unfinished))
         return work
 
     def synchronize(self) -> None:
