@@ -32,8 +32,8 @@ struct fl_shm_region {
 
 namespace {
 
-fl::Mapping map(const char* path, bool create, size_t bytes) {
-  return create ? fl::Mapping::create(path, bytes) : fl::Mapping::open(path, bytes);
+fl::Mapping map(const char* path, bool create, size_t bytes, bool reserve) {
+  return create ? fl::Mapping::create(path, bytes, reserve) : fl::Mapping::open(path, bytes);
 }
 
 // Run `body`; what it throws becomes a message and `otherwise`.
@@ -56,7 +56,9 @@ size_t fl_shm_bytes(int ranks) { return fl::Segment::bytes_for(ranks); }
 fl_shm_group* fl_shm_open(const char* path, int create, int rank, int size, char* message,
                           size_t message_bytes) {
   return guarded<fl_shm_group*>(nullptr, message, message_bytes, [&] {
-    fl::Mapping mapping = map(path, create != 0, fl::Segment::bytes_for(size));
+    fl::Mapping mapping = map(path, create != 0, fl::Segment::bytes_for(size), false);
+    // There may be many groups. Where ranks do not see each other's processes the file holds locks.
+    if (!fl::Mapping::has_name(path)) mapping.close_file();
     return new fl_shm_group{{std::move(mapping), rank, size}};
   });
 }
@@ -114,7 +116,7 @@ fl_shm_region* fl_shm_add_region(fl_shm_group* group, const char* path, int crea
                                  char* message, size_t message_bytes) {
   return guarded<fl_shm_region*>(nullptr, message, message_bytes, [&] {
     const auto mapping = std::make_shared<fl::Mapping>(
-        map(path, create != 0, bytes * group->group.size()));
+        map(path, create != 0, bytes * group->group.size(), true));
     mapping->close_file();  // there may be many of them
     return new fl_shm_region{mapping, group->group.add_region(mapping, bytes)};
   });

@@ -9,13 +9,14 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <unordered_map>
+#include <utility>
 
 namespace fl {
 namespace {
 
-// In place of a file descriptor: none can be had, the process had ended before, not asked for yet,
-// it is in another container.
-constexpr int kNone = -1, kGone = -2, kUnknown = -3, kElsewhere = -4;
+// In place of a file descriptor: none can be had, the process had ended before.
+constexpr int kNone = -1, kGone = -2;
 
 int processors() {
   cpu_set_t set;
@@ -35,23 +36,45 @@ uint64_t pid_namespace() {
 
 }  // namespace
 
+// Processes -----------------------------------------------------------------------------------
+
+std::shared_ptr<Process> Process::find(int32_t pid) {
+  static std::mutex mutex;
+  static std::unordered_map<int32_t, std::weak_ptr<Process>> known;
+  const std::lock_guard<std::mutex> lock(mutex);
+  auto& place = known[pid];
+  auto process = place.lock();
+  if (process != nullptr && !process->has_ended()) return process;  // else it may be another by now
+  int fd = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
+  if (fd < 0) fd = errno == ESRCH ? kGone : kNone;
+  process = std::make_shared<Process>(fd);
+  place = process;
+  return process;
+}
+
+bool Process::has_ended() const {
+  pollfd end{fd_, POLLIN, 0};
+  return fd_ == kGone || (fd_ >= 0 && poll(&end, 1, 0) == 1);
+}
+
+void Process::close_file() noexcept {
+  if (fd_ >= 0) close(std::exchange(fd_, kNone));
+}
+
 // Peers ---------------------------------------------------------------------------------------
 
 Peers::Peers(const Segment& segment, int rank, int size)
-    : segment_(segment), rank_(rank), size_(size), patience_(patience_for(size)), pidfds_(size, kUnknown) {
+    : segment_(segment), rank_(rank), size_(size), patience_(patience_for(size)),
+      space_(pid_namespace()), processes_(size) {
   RankBlock& mine = segment_.block(rank);
   mine.holds_lock = segment_.mapping().lock(rank) ? 1 : 0;
-  mine.pid_namespace = pid_namespace();
+  mine.pid_namespace = space_;
   mine.pid = getpid();
 }
 
 Peers::~Peers() { close_files(); }
 
-void Peers::close_files() noexcept {
-  for (int fd : pidfds_) {
-    if (fd >= 0) close(fd);
-  }
-}
+void Peers::close_files() noexcept { processes_.clear(); }
 
 std::optional<Failure> Peers::loss(const Concern& concern) {
   if (stopped_) return why_ended();  // whatever others make of it
@@ -102,25 +125,18 @@ std::vector<int> Peers::dead(const Concern& concern) {
   const std::lock_guard<std::mutex> lock(mutex_);
   std::vector<int> dead;
   for (int r = 0; r < size_; ++r) {
-    if (!matters(r, concern)) continue;
-    pollfd end{pidfd(r), POLLIN, 0};
-    const bool unlocked = end.fd == kElsewhere && !segment_.mapping().is_locked(r);
-    const bool ended = end.fd >= 0 && poll(&end, 1, 0) == 1;
-    if (end.fd == kGone || unlocked || ended) dead.push_back(r);
+    if (matters(r, concern) && is_dead(r)) dead.push_back(r);
   }
   return dead;
 }
 
-// Opened when first needed; a rank may not be there yet, or be gone by then.
-int Peers::pidfd(int r) {
+// A rank may not be there yet. Who is in another container holds a lock instead.
+bool Peers::is_dead(int r) {
   const RankBlock& block = segment_.block(r);
-  const int32_t pid = block.pid;
-  int& fd = pidfds_[r];
-  if (fd != kUnknown || pid == 0) return fd;
-  if (block.pid_namespace != pid_namespace()) return fd = block.holds_lock ? kElsewhere : kNone;
-  fd = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
-  if (fd < 0) fd = errno == ESRCH ? kGone : kNone;
-  return fd;
+  if (block.pid == 0) return false;
+  if (block.pid_namespace != space_) return block.holds_lock != 0 && !segment_.mapping().is_locked(r);
+  if (processes_[r] == nullptr) processes_[r] = Process::find(block.pid);
+  return processes_[r]->has_ended();
 }
 
 // A rank may be done with a call before others, as one that has little to give to a gather. If it

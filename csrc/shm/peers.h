@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <vector>
@@ -26,6 +27,22 @@ constexpr long kSliceMilliseconds = 20;
 struct Concern {
   int only = -1;
   uint32_t call = 0;
+};
+
+// A process of this host, whose end is known. All groups that a rank is in share one of each peer.
+class Process {
+ public:
+  static std::shared_ptr<Process> find(int32_t pid);
+
+  // `fd`: of the process, or in its place that none can be had, that it had ended before.
+  explicit Process(int fd) : fd_(fd) {}
+  ~Process() { close_file(); }
+  Process(const Process&) = delete;
+  bool has_ended() const;
+  void close_file() noexcept;
+
+ private:
+  int fd_;
 };
 
 // Of all operations; any thread may call.
@@ -81,16 +98,17 @@ class Peers : public Transport {
   std::vector<int> dead(const Concern& concern);
   bool matters(int r, const Concern& concern) const;
   bool left_in_order(int r) const;
-  int pidfd(int r);
+  bool is_dead(int r);
 
   const Segment& segment_;
   const int rank_, size_;
   static constexpr int kMostVain = 8;
   const Patience patience_;
+  const uint64_t space_;  // of process numbers
   std::atomic<int> vain_{0};
   std::atomic<bool> stopped_{false};
   std::mutex mutex_;         // of what follows
-  std::vector<int> pidfds_;  // by rank
+  std::vector<std::shared_ptr<Process>> processes_;  // by rank; null: not asked for yet
 };
 
 // The waits of one operation, on one thread.

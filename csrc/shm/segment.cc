@@ -76,19 +76,18 @@ struct flock byte_of_file(int number) {
   return range;
 }
 
-// A file without a name is reached through a process that has it open: by a link of the kernel's.
-bool has_name(const std::string& path) { return path.rfind("/proc/", 0) != 0; }
-
 }  // namespace
 
-Mapping Mapping::create(const std::string& path, size_t bytes) {
+Mapping Mapping::create(const std::string& path, size_t bytes, bool reserve) {
   const bool named = has_name(path);
   const int flags = named ? O_CREAT | O_EXCL | O_NOFOLLOW : 0;
   const int fd = ::open(path.c_str(), flags | O_RDWR | O_CLOEXEC, 0600);
   if (fd < 0) fail("create");
   Descriptor descriptor(fd);
   // Reserved now, a file system that is too small is an error here; later it would be a SIGBUS.
-  const int error = posix_fallocate(fd, 0, static_cast<off_t>(bytes));
+  const auto size = static_cast<off_t>(bytes);
+  const int cut = reserve || named ? 0 : ftruncate(fd, size);
+  const int error = cut != 0 ? errno : reserve || named ? posix_fallocate(fd, 0, size) : 0;
   if (error != 0) {
     if (named) ::unlink(path.c_str());
     fail("reserve", error);
