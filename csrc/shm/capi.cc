@@ -53,12 +53,11 @@ extern "C" {
 
 size_t fl_shm_bytes(int ranks) { return fl::Segment::bytes_for(ranks); }
 
-fl_shm_group* fl_shm_open(const char* path, int create, int rank, int size, char* message,
+fl_shm_group* fl_shm_open(const char* path, int create, int is_named, int rank, int size, char* message,
                           size_t message_bytes) {
   return guarded<fl_shm_group*>(nullptr, message, message_bytes, [&] {
-    fl::Mapping mapping = map(path, create != 0, fl::Segment::bytes_for(size), false);
-    // There may be many groups. Where ranks do not see each other's processes the file holds locks.
-    if (!fl::Mapping::has_name(path)) mapping.close_file();
+    fl::Mapping mapping = map(path, create != 0, fl::Segment::bytes_for(size), is_named != 0);
+    if (is_named == 0) mapping.close_file();  // there may be many groups
     return new fl_shm_group{{std::move(mapping), rank, size}};
   });
 }

@@ -44,6 +44,9 @@ uint32_t records_for(int ranks) {
   return static_cast<uint32_t>(halved(kMostRecords, kLeastRecords, sizeof(Record), ranks, kRecordBudget));
 }
 
+// Else it is reached through a process that has it open: by a link of the kernel's.
+bool has_name(const std::string& path) { return path.rfind("/proc/", 0) != 0; }
+
 [[noreturn]] void fail(const char* what, int error = errno) {
   throw std::system_error(error, std::generic_category(), what);
 }
@@ -86,8 +89,7 @@ Mapping Mapping::create(const std::string& path, size_t bytes, bool reserve) {
   Descriptor descriptor(fd);
   // Reserved now, a file system that is too small is an error here; later it would be a SIGBUS.
   const auto size = static_cast<off_t>(bytes);
-  const int cut = reserve || named ? 0 : ftruncate(fd, size);
-  const int error = cut != 0 ? errno : reserve || named ? posix_fallocate(fd, 0, size) : 0;
+  const int error = reserve ? posix_fallocate(fd, 0, size) : ftruncate(fd, size) == 0 ? 0 : errno;
   if (error != 0) {
     if (named) ::unlink(path.c_str());
     fail("reserve", error);

@@ -21,10 +21,8 @@ class Mapping {
  public:
   // Create the file, exclusively and for this user alone, or take one without a name that a process
   // has open (/proc/PID/fd/N); throws std::system_error. A name stays until unlink(). Its memory is
-  // reserved, unless it is to be taken when it is first used: only a file with a name can be too small.
+  // reserved, or else taken when it is first used: only a file with a name can be too small.
   static Mapping create(const std::string& path, size_t bytes, bool reserve = true);
-  // Whether it has one at `path`: else it is reached through a process that has it open.
-  static bool has_name(const std::string& path) { return path.rfind("/proc/", 0) != 0; }
   // Map a file that this user has created; throws std::system_error.
   static Mapping open(const std::string& path, size_t bytes);
 

@@ -8,9 +8,10 @@ typedef struct fl_shm_posted fl_shm_posted;
 size_t fl_shm_bytes(int ranks);
 
 /* Map the segment at `path`, an empty file without a name (/proc/PID/fd/N) or one of this user in
-   memory; `create` is not 0 on the one rank that reserves it, before the others come. NULL with a
-   message on failure. */
-fl_shm_group *fl_shm_open(const char *path, int create, int rank, int size, char *message,
+   memory; `create` is not 0 on the one rank that makes it as large as that, before the others come. It
+   stays open where it `is_named`, as ranks that do not see each other's processes need its locks: then
+   its memory is reserved. NULL with a message on failure. */
+fl_shm_group *fl_shm_open(const char *path, int create, int is_named, int rank, int size, char *message,
                           size_t message_bytes);
 
 /* Run an operation. Where it ended well and there is nothing to fetch, the result is NULL; else a

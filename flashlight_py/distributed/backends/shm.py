@@ -53,7 +53,7 @@ class ShmBackend(NativeBackend):
         self.lib.fl_shm_on_mismatch(self.group, answer_where(native, "fl_shm_where"))
 
     def _map(self, path: str, create: bool) -> Any:
-        place = create, self.rank, self.size
+        place = create, self._named, self.rank, self.size
         group = self.lib.fl_shm_open(path.encode(), *place, *self._reason)
         if group == self.ffi.NULL:
             raise OSError(self.reason())
