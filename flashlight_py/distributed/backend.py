@@ -40,6 +40,8 @@ class Backend(abc.ABC):
     processes: Sequence[str] = ()  # which process each rank is, for messages
     team: object = None  # the same for the backends that one group is made of
     count: Sequence[int] = (0,)  # how many calls users have made in its group, where that is known
+    # That of all its ranks whose connections groups share that are made of this one; see ``Kin``.
+    network: Any = None
 
     @cached_property
     def hosts(self) -> Sequence[Sequence[int]]:
