@@ -7,17 +7,24 @@ all_gather, what it is given to cut in a reduce_scatter, a scatter or an all_to_
 there and back between ranks 0 and 1, sendrecv a step around a ring. The root of a broadcast may be
 done before the others; as everywhere it is the slowest rank's time for a batch of calls that
 counts. Where a result is not in place, everybody writes it into an array that was made before; of
-the verbs of objects, to which the array is an object, it is new. torch has no unequal all_gather. A
-copy of the argument by one core, beside them, shows what is a matter of memory alone.
+the verbs of objects, to which the array (or a dict of whole numbers as long) is an object, it is
+new. torch has no unequal all_gather. A copy of the argument by one core, beside them, shows what is
+a matter of memory alone.
+
+A halo is 4 fields, the parts of the argument, that go to both neighbours around a ring: as one
+batch, or one sendrecv after another. In a row of tasks rank 0 gives 100 of them, one at a time, to
+whichever rank asks first, by receives from any source; the time is that of all. Of open messages
+each is an element of the argument, between ranks 0 and 1, 2 and 3: so many receives are begun, then
+as many sends, and then all are waited for.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,8 +32,8 @@ from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.combining import MEANINGS
 from flashlight_py.distributed.verbs import VERBS as TABLE
 from flashlight_py.distributed.verbs import Verb
-from harness import collectives_targets
 from harness.all_reduce_targets import COPY
+from harness.collectives_targets import label, verdicts
 from harness.conductor import Case, Conductor, Contender
 from harness.facts import machine_facts
 from harness.launchers import Library
@@ -35,7 +42,6 @@ from harness.report import (
     facts_text,
     left_out_text,
     ratio_table,
-    size_name,
     time_table,
     verdict_table,
     write_json,
@@ -43,38 +49,55 @@ from harness.report import (
 from harness.statistics import Measurement
 
 OURS = "flashlight_py"
-SIZES = [4, 4 << 10, 1 << 20, 64 << 20]
-# Each with the arrays, in units of its argument, that a rank holds at once.
-VERBS: dict[str, Callable[[int], int]] = {
-    "all_reduce": lambda ranks: 2,
-    "broadcast": lambda ranks: 2,
-    "reduce": lambda ranks: 2,
-    "all_gather": lambda ranks: 2 + 2 * ranks,
-    "gather": lambda ranks: 2 + ranks,
-    "scatter": lambda ranks: 2,
-    "reduce_scatter": lambda ranks: 3,
-    "all_to_all": lambda ranks: 3,
-    "send_recv": lambda ranks: 2,
-    "sendrecv": lambda ranks: 3,
-    "barrier": lambda ranks: 0,
-    "all_gather, unequal": lambda ranks: 2 + ranks,
-    "all_to_all, unequal": lambda ranks: 3,
-    "batch_isend_irecv": lambda ranks: 4,
-    "broadcast_object": lambda ranks: 5,
-    "all_gather_object": lambda ranks: 3 + 3 * ranks,
+SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 64 << 20)
+OPEN = (4_000, 40_000)
+OBJECTS = (100, 1 << 10, 64 << 10, 1 << 20)
+
+
+class Row(NamedTuple):
+    """The arrays, in units of its argument, that a rank holds at once; and the sizes, in bytes."""
+
+    arrays: Callable[[int], int]
+    sizes: Sequence[int] = SIZES
+
+
+VERBS: dict[str, Row] = {
+    "all_reduce": Row(lambda ranks: 2),
+    "broadcast": Row(lambda ranks: 2),
+    "reduce": Row(lambda ranks: 2),
+    "all_gather": Row(lambda ranks: 2 + 2 * ranks),
+    "gather": Row(lambda ranks: 2 + ranks),
+    "scatter": Row(lambda ranks: 2),
+    "reduce_scatter": Row(lambda ranks: 3),
+    "all_to_all": Row(lambda ranks: 3),
+    "send_recv": Row(lambda ranks: 2),
+    "sendrecv": Row(lambda ranks: 3),
+    "barrier": Row(lambda ranks: 0, [0]),
+    "all_gather, unequal": Row(lambda ranks: 2 + ranks),
+    "all_to_all, unequal": Row(lambda ranks: 3),
+    "batch_isend_irecv": Row(lambda ranks: 4),
+    "halo, batch": Row(lambda ranks: 4),
+    "halo, sendrecv": Row(lambda ranks: 4),
+    "tasks, any source": Row(lambda ranks: 2, (4, 64 << 10)),
+    "broadcast_object": Row(lambda ranks: 5, OBJECTS),
+    "all_gather_object": Row(lambda ranks: 3 + 3 * ranks, OBJECTS),
+    "broadcast_object, dict": Row(lambda ranks: 50, OBJECTS),
+    "all_gather_object, dict": Row(lambda ranks: 50 * ranks, OBJECTS),
 }
 
 # What the table of the verbs has beside them; peers do not know it: its meaning goes with a task.
 TABLED = {v.name: v for v in TABLE if v.reduces and v.in_place and v.name not in VERBS}
 VERBS |= dict.fromkeys(TABLED, VERBS["all_reduce"])
+# Last: a library that cannot have so many is not asked for anything afterwards.
+VERBS |= dict.fromkeys(("open messages", "open messages, one tag"), Row(lambda ranks: 2, OPEN))
 
 
 def cases(options: argparse.Namespace, ranks: int) -> list[Case]:
-    """Return every verb at every size; a barrier has none."""
+    """Return every verb at every size; those of one size have no other."""
     return [
         _case(verb, options.dtype, nbytes, ranks)
         for verb in options.verbs
-        for nbytes in (options.sizes if verb != "barrier" else [0])
+        for nbytes in (options.sizes if len(VERBS[verb].sizes) > 1 else None) or VERBS[verb].sizes
     ]
 
 
@@ -82,7 +105,7 @@ def _case(verb: str, dtype: str, nbytes: int, ranks: int) -> Case:
     task: dict[str, Any] = {"verb": verb, "dtype": dtype, "nbytes": nbytes}
     if verb in TABLED:
         task["means"] = [_meaning(TABLED[verb], rank, ranks) for rank in range(ranks)]
-    return Case(Measurement(verb, dtype, nbytes, ranks), task, VERBS[verb](ranks) * nbytes)
+    return Case(Measurement(verb, dtype, nbytes, ranks), task, VERBS[verb].arrays(ranks) * nbytes)
 
 
 def _meaning(verb: Verb, rank: int, ranks: int) -> float:
@@ -103,17 +126,11 @@ def measure(options: argparse.Namespace, conductor: Conductor) -> list[Measureme
     return results
 
 
-def label(measurement: Measurement) -> str:
-    """Return the name of a row."""
-    size = f", {size_name(measurement.nbytes)}" if measurement.nbytes else ""
-    return measurement.task + size
-
-
 def read_options() -> argparse.Namespace:
     """Read the command line."""
     parser = common_arguments("Time every verb beside its peers.", [2, 4], "openmpi,mpich,torch")
     add = parser.add_argument
-    add("--sizes", type=int, nargs="+", default=SIZES, help="bytes of each rank's argument")
+    add("--sizes", type=int, nargs="+", help="bytes of each rank's argument")
     add("--verbs", nargs="+", default=list(VERBS), choices=list(VERBS), metavar="VERB")
     add("--dtype", default="float32")
     return parser.parse_args()
@@ -131,7 +148,7 @@ def main() -> None:
         print(time_table(some, "verb", label))
         print(f"\nTime of the others divided by that of {OURS}:\n")
         print(ratio_table(some, "verb", label, OURS))
-    judged = collectives_targets.verdicts(measurements, conductor.absent)
+    judged = verdicts(measurements, conductor.absent)
     print(f"\n### Targets\n\n{verdict_table(judged)}\n\n{facts_text(machine, conductor)}")
     print(left_out_text(measurements, lambda m: f"{m.ranks} ranks {label(m)}"))
     if options.json:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from harness.statistics import median
 
-__all__ = ["Show", "Verdict", "at_least", "at_most"]
+__all__ = ["Rounds", "Show", "Verdict", "at_least", "at_most"]
 
 Rounds = Sequence[float]
 Show = Callable[[float], str]

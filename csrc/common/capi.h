@@ -4,12 +4,9 @@
 #include <cstring>
 #include <exception>
 #include <memory>
+#include <utility>
 
 #include "operation.h"
-
-struct fl_op {
-  std::shared_ptr<fl::Operation> operation;
-};
 
 namespace fl {
 
@@ -19,17 +16,30 @@ inline void copy_message(const char* text, char* message, size_t bytes) {
   message[bytes - 1] = '\0';
 }
 
-// An operation that could not even be started is one that has failed.
-template <typename Start>
-fl_op* started(Start start) {
+// Inside a handler: the handle of an operation that could not be started.
+fl_op* failed_to_start();
+
+inline Handle as_handle(Handle handle) { return handle; }
+inline Handle as_handle(std::shared_ptr<Operation> operation) { return handle_of(std::move(operation)); }
+
+// What `run` returns, a Handle or an operation; null where there is nothing to fetch.
+template <typename Run>
+fl_op* handle(Run run) {
   try {
-    return new fl_op{start()};
-  } catch (const std::exception& error) {
-    auto failed = std::make_shared<Operation>();
-    failed->shared = std::make_shared<Shared>();
-    failed->status = FL_FAILED;
-    failed->message = error.what();
-    return new fl_op{failed};
+    return as_handle(run()).release();
+  } catch (const std::exception&) {
+    return failed_to_start();
+  }
+}
+
+// The same of several.
+template <typename Run>
+void handles(fl_op** results, int count, Run run) {
+  try {
+    auto ended = run();
+    for (int i = 0; i < count; ++i) results[i] = as_handle(std::move(ended[i])).release();
+  } catch (const std::exception&) {
+    for (int i = 0; i < count; ++i) results[i] = failed_to_start();
   }
 }
 

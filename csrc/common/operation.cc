@@ -53,6 +53,42 @@ void execute(Transport& transport, Operation& operation) noexcept {
   finish(operation, failure.status, failure.what(), failure.missing);
 }
 
+std::unique_ptr<Outcome> outcome_of(const Failure& failure) {
+  auto outcome = std::make_unique<Outcome>();
+  outcome->message = failure.what();
+  outcome->missing = failure.missing;
+  return outcome;
+}
+
+fl_status Started::wait(double seconds) {
+  Operation& operation = *operation_;
+  Shared& shared = *operation.shared;
+  const auto ended = [&] { return operation.status != FL_PENDING; };
+  std::unique_lock<std::mutex> lock(shared.mutex);
+  if (operation.helper != nullptr && !ended()) {
+    lock.unlock();
+    operation.helper->help(operation, seconds > 0);
+    lock.lock();
+  }
+  // A wait of no time at all would take 60 us: the kernel wakes sleepers late.
+  const std::chrono::duration<double> time(seconds);
+  if (seconds > 0) await(operation);
+  if (seconds > 0 ? shared.done.wait_for(lock, time, ended) : ended()) return operation.status;
+  if (shared.transport != nullptr) shared.transport->enforce_deadline();
+  return FL_PENDING;
+}
+
+double Started::ended_at() const {
+  const std::lock_guard<std::mutex> lock(operation_->shared->mutex);
+  return std::chrono::duration<double>(operation_->ended.time_since_epoch()).count();
+}
+
+void Started::stamp(int64_t* ended, int64_t running) {
+  const std::lock_guard<std::mutex> lock(operation_->shared->mutex);
+  operation_->stamp = {ended, running};
+  if (operation_->status != FL_PENDING) operation_->stamp.write();
+}
+
 void await(Operation& operation) {
   if (operation.is_awaited.exchange(true)) return;
   // What has ended and is gone has nothing ahead of it that has not; nor what is awaited one that is not.

@@ -7,11 +7,13 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "failure.h"
+#include "patience.h"
 #include "ticks.h"
 
 namespace fl {
@@ -41,6 +43,13 @@ class Transport {
   // Tell every peer why this rank gives up. fail() calls it, once.
   virtual void give_up(const Failure& failure) noexcept = 0;
 
+  // Of messages, by any thread: why one with `rank` waits in vain, if it does; whether it begins no more, and
+  // those that it has begun are here; whether it may have changed or freed what it gave. How to wait.
+  virtual std::optional<Failure> loss_of(int) { return std::nullopt; }
+  virtual bool has_left(int) { return false; }
+  virtual bool has_given_up(int) { return false; }
+  virtual Patience patience() const { return {0, 200}; }
+
   // What users call the ranks of this group, where it is part of a larger one; once, at first.
   void call_ranks(std::vector<int> numbers) { numbers_ = std::move(numbers); }
   std::string name(int rank) const {
@@ -68,6 +77,16 @@ struct Bytes {
 
 // Room for `size` bytes, not initialised; never a null pointer.
 Bytes make_bytes(size_t size);
+
+// What became of a call, where there is more to say than that all went well.
+struct Outcome {
+  std::string message;
+  std::vector<int> missing;
+  Seen seen;
+  Bytes output;
+};
+
+std::unique_ptr<Outcome> outcome_of(const Failure& failure);
 
 // What those who run operations and those who hold them share; it outlives the group.
 struct Shared {
@@ -99,7 +118,7 @@ class Helper {
   ~Helper() = default;
 };
 
-struct Operation {
+struct Operation : Outcome {
   std::shared_ptr<Shared> shared;
   Helper* helper = nullptr;  // of one that no thread has; lives while it is pending and waited for
   std::weak_ptr<Operation> ahead;       // in its queue
@@ -110,12 +129,45 @@ struct Operation {
   // Results; readable once status is no longer FL_PENDING.
   fl_status status = FL_PENDING;
   Clock::time_point ended;
-  std::string message;
-  std::vector<int> missing;
-  Seen seen;
-  Bytes output;
   Stamp stamp;
 };
+
+}  // namespace fl
+
+// What callers hold of something that was started; see types.cdef.h.
+struct fl_op {
+  virtual ~fl_op() = default;
+  virtual void release() noexcept { delete this; }
+  virtual fl_status wait(double seconds) = 0;
+  virtual const fl::Outcome& outcome() const = 0;
+  virtual double ended_at() const = 0;  // seconds; 0: it runs
+  virtual void stamp(int64_t* ended, int64_t running) = 0;
+};
+
+namespace fl {
+
+struct Release {
+  void operator()(fl_op* op) const noexcept { op->release(); }
+};
+// Null: all went well, and there is nothing to fetch.
+using Handle = std::unique_ptr<fl_op, Release>;
+
+// A handle of an operation, which goes on without it.
+class Started final : public fl_op {
+ public:
+  explicit Started(std::shared_ptr<Operation> operation) : operation_(std::move(operation)) {}
+  fl_status wait(double seconds) override;
+  const Outcome& outcome() const override { return *operation_; }
+  double ended_at() const override;
+  void stamp(int64_t* ended, int64_t running) override;
+
+ private:
+  const std::shared_ptr<Operation> operation_;
+};
+
+inline Handle handle_of(std::shared_ptr<Operation> operation) {
+  return Handle(operation == nullptr ? nullptr : new Started(std::move(operation)));
+}
 
 // `seconds` from now, or the end of time where that is nearer.
 Clock::time_point deadline_after(double seconds);

@@ -15,6 +15,9 @@ inline bool first_dimension_is_free(int verb) {
   return verb == FL_ALL_GATHER || verb == FL_GATHER || verb == FL_ALL_TO_ALL_UNEVEN;
 }
 
+// Only the root need know what moves: see FL_ANY.
+inline bool root_must_know(int verb) { return verb == FL_SCATTER || verb == FL_BROADCAST; }
+
 // Nothing moves: see FL_COMPARED.
 inline bool is_compared(const fl_signature& call) { return (call.dtype & FL_COMPARED) != 0; }
 

@@ -37,7 +37,7 @@ typedef enum {
 
 /* What a rank calls. Every rank's travels ahead of the payload and must equal every other's;
    all_gather, gather and all_to_all_uneven let the first dimension differ, and a rank that is not
-   the root of a scatter may leave out what it expects: ndim is FL_ANY then. A rank whose program gave
+   the root of a scatter or a broadcast may leave out what it expects: ndim is FL_ANY then. A rank whose program gave
    what cannot be called joins all the same, by a barrier, send or recv whose ndim is FL_REFUSED: that
    equals no other rank's call, and its site says why. */
 #define FL_ANY -1
@@ -121,8 +121,8 @@ const fl_signature *fl_op_signatures(fl_op *op);
 const char *fl_op_site(fl_op *op, int rank);
 /* How many seconds before the failure it did so, roughly; -1: not known. */
 double fl_op_age(fl_op *op, int rank);
-/* What all_gather, gather and a scatter without output received, unless it went into a room; lives
-   as long as the handle. */
+/* What all_gather, gather, a scatter without output and a broadcast of FL_ANY received, unless it went
+   into a room; lives as long as the handle. */
 void *fl_op_output(fl_op *op, size_t *bytes);
 /* Free the handle. An operation that has not ended goes on. */
 void fl_op_free(fl_op *op);

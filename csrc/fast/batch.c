@@ -6,11 +6,10 @@
 #define NO_IMPORT_ARRAY
 #define PY_ARRAY_UNIQUE_SYMBOL flashlight_fast
 #include <numpy/arrayobject.h>
-#include <string.h>
+#include <limits.h>
+#include <stdlib.h>
 
 #include "binding.h"
-
-enum { MOST_MESSAGES = 16 };
 
 static PyObject *name_kind, *name_peer, *name_tag, *name_partial, *name_x, *text_send;
 
@@ -25,10 +24,10 @@ int batch_names(void) {
 }
 
 typedef struct {
-  PyObject *x[MOST_MESSAGES]; /* references of its own */
-  plain_call calls[MOST_MESSAGES];
-  fl_message messages[MOST_MESSAGES];
-  recorded made[MOST_MESSAGES];
+  PyObject *arrays; /* a list: the array of each message */
+  fl_message *messages;
+  started_op *ops;
+  fl_op **results;
   int count;
 } batch;
 
@@ -37,99 +36,113 @@ static int read_message(const Binding *binding, PyObject *op, batch *all) {
   PyObject *kind = PyObject_GetAttr(op, name_kind), *peer = PyObject_GetAttr(op, name_peer);
   PyObject *tag = PyObject_GetAttr(op, name_tag), *partial = PyObject_GetAttr(op, name_partial);
   PyObject *x = PyObject_GetAttr(op, name_x);
+  plain_call call;
   int plain = 0;
   if (kind != NULL && peer != NULL && tag != NULL && x != NULL && partial == Py_False &&
       PyUnicode_Check(kind)) {
-    const int sends = PyUnicode_Compare(kind, text_send) == 0;
-    plain = plain_message(sends ? FL_SEND : FL_RECV, x, peer, tag, binding->rank, binding->size,
-                          &all->calls[all->count]);
+    const int sends = kind == text_send || PyUnicode_Compare(kind, text_send) == 0;
+    plain = plain_message(sends ? FL_SEND : FL_RECV, x, peer, tag, binding->rank, binding->size, &call);
+  }
+  plain = plain && PyList_Append(all->arrays, x) == 0;
+  if (plain) {
+    fl_message *message = &all->messages[all->count];
+    message->signature = call.signature;
+    message->data = call.data;
+    message->peer = call.peer;
+    ++all->count;
   }
   Py_XDECREF(kind);
   Py_XDECREF(peer);
   Py_XDECREF(tag);
   Py_XDECREF(partial);
-  if (plain) {
-    all->x[all->count++] = x;
-  } else {
-    Py_XDECREF(x);
-  }
+  Py_XDECREF(x);
   return plain;
+}
+
+/* Room for `count` messages; 0: there is none. */
+static int allocate(batch *all, Py_ssize_t count) {
+  all->arrays = PyList_New(0);
+  all->messages = PyMem_Malloc((size_t)count * sizeof *all->messages);
+  all->ops = PyMem_Malloc((size_t)count * sizeof *all->ops);
+  all->results = PyMem_Malloc((size_t)count * sizeof(fl_op *));
+  return all->arrays && all->messages && all->ops && all->results;
+}
+
+static void release(batch *all) {
+  Py_XDECREF(all->arrays);
+  PyMem_Free(all->messages);
+  PyMem_Free(all->ops);
+  PyMem_Free(all->results);
+}
+
+static int by_address(const void *one, const void *other) {
+  const char *a = (*(fl_message *const *)one)->data, *b = (*(fl_message *const *)other)->data;
+  return (a > b) - (a < b);
 }
 
 /* Whether an array that is filled shares memory with another one, which is an error that Python words. */
 static int is_mixed_up(const batch *all) {
+  const fl_message **sorted = (const fl_message **)(void *)all->results; /* not yet used */
+  for (int i = 0; i < all->count; ++i) sorted[i] = &all->messages[i];
+  qsort(sorted, (size_t)all->count, sizeof *sorted, by_address);
+  const char *end = NULL, *end_filled = NULL;
   for (int i = 0; i < all->count; ++i) {
-    if (all->calls[i].signature.verb != FL_RECV) continue;
-    for (int j = 0; j < all->count; ++j) {
-      if (i != j && plain_overlap(&all->calls[i], &all->calls[j])) return 1;
-    }
+    const fl_signature *s = &sorted[i]->signature;
+    const char *begin = sorted[i]->data, *own_end = begin + s->count * s->itemsize;
+    if (own_end == begin) continue;
+    const int is_filled = s->verb == FL_RECV;
+    if (begin < end_filled || (is_filled && begin < end)) return 1;
+    if (end == NULL || own_end > end) end = own_end;
+    if (is_filled && (end_filled == NULL || own_end > end_filled)) end_filled = own_end;
   }
   return 0;
 }
 
-static void release(batch *all) {
-  for (int i = 0; i < all->count; ++i) Py_DECREF(all->x[i]);
-}
-
-/* What becomes of message `i`: its array where it has ended, or a Work. */
-static PyObject *work_of(const Binding *binding, const batch *all, int i, fl_op *op) {
-  const plain_call *call = &all->calls[i];
-  ring_call *row = all->made[i].row;
-  const uint64_t id = all->made[i].id;
-  if (op == NULL) {
-    ring_end(row, id, 0);
-    Py_INCREF(all->x[i]);
-    return all->x[i];
-  }
-  binding->stamp(op, &row->ended, -(int64_t)id);
-  return work_for(binding, op, call, all->x[i], Py_None, all->x[i], Py_None, id);
-}
-
-static PyObject *begin_all(Binding *binding, batch *all) {
+static PyObject *begin_all(PyObject *self, Binding *binding, batch *all) {
   PyObject *place;
   const fl_site *site;
   if (!place_and_site(binding, &place, &site)) return NULL;
   for (int i = 0; i < all->count; ++i) {
-    const plain_call *call = &all->calls[i];
-    all->made[i] = record(binding, &call->signature, call->peer, RING_ASYNC, place);
-    fill_message(&all->messages[i], call, site);
+    fl_message *message = &all->messages[i];
+    const fl_signature *s = &message->signature;
+    message->site = *site;
+    const recorded made = record(binding, s, message->peer, RING_ASYNC, place);
+    all->ops[i] = (started_op){NULL, made.id, binding->calls->number, s->verb, s->root, message->peer};
   }
-  fl_op *ops[MOST_MESSAGES];
   Py_BEGIN_ALLOW_THREADS;
-  binding->exchange(binding->group, all->messages, all->count, binding->seconds, 1, ops);
+  binding->exchange(binding->group, all->messages, all->count, binding->seconds, 1, all->results);
   Py_END_ALLOW_THREADS;
-  PyObject *works = PyList_New(all->count), *kind = NULL, *error = NULL, *trace = NULL;
-  for (int i = 0; i < all->count; ++i) { /* all of them, as all have been started */
-    /* With an exception set nothing may be called; the first one counts. */
-    kind == NULL ? PyErr_Fetch(&kind, &error, &trace) : PyErr_Clear();
-    PyObject *work = work_of(binding, all, i, ops[i]);
-    if (work == NULL || works == NULL) {
-      Py_XDECREF(work);
+  for (int i = 0; i < all->count; ++i) {
+    started_op *one = &all->ops[i];
+    ring_call *row = &binding->calls->calls[(one->id - 1) % RING_CALLS];
+    one->op = all->results[i];
+    if (one->op == NULL) {
+      ring_end(row, one->id, 0);
     } else {
-      PyList_SetItem(works, i, work);
+      binding->stamp(one->op, &row->ended, -(int64_t)one->id);
     }
   }
-  if (kind != NULL) PyErr_Restore(kind, error, trace);
-  if (PyErr_Occurred() != NULL) Py_CLEAR(works);
-  return works;
+  PyObject *work = make_work(self, all->ops, all->count, all->arrays, NULL);
+  all->ops = NULL;
+  return work;
 }
 
-PyObject *native_batch(Binding *binding, PyObject *ops) {
-  batch all;
-  all.count = 0;
+PyObject *native_batch(PyObject *self, PyObject *ops) {
+  Binding *binding = binding_of(self);
   const Py_ssize_t count = PyList_CheckExact(ops) ? PyList_Size(ops) : 0;
-  int plain = count > 0 && count <= MOST_MESSAGES;
-  for (Py_ssize_t i = 0; plain && i < count; ++i) {
+  batch all = {0};
+  int plain = count > 0 && count < INT_MAX && allocate(&all, count);
+  for (Py_ssize_t i = 0; plain && i < count && i < PyList_Size(ops); ++i) {
     plain = read_message(binding, PyList_GetItem(ops, i), &all);
   }
-  PyObject *works = NULL;
+  PyObject *work = NULL;
   if (plain && !is_mixed_up(&all)) {
-    works = begin_all(binding, &all);
+    work = begin_all(self, binding, &all);
   } else {
     PyErr_Clear(); /* which Python raises again, in its words */
     Py_INCREF(Py_NotImplemented);
-    works = Py_NotImplemented;
+    work = Py_NotImplemented;
   }
   release(&all);
-  return works;
+  return work;
 }

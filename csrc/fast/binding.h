@@ -46,6 +46,11 @@ typedef struct {
   void (*deliver)(void *, fl_op **);
   PyObject *ended;   /* called with what is to be raised, or fetched */
   PyObject *started; /* called with an operation that runs; returns the Work */
+  PyObject *together; /* makes one Work of a list of them */
+  PyObject *forked;  /* called with a verb's code, raises: another process has started it */
+  PyObject *work;    /* the type of light Works: see works.c */
+  PyObject *running; /* a dictionary whose keys are Works that may not have ended */
+  Py_ssize_t most_running; /* when they are looked at next */
   PyObject *here;    /* returns the address of the fl_site of user code */
   PyObject *memory;  /* an array: the ring */
   ring *calls;
@@ -63,10 +68,25 @@ typedef struct {
   uint64_t id;
 } recorded;
 
+static inline Binding *binding_of(PyObject *self) {
+  return PyCapsule_GetPointer(PyTuple_GetItem(self, 0), NULL);
+}
+/* Whether something must be done first that only Python does, or it wants every call. */
+int is_left_to_python(const Binding *binding);
+/* Whether this thread is in the middle of a call: it runs a signal handler, which Python answers; -1: an
+   exception. */
+int is_inside(const Binding *binding);
+
 recorded record(const Binding *binding, const fl_signature *signature, int peer, int flags,
                 PyObject *place);
 /* Wait for the other ranks and do the rest of a collective that has begun. */
 fl_op *finish_collective(Binding *binding, const plain_call *call, ring_call *row);
+/* A collective on this thread, recorded as `shown`: in the library's two steps, 0 where it has none or other
+   calls come first; or through its `run`, 0 with an exception. */
+int run_in_steps(Binding *binding, const plain_call *call, const fl_signature *shown, fl_op **op,
+                 recorded *made);
+int run_at_once(Binding *binding, const plain_call *call, const fl_signature *shown, fl_op **op,
+                recorded *made);
 /* Fetch or raise what became of an operation that has not simply ended well. */
 PyObject *fetch(const Binding *binding, fl_op *op, PyObject *x, PyObject *out, const plain_call *call,
                 recorded made);
@@ -74,20 +94,38 @@ PyObject *fetch(const Binding *binding, fl_op *op, PyObject *x, PyObject *out, c
 PyObject *native_call(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t count);
 
+PyObject *native_object(PyObject *self, PyObject *const *args, Py_ssize_t count);
+
 /* all_to_all with `rows`; NotImplemented as native_call. Where `out` has not as many rows as arrive, the
    result is another array. */
 PyObject *native_uneven(Binding *binding, PyObject *x, PyObject *out, PyObject *rows);
 
-/* Begin the messages of `ops`, a list of P2POp: a list of their arrays, or Works of those that go on;
-   NotImplemented as native_call. */
-PyObject *native_batch(Binding *binding, PyObject *ops);
-PyObject *work_for(const Binding *binding, fl_op *op, const plain_call *call, PyObject *x, PyObject *out,
-                   PyObject *result, PyObject *room, uint64_t id);
+/* An operation that has been started and recorded; `op` is NULL where it has ended well. */
+typedef struct {
+  fl_op *op;
+  uint64_t id;
+  uint64_t number; /* of the group's collectives by then */
+  int32_t verb, root, peer; /* `root` is the tag of a message */
+} started_op;
+
+/* The Work of one that Python is to look after, with all that it uses. Where a signal handler raises
+   meanwhile, nobody may have what the operation still writes to: that stays for ever. */
+PyObject *work_for(const Binding *binding, fl_op *op, const started_op *one, PyObject *x, PyObject *out,
+                   PyObject *result, PyObject *room);
+/* A light Work: of one operation (`count` is 0) with its `result`, `kept` a tuple of its array, its `out` and
+   its room; or of `count` messages, `result` the list of their arrays: then it takes over `ops`, which
+   PyMem_Free frees. */
+PyObject *make_work(PyObject *owner, started_op *ops, int count, PyObject *result, PyObject *kept);
+PyObject *work_type(void);
+
+/* Begin the messages of `ops`, a list of P2POp: their Work; NotImplemented as native_call. */
+PyObject *native_batch(PyObject *self, PyObject *ops);
 void fill_message(fl_message *message, const plain_call *call, const fl_site *site);
 
 /* Python names of attributes. */
 int place_names(void);
 int batch_names(void);
+int object_names(void);
 /* (code, instruction, name of our function that it called), or NULL with an exception. */
 PyObject *place_of_caller(Binding *binding);
 /* The same and its site, of which `place` is borrowed; 0 with an exception. */

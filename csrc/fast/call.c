@@ -46,8 +46,7 @@ static void note_place(Binding *binding, ring_call *row) {
   }
 }
 
-/* Whether something must be done first that only Python does, or it wants every call. */
-static int is_left_to_python(const Binding *binding) {
+int is_left_to_python(const Binding *binding) {
   if (binding->calls->off) return 1;
   for (Py_ssize_t i = 0; i < PyTuple_Size(binding->first); ++i) {
     if (PyObject_Size(PyTuple_GetItem(binding->first, i)) != 0) return 1;
@@ -55,8 +54,7 @@ static int is_left_to_python(const Binding *binding) {
   return 0;
 }
 
-/* Whether this thread is in the middle of a call: it runs a signal handler, which Python answers. */
-static int is_inside(const Binding *binding) {
+int is_inside(const Binding *binding) {
   const unsigned long thread = PyThread_get_thread_ident();
   if (binding->calls->caller == thread) return 1;
   if (PySet_Size(binding->inside) == 0) return 0;
@@ -116,17 +114,15 @@ fl_op *finish_collective(Binding *binding, const plain_call *call, ring_call *ro
   return op;
 }
 
-/* A collective on this thread, in two steps. */
-static PyObject *run_collective(Binding *binding, PyObject *x, PyObject *out, plain_call *call) {
-  if (!binding->begin(binding->group, &call->signature, call->data, call->seconds)) {
-    Py_XDECREF(call->result);
-    Py_RETURN_NOTIMPLEMENTED;
-  }
-  const recorded made = record(binding, &call->signature, -1, 0, NULL);
+int run_in_steps(Binding *binding, const plain_call *call, const fl_signature *shown, fl_op **op,
+                 recorded *made) {
+  if (binding->begin == NULL) return 0;
+  if (!binding->begin(binding->group, &call->signature, call->data, call->seconds)) return 0;
+  *made = record(binding, shown, -1, 0, NULL);
   binding->calls->caller = PyThread_get_thread_ident();
-  fl_op *op = finish_collective(binding, call, made.row);
+  *op = finish_collective(binding, call, made->row);
   binding->calls->caller = 0;
-  return end(binding, op, x, out, call, made);
+  return 1;
 }
 
 /* Let `inside` have this thread, or no longer; 0 with an exception. */
@@ -142,23 +138,34 @@ static void leave(const Binding *binding, PyObject *thread) {
   Py_DECREF(thread);
 }
 
-/* A collective through the library's `run`, on this thread. */
-static PyObject *run(Binding *binding, PyObject *x, PyObject *out, plain_call *call) {
+int run_at_once(Binding *binding, const plain_call *call, const fl_signature *shown, fl_op **op,
+                recorded *made) {
   PyObject *place, *thread = PyLong_FromUnsignedLong(PyThread_get_thread_ident());
   const fl_site *site;
   if (!place_and_site(binding, &place, &site) || !enter(binding, thread)) {
     Py_XDECREF(thread);
-    Py_XDECREF(call->result);
-    return NULL;
+    return 0;
   }
-  const recorded made = record(binding, &call->signature, call->peer, 0, place);
-  fl_op *op;
+  *made = record(binding, shown, -1, 0, place);
   Py_BEGIN_ALLOW_THREADS;
-  op = binding->run(binding->group, &call->signature, call->data, call->output, -1, call->seconds, 0,
-                    site);
+  *op = binding->run(binding->group, &call->signature, call->data, call->output, -1, call->seconds, 0,
+                     site);
   Py_END_ALLOW_THREADS;
   leave(binding, thread);
-  return end(binding, op, x, out, call, made);
+  return 1;
+}
+
+/* A collective on this thread; where there are steps, one that is behind others is left to Python. */
+static PyObject *run_collective(Binding *binding, PyObject *x, PyObject *out, plain_call *call) {
+  fl_op *op;
+  recorded made;
+  const int has_run = binding->begin != NULL
+                          ? run_in_steps(binding, call, &call->signature, &op, &made)
+                          : run_at_once(binding, call, &call->signature, &op, &made);
+  if (has_run) return end(binding, op, x, out, call, made);
+  Py_XDECREF(call->result);
+  if (PyErr_Occurred() != NULL) return NULL;
+  Py_RETURN_NOTIMPLEMENTED;
 }
 
 void fill_message(fl_message *message, const plain_call *call, const fl_site *site) {
@@ -220,14 +227,12 @@ static PyObject *run_message(Binding *binding, PyObject *x, PyObject *out, plain
   return end(binding, op, x, out, call, made);
 }
 
-/* The Work of an operation that has been started, or the result of one that has ended. Where a signal
-   handler raises meanwhile, nobody may have what the operation still writes to: that stays for ever. */
-PyObject *work_for(const Binding *binding, fl_op *op, const plain_call *call, PyObject *x, PyObject *out,
-                   PyObject *result, PyObject *room, uint64_t id) {
-  const fl_signature *s = &call->signature;
+PyObject *work_for(const Binding *binding, fl_op *op, const started_op *one, PyObject *x, PyObject *out,
+                   PyObject *result, PyObject *room) {
   PyObject *work = PyObject_CallFunction(
-      binding->started, "KiOOOOiiK", (unsigned long long)(uintptr_t)op, (int)s->verb, x, out, result, room,
-      (int)s->root, call->peer, (unsigned long long)id);
+      binding->started, "KiOOOOiiKK", (unsigned long long)(uintptr_t)op, (int)one->verb, x, out, result, room,
+      (int)one->root, (int)one->peer, (unsigned long long)one->id,
+      (unsigned long long)one->number);
   if (work == NULL && op != NULL) {
     PyObject *const used[] = {x, out, result, room};
     for (int i = 0; i < 4; ++i) Py_INCREF(used[i]);
@@ -236,7 +241,8 @@ PyObject *work_for(const Binding *binding, fl_op *op, const plain_call *call, Py
 }
 
 /* Through `run` without waiting: a Work, in which everything lives that the operation uses. */
-static PyObject *start(Binding *binding, PyObject *x, PyObject *out, plain_call *call) {
+static PyObject *start(PyObject *self, PyObject *x, PyObject *out, plain_call *call) {
+  Binding *binding = binding_of(self);
   const fl_signature *s = &call->signature;
   PyObject *place, *room = Py_None;
   const fl_site *site;
@@ -259,15 +265,19 @@ static PyObject *start(Binding *binding, PyObject *x, PyObject *out, plain_call 
   } else {
     binding->stamp(op, &made.row->ended, -(int64_t)made.id);
   }
-  PyObject *result = call->result == NULL ? Py_None : call->result;
-  PyObject *work = work_for(binding, op, call, x, out, result, room, made.id);
+  PyObject *result = call->result == NULL ? Py_None : call->result, *work = NULL;
+  started_op one = {op, made.id, binding->calls->number, s->verb, s->root, call->peer};
+  const int makes_result = s->verb == FL_GATHER || s->verb == FL_ALL_GATHER || s->verb == FL_SCATTER;
+  if (op != NULL && makes_result) {
+    work = work_for(binding, op, &one, x, out, result, room);
+  } else {
+    PyObject *kept = PyTuple_Pack(3, x, out, room);
+    if (kept != NULL) work = make_work(self, &one, 0, result, kept);
+    Py_XDECREF(kept);
+  }
   Py_XDECREF(call->result);
   if (room != Py_None) Py_DECREF(room);
   return work;
-}
-
-static Binding *binding_of(PyObject *self) {
-  return PyCapsule_GetPointer(PyTuple_GetItem(self, 0), NULL);
 }
 
 /* Whether it is an all_to_all of unequal parts: there are other verbs of rows, which Python does. */
@@ -308,14 +318,13 @@ PyObject *native_call(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     call.result = call.signature.verb == FL_SEND && !is_async ? Py_None : x;
     Py_INCREF(call.result);
   }
-  if (is_async) return start(binding, x, out, &call);
+  if (is_async) return start(self, x, out, &call);
   if (call.peer >= 0) return run_message(binding, x, out, &call);
-  if (binding->begin == NULL) return run(binding, x, out, &call);
   return run_collective(binding, x, out, &call);
 }
 
-/* native_sendrecv(x, dst, out, src, tag, recv_tag): out, or NotImplemented; native_sendrecv(ops): a list of
-   what each has become. */
+/* native_sendrecv(x, dst, out, src, tag, recv_tag): out, or NotImplemented; native_sendrecv(ops): the Work of
+   all of them. */
 PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   Binding *binding = binding_of(self);
   plain_call sent, received;
@@ -327,7 +336,7 @@ PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t coun
   if (is_left_to_python(binding)) Py_RETURN_NOTIMPLEMENTED;
   const int inside = is_inside(binding);
   if (inside < 0) return NULL;
-  if (count == 1 && !inside) return native_batch(binding, args[0]);
+  if (count == 1 && !inside) return native_batch(self, args[0]);
   const int rank = binding->rank, size = binding->size;
   if (inside || !plain_message(FL_SEND, args[0], args[1], args[4], rank, size, &sent) ||
       !plain_message(FL_RECV, args[2], args[3], args[5], rank, size, &received) ||

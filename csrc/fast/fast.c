@@ -15,6 +15,9 @@ static PyMethodDef call_def = {"native", (PyCFunction)(void (*)(void))native_cal
 static PyMethodDef sendrecv_def = {"native_sendrecv", (PyCFunction)(void (*)(void))native_sendrecv,
                                    METH_FASTCALL, NULL};
 
+static PyMethodDef object_def = {"native_object", (PyCFunction)(void (*)(void))native_object, METH_FASTCALL,
+                                 NULL};
+
 static void free_binding(PyObject *capsule) {
   Binding *binding = PyCapsule_GetPointer(capsule, NULL);
   for (int i = 0; i < SITES; ++i) Py_XDECREF(binding->sites[i].place);
@@ -38,10 +41,11 @@ static int parse(PyObject *args, Binding *binding) {
   unsigned long long group, run, exchange, stamp, wait, signatures, output, free_op;
   unsigned long long begin, ready, finish, post, deliver;
   PyObject *owner;
-  if (!PyArg_ParseTuple(args, "KOiid(KKKKKKKKKKKK)(OOO)O!O!O!O!O!", &group, &owner, &binding->rank,
+  if (!PyArg_ParseTuple(args, "KOiid(KKKKKKKKKKKK)(OOO)(OOOO!)O!O!O!O!O!", &group, &owner, &binding->rank,
                         &binding->size, &binding->seconds, &run, &exchange, &stamp,
                         &wait, &signatures, &output, &free_op, &begin, &ready,
-                        &finish, &post, &deliver, &binding->ended, &binding->started, &binding->here, &PyArray_Type,
+                        &finish, &post, &deliver, &binding->ended, &binding->started, &binding->here,
+                        &binding->together, &binding->forked, &binding->work, &PyDict_Type, &binding->running, &PyArray_Type,
                         &binding->memory, &PyList_Type, &binding->notes, &PyTuple_Type, &binding->folders,
                         &PySet_Type, &binding->inside, &PyTuple_Type, &binding->first)) {
     return 0;
@@ -64,8 +68,8 @@ static int parse(PyObject *args, Binding *binding) {
 
 /* bind(group, owner, rank, size, seconds,
    (run, exchange, stamp, wait, signatures, output, free, begin, ready, finish, post, deliver),
-   (ended, started, here), memory, notes, folders, inside, first): (native, native_sendrecv). The group
-   and the library's functions are addresses; `owner` keeps the group. */
+   (ended, started, here), (together, forked, work, running), memory, notes, folders, inside, first):
+   (native, native_sendrecv, native_object). The group and the library's functions are addresses; `owner` keeps the group. */
 static PyObject *bind(PyObject *module, PyObject *args) {
   (void)module;
   Binding *binding = calloc(1, sizeof *binding);
@@ -79,11 +83,13 @@ static PyObject *bind(PyObject *module, PyObject *args) {
   Py_DECREF(capsule);
   if (kept == NULL) return NULL;
   PyObject *call = PyCFunction_New(&call_def, kept), *sendrecv = PyCFunction_New(&sendrecv_def, kept);
-  PyObject *both = call && sendrecv ? PyTuple_Pack(2, call, sendrecv) : NULL;
+  PyObject *object = PyCFunction_New(&object_def, kept);
+  PyObject *all = call && sendrecv && object ? PyTuple_Pack(3, call, sendrecv, object) : NULL;
   Py_XDECREF(call);
   Py_XDECREF(sendrecv);
+  Py_XDECREF(object);
   Py_DECREF(kept);
-  return both;
+  return all;
 }
 
 /* The clock of the ring beside time.monotonic_ns(). */
@@ -115,6 +121,10 @@ static struct PyModuleDef definition = {
 
 PyMODINIT_FUNC PyInit__fast(void) {
   import_array();
-  if (!plain_names() || !place_names() || !batch_names()) return NULL;
-  return PyModule_Create(&definition);
+  if (!plain_names() || !place_names() || !batch_names() || !object_names()) return NULL;
+  PyObject *module = PyModule_Create(&definition), *type = work_type();
+  if (module != NULL && type != NULL && PyModule_AddObject(module, "Started", type) == 0) return module;
+  Py_XDECREF(type);
+  Py_XDECREF(module);
+  return NULL;
 }

@@ -73,8 +73,7 @@ static int dtype_code(int type) {
   }
 }
 
-/* A number of `limit`: 0 where it is another, or none. */
-static int read_int(PyObject *given, int limit, int32_t *out) {
+int plain_int(PyObject *given, int limit, int32_t *out) {
   if (!PyLong_CheckExact(given)) return 0;
   int overflow = 0;
   const long number = PyLong_AsLongAndOverflow(given, &overflow);
@@ -92,7 +91,7 @@ static void *read_address(PyObject *given, fl_signature *out) {
   enum { PAGE = 4096 };
   if (!PyTuple_CheckExact(given) || PyTuple_Size(given) != 4) return NULL;
   PyObject *place = PyTuple_GetItem(given, 0), *shape = PyTuple_GetItem(given, 2);
-  if (!PyLong_CheckExact(place) || !read_int(PyTuple_GetItem(given, 1), CODES_END - 1, &out->dtype) ||
+  if (!PyLong_CheckExact(place) || !plain_int(PyTuple_GetItem(given, 1), CODES_END - 1, &out->dtype) ||
       !PyTuple_Check(shape) || PyTuple_Size(shape) > SHAPE) {
     return NULL;
   }
@@ -145,7 +144,7 @@ static int read_scale(PyObject *given, double *out) {
     return *out - *out == 0; /* finite */
   }
   int32_t small;
-  if (!read_int(given, INT_MAX, &small)) return 0;
+  if (!plain_int(given, INT_MAX, &small)) return 0;
   *out = small;
   return 1;
 }
@@ -317,7 +316,7 @@ int plain_message(int verb, PyObject *array, PyObject *peer, PyObject *tag, int 
   s->verb = verb;
   s->scale = 1.0;
   int32_t other;
-  if (!read_int(peer, size - 1, &other) || other == rank || !read_int(tag, INT_MAX, &s->root)) return 0;
+  if (!plain_int(peer, size - 1, &other) || other == rank || !plain_int(tag, INT_MAX, &s->root)) return 0;
   call->data = read_memory(array, verb == FL_RECV, s);
   call->peer = other;
   return call->data != NULL;
@@ -327,7 +326,7 @@ int plain_read(PyObject *const *args, int rank, int size, plain_call *call) {
   PyObject *x = args[1], *out = args[2];
   fl_signature *s = &call->signature;
   int32_t verb;
-  if (!read_int(args[0], FL_VERBS - 1, &verb) || (verbs[verb] & VERB_KNOWN) == 0) return 0;
+  if (!plain_int(args[0], FL_VERBS - 1, &verb) || (verbs[verb] & VERB_KNOWN) == 0) return 0;
   const int flags = verbs[verb];
   if (verb == FL_SEND || verb == FL_RECV) {
     return plain_message(verb, x, args[5], args[6], rank, size, call);
@@ -337,7 +336,7 @@ int plain_read(PyObject *const *args, int rank, int size, plain_call *call) {
   s->verb = verb;
   s->scale = 1.0;
   call->peer = -1;
-  if ((flags & VERB_ROOTED) != 0 && !read_int(args[5], size - 1, &s->root)) return 0;
+  if ((flags & VERB_ROOTED) != 0 && !plain_int(args[5], size - 1, &s->root)) return 0;
   if (verb == FL_BARRIER) {
     x = Py_None;
   } else if ((flags & VERB_IN_PLACE) != 0) {

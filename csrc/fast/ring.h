@@ -9,7 +9,7 @@
 
 enum { RING_CALLS = 512 };
 enum { RING_FAILED = 1, RING_PLACED = 2, RING_ASYNC = 4 };
-enum { RING_SENDRECV = 32 }; /* beside the verbs of fl_verb */
+enum { RING_SENDRECV = 32, RING_OBJECTS }; /* beside the verbs of fl_verb; those of objects from here on */
 
 /* Times are those of fl_ticks(). */
 typedef struct {

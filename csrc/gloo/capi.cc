@@ -60,7 +60,7 @@ void fl_gloo_take_along(fl_group* group, void (*give_up)(void* other, const char
 
 fl_op* fl_gloo_connect(fl_group* group, const char* addresses, size_t address_bytes,
                        const char* proofs, int lazily, double seconds) {
-  return fl::started([&] {
+  return fl::handle([&] {
     const size_t size = group->group.size();
     return group->group.connect({addresses, addresses + size * address_bytes}, address_bytes,
                                 {proofs, proofs + size * 2 * FL_PROOF_BYTES}, lazily != 0,
@@ -79,10 +79,7 @@ int fl_gloo_is_ahead(fl_group* group, int rank, fl_signature* call) {
 }
 
 fl_op* fl_gloo_lost(fl_group* group) {
-  fl_op* op = fl::started([&] { return group->group.lost(); });
-  if (op->operation != nullptr) return op;
-  delete op;
-  return nullptr;
+  return fl::handle([&] { return group->group.lost(); });
 }
 
 void fl_gloo_give_up(fl_group* group, const char* why) { group->group.give_up(why); }
@@ -94,31 +91,20 @@ void fl_gloo_on_interrupt(fl_group* group, int (*check)(void)) {
 fl_op* fl_gloo_run(fl_group* group, const fl_signature* signature, void* data, void* output,
                    int peer, double seconds, int async, const fl_site* site) {
   const fl_message given{*signature, data, peer, site != nullptr ? *site : fl_site{}};
-  fl_op* op = fl::started([&] {
+  return fl::handle([&] {
     return async != 0 ? group->group.start(given, output, seconds)
                       : group->group.run(given, output, seconds);
   });
-  if (op->operation != nullptr) return op;
-  delete op;
-  return nullptr;
 }
 
 void fl_gloo_exchange(fl_group* group, const fl_message* messages, int count, double seconds,
                       int async, fl_op** results) {
-  std::vector<std::shared_ptr<fl::Operation>> ended(count);
-  fl_op* failed = fl::started([&] {
-    if (async == 0) {
-      ended = group->group.exchange(messages, count, seconds);
-    } else {
-      for (int i = 0; i < count; ++i) ended[i] = group->group.start(messages[i], nullptr, seconds);
-    }
-    return nullptr;
+  fl::handles(results, count, [&] {
+    if (async == 0) return group->group.exchange(messages, count, seconds);
+    std::vector<std::shared_ptr<fl::Operation>> started(count);
+    for (int i = 0; i < count; ++i) started[i] = group->group.start(messages[i], nullptr, seconds);
+    return started;
   });
-  for (int i = 0; i < count; ++i) {
-    const auto& operation = failed->operation != nullptr ? failed->operation : ended[i];
-    results[i] = operation != nullptr ? new fl_op{operation} : nullptr;
-  }
-  delete failed;
 }
 
 void fl_gloo_leave(fl_group* group) { group->group.leave(); }

@@ -86,8 +86,8 @@ void Collectives::meet(Call& call, const void* data, const Parts& give) {
     remember(call);
     const auto& calls = call.seen.calls;
     const bool same = all_same(calls.data(), size_);
-    const bool root_knows = call.mine.verb != FL_SCATTER || calls[call.mine.root].ndim != FL_ANY;
-    if (same && root_knows) return passes_on_ && common == 0 ? give_each(data, give) : void();
+    const bool is_known = !root_must_know(call.mine.verb) || calls[call.mine.root].ndim != FL_ANY;
+    if (same && is_known) return passes_on_ && common == 0 ? give_each(data, give) : void();
   } catch (const TimedOut& failure) {
     const auto missing = not_arrived(call);
     throw Failure(FL_TIMEOUT, missing.empty() ? failure.missing : missing, failure.what());

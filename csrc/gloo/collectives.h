@@ -65,7 +65,7 @@ class Collectives {
   void reduce(Call& call, void* data);
   void reduce_scatter(Call& call, const void* data, void* output);
   void reduce_scatter_uneven(Call& call, const fl_sections& sections, void* output);
-  void broadcast(Call& call, void* data);
+  Bytes broadcast(Call& call, void* data);
   // Where `room` has the size of what comes, it is filled, and the result is empty.
   Bytes all_gather(Call& call, const void* data, const fl_room* room);
   Bytes gather(Call& call, const void* data, const fl_room* room);
@@ -121,7 +121,7 @@ class Collectives {
 
   void deliver(Call& call, const void* from, const Parts& give, void* into, const Parts& take);
   void move_large(Call& call, const void* from, const Parts& give, char* into, const Parts& take);
-  void give_parts(Call& call, const void* data, const Parts& parts);
+  void give_parts(Call& call, const void* data, size_t bytes, const Parts& parts);
   void pass_on_part(Call& call, char* data, const Parts& parts);
   Bytes gather_to(Call& call, const void* data, bool wanted, const Parts& give,
                   const fl_room* room);

@@ -63,6 +63,7 @@ int fl_gloo_awaited(fl_group *group);
    same peer, direction and tag in order.
 
    all_reduce, broadcast: in place on data.      barrier: data is NULL.
+   Where the signature of a broadcast says FL_ANY, data is NULL; fl_op_output gives what has come.
    reduce: in place on the root's data; the others' stays as it is.
    reduce_scatter, all_to_all: data has signature.count elements in all; output takes the result.
    all_to_all_uneven: data is an fl_sections; output takes what is for this rank, in rank order.

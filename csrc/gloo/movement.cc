@@ -75,28 +75,36 @@ void Collectives::move_large(Call& call, const void* from, const Parts& give, ch
 }
 
 // Large: every other rank gets a part of its own from the root and passes it on, so that the
-// root's link carries the array once instead of n-1 times.
-void Collectives::broadcast(Call& call, void* data) {
+// root's link carries the array once instead of n-1 times. Only the root need know its size before the
+// headers have come.
+Bytes Collectives::broadcast(Call& call, void* data) {
   const int root = call.mine.root;
+  const auto in_one_piece = [&](size_t bytes) { return bytes <= kInlineBytes || size_ == 2; };
   Parts give(size_), take(size_);
-  if (call.bytes() <= kInlineBytes || size_ == 2) {
-    if (rank_ == root) give = same_for_all(call.bytes());
-    if (rank_ != root) take[root] = {0, call.bytes()};
-    meet(call, data, give);
-    return deliver(call, data, give, data, take);
+  if (rank_ == root && in_one_piece(call.bytes())) give = same_for_all(call.bytes());
+  meet(call, data, give);
+  const fl_signature& given = call.seen.calls[root];
+  const size_t bytes = static_cast<size_t>(given.count) * given.itemsize;
+  Bytes made;
+  if (call.mine.ndim == FL_ANY) made = make_bytes(bytes);
+  char* const array = made.data != nullptr ? made.data.get() : static_cast<char*>(data);
+  if (in_one_piece(bytes)) {
+    if (rank_ != root) take[root] = {0, bytes};
+    deliver(call, data, give, array, take);
+    return made;
   }
-  meet(call, nullptr, give);
   post_headers();
-  const Parts parts = parts_for_others(call.bytes(), size_, root);
+  const Parts parts = parts_for_others(bytes, size_, root);
   if (rank_ == root) {
-    give_parts(call, data, parts);
+    give_parts(call, array, bytes, parts);
   } else {
-    pass_on_part(call, static_cast<char*>(data), parts);
+    pass_on_part(call, array, parts);
   }
+  return made;
 }
 
-void Collectives::give_parts(Call& call, const void* data, const Parts& parts) {
-  const Buffer whole = mesh_.buffer(data, call.bytes());
+void Collectives::give_parts(Call& call, const void* data, size_t bytes, const Parts& parts) {
+  const Buffer whole = mesh_.buffer(data, bytes);
   size_t longest = 0;
   for (const Part& part : parts) longest = std::max(longest, part.bytes);
   std::vector<int> sent;

@@ -24,7 +24,7 @@ const Entry entries[] = {
     {FL_BARRIER, [](G g, C c, void*, void*) { return nothing([&] { g.barrier(c); }); }},
     {FL_ALL_REDUCE, [](G g, C c, void* x, void*) { return nothing([&] { g.all_reduce(c, x); }); }},
     {FL_REDUCE, [](G g, C c, void* x, void*) { return nothing([&] { g.reduce(c, x); }); }},
-    {FL_BROADCAST, [](G g, C c, void* x, void*) { return nothing([&] { g.broadcast(c, x); }); }},
+    {FL_BROADCAST, [](G g, C c, void* x, void*) { return g.broadcast(c, x); }},
     {FL_REDUCE_SCATTER,
      [](G g, C c, void* x, void* out) { return nothing([&] { g.reduce_scatter(c, x, out); }); }},
     {FL_REDUCE_SCATTER_UNEVEN,

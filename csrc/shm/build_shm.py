@@ -7,6 +7,9 @@ from cffi import FFI
 CSRC = Path(__file__).parent.parent
 COMMON = (
     "common/capi.cc",
+    "common/engine.cc",
+    "common/messages.cc",
+    "common/port.cc",
     "common/matching.cc",
     "common/queues.cc",
     "common/operation.cc",

@@ -20,8 +20,9 @@ struct fl_shm_group {
 
 struct fl_shm_posted {
   int count;
-  std::unique_ptr<fl::ShmGroup::Exchange> exchange;
-  std::exception_ptr error;  // why there is none
+  fl::ShmGroup* group;
+  fl::Port::Posted messages;
+  std::exception_ptr error;  // why there are none
 };
 
 struct fl_shm_region {
@@ -46,36 +47,6 @@ Result guarded(Result otherwise, char* message, size_t message_bytes, Body body)
   }
 }
 
-// Inside a handler: the handle of an operation that could not be started.
-fl_op* failed_to_start() {
-  const auto error = std::current_exception();
-  return fl::started([&]() -> std::shared_ptr<fl::Operation> { std::rethrow_exception(error); });
-}
-
-// What `run` returns, as a handle where there is anything to fetch.
-template <typename Run>
-fl_op* handle(Run run) {
-  try {
-    auto operation = run();
-    return operation == nullptr ? nullptr : new fl_op{std::move(operation)};
-  } catch (const std::exception&) {
-    return failed_to_start();
-  }
-}
-
-// The same of several.
-template <typename Run>
-void handles(fl_op** results, int count, Run run) {
-  try {
-    auto ended = run();
-    for (int i = 0; i < count; ++i) {
-      results[i] = ended[i] == nullptr ? nullptr : new fl_op{std::move(ended[i])};
-    }
-  } catch (const std::exception&) {
-    std::generate_n(results, count, failed_to_start);
-  }
-}
-
 }  // namespace
 
 extern "C" {
@@ -93,14 +64,14 @@ fl_shm_group* fl_shm_open(const char* path, int create, int rank, int size, char
 fl_op* fl_shm_run(fl_shm_group* group, const fl_signature* signature, void* data, void* output,
                   int peer, double seconds, int async, const fl_site* site) {
   if (async != 0) {
-    return handle([&] { return group->group.start(*signature, data, output, peer, seconds, site); });
+    return fl::handle([&] { return group->group.start(*signature, data, output, peer, seconds, site); });
   }
-  return handle([&] { return group->group.run(*signature, data, output, peer, seconds, site); });
+  return fl::handle([&] { return group->group.run(*signature, data, output, peer, seconds, site); });
 }
 
 void fl_shm_exchange(fl_shm_group* group, const fl_message* messages, int count, double seconds,
                      int async, fl_op** results) {
-  handles(results, count, [&] {
+  fl::handles(results, count, [&] {
     fl::ShmGroup& ranks = group->group;
     return async != 0 ? ranks.start_exchange(messages, count, seconds)
                       : ranks.exchange(messages, count, seconds);
@@ -110,18 +81,18 @@ void fl_shm_exchange(fl_shm_group* group, const fl_message* messages, int count,
 fl_shm_posted* fl_shm_post(fl_shm_group* group, const fl_message* messages, int count, double seconds,
                            int spins) {
   try {
-    auto exchange = group->group.post(messages, count, seconds, spins);
-    return exchange == nullptr ? nullptr : new fl_shm_posted{count, std::move(exchange), nullptr};
+    auto posted = group->group.post(messages, count, seconds, spins);
+    return posted.empty() ? nullptr : new fl_shm_posted{count, &group->group, std::move(posted), nullptr};
   } catch (const std::exception&) {
-    return new fl_shm_posted{count, nullptr, std::current_exception()};
+    return new fl_shm_posted{count, nullptr, {}, std::current_exception()};
   }
 }
 
 void fl_shm_deliver(fl_shm_posted* posted, fl_op** results) {
   const std::unique_ptr<fl_shm_posted> owned(posted);
-  handles(results, posted->count, [&] {
+  fl::handles(results, posted->count, [&] {
     if (posted->error != nullptr) std::rethrow_exception(posted->error);
-    return posted->exchange->end();
+    return posted->group->deliver(posted->messages);
   });
 }
 
@@ -136,7 +107,7 @@ int fl_shm_ready(fl_shm_group* group, int spins) {
 
 fl_op* fl_shm_finish(fl_shm_group* group, const fl_signature* signature, void* data,
                      void* output) {
-  return handle([&] { return group->group.finish(*signature, data, output); });
+  return fl::handle([&] { return group->group.finish(*signature, data, output); });
 }
 
 fl_shm_region* fl_shm_add_region(fl_shm_group* group, const char* path, int create, size_t bytes,
@@ -174,7 +145,7 @@ int fl_shm_is_ahead(fl_shm_group* group, int rank, fl_signature* call) {
 }
 
 fl_op* fl_shm_lost(fl_shm_group* group) {
-  return handle([&] { return group->group.lost(); });
+  return fl::handle([&] { return group->group.lost(); });
 }
 
 void fl_shm_give_up(fl_shm_group* group, const char* why) {

@@ -5,7 +5,7 @@
 #include <cstring>
 
 #include "../common/signature.h"
-#include "copying.h"
+#include "../common/copying.h"
 
 namespace fl {
 namespace {
@@ -85,7 +85,7 @@ Progress Collectives::progress() const {
   for (int r = 0; r < size_; ++r) {
     const Call& call = call_of(r);
     if (!call.number.reached(calls_)) return Progress::kAwaited;
-    complete = complete && (call.kind & kIsLarge) == 0;
+    complete = complete && (call.kind & (kIsLarge | kAny)) != kIsLarge;
   }
   return complete ? Progress::kComplete : Progress::kCalled;
 }
@@ -140,7 +140,7 @@ void Collectives::receive_calls(const fl_signature& mine) {
   }
   // All are in this call and have read that before it: its line is free for the next one.
   expect_to_write(&segment_.block(rank_).calls[(calls_ + 1) % 2]);
-  if (mine.verb == FL_SCATTER) same = same && (call_of(mine.root).kind & kAny) == 0;
+  if (root_must_know(mine.verb)) same = same && (call_of(mine.root).kind & kAny) == 0;
   if (!same && !all_call_the_same()) throw Mismatch();
 }
 
@@ -150,7 +150,7 @@ bool Collectives::all_call_the_same() const {
   const auto seen = calls();
   const fl_signature& mine = seen[rank_];
   if (!all_same(seen.data(), size_)) return false;
-  return mine.verb != FL_SCATTER || seen[mine.root].ndim != FL_ANY;
+  return !root_must_know(mine.verb) || seen[mine.root].ndim != FL_ANY;
 }
 
 const char* Collectives::inline_data(int rank, size_t bytes) const {

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "../common/operation.h"
-#include "choice.h"
+#include "../common/choice.h"
 #include "peers.h"
 #include "remote.h"
 #include "segment.h"
@@ -69,7 +69,8 @@ class Collectives {
   void reduce(const fl_signature& mine, void* data);
   void reduce_scatter(const fl_signature& mine, const void* data, void* output);
   void reduce_scatter_uneven(const fl_signature& mine, const fl_sections& sections, void* output);
-  void broadcast(const fl_signature& mine, void* data);
+  // A rank that does not know what comes has no `data`: it is returned.
+  Bytes broadcast(const fl_signature& mine, void* data);
   // Where `room` is null, or what comes does not fit exactly, it is returned.
   Bytes all_gather(const fl_signature& mine, const void* data, const fl_room* room);
   Bytes gather(const fl_signature& mine, const void* data, const fl_room* room);

@@ -11,28 +11,9 @@
 #include <climits>
 #include <cstdint>
 
+#include "../common/patience.h"
+
 namespace fl {
-
-// How long a wait burns the processor before it gives it away, and then before it sleeps.
-struct Patience {
-  int spins;
-  int yields;
-};
-
-inline void pause_briefly() {
-#if defined(__x86_64__) || defined(__i386__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
-// After look number `look` of a wait, from 0: an answer is most often some 100 ns away, and one pause
-// can take half of that.
-inline void pause_after(int look) {
-  constexpr int kAtOnce = 32;
-  if (look >= kAtOnce) pause_briefly();
-}
 
 // Eight bytes; whoever holds one decides which cache line it shares.
 class Counter {

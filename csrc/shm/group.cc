@@ -1,5 +1,6 @@
 #include "group.h"
 
+#include <numeric>
 #include <utility>
 
 #include "../common/signature.h"
@@ -9,9 +10,15 @@ namespace {
 
 bool is_message(const fl_signature& s) { return s.verb == FL_SEND || s.verb == FL_RECV; }
 
-// A receive that has to find out who sends, or how much.
-bool is_match(const fl_signature& s, const void* output) {
-  return s.verb == FL_RECV && output != nullptr;
+// Of a receive that has to find out who sends, or how much.
+fl_match* match_of(const fl_signature& s, void* output) {
+  return s.verb == FL_RECV ? static_cast<fl_match*>(output) : nullptr;
+}
+
+std::vector<int> all_ranks(int size) {
+  std::vector<int> ranks(size);
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
 }
 
 // So long a group that is closed waits for a collective of another thread, which ends sooner.
@@ -26,7 +33,9 @@ ShmGroup::ShmGroup(Mapping mapping, int rank, int size)
       remote_(segment_, rank, size),
       peers_(segment_, rank, size),
       collectives_(segment_, peers_, remote_, rank, size),
-      mail_(segment_, peers_, remote_, rank, size),
+      rings_(segment_, remote_, rank, size),
+      engine_(rings_, size),
+      port_(engine_, 0, rank, all_ranks(size), peers_),
       queues_(std::make_unique<Queues>(peers_)) {}
 
 ShmGroup::~ShmGroup() { close(); }
@@ -42,19 +51,35 @@ void ShmGroup::close() {
   }
   if (begun != nullptr) fl::finish(*begun, FL_CLOSED, "the group was closed");
   queues_->close();
+  engine_.stop();
+  port_.close();
   const bool nothing_runs = turn_.try_take_for(kLeavingMilliseconds);
   if (nothing_runs) peers_.give_up(Failure(FL_OK, {}, "left"));
   peers_.fail(Failure(FL_CLOSED, {}, "the group was closed"));
   if (nothing_runs) turn_.give();
 }
 
-// On the caller's own thread, unless operations are queued: they come first.
-ShmGroup::Result ShmGroup::run(const fl_signature& signature, void* data, void* output, int peer,
-                               double seconds, const fl_site* site) {
-  if (is_match(signature, output)) {
-    return run_match({signature, data, peer, asked(site)}, *static_cast<fl_match*>(output), seconds);
+Handle ShmGroup::run(const fl_signature& signature, void* data, void* output, int peer, double seconds,
+                     const fl_site* site) {
+  if (is_message(signature)) {
+    return port_.run({signature, data, peer, asked(site), match_of(signature, output)}, seconds, interrupt_);
   }
-  if (is_message(signature)) return run_message({signature, data, peer, asked(site)}, seconds);
+  if (auto refused = port_.refused()) return refused;
+  return handle_of(run_collective(signature, data, output, seconds, site));
+}
+
+Handle ShmGroup::start(const fl_signature& signature, void* data, void* output, int peer, double seconds,
+                       const fl_site* site) {
+  if (is_message(signature)) {
+    return port_.start({signature, data, peer, asked(site), match_of(signature, output)}, seconds);
+  }
+  if (auto refused = port_.refused()) return refused;
+  return handle_of(start_collective(signature, data, output, seconds, asked(site)));
+}
+
+// On the caller's own thread, unless operations are queued: they come first.
+ShmGroup::Result ShmGroup::run_collective(const fl_signature& signature, void* data, void* output,
+                                          double seconds, const fl_site* site) {
   if (queued_.load(std::memory_order_acquire) != 0 && !has_caught_up()) {
     return start_collective(signature, data, output, seconds, asked(site));
   }
@@ -68,17 +93,6 @@ ShmGroup::Result ShmGroup::run(const fl_signature& signature, void* data, void* 
   });
   if (!was_late) return result;
   return start_collective(signature, data, output, seconds, asked(site));
-}
-
-ShmGroup::Result ShmGroup::start(const fl_signature& signature, void* data, void* output, int peer,
-                                 double seconds, const fl_site* site) {
-  if (is_match(signature, output)) {
-    return start_match({signature, data, peer, asked(site)}, *static_cast<fl_match*>(output),
-                       seconds);
-  }
-  return is_message(signature)
-             ? start_message({signature, data, peer, asked(site)}, seconds)
-             : start_collective(signature, data, output, seconds, asked(site));
 }
 
 fl_site ShmGroup::asked(const fl_site* site) const {
@@ -128,6 +142,7 @@ ShmGroup::Result ShmGroup::ended(fl_status status, const std::string& message,
 
 bool ShmGroup::begin(const fl_signature& signature, const void* data, double seconds) {
   if (queued_.load(std::memory_order_acquire) != 0 && !has_caught_up()) return false;
+  if (port_.has_refusal()) return false;
   if (peers_.has_ended() || !turn_.try_take()) return false;
   if (is_begun_) {
     turn_.give();

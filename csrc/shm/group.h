@@ -9,15 +9,13 @@
 #include <utility>
 #include <vector>
 
+#include "../common/engine.h"
 #include "../common/queues.h"
 #include "abi.h"
 #include "collectives.h"
-#include "delivery.h"
-#include "message.h"
 #include "peers.h"
-#include "search.h"
+#include "rings.h"
 #include "segment.h"
-#include "ticker.h"
 #include "turn.h"
 
 namespace fl {
@@ -40,25 +38,22 @@ class ShmGroup : private Helper {
   void close();
 
   // `site` is the caller's; null: it is asked for where that matters.
-  Result run(const fl_signature& signature, void* data, void* output, int peer, double seconds,
+  Handle run(const fl_signature& signature, void* data, void* output, int peer, double seconds,
              const fl_site* site = nullptr);
-  Result start(const fl_signature& signature, void* data, void* output, int peer, double seconds,
+  Handle start(const fl_signature& signature, void* data, void* output, int peer, double seconds,
                const fl_site* site = nullptr);
 
-  // Several messages at once, on the caller's thread; those with something before them in their
-  // queue are started.
-  std::vector<Result> exchange(const fl_message* messages, int count, double seconds);
-  // The same in two steps. post() never sleeps; it returns null where all have ended well within so many
-  // looks without any progress, none if `spins` is negative.
-  class Exchange {
-   public:
-    virtual ~Exchange() = default;
-    // Wait for those that have not.
-    virtual std::vector<Result> end() = 0;
-  };
-  std::unique_ptr<Exchange> post(const fl_message* messages, int count, double seconds, int spins);
-  // All of them without waiting: threads go on with those that do not end within a moment.
-  std::vector<Result> start_exchange(const fl_message* messages, int count, double seconds);
+  // Several messages at once; see Port.
+  std::vector<Handle> exchange(const fl_message* messages, int count, double seconds) {
+    return port_.exchange(messages, count, seconds, interrupt_);
+  }
+  std::vector<Handle> start_exchange(const fl_message* messages, int count, double seconds) {
+    return port_.start_exchange(messages, count, seconds);
+  }
+  Port::Posted post(const fl_message* messages, int count, double seconds, int spins) {
+    return port_.post(messages, count, seconds, spins);
+  }
+  std::vector<Handle> deliver(const Port::Posted& posted) { return port_.finish(posted, interrupt_); }
 
   // A collective on the caller's thread in two steps, so that a caller who holds a lock can let it
   // go when the others are late. begin() never waits: it is false, and nothing has happened, where a
@@ -88,7 +83,6 @@ class ShmGroup : private Helper {
 
  private:
   class Running;
-  class Messages;
   template <typename Body>
   Result guarded(Body body);
   Result failed(const Failure& failure);
@@ -113,13 +107,8 @@ class ShmGroup : private Helper {
   bool has_caught_up();
   void help(const Operation& operation, bool waits) override;
   void tick();
-  Result run_message(const fl_message& message, double seconds);
-  Result run_match(const fl_message& asked, fl_match& match, double seconds);
-  Result start_match(const fl_message& asked, fl_match& match, double seconds);
-  Bytes receive_match(const fl_message& asked, fl_match& match, const Waiting& waiting, Seen& seen);
-  Result start_message(const fl_message& message, double seconds);
-  Result known(const Message& message);
-  std::function<void(Operation&)> rest_of(std::shared_ptr<Message> message);
+  Result run_collective(const fl_signature& signature, void* data, void* output, double seconds,
+                        const fl_site* site);
 
   static constexpr const char* kInTheMiddle =
       "this thread is in the middle of another call of the group";
@@ -129,7 +118,9 @@ class ShmGroup : private Helper {
   Remote remote_;  // before the peers: they say that all is there
   Peers peers_;
   Collectives collectives_;
-  Mail mail_;
+  Rings rings_;
+  Engine engine_;
+  Port port_;
   InterruptCheck interrupt_ = nullptr;
   WhereAmI where_ = nullptr;
   Turn turn_;                   // whoever runs a collective has it

@@ -2,7 +2,7 @@
 #include <algorithm>
 
 #include "collectives.h"
-#include "copying.h"
+#include "../common/copying.h"
 
 namespace fl {
 namespace {
@@ -62,17 +62,21 @@ void Collectives::stream(size_t chunks, bool produces, bool consumes, const Prod
   own.reduced.raise(chunks_);
 }
 
-void Collectives::broadcast(const fl_signature& mine, void* data) {
-  const size_t bytes = static_cast<size_t>(mine.count) * mine.itemsize;
+Bytes Collectives::broadcast(const fl_signature& mine, void* data) {
   const int root = mine.root;
-  char* array = static_cast<char*>(data);
   receive_calls(mine);
+  const bool is_any = mine.ndim == FL_ANY;
+  const fl_signature& given = is_any ? call_of(root).signature : mine;
+  const size_t bytes = static_cast<size_t>(given.count) * given.itemsize;
+  Bytes made;
+  if (is_any) made = make_bytes(bytes);
+  char* const array = is_any ? made.data.get() : static_cast<char*>(data);
   if (bytes <= kInlineBytes) {
-    if (rank_ != root) copy(data, inline_data(root, bytes), bytes);
-    return;
+    if (rank_ != root) copy(array, inline_data(root, bytes), bytes);
+    return made;
   }
   if (choose(mine, bytes) == kDirectly) {
-    if (rank_ != root) read(root, 0, data, bytes);
+    if (rank_ != root) read(root, 0, array, bytes);
     end_reading();
   } else {
     const size_t chunk = chunk_for(bytes);
@@ -85,6 +89,7 @@ void Collectives::broadcast(const fl_signature& mine, void* data) {
     stream(chunks_of(bytes, chunk), rank_ == root, rank_ != root, fill, take);
   }
   choice_.end(trial_);
+  return made;
 }
 
 // Where each rank's rows begin in a gathered array.

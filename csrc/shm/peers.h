@@ -44,19 +44,20 @@ class Peers : public Transport {
   Failure why_ended() const {
     return is_broken() ? why_broken() : Failure(FL_CLOSED, {}, "the group was closed");
   }
-  // Whether `r` begins no more messages, and those that it has begun are here; and let the others know
-  // that this rank begins none.
-  bool is_leaving(int r) const {
+  std::optional<Failure> loss_of(int rank) override { return loss(Concern{rank}); }
+  bool has_left(int r) override {
     const int64_t left_at = segment_.block(r).left_at;
     return left_at != 0 && coarse_now() - left_at > std::chrono::nanoseconds(kLastMessages).count();
   }
+  bool has_given_up(int r) override { return segment_.block(r).farewell.given.value() != 0; }
+  // Let the others know that this rank begins no more messages.
   void leave() { segment_.block(rank_).left_at = coarse_now(); }
   // The ranks that have not called yet.
   std::vector<int> not_called(const Concern& concern) const;
 
   // The less, the more waits have been in vain lately: with what they wait for elsewhere, as on other
   // hosts, or for a rank that needs this one's processor.
-  Patience patience() const {
+  Patience patience() const override {
     return {patience_.spins >> vain_.load(std::memory_order_relaxed), patience_.yields};
   }
   // Whether a wait of that patience has seen what it waited for.

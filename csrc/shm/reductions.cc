@@ -3,7 +3,7 @@
 
 #include "../reduce/reduce.h"
 #include "collectives.h"
-#include "copying.h"
+#include "../common/copying.h"
 
 namespace fl {
 namespace {

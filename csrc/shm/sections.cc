@@ -5,7 +5,7 @@
 #include "../common/signature.h"
 #include "../reduce/reduce.h"
 #include "collectives.h"
-#include "copying.h"
+#include "../common/copying.h"
 
 namespace fl {
 namespace {

@@ -16,12 +16,12 @@ namespace {
 constexpr size_t kPage = 4096;
 // Containers give 64 MB of /dev/shm, often less: a segment stays below about ten.
 constexpr size_t kSlotBudget = 8 << 20;
-constexpr size_t kPieceBudget = 2 << 20;
+constexpr size_t kDataBudget = 2 << 20;
 // Chunks of this size leave room for the arrays themselves in a second-level cache.
 constexpr size_t kMaxChunk = 256 << 10;
-constexpr size_t kMaxPiece = 64 << 10;
-constexpr size_t kOfferBudget = 2 << 20;
-constexpr uint32_t kMinOffers = 8;
+constexpr size_t kMostData = 256 << 10, kLeastData = 1 << 10;
+constexpr size_t kRecordBudget = 2 << 20;
+constexpr uint32_t kLeastRecords = 8;
 
 size_t pages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
@@ -32,16 +32,16 @@ size_t chunk_for(int ranks) {
 
 size_t pairs_of(int ranks) { return static_cast<size_t>(ranks) * (ranks - 1); }
 
-size_t piece_for(int ranks) {
-  const size_t all = std::max<size_t>(1, (kPieces + 1) * pairs_of(ranks));
-  return std::max(4 * kLine, std::min(kMaxPiece, kPieceBudget / all / kLine * kLine));
+// The most, halved until that of all channels together is within the budget.
+size_t halved(size_t most, size_t least, size_t each, int ranks, size_t budget) {
+  while (most > least && pairs_of(ranks) * most * each > budget) most /= 2;
+  return most;
 }
 
-uint32_t offers_for(int ranks) {
-  const size_t pairs = pairs_of(ranks);
-  uint32_t offers = kMaxOffers;
-  while (offers > kMinOffers && pairs * offers * (sizeof(Posting) + sizeof(Offer)) > kOfferBudget) offers /= 2;
-  return offers;
+size_t data_for(int ranks) { return halved(kMostData, kLeastData, 1, ranks, kDataBudget); }
+
+uint32_t records_for(int ranks) {
+  return static_cast<uint32_t>(halved(kMostRecords, kLeastRecords, sizeof(Record), ranks, kRecordBudget));
 }
 
 [[noreturn]] void fail(const char* what, int error = errno) {
@@ -144,17 +144,16 @@ bool Mapping::is_locked(int number) const {
 size_t Segment::bytes_for(int ranks) {
   const size_t pairs = pairs_of(ranks);
   return pages(ranks * sizeof(RankBlock)) + ranks * kSlots * chunk_for(ranks) +
-         pages(pairs * sizeof(Channel)) + pages(pairs * offers_for(ranks) * sizeof(Posting)) +
-         pages(pairs * offers_for(ranks) * sizeof(Offer)) +
-         pages(pairs * (kPieces + 1) * piece_for(ranks));
+         pages(pairs * sizeof(Channel)) + pages(pairs * records_for(ranks) * sizeof(Record)) +
+         pages(pairs * data_for(ranks));
 }
 
 Segment::Segment(Mapping mapping, int ranks)
     : mapping_(std::move(mapping)),
       ranks_(ranks),
       chunk_bytes_(chunk_for(ranks)),
-      offers_per_channel_(offers_for(ranks)),
-      piece_bytes_(piece_for(ranks)) {
+      records_per_channel_(records_for(ranks)),
+      data_bytes_(data_for(ranks)) {
   const size_t pairs = pairs_of(ranks);
   char* at = mapping_.data();
   // The file came as zeros, which is how every counter begins.
@@ -163,10 +162,8 @@ Segment::Segment(Mapping mapping, int ranks)
   at = slots_ + static_cast<size_t>(ranks) * kSlots * chunk_bytes_;
   channels_ = reinterpret_cast<Channel*>(at);
   at += pages(pairs * sizeof(Channel));
-  postings_ = reinterpret_cast<Posting*>(at);
-  at += pages(pairs * offers_per_channel_ * sizeof(Posting));
-  offers_ = reinterpret_cast<Offer*>(at);
-  pieces_ = at + pages(pairs * offers_per_channel_ * sizeof(Offer));
+  records_ = reinterpret_cast<Record*>(at);
+  data_ = at + pages(pairs * records_per_channel_ * sizeof(Record));
 }
 
 }  // namespace fl

@@ -9,8 +9,9 @@
 #include <string>
 
 #include "../common/abi.h"
+#include "../common/choice.h"
+#include "../common/engine.h"
 #include "futex.h"
-#include "choice.h"
 #include "counter.h"
 
 namespace fl {
@@ -125,55 +126,16 @@ struct alignas(kLine) RankBlock {
   uint64_t token, token_at;  // a number, and where it also lies in the process: see remote.h
 };
 
-constexpr uint32_t kMaxOffers = 64;  // messages to one rank that wait for a receive; see offers()
-constexpr size_t kTinyMessage = 32;  // bytes that travel in the line which announces them
-constexpr uint32_t kWanted = 16;     // receives that a sender can look up while they wait
-constexpr uint32_t kPieces = 4;      // of a channel, which a long message goes through in turn
+constexpr uint32_t kMostRecords = 128;  // of a channel; see records()
 
-// What became of an offer.
-enum Answer : int32_t {
-  kTaken,     // it has been received
-  kAccepted,  // what has not come with it may flow when it is its turn
-  kRefused,   // the receiver calls something else
-};
-
-// A message that a rank has for another.
-struct Offer {
-  // By the receiver: one line, which the sender looks at.
-  alignas(kLine) std::atomic<uint32_t> answers;  // how many this place has got
-  Answer answer;                                 // the last one
-  Way way;                                       // of what is accepted
-  uint32_t turn;                                 // among what is accepted
-  // By the sender. The receiver of a short message that it expects reads none of it.
-  alignas(kLine) uint64_t address;  // of all the data in the sender's process; 0: do not read there
-  fl_site site;                     // where the call was made; as the signature
-  fl_signature signature;           // the sender's; once refused the receiver's
-};
-
-// How an offer is announced: all that the receiver of a tiny message needs is in one line.
-struct Envelope {
-  int32_t tag;
-  uint32_t place;   // of the offer in its table
-  uint64_t digest;  // of what the sender calls: digest_of
-  uint32_t eager;   // bytes that came with the offer
-  char tiny[kTinyMessage];  // these, if they are not more; else in the eager piece
-};
-struct alignas(kLine) Posting {
-  std::atomic<uint32_t> number;  // of the message, from 1; raised last
-  Envelope envelope;
-};
-static_assert(sizeof(Posting) == kLine, "a tiny message is one cache line");
-
-// From one rank to another: its offers lie in a table, the latest are announced one after the other in a
-// ring as long as that, and the data of accepted ones flows through the pieces, one after the other.
+// From one rank to another: a ring of records, and one of the data that comes with them, which lies in the
+// order of the records.
 struct alignas(kLine) Channel {
-  std::atomic<uint32_t> filled;                  // pieces so far, by the sender
-  alignas(kLine) std::atomic<uint32_t> drained;  // pieces so far, by the receiver
-  std::atomic<uint32_t> wanting;                 // bits: which of these tags it waits for
-  std::atomic<int32_t> wanted[kWanted];
+  std::atomic<uint32_t> drained;  // records so far, by the receiver
+  alignas(kLine) std::atomic<uint32_t> wants_room;  // set by a sender that has none, taken by the receiver
 };
 
-// Rank blocks, then the ranks' slots, then channels, their postings, their offers and their pieces.
+// Rank blocks, then the ranks' slots, then channels, their records and their data.
 class Segment {
  public:
   static size_t bytes_for(int ranks);
@@ -189,43 +151,29 @@ class Segment {
   }
   size_t chunk_bytes() const { return chunk_bytes_; }
   Channel& channel(int from, int to) const { return channels_[pair(from, to)]; }
-  // Places for offers in each channel, a power of two.
-  uint32_t offers() const { return offers_per_channel_; }
-  Offer& offer(int from, int to, uint32_t place) const {
-    return offers_[pair(from, to) * offers_per_channel_ + place];
+  // Records in each channel, and bytes of data, powers of two.
+  uint32_t records() const { return records_per_channel_; }
+  size_t data_bytes() const { return data_bytes_; }
+  Record& record(int from, int to, uint32_t number) const {
+    return records_[pair(from, to) * records_per_channel_ + number % records_per_channel_];
   }
-  Posting& posting(int from, int to, uint32_t number) const {
-    return postings_[pair(from, to) * offers_per_channel_ + number % offers_per_channel_];
-  }
-  char* piece(int from, int to, uint32_t number) const {
-    return pieces_of(from, to) + number % kPieces * piece_bytes_;
-  }
-  // The data that comes with an offer, of one at a time.
-  char* eager_piece(int from, int to) const {
-    return pieces_of(from, to) + kPieces * piece_bytes_;
-  }
-  size_t piece_bytes() const { return piece_bytes_; }
+  char* data(int from, int to) const { return data_ + pair(from, to) * data_bytes_; }
 
  private:
   // Every rank has a channel to every other, and none to itself.
   size_t pair(int from, int to) const {
     return static_cast<size_t>(from) * (ranks_ - 1) + (to > from ? to - 1 : to);
   }
-  char* pieces_of(int from, int to) const {
-    return pieces_ + pair(from, to) * (kPieces + 1) * piece_bytes_;
-  }
-
   Mapping mapping_;
   int ranks_ = 0;
   RankBlock* blocks_ = nullptr;
   char* slots_ = nullptr;
   size_t chunk_bytes_ = 0;
   Channel* channels_ = nullptr;
-  Posting* postings_ = nullptr;
-  Offer* offers_ = nullptr;
-  uint32_t offers_per_channel_ = 0;
-  char* pieces_ = nullptr;
-  size_t piece_bytes_ = 0;
+  Record* records_ = nullptr;
+  uint32_t records_per_channel_ = 0;
+  char* data_ = nullptr;
+  size_t data_bytes_ = 0;
 };
 
 }  // namespace fl

@@ -26,7 +26,8 @@ fl_shm_group *fl_shm_open(const char *path, int create, int rank, int size, char
    group of more than 13) can wait for their receives; further ones wait until the receiver waits for
    them, or until one of those is received.
 
-   all_reduce, reduce, broadcast: in place on data; reduce leaves the others' data as it is.
+   all_reduce, reduce, broadcast: in place on data; reduce leaves the others' data as it is. Where the
+     signature of a broadcast says FL_ANY, data is NULL and fl_op_output gives what has come.
    barrier: data is NULL.
    reduce_scatter, all_to_all: data has signature.count elements, output takes the result.
    all_to_all_uneven: data is an fl_sections *; output takes what came, in rank order.

@@ -22,7 +22,7 @@ const Entry entries[] = {
     {FL_BARRIER, [](C c, S s, void*, void*) { return nothing([&] { c.barrier(s); }); }},
     {FL_ALL_REDUCE, [](C c, S s, void* x, void*) { return nothing([&] { c.all_reduce(s, x); }); }},
     {FL_REDUCE, [](C c, S s, void* x, void*) { return nothing([&] { c.reduce(s, x); }); }},
-    {FL_BROADCAST, [](C c, S s, void* x, void*) { return nothing([&] { c.broadcast(s, x); }); }},
+    {FL_BROADCAST, [](C c, S s, void* x, void*) { return c.broadcast(s, x); }},
     {FL_REDUCE_SCATTER,
      [](C c, S s, void* x, void* out) { return nothing([&] { c.reduce_scatter(s, x, out); }); }},
     {FL_REDUCE_SCATTER_UNEVEN,

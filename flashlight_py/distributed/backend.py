@@ -39,6 +39,8 @@ class Backend(abc.ABC):
     size: int
     processes: Sequence[str] = ()  # which process each rank is, for messages
     team: object = None  # the same for the backends that one group is made of
+    # Whether ranks may leave out the array that a broadcast fills: it has what the root's has.
+    finds_shape = False
     count: Sequence[int] = (0,)  # how many calls users have made in its group, where that is known
     # That of all its ranks whose connections groups share that are made of this one; see ``Kin``.
     network: Any = None
@@ -116,8 +118,8 @@ class Backend(abc.ABC):
         """Return whether this thread is in the middle of a call here: it runs a signal handler."""
         return False
 
-    def bind(self, journal: Journal) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Return the short ways of the group whose record is ``journal``: native, native_sendrecv.
+    def bind(self, journal: Journal) -> tuple[Callable[..., Any], ...]:
+        """Return the short ways of the group whose record is ``journal``, in this order.
 
         ``native(code, x, out, op, scale, root or peer, tag, async_op)`` does the verb of that code,
         which a user has called, where arrays are plain. It returns the result, or a Work where
@@ -128,8 +130,13 @@ class Backend(abc.ABC):
         In place of an array ``(address, dtype code, shape, owner)`` stands for memory in one piece
         that can be written to as long as ``owner`` lives: results need ``out`` then, and are what
         was given.
+
+        ``native_object(code, object, root)`` does the verb of objects of that code (journal.py),
+        and returns the list of what has come, None where that is for others alone. It may return
+        the array of all frames (exchange.py), the number of the call and this rank's own frame
+        (None where it has none) instead: then its caller is to do the rest.
         """
-        return left_to_python, left_to_python
+        return left_to_python, left_to_python, left_to_python
 
     def cupy_side(self) -> Backend | None:
         """Return the backend of the same ranks for CuPy arrays; None: NCCL joins their GPUs."""

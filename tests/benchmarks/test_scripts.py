@@ -57,14 +57,24 @@ def test_all_reduce_without_peers(tmp_path: Path) -> None:
 
 
 def test_every_verb_that_is_there_returns_the_right_answer(tmp_path: Path) -> None:
-    _, result = run(tmp_path, "collectives.py", "--sizes", "4", "--verbs", *VERBS)
+    output, result = run(tmp_path, "collectives.py", "--sizes", "4", "--verbs", *VERBS)
+    assert "| 2 ranks, every row, to the better MPI | >= 1x |" in output
     assert [m["task"] for m in result["measurements"]] == VERBS
     assert [m["left_out"] for m in result["measurements"]] == [{}] * len(VERBS)
 
 
+def test_open_messages_are_as_many_as_elements(tmp_path: Path) -> None:
+    verbs = ("open messages", "open messages, one tag")
+    output, result = run(tmp_path, "collectives.py", "--sizes", "80", "--verbs", *verbs)
+    assert "| 20 open messages, one tag |" in output
+    assert [m["left_out"] for m in result["measurements"]] == [{}] * 2
+
+
 VERBS = ["all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter"]
 VERBS += ["all_to_all", "send_recv", "sendrecv", "barrier", "all_gather, unequal"]
-VERBS += ["all_to_all, unequal", "batch_isend_irecv", "broadcast_object", "all_gather_object"]
+VERBS += ["all_to_all, unequal", "batch_isend_irecv", "halo, batch", "halo, sendrecv"]
+VERBS += ["tasks, any source", "broadcast_object", "all_gather_object"]
+VERBS += ["broadcast_object, dict", "all_gather_object, dict"]
 VERBS += [v.name for v in TABLE if v.reduces and v.in_place and v.name not in VERBS]
 
 
@@ -232,12 +242,14 @@ def test_checkpoints_are_measured_beside_dd(tmp_path: Path) -> None:
 def test_verbs_between_hosts_without_peers(tmp_path: Path) -> None:
     if reason := why_not():
         pytest.skip(reason)
-    options = ("--links", "1 Gbit/s", "--verbs", "all_reduce", "--sizes", "4", "1048576")
+    verbs = ("all_reduce", "send_recv", "tasks, any source")
+    options = ("--links", "1 Gbit/s", "--sizes", "4", "65536", "--verbs", *verbs)
     output, result = run(tmp_path, "hosts.py", *options)
     assert "- ABSENT torch gloo: not installed" in output
-    assert "| all_reduce, 1 MB |" in output
-    assert [m["task"] for m in result["measurements"]] == ["1 Gbit/s, 2 x 1, all_reduce"] * 2
-    assert [list(m["seconds"]) for m in result["measurements"]] == [["flashlight_py"]] * 2
+    assert "| all_reduce, 64 KB |" in output
+    tasks = [f"1 Gbit/s, 2 x 1, {verb}" for verb in verbs for _ in range(2)]
+    assert [m["task"] for m in result["measurements"]] == tasks
+    assert [list(m["seconds"]) for m in result["measurements"]] == [["flashlight_py"]] * 6
 
 
 @pytest.mark.slow

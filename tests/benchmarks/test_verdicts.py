@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from harness import all_reduce_targets as targets
-from harness import cuda_targets, step_targets
+from harness import collectives_targets, cuda_targets, step_targets
 from harness.statistics import Measurement
 from harness.verdicts import at_least, at_most
 
@@ -70,6 +70,38 @@ def test_every_size_is_judged_by_the_number_for_its_range() -> None:
     assert reached["2 ranks, to torch gloo, to 1 MB"] is True
     assert reached["2 ranks, to torch gloo, above 1 MB"] is True
     assert reached["4 ranks, to the better MPI, 64 MB"] is True
+
+
+def test_every_row_is_judged_beside_the_better_mpi_and_with_few_cores_the_median_too() -> None:
+    found = {
+        verdict.target: (verdict.measured.partition(";")[0], verdict.reached)
+        for verdict in collectives_targets.verdicts(
+            [
+                all_reduce(4, ours=1.0, open_mpi=1.5, mpich=0.9, torch=20.0),
+                all_reduce(MB, ours=1.0, mpich=2.0),
+                all_reduce(4, ranks=4, ours=1.0, open_mpi=0.9, mpich=3.0),
+                all_reduce(MB, ranks=4, ours=1.0, open_mpi=0.8, mpich=0.85),
+                all_reduce(64 * MB, ranks=4, ours=1.0, open_mpi=4.0, mpich=3.0),
+                all_reduce(64 * MB, ranks=4, open_mpi=4.0),
+            ],
+            absent={},
+        )
+    }
+    assert found == {
+        "2 ranks, every row, to the better MPI": ("0.9x (all_reduce, 4 B, MPICH", False),
+        "2 ranks, every row, to torch gloo": ("20x (all_reduce, 4 B, torch gloo", True),
+        "4 ranks, every row, to the better MPI": ("0.8x (all_reduce, 1 MB, Open MPI", True),
+        "4 ranks, the median row, to the better MPI": ("0.9x (3 rows", False),
+        "4 ranks, every row, to torch gloo": ("not measured: left out", None),
+    }
+
+
+def test_a_row_that_ours_alone_could_not_do_is_missed() -> None:
+    alone = Measurement("open messages", "float32", 40_000, 2, {"MPICH": [1.0]})
+    alone.left_out[targets.OURS] = "no answer in time"
+    verdict, _ = collectives_targets.verdicts([alone], absent={})
+    assert verdict.reached is False
+    assert verdict.measured.startswith("0x (10,000 open messages, flashlight_py was left out;")
 
 
 def test_at_64_mb_ours_is_judged_against_a_copy_and_its_own_variants() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from flashlight_py.distributed.failures.agreement import between_hosts
 from tests.chaos.rank import EXIT_CODE
+from tests.chaos.verbs import MESSAGES
 from tests.distributed import conformance, leftovers
 from tests.distributed.rendezvous_helpers import Rank, Ranks
 
@@ -196,7 +197,7 @@ class _Judge:
         A message is waited for by its two ends, and a group by its members.
         """
         away = (rank - self._number) % self._game.drawn["size"]
-        if self._game.verb in ("sendrecv", "isend and irecv"):
+        if self._game.verb in MESSAGES:
             return away in (1, self._game.drawn["size"] - 1)
         return self._game.verb != "split"
 

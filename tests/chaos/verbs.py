@@ -9,18 +9,26 @@ from flashlight_py.distributed.verbs import VERBS as ALL
 from flashlight_py.distributed.verbs import Verb
 from tests.distributed.conformance import Array
 
-__all__ = ["VERBS"]
+__all__ = ["MESSAGES", "VERBS"]
+
+# Around a ring.
+MESSAGES = ("sendrecv", "isend and irecv", "many in a batch")
+MANY = 40
 
 
-def _send_round(x: Array, asynchronously: bool) -> None:
+def _send_round(x: Array, way: str) -> None:
     """Give to the next rank and take from the one before."""
     rank, size = fl.get_world_rank(), fl.get_world_size()
     after, before = (rank + 1) % size, (rank - 1) % size
-    if not asynchronously:
+    if way == "sendrecv":
         fl.sendrecv(x, after, x.copy(), before)
-        return
-    for work in (fl.irecv(x.copy(), before), fl.isend(x, after)):
-        work.wait()
+    elif way == "many in a batch":
+        ops = [fl.P2POp("recv", x.copy(), before, tag) for tag in range(MANY)]
+        ops += [fl.P2POp("send", x, after, tag) for tag in range(MANY)]
+        fl.batch_isend_irecv(ops).wait()
+    else:
+        for work in (fl.irecv(x.copy(), before), fl.isend(x, after)):
+            work.wait()
 
 
 def _uneven_rows(x: Array) -> Sequence[int]:
@@ -59,8 +67,7 @@ VERBS: dict[str, Callable[[Array, int], object]] = {
     "all_to_all": lambda x, _: fl.all_to_all(x),
     "all_to_all, uneven": lambda x, _: fl.all_to_all(x, _uneven_rows(x)),
     "barrier": lambda _x, _: fl.barrier(),
-    "sendrecv": lambda x, _: _send_round(x, False),
-    "isend and irecv": lambda x, _: _send_round(x, True),
+    **{way: lambda x, _, way=way: _send_round(x, way) for way in MESSAGES},
     "broadcast_object": lambda x, root: fl.broadcast_object(x.tolist()[:9], root),
     "all_gather_object": lambda x, _: fl.all_gather_object(x.tolist()[:9]),
     "gather_object": lambda x, root: fl.gather_object(x.tolist()[:9], root),

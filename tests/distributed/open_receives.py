@@ -66,3 +66,40 @@ def refuse_what_does_not_fit(rank: int, size: int) -> None:
     else:
         fl.recv(x, None)
     assert np.all(x == 1)
+
+
+SIZES = (0, 1, 30, 1000, 100_000)  # on both sides of every threshold, in every order
+
+
+def keep_the_order(rank: int, size: int, sources: tuple[str, ...]) -> None:
+    """Messages of one rank and tag fill the receives in the order of both.
+
+    ``sources`` say in turn how a receive names the sender: "named", or "any".
+    """
+    if rank > 1:
+        return
+    lengths = [*SIZES, *reversed(SIZES), *SIZES[::2], *SIZES[1::2]] * 2
+    arrays = [np.full(length, i, np.int32) for i, length in enumerate(lengths)]
+    peer, half = 1 - rank, len(arrays) // 2
+    if rank == 1:
+        sends = [fl.isend(x, peer, tag=4) for x in arrays[:half]]
+        fl.send(np.zeros(1), peer, tag=5)  # some have come before they are asked for
+        fl.recv(np.zeros(1), peer, tag=5)
+        sends += [fl.isend(x, peer, tag=4) for x in arrays[half:]]
+        for send in sends:
+            send.wait()
+        return
+    fl.recv(np.zeros(1), peer, tag=5)
+    works = [
+        fl.irecv(
+            np.full(max(SIZES), -1, np.int32),
+            peer if sources[i % len(sources)] == "named" else None,
+            tag=4,
+            partial=True,
+        )
+        for i in range(len(arrays))
+    ]
+    fl.send(np.zeros(1), peer, tag=5)  # and some later
+    parts = [work.wait() for work in reversed(works)][::-1]
+    for i, (part, x) in enumerate(zip(parts, arrays, strict=True)):
+        np.testing.assert_array_equal(part, x, err_msg=f"message {i} of {len(arrays)}, {sources}")

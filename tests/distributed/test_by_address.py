@@ -14,7 +14,6 @@ from flashlight_py.distributed.backends.single import reduced_alone
 from flashlight_py.distributed.calls.arrays import DTYPES, code_of, dtype_of_code
 from flashlight_py.distributed.start.world import current_world
 from flashlight_py.distributed.verbs import ALL_REDUCE, VERBS
-from flashlight_py.distributed.work import Work
 from flashlight_py.errors import MismatchError
 from tests.distributed.test_native_calls import BACKENDS, CODES, native, record_of, settle
 
@@ -370,9 +369,7 @@ def messages(rank: int, size: int) -> None:
                 assert out.tobytes() == theirs.tobytes()
                 out[:] = 0
                 ops = [fl.P2POp("recv", room, before, 6), fl.P2POp("send", given, after, 6)]
-                got = group.native_sendrecv(ops)
-                got = [one.wait() if isinstance(one, Work) else one for one in got]
-                assert got[0] is room
+                assert group.native_sendrecv(ops).wait()[0] is room
                 assert out.tobytes() == theirs.tobytes()
             if rank == 0:
                 assert native(group, "send", by_address(x), peer=1) is None

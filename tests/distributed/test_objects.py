@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
+from flashlight_py.distributed.failures import journal
+from flashlight_py.distributed.start.world import current_world
 from tests.distributed.conformance import ranks_in
+from tests.distributed.harness import run_ranks
 
 ranks = ranks_in(("single", 1), ("gloo", 3), ("shm", 3), ("hierarchical", 3), ("mpi", 3))
 
@@ -89,3 +92,115 @@ def arrays_as_objects(rank: int, size: int) -> None:
 
 def test_arrays_inside_objects(ranks: Any) -> None:
     ranks.run(arrays_as_objects)
+
+
+def arrays_without_copies(rank: int, size: int) -> None:
+    """Large buffers arrive as they were, and can be written to where the sender's can."""
+    x = np.arange(3000.0).reshape(60, 50) + rank
+    fixed = x.copy()
+    fixed.flags.writeable = False
+    mine = {
+        "rows": x,
+        "columns": np.asfortranarray(x),
+        "fixed": fixed,
+        "bits": x[:, ::2],
+        "few": x[0],
+    }
+    for root in range(size):
+        came = [fl.broadcast_object(mine, root), fl.all_gather_object(mine)[root]]
+        came.append(fl.scatter_object([mine] * size, root))
+        for found in came:
+            assert all(np.array_equal(found[name], mine[name] - rank + root) for name in mine)
+            assert found["columns"].flags.f_contiguous
+            writeable = {name for name, array in found.items() if array.flags.writeable}
+            assert writeable == {*mine} - {"fixed"}
+            assert all(array.ctypes.data % 16 == 0 for array in found.values())
+
+
+def test_large_arrays_inside_objects(ranks: Any) -> None:
+    ranks.run(arrays_without_copies)
+
+
+def objects_of_all_lengths(rank: int, size: int) -> None:
+    """Around every length from which objects travel in another way."""
+    for length in (0, 900, 1100, 16_000, 17_000, 70_000, 300_000):
+        for root in range(size):
+            given = [b"x" * (length if r == rank else r) for r in range(size)]
+            wanted = b"x" * (length if root == rank else rank)
+            assert fl.scatter_object(given, root) == wanted
+            assert fl.broadcast_object(b"y" * length, root) == b"y" * length
+            lengths = [len(b"z") * r * length for r in range(size)]
+            came = fl.gather_object("z" * (rank * length), root)
+            assert came is None if rank != root else [*map(len, came or ())] == lengths
+            assert [*map(len, fl.all_gather_object("z" * (rank * length)))] == lengths
+
+
+def test_objects_of_all_lengths(ranks: Any) -> None:
+    ranks.run(objects_of_all_lengths)
+
+
+def the_short_way(rank: int, size: int) -> None:
+    """One native call does each verb, and is what the record shows."""
+    group = current_world().group
+    known = [None, NotImplemented, ..., [], (1, 2)]  # also what the short way itself may return
+    for verb, given, wanted in [
+        (journal.BROADCAST_OBJECT, known, [known]),
+        (journal.ALL_GATHER_OBJECT, rank, [*range(size)]),
+        (journal.GATHER_OBJECT, rank, [*range(size)] if rank == 0 else None),
+        (journal.SCATTER_OBJECT, [*range(size)], [rank]),
+    ]:
+        assert group.native_object(verb.code, given, 0) == wanted
+        record = group.journal.records()[-1].as_dict()
+        assert record["verb"] == verb.name
+        assert record.get("root") == (0 if verb.rooted else None)
+        assert record["bytes"] > 0 or verb is journal.SCATTER_OBJECT
+        assert record["ended"] >= record["started"]
+    for each in known:
+        assert fl.broadcast_object(each) == each
+        assert fl.all_gather_object(each) == [each] * size
+    assert group.native_object(33, 1, size) is NotImplemented
+    with pytest.raises(TypeError):
+        group.native_object(33, 1)
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_the_short_way(pool: Any, backend: str) -> None:
+    pool(3, params={"BACKEND": backend}).run(the_short_way)
+
+
+class Interrupted:
+    """Ctrl-C where an object is pickled on rank 1."""
+
+    def __reduce__(self) -> Any:
+        raise KeyboardInterrupt
+
+
+def interrupted_pickling(rank: int, size: int) -> str:
+    mine = Interrupted() if rank else 0
+    with pytest.raises((KeyboardInterrupt, fl.errors.PeerLostError)) as caught:
+        fl.all_gather_object(mine)
+    return type(caught.value).__name__
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_an_interrupt_while_pickling_ends_the_group(backend: str) -> None:
+    found = run_ranks(interrupted_pickling, 2, params={"BACKEND": backend})
+    assert found == ["PeerLostError", "KeyboardInterrupt"]
+
+
+def one_rank_through_python(rank: int, size: int) -> None:
+    """A rank whose calls are noted by Python takes part in the same collectives."""
+    group, large = current_world().group, np.arange(50_000.0)
+    for off in range(size):
+        group.journal.header[2] = rank == off
+        objects_everywhere(rank, size)
+        assert np.array_equal(fl.broadcast_object(large, off), large)
+        assert all(
+            np.array_equal(x, large + r) for r, x in enumerate(fl.all_gather_object(large + rank))
+        )
+    group.journal.header[2] = 0
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_ranks_with_and_without_the_short_way(pool: Any, backend: str) -> None:
+    pool(3, params={"BACKEND": backend}).run(one_rank_through_python)

@@ -28,6 +28,11 @@ def test_messages_of_any_rank_and_of_any_length(ranks: Any, width: int) -> None:
     ranks.run(open_receives.receive_from_any, width)
 
 
+@pytest.mark.parametrize("sources", [("named",), ("any",), ("any", "named")])
+def test_messages_of_a_rank_are_not_overtaken(ranks: Any, sources: tuple[str, ...]) -> None:
+    ranks.run(open_receives.keep_the_order, sources)
+
+
 def test_what_does_not_fit_is_refused_on_both_ends(ranks: Any) -> None:
     ranks.run(open_receives.refuse_what_does_not_fit)
 

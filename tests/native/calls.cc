@@ -4,7 +4,7 @@
 #include <cstring>
 #include <utility>
 
-#include "../../csrc/shm/copying.h"
+#include "../../csrc/common/copying.h"
 #include "reference.h"
 
 namespace stress {

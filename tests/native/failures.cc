@@ -125,7 +125,7 @@ void test_stopping_half_way(Random& random) {
     if (rank == stopper) {
       check(me.group->begin(me.signature, me.data.data(), kForever), "cannot begin");
       gave_up.wait();
-      const Outcome outcome = outcome_of(me.group->finish(me.signature, me.data.data(), nullptr));
+      const Outcome outcome = outcome_of(fl::handle_of(me.group->finish(me.signature, me.data.data(), nullptr)));
       check(outcome.status == FL_PEER_LOST || outcome.status == FL_TIMEOUT, "it goes on");
     } else {
       const Outcome outcome = me.call(0.2);
@@ -148,7 +148,7 @@ void test_closing_while_busy(Random& random) {
   in_threads(ranks, [&](int rank) {
     Member me(world, rank, floats);
     if (rank == closer) {
-      std::vector<std::shared_ptr<fl::Operation>> started;
+      std::vector<fl::Handle> started;
       for (int i = 0; i < 3; ++i) {
         started.push_back(me.group->start(me.signature, me.data.data(), nullptr, -1, kForever));
       }

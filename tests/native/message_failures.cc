@@ -55,7 +55,7 @@ void test_closing_with_messages(Random& random) {
   Latch posted(ranks), closed(1);
   in_threads(ranks, [&](int rank) {
     Member me(world, rank, floats);
-    std::vector<std::shared_ptr<fl::Operation>> running;
+    std::vector<fl::Handle> running;
     if (rank == 0) {
       for (int i = 0; i < started; ++i) {
         const int verb = i % 3 == 0 ? FL_SEND : FL_RECV;

@@ -44,37 +44,35 @@ class Running {
       case How::kExchange:
         break;  // see exchange()
       case How::kStart:
-        handle_.operation = started();
+        handle_ = started();
         break;
       case How::kRun:
-        handle_.operation = run();
+        handle_ = run();
         break;
       case How::kInTwoSteps:
         if (group_.begin(s, data(), kForever)) {
           group_.ready(static_cast<int>(number_ % 3) * 50);
-          handle_.operation = group_.finish(s, data(), output());
+          handle_ = fl::handle_of(group_.finish(s, data(), output()));
         } else {
-          handle_.operation = run();
+          handle_ = run();
         }
     }
   }
 
   fl_message message() const { return {step_.signature, data_, step_.peer, {}}; }
-  void has_become(std::shared_ptr<fl::Operation> operation) {
-    handle_.operation = std::move(operation);
-  }
+  void has_become(fl::Handle handle) { handle_ = std::move(handle); }
 
   // Wait for what was started, and compare.
   void end() {
     fl_status status = FL_OK;
-    if (handle_.operation != nullptr) {
+    if (handle_ != nullptr) {
       do {
-        status = fl_op_wait(&handle_, 1.0);
+        status = fl_op_wait(handle_.get(), 1.0);
       } while (status == FL_PENDING);
     }
     if (status != step_.status) {
       report("status " + std::to_string(status) + " instead of " + std::to_string(step_.status) +
-             ", \"" + fl_op_message(&handle_) + "\"");
+             ", \"" + fl_op_message(handle_.get()) + "\"");
     }
     if (!step_.from.empty()) return compare_match();
     compare(step_.data_after != nullptr ? step_.data_after : step_.data, data_, "data");
@@ -107,8 +105,8 @@ class Running {
     size_t bytes = output_bytes_;
     const char* output = output_.get();
     if (step_.gathers && step_.room != Room::kFits) {
-      if (handle_.operation == nullptr) report("nothing was gathered");
-      output = static_cast<const char*>(fl_op_output(&handle_, &bytes));
+      if (handle_ == nullptr) report("nothing was gathered");
+      output = static_cast<const char*>(fl_op_output(handle_.get(), &bytes));
       check_untouched("a room that does not fit was written to");
     }
     if (bytes != step_.output_after->size()) {
@@ -143,7 +141,7 @@ class Running {
 
   void compare_signatures() {
     check_untouched("a mismatch has written output");
-    const fl_signature* seen = fl_op_signatures(&handle_);
+    const fl_signature* seen = fl_op_signatures(handle_.get());
     for (size_t r = 0; r < step_.seen.size(); ++r) {
       if (step_.seen[r].sequence == 0) continue;
       fl_signature theirs = seen[r];
@@ -174,7 +172,7 @@ class Running {
   fl_sections sections_{};
   fl_match match_{-1, 1, 0, -1.0, 0.0};
   char* data_;
-  fl_op handle_;
+  fl::Handle handle_;
 };
 
 // The calls of one rank, in order.

@@ -88,11 +88,17 @@ struct ChoiceOfCalls {
 };
 template struct Reach<ChoiceOfCalls, &fl::Collectives::choice_>;
 
-struct MailOfGroup {
-  using Member = fl::Mail fl::ShmGroup::*;
-  friend Member member_of(MailOfGroup);
+struct RingsOfGroup {
+  using Member = fl::Rings fl::ShmGroup::*;
+  friend Member member_of(RingsOfGroup);
 };
-template struct Reach<MailOfGroup, &fl::ShmGroup::mail_>;
+template struct Reach<RingsOfGroup, &fl::ShmGroup::rings_>;
+
+struct EndsOfRings {
+  using Member = std::unique_ptr<fl::Rings::Ends[]> fl::Rings::*;
+  friend Member member_of(EndsOfRings);
+};
+template struct Reach<EndsOfRings, &fl::Rings::ends_>;
 
 // Under the eyes of the leftovers check, and without a name soon after.
 std::string new_path() {
@@ -120,10 +126,9 @@ void preset(const fl::Segment& segment, int ranks, uint32_t calls) {
     block.drained.raise(calls);
     for (int to = 0; to < ranks; ++to) {
       if (to == r) continue;
-      for (uint32_t i = 0; i < segment.offers(); ++i) {
-        segment.posting(r, to, calls - i).number = calls - i;
+      for (uint32_t i = 0; i < segment.records(); ++i) {
+        segment.record(r, to, calls - i).number = calls - i;
       }
-      segment.channel(r, to).filled = calls;
       segment.channel(r, to).drained = calls;
     }
   }
@@ -139,7 +144,7 @@ World::World(int ranks, uint32_t calls, const std::vector<size_t>& region_stride
   all.pop_back();
   mappings = std::move(all);
   chunk_bytes = segment.chunk_bytes();
-  piece_bytes = segment.piece_bytes();
+  piece_bytes = segment.data_bytes() / 4;
   if (calls != 0) preset(segment, ranks, calls);
   for (size_t stride : strides) {
     regions.emplace_back();
@@ -158,10 +163,9 @@ std::unique_ptr<fl::ShmGroup> World::join(int rank) {
   const uint32_t turn = (calls + ranks) % 9;
   collectives.*member_of(ChoiceOfCalls()) = fl::Choice(FL_VERBS, turn);
   for (int r = 0; r < ranks; ++r) {
-    fl::Inbox& inbox = ((*group).*member_of(MailOfGroup())).from(r);
-    inbox.seen = calls;
-    ((*group).*member_of(MailOfGroup())).to(r).posted = calls;
-    inbox.choice = fl::Choice(1, turn + r);
+    fl::Rings::Ends& ends = ((*group).*member_of(RingsOfGroup()).*member_of(EndsOfRings()))[r];
+    ends.sent = ends.seen_drained = ends.received = calls;
+    ends.choice = fl::Choice(1, turn + r);
   }
   return group;
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,11 +11,26 @@ import flashlight_py as fl
 from harness.role import Call, Place, Refusal
 from harness.roles import flashlight
 from harness.roles.flashlight import RankRole
-from harness.roles.verbs import Builder, CollectiveRole, elements
+from harness.roles.verbs import Builder, CollectiveRole, Messages, Op, elements
+
+
+def _sendrecv(x: Any, dst: int, out: Any, src: int, tag: int) -> Call:
+    return lambda: fl.sendrecv(x, dst, out, src, tag)
+
+
+def _batch(ops: Sequence[Op]) -> Call:
+    prepared = [fl.P2POp(*op) for op in ops]
+
+    def call() -> None:
+        fl.batch_isend_irecv(prepared).wait()
+
+    return call
 
 
 class Flashlight(RankRole, CollectiveRole):
     """NumPy arrays; of the kind "shared" where the package offers them, which are not copied."""
+
+    messages = Messages(fl.send, fl.recv, fl.isend, fl.irecv, _sendrecv, _batch)
 
     @property
     def refusals(self) -> tuple[type[Exception], ...]:
@@ -59,19 +74,12 @@ class Flashlight(RankRole, CollectiveRole):
             "scatter": lambda x: with_out(fl.scatter, x if root else None, part(x)),
             "reduce_scatter": lambda x: with_out(fl.reduce_scatter, x, part(x)),
             "all_to_all": lambda x: with_out(fl.all_to_all, x, np.empty_like(x)),
-            "send_recv": lambda x: self.ping_pong(fl.send, fl.recv, x),
-            "sendrecv": self._sendrecv,
             "barrier": lambda x: (fl.barrier, x),
             "all_gather, unequal": self._all_gather_unequal,
             "all_to_all, unequal": self._all_to_all_unequal,
-            "batch_isend_irecv": self._batch,
             "broadcast_object": lambda x: (lambda: fl.broadcast_object(x), x),
             "all_gather_object": lambda x: (lambda: fl.all_gather_object(x)[-1], x),
         }
-
-    def _sendrecv(self, x: Any) -> tuple[Call, Any]:
-        out, after, before = np.empty_like(x), *self.neighbours()
-        return lambda: fl.sendrecv(x, after, out, before), out
 
     def _all_gather_unequal(self, x: Any) -> tuple[Call, Any]:
         out = np.empty(x.shape[0] * (self.size + 1) // 2, x.dtype)
@@ -81,19 +89,6 @@ class Flashlight(RankRole, CollectiveRole):
     def _all_to_all_unequal(self, x: Any) -> tuple[Call, Any]:
         out, (gives, _) = np.empty_like(x), self.unequal_rows(x.shape[0])
         return lambda: fl.all_to_all(x, gives, out=out), out
-
-    def _batch(self, x: Any) -> tuple[Call, Any]:
-        after, before = self.neighbours()
-        out, other = np.empty_like(x), np.empty_like(x)
-        ops = [
-            *(fl.P2POp("send", x, after, 0), fl.P2POp("send", x, before, 1)),
-            *(fl.P2POp("recv", out, before, 0), fl.P2POp("recv", other, after, 1)),
-        ]
-
-        def call() -> None:
-            fl.batch_isend_irecv(ops).wait()
-
-        return call, out
 
 
 def join(place: Place) -> Flashlight:

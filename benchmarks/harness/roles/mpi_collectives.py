@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from harness.role import Call, Place, Refusal
-from harness.roles.verbs import Builder, CollectiveRole, elements
+from harness.roles.verbs import Builder, CollectiveRole, Messages, elements
 
 
 class Mpi(CollectiveRole):
     """The world that mpirun has started."""
 
     def __init__(self) -> None:
-        self._comm = MPI.COMM_WORLD
-        self.rank, self.size = self._comm.rank, self._comm.size
+        self._comm = comm = MPI.COMM_WORLD
+        self.rank, self.size = comm.rank, comm.size
+        messages = self.messages = Messages(
+            *(comm.Send, comm.Recv, comm.Isend, comm.Irecv),
+            lambda x, dst, out, src, tag: partial(comm.Sendrecv, x, dst, tag, out, src, tag),
+            # Receives first: what comes then has a place.
+            lambda ops: messages.together(sorted(ops, key=lambda op: op[0])),
+            MPI.Request.Waitall,
+            MPI.ANY_SOURCE,
+        )
 
     @property
     def refusals(self) -> tuple[type[Exception], ...]:
@@ -66,19 +75,12 @@ class Mpi(CollectiveRole):
             ),
             "reduce_scatter": lambda x: with_out(comm.Reduce_scatter_block, x, part(x)),
             "all_to_all": lambda x: with_out(comm.Alltoall, x, np.empty_like(x)),
-            "send_recv": lambda x: self.ping_pong(comm.Send, comm.Recv, x),
-            "sendrecv": self._sendrecv,
             "barrier": lambda x: (comm.Barrier, x),
             "all_gather, unequal": self._all_gather_unequal,
             "all_to_all, unequal": self._all_to_all_unequal,
-            "batch_isend_irecv": self._batch,
             "broadcast_object": lambda x: (lambda: comm.bcast(x), x),
             "all_gather_object": lambda x: (lambda: comm.allgather(x)[-1], x),
         }
-
-    def _sendrecv(self, x: Any) -> tuple[Call, Any]:
-        out, after, before = np.empty_like(x), *self.neighbours()
-        return lambda: self._comm.Sendrecv(x, after, 0, out, before, 0), out
 
     def _all_gather_unequal(self, x: Any) -> tuple[Call, Any]:
         out = np.empty(x.shape[0] * (self.size + 1) // 2, x.dtype)
@@ -89,16 +91,6 @@ class Mpi(CollectiveRole):
     def _all_to_all_unequal(self, x: Any) -> tuple[Call, Any]:
         out, (gives, gets) = np.empty_like(x), self.unequal_rows(x.shape[0])
         return lambda: self._comm.Alltoallv([x, gives], [out, gets]), out
-
-    def _batch(self, x: Any) -> tuple[Call, Any]:
-        comm, (after, before) = self._comm, self.neighbours()
-        out, other = np.empty_like(x), np.empty_like(x)
-
-        def call() -> None:
-            receives = [comm.Irecv(out, before, 0), comm.Irecv(other, after, 1)]
-            MPI.Request.Waitall([comm.Isend(x, after, 0), comm.Isend(x, before, 1), *receives])
-
-        return call, out
 
 
 def join(_: Place) -> Mpi:

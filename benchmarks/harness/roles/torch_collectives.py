@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,11 +10,40 @@ import torch.distributed as dist
 
 from harness.role import Call, Place, Refusal
 from harness.roles import torch_process
-from harness.roles.verbs import Builder, CollectiveRole, elements
+from harness.roles.verbs import Builder, CollectiveRole, Messages, Op, elements, wait_each
+
+
+def _waited(work: Any) -> None:
+    work.wait()
+
+
+def _sendrecv(x: Any, dst: int, out: Any, src: int, tag: int) -> Call:
+    def call() -> None:
+        sent = dist.isend(x, dst, tag=tag)
+        dist.recv(out, src, tag=tag)
+        if sent is not None:
+            sent.wait()
+
+    return call
+
+
+def _batch(ops: Sequence[Op]) -> Call:
+    begin = {"send": dist.isend, "recv": dist.irecv}
+    prepared = [dist.P2POp(begin[kind], x, peer, tag=tag) for kind, x, peer, tag in ops]
+    return lambda: wait_each(dist.batch_isend_irecv(prepared))
+
+
+def _tagged(function: Callable[..., Any]) -> Callable[[Any, Any, int], Any]:
+    return lambda x, peer, tag: function(x, peer, tag=tag)
 
 
 class Torch(CollectiveRole):
     """CPU tensors."""
+
+    messages = Messages(
+        *(_tagged(dist.send), _tagged(dist.recv), _tagged(dist.isend), _tagged(dist.irecv)),
+        *(_sendrecv, _batch),
+    )
 
     def __init__(self, place: Place) -> None:
         torch_process.initialise(place)
@@ -50,11 +79,8 @@ class Torch(CollectiveRole):
             "scatter": self._scatter,
             "reduce_scatter": self._reduce_scatter,
             "all_to_all": self._all_to_all,
-            "send_recv": lambda x: self.ping_pong(dist.send, dist.recv, x),
-            "sendrecv": self._sendrecv,
             "barrier": lambda x: (dist.barrier, x),
             "all_to_all, unequal": self._all_to_all_unequal,
-            "batch_isend_irecv": self._batch,
             "broadcast_object": self._broadcast_object,
             "all_gather_object": self._all_gather_object,
         }
@@ -92,37 +118,9 @@ class Torch(CollectiveRole):
         out = torch.empty_like(x)
         return lambda: dist.all_to_all_single(out, x), out
 
-    def _sendrecv(self, x: Any) -> tuple[Call, Any]:
-        out, after, before = torch.empty_like(x), *self.neighbours()
-
-        def call() -> None:
-            sent = dist.isend(x, after)
-            dist.recv(out, before)
-            if sent is not None:
-                sent.wait()
-
-        return call, out
-
     def _all_to_all_unequal(self, x: Any) -> tuple[Call, Any]:
         out, (gives, gets) = torch.empty_like(x), self.unequal_rows(x.shape[0])
         return lambda: dist.all_to_all_single(out, x, gets, gives), out
-
-    def _batch(self, x: Any) -> tuple[Call, Any]:
-        after, before = self.neighbours()
-        out, other = torch.empty_like(x), torch.empty_like(x)
-        ops = [
-            *(dist.P2POp(dist.isend, x, after, tag=0), dist.P2POp(dist.isend, x, before, tag=1)),
-            *(
-                dist.P2POp(dist.irecv, out, before, tag=0),
-                dist.P2POp(dist.irecv, other, after, tag=1),
-            ),
-        ]
-
-        def call() -> None:
-            for work in dist.batch_isend_irecv(ops):
-                work.wait()
-
-        return call, out
 
     def _broadcast_object(self, x: Any) -> tuple[Call, Any]:
         def call() -> Any:
@@ -139,10 +137,6 @@ class Torch(CollectiveRole):
             return objects[-1]
 
         return call, x
-
-
-def _waited(work: Any) -> None:
-    work.wait()
 
 
 def join(place: Place) -> Torch:

@@ -3,16 +3,65 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 from harness.role import Call, Prepared, Refusal, Role, nothing
 
-__all__ = ["VERBS", "Builder", "CollectiveRole", "Expected", "elements", "expected"]
+__all__ = [
+    "VERBS",
+    "Builder",
+    "CollectiveRole",
+    "Expected",
+    "Messages",
+    "elements",
+    "expected",
+    "wait_each",
+]
 
 # From an array: the call, and the array that holds the result where the call returns None.
 Builder = Callable[[Any], tuple[Call, Any]]
-Transfer = Callable[[Any, int], object]  # of an array, with a rank
+Op = tuple[Literal["send", "recv"], Any, int, int]  # of an array, with a rank, under a tag
+Transfer = Callable[[Any, Any, int], Any]  # of an array, with a rank, under a tag
+
+TASKS = 100  # that a call hands out
+FIELDS = 4  # of a halo
+STOP = 100  # where a task would be: there are no more; no rank's number
+
+
+def wait_each(works: list[Any]) -> None:
+    """Wait for one after another."""
+    for work in works:
+        work.wait()
+
+
+class Messages(NamedTuple):
+    """How a library sends and receives.
+
+    ``anybody`` is the rank to receive from where any will do. ``sendrecv``, of an array, to whom,
+    another array, from whom and under which tag, and ``batch``, of ops, return a call that can be
+    repeated.
+    """
+
+    send: Transfer
+    recv: Transfer
+    isend: Transfer
+    irecv: Transfer
+    sendrecv: Callable[[Any, int, Any, int, int], Call]
+    batch: Callable[[Sequence[Op]], Call]
+    wait_all: Callable[[list[Any]], object] = wait_each
+    anybody: Any = None
+
+    def together(self, ops: Sequence[Op]) -> Call:
+        """Return a call that begins each message by itself and then waits for all."""
+        begin, wait_all = {"send": self.isend, "recv": self.irecv}, self.wait_all
+        starts = [partial(begin[kind], *message) for kind, *message in ops]
+
+        def call() -> None:
+            wait_all([start() for start in starts])
+
+        return call
 
 
 class Expected(NamedTuple):
@@ -55,13 +104,29 @@ VERBS: dict[str, Callable[[int], Callable[[int], Expected | None]]] = {
     "all_to_all, unequal": lambda n: _everywhere(1, 1, n),
     # To and from both neighbours around a ring.
     "batch_isend_irecv": lambda n: lambda rank: Expected(1, (rank - 1) % n + 1, (rank - 1) % n + 1),
-    # The array as an object; of all of them the last.
-    "broadcast_object": lambda n: _everywhere(1, 1, 1),
-    "all_gather_object": lambda n: _everywhere(1, n, n),
+    # Several fields to and from both: what has come from before, and what from after.
+    "halo, batch": lambda n: lambda rank: Expected(2, (rank - 1) % n + 1, (rank + 1) % n + 1),
+    "halo, sendrecv": lambda n: lambda rank: Expected(2, (rank - 1) % n + 1, (rank + 1) % n + 1),
+    # Between ranks 0 and 1, 2 and 3 and so on; an odd one has nobody.
+    **dict.fromkeys(
+        ("open messages", "open messages, one tag"),
+        lambda n: lambda rank: _of(rank ^ 1) if rank ^ 1 < n else None,
+    ),
+    # What each worker gets last.
+    "tasks, any source": lambda n: lambda rank: Expected(1, STOP, STOP) if rank else None,
+    # The array as an object, or a dict as long; of all of them the last.
+    **dict.fromkeys(("broadcast_object", "broadcast_object, dict"), lambda n: _everywhere(1, 1, 1)),
+    **dict.fromkeys(
+        ("all_gather_object", "all_gather_object, dict"), lambda n: _everywhere(1, n, n)
+    ),
 }
 
 
-# These cut their argument into so many parts for each rank.
+def _of(rank: int) -> Expected:
+    return Expected(1, rank + 1, rank + 1)
+
+
+# These cut their argument into so many parts for each rank, or so many in all.
 CUTTING = {
     "scatter": 1,
     "reduce_scatter": 1,
@@ -69,6 +134,7 @@ CUTTING = {
     "all_gather, unequal": 1,
     "all_to_all, unequal": 2,
 }
+PARTS = {"halo, batch": FIELDS, "halo, sendrecv": FIELDS}
 
 
 def total(size: int) -> int:
@@ -84,10 +150,12 @@ def expected(verb: str, rank: int, size: int) -> Expected | None:
 class CollectiveRole(Role):
     """A library's verbs. A subclass says how to make an array, and how to call each verb on it."""
 
+    messages: Messages | None = None
+
     @property
     @abc.abstractmethod
     def builders(self) -> Mapping[str, Builder]:
-        """Return how each verb of VERBS is called on an array."""
+        """Return how each verb of VERBS is called on an array, except what ``messages`` are for."""
 
     def reduction(self, verb: str) -> Callable[[Any], object]:
         """Return how the library reduces in place by ``verb``, which VERBS does not have.
@@ -110,11 +178,10 @@ class CollectiveRole(Role):
     def prepare(self, task: Mapping[str, Any]) -> Prepared:
         """Return the verb's call on zeros, after one call whose result was checked."""
         verb = task["verb"]
-        if verb in VERBS and verb not in self.builders:
-            raise Refusal(f"has no {verb}")
-        parts = self.size * CUTTING[verb] if verb in CUTTING else 1
+        parts = self.size * CUTTING[verb] if verb in CUTTING else PARTS.get(verb, 1)
+        build = self._builder(verb)
         array = self.array(task["nbytes"], task["dtype"], parts, task.get("kind", ""))
-        call, out = self.builders.get(verb, self._in_place(verb))(array)
+        call, out = build(array)
         wanted = self._wanted(task)
 
         def check() -> None:
@@ -126,6 +193,26 @@ class CollectiveRole(Role):
 
         check()
         return Prepared(call, check=check)
+
+    def _builder(self, verb: str) -> Builder:
+        """Return how a verb is called on an array.
+
+        Raises:
+            Refusal: the library has no such verb.
+        """
+        of_array = verb.removesuffix(", dict")
+        if of_array in self.builders:
+            build = self.builders[of_array]
+            return build if verb == of_array else lambda x: build(self._dict_of(x))
+        if self.messages is not None and verb in _OF_MESSAGES:
+            return partial(_OF_MESSAGES[verb], self, self.messages)
+        if verb in VERBS:
+            raise Refusal(f"has no {verb}")
+        return self._in_place(verb)
+
+    def _dict_of(self, x: Any) -> dict[int, int]:
+        """Return a dict as long as the array, which is about as large when it is pickled."""
+        return dict.fromkeys(range(x.shape[0]), self.rank + 1)
 
     def _in_place(self, verb: str) -> Builder:
         """Return how a verb of the table is called that VERBS does not have."""
@@ -147,7 +234,9 @@ class CollectiveRole(Role):
         """A library that computes something else has no place in the table."""
         if wanted is None:
             return
-        found = Expected(result.shape[0] / count, float(result[0]), float(result[-1]))
+        if isinstance(result, dict):
+            result = list(result.values())
+        found = Expected(len(result) / count, float(result[0]), float(result[-1]))
         if found != wanted:
             raise RuntimeError(f"{verb}, rank {self.rank}: expected {wanted}, got {found}")
 
@@ -168,19 +257,100 @@ class CollectiveRole(Role):
         gives[self.rank] = gets[self.rank] = 3 * half
         return gives, gets
 
-    def ping_pong(self, send: Transfer, recv: Transfer, x: Any) -> tuple[Call, Any]:
-        """Ranks 0 and 1: there and back. The others have nothing to do."""
 
-        def serve() -> None:
-            send(x, 1)
-            recv(x, 1)
+def _ping_pong(role: CollectiveRole, messages: Messages, x: Any) -> tuple[Call, Any]:
+    """Ranks 0 and 1: there and back. The others have nothing to do."""
+    send, recv = messages.send, messages.recv
 
-        def answer() -> None:
-            recv(x, 0)
-            send(x, 0)
+    def serve() -> None:
+        send(x, 1, 0)
+        recv(x, 1, 0)
 
-        calls: list[Call] = [serve, answer]
-        return (calls[self.rank] if self.rank < 2 else nothing), x
+    def answer() -> None:
+        recv(x, 0, 0)
+        send(x, 0, 0)
+
+    calls: list[Call] = [serve, answer]
+    return (calls[role.rank] if role.rank < 2 else nothing), x
+
+
+def _sendrecv(role: CollectiveRole, messages: Messages, x: Any) -> tuple[Call, Any]:
+    out, (after, before) = x.repeat(1), role.neighbours()
+    return messages.sendrecv(x, after, out, before, 0), out
+
+
+def _batch(role: CollectiveRole, messages: Messages, x: Any) -> tuple[Call, Any]:
+    out, other, (after, before) = x.repeat(1), x.repeat(1), role.neighbours()
+    ops: list[Op] = [("send", x, after, 0), ("send", x, before, 1)]
+    ops += [("recv", out, before, 0), ("recv", other, after, 1)]
+    return messages.batch(ops), out
+
+
+def _halo(role: CollectiveRole, messages: Messages, x: Any, batch: bool) -> tuple[Call, Any]:
+    """Each field goes to the rank after and to the rank before, and theirs come here."""
+    out, beside = x.repeat(2), role.neighbours()
+    mine, theirs = x.reshape(FIELDS, -1), out.reshape(2, FIELDS, -1)
+    exchanges = [
+        (mine[i], beside[way], theirs[way][i], beside[1 - way], 2 * i + way)
+        for i in range(FIELDS)
+        for way in (0, 1)
+    ]
+    if batch:
+        ops: list[Op] = [("send", field, to, tag) for field, to, _, _, tag in exchanges]
+        ops += [("recv", field, of, tag) for _, _, field, of, tag in exchanges]
+        return messages.batch(ops), out
+    calls = [messages.sendrecv(*exchange) for exchange in exchanges]
+
+    def call() -> None:
+        for exchange in calls:
+            exchange()
+
+    return call, out
+
+
+def _open(role: CollectiveRole, messages: Messages, x: Any, one_tag: bool) -> tuple[Call, Any]:
+    """Of each element: all receives, then all sends, then all are waited for."""
+    out, peer, numbers = x.repeat(1), role.rank ^ 1, range(x.shape[0])
+    if peer >= role.size:
+        return nothing, out
+    tags = [0 if one_tag else i for i in numbers]
+    ops: list[Op] = [("recv", out[i : i + 1], peer, tags[i]) for i in numbers]
+    ops += [("send", x[i : i + 1], peer, tags[i]) for i in numbers]
+    return messages.together(ops), out
+
+
+def _tasks(role: CollectiveRole, messages: Messages, x: Any) -> tuple[Call, Any]:
+    """Rank 0 gives a task to whoever asks first, and in the end tells everybody to stop."""
+    send, recv, anybody = messages.send, messages.recv, messages.anybody
+    asking, out = role.array(8, "int64", 1, ""), x.repeat(1)
+    asking[...] = role.rank
+    out[...] = STOP
+
+    def hand_out() -> None:
+        for number in range(TASKS + role.size - 1):
+            recv(asking, anybody, 1)
+            send(x if number < TASKS else out, int(asking[0]), 2)
+
+    def take() -> None:
+        while True:
+            send(asking, 0, 1)
+            recv(out, 0, 2)
+            if out[0] == STOP:
+                return
+
+    return (take if role.rank else hand_out), out
+
+
+_OF_MESSAGES: dict[str, Callable[[CollectiveRole, Messages, Any], tuple[Call, Any]]] = {
+    "send_recv": _ping_pong,
+    "sendrecv": _sendrecv,
+    "batch_isend_irecv": _batch,
+    "halo, batch": partial(_halo, batch=True),
+    "halo, sendrecv": partial(_halo, batch=False),
+    "open messages": partial(_open, one_tag=False),
+    "open messages, one tag": partial(_open, one_tag=True),
+    "tasks, any source": _tasks,
+}
 
 
 def elements(nbytes: int, itemsize: int, parts: int) -> int:

@@ -13,7 +13,7 @@ from flashlight_py.distributed.calls.checks import Apart, check_rank
 from flashlight_py.distributed.calls.kinds import returned
 from flashlight_py.distributed.groups.membership import Membership, native, native_sendrecv, of
 from flashlight_py.distributed.verbs import RECV, SEND
-from flashlight_py.distributed.work import AllOf, Done, Then, Work
+from flashlight_py.distributed.work import AllOf, Then, Work
 
 __all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send", "sendrecv"]
 
@@ -172,9 +172,9 @@ def batch_isend_irecv(ops: Sequence[P2POp], group: Group = None) -> Work[list[An
         TypeError: one of ``ops`` is no ``P2POp``, or as for :func:`send`.
         DistributedError: as for :func:`send` and :func:`recv`.
     """
-    works = native_sendrecv(group)(ops)
-    if works is not NotImplemented:
-        return AllOf([one if isinstance(one, Work) else Done(one) for one in works])
+    work: Work = native_sendrecv(group)(ops)
+    if work is not NotImplemented:
+        return work
     members, ops = of(group), list(ops)
     given = [getattr(op, "x", None) for op in ops]
     # Nobody in particular waits for a receive from any rank.

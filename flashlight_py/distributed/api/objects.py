@@ -7,29 +7,43 @@ processes of one job and one user. Objects travel as bytes through the group's N
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
+from flashlight_py.device import Array
 from flashlight_py.distributed.api.verb_call import Group, refusing
 from flashlight_py.distributed.backends.exchange import (
+    LATER,
+    PROBLEM,
     Frame,
     Steps,
-    broadcast_frame,
-    exchange_frames,
+    read_frames,
 )
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.checks import check_rank
-from flashlight_py.distributed.groups.membership import Membership, of
-from flashlight_py.distributed.verbs import ALL_TO_ALL
+from flashlight_py.distributed.failures.journal import (
+    ALL_GATHER_OBJECT,
+    BROADCAST_OBJECT,
+    GATHER_OBJECT,
+    SCATTER_OBJECT,
+)
+from flashlight_py.distributed.groups.membership import Membership, native_object, of
+from flashlight_py.distributed.verbs import ALL_GATHER, ALL_TO_ALL, BROADCAST, GATHER, SCATTER, Verb
 
 __all__ = ["all_gather_object", "broadcast_object", "gather_object", "scatter_object"]
 
 T = TypeVar("T")
 
-# All pickles of a scatter together are broadcast up to here: less than a second collective costs.
-_TOGETHER_BYTES = 512
+# What is longer goes to the root of a gather alone, in a second collective; csrc/fast/objects.c has
+# the same numbers.
+_SHORT_BYTES = 1024
+# A scatter fills up short frames unless that is so much, and more than the frames.
+_MOST_PADDING = 65536
+# So much of why an object cannot be pickled.
+_WORDS_BYTES = _SHORT_BYTES - 64
+_NOTHING = np.empty(0, np.uint8)
 
 
 def broadcast_object(obj: Any = None, root: int = 0, group: Group = None) -> Any:
@@ -45,17 +59,7 @@ def broadcast_object(obj: Any = None, root: int = 0, group: Group = None) -> Any
             ranks.
         DistributedError: as for :func:`all_reduce`.
     """
-    verb, members = "broadcast_object", of(group)
-    with refusing(members, verb):
-        root = check_rank(members.size, verb, "root", root)
-        here = members.rank == root
-        mine = _pickled([obj])[0] if here else None
-        steps = Steps(members.backend(), verb)
-        with members.journal.recording(verb, root=root) as record:
-            frame = broadcast_frame(steps, mine, root)
-            record.size = len(frame.content)
-            _raise_problems(members, verb, {root: frame})
-            return obj if here else _unpickled(members, verb, frame.content, root)
+    return _moved(BROADCAST_OBJECT, obj, root, group)[0]
 
 
 def all_gather_object(obj: T, group: Group = None) -> list[T]:
@@ -72,7 +76,7 @@ def all_gather_object(obj: T, group: Group = None) -> list[T]:
         >>> fl.all_gather_object(7)
         [7]
     """
-    return _gathered(of(group), "all_gather_object", obj, None)
+    return _moved(ALL_GATHER_OBJECT, obj, 0, group)
 
 
 def gather_object(obj: T, root: int = 0, group: Group = None) -> list[T] | None:
@@ -84,7 +88,7 @@ def gather_object(obj: T, root: int = 0, group: Group = None) -> list[T] | None:
         ValueError: ``root`` is no rank of the group.
         TypeError, DistributedError: as for :func:`all_gather_object`.
     """
-    return _gathered(of(group), "gather_object", obj, root)
+    return _moved(GATHER_OBJECT, obj, root, group)
 
 
 def scatter_object(objs: Sequence[Any] | None = None, root: int = 0, group: Group = None) -> Any:
@@ -96,94 +100,157 @@ def scatter_object(objs: Sequence[Any] | None = None, root: int = 0, group: Grou
         ValueError: ``root`` is no rank of the group, or has not one object for each rank.
         TypeError, DistributedError: as for :func:`broadcast_object`.
     """
-    verb, members = "scatter_object", of(group)
-    with refusing(members, verb):
-        root = check_rank(members.size, verb, "root", root)
-        given = list(() if objs is None or members.rank != root else objs)
-        if members.rank == root and len(given) != members.size:
-            got = "None" if objs is None else len(given)
-            raise ValueError(
-                f"scatter_object: rank {root} is the root and must pass one object for each of "
-                f"the {members.size} ranks, got {got}"
-            )
-        mine, lengths = _pickled(given)
-        with members.journal.recording(verb, root=root) as record:
-            record.size = len(mine.content)
-            content = _scattered(members, mine, lengths, root)
-            return given[root] if given else _unpickled(members, verb, content, root)
+    return _moved(SCATTER_OBJECT, objs, root, group)[0]
 
 
-def _gathered(members: Membership, verb: str, obj: Any, root: int | None) -> Any:
-    with refusing(members, verb):
-        if root is not None:
-            root = check_rank(members.size, verb, "root", root)
-        mine, _ = _pickled([obj])
-        steps = Steps(members.backend(), verb)
-        with members.journal.recording(verb, root=root) as record:
-            record.size = len(mine.content)
-            frames = exchange_frames(steps, mine, root)
-            _raise_problems(members, verb, dict(enumerate(frames)))
-            if root not in (None, members.rank):
-                return None
-            return [  # this rank's own object is the one that was given
-                obj if rank == members.rank else _unpickled(members, verb, frame.content, rank)
-                for rank, frame in enumerate(frames)
-            ]
-
-
-def _scattered(members: Membership, mine: Frame, lengths: Sequence[int], root: int) -> Any:
-    """Return this rank's bytes of those that ``root`` has in ``mine``, ``lengths`` for each."""
-    here, rank, size = members.rank == root, members.rank, members.size
-    steps = Steps(members.backend(), "scatter_object")
-    head = mine if here else None
-    if here and not mine.is_problem:  # the lengths and, where they are short, the pickles
-        payload = mine.content if len(mine.content) <= _TOGETHER_BYTES else b""
-        head = Frame(bytearray(np.array(lengths, np.int64).tobytes() + bytes(payload)))
-    frame = broadcast_frame(steps, head, root)
-    _raise_problems(members, "scatter_object", {root: frame})
-    lengths = np.frombuffer(frame.content[: 8 * size], np.int64).tolist()
-    if len(frame.content) > 8 * size:
-        end = 8 * size + sum(lengths[: rank + 1])
-        return frame.content[end - lengths[rank] : end]
-    rows, payload = (lengths, mine.content) if here else ([0] * size, b"")
-    call = Call(ALL_TO_ALL, np.frombuffer(payload, np.uint8), rows=rows)
-    return steps.start(call).wait().data
-
-
-def _unpickled(
-    members: Membership, verb: str, data: bytes | bytearray | memoryview, source: int
-) -> Any:
-    """Make the object of rank ``source``; what its class raises here says where it was."""
+def _moved(verb: Verb, given: Any, root: Any, group: Group) -> Any:
+    """Return the list of what comes to this rank, which has ``given``; None: nothing does."""
     try:
-        return pickle.loads(data)
-    except Exception as error:
-        if hasattr(error, "add_note"):  # from Python 3.11 on
-            error.add_note(
-                f"[{verb}] rank {members.rank} of {members.size}: the object from rank {source} "
-                "cannot be unpickled here; import on every rank what it is made of"
-            )
+        come = native_object(group)(verb.code, given, root)
+    except BaseException as error:
+        if not isinstance(error, Exception):  # as objects were pickled, or made again
+            of(group).end(error)
         raise
+    if come is None or type(come) is list:
+        return come
+    members = of(group)
+    with refusing(members, verb.name):
+        if come is NotImplemented:
+            return _from_the_beginning(members, verb, given, root)
+        first, number, frame = come
+        try:
+            return _Move(members, verb, given, root, [] if frame is None else [frame]).end(first)
+        except BaseException as error:
+            members.journal.failed(number, error)
+            raise
 
 
-def _raise_problems(members: Membership, verb: str, frames: Mapping[int, Frame]) -> None:
-    """Raise TypeError on every rank if one could not pickle its object: all receive its frame."""
-    problems = "; ".join(
-        f"rank {rank}: {bytes(frame.content).decode(errors='replace')}"
-        for rank, frame in frames.items()
-        if frame.is_problem
-    )
-    if problems:
-        raise TypeError(
-            f"[{verb}] rank {members.rank} of {members.size}: an object cannot be pickled "
-            f"({problems}). Nobody has received anything; pass what pickle takes, such as "
-            "functions of modules instead of lambdas"
-        )
+def _from_the_beginning(members: Membership, verb: Verb, given: Any, root: Any) -> Any:
+    root = check_rank(members.size, verb.name, "root", root) if verb.rooted else 0
+    gives, mine = verb.ragged or members.rank == root, list[Array]()
+    if gives and verb is SCATTER_OBJECT:
+        got, given = given, list(() if given is None else given)
+        if len(given) != members.size:
+            raise ValueError(
+                f"scatter_object: rank {root} is the root and must pass one object for each of the "
+                f"{members.size} ranks, got {'None' if got is None else len(given)}"
+            )
+        mine = _pickled(given)
+    elif gives:
+        mine = _pickled([given])
+    move = _Move(members, verb, given, root, mine)
+    with members.journal.recording(verb.name, root=root if verb.rooted else None) as record:
+        record.size = sum(frame.size for frame in mine)
+        first = move.begin()
+        if verb is BROADCAST_OBJECT:
+            record.size = first.size
+        return move.end(first)
 
 
-def _pickled(objs: Sequence[Any]) -> tuple[Frame, list[int]]:
-    """Return the pickles of ``objs``, one after the other, and the length of each."""
+def _pickled(objs: Sequence[Any]) -> list[Array]:
+    """Return the frame of each object; if one cannot be pickled each says why."""
     try:
-        pickles = [pickle.dumps(obj, pickle.HIGHEST_PROTOCOL) for obj in objs]
+        return [Frame(pickle.dumps(obj, 5)).pack() for obj in objs]
     except Exception as error:  # noqa: BLE001  (__reduce__ may raise anything; every rank raises it)
-        return Frame.of_problem(f"{type(error).__name__}: {error}"), []
-    return Frame(b"".join(pickles)), [len(each) for each in pickles]
+        words = f"{type(error).__name__}: {error}".encode(errors="backslashreplace")
+        return [Frame(words[:_WORDS_BYTES], PROBLEM).pack()] * len(objs)
+
+
+class _Move:
+    """A call of ``verb`` on this rank, which has the frames ``mine`` for others.
+
+    It is one collective. What a backend or a root cannot take so is announced, and a second one
+    brings it.
+    """
+
+    def __init__(
+        self, members: Membership, verb: Verb, given: Any, root: int, mine: list[Array]
+    ) -> None:
+        self._members, self._verb, self._given, self._root = members, verb, given, root
+        self._mine, self._backend = mine, Steps(members.backend(), verb.name)
+        self._sources = range(members.size) if verb.ragged else range(root, root + 1)
+
+    def begin(self) -> Array:
+        """Return the frames of the first collective, which mostly is the only one."""
+        verb, mine, root = self._verb, self._mine, self._root
+        if verb is SCATTER_OBJECT:
+            return self._come(Call(SCATTER, _rows(mine) if mine else None, root=root))
+        frame = mine[0] if mine else None
+        if verb is BROADCAST_OBJECT and self._backend.finds_shape:
+            return self._come(Call(BROADCAST, frame, root=root))
+        if frame is not None and verb is not ALL_GATHER_OBJECT and frame.size > _SHORT_BYTES:
+            frame = _announced(frame)
+        return self._come(Call(ALL_GATHER, _NOTHING if frame is None else frame))
+
+    def end(self, first: Array) -> list[Any] | None:
+        """Return the objects of the ``first`` frames, and of what comes later."""
+        rank, frames = self._members.rank, read_frames(first, most=len(self._sources))
+        self._raise_problems(frames)
+        if any(frame.kind == LATER for frame in frames):
+            later = iter(read_frames(self._later(frames[0])))
+            frames = [next(later, frame) if frame.kind == LATER else frame for frame in frames]
+        if self._verb is GATHER_OBJECT and rank != self._root:
+            return None
+        own = self._given[rank] if self._verb is SCATTER_OBJECT and self._mine else self._given
+        pairs = zip(self._sources, frames, strict=True)
+        return [own if source == rank else self._object(frame, source) for source, frame in pairs]
+
+    def _later(self, first: Frame) -> Array:
+        """Return the frames that were announced, where they are wanted."""
+        verb, mine = self._verb, self._mine
+        if verb is SCATTER_OBJECT:
+            lengths = [frame.size for frame in mine] or [0] * self._members.size
+            return self._come(Call(ALL_TO_ALL, np.concatenate([_NOTHING, *mine]), rows=lengths))
+        if verb is GATHER_OBJECT:
+            long = mine[0] if mine[0].size > _SHORT_BYTES else _NOTHING
+            return self._come(Call(GATHER, long, root=self._root))
+        length = int(np.frombuffer(first.content, np.int64)[0])
+        whole = mine[0] if mine else np.empty(length, np.uint8)
+        return self._come(Call(BROADCAST, whole, root=self._root))
+
+    def _come(self, call: Call) -> Array:
+        come = self._backend.start(call).wait()
+        return _NOTHING if come is None else come
+
+    def _object(self, frame: Frame, source: int) -> Any:
+        """Make the object of rank ``source``; what its class raises here says where it was."""
+        try:
+            return pickle.loads(frame.content, buffers=frame.buffers)
+        except Exception as error:
+            if hasattr(error, "add_note"):  # from Python 3.11 on
+                error.add_note(
+                    f"{self}: the object from rank {source} cannot be unpickled here; import on "
+                    "every rank what it is made of"
+                )
+            raise
+
+    def _raise_problems(self, frames: Sequence[Frame]) -> None:
+        """Raise TypeError on every rank if one could not pickle its object: all have its frame."""
+        problems = "; ".join(
+            f"rank {source}: {bytes(frame.content).decode(errors='replace')}"
+            for source, frame in zip(self._sources, frames, strict=True)
+            if frame.kind == PROBLEM
+        )
+        if problems:
+            raise TypeError(
+                f"{self}: an object cannot be pickled ({problems}). Nobody has received anything; "
+                "pass what pickle takes, such as functions of modules instead of lambdas"
+            )
+
+    def __str__(self) -> str:
+        return f"[{self._verb.name}] rank {self._members.rank} of {self._members.size}"
+
+
+def _rows(frames: Sequence[Array]) -> Array:
+    """Return ``frames`` as rows of one length; announced, if that would be much longer."""
+    longest, total = max(map(len, frames)), sum(map(len, frames))
+    if longest * len(frames) > 2 * total + _MOST_PADDING:
+        return np.stack(list(map(_announced, frames)))
+    rows = np.zeros((len(frames), longest), np.uint8)
+    for row, frame in zip(rows, frames, strict=True):
+        row[: frame.size] = frame
+    return rows
+
+
+def _announced(frame: Array) -> Array:
+    return Frame(np.int64(frame.size).tobytes(), LATER).pack()

@@ -10,7 +10,6 @@ from typing import Any
 from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed.calls.arrays import MOVED, code_of, name_of, number_of
 from flashlight_py.distributed.calls.call import COMPOSED, Call
-from flashlight_py.distributed.verbs import SCATTER
 
 SHAPE = 8  # dimensions that a signature has room for
 _SEEN = 1024  # dtypes whose names are remembered
@@ -44,7 +43,7 @@ class Describer(threading.local):
             signature.verb, signature.op, signature.root = code, call.op, root
             signature.dtype = call.compared * lib.FL_COMPARED
             signature.itemsize = signature.count = 0
-            known = lib.FL_ANY if call.verb is SCATTER else 0
+            known = lib.FL_ANY if call.finds_shape else 0
             signature.ndim = lib.FL_REFUSED if call.refusal else known
         else:
             holds, shape = call.holds, like.shape

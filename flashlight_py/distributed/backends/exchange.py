@@ -12,13 +12,14 @@ from flashlight_py.device import Array
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.rendezvous.store import Store
-from flashlight_py.distributed.verbs import ALL_GATHER, BROADCAST, GATHER
+from flashlight_py.distributed.verbs import ALL_GATHER
 from flashlight_py.distributed.work import Work
 
-_HEAD = struct.Struct("=q?7x")  # the length of what is framed, and whether it is a problem
-_HEAD_BYTES = _HEAD.size
-# What is not longer travels with its head, in one collective instead of two.
-_SHORT_BYTES = 1024 - _HEAD_BYTES
+# Of a frame: how long its content is, its kind, and how many buffers. Their lengths follow, then
+# they, then the content, each padded: csrc/fast/objects.c makes and reads the same.
+_HEAD = struct.Struct("=qii")
+_ALIGNED = 16
+CONTENT, PROBLEM, LATER = range(3)
 
 
 class Steps(Backend):
@@ -30,7 +31,7 @@ class Steps(Backend):
     def __init__(self, backend: Backend, part_of: str = "", seconds: float | None = None) -> None:
         self.kind, self.path = backend.kind, backend.path
         self.rank, self.size, self.processes = backend.rank, backend.size, backend.processes
-        self.team, self.count = backend.team, backend.count
+        self.team, self.count, self.finds_shape = backend.team, backend.count, backend.finds_shape
         self._backend, self._part_of, self._seconds = backend, part_of, seconds
 
     def start(self, call: Call) -> Work:
@@ -53,16 +54,37 @@ class Steps(Backend):
 
 
 class Frame(NamedTuple):
-    """Bytes of any length, which may say in words why there are none."""
+    """Bytes that travel with their lengths, so that nobody need know those; see ``kind``.
 
-    content: bytes | bytearray | memoryview
-    is_problem: bool = False
+    ``CONTENT``; ``PROBLEM``: words that say why there is none; ``LATER``: the length, in eight
+    bytes, of the frame that follows in another call. ``buffers`` of a pickle have been made by
+    native code.
+    """
 
-    @classmethod
-    def of_problem(cls, words: str) -> Frame:
-        """Return a frame with ``words``, or as much of them as travels with its head."""
-        content = words.encode(errors="backslashreplace")[:_SHORT_BYTES]
-        return cls(bytearray(content), is_problem=True)
+    content: bytes | memoryview
+    kind: int = CONTENT
+    buffers: Sequence[memoryview] = ()
+
+    def pack(self) -> Array:
+        """Return it as an array of bytes; it has no buffers."""
+        size = len(self.content)
+        pieces = _HEAD.pack(size, self.kind, 0), self.content, bytes(-size % _ALIGNED)
+        return np.frombuffer(bytearray().join(pieces), np.uint8)
+
+
+def read_frames(joined: Array, most: int | None = None) -> list[Frame]:
+    """Return the frames that lie in ``joined``, one after the other, at most so many."""
+    memory, at = memoryview(joined), 0  # type: ignore[arg-type]
+    frames: list[Frame] = []
+    while at < len(memory) and len(frames) != most:
+        length, kind, count = _HEAD.unpack_from(memory, at)
+        lengths = np.frombuffer(memory, np.int64, count, at + _HEAD.size).tolist()
+        parts = []
+        for size in (_HEAD.size, 8 * count, *lengths, length):
+            parts.append(memory[at : at + size])
+            at += size + -size % _ALIGNED
+        frames.append(Frame(parts[-1], kind, parts[2:-1]))
+    return frames
 
 
 def exchange_bytes(backend: Backend, payload: bytes) -> list[bytes]:
@@ -71,64 +93,8 @@ def exchange_bytes(backend: Backend, payload: bytes) -> list[bytes]:
     Raises:
         DistributedError: as ``Work.wait``.
     """
-    return [bytes(frame.content) for frame in exchange_frames(backend, Frame(payload))]
-
-
-def exchange_frames(backend: Backend, mine: Frame, root: int | None = None) -> list[Frame]:
-    """Exchange ``mine``: return every rank's frame; collective, blocking.
-
-    If one of them is a problem the others are empty. Only ``root`` needs them, if it is given: they
-    may be empty elsewhere.
-
-    Raises:
-        DistributedError: as ``Work.wait``.
-    """
-    heads = np.empty((backend.size, _HEAD_BYTES + _SHORT_BYTES), np.uint8)
-    # With an output of the right size a native backend has nothing to keep for Python.
-    backend.start(Call(ALL_GATHER, _head(mine), out=heads.reshape(-1))).wait()
-    lengths, frames = zip(*map(_open, heads), strict=True)
-    if max(lengths) <= _SHORT_BYTES or any(frame.is_problem for frame in frames):
-        return list(frames)
-    given = np.frombuffer(mine.content, np.uint8)
-    call = Call(ALL_GATHER, given) if root is None else Call(GATHER, given, root=root)
-    joined = backend.start(call).wait()
-    if joined is None:
-        return list(frames)
-    ends = np.cumsum(lengths)
-    return [Frame(joined.data[end - n : end]) for end, n in zip(ends, lengths, strict=True)]
-
-
-def broadcast_frame(backend: Backend, mine: Frame | None, root: int) -> Frame:
-    """Return the frame of ``root``, whose content is writable; collective, blocking.
-
-    Raises:
-        DistributedError: as ``Work.wait``.
-    """
-    head = np.empty(_HEAD_BYTES + _SHORT_BYTES, np.uint8) if mine is None else _head(mine)
-    backend.start(Call(BROADCAST, head, root=root)).wait()
-    length, frame = _open(head)
-    if length <= _SHORT_BYTES:
-        return frame
-    content = np.empty(length, np.uint8) if mine is None else np.frombuffer(mine.content, np.uint8)
-    backend.start(Call(BROADCAST, content, root=root)).wait()
-    return Frame(content.data)
-
-
-def _head(frame: Frame) -> Array:
-    """Return what has the same size for every frame: its length, and its content if short."""
-    length = len(frame.content)
-    head = bytearray(_HEAD_BYTES + _SHORT_BYTES)
-    _HEAD.pack_into(head, 0, length, frame.is_problem)
-    if length <= _SHORT_BYTES:
-        head[_HEAD_BYTES : _HEAD_BYTES + length] = frame.content
-    return np.frombuffer(head, np.uint8)
-
-
-def _open(head: Array) -> tuple[int, Frame]:
-    """Return the length of a frame, and the frame; an empty one if its head has not room for it."""
-    length, is_problem = _HEAD.unpack_from(head.data)
-    end = _HEAD_BYTES + (length if length <= _SHORT_BYTES else 0)
-    return length, Frame(head.data[_HEAD_BYTES:end], is_problem)
+    joined = backend.start(Call(ALL_GATHER, Frame(payload).pack())).wait()
+    return [bytes(frame.content) for frame in read_frames(joined)]
 
 
 class BackendStore(Store):

@@ -36,12 +36,20 @@ from flashlight_py.distributed.backends.native_work import (
     SCATTERED,
     NativeWork,
     freed_by,
+    light_work,
 )
 from flashlight_py.distributed.calls.arrays import require_length, row_bytes
 from flashlight_py.distributed.calls.call import Call, Matched
 from flashlight_py.distributed.calls.call_site import Place, caller, folders, site_of, text_at_site
 from flashlight_py.distributed.failures import abort
-from flashlight_py.distributed.failures.journal import NATIVE, SENDRECV, Journal, Ring
+from flashlight_py.distributed.failures.journal import (
+    NATIVE,
+    OBJECTS,
+    SENDRECV,
+    Journal,
+    Ring,
+    forked,
+)
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.verbs import ALL_GATHER, BARRIER, GATHER, SCATTER, VERBS, Verb
 from flashlight_py.distributed.work import AllOf, Done, Then, Work
@@ -50,6 +58,7 @@ from flashlight_py.errors import DistributedError, GroupClosedError
 _MESSAGE_BYTES = 1024
 _ARRAY = object()
 
+_LEAST_RUNNING = 8  # operations, before it is looked which have ended
 _SLOWER = "small calls take some microseconds longer"
 
 # What csrc/fast/plain.h wants to know of each verb, by its code.
@@ -68,6 +77,7 @@ class NativeBackend(NativeGroup):
     """
 
     steps: tuple[str, ...] = ()  # its functions for calls in steps, if it has them
+    finds_shape = True
     asks_for_sites = False  # whether it asks by itself where a blocking collective was called
 
     def __init__(self, native: ModuleType, store: Store, timeout: float) -> None:
@@ -76,6 +86,7 @@ class NativeBackend(NativeGroup):
         self._reason = self.ffi.new("char[]", _MESSAGE_BYTES), _MESSAGE_BYTES
         abort.watch(self)
         self._sites: dict[Place, Any] = {}
+        self._most_running = _LEAST_RUNNING
         self._run_there = self._function("run")
         self._next = Describer(native)  # the call that this thread is about to make
         self._callers = Callers(self.name)
@@ -83,7 +94,7 @@ class NativeBackend(NativeGroup):
         self._step: Callable[..., Any] | None = None  # native code for steps of calls
         self._kept: list[Any] = []  # what the library may write to until its group is freed
 
-    def bind(self, journal: Journal) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def bind(self, journal: Journal) -> tuple[Callable[..., Any], ...]:
         """Let native code read plain arrays by itself; see ``Backend``."""
         if (fast := _native.optional("fast", _SLOWER)) is None:
             return super().bind(journal)
@@ -99,7 +110,7 @@ class NativeBackend(NativeGroup):
         result = native(verb.code, array, None, "sum", 1.0, 0, 0, False, seconds)
         return super().step(verb, array, seconds) if result is NotImplemented else result
 
-    def _bound(self, fast: Any, ring: Ring) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def _bound(self, fast: Any, ring: Ring) -> tuple[Callable[..., Any], ...]:
         fast.verbs(_FLAGS)
         group = self._open("bind")
         self._callers.of_native = ring.header
@@ -112,6 +123,7 @@ class NativeBackend(NativeGroup):
             *(self._address_of(group), group, self.rank, self.size, self.timeout),
             (*functions, *((0,) * 5 if not self.steps else ())),
             (self._native_ended, self._native_started, self._native_here),
+            (AllOf, _raise_forked, light_work(fast), self._running),
             *(ring.memory, ring.notes, folders(), self._callers.threads),
             (self._first, dropped),
         )
@@ -164,13 +176,13 @@ class NativeBackend(NativeGroup):
         """Return the Work of an asynchronous native call.
 
         ``call`` is its array, out, result and room, which all must live as long, its root and peer,
-        and its number in the journal.
+        its place in the journal, and how many collectives there were.
         """
-        *arrays, root, peer, number = call
+        *arrays, root, peer, place, number = call
         work: Work = Done(arrays[2])
         if handle:
             work = self._wrapped(handle, verb, arrays, root, self.timeout)
-            work.id = number
+            work.id, work.number = place, number
         if verb == self.lib.FL_RECV:
             work.source = peer
         return work
@@ -181,8 +193,8 @@ class NativeBackend(NativeGroup):
         """Return the Work of the operation ``handle``, an address; it needs all of ``arrays``."""
         x, out, made, *_ = arrays
         result = made
-        if made is None and verb == self.lib.FL_SCATTER:
-            result = SCATTERED
+        if made is None and (NATIVE[verb] in OBJECTS or verb == self.lib.FL_SCATTER):
+            result = GATHERED if NATIVE[verb].ragged else SCATTERED
         elif made is not None and verb in (self.lib.FL_ALL_GATHER, self.lib.FL_GATHER):
             result = GATHERED
         name, op = NATIVE[verb].name, self.ffi.cast("fl_op *", handle)
@@ -270,10 +282,12 @@ class NativeBackend(NativeGroup):
         The library writes into them whether or not anybody keeps the Work, also after Ctrl-C has
         ended a blocking wait for it.
         """
-        for other in list(self._running):
-            if other.is_completed():
-                self.forget(other)
         self._running[work] = None
+        if len(self._running) > self._most_running:
+            for other in list(self._running):
+                if other.is_completed():
+                    self.forget(other)
+            self._most_running = max(_LEAST_RUNNING, 2 * len(self._running))
 
     def _seconds(self, call: Call) -> float:
         return self.timeout if call.seconds is None else call.seconds
@@ -328,7 +342,7 @@ class NativeBackend(NativeGroup):
     def _plain(self, call: Call) -> Work:
         """Start a verb that works in place, or whose result has a size that is known here."""
         if call.verb.writes != "result":
-            return self._launch(call)
+            return self._launch(call, result=SCATTERED if call.finds_shape else _ARRAY)
         out = self._result(call, call.verb.shape(call.array.shape, self.size, None))
         return self._launch(call, output=out, result=out)
 
@@ -477,6 +491,10 @@ class NativeBackend(NativeGroup):
             self._first.clear()
             self._function("close")(group)
         self._running.clear()
+
+
+def _raise_forked(code: int) -> None:
+    raise forked(NATIVE[code].name)
 
 
 def _keep(call: Call, number: int | None) -> None:

@@ -55,6 +55,12 @@ def keeping(ffi: Any, pointer: Any, kept: object) -> Any:
     return freed_by(ffi, pointer, id, kept)  # which does nothing
 
 
+@functools.cache
+def light_work(fast: Any) -> Any:
+    """Return the class of Works that ``fast``, the native code, makes by itself."""
+    return type("LightWork", (fast.Started, Work), {"__slots__": (), "__module__": __name__})
+
+
 class NativeWork(Work):
     """A handle on a native operation; keeps the arrays alive that it works on.
 
@@ -83,7 +89,7 @@ class NativeWork(Work):
         self._kept, self._seconds = kept, seconds
         self._result, self._like, self._out, self._root = result, like, out, root
         self._made = made
-        self._number = backend.count[0]  # by now
+        self.number = backend.count[0]  # by now
         self._forks = journal.forks()
 
     def wait(self, timeout: float | None = None) -> Any:
@@ -127,7 +133,7 @@ class NativeWork(Work):
         return self._lib.fl_op_ended(self._handle) or None
 
     def _failure(self, status: int) -> Exception:
-        how = self._handle, status, self._name, self._seconds, self._number
+        how = self._handle, status, self._name, self._seconds, self.number
         error = failure(self._backend, *how)
         if self.id and self._backend.journal is not None:
             self._backend.journal.failed(self.id, error)

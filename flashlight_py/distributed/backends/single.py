@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.device import is_cupy
-from flashlight_py.distributed.backend import Backend, left_to_python
+from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.calls.arrays import require_length, scale_in_place
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.constants import DistributedBackend, ReduceOp
@@ -55,7 +55,7 @@ class SingleBackend(Backend):
     def close(self) -> None:
         """Nothing is held."""
 
-    def bind(self, journal: Journal) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def bind(self, journal: Journal) -> tuple[Callable[..., Any], ...]:
         """Reduce arrays of floats without the long way's checks; see ``Backend``."""
 
         def native(
@@ -68,7 +68,7 @@ class SingleBackend(Backend):
             record.ended = monotonic_ns()
             return Done(x) if async_op else x
 
-        return native, left_to_python
+        return native, *super().bind(journal)[1:]
 
 
 def _is_plain(code: int, x: Any, op: Any, scale: Any) -> bool:

@@ -16,7 +16,7 @@ from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed.calls.arrays import name_of
 from flashlight_py.distributed.calls.checks import whole
 from flashlight_py.distributed.constants import ReduceOp
-from flashlight_py.distributed.verbs import RECV, SCATTER, Verb
+from flashlight_py.distributed.verbs import BROADCAST, RECV, SCATTER, Verb
 
 ANY_RANK = -1
 """The peer of a receive that takes what any rank sends."""
@@ -54,7 +54,8 @@ class Call:
     Args:
         array: what is sent, filled, or both: C-contiguous, of native byte order, writable where
             the verb writes it. Of a scatter the whole, of shape (size, shape of a part), on the
-            root alone. None elsewhere, and of a barrier or a refusal.
+            root alone. None elsewhere, and of a barrier or a refusal; a broadcast's on other ranks
+            than the root where the backend ``finds_shape``.
         op: how values are combined. ``AVG`` arrives of a prefix alone: else it is ``SUM`` with
             another scale.
         peer: the other end of a message.
@@ -110,6 +111,11 @@ class Call:
         if self.verb is SCATTER and self.array is not None:
             return self.array[0] if self.out is None else self.out
         return self.out if self.verb is SCATTER else self.array
+
+    @property
+    def finds_shape(self) -> bool:
+        """Whether what it fills is to have the dtype and shape of what the root has."""
+        return self.like is None and self.verb in (SCATTER, BROADCAST) and not self.refusal
 
     @property
     def name(self) -> str:

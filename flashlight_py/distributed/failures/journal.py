@@ -26,7 +26,13 @@ from flashlight_py.distributed.work import Done, Work
 from flashlight_py.errors import DistributedError, GroupClosedError
 
 SENDRECV = Verb("sendrecv", 32, ("tag",), "result")  # its code is that of csrc/fast/ring.h
-NATIVE = {verb.code: verb for verb in (*VERBS, SENDRECV)}
+# Likewise; they are in the order of ``COMPOSED`` (call.py).
+BROADCAST_OBJECT = Verb("broadcast_object", 33, ("root",), "result")
+ALL_GATHER_OBJECT = Verb("all_gather_object", 34, (), "result", ragged=True)
+GATHER_OBJECT = Verb("gather_object", 35, ("root",), "root's result", ragged=True)
+SCATTER_OBJECT = Verb("scatter_object", 36, ("root",), "result")
+OBJECTS = (BROADCAST_OBJECT, ALL_GATHER_OBJECT, GATHER_OBJECT, SCATTER_OBJECT)
+NATIVE = {verb.code: verb for verb in (*VERBS, SENDRECV, *OBJECTS)}
 """The verbs of native code by their codes."""
 
 # The ring of csrc/fast/ring.h.

@@ -70,6 +70,7 @@ class Membership:
     on_first_use: Callable[[], None] | None = None
     native: Callable[..., Any]
     native_sendrecv: Callable[..., Any]
+    native_object: Callable[..., Any]
     _forked = False
 
     def __init__(
@@ -85,7 +86,7 @@ class Membership:
         self.messages_to_self = SelfMessages()
         if backend is None:
             self.ranks, self.journal = tuple(ranks or ()), Journal("none of this process", (), "")
-            self.native = self.native_sendrecv = left_to_python
+            self._bind((left_to_python,) * len(_SHORT_WAYS))
         else:
             self.ranks = tuple(range(backend.size) if ranks is None else ranks)
             self.rank = backend.rank
@@ -94,10 +95,14 @@ class Membership:
             self._joined.append(backend)
             if joiner is not None or backend.size > 1:
                 _watched[weakref.ref(self, dropped.append)] = self._joined
-            self.native, self.native_sendrecv = backend.bind(self.journal)
+            self._bind(backend.bind(self.journal))
             backend.count = self.journal.count
         self.size = len(self.ranks)
         self.native_again = reduced_alone if self.size == 1 else self.native
+
+    def _bind(self, ways: Sequence[Callable[..., Any]]) -> None:
+        for name, way in zip(_SHORT_WAYS, ways, strict=True):
+            setattr(self, name, way)
 
     @property
     def is_member(self) -> bool:
@@ -272,7 +277,8 @@ class Membership:
         self._forked |= forked
         backends, self._joined = self._joined, []
         self.gpus = self._backend = None
-        self.native = self.native_sendrecv = self.native_again = left_to_python
+        self._bind((left_to_python,) * len(_SHORT_WAYS))
+        self.native_again = left_to_python
         _watched.pop(weakref.ref(self), None)
         return backends
 
@@ -345,10 +351,11 @@ _world: Membership | None = None
 # The world's, here because small calls have no time to look for them.
 _native: Callable[..., Any] = left_to_python
 _native_sendrecv: Callable[..., Any] = left_to_python
+_native_object: Callable[..., Any] = left_to_python
 _native_again: Callable[..., Any] = left_to_python
 
 
-_SHORT_WAYS = ("native", "native_sendrecv")
+_SHORT_WAYS = ("native", "native_sendrecv", "native_object")
 _diversions = 0
 _diverting = threading.Lock()
 
@@ -385,9 +392,9 @@ def _unless_recorded(short_way: Callable[..., Any], *args: Any) -> Any:
 
 def use_as_world(group: Membership) -> None:
     """Make ``group`` what stands for the world: all ranks as they are now."""
-    global _world, _native, _native_sendrecv, _native_again
+    global _world, _native, _native_sendrecv, _native_object, _native_again
     _world, _native_again = group, group.native_again
-    _native, _native_sendrecv = group.native, group.native_sendrecv
+    _native, _native_sendrecv, _native_object = (getattr(group, name) for name in _SHORT_WAYS)
 
 
 def of(group: Membership | None) -> Membership:
@@ -415,6 +422,11 @@ def native(group: Membership | None) -> Callable[..., Any]:
 def native_sendrecv(group: Membership | None) -> Callable[..., Any]:
     """Return the short way of a sendrecv; see ``native``."""
     return _native_sendrecv if group is None else of(group).native_sendrecv
+
+
+def native_object(group: Membership | None) -> Callable[..., Any]:
+    """Return the short way of the verbs of objects; see ``native``."""
+    return _native_object if group is None else of(group).native_object
 
 
 class RepeatedCalls:

@@ -1,0 +1,362 @@
+#include "engine.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+
+namespace fl {
+namespace {
+
+constexpr long kSliceMilliseconds = 20;  // a sleep, before somebody looks around
+constexpr uint32_t kLongWait = 100;  // milliseconds until a sender is told what a receive waits for
+constexpr int kTokenBits = 20;
+constexpr uint32_t kTokens = (1u << kTokenBits) - 1;
+
+bool must_check_at_once() {
+  const char* checks = std::getenv("FLASHLIGHT_CHECKS");
+  return checks != nullptr && std::strcmp(checks, "sync") == 0;
+}
+
+}  // namespace
+
+Engine::Engine(Wire& wire, int size)
+    : wire_(wire), size_(size), checks_at_once_(must_check_at_once()), peers_(size) {
+  sites_.emplace_back();  // not known
+}
+
+Engine::~Engine() { stop(); }
+
+void Engine::stop() {
+  stopping_ = true;
+  wire_.wake(false);
+  ticker_.stop();
+}
+
+uint32_t Engine::now() const {
+  return static_cast<uint32_t>(
+      std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - began_).count());
+}
+
+// Callers keep their sites where they are, as a rule.
+uint16_t Engine::number_of(const fl_site& site) {
+  auto& [known, number] = last_sites_[reinterpret_cast<uintptr_t>(&site) / sizeof site % 16];
+  if (known == &site && std::strcmp(site.text, sites_[number].text) == 0) return number;
+  const auto [found, is_new] = site_numbers_.try_emplace(site.text, static_cast<uint16_t>(sites_.size()));
+  if (is_new && sites_.size() > UINT16_MAX) {  // refusals say why, each in its own words
+    site_numbers_.erase(found);
+    return 0;
+  }
+  if (is_new) sites_.push_back(site);
+  known = &site;
+  return number = found->second;
+}
+
+// Ends ----------------------------------------------------------------------------------------
+
+uint32_t Engine::token_for(Message& message) {
+  if (free_tokens_.empty()) {
+    if (tokens_.size() >= kTokens) throw Failure(FL_FAILED, {}, "too many messages are open");
+    tokens_.emplace_back(0, nullptr);
+    free_tokens_.push_back(static_cast<uint32_t>(tokens_.size()) - 1);
+  }
+  const uint32_t place = free_tokens_.back();
+  free_tokens_.pop_back();
+  auto& [uses, holder] = tokens_[place];
+  holder = &message;
+  // Never 0, and another one for each use: late answers to a message that has failed find nobody.
+  return (++uses << kTokenBits | place) + 1;
+}
+
+Message* Engine::by_token(uint32_t token) {
+  const uint32_t place = (token - 1) & kTokens;
+  if (token == 0 || place >= tokens_.size()) return nullptr;
+  const auto& [uses, message] = tokens_[place];
+  return (uses << kTokenBits | place) + 1 == token ? message : nullptr;
+}
+
+void Engine::free_token(uint32_t token) {
+  const uint32_t place = (token - 1) & kTokens;
+  tokens_[place].second = nullptr;
+  free_tokens_.push_back(place);
+}
+
+void Engine::drop_moving(Message& message) {
+  moving_.erase(std::remove(moving_.begin(), moving_.end(), &message), moving_.end());
+}
+
+// It is in no table or queue any more, but may move. The last thing that is done with it.
+void Engine::end(Message& message, fl_status status, std::unique_ptr<Outcome> outcome) {
+  if (message.state_ == Message::kFlowsIn) free_token(message.movement_->token);
+  if (message.is_moving()) {
+    drop_moving(message);
+    delete message.movement_;
+  }
+  message.match_ = nullptr;
+  message.state_ = Message::kOver;
+  if (outcome != nullptr) {
+    message.outcome_ = outcome.release();
+    message.flags_ |= Message::kHasOutcome;
+  }
+  message.ended_ = std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
+  if (message.stamp_ != nullptr) {
+    const int64_t running = __atomic_load_n(message.stamp_, __ATOMIC_RELAXED);
+    if (static_cast<uint32_t>(running) == message.running_) fl_stamp(message.stamp_, running);
+  }
+  open_.fetch_sub(1, std::memory_order_relaxed);
+  message.status_.store(static_cast<uint8_t>(status), std::memory_order_release);
+  if (callers_.load(std::memory_order_relaxed) > 0) wire_.wake(true);
+  message.release();
+}
+
+// All that is open in `port`: take each message out of where it waits, and visit it.
+template <typename Visit>
+void Engine::take_all(Port& port, Visit visit) {
+  port.posted_.clear(visit);
+  for (Peer& peer : peers_) {
+    Message* message = std::exchange(peer.waiting, nullptr);
+    while (message != nullptr) {
+      Message& one = *std::exchange(message, message->next);
+      one.next = nullptr;
+      one.port_ == &port ? visit(one) : queue(peer, one);
+    }
+  }
+  for (auto& [uses, holder] : tokens_) {
+    if (holder == nullptr || holder->port_ != &port || holder->state_ != Message::kOffered) continue;
+    Message& one = *holder;
+    free_token(one.token_);
+    visit(one);
+  }
+  for (auto& [uses, holder] : tokens_) {
+    if (holder != nullptr && holder->port_ == &port) visit(*holder);
+  }
+  const auto moving = moving_;
+  for (Message* message : moving) {
+    // A thread that reads finds out when it has done so.
+    if (message->port_ == &port && !message->movement_->is_busy) visit(*message);
+  }
+}
+
+template <typename Visit>
+void Engine::for_each(const Port& port, Visit visit) const {
+  const auto visit_own = [&](Message* message) {
+    if (message != nullptr && message->port_ == &port) visit(*message);
+  };
+  port.posted_.for_each(visit);
+  for (const Peer& peer : peers_) {
+    for (Message* message = peer.waiting; message != nullptr; message = message->next) visit_own(message);
+  }
+  for (const auto& [uses, message] : tokens_) visit_own(message);
+  for (Message* message : moving_) visit_own(message);
+}
+
+// End all that is open in a group, which has ended: `about` it was found, and what waits for the ranks that
+// are missing says the same.
+void Engine::end_all(Port& port, const Failure& why, const Failure* found, const Message* about) {
+  take_all(port, [&](Message& message) {
+    const auto waits_for = [&](int rank) { return rank == message.peer_ || message.peer_ < 0; };
+    const bool concerns =
+        found != nullptr && (&message == about || (found->status != FL_TIMEOUT &&
+                                                   std::any_of(found->missing.begin(), found->missing.end(), waits_for)));
+    const Failure& failure = concerns ? *found : why;
+    end(message, failure.status, outcome_of(failure));
+  });
+}
+
+// A receive that nothing has come for in time: all is well, and its source is nobody.
+void Engine::cancel(Message& message) {
+  const Lock lock(mutex_);
+  if (message.state_ != Message::kPosted) return;
+  message.port_->posted_.remove(message);
+  end(message, FL_OK);
+}
+
+Seen Engine::seen(const Message& message, int from, const fl_signature& theirs, const fl_site& site) {
+  const Port& port = *message.port_;
+  Seen seen;
+  seen.reset(static_cast<int>(port.ranks_.size()));
+  seen.calls[port.rank_] = message.mine_;
+  seen.sites[port.rank_] = sites_[message.site_];
+  seen.calls[from] = theirs;
+  seen.sites[from] = site;
+  return seen;
+}
+
+const fl_site& Engine::site_of(int from, uint16_t number) const {
+  const auto found = peers_[from].sites.find(number);
+  return found == peers_[from].sites.end() ? sites_[0] : found->second;
+}
+
+
+// Waiting -------------------------------------------------------------------------------------
+
+// Without going to sleep; whether it is done.
+bool Engine::burn(const Awaited& awaited, Patience patience, int hot) {
+  for (int look = 0; look <= patience.spins + patience.yields; ++look) {
+    bool moved = false;
+    {
+      Lock lock(mutex_, std::try_to_lock);
+      if (lock.owns_lock()) moved = progress(lock, hot);
+    }
+    if (awaited.has_ended()) return true;
+    if (moved) look = -1;
+    look < patience.spins ? pause_after(look) : static_cast<void>(sched_yield());
+  }
+  return false;
+}
+
+// Until it is done, or `until`. What fails ends the messages of its group.
+void Engine::wait(Port& port, const Awaited& awaited, int hot, Clock::time_point until, Port::Interrupt interrupt) {
+  if (burn(awaited, port.transport_.patience(), hot)) return;
+  const struct Caller {
+    Engine& engine;
+    explicit Caller(Engine& engine) : engine(engine) { ++engine.callers_; }
+    ~Caller() {
+      if (--engine.callers_ == 0 && engine.open_ > 0) engine.ticker_.wind();
+    }
+  } caller{*this};
+  do {
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(until - Clock::now()).count();
+    if (left < 0 || sleep(true, std::min<long>(kSliceMilliseconds, left + 1), awaited)) continue;
+    if (interrupt != nullptr && interrupt() != 0) {
+      fail(port, {FL_CLOSED, {}, "a signal handler interrupted the operation"}, nullptr);
+    }
+    look_around();
+  } while (!burn(awaited, port.transport_.patience(), hot) && Clock::now() < until);
+}
+
+// Until something has come, or for a while; whether anything went on.
+bool Engine::sleep(bool as_caller, long milliseconds, const Awaited& awaited) {
+  const uint32_t since = wire_.begin_wait();
+  bool moved;
+  {
+    Lock lock(mutex_);
+    moved = progress(lock, kNobody);
+  }
+  if (!moved && !awaited.has_ended()) wire_.wait(since, as_caller, milliseconds);
+  wire_.end_wait();
+  return moved;
+}
+
+// The thread's part. What callers come for again and again they see to themselves.
+void Engine::tick() {
+  if (open_ == 0) return;
+  ticker_.wind();
+  const bool is_attended = callers_ > 0 || std::exchange(calls_seen_, calls_.load()) != calls_;
+  const auto is_relieved = [this] { return stopping_ || callers_ > 0 || open_ == 0; };
+  while (!is_attended && !is_relieved()) {
+    if (!sleep(false, kSliceMilliseconds, {})) look_around();
+  }
+}
+
+// Find what will never end, and end it. What has come until now counts more.
+void Engine::look_around() {
+  std::vector<Verdict> found;
+  {
+    Lock lock(mutex_);
+    for (const auto& [group, port] : ports_) find_failures(*port, found);
+    if (found.empty()) return;
+    progress(lock, kNobody);
+    const auto is_over = [](const Verdict& verdict) {
+      return verdict.message != nullptr && verdict.message->state_ != verdict.state;
+    };
+    const auto rest = std::stable_partition(found.begin(), found.end(), [&](const Verdict& v) { return !is_over(v); });
+    for (auto over = rest; over != found.end(); ++over) over->message->release();
+    found.erase(rest, found.end());
+    for (const Verdict& verdict : found) ++verdict.port->busy_;
+  }
+  for (const Verdict& verdict : found) {
+    fail(*verdict.port, verdict.failure, verdict.message);
+    if (verdict.message != nullptr) verdict.message->release();
+    const Lock lock(mutex_);
+    if (--verdict.port->busy_ == 0) idle_.notify_all();
+  }
+}
+
+void Engine::fail(Port& port, const Failure& failure, const Message* about) {
+  port.transport_.fail(failure);  // it may take its time to tell others
+  const Lock lock(mutex_);
+  end_all(port, port.transport_.why_broken(), &failure, about);
+}
+
+void Engine::find_failures(Port& port, std::vector<Verdict>& found) {
+  Transport& transport = port.transport_;
+  const uint32_t time = now();
+  const size_t before = found.size();
+  std::vector<int> others;
+  std::vector<std::optional<Failure>> losses(port.ranks_.size());
+  std::vector<bool> is_asked(port.ranks_.size());
+  for (int r = 0; r < static_cast<int>(port.ranks_.size()); ++r) {
+    if (r != port.rank_) others.push_back(r);
+  }
+  const auto loss = [&](int rank) -> const std::optional<Failure>& {
+    if (!is_asked[rank]) losses[rank] = transport.loss_of(rank);
+    is_asked[rank] = true;
+    return losses[rank];
+  };
+  for_each(port, [&](Message& message) {
+    if (found.size() > before) return;
+    const std::vector<int> peers = message.peer_ < 0 ? others : std::vector<int>{message.peer_};
+    const auto report = [&](const Failure& failure) {
+      message.refs_.fetch_add(1, std::memory_order_relaxed);
+      found.push_back({&port, &message, message.state_, failure});
+    };
+    if (transport.is_broken()) return report(transport.why_broken());
+    for (const int rank : peers) {
+      if (const auto& lost = loss(rank)) return report(*lost);
+    }
+    const bool is_send = message.sends() && !message.is_moving();
+    const uint32_t since = is_send ? std::max(message.since_, port.answered_at_[message.peer_]) : message.since_;
+    const uint32_t waited = time - since;
+    const bool is_posted = message.state_ == Message::kPosted;
+    const auto has_left = [&](int rank) { return transport.has_left(rank); };
+    if (!message.is_moving() && (message.flags_ & Message::kAwaited) != 0 && waited > kLastMessages.count() &&
+        std::all_of(peers.begin(), peers.end(), has_left)) {
+      return report({FL_LEAVING, peers, kIsLeaving});
+    }
+    const bool is_first = !is_posted || port.posted_.first(message.key()) == &message;
+    if (is_first && waited >= 1000.0 * message.seconds_) {
+      return report({FL_TIMEOUT, peers, what_keeps(message)});
+    }
+    if (is_posted && is_first && message.peer_ >= 0 && waited > kLongWait) announce(message);
+  });
+}
+
+// Let the sender know what this rank waits for.
+void Engine::announce(Message& message) {
+  if ((message.flags_ & Message::kAnnounced) != 0) return;
+  message.flags_ |= Message::kAnnounced;
+  control(message.hot(), {kWanted, message.port_->group_, message.mine_.root});
+}
+
+std::string Engine::what_keeps(const Message& message) const {
+  constexpr size_t kShown = 4;
+  const Port& port = *message.port_;
+  const std::string here = std::string("this rank ") + (message.sends() ? "sends" : "receives") +
+                           " with tag " + std::to_string(message.mine_.root);
+  if (message.is_moving()) return "the message stopped half way, " + here;
+  std::string text;
+  for (int rank = 0; rank < static_cast<int>(port.ranks_.size()); ++rank) {
+    const bool is_any = message.peer_ < 0;
+    if (rank == port.rank_ || (!is_any && rank != message.peer_)) continue;
+    std::vector<int32_t> tags = port.wanted_[rank];
+    if (!message.sends()) {
+      tags.clear();
+      port.arrivals_.for_each([&](const Port::Arrival& arrival) {
+        if (arrival.from() == rank) tags.push_back(arrival.record.tag);
+      });
+    }
+    if (tags.empty() && is_any) continue;
+    text += port.transport_.name(rank) + " is " + (tags.empty() ? "not " : "") +
+            (message.sends() ? "receiving" : "sending");
+    for (size_t i = 0; i < std::min(tags.size(), kShown); ++i) {
+      text += (i > 0 ? ", " : " with tag ") + std::to_string(tags[i]);
+    }
+    text += std::string(tags.size() > kShown ? " and more" : "") + ", ";
+  }
+  return text + here;
+}
+
+}  // namespace fl

@@ -1,0 +1,492 @@
+// How messages go from rank to rank.
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "copying.h"
+#include "engine.h"
+
+namespace fl {
+namespace {
+
+// What a rank may have sent to another that this has not received yet, in bytes: it keeps as much.
+constexpr size_t kMostCredit = 1 << 20;
+constexpr size_t kReadAtOnce = 4 << 20, kLeastPiece = 8 << 10;
+constexpr size_t kMostWanted = 16;
+
+size_t bytes_of(const fl_signature& call) { return static_cast<size_t>(call.count) * call.itemsize; }
+
+// Of all that same_call() compares but the tag: equal for two calls that same_message() finds the same,
+// different (by 64 bits) for others.
+uint64_t digest_of(const fl_signature& s) {
+  uint64_t scale, digest = 0x9e3779b97f4a7c15u;
+  std::memcpy(&scale, &s.scale, sizeof scale);
+  const auto add = [&digest](uint64_t number) {
+    digest = (digest ^ number) * 0xff51afd7ed558ccdu;
+    digest ^= digest >> 32;
+  };
+  add(static_cast<uint64_t>(s.dtype) << 32 | static_cast<uint32_t>(s.op));
+  add(static_cast<uint64_t>(s.itemsize) << 32 | static_cast<uint32_t>(s.ndim));
+  add(static_cast<uint64_t>(s.part_of));
+  add(scale);
+  add(static_cast<uint64_t>(s.count));
+  for (int d = 0; d < std::min(s.ndim, 8); ++d) add(static_cast<uint64_t>(s.shape[d]));
+  return digest;
+}
+
+// What a receiver keeps until the message is received counts; offers without data are counted by their
+// sender, which waits for each.
+size_t charge_of(Kind kind, size_t bytes) {
+  return kind == kMessage || bytes > kTinyMessage ? bytes + 64 : 0;
+}
+
+const char* data_of(const Record& record, const char* data) {
+  return record.bytes > kTinyMessage ? data : record.tiny;
+}
+
+}  // namespace
+
+// Sending -------------------------------------------------------------------------------------
+
+// A send that need not be waited for, without an entry; false: it has to be.
+bool Engine::send_now(Port& port, const Given& given) {
+  const Peer& peer = peers_[port.ranks_[given.peer]];
+  if (peer.waiting != nullptr || !peer.controls.empty()) return false;
+  return put(port, given.call, given.peer, given.data, number_of(given.site), nullptr) == Sent::kGone;
+}
+
+// `outcome`, if there is one, of a message that has ended before it began.
+void Engine::begin(Message& message, fl_status status, std::unique_ptr<Outcome> outcome) {
+  message.refs_.fetch_add(1, std::memory_order_relaxed);
+  open_.fetch_add(1, std::memory_order_relaxed);
+  calls_.fetch_add(1, std::memory_order_relaxed);
+  if (outcome != nullptr) return end(message, status, std::move(outcome));
+  Port& port = *message.port_;
+  if (message.sends()) {
+    message.state_ = Message::kWaitsForRoom;
+    queue(peers_[message.hot()], message);
+    flush(message.hot());
+    return;
+  }
+  message.state_ = Message::kPosted;
+  message.mine_.sequence = ++port.posted_count_;
+  Port::Arrival* found = nullptr;
+  if ((message.flags_ & Message::kAny) == 0) {
+    if (port.arrived_[message.peer_] > 0) found = port.arrivals_.first(message.key());
+  } else {  // of all ranks in turn, from another one each time
+    const int size = static_cast<int>(port.ranks_.size());
+    const uint32_t first = port.searches_++;
+    for (int i = 0; i < size && found == nullptr; ++i) {
+      const int from = static_cast<int>((first + i) % size);
+      if (port.arrived_[from] > 0) found = port.arrivals_.first(key_of(from, message.mine_.root));
+    }
+  }
+  if (found == nullptr) return port.posted_.append(message);
+  port.arrivals_.remove(*found);
+  --port.arrived_[found->from()];
+  deliver(message, found->from(), found->record, found->data);
+  Port::Arrival::free(found);
+}
+
+// Behind those that wait for room.
+void Engine::queue(Peer& peer, Message& message) {
+  (peer.waiting == nullptr ? peer.waiting : peer.last_waiting->next) = &message;
+  peer.last_waiting = &message;
+}
+
+// `message` may be null: then only what need not be waited for is sent.
+Engine::Sent Engine::put(Port& port, const fl_signature& call, int peer, const void* data, uint16_t site,
+                         Message* message) {
+  const int to = port.ranks_[peer];
+  Peer& known = peers_[to];
+  const size_t all = bytes_of(call);
+  const bool has_credit = known.charged + all + 64 <= kMostCredit;
+  const bool is_whole = all <= kTinyMessage || (all <= wire_.eager_bytes() && has_credit);
+  const bool waits = !is_whole || !has_credit || checks_at_once_ || is_compared(call) ||
+                     port.transport_.has_given_up(peer);  // whoever waits finds out
+  if (waits && message == nullptr) return Sent::kNot;
+  const bool is_read = !is_whole && wire_.can_read(to);
+  const size_t part = has_credit && !is_read ? std::min(all, wire_.eager_bytes()) : 0;
+  const size_t bytes = is_whole ? all : part;
+  if (!tell_site(to, site)) return Sent::kNot;
+  const Wire::Room room = wire_.reserve(to, bytes > kTinyMessage ? bytes : 0);
+  if (room.record == nullptr) return Sent::kNot;
+  Record& record = *room.record;
+  record.group = port.group_;
+  record.kind = waits ? kOffer : kMessage;
+  record.site = site;
+  record.tag = call.root;
+  record.bytes = static_cast<uint32_t>(bytes);
+  record.token = waits ? message->token_ = token_for(*message) : 0;
+  record.digest = digest_of(call);
+  record.call = call;
+  record.call.sequence = sequence_of(++port.sent_[peer]);
+  record.address = is_read ? reinterpret_cast<uintptr_t>(data) : 0;
+  if (bytes > kTinyMessage) {
+    copy(room.data, data, bytes);
+  } else if (bytes > 0) {
+    std::memcpy(record.tiny, data, bytes);
+  }
+  known.charged += charge_of(record.kind, bytes);
+  wire_.send(to, room);
+  if (!waits) return Sent::kGone;
+  message->mine_.sequence = record.call.sequence;
+  return Sent::kOffered;
+}
+
+bool Engine::tell_site(int to, uint16_t site) {
+  auto& told = peers_[to].told;
+  if (site < told.size() && told[site]) return true;
+  Control says{kSite};
+  says.site = site;
+  says.data = sites_[site].text;
+  if (!put_control(to, says)) return false;
+  if (told.size() <= site) told.resize(sites_.size());
+  told[site] = true;
+  return true;
+}
+
+void Engine::control(int to, Control control) {
+  auto& controls = peers_[to].controls;
+  if (!controls.empty() || !put_control(to, control)) controls.push_back(std::move(control));
+}
+
+bool Engine::put_control(int to, const Control& control) {
+  const bool refuses = control.kind == kRefused || control.kind == kLateRefusal;
+  if (refuses && !tell_site(to, control.site)) return false;
+  const size_t bytes = control.data.size();
+  const Wire::Room room = wire_.reserve(to, bytes > kTinyMessage ? bytes : 0);
+  if (room.record == nullptr) return false;
+  Record& record = *room.record;
+  record.group = control.group;
+  record.kind = control.kind;
+  record.way = control.way;
+  record.site = control.site;
+  record.tag = control.tag;
+  record.bytes = static_cast<uint32_t>(bytes);
+  record.token = control.token;
+  record.digest = control.amount;
+  if (control.kind == kAccepted) {
+    record.theirs = control.theirs;
+  } else if (bytes > 0) {
+    std::memcpy(bytes > kTinyMessage ? room.data : record.tiny, control.data.data(), bytes);
+  }
+  if (refuses) record.call = control.call;
+  wire_.send(to, room);
+  return true;
+}
+
+// Send what waits for room; whether anything went.
+bool Engine::flush(int to) {
+  Peer& peer = peers_[to];
+  bool moved = false;
+  while (!peer.controls.empty() && put_control(to, peer.controls.front())) {
+    peer.controls.pop_front();
+    moved = true;
+  }
+  while (peer.waiting != nullptr && peer.controls.empty()) {
+    Message& message = *peer.waiting;
+    const Sent sent = put(*message.port_, message.mine_, message.peer_, message.data_, message.site_, &message);
+    if (sent == Sent::kNot) break;
+    peer.waiting = std::exchange(message.next, nullptr);
+    moved = true;
+    if (sent == Sent::kGone) {
+      end(message, FL_OK);
+    } else {
+      message.state_ = Message::kOffered;
+    }
+  }
+  return moved;
+}
+
+// Of an accepted message as much as there is room for.
+bool Engine::flow_out(Message& message) {
+  Message::Movement& movement = *message.movement_;
+  const size_t all = message.bytes();
+  bool moved = false;
+  while (movement.done < all) {
+    // Several pieces even of what would fit one, so that filling and draining overlap.
+    const size_t part = std::min(std::max(kLeastPiece, all / 4), wire_.most_bytes());
+    const size_t piece = std::min(part, all - movement.done);
+    const Wire::Room room = wire_.reserve(movement.from, piece > kTinyMessage ? piece : 0);
+    if (room.record == nullptr) return moved;
+    Record& record = *room.record;
+    record.group = message.port_->group_;
+    record.kind = kData;
+    record.bytes = static_cast<uint32_t>(piece);
+    record.token = movement.offer.theirs;
+    char* const into = piece > kTinyMessage ? room.data : record.tiny;
+    (movement.offer.way == kThroughCaches ? copy : stream_copy)(into, message.data_ + movement.done, piece);
+    wire_.send(movement.from, room);
+    movement.done += piece;
+    message.since_ = now();
+    moved = true;
+  }
+  end(message, FL_OK);
+  return true;
+}
+
+// Receiving -----------------------------------------------------------------------------------
+
+// Do what can be done; from rank `hot`, if there is one, most often. Whether anything was.
+bool Engine::progress(Lock& lock, int hot) {
+  bool moved = hot != kNobody && read_records(hot);
+  if (hot == kNobody || moved || ++passes_ % 8 == 0) {
+    for (int peer = 0; peer < size_; ++peer) {
+      if (peer != hot && read_records(peer)) moved = true;
+      Peer& known = peers_[peer];
+      if ((known.waiting != nullptr || !known.controls.empty()) && flush(peer)) moved = true;
+    }
+  }
+  for (size_t i = 0; i < moving_.size(); ++i) {
+    Message& message = *moving_[i];
+    if (message.movement_->is_busy) continue;
+    if (message.state_ == Message::kFlowsOut) {
+      const size_t before = moving_.size();
+      if (flow_out(message)) moved = true;
+      if (moving_.size() < before) --i;
+    } else {
+      read_on(message, lock);
+      return true;  // the list may be another by now
+    }
+  }
+  return moved;
+}
+
+bool Engine::read_records(int from) {
+  bool moved = false;
+  for (Wire::Room room = wire_.next(from); room.record != nullptr; room = wire_.next(from)) {
+    handle(from, *room.record, room.data);
+    wire_.drop(from);
+    moved = true;
+  }
+  return moved;
+}
+
+void Engine::handle(int from, const Record& record, const char* data) {
+  switch (record.kind) {
+    case kMessage:
+    case kOffer: return arrive(from, record, data);
+    case kTaken:
+    case kAccepted:
+    case kRefused: return answered(from, record);
+    case kData: return receive_data(record, data_of(record, data));
+    case kCredit: peers_[from].charged -= record.digest; return;
+    case kSite: {
+      fl_site& site = peers_[from].sites[record.site];
+      const size_t bytes = std::min<size_t>(record.bytes, sizeof site.text - 1);
+      std::memcpy(site.text, data_of(record, data), bytes);
+      site.text[bytes] = '\0';
+      return;
+    }
+    case kLateRefusal:
+    case kWanted: break;
+  }
+  const auto found = ports_.find(record.group);
+  if (found == ports_.end()) return;
+  Port& port = *found->second;
+  if (record.kind == kWanted) {
+    auto& wanted = port.wanted_[port.numbers_[from]];
+    if (wanted.size() < kMostWanted) wanted.push_back(record.tag);
+    return;
+  }
+  // What this rank has sent comes back with it.
+  Seen seen;
+  seen.reset(static_cast<int>(port.ranks_.size()));
+  const int peer = port.numbers_[from];
+  seen.calls[peer] = record.call;
+  seen.sites[peer] = site_of(from, record.site);
+  std::memcpy(&seen.calls[port.rank_], data, sizeof(fl_signature));
+  const size_t mine = std::min<size_t>(static_cast<uint16_t>(record.token), sites_.size() - 1);
+  seen.sites[port.rank_] = sites_[mine];
+  port.refusals_.push_back(std::move(seen));
+  port.has_refusal_ = true;
+}
+
+// A message for whoever has first posted a receive of it, or to be kept.
+void Engine::arrive(int from, const Record& record, const char* data) {
+  const auto found = ports_.find(record.group);
+  if (found == ports_.end()) return;  // a group that this rank has left
+  Port& port = *found->second;
+  const int peer = port.numbers_[from];
+  Message* named = port.posted_.first(key_of(peer, record.tag));
+  Message* any = port.posted_.first(key_of(kNobody, record.tag));
+  Message* const first =
+      named == nullptr || (any != nullptr && any->mine_.sequence < named->mine_.sequence) ? any : named;
+  if (first == nullptr) {
+    port.arrivals_.append(*Port::Arrival::make(peer, record, data));
+    ++port.arrived_[peer];
+    return;
+  }
+  port.posted_.remove(*first);
+  if (Message* const next = port.posted_.first(first->key())) next->since_ = now();
+  deliver(*first, peer, record, data);
+}
+
+void Engine::credit(int from, size_t bytes) {
+  Peer& peer = peers_[from];
+  peer.owed += bytes;
+  if (peer.owed < kMostCredit / 4) return;
+  Control says{kCredit};
+  says.amount = std::exchange(peer.owed, 0);
+  control(from, says);
+}
+
+// `from` is its rank in the group. What comes with the record, or all there is to know, is here.
+void Engine::deliver(Message& message, int from, const Record& record, const char* data) {
+  Port& port = *message.port_;
+  const int source = port.ranks_[from];
+  fl_match* const match = std::exchange(message.match_, nullptr);
+  message.peer_ = from;
+  if (match != nullptr && match->partial != 0) message.mine_ = fitted(message.mine_, record.call);
+  if (match != nullptr) {
+    match->source = from;
+    match->rows = message.mine_.ndim > 0 ? message.mine_.shape[0] : 1;
+  }
+  const bool is_offer = record.kind == kOffer;
+  credit(source, charge_of(record.kind, record.bytes));
+  if (record.digest != digest_of(message.mine_) && !same_message(message.mine_, record.call)) {
+    return refuse(message, from, record);
+  }
+  const size_t all = message.bytes();
+  if (record.bytes > kTinyMessage) {
+    copy(message.data_, data, record.bytes);
+  } else if (record.bytes > 0) {
+    std::memcpy(message.data_, record.tiny, record.bytes);
+  }
+  if (record.bytes < all) {
+    message.movement_ = new Message::Movement(record, source);
+    return take_rest(message);
+  }
+  if (is_offer) {
+    Control taken{kTaken};
+    taken.token = record.token;
+    taken.call.sequence = record.call.sequence;
+    control(source, taken);
+  }
+  if (!is_compared(message.mine_)) return end(message, FL_OK);
+  message.mine_.sequence = record.call.sequence;
+  auto outcome = std::make_unique<Outcome>();
+  outcome->seen = seen(message, from, record.call, site_of(source, record.site));
+  outcome->output = make_bytes(0);
+  end(message, FL_OK, std::move(outcome));
+}
+
+// The ends have called different things: tell the other one.
+void Engine::refuse(Message& message, int from, const Record& record) {
+  Port& port = *message.port_;
+  Control says{record.kind == kOffer ? kRefused : kLateRefusal, port.group_, record.tag};
+  says.token = record.kind == kOffer ? record.token : record.site;
+  says.call = message.mine_;
+  says.call.sequence = record.call.sequence;
+  says.site = message.site_;
+  if (record.kind != kOffer) {
+    says.data.assign(reinterpret_cast<const char*>(&record.call), sizeof record.call);
+  }
+  message.mine_.sequence = record.call.sequence;
+  const int source = port.ranks_[from];
+  auto outcome = std::make_unique<Outcome>();
+  outcome->message = Mismatch().what();
+  outcome->seen = seen(message, from, record.call, site_of(source, record.site));
+  control(source, std::move(says));
+  end(message, FL_MISMATCH, std::move(outcome));
+}
+
+// Read what did not come with the offer, or let it flow.
+void Engine::take_rest(Message& message) {
+  Message::Movement& movement = *message.movement_;
+  const int from = movement.from;
+  Choice& choice = wire_.choice(from);
+  const bool can_read = movement.offer.address != 0 && wire_.can_read(from);
+  movement.done = movement.offer.bytes;
+  Choice::Slowest slowest;
+  slowest.add(choice.costs(0, message.bytes()));
+  movement.trial = choice.begin(0, message.bytes(), can_read ? kWays : kDirectly, slowest);
+  if (movement.trial.way == kDirectly) {
+    message.state_ = Message::kReads;
+    moving_.push_back(&message);
+    return;
+  }
+  message.state_ = Message::kFlowsIn;
+  Control accepted{kAccepted};
+  accepted.token = movement.offer.token;
+  accepted.theirs = token_for(message);
+  accepted.amount = movement.done;
+  accepted.way = static_cast<uint8_t>(movement.trial.way);
+  movement.token = accepted.theirs;
+  control(from, accepted);
+}
+
+// The lock is let go meanwhile.
+void Engine::read_on(Message& message, Lock& lock) {
+  Message::Movement& movement = *message.movement_;
+  Port& port = *message.port_;
+  const size_t all = message.bytes(), size = std::min(kReadAtOnce, all - movement.done);
+  movement.is_busy = true;
+  ++port.busy_;
+  lock.unlock();
+  const uint64_t address = movement.offer.address + movement.done;
+  const size_t got = wire_.read(movement.from, address, message.data_ + movement.done, size);
+  const bool is_void = port.transport_.has_given_up(port.numbers_[movement.from]);
+  lock.lock();
+  movement.is_busy = false;
+  if (--port.busy_ == 0 && port.is_closed_) idle_.notify_all();
+  movement.done += got;
+  message.since_ = now();
+  if (const auto why = port.why_ended()) {
+    end(message, why->status, outcome_of(*why));
+  } else if (is_void) {  // what was read may be anything; whoever looks around finds why
+    movement.done = 0;
+    drop_moving(message);
+  } else if (got < size) {  // the system does not let it be read, after all
+    drop_moving(message);
+    take_rest(message);
+  } else if (movement.done == all) {
+    wire_.choice(movement.from).end(movement.trial);
+    Control taken{kTaken};
+    taken.token = movement.offer.token;
+    control(movement.from, taken);
+    end(message, FL_OK);
+  }
+}
+
+void Engine::receive_data(const Record& record, const char* data) {
+  Message* const message = by_token(record.token);
+  if (message == nullptr) return;  // it has failed meanwhile
+  Message::Movement& movement = *message->movement_;
+  const size_t all = message->bytes();
+  if (record.bytes > all - movement.done) return;
+  if (movement.done == movement.offer.bytes) movement.trial.started = Clock::now();
+  copy(message->data_ + movement.done, data, record.bytes);
+  movement.done += record.bytes;
+  message->since_ = now();
+  if (movement.done < all) return;
+  wire_.choice(movement.from).end(movement.trial);
+  end(*message, FL_OK);
+}
+
+// An offer of this rank.
+void Engine::answered(int from, const Record& record) {
+  Message* const message = by_token(record.token);
+  if (message == nullptr) return;
+  free_token(record.token);
+  message->port_->answered_at_[message->peer_] = message->since_ = now();
+  if (record.kind == kAccepted) {
+    message->state_ = Message::kFlowsOut;
+    message->movement_ = new Message::Movement(record, from);
+    message->movement_->done = record.digest;  // came with the offer
+    moving_.push_back(message);
+    return;
+  }
+  const Port& port = *message->port_;
+  const bool is_refused = record.kind == kRefused;
+  if (!is_refused && !is_compared(message->mine_)) return end(*message, FL_OK);
+  auto outcome = std::make_unique<Outcome>();
+  if (is_refused) outcome->message = Mismatch().what();
+  const fl_signature& theirs = is_refused ? record.call : message->mine_;
+  outcome->seen = seen(*message, port.numbers_[from], theirs, site_of(from, record.site));
+  if (!is_refused) outcome->output = make_bytes(0);
+  end(*message, is_refused ? FL_MISMATCH : FL_OK, std::move(outcome));
+}
+
+}  // namespace fl

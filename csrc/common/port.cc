@@ -1,0 +1,226 @@
+// Messages as callers see them, and the groups that have them.
+#include <algorithm>
+#include <utility>
+
+#include "engine.h"
+
+namespace fl {
+namespace {
+
+Failure closed_by_this_rank() { return {FL_CLOSED, {}, "the group was closed"}; }
+
+// What was wrong with a call that no Message stands for.
+Handle ended(fl_status status, Outcome outcome) {
+  auto operation = std::make_shared<Operation>();
+  static_cast<Outcome&>(*operation) = std::move(outcome);
+  operation->shared = std::make_shared<Shared>();
+  operation->status = status;
+  return handle_of(std::move(operation));
+}
+
+}  // namespace
+
+// Messages ------------------------------------------------------------------------------------
+
+Message::Message(Port& port, const Given& given, double seconds, uint16_t site)
+    : port_(&port),
+      match_(given.match),
+      data_(static_cast<char*>(given.data)),
+      mine_(given.call),
+      peer_(given.peer),
+      site_(site),
+      seconds_(static_cast<float>(seconds)),
+      since_(port.engine_.now()) {
+  if (given.peer < 0) flags_ |= kAny;
+}
+
+Message::~Message() {
+  if ((flags_ & kHasOutcome) != 0) delete outcome_;
+}
+
+void Message::release() noexcept {
+  if (refs_.fetch_sub(1, std::memory_order_acq_rel) == 1) delete this;
+}
+
+uint64_t Message::key() const { return key_of((flags_ & kAny) != 0 ? kNobody : peer_, mine_.root); }
+
+const Outcome& Message::outcome() const {
+  static const Outcome nothing;
+  return is_open() || (flags_ & kHasOutcome) == 0 ? nothing : *outcome_;
+}
+
+// Whom it is likely to hear of next, as the engine knows it.
+int Message::hot() const { return peer_ < 0 ? kNobody : port_->ranks_[peer_]; }
+
+double Message::ended_at() const { return is_open() ? 0 : ended_; }
+
+fl_status Message::wait(double seconds) {
+  if (!is_open()) return status();
+  Engine& engine = port_->engine_;
+  if (seconds <= 0) {
+    Engine::Lock lock(engine.mutex_, std::try_to_lock);
+    if (lock.owns_lock()) engine.progress(lock, kNobody);
+    return status();
+  }
+  {
+    const Engine::Lock lock(engine.mutex_);
+    flags_ |= kAwaited;
+  }
+  Message* const self = this;
+  engine.wait(*port_, {&self, 1}, hot(), deadline_after(seconds), nullptr);
+  return status();
+}
+
+void Message::stamp(int64_t* ended, int64_t running) {
+  if (is_open()) {
+    const Engine::Lock lock(port_->engine_.mutex_);
+    if (is_open()) {
+      stamp_ = ended;
+      running_ = static_cast<uint32_t>(running);
+      return;
+    }
+  }
+  fl_stamp(ended, running);
+}
+
+// Ports ---------------------------------------------------------------------------------------
+
+Port::Port(Engine& engine, uint32_t group, int rank, std::vector<int> ranks, Transport& transport)
+    : engine_(engine),
+      group_(group),
+      rank_(rank),
+      ranks_(std::move(ranks)),
+      numbers_(engine.size_, -1),
+      transport_(transport),
+      sent_(ranks_.size()),
+      answered_at_(ranks_.size()),
+      arrived_(ranks_.size()),
+      wanted_(ranks_.size()) {
+  for (size_t i = 0; i < ranks_.size(); ++i) numbers_[ranks_[i]] = static_cast<int>(i);
+  const Engine::Lock lock(engine.mutex_);
+  engine.ports_[group] = this;
+}
+
+Port::~Port() { close(); }
+
+void Port::close() {
+  Engine::Lock lock(engine_.mutex_);
+  if (is_closed_) return;
+  is_closed_ = true;
+  engine_.ports_.erase(group_);
+  engine_.end_all(*this, closed_by_this_rank(), nullptr, nullptr);
+  arrivals_.clear([](Arrival& arrival) { Arrival::free(&arrival); });
+  engine_.wire_.wake(true);
+  engine_.idle_.wait(lock, [this] { return busy_ == 0; });
+}
+
+// Why the group takes no more messages; under the engine's lock.
+std::optional<Failure> Port::why_ended() const {
+  if (transport_.is_broken()) return transport_.why_broken();
+  if (is_closed_) return closed_by_this_rank();
+  return std::nullopt;
+}
+
+// The entry of a message that has begun, and may have ended; null: it has ended well.
+Message* Port::begin(const Given& given, double seconds, bool is_awaited) {
+  const auto why = why_ended();
+  const bool is_refused = !why && has_refusal();
+  if (!why && !is_refused && given.call.verb == FL_SEND && engine_.send_now(*this, given)) return nullptr;
+  auto* message = new Message(*this, given, seconds, engine_.number_of(given.site));
+  if (is_awaited) message->flags_ |= Message::kAwaited;
+  if (why) {
+    engine_.begin(*message, why->status, outcome_of(*why));
+  } else if (is_refused) {
+    engine_.begin(*message, FL_MISMATCH, take_refusal());
+  } else {
+    engine_.begin(*message);
+  }
+  return unless_well(message);
+}
+
+// A message that has ended, if there is anything to fetch.
+Message* Port::unless_well(Message* message) {
+  if (message != nullptr && message->is_well()) std::exchange(message, nullptr)->release();
+  return message;
+}
+
+Handle Port::run(const Given& given, double seconds, Interrupt interrupt) {
+  Message* message;
+  {
+    const Engine::Lock lock(engine_.mutex_);
+    message = begin(given, seconds, true);
+  }
+  if (message == nullptr) return nullptr;
+  const bool has_limit = given.match != nullptr && given.match->patience >= 0;
+  const auto until = has_limit ? deadline_after(given.match->patience) : kNever;
+  engine_.wait(*this, {&message, 1}, message->hot(), until, interrupt);
+  if (message->is_open()) engine_.cancel(*message);
+  return Handle(unless_well(message));
+}
+
+Handle Port::start(const Given& given, double seconds) {
+  const Engine::Lock lock(engine_.mutex_);
+  Message* const message = begin(given, seconds, false);
+  if (message != nullptr && message->is_open()) engine_.ticker_.wind();
+  return Handle(message);
+}
+
+Port::Posted Port::post(const fl_message* messages, int count, double seconds, int spins) {
+  Posted posted(count);
+  {
+    const Engine::Lock lock(engine_.mutex_);
+    for (int i = 0; i < count; ++i) {
+      const fl_message& m = messages[i];
+      posted[i] = begin({m.signature, m.data, m.peer, m.site}, seconds, true);
+    }
+  }
+  const Patience patience{transport_.patience().spins > 0 ? std::max(spins, 0) : 0, 0};
+  const int hot = count == 1 ? ranks_[messages[0].peer] : kNobody;
+  const Awaited awaited{posted.data(), posted.size()};
+  if (!awaited.has_ended() && (spins < 0 || !engine_.burn(awaited, patience, hot))) return posted;
+  for (Message*& message : posted) message = unless_well(message);
+  const auto is_nothing = [](const Message* message) { return message == nullptr; };
+  return std::all_of(posted.begin(), posted.end(), is_nothing) ? Posted() : posted;
+}
+
+std::vector<Handle> Port::finish(const Posted& posted, Interrupt interrupt) {
+  const int hot = posted.size() == 1 ? posted[0]->hot() : kNobody;
+  engine_.wait(*this, {posted.data(), posted.size()}, hot, kNever, interrupt);
+  std::vector<Handle> handles;
+  for (Message* message : posted) handles.emplace_back(unless_well(message));
+  return handles;
+}
+
+std::vector<Handle> Port::exchange(const fl_message* messages, int count, double seconds,
+                                   Interrupt interrupt) {
+  const Posted posted = post(messages, count, seconds, -1);
+  return posted.empty() ? std::vector<Handle>(count) : finish(posted, interrupt);
+}
+
+std::vector<Handle> Port::start_exchange(const fl_message* messages, int count, double seconds) {
+  std::vector<Handle> handles(count);
+  const Engine::Lock lock(engine_.mutex_);
+  for (int i = 0; i < count; ++i) {
+    const fl_message& m = messages[i];
+    handles[i] = Handle(begin({m.signature, m.data, m.peer, m.site}, seconds, false));
+  }
+  if (engine_.open_ > 0) engine_.ticker_.wind();
+  return handles;
+}
+
+Handle Port::refused() {
+  if (!has_refusal()) return nullptr;
+  const Engine::Lock lock(engine_.mutex_);
+  return refusals_.empty() ? nullptr : ended(FL_MISMATCH, std::move(*take_refusal()));
+}
+
+std::unique_ptr<Outcome> Port::take_refusal() {
+  auto outcome = std::make_unique<Outcome>();
+  outcome->message = Mismatch().what();
+  outcome->seen = std::move(refusals_.front());
+  refusals_.pop_front();
+  has_refusal_ = !refusals_.empty();
+  return outcome;
+}
+
+}  // namespace fl

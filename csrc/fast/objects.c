@@ -1,0 +1,412 @@
+/* Objects between ranks: pickled into memory that travels in one collective, and made of what came.
+
+   Frames are those of backends/exchange.py, which makes and reads them where this does not. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#define NPY_NO_DEPRECATED_API NPY_1_25_API_VERSION
+#define NO_IMPORT_ARRAY
+#define PY_ARRAY_UNIQUE_SYMBOL flashlight_fast
+#include <numpy/arrayobject.h>
+#include <string.h>
+
+#include "binding.h"
+
+/* As in exchange.py and api/objects.py. */
+enum { ALIGNED = 16, APART_BYTES = 4096, SHORT_BYTES = 1024, MOST_PADDING = 65536 };
+enum { CONTENT, PROBLEM, LATER };
+enum { CODE_UINT8 = 5 };
+/* Verbs as journal.py numbers them. */
+enum { BROADCAST = RING_OBJECTS, ALL_GATHER, GATHER, SCATTER };
+enum { READ_ONLY = 0x100 }; /* PyBUF_READ, which the stable ABI of Python 3.10 does not name */
+
+/* A frame: this, the lengths of the buffers, the buffers, and the content, each padded. */
+typedef struct {
+  int64_t bytes; /* of the content: what was pickled, but for the buffers; or another frame's length, or words */
+  int32_t kind, buffers;
+} frame_head;
+
+static PyObject *dumps, *loads, *protocol, *name_callback, *name_buffers;
+
+int object_names(void) {
+  PyObject *pickle = PyImport_ImportModule("pickle");
+  if (pickle == NULL) return 0;
+  dumps = PyObject_GetAttrString(pickle, "dumps");
+  loads = PyObject_GetAttrString(pickle, "loads");
+  protocol = PyLong_FromLong(5);
+  name_callback = PyUnicode_InternFromString("buffer_callback");
+  name_buffers = PyUnicode_InternFromString("buffers");
+  Py_DECREF(pickle);
+  return dumps && loads && protocol && name_callback && name_buffers;
+}
+
+static int64_t padded(int64_t bytes) { return (bytes + ALIGNED - 1) / ALIGNED * ALIGNED; }
+
+static PyObject *new_bytes(int64_t bytes) {
+  npy_intp dims[] = {(npy_intp)bytes};
+  return PyArray_New(&PyArray_Type, 1, dims, NPY_UINT8, NULL, NULL, 0, 0, NULL);
+}
+
+static char *data_of(PyObject *array) { return PyArray_BYTES((PyArrayObject *)array); }
+static int64_t bytes_of(PyObject *array) { return PyArray_NBYTES((PyArrayObject *)array); }
+
+/* What pickle asks of each buffer: whether it goes with the pickle; else it is kept in the list `self`. */
+static PyObject *keep_large(PyObject *self, PyObject *buffer) {
+  PyObject *raw = PyObject_CallMethod(buffer, "raw", NULL);
+  if (raw == NULL) return NULL;
+  const Py_ssize_t bytes = PyObject_Size(raw);
+  int failed = bytes < 0;
+  if (bytes >= APART_BYTES) {
+    PyObject *array = PyArray_FromBuffer(raw, PyArray_DescrFromType(NPY_UINT8), -1, 0);
+    failed = array == NULL || PyList_Append(self, array) < 0;
+    Py_XDECREF(array);
+  }
+  Py_DECREF(raw);
+  return failed ? NULL : PyBool_FromLong(bytes < APART_BYTES);
+}
+
+static PyMethodDef keep_def = {"keep_large", keep_large, METH_O, NULL};
+
+static PyObject *pickled(PyObject *object, PyObject *buffers) {
+  PyObject *keep = PyCFunction_New(&keep_def, buffers);
+  PyObject *given = PyTuple_Pack(2, object, protocol);
+  PyObject *options = keep == NULL ? NULL : Py_BuildValue("{OO}", name_callback, keep);
+  PyObject *bytes = given && options ? PyObject_Call(dumps, given, options) : NULL;
+  Py_XDECREF(keep);
+  Py_XDECREF(given);
+  Py_XDECREF(options);
+  return bytes;
+}
+
+static char *append(char *at, const void *data, int64_t bytes) {
+  memcpy(at, data, (size_t)bytes);
+  memset(at + bytes, 0, (size_t)(padded(bytes) - bytes));
+  return at + padded(bytes);
+}
+
+/* An array with the frame of an object; NULL with an exception. */
+static PyObject *frame_of(PyObject *object) {
+  PyObject *buffers = PyList_New(0), *frame = NULL;
+  PyObject *pickle = buffers == NULL ? NULL : pickled(object, buffers);
+  char *content;
+  Py_ssize_t length;
+  if (pickle != NULL && PyBytes_AsStringAndSize(pickle, &content, &length) == 0) {
+    const frame_head head = {length, CONTENT, (int32_t)PyList_Size(buffers)};
+    int64_t bytes = sizeof head + padded(8 * (int64_t)head.buffers) + padded(length);
+    for (int i = 0; i < head.buffers; ++i) bytes += padded(bytes_of(PyList_GetItem(buffers, i)));
+    frame = new_bytes(bytes);
+    if (frame != NULL) {
+      char *at = append(data_of(frame), &head, sizeof head);
+      int64_t *lengths = memset(at, 0, (size_t)padded(8 * (int64_t)head.buffers));
+      at += padded(8 * (int64_t)head.buffers);
+      for (int i = 0; i < head.buffers; ++i) {
+        PyObject *buffer = PyList_GetItem(buffers, i);
+        lengths[i] = bytes_of(buffer);
+        at = append(at, data_of(buffer), lengths[i]);
+      }
+      append(at, content, length);
+    }
+  }
+  Py_XDECREF(pickle);
+  Py_XDECREF(buffers);
+  return frame;
+}
+
+/* The frames of a scatter, one for each rank and all of one length; NULL with an exception, or without one for
+   Python: of unequal ones too much would be padding. */
+static PyObject *frames_of(PyObject *objects, int size) {
+  if (!PyList_CheckExact(objects) || PyList_Size(objects) != size) return NULL;
+  PyObject *frames = PyList_New(0), *whole = NULL;
+  int64_t longest = 0, total = 0;
+  for (int r = 0; frames != NULL && r < size && r < PyList_Size(objects); ++r) {
+    PyObject *object = PyList_GetItem(objects, r);
+    Py_INCREF(object); /* pickling may change the list */
+    PyObject *frame = frame_of(object);
+    Py_DECREF(object);
+    if (frame == NULL || PyList_Append(frames, frame) < 0) Py_CLEAR(frames);
+    if (frame != NULL && bytes_of(frame) > longest) longest = bytes_of(frame);
+    if (frame != NULL) total += bytes_of(frame);
+    Py_XDECREF(frame);
+  }
+  if (frames != NULL && PyList_Size(frames) == size && longest * size <= 2 * total + MOST_PADDING) {
+    whole = new_bytes(longest * size);
+  }
+  for (int r = 0; whole != NULL && r < size; ++r) {
+    PyObject *frame = PyList_GetItem(frames, r);
+    memcpy(data_of(whole) + r * longest, data_of(frame), (size_t)bytes_of(frame));
+  }
+  Py_XDECREF(frames);
+  return whole;
+}
+
+/* The frame that says how long the one is that comes later. */
+static PyObject *short_frame(PyObject *frame) {
+  const frame_head head = {sizeof(int64_t), LATER, 0};
+  const int64_t bytes = bytes_of(frame);
+  PyObject *made = new_bytes(sizeof head + padded(head.bytes));
+  if (made != NULL) append(append(data_of(made), &head, sizeof head), &bytes, head.bytes);
+  return made;
+}
+
+/* A call of a verb of objects. */
+typedef struct {
+  Binding *binding;
+  int32_t verb, root;
+  PyObject *object; /* borrowed */
+  PyObject *frame;  /* all that this rank has for others, or None */
+  PyObject *given;  /* what of it is in the collective */
+} object_call;
+
+static int gathers(const object_call *call) { return call->verb == ALL_GATHER || call->verb == GATHER; }
+static int is_root(const object_call *call) { return call->binding->rank == call->root; }
+
+/* What has come: memory that `op` has, or `owner`. */
+typedef struct {
+  const Binding *binding;
+  fl_op *op;       /* or NULL */
+  PyObject *owner; /* or NULL; of arrays in it */
+  char *data;
+  size_t bytes;
+} received;
+
+static void own_array(received *all, PyObject *array) {
+  all->op = NULL;
+  all->owner = array;
+  all->data = data_of(array);
+  all->bytes = (size_t)bytes_of(array);
+}
+
+static void release(received *all) {
+  if (all->op != NULL) all->binding->free(all->op);
+  Py_XDECREF(all->owner);
+}
+
+static void free_op(PyObject *capsule) {
+  void (*function)(fl_op *) = (void (*)(fl_op *))PyCapsule_GetContext(capsule);
+  function(PyCapsule_GetPointer(capsule, NULL));
+}
+
+/* An array of a part of it, which keeps it; NULL with an exception. */
+static PyObject *part_of(received *all, char *data, int64_t bytes) {
+  if (all->owner == NULL) {
+    all->owner = PyCapsule_New(all->op, NULL, free_op);
+    if (all->owner == NULL) return NULL;
+    PyCapsule_SetContext(all->owner, (void *)all->binding->free);
+    all->op = NULL;
+  }
+  npy_intp dims[] = {(npy_intp)bytes};
+  PyObject *array = PyArray_New(&PyArray_Type, 1, dims, NPY_UINT8, NULL, data, 0, NPY_ARRAY_CARRAY, NULL);
+  if (array == NULL) return NULL;
+  Py_INCREF(all->owner);
+  if (PyArray_SetBaseObject((PyArrayObject *)array, all->owner) < 0) Py_CLEAR(array);
+  return array;
+}
+
+static PyObject *unpickled(received *all, const frame_head *head, char *at) {
+  const int64_t *lengths = (const int64_t *)(head + 1);
+  PyObject *views = head->buffers == 0 ? NULL : PyList_New(0), *options = NULL, *object = NULL;
+  for (int i = 0; views != NULL && i < head->buffers; ++i) {
+    PyObject *array = part_of(all, at, lengths[i]);
+    PyObject *view = array == NULL ? NULL : PyMemoryView_FromObject(array);
+    if (view == NULL || PyList_Append(views, view) < 0) Py_CLEAR(views);
+    Py_XDECREF(view);
+    Py_XDECREF(array);
+    at += padded(lengths[i]);
+  }
+  PyObject *content = PyMemoryView_FromMemory(at, (Py_ssize_t)head->bytes, READ_ONLY);
+  PyObject *given = content == NULL ? NULL : PyTuple_Pack(1, content);
+  if (views != NULL) options = Py_BuildValue("{OO}", name_buffers, views);
+  if (given && (options || head->buffers == 0)) object = PyObject_Call(loads, given, options);
+  Py_XDECREF(content);
+  Py_XDECREF(given);
+  Py_XDECREF(options);
+  Py_XDECREF(views);
+  return object;
+}
+
+/* The list of what has come, in the order of ranks, with the rank's own object in its place, or of the one
+   object; None where that is for others alone; NULL with an exception, or without one where not all has
+   come, or one rank had nothing. */
+static PyObject *objects_of(const object_call *call, received *all) {
+  const int several = gathers(call), wanted = call->verb != GATHER || is_root(call);
+  char *at = all->data, *end = several ? at + all->bytes : at + 1;
+  PyObject *list = PyList_New(0);
+  for (int r = 0; list != NULL && at < end; ++r) {
+    const frame_head *head = (const frame_head *)at;
+    const int64_t *lengths = (const int64_t *)(head + 1);
+    char *buffers = (char *)lengths + padded(8 * (int64_t)head->buffers);
+    at = buffers + padded(head->bytes);
+    for (int i = 0; i < head->buffers; ++i) at += padded(lengths[i]);
+    if (head->kind != CONTENT) {
+      Py_CLEAR(list);
+    } else if (wanted) {
+      PyObject *object = call->object;
+      if (several && r == call->binding->rank) {
+        Py_INCREF(object);
+      } else {
+        object = unpickled(all, head, buffers);
+      }
+      if (object == NULL || PyList_Append(list, object) < 0) Py_CLEAR(list);
+      Py_XDECREF(object);
+    }
+  }
+  if (list == NULL || wanted) return list;
+  Py_DECREF(list);
+  Py_RETURN_NONE;
+}
+
+/* All of what has come, for Python, the number of the call and this rank's frame; after an exception the
+   same: it raises another one, in its words. */
+static PyObject *left_over(const object_call *call, received *all, uint64_t id) {
+  if (PyErr_Occurred() != NULL && !PyErr_ExceptionMatches(PyExc_Exception)) return NULL;
+  PyErr_Clear();
+  PyObject *array = part_of(all, all->data, (int64_t)all->bytes);
+  if (array == NULL) return NULL;
+  return Py_BuildValue("(NKO)", array, (unsigned long long)id, call->frame);
+}
+
+/* What the library runs: of this rank's frame, or of FL_ANY where that is None. */
+static plain_call call_of(const object_call *call) {
+  static const int verbs[] = {FL_BROADCAST, FL_ALL_GATHER, FL_ALL_GATHER, FL_SCATTER};
+  plain_call step;
+  memset(&step, 0, sizeof step);
+  fl_signature *s = &step.signature;
+  s->verb = verbs[call->verb - BROADCAST];
+  s->part_of = 1 + call->verb - BROADCAST;
+  s->scale = 1.0;
+  s->root = gathers(call) ? 0 : call->root;
+  s->ndim = FL_ANY;
+  step.peer = -1;
+  step.seconds = call->binding->seconds;
+  if (call->given == Py_None) return step;
+  s->dtype = CODE_UINT8;
+  s->itemsize = 1;
+  s->ndim = 1;
+  s->count = s->shape[0] = bytes_of(call->given) / (call->verb == SCATTER ? call->binding->size : 1);
+  step.data = data_of(call->given);
+  return step;
+}
+
+static fl_signature shown_of(const object_call *call) {
+  fl_signature shown;
+  memset(&shown, 0, sizeof shown);
+  shown.verb = call->verb;
+  shown.root = call->root;
+  shown.ndim = FL_ANY;
+  shown.count = call->frame == Py_None ? 0 : bytes_of(call->frame);
+  shown.itemsize = 1;
+  return shown;
+}
+
+/* The array that is filled where all ranks give as much as this one, as they often do; NULL with an
+   exception. */
+static PyObject *room_for(const object_call *call, plain_call *step) {
+  PyObject *room = new_bytes(call->binding->size * bytes_of(call->given));
+  if (room == NULL) return NULL;
+  step->room = (fl_room){data_of(room), (size_t)bytes_of(room)};
+  step->output = &step->room;
+  return room;
+}
+
+/* Do it, and find what has come: of the root's own nothing. 0 with an exception. */
+static int run(const object_call *call, received *all, recorded *made) {
+  Binding *binding = call->binding;
+  plain_call step = call_of(call);
+  const fl_signature shown = shown_of(call);
+  PyObject *room = gathers(call) ? room_for(call, &step) : NULL;
+  if (room == NULL && PyErr_Occurred() != NULL) return 0;
+  fl_op *op;
+  int has_run = run_in_steps(binding, &step, &shown, &op, made);
+  if (!has_run) {
+    step.output = NULL; /* which the library may read later */
+    Py_CLEAR(room);
+    has_run = run_at_once(binding, &step, &shown, &op, made);
+  }
+  if (!has_run) return 0;
+  if (op == NULL) {
+    if (room != NULL) own_array(all, room);
+    return 1;
+  }
+  Py_XDECREF(room);
+  if (binding->wait(op, 0) == FL_OK) {
+    all->op = op;
+    all->data = binding->output(op, &all->bytes);
+    return 1;
+  }
+  step.signature.verb = call->verb;
+  if (!gathers(call) && is_root(call)) step.result = call->given;
+  PyObject *array = fetch(binding, op, call->given, Py_None, &step, *made);
+  if (array != NULL) own_array(all, array);
+  return array != NULL;
+}
+
+static PyObject *list_of(PyObject *object) {
+  PyObject *list = PyList_New(0);
+  if (list != NULL && (object == NULL || PyList_Append(list, object) < 0)) Py_CLEAR(list);
+  return list;
+}
+
+static PyObject *result_of(const object_call *call) {
+  received all = {.binding = call->binding};
+  recorded made = {NULL, 0};
+  PyObject *result = NULL;
+  if (run(call, &all, &made)) {
+    if (!gathers(call) && is_root(call)) {
+      const int own = call->binding->rank;
+      result = list_of(call->verb == SCATTER ? PyList_GetItem(call->object, own) : call->object);
+    } else {
+      if (call->verb == BROADCAST && made.row->id == made.id) made.row->bytes = (int64_t)all.bytes;
+      result = objects_of(call, &all);
+      if (result == NULL) result = left_over(call, &all, made.id);
+    }
+  }
+  release(&all);
+  if (made.row != NULL) ring_end(made.row, made.id, result == NULL);
+  return result;
+}
+
+/* Pickle what this rank has for others. 0: it cannot be, or Python must do it. */
+static int pickle_own(object_call *call) {
+  if (!gathers(call) && !is_root(call)) {
+    Py_INCREF(Py_None);
+    call->frame = Py_None;
+  } else {
+    call->frame = call->verb == SCATTER ? frames_of(call->object, call->binding->size)
+                                        : frame_of(call->object);
+  }
+  if (call->frame == NULL) return 0;
+  const int is_long = call->verb == GATHER && bytes_of(call->frame) > SHORT_BYTES;
+  call->given = is_long ? short_frame(call->frame) : call->frame;
+  if (!is_long) Py_INCREF(call->given);
+  return call->given != NULL;
+}
+
+/* native_object(verb, object, root): the list of the objects that have come; None where they are the root's;
+   (array of frames, number of the call, this rank's frame or None) where Python must go on; NotImplemented,
+   and nothing has happened, where it must do all of it. */
+PyObject *native_object(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+  object_call call = {.binding = binding_of(self)};
+  if (call.binding == NULL) return NULL;
+  if (count != 3) {
+    PyErr_SetString(PyExc_TypeError, "expected (verb, object, root)");
+    return NULL;
+  }
+  const int inside = is_inside(call.binding);
+  if (inside < 0) return NULL;
+  if (inside || is_left_to_python(call.binding) || !plain_int(args[0], SCATTER, &call.verb) ||
+      call.verb < BROADCAST || !plain_int(args[2], call.binding->size - 1, &call.root)) {
+    Py_RETURN_NOTIMPLEMENTED;
+  }
+  call.object = args[1];
+  PyObject *result = NULL;
+  if (pickle_own(&call)) {
+    result = result_of(&call);
+  } else if (PyErr_Occurred() == NULL || PyErr_ExceptionMatches(PyExc_Exception)) {
+    PyErr_Clear();
+    Py_INCREF(Py_NotImplemented);
+    result = Py_NotImplemented;
+  }
+  Py_XDECREF(call.frame);
+  Py_XDECREF(call.given);
+  return result;
+}

@@ -1,0 +1,240 @@
+/* Works of messages and other operations that were started: light to make and to wait for.
+
+   A failure, or a wait of limited time, is Python's: then Works of backends/native_work.py take over. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#define NPY_NO_DEPRECATED_API NPY_1_25_API_VERSION
+#define NO_IMPORT_ARRAY
+#define PY_ARRAY_UNIQUE_SYMBOL flashlight_fast
+#include <numpy/arrayobject.h>
+#include <pthread.h>
+#include <stdlib.h>
+
+#include "binding.h"
+
+enum { LEAST_RUNNING = 8 }; /* before it is looked which have ended */
+
+/* How long a wait stays inside the library: signal handlers (Ctrl-C) run in between. */
+static const double SLICE_SECONDS = 0.1;
+
+static int forks; /* between the first process and this one */
+
+typedef struct {
+  PyObject_HEAD
+  PyObject *owner;  /* of the binding, and so of the group; NULL once all has ended well */
+  Binding *binding;
+  PyObject *result; /* of one: what it returns; of several: the list of their arrays */
+  PyObject *kept;   /* of one: its array, its `out` and its room */
+  PyObject *python; /* the Work that has taken over; or NULL */
+  int count;        /* 0: one by itself */
+  int source;       /* of a receive; else -1 */
+  int forks;        /* when it was made */
+  int waiting;      /* threads that are in the library for it */
+  started_op one, *ops; /* `ops` is that one, or an array */
+} work_object;
+
+static int ops_of(const work_object *work) { return work->count == 0 ? 1 : work->count; }
+
+static void count_fork(void) { ++forks; }
+
+/* All has ended well, and nobody needs anything but the result any more. */
+static void release(work_object *work) {
+  for (int i = 0; i < ops_of(work); ++i) {
+    if (work->ops[i].op != NULL) work->binding->free(work->ops[i].op);
+    work->ops[i].op = NULL;
+  }
+  Py_CLEAR(work->kept);
+  Py_CLEAR(work->owner);
+}
+
+static void free_work(PyObject *self) {
+  work_object *work = (work_object *)self;
+  PyTypeObject *type = Py_TYPE(self);
+  if (work->owner != NULL) release(work);
+  if (work->ops != &work->one) PyMem_Free(work->ops);
+  Py_CLEAR(work->result);
+  Py_CLEAR(work->python);
+  ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+  Py_DECREF(type);
+}
+
+/* Keep `work`: the library writes into its arrays whether or not anybody else does. Those that have ended are
+   let go of when there are twice as many as there were. 0 with an exception. */
+static int track(Binding *binding, PyObject *work) {
+  PyObject *running = binding->running;
+  if (PyDict_SetItem(running, work, Py_None) < 0) return 0;
+  if (PyDict_Size(running) <= binding->most_running) return 1;
+  PyObject *all = PyDict_Keys(running);
+  for (Py_ssize_t i = 0; all != NULL && i < PyList_Size(all); ++i) {
+    PyObject *other = PyList_GetItem(all, i), *ended = PyObject_CallMethod(other, "is_completed", NULL);
+    if (ended == NULL || (ended == Py_True && PyDict_DelItem(running, other) < 0)) PyErr_Clear();
+    Py_XDECREF(ended);
+  }
+  Py_XDECREF(all);
+  const Py_ssize_t left = 2 * PyDict_Size(running);
+  binding->most_running = left < LEAST_RUNNING ? LEAST_RUNNING : left;
+  return all != NULL;
+}
+
+PyObject *make_work(PyObject *owner, started_op *ops, int count, PyObject *result, PyObject *kept) {
+  Binding *binding = binding_of(owner);
+  PyTypeObject *type = (PyTypeObject *)binding->work;
+  work_object *work = (work_object *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+  if (work == NULL) { /* the library may still use all of it: that stays for ever */
+    Py_INCREF(result);
+    Py_XINCREF(kept);
+    return NULL;
+  }
+  int goes_on = 0;
+  work->one = *ops;
+  work->ops = count == 0 ? &work->one : ops;
+  work->binding = binding;
+  work->count = count;
+  work->source = count == 0 && ops->verb == FL_RECV ? ops->peer : -1;
+  work->forks = forks;
+  Py_INCREF(result);
+  work->result = result;
+  for (int i = 0; i < ops_of(work); ++i) {
+    goes_on |= ops[i].op != NULL;
+  }
+  if (goes_on) {
+    Py_INCREF(owner);
+    work->owner = owner;
+    Py_XINCREF(kept);
+    work->kept = kept;
+    if (!track(binding, (PyObject *)work)) {
+      PyErr_Clear();
+      Py_INCREF(work);
+    }
+  }
+  return (PyObject *)work;
+}
+
+/* The Work of one operation, which Python makes. */
+static PyObject *handed_over(work_object *work, int i) {
+  started_op *one = &work->ops[i];
+  fl_op *op = one->op;
+  one->op = NULL; /* Python frees it */
+  PyObject *kept = work->kept;
+  PyObject *x = work->count == 0 ? PyTuple_GetItem(kept, 0) : PyList_GetItem(work->result, i);
+  PyObject *out = work->count == 0 ? PyTuple_GetItem(kept, 1) : Py_None;
+  PyObject *room = work->count == 0 ? PyTuple_GetItem(kept, 2) : Py_None;
+  PyObject *result = work->count == 0 ? work->result : x;
+  return x == NULL ? NULL : work_for(work->binding, op, one, x, out, result, room);
+}
+
+/* Have Python's Work take over; 0 with an exception. */
+static int hand_over(work_object *work) {
+  if (work->python != NULL) return 1;
+  PyObject *works = PyList_New(0);
+  for (int i = 0; works != NULL && i < ops_of(work); ++i) {
+    PyObject *one = handed_over(work, i);
+    if (one == NULL || PyList_Append(works, one) < 0) Py_CLEAR(works);
+    Py_XDECREF(one);
+  }
+  if (works == NULL) return 0;
+  if (work->count == 0) {
+    work->python = PyList_GetItem(works, 0);
+    Py_INCREF(work->python);
+  } else {
+    work->python = PyObject_CallFunction(work->binding->together, "O", works);
+  }
+  Py_DECREF(works);
+  if (PyDict_DelItem(work->binding->running, (PyObject *)work) < 0) PyErr_Clear();
+  return work->python != NULL;
+}
+
+/* How all of them stand, after up to `seconds` for each: FL_OK or FL_PENDING, or what the first other one is. */
+static fl_status status_of(work_object *work, double seconds) {
+  fl_status found = FL_OK;
+  for (int i = 0; i < ops_of(work); ++i) {
+    fl_op *op = work->ops[i].op;
+    const fl_status status = op == NULL ? FL_OK : work->binding->wait(op, seconds);
+    if (status == FL_PENDING) return FL_PENDING;
+    if (found == FL_OK) found = status;
+  }
+  return found;
+}
+
+static int has_ended(const work_object *work) { return work->owner == NULL; }
+
+/* Wait for the end: FL_OK; or what else Python is to look into; -1 with an exception. */
+static int wait_for(work_object *work) {
+  PyObject *owner = work->owner; /* a wait may do the operation */
+  Py_INCREF(owner);
+  fl_status status;
+  do {
+    ++work->waiting;
+    Py_BEGIN_ALLOW_THREADS;
+    status = status_of(work, SLICE_SECONDS);
+    Py_END_ALLOW_THREADS;
+    --work->waiting;
+    if (status == FL_PENDING && PyErr_CheckSignals() < 0) {
+      Py_DECREF(owner);
+      return -1;
+    }
+  } while (status == FL_PENDING && work->python == NULL);
+  if (status == FL_OK && work->waiting == 0 && work->python == NULL && work->owner != NULL) {
+    if (PyDict_DelItem(work->binding->running, (PyObject *)work) < 0) PyErr_Clear();
+    release(work);
+  }
+  Py_DECREF(owner);
+  return (int)status;
+}
+
+/* wait(timeout=None) */
+static PyObject *wait(PyObject *self, PyObject *const *args, Py_ssize_t count, PyObject *names) {
+  work_object *work = (work_object *)self;
+  const Py_ssize_t named = names == NULL ? 0 : PyTuple_Size(names);
+  const int is_known =
+      named == 0 || PyUnicode_CompareWithASCIIString(PyTuple_GetItem(names, 0), "timeout") == 0;
+  if (count + named > 1 || !is_known) {
+    PyErr_SetString(PyExc_TypeError, "wait takes one argument, timeout");
+    return NULL;
+  }
+  PyObject *timeout = count + named == 1 ? args[0] : Py_None;
+  if (!has_ended(work)) {
+    if (work->forks != forks) return PyObject_CallFunction(work->binding->forked, "i", (int)work->ops[0].verb);
+    int status = FL_PENDING;
+    if (work->python == NULL && timeout == Py_None) status = wait_for(work);
+    if (status < 0) return NULL;
+    if (status != FL_OK || work->python != NULL) {
+      return hand_over(work) ? PyObject_CallMethod(work->python, "wait", "O", timeout) : NULL;
+    }
+  }
+  Py_INCREF(work->result);
+  return work->result;
+}
+
+static PyObject *is_completed(PyObject *self, PyObject *args) {
+  (void)args;
+  work_object *work = (work_object *)self;
+  if (work->forks != forks || has_ended(work)) Py_RETURN_TRUE;
+  if (work->python != NULL) return PyObject_CallMethod(work->python, "is_completed", NULL);
+  return PyBool_FromLong(status_of(work, 0) != FL_PENDING);
+}
+
+static PyObject *get_source(PyObject *self, void *closure) {
+  (void)closure;
+  const int source = ((work_object *)self)->source;
+  if (source < 0) Py_RETURN_NONE;
+  return PyLong_FromLong(source);
+}
+
+static PyMethodDef methods[] = {
+    {"wait", (PyCFunction)(void (*)(void))wait, METH_FASTCALL | METH_KEYWORDS, NULL},
+    {"is_completed", is_completed, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+static PyGetSetDef attributes[] = {{"source", get_source, NULL, NULL, NULL}, {NULL, NULL, NULL, NULL, NULL}};
+static PyType_Slot slots[] = {
+    {Py_tp_dealloc, free_work},
+    {Py_tp_methods, methods},
+    {Py_tp_getset, attributes},
+    {0, NULL},
+};
+static PyType_Spec spec = {"flashlight_py._native._fast.Started", sizeof(work_object), 0,
+                           Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, slots};
+
+PyObject *work_type(void) { return pthread_atfork(NULL, NULL, count_fork) == 0 ? PyType_FromSpec(&spec) : NULL; }

@@ -1,0 +1,56 @@
+// Records between the ranks of one host: each pair has a ring in shared memory for either direction.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "../common/engine.h"
+#include "remote.h"
+#include "segment.h"
+
+namespace fl {
+
+class Rings final : public Wire {
+ public:
+  Rings(Segment& segment, Remote& remote, int rank, int size);
+
+  size_t eager_bytes() const override { return std::min(kInlineBytes, segment_.data_bytes() / 4); }
+  size_t most_bytes() const override { return segment_.data_bytes() / 4; }
+  Room reserve(int peer, size_t bytes) override;
+  void send(int peer, const Room& room) override;
+  Room next(int peer) override;
+  void drop(int peer) override;
+  Choice& choice(int peer) override { return ends_[peer].choice; }
+  bool can_read(int peer) override { return remote_.can_read(peer); }
+  size_t read(int peer, uint64_t address, void* into, size_t bytes) override {
+    return remote_.read(peer, address, into, bytes);
+  }
+  uint32_t begin_wait() override { return futex().begin_wait(); }
+  void wait(uint32_t since, bool as_caller, long milliseconds) override {
+    futex().wait(since, as_caller ? kCallers : kThread, milliseconds);
+  }
+  void end_wait() override { futex().end_wait(); }
+  void wake(bool callers) override { futex().wake(callers ? kCallers : kThread); }
+
+  // This rank's end of the ring to a peer, and of that from it. Counters wrap.
+  struct Ends {
+    uint32_t sent = 0, seen_drained = 0;  // records
+    uint32_t at = 0, drained_at = 0;      // bytes of data: written, and not needed any more
+    uint32_t reserved_at = 0;
+    std::vector<uint32_t> ends;           // of the data of each record that is in the ring
+    uint32_t received = 0;                // records
+    Choice choice{1};
+  };
+
+ private:
+  static constexpr uint32_t kCallers = 1, kThread = 2;
+
+  Futex& futex() { return segment_.block(rank_).futex; }
+
+  Segment& segment_;
+  Remote& remote_;
+  const int rank_;
+  std::unique_ptr<Ends[]> ends_;  // by peer
+};
+
+}  // namespace fl
