@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "../common/queues.h"
 #include "abi.h"
 #include "heartbeat.h"
 #include "links.h"
@@ -52,6 +53,7 @@ class Family {
   void abandon() const noexcept;
 
   const std::shared_ptr<Links> links;
+  const std::shared_ptr<Crew> crew = std::make_shared<Crew>();  // for what is started
 
  private:
   using Told = std::vector<std::string>;

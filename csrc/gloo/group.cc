@@ -83,13 +83,13 @@ Group::Group(int rank, int size, const std::string& host, const std::string& int
     : mesh_(std::make_unique<Mesh>(rank, size, host, interface, connect_seconds)),
       collectives_(*mesh_),
       point_to_point_(*mesh_),
-      queues_(*mesh_) {}
+      queues_(*mesh_, mesh_->crew()) {}
 
 Group::Group(const Group& whole, const std::vector<int>& ranks, uint64_t number)
     : mesh_(std::make_unique<Mesh>(*whole.mesh_, ranks, number)),
       collectives_(*mesh_),
       point_to_point_(*mesh_),
-      queues_(*mesh_) {
+      queues_(*mesh_, mesh_->crew()) {
   collectives_.open();
   point_to_point_.open();
 }

@@ -76,6 +76,8 @@ class Mesh : public Transport, public Connections, public Route {
   // succeeded, makes that one fail, not this one. Throws Failure where it cannot be connected.
   void ask(gloo::transport::UnboundBuffer& buffer, int peer, uint64_t slot, size_t offset, size_t bytes);
   Packet packet(int peer) const { return Packet(links_.pair(ranks_[peer])); }
+  // The threads of its operations.
+  const std::shared_ptr<Crew>& crew() const { return family_->crew; }
   // Which rank connect() waits for just now; -1: for none.
   int awaited() const { return awaited_; }
 

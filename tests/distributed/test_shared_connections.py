@@ -54,6 +54,9 @@ def many_groups(rank: int, size: int, count: int) -> None:
         group.sendrecv(np.array([group.rank]), after % group.size, came, ahead % group.size)
         assert came[0] == ahead % group.size
     assert tasks_and_descriptors() == before
+    for group in groups:  # one thread after the other: it may not have seen yet that it is idle
+        assert group.all_reduce(np.ones(1, int), async_op=True).wait()[0] == size
+    assert tasks_and_descriptors()[0] <= before[0] + 3
     for group in groups[::2]:
         group.close()
     assert all(total(group) == size for group in groups[1::2])
