@@ -4,30 +4,69 @@
 #include <utility>
 
 namespace fl {
+namespace {
 
-Queues::Queues(Transport& transport) : transport_(transport) { shared_->transport = &transport; }
+constexpr const char* kWasClosed = "the group was closed";
+
+}  // namespace
+
+Crew::~Crew() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    closing_ = true;
+  }
+  changed_.notify_all();
+  for (std::thread& thread : threads_) thread.join();
+}
+
+bool Crew::run(std::function<void()> task) noexcept {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  try {
+    if (idle_ <= ready_.size()) threads_.emplace_back(&Crew::work, this);
+    ready_.push_back(std::move(task));
+  } catch (const std::exception&) {
+    return false;
+  }
+  changed_.notify_one();
+  return true;
+}
+
+void Crew::work() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  for (;;) {
+    ++idle_;
+    changed_.wait(lock, [&] { return closing_ || !ready_.empty(); });
+    --idle_;
+    if (ready_.empty()) return;
+    auto task = std::move(ready_.front());
+    ready_.pop_front();
+    lock.unlock();
+    task();
+    task = nullptr;
+    lock.lock();
+  }
+}
+
+Queues::Queues(Transport& transport, std::shared_ptr<Crew> crew)
+    : transport_(transport), crew_(std::move(crew)) {
+  shared_->transport = &transport;
+}
 
 Queues::~Queues() { close(); }
 
 void Queues::close() {
   std::list<Pending> never_run;
-  {
-    const std::lock_guard<std::mutex> lock(shared_->mutex);
-    if (closing_) return;
+  std::unique_lock<std::mutex> lock(shared_->mutex);
+  if (!closing_) {
     closing_ = true;
     shared_->transport = nullptr;
-    for (auto& [id, operation] : ready_) {
-      never_run.push_back(std::move(operation));
-      never_run.splice(never_run.end(), find(id)->waiting);
-      busy_.erase(find(id));
-    }
-    ready_.clear();
     for (Busy& busy : busy_) never_run.splice(never_run.end(), busy.waiting);
+    lock.unlock();
+    for (const Pending& operation : never_run) finish(*operation, FL_CLOSED, kWasClosed);
+    transport_.stop();
+    lock.lock();
   }
-  for (const Pending& operation : never_run) finish(*operation, FL_CLOSED, "the group was closed");
-  transport_.stop();
-  shared_->work.notify_all();
-  for (std::thread& thread : threads_) thread.join();  // no more are made once closing
+  shared_->work.wait(lock, [this] { return running_ == 0; });
 }
 
 bool Queues::is_idle() {
@@ -125,7 +164,7 @@ void Queues::begin(const QueueId& id, Pending operation) noexcept {
       if (!closing && hand_over(id, operation)) return;
     }
     operation->run = [closing](Operation&) {
-      if (closing) throw Failure(FL_CLOSED, {}, "the group was closed");
+      if (closing) throw Failure(FL_CLOSED, {}, kWasClosed);
       throw Failure(FL_FAILED, {}, "no thread can be had for another operation");
     };
     execute(transport_, *operation);
@@ -135,33 +174,28 @@ void Queues::begin(const QueueId& id, Pending operation) noexcept {
 }
 
 bool Queues::hand_over(const QueueId& id, const Pending& operation) noexcept {
-  try {
-    if (idle_ <= ready_.size()) threads_.emplace_back(&Queues::work, this);
-    ready_.emplace_back(id, operation);
-  } catch (const std::exception&) {
-    return false;
-  }
-  shared_->work.notify_one();
-  return true;
+  ++running_;
+  if (crew_->run([this, id, operation]() mutable { work(id, std::move(operation)); })) return true;
+  --running_;
+  return false;
 }
 
-void Queues::work() {
-  std::unique_lock<std::mutex> lock(shared_->mutex);
-  for (;;) {
-    ++idle_;
-    shared_->work.wait(lock, [&] { return closing_ || !ready_.empty(); });
-    --idle_;
-    if (ready_.empty()) return;
-    auto [id, operation] = std::move(ready_.front());
-    ready_.pop_front();
-    while (operation != nullptr) {
-      lock.unlock();
+void Queues::work(const QueueId& id, Pending operation) noexcept {
+  const auto shared = shared_;  // these queues may go as soon as nothing runs
+  std::unique_lock<std::mutex> lock(shared->mutex);
+  while (operation != nullptr) {
+    const bool closing = closing_;
+    lock.unlock();
+    if (closing) {
+      finish(*operation, FL_CLOSED, kWasClosed);
+    } else {
       execute(transport_, *operation);
-      operation.reset();
-      lock.lock();
-      operation = next(id);
     }
+    operation.reset();
+    lock.lock();
+    operation = next(id);
   }
+  if (--running_ == 0) shared->work.notify_all();
 }
 
 }  // namespace fl

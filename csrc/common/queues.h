@@ -4,7 +4,7 @@
 // one tag; or all collectives, whose queue no message has. Its head runs on a thread of its own;
 // threads are made when all others are busy, and kept. There may be as many as queues that have
 // something to do, since each may wait for what a peer only does after it has received something of
-// another. A caller that wants to wait anyway can run an operation on its own thread, when the queue
+// another. Groups may share them. A caller that wants to wait anyway can run an operation on its own thread, when the queue
 // is idle: no change of threads, a tenth of the time.
 //
 // How a group uses it:
@@ -20,17 +20,39 @@
 // too, so their waits look at Transport::is_broken now and then, or are ended by give_up.
 #pragma once
 
+#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <list>
 #include <memory>
+#include <mutex>
 #include <thread>
-#include <utility>
 #include <vector>
 
 #include "operation.h"
 
 namespace fl {
+
+// Threads, as many as have something to do at a time.
+class Crew {
+ public:
+  Crew() = default;
+  ~Crew();  // when nothing runs
+  Crew(const Crew&) = delete;
+
+  // Run `task` at once; false: no thread can be had.
+  bool run(std::function<void()> task) noexcept;
+
+ private:
+  void work();
+
+  std::mutex mutex_;  // of what follows
+  std::condition_variable changed_;
+  std::list<std::function<void()>> ready_;
+  std::vector<std::thread> threads_;
+  size_t idle_ = 0;  // threads that wait for something to do
+  bool closing_ = false;
+};
 
 struct QueueId {
   int peer;
@@ -54,7 +76,7 @@ constexpr int kAnyRank = -2;
 // anything moves, so a wrong shape is an error on both, and nothing has to be buffered.
 class Queues {
  public:
-  explicit Queues(Transport& transport);
+  explicit Queues(Transport& transport, std::shared_ptr<Crew> crew = std::make_shared<Crew>());
   ~Queues();
   Queues(const Queues&) = delete;
 
@@ -92,14 +114,13 @@ class Queues {
   Pending next(const QueueId& id);
   void begin(const QueueId& id, Pending operation) noexcept;
   bool hand_over(const QueueId& id, const Pending& operation) noexcept;
-  void work();
+  void work(const QueueId& id, Pending operation) noexcept;
 
   Transport& transport_;
-  std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();  // its mutex guards what follows
+  const std::shared_ptr<Crew> crew_;
+  const std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();  // its mutex guards what follows
   std::vector<Busy> busy_;
-  std::list<std::pair<QueueId, Pending>> ready_;  // the heads of their queues: they wait for a thread
-  std::vector<std::thread> threads_;
-  size_t idle_ = 0;  // threads that wait for something to do
+  size_t running_ = 0;  // heads of queues that threads have
   bool closing_ = false;
 };
 

@@ -25,11 +25,11 @@ struct Refused : std::runtime_error {
 
 }  // namespace
 
-Attempt::Attempt(Links& links, int socket, int peer, bool asks)
+Attempt::Attempt(Links& links, int socket, int peer, std::optional<uint64_t> asks_of)
     : socket(socket),
       is_ours(peer >= 0),
       peer(peer),
-      asks(asks),
+      asks_of(asks_of),
       links_(links),
       is_connected_(peer < 0) {
   const int on = 1;
@@ -70,21 +70,22 @@ void Attempt::serve() {
     calls = theirs_.calls;
   } else {
     peer = theirs_.rank;
-    asks = theirs_.asks != 0;
+    if (theirs_.asks != 0) asks_of = theirs_.group;
     if (peer < 0 || peer >= links_.size || peer == links_.rank) throw Refused("no rank");
     if (!is_proven()) {
       answer(Greeting{});  // who is mistaken finds no proof in it, and a stranger learns nothing
       throw Refused(kStranger);
     }
-    if (!asks && !links_.has_place(*this)) throw Refused("there is one");
+    if (!asks_of && !links_.has_place(*this)) throw Refused("there is one");
     greet(links_.shown_to(peer));
   }
-  if (!asks) links_.adopt(*this);
+  if (!asks_of) links_.adopt(*this);
   links_.ended(*this, {}, false);
 }
 
 void Attempt::greet(const char* proof) {
-  Greeting mine{links_.rank, asks ? 1 : 0, links_.calls_, {}};
+  Greeting mine{links_.rank, asks_of ? 1 : 0, asks_of.value_or(0), 0, {}};
+  if (!is_ours && asks_of) mine.calls = links_.calls_(*asks_of);
   std::memcpy(mine.proof, proof, sizeof mine.proof);
   answer(mine);
 }

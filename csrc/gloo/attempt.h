@@ -4,6 +4,7 @@
 #include <gloo/transport/tcp/loop.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "abi.h"
@@ -15,8 +16,9 @@ class Links;
 // What each end sends: first the one that connects, then, where that is in order, the other.
 struct Greeting {
   int32_t rank;
-  int32_t asks;  // not to be connected, but how many collectives the other has begun
-  int64_t calls;
+  int32_t asks;    // not to be connected, but how many collectives the other has begun
+  uint64_t group;  // in this one
+  int64_t calls;   // the answer
   char proof[FL_PROOF_BYTES];
 };
 
@@ -26,8 +28,9 @@ class Attempt : public gloo::transport::tcp::Handler {
   static constexpr char kStranger[] =
       "who connected in its place does not know the secret of this job";
 
-  // To `peer`, by a socket that is connecting; or by one that was accepted, of whoever it is (-1).
-  Attempt(Links& links, int socket, int peer, bool asks);
+  // To `peer`, by a socket that is connecting, maybe only to ask what it has called in a group; or by one
+  // that was accepted, of whoever it is (-1).
+  Attempt(Links& links, int socket, int peer, std::optional<uint64_t> asks_of = {});
   ~Attempt() override;
   Attempt(const Attempt&) = delete;
 
@@ -38,7 +41,7 @@ class Attempt : public gloo::transport::tcp::Handler {
   const int socket;
   const bool is_ours;
   int peer;
-  bool asks;
+  std::optional<uint64_t> asks_of;
   int64_t calls = 0;  // the answer
   bool has_place = false;  // of one that was accepted: it is the one for this peer
   bool is_taken = false;   // the socket is Gloo's

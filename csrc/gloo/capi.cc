@@ -27,6 +27,10 @@ fl_group* fl_gloo_create(int rank, int size, const char* host, const char* inter
   }
 }
 
+fl_group* fl_gloo_part(fl_group* group, const int* ranks, int size, uint64_t number) {
+  return new fl_group{{group->group, {ranks, ranks + size}, number}};
+}
+
 int fl_gloo_address(fl_group* group, char* address, size_t address_bytes) {
   const auto& bytes = group->group.address();
   if (bytes.size() > address_bytes) return -1;

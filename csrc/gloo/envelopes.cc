@@ -36,7 +36,7 @@ void Envelopes::open() {
   for (int peer = 0; peer < mesh_.size; ++peer) {
     if (peer == mesh_.rank) continue;
     lines_[peer] = std::make_unique<Line>();
-    if (mesh_.is_connected(peer) && mesh_.size <= Mesh::kDirect) post(*lines_[peer], peer);
+    if (mesh_.group == 0 && mesh_.size <= Mesh::kDirect && mesh_.is_connected(peer)) post(*lines_[peer], peer);
   }
 }
 
@@ -73,7 +73,14 @@ void Envelopes::post(Line& line, int peer) {
   }
 }
 
+// Who sends one gets one back, maybe before this rank comes to wait for it: in a ring nobody may be the first.
 void Envelopes::give(const Envelope& envelope, int peer) {
+  Line& line = *lines_[peer];
+  const Packet packet = mesh_.packet(peer);
+  {
+    const std::lock_guard<std::mutex> lock(line.mutex);
+    if (line.posted.empty() && !line.reading) post(line, peer);
+  }
   const size_t bytes = offsetof(Envelope, payload) + payload_of(envelope.call);
   envelope.buffer->send(peer, kEnvelopeSlot, 0, bytes);
 }

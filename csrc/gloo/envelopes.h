@@ -39,7 +39,7 @@ class Envelopes {
   explicit Envelopes(Mesh& mesh);
   ~Envelopes();
 
-  // Post the first receives; once, when every peer is connected.
+  // Post the first receives of those that are connected; once.
   void open();
 
   // A envelope to be filled in; and back with one that nobody sends or receives any more.

@@ -8,6 +8,11 @@ typedef struct fl_group fl_group;
 fl_group *fl_gloo_create(int rank, int size, const char *host, const char *interface,
                          double seconds, char *message, size_t message_bytes);
 
+/* A group of `size` ranks of another one that is connected, in this order, this one among them, which shares
+   its connections and threads. `number` is the same on all of them, not 0, and that of no other group with two of
+   them that is made of a group with these connections. Waits for nobody. */
+fl_group *fl_gloo_part(fl_group *group, const int *ranks, int size, uint64_t number);
+
 /* Write the address that peers connect to; returns its bytes, or -1 where the room is too small. All
    addresses of a group have the same number of bytes. */
 int fl_gloo_address(fl_group *group, char *address, size_t address_bytes);

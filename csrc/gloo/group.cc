@@ -44,7 +44,7 @@ void require_match(const Message& message, Operation& operation) {
 // waiter, which says how long that may take.
 template <typename Work>
 void with_waiter(Mesh& mesh, Operation& operation, InterruptCheck interrupt, const Work& work) {
-  Waiter waiter(mesh.watch(), operation.deadline, interrupt, &operation.is_awaited);
+  Waiter waiter(mesh, operation.deadline, interrupt, &operation.is_awaited);
   try {
     work(waiter);
   } catch (const Failure&) {
@@ -83,7 +83,16 @@ Group::Group(int rank, int size, const std::string& host, const std::string& int
     : mesh_(std::make_unique<Mesh>(rank, size, host, interface, connect_seconds)),
       collectives_(*mesh_),
       point_to_point_(*mesh_),
-      queues_(*mesh_) {}
+      queues_(*mesh_, mesh_->crew()) {}
+
+Group::Group(const Group& whole, const std::vector<int>& ranks, uint64_t number)
+    : mesh_(std::make_unique<Mesh>(*whole.mesh_, ranks, number)),
+      collectives_(*mesh_),
+      point_to_point_(*mesh_),
+      queues_(*mesh_, mesh_->crew()) {
+  collectives_.open();
+  point_to_point_.open();
+}
 
 std::shared_ptr<Operation> Group::connect(std::vector<char> addresses, size_t bytes,
                                           std::vector<char> proofs, bool lazily, double seconds) {
@@ -102,7 +111,7 @@ bool Group::is_ahead(int rank, fl_signature& call) {
 }
 
 std::shared_ptr<Operation> Group::lost() {
-  const auto reason = mesh_->watch().reason();
+  const auto reason = mesh_->reason();
   if (!mesh_->is_broken() && !mesh_->has_farewell() && !reason) return nullptr;
   // That hosts are lost concerns groups beside this one, whichever operation noticed it.
   const bool concerns_others = reason && reason->status == FL_HOST_LOST;

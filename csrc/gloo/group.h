@@ -17,6 +17,8 @@ class Group {
  public:
   Group(int rank, int size, const std::string& host, const std::string& interface,
         double connect_seconds);
+  // One of `ranks` of another; see Mesh.
+  Group(const Group& whole, const std::vector<int>& ranks, uint64_t number);
 
   int size() const { return mesh_->size; }
   const std::vector<char>& address() const { return mesh_->address(); }

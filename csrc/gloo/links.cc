@@ -87,14 +87,15 @@ Links::Links(std::shared_ptr<tcp::Device> device, int rank, int size, bool liste
 
 Links::~Links() { close(); }
 
-void Links::open(const char* addresses, size_t bytes, const char* proofs, Made made,
-                 Needed needed) {
+void Links::open(const char* addresses, size_t bytes, const char* proofs, Made made, Pair::Told told,
+                 Calls calls) {
   for (int peer = 0; peer < size; ++peer) {
     addresses_.emplace_back(addresses + peer * bytes, addresses + (peer + 1) * bytes);
   }
   proofs_.assign(proofs, 2 * FL_PROOF_BYTES * size);
   made_ = std::move(made);
-  needed_ = std::move(needed);
+  told_ = std::move(told);
+  calls_ = std::move(calls);
   const std::lock_guard<std::mutex> lock(lock_);
   if (listener_ == nullptr) throw Failure(FL_CLOSED, {}, "closed while connecting");
   is_open_ = true;
@@ -132,19 +133,9 @@ void Links::remove(int socket) const noexcept {
   epoll_ctl(descriptor_of(*device_), EPOLL_CTL_DEL, socket, nullptr);
 }
 
-std::unique_ptr<gloo::transport::Pair>& Links::getPair(int peer) {
-  if (!is_connected(peer)) needed_(peer);
-  return pairs_[peer];
-}
-
-std::unique_ptr<gloo::transport::UnboundBuffer> Links::createUnboundBuffer(void* data,
-                                                                          size_t bytes) {
-  return std::make_unique<Receiver>(shared_from_this(), data, bytes);
-}
-
 void Links::read(gloo::transport::UnboundBuffer& buffer, int peer) {
   auto& wanted = static_cast<Receiver&>(buffer);
-  if (wanted.has_received() || !is_connected(peer)) return;
+  if (wanted.has_ended() || !is_connected(peer)) return;
   Pair& pair = *this->pair(peer);
   const int vain = vain_.load(std::memory_order_relaxed);
   const bool tries = reads_.fetch_add(1, std::memory_order_relaxed) % kTryEvery == 0;
@@ -152,11 +143,11 @@ void Links::read(gloo::transport::UnboundBuffer& buffer, int peer) {
   pair.is_served(false);
   for (;;) {
     pair.read_what_has_arrived();
-    if (wanted.has_received() || Clock::now() >= end) break;
+    if (wanted.has_ended() || Clock::now() >= end) break;
     sched_yield();
   }
   pair.is_served(true);
-  const int next = !wanted.has_received() ? std::min(vain + 1, kMostVain) : tries ? 0 : vain / 2;
+  const int next = !wanted.has_ended() ? std::min(vain + 1, kMostVain) : tries ? 0 : vain / 2;
   vain_.store(next, std::memory_order_relaxed);
 }
 
@@ -165,7 +156,7 @@ void Links::read(gloo::transport::UnboundBuffer& buffer, int peer) {
 void Links::reach(int peer) {
   const std::lock_guard<std::mutex> lock(lock_);
   if (states_[peer] != kNone || !is_open_) return;
-  begin(peer, false);
+  begin(peer);
 }
 
 bool Links::await(int peer, Clock::time_point end) {
@@ -179,11 +170,13 @@ bool Links::await(int peer, Clock::time_point end) {
   return states_[peer] == kConnected;
 }
 
-std::map<int, int64_t> Links::calls_of(const std::vector<int>& peers, Clock::time_point end) {
+std::map<int, int64_t> Links::calls_of(const std::vector<int>& peers, uint64_t group,
+                                       Clock::time_point end) {
+  const std::lock_guard<std::mutex> asking(asking_);
   std::unique_lock<std::mutex> lock(lock_);
   answers_.clear();
   if (!is_open_) return {};
-  for (int peer : peers) begin(peer, true);
+  for (int peer : peers) begin(peer, group);
   changed_.wait_until(lock, end, [&] { return answers_.size() == peers.size() || !is_open_; });
   auto answers = answers_;
   for (int peer : peers) answers.emplace(peer, kSilent);
@@ -191,20 +184,20 @@ std::map<int, int64_t> Links::calls_of(const std::vector<int>& peers, Clock::tim
 }
 
 // The lock is held.
-void Links::begin(int peer, bool asks) {
+void Links::begin(int peer, std::optional<uint64_t> asks_of) {
   const tcp::Address address(addresses_[peer]);
   const sockaddr_storage& where = address.getSockaddr();
   const int made = socket(where.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
   if (made < 0) fail("socket");
-  auto attempt = std::make_unique<Attempt>(*this, made, peer, asks);
+  auto attempt = std::make_unique<Attempt>(*this, made, peer, asks_of);
   const socklen_t bytes = where.ss_family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
   if (connect(made, reinterpret_cast<const sockaddr*>(&where), bytes) != 0 && errno != EINPROGRESS) {
     explain(peer, std::generic_category().message(errno));
-    if (asks) answers_[peer] = kAbsent;
-    if (!asks) states_[peer] = kFailed;
+    if (asks_of) answers_[peer] = kAbsent;
+    if (!asks_of) states_[peer] = kFailed;
     return;
   }
-  if (!asks) states_[peer] = kConnecting;
+  if (!asks_of) states_[peer] = kConnecting;
   Attempt* const begun = attempt.get();
   attempts_.emplace(begun, std::move(attempt));
   device_->registerDescriptor(made, EPOLLOUT, begun);
@@ -222,7 +215,7 @@ void Links::accept() {
   if (!is_open_) return;
   const int made = accept4(listener_->socket, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
   if (made < 0) return;  // the other end has closed it again
-  auto attempt = std::make_unique<Attempt>(*this, made, -1, false);
+  auto attempt = std::make_unique<Attempt>(*this, made, -1);
   Attempt* const begun = attempt.get();
   const auto other = std::find_if(attempts_.begin(), attempts_.end(),
                                   [](const auto& each) { return !each.first->is_ours; });
@@ -242,7 +235,7 @@ bool Links::has_place(Attempt& attempt) {
   if (!is_open_ || states_[peer] == kConnected) return false;
   if (states_[peer] == kConnecting && rank < peer) return false;
   for (const auto& each : attempts_) {
-    if (each.first->is_ours && each.first->peer == peer && !each.first->asks) each.first->cancel();
+    if (each.first->is_ours && each.first->peer == peer && !each.first->asks_of) each.first->cancel();
   }
   states_[peer] = kConnecting;
   return attempt.has_place = true;
@@ -252,11 +245,12 @@ void Links::adopt(Attempt& attempt) {
   const std::lock_guard<std::mutex> lock(lock_);
   if (!is_open_ || states_[attempt.peer] == kConnected) return;
   remove(attempt.socket);
-  pairs_[attempt.peer] = std::make_unique<Pair>(this, device_.get(), attempt.peer, attempt.socket);
+  pairs_[attempt.peer] =
+      std::make_unique<Pair>(this, device_.get(), attempt.peer, attempt.socket, told_);
   attempt.is_taken = true;
   descriptors_.add(attempt.socket);
   if (seconds_ > 0) keep_alive(attempt.socket, seconds_);
-  made_(attempt.peer, *pairs_[attempt.peer]);
+  made_(attempt.peer, static_cast<Pair&>(*pairs_[attempt.peer]));
   states_[attempt.peer].store(kConnected, std::memory_order_release);
   // Nothing listens where all are connected, and nobody is asked: see calls_of.
   for (int peer = 0; peer < size; ++peer) {
@@ -270,7 +264,7 @@ void Links::adopt(Attempt& attempt) {
 void Links::ended(Attempt& attempt, const std::string& problem, bool is_refused) {
   const std::lock_guard<std::mutex> lock(lock_);
   const int peer = attempt.peer;
-  if (attempt.is_ours && attempt.asks) {
+  if (attempt.is_ours && attempt.asks_of) {
     answers_[peer] = problem.empty() ? attempt.calls : kAbsent;
   } else if (attempt.has_place && states_[peer] == kConnecting) {
     states_[peer] = kNone;

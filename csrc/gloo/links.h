@@ -1,5 +1,5 @@
-// Connections between the ranks of a group, each made when it is first needed, by whichever end needs
-// it.
+// Connections between the ranks of a group, and of those that are made of it, each made when it is first
+// needed, by whichever end needs it.
 //
 // Every rank listens at one port. Connections are made, and both ends prove that they belong to the
 // group, on the thread of Gloo that serves its sockets: a rank that computes, or waits for another one,
@@ -15,6 +15,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -31,9 +32,9 @@ class Links : public gloo::transport::tcp::Context {
  public:
   // Of a peer: a connection to it was made, on Gloo's thread, which nobody else has yet. Who fails to read
   // from one that others have keeps it locked until that thread has gone round.
-  using Made = std::function<void(int peer, gloo::transport::Pair& pair)>;
-  // Of a peer: a connection to it is used that is not there. Return when it is, or throw.
-  using Needed = std::function<void(int peer)>;
+  using Made = std::function<void(int peer, Pair& pair)>;
+  // What this rank answers who asks how many collectives it has begun in a group.
+  using Calls = std::function<int64_t(uint64_t group)>;
 
   // Listens, and answers nobody yet. `listens_on`: also when all are connected, for calls_of.
   Links(std::shared_ptr<gloo::transport::tcp::Device> device, int rank, int size, bool listens_on);
@@ -45,7 +46,7 @@ class Links : public gloo::transport::tcp::Context {
   // Before open(): have the kernel watch over the connections; see keep_alive.
   void keep_alive_for(double seconds) { seconds_ = seconds; }
   // Begin to answer; for `addresses` and `proofs` see fl_gloo_connect.
-  void open(const char* addresses, size_t bytes, const char* proofs, Made made, Needed needed);
+  void open(const char* addresses, size_t bytes, const char* proofs, Made made, Pair::Told told, Calls calls);
   // Close all connections, and make none any more; what the hooks need must live until then.
   void close() noexcept;
 
@@ -58,12 +59,10 @@ class Links : public gloo::transport::tcp::Context {
   // Wait for it; false: not until `end`. Throws Failure where it cannot be had.
   bool await(int peer, Clock::time_point end);
 
-  // Ask each of `peers` how many collectives it has begun; kSilent: it does not answer until `end`, and
-  // kAbsent: nobody listens there.
-  std::map<int, int64_t> calls_of(const std::vector<int>& peers, Clock::time_point end);
+  // Ask each of `peers` how many collectives of `group` it has begun; kSilent: it does not answer until `end`,
+  // and kAbsent: nobody listens there.
+  std::map<int, int64_t> calls_of(const std::vector<int>& peers, uint64_t group, Clock::time_point end);
   static constexpr int64_t kSilent = -1, kAbsent = -2;
-  // What this rank answers to that.
-  void called(int64_t calls) { calls_.store(calls, std::memory_order_relaxed); }
 
   // In a forked child: close the descriptors.
   void abandon() const noexcept { descriptors_.close_all(); }
@@ -77,16 +76,12 @@ class Links : public gloo::transport::tcp::Context {
   // thread, and then this one, need not be scheduled first.
   void read(gloo::transport::UnboundBuffer& buffer, int peer);
 
-  std::unique_ptr<gloo::transport::Pair>& getPair(int peer) override;
-  std::unique_ptr<gloo::transport::UnboundBuffer> createUnboundBuffer(void* data,
-                                                                      size_t bytes) override;
-
  private:
   friend class Attempt;
   enum State { kNone, kConnecting, kConnected, kFailed };
   class Listener;
 
-  void begin(int peer, bool asks);
+  void begin(int peer, std::optional<uint64_t> asks_of = {});
   void accept();
   void listen_to(Attempt& attempt);
   bool has_place(Attempt& attempt);
@@ -103,17 +98,18 @@ class Links : public gloo::transport::tcp::Context {
   std::vector<std::vector<char>> addresses_;
   std::string proofs_;
   Made made_;
-  Needed needed_;
+  Pair::Told told_;
+  Calls calls_;
   std::unique_ptr<Listener> listener_;
   const std::unique_ptr<Listener> settles_;  // of settle(), which may come when there are no descriptors left
   Descriptors descriptors_;
   double seconds_ = 0;
-  std::atomic<int64_t> calls_{0};
   std::atomic<int> vain_{0};  // the more, the more threads have read for nothing of late
   std::atomic<unsigned> reads_{0};
   std::unique_ptr<std::atomic<int>[]> states_;  // by peer; written under the lock
 
   std::mutex closing_;  // one thread closes, and others wait until it has
+  std::mutex asking_;   // one thread asks at a time
   std::mutex lock_;  // of what follows
   std::condition_variable changed_;
   bool is_open_ = false;

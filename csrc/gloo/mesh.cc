@@ -1,15 +1,13 @@
 #include "mesh.h"
 
-#include <gloo/common/error.h>
-#include <gloo/transport/device.h>
-#include <gloo/transport/tcp/device.h>
-
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <iterator>
-#include <new>
+#include <numeric>
 #include <set>
+#include <sstream>
+#include <stdexcept>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -19,8 +17,10 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// A reason that cannot be delivered in this time is not worth waiting for.
+// An answer that does not come in this time is not worth waiting for.
 constexpr milliseconds kGoodbye{500};
+
+constexpr const char* kHasClosed = "it has closed the group";
 
 // So long news take that a host is lost: to a rank of each host, which looks for them now and then, and
 // from there to the others, which look for them in every tick where they await them.
@@ -38,17 +38,6 @@ bool is_silence(const std::string& what) {
 
 // How far apart the ranks' ends of one wait may lie, and how often who is to blame is looked at.
 constexpr milliseconds kSettling{200}, kSettlingTick{2};
-
-std::shared_ptr<gloo::transport::Device> create_device(const std::string& host,
-                                                       const std::string& interface) {
-  gloo::transport::tcp::attr attributes;
-  attributes.hostname = host;
-  attributes.iface = interface;
-  return gloo::transport::tcp::CreateDevice(attributes);
-}
-
-// Of what may be arriving just now.
-bool is_present(const int32_t& flag) { return __atomic_load_n(&flag, __ATOMIC_ACQUIRE) != 0; }
 
 std::string in_words_for_others(std::string message, const std::string& name) {
   const std::string self = "this rank";
@@ -74,34 +63,81 @@ uint64_t slot_of(const fl_signature& call) {
   return std::max<uint64_t>(hash, kFirstFreeSlot);
 }
 
-// Why a rank gave up, as it travels.
-struct Mesh::Control {
-  static constexpr int kMaxMissing = 32;
-  int32_t status;
-  int32_t missing_count;
-  int32_t missing[kMaxMissing];
-  char message[4000];
-  int32_t present;  // last: when it is there, all is
+// Why a rank gave up; as it travels: its first letter, the status, how many ranks and which, the words.
+struct Mesh::Farewell {
+  static constexpr char kMark = 'F';
+  static constexpr size_t kMostBytes = 4000;  // of words
+
+  int status = 0;
+  std::vector<int> missing;
+  std::string words;
+
+  std::string text() const {
+    std::ostringstream text;
+    text << kMark << status << ' ' << missing.size();
+    for (int r : missing) text << ' ' << r;
+    text << '\n' << words.substr(0, kMostBytes);
+    return text.str();
+  }
+
+  static Farewell of(const std::string& text) {
+    std::istringstream given(text.substr(1));
+    Farewell found;
+    size_t count = 0;
+    given >> found.status >> count;
+    for (int r; found.missing.size() < count && given >> r;) found.missing.push_back(r);
+    given.ignore();
+    std::getline(given, found.words, '\0');
+    return found;
+  }
 };
 
-Mesh::Mesh(int rank, int size, const std::string& host, const std::string& interface,
-           double connect_seconds)
-    : gloo::Context(rank, size),
-      connect_seconds_(connect_seconds),
-      control_(static_cast<Control*>(std::calloc(size, sizeof(Control)))),
-      control_buffers_(size),
-      departures_(new int32_t[size]()),
-      noticed_(new std::atomic<Clock::duration>[size]()),
-      departure_buffers_(size),
-      connections_(size) {
-  if (control_ == nullptr) throw std::bad_alloc();
-  auto device = std::dynamic_pointer_cast<gloo::transport::tcp::Device>(create_device(host, interface));
-  device_ = device;
-  links_ = std::make_shared<Links>(std::move(device), rank, size, size > kDirect);
-  transportContext_ = links_;
+namespace {
+
+std::vector<int> all_of(int size) {
+  std::vector<int> ranks(size);
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
 }
 
-Mesh::~Mesh() { links_->close(); }
+int place_in(const std::vector<int>& ranks, int rank) {
+  const auto found = std::find(ranks.begin(), ranks.end(), rank);
+  return found == ranks.end() ? -1 : static_cast<int>(found - ranks.begin());
+}
+
+}  // namespace
+
+// The watch belongs to the family, which is a member: a base needs it before.
+Mesh::Mesh(int rank, int size, const std::string& host, const std::string& interface,
+           double connect_seconds)
+    : Mesh(std::make_shared<Family>(rank, size, host, interface, size > kDirect), all_of(size), 0,
+           connect_seconds) {}
+
+Mesh::Mesh(const Mesh& whole, const std::vector<int>& ranks, uint64_t number)
+    : Mesh(whole.family_, whole.in_whole(ranks), number, whole.connect_seconds_) {}
+
+Mesh::Mesh(std::shared_ptr<Family> family, std::vector<int> ranks, uint64_t number,
+           double connect_seconds)
+    : Connections(family->watch),
+      Route(number),
+      rank(place_in(ranks, family->links->rank)),
+      size(static_cast<int>(ranks.size())),
+      family_(std::move(family)),
+      ranks_(std::move(ranks)),
+      connect_seconds_(connect_seconds),
+      known_(size) {
+  family_->add(*this);
+}
+
+Mesh::~Mesh() { family_->remove(*this); }
+
+std::vector<int> Mesh::in_whole(const std::vector<int>& ranks) const {
+  std::vector<int> members;
+  for (int r : ranks) members.push_back(ranks_[r]);
+  return members;
+}
+
+int Mesh::place_of(int member) const { return place_in(ranks_, member); }
 
 std::vector<int> Mesh::neighbours() const {
   std::set<int> found;
@@ -119,12 +155,9 @@ std::vector<int> Mesh::neighbours() const {
 
 void Mesh::connect(const char* addresses, size_t bytes, const char* proofs, bool lazily,
                    Clock::time_point deadline) {
-  links_->open(
-      addresses, bytes, proofs,
-      [this](int peer, gloo::transport::Pair& pair) { post_control(peer, pair); },
-      [this](int peer) { require(peer); });
+  family_->open(addresses, bytes, proofs);
   if (lazily) return;
-  const Waiter waiter(watch_, deadline, nullptr);
+  const Waiter waiter(*this, deadline, nullptr);
   const std::vector<int> peers = neighbours();
   reach(peers);
   for (int peer : peers) {
@@ -135,23 +168,30 @@ void Mesh::connect(const char* addresses, size_t bytes, const char* proofs, bool
 }
 
 void Mesh::reach(const std::vector<int>& peers) {
-  for (int peer : peers) links_->reach(peer);
+  for (int peer : peers) links_.reach(ranks_[peer]);
 }
 
 void Mesh::require(int peer) {
   Waiter* const waiter = Waiter::current();
   const auto end = deadline_after(connect_seconds_);
   try {
-    while (!links_->await(peer, Clock::now() + kTick)) {
+    while (!links_.await(ranks_[peer], Clock::now() + kTick)) {
       if (waiter != nullptr) waiter->look_around(peer);
       if (waiter == nullptr && Clock::now() >= end) throw TimedOut(peer);
     }
-  } catch (const Failure& failure) {
+  } catch (Failure& failure) {
+    if (failure.status == FL_PEER_LOST) failure.missing = {peer};
     if (failure.status == FL_PEER_LOST) await_reason(is_silence(failure.what()));
-    if (const auto reason = watch_.reason()) throw Failure(*reason);
+    if (const auto why = reason()) throw Failure(*why);
     if (failure.status == FL_PEER_LOST && has_farewell()) throw explain(peer, failure.what());
     throw;
   }
+}
+
+Pair& Mesh::pair_with(int peer) {
+  if (!is_connected(peer)) require(peer);
+  if (has_news_ && has_said_all(peer)) throw std::runtime_error(kHasClosed);  // or given up: see explain
+  return *links_.pair(ranks_[peer]);
 }
 
 void Mesh::ask(gloo::transport::UnboundBuffer& buffer, int peer, uint64_t slot, size_t offset,
@@ -166,7 +206,8 @@ void Mesh::ask(gloo::transport::UnboundBuffer& buffer, int peer, uint64_t slot, 
 
 std::vector<int> Mesh::not_called(const std::vector<int>& ranks, int64_t calls) {
   std::vector<int> behind, absent;
-  for (const auto& [peer, answer] : links_->calls_of(ranks, Clock::now() + kGoodbye)) {
+  for (const auto& [member, answer] : links_.calls_of(in_whole(ranks), group, Clock::now() + kGoodbye)) {
+    const int peer = place_of(member);
     const bool has_answered = answer != Links::kSilent && answer != Links::kAbsent;
     if (!has_answered ? answer == Links::kSilent : answer < calls) behind.push_back(peer);
     if (answer == Links::kAbsent) absent.push_back(peer);
@@ -174,69 +215,51 @@ std::vector<int> Mesh::not_called(const std::vector<int>& ranks, int64_t calls) 
   return behind.empty() ? absent : behind;
 }
 
-// On Gloo's thread: before anything else is sent or received there.
-void Mesh::post_control(int peer, gloo::transport::Pair& pair) {
-  const std::lock_guard<std::mutex> lock(asking_);
-  control_buffers_[peer] = createUnboundBuffer(&control_[peer], sizeof(Control));
-  pair.recv(control_buffers_[peer].get(), kControlSlot, 0, sizeof(Control));
-  departure_buffers_[peer] = createUnboundBuffer(&departures_[peer], sizeof own_departure_);
-  pair.recv(departure_buffers_[peer].get(), kLeavingSlot, 0, sizeof own_departure_);
-  if (own_departure_buffer_ != nullptr) send_departure(pair);
-  connections_[peer] = &pair;  // not one that has thrown, in whose place another may come
+// What the members tell each other ---------------------------------------------------------------
+
+// On Gloo's thread, or one that reads.
+void Mesh::hear(int peer, const std::string& text) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    Known& known = known_[peer];
+    if (text == kLeaving) known.left_at = Clock::now();
+    if (text == kClosed) known.closed_at = Clock::now();
+    if (text[0] == Farewell::kMark) known.farewell = std::make_shared<Farewell>(Farewell::of(text));
+    if (known.farewell != nullptr) has_farewell_ = true;
+    if (text != kLeaving) has_news_ = true;
+  }
+  if (text != kLeaving) wake_those_who_should_know();
 }
 
-void Mesh::send_departure(gloo::transport::Pair& pair) {
-  pair.send(own_departure_buffer_.get(), kLeavingSlot, 0, sizeof own_departure_);
+Mesh::Known Mesh::known(int peer) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return known_[peer];
 }
 
 void Mesh::leave() {
-  std::vector<gloo::transport::Pair*> connections;
-  {
-    const std::lock_guard<std::mutex> lock(asking_);
-    if (own_departure_buffer_ != nullptr) return;
-    own_departure_buffer_ = createUnboundBuffer(&own_departure_, sizeof own_departure_);
-    connections = connections_;  // those that come later, post_control notifies
-  }
-  for (gloo::transport::Pair* pair : connections) {  // one that fails waits for Gloo's thread
-    if (pair == nullptr) continue;
-    try {
-      send_departure(*pair);
-    } catch (const std::exception&) {
-      // It has gone, and waits for nothing.
-    }
-  }
+  if (!is_leaving_.exchange(true)) family_->tell(*this, kLeaving);
 }
 
 bool Mesh::is_leaving(int peer) {
-  if (!is_present(departures_[peer])) return false;
-  const auto now = Clock::now().time_since_epoch();
-  Clock::duration noticed{};
-  const bool is_first = noticed_[peer].compare_exchange_strong(noticed, now);
-  return !is_first && now - noticed > kLastMessages;
+  const auto left_at = known(peer).left_at;
+  return left_at != kNever && Clock::now() - left_at > kLastMessages;
 }
 
-// Gloo notifies those who wait to receive that a connection broke, and so the receive of the control
-// message knows. A wait that has been ended before it began only looks.
+bool Mesh::has_said_all(int peer) {
+  const Known found = known(peer);
+  return found.farewell != nullptr || found.closed_at != kNever;
+}
+
 bool Mesh::is_lost(int peer) {
-  if (links_->has_failed(peer)) return true;
-  const std::lock_guard<std::mutex> lock(asking_);
-  const Buffer& control = control_buffers_[peer];
-  if (control == nullptr) return false;
-  try {
-    control->abortWaitRecv();
-    control->waitRecv(kTick);
-  } catch (const std::exception&) {
-    return true;
-  }
-  return is_present(control_[peer].present);
+  return links_.has_failed(ranks_[peer]) || end_of(peer) != kNever || known(peer).farewell != nullptr;
 }
 
-bool Mesh::has_farewell() const {
-  return std::any_of(control_.get(), control_.get() + size,
-                     [](const Control& control) { return is_present(control.present); });
+Clock::time_point Mesh::end_of(int peer) const {
+  const Pair* const pair = links_.pair(ranks_[peer]);
+  return std::min(pair != nullptr ? pair->ended_at() : kNever, known(peer).closed_at);
 }
 
-void Mesh::stop() { watch_.end(Failure(FL_CLOSED, {}, "the group was closed")); }
+void Mesh::stop() { end(Failure(FL_CLOSED, {}, "the group was closed")); }
 
 // A peer may have closed a connection because it has found out that a host is lost: then news of that
 // are on their way. Where nobody answers, the heartbeats are about to say which host that is, and since
@@ -244,63 +267,59 @@ void Mesh::stop() { watch_.end(Failure(FL_CLOSED, {}, "the group was closed")); 
 void Mesh::await_reason(bool is_silent) {
   const Waiter* const waiter = Waiter::current();
   auto end = Clock::now();
-  if (patience_ > 0) end += kNewsTakes;
-  if (is_silent && waiter != nullptr) end = std::max(end, deadline_after(patience_));
+  const double patience = family_->patience();
+  if (patience > 0) end += kNewsTakes;
+  if (is_silent && waiter != nullptr) end = std::max(end, deadline_after(patience));
   if (waiter != nullptr) end = std::min(end, waiter->deadline());
   while (!is_explained()) {
     const auto now = Clock::now();
     if (now >= end || (waiter != nullptr && waiter->is_interrupted())) return;
-    watch_.hurry();
-    watch_.reason(std::min(end, now + kTick));
+    watch.hurry();
+    reason(std::min(end, now + kTick));
   }
 }
 
 // A connection broke. A peer that gave up has said why before it closed, and that reason is the
-// true one; otherwise the pairs that are broken by now show who is gone.
+// true one; otherwise the connections that are broken by now show who is gone.
 Failure Mesh::explain(int peer, const std::string& what) {
+  std::map<int, std::string> broken;
   std::vector<int> missing;
   if (!is_explained()) {
     bool is_silent = is_silence(what);
-    const auto broken = broken_pairs();
+    broken = broken_peers();
     for (const auto& each : broken) is_silent |= is_silence(each.second);
     missing = first_of(broken, peer);
     await_reason(is_silent);
   }
-  if (const auto reason = watch_.reason()) return *reason;
+  if (const auto why = reason()) return *why;
   for (int r = 0; r < size; ++r) {
-    const Control& control = control_[r];
-    if (!is_present(control.present)) continue;
-    const auto status = static_cast<fl_status>(control.status);
-    const std::vector<int> missing(control.missing, control.missing + control.missing_count);
-    if (std::find(missing.begin(), missing.end(), rank) != missing.end()) {
+    const auto farewell = known(r).farewell;
+    if (farewell == nullptr) continue;
+    const auto status = static_cast<fl_status>(farewell->status);
+    const std::vector<int>& theirs = farewell->missing;
+    if (std::find(theirs.begin(), theirs.end(), rank) != theirs.end()) {
       if (status == FL_HOST_LOST) {
-        return {status, {r}, std::string("it has given up the host of this rank: ") + control.message};
+        return {status, {r}, "it has given up the host of this rank: " + farewell->words};
       }
-      return {FL_PEER_LOST, {r},
-              std::string("it gave up waiting for this rank: ") + control.message};
+      return {FL_PEER_LOST, {r}, "it gave up waiting for this rank: " + farewell->words};
     }
-    const std::string message = as_told(control.message, name(r));
-    if (status == FL_RAISED || status == FL_HOST_LOST) return {status, missing, control.message};
-    if (status == FL_TIMEOUT) return {status, await_cause(missing), message};
-    if (status == FL_PEER_LOST || status == FL_LEAVING) return {status, missing, message};
-    return {FL_PEER_LOST, {r}, std::string("it gave up: ") + control.message};
+    const std::string message = as_told(farewell->words, name(r));
+    if (status == FL_RAISED || status == FL_HOST_LOST) return {status, theirs, farewell->words};
+    if (status == FL_TIMEOUT) return {status, await_cause(theirs), message};
+    if (status == FL_PEER_LOST || status == FL_LEAVING) return {status, theirs, message};
+    return {FL_PEER_LOST, {r}, "it gave up: " + farewell->words};
   }
   if (missing.empty() && peer >= 0) missing.push_back(peer);
-  return Failure(FL_PEER_LOST, missing, what);
+  const bool has_closed = !missing.empty() && broken[missing[0]] == kHasClosed;
+  return Failure(FL_PEER_LOST, missing, has_closed ? kHasClosed : what);
 }
 
-std::map<int, std::string> Mesh::broken_pairs() {
+std::map<int, std::string> Mesh::broken_peers() {
   std::map<int, std::string> broken;
-  char nothing;
-  const auto probe = createUnboundBuffer(&nothing, 0);
   for (int peer = 0; peer < size; ++peer) {
-    if (!is_connected(peer)) continue;
-    try {
-      // A pair that has failed throws at once; on one that works this receive stays unanswered.
-      probe->recv(peer, kProbeSlot);
-    } catch (const std::exception& error) {
-      broken.emplace(peer, error.what());
-    }
+    if (peer == rank || end_of(peer) == kNever) continue;
+    const bool has_closed = known(peer).closed_at != kNever;
+    broken.emplace(peer, has_closed ? kHasClosed : links_.pair(ranks_[peer])->problem());
   }
   return broken;
 }
@@ -310,15 +329,11 @@ std::map<int, std::string> Mesh::broken_pairs() {
 std::vector<int> Mesh::first_of(const std::map<int, std::string>& broken, int peer) const {
   std::vector<int> suspects, found;
   for (const auto& each : broken) {
-    if (!is_present(departures_[each.first]) || each.first == peer) suspects.push_back(each.first);
+    if (known(each.first).left_at == kNever || each.first == peer) suspects.push_back(each.first);
   }
   if (suspects.empty()) {
     for (const auto& each : broken) suspects.push_back(each.first);
   }
-  const auto end_of = [&](int each) {
-    const Pair* const pair = links_->pair(each);
-    return pair != nullptr ? pair->ended_at() : kNever;
-  };
   auto first = kNever;
   for (int each : suspects) first = std::min(first, end_of(each));
   for (int each : suspects) {
@@ -328,12 +343,8 @@ std::vector<int> Mesh::first_of(const std::map<int, std::string>& broken, int pe
 }
 
 std::vector<int> Mesh::cause_of(const Failure& timeout) noexcept {
-  try {
-    report_to_others(timeout);
-    return await_cause(timeout.missing);
-  } catch (const std::exception&) {
-    return timeout.missing;  // who cannot be notified has gone, which the connections say
-  }
+  report_to_others(timeout);
+  return await_cause(timeout.missing);
 }
 
 // Follow who waited for whom, from `missing` on, to the rank that has not said that it waited.
@@ -341,64 +352,70 @@ std::vector<int> Mesh::cause_of(const Failure& timeout) noexcept {
 std::vector<int> Mesh::await_cause(std::vector<int> missing) {
   const auto end = Clock::now() + kSettling;
   for (int steps = 0; steps < size && missing.size() == 1 && missing[0] != rank; ++steps) {
-    const Control& control = control_[missing[0]];
-    while (!is_present(control.present) && Clock::now() < end) {
+    auto farewell = known(missing[0]).farewell;
+    while (farewell == nullptr && Clock::now() < end) {
       std::this_thread::sleep_for(kSettlingTick);
+      farewell = known(missing[0]).farewell;
     }
-    if (!is_present(control.present) || control.status != FL_TIMEOUT) break;
-    const std::vector<int> next(control.missing, control.missing + control.missing_count);
+    if (farewell == nullptr || farewell->status != FL_TIMEOUT) break;
+    const std::vector<int>& next = farewell->missing;
     if (next.empty() || std::find(next.begin(), next.end(), rank) != next.end()) break;
     missing = next;
   }
   return missing;
 }
 
-// Before the other operations end: what they have begun to send must not stand in the way.
 void Mesh::give_up(const Failure& failure) noexcept {
-  try {
-    report_to_others(failure);
-  } catch (const std::exception&) {
-    // A peer that takes nothing more learns it when the connection closes.
-  }
-  watch_.end(failure);
-  links_->close();
+  report_to_others(failure);
+  family_->deliver();
+  end(failure);
+  family_->end(*this);
 }
 
-// Once: others ask for no second reason. Who takes nothing is given up without Gloo's limit on a wait:
-// see Watch.
-void Mesh::report_to_others(const Failure& failure) {
-  const std::lock_guard<std::mutex> lock(reporting_);
-  if (std::exchange(has_reported_, true)) return;
-  Control control{};
-  control.present = 1;
-  control.status = failure.status;
+// Once: others ask for no second reason.
+void Mesh::report_to_others(const Failure& failure) noexcept {
+  if (has_reported_.exchange(true)) return;
+  const Farewell farewell{failure.status, failure.missing, in_words_for_others(failure.what(), name(rank))};
+  family_->tell(*this, farewell.text());
+}
+
+// Hosts that are lost ----------------------------------------------------------------------------
+
+void Mesh::take_along(Companion companion) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  companions_.push_back(std::move(companion));
+}
+
+Failure Mesh::as_its_own(const Failure& failure) const {
+  std::vector<int> missing;
+  for (int member : failure.missing) {
+    if (const int place = place_of(member); place >= 0) missing.push_back(place);
+  }
+  return {failure.status, missing, failure.what()};
+}
+
+// The next operation raises what has happened, as do those that wait.
+void Mesh::lose(const Failure& failure) noexcept {
+  end(failure);
+  family_->end(*this);
+  std::vector<Companion> companions;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    companions = companions_;
+  }
+  for (const Companion& companion : companions) {
+    companion.give_up(companion.other, (words_of(failure) + companion.advice).c_str());
+  }
+}
+
+// As this rank's Python code says it of an error that ends another group: see native_errors.py.
+std::string Mesh::words_of(const Failure& failure) const {
+  std::string names;
   for (int r : failure.missing) {
-    if (control.missing_count < Control::kMaxMissing) control.missing[control.missing_count++] = r;
+    names += (names.empty() ? "" : ", ") + name(r).substr(std::strlen("rank "));
   }
-  const std::string message = in_words_for_others(failure.what(), name(rank));
-  std::strncpy(control.message, message.c_str(), sizeof control.message - 1);
-  const Buffer buffer = createUnboundBuffer(&control, sizeof control);
-  int sent = 0;
-  for (int peer = 0; peer < size; ++peer) {
-    if (!is_connected(peer)) continue;
-    try {
-      buffer->send(peer, kControlSlot);
-      ++sent;
-    } catch (const std::exception&) {
-      continue;  // this peer is gone, the next may not be
-    }
-  }
-  // A connection that is closed while something comes from the other end drops what is on its way there.
-  const auto is_delivered = [&] {
-    for (int peer = 0; peer < size; ++peer) {
-      Pair* const pair = links_->pair(peer);
-      if (pair != nullptr && !pair->has_delivered(kGoodbye)) return false;
-    }
-    return static_cast<Receiver&>(*buffer).sent() >= sent;
-  };
-  for (const auto end = Clock::now() + kGoodbye; !is_delivered() && Clock::now() < end;) {
-    std::this_thread::sleep_for(kSettlingTick);
-  }
+  return std::string("Plost rank") + (failure.missing.size() > 1 ? "s " : " ") + names + " (" +
+         failure.what() + ")";
 }
 
 }  // namespace fl

@@ -2,11 +2,9 @@
 // when they are needed, with failures that name ranks.
 #pragma once
 
-#include <gloo/context.h>
 #include <gloo/transport/unbound_buffer.h>
 
 #include <atomic>
-#include <cstdlib>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -16,9 +14,7 @@
 #include <vector>
 
 #include "abi.h"
-#include "heartbeat.h"
-#include "links.h"
-#include "waiter.h"
+#include "family.h"
 
 namespace fl {
 
@@ -28,13 +24,10 @@ using Buffer = std::unique_ptr<gloo::transport::UnboundBuffer>;
 // arrive in the order they were sent, so one slot serves every operation in turn.
 enum Slot : uint64_t {
   kHeaderSlot = 1,
-  kControlSlot,
   kReduceSlot,
   kPartSlot,
   kEnvelopeSlot,
-  kProbeSlot,
   kRelaySlot,
-  kLeavingSlot,
   kFirstFreeSlot,
 };
 
@@ -42,10 +35,6 @@ enum Slot : uint64_t {
 // over what same_message compares. That two share one is as likely as that two random numbers of
 // 64 bits are the same.
 uint64_t slot_of(const fl_signature& call);
-
-// What the C ABI knows of the hosts of `size` ranks; for addresses and proofs see fl_gloo_connect.
-Hosts read_hosts(const fl_hosts& given, int size, const char* addresses, size_t bytes,
-                 const char* proofs);
 
 // Another group that is to end where hosts are lost, and lives at least as long; `advice` ends what it
 // reports.
@@ -55,11 +44,16 @@ struct Companion {
   std::string advice;
 };
 
-class Mesh : public gloo::Context, public Transport, public Connections {
+class Mesh : public Transport, public Connections, public Route {
  public:
+  // A group by itself; and one of `ranks` of another, this one among them, that shares its connections.
+  // `number` is that of no other group that is made of these ranks, and the same on all of `ranks`.
   Mesh(int rank, int size, const std::string& host, const std::string& interface,
        double connect_seconds);
+  Mesh(const Mesh& whole, const std::vector<int>& ranks, uint64_t number);
   ~Mesh() override;
+
+  const int rank, size;
 
   // Up to so many ranks send each other what they call; more pass it on: see Relay.
   static constexpr int kDirect = 8;
@@ -67,57 +61,64 @@ class Mesh : public gloo::Context, public Transport, public Connections {
   std::vector<int> neighbours() const;
 
   // Where peers connect to.
-  const std::vector<char>& address() const { return links_->address(); }
+  const std::vector<char>& address() const { return family_->links->address(); }
   // Throws Failure. `addresses` holds `size` addresses of `bytes` bytes each; for `proofs` see
   // fl_gloo_connect. `lazily`: the neighbours too are connected when they are needed first.
   void connect(const char* addresses, size_t bytes, const char* proofs, bool lazily,
                Clock::time_point deadline);
-  bool is_connected(int peer) const { return links_->is_connected(peer); }
+  bool is_connected(int peer) const { return links_.is_connected(ranks_[peer]); }
   // Begin to connect to all of `peers`.
   void reach(const std::vector<int>& peers);
   // Wait until `peer` is connected, as the operation that runs on this thread may. Throws Failure.
   void require(int peer);
+  Pair& pair_with(int peer) override;
   // Ask for what `peer` sends in a later operation. One that has left already, after operations that
   // succeeded, makes that one fail, not this one. Throws Failure where it cannot be connected.
   void ask(gloo::transport::UnboundBuffer& buffer, int peer, uint64_t slot, size_t offset, size_t bytes);
-  Packet packet(int peer) const { return Packet(links_->pair(peer)); }
+  Packet packet(int peer) const { return Packet(links_.pair(ranks_[peer])); }
+  // The threads of its operations.
+  const std::shared_ptr<Crew>& crew() const { return family_->crew; }
   // Which rank connect() waits for just now; -1: for none.
   int awaited() const { return awaited_; }
 
   // Before connect(), in a group on several hosts: notice when hosts cannot be reached any more. The
   // first returns the port at which others are to ask this rank; throws.
-  int listen_for_hosts();
-  void watch_hosts(Hosts hosts);
+  int listen_for_hosts() { return family_->listen_for_hosts(); }
+  void watch_hosts(Hosts hosts) { family_->watch_hosts(std::move(hosts)); }
   void take_along(Companion companion);
+  // What is lost of a whole group, as this part of it has it: none where it has nothing.
+  Failure as_its_own(const Failure& failure) const;
+  // End, as `failure` has happened, of which the others know.
+  void lose(const Failure& failure) noexcept;
 
   // In a forked child, whose threads are not here.
-  void close_descriptors() const noexcept {
-    links_->abandon();
-    if (heartbeat_ != nullptr) heartbeat_->abandon();
-  }
+  void close_descriptors() const noexcept { family_->abandon(); }
 
   // What sends `bytes` bytes at `data`, or receives them there: then they are written.
   Buffer buffer(const void* data, size_t bytes) {
-    return createUnboundBuffer(const_cast<void*>(data), bytes);
+    return std::make_unique<Receiver>(family_->links, *this, const_cast<void*>(data), bytes);
   }
-  Watch& watch() { return watch_; }
 
   // Let the peers know that this rank begins no more messages, also those that connect later.
   void leave();
   bool is_leaving(int peer) override;
 
   bool is_lost(int peer) override;
-  void read(gloo::transport::UnboundBuffer& buffer, int peer) override { links_->read(buffer, peer); }
+  bool has_said_all(int peer) override;
+  void read(gloo::transport::UnboundBuffer& buffer, int peer) override {
+    links_.read(buffer, ranks_[peer]);
+  }
   // What a broken connection means: which ranks are lost, or why a peer gave up. `peer` is the one
   // that was waited for, or -1.
   Failure explain(int peer, const std::string& what) override;
 
   // This rank has begun collective number `calls`; which of `ranks` have not, as far as is known.
-  void has_called(int64_t calls) { links_->called(calls); }
+  void has_called(int64_t calls) { calls_.store(calls, std::memory_order_relaxed); }
+  int64_t calls() const { return calls_.load(std::memory_order_relaxed); }
   std::vector<int> not_called(const std::vector<int>& ranks, int64_t calls);
 
   // Whether a peer has said why it gave up.
-  bool has_farewell() const;
+  bool has_farewell() const { return has_farewell_; }
 
   // Report to the others that this rank's time is up, and return who is the cause: a rank that is
   // waited for may wait itself, for another one, and then its own time is up at about this moment.
@@ -127,51 +128,54 @@ class Mesh : public gloo::Context, public Transport, public Connections {
   void stop() override;
   Failure explain(const std::string& what) override { return explain(-1, what); }
   void give_up(const Failure& failure) noexcept override;
+  void report_to_others(const Failure& failure) noexcept;
+
+  // For its family: what the members are told of it, one after the other, and hear from each other.
+  static constexpr char kLeaving[] = "L", kClosed[] = "C";
+  static bool is_last(const std::string& text) { return text == kClosed; }
+  void hear(int peer, const std::string& text);
+  const std::vector<int>& members() const { return ranks_; }  // as the whole counts them
+  int place_of(int member) const;                             // -1: it is none
+  std::vector<std::string> told;
+  bool has_ended = false;
 
  private:
-  struct Control;
-  struct Free {
-    void operator()(void* memory) const { std::free(memory); }
+  struct Farewell;
+  Mesh(std::shared_ptr<Family> family, std::vector<int> ranks, uint64_t number, double connect_seconds);
+  std::vector<int> in_whole(const std::vector<int>& ranks) const;
+  // What is known of a peer.
+  struct Known {
+    std::shared_ptr<const Farewell> farewell;  // null: it has not given up
+    Clock::time_point left_at = kNever;        // when it has said that it is leaving
+    Clock::time_point closed_at = kNever;      // it has closed the group
   };
-  // Which connections are broken, and why.
-  std::map<int, std::string> broken_pairs();
-  // Whose connections, of those that are `broken`, were the first to break; `peer` is waited for.
+  Known known(int peer) const;
+  // Whose connections are broken, or who has closed the group, and why.
+  std::map<int, std::string> broken_peers();
+  Clock::time_point end_of(int peer) const;
+  // Of those that are `broken`, who was the first; `peer` is waited for.
   std::vector<int> first_of(const std::map<int, std::string>& broken, int peer) const;
   // Of a connection that broke, as `is_silent` because nobody answers: return when it is known why, or there
   // is no point in waiting for that.
   void await_reason(bool is_silent);
-  bool is_explained() const { return watch_.reason() || has_farewell(); }
-  void post_control(int peer, gloo::transport::Pair& pair);
-  void send_departure(gloo::transport::Pair& pair);
-  void report_to_others(const Failure& failure);
+  bool is_explained() const { return reason() || has_farewell(); }
   std::vector<int> await_cause(std::vector<int> missing);
-  void lose(const Failure& failure) noexcept;
   std::string words_of(const Failure& failure) const;
 
-  std::shared_ptr<Links> links_;
+  const std::shared_ptr<Family> family_;
+  Links& links_ = *family_->links;
+  const std::vector<int> ranks_;  // in the whole
   const double connect_seconds_;
-  double patience_ = 0;  // seconds in which it is known whether a host is lost; 0: that is not watched
-  std::mutex reporting_;       // of what follows
-  bool has_reported_ = false;  // the others know why this rank gives up
+  std::atomic<bool> has_reported_{false};  // the others know why this rank gives up
+  std::atomic<bool> has_farewell_{false};  // of a peer
+  std::atomic<bool> has_news_{false};      // a peer has given up, or closed the group
+  std::atomic<bool> is_leaving_{false};
+  std::atomic<int64_t> calls_{0};
   std::atomic<int> awaited_{-1};
 
-  std::mutex asking_;             // of is_lost
-  // One per peer: why it gave up, when it has. Zeros; memory that nobody writes is never touched.
-  std::unique_ptr<Control[], Free> control_;
-  std::vector<Buffer> control_buffers_;
-  // One per peer, not 0: it has said that it is leaving; and when that was noticed.
-  std::unique_ptr<int32_t[]> departures_;
-  std::unique_ptr<std::atomic<Clock::duration>[]> noticed_;
-  std::vector<Buffer> departure_buffers_;
-  // What this rank says then.
-  int32_t own_departure_ = 1;
-  Buffer own_departure_buffer_;  // null: it is not leaving
-  // Who gets that: the connections, which last as long as links_; null: there is none yet.
-  std::vector<gloo::transport::Pair*> connections_;
-  std::mutex mutex_;  // of companions_
-  std::unique_ptr<Heartbeat> heartbeat_;  // null: of a group on one host
+  mutable std::mutex mutex_;  // of what follows
+  std::vector<Known> known_;  // by rank
   std::vector<Companion> companions_;
-  Watch watch_{*this};  // last: it ends before what it looks at
 };
 
 }  // namespace fl

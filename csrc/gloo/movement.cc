@@ -53,20 +53,24 @@ void Collectives::move_large(Call& call, const void* from, const Parts& give, ch
     const int r = (rank_ + step) % size_;
     if (take[r].bytes > kInlineBytes) {
       receives[r] = mesh_.buffer(into + take[r].begin, take[r].bytes);
-      receives[r]->recv(r, kPartSlot);
+      for_each_piece(take[r].bytes,
+                     [&](size_t at, size_t n) { receives[r]->recv(r, kPartSlot, at, n); });
     }
     if (give[r].bytes > kInlineBytes) {
       sends[r] = mesh_.buffer(source + give[r].begin, give[r].bytes);
-      sends[r]->send(r, kPartSlot);
+      for_each_piece(give[r].bytes,
+                     [&](size_t at, size_t n) { sends[r]->send(r, kPartSlot, at, n); });
     }
   }
   const Part& own = give[rank_];
   if (take[rank_].bytes > 0) std::memcpy(into + take[rank_].begin, source + own.begin, own.bytes);
   for (int r = 0; r < size_; ++r) {
-    if (receives[r]) call.waiter.received(*receives[r], r);
+    if (!receives[r]) continue;
+    for_each_piece(take[r].bytes, [&](size_t, size_t) { call.waiter.received(*receives[r], r); });
   }
   for (int r = 0; r < size_; ++r) {
-    if (sends[r]) call.waiter.sent(*sends[r], r);
+    if (!sends[r]) continue;
+    for_each_piece(give[r].bytes, [&](size_t, size_t) { call.waiter.sent(*sends[r], r); });
   }
 }
 

@@ -7,11 +7,15 @@
 #include <sys/epoll.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
+#include <cstring>
 #include <stdexcept>
+#include <utility>
 
 namespace fl {
 
@@ -53,9 +57,33 @@ const tcp::attr& attributes_of(const tcp::Device& device) {
   return device.*reveal(DeviceAttributes{});
 }
 
+namespace {
+
+// Words about a group, which Gloo has no opcode for.
+constexpr size_t kNote = 16;
+constexpr size_t kSend = tcp::Op::SEND_UNBOUND_BUFFER, kReady = tcp::Op::NOTIFY_RECV_READY;
+
+constexpr size_t kHead = sizeof(tcp::Op::preamble);
+constexpr size_t kWasteBytes = 64 << 10;
+
+struct Text {
+  std::string bytes;
+};
+
+}  // namespace
+
+// A buffer of its own bytes.
+class Pair::Kept : private Text, public Buffer {
+ public:
+  explicit Kept(std::string given)
+      : Text{std::move(given)}, Buffer(nullptr, bytes.data(), bytes.size()) {}
+
+  Weak weak() const { return getWeakNonOwningPtr(); }
+};
+
 // It is made to listen, at an address that no rank knows.
-Pair::Pair(tcp::Context* context, tcp::Device* device, int peer, int socket)
-    : tcp::Pair(context, device, peer, std::chrono::hours(24)) {
+Pair::Pair(tcp::Context* context, tcp::Device* device, int peer, int socket, Told told)
+    : tcp::Pair(context, device, peer, std::chrono::hours(24)), told_(std::move(told)) {
   const std::lock_guard<std::mutex> lock(m_);
   if (state_ != LISTENING) throw std::runtime_error("a stranger has connected");
   epoll_ctl(descriptor_of(*device), EPOLL_CTL_DEL, fd_, nullptr);
@@ -68,6 +96,8 @@ Pair::Pair(tcp::Context* context, tcp::Device* device, int peer, int socket)
     throw;
   }
 }
+
+Pair::~Pair() = default;
 
 void Pair::is_served(bool served) {
   const std::lock_guard<std::mutex> lock(m_);
@@ -83,18 +113,274 @@ void Pair::read_what_has_arrived() {
 
 bool Pair::has_delivered(std::chrono::milliseconds silence) {
   const std::lock_guard<std::mutex> lock(m_);
+  if (state_ != CONNECTED) return true;
   int unacknowledged = 0;
   tcp_info info{};
   socklen_t size = sizeof info;
-  if (state_ != CONNECTED || ioctl(fd_, SIOCOUTQ, &unacknowledged) != 0 || unacknowledged == 0) return true;
+  const bool is_known = ioctl(fd_, SIOCOUTQ, &unacknowledged) == 0;
+  if (tx_.empty() && (!is_known || unacknowledged == 0)) return true;
   getsockopt(fd_, IPPROTO_TCP, TCP_INFO, &info, &size);
   return std::chrono::milliseconds(info.tcpi_last_ack_recv) >= silence;
 }
 
+std::string Pair::problem() {
+  const std::lock_guard<std::mutex> lock(m_);
+  try {
+    throwIfException();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "the connection was closed";
+}
+
+// What is sent ---------------------------------------------------------------------------------
+
+void Pair::send(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes) {
+  const std::lock_guard<std::mutex> lock(m_);
+  require_connected();
+  Lines& lines = talks_[group].lines;
+  Line& line = lines[slot];
+  const Part part{buffer.getWeakNonOwningPtr(), offset, bytes};
+  ++buffer.unsent_;
+  if (line.ready == 0) return line.sends.push_back(part);
+  --line.ready;
+  tidy(lines, slot);
+  put(kSend, group, slot, part);
+}
+
+void Pair::receive(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes) {
+  const std::lock_guard<std::mutex> lock(m_);
+  require_connected();
+  talks_[group].lines[slot].receives.push_back({buffer.getWeakNonOwningPtr(), offset, bytes});
+  put(kReady, group, slot, {});
+}
+
+void Pair::tell(uint64_t group, const std::string& text, bool is_last) {
+  const std::lock_guard<std::mutex> lock(m_);
+  require_connected();
+  kept_.emplace_back(text);
+  put(kNote, group, is_last ? 1 : 0, {kept_.back().weak(), 0, text.size()});
+  if (!is_last) return;
+  Talk& talk = talks_[group];
+  talk.lines.clear();
+  talk.is_over_here = true;
+  if (talk.is_over_there) talks_.erase(group);
+}
+
+void Pair::require_connected() {
+  throwIfException();
+  if (state_ != CONNECTED) throw std::runtime_error("the connection was closed");
+}
+
+void Pair::put(size_t code, uint64_t group, uint64_t slot, const Part& part) {
+  tcp::Op op;
+  op.preamble.nbytes = kHead + part.bytes;
+  op.preamble.opcode = code;
+  op.preamble.slot = slot;
+  op.preamble.length = part.bytes;
+  op.preamble.roffset = group;
+  op.ubuf = part.buffer;
+  op.offset = part.offset;
+  op.nbytes = part.bytes;
+  sendAsyncMode(op);
+}
+
+void Pair::tidy(Lines& lines, uint64_t slot) {
+  const auto line = lines.find(slot);
+  const Line& found = line->second;
+  if (found.ready == 0 && found.sends.empty() && found.receives.empty()) lines.erase(line);
+}
+
+// Of what has begun to go out the other end gets all, as it cannot be told from its first bytes that the
+// rest is none; what has not begun is not sent.
+void Pair::release(const Receiver& buffer, uint64_t group) {
+  const auto is_of_buffer = [&](const Weak& weak) {
+    const Alive alive(weak);
+    return alive.operator->() == &buffer;
+  };
+  const std::lock_guard<std::mutex> lock(m_);
+  const auto talk = talks_.find(group);
+  if (talk != talks_.end()) {
+    for (auto& [slot, line] : talk->second.lines) {
+      line.sends.remove_if([&](const Part& part) { return is_of_buffer(part.buffer); });
+    }
+  }
+  for (tcp::Op& op : tx_) {
+    if (!is_of_buffer(op.ubuf)) continue;
+    op.ubuf = {};
+    if (op.nwritten == 0) continue;
+    const size_t sent = std::max(op.nwritten, kHead) - kHead;
+    kept_.emplace_back(std::string(static_cast<const char*>(buffer.ptr) + op.offset + sent, op.nbytes - sent));
+    op.ubuf = kept_.back().weak();
+    op.offset = -sent;  // what was sent is not there
+  }
+}
+
+// On the thread that sends, or Gloo's. An op that was released before it began is done.
+bool Pair::write(tcp::Op& op) {
+  if (state_ == CLOSED) return false;
+  const bool notifies = op.preamble.opcode == kReady;
+  Alive buffer;
+  if (!notifies && !(buffer = Alive(op.ubuf))) return true;
+  const bool is_held = notifies && packets_ > 0;
+  while (op.nwritten < op.preamble.nbytes) {
+    const size_t sent = std::max(op.nwritten, kHead) - kHead;
+    iovec rooms[2];
+    msghdr message{};
+    message.msg_iov = rooms;
+    if (op.nwritten < kHead) {
+      rooms[message.msg_iovlen++] = {reinterpret_cast<char*>(&op.preamble) + op.nwritten,
+                                     kHead - op.nwritten};
+    }
+    if (op.nbytes > sent) {
+      rooms[message.msg_iovlen++] = {static_cast<char*>(buffer->ptr) + (op.offset + sent), op.nbytes - sent};
+    }
+    const ssize_t count =
+        sendmsg(fd_, &message, MSG_NOSIGNAL | MSG_DONTWAIT | (is_held ? MSG_MORE : 0));
+    if (count >= 0) {
+      op.nwritten += count;
+    } else if (errno != EINTR) {
+      const int error = errno;
+      buffer = Alive();  // it may be one of those that go when the connection ends
+      // A reset is found where the other end's last words have been read.
+      if (error != EAGAIN && error != ECONNRESET && error != EPIPE) fail("write", error);
+      return false;
+    }
+  }
+  is_held_ = is_held;
+  if (notifies) return true;
+  Buffer* const sent = buffer.operator->();
+  const auto kept = std::find_if(kept_.begin(), kept_.end(), [&](Kept& each) { return &each == sent; });
+  if (kept != kept_.end()) {
+    buffer = Alive();  // else it would wait for this thread
+    kept_.erase(kept);
+  } else {
+    sent->handleSendCompletion(rank_);
+    --static_cast<Receiver*>(sent)->unsent_;
+  }
+  return true;
+}
+
+void Pair::fail(const char* doing, int error) {
+  signalException(std::string(doing) + " " + peer_.str() + ": " + std::strerror(error));
+}
+
+// What arrives ---------------------------------------------------------------------------------
+
+bool Pair::read() {
+  Alive buffer;
+  for (;;) {
+    const iovec room = next_room(buffer);
+    if (state_ == CLOSED) return false;
+    if (room.iov_len == 0) break;
+    const ssize_t count = ::recv(fd_, room.iov_base, room.iov_len, MSG_DONTWAIT);
+    if (count > 0) {
+      rx_.nread += count;
+    } else if (count == 0) {
+      signalException("Connection closed by peer " + peer_.str());
+    } else if (errno == EAGAIN) {
+      return false;
+    } else if (errno != EINTR) {
+      fail("Read error", errno);
+    }
+  }
+  take_message(buffer);
+  return true;
+}
+
+// Where the next bytes of a message go, and for what is for a buffer, that; no room: that was all.
+iovec Pair::next_room(Alive& buffer) {
+  if (state_ == CLOSED) return {};
+  if (rx_.nread < kHead) {
+    return {reinterpret_cast<char*>(&rx_.preamble) + rx_.nread, kHead - rx_.nread};
+  }
+  const size_t code = rx_.preamble.opcode, come = rx_.nread - kHead;
+  const size_t left = rx_.preamble.length - come;
+  if (code == kNote) {
+    note_.resize(rx_.preamble.length);
+    return {note_.data() + come, left};
+  }
+  if (code != kSend) return {};
+  if (!std::exchange(is_placed_, true)) find_place();
+  if (!buffer) buffer = Alive(rx_.ubuf);
+  if (buffer) return {static_cast<char*>(buffer->ptr) + rx_.offset + come, left};
+  if (waste_ == nullptr) waste_.reset(new char[kWasteBytes]);
+  return {waste_.get(), std::min(left, kWasteBytes)};
+}
+
+// Of the receives that wait in its slot a message takes the first. There is none where its group is over.
+void Pair::find_place() {
+  Talk& talk = talks_[rx_.preamble.roffset];
+  Line& line = talk.lines[rx_.preamble.slot];
+  const bool is_wanted = !line.receives.empty();
+  if (is_wanted) {
+    const Part part = line.receives.front();
+    line.receives.pop_front();
+    rx_.ubuf = part.buffer;
+    rx_.offset = part.offset;
+    rx_.nbytes = part.bytes;
+  }
+  tidy(talk.lines, rx_.preamble.slot);
+  if (rx_.preamble.length > rx_.nbytes && (is_wanted || !talk.is_over_here)) {
+    signalException("a message came that nobody has asked for");
+  }
+}
+
+void Pair::take_message(const Alive& buffer) {
+  const auto [bytes, code, slot, offset, length, group] = rx_.preamble;
+  rx_ = {};
+  is_placed_ = false;
+  if (code == kSend && buffer) buffer->handleRecvCompletion(rank_);
+  if (code == kSend) return;
+  Talk& talk = talks_[group];
+  if (code == kNote) {
+    if (!talk.is_over_here) told_(rank_, group, note_);
+    talk.is_over_there = slot != 0;
+    if (talk.is_over_here && talk.is_over_there) talks_.erase(group);
+    return;
+  }
+  if (talk.is_over_here) return;
+  Line& line = talk.lines[slot];
+  ++line.ready;
+  if (line.sends.empty()) return;
+  --line.ready;
+  const Part part = line.sends.front();
+  line.sends.pop_front();
+  tidy(talk.lines, slot);
+  try {
+    put(kSend, group, slot, part);
+  } catch (const std::exception&) {
+    // The connection has ended, and all have been notified.
+  }
+}
+
+// The end ------------------------------------------------------------------------------------------
+
 void Pair::changeState(state next) noexcept {
-  if (next == CLOSED && state_ == CONNECTED) ended_at_ = Clock::now();
+  if (next == CLOSED && state_ == CONNECTED) {
+    ended_at_ = Clock::now();
+    if (ex_ != nullptr) signal_all();
+    for (tcp::Op& op : tx_) op.ubuf = {};
+    kept_.clear();
+  }
   tcp::Pair::changeState(next);
 }
+
+// All that still wait to send or to receive; see also Waiter::look_around.
+void Pair::signal_all() noexcept {
+  const auto signal = [&](const Weak& weak) {
+    const Alive buffer(weak);
+    if (buffer) static_cast<Receiver*>(buffer.operator->())->signalException(ex_);
+  };
+  for (const auto& [group, talk] : talks_) {
+    for (const auto& [slot, line] : talk.lines) {
+      for (const Part& part : line.sends) signal(part.buffer);
+      for (const Part& part : line.receives) signal(part.buffer);
+    }
+  }
+}
+
+// Packets --------------------------------------------------------------------------------------
 
 Packet::Packet(Pair* pair) : pair_(pair) {
   if (pair_ == nullptr) return;
@@ -113,34 +399,31 @@ Packet::~Packet() {
   setsockopt(pair_->fd_, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
 }
 
-void Pair::send(gloo::transport::UnboundBuffer* buffer, uint64_t slot, size_t offset, size_t bytes) {
-  const Packet packet(this);
-  tcp::Pair::send(buffer, slot, offset, bytes);
+// Buffers --------------------------------------------------------------------------------------
+
+Receiver::Receiver(std::shared_ptr<tcp::Context> context, Route& route, void* data, size_t bytes)
+    : UnboundBuffer(std::move(context), data, bytes), route_(route) {}
+
+Receiver::~Receiver() {
+  if (unsent_ == 0) return;
+  for (Pair* pair : receivers_) pair->release(*this, group_);
 }
 
-bool Pair::write(tcp::Op& op) {
-  const auto code = op.getOpcode();
-  const bool notifies = code == tcp::Op::NOTIFY_RECV_READY || code == tcp::Op::NOTIFY_SEND_READY;
-  if (packets_ > 0 && notifies && op.nwritten == 0) {
-    const ssize_t sent =
-        ::send(fd_, &op.preamble, sizeof op.preamble, MSG_MORE | MSG_NOSIGNAL | MSG_DONTWAIT);
-    op.nwritten = std::max<ssize_t>(sent, 0);
-    is_held_ = true;
-    if (op.nwritten == sizeof op.preamble) return true;
+void Receiver::send(int peer, uint64_t slot, size_t offset, size_t bytes) {
+  Pair& pair = route_.pair_with(peer);
+  if (std::find(receivers_.begin(), receivers_.end(), &pair) == receivers_.end()) {
+    receivers_.push_back(&pair);
   }
-  const bool all = tcp::Pair::write(op);
-  if (!notifies) is_held_ = false;
-  return all;
+  pair.send(*this, group_, slot, offset, std::min(bytes, size - offset));
 }
 
-bool Receiver::has_received() {
-  const std::lock_guard<std::mutex> lock(m_);
-  return recvCompletions_ > 0;
+void Receiver::recv(int peer, uint64_t slot, size_t offset, size_t bytes) {
+  route_.pair_with(peer).receive(*this, group_, slot, offset, std::min(bytes, size - offset));
 }
 
-int Receiver::sent() {
+bool Receiver::has_ended() {
   const std::lock_guard<std::mutex> lock(m_);
-  return sendCompletions_;
+  return recvCompletions_ + sendCompletions_ > 0;
 }
 
 }  // namespace fl

@@ -1,4 +1,9 @@
-// A connection of Gloo's, with what Gloo has no name for.
+// A connection of Gloo's, with what Gloo has no name for, and with messages of many groups.
+//
+// Gloo has the socket, its thread and the queue of what is to be sent. What travels is our own: a receiver
+// says that it is ready, and the sender sends; Gloo's sender says before that it will, which is of use only
+// to who receives from any rank, and it searches all slots with every message. And what was begun in a group
+// that has ended must not stand in the way of others: see release.
 #pragma once
 
 #include <gloo/transport/tcp/context.h>
@@ -8,6 +13,13 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstdint>
+#include <functional>
+#include <list>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
 
 #include "../common/operation.h"
 
@@ -20,37 +32,86 @@ namespace fl {
 int descriptor_of(const gloo::transport::tcp::Device& device);
 const gloo::transport::tcp::attr& attributes_of(const gloo::transport::tcp::Device& device);
 
+class Receiver;
+
 class Pair : public gloo::transport::tcp::Pair {
  public:
+  // The other end, rank `peer`, tells `text` of a group that is not over here: on Gloo's thread or one that
+  // reads, with the pair locked.
+  using Told = std::function<void(int peer, uint64_t group, const std::string& text)>;
+
   // With a socket that is connected; throws, and leaves it alone, where the other end has gone.
   Pair(gloo::transport::tcp::Context* context, gloo::transport::tcp::Device* device, int peer,
-       int socket);
+       int socket, Told told);
+  ~Pair() override;
 
   // Whether Gloo's thread reads what arrives; it does from the beginning.
   void is_served(bool served);
   // Read what has arrived, on this thread.
   void read_what_has_arrived();
-  // What says how long the message is goes with it.
-  void send(gloo::transport::UnboundBuffer* buffer, uint64_t slot, size_t offset,
-            size_t bytes) override;
+
+  // Within a slot of a group messages arrive in the order in which they were sent. Throws where the
+  // connection is broken.
+  void send(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes);
+  void receive(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes);
+  // What the other end is told at once, in its turn; `is_last`: there is nothing more of this group, and what
+  // comes for it is dropped.
+  void tell(uint64_t group, const std::string& text, bool is_last);
   using gloo::transport::tcp::Pair::send;
 
-  // When the connection ended; kNever: it has not.
+  // Before `buffer` is destroyed: what of it is on its way gets there.
+  void release(const Receiver& buffer, uint64_t group);
+
+  // When the connection ended; kNever: it has not. And why, as Gloo says it.
   Clock::time_point ended_at() const { return ended_at_; }
+  std::string problem();
   // Whether the peer's kernel has all that was sent, or has said nothing for as long as `silence`. What it
   // has, the peer gets, also where this end closes now.
   bool has_delivered(std::chrono::milliseconds silence);
 
  private:
   friend class Packet;
+  using Buffer = gloo::transport::tcp::UnboundBuffer;
+  using Weak = gloo::WeakNonOwningPtr<Buffer>;
+  using Alive = gloo::NonOwningPtr<Buffer>;
+  struct Part {
+    Weak buffer;
+    size_t offset, bytes;
+  };
+  struct Line {
+    std::list<Part> sends, receives;  // that wait
+    int ready = 0;                    // receives of the other end that wait
+  };
+  struct Talk {
+    std::unordered_map<uint64_t, Line> lines;  // by slot
+    bool is_over_here = false, is_over_there = false;
+  };
+  using Lines = std::unordered_map<uint64_t, Line>;
+  class Kept;
+
+  bool read() override;
   bool write(gloo::transport::tcp::Op& op) override;
   void changeState(state next) noexcept override;
 
-  std::atomic<Clock::time_point> ended_at_{kNever};
+  void require_connected();
+  void put(size_t code, uint64_t group, uint64_t slot, const Part& part);
+  void fail(const char* doing, int error);
+  iovec next_room(Alive& buffer);
+  void find_place();
+  void take_message(const Alive& buffer);
+  void signal_all() noexcept;
+  static void tidy(Lines& lines, uint64_t slot);
 
-  // Under its mutex, like all else: how many packets have begun, and whether the kernel holds one back.
-  int packets_ = 0;
-  bool is_held_ = false;
+  const Told told_;
+  std::atomic<Clock::time_point> ended_at_{kNever};
+  // Under its mutex, like all else.
+  std::unordered_map<uint64_t, Talk> talks_;  // by group
+  std::list<Kept> kept_;                      // what goes out and is nobody else's
+  bool is_placed_ = false;                    // what arrives just now has its buffer, if it has one
+  std::string note_;
+  std::unique_ptr<char[]> waste_;  // for what nobody has a buffer for any more
+  int packets_ = 0;       // how many have begun
+  bool is_held_ = false;  // the kernel holds one back
 };
 
 // While it lives, what notifies the peer of messages goes in one packet with what is sent to it next.
@@ -65,15 +126,38 @@ class Packet {
   Pair* const pair_;
 };
 
-// What all buffers of Links are.
+// A group as connections know it.
+class Route {
+ public:
+  explicit Route(uint64_t group) : group(group) {}
+  virtual ~Route() = default;
+
+  // That with a rank of the group; it is made where there is none. Throws Failure.
+  virtual Pair& pair_with(int peer) = 0;
+
+  const uint64_t group;  // a number that no other has: that of a group that is no part of another is 0
+};
+
+// What all buffers of a group are: `context` has its connections.
 class Receiver : public gloo::transport::tcp::UnboundBuffer {
  public:
-  using UnboundBuffer::UnboundBuffer;
+  Receiver(std::shared_ptr<gloo::transport::tcp::Context> context, Route& route, void* data,
+           size_t bytes);
+  ~Receiver() override;
 
-  // Whether a wait for the next message would return at once.
-  bool has_received();
-  // How many sends have ended that nobody has waited for.
-  int sent();
+  void send(int peer, uint64_t slot, size_t offset, size_t bytes) override;
+  void recv(int peer, uint64_t slot, size_t offset, size_t bytes) override;
+  using UnboundBuffer::recv;
+
+  // Whether a wait for what it sends or receives would return at once.
+  bool has_ended();
+
+ private:
+  friend class Pair;
+  Route& route_;
+  const uint64_t group_ = route_.group;
+  std::vector<Pair*> receivers_;
+  std::atomic<int> unsent_{0};
 };
 
 }  // namespace fl

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "pair.h"
+
 namespace fl {
 namespace {
 
@@ -11,8 +13,7 @@ constexpr std::chrono::hours kForever{10000};
 
 }  // namespace
 
-Watch::Watch(Connections& connections)
-    : connections_(connections), thread_(&Watch::work, this) {}
+Watch::Watch() : thread_(&Watch::work, this) {}
 
 Watch::~Watch() {
   {
@@ -21,25 +22,6 @@ Watch::~Watch() {
   }
   changed_.notify_one();
   thread_.join();
-}
-
-void Watch::end(const Failure& reason) noexcept {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (!reason_) reason_ = reason;
-  for (Waiter* waiter : waiters_) waiter->wake();
-  ended_.notify_all();
-}
-
-void Watch::foretell(const Failure& reason) noexcept {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (!reason_) reason_ = reason;
-  ended_.notify_all();
-}
-
-std::optional<Failure> Watch::reason(Clock::time_point end) const {
-  std::unique_lock<std::mutex> lock(mutex_);
-  ended_.wait_until(lock, end, [&] { return reason_.has_value(); });
-  return reason_;
 }
 
 void Watch::add(Waiter& waiter) {
@@ -100,9 +82,38 @@ void Watch::wake_those_who_should_know() {
   }
 }
 
-Waiter::Waiter(Watch& watch, Clock::time_point deadline, InterruptCheck interrupt,
+void Connections::end(const Failure& reason) noexcept {
+  const std::lock_guard<std::mutex> lock(watch.mutex_);
+  if (!reason_) reason_ = reason;
+  for (Waiter* waiter : watch.waiters_) {
+    if (&waiter->connections_ == this) waiter->wake();
+  }
+  watch.ended_.notify_all();
+}
+
+void Connections::foretell(const Failure& reason) noexcept {
+  const std::lock_guard<std::mutex> lock(watch.mutex_);
+  if (!reason_) reason_ = reason;
+  watch.ended_.notify_all();
+}
+
+std::optional<Failure> Connections::reason(Clock::time_point end) const {
+  std::unique_lock<std::mutex> lock(watch.mutex_);
+  watch.ended_.wait_until(lock, end, [&] { return reason_.has_value(); });
+  return reason_;
+}
+
+void Connections::wake_those_who_should_know() noexcept {
+  const std::lock_guard<std::mutex> lock(watch.mutex_);
+  watch.wake_those_who_should_know();
+}
+
+Waiter::Waiter(Connections& connections, Clock::time_point deadline, InterruptCheck interrupt,
                const std::atomic<bool>* is_awaited)
-    : watch_(watch), deadline_(deadline), interrupt_(interrupt), is_awaited_(is_awaited) {
+    : connections_(connections),
+      deadline_(deadline),
+      interrupt_(interrupt),
+      is_awaited_(is_awaited) {
   watch_.add(*this);
   current_ = this;
 }
@@ -116,7 +127,7 @@ thread_local Waiter* Waiter::current_ = nullptr;
 
 void Waiter::received(gloo::transport::UnboundBuffer& buffer, int peer) {
   using gloo::transport::UnboundBuffer;
-  watch_.connections_.read(buffer, peer);
+  connections_.read(buffer, peer);
   wait(buffer, peer, &UnboundBuffer::waitRecv, &UnboundBuffer::abortWaitRecv);
 }
 
@@ -127,6 +138,7 @@ void Waiter::sent(gloo::transport::UnboundBuffer& buffer, int peer) {
 
 // A wait that was woken has not lost what it waits for: it can be taken up again.
 void Waiter::wait(gloo::transport::UnboundBuffer& buffer, int peer, Wait wait, Abort abort) {
+  const auto has_ended = [&] { return static_cast<Receiver&>(buffer).has_ended(); };
   for (;;) {
     enter(buffer, peer, abort);
     bool finished = false;
@@ -138,15 +150,17 @@ void Waiter::wait(gloo::transport::UnboundBuffer& buffer, int peer, Wait wait, A
     }
     leave();
     if (finished) break;
-    if (error) throw watch_.connections_.explain(peer, *error);
+    if (error) throw connections_.explain(peer, *error);
+    if (has_ended()) continue;
     look_around(peer);
+    if (doomed_ && connections_.has_said_all(peer) && !has_ended()) look_around(peer);
   }
   doomed_ = false;
 }
 
 void Waiter::enter(gloo::transport::UnboundBuffer& buffer, int peer, Abort abort) {
   const std::lock_guard<std::mutex> lock(watch_.mutex_);
-  if (watch_.reason_) throw Failure(*watch_.reason_);
+  if (connections_.reason_) throw Failure(*connections_.reason_);
   buffer_ = &buffer;
   abort_ = abort;
   peer_ = peer;
@@ -165,20 +179,20 @@ void Waiter::wake() noexcept {
 
 bool Waiter::should_know(Clock::time_point now) const {
   if (buffer_ == nullptr) return false;
-  return watch_.reason_ || interrupt_ != nullptr || now >= deadline_ ||
-         watch_.connections_.is_leaving(peer_) || watch_.connections_.is_lost(peer_);
+  return connections_.reason_ || interrupt_ != nullptr || now >= deadline_ ||
+         connections_.is_leaving(peer_) || connections_.is_lost(peer_);
 }
 
 void Waiter::look_around(int peer) {
-  if (const auto reason = watch_.reason()) throw Failure(*reason);
+  if (const auto reason = connections_.reason()) throw Failure(*reason);
   if (is_interrupted()) {
     throw Failure(FL_CLOSED, {}, "a signal handler interrupted the operation");
   }
   if (Clock::now() >= deadline_) throw TimedOut(peer);
   if (unmatched_ != nullptr && is_awaited_ != nullptr && *is_awaited_) unmatched_->look_around();
-  if (!watch_.connections_.is_lost(peer)) return;
+  if (!connections_.is_lost(peer)) return;
   // Gloo notifies only some of those who wait on a broken connection.
-  if (doomed_) throw watch_.connections_.explain(peer, "the connection broke");
+  if (doomed_) throw connections_.explain(peer, "the connection broke");
   doomed_ = true;
 }
 
@@ -188,7 +202,7 @@ Waiter::Unmatched::Unmatched(Waiter& waiter, std::vector<int> peers, double wait
 }
 
 void Waiter::Unmatched::look_around() const {
-  const auto is_leaving = [&](int peer) { return waiter_.watch_.connections_.is_leaving(peer); };
+  const auto is_leaving = [&](int peer) { return waiter_.connections_.is_leaving(peer); };
   // Of each, also where another one is not: its time begins when it is asked for first.
   const auto count = static_cast<size_t>(std::count_if(peers_.begin(), peers_.end(), is_leaving));
   if (count == peers_.size() && Clock::now() > vain_at_) throw Failure(FL_LEAVING, peers_, kIsLeaving);

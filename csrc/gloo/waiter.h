@@ -23,35 +23,16 @@ using InterruptCheck = int (*)();
 // How often a wait is looked after, and the longest that its end may come late.
 constexpr std::chrono::milliseconds kTick{100};
 
-// What is known of the connections that are waited on.
-class Connections {
- public:
-  virtual ~Connections() = default;
-  virtual bool is_lost(int peer) = 0;
-  // Whether it begins no more messages, and those that it has begun are here.
-  virtual bool is_leaving(int peer) = 0;
-  // For a moment, read what comes from `peer` on the thread that is to wait for it in `buffer`.
-  virtual void read(gloo::transport::UnboundBuffer& buffer, int peer) = 0;
-  // What an error of a wait for `peer` means.
-  virtual Failure explain(int peer, const std::string& what) = 0;
-};
-
+class Connections;
 class Waiter;
 
-// Looks after all waits of a group, on a thread of its own. Gloo's own limit on a wait is no help:
-// when it fires, it closes the connections before this rank could report why to the others.
+// Looks after all waits of a group, and of the groups made of it, on a thread of its own. Gloo's own limit on
+// a wait is no help: when it fires, it closes the connections before this rank could report why to the others.
 class Watch {
  public:
-  explicit Watch(Connections& connections);
+  Watch();
   ~Watch();
   Watch(const Watch&) = delete;
-
-  // End every wait, and those to come, with `reason`; the first one counts.
-  void end(const Failure& reason) noexcept;
-  // The reason ahead of that.
-  void foretell(const Failure& reason) noexcept;
-  // Why waits have been ended, if they have been, or are before `end`.
-  std::optional<Failure> reason(Clock::time_point end = {}) const;
 
   // Do `chore` on this thread too, now and whenever it says; at most once.
   void also(std::function<Clock::time_point()> chore);
@@ -59,6 +40,7 @@ class Watch {
   void hurry();
 
  private:
+  friend class Connections;
   friend class Waiter;
   void add(Waiter& waiter);
   void remove(Waiter& waiter) noexcept;
@@ -66,17 +48,47 @@ class Watch {
   void do_chore(std::unique_lock<std::mutex>& lock);
   void wake_those_who_should_know();
 
-  Connections& connections_;
   mutable std::mutex mutex_;
   mutable std::condition_variable ended_;
   std::condition_variable changed_;
   std::vector<Waiter*> waiters_;
-  std::optional<Failure> reason_;
   std::function<Clock::time_point()> chore_;
   Clock::time_point due_ = kNever;  // the chore
   bool closing_ = false;
   bool ticking_ = false;
   std::thread thread_;  // last: it begins when all else is there
+};
+
+// What is known of the connections of a group, and whether it is waited on them at all.
+class Connections {
+ public:
+  explicit Connections(Watch& watch) : watch(watch) {}
+  virtual ~Connections() = default;
+
+  virtual bool is_lost(int peer) = 0;
+  // Whether nothing more comes of one that is lost: what it has sent is here.
+  virtual bool has_said_all(int peer) = 0;
+  // Whether it begins no more messages, and those that it has begun are here.
+  virtual bool is_leaving(int peer) = 0;
+  // For a moment, read what comes from `peer` on the thread that is to wait for it in `buffer`.
+  virtual void read(gloo::transport::UnboundBuffer& buffer, int peer) = 0;
+  // What an error of a wait for `peer` means.
+  virtual Failure explain(int peer, const std::string& what) = 0;
+
+  // End every wait of the group, and those to come, with `reason`; the first one counts.
+  void end(const Failure& reason) noexcept;
+  // The reason ahead of that.
+  void foretell(const Failure& reason) noexcept;
+  // Why waits have been ended, if they have been, or are before `end`.
+  std::optional<Failure> reason(Clock::time_point end = {}) const;
+  // There is news: who waits for a rank that is lost is to know it at once.
+  void wake_those_who_should_know() noexcept;
+
+  Watch& watch;
+
+ private:
+  friend class Waiter;
+  std::optional<Failure> reason_;  // guarded by the watch's mutex
 };
 
 // The waiter's own deadline has passed, not that of another operation.
@@ -88,7 +100,7 @@ struct TimedOut : Failure {
 class Waiter {
  public:
   // `is_awaited` of a message: whether anybody waits for its operation.
-  Waiter(Watch& watch, Clock::time_point deadline, InterruptCheck interrupt,
+  Waiter(Connections& connections, Clock::time_point deadline, InterruptCheck interrupt,
          const std::atomic<bool>* is_awaited = nullptr);
   ~Waiter();
   Waiter(const Waiter&) = delete;
@@ -126,6 +138,7 @@ class Waiter {
   void look_around(int peer);
 
  private:
+  friend class Connections;
   friend class Watch;
   using Wait = bool (gloo::transport::UnboundBuffer::*)(int*, std::chrono::milliseconds);
   using Abort = void (gloo::transport::UnboundBuffer::*)();
@@ -137,7 +150,8 @@ class Waiter {
 
   static thread_local Waiter* current_;
   Waiter* const outer_ = current_;
-  Watch& watch_;
+  Connections& connections_;
+  Watch& watch_ = connections_.watch;
   const Clock::time_point deadline_;
   const InterruptCheck interrupt_;
   const std::atomic<bool>* const is_awaited_;

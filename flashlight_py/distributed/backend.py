@@ -42,6 +42,8 @@ class Backend(abc.ABC):
     # Whether ranks may leave out the array that a broadcast fills: it has what the root's has.
     finds_shape = False
     count: Sequence[int] = (0,)  # how many calls users have made in its group, where that is known
+    # That of all its ranks whose connections groups share that are made of this one; see ``Kin``.
+    network: Any = None
 
     @cached_property
     def hosts(self) -> Sequence[Sequence[int]]:

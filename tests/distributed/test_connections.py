@@ -89,6 +89,18 @@ def test_only_those_who_need_each_other_are_connected() -> None:
     assert (counts[:, 3] == base + RANKS).all()
 
 
+def in_a_ring(rank: int, size: int) -> None:
+    came = np.empty(1)
+    for _ in range(3):
+        fl.sendrecv(np.full(1, float(rank)), (rank + 1) % size, came, (rank - 1) % size)
+        assert came[0] == (rank - 1) % size
+
+
+def test_many_ranks_send_to_the_next_in_a_ring() -> None:
+    """Each waited for the next to receive, which waited for the one after it."""
+    run_ranks(in_a_ring, RANKS, **begin())
+
+
 def on_two_hosts(rank: int, size: int) -> list[int]:
     counts = [sockets()]
     assert (fl.all_reduce(np.full(3, rank)) == size * (size - 1) // 2).all()

@@ -14,7 +14,7 @@ from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.exchange import Steps, exchange_bytes
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.checks import check_rank, check_seconds, whole
-from flashlight_py.distributed.groups.membership import Membership, of
+from flashlight_py.distributed.groups.membership import Membership, groups_so_far, of
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.verbs import BARRIER, RECV, SEND
 from flashlight_py.errors import MismatchError
@@ -34,8 +34,8 @@ def new_group(
     """Make a group of some ranks of the world, or of ``group``.
 
     Collective over the world (or ``group``), blocking: every rank calls it, with the same list,
-    also those that are not in it. The group has connections of its own, so its collectives may
-    be in flight together with those of other groups. ``with`` closes it, as does ``close()``,
+    also those that are not in it. Its collectives may be in flight together with those
+    of other groups. ``with`` closes it, as does ``close()``,
     and the end of the world.
 
     Args:
@@ -64,9 +64,10 @@ def new_group(
         seconds = check_seconds("new_group", timeout)
         steps = Steps(parent.backend(), "new_group")
         with parent.journal.recording("new_group"):
-            mine = json.dumps([f"new_group {members}", seconds]).encode()
-            _require_same(parent, "new_group", map(json.loads, exchange_bytes(steps, mine)))
-            return _founded(parent, steps, members, seconds)
+            mine = json.dumps([f"new_group {members}", seconds, next(groups_so_far)]).encode()
+            asked = list(map(json.loads, exchange_bytes(steps, mine)))
+            _require_same(parent, "new_group", [(words, limit) for words, limit, _ in asked])
+            return _founded(parent, steps, members, seconds, [count for *_, count in asked])
 
 
 def split(
@@ -100,12 +101,12 @@ def split(
         seconds = check_seconds("split", timeout)
         steps = Steps(parent.backend(), "split")
         with parent.journal.recording("split"):
-            texts = exchange_bytes(steps, json.dumps([*mine, seconds]).encode())
-            choices = list(map(json.loads, texts))
-            _require_same(parent, "split", [("split", limit) for _, _, limit in choices])
-            alike = [(k, rank) for rank, (c, k, _) in enumerate(choices) if c == mine[0]]
+            card = json.dumps([*mine, seconds, next(groups_so_far)]).encode()
+            choices = list(map(json.loads, exchange_bytes(steps, card)))
+            _require_same(parent, "split", [("split", limit) for _, _, limit, _ in choices])
+            alike = [(k, rank) for rank, (c, k, *_) in enumerate(choices) if c == mine[0]]
             members = [] if mine[0] is None else [rank for _, rank in sorted(alike)]
-            return _founded(parent, steps, members, seconds)
+            return _founded(parent, steps, members, seconds, [count for *_, count in choices])
 
 
 def _require_same(parent: Membership, verb: str, asked: Iterable[tuple[str, float | None]]) -> None:
@@ -120,10 +121,15 @@ def _require_same(parent: Membership, verb: str, asked: Iterable[tuple[str, floa
 
 
 def _founded(
-    parent: Membership, steps: Backend, members: list[int], seconds: float | None
+    parent: Membership,
+    steps: Backend,
+    members: list[int],
+    seconds: float | None,
+    counts: Sequence[int],
 ) -> ProcessGroup:
-    store = MemberStore(steps, members) if parent.rank in members else None
-    return cast("ProcessGroup", parent.subgroup(members, store, seconds))
+    is_member = parent.rank in members
+    store, count = (MemberStore(steps, members), counts[members[0]]) if is_member else (None, None)
+    return cast("ProcessGroup", parent.subgroup(members, store, seconds, count))
 
 
 # Members of a new group meet by messages of the old one: no port, no file, and the code that

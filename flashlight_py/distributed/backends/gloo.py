@@ -17,7 +17,7 @@ from flashlight_py.distributed.backends.native_work import NativeWork
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.failures.wording import HOST_ADVICE, UNUSABLE, names, who_that_was
 from flashlight_py.distributed.rendezvous.secret import nonce, proof
-from flashlight_py.distributed.rendezvous.store import Peer, Store, Waiting, this_process
+from flashlight_py.distributed.rendezvous.store import Kin, Peer, Store, Waiting, this_process
 from flashlight_py.errors import (
     BackendUnavailableError,
     CollectiveTimeoutError,
@@ -27,6 +27,9 @@ from flashlight_py.errors import (
 
 # While ranks connect, a look at the others' processes every so many seconds.
 _LOOK_SECONDS = 0.1
+
+# Which ranks there may be, in the numbers of groups.
+_RANK_BITS = 24
 
 
 class GlooBackend(NativeBackend):
@@ -68,7 +71,7 @@ class GlooBackend(NativeBackend):
     ) -> None:
         native = _native.load("gloo")
         super().__init__(native, store, timeout)
-        self._joining = joining
+        self._joining, self._places = joining, list(range(self.size))
         self._begin(native, self._create(address))
         try:
             is_watched |= len(set(hosts)) < 2
@@ -81,6 +84,22 @@ class GlooBackend(NativeBackend):
         except BaseException:
             self.close()
             raise
+
+    @property
+    def network(self) -> GlooBackend:
+        """This one: groups that are made of it share its connections."""
+        return self
+
+    def kin(self, ranks: Sequence[int], count: int, is_all: bool) -> Kin:
+        """Return that ``ranks``, of which the first has this ``count``, are to be a group."""
+        return Kin(self, ranks, (count << _RANK_BITS | self._places[ranks[0]]) << 1, is_all)
+
+    def part(self, store: Store, timeout: float) -> GlooBackend:
+        """Return a backend of some of these ranks, those of ``store``; see ``Kin``.
+
+        Nothing is exchanged. It is to be used when all have it.
+        """
+        return _Part(self, store, timeout)
 
     def _create(self, address: str) -> Any:
         where = address.encode(), b""  # no interface's name: it might have several addresses
@@ -181,3 +200,18 @@ class GlooBackend(NativeBackend):
         self._kept.append(other.group)  # it is freed after this one
         pointer, advice = self.ffi.cast("void *", addresses[1]), f". {HOST_ADVICE}. {UNUSABLE}"
         self.lib.fl_gloo_take_along(self.group, function, pointer, advice.encode())
+
+
+class _Part(GlooBackend):
+    """Some ranks of ``whole``, on its connections."""
+
+    def __init__(self, whole: GlooBackend, store: Store, timeout: float) -> None:
+        native, kin = _native.load("gloo"), store.kin
+        assert kin is not None
+        store.processes = [whole.processes[rank] for rank in kin.ranks]
+        NativeBackend.__init__(self, native, store, timeout)
+        self._peers = [whole._peers[rank] for rank in kin.ranks]
+        self._places = [whole._places[rank] for rank in kin.ranks]
+        ranks = self.ffi.new("int[]", kin.ranks)
+        made = self.lib.fl_gloo_part(whole._open("new_group"), ranks, self.size, kin.number)
+        self._begin(native, self._owned(made))

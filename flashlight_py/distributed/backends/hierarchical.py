@@ -86,6 +86,7 @@ class HierarchicalBackend(Backend):
         self.rank, self.size = rank, flat.size
         self.hosts = [list(host) for host in hosts]
         self._inside, self._between, self._flat = inside, between, flat
+        self.network = flat.network
         team = object()
         take_along = getattr(flat, "take_along", None)
         for part in (inside, between):

@@ -9,6 +9,7 @@ other ranks may still wait for that. A shutdown closes whatever is open.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import sys
 import threading
@@ -44,6 +45,9 @@ _watched: dict[weakref.ref[Membership], list[Backend]] = {}
 
 # Results that are still to be brought home, before it is looked which of them have been.
 _LEAST_UNFINISHED = 8
+
+# How many groups this process has made of others, or has been asked for.
+groups_so_far = itertools.count(1)
 
 # What a child that was forked has from its parent: kept, since nothing of it may be destroyed here.
 _inherited: list[list[Backend]] = []
@@ -161,11 +165,18 @@ class Membership:
             self._joined.insert(0, self.gpus)
         return self.gpus
 
-    def subgroup(self, members: list[int], store: Store | None, timeout: float | None) -> Self:
+    def subgroup(
+        self,
+        members: list[int],
+        store: Store | None,
+        timeout: float | None,
+        count: int | None = None,
+    ) -> Self:
         """Join ``members`` of this group by ``store``; None: this rank is none of them.
 
         Collective among them, blocking. ``timeout`` is in seconds, that of the new group's calls;
-        None: as in this one.
+        None: as in this one. ``count`` is what ``groups_so_far`` has said on the first of them,
+        where that is known.
         """
         ranks, joiner = [self.ranks[member] for member in members], self._joiner
         if store is None:
@@ -173,12 +184,18 @@ class Membership:
         assert joiner is not None or self.size == 1
         if joiner is not None and timeout is not None:
             joiner = joiner.limited(timeout)
+        parent = self.backend()
+        if parent.network is not None:
+            if count is None:
+                count = int(store.exchange(b"%d" % next(groups_so_far))[0])
+            store.kin = parent.network.kin(members, count, parent.network is parent)
         backend = self.backend() if joiner is None else joiner.join(store)
         child = type(self)(backend, ranks, joiner)
         self._children[weakref.ref(child, self._children.pop)] = None
         try:
             # One that closes the group at once must not do so while others still connect to it.
-            store.exchange(b"")
+            if store.kin is None or not store.kin.is_all:
+                store.exchange(b"")
         except BaseException:
             child.close()
             raise

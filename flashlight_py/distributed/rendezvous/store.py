@@ -40,6 +40,7 @@ class Store(abc.ABC):
     ends: Mapping[int, tuple[Any, Any]] = MappingProxyType({})
     secret: bytes = b""  # what all ranks knew beforehand and no exchange shows, if anything
     host_timeout: float = 0.0  # a host that is silent for so many seconds is lost; 0: never
+    kin: Kin | None = None  # what the ranks are part of, where they are joined already
 
     @abc.abstractmethod
     def exchange(self, payload: bytes) -> list[bytes]:
@@ -64,6 +65,23 @@ class Store(abc.ABC):
         """Notify ranks that still wait in this store that this one aborts, and clean up."""
 
 
+class Kin(NamedTuple):
+    """Ranks of a group that are to be one of their own, on connections that ``whole`` has.
+
+    ``whole`` is a backend with ``part``, ``ranks`` are theirs in it. ``number`` is the same on all
+    of them, and that of no other group that has two of them.
+    """
+
+    whole: Any
+    ranks: Sequence[int]
+    number: int
+    is_all: bool  # the group has nothing but ``whole``: no two ranks share memory, for example
+
+    def among(self, ranks: Sequence[int]) -> Kin:
+        """Return the same of some of the ranks, by their numbers here: another group."""
+        return Kin(self.whole, [self.ranks[rank] for rank in ranks], self.number + 1, self.is_all)
+
+
 class SubStore(Store):
     """The ranks ``ranks`` of ``store`` (this one among them) as a store of their own.
 
@@ -79,6 +97,7 @@ class SubStore(Store):
         self.numbers, self.total = self._ranks, store.size
         if len(store.spaces) == store.size:
             self.spaces = [store.spaces[rank] for rank in self._ranks]
+        self.kin = store.kin and store.kin.among(self._ranks)
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Pass ``payload`` and return that of every rank of the sub-store; see ``Store``."""

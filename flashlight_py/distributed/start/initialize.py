@@ -414,6 +414,8 @@ def connect(store: Store, settings: Settings) -> Choice:
     """Join the ranks of ``store``. Collective; every rank makes the same choice."""
     if store.size == 1:
         return Choice(SingleBackend(), "the world is this process alone")
+    if store.kin is not None and store.kin.is_all and settings.backend != "mpi":
+        return Choice(_gloo(store, settings), "that of the group that it is made of")
     topology.exchange_process_info(store, settings.checks)
     if settings.backend != "mpi":
         return _by_cpu(store, settings)
@@ -481,8 +483,8 @@ def _between(
     settings = replace(settings, timeout=between_hosts(settings.timeout))
     flat = _gloo(store, settings, lazily=True)
     if local >= min(map(len, hosts)):
-        store.exchange(b"")
-        store.exchange(b"")
+        for _ in range(0 if store.kin else 2):
+            store.exchange(b"")
         return flat, None
     leading = SubStore(store, [host[local] for host in hosts])
     return flat, _gloo(leading, settings, is_watched=True)
@@ -491,7 +493,13 @@ def _between(
 def _gloo(
     store: Store, settings: Settings, lazily: bool = False, is_watched: bool = False
 ) -> Backend:
-    """Connect through Gloo, on the loopback where that joins all; two exchanges."""
+    """Connect through Gloo, on the loopback where that joins all; two exchanges.
+
+    None where the ranks are part of a group with connections.
+    """
+    if store.kin is not None:
+        backend: Backend = store.kin.whole.part(store, settings.timeout)
+        return backend
     _native.load("gloo")
     identities = store.exchange(host_identity())
     one_host = len(set(identities)) == 1

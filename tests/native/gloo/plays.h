@@ -18,6 +18,9 @@ void play_open_receives(Rank& rank, Random& random, uint64_t step);
 // Messages and collectives whose ends differ.
 void play_mismatches(Rank& rank, Random& random, uint64_t step);
 
+// Groups of some ranks, beside each other and the whole, which goes on whatever becomes of them.
+void play_groups(Rank& rank, Random& random, uint64_t step);
+
 // How a world ends: one rank leaves, or is late, while the others wait for it.
 void play_the_end(Rank& rank, Random& random);
 

@@ -27,9 +27,10 @@ struct Two {
     const size_t bytes = addresses.size();
     addresses.insert(addresses.end(), asking->address().begin(), asking->address().end());
     const std::vector<char> proofs(4 * FL_PROOF_BYTES);
-    const auto nothing = [](int) {};
-    asked->open(addresses.data(), bytes, proofs.data(), made, nothing);
-    asking->open(addresses.data(), bytes, proofs.data(), [](int, gloo::transport::Pair&) {}, nothing);
+    const auto told = [](int, uint64_t, const std::string&) {};
+    const auto calls = [](uint64_t) { return int64_t{0}; };
+    asked->open(addresses.data(), bytes, proofs.data(), made, told, calls);
+    asking->open(addresses.data(), bytes, proofs.data(), [](int, fl::Pair&) {}, told, calls);
   }
   ~Two() {
     asked->close();
@@ -45,7 +46,7 @@ int main() {
   std::promise<bool> had;
   fl::Links* asked = nullptr;
   {
-    const Two two([&](int peer, gloo::transport::Pair&) { had.set_value(asked->is_connected(peer)); });
+    const Two two([&](int peer, fl::Pair&) { had.set_value(asked->is_connected(peer)); });
     asked = two.asked.get();
     const bool reached = two.asking->await(0, fl::Clock::now() + std::chrono::seconds(20));
     std::cout << had.get_future().get() << " " << reached << "\n";
@@ -53,7 +54,7 @@ int main() {
   for (int round = 0; round < 100; ++round) {
     std::thread closes;
     std::promise<void> made;
-    const Two two([&](int, gloo::transport::Pair&) {
+    const Two two([&](int, fl::Pair&) {
       closes = std::thread([&] { asked->close(); });
       std::this_thread::sleep_for(std::chrono::milliseconds(1));  // until it waits for the lock
       made.set_value();

@@ -25,11 +25,12 @@ void one_world(uint64_t seed) {
   in_world(ranks, lazily, [seed](Rank& rank) {
     Random random(seed + 1);  // the same on every rank
     for (int i = 0; i < kSteps; ++i) {
-      const uint64_t step = seed * 1000 + i * 20, kind = random.below(9);
+      const uint64_t step = seed * 1000 + i * 20, kind = random.below(10);
       if (kind < 4) play_collective(rank, random, step);
       if (kind >= 4 && kind < 7) play_messages(rank, random, step);
       if (kind == 7) play_mismatches(rank, random, step);
       if (kind == 8) play_open_receives(rank, random, step);
+      if (kind == 9) play_groups(rank, random, step);
     }
     play_the_end(rank, random);
   });

@@ -1,5 +1,6 @@
 #include "world.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "../../../csrc/reduce/reduce.h"
@@ -24,6 +25,12 @@ void Rank::connect(const std::vector<char>& addresses, bool lazily) {
   check_ok(fl_gloo_connect(group_, addresses.data(), addresses.size() / size, proofs.data(),
                            lazily, 60),
            "connect");
+}
+
+Rank Rank::part(const std::vector<int>& ranks, uint64_t number) const {
+  const int size = static_cast<int>(ranks.size());
+  const auto place = std::find(ranks.begin(), ranks.end(), rank) - ranks.begin();
+  return {static_cast<int>(place), size, fl_gloo_part(group_, ranks.data(), size, number)};
 }
 
 void Rank::close() {

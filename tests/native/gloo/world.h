@@ -18,6 +18,8 @@ class Rank {
   Rank(int rank, int size) : rank(rank), size(size) {}
   ~Rank() { close(); }
   Rank(const Rank&) = delete;
+  // That of a group of some ranks, this one among them.
+  Rank part(const std::vector<int>& ranks, uint64_t number) const;
 
   void create();
   std::vector<char> address();
@@ -33,6 +35,8 @@ class Rank {
   double seconds = 60;
 
  private:
+  Rank(int rank, int size, fl_group* group) : rank(rank), size(size), group_(group) {}
+
   fl_group* group_ = nullptr;
 };
 

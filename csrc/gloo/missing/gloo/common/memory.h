@@ -1,5 +1,6 @@
 // Debian's libgloo-dev lacks this file, which Gloo's headers of TCP include: looked for last, after a
-// complete Gloo's. Of these classes only the size counts here, which is that of their one pointer.
+// complete Gloo's. What has these pointers is laid out as there; who shares itself by one is made and
+// destroyed in the library.
 #pragma once
 
 #include <memory>
@@ -7,27 +8,38 @@
 namespace gloo {
 
 template <typename T>
+class WeakNonOwningPtr;
+
+// To what is not destroyed as long as this lives; null where it was.
+template <typename T>
 class NonOwningPtr final {
+ public:
+  NonOwningPtr() = default;
+  explicit NonOwningPtr(const WeakNonOwningPtr<T>& weak) : ptr_(weak.ptr_.lock()) {}
+
+  T* operator->() const noexcept { return ptr_.get(); }
+  explicit operator bool() const noexcept { return ptr_ != nullptr; }
+
  private:
   std::shared_ptr<T> ptr_;
-};
-
-template <typename T>
-class ShareableNonOwningPtr;
-
-template <typename T>
-class WeakNonOwningPtr final {
- public:
-  explicit WeakNonOwningPtr(const ShareableNonOwningPtr<T>&);
-
- private:
-  std::weak_ptr<T> ptr_;
 };
 
 template <typename T>
 class ShareableNonOwningPtr final {
  private:
+  friend class WeakNonOwningPtr<T>;
   std::shared_ptr<T> ptr_;
+};
+
+template <typename T>
+class WeakNonOwningPtr final {
+ public:
+  WeakNonOwningPtr() = default;
+  explicit WeakNonOwningPtr(const ShareableNonOwningPtr<T>& shared) : ptr_(shared.ptr_) {}
+
+ private:
+  friend class NonOwningPtr<T>;
+  std::weak_ptr<T> ptr_;
 };
 
 }  // namespace gloo

@@ -1,0 +1,204 @@
+#include "family.h"
+
+#include <gloo/transport/device.h>
+#include <gloo/transport/tcp/address.h>
+
+#include <algorithm>
+#include <thread>
+
+#include "mesh.h"
+
+namespace fl {
+namespace {
+
+using std::chrono::milliseconds;
+
+// What cannot be delivered in this time is not worth waiting for; and how often that is looked at.
+constexpr milliseconds kGoodbye{500}, kDeliveryTick{2};
+
+std::shared_ptr<gloo::transport::tcp::Device> create_device(const std::string& host,
+                                                            const std::string& interface) {
+  gloo::transport::tcp::attr attributes;
+  attributes.hostname = host;
+  attributes.iface = interface;
+  return std::dynamic_pointer_cast<gloo::transport::tcp::Device>(
+      gloo::transport::tcp::CreateDevice(attributes));
+}
+
+// Whoever has gone needs to be told nothing.
+void tell_one(Pair& pair, uint64_t group, const std::string& text) noexcept {
+  try {
+    pair.tell(group, text, Mesh::is_last(text));
+  } catch (const std::exception&) {
+  }
+}
+
+}  // namespace
+
+Family::Family(int rank, int size, const std::string& host, const std::string& interface,
+               bool listens_on)
+    : links(std::make_shared<Links>(create_device(host, interface), rank, size, listens_on)),
+      connections_(size) {}
+
+Family::~Family() { links->close(); }
+
+void Family::open(const char* addresses, size_t bytes, const char* proofs) {
+  links->open(
+      addresses, bytes, proofs, [this](int peer, Pair& pair) { connected(peer, pair); },
+      [this](int peer, uint64_t group, const std::string& text) { told(peer, group, text); },
+      [this](uint64_t group) { return calls_of(group); });
+}
+
+void Family::add(Mesh& group) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  groups_.emplace(group.group, &group);
+  const auto early = early_.find(group.group);
+  if (early == early_.end()) return;
+  for (const auto& [peer, text] : early->second) group.hear(group.place_of(peer), text);
+  early_.erase(early);
+}
+
+void Family::remove(Mesh& group) noexcept {
+  tell(group, Mesh::kClosed);
+  const std::lock_guard<std::mutex> losing(losing_);
+  bool has_ended;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    groups_.erase(group.group);
+    has_ended = this->has_ended();
+    for (int peer : group.members()) {
+      if (connections_[peer] == nullptr) last_words_[peer].emplace_back(group.group, group.told);
+    }
+  }
+  if (has_ended) links->close();
+}
+
+void Family::end(Mesh& group) noexcept {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    group.has_ended = true;
+    if (!has_ended()) return;
+  }
+  links->close();
+}
+
+bool Family::has_ended() const {
+  return std::all_of(groups_.begin(), groups_.end(), [](const auto& each) { return each.second->has_ended; });
+}
+
+// Who connects just now is told by this or by connected().
+void Family::tell(Mesh& group, const std::string& text) noexcept {
+  std::vector<Pair*> connections;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    group.told.push_back(text);
+    for (int peer : group.members()) connections.push_back(connections_[peer]);
+  }
+  for (Pair* pair : connections) {
+    if (pair != nullptr) tell_one(*pair, group.group, text);
+  }
+}
+
+// A connection that is closed while something comes from the other end drops what is on its way there.
+void Family::deliver() const noexcept {
+  const auto is_delivered = [&] {
+    for (int peer = 0; peer < links->size; ++peer) {
+      Pair* const pair = links->pair(peer);
+      if (pair != nullptr && !pair->has_delivered(kGoodbye)) return false;
+    }
+    return true;
+  };
+  for (const auto end = Clock::now() + kGoodbye; !is_delivered() && Clock::now() < end;) {
+    std::this_thread::sleep_for(kDeliveryTick);
+  }
+}
+
+// On Gloo's thread: before anything else is sent or received there.
+void Family::connected(int peer, Pair& pair) {
+  std::vector<std::pair<uint64_t, Told>> words;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    connections_[peer] = &pair;
+    std::swap(words, last_words_[peer]);
+    for (const auto& [number, group] : groups_) {
+      if (group->place_of(peer) >= 0) words.emplace_back(number, group->told);
+    }
+  }
+  for (const auto& [group, told] : words) {
+    for (const std::string& text : told) tell_one(pair, group, text);
+  }
+}
+
+// One that is not here is about to be made.
+void Family::told(int peer, uint64_t group, const std::string& text) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = groups_.find(group);
+  if (found == groups_.end()) return early_[group].emplace_back(peer, text), void();
+  found->second->hear(found->second->place_of(peer), text);
+}
+
+int64_t Family::calls_of(uint64_t group) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = groups_.find(group);
+  return found == groups_.end() ? Links::kAbsent : found->second->calls();
+}
+
+void Family::abandon() const noexcept {
+  links->abandon();
+  if (heartbeat_ != nullptr) heartbeat_->abandon();
+}
+
+// Hosts -----------------------------------------------------------------------------------------
+
+Hosts read_hosts(const fl_hosts& given, int size, const char* addresses, size_t bytes,
+                 const char* proofs) {
+  Hosts hosts;
+  hosts.seconds = given.seconds;
+  for (int r = 0; r < size; ++r) {
+    hosts.numbers.push_back(given.numbers[r]);
+    hosts.names.emplace_back(given.names[r]);
+    const char* at = addresses + r * bytes;
+    hosts.addresses.push_back(gloo::transport::tcp::Address(std::vector<char>(at, at + bytes)).getSockaddr());
+    set_port(hosts.addresses.back(), given.ports[r]);
+    const char* mine = proofs + 2 * FL_PROOF_BYTES * r;
+    hosts.shown.emplace_back(mine, FL_PROOF_BYTES);
+    hosts.expected.emplace_back(mine + FL_PROOF_BYTES, FL_PROOF_BYTES);
+  }
+  return hosts;
+}
+
+int Family::listen_for_hosts() {
+  const gloo::transport::tcp::Address address(links->address());
+  heartbeat_ = std::make_unique<Heartbeat>(links->rank, address.getSockaddr());
+  return heartbeat_->port();
+}
+
+void Family::watch_hosts(Hosts hosts) {
+  if (!(hosts.seconds > 0)) return heartbeat_.reset();
+  links->keep_alive_for(patience_ = hosts.seconds);
+  if (heartbeat_ == nullptr) return;  // another group watches, and takes this one along
+  heartbeat_->begin(std::move(hosts));
+  watch.also([this] {
+    if (const auto lost = heartbeat_->look()) lose(*lost);
+    return heartbeat_->due();
+  });
+}
+
+// Of each group that has ranks there. To notify others takes time, in which a connection may break.
+void Family::lose(const Failure& failure) {
+  const std::lock_guard<std::mutex> losing(losing_);
+  std::vector<std::pair<Mesh*, Failure>> lost;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& each : groups_) {
+      const Failure theirs = each.second->as_its_own(failure);
+      if (!theirs.missing.empty() && !each.second->reason()) lost.emplace_back(each.second, theirs);
+    }
+  }
+  for (const auto& [group, theirs] : lost) group->foretell(theirs);
+  for (const auto& [group, theirs] : lost) group->report_to_others(theirs);
+  deliver();
+  for (const auto& [group, theirs] : lost) group->lose(theirs);
+}
+
+}  // namespace fl
