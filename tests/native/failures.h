@@ -23,5 +23,6 @@ void test_breaking_with_messages(Random& random);
 void test_interrupted_message(Random& random);
 void test_killed_messenger(Random& random);
 void test_many_open(Random& random);
+void test_late_refusal(Random& random);
 
 }  // namespace stress

@@ -168,6 +168,33 @@ void test_killed_messenger(Random& random) {
   });
 }
 
+// A send of little has ended when its receiver refuses it: the sender's next call says so, once.
+void test_late_refusal(Random& random) {
+  const bool is_collective = random.one_in(2);
+  situation() = "a small message is refused after its sender has returned";
+  World world(2, 0, {});
+  Latch refused(2);
+  in_threads(2, [&](int rank) {
+    Member me(world, rank, 2);
+    if (rank == 0) me.expect(me.run(FL_SEND, 1, 5), FL_OK, {});
+    if (rank == 1) {
+      fl_signature other = me.message(FL_RECV, 5);
+      other.count = other.shape[0] = 1;
+      me.expect(outcome_of(me.group->run(other, me.data.data(), nullptr, 0, kForever)), FL_MISMATCH, {});
+    }
+    refused.count_down();
+    refused.wait();
+    if (rank == 0) {
+      // Whatever it calls looks for what has come: here a receive of what the other sends.
+      me.expect(me.run(FL_RECV, 1, 6), FL_OK, {});
+      me.expect(is_collective ? me.call() : me.run(FL_SEND, 1, 7), FL_MISMATCH, {});
+    } else {
+      me.expect(me.run(FL_SEND, 0, 6), FL_OK, {});
+    }
+    me.expect(me.call(), FL_OK, {});
+  });
+}
+
 // Thousands of them, in tags of their own or in one, which end well, or with the group, or with the peer.
 void test_many_open(Random& random) {
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)

@@ -32,6 +32,7 @@ constexpr unsigned kPatience = 200;
 void one_world(uint64_t seed, const Course& course) {
   alarm(kPatience);
   Random random(seed);
+  random.one_in(2) ? setenv("FLASHLIGHT_CHECKS", "sync", 1) : unsetenv("FLASHLIGHT_CHECKS");
   World world(course.ranks, course.calls_before, {course.largest_bytes + 16384, 65536 + 4096});
   Author author(world, Random(random.bits()), course.largest_bytes);
   const Script script = author.write(kCallsInAWorld);
@@ -61,8 +62,10 @@ Course some_course(Random& random, long number) {
   return course;
 }
 
+// Sends wait for their receivers here, also small ones.
 void failures(Random& random, long rounds) {
   alarm(2 * kPatience);
+  setenv("FLASHLIGHT_CHECKS", "sync", 1);
   if (!kOneAddress) test_leaving_after_a_small_part();
   for (long i = 0; i < rounds; ++i) {
     test_leaving(random);
@@ -81,6 +84,9 @@ void failures(Random& random, long rounds) {
     if (i % 8 == 4) test_stopping_half_way(random);
     if (i % 8 == 6) test_breaking_with_messages(random);
   }
+  unsetenv("FLASHLIGHT_CHECKS");
+  test_many_open(random);
+  test_late_refusal(random);
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
   test_out_of_memory();  // the sanitizers' allocators end the program instead
 #endif
