@@ -151,7 +151,7 @@ static int hand_over(work_object *work) {
   return work->python != NULL;
 }
 
-/* How all of them stand, after up to `seconds` for each: FL_OK or FL_PENDING, or what the first other one is. */
+/* How all of them stand, after up to `seconds` for each: FL_OK or FL_PENDING, or the first that is another. */
 static fl_status status_of(work_object *work, double seconds) {
   fl_status found = FL_OK;
   for (int i = 0; i < ops_of(work); ++i) {
@@ -243,4 +243,6 @@ static PyType_Slot slots[] = {
 static PyType_Spec spec = {"flashlight_py._native._fast.Started", sizeof(work_object), 0,
                            Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, slots};
 
-PyObject *work_type(void) { return pthread_atfork(NULL, NULL, count_fork) == 0 ? PyType_FromSpec(&spec) : NULL; }
+PyObject *work_type(void) {
+  return pthread_atfork(NULL, NULL, count_fork) == 0 ? PyType_FromSpec(&spec) : NULL;
+}
