@@ -256,7 +256,10 @@ def numpy_extension(name: str, sources: list[str], depends: list[str]) -> Extens
 
 FAST = numpy_extension(
     "fast",
-    [f"csrc/fast/{name}.c" for name in ("fast", "call", "place", "plain", "uneven", "batch", "objects", "works")],
+    [
+        f"csrc/fast/{name}.c"
+        for name in ("fast", "call", "place", "plain", "uneven", "batch", "objects", "works")
+    ],
     [
         *(f"csrc/fast/{name}.h" for name in ("binding", "plain", "ring")),
         *("csrc/common/ticks.h", "csrc/common/types.cdef.h", "csrc/shm/shm.cdef.h"),

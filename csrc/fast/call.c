@@ -288,6 +288,23 @@ static int has_rows(PyObject *const *args) {
          PyLong_AsLongAndOverflow(args[0], &overflow) == FL_ALL_TO_ALL;
 }
 
+enum { MOST_ARGUMENTS = 9 };
+
+/* A call of a number: the result is one of its kind. */
+static PyObject *call_number(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+  PyObject *given[MOST_ARGUMENTS], *array = plain_of_number(args[1]);
+  if (array == NULL) return NULL;
+  memcpy(given, args, (size_t)count * sizeof *given);
+  given[1] = array;
+  PyObject *result = native_call(self, given, count);
+  if (result == array) {
+    Py_DECREF(result);
+    result = plain_number_of((PyArrayObject *)array, args[1]);
+  }
+  Py_DECREF(array);
+  return result;
+}
+
 /* native(verb, x, out, op, scale, root or peer, tag, async_op): the result, or a Work; NotImplemented,
    and nothing has happened, where Python must do it. A ninth argument, `seconds`, is what a collective
    that blocks may take. In the place of `op` an all_to_all may have `rows`, a
@@ -296,14 +313,15 @@ PyObject *native_call(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   Binding *binding = binding_of(self);
   plain_call call;
   if (binding == NULL) return NULL;
-  if (count != 8 && count != 9) {
+  if (count != MOST_ARGUMENTS - 1 && count != MOST_ARGUMENTS) {
     PyErr_SetString(PyExc_TypeError,
                     "expected (verb, x, out, op, scale, root or peer, tag, async_op[, seconds])");
     return NULL;
   }
-  const double seconds = count == 9 ? PyFloat_AsDouble(args[8]) : binding->seconds;
+  const double seconds = count == MOST_ARGUMENTS ? PyFloat_AsDouble(args[8]) : binding->seconds;
   if (seconds == -1.0 && PyErr_Occurred()) return NULL;
   if (is_left_to_python(binding)) Py_RETURN_NOTIMPLEMENTED;
+  if (args[7] == Py_False && plain_has_number(args)) return call_number(self, args, count);
   const int is_async = PyObject_IsTrue(args[7]);
   const int inside = is_inside(binding);
   if (is_async < 0 || inside < 0) return NULL;

@@ -45,9 +45,9 @@ static int parse(PyObject *args, Binding *binding) {
                         &binding->size, &binding->seconds, &run, &exchange, &stamp,
                         &wait, &signatures, &output, &free_op, &begin, &ready,
                         &finish, &post, &deliver, &binding->ended, &binding->started, &binding->here,
-                        &binding->together, &binding->forked, &binding->work, &PyDict_Type, &binding->running, &PyArray_Type,
-                        &binding->memory, &PyList_Type, &binding->notes, &PyTuple_Type, &binding->folders,
-                        &PySet_Type, &binding->inside, &PyTuple_Type, &binding->first)) {
+                        &binding->together, &binding->forked, &binding->work, &PyDict_Type,
+                        &binding->running, &PyArray_Type, &binding->memory, &PyList_Type, &binding->notes,
+                        &PyTuple_Type, &binding->folders, &PySet_Type, &binding->inside, &PyTuple_Type, &binding->first)) {
     return 0;
   }
   binding->group = (void *)(uintptr_t)group;
@@ -69,7 +69,8 @@ static int parse(PyObject *args, Binding *binding) {
 /* bind(group, owner, rank, size, seconds,
    (run, exchange, stamp, wait, signatures, output, free, begin, ready, finish, post, deliver),
    (ended, started, here), (together, forked, work, running), memory, notes, folders, inside, first):
-   (native, native_sendrecv, native_object). The group and the library's functions are addresses; `owner` keeps the group. */
+   (native, native_sendrecv, native_object). The group and the library's functions are addresses; `owner`
+   keeps the group. */
 static PyObject *bind(PyObject *module, PyObject *args) {
   (void)module;
   Binding *binding = calloc(1, sizeof *binding);

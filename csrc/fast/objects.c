@@ -22,7 +22,7 @@ enum { READ_ONLY = 0x100 }; /* PyBUF_READ, which the stable ABI of Python 3.10 d
 
 /* A frame: this, the lengths of the buffers, the buffers, and the content, each padded. */
 typedef struct {
-  int64_t bytes; /* of the content: what was pickled, but for the buffers; or another frame's length, or words */
+  int64_t bytes; /* of the content: what was pickled, but for buffers; or another frame's length, or words */
   int32_t kind, buffers;
 } frame_head;
 

@@ -309,6 +309,42 @@ static int read_apart(PyObject *x, PyObject *out, int rank, int size, plain_call
   return made;
 }
 
+/* The result of a large int could pass 64 bits, also of a product of small ones: that is Python's. */
+static int is_small(PyObject *x, PyObject *op) {
+  int overflow = 0;
+  const long number = PyLong_CheckExact(x) ? PyLong_AsLongAndOverflow(x, &overflow) : LONG_MAX;
+  return overflow == 0 && number >= -INT_MAX && number <= INT_MAX && op != names[OP_PROD] && !PyLong_Check(op);
+}
+
+int plain_has_number(PyObject *const *args) {
+  PyObject *x = args[1];
+  int32_t verb;
+  if (PyArray_CheckExact(x) || !plain_int(args[0], FL_VERBS - 1, &verb)) return 0;
+  if ((verbs[verb] & VERB_IN_PLACE) == 0 || verb == FL_RECV) return 0;
+  return PyFloat_CheckExact(x) || PyArray_IsScalar(x, Number) || is_small(x, args[3]);
+}
+
+PyObject *plain_of_number(PyObject *x) {
+  if (PyArray_IsScalar(x, Number)) return PyArray_FromScalar(x, NULL);
+  const int is_float = PyFloat_CheckExact(x), type = is_float ? NPY_DOUBLE : NPY_INT64;
+  PyObject *array = PyArray_New(&PyArray_Type, 0, NULL, type, NULL, NULL, 0, 0, NULL);
+  if (array == NULL) return NULL;
+  void *data = PyArray_DATA((PyArrayObject *)array);
+  if (is_float) {
+    *(double *)data = PyFloat_AsDouble(x);
+  } else {
+    *(int64_t *)data = PyLong_AsLong(x);
+  }
+  return array;
+}
+
+PyObject *plain_number_of(PyArrayObject *array, PyObject *like) {
+  void *data = PyArray_DATA(array);
+  if (PyFloat_CheckExact(like)) return PyFloat_FromDouble(*(double *)data);
+  if (PyLong_CheckExact(like)) return PyLong_FromLongLong(*(int64_t *)data);
+  return PyArray_ToScalar(data, array);
+}
+
 int plain_message(int verb, PyObject *array, PyObject *peer, PyObject *tag, int rank, int size,
                   plain_call *call) {
   fl_signature *s = &call->signature;

@@ -36,6 +36,12 @@ PyObject *plain_rows(PyObject *x, const plain_call *call, int64_t rows);
    exception, or without one where Python must do it. */
 PyObject *plain_received(const fl_signature *described, const void *data);
 
+/* Whether a verb is given a number in place of an array: a float, a small int, or one of NumPy's. */
+int plain_has_number(PyObject *const *args);
+/* The array that travels for it, NULL with an exception; and the number like `like` that it has afterwards. */
+PyObject *plain_of_number(PyObject *x);
+PyObject *plain_number_of(PyArrayObject *array, PyObject *like);
+
 /* A number from 0 to `limit`: 0 where it is another, or none. */
 int plain_int(PyObject *given, int limit, int32_t *out);
 

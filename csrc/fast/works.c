@@ -31,6 +31,7 @@ typedef struct {
   int source;       /* of a receive; else -1 */
   int forks;        /* when it was made */
   int waiting;      /* threads that are in the library for it */
+  int is_lost;      /* a signal handler has raised while Python took over: nobody knows of all of it */
   started_op one, *ops; /* `ops` is that one, or an array */
 } work_object;
 
@@ -127,12 +128,17 @@ static PyObject *handed_over(work_object *work, int i) {
 /* Have Python's Work take over; 0 with an exception. */
 static int hand_over(work_object *work) {
   if (work->python != NULL) return 1;
+  if (work->is_lost) {
+    PyErr_SetString(PyExc_RuntimeError, "a signal handler has raised in an earlier wait for this operation");
+    return 0;
+  }
   PyObject *works = PyList_New(0);
   for (int i = 0; works != NULL && i < ops_of(work); ++i) {
     PyObject *one = handed_over(work, i);
     if (one == NULL || PyList_Append(works, one) < 0) Py_CLEAR(works);
     Py_XDECREF(one);
   }
+  work->is_lost = works == NULL;
   if (works == NULL) return 0;
   if (work->count == 0) {
     work->python = PyList_GetItem(works, 0);
@@ -145,7 +151,7 @@ static int hand_over(work_object *work) {
   return work->python != NULL;
 }
 
-/* How all of them stand, after up to `seconds` for each: FL_OK or FL_PENDING, or what the first other one is. */
+/* How all of them stand, after up to `seconds` for each: FL_OK or FL_PENDING, or the first that is another. */
 static fl_status status_of(work_object *work, double seconds) {
   fl_status found = FL_OK;
   for (int i = 0; i < ops_of(work); ++i) {
@@ -197,7 +203,7 @@ static PyObject *wait(PyObject *self, PyObject *const *args, Py_ssize_t count, P
   if (!has_ended(work)) {
     if (work->forks != forks) return PyObject_CallFunction(work->binding->forked, "i", (int)work->ops[0].verb);
     int status = FL_PENDING;
-    if (work->python == NULL && timeout == Py_None) status = wait_for(work);
+    if (work->python == NULL && timeout == Py_None && !work->is_lost) status = wait_for(work);
     if (status < 0) return NULL;
     if (status != FL_OK || work->python != NULL) {
       return hand_over(work) ? PyObject_CallMethod(work->python, "wait", "O", timeout) : NULL;
@@ -237,4 +243,6 @@ static PyType_Slot slots[] = {
 static PyType_Spec spec = {"flashlight_py._native._fast.Started", sizeof(work_object), 0,
                            Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, slots};
 
-PyObject *work_type(void) { return pthread_atfork(NULL, NULL, count_fork) == 0 ? PyType_FromSpec(&spec) : NULL; }
+PyObject *work_type(void) {
+  return pthread_atfork(NULL, NULL, count_fork) == 0 ? PyType_FromSpec(&spec) : NULL;
+}

@@ -385,3 +385,38 @@ def interrupted_batches(rank: int, size: int) -> int:
 def test_an_interrupted_batch_raises_what_the_handler_has_raised() -> None:
     outcomes = run_outcomes(interrupted_batches, 2, params={"BACKEND": "shm"})
     assert all(outcome.ok for outcome in outcomes), outcomes[0].report()
+
+
+def plain_numbers(rank: int, size: int) -> None:
+    settle()
+    group = current_world().group
+    for number in (1.5, 3, -7, np.float32(0.5), np.int16(-2), np.float64(4.0)):
+        for verb, op, wanted in [
+            ("all_reduce", "sum", number * size),
+            ("all_reduce", "min", number),
+            ("scan", "sum", number * (rank + 1)),
+            ("broadcast", None, number),
+            ("reduce", "sum", number * size if rank == 0 else number),
+        ]:
+            got = group.native(CODES[verb], number, None, op, 1.0, 0, 0, False)
+            assert got == wanted, (verb, number)
+            assert type(got) is type(number)
+    before = [*group.journal.header]
+    for number, verb, op, asynchronous in [
+        (2**31, "all_reduce", "sum", False),
+        (3, "all_reduce", "prod", False),
+        (3, "all_reduce", ReduceOp.SUM, False),
+        (True, "all_reduce", "and", False),
+        (1.5, "all_reduce", "sum", True),
+        (1.5, "all_reduce", "xor", False),
+        (1.5, "recv", None, False),
+        (1.5, "all_gather", None, False),
+    ]:
+        given = CODES[verb], number, None, op, 1.0, 1 - rank, 0, asynchronous
+        assert group.native(*given) is NotImplemented, (number, verb, op)
+    assert [*group.journal.header] == before  # nothing has happened
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_numbers_are_native(pool: Any, backend: str) -> None:
+    pool(2, params={"BACKEND": backend}).run(plain_numbers)

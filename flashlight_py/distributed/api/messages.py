@@ -13,7 +13,7 @@ from flashlight_py.distributed.calls.checks import Apart, check_rank
 from flashlight_py.distributed.calls.kinds import returned
 from flashlight_py.distributed.groups.membership import Membership, native, native_sendrecv, of
 from flashlight_py.distributed.verbs import RECV, SEND
-from flashlight_py.distributed.work import AllOf, Then, Work
+from flashlight_py.distributed.work import AllOf, Done, Then, Work
 
 __all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send", "sendrecv"]
 
@@ -154,8 +154,9 @@ def sendrecv(
             for call in calls:
                 call.blocking = False
             return AllOf(_begin_all(members, both[::-1])).wait()[0]
-        # On this thread alone: no other has to wake up for it.
-        return _home(members, both[1], members.run_many(calls, "sendrecv"))
+        y = members.native_sendrecv(calls[0].array, dst, calls[1].array, src, tag, other)
+        work = members.run_many(calls, "sendrecv") if y is NotImplemented else Done(y)
+        return _home(members, both[1], work)
 
 
 def batch_isend_irecv(ops: Sequence[P2POp], group: Group = None) -> Work[list[Any]]:
@@ -235,7 +236,12 @@ def _begin_all(members: Membership, messages: Sequence[_Message]) -> list[Work]:
         alone[batches.pop(0)[0]] = True
     works = {i: _begin(members, call) for i, call in enumerate(calls) if alone[i]}
     for batch in filter(None, batches):
-        together = members.run_many([calls[i] for i in batch], "batch_isend_irecv")
+        ops = [
+            P2POp(messages[i].op.kind, calls[i].array, calls[i].peer, calls[i].tag) for i in batch
+        ]
+        together = members.native_sendrecv(ops)
+        if together is NotImplemented:
+            together = members.run_many([calls[i] for i in batch], "batch_isend_irecv")
         works |= dict.fromkeys(batch, together)
     return [_home(members, message, works[i]) for i, message in enumerate(messages)]
 

@@ -412,37 +412,6 @@ class NativeBackend(NativeGroup):
 
         return Then(work, found)
 
-    def start_many(self, calls: Sequence[Call]) -> Work:
-        """Start several messages at once, blocking ones on the caller's thread alone."""
-        if not all(call.verb.is_message for call in calls):
-            return super().start_many(calls)
-        group, thread = self._open(calls[0].name), self._callers.check(calls[0].name)
-        together = self.ffi.new("fl_message[]", len(calls))
-        results = self.ffi.new("fl_op *[]", len(calls))
-        try:
-            self._callers.threads.add(thread)
-            for room, call in zip(together, calls, strict=True):
-                name = self._next.describe(call, call.array, call.verb.code, call.tag)
-                room.signature = self._next.signature[0]
-                room.data = self._pointer(None if call.compared else call.array)
-                room.peer = call.peer
-                room.site = (self._site(name) or self._here())[0]
-            how = self._seconds(calls[0]), not calls[0].blocking
-            self._function("exchange")(group, together, len(together), *how, results)
-        finally:
-            self._callers.threads.discard(thread)
-        works = [self._ended(*pair) for pair in zip(calls, results, strict=True)]
-        raise_interruption(self.lib, self.ffi.NULL)
-        return AllOf(works)
-
-    def _ended(self, call: Call, handle: Any) -> Work:
-        """Return a message that has been exchanged, or still waits for an earlier one."""
-        if handle == self.ffi.NULL:
-            return Done(call.array)
-        work = NativeWork(self, call.name, handle, call.array, self._seconds(call), call.array)
-        self._running[work] = None
-        return work
-
     def reason(self) -> str:
         """Return why the library has not done what it was asked for last."""
         text: str = self.ffi.string(self._reason[0]).decode(errors="replace")

@@ -56,11 +56,14 @@ class SingleBackend(Backend):
         """Nothing is held."""
 
     def bind(self, journal: Journal) -> tuple[Callable[..., Any], ...]:
-        """Reduce arrays of floats without the long way's checks; see ``Backend``."""
+        """Reduce floats and arrays of them without the long way's checks; see ``Backend``."""
 
         def native(
             code: int, x: Any, out: Any, op: Any, scale: Any, root: int, tag: int, async_op: bool
         ) -> Any:
+            if type(x) is float and not async_op:
+                y = native(code, np.array(x), out, op, scale, root, tag, async_op)
+                return y if y is NotImplemented else y.item()
             if not _is_plain(code, x, op, scale):
                 return NotImplemented
             record = journal.begun(ALL_REDUCE.name, x, ReduceOp.SUM)
@@ -72,12 +75,12 @@ class SingleBackend(Backend):
 
 
 def _is_plain(code: int, x: Any, op: Any, scale: Any) -> bool:
-    """Return whether that is a sum of an array of floats."""
+    """Return whether that is a sum or a mean of an array of floats."""
     return (
         ((type(x) is np.ndarray and x.flags.writeable) or is_cupy(x))
         and x.dtype.char in "fd"
         and code == ALL_REDUCE.code
-        and op == "sum"
+        and op in ("sum", "avg")
         and type(scale) is float
         and isfinite(scale)
     )
