@@ -12,6 +12,7 @@ namespace {
 
 constexpr long kSliceMilliseconds = 20;  // a sleep, before somebody looks around
 constexpr uint32_t kLongWait = 100;  // milliseconds until a sender is told what a receive waits for
+constexpr int kSpinsALook = 4;  // a look at all that may have come takes so much longer than one at a counter
 constexpr int kTokenBits = 20;
 constexpr uint32_t kTokens = (1u << kTokenBits) - 1;
 
@@ -218,6 +219,7 @@ void Engine::send_answers(Port& port) {
 
 // Without going to sleep; whether it is done.
 bool Engine::burn(const Awaited& awaited, Patience patience, int hot) {
+  patience.spins /= kSpinsALook;
   for (int look = 0; look <= patience.spins + patience.yields; ++look) {
     bool moved = false;
     {

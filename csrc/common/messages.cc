@@ -447,6 +447,7 @@ void Engine::read_on(Message& message, Lock& lock) {
   Message::Movement& movement = *message.movement_;
   Port& port = *message.port_;
   const size_t all = message.bytes(), size = std::min(kReadAtOnce, all - movement.done);
+  if (movement.done == movement.offer.bytes) movement.trial.started = Clock::now();
   movement.is_busy = true;
   ++port.busy_;
   lock.unlock();
