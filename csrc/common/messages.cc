@@ -129,7 +129,7 @@ Engine::Sent Engine::put(Port& port, const fl_signature& call, int peer, const v
   record.call.sequence = sequence_of(++port.sent_[peer]);
   record.address = is_read ? reinterpret_cast<uintptr_t>(data) : 0;
   if (bytes > kTinyMessage) {
-    copy(room.data, data, bytes);
+    stream_copy(room.data, data, bytes);
   } else if (bytes > 0) {
     std::memcpy(record.tiny, data, bytes);
   }
