@@ -39,7 +39,7 @@ typedef struct {
   void *(*output)(fl_op *, size_t *);
   void (*free)(fl_op *);
   /* The two steps of a collective, and of messages, in shared memory; NULL elsewhere. */
-  int (*begin)(void *, const fl_signature *, const void *, double);
+  int (*begin)(void *, const fl_signature *, const void *, double, const fl_site *);
   int (*ready)(void *, int);
   fl_op *(*finish)(void *, const fl_signature *, void *, void *);
   void *(*post)(void *, const fl_message *, int, double, int);

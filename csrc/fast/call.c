@@ -108,7 +108,8 @@ fl_op *finish_collective(Binding *binding, const plain_call *call, ring_call *ro
   if (is_small && ready == FL_COMPLETE) {
     return binding->finish(binding->group, &call->signature, call->data, call->output);
   }
-  if (ready == FL_AWAITED || bytes >= LARGE_BYTES) note_place(binding, row);
+  const int is_placed = (row->flags & RING_PLACED) != 0;
+  if (!is_placed && (ready == FL_AWAITED || bytes >= LARGE_BYTES)) note_place(binding, row);
   fl_op *op;
   Py_BEGIN_ALLOW_THREADS;
   op = binding->finish(binding->group, &call->signature, call->data, call->output);
@@ -118,11 +119,17 @@ fl_op *finish_collective(Binding *binding, const plain_call *call, ring_call *ro
 
 /* A collective on this thread, in two steps. */
 static PyObject *run_collective(Binding *binding, PyObject *x, PyObject *out, plain_call *call) {
-  if (!binding->begin(binding->group, &call->signature, call->data, call->seconds)) {
+  PyObject *place = NULL;
+  const fl_site *site = NULL; /* which nobody can ask for when the call is over */
+  if (plain_runs_ahead(call) && !place_and_site(binding, &place, &site)) {
+    Py_XDECREF(call->result);
+    return NULL;
+  }
+  if (!binding->begin(binding->group, &call->signature, call->data, call->seconds, site)) {
     Py_XDECREF(call->result);
     Py_RETURN_NOTIMPLEMENTED;
   }
-  const recorded made = record(binding, &call->signature, -1, 0, NULL);
+  const recorded made = record(binding, &call->signature, -1, 0, place);
   binding->calls->caller = PyThread_get_thread_ident();
   fl_op *op = finish_collective(binding, call, made.row);
   binding->calls->caller = 0;

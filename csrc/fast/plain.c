@@ -38,6 +38,12 @@ PyObject *plain_verbs(PyObject *module, PyObject *flags) {
   Py_RETURN_NONE;
 }
 
+int plain_runs_ahead(const plain_call *call) {
+  enum { INLINE_BYTES = 16384 };
+  const fl_signature *s = &call->signature;
+  return (verbs[s->verb] & (VERB_ROOTED | VERB_PREFIX)) != 0 && s->count * s->itemsize <= INLINE_BYTES;
+}
+
 int plain_names(void) {
   static const char *const text[OPS] = {"sum", "prod", "min", "max", "avg", "and", "or", "xor"};
   for (int op = 0; op < OPS; ++op) {

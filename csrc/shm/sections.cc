@@ -87,15 +87,15 @@ struct Collectives::Routes {
   }
 };
 
-void Collectives::call(const fl_signature& mine, const void* data) {
-  if (is_compared(mine)) return announce(mine, nullptr, 0);
+Collectives::Given Collectives::given_in(const fl_signature& mine, const void* data) const {
   if (mine.verb != FL_ALL_TO_ALL_UNEVEN && mine.verb != FL_REDUCE_SCATTER_UNEVEN) {
-    return announce(mine, data, bytes_with_call(mine));
+    return {data, bytes_with_call(mine)};
   }
+  if (is_compared(mine)) return {nullptr, 0};
   const auto& given = *static_cast<const fl_sections*>(data);
   const Sections sections{size_, 0, given.bytes};
   const bool fits = sections.most_bytes() <= kInlineBytes;
-  announce(mine, given.data, fits ? sections.bytes_of(rank_) : 0);
+  return {given.data, fits ? sections.bytes_of(rank_) : 0};
 }
 
 Collectives::Routes Collectives::routes_of(const Sections& sections) const {

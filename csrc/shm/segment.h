@@ -59,6 +59,12 @@ constexpr size_t kLine = 64;
 constexpr size_t kTinyBytes = 16;
 constexpr size_t kInlineBytes = 16384;
 constexpr uint32_t kSlots = 4;
+constexpr uint32_t kCalls = 16;    // of a rank that the others can read
+constexpr uint32_t kPayloads = 4;  // data of a rank's calls that the others can read
+
+// How many calls a rank may be ahead of another, each of which can then read what the other calls while it
+// makes one of those itself: see Collectives::has_room.
+constexpr uint32_t kMostAhead = (kCalls - 1) / 2;
 
 // What a rank announces when it calls. A tiny call is all in the first line: one
 // cache line goes from core to core. The number is raised last.
@@ -72,6 +78,7 @@ struct alignas(kLine) Call {
   uint64_t place;   // region and offset of the data, where it lies in shared memory; else 0
   union {
     char tiny[kTinyBytes];
+    uint32_t payload;  // which has the data, up to kInlineBytes
     struct {
       uint64_t address;  // of the data in this rank's process
       Costs costs;
@@ -80,7 +87,8 @@ struct alignas(kLine) Call {
   // For messages; nobody reads these lines while all is well.
   alignas(kLine) fl_signature signature;
   int64_t called_at;  // nanoseconds of coarse_now()
-  alignas(kLine) char payload[kInlineBytes];
+  Counter placed;     // the number of the call, once its site is known; of one that may return ahead at once
+  fl_site site;
 };
 static_assert(offsetof(Call, signature) == kLine, "a tiny call is one cache line");
 
@@ -94,12 +102,6 @@ struct alignas(kLine) Farewell {
   char message[4000];
 };
 
-// After a mismatch: where this rank has made that call.
-struct alignas(kLine) Place {
-  Counter announced;  // the number of the call
-  fl_site site;
-};
-
 // A part of another rank's array that this rank is to read and cannot: see Collectives::ask_for.
 struct alignas(kLine) Request {
   Counter asked;   // requests so far, of this rank
@@ -110,11 +112,11 @@ struct alignas(kLine) Request {
 
 // What one rank writes and the others read. Counters go on from call to call: nothing is reset.
 struct alignas(kLine) RankBlock {
-  Call calls[2];  // a rank is at most one call ahead of another
+  Call calls[kCalls];  // by number
+  alignas(kLine) char payloads[kPayloads][kInlineBytes];
   alignas(kLine) Counter filled;   // chunks that this rank has put into its slots
   alignas(kLine) Counter reduced;  // chunks of which it has reduced its part
   alignas(kLine) Counter drained;  // chunks of the others that it needs no more
-  Place place;
   Request request;
   Farewell farewell;
   std::atomic<int64_t> left_at;  // since when, of coarse_now(), it begins no more messages; 0: it does

@@ -59,6 +59,10 @@ class ShmBackend(NativeBackend):
             raise OSError(self.reason())
         return self._owned(group)
 
+    def compare_at_once(self) -> None:
+        """From now on let no call of this rank end before all others have made it."""
+        self.lib.fl_shm_compare_at_once(self.group)
+
     def shared_empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return an array, not initialised, in memory that all ranks have mapped. Collective.
 

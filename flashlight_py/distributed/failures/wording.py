@@ -10,6 +10,10 @@ from flashlight_py.distributed.rendezvous.store import name_ranks
 names = name_ranks
 UNUSABLE = "This group cannot be used again"
 NOTHING_CHANGED = "Nothing was changed"
+EARLIER_ADVICE = (
+    "A rank had returned from it before the others called, so that it is told now, and this call did "
+    "nothing (with FLASHLIGHT_CHECKS=sync each call waits for all ranks)"
+)
 PEER_ADVICE = "It died, exited or closed its connection: look at its own output"
 LEAVING_ADVICE = "It is alive: let it begin the message before it shuts down, or do not wait for it"
 HOST_ADVICE = (
@@ -41,6 +45,12 @@ def different_calls(
         f"{where}: the ranks called different things in {which}: {called}. {outcome}; make every "
         "rank call the same"
     )
+
+
+def earlier_call(ago: int) -> str:
+    """Name the call ``ago`` calls before the one that raises."""
+    before = "the one before this one" if ago == 1 else f"{ago} before this one"
+    return f"an earlier call of this group, {before}"
 
 
 def did_not_join(where: str, who: str, limit: str, detail: str, those: str, last: str = "") -> str:
