@@ -36,8 +36,8 @@ PyObject *plain_rows(PyObject *x, const plain_call *call, int64_t rows);
    exception, or without one where Python must do it. */
 PyObject *plain_received(const fl_signature *described, const void *data);
 
-/* Whether a rank may be done with the call before others have made it: see csrc/shm/entering.cc. */
-int plain_runs_ahead(const plain_call *call);
+/* Whether a rank may be done with the call without a look at the others': see csrc/shm/entering.cc. */
+int plain_needs_nobody(const plain_call *call, int rank);
 
 int plain_overlap(const plain_call *one, const plain_call *other);
 

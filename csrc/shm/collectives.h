@@ -63,8 +63,8 @@ class Collectives {
   void begin(double seconds, InterruptCheck interrupt);
 
   // The first step of every verb: show the others what this rank calls, without waiting. The verb's
-  // own function does the rest; in between, progress() says how far the others are. With a `site`, which
-  // lives as long as the call, it may end before all others have called; see entering.cc.
+  // own function does the rest; in between, progress() says how far the others are. `site`, which lives as
+  // long as the call, is where the program calls; null: where this rank needs nobody it waits for all then.
   void call(const fl_signature& mine, const void* data, const fl_site* site);
   // Whether all that this rank has for the others goes with that, at once.
   bool can_begin(const fl_signature& mine);
@@ -135,14 +135,17 @@ class Collectives {
     return segment_.block(rank).calls[number % kCalls];
   }
   const Call& call_of(int rank) const { return call_of(rank, calls_); }
+  Description& description_of(int rank, uint32_t number) const {
+    return segment_.block(rank).descriptions[number % kCalls];
+  }
   const char* inline_data(int rank, size_t bytes) const;
   bool travels_whole(const fl_signature& mine) const;
   size_t bytes_with_call(const fl_signature& mine) const;
   Given given_in(const fl_signature& mine, const void* data) const;
-  Ranks needed_by(const fl_signature& mine, const fl_site* site) const;
-  bool has_room(size_t inline_bytes);
+  Ranks needed_by(int rank, const fl_signature& call) const;
+  bool find_room(size_t inline_bytes);
   void wait_for_room(size_t inline_bytes);
-  int free_payload() const;
+  bool find_payload();
   void announce(const fl_signature& mine, const Given& given, const fl_site* site);
   void announce_large(const fl_signature& mine, const void* data, Call& call);
   void show_waiting();
@@ -159,6 +162,7 @@ class Collectives {
   [[noreturn]] void raise_now();
   Seen seen_in(uint32_t number);
   bool is_placed(int rank, uint32_t number);
+  bool sees_mismatch(int rank, uint32_t number) const;
   uint64_t place_of(const void* data) const;
   bool all_in_one_place() const;
   char* in_region(int rank) const;
@@ -221,6 +225,7 @@ class Collectives {
   const void* waiting_data_ = nullptr;
   const fl_site* waiting_site_ = nullptr;
   std::array<Payload, kPayloads> payloads_{};
+  uint32_t payload_ = 0;  // a free one
   std::vector<Wrong> wrong_;  // the last kMostAhead calls, as far as not every rank has raised since
   uint32_t raised_ = 0;       // the last call that differs and was raised before all had made it
   bool compares_at_once_ = false;

@@ -66,8 +66,10 @@ void Collectives::go_on(double seconds, InterruptCheck interrupt) {
 
 void Collectives::call(const fl_signature& mine, const void* data, const fl_site* site) {
   const Given given = given_in(mine, data);
-  needed_ = needed_by(mine, site);
-  is_shown_ = has_room(given.inline_bytes);
+  needed_ = needed_by(rank_, mine);
+  // Who needs nobody is gone when others find that they differ: it must say beforehand where it is.
+  if (compares_at_once_ || (needed_.count() == 0 && site == nullptr)) needed_ = {0, size_};
+  is_shown_ = find_room(given.inline_bytes);
   if (is_shown_) {
     announce(mine, given, site);
   } else {
@@ -91,7 +93,7 @@ bool Collectives::travels_whole(const fl_signature& mine) const {
 }
 
 bool Collectives::can_begin(const fl_signature& mine) {
-  return travels_whole(mine) && has_room(bytes_with_call(mine));
+  return travels_whole(mine) && find_room(bytes_with_call(mine));
 }
 
 // How much of a verb's data travels with the call: nothing, or all that this rank has for others.
@@ -103,54 +105,55 @@ size_t Collectives::bytes_with_call(const fl_signature& mine) const {
   return bytes <= kInlineBytes ? bytes : 0;
 }
 
-// The ranks whose calls bring something for this one. All, where data follows that does not go with the
-// call, and where nobody could say later where the program has called.
-Collectives::Ranks Collectives::needed_by(const fl_signature& mine, const fl_site* site) const {
-  const Ranks all{0, size_}, root{mine.root, mine.root + 1};
-  const bool is_root = rank_ == mine.root;
-  const bool may_be_small = mine.ndim == FL_ANY && mine.verb == FL_SCATTER && !is_root;
-  if (site == nullptr || compares_at_once_ || is_compared(mine)) return all;
-  if (!may_be_small && !travels_whole(mine)) return all;
-  switch (mine.verb) {
-    case FL_BROADCAST:
+// The ranks whose calls bring something for `rank`, which calls that. All, where data follows that does not
+// go with the call.
+Collectives::Ranks Collectives::needed_by(int rank, const fl_signature& call) const {
+  Ranks some{call.root, call.root + 1};
+  const bool is_root = rank == call.root;
+  bool may_be_small = false;
+  switch (call.verb) {
     case FL_SCATTER:
-      return is_root ? Ranks{} : root;
+      may_be_small = call.ndim == FL_ANY && !is_root;
+      [[fallthrough]];
+    case FL_BROADCAST:
+      if (is_root) some = {};
+      break;
     case FL_REDUCE:
     case FL_GATHER:
-      return is_root ? all : Ranks{};
+      some = {0, is_root ? size_ : 0};
+      break;
     case FL_SCAN:
     case FL_EXSCAN:
-      return {0, rank_};
+      some = {0, rank};
+      break;
     default:
-      return all;
+      return {0, size_};
   }
+  const bool travels = may_be_small || travels_whole(call);
+  return travels && !is_compared(call) ? some : Ranks{0, size_};
 }
 
 // Who makes call k has compared all calls up to k - kMostAhead, and so read what came with them; and its own
 // call k takes the place of k - kCalls, which nobody reads any more. A payload is free when all ranks have
 // gone on from its call.
-bool Collectives::has_room(size_t inline_bytes) {
-  while (calls_ + 1 - compared_ > kMostAhead) {
-    if (!all_have_called(compared_ + 1)) return false;
-    compare_call(compared_ + 1);
-  }
-  if (inline_bytes <= kTinyBytes) return true;
-  while (free_payload() < 0) {
+bool Collectives::find_room(size_t inline_bytes) {
+  while (calls_ + 1 - compared_ > kMostAhead || (inline_bytes > kTinyBytes && !find_payload())) {
     if (!all_have_called(compared_ + 1)) return false;
     compare_call(compared_ + 1);
   }
   return true;
 }
 
-void Collectives::wait_for_room(size_t inline_bytes) {
-  while (!has_room(inline_bytes)) wait_for_all(watch_.in_call(compared_ + 1), compared_ + 1);
+bool Collectives::find_payload() {
+  for (payload_ = 0; payload_ < kPayloads; ++payload_) {
+    const Payload& payload = payloads_[payload_];
+    if (!payload.is_used || is_before(payload.call, compared_)) return true;
+  }
+  return false;
 }
 
-int Collectives::free_payload() const {
-  for (uint32_t i = 0; i < kPayloads; ++i) {
-    if (!payloads_[i].is_used || is_before(payloads_[i].call, compared_)) return static_cast<int>(i);
-  }
-  return -1;
+void Collectives::wait_for_room(size_t inline_bytes) {
+  while (!find_room(inline_bytes)) wait_for_all(watch_.in_call(compared_ + 1), compared_ + 1);
 }
 
 void Collectives::announce(const fl_signature& mine, const Given& given, const fl_site* site) {
@@ -162,22 +165,25 @@ void Collectives::announce(const fl_signature& mine, const Given& given, const f
   call.scale = mine.scale;
   call.shape = hash_of_shape(mine);
   call.place = given.inline_bytes > 0 ? 0 : place_of(given.data);
-  call.signature = mine;
-  call.signature.sequence = sequence_of(number);
-  call.called_at = coarse_now();
+  Description& description = description_of(rank_, number);
+  description.signature = mine;
+  description.signature.sequence = sequence_of(number);
+  description.called_at = coarse_now();
   if (needed_.count() < size_) {
     call.kind |= kRunsAhead;
-    call.site = *site;
+    if (needed_.count() == 0) {
+      description.site = *site;
+      description.placed.raise(number);
+    }
   }
   if (given.inline_bytes == 0) {
     announce_large(mine, given.data, call);
   } else if (given.inline_bytes <= kTinyBytes) {
     copy(call.tiny, given.data, given.inline_bytes);
   } else {
-    const int payload = free_payload();
-    payloads_[payload] = {true, number};
-    call.payload = static_cast<uint32_t>(payload);
-    copy(segment_.block(rank_).payloads[payload], given.data, given.inline_bytes);
+    payloads_[payload_] = {true, number};
+    call.payload = payload_;
+    copy(segment_.block(rank_).payloads[payload_], given.data, given.inline_bytes);
   }
   call.number.raise(number);
 }
@@ -201,14 +207,21 @@ int Collectives::key_of(const fl_signature& mine, const Call& call) {
 
 const char* Collectives::inline_data(int rank, size_t bytes) const {
   const Call& call = call_of(rank);
-  return bytes <= kTinyBytes ? call.tiny : segment_.block(rank).payloads[call.payload];
+  if (bytes <= kTinyBytes) return call.tiny;
+  // Ranks in step use the same one: then the data is on its way before the line that says so is here.
+  uint32_t payload = payload_;
+  if (call.payload != payload) {
+    payload = call.payload;
+    asm volatile("" : "+r"(payload));  // a jump, which is predicted, in place of a wait for the value
+  }
+  return segment_.block(rank).payloads[payload];
 }
 
 // Those of the others -------------------------------------------------------------------------
 
 Progress Collectives::progress() {
   if (!is_shown_) {
-    if (!has_room(given_in(waiting_, waiting_data_).inline_bytes)) return Progress::kAwaited;
+    if (!find_room(given_in(waiting_, waiting_data_).inline_bytes)) return Progress::kAwaited;
     show_waiting();
   }
   bool complete = true;
@@ -245,10 +258,22 @@ void Collectives::receive_calls(const fl_signature& mine) {
 
 // Every rank's call is needed, and so everything is compared.
 void Collectives::receive_all() {
-  wait_for_all(watch_, calls_);
-  while (compared_ + 1 != calls_) compare_call(compared_ + 1);
+  const Call& own = call_of(rank_);
+  const bool free = first_dimension_is_free(static_cast<int>(own.kind >> 16 & 0x1f));
+  bool same = (own.kind & kAny) == 0 && (own.kind >> 16 & 0x1f) != FL_SCATTER;
+  for (int r = 0; r < size_; ++r) {
+    if (r == rank_) continue;
+    Call& theirs = segment_.block(r).calls[calls_ % kCalls];
+    watch_.wait(theirs.number, calls_, r);
+    same = same && alike(own, theirs, free);
+  }
   // All are in this call and have read that before it: its line is free for the next one.
   expect_to_write(&segment_.block(rank_).calls[(calls_ + 1) % kCalls]);
+  if (same && compared_ + 1 == calls_ && wrong_.empty() && (own.kind & kRunsAhead) == 0) {
+    compared_ = calls_;  // as compare_call finds
+    return;
+  }
+  while (compared_ + 1 != calls_) compare_call(compared_ + 1);
   raise_earlier(false);
   if (!compare_call(calls_, true)) throw Mismatch();
 }
@@ -313,8 +338,7 @@ bool Collectives::all_call_the_same(uint32_t number) const {
 std::vector<fl_signature> Collectives::calls(uint32_t number) const {
   std::vector<fl_signature> calls(size_);
   for (int r = 0; r < size_; ++r) {
-    const Call& call = call_of(r, number);
-    if (call.number.value() == number) calls[r] = call.signature;
+    if (call_of(r, number).number.value() == number) calls[r] = description_of(r, number).signature;
   }
   return calls;
 }
@@ -344,8 +368,8 @@ void Collectives::raise_now() {
 }
 
 void Collectives::place(const fl_site& site) {
-  Call& mine = segment_.block(rank_).calls[calls_ % kCalls];
-  if (!is_shown_ || (mine.kind & kRunsAhead) != 0) return;
+  Description& mine = description_of(rank_, calls_);
+  if (!is_shown_ || mine.placed.value() == calls_) return;
   mine.site = site;
   mine.placed.raise(calls_);
 }
@@ -356,22 +380,35 @@ Seen Collectives::seen_in(uint32_t number) {
   seen.calls = calls(number);
   seen.ago = calls_ - number;
   for (int r = 0; r < size_; ++r) {
-    if (seen.calls[r].sequence != 0 && is_placed(r, number)) seen.sites[r] = call_of(r, number).site;
+    if (seen.calls[r].sequence != 0 && is_placed(r, number)) seen.sites[r] = description_of(r, number).site;
   }
   return seen;
 }
 
-// A rank that has died since, or was stopped, leaves its place unknown: the mismatch is one anyway.
+// A rank that has died since, or was stopped, leaves its place unknown: the mismatch is one anyway. So does
+// one that sees nothing wrong and goes on.
 bool Collectives::is_placed(int rank, uint32_t number) {
-  Call& call = segment_.block(rank).calls[number % kCalls];
-  if ((call.kind & kRunsAhead) != 0) return true;
+  Counter& placed = description_of(rank, number).placed;
   if (number == 0) return false;  // the counter has wrapped: whoever never did looks as if it had
+  if (!placed.reached(number) && !sees_mismatch(rank, number)) return false;
   try {
-    watch_.at_most(kAnnouncingSeconds).wait(call.placed, number, rank);
+    watch_.at_most(kAnnouncingSeconds).wait(placed, number, rank);
   } catch (const Failure&) {
     return false;
   }
-  return call.placed.value() == number;
+  return placed.value() == number;
+}
+
+// Whether `rank` raises in that call itself, in which all ranks do not call the same.
+bool Collectives::sees_mismatch(int rank, uint32_t number) const {
+  const Call& call = call_of(rank, number);
+  if ((call.kind & kRunsAhead) == 0) return true;
+  const Ranks needed = needed_by(rank, description_of(rank, number).signature);
+  for (int r = needed.first; r < needed.last; ++r) {
+    const Call& other = call_of(r, number);
+    if (!other.number.reached(number) || !alike(call, other, false)) return true;
+  }
+  return false;
 }
 
 Seen Collectives::last_calls() const {
@@ -379,14 +416,15 @@ Seen Collectives::last_calls() const {
   seen.reset(size_);
   const int64_t now = coarse_now();
   for (int r = 0; r < size_; ++r) {
-    const Call* last = nullptr;
+    uint32_t last = 0;
     for (const Call& call : segment_.block(r).calls) {
       const uint32_t number = call.number.value();
-      if (number != 0 && (last == nullptr || is_before(last->number.value(), number))) last = &call;
+      if (number != 0 && (last == 0 || is_before(last, number))) last = number;
     }
-    if (last == nullptr) continue;  // not called yet
-    seen.calls[r] = last->signature;
-    seen.ages[r] = (now - last->called_at) * 1e-9;
+    if (last == 0) continue;  // not called yet
+    const Description& description = description_of(r, last);
+    seen.calls[r] = description.signature;
+    seen.ages[r] = (now - description.called_at) * 1e-9;
   }
   if (!is_shown_) {
     seen.calls[rank_] = waiting_;
@@ -396,9 +434,8 @@ Seen Collectives::last_calls() const {
 }
 
 bool Collectives::is_ahead(int rank, fl_signature& call) const {
-  const Call& next = call_of(rank, calls_ + 1);
-  if (rank == rank_ || next.number.value() != calls_ + 1) return false;
-  call = next.signature;
+  if (rank == rank_ || call_of(rank, calls_ + 1).number.value() != calls_ + 1) return false;
+  call = description_of(rank, calls_ + 1).signature;
   return true;
 }
 

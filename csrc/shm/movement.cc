@@ -146,7 +146,7 @@ void Collectives::move_rows(const fl_signature& mine, const Rows& rows, const vo
 
 // What a rank counts of a gather that it has left before the others have called: as if it had moved rows.
 void Collectives::pass_rows(uint32_t number) {
-  const fl_signature& mine = call_of(rank_, number).signature;
+  const fl_signature& mine = description_of(rank_, number).signature;
   size_t largest = 0;
   for (int r = 0; r < size_; ++r) {
     largest = std::max(largest, static_cast<size_t>(call_of(r, number).count) * mine.itemsize);

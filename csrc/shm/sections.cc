@@ -224,7 +224,7 @@ Bytes Collectives::scatter(const fl_signature& mine, const void* data, void* out
   const int root = mine.root;
   const bool is_root = rank_ == root;
   receive_calls(mine);
-  const fl_signature& given = call_of(root).signature;
+  const fl_signature& given = description_of(root, calls_).signature;
   const size_t part = static_cast<size_t>(given.count) * given.itemsize;
   Bytes made;
   if (output == nullptr) {
