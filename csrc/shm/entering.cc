@@ -19,6 +19,10 @@ namespace {
 constexpr uint32_t kRunsAhead = 1u << 23;  // it may return before the others have called
 constexpr uint32_t kAny = 1u << 29;    // only verb and root are known
 
+// With a processor for each rank no more than this is given ahead: one core that writes what the other reads
+// next slows down what that reads now (measured: docs/algorithms.md).
+constexpr size_t kAheadBytes = 1024;
+
 // How long ranks that differ wait for each other's places.
 constexpr double kAnnouncingSeconds = 5;
 
@@ -67,8 +71,10 @@ void Collectives::go_on(double seconds, InterruptCheck interrupt) {
 void Collectives::call(const fl_signature& mine, const void* data, const fl_site* site) {
   const Given given = given_in(mine, data);
   needed_ = needed_by(rank_, mine);
+  const size_t bytes = static_cast<size_t>(mine.count) * mine.itemsize;
   // Who needs nobody is gone when others find that they differ: it must say beforehand where it is.
-  if (compares_at_once_ || (needed_.count() == 0 && site == nullptr)) needed_ = {0, size_};
+  const bool is_lost = needed_.count() == 0 && site == nullptr;
+  if (compares_at_once_ || is_lost || (bytes > kAheadBytes && peers_.may_spin())) needed_ = {0, size_};
   is_shown_ = find_room(given.inline_bytes);
   if (is_shown_) {
     announce(mine, given, site);
@@ -210,7 +216,7 @@ const char* Collectives::inline_data(int rank, size_t bytes) const {
   if (bytes <= kTinyBytes) return call.tiny;
   // Ranks in step use the same one: then the data is on its way before the line that says so is here.
   uint32_t payload = payload_;
-  if (call.payload != payload) {
+  if (call.payload != payload || needed_.count() < size_) {
     payload = call.payload;
     asm volatile("" : "+r"(payload));  // a jump, which is predicted, in place of a wait for the value
   }

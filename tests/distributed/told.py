@@ -15,9 +15,11 @@ def told(call: Callable[[], Any]) -> str:
     try:
         call()
     except fl.errors.MismatchError as error:
-        assert "called different things" in str(error)
-        return str(error)
-    return ""
+        message = str(error)
+    else:
+        return ""
+    assert "called different things" in message
+    return message
 
 
 def told_later() -> str:
