@@ -142,6 +142,7 @@ class Collectives {
   bool travels_whole(const fl_signature& mine) const;
   size_t bytes_with_call(const fl_signature& mine) const;
   Given given_in(const fl_signature& mine, const void* data) const;
+  Given sections_in(const fl_signature& mine, const void* data) const;
   Ranks needed_by(int rank, const fl_signature& call) const;
   bool find_room(size_t inline_bytes);
   void wait_for_room(size_t inline_bytes);
@@ -149,9 +150,11 @@ class Collectives {
   void announce(const fl_signature& mine, const Given& given, const fl_site* site);
   void announce_large(const fl_signature& mine, const void* data, Call& call);
   void show_waiting();
+  void wait_and_show();
   static int key_of(const fl_signature& mine, const Call& call);
   void receive_calls(const fl_signature& mine);
-  void receive_all();
+  void receive_some(const fl_signature& mine);
+  void compare_all();
   void wait_for_all(Watch watch, uint32_t number);
   bool all_have_called(uint32_t number) const;
   bool compare_call(uint32_t number, bool or_raises = false);

@@ -85,6 +85,17 @@ void Collectives::call(const fl_signature& mine, const void* data, const fl_site
   }
 }
 
+Collectives::Given Collectives::given_in(const fl_signature& mine, const void* data) const {
+  const bool is_uneven = mine.verb == FL_ALL_TO_ALL_UNEVEN || mine.verb == FL_REDUCE_SCATTER_UNEVEN;
+  return is_uneven ? sections_in(mine, data) : Given{data, bytes_with_call(mine)};
+}
+
+void Collectives::wait_and_show() {
+  wait_for_room(given_in(waiting_, waiting_data_).inline_bytes);
+  watch_ = watch_.in_call(calls_ + 1);
+  show_waiting();
+}
+
 // Of a call that had no room; it has now.
 void Collectives::show_waiting() {
   is_shown_ = true;
@@ -239,14 +250,37 @@ Progress Collectives::progress() {
   return complete ? Progress::kComplete : Progress::kCalled;
 }
 
+// All that this rank needs; where that is every rank's, everything is compared.
 void Collectives::receive_calls(const fl_signature& mine) {
-  if (!is_shown_) {
-    wait_for_room(given_in(waiting_, waiting_data_).inline_bytes);
-    watch_ = watch_.in_call(calls_ + 1);
-    show_waiting();
-  }
+  if (!is_shown_) wait_and_show();
   only_reader_ = -1;
-  if (needed_.count() == size_) return receive_all();
+  if (needed_.count() < size_) return receive_some(mine);
+  const Call& own = call_of(rank_);
+  const uint32_t verb = own.kind >> 16 & 0x1f;
+  const bool free = first_dimension_is_free(static_cast<int>(verb));
+  bool same = (own.kind & (kAny | kRunsAhead)) == 0 && verb != FL_SCATTER;
+  for (int r = 0; r < size_; ++r) {
+    if (r == rank_) continue;
+    Call& theirs = segment_.block(r).calls[calls_ % kCalls];
+    watch_.wait(theirs.number, calls_, r);
+    same = same && alike(own, theirs, free);
+  }
+  // All are in this call and have read that before it: its line is free for the next one.
+  expect_to_write(&segment_.block(rank_).calls[(calls_ + 1) % kCalls]);
+  if (same && compared_ + 1 == calls_ && wrong_.empty()) {
+    compared_ = calls_;  // as compare_call finds
+  } else {
+    compare_all();
+  }
+}
+
+void Collectives::compare_all() {
+  while (compared_ + 1 != calls_) compare_call(compared_ + 1);
+  raise_earlier(false);
+  if (!compare_call(calls_, true)) throw Mismatch();
+}
+
+void Collectives::receive_some(const fl_signature& mine) {
   while (compared_ + 1 != calls_ && all_have_called(compared_ + 1)) compare_call(compared_ + 1);
   raise_earlier(true);
   const Call& own = call_of(rank_);
@@ -257,31 +291,12 @@ void Collectives::receive_calls(const fl_signature& mine) {
     same = same && alike(own, theirs, false);
     if (mine.verb == FL_SCATTER) same = same && (theirs.kind & kAny) == 0;
   }
-  if (same && mine.ndim == FL_ANY && (call_of(mine.root).kind & kIsLarge) != 0) return receive_all();
+  if (same && mine.ndim == FL_ANY && (call_of(mine.root).kind & kIsLarge) != 0) {
+    needed_ = {0, size_};  // as the root has found
+    return receive_calls(mine);
+  }
   expect_to_write(&segment_.block(rank_).calls[(calls_ + 1) % kCalls]);
   if (!same) raise_now();
-}
-
-// Every rank's call is needed, and so everything is compared.
-void Collectives::receive_all() {
-  const Call& own = call_of(rank_);
-  const bool free = first_dimension_is_free(static_cast<int>(own.kind >> 16 & 0x1f));
-  bool same = (own.kind & kAny) == 0 && (own.kind >> 16 & 0x1f) != FL_SCATTER;
-  for (int r = 0; r < size_; ++r) {
-    if (r == rank_) continue;
-    Call& theirs = segment_.block(r).calls[calls_ % kCalls];
-    watch_.wait(theirs.number, calls_, r);
-    same = same && alike(own, theirs, free);
-  }
-  // All are in this call and have read that before it: its line is free for the next one.
-  expect_to_write(&segment_.block(rank_).calls[(calls_ + 1) % kCalls]);
-  if (same && compared_ + 1 == calls_ && wrong_.empty() && (own.kind & kRunsAhead) == 0) {
-    compared_ = calls_;  // as compare_call finds
-    return;
-  }
-  while (compared_ + 1 != calls_) compare_call(compared_ + 1);
-  raise_earlier(false);
-  if (!compare_call(calls_, true)) throw Mismatch();
 }
 
 void Collectives::wait_for_all(Watch watch, uint32_t number) {

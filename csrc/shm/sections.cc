@@ -87,10 +87,7 @@ struct Collectives::Routes {
   }
 };
 
-Collectives::Given Collectives::given_in(const fl_signature& mine, const void* data) const {
-  if (mine.verb != FL_ALL_TO_ALL_UNEVEN && mine.verb != FL_REDUCE_SCATTER_UNEVEN) {
-    return {data, bytes_with_call(mine)};
-  }
+Collectives::Given Collectives::sections_in(const fl_signature& mine, const void* data) const {
   if (is_compared(mine)) return {nullptr, 0};
   const auto& given = *static_cast<const fl_sections*>(data);
   const Sections sections{size_, 0, given.bytes};
