@@ -75,7 +75,7 @@ def differ(rank: int, size: int) -> str:
 def test_the_next_call_names_the_earlier_one_and_its_lines(pool: Any) -> None:
     line = differ.__code__.co_firstlineno + 2
     for message in pool(3, **SHM).run(differ):
-        assert "an earlier call of this group, the one before this one: " in message
+        assert "an earlier call of this group, 1 before this one: " in message
         for who, rows in (("rank 0", 3), ("ranks 1, 2", 4)):
             call = f"{who} called broadcast(float64 ({rows},), root=0) at "
             assert f"{call}distributed/test_running_ahead.py:{line}" in message, message

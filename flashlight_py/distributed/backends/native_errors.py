@@ -21,7 +21,6 @@ from flashlight_py.distributed.failures.wording import (
     UNUSABLE,
     did_not_join,
     different_calls,
-    earlier_call,
     indented_traceback,
     names,
     raised,
@@ -121,7 +120,7 @@ def _mismatch(where: str, backend: NativeGroup, handle: Any, number: int) -> Mis
             break
     outcome = NOTHING_CHANGED
     if ago := lib.fl_op_calls_ago(handle):
-        which, outcome = earlier_call(ago), EARLIER_ADVICE
+        which, outcome = f"an earlier call of this group, {ago} before this one", EARLIER_ADVICE
     calls = {rank: _call_and_site(backend, handle, *call) for rank, call in known.items()}
     text = different_calls(where, which, calls.items(), outcome)
     return MismatchError(text, calls=[*calls.values()])

@@ -47,12 +47,6 @@ def different_calls(
     )
 
 
-def earlier_call(ago: int) -> str:
-    """Name the call ``ago`` calls before the one that raises."""
-    before = "the one before this one" if ago == 1 else f"{ago} before this one"
-    return f"an earlier call of this group, {before}"
-
-
 def did_not_join(where: str, who: str, limit: str, detail: str, those: str, last: str = "") -> str:
     """Say that ``who`` did not join within ``limit``; ``those``: which processes they are."""
     return (

@@ -437,7 +437,8 @@ def _by_cpu(store: Store, settings: Settings) -> Choice:
                 "BACKEND is shm, but the ranks do not all share memory; those that do: "
                 f"{hosts}{apart and f' ({apart})'}. Leave BACKEND out to use Gloo between them"
             )
-        return Choice(_shm(store, settings), "BACKEND is shm")
+        inside = ShmBackend(store, settings.timeout, settings.compares_at_once)
+        return Choice(inside, "BACKEND is shm")
     if len(hosts) == store.size:
         why = f"no two ranks share memory{apart and f': {apart}'}"
         return Choice(_gloo(store, settings), why, apart)
@@ -456,7 +457,7 @@ def _shared(store: Store, settings: Settings, hosts: Sequence[Sequence[int]], ap
         try:
             # What ranks of several hosts compare must be known before they go on to another host.
             at_once = settings.compares_at_once or len(hosts) > 1
-            inside = _shm(SubStore(store, near), replace(settings, compares_at_once=at_once))
+            inside = ShmBackend(SubStore(store, near), settings.timeout, at_once)
         except BackendUnavailableError as error:
             problem = str(error)
     problems = store.exchange(problem.encode(errors="backslashreplace"))
@@ -474,13 +475,6 @@ def _shared(store: Store, settings: Settings, hosts: Sequence[Sequence[int]], ap
     sizes = ", ".join(str(len(host)) for host in hosts)
     why = f"{len(hosts)} hosts with {sizes} ranks: shared memory inside, Gloo between"
     return Choice(backend, f"{why}{apart and f'; {apart}'}", apart)
-
-
-def _shm(store: Store, settings: Settings) -> Backend:
-    backend = ShmBackend(store, settings.timeout)
-    if settings.compares_at_once:
-        backend.compare_at_once()
-    return backend
 
 
 def _between(
