@@ -50,6 +50,8 @@ const char* fl_op_site(fl_op* op, int rank) {
   return static_cast<size_t>(rank) < sites.size() ? sites[rank].text : "";
 }
 
+int fl_op_calls_ago(fl_op* op) { return static_cast<int>(op->operation->seen.ago); }
+
 double fl_op_age(fl_op* op, int rank) {
   const auto& ages = op->outcome().seen.ages;
   return static_cast<size_t>(rank) < ages.size() ? ages[rank] : -1;

@@ -89,9 +89,10 @@ class Choice {
     const double seconds = std::chrono::duration<double>(Clock::now() - trial.started).count();
     double& cost = trial.kind->cost[trial.way];
     const double now = seconds / static_cast<double>(trial.bytes);
-    // What took less time than before was not disturbed, and counts more.
-    const double weight = cost == 0 ? 1.0 : now < cost ? 0.75 : 0.25;
-    cost += weight * (now - cost);
+    // What took less time than before was not disturbed, and counts more. One that took much more probably
+    // was: by itself it must not make another way the best, which would be gone for many calls.
+    if (cost == 0) cost = now;
+    cost += now < cost ? 0.75 * (now - cost) : std::min(0.25 * (now - cost), cost / 16);
   }
 
  private:

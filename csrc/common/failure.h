@@ -1,6 +1,7 @@
 // Why an operation ended, and which ranks it is about.
 #pragma once
 
+#include <cstdint>
 #include <exception>
 #include <stdexcept>
 #include <string>
@@ -16,6 +17,7 @@ struct Seen {
   std::vector<fl_signature> calls;
   std::vector<fl_site> sites;
   std::vector<double> ages;
+  uint32_t ago = 0;  // of a mismatch: so many calls before this one
 
   // Nothing yet, of any rank.
   void reset(int ranks) {

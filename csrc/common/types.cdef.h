@@ -122,6 +122,8 @@ int fl_op_missing(fl_op *op, int *ranks, int capacity);
 const fl_signature *fl_op_signatures(fl_op *op);
 /* Where `rank` called that; empty: not known. */
 const char *fl_op_site(fl_op *op, int rank);
+/* After FL_MISMATCH: how many calls of the group before this one; 0: it is this one. */
+int fl_op_calls_ago(fl_op *op);
 /* How many seconds before the failure it did so, roughly; -1: not known. */
 double fl_op_age(fl_op *op, int rank);
 /* What all_gather, gather, a scatter without output and a broadcast of FL_ANY received, unless it went

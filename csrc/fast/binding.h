@@ -39,7 +39,7 @@ typedef struct {
   void *(*output)(fl_op *, size_t *);
   void (*free)(fl_op *);
   /* The two steps of a collective, and of messages, in shared memory; NULL elsewhere. */
-  int (*begin)(void *, const fl_signature *, const void *, double);
+  int (*begin)(void *, const fl_signature *, const void *, double, const fl_site *);
   int (*ready)(void *, int);
   fl_op *(*finish)(void *, const fl_signature *, void *, void *);
   void *(*post)(void *, const fl_message *, int, double, int);
@@ -82,7 +82,7 @@ recorded record(const Binding *binding, const fl_signature *signature, int peer,
 /* Wait for the other ranks and do the rest of a collective that has begun. */
 fl_op *finish_collective(Binding *binding, const plain_call *call, ring_call *row);
 /* A collective on this thread, recorded as `shown`: in the library's two steps, 0 where it has none or other
-   calls come first; or through its `run`, 0 with an exception. */
+   calls come first, or with an exception; or through its `run`, 0 with an exception. */
 int run_in_steps(Binding *binding, const plain_call *call, const fl_signature *shown, fl_op **op,
                  recorded *made);
 int run_at_once(Binding *binding, const plain_call *call, const fl_signature *shown, fl_op **op,

@@ -106,7 +106,8 @@ fl_op *finish_collective(Binding *binding, const plain_call *call, ring_call *ro
   if (is_small && ready == FL_COMPLETE) {
     return binding->finish(binding->group, &call->signature, call->data, call->output);
   }
-  if (ready == FL_AWAITED || bytes >= LARGE_BYTES) note_place(binding, row);
+  const int is_placed = (row->flags & RING_PLACED) != 0;
+  if (!is_placed && (ready == FL_AWAITED || bytes >= LARGE_BYTES)) note_place(binding, row);
   fl_op *op;
   Py_BEGIN_ALLOW_THREADS;
   op = binding->finish(binding->group, &call->signature, call->data, call->output);
@@ -114,11 +115,27 @@ fl_op *finish_collective(Binding *binding, const plain_call *call, ring_call *ro
   return op;
 }
 
+/* Whether it is not worth the 200 ns to note where a call is: one soon after another, but for the first. */
+static int is_hurried(const Binding *binding) {
+  enum { FIRST_CALLS = 2000, SOON_TICKS = 50000 };
+  const ring *calls = binding->calls;
+  if (calls->number < FIRST_CALLS) return 0;
+  return fl_ticks() - calls->calls[(calls->written - 1) % RING_CALLS].started < SOON_TICKS;
+}
+
+/* A rank that needs nobody's call cannot be asked later where it was, as it has gone on by then. */
 int run_in_steps(Binding *binding, const plain_call *call, const fl_signature *shown, fl_op **op,
                  recorded *made) {
+  static const fl_site not_known = {""};
+  PyObject *place = NULL;
+  const fl_site *site = NULL;
   if (binding->begin == NULL) return 0;
-  if (!binding->begin(binding->group, &call->signature, call->data, call->seconds)) return 0;
-  *made = record(binding, shown, -1, 0, NULL);
+  if (plain_needs_nobody(call, binding->rank)) {
+    site = &not_known;
+    if (!is_hurried(binding) && !place_and_site(binding, &place, &site)) return 0;
+  }
+  if (!binding->begin(binding->group, &call->signature, call->data, call->seconds, site)) return 0;
+  *made = record(binding, shown, -1, 0, place);
   binding->calls->caller = PyThread_get_thread_ident();
   *op = finish_collective(binding, call, made->row);
   binding->calls->caller = 0;

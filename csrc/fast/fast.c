@@ -58,7 +58,8 @@ static int parse(PyObject *args, Binding *binding) {
   binding->signatures = (const fl_signature *(*)(fl_op *))(uintptr_t)signatures;
   binding->output = (void *(*)(fl_op *, size_t *))(uintptr_t)output;
   binding->free = (void (*)(fl_op *))(uintptr_t)free_op;
-  binding->begin = (int (*)(void *, const fl_signature *, const void *, double))(uintptr_t)begin;
+  binding->begin =
+      (int (*)(void *, const fl_signature *, const void *, double, const fl_site *))(uintptr_t)begin;
   binding->ready = (int (*)(void *, int))(uintptr_t)ready;
   binding->finish = (fl_op * (*)(void *, const fl_signature *, void *, void *))(uintptr_t)finish;
   binding->post = (void *(*)(void *, const fl_message *, int, double, int))(uintptr_t)post;

@@ -317,12 +317,15 @@ static int run(const object_call *call, received *all, recorded *made) {
   if (room == NULL && PyErr_Occurred() != NULL) return 0;
   fl_op *op;
   int has_run = run_in_steps(binding, &step, &shown, &op, made);
-  if (!has_run) {
+  if (!has_run && PyErr_Occurred() == NULL) {
     step.output = NULL; /* which the library may read later */
     Py_CLEAR(room);
     has_run = run_at_once(binding, &step, &shown, &op, made);
   }
-  if (!has_run) return 0;
+  if (!has_run) {
+    Py_XDECREF(room);
+    return 0;
+  }
   if (op == NULL) {
     if (room != NULL) own_array(all, room);
     return 1;

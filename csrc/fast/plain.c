@@ -38,6 +38,21 @@ PyObject *plain_verbs(PyObject *module, PyObject *flags) {
   Py_RETURN_NONE;
 }
 
+int plain_needs_nobody(const plain_call *call, int rank) {
+  enum { INLINE_BYTES = 16384 };
+  const fl_signature *s = &call->signature;
+  if (s->count * s->itemsize > INLINE_BYTES) return 0;
+  switch (s->verb) {
+    case FL_BROADCAST:
+    case FL_SCATTER: return rank == s->root;
+    case FL_REDUCE:
+    case FL_GATHER: return rank != s->root;
+    case FL_SCAN:
+    case FL_EXSCAN: return rank == 0;
+    default: return 0;
+  }
+}
+
 int plain_names(void) {
   static const char *const text[OPS] = {"sum", "prod", "min", "max", "avg", "and", "or", "xor"};
   for (int op = 0; op < OPS; ++op) {

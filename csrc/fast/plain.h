@@ -45,6 +45,9 @@ PyObject *plain_number_of(PyArrayObject *array, PyObject *like);
 /* A number from 0 to `limit`: 0 where it is another, or none. */
 int plain_int(PyObject *given, int limit, int32_t *out);
 
+/* Whether a rank may be done with the call without a look at the others': see csrc/shm/entering.cc. */
+int plain_needs_nobody(const plain_call *call, int rank);
+
 int plain_overlap(const plain_call *one, const plain_call *other);
 
 /* What must be known of a verb, by its code: from the table of the verbs, in Python. */

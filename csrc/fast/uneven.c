@@ -52,7 +52,7 @@ static plain_call table_of(int size, int64_t *counts, int64_t *table) {
 
 /* A step that must follow, of which no other thread may be in the way. */
 static fl_op *run_step(Binding *binding, const plain_call *call, ring_call *row) {
-  if (binding->begin(binding->group, &call->signature, call->data, binding->seconds)) {
+  if (binding->begin(binding->group, &call->signature, call->data, binding->seconds, NULL)) {
     return finish_collective(binding, call, row);
   }
   fl_op *op;
@@ -115,7 +115,7 @@ PyObject *native_uneven(Binding *binding, PyObject *x, PyObject *out, PyObject *
   call.seconds = binding->seconds;
   plain_call step = table_of(size, counts, table);
   step.output = &step.room;
-  if (!binding->begin(binding->group, &step.signature, step.data, binding->seconds)) {
+  if (!binding->begin(binding->group, &step.signature, step.data, binding->seconds, NULL)) {
     Py_RETURN_NOTIMPLEMENTED;
   }
   const recorded made = record(binding, &call.signature, -1, 0, NULL);

@@ -98,8 +98,8 @@ void fl_shm_deliver(fl_shm_posted* posted, fl_op** results) {
 }
 
 int fl_shm_begin(fl_shm_group* group, const fl_signature* signature, const void* data,
-                 double seconds) {
-  return group->group.begin(*signature, data, seconds) ? 1 : 0;
+                 double seconds, const fl_site* site) {
+  return group->group.begin(*signature, data, seconds, site) ? 1 : 0;
 }
 
 int fl_shm_ready(fl_shm_group* group, int spins) {
@@ -136,6 +136,8 @@ void fl_shm_on_interrupt(fl_shm_group* group, int (*check)(void)) {
 void fl_shm_on_mismatch(fl_shm_group* group, void (*where)(fl_site*)) {
   group->group.on_mismatch(where);
 }
+
+void fl_shm_compare_at_once(fl_shm_group* group) { group->group.compare_at_once(); }
 
 void fl_shm_call_ranks(fl_shm_group* group, const int* numbers) {
   group->group.call_ranks({numbers, numbers + group->group.size()});

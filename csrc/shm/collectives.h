@@ -1,8 +1,10 @@
 // The collectives between the ranks of one host, each written once on a Segment.
 //
-// collectives.cc: how a call is entered; verbs.cc: which function does which verb; the others: the verbs.
+// entering.cc: how a call is entered; verbs.cc: which function does which verb; collectives.cc: the memory of
+// large arrays; the others: the verbs.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -29,7 +31,12 @@ struct Region {
   size_t stride;                     // bytes from one rank's array to the next
 };
 
-// Of the other ranks' calls: not all are there yet; all are; and so is all that they bring.
+// What a rank says with the kind of its call, among others; see entering.cc.
+constexpr uint32_t kIsLarge = 1u << 30;  // its data does not come with it, but its address
+constexpr uint32_t kCanRead = 1u << 31;  // it can read the memory of all others
+
+// Of the other ranks' calls, those that this rank needs: not all are there yet; all are; and so is all that
+// they bring.
 enum class Progress { kAwaited, kCalled, kComplete };
 
 class Collectives;
@@ -56,13 +63,16 @@ class Collectives {
   void begin(double seconds, InterruptCheck interrupt);
 
   // The first step of every verb: show the others what this rank calls, without waiting. The verb's
-  // own function does the rest; in between, progress() says how far the others are.
-  void call(const fl_signature& mine, const void* data);
-  // Whether all that this rank has for the others goes with that.
-  bool travels_whole(const fl_signature& mine) const;
+  // own function does the rest; in between, progress() says how far the others are. `site`, which lives as
+  // long as the call, is where the program calls; null: where this rank needs nobody it waits for all then.
+  void call(const fl_signature& mine, const void* data, const fl_site* site);
+  // Whether all that this rank has for the others goes with that, at once.
+  bool can_begin(const fl_signature& mine);
   // Later, and maybe on another thread, before the rest: as begin() for the call that was made.
   void go_on(double seconds, InterruptCheck interrupt);
-  Progress progress() const;
+  Progress progress();
+  // From now on no call ends before all others have called.
+  void compare_at_once() { compares_at_once_ = true; }
 
   void barrier(const fl_signature& mine) { receive_calls(mine); }
   void all_reduce(const fl_signature& mine, void* data);
@@ -80,10 +90,11 @@ class Collectives {
   void all_to_all_uneven(const fl_signature& mine, const fl_sections& sections, void* output);
 
   // What every rank calls now.
-  std::vector<fl_signature> calls() const;
-  // After a mismatch: what every rank has called, and where; this rank at `site`. Waits until all
-  // have announced, but not for long.
-  Seen compare(const fl_site& site);
+  std::vector<fl_signature> calls() const { return calls(calls_); }
+  // After a mismatch: let the others know where this rank has called.
+  void place(const fl_site& site);
+  // What every rank calls now, and where. Waits until all have said that, but not for long.
+  Seen seen_now() { return seen_in(calls_); }
   // The last call of every rank, and how long ago it was.
   Seen last_calls() const;
 
@@ -102,15 +113,60 @@ class Collectives {
   struct Rows;
   struct Sections;
   struct Routes;
-  const Call& call_of(int rank) const { return segment_.block(rank).calls[calls_ % 2]; }
+  // From one to before another.
+  struct Ranks {
+    int first = 0, last = 0;
+    int count() const { return last - first; }
+  };
+  // What a rank has for the others, and how much of it goes with its call.
+  struct Given {
+    const void* data;
+    size_t inline_bytes;
+  };
+  // An earlier call in which the ranks differ.
+  struct Wrong {
+    uint32_t number;
+    bool told;  // this rank has raised it
+  };
+  struct Payload {
+    bool is_used;
+    uint32_t call;  // the last with data in it
+  };
+  const Call& call_of(int rank, uint32_t number) const {
+    return segment_.block(rank).calls[number % kCalls];
+  }
+  const Call& call_of(int rank) const { return call_of(rank, calls_); }
+  Description& description_of(int rank, uint32_t number) const {
+    return segment_.block(rank).descriptions[number % kCalls];
+  }
   const char* inline_data(int rank, size_t bytes) const;
+  bool travels_whole(const fl_signature& mine) const;
   size_t bytes_with_call(const fl_signature& mine) const;
-  void announce(const fl_signature& mine, const void* data, size_t inline_bytes);
+  Given given_in(const fl_signature& mine, const void* data) const;
+  Given sections_in(const fl_signature& mine, const void* data) const;
+  Ranks needed_by(int rank, const fl_signature& call) const;
+  bool find_room(size_t inline_bytes);
+  void wait_for_room(size_t inline_bytes);
+  bool find_payload();
+  void announce(const fl_signature& mine, const Given& given, const fl_site* site);
   void announce_large(const fl_signature& mine, const void* data, Call& call);
+  void show_waiting();
+  void wait_and_show();
   static int key_of(const fl_signature& mine, const Call& call);
   void receive_calls(const fl_signature& mine);
-  bool has_announced(Counter& announced, int rank);
-  bool all_call_the_same() const;
+  void receive_some(const fl_signature& mine);
+  void compare_all();
+  void wait_for_all(Watch watch, uint32_t number);
+  bool all_have_called(uint32_t number) const;
+  bool compare_call(uint32_t number, bool or_raises = false);
+  void forget_old(uint32_t number);
+  bool all_call_the_same(uint32_t number) const;
+  std::vector<fl_signature> calls(uint32_t number) const;
+  void raise_earlier(bool only_news);
+  [[noreturn]] void raise_now();
+  Seen seen_in(uint32_t number);
+  bool is_placed(int rank, uint32_t number);
+  bool sees_mismatch(int rank, uint32_t number) const;
   uint64_t place_of(const void* data) const;
   bool all_in_one_place() const;
   char* in_region(int rank) const;
@@ -128,6 +184,7 @@ class Collectives {
   Bytes gather_to(const fl_signature& mine, const void* data, const fl_room* room, bool wanted);
   void move_rows(const fl_signature& mine, const Rows& rows, const void* data, char* into);
   void stream_rows(const Rows& rows, const char* data, char* into);
+  void pass_rows(uint32_t number);
   void exchange_sections(const fl_signature& mine, const Sections& sections, const void* data,
                          void* output);
   void reduce_sections(const fl_signature& mine, const Sections& sections, const void* data,
@@ -141,6 +198,11 @@ class Collectives {
 
   // Large calls: the way of the data, and reading it from other ranks' memory.
   Way choose(const fl_signature& mine, size_t bytes, bool may_read = true);
+  Way choose_in(uint32_t number, const fl_signature& mine, size_t bytes, bool may_read);
+  // Whether `rank` reads what this one shows in the running call.
+  bool reads(int rank) const {
+    return rank != rank_ && (only_reader_ < 0 || rank == only_reader_);
+  }
   void read(int rank, size_t begin, void* into, size_t bytes);
   void ask_for(int rank, size_t begin, char* into, size_t bytes);
   bool serve();
@@ -159,7 +221,19 @@ class Collectives {
   Remote& remote_;
   Watch watch_;  // of the running call
   const int rank_, size_;
-  uint32_t calls_ = 0;   // calls of this group so far
+  uint32_t calls_ = 0;     // calls of this group so far that this rank has shown
+  uint32_t compared_ = 0;  // up to which they were compared with the others'
+  Ranks needed_;           // by the running call
+  bool is_shown_ = true;   // it; else there was no room for it:
+  fl_signature waiting_{};
+  const void* waiting_data_ = nullptr;
+  const fl_site* waiting_site_ = nullptr;
+  std::array<Payload, kPayloads> payloads_{};
+  uint32_t payload_ = 0;  // a free one
+  std::vector<Wrong> wrong_;  // the last kMostAhead calls, as far as not every rank has raised since
+  uint32_t raised_ = 0;       // the last call that differs and was raised before all had made it
+  bool compares_at_once_ = false;
+  int only_reader_ = -1;  // of what this rank shows in the running call; -1: all read it
   uint32_t chunks_ = 0;  // chunks that have gone through the slots so far
   std::vector<Region> regions_;  // never moved: a dropped one stays, empty
   std::vector<const void*> from_;

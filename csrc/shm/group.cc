@@ -140,7 +140,8 @@ ShmGroup::Result ShmGroup::ended(fl_status status, const std::string& message,
   return operation;
 }
 
-bool ShmGroup::begin(const fl_signature& signature, const void* data, double seconds) {
+bool ShmGroup::begin(const fl_signature& signature, const void* data, double seconds,
+                     const fl_site* site) {
   if (queued_.load(std::memory_order_acquire) != 0 && !has_caught_up()) return false;
   if (port_.has_refusal()) return false;
   if (peers_.has_ended() || !turn_.try_take()) return false;
@@ -149,11 +150,11 @@ bool ShmGroup::begin(const fl_signature& signature, const void* data, double sec
     return false;
   }
   collectives_.begin(seconds, interrupt_);
-  collectives_.call(signature, data);
+  collectives_.call(signature, data, site);
   return true;
 }
 
-Progress ShmGroup::ready(int spins) const {
+Progress ShmGroup::ready(int spins) {
   if (!peers_.may_spin()) spins = 0;
   for (int look = 0;; ++look) {
     const Progress progress = collectives_.progress();
@@ -172,7 +173,7 @@ ShmGroup::Result ShmGroup::finish(const fl_signature& signature, void* data, voi
 Bytes ShmGroup::dispatch(const fl_signature& s, void* data, void* output, double seconds,
                          InterruptCheck interrupt, const fl_site* site, Seen& seen) {
   collectives_.begin(seconds, interrupt);
-  collectives_.call(s, data);
+  collectives_.call(s, data, site);
   return reporting(site, [&] { return complete(s, data, output, seen); });
 }
 

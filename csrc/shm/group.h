@@ -59,14 +59,17 @@ class ShmGroup : private Helper {
   // go when the others are late. begin() never waits: it is false, and nothing has happened, where a
   // thread runs a collective, some are queued, or the group has ended; else finish() must follow, on
   // the same thread. It does not wait once ready() is kComplete.
-  bool begin(const fl_signature& signature, const void* data, double seconds);
-  Progress ready(int spins) const;
+  // With a `site`, which must live until then, the call may end before the others have made it.
+  bool begin(const fl_signature& signature, const void* data, double seconds,
+             const fl_site* site = nullptr);
+  Progress ready(int spins);
   Result finish(const fl_signature& signature, void* data, void* output);
 
   void* add_region(std::shared_ptr<Mapping> mapping, size_t stride);
   // False while a thread runs a collective.
   bool drop_region(const void* array);
   void call_ranks(std::vector<int> numbers) { peers_.call_ranks(std::move(numbers)); }
+  void compare_at_once() { collectives_.compare_at_once(); }
   void on_interrupt(InterruptCheck check) { interrupt_ = check; }
   void on_mismatch(WhereAmI where) { where_ = where; }
   // Whether `rank` has begun a collective that nobody has called here, and which.
@@ -162,8 +165,10 @@ template <typename Body>
 auto ShmGroup::reporting(const fl_site* site, Body body) {
   try {
     return body();
-  } catch (const Mismatch&) {
-    throw Mismatch(collectives_.compare(asked(site)));
+  } catch (const Mismatch& mismatch) {
+    collectives_.place(asked(site));
+    if (!mismatch.seen.calls.empty()) throw;  // of an earlier call
+    throw Mismatch(collectives_.seen_now());
   } catch (Failure& failure) {
     if (failure.status == FL_TIMEOUT) failure.seen = collectives_.last_calls();
     throw;

@@ -27,7 +27,7 @@ void Collectives::show(void* slot, const void* data, size_t bytes) const {
 
 void Collectives::wait_for_free_slot(uint32_t chunk) {
   for (int r = 0; r < size_; ++r) {
-    if (r != rank_) watch_.wait(segment_.block(r).drained, chunk - kSlots + 1, r);
+    if (reads(r)) watch_.wait(segment_.block(r).drained, chunk - kSlots + 1, r);
   }
 }
 
@@ -66,7 +66,7 @@ Bytes Collectives::broadcast(const fl_signature& mine, void* data) {
   const int root = mine.root;
   receive_calls(mine);
   const bool is_any = mine.ndim == FL_ANY;
-  const fl_signature& given = is_any ? call_of(root).signature : mine;
+  const fl_signature& given = is_any ? description_of(root, calls_).signature : mine;
   const size_t bytes = static_cast<size_t>(given.count) * given.itemsize;
   Bytes made;
   if (is_any) made = make_bytes(bytes);
@@ -114,6 +114,7 @@ Bytes Collectives::gather_to(const fl_signature& mine, const void* data, const f
                              bool wanted) {
   const size_t item = mine.itemsize;
   receive_calls(mine);
+  if (needed_.count() == 0) return {};  // it has given what it has; see pass_rows
   Rows rows{{0}, 0, wanted};
   for (int r = 0; r < size_; ++r) {
     rows.begin.push_back(rows.total() + static_cast<size_t>(call_of(r).count) * item);
@@ -128,6 +129,8 @@ Bytes Collectives::gather_to(const fl_signature& mine, const void* data, const f
     if (!is_here || theirs == 0) continue;
     copy(into + rows.begin[r], r == rank_ ? data : inline_data(r, theirs), theirs);
   }
+  // The others may have gone on, if they had little to give.
+  if (mine.verb == FL_GATHER) only_reader_ = mine.root;
   if (rows.largest > kInlineBytes) move_rows(mine, rows, data, into);
   return output;
 }
@@ -144,6 +147,21 @@ void Collectives::move_rows(const fl_signature& mine, const Rows& rows, const vo
     stream_rows(rows, static_cast<const char*>(data), into);
   }
   choice_.end(trial_);
+}
+
+// What a rank counts of a gather that it has left before the others have called: as if it had moved rows.
+void Collectives::pass_rows(uint32_t number) {
+  const fl_signature& mine = description_of(rank_, number).signature;
+  size_t largest = 0;
+  for (int r = 0; r < size_; ++r) {
+    largest = std::max(largest, static_cast<size_t>(call_of(r, number).count) * mine.itemsize);
+  }
+  const bool direct = choose_in(number, mine, largest, true) == kDirectly;
+  chunks_ += direct ? 1 : chunks_of(largest, chunk_for(largest));
+  RankBlock& own = segment_.block(rank_);
+  own.filled.raise(chunks_);
+  own.reduced.raise(chunks_);
+  own.drained.raise(chunks_);
 }
 
 void Collectives::stream_rows(const Rows& rows, const char* data, char* into) {

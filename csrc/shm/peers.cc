@@ -145,7 +145,7 @@ bool Peers::matters(int r, const Concern& concern) const {
   if (r == rank_) return false;
   if (concern.only >= 0) return r == concern.only;
   const RankBlock& block = segment_.block(r);
-  return !(left_in_order(r) && block.calls[concern.call % 2].number.reached(concern.call));
+  return !(left_in_order(r) && block.calls[concern.call % kCalls].number.reached(concern.call));
 }
 
 bool Peers::left_in_order(int r) const {
@@ -157,7 +157,7 @@ std::vector<int> Peers::not_called(const Concern& concern) const {
   std::vector<int> missing;
   if (concern.only >= 0) return missing;
   for (int r = 0; r < size_; ++r) {
-    const Counter& number = segment_.block(r).calls[concern.call % 2].number;
+    const Counter& number = segment_.block(r).calls[concern.call % kCalls].number;
     if (r != rank_ && !number.reached(concern.call)) missing.push_back(r);
   }
   return missing;

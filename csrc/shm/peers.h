@@ -124,6 +124,9 @@ class Watch {
     return {*peers_, concern_, std::min(seconds, seconds_), interrupt_};
   }
 
+  // The same, in the collective number `call`.
+  Watch in_call(uint32_t call) const { return {*peers_, Concern{-1, call}, seconds_, interrupt_}; }
+
   // Wait until a counter of rank `peer` has reached `target`; throws Failure.
   void wait(Counter& counter, uint32_t target, int peer) {
     if (!counter.reached(target)) wait_long(counter, target, peer);

@@ -87,15 +87,12 @@ struct Collectives::Routes {
   }
 };
 
-void Collectives::call(const fl_signature& mine, const void* data) {
-  if (is_compared(mine)) return announce(mine, nullptr, 0);
-  if (mine.verb != FL_ALL_TO_ALL_UNEVEN && mine.verb != FL_REDUCE_SCATTER_UNEVEN) {
-    return announce(mine, data, bytes_with_call(mine));
-  }
+Collectives::Given Collectives::sections_in(const fl_signature& mine, const void* data) const {
+  if (is_compared(mine)) return {nullptr, 0};
   const auto& given = *static_cast<const fl_sections*>(data);
   const Sections sections{size_, 0, given.bytes};
   const bool fits = sections.most_bytes() <= kInlineBytes;
-  announce(mine, given.data, fits ? sections.bytes_of(rank_) : 0);
+  return {given.data, fits ? sections.bytes_of(rank_) : 0};
 }
 
 Collectives::Routes Collectives::routes_of(const Sections& sections) const {
@@ -224,7 +221,7 @@ Bytes Collectives::scatter(const fl_signature& mine, const void* data, void* out
   const int root = mine.root;
   const bool is_root = rank_ == root;
   receive_calls(mine);
-  const fl_signature& given = call_of(root).signature;
+  const fl_signature& given = description_of(root, calls_).signature;
   const size_t part = static_cast<size_t>(given.count) * given.itemsize;
   Bytes made;
   if (output == nullptr) {

@@ -60,10 +60,17 @@ constexpr size_t kLine = 64;
 constexpr size_t kTinyBytes = 16;
 constexpr size_t kInlineBytes = 16384;
 constexpr uint32_t kSlots = 4;
+constexpr uint32_t kCalls = 16;    // of a rank that the others can read
+constexpr uint32_t kPayloads = 4;  // data of a rank's calls that the others can read
+
+// How many calls a rank may be ahead of another, each of which can then read what the other calls while it
+// makes one of those itself: see Collectives::find_room.
+constexpr uint32_t kMostAhead = (kCalls - 1) / 2;
 
 // What a rank announces when it calls. A tiny call is all in the first line: one
-// cache line goes from core to core. The number is raised last.
-struct alignas(kLine) Call {
+// cache line goes from core to core, of a pair, as processors fetch the other one too. The number is raised
+// last.
+struct alignas(2 * kLine) Call {
   Counter number;
   uint32_t kind;    // part_of, verb, dtype, op, and what collectives.cc says with it
   int32_t root;     // root, or 0
@@ -73,17 +80,22 @@ struct alignas(kLine) Call {
   uint64_t place;   // region and offset of the data, where it lies in shared memory; else 0
   union {
     char tiny[kTinyBytes];
+    uint32_t payload;  // which has the data, up to kInlineBytes
     struct {
       uint64_t address;  // of the data in this rank's process
       Costs costs;
     } large;  // more than kInlineBytes
   };
-  // For messages; nobody reads these lines while all is well.
-  alignas(kLine) fl_signature signature;
-  int64_t called_at;  // nanoseconds of coarse_now()
-  alignas(kLine) char payload[kInlineBytes];
 };
-static_assert(offsetof(Call, signature) == kLine, "a tiny call is one cache line");
+static_assert(offsetof(Call, tiny) + kTinyBytes == kLine, "a tiny call is one cache line");
+
+// The same in words, which nobody reads while all is well.
+struct alignas(kLine) Description {
+  fl_signature signature;
+  int64_t called_at;  // nanoseconds of coarse_now()
+  Counter placed;     // the number of the call, after a mismatch in it: the site is known
+  fl_site site;       // known from the beginning of a call that may return ahead
+};
 
 // Why a rank left or gave up.
 struct alignas(kLine) Farewell {
@@ -93,12 +105,6 @@ struct alignas(kLine) Farewell {
   int32_t missing_count;
   int32_t missing[kMaxMissing];
   char message[4000];
-};
-
-// After a mismatch: where this rank has made that call.
-struct alignas(kLine) Place {
-  Counter announced;  // the number of the call
-  fl_site site;
 };
 
 // A part of another rank's array that this rank is to read and cannot: see Collectives::ask_for.
@@ -111,11 +117,12 @@ struct alignas(kLine) Request {
 
 // What one rank writes and the others read. Counters go on from call to call: nothing is reset.
 struct alignas(kLine) RankBlock {
-  Call calls[2];  // a rank is at most one call ahead of another
+  Call calls[kCalls];  // by number
+  Description descriptions[kCalls];
+  alignas(4096) char payloads[kPayloads][kInlineBytes];
   alignas(kLine) Counter filled;   // chunks that this rank has put into its slots
   alignas(kLine) Counter reduced;  // chunks of which it has reduced its part
   alignas(kLine) Counter drained;  // chunks of the others that it needs no more
-  Place place;
   Request request;
   Farewell farewell;
   std::atomic<int64_t> left_at;  // since when, of coarse_now(), it begins no more messages; 0: it does

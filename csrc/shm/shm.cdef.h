@@ -62,7 +62,7 @@ void fl_shm_deliver(fl_shm_posted *posted, fl_op **results);
    for them and does the work, with the result of fl_shm_run. */
 enum { FL_AWAITED = 0, FL_CALLED = 1, FL_COMPLETE = 2 };
 int fl_shm_begin(fl_shm_group *group, const fl_signature *signature, const void *data,
-                 double seconds);
+                 double seconds, const fl_site *site);
 int fl_shm_ready(fl_shm_group *group, int spins);
 fl_op *fl_shm_finish(fl_shm_group *group, const fl_signature *signature, void *data, void *output);
 
@@ -81,6 +81,9 @@ void fl_shm_on_interrupt(fl_shm_group *group, int (*check)(void));
 
 /* Called on the caller's thread where other ranks are to know where the program has called. */
 void fl_shm_on_mismatch(fl_shm_group *group, void (*where)(fl_site *site));
+
+/* From now on no call of this rank ends before all others have made it. */
+void fl_shm_compare_at_once(fl_shm_group *group);
 
 /* What users call the ranks of this group, where it is part of a larger one: `size` numbers. Before
    the first operation. */

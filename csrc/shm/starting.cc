@@ -70,12 +70,13 @@ ShmGroup::Result ShmGroup::start_collective(const fl_signature& signature, void*
 // Where that can be: `result` is what became of it. `starting_` is held.
 bool ShmGroup::begin_small(const fl_signature& s, void* data, void* output, double seconds,
                            const fl_site& site, Result& result) {
-  if (!collectives_.travels_whole(s) || queued_.load(std::memory_order_acquire) != 0) return false;
+  if (queued_.load(std::memory_order_acquire) != 0) return false;
   if (peers_.has_ended() || !turn_.try_take()) return false;
   {
     const Running running(*this);
+    if (!collectives_.can_begin(s)) return false;
     collectives_.begin(seconds, nullptr);
-    collectives_.call(s, data);
+    collectives_.call(s, data, &site);
     if (collectives_.progress() == Progress::kComplete) {
       result = guarded([&](Seen& seen) {
         return reporting(&site, [&] { return complete(s, data, output, seen); });

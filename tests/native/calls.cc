@@ -191,6 +191,7 @@ std::vector<Block> Author::inputs(int dtype, size_t count, bool numbers) {
 }
 
 void Author::push(std::vector<Step> call) {
+  for (Step& step : call) step.may_run_ahead = random_.one_in(2);
   for (int r = 0; r < world_.ranks; ++r) script_.steps[r].push_back(std::move(call[r]));
 }
 

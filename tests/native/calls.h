@@ -52,6 +52,7 @@ class Author {
   std::vector<Block> inputs(int dtype, size_t count, bool numbers);
   Block made(int dtype, size_t count, bool numbers);
   void push(std::vector<Step> call);
+  void push_mismatch(std::vector<Step> call);
   Step mismatched(const fl_signature& signature);
   fl_signature other_than(const fl_signature& base);
   void forget_some(std::vector<Step>& call, int odd_one);

@@ -257,4 +257,66 @@ void test_kill(Random& random) {
   });
 }
 
+// A broadcast from `root` of as many floats as the member has, each `value` on the root.
+namespace {
+Outcome broadcast(Member& me, int root, float value, double seconds = kForever) {
+  static const fl_site here{"here"};
+  fl_signature s = me.signature;
+  s.verb = FL_BROADCAST;
+  s.root = root;
+  if (me.rank == root) std::fill(me.data.begin(), me.data.end(), value);
+  return outcome_of(me.group->run(s, me.data.data(), nullptr, -1, seconds, &here));
+}
+
+// What a root has given before it was gone arrives.
+void run_ahead_of_one_that_goes(Member& me, int root, int calls) {
+  for (int i = 1; i <= calls; ++i) {
+    me.expect(broadcast(me, root, static_cast<float>(i)), FL_OK, {});
+    check(me.data.back() == static_cast<float>(i), "what came is not what was given");
+    if (me.rank != root && i % 2 == 0) usleep(1000);
+  }
+}
+}  // namespace
+
+void test_going_ahead(Random& random) {
+  const int ranks = 2 + static_cast<int>(random.below(4)), root = static_cast<int>(random.below(ranks));
+  const int calls = 1 + static_cast<int>(random.below(fl::kMostAhead));
+  const size_t floats = 1 + random.below(250);
+  const bool is_killed = !kOneAddress && random.one_in(2);
+  situation() = "rank " + std::to_string(root) + " of " + std::to_string(ranks) +
+                (is_killed ? " is killed" : " leaves") + " ahead, after " + std::to_string(calls) +
+                " broadcasts of " + std::to_string(floats) + " floats";
+  World world(ranks, 0, {});
+  const auto run = [&](int rank) {
+    Member me(world, rank, floats);
+    run_ahead_of_one_that_goes(me, root, calls);
+    if (rank == root) {
+      if (is_killed) raise(SIGKILL);
+      return;
+    }
+    me.expect(me.call(), FL_PEER_LOST, {root});
+    me.expect(me.call(), FL_CLOSED, {});
+  };
+  is_killed ? in_processes(ranks, root, run) : in_threads(ranks, run);
+}
+
+// Nobody may be further ahead than the others can read, and then waits no longer than it may.
+void test_going_too_far_ahead() {
+  situation() = "the root of broadcasts is too far ahead of a rank that does not call";
+  World world(2, 0, {});
+  Latch gave_up(1);
+  in_threads(2, [&](int rank) {
+    Member me(world, rank, 1);
+    if (rank == 0) {
+      for (uint32_t i = 0; i < fl::kMostAhead; ++i) me.expect(broadcast(me, 0, 1), FL_OK, {});
+      me.expect(broadcast(me, 0, 1, 0.2), FL_TIMEOUT, {1});
+      gave_up.count_down();
+    } else {
+      gave_up.wait();
+      for (uint32_t i = 0; i < fl::kMostAhead; ++i) me.expect(broadcast(me, 0, 1), FL_OK, {});
+      me.expect(broadcast(me, 0, 1), FL_PEER_LOST, {0});
+    }
+  });
+}
+
 }  // namespace stress

@@ -14,6 +14,8 @@ void test_closing_while_busy(Random& random);
 void test_closing_in_a_handler(Random& random);
 void test_out_of_memory();
 void test_kill(Random& random);
+void test_going_ahead(Random& random);
+void test_going_too_far_ahead();
 
 // The same while messages are on their way: message_failures.cc.
 void test_wrong_tag(Random& random);

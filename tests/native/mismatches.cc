@@ -72,19 +72,13 @@ void Author::add_mismatch() {
   std::vector<Step> call;
   for (int r = 0; r < ranks; ++r) call.push_back(mismatched(r == odd_one ? other : base));
   if (base.verb == FL_SCATTER) forget_some(call, odd_one);
-  std::vector<fl_signature> seen;
-  for (const Step& one : call) {
-    seen.push_back(one.signature);
-    seen.back().sequence = 1;
-  }
-  for (Step& one : call) one.seen = seen;
   size_t most = 0;
   for (const Step& one : call) most = std::max(most, one.data == nullptr ? 0 : one.data->size());
   if (random_.one_in(2)) place(call, most);
   for (Step& one : call) {
     if (one.data == nullptr) one.region = -1;
   }
-  push(std::move(call));
+  push_mismatch(std::move(call));
 }
 
 // All agree, but the root of a scatter does not know what it gives.
@@ -93,15 +87,37 @@ void Author::add_root_that_knows_nothing() {
   const int root = some_root();
   const fl_signature base = signature(FL_SCATTER, 1, 0, root, 1.0, 10);
   std::vector<Step> call;
-  std::vector<fl_signature> seen;
   for (int r = 0; r < world_.ranks; ++r) {
     call.push_back(mismatched(base));
     if (r == root || random_.one_in(2)) forget(call[r].signature);
-    seen.push_back(call[r].signature);
-    seen[r].sequence = 1;
   }
-  for (Step& one : call) one.seen = seen;
+  push_mismatch(std::move(call));
+}
+
+// What all call alike afterwards may be told in place of what it returns, to each rank once at least: ranks
+// that have run ahead hear of it there. In the last call all ranks need each other.
+void Author::push_mismatch(std::vector<Step> call) {
+  std::vector<fl_signature> seen;
+  for (const Step& one : call) {
+    seen.push_back(one.signature);
+    seen.back().sequence = 1;
+  }
+  std::vector<size_t> begin;  // messages are some ranks' alone
+  for (const auto& steps : script_.steps) begin.push_back(steps.size());
   push(std::move(call));
+  for (size_t i = random_.below(10); i > 2; --i) {
+    random_.one_in(3) ? add_gather(FL_GATHER) : random_.one_in(2) ? add_scan(FL_SCAN) : add_broadcast();
+  }
+  add_reduction(FL_ALL_REDUCE);
+  for (size_t r = 0; r < begin.size(); ++r) {
+    auto& steps = script_.steps[r];
+    steps[begin[r]].differs = true;
+    steps.back().tells = true;
+    for (size_t i = begin[r]; i < steps.size(); ++i) {
+      steps[i].seen = seen;
+      steps[i].may_differ = true;
+    }
+  }
 }
 
 }  // namespace stress

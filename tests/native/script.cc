@@ -38,8 +38,10 @@ class Running {
 
   void call() {
     const fl_signature& s = step_.signature;
+    static const fl_site here{"here"};
+    const fl_site* site = step_.may_run_ahead ? &here : nullptr;
     const auto started = [&] { return group_.start(s, data(), output(), step_.peer, kForever); };
-    const auto run = [&] { return group_.run(s, data(), output(), step_.peer, kForever); };
+    const auto run = [&] { return group_.run(s, data(), output(), step_.peer, kForever, site); };
     switch (step_.how) {
       case How::kExchange:
         break;  // see exchange()
@@ -50,7 +52,7 @@ class Running {
         handle_ = run();
         break;
       case How::kInTwoSteps:
-        if (group_.begin(s, data(), kForever)) {
+        if (group_.begin(s, data(), kForever, site)) {
           group_.ready(static_cast<int>(number_ % 3) * 50);
           handle_ = fl::handle_of(group_.finish(s, data(), output()));
         } else {
@@ -62,22 +64,40 @@ class Running {
   fl_message message() const { return {step_.signature, data_, step_.peer, {}, nullptr}; }
   void has_become(fl::Handle handle) { handle_ = std::move(handle); }
 
-  // Wait for what was started, and compare.
-  void end() {
+  // Wait for what was started, and compare; the status.
+  fl_status end() {
     fl_status status = FL_OK;
     if (handle_ != nullptr) {
       do {
         status = fl_op_wait(handle_.get(), 1.0);
       } while (status == FL_PENDING);
     }
-    if (status != step_.status) {
+    const bool may_be = step_.may_differ && (status == FL_OK || status == FL_MISMATCH);
+    if (status != step_.status && !may_be) {
       report("status " + std::to_string(status) + " instead of " + std::to_string(step_.status) +
              ", \"" + fl_op_message(handle_.get()) + "\"");
     }
-    if (!step_.from.empty()) return compare_match();
-    compare(step_.data_after != nullptr ? step_.data_after : step_.data, data_, "data");
-    if (status == FL_MISMATCH) return compare_signatures();
-    if (step_.output_after != nullptr) compare_output();
+    if (step_.differs && status == FL_OK) return status;  // with what is as wrong
+    if (!step_.from.empty()) {
+      compare_match();
+      return status;
+    }
+    const bool is_changed = step_.data_after != nullptr && status == FL_OK;
+    compare(is_changed ? step_.data_after : step_.data, data_, "data", status);
+    if (status == FL_MISMATCH) {
+      compare_signatures();
+    } else if (step_.output_after != nullptr) {
+      compare_output();
+    }
+    return status;
+  }
+
+  const Step& step() const { return step_; }
+  [[noreturn]] void report(const std::string& what) {
+    fail("rank " + std::to_string(rank_) + ", step " + std::to_string(number_) + ", " +
+         describe(step_.signature) + (step_.region >= 0 ? ", in a region" : "") +
+         (step_.how == How::kStart ? ", started" : "") +
+         (step_.how == How::kExchange ? ", in an exchange" : "") + ": " + what);
   }
 
  private:
@@ -125,10 +145,10 @@ class Running {
     if (!from.empty()) std::memcpy(to, from.data(), from.size());
   }
 
-  void compare(const Block& wanted, const char* got, const char* what) {
+  void compare(const Block& wanted, const char* got, const char* what, fl_status status = FL_OK) {
     if (wanted == nullptr || wanted->empty()) return;
     const fl_signature& s = step_.signature;
-    if (is_reduction(s.verb) && step_.status == FL_OK) {
+    if (is_reduction(s.verb) && status == FL_OK) {
       const std::string wrong =
           difference(s.dtype, got, wanted->data(), wanted->size() / s.itemsize, true);
       if (!wrong.empty()) report(std::string(what) + ": " + wrong);
@@ -153,13 +173,6 @@ class Running {
                " instead of " + describe(step_.seen[r]));
       }
     }
-  }
-
-  [[noreturn]] void report(const std::string& what) {
-    fail("rank " + std::to_string(rank_) + ", step " + std::to_string(number_) + ", " +
-         describe(step_.signature) + (step_.region >= 0 ? ", in a region" : "") +
-         (step_.how == How::kStart ? ", started" : "") +
-         (step_.how == How::kExchange ? ", in an exchange" : "") + ": " + what);
   }
 
   fl::ShmGroup& group_;
@@ -231,7 +244,12 @@ class Player {
   }
 
   void end_all() {
-    for (Running& one : running_) one.end();
+    for (Running& one : running_) {
+      const bool was_told = one.end() == FL_MISMATCH;
+      if (one.step().differs) is_told_ = false;
+      is_told_ = is_told_ || was_told;
+      if (one.step().tells && !is_told_) one.report("a mismatch was told to other ranks alone");
+    }
     running_.clear();
   }
 
@@ -240,6 +258,7 @@ class Player {
   const int rank_;
   std::deque<Running> running_;
   std::vector<char*> arrays_;
+  bool is_told_ = false;  // of the last mismatch of collectives
 };
 
 }  // namespace

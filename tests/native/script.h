@@ -35,6 +35,10 @@ struct Step {
   std::vector<Block> from;  // by rank, of a receive from any: what it may get; empty: it knows
   fl_status status = FL_OK;
   std::vector<fl_signature> seen;  // with FL_MISMATCH; sequence 0: not this rank's business
+  bool may_run_ahead = false;      // it says where it calls
+  // Of a mismatch that a rank may hear of later: the call itself, those after it in which this may be, and
+  // the last of these, by the end of which it has.
+  bool differs = false, may_differ = false, tells = false;
 };
 
 struct Script {

@@ -67,6 +67,7 @@ void failures(Random& random, long rounds) {
   alarm(2 * kPatience);
   setenv("FLASHLIGHT_CHECKS", "sync", 1);
   if (!kOneAddress) test_leaving_after_a_small_part();
+  test_going_too_far_ahead();
   for (long i = 0; i < rounds; ++i) {
     test_leaving(random);
     test_closing_while_busy(random);
@@ -75,6 +76,7 @@ void failures(Random& random, long rounds) {
     test_leaving_with_messages(random);
     test_interrupted_message(random);
     test_many_open(random);
+    test_going_ahead(random);
     if (!kOneAddress) {
       test_kill(random);
       test_killed_messenger(random);

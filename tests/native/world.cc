@@ -76,6 +76,12 @@ struct Calls {
 };
 template struct Reach<Calls, &fl::Collectives::calls_>;
 
+struct Compared {
+  using Member = uint32_t fl::Collectives::*;
+  friend Member member_of(Compared);
+};
+template struct Reach<Compared, &fl::Collectives::compared_>;
+
 struct ChunksSoFar {
   using Member = uint32_t fl::Collectives::*;
   friend Member member_of(ChunksSoFar);
@@ -119,8 +125,9 @@ std::vector<fl::Mapping> map_for_each(int ranks, size_t bytes) {
 void preset(const fl::Segment& segment, int ranks, uint32_t calls) {
   for (int r = 0; r < ranks; ++r) {
     fl::RankBlock& block = segment.block(r);
-    block.calls[calls % 2].number.raise(calls);
-    block.calls[(calls - 1) % 2].number.raise(calls - 1);
+    for (uint32_t i = 0; i < fl::kCalls; ++i) {
+      block.calls[(calls - i) % fl::kCalls].number.raise(calls - i);
+    }
     block.filled.raise(calls);
     block.reduced.raise(calls);
     block.drained.raise(calls);
@@ -158,6 +165,7 @@ std::unique_ptr<fl::ShmGroup> World::join(int rank) {
   auto group = std::make_unique<fl::ShmGroup>(std::move(mappings[rank]), rank, ranks);
   fl::Collectives& collectives = (*group).*member_of(CollectivesOfGroup());
   collectives.*member_of(Calls()) = calls;
+  collectives.*member_of(Compared()) = calls;
   collectives.*member_of(ChunksSoFar()) = calls;
   // Few calls are made in a world: begin with another way in each.
   const uint32_t turn = (calls + ranks) % 9;

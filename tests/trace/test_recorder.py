@@ -95,7 +95,7 @@ def mismatch(rank: int, size: int) -> list[dict[str, Any]]:
     before = journal.groups()["world"]["calls"]
     for verb in (
         lambda: fl.all_reduce(np.zeros(3 + rank)),
-        lambda: fl.broadcast(np.zeros(3), rank),
+        lambda: fl.broadcast(np.zeros(2000), rank),  # so large that its root waits for all
     ):
         with pytest.raises(MismatchError):
             verb()

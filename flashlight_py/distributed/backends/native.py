@@ -259,7 +259,9 @@ class NativeBackend(NativeGroup):
             site = self._site(call.refusal or name)
             if site is None:
                 asks = self.asks_for_sites and call.blocking and call.peer < 0
-                site = self.ffi.NULL if asks else self._here()
+                # A rank may be done with these before anybody could ask.
+                runs_ahead = verb.rooted or verb.prefix
+                site = self.ffi.NULL if asks and not runs_ahead else self._here()
             where = source, target, call.peer
             how = seconds, not call.blocking, site
             handle = self._run_there(group, self._next.signature, *where, *how)

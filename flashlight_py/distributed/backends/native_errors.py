@@ -13,8 +13,10 @@ from flashlight_py.distributed.calls.call import COMPOSED, array_in_words, in_wo
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.failures import abort
 from flashlight_py.distributed.failures.wording import (
+    EARLIER_ADVICE,
     HOST_ADVICE,
     LEAVING_ADVICE,
+    NOTHING_CHANGED,
     PEER_ADVICE,
     UNUSABLE,
     did_not_join,
@@ -116,8 +118,12 @@ def _mismatch(where: str, backend: NativeGroup, handle: Any, number: int) -> Mis
             receiver = next(rank for rank in known if rank != sender)
             which = f"message {newest} from rank {sender} to rank {receiver}"
             break
+    outcome = NOTHING_CHANGED
+    if ago := lib.fl_op_calls_ago(handle):
+        which, outcome = f"an earlier call of this group, {ago} before this one", EARLIER_ADVICE
     calls = {rank: _call_and_site(backend, handle, *call) for rank, call in known.items()}
-    return MismatchError(different_calls(where, which, calls.items()), calls=[*calls.values()])
+    text = different_calls(where, which, calls.items(), outcome)
+    return MismatchError(text, calls=[*calls.values()])
 
 
 def _call_and_site(backend: NativeGroup, handle: Any, rank: int, signature: Any) -> str:

@@ -31,7 +31,8 @@ _log = logging.getLogger("flashlight_py")
 class ShmBackend(NativeBackend):
     """The ranks of ``store``, which must all run on this host; collective, blocking.
 
-    ``timeout`` (seconds) bounds each wait of an operation.
+    ``timeout`` (seconds) bounds each wait of an operation. With ``at_once`` no call of this rank
+    ends before all others have made it.
 
     Raises:
         BackendUnavailableError: the native extension is missing, or the shared memory cannot be
@@ -44,13 +45,15 @@ class ShmBackend(NativeBackend):
     asks_for_sites = True
     steps = ("fl_shm_begin", "fl_shm_ready", "fl_shm_finish", "fl_shm_post", "fl_shm_deliver")
 
-    def __init__(self, store: Store, timeout: float) -> None:
+    def __init__(self, store: Store, timeout: float, at_once: bool = False) -> None:
         native = _native.load("shm")
         super().__init__(native, store, timeout)
         self.hosts = [range(self.size)]  # they share memory
         self._named = needs_names(store.spaces)
         self._begin(native, map_together(store, self._map, self._named))
         self.lib.fl_shm_on_mismatch(self.group, answer_where(native, "fl_shm_where"))
+        if at_once:
+            self.lib.fl_shm_compare_at_once(self.group)
 
     def _map(self, path: str, create: bool) -> Any:
         place = create, self._named, self.rank, self.size

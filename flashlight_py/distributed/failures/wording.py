@@ -10,6 +10,10 @@ from flashlight_py.distributed.rendezvous.store import name_ranks
 names = name_ranks
 UNUSABLE = "This group cannot be used again"
 NOTHING_CHANGED = "Nothing was changed"
+EARLIER_ADVICE = (
+    "A rank had returned from it before the others called, so that it is told now, and this call "
+    "did nothing (with FLASHLIGHT_CHECKS=sync each call waits for all ranks)"
+)
 PEER_ADVICE = "It died, exited or closed its connection: look at its own output"
 LEAVING_ADVICE = "It is alive: let it begin the message before it shuts down, or do not wait for it"
 HOST_ADVICE = (

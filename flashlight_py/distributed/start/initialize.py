@@ -439,7 +439,8 @@ def _by_cpu(store: Store, settings: Settings) -> Choice:
                 "BACKEND is shm, but the ranks do not all share memory; those that do: "
                 f"{hosts}{apart and f' ({apart})'}. Leave BACKEND out to use Gloo between them"
             )
-        return Choice(ShmBackend(store, settings.timeout), "BACKEND is shm")
+        inside = ShmBackend(store, settings.timeout, settings.compares_at_once)
+        return Choice(inside, "BACKEND is shm")
     if len(hosts) == store.size:
         why = f"no two ranks share memory{apart and f': {apart}'}"
         return Choice(_gloo(store, settings), why, apart)
@@ -456,7 +457,9 @@ def _shared(store: Store, settings: Settings, hosts: Sequence[Sequence[int]], ap
         store.exchange(b"")
     else:
         try:
-            inside = ShmBackend(SubStore(store, near), settings.timeout)
+            # What ranks of several hosts compare must be known before they go on to another host.
+            at_once = settings.compares_at_once or len(hosts) > 1
+            inside = ShmBackend(SubStore(store, near), settings.timeout, at_once)
         except BackendUnavailableError as error:
             problem = str(error)
     problems = store.exchange(problem.encode(errors="backslashreplace"))

@@ -25,6 +25,7 @@ class Settings:
     """Settings of a user. Values may be strings, as flashlight's are; times are in seconds.
 
     ``checks``: ranks of several hosts compare what they call, unless the environment says no.
+    ``compares_at_once``: no call ends before all ranks of the host have made it.
     ``host_timeout``: a host that cannot be reached for so long is lost; 0: never.
     ``job_key``: what the ranks have agreed on when they met, and nobody else knows.
     """
@@ -37,6 +38,7 @@ class Settings:
     interface: str = ""
     mpi_cuda_aware: bool = False
     checks: bool = True
+    compares_at_once: bool = False
     trace_dir: str | None = None
     master_addr: str | None = None
     master_port: int | None = None
@@ -93,6 +95,7 @@ class Settings:
             **fields,
             interface=interface_asked(values.get(Keys.INTERFACE)),
             checks=os.environ.get("FLASHLIGHT_CHECKS", "1") != "0",
+            compares_at_once=os.environ.get("FLASHLIGHT_CHECKS") == "sync",
             trace_dir=folder,
         )
 

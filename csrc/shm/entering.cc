@@ -1,0 +1,463 @@
+// How ranks enter a call: what each shows of its own, whose calls it waits for, and how all compare them.
+//
+// Most verbs need every rank's call. A rank that needs fewer, as the root of a small broadcast needs none,
+// returns ahead of the others: it compares their calls when they have come, in its next calls, and may be
+// kMostAhead of its own ahead of the latest. Where they differ, whoever sees it at once raises at once;
+// then also the next call in which every rank waits for every other does nothing and raises on all, as
+// some have not been told. Which calls are such, all ranks find in the same way: by what was announced.
+#include <algorithm>
+#include <cstring>
+
+#include "../common/signature.h"
+#include "collectives.h"
+#include "../common/copying.h"
+
+namespace fl {
+namespace {
+
+// What a rank says with the kind of its call.
+constexpr uint32_t kRunsAhead = 1u << 23;  // it may return before the others have called
+constexpr uint32_t kAny = 1u << 29;    // only verb and root are known
+
+// With a processor for each rank no more than this is given ahead: one core that writes what the other reads
+// next slows down what that reads now (measured: docs/algorithms.md).
+constexpr size_t kAheadBytes = 1024;
+
+// How long ranks that differ wait for each other's places.
+constexpr double kAnnouncingSeconds = 5;
+
+uint32_t kind_of(const fl_signature& s) {
+  const uint32_t call = static_cast<uint32_t>(s.part_of) << 24 | static_cast<uint32_t>(s.verb) << 16;
+  if (s.ndim == FL_ANY) return call | kAny;
+  return call | static_cast<uint32_t>(s.dtype) << 8 | static_cast<uint32_t>(s.op);
+}
+
+// FNV-1a over what same_call compares and the first line of a Call has no room for.
+uint64_t hash_of_shape(const fl_signature& s) {
+  uint64_t hash = 1469598103934665603u ^ static_cast<uint64_t>(s.ndim);
+  const int dims = std::min(s.ndim, 8);
+  for (int d = first_dimension_is_free(s.verb) ? 1 : 0; d < dims; ++d) {
+    hash = (hash ^ static_cast<uint64_t>(s.shape[d])) * 1099511628211u;
+  }
+  return hash;
+}
+
+// What same_call says, of the first lines alone.
+bool alike(const Call& a, const Call& b, bool free) {
+  constexpr uint32_t kMayDiffer = kRunsAhead | kIsLarge | kCanRead;
+  if (((a.kind | b.kind) & kAny) != 0) {
+    constexpr uint32_t kVerb = 0x1fff0000 & ~kRunsAhead;  // and what it is a part of
+    return ((a.kind ^ b.kind) & kVerb) == 0 && a.root == b.root;
+  }
+  return (a.kind | kMayDiffer) == (b.kind | kMayDiffer) && a.root == b.root && a.scale == b.scale &&
+         a.shape == b.shape && (free || a.count == b.count);
+}
+
+// Of two numbers of calls, which wrap.
+bool is_before(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) < 0; }
+
+}  // namespace
+
+void Collectives::begin(double seconds, InterruptCheck interrupt) {
+  watch_ = Watch(peers_, Concern{-1, calls_ + 1}, seconds, interrupt);
+}
+
+void Collectives::go_on(double seconds, InterruptCheck interrupt) {
+  watch_ = Watch(peers_, Concern{-1, calls_}, seconds, interrupt);
+}
+
+// Showing this rank's call --------------------------------------------------------------------
+
+void Collectives::call(const fl_signature& mine, const void* data, const fl_site* site) {
+  const Given given = given_in(mine, data);
+  needed_ = needed_by(rank_, mine);
+  const size_t bytes = static_cast<size_t>(mine.count) * mine.itemsize;
+  // Who needs nobody is gone when others find that they differ: it must say beforehand where it is.
+  const bool is_lost = needed_.count() == 0 && site == nullptr;
+  if (compares_at_once_ || is_lost || (bytes > kAheadBytes && peers_.may_spin())) needed_ = {0, size_};
+  is_shown_ = find_room(given.inline_bytes);
+  if (is_shown_) {
+    announce(mine, given, site);
+  } else {
+    waiting_ = mine;
+    waiting_data_ = data;
+    waiting_site_ = site;
+  }
+}
+
+Collectives::Given Collectives::given_in(const fl_signature& mine, const void* data) const {
+  const bool is_uneven = mine.verb == FL_ALL_TO_ALL_UNEVEN || mine.verb == FL_REDUCE_SCATTER_UNEVEN;
+  return is_uneven ? sections_in(mine, data) : Given{data, bytes_with_call(mine)};
+}
+
+void Collectives::wait_and_show() {
+  wait_for_room(given_in(waiting_, waiting_data_).inline_bytes);
+  watch_ = watch_.in_call(calls_ + 1);
+  show_waiting();
+}
+
+// Of a call that had no room; it has now.
+void Collectives::show_waiting() {
+  is_shown_ = true;
+  announce(waiting_, given_in(waiting_, waiting_data_), waiting_site_);
+}
+
+bool Collectives::travels_whole(const fl_signature& mine) const {
+  if (is_compared(mine)) return true;
+  if (mine.verb == FL_ALL_TO_ALL_UNEVEN || mine.verb == FL_REDUCE_SCATTER_UNEVEN) return false;
+  const size_t parts = mine.verb == FL_SCATTER ? size_ : 1;
+  return mine.ndim >= 0 && mine.count * mine.itemsize * parts <= kInlineBytes;
+}
+
+bool Collectives::can_begin(const fl_signature& mine) {
+  return travels_whole(mine) && find_room(bytes_with_call(mine));
+}
+
+// How much of a verb's data travels with the call: nothing, or all that this rank has for others.
+size_t Collectives::bytes_with_call(const fl_signature& mine) const {
+  size_t bytes = static_cast<size_t>(mine.count) * mine.itemsize;
+  const bool only_root = mine.verb == FL_BROADCAST || mine.verb == FL_SCATTER;
+  if (is_compared(mine) || mine.verb == FL_BARRIER || (only_root && rank_ != mine.root)) return 0;
+  if (mine.verb == FL_SCATTER) bytes *= size_;
+  return bytes <= kInlineBytes ? bytes : 0;
+}
+
+// The ranks whose calls bring something for `rank`, which calls that. All, where data follows that does not
+// go with the call.
+Collectives::Ranks Collectives::needed_by(int rank, const fl_signature& call) const {
+  Ranks some{call.root, call.root + 1};
+  const bool is_root = rank == call.root;
+  bool may_be_small = false;
+  switch (call.verb) {
+    case FL_SCATTER:
+    case FL_BROADCAST:
+      may_be_small = call.ndim == FL_ANY && !is_root;
+      if (is_root) some = {};
+      break;
+    case FL_REDUCE:
+    case FL_GATHER:
+      some = {0, is_root ? size_ : 0};
+      break;
+    case FL_SCAN:
+    case FL_EXSCAN:
+      some = {0, rank};
+      break;
+    default:
+      return {0, size_};
+  }
+  const bool travels = may_be_small || travels_whole(call);
+  return travels && !is_compared(call) ? some : Ranks{0, size_};
+}
+
+// Who makes call k has compared all calls up to k - kMostAhead, and so read what came with them; and its own
+// call k takes the place of k - kCalls, which nobody reads any more. A payload is free when all ranks have
+// gone on from its call.
+bool Collectives::find_room(size_t inline_bytes) {
+  while (calls_ + 1 - compared_ > kMostAhead || (inline_bytes > kTinyBytes && !find_payload())) {
+    if (!all_have_called(compared_ + 1)) return false;
+    compare_call(compared_ + 1);
+  }
+  return true;
+}
+
+bool Collectives::find_payload() {
+  for (payload_ = 0; payload_ < kPayloads; ++payload_) {
+    const Payload& payload = payloads_[payload_];
+    if (!payload.is_used || is_before(payload.call, compared_)) return true;
+  }
+  return false;
+}
+
+void Collectives::wait_for_room(size_t inline_bytes) {
+  while (!find_room(inline_bytes)) wait_for_all(watch_.in_call(compared_ + 1), compared_ + 1);
+}
+
+void Collectives::announce(const fl_signature& mine, const Given& given, const fl_site* site) {
+  const uint32_t number = ++calls_;
+  Call& call = segment_.block(rank_).calls[number % kCalls];
+  call.kind = kind_of(mine);
+  call.root = mine.root;
+  call.count = mine.count;
+  call.scale = mine.scale;
+  call.shape = hash_of_shape(mine);
+  call.place = given.inline_bytes > 0 ? 0 : place_of(given.data);
+  Description& description = description_of(rank_, number);
+  description.signature = mine;
+  description.signature.sequence = sequence_of(number);
+  description.called_at = coarse_now();
+  if (needed_.count() < size_) {
+    call.kind |= kRunsAhead;
+    if (needed_.count() == 0) {
+      description.site = *site;
+      description.placed.raise(number);
+    }
+  }
+  if (given.inline_bytes == 0) {
+    announce_large(mine, given.data, call);
+  } else if (given.inline_bytes <= kTinyBytes) {
+    copy(call.tiny, given.data, given.inline_bytes);
+  } else {
+    payloads_[payload_] = {true, number};
+    call.payload = payload_;
+    copy(segment_.block(rank_).payloads[payload_], given.data, given.inline_bytes);
+  }
+  call.number.raise(number);
+}
+
+// Where the data is that does not come with a call, and what all need to choose its way. A rank that
+// does not know the size of the whole announces it in any case.
+void Collectives::announce_large(const fl_signature& mine, const void* data, Call& call) {
+  if (is_compared(mine)) return;
+  const bool knows = mine.ndim != FL_ANY && mine.verb != FL_ALL_TO_ALL_UNEVEN;
+  size_t bytes = mine.ndim == FL_ANY ? 0 : static_cast<size_t>(mine.count) * mine.itemsize;
+  if (mine.verb == FL_SCATTER) bytes *= size_;
+  if (knows && bytes <= kInlineBytes) return;
+  call.kind |= kIsLarge | (remote_.can_read_all() ? kCanRead : 0);
+  call.large = {reinterpret_cast<uintptr_t>(data), choice_.costs(key_of(mine, call), bytes)};
+}
+
+// Under which costs are kept: in place they are others.
+int Collectives::key_of(const fl_signature& mine, const Call& call) {
+  return mine.verb == FL_ALL_REDUCE && call.place != 0 ? 0 : mine.verb;
+}
+
+const char* Collectives::inline_data(int rank, size_t bytes) const {
+  const Call& call = call_of(rank);
+  if (bytes <= kTinyBytes) return call.tiny;
+  // Ranks in step use the same one: then the data is on its way before the line that says so is here.
+  uint32_t payload = payload_;
+  if (call.payload != payload || needed_.count() < size_) {
+    payload = call.payload;
+    asm volatile("" : "+r"(payload));  // a jump, which is predicted, in place of a wait for the value
+  }
+  return segment_.block(rank).payloads[payload];
+}
+
+// Those of the others -------------------------------------------------------------------------
+
+Progress Collectives::progress() {
+  if (!is_shown_) {
+    if (!find_room(given_in(waiting_, waiting_data_).inline_bytes)) return Progress::kAwaited;
+    show_waiting();
+  }
+  bool complete = true;
+  for (int r = needed_.first; r < needed_.last; ++r) {
+    const Call& call = call_of(r);
+    if (!call.number.reached(calls_)) return Progress::kAwaited;
+    complete = complete && (call.kind & (kIsLarge | kAny)) != kIsLarge;
+  }
+  return complete ? Progress::kComplete : Progress::kCalled;
+}
+
+// All that this rank needs; where that is every rank's, everything is compared.
+void Collectives::receive_calls(const fl_signature& mine) {
+  if (!is_shown_) wait_and_show();
+  only_reader_ = -1;
+  if (needed_.count() < size_) return receive_some(mine);
+  const Call& own = call_of(rank_);
+  const uint32_t verb = own.kind >> 16 & 0x1f;
+  const bool free = first_dimension_is_free(static_cast<int>(verb));
+  bool same = (own.kind & (kAny | kRunsAhead)) == 0 && verb != FL_SCATTER;
+  for (int r = 0; r < size_; ++r) {
+    if (r == rank_) continue;
+    Call& theirs = segment_.block(r).calls[calls_ % kCalls];
+    watch_.wait(theirs.number, calls_, r);
+    same = same && alike(own, theirs, free);
+  }
+  if (verb == FL_BROADCAST) same = same && (call_of(own.root).kind & kAny) == 0;
+  // All are in this call and have read that before it: its line is free for the next one.
+  expect_to_write(&segment_.block(rank_).calls[(calls_ + 1) % kCalls]);
+  if (same && compared_ + 1 == calls_ && wrong_.empty()) {
+    compared_ = calls_;  // as compare_call finds
+  } else {
+    compare_all();
+  }
+}
+
+void Collectives::compare_all() {
+  while (compared_ + 1 != calls_) compare_call(compared_ + 1);
+  raise_earlier(false);
+  if (!compare_call(calls_, true)) throw Mismatch();
+}
+
+void Collectives::receive_some(const fl_signature& mine) {
+  while (compared_ + 1 != calls_ && all_have_called(compared_ + 1)) compare_call(compared_ + 1);
+  raise_earlier(true);
+  const Call& own = call_of(rank_);
+  bool same = true;
+  for (int r = needed_.first; r < needed_.last; ++r) {
+    Call& theirs = segment_.block(r).calls[calls_ % kCalls];
+    watch_.wait(theirs.number, calls_, r);
+    same = same && alike(own, theirs, false);
+    if (root_must_know(mine.verb)) same = same && (theirs.kind & kAny) == 0;
+  }
+  if (same && mine.ndim == FL_ANY && (call_of(mine.root).kind & kIsLarge) != 0) {
+    needed_ = {0, size_};  // as the root has found
+    return receive_calls(mine);
+  }
+  expect_to_write(&segment_.block(rank_).calls[(calls_ + 1) % kCalls]);
+  if (!same) raise_now();
+}
+
+void Collectives::wait_for_all(Watch watch, uint32_t number) {
+  for (int r = 0; r < size_; ++r) {
+    if (r != rank_) watch.wait(segment_.block(r).calls[number % kCalls].number, number, r);
+  }
+}
+
+bool Collectives::all_have_called(uint32_t number) const {
+  for (int r = 0; r < size_; ++r) {
+    if (!call_of(r, number).number.reached(number)) return false;
+  }
+  return true;
+}
+
+// What all have called in the next call that was not compared; whether it is the same. A rank that may not
+// have been told where not, as it has returned ahead, hears of it in a later call.
+bool Collectives::compare_call(uint32_t number, bool or_raises) {
+  const Call& own = call_of(rank_, number);
+  const int verb = static_cast<int>(own.kind >> 16 & 0x1f);
+  const bool free = first_dimension_is_free(verb);
+  bool same = (own.kind & kAny) == 0;
+  uint32_t kinds = own.kind;
+  for (int r = 0; r < size_; ++r) {
+    const Call& theirs = call_of(r, number);
+    kinds |= theirs.kind;
+    same = same && (r == rank_ || alike(own, theirs, free));
+  }
+  if (root_must_know(verb)) same = same && (call_of(own.root, number).kind & kAny) == 0;
+  same = same || all_call_the_same(number);
+  compared_ = number;
+  if (same && (kinds & kIsLarge) != 0 && (own.kind & kRunsAhead) != 0 && verb == FL_GATHER) {
+    forget_old(number);
+    if (wrong_.empty()) pass_rows(number);  // else who needs all calls has raised, and nothing moved
+  }
+  if (same && wrong_.empty()) return true;
+  forget_old(number);
+  if ((kinds & kRunsAhead) == 0) {
+    wrong_.clear();  // every rank raises in this call
+  } else if (!same) {
+    wrong_.push_back({number, or_raises || number == raised_});
+  }
+  return same;
+}
+
+void Collectives::forget_old(uint32_t number) {
+  const auto is_old = [&](const Wrong& call) { return number - call.number > kMostAhead; };
+  wrong_.erase(std::remove_if(wrong_.begin(), wrong_.end(), is_old), wrong_.end());
+}
+
+// What all ranks find in the same way, also one that cannot be the measure of the others. A root
+// that knows nothing is as wrong as one that calls something else.
+bool Collectives::all_call_the_same(uint32_t number) const {
+  const auto seen = calls(number);
+  const fl_signature& mine = seen[rank_];
+  if (!all_same(seen.data(), size_)) return false;
+  return !root_must_know(mine.verb) || seen[mine.root].ndim != FL_ANY;
+}
+
+std::vector<fl_signature> Collectives::calls(uint32_t number) const {
+  std::vector<fl_signature> calls(size_);
+  for (int r = 0; r < size_; ++r) {
+    if (call_of(r, number).number.value() == number) calls[r] = description_of(r, number).signature;
+  }
+  return calls;
+}
+
+// Mismatches ----------------------------------------------------------------------------------
+
+// That of an earlier call: with `only_news` one of which this rank has not been told.
+void Collectives::raise_earlier(bool only_news) {
+  if (wrong_.empty()) return;
+  forget_old(calls_);
+  const auto news = std::find_if(wrong_.begin(), wrong_.end(), [](const Wrong& w) { return !w.told; });
+  if (wrong_.empty() || (only_news && news == wrong_.end())) return;
+  const uint32_t number = news == wrong_.end() ? wrong_.back().number : news->number;
+  for (Wrong& call : wrong_) call.told = true;
+  if (!only_news) compare_call(calls_);
+  throw Mismatch(seen_in(number));
+}
+
+// That of this call, which others may not have made yet.
+void Collectives::raise_now() {
+  raised_ = calls_;
+  try {
+    wait_for_all(watch_.at_most(kAnnouncingSeconds), calls_);
+  } catch (const Failure&) {  // then what they call is not known
+  }
+  throw Mismatch();
+}
+
+void Collectives::place(const fl_site& site) {
+  Description& mine = description_of(rank_, calls_);
+  if (!is_shown_ || mine.placed.value() == calls_) return;
+  mine.site = site;
+  mine.placed.raise(calls_);
+}
+
+Seen Collectives::seen_in(uint32_t number) {
+  Seen seen;
+  seen.reset(size_);
+  seen.calls = calls(number);
+  seen.ago = calls_ - number;
+  for (int r = 0; r < size_; ++r) {
+    if (seen.calls[r].sequence != 0 && is_placed(r, number)) seen.sites[r] = description_of(r, number).site;
+  }
+  return seen;
+}
+
+// A rank that has died since, or was stopped, leaves its place unknown: the mismatch is one anyway. So does
+// one that sees nothing wrong and goes on.
+bool Collectives::is_placed(int rank, uint32_t number) {
+  Counter& placed = description_of(rank, number).placed;
+  if (number == 0) return false;  // the counter has wrapped: whoever never did looks as if it had
+  if (!placed.reached(number) && !sees_mismatch(rank, number)) return false;
+  try {
+    watch_.at_most(kAnnouncingSeconds).wait(placed, number, rank);
+  } catch (const Failure&) {
+    return false;
+  }
+  return placed.value() == number;
+}
+
+// Whether `rank` raises in that call itself, in which all ranks do not call the same.
+bool Collectives::sees_mismatch(int rank, uint32_t number) const {
+  const Call& call = call_of(rank, number);
+  if ((call.kind & kRunsAhead) == 0) return true;
+  const Ranks needed = needed_by(rank, description_of(rank, number).signature);
+  for (int r = needed.first; r < needed.last; ++r) {
+    const Call& other = call_of(r, number);
+    if (!other.number.reached(number) || !alike(call, other, false)) return true;
+  }
+  return false;
+}
+
+Seen Collectives::last_calls() const {
+  Seen seen;
+  seen.reset(size_);
+  const int64_t now = coarse_now();
+  for (int r = 0; r < size_; ++r) {
+    uint32_t last = 0;
+    for (const Call& call : segment_.block(r).calls) {
+      const uint32_t number = call.number.value();
+      if (number != 0 && (last == 0 || is_before(last, number))) last = number;
+    }
+    if (last == 0) continue;  // not called yet
+    const Description& description = description_of(r, last);
+    seen.calls[r] = description.signature;
+    seen.ages[r] = (now - description.called_at) * 1e-9;
+  }
+  if (!is_shown_) {
+    seen.calls[rank_] = waiting_;
+    seen.calls[rank_].sequence = sequence_of(calls_ + 1);
+  }
+  return seen;
+}
+
+bool Collectives::is_ahead(int rank, fl_signature& call) const {
+  if (rank == rank_ || call_of(rank, calls_ + 1).number.value() != calls_ + 1) return false;
+  call = description_of(rank, calls_ + 1).signature;
+  return true;
+}
+
+}  // namespace fl

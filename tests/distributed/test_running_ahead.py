@@ -1,0 +1,120 @@
+"""Ranks that return from a small collective before the others have called it."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from tests.distributed.conformance import BACKENDS
+from tests.distributed.harness import run_ranks
+from tests.distributed.told import told, told_later
+
+SHM = BACKENDS["shm"][1]
+# Each with the ranks that need nobody in it, and what all have afterwards.
+VERBS: dict[str, Any] = {
+    "broadcast": (fl.broadcast, lambda rank, root: rank == root),
+    "scatter": (lambda x: fl.scatter(np.stack([x] * 3), 0), lambda rank, root: rank == root),
+    "reduce": (fl.reduce, lambda rank, root: rank != root),
+    "gather": (fl.gather, lambda rank, root: rank != root),
+    "scan": (fl.scan, lambda rank, root: rank == 0),
+}
+
+
+def go_ahead(rank: int, size: int, verb: str) -> None:
+    """Call before those who can call only after a message of this rank."""
+    call, is_free = VERBS[verb]
+    token = np.zeros(1)
+    free = [r for r in range(size) if is_free(r, 0)]
+    waiting = [r for r in range(size) if r not in free]
+    if rank in waiting:
+        for other in free:
+            fl.recv(token, other)
+    for _ in range(3):
+        call(np.full(3, rank + 1.0))
+    if rank in free:
+        for other in waiting:
+            fl.send(token, other)
+    total = fl.all_reduce(np.full(3, rank + 1.0))
+    assert np.all(total == size * (size + 1) / 2)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_who_needs_nobody_does_not_wait(pool: Any, verb: str) -> None:
+    pool(3, **SHM).run(go_ahead, verb)
+
+
+def many(rank: int, size: int) -> None:
+    """More calls than a rank may be ahead, of all sizes; each brings what was given to it."""
+    for n in range(300):
+        x = np.full(1 + 37 * n % 700, n + 1000.0 * (rank == n % size))
+        assert np.all(fl.broadcast(x, n % size) == n + 1000.0)
+        parts = fl.gather(np.full(n % 5 * (1000 if n % 50 == 0 and rank == 1 else 1), float(rank)))
+        if rank == 0:
+            rows = [n % 5 * (1000 if n % 50 == 0 and r == 1 else 1) for r in range(size)]
+            assert np.array_equal(parts, np.repeat(np.arange(float(size)), rows))
+
+
+def test_many_calls_ahead_bring_what_was_given(pool: Any) -> None:
+    pool(3, **SHM).run(many)
+
+
+def differ(rank: int, size: int) -> str:
+    x = np.full(3 if rank == 0 else 4, rank + 1.0)
+    now = told(lambda: fl.broadcast(x))
+    assert (now == "") == (rank == 0)
+    assert np.all(x == rank + 1)
+    later = told_later()
+    assert told_later() == ""
+    return later
+
+
+def test_the_next_call_names_the_earlier_one_and_its_lines(pool: Any) -> None:
+    line = differ.__code__.co_firstlineno + 2
+    for message in pool(3, **SHM).run(differ):
+        assert "an earlier call of this group, 1 before this one: " in message
+        for who, rows in (("rank 0", 3), ("ranks 1, 2", 4)):
+            call = f"{who} called broadcast(float64 ({rows},), root=0) at "
+            assert f"{call}distributed/test_running_ahead.py:{line}" in message, message
+        assert "FLASHLIGHT_CHECKS=sync" in message
+
+
+def differ_at_the_end(rank: int, size: int) -> str:
+    now = told(lambda: fl.broadcast(np.zeros(3 + rank)))
+    later = told(fl.distributed_shutdown)
+    assert later
+    return now or later
+
+
+def test_a_shutdown_raises_what_nobody_was_told() -> None:
+    for message in run_ranks(differ_at_the_end, 2, **SHM):
+        assert "rank 0 called broadcast(float64 (3,), root=0)" in message
+
+
+def leave_ahead(rank: int, size: int) -> bool:
+    """Give, and be gone before the others take it."""
+    group = fl.new_group(range(size))
+    token = np.zeros(1)
+    if rank == 0:
+        for n in range(3):
+            group.broadcast(np.full(3, n + 1.0))
+        group.close()
+        for other in range(1, size):
+            fl.send(token, other)
+    else:
+        fl.recv(token, 0)
+        for n in range(3):
+            assert np.all(group.broadcast(np.zeros(3)) == n + 1)
+        with pytest.raises(fl.errors.DistributedError):
+            group.all_reduce(token)
+        with contextlib.suppress(fl.errors.DistributedError):
+            group.close()
+    fl.barrier()
+    return True
+
+
+def test_what_was_given_arrives_when_its_giver_has_left(pool: Any) -> None:
+    assert all(pool(3, **SHM).run(leave_ahead))

@@ -1,0 +1,34 @@
+"""Mismatches, of which a rank that has run ahead hears in a later call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import flashlight_py as fl
+
+__all__ = ["told", "told_later", "told_now_or_later"]
+
+
+def told(call: Callable[[], Any]) -> str:
+    """Return what a call raises that others' differ from, or an earlier one; "" if nothing."""
+    try:
+        call()
+    except fl.errors.MismatchError as error:
+        message = str(error)
+    else:
+        return ""
+    assert "called different things" in message
+    return message
+
+
+def told_later() -> str:
+    """Let ranks hear of a mismatch that have run ahead of it; on every rank."""
+    return told(fl.barrier)
+
+
+def told_now_or_later(call: Callable[[], Any]) -> str:
+    """Return what ``call`` raises, or else a call after it, on every rank."""
+    now, later = told(call), told_later()
+    assert now or later
+    return now or later
