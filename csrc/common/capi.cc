@@ -50,7 +50,7 @@ const char* fl_op_site(fl_op* op, int rank) {
   return static_cast<size_t>(rank) < sites.size() ? sites[rank].text : "";
 }
 
-int fl_op_calls_ago(fl_op* op) { return static_cast<int>(op->operation->seen.ago); }
+int fl_op_calls_ago(fl_op* op) { return static_cast<int>(op->outcome().seen.ago); }
 
 double fl_op_age(fl_op* op, int rank) {
   const auto& ages = op->outcome().seen.ages;

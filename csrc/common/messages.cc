@@ -299,6 +299,7 @@ void Engine::handle(int from, const Record& record, const char* data) {
   // What this rank has sent comes back with it.
   Seen seen;
   seen.reset(static_cast<int>(port.ranks_.size()));
+  seen.ago = 1;
   const int peer = port.numbers_[from];
   seen.calls[peer] = record.call;
   seen.sites[peer] = site_of(from, record.site);

@@ -112,15 +112,15 @@ def _mismatch(where: str, backend: NativeGroup, handle: Any, number: int) -> Mis
         if signatures[rank].sequence
     }
     newest = max(signature.sequence for _, signature in known.values())
-    which = f"call {number or newest} of this group"
+    which, outcome = f"call {number or newest} of this group", NOTHING_CHANGED
+    if ago := lib.fl_op_calls_ago(handle):
+        which, outcome = f"an earlier call of this group, {ago} before this one", EARLIER_ADVICE
     for sender, (_, signature) in known.items():
         if signature.verb == lib.FL_SEND:
             receiver = next(rank for rank in known if rank != sender)
-            which = f"message {newest} from rank {sender} to rank {receiver}"
+            earlier = "an earlier " if ago else ""
+            which = f"{earlier}message {newest} from rank {sender} to rank {receiver}"
             break
-    outcome = NOTHING_CHANGED
-    if ago := lib.fl_op_calls_ago(handle):
-        which, outcome = f"an earlier call of this group, {ago} before this one", EARLIER_ADVICE
     calls = {rank: _call_and_site(backend, handle, *call) for rank, call in known.items()}
     text = different_calls(where, which, calls.items(), outcome)
     return MismatchError(text, calls=[*calls.values()])
