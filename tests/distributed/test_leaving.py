@@ -12,19 +12,19 @@ import pytest
 
 import flashlight_py as fl
 from tests.distributed.harness import run_outcomes
-from tests.distributed.test_interrupted_verbs import PROMPT, Group, Verb, ones, world_of
+from tests.distributed.test_interrupted_verbs import MANY, PROMPT, Group, Verb, ones, world_of
 
 IN_SHUTDOWN = r"it waits in distributed_shutdown\(\) and has not begun this message"
 
 # What other ranks wait for rank 0 in, which has left.
 MESSAGES: dict[str, Verb] = {
-    "send": lambda group: group.send(ones(), 0),
+    "send": lambda group: group.send(ones(MANY), 0),
     "send of 4 MB": lambda group: group.send(np.ones(1 << 19), 0),
     "recv": lambda group: group.recv(ones(), 0),
     "recv of any rank": lambda group: group.recv(ones(), None),
     "recv in part": lambda group: group.recv(ones(), 0, partial=True),
     "sendrecv": lambda group: group.sendrecv(ones(), 0, ones(), 0),
-    "isend": lambda group: group.isend(ones(), 0).wait(),
+    "isend": lambda group: group.isend(ones(MANY), 0).wait(),
     "irecv": lambda group: group.irecv(ones(), 0).wait(),
     "batch_isend_irecv": lambda group: group.batch_isend_irecv(
         [fl.P2POp(kind, ones(), 0) for kind in ("send", "recv")]
@@ -44,7 +44,7 @@ BEHIND: dict[str, Verb] = {
         group.irecv(ones(), 0),
         group.irecv(ones(), 0, partial=True).wait(),
     ],
-    "isend": lambda group: [group.isend(ones(), 0) for _ in range(3)][-1].wait(),
+    "isend": lambda group: [group.isend(ones(MANY), 0) for _ in range(3)][-1].wait(),
     "recv": lambda group: [group.irecv(ones(), 0), group.recv(ones(), 0)],
     "irecv of any rank": lambda group: [group.irecv(ones(), None) for _ in range(3)][-1].wait(),
 }

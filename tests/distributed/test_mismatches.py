@@ -21,7 +21,7 @@ from flashlight_py.distributed.verbs import VERBS
 from tests.distributed import conformance
 from tests.distributed.conformance import BACKENDS
 from tests.distributed.harness import run_ranks
-from tests.distributed.told import told, told_later, told_now_or_later
+from tests.distributed.told import told, told_later, told_now_or_later, told_of_messages
 
 FEW = 25
 EXAMPLES = int(os.environ.get("EXAMPLES", FEW))
@@ -158,8 +158,9 @@ def differ_beside_messages(rank: int, size: int, count: int) -> None:
     works = [fl.irecv(got, peer, tag=1), fl.isend(np.full(count, rank + 1.0), peer, tag=1)]
     with pytest.raises(fl.errors.MismatchError, match=r"test_mismatches\.py:\d+; rank 1 called"):
         fl.all_reduce(np.zeros(3 + rank))
-    other = np.full(5, 7.0)
-    exchange = [lambda: fl.send(np.zeros(5, np.float32), 1, 2), lambda: fl.recv(other, 0, 2)]
+    other = np.full(50_000, 7.0)
+    given = np.zeros(50_000, np.float32)
+    exchange = [lambda: fl.send(given, 1, 2), lambda: fl.recv(other, 0, 2)]
     with pytest.raises(fl.errors.MismatchError, match=r"different things in (a )?message"):
         exchange[rank]()
     assert np.all(other == 7.0)
@@ -310,7 +311,7 @@ def differ_beyond_eight(rank: int, size: int) -> None:
             x = np.full(shape if rank == 1 else MANY[0], rank + 1.0)
             now = told(lambda call=call, x=x: call(x))
             assert not now or np.all(x == rank + 1)
-            later = "" if call is one_message else told_later()
+            later = told_of_messages(1 - rank) if call is one_message else told_later()
             assert now or later
             assert "ranks 0, 1 " not in now + later  # as if both had called the same
     x = np.ones(MANY[0])

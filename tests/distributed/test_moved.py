@@ -13,7 +13,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.errors import MismatchError
 from tests.distributed.conformance import ranks_in
-from tests.distributed.told import told_now_or_later
+from tests.distributed.told import told_now_or_later, told_of_messages
 
 ranks = ranks_in(("single", 1), ("shm", 3), ("gloo", 3), slow=[("hierarchical", 4), ("mpi", 3)])
 
@@ -264,6 +264,7 @@ def other_dtypes(rank: int, size: int) -> None:
             with pytest.raises(MismatchError) as caught:
                 fl.sendrecv(x, 1 - rank, x.copy(), 1 - rank)
             assert all(name in str(caught.value) for name in names), str(caught.value)
+            told_of_messages(1 - rank)
         fl.barrier()
     dates = np.zeros(12, "M8[ns]" if rank == 0 else "M8[us]" if rank == 1 else "i8")
     for verb in (fl.all_reduce, fl.reduce, fl.reduce_scatter, fl.scan, fl.exscan):

@@ -334,7 +334,8 @@ def several_at_once(rank: int, size: int) -> int:
         (),
     ):
         assert group.native_sendrecv(refused) is NotImplemented
-    ops = [fl.P2POp("send", np.zeros(3 + rank), peer), fl.P2POp("recv", np.zeros(4), peer)]
+    ops = [fl.P2POp("send", np.zeros(30_000 + rank), peer)]
+    ops += [fl.P2POp("recv", np.zeros(30_002), peer)]
     with pytest.raises(MismatchError, match="float64"):
         fl.batch_isend_irecv(ops).wait()
     return len([record for record in group.journal.records() if record.what[2] == "send"])

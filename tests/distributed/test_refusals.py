@@ -170,10 +170,9 @@ def messages(peer: int) -> dict[str, Calls]:
     p2p = fl.P2POp
     return {
         "send": (lambda: fl.send(None, peer), lambda: fl.recv(ones(), me)),
-        "recv": (lambda: fl.recv(locked, peer), lambda: fl.send(ones(), me)),
-        "a long one": (lambda: fl.recv(locked, peer), lambda: fl.send(ones(99_999), me)),
+        "recv": (lambda: fl.recv(locked, peer), lambda: fl.send(ones(99_999), me)),
         "isend": (lambda: fl.isend(None, peer, 4), lambda: fl.irecv(ones(), me, 4).wait()),
-        "irecv": (lambda: fl.irecv(locked, peer, 4), lambda: fl.isend(ones(), me, 4).wait()),
+        "irecv": (lambda: fl.irecv(locked, peer, 4), lambda: fl.isend(ones(99_999), me, 4).wait()),
         "sendrecv": (
             lambda: fl.sendrecv(ones(), peer, locked, peer),
             lambda: fl.sendrecv(ones(), me, ones(), me),
