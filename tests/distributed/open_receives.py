@@ -50,7 +50,12 @@ def refuse_what_does_not_fit(rank: int, size: int) -> None:
     """Too many rows, another width, too few for a receive that wants all: on both ends."""
     if rank > 1:
         return
-    pairs = [((4, 2), (3, 2), True), ((2, 3), (3, 2), True), ((2,), (3,), False)]
+    wide = 1 << 15  # a send of little has returned before it is refused
+    pairs = [
+        ((4, wide), (3, wide), True),
+        ((2, wide + 1), (3, wide), True),
+        ((wide,), (wide + 1,), False),
+    ]
     for sent, room, partial in pairs:
         both = f"(?=.*{re.escape(str(sent))}).*{re.escape(str(room))}"
         work = (

@@ -33,6 +33,11 @@ def ones() -> Any:
     return np.ones(12)
 
 
+def large() -> Any:
+    """More than a send lets go of before it is received."""
+    return np.ones(1 << 18)
+
+
 def with_last(first: Verb, last: Verb) -> Verb:
     """Return a verb of rank 0 and the last rank alone."""
 
@@ -88,7 +93,7 @@ ROWS: dict[str, Verb] = {
     "scatter": lambda group: group.scatter(ones() if group.rank else None, group.size - 1),
     "all_to_all": lambda group: group.all_to_all(ones()),
     "barrier": lambda group: group.barrier(),
-    "send": with_last(lambda g: g.send(ones(), other(g)), lambda g: g.recv(ones(), 0)),
+    "send": with_last(lambda g: g.send(large(), other(g)), lambda g: g.recv(large(), 0)),
     "recv": with_last(lambda g: g.recv(ones(), other(g)), lambda g: g.send(ones(), 0)),
     "sendrecv": with_last(*[lambda g: g.sendrecv(ones(), other(g), ones(), other(g))] * 2),
     "all_reduce_multiple": lambda group: group.all_reduce_multiple([ones(), ones()]),
@@ -142,7 +147,7 @@ FORMS: dict[str, Verb] = {
 
 # What rank 0 has started, and is interrupted in the wait for: it goes on.
 GOES_ON: dict[str, Verb] = {
-    "isend": with_last(lambda g: g.isend(ones(), other(g)), lambda g: g.irecv(ones(), 0)),
+    "isend": with_last(lambda g: g.isend(large(), other(g)), lambda g: g.irecv(large(), 0)),
     "irecv": with_last(lambda g: g.irecv(ones(), other(g)), lambda g: g.isend(ones(), 0)),
     "batch_isend_irecv": with_last(
         *[lambda g: g.batch_isend_irecv([op("send", g), op("recv", g)])] * 2

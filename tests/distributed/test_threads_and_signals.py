@@ -109,7 +109,7 @@ def another_thread_closes(rank: int, size: int) -> list[str]:
         raised = [type(outcome[0]).__name__ for _, outcome in waiting]
     else:
         with pytest.raises(fl.errors.PeerLostError) as caught:
-            group.send(np.ones(8), 0, tag=1)
+            group.send(np.ones(1 << 17), 0, tag=1)
         raised = [type(caught.value).__name__]
     fl.barrier()
     return raised
