@@ -28,7 +28,12 @@ Engine::Engine(Wire& wire, int size)
   sites_.emplace_back();  // not known
 }
 
-Engine::~Engine() { stop(); }
+Engine::~Engine() {
+  stop();
+  for (const auto& [group, early] : early_) {
+    for (Port::Arrival* arrival : early) Port::Arrival::free(arrival);
+  }
+}
 
 void Engine::stop() {
   stopping_ = true;
@@ -90,8 +95,8 @@ void Engine::drop_moving(Message& message) {
 
 // It is in no table or queue any more, but may move. The last thing that is done with it.
 void Engine::end(Message& message, fl_status status, std::unique_ptr<Outcome> outcome) {
-  if (message.state_ == Message::kFlowsIn) free_token(message.movement_->token);
   if (message.is_moving()) {
+    if (message.movement_->token != 0) free_token(message.movement_->token);
     drop_moving(message);
     delete message.movement_;
   }
@@ -107,6 +112,7 @@ void Engine::end(Message& message, fl_status status, std::unique_ptr<Outcome> ou
     if (static_cast<uint32_t>(running) == message.running_) fl_stamp(message.stamp_, running);
   }
   open_.fetch_sub(1, std::memory_order_relaxed);
+  --message.port_->open_;
   message.status_.store(static_cast<uint8_t>(status), std::memory_order_release);
   if (callers_.load(std::memory_order_relaxed) > 0) wire_.wake(true);
   message.release();
@@ -159,8 +165,9 @@ void Engine::end_all(Port& port, const Failure& why, const Failure* found, const
   take_all(port, [&](Message& message) {
     const auto waits_for = [&](int rank) { return rank == message.peer_ || message.peer_ < 0; };
     const bool concerns =
-        found != nullptr && (&message == about || (found->status != FL_TIMEOUT &&
-                                                   std::any_of(found->missing.begin(), found->missing.end(), waits_for)));
+        found != nullptr &&
+        (&message == about || found->status == FL_HOST_LOST ||
+         (found->status != FL_TIMEOUT && std::any_of(found->missing.begin(), found->missing.end(), waits_for)));
     const Failure& failure = concerns ? *found : why;
     end(message, failure.status, outcome_of(failure));
   });
@@ -199,7 +206,8 @@ void Engine::send_answers(Port& port) {
   const auto is_done = [&] {
     for (int rank = 0; rank < static_cast<int>(port.ranks_.size()); ++rank) {
       const auto& controls = peers_[port.ranks_[rank]].controls;
-      const bool waits = std::any_of(controls.begin(), controls.end(), is_waited_for);
+      const bool waits = std::any_of(controls.begin(), controls.end(), is_waited_for) ||
+                         !wire_.has_sent(port.ranks_[rank]);
       if (waits && !port.transport_.has_given_up(rank)) return false;
     }
     return true;
@@ -220,6 +228,14 @@ void Engine::send_answers(Port& port) {
 // Without going to sleep; whether it is done.
 bool Engine::burn(const Awaited& awaited, Patience patience, int hot) {
   patience.spins /= kSpinsALook;
+  struct Looking {
+    Wire& wire;
+    const int peer;
+    bool has_begun = false, in_vain = false;
+    ~Looking() {
+      if (has_begun) wire.end_looking(peer, in_vain);
+    }
+  } looking{wire_, hot};
   for (int look = 0; look <= patience.spins + patience.yields; ++look) {
     bool moved = false;
     {
@@ -228,8 +244,13 @@ bool Engine::burn(const Awaited& awaited, Patience patience, int hot) {
     }
     if (awaited.has_ended()) return true;
     if (moved) look = -1;
+    if (!looking.has_begun && patience.spins + patience.yields > 0) {
+      wire_.begin_looking(hot);
+      looking.has_begun = true;
+    }
     look < patience.spins ? pause_after(look) : static_cast<void>(sched_yield());
   }
+  looking.in_vain = true;
   return false;
 }
 
@@ -247,6 +268,10 @@ void Engine::wait(Port& port, const Awaited& awaited, int hot, Clock::time_point
     const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(until - Clock::now()).count();
     if (left < 0 || sleep(true, std::min<long>(kSliceMilliseconds, left + 1), awaited)) continue;
     if (interrupt != nullptr && interrupt() != 0) {
+      {
+        const Lock lock(mutex_);
+        ++port.failing_;
+      }
       fail(port, {FL_CLOSED, {}, "a signal handler interrupted the operation"}, nullptr);
     }
     look_around();
@@ -282,7 +307,9 @@ void Engine::look_around() {
   std::vector<Verdict> found;
   {
     Lock lock(mutex_);
-    for (const auto& [group, port] : ports_) find_failures(*port, found);
+    for (const auto& [group, port] : ports_) {
+      if (port->open_ > 0 && port->failing_ == 0) find_failures(*port, found);
+    }
     if (found.empty()) return;
     progress(lock, kNobody);
     const auto is_over = [](const Verdict& verdict) {
@@ -291,7 +318,10 @@ void Engine::look_around() {
     const auto rest = std::stable_partition(found.begin(), found.end(), [&](const Verdict& v) { return !is_over(v); });
     for (auto over = rest; over != found.end(); ++over) over->message->release();
     found.erase(rest, found.end());
-    for (const Verdict& verdict : found) ++verdict.port->busy_;
+    for (const Verdict& verdict : found) {
+      ++verdict.port->busy_;
+      ++verdict.port->failing_;
+    }
   }
   for (const Verdict& verdict : found) {
     fail(*verdict.port, verdict.failure, verdict.message);
@@ -301,9 +331,12 @@ void Engine::look_around() {
   }
 }
 
-void Engine::fail(Port& port, const Failure& failure, const Message* about) {
+// Of a port that nobody else makes fail meanwhile: others would only find that it has.
+void Engine::fail(Port& port, const Failure& found, const Message* about) {
+  const Failure failure = port.transport_.in_full(found);
   port.transport_.fail(failure);  // it may take its time to tell others
   const Lock lock(mutex_);
+  --port.failing_;
   end_all(port, port.transport_.why_broken(), &failure, about);
 }
 
@@ -323,7 +356,7 @@ void Engine::find_failures(Port& port, std::vector<Verdict>& found) {
     return losses[rank];
   };
   for_each(port, [&](Message& message) {
-    if (found.size() > before) return;
+    if (found.size() > before || (message.state_ == Message::kPosted && is_claimed(message))) return;
     const std::vector<int> peers = message.peer_ < 0 ? others : std::vector<int>{message.peer_};
     const auto report = [&](const Failure& failure) {
       message.refs_.fetch_add(1, std::memory_order_relaxed);
@@ -352,6 +385,12 @@ void Engine::find_failures(Port& port, std::vector<Verdict>& found) {
     }
     if (is_posted && is_first && message.peer_ >= 0 && waited > kLongWait) announce(message);
   });
+}
+
+// Whether another receive has the message that this one shares the claim of.
+bool Engine::is_claimed(const Message& message) {
+  return message.match_ != nullptr && message.match_->claim != nullptr &&
+         __atomic_load_n(message.match_->claim, __ATOMIC_ACQUIRE) != 0;
 }
 
 // Let the sender know what this rank waits for.

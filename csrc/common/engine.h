@@ -50,13 +50,13 @@ struct Record {
   Record(const Record& other) { std::memcpy(static_cast<void*>(this), &other, sizeof other); }
 
   std::atomic<uint32_t> number;  // the transport's
-  uint32_t group;
   Kind kind;
   uint8_t way;
   uint16_t site;    // where the sender has called, as a kSite of it says
   int32_t tag;
   uint32_t bytes;   // of the data that comes with it
   uint32_t token;   // of the Message that is meant, at whoever has made that; 0: none
+  uint32_t unused;
   uint64_t digest;  // of what the sender calls
   union {
     char tiny[kTinyMessage];  // the data, if it is not more
@@ -77,7 +77,10 @@ class Wire {
   struct Room {
     Record* record = nullptr;  // null: there is none
     char* data = nullptr;      // for more than fits into the record
+    uint64_t group = 0;        // whose it is
   };
+  // Of what comes for a group that this rank has left.
+  static constexpr uint64_t kLeft = ~uint64_t{0};
   virtual ~Wire() = default;
 
   // The most that comes with a message, and of one that flows with a record, in bytes.
@@ -86,9 +89,31 @@ class Wire {
   // Room for a record to `peer` with so many bytes, to be filled in and sent; none: not now.
   virtual Room reserve(int peer, size_t bytes) = 0;
   virtual void send(int peer, const Room& room) = 0;
+  // Whether all that was sent gets there, also where this rank leaves now.
+  virtual bool has_sent(int) { return true; }
   // The next record of `peer`, which stays until it is dropped.
   virtual Room next(int peer) = 0;
   virtual void drop(int peer) = 0;
+
+  // Data that moves from memory to memory in pieces, of which the wire has some on their way. Each one that has
+  // moved comes as a kData of that peer, with `token`, which has its bytes as its digest: then it may go on.
+  class Flow {
+   public:
+    virtual ~Flow() = default;  // what is on its way touches the memory no more
+    virtual void go_on() = 0;
+  };
+  struct Moves {
+    char* data;
+    size_t bytes;
+    int peer;
+    uint64_t group;
+    uint32_t token;
+    uint32_t receiver;  // its token
+    bool out;
+  };
+  // Null: it is sent with records.
+  virtual std::unique_ptr<Flow> flow(const Moves&) { return nullptr; }
+  virtual bool flows() const { return false; }
 
   // Of how the data of longer messages of `peer` comes.
   virtual Choice& choice(int peer) = 0;
@@ -96,6 +121,9 @@ class Wire {
   virtual bool can_read(int) { return false; }
   virtual size_t read(int, uint64_t, void*, size_t) { return 0; }
 
+  // A thread looks again and again for what comes from `peer`, kNobody: from any; until then.
+  virtual void begin_looking(int) {}
+  virtual void end_looking(int, bool /* in_vain */) {}
   // Sleep, as one who called or as the engine's thread, until something may have come that was not there
   // when begin_wait() returned.
   virtual uint32_t begin_wait() = 0;
@@ -158,6 +186,7 @@ class Message final : public fl_op {
     uint32_t token = 0;   // of this message, where others have to name it
     Choice::Trial trial;  // of the receiver
     bool is_busy = false; // a thread reads, without the lock
+    std::unique_ptr<Wire::Flow> flow;
   };
   enum State : uint8_t { kNew, kWaitsForRoom, kOffered, kFlowsOut, kPosted, kReads, kFlowsIn, kOver };
   enum Flag : uint8_t { kAny = 1, kAwaited = 2, kAnnounced = 4, kHasOutcome = 8 };
@@ -210,7 +239,7 @@ struct Awaited {
 class Port {
  public:
   // `ranks`: those of the group, as the engine knows them; `transport` knows what has become of them.
-  Port(Engine& engine, uint32_t group, int rank, std::vector<int> ranks, Transport& transport);
+  Port(Engine& engine, uint64_t group, int rank, std::vector<int> ranks, Transport& transport);
   ~Port();
   Port(const Port&) = delete;
   // End what is open, with FL_CLOSED.
@@ -260,7 +289,7 @@ class Port {
   static Message* unless_well(Message* message);
 
   Engine& engine_;
-  const uint32_t group_;
+  const uint64_t group_;
   const int rank_;
   const std::vector<int> ranks_;  // in the engine
   std::vector<int> numbers_;      // by rank of the engine: in the group; -1: not in it
@@ -268,6 +297,8 @@ class Port {
   // Guarded by the engine's lock.
   bool is_closed_ = false;
   int busy_ = 0;             // threads that use it without the lock
+  size_t open_ = 0;          // messages that have not ended
+  int failing_ = 0;          // threads that are about to end all of them
   uint64_t posted_count_ = 0;
   uint32_t searches_ = 0;
   std::vector<uint32_t> sent_;                // by rank: messages so far
@@ -288,6 +319,8 @@ class Engine {
   // The thread has ended on return.
   void stop();
   size_t open() const { return open_; }
+  // The group is over, also for the wire: nothing comes for it any more.
+  void forget(uint64_t group);
 
  private:
   friend class Port;
@@ -295,7 +328,7 @@ class Engine {
   // A record that is not about the data of a message, and waits for room.
   struct Control {
     Kind kind;
-    uint32_t group = 0;
+    uint64_t group = 0;
     int32_t tag = 0;
     uint32_t token = 0;
     uint32_t theirs = 0;
@@ -338,8 +371,10 @@ class Engine {
   bool flow_out(Message& message);
   bool progress(Lock& lock, int hot);
   bool read_records(int from);
-  void handle(int from, const Record& record, const char* data);
-  void arrive(int from, const Record& record, const char* data);
+  void handle(int from, const Wire::Room& room);
+  void arrive(int from, const Wire::Room& room);
+  void arrive(Port& port, int from, const Record& record, const char* data);
+  void give_back(int from, Port::Arrival& arrival);
   Message* first_for(Port& port, int peer, int32_t tag);
   static bool claim(const Message& message);
   void credit(int from, size_t bytes);
@@ -363,6 +398,7 @@ class Engine {
   const fl_site& site_of(int from, uint16_t number) const;
   void find_failures(Port& port, std::vector<Verdict>& found);
   void announce(Message& message);
+  static bool is_claimed(const Message& message);
   std::string what_keeps(const Message& message) const;
 
   // Without it.
@@ -382,7 +418,9 @@ class Engine {
   const Clock::time_point began_ = Clock::now();
   std::mutex mutex_;
   std::condition_variable idle_;  // a port is used by nobody without the lock
-  std::unordered_map<uint32_t, Port*> ports_;
+  std::unordered_map<uint64_t, Port*> ports_;
+  // What has come for groups that this rank is about to make.
+  std::unordered_map<uint64_t, std::vector<Port::Arrival*>> early_;
   std::vector<Peer> peers_;
   std::vector<Message*> moving_;
   std::vector<std::pair<uint32_t, Message*>> tokens_;  // with how often each was used

@@ -64,6 +64,7 @@ bool Engine::send_now(Port& port, const Given& given) {
 void Engine::begin(Message& message, fl_status status, std::unique_ptr<Outcome> outcome) {
   message.refs_.fetch_add(1, std::memory_order_relaxed);
   open_.fetch_add(1, std::memory_order_relaxed);
+  ++message.port_->open_;
   calls_.fetch_add(1, std::memory_order_relaxed);
   if (outcome != nullptr) return end(message, status, std::move(outcome));
   Port& port = *message.port_;
@@ -115,10 +116,10 @@ Engine::Sent Engine::put(Port& port, const fl_signature& call, int peer, const v
   const size_t part = has_credit && !is_read ? std::min(all, wire_.eager_bytes()) : 0;
   const size_t bytes = is_whole ? all : part;
   if (!tell_site(to, site)) return Sent::kNot;
-  const Wire::Room room = wire_.reserve(to, bytes > kTinyMessage ? bytes : 0);
+  Wire::Room room = wire_.reserve(to, bytes > kTinyMessage ? bytes : 0);
   if (room.record == nullptr) return Sent::kNot;
   Record& record = *room.record;
-  record.group = port.group_;
+  room.group = port.group_;
   record.kind = waits ? kOffer : kMessage;
   record.site = site;
   record.tag = call.root;
@@ -161,10 +162,10 @@ bool Engine::put_control(int to, const Control& control) {
   const bool refuses = control.kind == kRefused || control.kind == kLateRefusal;
   if (refuses && !tell_site(to, control.site)) return false;
   const size_t bytes = control.data.size();
-  const Wire::Room room = wire_.reserve(to, bytes > kTinyMessage ? bytes : 0);
+  Wire::Room room = wire_.reserve(to, bytes > kTinyMessage ? bytes : 0);
   if (room.record == nullptr) return false;
   Record& record = *room.record;
-  record.group = control.group;
+  room.group = control.group;
   record.kind = control.kind;
   record.way = control.way;
   record.site = control.site;
@@ -214,10 +215,10 @@ bool Engine::flow_out(Message& message) {
     // Several pieces even of what would fit one, so that filling and draining overlap.
     const size_t part = std::min(std::max(kLeastPiece, all / 4), wire_.most_bytes());
     const size_t piece = std::min(part, all - movement.done);
-    const Wire::Room room = wire_.reserve(movement.from, piece > kTinyMessage ? piece : 0);
+    Wire::Room room = wire_.reserve(movement.from, piece > kTinyMessage ? piece : 0);
     if (room.record == nullptr) return moved;
     Record& record = *room.record;
-    record.group = message.port_->group_;
+    room.group = message.port_->group_;
     record.kind = kData;
     record.bytes = static_cast<uint32_t>(piece);
     record.token = movement.offer.theirs;
@@ -262,17 +263,19 @@ bool Engine::progress(Lock& lock, int hot) {
 bool Engine::read_records(int from) {
   bool moved = false;
   for (Wire::Room room = wire_.next(from); room.record != nullptr; room = wire_.next(from)) {
-    handle(from, *room.record, room.data);
+    handle(from, room);
     wire_.drop(from);
     moved = true;
   }
   return moved;
 }
 
-void Engine::handle(int from, const Record& record, const char* data) {
+void Engine::handle(int from, const Wire::Room& room) {
+  const Record& record = *room.record;
+  const char* const data = room.data;
   switch (record.kind) {
     case kMessage:
-    case kOffer: return arrive(from, record, data);
+    case kOffer: return arrive(from, room);
     case kTaken:
     case kAccepted:
     case kRefused: return answered(from, record);
@@ -288,7 +291,7 @@ void Engine::handle(int from, const Record& record, const char* data) {
     case kLateRefusal:
     case kWanted: break;
   }
-  const auto found = ports_.find(record.group);
+  const auto found = ports_.find(room.group);
   if (found == ports_.end()) return;
   Port& port = *found->second;
   if (record.kind == kWanted) {
@@ -310,11 +313,15 @@ void Engine::handle(int from, const Record& record, const char* data) {
   port.has_refusal_ = true;
 }
 
+void Engine::arrive(int from, const Wire::Room& room) {
+  const auto found = ports_.find(room.group);
+  if (found != ports_.end()) return arrive(*found->second, from, *room.record, room.data);
+  Port::Arrival* const arrival = Port::Arrival::make(from, *room.record, room.data);
+  room.group == Wire::kLeft ? give_back(from, *arrival) : early_[room.group].push_back(arrival);
+}
+
 // A message for whoever has first posted a receive of it, or to be kept.
-void Engine::arrive(int from, const Record& record, const char* data) {
-  const auto found = ports_.find(record.group);
-  if (found == ports_.end()) return;  // a group that this rank has left
-  Port& port = *found->second;
+void Engine::arrive(Port& port, int from, const Record& record, const char* data) {
   const int peer = port.numbers_[from];
   Message* const first = first_for(port, peer, record.tag);
   if (first == nullptr) {
@@ -356,6 +363,21 @@ void Engine::credit(int from, size_t bytes) {
   Control says{kCredit};
   says.amount = std::exchange(peer.owed, 0);
   control(from, says);
+}
+
+// One that nobody will receive, of that rank.
+void Engine::give_back(int from, Port::Arrival& arrival) {
+  credit(from, charge_of(arrival.record.kind, arrival.record.bytes));
+  Port::Arrival::free(&arrival);
+}
+
+void Engine::forget(uint64_t group) {
+  Lock lock(mutex_);
+  progress(lock, kNobody);
+  const auto early = early_.find(group);
+  if (early == early_.end()) return;
+  for (Port::Arrival* arrival : early->second) give_back(arrival->from(), *arrival);
+  early_.erase(early);
 }
 
 // `from` is its rank in the group. What comes with the record, or all there is to know, is here.
@@ -422,16 +444,18 @@ void Engine::refuse(Message& message, int from, const Record& record) {
 void Engine::take_rest(Message& message) {
   Message::Movement& movement = *message.movement_;
   const int from = movement.from;
-  Choice& choice = wire_.choice(from);
-  const bool can_read = movement.offer.address != 0 && wire_.can_read(from);
   movement.done = movement.offer.bytes;
-  Choice::Slowest slowest;
-  slowest.add(choice.costs(0, message.bytes()));
-  movement.trial = choice.begin(0, message.bytes(), can_read ? kWays : kDirectly, slowest);
-  if (movement.trial.way == kDirectly) {
-    message.state_ = Message::kReads;
-    moving_.push_back(&message);
-    return;
+  if (!wire_.flows()) {
+    Choice& choice = wire_.choice(from);
+    const bool can_read = movement.offer.address != 0 && wire_.can_read(from);
+    Choice::Slowest slowest;
+    slowest.add(choice.costs(0, message.bytes()));
+    movement.trial = choice.begin(0, message.bytes(), can_read ? kWays : kDirectly, slowest);
+    if (movement.trial.way == kDirectly) {
+      message.state_ = Message::kReads;
+      moving_.push_back(&message);
+      return;
+    }
   }
   message.state_ = Message::kFlowsIn;
   Control accepted{kAccepted, message.port_->group_};
@@ -440,6 +464,8 @@ void Engine::take_rest(Message& message) {
   accepted.amount = movement.done;
   accepted.way = static_cast<uint8_t>(movement.trial.way);
   movement.token = accepted.theirs;
+  movement.flow = wire_.flow({message.data_ + movement.done, message.bytes() - movement.done, from,
+                              message.port_->group_, movement.token, movement.token, false});
   control(from, accepted);
 }
 
@@ -482,6 +508,11 @@ void Engine::receive_data(const Record& record, const char* data) {
   if (message == nullptr) return;  // it has failed meanwhile
   Message::Movement& movement = *message->movement_;
   const size_t all = message->bytes();
+  if (movement.flow != nullptr) {
+    movement.done += record.digest;
+    message->since_ = now();
+    return movement.done < all ? movement.flow->go_on() : end(*message, FL_OK);
+  }
   if (record.bytes > all - movement.done) return;
   if (movement.done == movement.offer.bytes) movement.trial.started = Clock::now();
   copy(message->data_ + movement.done, data, record.bytes);
@@ -500,9 +531,12 @@ void Engine::answered(int from, const Record& record) {
   message->port_->answered_at_[message->peer_] = message->since_ = now();
   if (record.kind == kAccepted) {
     message->state_ = Message::kFlowsOut;
-    message->movement_ = new Message::Movement(record, from);
-    message->movement_->done = record.digest;  // came with the offer
-    moving_.push_back(message);
+    auto& movement = *(message->movement_ = new Message::Movement(record, from));
+    movement.done = record.digest;  // came with the offer
+    if (!wire_.flows()) return moving_.push_back(message);
+    movement.token = token_for(*message);
+    movement.flow = wire_.flow({message->data_ + movement.done, message->bytes() - movement.done, from,
+                                message->port_->group_, movement.token, record.theirs, true});
     return;
   }
   const Port& port = *message->port_;

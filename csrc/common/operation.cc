@@ -72,7 +72,6 @@ fl_status Started::wait(double seconds) {
   }
   // A wait of no time at all would take 60 us: the kernel wakes sleepers late.
   const std::chrono::duration<double> time(seconds);
-  if (seconds > 0) await(operation);
   if (seconds > 0 ? shared.done.wait_for(lock, time, ended) : ended()) return operation.status;
   if (shared.transport != nullptr) shared.transport->enforce_deadline();
   return FL_PENDING;
@@ -87,13 +86,6 @@ void Started::stamp(int64_t* ended, int64_t running) {
   const std::lock_guard<std::mutex> lock(operation_->shared->mutex);
   operation_->stamp = {ended, running};
   if (operation_->status != FL_PENDING) operation_->stamp.write();
-}
-
-void await(Operation& operation) {
-  if (operation.is_awaited.exchange(true)) return;
-  // What has ended and is gone has nothing ahead of it that has not; nor what is awaited one that is not.
-  auto ahead = operation.ahead.lock();
-  while (ahead != nullptr && !ahead->is_awaited.exchange(true)) ahead = ahead->ahead.lock();
 }
 
 void finish(Operation& operation, fl_status status, const std::string& message,

@@ -51,6 +51,8 @@ class Transport {
   virtual bool has_given_up(int) { return false; }
   virtual bool has_left_in_order(int) { return false; }
   virtual Patience patience() const { return {0, 200}; }
+  // What was found of them, as it is to be said; without a lock, as it may have to be asked for.
+  virtual Failure in_full(const Failure& found) { return found; }
 
   // What users call the ranks of this group, where it is part of a larger one; once, at first.
   void call_ranks(std::vector<int> numbers) { numbers_ = std::move(numbers); }
@@ -123,8 +125,6 @@ class Helper {
 struct Operation : Outcome {
   std::shared_ptr<Shared> shared;
   Helper* helper = nullptr;  // of one that no thread has; lives while it is pending and waited for
-  std::weak_ptr<Operation> ahead;       // in its queue
-  std::atomic<bool> is_awaited{false};  // somebody waits for it, or has, or for one behind it
   double seconds = 0;
   Clock::time_point deadline = Clock::time_point::max();  // of its waits, from when it begins to run
   std::function<void(Operation&)> run;
@@ -178,9 +178,6 @@ Clock::time_point deadline_after(double seconds);
 // Run `operation` on this thread to its end, unless the transport is broken. What it throws becomes
 // its status; anything but Mismatch breaks the transport.
 void execute(Transport& transport, Operation& operation) noexcept;
-
-// Somebody waits for `operation`, and so for all that are ahead of it. Its mutex is held.
-void await(Operation& operation);
 
 // End `operation` without running it.
 void finish(Operation& operation, fl_status status, const std::string& message = {},

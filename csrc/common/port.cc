@@ -89,7 +89,7 @@ void Message::stamp(int64_t* ended, int64_t running) {
 
 // Ports ---------------------------------------------------------------------------------------
 
-Port::Port(Engine& engine, uint32_t group, int rank, std::vector<int> ranks, Transport& transport)
+Port::Port(Engine& engine, uint64_t group, int rank, std::vector<int> ranks, Transport& transport)
     : engine_(engine),
       group_(group),
       rank_(rank),
@@ -103,6 +103,13 @@ Port::Port(Engine& engine, uint32_t group, int rank, std::vector<int> ranks, Tra
   for (size_t i = 0; i < ranks_.size(); ++i) numbers_[ranks_[i]] = static_cast<int>(i);
   const Engine::Lock lock(engine.mutex_);
   engine.ports_[group] = this;
+  const auto early = engine.early_.find(group);
+  if (early == engine.early_.end()) return;
+  for (Arrival* arrival : early->second) {
+    engine.arrive(*this, arrival->from(), arrival->record, arrival->data);
+    Arrival::free(arrival);
+  }
+  engine.early_.erase(early);
 }
 
 Port::~Port() { close(); }
@@ -114,7 +121,7 @@ void Port::close() {
   is_closed_ = true;
   engine_.ports_.erase(group_);
   engine_.end_all(*this, closed_by_this_rank(), nullptr, nullptr);
-  arrivals_.clear([](Arrival& arrival) { Arrival::free(&arrival); });
+  arrivals_.clear([this](Arrival& arrival) { engine_.give_back(ranks_[arrival.from()], arrival); });
   engine_.wire_.wake(true);
   engine_.idle_.wait(lock, [this] { return busy_ == 0; });
 }

@@ -93,7 +93,6 @@ typedef struct {
   double patience; /* seconds after which all is well without a message; negative: no limit */
   int32_t *claim;  /* NULL; or shared by receives of which one is to take a message, in several groups: 0,
                       then 1; the others end without one (source -1) when they are cancelled, or tried */
-  double waited;   /* of Gloo: seconds for which the caller, whom somebody waits for, has asked before */
 } fl_match;
 
 /* A send or a receive, one of several that are exchanged; its signature's root is the tag. */

@@ -7,8 +7,10 @@ from cffi import FFI
 CSRC = Path(__file__).parent.parent
 COMMON = (
     "common/capi.cc",
-    "common/matching.cc",
-    "common/queues.cc",
+    "common/engine.cc",
+    "common/messages.cc",
+    "common/port.cc",
+    "common/queue.cc",
     "common/operation.cc",
 )
 FOLDERS = ("reduce", "gloo")

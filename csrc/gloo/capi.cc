@@ -90,7 +90,7 @@ void fl_gloo_on_interrupt(fl_group* group, int (*check)(void)) {
 
 fl_op* fl_gloo_run(fl_group* group, const fl_signature* signature, void* data, void* output,
                    int peer, double seconds, int async, const fl_site* site) {
-  const fl_message given{*signature, data, peer, site != nullptr ? *site : fl_site{}};
+  const fl_message given{*signature, data, peer, site != nullptr ? *site : fl_site{}, nullptr};
   return fl::handle([&] {
     return async != 0 ? group->group.start(given, output, seconds)
                       : group->group.run(given, output, seconds);
@@ -100,10 +100,9 @@ fl_op* fl_gloo_run(fl_group* group, const fl_signature* signature, void* data, v
 void fl_gloo_exchange(fl_group* group, const fl_message* messages, int count, double seconds,
                       int async, fl_op** results) {
   fl::handles(results, count, [&] {
-    if (async == 0) return group->group.exchange(messages, count, seconds);
-    std::vector<std::shared_ptr<fl::Operation>> started(count);
-    for (int i = 0; i < count; ++i) started[i] = group->group.start(messages[i], nullptr, seconds);
-    return started;
+    fl::Group& ranks = group->group;
+    return async != 0 ? ranks.start_exchange(messages, count, seconds)
+                      : ranks.exchange(messages, count, seconds);
   });
 }
 

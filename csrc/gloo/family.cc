@@ -40,13 +40,16 @@ Family::Family(int rank, int size, const std::string& host, const std::string& i
     : links(std::make_shared<Links>(create_device(host, interface), rank, size, listens_on)),
       connections_(size) {}
 
-Family::~Family() { links->close(); }
+Family::~Family() {
+  engine.stop();
+  links->close();
+}
 
 void Family::open(const char* addresses, size_t bytes, const char* proofs) {
   links->open(
       addresses, bytes, proofs, [this](int peer, Pair& pair) { connected(peer, pair); },
       [this](int peer, uint64_t group, const std::string& text) { told(peer, group, text); },
-      [this](uint64_t group) { return calls_of(group); });
+      [this](uint64_t group) { return calls_of(group); }, wire);
 }
 
 void Family::add(Mesh& group) {
@@ -60,6 +63,7 @@ void Family::add(Mesh& group) {
 
 void Family::remove(Mesh& group) noexcept {
   tell(group, Mesh::kClosed);
+  engine.forget(group.group);
   const std::lock_guard<std::mutex> losing(losing_);
   bool has_ended;
   {

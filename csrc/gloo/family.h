@@ -9,11 +9,13 @@
 #include <utility>
 #include <vector>
 
-#include "../common/queues.h"
+#include "../common/engine.h"
+#include "../common/queue.h"
 #include "abi.h"
 #include "heartbeat.h"
 #include "links.h"
 #include "waiter.h"
+#include "wire.h"
 
 namespace fl {
 
@@ -54,6 +56,8 @@ class Family {
 
   const std::shared_ptr<Links> links;
   const std::shared_ptr<Crew> crew = std::make_shared<Crew>();  // for what is started
+  GlooWire wire{*links};
+  Engine engine{wire, links->size};  // of messages; ranks are those of the whole
 
  private:
   using Told = std::vector<std::string>;

@@ -59,8 +59,8 @@ int fl_gloo_awaited(fl_group *group);
    come first, on one of the group's own. Where it has ended well and there is nothing to fetch, the
    result is NULL; else a handle: of a failure, of what was received, or of an operation that runs.
    `site` is where the program calls; NULL: not known.
-   Collectives run in the order in which they are called; messages run beside them, those with the
-   same peer, direction and tag in order.
+   Collectives run in the order in which they are called; messages run beside them, and are matched by peer and
+   tag in the order in which they are called.
 
    all_reduce, broadcast: in place on data.      barrier: data is NULL.
    Where the signature of a broadcast says FL_ANY, data is NULL; fl_op_output gives what has come.
@@ -73,9 +73,10 @@ int fl_gloo_awaited(fl_group *group);
    scatter: the signature describes one part. On the root, data has one for each rank; elsewhere it
    is NULL, and ndim may be FL_ANY. output takes this rank's part; where it is NULL, fl_op_output
    gives it, and the root's signature says what it is.
-   send, recv: data, to and from `peer`; the signature's root is the tag. A send ends when its
-   receiver has called and the last byte is on its way. A recv may be given an fl_match as output:
-   see there. */
+   send, recv: data, to and from `peer`; the signature's root is the tag. A send of little data ends when that
+   was copied; a receiver that calls something else is what the sender's next call of the group raises
+   (FLASHLIGHT_CHECKS=sync: it ends when it was received). Others end when their receiver has called and the last
+   byte is on its way. A recv may be given an fl_match as output: see there. */
 fl_op *fl_gloo_run(fl_group *group, const fl_signature *signature, void *data, void *output,
                    int peer, double seconds, int async, const fl_site *site);
 
@@ -100,8 +101,7 @@ void fl_gloo_leave(fl_group *group);
 void fl_gloo_give_up(fl_group *group, const char *why);
 
 /* Run several messages at once, on the caller's thread; `async`: start them. results[i] is NULL where
-   message i ended well, else a handle: of its failure, or of one that goes on (async, or an earlier
-   one with the same peer, direction and tag must come first). */
+   message i ended well, else a handle: of its failure, or of one that goes on (async). */
 void fl_gloo_exchange(fl_group *group, const fl_message *messages, int count, double seconds,
                       int async, fl_op **results);
 

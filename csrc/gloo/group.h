@@ -6,10 +6,9 @@
 #include <utility>
 #include <vector>
 
-#include "../common/queues.h"
+#include "../common/queue.h"
 #include "collectives.h"
 #include "mesh.h"
-#include "point_to_point.h"
 
 namespace fl {
 
@@ -50,32 +49,33 @@ class Group {
   void abandon() noexcept { mesh_->close_descriptors(); }
 
   // Of a collective `given` has no peer.
-  // Start an operation on a thread of the group's own.
-  std::shared_ptr<Operation> start(const fl_message& given, void* output, double seconds);
+  // Start an operation; collectives run on a thread, in turn.
+  Handle start(const fl_message& given, void* output, double seconds);
   // Run an operation on the caller's thread, unless others must come first: then it is started.
   // Null where it has ended well and there is nothing to fetch.
-  std::shared_ptr<Operation> run(const fl_message& given, void* output, double seconds);
-  // The same for several messages at once.
-  std::vector<std::shared_ptr<Operation>> exchange(const fl_message* messages, int count,
-                                                   double seconds);
+  Handle run(const fl_message& given, void* output, double seconds);
+  // Several messages at once; see Port.
+  std::vector<Handle> exchange(const fl_message* messages, int count, double seconds) {
+    return port_->exchange(messages, count, seconds, interrupt_);
+  }
+  std::vector<Handle> start_exchange(const fl_message* messages, int count, double seconds) {
+    return port_->start_exchange(messages, count, seconds);
+  }
 
  private:
-  class Stay;
   using Task = std::function<void(Operation&)>;
+  explicit Group(std::unique_ptr<Mesh> mesh);
   std::shared_ptr<Operation> run_here(double seconds, Task task);
   Task collective(const fl_message& given, void* output, InterruptCheck interrupt);
   Bytes dispatch(Call& call, void* data, void* output);
-  std::shared_ptr<Operation> start_message(const fl_message& message, double seconds);
-  Task match(const fl_message& asked, fl_match& match, InterruptCheck interrupt);
-  Task whole_message(const fl_message& message, InterruptCheck interrupt);
 
   std::unique_ptr<Mesh> mesh_;
   Collectives collectives_;
-  PointToPoint point_to_point_;
+  const std::unique_ptr<Port> port_;
   InterruptCheck interrupt_ = nullptr;
   uint32_t calls_ = 0;  // collectives so far
   std::shared_ptr<Shared> ended_ = std::make_shared<Shared>();  // of operations that run() has ended
-  Queues queues_;  // last: it ends before what it works on
+  Queue queue_;  // last: it ends before what it works on
 };
 
 }  // namespace fl

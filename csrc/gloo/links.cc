@@ -88,7 +88,7 @@ Links::Links(std::shared_ptr<tcp::Device> device, int rank, int size, bool liste
 Links::~Links() { close(); }
 
 void Links::open(const char* addresses, size_t bytes, const char* proofs, Made made, Pair::Told told,
-                 Calls calls) {
+                 Calls calls, Parcels& parcels) {
   for (int peer = 0; peer < size; ++peer) {
     addresses_.emplace_back(addresses + peer * bytes, addresses + (peer + 1) * bytes);
   }
@@ -96,6 +96,7 @@ void Links::open(const char* addresses, size_t bytes, const char* proofs, Made m
   made_ = std::move(made);
   told_ = std::move(told);
   calls_ = std::move(calls);
+  parcels_ = &parcels;
   const std::lock_guard<std::mutex> lock(lock_);
   if (listener_ == nullptr) throw Failure(FL_CLOSED, {}, "closed while connecting");
   is_open_ = true;
@@ -157,6 +158,11 @@ void Links::reach(int peer) {
   const std::lock_guard<std::mutex> lock(lock_);
   if (states_[peer] != kNone || !is_open_) return;
   begin(peer);
+}
+
+std::string Links::problem(int peer) {
+  const std::lock_guard<std::mutex> lock(lock_);
+  return problems_[peer];
 }
 
 bool Links::await(int peer, Clock::time_point end) {
@@ -246,7 +252,7 @@ void Links::adopt(Attempt& attempt) {
   if (!is_open_ || states_[attempt.peer] == kConnected) return;
   remove(attempt.socket);
   pairs_[attempt.peer] =
-      std::make_unique<Pair>(this, device_.get(), attempt.peer, attempt.socket, told_);
+      std::make_unique<Pair>(this, device_.get(), attempt.peer, attempt.socket, told_, *parcels_);
   attempt.is_taken = true;
   descriptors_.add(attempt.socket);
   if (seconds_ > 0) keep_alive(attempt.socket, seconds_);
@@ -277,6 +283,7 @@ void Links::ended(Attempt& attempt, const std::string& problem, bool is_refused)
   if (!attempt.is_taken) remove(attempt.socket);
   attempts_.erase(&attempt);
   changed_.notify_all();
+  if (peer >= 0) parcels_->ended(peer);  // whoever wants to send looks again
 }
 
 }  // namespace fl

@@ -46,7 +46,8 @@ class Links : public gloo::transport::tcp::Context {
   // Before open(): have the kernel watch over the connections; see keep_alive.
   void keep_alive_for(double seconds) { seconds_ = seconds; }
   // Begin to answer; for `addresses` and `proofs` see fl_gloo_connect.
-  void open(const char* addresses, size_t bytes, const char* proofs, Made made, Pair::Told told, Calls calls);
+  void open(const char* addresses, size_t bytes, const char* proofs, Made made, Pair::Told told, Calls calls,
+            Parcels& parcels);
   // Close all connections, and make none any more; what the hooks need must live until then.
   void close() noexcept;
 
@@ -54,6 +55,8 @@ class Links : public gloo::transport::tcp::Context {
     return states_[peer].load(std::memory_order_acquire) == kConnected;
   }
   bool has_failed(int peer) const { return states_[peer] == kFailed; }
+  // Why there is no connection.
+  std::string problem(int peer);
   // Begin to connect to `peer`, unless that was done.
   void reach(int peer);
   // Wait for it; false: not until `end`. Throws Failure where it cannot be had.
@@ -100,6 +103,7 @@ class Links : public gloo::transport::tcp::Context {
   Made made_;
   Pair::Told told_;
   Calls calls_;
+  Parcels* parcels_ = nullptr;
   std::unique_ptr<Listener> listener_;
   const std::unique_ptr<Listener> settles_;  // of settle(), which may come when there are no descriptors left
   Descriptors descriptors_;

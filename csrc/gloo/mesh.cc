@@ -49,20 +49,6 @@ std::string in_words_for_others(std::string message, const std::string& name) {
 
 }  // namespace
 
-uint64_t slot_of(const fl_signature& call) {
-  uint64_t hash = 1469598103934665603u;
-  const auto add = [&](uint64_t value) {
-    for (int i = 0; i < 8; ++i, value >>= 8) hash = (hash ^ (value & 0xff)) * 1099511628211u;
-  };
-  uint64_t scale;
-  std::memcpy(&scale, &call.scale, sizeof scale);
-  for (const int64_t value : {call.root, call.dtype, call.op, call.itemsize, call.ndim}) add(value);
-  add(scale);
-  add(call.count);
-  for (int d = 0; d < std::min(call.ndim, 8); ++d) add(call.shape[d]);
-  return std::max<uint64_t>(hash, kFirstFreeSlot);
-}
-
 // Why a rank gave up; as it travels: its first letter, the status, how many ranks and which, the words.
 struct Mesh::Farewell {
   static constexpr char kMark = 'F';
@@ -240,7 +226,7 @@ void Mesh::leave() {
   if (!is_leaving_.exchange(true)) family_->tell(*this, kLeaving);
 }
 
-bool Mesh::is_leaving(int peer) {
+bool Mesh::has_left(int peer) {
   const auto left_at = known(peer).left_at;
   return left_at != kNever && Clock::now() - left_at > kLastMessages;
 }
@@ -251,7 +237,36 @@ bool Mesh::has_said_all(int peer) {
 }
 
 bool Mesh::is_lost(int peer) {
-  return links_.has_failed(ranks_[peer]) || end_of(peer) != kNever || known(peer).farewell != nullptr;
+  const Pair* const pair = links_.pair(ranks_[peer]);
+  if (links_.has_failed(ranks_[peer]) || (pair != nullptr && pair->ended_at() != kNever)) return true;
+  return has_news_ && has_said_all(peer);
+}
+
+std::unique_ptr<Port> Mesh::port() {
+  return std::make_unique<Port>(family_->engine, group, rank, ranks_, *this);
+}
+
+// One that is not connected could go unnoticed.
+std::optional<Failure> Mesh::loss_of(int peer) {
+  if (const auto why = reason()) return why;
+  try {
+    reach({peer});
+  } catch (const std::exception& error) {
+    return Failure(FL_PEER_LOST, {peer}, error.what());
+  }
+  if (!is_lost(peer)) return std::nullopt;
+  return Failure(FL_PEER_LOST, {peer}, "the connection broke");
+}
+
+Failure Mesh::in_full(const Failure& found) {
+  if (found.status != FL_PEER_LOST) return found;
+  const int peer = found.missing[0];
+  const Waiter waiter(*this, deadline_after(family_->patience()), nullptr);
+  if (!links_.has_failed(ranks_[peer])) return explain(peer, found.what());
+  const std::string problem = links_.problem(ranks_[peer]);
+  await_reason(is_silence(problem));
+  if (const auto why = reason()) return *why;
+  return has_farewell() ? explain(peer, problem) : Failure(FL_PEER_LOST, {peer}, problem);
 }
 
 Clock::time_point Mesh::end_of(int peer) const {

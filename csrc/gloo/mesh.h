@@ -26,15 +26,8 @@ enum Slot : uint64_t {
   kHeaderSlot = 1,
   kReduceSlot,
   kPartSlot,
-  kEnvelopeSlot,
   kRelaySlot,
-  kFirstFreeSlot,
 };
-
-// The slot of a large payload of a message, a different one for whatever differs in `call`: FNV-1a
-// over what same_message compares. That two share one is as likely as that two random numbers of
-// 64 bits are the same.
-uint64_t slot_of(const fl_signature& call);
 
 // Another group that is to end where hosts are lost, and lives at least as long; `advice` ends what it
 // reports.
@@ -78,6 +71,8 @@ class Mesh : public Transport, public Connections, public Route {
   Packet packet(int peer) const { return Packet(links_.pair(ranks_[peer])); }
   // The threads of its operations.
   const std::shared_ptr<Crew>& crew() const { return family_->crew; }
+  // That of its messages, which ends before it.
+  std::unique_ptr<Port> port();
   // Which rank connect() waits for just now; -1: for none.
   int awaited() const { return awaited_; }
 
@@ -101,7 +96,6 @@ class Mesh : public Transport, public Connections, public Route {
 
   // Let the peers know that this rank begins no more messages, also those that connect later.
   void leave();
-  bool is_leaving(int peer) override;
 
   bool is_lost(int peer) override;
   bool has_said_all(int peer) override;
@@ -127,6 +121,11 @@ class Mesh : public Transport, public Connections, public Route {
   void enforce_deadline() override {}  // the watch does, whether or not anybody asks
   void stop() override;
   Failure explain(const std::string& what) override { return explain(-1, what); }
+  std::optional<Failure> loss_of(int peer) override;
+  bool has_left(int peer) override;
+  bool has_given_up(int peer) override { return is_lost(peer); }
+  Failure in_full(const Failure& found) override;
+  Patience patience() const override { return family_->wire.patience(); }
   void give_up(const Failure& failure) noexcept override;
   void report_to_others(const Failure& failure) noexcept;
 
@@ -141,6 +140,7 @@ class Mesh : public Transport, public Connections, public Route {
 
  private:
   struct Farewell;
+  void wake() noexcept override { family_->wire.wake_all(); }
   Mesh(std::shared_ptr<Family> family, std::vector<int> ranks, uint64_t number, double connect_seconds);
   std::vector<int> in_whole(const std::vector<int>& ranks) const;
   // What is known of a peer.

@@ -59,31 +59,40 @@ const tcp::attr& attributes_of(const tcp::Device& device) {
 
 namespace {
 
-// Words about a group, which Gloo has no opcode for.
-constexpr size_t kNote = 16;
+// Words about a group, and parcels, which Gloo has no opcodes for.
+constexpr size_t kNote = 16, kParcel = 17;
+constexpr size_t kMostInParcel = 1 << 24;
 constexpr size_t kSend = tcp::Op::SEND_UNBOUND_BUFFER, kReady = tcp::Op::NOTIFY_RECV_READY;
 
 constexpr size_t kHead = sizeof(tcp::Op::preamble);
 constexpr size_t kWasteBytes = 64 << 10;
 
-struct Text {
-  std::string bytes;
+// As a base, which is there before the others.
+struct Memory {
+  Parcel parcel;
 };
+
+Parcel copied(const char* bytes, size_t size) {
+  Parcel parcel(size);
+  std::copy_n(bytes, size, parcel.memory.get());
+  return parcel;
+}
 
 }  // namespace
 
 // A buffer of its own bytes.
-class Pair::Kept : private Text, public Buffer {
+class Pair::Kept : private Memory, public Buffer {
  public:
-  explicit Kept(std::string given)
-      : Text{std::move(given)}, Buffer(nullptr, bytes.data(), bytes.size()) {}
+  explicit Kept(Parcel given)
+      : Memory{std::move(given)}, Buffer(nullptr, parcel.memory.get(), parcel.bytes) {}
 
   Weak weak() const { return getWeakNonOwningPtr(); }
 };
 
 // It is made to listen, at an address that no rank knows.
-Pair::Pair(tcp::Context* context, tcp::Device* device, int peer, int socket, Told told)
-    : tcp::Pair(context, device, peer, std::chrono::hours(24)), told_(std::move(told)) {
+Pair::Pair(tcp::Context* context, tcp::Device* device, int peer, int socket, Told told,
+           Parcels& parcels)
+    : tcp::Pair(context, device, peer, std::chrono::hours(24)), told_(std::move(told)), parcels_(parcels) {
   const std::lock_guard<std::mutex> lock(m_);
   if (state_ != LISTENING) throw std::runtime_error("a stranger has connected");
   epoll_ctl(descriptor_of(*device), EPOLL_CTL_DEL, fd_, nullptr);
@@ -109,6 +118,11 @@ void Pair::is_served(bool served) {
 void Pair::read_what_has_arrived() {
   const std::lock_guard<std::mutex> lock(m_);
   if (state_ == CONNECTED) handleReadWrite(EPOLLIN);
+}
+
+bool Pair::has_written() {
+  const std::lock_guard<std::mutex> lock(m_);
+  return state_ != CONNECTED || tx_.empty();
 }
 
 bool Pair::has_delivered(std::chrono::milliseconds silence) {
@@ -158,13 +172,21 @@ void Pair::receive(Receiver& buffer, uint64_t group, uint64_t slot, size_t offse
 void Pair::tell(uint64_t group, const std::string& text, bool is_last) {
   const std::lock_guard<std::mutex> lock(m_);
   require_connected();
-  kept_.emplace_back(text);
+  kept_.emplace_back(copied(text.data(), text.size()));
   put(kNote, group, is_last ? 1 : 0, {kept_.back().weak(), 0, text.size()});
   if (!is_last) return;
   Talk& talk = talks_[group];
   talk.lines.clear();
   talk.is_over_here = true;
   if (talk.is_over_there) talks_.erase(group);
+}
+
+void Pair::post(uint64_t group, Parcel parcel) {
+  const std::lock_guard<std::mutex> lock(m_);
+  require_connected();
+  const size_t bytes = parcel.bytes;
+  kept_.emplace_back(std::move(parcel));
+  put(kParcel, group, 0, {kept_.back().weak(), 0, bytes});
 }
 
 void Pair::require_connected() {
@@ -194,23 +216,42 @@ void Pair::tidy(Lines& lines, uint64_t slot) {
 // Of what has begun to go out the other end gets all, as it cannot be told from its first bytes that the
 // rest is none; what has not begun is not sent.
 void Pair::release(const Receiver& buffer, uint64_t group) {
-  const auto is_of_buffer = [&](const Weak& weak) {
-    const Alive alive(weak);
-    return alive.operator->() == &buffer;
-  };
   const std::lock_guard<std::mutex> lock(m_);
+  let_go(buffer, group);
+}
+
+void Pair::forget(const Receiver& buffer, uint64_t group) {
+  const std::lock_guard<std::mutex> lock(m_);
+  let_go(buffer, group);
+  const auto forget = [&](Weak& weak) {
+    if (is_of(weak, buffer)) weak = {};
+  };
+  forget(rx_.ubuf);
+  const auto talk = talks_.find(group);
+  if (talk == talks_.end()) return;
+  for (auto& [slot, line] : talk->second.lines) {
+    for (Part& part : line.receives) forget(part.buffer);
+  }
+}
+
+bool Pair::is_of(const Weak& weak, const Receiver& buffer) {
+  const Alive alive(weak);
+  return alive.operator->() == &buffer;
+}
+
+void Pair::let_go(const Receiver& buffer, uint64_t group) {
   const auto talk = talks_.find(group);
   if (talk != talks_.end()) {
     for (auto& [slot, line] : talk->second.lines) {
-      line.sends.remove_if([&](const Part& part) { return is_of_buffer(part.buffer); });
+      line.sends.remove_if([&](const Part& part) { return is_of(part.buffer, buffer); });
     }
   }
   for (tcp::Op& op : tx_) {
-    if (!is_of_buffer(op.ubuf)) continue;
+    if (!is_of(op.ubuf, buffer)) continue;
     op.ubuf = {};
     if (op.nwritten == 0) continue;
     const size_t sent = std::max(op.nwritten, kHead) - kHead;
-    kept_.emplace_back(std::string(static_cast<const char*>(buffer.ptr) + op.offset + sent, op.nbytes - sent));
+    kept_.emplace_back(copied(static_cast<const char*>(buffer.ptr) + op.offset + sent, op.nbytes - sent));
     op.ubuf = kept_.back().weak();
     op.offset = -sent;  // what was sent is not there
   }
@@ -254,9 +295,12 @@ bool Pair::write(tcp::Op& op) {
   if (kept != kept_.end()) {
     buffer = Alive();  // else it would wait for this thread
     kept_.erase(kept);
+    if (op.preamble.opcode == kParcel) parcels_.sent(rank_, op.nbytes);
   } else {
-    sent->handleSendCompletion(rank_);
-    --static_cast<Receiver*>(sent)->unsent_;
+    auto& receiver = static_cast<Receiver&>(*sent);
+    if (receiver.mover_ != nullptr) receiver.mover_->moved(rank_, op.nbytes);
+    receiver.handleSendCompletion(rank_);
+    --receiver.unsent_;
   }
   return true;
 }
@@ -300,6 +344,12 @@ iovec Pair::next_room(Alive& buffer) {
     note_.resize(rx_.preamble.length);
     return {note_.data() + come, left};
   }
+  if (code == kParcel) {
+    if (!parcel_ && rx_.preamble.length > kMostInParcel) signalException("a message came that is too long");
+    if (state_ == CLOSED) return {};
+    if (!parcel_) parcel_.emplace(rx_.preamble.length);
+    return {parcel_->memory.get() + come, left};
+  }
   if (code != kSend) return {};
   if (!std::exchange(is_placed_, true)) find_place();
   if (!buffer) buffer = Alive(rx_.ubuf);
@@ -330,8 +380,18 @@ void Pair::take_message(const Alive& buffer) {
   const auto [bytes, code, slot, offset, length, group] = rx_.preamble;
   rx_ = {};
   is_placed_ = false;
-  if (code == kSend && buffer) buffer->handleRecvCompletion(rank_);
+  if (code == kSend && buffer) {
+    auto* const mover = static_cast<Receiver*>(buffer.operator->())->mover_;
+    if (mover != nullptr) mover->moved(rank_, length);
+    buffer->handleRecvCompletion(rank_);
+  }
   if (code == kSend) return;
+  if (code == kParcel) {
+    const auto talk = talks_.find(group);
+    const bool is_over = talk != talks_.end() && talk->second.is_over_here;
+    parcels_.received(rank_, group, is_over, std::move(*parcel_));
+    return parcel_.reset();
+  }
   Talk& talk = talks_[group];
   if (code == kNote) {
     if (!talk.is_over_here) told_(rank_, group, note_);
@@ -362,6 +422,7 @@ void Pair::changeState(state next) noexcept {
     if (ex_ != nullptr) signal_all();
     for (tcp::Op& op : tx_) op.ubuf = {};
     kept_.clear();
+    parcels_.ended(rank_);
   }
   tcp::Pair::changeState(next);
 }
@@ -401,8 +462,9 @@ Packet::~Packet() {
 
 // Buffers --------------------------------------------------------------------------------------
 
-Receiver::Receiver(std::shared_ptr<tcp::Context> context, Route& route, void* data, size_t bytes)
-    : UnboundBuffer(std::move(context), data, bytes), route_(route) {}
+Receiver::Receiver(std::shared_ptr<tcp::Context> context, Route& route, void* data, size_t bytes,
+                   Mover* mover)
+    : UnboundBuffer(std::move(context), data, bytes), route_(route), mover_(mover) {}
 
 Receiver::~Receiver() {
   if (unsent_ == 0) return;

@@ -17,6 +17,7 @@
 #include <functional>
 #include <list>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -34,6 +35,28 @@ const gloo::transport::tcp::attr& attributes_of(const gloo::transport::tcp::Devi
 
 class Receiver;
 
+// Bytes that travel as one. Room for more is left as it is.
+struct Parcel {
+  explicit Parcel(size_t bytes) : memory(new char[bytes]), bytes(bytes) {}
+
+  std::unique_ptr<char[]> memory;
+  size_t bytes;
+};
+
+// Who sends and receives parcels. All is called with a pair locked: no other lock may be waited for that somebody
+// holds who needs a pair.
+class Parcels {
+ public:
+  virtual ~Parcels() = default;
+
+  // `is_over`: the group is, here.
+  virtual void received(int peer, uint64_t group, bool is_over, Parcel parcel) = 0;
+  // So many bytes are in the kernel's hands.
+  virtual void sent(int peer, size_t bytes) = 0;
+  // The connection has ended.
+  virtual void ended(int peer) noexcept = 0;
+};
+
 class Pair : public gloo::transport::tcp::Pair {
  public:
   // The other end, rank `peer`, tells `text` of a group that is not over here: on Gloo's thread or one that
@@ -42,7 +65,7 @@ class Pair : public gloo::transport::tcp::Pair {
 
   // With a socket that is connected; throws, and leaves it alone, where the other end has gone.
   Pair(gloo::transport::tcp::Context* context, gloo::transport::tcp::Device* device, int peer,
-       int socket, Told told);
+       int socket, Told told, Parcels& parcels);
   ~Pair() override;
 
   // Whether Gloo's thread reads what arrives; it does from the beginning.
@@ -57,14 +80,20 @@ class Pair : public gloo::transport::tcp::Pair {
   // What the other end is told at once, in its turn; `is_last`: there is nothing more of this group, and what
   // comes for it is dropped.
   void tell(uint64_t group, const std::string& text, bool is_last);
+  // Send it, behind all else that was sent. Throws where the connection is broken.
+  void post(uint64_t group, Parcel parcel);
   using gloo::transport::tcp::Pair::send;
 
   // Before `buffer` is destroyed: what of it is on its way gets there.
   void release(const Receiver& buffer, uint64_t group);
+  // The same, and let what comes for it go to waste: nobody hears of it any more.
+  void forget(const Receiver& buffer, uint64_t group);
 
   // When the connection ended; kNever: it has not. And why, as Gloo says it.
   Clock::time_point ended_at() const { return ended_at_; }
   std::string problem();
+  // Whether the kernel has all that was sent; also where the connection has ended.
+  bool has_written();
   // Whether the peer's kernel has all that was sent, or has said nothing for as long as `silence`. What it
   // has, the peer gets, also where this end closes now.
   bool has_delivered(std::chrono::milliseconds silence);
@@ -94,6 +123,8 @@ class Pair : public gloo::transport::tcp::Pair {
   void changeState(state next) noexcept override;
 
   void require_connected();
+  static bool is_of(const Weak& weak, const Receiver& buffer);
+  void let_go(const Receiver& buffer, uint64_t group);
   void put(size_t code, uint64_t group, uint64_t slot, const Part& part);
   void fail(const char* doing, int error);
   iovec next_room(Alive& buffer);
@@ -103,12 +134,14 @@ class Pair : public gloo::transport::tcp::Pair {
   static void tidy(Lines& lines, uint64_t slot);
 
   const Told told_;
+  Parcels& parcels_;
   std::atomic<Clock::time_point> ended_at_{kNever};
   // Under its mutex, like all else.
   std::unordered_map<uint64_t, Talk> talks_;  // by group
   std::list<Kept> kept_;                      // what goes out and is nobody else's
   bool is_placed_ = false;                    // what arrives just now has its buffer, if it has one
   std::string note_;
+  std::optional<Parcel> parcel_;
   std::unique_ptr<char[]> waste_;  // for what nobody has a buffer for any more
   int packets_ = 0;       // how many have begun
   bool is_held_ = false;  // the kernel holds one back
@@ -141,8 +174,18 @@ class Route {
 // What all buffers of a group are: `context` has its connections.
 class Receiver : public gloo::transport::tcp::UnboundBuffer {
  public:
+  // Who wants to know what has moved, before it is seen here; who lives as long as `data` is used.
+  class Mover {
+   public:
+    // So many bytes were sent, or received; with the pair locked.
+    virtual void moved(int peer, size_t bytes) = 0;
+
+   protected:
+    ~Mover() = default;
+  };
+
   Receiver(std::shared_ptr<gloo::transport::tcp::Context> context, Route& route, void* data,
-           size_t bytes);
+           size_t bytes, Mover* mover = nullptr);
   ~Receiver() override;
 
   void send(int peer, uint64_t slot, size_t offset, size_t bytes) override;
@@ -155,6 +198,7 @@ class Receiver : public gloo::transport::tcp::UnboundBuffer {
  private:
   friend class Pair;
   Route& route_;
+  Mover* const mover_;
   const uint64_t group_ = route_.group;
   std::vector<Pair*> receivers_;
   std::atomic<int> unsent_{0};

@@ -20,7 +20,7 @@ constexpr size_t kMostPlaces = 8, kOfAll = 8 << 20;
 constexpr size_t kInOneStep = 4 << 20;
 
 // Who gets the reduced parts, where it is not one rank.
-constexpr int kNobody = -1, kEverybody = -2;
+constexpr int kEverybody = -2;
 
 // Memory for a piece of one rank.
 size_t place_bytes(int ranks) {

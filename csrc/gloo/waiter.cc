@@ -89,6 +89,7 @@ void Connections::end(const Failure& reason) noexcept {
     if (&waiter->connections_ == this) waiter->wake();
   }
   watch.ended_.notify_all();
+  wake();
 }
 
 void Connections::foretell(const Failure& reason) noexcept {
@@ -106,14 +107,11 @@ std::optional<Failure> Connections::reason(Clock::time_point end) const {
 void Connections::wake_those_who_should_know() noexcept {
   const std::lock_guard<std::mutex> lock(watch.mutex_);
   watch.wake_those_who_should_know();
+  wake();
 }
 
-Waiter::Waiter(Connections& connections, Clock::time_point deadline, InterruptCheck interrupt,
-               const std::atomic<bool>* is_awaited)
-    : connections_(connections),
-      deadline_(deadline),
-      interrupt_(interrupt),
-      is_awaited_(is_awaited) {
+Waiter::Waiter(Connections& connections, Clock::time_point deadline, InterruptCheck interrupt)
+    : connections_(connections), deadline_(deadline), interrupt_(interrupt) {
   watch_.add(*this);
   current_ = this;
 }
@@ -179,8 +177,7 @@ void Waiter::wake() noexcept {
 
 bool Waiter::should_know(Clock::time_point now) const {
   if (buffer_ == nullptr) return false;
-  return connections_.reason_ || interrupt_ != nullptr || now >= deadline_ ||
-         connections_.is_leaving(peer_) || connections_.is_lost(peer_);
+  return connections_.reason_ || interrupt_ != nullptr || now >= deadline_ || connections_.is_lost(peer_);
 }
 
 void Waiter::look_around(int peer) {
@@ -189,23 +186,10 @@ void Waiter::look_around(int peer) {
     throw Failure(FL_CLOSED, {}, "a signal handler interrupted the operation");
   }
   if (Clock::now() >= deadline_) throw TimedOut(peer);
-  if (unmatched_ != nullptr && is_awaited_ != nullptr && *is_awaited_) unmatched_->look_around();
   if (!connections_.is_lost(peer)) return;
   // Gloo notifies only some of those who wait on a broken connection.
   if (doomed_) throw connections_.explain(peer, "the connection broke");
   doomed_ = true;
-}
-
-Waiter::Unmatched::Unmatched(Waiter& waiter, std::vector<int> peers, double waited)
-    : waiter_(waiter), peers_(std::move(peers)), vain_at_(deadline_after(-waited) + kLastMessages) {
-  waiter_.unmatched_ = this;
-}
-
-void Waiter::Unmatched::look_around() const {
-  const auto is_leaving = [&](int peer) { return waiter_.connections_.is_leaving(peer); };
-  // Of each, also where another one is not: its time begins when it is asked for first.
-  const auto count = static_cast<size_t>(std::count_if(peers_.begin(), peers_.end(), is_leaving));
-  if (count == peers_.size() && Clock::now() > vain_at_) throw Failure(FL_LEAVING, peers_, kIsLeaving);
 }
 
 }  // namespace fl

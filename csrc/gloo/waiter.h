@@ -68,8 +68,6 @@ class Connections {
   virtual bool is_lost(int peer) = 0;
   // Whether nothing more comes of one that is lost: what it has sent is here.
   virtual bool has_said_all(int peer) = 0;
-  // Whether it begins no more messages, and those that it has begun are here.
-  virtual bool is_leaving(int peer) = 0;
   // For a moment, read what comes from `peer` on the thread that is to wait for it in `buffer`.
   virtual void read(gloo::transport::UnboundBuffer& buffer, int peer) = 0;
   // What an error of a wait for `peer` means.
@@ -81,6 +79,8 @@ class Connections {
   void foretell(const Failure& reason) noexcept;
   // Why waits have been ended, if they have been, or are before `end`.
   std::optional<Failure> reason(Clock::time_point end = {}) const;
+  // The same of messages, which the engine waits for.
+  virtual void wake() noexcept = 0;
   // There is news: who waits for a rank that is lost is to know it at once.
   void wake_those_who_should_know() noexcept;
 
@@ -99,32 +99,13 @@ struct TimedOut : Failure {
 // The waits of one operation, on one thread.
 class Waiter {
  public:
-  // `is_awaited` of a message: whether anybody waits for its operation.
-  Waiter(Connections& connections, Clock::time_point deadline, InterruptCheck interrupt,
-         const std::atomic<bool>* is_awaited = nullptr);
+  Waiter(Connections& connections, Clock::time_point deadline, InterruptCheck interrupt);
   ~Waiter();
   Waiter(const Waiter&) = delete;
 
   // Wait for one receive, or send, of `buffer` with `peer` to finish. Throws Failure.
   void received(gloo::transport::UnboundBuffer& buffer, int peer);
   void sent(gloo::transport::UnboundBuffer& buffer, int peer);
-
-  // Of a message, until the end of the block: what is waited for is that one of `peers` begins it too,
-  // since `waited` seconds before.
-  class Unmatched {
-   public:
-    Unmatched(Waiter& waiter, std::vector<int> peers, double waited = 0);
-    ~Unmatched() { waiter_.unmatched_ = nullptr; }
-    Unmatched(const Unmatched&) = delete;
-
-    // Throws Failure where none of them will.
-    void look_around() const;
-
-   private:
-    Waiter& waiter_;
-    const std::vector<int> peers_;
-    const Clock::time_point vain_at_;
-  };
 
   Clock::time_point deadline() const { return deadline_; }
   // Lets signal handlers run: whether one says to give up.
@@ -154,8 +135,6 @@ class Waiter {
   Watch& watch_ = connections_.watch;
   const Clock::time_point deadline_;
   const InterruptCheck interrupt_;
-  const std::atomic<bool>* const is_awaited_;
-  const Unmatched* unmatched_ = nullptr;
   bool doomed_ = false;  // the peer is lost, but its last words may still be read
   // What is waited for; guarded by the watch's mutex.
   gloo::transport::UnboundBuffer* buffer_ = nullptr;

@@ -10,8 +10,7 @@ COMMON = (
     "common/engine.cc",
     "common/messages.cc",
     "common/port.cc",
-    "common/matching.cc",
-    "common/queues.cc",
+    "common/queue.cc",
     "common/operation.cc",
 )
 FOLDERS = ("reduce", "shm")

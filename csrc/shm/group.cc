@@ -35,8 +35,7 @@ ShmGroup::ShmGroup(Mapping mapping, int rank, int size)
       collectives_(segment_, peers_, remote_, rank, size),
       rings_(segment_, remote_, rank, size),
       engine_(rings_, size),
-      port_(engine_, 0, rank, all_ranks(size), peers_),
-      queues_(std::make_unique<Queues>(peers_)) {}
+      port_(engine_, 0, rank, all_ranks(size), peers_) {}
 
 ShmGroup::~ShmGroup() { close(); }
 
@@ -50,7 +49,7 @@ void ShmGroup::close() {
     begun = std::exchange(begun_, nullptr);
   }
   if (begun != nullptr) fl::finish(*begun, FL_CLOSED, "the group was closed");
-  queues_->close();
+  queue_.close();
   engine_.stop();
   port_.close();
   const bool nothing_runs = turn_.try_take_for(kLeavingMilliseconds);

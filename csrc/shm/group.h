@@ -1,4 +1,4 @@
-// The ranks of one host as a group. Operations run on the caller's thread, or in queues: collectives
+// The ranks of one host as a group. Operations run on the caller's thread, or are started: collectives
 // in turn, messages beside them.
 #pragma once
 
@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "../common/engine.h"
-#include "../common/queues.h"
+#include "../common/queue.h"
 #include "abi.h"
 #include "collectives.h"
 #include "peers.h"
@@ -22,9 +22,6 @@ namespace fl {
 
 // Writes where the program is that has called; asked on the caller's thread, where that matters.
 using WhereAmI = void (*)(fl_site* site);
-
-// Which no message has.
-constexpr QueueId kCollectives{-1, false, 0};
 
 class ShmGroup : private Helper {
  public:
@@ -129,7 +126,7 @@ class ShmGroup : private Helper {
   Turn turn_;                   // whoever runs a collective has it
   std::atomic<bool> closed_{false};
   std::atomic<int> queued_{0};  // collectives that were started and have not ended
-  std::unique_ptr<Queues> queues_;
+  Queue queue_{peers_};
   // See starting.cc.
   Turn starting_;             // whoever has it may use the next one
   Result begun_;              // a collective that others know of, and that is not complete here

@@ -35,7 +35,7 @@ Wire::Room Rings::reserve(int peer, size_t bytes) {
   ends.reserved_at = at + size;
   Record& record = segment_.record(rank_, peer, ends.sent + 1);
   record.at = at % all;
-  return {&record, segment_.data(rank_, peer) + at % all};
+  return {&record, segment_.data(rank_, peer) + at % all, 0};
 }
 
 void Rings::send(int peer, const Room& room) {
@@ -52,7 +52,7 @@ Wire::Room Rings::next(int peer) {
   if (peer == rank_) return {};
   Record& record = segment_.record(peer, rank_, ends_[peer].received + 1);
   if (record.number.load(std::memory_order_seq_cst) != ends_[peer].received + 1) return {};
-  return {&record, record.bytes > kTinyMessage ? segment_.data(peer, rank_) + record.at : nullptr};
+  return {&record, record.bytes > kTinyMessage ? segment_.data(peer, rank_) + record.at : nullptr, 0};
 }
 
 void Rings::drop(int peer) {

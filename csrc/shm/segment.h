@@ -11,7 +11,7 @@
 #include "../common/abi.h"
 #include "../common/choice.h"
 #include "../common/engine.h"
-#include "futex.h"
+#include "../common/futex.h"
 #include "counter.h"
 
 namespace fl {

@@ -38,7 +38,7 @@ std::shared_ptr<Operation> ShmGroup::make_collective(const fl_signature& signatu
                                                      const fl_site& site, bool is_begun) {
   // It counts until it has ended for those who look as well: finish() lets go of what it runs.
   const auto queued = std::make_shared<Queued>(queued_);
-  return queues_->make(seconds, [=, queued = queued](Operation& operation) {
+  return queue_.make(seconds, [=, queued = queued](Operation& operation) {
     const Running running(*this, nullptr);
     if (is_begun) {
       is_begun_ = false;
@@ -63,7 +63,7 @@ ShmGroup::Result ShmGroup::start_collective(const fl_signature& signature, void*
   Result result;
   if (begin_small(signature, data, output, seconds, site, result)) return result;
   result = make_collective(signature, data, output, seconds, site, false);
-  queues_->submit(kCollectives, result);
+  queue_.submit(result);
   return result;
 }
 
@@ -117,7 +117,7 @@ void ShmGroup::end_begun(Patience patience, bool or_hand_over) {
 }
 
 void ShmGroup::hand_over() {
-  queues_->submit(kCollectives, std::exchange(begun_, nullptr));
+  queue_.submit(std::exchange(begun_, nullptr));
 }
 
 // Whether nothing is queued any more, without waiting.

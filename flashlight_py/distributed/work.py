@@ -54,6 +54,9 @@ class Work(abc.ABC, Generic[Result_co]):
         """Return when the operation ended, in seconds of ``time.monotonic``; None: not known."""
         return None
 
+    def cancel(self) -> None:
+        """End a receive that nothing has come for; its result is None. Else nothing happens."""
+
     def result(self) -> Result_co:
         """Return the result of an operation that has ended; raises what :meth:`wait` raises.
 
@@ -144,6 +147,9 @@ class Then(Work):
         finally:
             self._finish = None
             self._is_made_now = False
+
+    def cancel(self) -> None:
+        self._work.cancel()
 
     def is_completed(self) -> bool:
         """Return whether the other operation has ended."""

@@ -4,21 +4,24 @@ Small arrays travel with the comparison of the calls, large ones after it: see
 ``hierarchical_calls.py``. Reductions add the ranks of a host in order, then the hosts in
 order: the same bits on every rank and in every run with the same placement.
 
-A message travels through memory inside a host, else between hosts; a receive from any rank looks at
-both ways in turn.
+A message travels through memory inside a host, else between hosts; a receive from any rank is open
+in both, until one has a message.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from flashlight_py import _native
 from flashlight_py.device import Array
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.callers import Callers
@@ -49,11 +52,11 @@ from flashlight_py.errors import (
     PeerLostError,
 )
 
-# How long one way is waited on before the other is looked at: nothing waits for both.
-_SLICE_SECONDS = 0.001
+# How long a wait for several ways looks at each, and then sleeps until one has a message or, at the
+# latest, it looks for what has failed. Signal handlers run in between.
+_LOOK_SECONDS, _SLICE_SECONDS = 1e-5, 0.02
 
-# How long a group that is closed waits for its receives, which end sooner.
-_LEAVING_SECONDS = 0.5
+_NEVER = 1e9  # of a limit in seconds
 
 
 class HierarchicalBackend(Backend):
@@ -113,7 +116,7 @@ class HierarchicalBackend(Backend):
         self._rows: Sequence[int] = ()  # of each rank's array, in the call that has been agreed on
         self._thread: futures.ThreadPoolExecutor | None = None
         self._running: list[FutureWork] = []
-        self._searches: list[Search] = []  # as they began
+        self._receives: list[OpenReceive] = []
         self._beginning = threading.RLock()  # signal handlers run on the thread that holds it
         self._notified: list[Backend] = []  # parts that end since another one was lost
         self._is_closed = False
@@ -145,25 +148,30 @@ class HierarchicalBackend(Backend):
         """Start a message: through memory inside the host, else between hosts; see ``Backend``."""
         self._callers.check("refuse" if call.refusal else call.name)
         host = self._host
-        if call.peer == ANY_RANK:  # of each way, whom it knows as which rank
-            ways = (self._inside, host), (self._flat, range(self.size))
-            search = Search(self, [way for way in ways if way[0].size > 1], call)
-            if call.blocking:
-                return Done(search.receive(call.patience))
-            return self._begin(search)
+        if call.peer == ANY_RANK:
+            return self._receive_open(call)
         backend, peer = self._flat, call.peer
         if peer in host:
             backend, peer = self._inside, host.index(peer)
         return _GuardedWork(backend.start(replace(call, peer=peer)), self, call)
 
-    def _begin(self, search: Search) -> Search:
-        """Begin ``search`` when those of its tag before it have ended."""
-        with self._beginning:
-            self._searches = [one for one in self._searches if one.thread.is_alive()]
-            before = (one for one in reversed(self._searches) if one.tag == search.tag)
-            search.start(next(before, None))
-            self._searches.append(search)
-        return search
+    def _receive_open(self, call: Call) -> Work:
+        claim = np.zeros(1, np.int32)
+        # Each way, and whom it knows as which rank. That between hosts knows all ranks, and what
+        # ends a receive that waits in vain.
+        limit = self.timeout if call.seconds is None else call.seconds
+        ways: list[tuple[Backend, Sequence[int], float]] = [(self._flat, range(self.size), limit)]
+        if self._inside.size > 1:
+            ways.insert(0, (self._inside, self._host, _NEVER))
+        with self._beginning:  # in one order in both
+            works = [
+                (way.start(replace(call, blocking=False, claim=claim, seconds=seconds)), ranks)
+                for way, ranks, seconds in ways
+            ]
+            work = OpenReceive(self, works, claim, call)
+            self._receives = [one for one in self._receives if not one.is_completed()]
+            self._receives.append(work)
+        return Done(work.find()) if call.blocking else work
 
     def _compare(self, call: Call) -> Any:
         """Find out what else is asked for: that all call the same is agreed upon before."""
@@ -287,10 +295,11 @@ class HierarchicalBackend(Backend):
         return self._callers.has_this()
 
     def synchronize(self) -> None:
-        searches = [work for work in list(self._searches) if not work.is_completed()]
-        for work in [*self._running, *searches]:
+        for work in self._running:
             if not work.failure_reported:
                 work.wait()
+        for receive in list(self._receives):
+            receive.wait()
         for part in self._parts:  # messages
             self.guarded("sync_distributed", part.synchronize)
 
@@ -321,23 +330,19 @@ class HierarchicalBackend(Backend):
         return why
 
     def is_busy(self) -> bool:
-        if any(part.is_busy() for part in self._parts):
+        works: list[Work] = [*self._running, *self._receives]
+        if any(not work.is_completed() for work in works):
             return True
-        return any(not work.is_completed() for work in [*self._running, *self._searches])
+        return any(part.is_busy() for part in self._parts)
 
     def close(self) -> None:
         """Close the backends, which ends what runs, then the threads.
 
         In a signal handler that may have interrupted the use of the thread's queue, which is locked
-        then, the thread ends by itself a little later. Receives may then need what the interrupted
-        thread holds: they are waited for half a second at most.
+        then, the thread ends by itself a little later.
         """
         self._is_closed = True
         self._close_backends()
-        end = time.monotonic() + _LEAVING_SECONDS
-        for work in list(self._searches):
-            if work.thread is not threading.current_thread():
-                work.thread.join(max(0.0, end - time.monotonic()))
         thread, self._thread = self._thread, None
         if thread is not None and not self._callers.has_this():
             thread.shutdown(cancel_futures=True)
@@ -395,65 +400,75 @@ class _GuardedWork(Work):
         return self._work.end_time()
 
 
-class Search(FutureWork):
-    """``call``, a receive of what any rank sends by one of ``ways``.
+class OpenReceive(Work):
+    """``call``, a receive of what any rank sends by one of several ways.
 
-    Each of these is a backend and the ranks that its ranks are to ``owner``. One that is started
-    runs on a thread, after the one ``ahead``; who waits for it waits for that one too.
+    Each of ``works`` is one of them, and whom it knows as which rank; they share ``claim``.
     """
 
     def __init__(
-        self, owner: HierarchicalBackend, ways: Sequence[tuple[Backend, Sequence[int]]], call: Call
+        self,
+        owner: HierarchicalBackend,
+        works: Sequence[tuple[Work, Sequence[int]]],
+        claim: Array,
+        call: Call,
     ) -> None:
-        super().__init__(futures.Future())
-        self._owner, self._ways, self._call = owner, ways, call
-        self.tag, self.is_awaited = call.tag, call.blocking
-        self._ahead: Search | None = None
-        name = "flashlight_py receive"
-        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._owner, self._works, self._claim, self._call = owner, works, claim, call
 
-    def start(self, ahead: Search | None) -> None:
-        """Begin when ``ahead`` has ended."""
-        self._ahead = ahead
-        self.thread.start()
+    def find(self) -> Matched | None:
+        """Receive; None where nothing has come in time."""
+        patience = self._call.patience
+        self._await(None if patience < 0 else patience)
+        return self._found(None)
 
     def wait(self, timeout: float | None = None) -> Any:
-        work: Search | None = self
-        while work is not None and not work.is_awaited:
-            work.is_awaited = True
-            work = work._ahead
-        return super().wait(timeout)
+        end = None if timeout is None else time.monotonic() + timeout
+        if not self._await(timeout):
+            raise limit_passed(f"[{self._call.name}] {self._owner.kind}", timeout or 0.0)
+        return self._found(None if end is None else max(0.0, end - time.monotonic()))
 
-    def _run(self) -> None:
-        if self._ahead is not None:
-            self._ahead.thread.join()
-            self._ahead = None  # nor what was ahead of that
-        try:
-            self._future.set_result(self.receive())
-        except BaseException as error:  # noqa: BLE001  (whoever waits raises it)
-            self._future.set_exception(error)
+    def _await(self, seconds: float | None) -> bool:
+        """Wait until one way has a message, or has failed."""
+        end = math.inf if seconds is None else time.monotonic() + seconds
+        flat, lib = self._works[-1][0], _native.load("gloo")
+        claim = lib.ffi.cast("int32_t *", self._claim.ctypes.data)
+        while not self._is_decided():
+            left = end - time.monotonic()
+            if left <= 0:
+                return False
+            with suppress(DistributedError):  # it is raised where it is found
+                flat.wait(min(left, _LOOK_SECONDS))  # which has to know that somebody waits
+            if not self._is_decided():
+                lib.lib.fl_claim_wait(claim, min(left, _SLICE_SECONDS))
+        return True
 
-    def receive(self, patience: float = -1.0) -> Matched | None:
-        """Receive; None where nothing has arrived within ``patience`` seconds, if not negative."""
-        began = time.monotonic()
-        while True:
-            waited = time.monotonic() - began
-            for backend, ranks in self._ways:
-                # Who knows all ranks notices that none of them will send any more.
-                asks = self.is_awaited and len(ranks) == self._owner.size
-                times = {"patience": _SLICE_SECONDS, "waited": waited * asks}
-                found = self._look(backend, **times)
+    def _is_decided(self) -> bool:
+        return bool(self._claim[0]) or any(work.is_completed() for work, _ in self._works)
+
+    def _cancel(self) -> None:
+        for work, _ in self._works:
+            work.cancel()
+
+    def _found(self, timeout: float | None) -> Matched | None:
+        """Return what has come, when it is there, and let go of the other way."""
+        self._cancel()
+
+        def wait() -> Matched | None:
+            for work, ranks in self._works:
+                found = work.wait(timeout)
                 if found is not None:
-                    return found._replace(source=ranks[found.source])
-            if 0 <= patience <= waited:
-                return None
-            if waited >= self._owner.timeout:
-                backend, ranks = self._ways[-1]  # which knows what is sent instead, and raises it
-                found = self._look(backend, seconds=_SLICE_SECONDS)
-                if found is not None:
-                    return found._replace(source=ranks[found.source])
+                    return Matched(ranks[found.source], found.rows)
+            return None
 
-    def _look(self, backend: Backend, **how: Any) -> Matched | None:
-        work = backend.start(replace(self._call, blocking=True, **how))
-        found: Matched | None = self._owner.guarded(self._call.name, work.wait)
+        found: Matched | None = self._owner.guarded(self._call.name, wait)
         return found
+
+    def is_completed(self) -> bool:
+        if not self._is_decided():
+            return False
+        self._cancel()
+        return all(work.is_completed() for work, _ in self._works)
+
+    def end_time(self) -> float | None:
+        times = [work.end_time() for work, _ in self._works]
+        return max((time for time in times if time is not None), default=None)

@@ -404,9 +404,12 @@ class NativeBackend(NativeGroup):
 
     def _receive_open(self, call: Call) -> Work:
         """Receive what is found."""
-        times = {"patience": call.patience, "waited": call.waited}
-        match = self.ffi.new("fl_match *", {"source": -1, "partial": call.partial, **times})
-        work = self._launch(call, room=match, result=COMPARED if call.compared else None)
+        how: dict[str, Any] = {"partial": call.partial, "patience": call.patience}
+        if call.claim is not None:
+            how["claim"] = self.ffi.cast("int32_t *", call.claim.ctypes.data)
+        match = self.ffi.new("fl_match *", {"source": -1, **how})
+        result = COMPARED if call.compared else None
+        work = self._launch(call, room=match, keep=call.claim, result=result)
 
         def found(number: int | None) -> Matched | None:
             _keep(call, number)

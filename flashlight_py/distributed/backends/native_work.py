@@ -121,6 +121,10 @@ class NativeWork(Work):
         group = self._backend.group  # noqa: F841  (it lives as long: a wait may do the operation)
         return int(self._lib.fl_op_wait(self._handle, seconds))
 
+    def cancel(self) -> None:
+        if self._forks == journal.forks():
+            self._lib.fl_op_cancel(self._handle)
+
     def is_completed(self) -> bool:
         """Return whether it has ended; in a forked child it has, as it is not this process's."""
         if self._forks != journal.forks():

@@ -69,8 +69,8 @@ class Call:
         partial: of a receive: fewer rows may arrive than ``array`` has, and fill its first ones.
         patience: of a receive, in seconds: it ends without a message after them, with None;
             negative: no limit.
-        waited: of a receive with patience, in seconds: so long the caller, whom somebody waits for,
-            has asked for it before, again and again.
+        claim: of receives from any rank of which one is to take a message, by different ways: what
+            they have in common, an int32 that is 0 first, and 1 when one of them has.
         received: where the rows go that each rank has sent here, at the end at the latest; of a
             message that is only compared its number, which both ends have in common: no other
             message has it that the one has sent to the other.
@@ -99,7 +99,7 @@ class Call:
     part_of: str = ""
     partial: bool = False
     patience: float = -1.0
-    waited: float = 0.0
+    claim: Array | None = None
     received: list[int] | None = None
     compared: bool = False
     holds: tuple[np.dtype[Any], tuple[int, ...]] | None = None

@@ -40,7 +40,7 @@ std::vector<Letter> letters(int ranks, Random& random, uint64_t step) {
 fl_message message_of(const Rank& rank, Begun& one) {
   const bool sends = one.letter.from == rank.rank;
   return {signature_of(sends ? FL_SEND : FL_RECV, one.letter.count, one.letter.tag),
-          one.array.data(), sends ? one.letter.to : one.letter.from, {}};
+          one.array.data(), sends ? one.letter.to : one.letter.from, {}, nullptr};
 }
 
 void check_received(const Rank& rank, const Begun& one) {
@@ -135,7 +135,7 @@ void play_open_receives(Rank& rank, Random& random, uint64_t step) {
   }
   struct Open {
     Array array;
-    fl_match match{-1, 1, 0, -1.0, 0.0};
+    fl_match match{-1, 1, 0, -1.0, nullptr};
     fl_op* op = nullptr;
   };
   std::list<Open> own(number);

@@ -1,0 +1,168 @@
+#include "queue.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace fl {
+namespace {
+
+constexpr const char* kWasClosed = "the group was closed";
+
+}  // namespace
+
+Crew::~Crew() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    closing_ = true;
+  }
+  changed_.notify_all();
+  for (std::thread& thread : threads_) thread.join();
+}
+
+bool Crew::run(std::function<void()> task) noexcept {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  try {
+    if (idle_ <= ready_.size()) threads_.emplace_back(&Crew::work, this);
+    ready_.push_back(std::move(task));
+  } catch (const std::exception&) {
+    return false;
+  }
+  changed_.notify_one();
+  return true;
+}
+
+void Crew::work() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  for (;;) {
+    ++idle_;
+    changed_.wait(lock, [&] { return closing_ || !ready_.empty(); });
+    --idle_;
+    if (ready_.empty()) return;
+    auto task = std::move(ready_.front());
+    ready_.pop_front();
+    lock.unlock();
+    task();
+    task = nullptr;
+    lock.lock();
+  }
+}
+
+Queue::Queue(Transport& transport, std::shared_ptr<Crew> crew)
+    : transport_(transport), crew_(std::move(crew)) {
+  shared_->transport = &transport;
+}
+
+Queue::~Queue() { close(); }
+
+void Queue::close() {
+  std::unique_lock<std::mutex> lock(shared_->mutex);
+  if (!closing_) {
+    closing_ = true;
+    shared_->transport = nullptr;
+    const auto never_run = std::exchange(waiting_, {});
+    lock.unlock();
+    for (const Pending& operation : never_run) finish(*operation, FL_CLOSED, kWasClosed);
+    transport_.stop();
+    lock.lock();
+  }
+  shared_->work.wait(lock, [this] { return !is_running_; });
+}
+
+bool Queue::is_idle() {
+  const std::lock_guard<std::mutex> lock(shared_->mutex);
+  return !is_busy_;
+}
+
+std::shared_ptr<Operation> Queue::submit(double seconds, std::function<void(Operation&)> run) {
+  auto operation = make(seconds, std::move(run));
+  submit(operation);
+  return operation;
+}
+
+void Queue::submit(std::shared_ptr<Operation> operation) {
+  {
+    const std::lock_guard<std::mutex> lock(shared_->mutex);
+    if (is_busy_) return waiting_.push_back(std::move(operation));
+    is_busy_ = true;
+  }
+  begin(std::move(operation));
+}
+
+bool Queue::enter() {
+  const std::lock_guard<std::mutex> lock(shared_->mutex);
+  return !std::exchange(is_busy_, true);
+}
+
+void Queue::leave() noexcept {
+  Pending operation;
+  {
+    const std::lock_guard<std::mutex> lock(shared_->mutex);
+    operation = next();
+  }
+  if (operation != nullptr) begin(std::move(operation));
+}
+
+Queue::Pending Queue::make(double seconds, std::function<void(Operation&)> run) const {
+  auto operation = std::make_shared<Operation>();
+  operation->shared = shared_;
+  operation->seconds = seconds;
+  operation->run = std::move(run);
+  return operation;
+}
+
+// What comes next when the head has ended; null: the queue is idle now.
+Queue::Pending Queue::next() {
+  is_busy_ = !waiting_.empty();
+  if (!is_busy_) return nullptr;
+  Pending operation = std::move(waiting_.front());
+  waiting_.pop_front();
+  return operation;
+}
+
+// Let a thread run the head. Where none can be had this fails, as if it had run: the others
+// wait for it, and what comes next would be out of turn.
+void Queue::begin(Pending operation) noexcept {
+  while (operation != nullptr) {
+    bool closing;
+    {
+      const std::lock_guard<std::mutex> lock(shared_->mutex);
+      closing = closing_;
+      if (!closing && hand_over(operation)) return;
+    }
+    operation->run = [closing](Operation&) {
+      if (closing) throw Failure(FL_CLOSED, {}, kWasClosed);
+      throw Failure(FL_FAILED, {}, "no thread can be had for another operation");
+    };
+    execute(transport_, *operation);
+    const std::lock_guard<std::mutex> lock(shared_->mutex);
+    operation = next();
+  }
+}
+
+bool Queue::hand_over(const Pending& operation) noexcept {
+  is_running_ = true;
+  if (crew_->run([this, operation]() mutable { work(std::move(operation)); })) return true;
+  is_running_ = false;
+  return false;
+}
+
+void Queue::work(Pending operation) noexcept {
+  const auto shared = shared_;  // this queue may go as soon as nothing runs
+  std::unique_lock<std::mutex> lock(shared->mutex);
+  while (operation != nullptr) {
+    const bool closing = closing_;
+    lock.unlock();
+    if (closing) {
+      finish(*operation, FL_CLOSED, kWasClosed);
+    } else {
+      execute(transport_, *operation);
+    }
+    operation.reset();
+    lock.lock();
+    operation = next();
+  }
+  is_running_ = false;
+  shared->work.notify_all();
+}
+
+}  // namespace fl

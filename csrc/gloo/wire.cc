@@ -1,0 +1,200 @@
+#include "wire.h"
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <new>
+#include <utility>
+
+namespace fl {
+namespace {
+
+// What may wait to be sent to a peer, in bytes.
+constexpr size_t kMostWaiting = 1 << 20;
+// Records with so little always have room: nobody may be there to send them later.
+constexpr size_t kSmall = 1 << 10;
+
+// A thread that looks for what comes reads it itself: Gloo's thread, and then this one, need not be scheduled
+// first. So many looks it takes, half of them after those that were in vain, and so on: nobody burns what
+// others need where hosts are far, or threads more than processors. Every so many times all are tried again.
+constexpr int kLooks = 200, kMostVain = 6;
+constexpr unsigned kTryEvery = 8;
+
+// Of more ranks a thread reads only what comes of the one that it waits for.
+constexpr int kMostLookedAt = 8;
+
+}  // namespace
+
+GlooWire::GlooWire(Links& links) : links_(links), ends_(std::make_unique<Ends[]>(links.size)) {}
+
+// Where there is no connection it is begun: ended() says that it is there.
+Wire::Room GlooWire::reserve(int peer, size_t bytes) {
+  Ends& ends = ends_[peer];
+  Pair* const pair = links_.pair(peer);
+  if (pair == nullptr) {
+    try {
+      links_.reach(peer);
+    } catch (const std::exception&) {
+      // Whoever looks around finds it lost.
+    }
+    return {};
+  }
+  const bool is_full = bytes > kSmall && ends.waits > kMostWaiting;
+  if (is_full || pair->ended_at() != kNever) return {};
+  ends.reserved.emplace(sizeof(Record) + bytes);
+  char* const memory = ends.reserved->memory.get();
+  std::memset(memory, 0, sizeof(Record));
+  return {new (memory) Record, memory + sizeof(Record), 0};
+}
+
+void GlooWire::send(int peer, const Room& room) {
+  Ends& ends = ends_[peer];
+  const size_t bytes = ends.reserved->bytes;
+  ends.waits += bytes;
+  try {
+    links_.pair(peer)->post(room.group, std::move(*ends.reserved));
+  } catch (const std::exception&) {
+    ends.waits -= bytes;  // it has ended just now: whoever looks around finds it lost
+  }
+  ends.reserved.reset();
+}
+
+bool GlooWire::has_sent(int peer) { return links_.pair(peer) == nullptr || links_.pair(peer)->has_written(); }
+
+Wire::Room GlooWire::next(int peer) {
+  Ends& ends = ends_[peer];
+  const bool looks = ends.lookers.load(std::memory_order_relaxed) > 0;
+  if (looks && ends.count.load(std::memory_order_acquire) == 0) {
+    Pair* const pair = links_.pair(peer);
+    if (pair != nullptr) pair->read_what_has_arrived();
+  }
+  if (ends.count.load(std::memory_order_seq_cst) == 0) return {};
+  const std::lock_guard<std::mutex> lock(ends.mutex);
+  Come& first = ends.come.front();
+  char* const memory = first.parcel.memory.get();
+  return {reinterpret_cast<Record*>(memory), memory + sizeof(Record), first.group};
+}
+
+void GlooWire::drop(int peer) {
+  Ends& ends = ends_[peer];
+  std::optional<Come> taken;  // freed without the lock
+  const std::lock_guard<std::mutex> lock(ends.mutex);
+  taken.emplace(std::move(ends.come.front()));
+  ends.come.pop_front();
+  --ends.count;
+}
+
+// Memory to memory -----------------------------------------------------------------------------
+
+// The route of one group, on connections that are there, and on it one buffer.
+class GlooWire::Stream final : public Flow, private Route, private Receiver::Mover, private Receiver {
+ public:
+  Stream(GlooWire& wire, const Moves& moves)
+      : Route(moves.group),
+        Receiver(wire.links_.shared_from_this(), *this, moves.data, moves.bytes, this),
+        wire_(wire),
+        moves_(moves) {
+    for (int i = 0; !moves.out || i < kAtOnce; ++i) {
+      if (at_ == moves.bytes) break;
+      go_on();
+    }
+  }
+
+  ~Stream() override { wire_.links_.pair(moves_.peer)->forget(*this, group); }
+
+  void go_on() override {
+    const size_t bytes = std::min(kPieceBytes, moves_.bytes - at_);
+    if (bytes == 0) return;
+    const uint64_t slot = kFirstStream | moves_.receiver;
+    try {
+      moves_.out ? send(moves_.peer, slot, at_, bytes) : recv(moves_.peer, slot, at_, bytes);
+    } catch (const std::exception&) {
+      // It has ended just now: whoever looks around finds it lost.
+    }
+    at_ += bytes;
+  }
+
+ private:
+  // Of a peer's and this rank's groups no other slot is so high.
+  static constexpr uint64_t kFirstStream = uint64_t{1} << 40;
+  // In pieces, so that what runs beside them gets its turn on the connection; and some on their way at once.
+  static constexpr size_t kPieceBytes = 4 << 20;
+  static constexpr int kAtOnce = 2;
+
+  Pair& pair_with(int peer) override { return *wire_.links_.pair(peer); }
+
+  void moved(int peer, size_t bytes) override {
+    Parcel parcel(sizeof(Record));
+    std::memset(parcel.memory.get(), 0, sizeof(Record));
+    auto* const record = new (parcel.memory.get()) Record;
+    record->kind = kData;
+    record->bytes = 0;
+    record->token = moves_.token;
+    record->digest = bytes;
+    wire_.come(peer, {moves_.group, std::move(parcel)});
+  }
+
+  GlooWire& wire_;
+  const Moves moves_;
+  size_t at_ = 0;
+};
+
+std::unique_ptr<Wire::Flow> GlooWire::flow(const Moves& moves) {
+  return std::make_unique<Stream>(*this, moves);
+}
+
+// Looking --------------------------------------------------------------------------------------
+
+template <typename Visit>
+void GlooWire::for_each(int peer, Visit visit) {
+  if (peer == kNobody && links_.size > kMostLookedAt) return;
+  const int first = peer == kNobody ? 0 : peer, last = peer == kNobody ? links_.size - 1 : peer;
+  for (int each = first; each <= last; ++each) {
+    visit(links_.pair(each), ends_[each].lookers);
+  }
+}
+
+void GlooWire::begin_looking(int peer) {
+  for_each(peer, [](Pair* pair, std::atomic<int>& lookers) {
+    if (lookers++ == 0 && pair != nullptr) pair->is_served(false);
+  });
+}
+
+void GlooWire::end_looking(int peer, bool in_vain) {
+  for_each(peer, [](Pair* pair, std::atomic<int>& lookers) {
+    if (--lookers == 0 && pair != nullptr) pair->is_served(true);
+  });
+  const int vain = vain_.load(std::memory_order_relaxed);
+  const bool tried = looks_.fetch_add(1, std::memory_order_relaxed) % kTryEvery == 0;
+  vain_.store(in_vain ? std::min(vain + 1, kMostVain) : tried ? 0 : vain / 2, std::memory_order_relaxed);
+}
+
+Patience GlooWire::patience() const {
+  const bool tries = looks_.load(std::memory_order_relaxed) % kTryEvery == 0;
+  return {0, kLooks >> (tries ? 0 : vain_.load(std::memory_order_relaxed))};
+}
+
+// What pairs say -------------------------------------------------------------------------------
+
+void GlooWire::received(int peer, uint64_t group, bool is_over, Parcel parcel) {
+  if (parcel.bytes < sizeof(Record)) return;
+  come(peer, {is_over ? kLeft : group, std::move(parcel)});
+}
+
+void GlooWire::come(int peer, Come what) {
+  Ends& ends = ends_[peer];
+  {
+    const std::lock_guard<std::mutex> lock(ends.mutex);
+    ends.come.push_back(std::move(what));
+    // In one order with the futex: see there.
+    ends.count.fetch_add(1, std::memory_order_seq_cst);
+  }
+  wake_all();
+}
+
+void GlooWire::sent(int peer, size_t bytes) {
+  const size_t before = ends_[peer].waits.fetch_sub(bytes, std::memory_order_seq_cst);
+  if (before > kMostWaiting) wake_all();
+}
+
+}  // namespace fl

@@ -1,0 +1,79 @@
+// Records between the ranks of a family, over its connections.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "../common/engine.h"
+#include "../common/futex.h"
+#include "links.h"
+
+namespace fl {
+
+// What comes is read by Gloo's thread, or for a moment by one that looks for it, and kept until the engine
+// takes it.
+class GlooWire final : public Wire, public Parcels {
+ public:
+  explicit GlooWire(Links& links);
+
+  size_t eager_bytes() const override { return 64 << 10; }
+  size_t most_bytes() const override { return 256 << 10; }
+  Room reserve(int peer, size_t bytes) override;
+  void send(int peer, const Room& room) override;
+  bool has_sent(int peer) override;
+  Room next(int peer) override;
+  void drop(int peer) override;
+  bool flows() const override { return true; }
+  std::unique_ptr<Flow> flow(const Moves& moves) override;
+  Choice& choice(int peer) override { return ends_[peer].choice; }
+  void begin_looking(int peer) override;
+  void end_looking(int peer, bool in_vain) override;
+  uint32_t begin_wait() override { return futex_.begin_wait(); }
+  void wait(uint32_t since, bool as_caller, long milliseconds) override {
+    futex_.wait(since, as_caller ? kCallers : kThread, milliseconds);
+  }
+  void end_wait() override { futex_.end_wait(); }
+  void wake(bool callers) override { futex_.wake(callers ? kCallers : kThread); }
+  void wake_all() noexcept { futex_.wake(kCallers | kThread); }
+
+  void received(int peer, uint64_t group, bool is_over, Parcel parcel) override;
+  void sent(int peer, size_t bytes) override;
+  void ended(int) noexcept override { wake_all(); }
+
+  // How long to look before sleeping: less, where that has been in vain of late.
+  Patience patience() const;
+
+ private:
+  static constexpr uint32_t kCallers = 1, kThread = 2;
+  class Stream;
+  struct Come {
+    uint64_t group;
+    Parcel parcel;
+  };
+  // With one peer.
+  struct Ends {
+    std::mutex mutex;            // of what has come; waits for nothing
+    std::deque<Come> come;
+    std::atomic<size_t> count{0};
+    std::atomic<size_t> waits{0};  // bytes that are to be sent
+    std::optional<Parcel> reserved;
+    std::atomic<int> lookers{0};
+    Choice choice{1};
+  };
+
+  template <typename Visit>
+  void for_each(int peer, Visit visit);
+
+  void come(int peer, Come what);
+
+  Links& links_;
+  Futex futex_;
+  std::atomic<int> vain_{0};
+  std::atomic<unsigned> looks_{0};
+  const std::unique_ptr<Ends[]> ends_;  // by peer
+};
+
+}  // namespace fl
