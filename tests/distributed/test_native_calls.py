@@ -38,7 +38,8 @@ def settle() -> None:
 def native(group: ProcessGroup, verb: str, x: Any = None, **given: Any) -> Any:
     """Call the native entry; the result of what is asynchronous is waited for."""
     names = ("out", "op", "scale", "peer", "tag", "async_op")
-    defaults = {"out": None, "op": "sum", "scale": 1.0, "peer": 0, "tag": 0, "async_op": False}
+    op = False if verb in ("send", "recv") else "sum"  # of a receive: whether fewer rows may come
+    defaults = {"out": None, "op": op, "scale": 1.0, "peer": 0, "tag": 0, "async_op": False}
     arguments = {**defaults, **given}
     got = group.native(CODES[verb], x, *(arguments[name] for name in names))
     return got.wait() if isinstance(got, Work) else got
@@ -137,13 +138,16 @@ def what_is_not_plain(rank: int, size: int) -> None:
         ("all_gather", {"x": shared[:4], "out": shared}),
         ("send", {"x": x, "peer": rank}),
         ("recv", {"x": locked, "peer": 1 - rank}),
-        ("recv", {"x": x, "peer": None}),
+        ("recv", {"x": x, "peer": 1 - rank, "op": 1}),
+        ("recv", {"x": np.zeros(()), "peer": None, "op": True}),
+        ("send", {"x": x, "peer": None}),
         ("send", {"x": x, "peer": 1 - rank, "tag": -1}),
     ]:
         assert native(group, verb, **given) is NotImplemented, (verb, given)
     assert (
         group.native_sendrecv(shared[:4], 1 - rank, shared[2:6], 1 - rank, 0, 0) is NotImplemented
     )
+    assert group.native_sendrecv(x, 1 - rank, ints, None, 0, 0) is NotImplemented
     for dtype in DTYPES:
         if dtype != "bfloat16":
             assert native(group, "broadcast", np.zeros(3, dtype)) is not NotImplemented
@@ -322,8 +326,7 @@ def several_at_once(rank: int, size: int) -> int:
     for refused in (
         [fl.P2POp("recv", out[0], peer), fl.P2POp("recv", out[0][:3], peer)],
         [fl.P2POp("send", [1, 2], peer)],
-        [fl.P2POp("recv", out[0], None)],
-        [fl.P2POp("recv", out[0], peer, partial=True)],
+        [fl.P2POp("send", x, peer, partial=True)],
         [object()],
         (),
     ):
