@@ -363,9 +363,11 @@ def receives_of_any(rank: int, size: int) -> None:
                 continue
             room = np.zeros((3, 2))
 
-            def check(part: Any, room: Any = room, partial: bool = partial) -> None:
-                assert part.base is room if partial else part is room
-                np.testing.assert_array_equal(part, x[:count])
+            def check(
+                part: Any, room: Any = room, n: int = count, whole: bool = not partial
+            ) -> None:
+                assert part is room if whole else part.base is room
+                np.testing.assert_array_equal(part, x[:n])
                 room[:] = 0
 
             arguments = recv, room, None, partial, None, peer_given, 7
