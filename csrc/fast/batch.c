@@ -8,6 +8,7 @@
 #include <numpy/arrayobject.h>
 #include <limits.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "binding.h"
 
@@ -25,24 +26,40 @@ int batch_names(void) {
 
 typedef struct {
   PyObject *arrays; /* a list: the array of each message */
+  PyObject *matches; /* bytes: the fl_match of each, of those that need one; or NULL */
   fl_message *messages;
   started_op *ops;
   fl_op **results;
   int count;
 } batch;
 
-/* What a P2POp (calls/call.py) says: 1, or 0 with or without an exception. */
-static int read_message(const Binding *binding, PyObject *op, batch *all) {
+/* Give the message that comes next a copy of `match`, which lives as long as its operation; 0 with an
+   exception. */
+static int add_match(batch *all, const fl_match *match, Py_ssize_t count) {
+  if (all->matches == NULL) {
+    all->matches = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof *match);
+    if (all->matches == NULL) return 0;
+    memset(PyBytes_AsString(all->matches), 0, (size_t)count * sizeof *match);
+  }
+  fl_match *own = (fl_match *)(void *)PyBytes_AsString(all->matches) + all->count;
+  *own = *match;
+  all->messages[all->count].match = own;
+  return 1;
+}
+
+/* What a P2POp (calls/call.py) says, one of `count`: 1, or 0 with or without an exception. */
+static int read_message(const Binding *binding, PyObject *op, batch *all, Py_ssize_t count) {
   PyObject *kind = PyObject_GetAttr(op, name_kind), *peer = PyObject_GetAttr(op, name_peer);
   PyObject *tag = PyObject_GetAttr(op, name_tag), *partial = PyObject_GetAttr(op, name_partial);
   PyObject *x = PyObject_GetAttr(op, name_x);
   plain_call call;
   int plain = 0;
-  if (kind != NULL && peer != NULL && tag != NULL && x != NULL && partial == Py_False &&
-      PyUnicode_Check(kind)) {
+  if (kind != NULL && peer != NULL && tag != NULL && x != NULL && partial != NULL && PyUnicode_Check(kind)) {
     const int sends = kind == text_send || PyUnicode_Compare(kind, text_send) == 0;
-    plain = plain_message(sends ? FL_SEND : FL_RECV, x, peer, tag, binding->rank, binding->size, &call);
+    const int rank = binding->rank, verb = sends ? FL_SEND : FL_RECV;
+    plain = plain_message(verb, x, peer, tag, partial, rank, binding->size, &call);
   }
+  if (plain && call.output != NULL && binding->post == NULL) plain = 0; /* which takes no match in a batch */
   plain = plain && PyList_Append(all->arrays, x) == 0;
   if (plain) {
     fl_message *message = &all->messages[all->count];
@@ -50,6 +67,7 @@ static int read_message(const Binding *binding, PyObject *op, batch *all) {
     message->data = call.data;
     message->peer = call.peer;
     message->match = NULL;
+    plain = call.output == NULL || add_match(all, &call.match, count);
     ++all->count;
   }
   Py_XDECREF(kind);
@@ -71,6 +89,7 @@ static int allocate(batch *all, Py_ssize_t count) {
 
 static void release(batch *all) {
   Py_XDECREF(all->arrays);
+  Py_XDECREF(all->matches);
   PyMem_Free(all->messages);
   PyMem_Free(all->ops);
   PyMem_Free(all->results);
@@ -123,7 +142,7 @@ static PyObject *begin_all(PyObject *self, Binding *binding, batch *all) {
       binding->stamp(one->op, &row->ended, -(int64_t)one->id);
     }
   }
-  PyObject *work = make_work(self, all->ops, all->count, all->arrays, NULL);
+  PyObject *work = make_work(self, all->ops, all->count, all->arrays, all->matches);
   all->ops = NULL;
   return work;
 }
@@ -134,7 +153,7 @@ PyObject *native_batch(PyObject *self, PyObject *ops) {
   batch all = {0};
   int plain = count > 0 && count < INT_MAX && allocate(&all, count);
   for (Py_ssize_t i = 0; plain && i < count && i < PyList_Size(ops); ++i) {
-    plain = read_message(binding, PyList_GetItem(ops, i), &all);
+    plain = read_message(binding, PyList_GetItem(ops, i), &all, count);
   }
   PyObject *work = NULL;
   if (plain && !is_mixed_up(&all)) {

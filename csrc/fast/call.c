@@ -163,9 +163,9 @@ int run_at_once(Binding *binding, const plain_call *call, const fl_signature *sh
     Py_XDECREF(thread);
     return 0;
   }
-  *made = record(binding, shown, -1, 0, place);
+  *made = record(binding, shown, call->peer, 0, place);
   Py_BEGIN_ALLOW_THREADS;
-  *op = binding->run(binding->group, &call->signature, call->data, call->output, -1, call->seconds, 0,
+  *op = binding->run(binding->group, &call->signature, call->data, call->output, call->peer, call->seconds, 0,
                      site);
   Py_END_ALLOW_THREADS;
   leave(binding, thread);
@@ -258,19 +258,40 @@ PyObject *work_for(const Binding *binding, fl_op *op, const started_op *one, PyO
   return work;
 }
 
+/* A receive that finds out who sends, or how many rows. */
+static PyObject *run_matched(Binding *binding, PyObject *x, plain_call *call) {
+  fl_op *op;
+  recorded made;
+  if (!run_at_once(binding, call, &call->signature, &op, &made)) {
+    Py_DECREF(call->result);
+    return NULL;
+  }
+  PyObject *array = end(binding, op, x, Py_None, call, made);
+  PyObject *result = array == NULL ? NULL : plain_matched(array, &call->match);
+  Py_XDECREF(array);
+  return result;
+}
+
+/* What the library reads or writes later, as an object; None where there is nothing. */
+static PyObject *kept_room(plain_call *call) {
+  const size_t bytes = call->output == &call->room    ? sizeof call->room
+                       : call->output == &call->match ? sizeof call->match
+                                                      : 0;
+  if (bytes == 0) Py_RETURN_NONE;
+  PyObject *room = PyBytes_FromStringAndSize(call->output, (Py_ssize_t)bytes);
+  if (room != NULL) call->output = PyBytes_AsString(room);
+  return room;
+}
+
 /* Through `run` without waiting: a Work, in which everything lives that the operation uses. */
 static PyObject *start(PyObject *self, PyObject *x, PyObject *out, plain_call *call) {
   Binding *binding = binding_of(self);
   const fl_signature *s = &call->signature;
-  PyObject *place, *room = Py_None;
+  PyObject *place, *room = kept_room(call);
   const fl_site *site;
-  if (call->output == &call->room) { /* which the library reads later */
-    room = PyBytes_FromStringAndSize((const char *)&call->room, sizeof call->room);
-    if (room != NULL) call->output = PyBytes_AsString(room);
-  }
   if (room == NULL || !place_and_site(binding, &place, &site)) {
     Py_XDECREF(call->result);
-    if (room != Py_None) Py_XDECREF(room);
+    Py_XDECREF(room);
     return NULL;
   }
   const recorded made = record(binding, s, call->peer, RING_ASYNC, place);
@@ -294,7 +315,7 @@ static PyObject *start(PyObject *self, PyObject *x, PyObject *out, plain_call *c
     Py_XDECREF(kept);
   }
   Py_XDECREF(call->result);
-  if (room != Py_None) Py_DECREF(room);
+  Py_DECREF(room);
   return work;
 }
 
@@ -325,7 +346,7 @@ static PyObject *call_number(PyObject *self, PyObject *const *args, Py_ssize_t c
 /* native(verb, x, out, op, scale, root or peer, tag, async_op): the result, or a Work; NotImplemented,
    and nothing has happened, where Python must do it. A ninth argument, `seconds`, is what a collective
    that blocks may take. In the place of `op` an all_to_all may have `rows`, a
-   list or a tuple, which no operation is. */
+   list or a tuple, which no operation is, and a receive `partial`. */
 PyObject *native_call(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   Binding *binding = binding_of(self);
   plain_call call;
@@ -350,12 +371,14 @@ PyObject *native_call(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   if (!plain) Py_RETURN_NOTIMPLEMENTED;
   PyObject *x = args[1], *out = args[2];
   call.seconds = seconds;
-  if (call.peer >= 0) { /* a blocking send has no result */
+  const int is_one = is_message(call.signature.verb);
+  if (is_one) { /* a blocking send has no result */
     call.result = call.signature.verb == FL_SEND && !is_async ? Py_None : x;
     Py_INCREF(call.result);
   }
   if (is_async) return start(self, x, out, &call);
-  if (call.peer >= 0) return run_message(binding, x, out, &call);
+  if (is_one && call.output != NULL) return run_matched(binding, x, &call);
+  if (is_one) return run_message(binding, x, out, &call);
   return run_collective(binding, x, out, &call);
 }
 
@@ -374,8 +397,9 @@ PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t coun
   if (inside < 0) return NULL;
   if (count == 1 && !inside) return native_batch(self, args[0]);
   const int rank = binding->rank, size = binding->size;
-  if (inside || !plain_message(FL_SEND, args[0], args[1], args[4], rank, size, &sent) ||
-      !plain_message(FL_RECV, args[2], args[3], args[5], rank, size, &received) ||
+  if (inside || args[3] == Py_None ||
+      !plain_message(FL_SEND, args[0], args[1], args[4], Py_False, rank, size, &sent) ||
+      !plain_message(FL_RECV, args[2], args[3], args[5], Py_False, rank, size, &received) ||
       plain_overlap(&sent, &received)) {
     Py_RETURN_NOTIMPLEMENTED;
   }

@@ -360,17 +360,33 @@ PyObject *plain_number_of(PyArrayObject *array, PyObject *like) {
   return PyArray_ToScalar(data, array);
 }
 
-int plain_message(int verb, PyObject *array, PyObject *peer, PyObject *tag, int rank, int size,
-                  plain_call *call) {
+int plain_message(int verb, PyObject *array, PyObject *peer, PyObject *tag, PyObject *partial, int rank,
+                  int size, plain_call *call) {
   fl_signature *s = &call->signature;
   memset(call, 0, sizeof *call);
   s->verb = verb;
   s->scale = 1.0;
-  int32_t other;
-  if (!plain_int(peer, size - 1, &other) || other == rank || !plain_int(tag, INT_MAX, &s->root)) return 0;
+  int32_t other = -1;
+  const int is_any = verb == FL_RECV && peer == Py_None && size > 1, is_partial = partial == Py_True;
+  if (!is_any && (!plain_int(peer, size - 1, &other) || other == rank)) return 0;
+  if (!plain_int(tag, INT_MAX, &s->root)) return 0;
   call->data = read_memory(array, verb == FL_RECV, s);
   call->peer = other;
+  if (is_partial ? verb != FL_RECV || !PyArray_CheckExact(array) || s->ndim == 0
+                 : partial != Py_False && partial != Py_None) {
+    return 0;
+  }
+  if (is_any || is_partial) {
+    call->match = (fl_match){.source = -1, .partial = is_partial, .patience = -1};
+    call->output = &call->match;
+  }
   return call->data != NULL;
+}
+
+PyObject *plain_matched(PyObject *array, const fl_match *match) {
+  if (match->partial != 0) return PySequence_GetSlice(array, 0, (Py_ssize_t)match->rows);
+  Py_INCREF(array);
+  return array;
 }
 
 int plain_read(PyObject *const *args, int rank, int size, plain_call *call) {
@@ -380,7 +396,7 @@ int plain_read(PyObject *const *args, int rank, int size, plain_call *call) {
   if (!plain_int(args[0], FL_VERBS - 1, &verb) || (verbs[verb] & VERB_KNOWN) == 0) return 0;
   const int flags = verbs[verb];
   if (verb == FL_SEND || verb == FL_RECV) {
-    return plain_message(verb, x, args[5], args[6], rank, size, call);
+    return plain_message(verb, x, args[5], args[6], args[3], rank, size, call);
   }
   if (verb == FL_ALL_TO_ALL && !PyUnicode_Check(args[3])) return 0; /* rows */
   memset(call, 0, sizeof *call);

@@ -13,8 +13,9 @@ typedef struct {
   fl_signature signature;
   void *data, *output; /* as fl_..._run takes them */
   fl_room room;        /* of the gathers */
+  fl_match match;      /* of a receive from any rank, or of fewer rows: `output` is this then */
   int64_t rows;        /* for which there is room, of an all_to_all of unequal parts */
-  int peer;            /* of a message; else -1 */
+  int peer;            /* of a message, -1: any; else -1 */
   double seconds;      /* that the call may take */
   PyObject *result;    /* what the call returns where all goes well; a reference of its own, or NULL */
 } plain_call;
@@ -23,9 +24,12 @@ typedef struct {
    plain, of which Python says what is wrong with it if anything is; -1: an exception. */
 int plain_read(PyObject *const *args, int rank, int size, plain_call *call);
 
-/* One end of a message: `array` of which `verb` is FL_SEND or FL_RECV; 1 or 0. */
-int plain_message(int verb, PyObject *array, PyObject *peer, PyObject *tag, int rank, int size,
-                  plain_call *call);
+/* One end of a message: `array` of which `verb` is FL_SEND or FL_RECV, and whether fewer rows may come
+   (False or None: no); 1 or 0. */
+int plain_message(int verb, PyObject *array, PyObject *peer, PyObject *tag, PyObject *partial, int rank,
+                  int size, plain_call *call);
+/* What a receive with a match returns: `array`, or the rows of it that have come. A new reference. */
+PyObject *plain_matched(PyObject *array, const fl_match *match);
 
 /* What an all_to_all of unequal parts is given; 1 or 0. */
 int plain_uneven(PyObject *x, PyObject *out, plain_call *call);

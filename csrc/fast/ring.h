@@ -23,7 +23,7 @@ typedef struct {
   int8_t op;
   int8_t ndim;
   int32_t flags;
-  int32_t peer;     /* or the root */
+  int32_t peer;     /* -1: any; or the root */
   int32_t tag;
   uint64_t id;      /* of this process's calls in the group, from 1; 0: empty */
 } ring_call;
@@ -37,11 +37,13 @@ typedef struct {
   ring_call calls[RING_CALLS];
 } ring;
 
+static inline int is_message(int verb) { return verb == FL_SEND || verb == FL_RECV || verb == RING_SENDRECV; }
+
 static inline ring_call *ring_begin(ring *r, const fl_signature *signature, int peer, int flags) {
-  const int is_message = peer >= 0;
+  const int is_one = is_message(signature->verb);
   ring_call *call = &r->calls[r->written++ % RING_CALLS];
   call->id = r->written;
-  call->number = is_message ? 0 : ++r->number;
+  call->number = is_one ? 0 : ++r->number;
   __atomic_store_n(&call->ended, -(int64_t)call->id, __ATOMIC_RELAXED);
   call->started = fl_ticks();
   call->bytes = signature->count * signature->itemsize;
@@ -51,8 +53,8 @@ static inline ring_call *ring_begin(ring *r, const fl_signature *signature, int 
   call->op = (int8_t)signature->op;
   call->ndim = (int8_t)signature->ndim;
   call->flags = flags;
-  call->peer = is_message ? peer : signature->root;
-  call->tag = is_message ? signature->root : 0;
+  call->peer = is_one ? peer : signature->root;
+  call->tag = is_one ? signature->root : 0;
   return call;
 }
 

@@ -25,7 +25,7 @@ typedef struct {
   PyObject *owner;  /* of the binding, and so of the group; NULL once all has ended well */
   Binding *binding;
   PyObject *result; /* of one: what it returns; of several: the list of their arrays */
-  PyObject *kept;   /* of one: its array, its `out` and its room */
+  PyObject *kept;   /* as make_work() was given it */
   PyObject *python; /* the Work that has taken over; or NULL */
   int count;        /* 0: one by itself */
   int source;       /* of a receive; else -1 */
@@ -78,6 +78,37 @@ static int track(Binding *binding, PyObject *work) {
   return all != NULL;
 }
 
+/* What receives have found that have ended well, which may be asked again: notes who has sent, and returns
+   `result` with the parts that have come; a new reference, or NULL with an exception. */
+static PyObject *matched(work_object *work, PyObject *result) {
+  const int is_one = work->count == 0, receives = !is_one || work->ops->verb == FL_RECV;
+  PyObject *room = is_one && work->kept != NULL ? PyTuple_GetItem(work->kept, 2) : work->kept;
+  if (receives && room != NULL && room != Py_None) {
+    const fl_match *matches = (const fl_match *)(const void *)PyBytes_AsString(room);
+    if (is_one) {
+      work->source = matches->source;
+      return plain_matched(result, matches);
+    }
+    for (int i = 0; i < work->count; ++i) {
+      if (matches[i].partial == 0) continue;
+      PyObject *part = plain_matched(PyList_GetItem(result, i), &matches[i]);
+      if (part == NULL || PyList_SetItem(result, i, part) < 0) return NULL;
+    }
+  }
+  Py_INCREF(result);
+  return result;
+}
+
+/* All has ended well; 0 with an exception. */
+static int settle(work_object *work) {
+  PyObject *given = work->result, *result = matched(work, given);
+  if (result == NULL) return 0;
+  work->result = result;
+  Py_DECREF(given);
+  release(work);
+  return 1;
+}
+
 PyObject *make_work(PyObject *owner, started_op *ops, int count, PyObject *result, PyObject *kept) {
   Binding *binding = binding_of(owner);
   PyTypeObject *type = (PyTypeObject *)binding->work;
@@ -102,12 +133,13 @@ PyObject *make_work(PyObject *owner, started_op *ops, int count, PyObject *resul
   if (goes_on) {
     Py_INCREF(owner);
     work->owner = owner;
-    Py_XINCREF(kept);
-    work->kept = kept;
-    if (!track(binding, (PyObject *)work)) {
-      PyErr_Clear();
-      Py_INCREF(work);
-    }
+  }
+  Py_XINCREF(kept);
+  work->kept = kept;
+  if (!goes_on && !settle(work)) Py_CLEAR(work);
+  if (goes_on && !track(binding, (PyObject *)work)) {
+    PyErr_Clear();
+    Py_INCREF(work);
   }
   return (PyObject *)work;
 }
@@ -120,7 +152,7 @@ static PyObject *handed_over(work_object *work, int i) {
   PyObject *kept = work->kept;
   PyObject *x = work->count == 0 ? PyTuple_GetItem(kept, 0) : PyList_GetItem(work->result, i);
   PyObject *out = work->count == 0 ? PyTuple_GetItem(kept, 1) : Py_None;
-  PyObject *room = work->count == 0 ? PyTuple_GetItem(kept, 2) : Py_None;
+  PyObject *room = work->count == 0 ? PyTuple_GetItem(kept, 2) : kept == NULL ? Py_None : kept;
   PyObject *result = work->count == 0 ? work->result : x;
   return x == NULL ? NULL : work_for(work->binding, op, one, x, out, result, room);
 }
@@ -181,12 +213,16 @@ static int wait_for(work_object *work) {
       return -1;
     }
   } while (status == FL_PENDING && work->python == NULL);
+  int result = (int)status;
   if (status == FL_OK && work->waiting == 0 && work->python == NULL && work->owner != NULL) {
-    if (PyDict_DelItem(work->binding->running, (PyObject *)work) < 0) PyErr_Clear();
-    release(work);
+    if (settle(work)) {
+      if (PyDict_DelItem(work->binding->running, (PyObject *)work) < 0) PyErr_Clear();
+    } else {
+      result = -1;
+    }
   }
   Py_DECREF(owner);
-  return (int)status;
+  return result;
 }
 
 /* wait(timeout=None) */
@@ -206,11 +242,14 @@ static PyObject *wait(PyObject *self, PyObject *const *args, Py_ssize_t count, P
     if (work->python == NULL && timeout == Py_None && !work->is_lost) status = wait_for(work);
     if (status < 0) return NULL;
     if (status != FL_OK || work->python != NULL) {
-      return hand_over(work) ? PyObject_CallMethod(work->python, "wait", "O", timeout) : NULL;
+      PyObject *result = hand_over(work) ? PyObject_CallMethod(work->python, "wait", "O", timeout) : NULL;
+      if (result == NULL) return NULL;
+      PyObject *home = matched(work, result);
+      Py_DECREF(result);
+      return home;
     }
   }
-  Py_INCREF(work->result);
-  return work->result;
+  return matched(work, work->result);
 }
 
 static PyObject *is_completed(PyObject *self, PyObject *args) {

@@ -23,7 +23,7 @@ from flashlight_py.distributed.failures.journal import Record
 from flashlight_py.distributed.start.world import current_world
 from flashlight_py.distributed.verbs import VERBS
 from flashlight_py.distributed.work import Work
-from flashlight_py.errors import GroupClosedError, MismatchError
+from flashlight_py.errors import CollectiveTimeoutError, GroupClosedError, MismatchError
 from tests.distributed.harness import run_outcomes
 from tests.distributed.told import told, told_later
 
@@ -40,7 +40,8 @@ def settle() -> None:
 def native(group: ProcessGroup, verb: str, x: Any = None, **given: Any) -> Any:
     """Call the native entry; the result of what is asynchronous is waited for."""
     names = ("out", "op", "scale", "peer", "tag", "async_op")
-    defaults = {"out": None, "op": "sum", "scale": 1.0, "peer": 0, "tag": 0, "async_op": False}
+    op = False if verb in ("send", "recv") else "sum"  # of a receive: whether fewer rows may come
+    defaults = {"out": None, "op": op, "scale": 1.0, "peer": 0, "tag": 0, "async_op": False}
     arguments = {**defaults, **given}
     got = group.native(CODES[verb], x, *(arguments[name] for name in names))
     return got.wait() if isinstance(got, Work) else got
@@ -139,13 +140,16 @@ def what_is_not_plain(rank: int, size: int) -> None:
         ("all_gather", {"x": shared[:4], "out": shared}),
         ("send", {"x": x, "peer": rank}),
         ("recv", {"x": locked, "peer": 1 - rank}),
-        ("recv", {"x": x, "peer": None}),
+        ("recv", {"x": x, "peer": 1 - rank, "op": 1}),
+        ("recv", {"x": np.zeros(()), "peer": None, "op": True}),
+        ("send", {"x": x, "peer": None}),
         ("send", {"x": x, "peer": 1 - rank, "tag": -1}),
     ]:
         assert native(group, verb, **given) is NotImplemented, (verb, given)
     assert (
         group.native_sendrecv(shared[:4], 1 - rank, shared[2:6], 1 - rank, 0, 0) is NotImplemented
     )
+    assert group.native_sendrecv(x, 1 - rank, ints, None, 0, 0) is NotImplemented
     for dtype in DTYPES:
         if dtype != "bfloat16":
             assert native(group, "broadcast", np.zeros(3, dtype)) is not NotImplemented
@@ -328,8 +332,7 @@ def several_at_once(rank: int, size: int) -> int:
     for refused in (
         [fl.P2POp("recv", out[0], peer), fl.P2POp("recv", out[0][:3], peer)],
         [fl.P2POp("send", [1, 2], peer)],
-        [fl.P2POp("recv", out[0], None)],
-        [fl.P2POp("recv", out[0], peer, partial=True)],
+        [fl.P2POp("send", x, peer, partial=True)],
         [object()],
         (),
     ):
@@ -344,6 +347,103 @@ def several_at_once(rank: int, size: int) -> int:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_several_messages_are_native(pool: Any, backend: str) -> None:
     assert pool(2, params={"BACKEND": backend}).run(several_at_once)[0] >= 13
+
+
+def receives_of_any(rank: int, size: int) -> None:
+    """Each is given in turn what the other rank has sent, however it asks for that."""
+    settle()
+    group, peer = current_world().group, 1 - rank
+    recv, x = CODES["recv"], np.arange(6.0).reshape(3, 2)
+
+    def sent(rows: int, after: float = 0) -> None:
+        """Rank 1 sends so many rows, once rank 0 has had ``after`` seconds to ask for them."""
+        fl.barrier()
+        time.sleep(after)
+        if rank == 1:
+            fl.send(x[:rows], 0, 7)
+
+    for count, after in ((3, 0.0), (1, 0.0), (3, 0.02), (1, 0.02), (0, 0.0)):
+        for peer_given, partial in ((None, count < 3), (peer, True)):
+            if rank == 1:
+                for _ in range(4):
+                    sent(count, after)
+                continue
+            room = np.zeros((3, 2))
+
+            def check(
+                part: Any, room: Any = room, n: int = count, whole: bool = not partial
+            ) -> None:
+                assert part is room if whole else part.base is room
+                np.testing.assert_array_equal(part, x[:n])
+                room[:] = 0
+
+            arguments = recv, room, None, partial, None, peer_given, 7
+            sent(count)
+            check(group.native(*arguments, False))
+            work = group.native(*arguments, True)
+            sent(count)
+            check(work.wait())
+            assert work.source == peer
+            assert work.wait() is work.wait()
+            work = group.native(*arguments, True)
+            with pytest.raises(CollectiveTimeoutError, match="still running"):
+                work.wait(timeout=0)  # Python takes over
+            assert peer_given is not None or work.source is None
+            sent(count)
+            check(work.wait())
+            assert work.source == peer
+            work = group.native(*arguments, True)
+            sent(count)
+            until = time.monotonic() + 10
+            while not work.is_completed():
+                assert time.monotonic() < until
+            check(work.wait(timeout=1))
+            assert work.source == peer
+    if rank == 0:
+        records = [record for record in group.journal.records() if record.what[2] == "recv"]
+        assert {record.what[7] for record in records} == {-1, peer}
+        assert all((record.what[1], record.what[8]) == (0, 7) for record in records[-8:])
+        assert all(record.as_dict()["ended"] for record in records)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_receives_of_any_rank_are_native(pool: Any, backend: str) -> None:
+    pool(2, params={"BACKEND": backend}).run(receives_of_any)
+
+
+def batches_of_any(rank: int, size: int) -> None:
+    """Receives of any rank and of a named one are posted in the order of the list."""
+    settle()
+    group, peer = current_world().group, 1 - rank
+    rooms = [np.zeros((4, 2)) for _ in range(4)]
+    given = [(None, False), (peer, True), (None, True), (peer, False)]
+    ops = [
+        fl.P2POp("recv", x, src, 3, partial=partial)
+        for x, (src, partial) in zip(rooms, given, strict=True)
+    ]
+    for python in (False, True):
+        work = group.native_sendrecv(ops)
+        assert isinstance(work, Work)
+        if python:
+            with pytest.raises(CollectiveTimeoutError, match="still running"):
+                work.wait(timeout=0)
+        fl.barrier()
+        for i, (_, partial) in enumerate(given):
+            fl.send(np.full((3 if partial else 4, 2), i + 1.0), peer, 3)
+        for _ in range(2):
+            parts = work.wait()
+            assert [len(part) for part in parts] == [4, 3, 3, 4]
+            assert all(np.all(part == i + 1) for i, part in enumerate(parts))
+            assert parts[0] is rooms[0]
+            assert parts[1].base is rooms[1]
+        assert [record.what[7] for record in group.journal.records() if record.what[2] == "recv"][
+            -4:
+        ] == [-1, peer, -1, peer]
+        fl.barrier()
+
+
+def test_batches_of_any_rank_are_native(pool: Any) -> None:
+    pool(2, params={"BACKEND": "shm"}).run(batches_of_any)
 
 
 def rows_of_one_rank(rank: int, size: int) -> None:

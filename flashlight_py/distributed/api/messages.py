@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
 from flashlight_py.device import Array, is_cupy
@@ -44,10 +45,11 @@ def recv(x: X, src: int | None, tag: int = 0, group: Group = None, partial: bool
 
     Args:
         x: array to fill.
-        src: rank in the group; None: any other one. Such a receive takes the oldest message with
-            ``tag`` of a rank from which no other receive waits for one, from each rank in the order
-            in which it sent them. Who it was is said by :func:`irecv`: ``work = fl.irecv(x,
-            None)``, ``work.wait()``, ``work.source``. All ranks must stay until it has ended.
+        src: rank in the group; None: any other one. A message goes to the receive that was called
+            first of those that it fits, whether they name its sender or not; of messages that
+            have come before, a receive from any takes the oldest with ``tag`` of one rank, of
+            each in turn. Who it was is said by :func:`irecv`: ``work = fl.irecv(x, None)``,
+            ``work.wait()``, ``work.source``. All ranks must stay until it has ended.
         tag: a number from 0 to 2**31 - 1.
         group: the process group, default the world.
         partial: what is sent may have a shorter first dimension than ``x``; it fills the first
@@ -64,9 +66,7 @@ def recv(x: X, src: int | None, tag: int = 0, group: Group = None, partial: bool
         MismatchError: ``src`` sends another shape or dtype; raised on both.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    y = NotImplemented
-    if not partial:
-        y = native(group)(RECV.code, x, None, None, None, src, tag, False)
+    y = native(group)(RECV.code, x, None, partial, None, src, tag, False)
     return _message(recv, x, src, tag, group, partial) if y is NotImplemented else y
 
 
@@ -92,14 +92,13 @@ def irecv(
 
     As :func:`recv`, but it runs beside collectives and other messages. ``x`` must not be used
     until ``wait()`` has returned what :func:`recv` returns; ``source`` of the ``Work`` is then the
-    rank that has sent. Receives from any rank under one tag are filled in the order of the calls.
+    rank that has sent. Receives under one tag, also those from any rank, are filled in the order of
+    the calls.
 
     Raises:
         TypeError, ValueError, DistributedError: as for :func:`recv`.
     """
-    y = NotImplemented
-    if not partial:
-        y = native(group)(RECV.code, x, None, None, None, src, tag, True)
+    y = native(group)(RECV.code, x, None, partial, None, src, tag, True)
     return _message(irecv, x, src, tag, group, partial) if y is NotImplemented else y
 
 
@@ -165,7 +164,7 @@ def batch_isend_irecv(ops: Sequence[P2POp], group: Group = None) -> Work[list[An
     Every one is checked before any begins.
 
     Args:
-        ops: sends and receives, in any order.
+        ops: sends and receives, in any order; receives begin in that of the list.
         group: the process group, default the world.
 
     Raises:
@@ -225,17 +224,19 @@ def _message(
 
 
 def _begin_all(members: Membership, messages: Sequence[_Message]) -> list[Work]:
-    """Begin messages: several of one device together, GPUs' last."""
+    """Begin messages in their order: several of one device together, GPUs' last."""
     calls = [message.call for message in messages]
-    alone = [call.is_open or call.peer == members.rank for call in calls]
-    batches = [
-        [i for i, call in enumerate(calls) if not alone[i] and is_cupy(call.array) == on_gpu]
-        for on_gpu in (False, True)
-    ]
-    if len(batches[0]) == 1:
-        alone[batches.pop(0)[0]] = True
-    works = {i: _begin(members, call) for i, call in enumerate(calls) if alone[i]}
-    for batch in filter(None, batches):
+
+    def place(i: int) -> int:  # to this rank, then to others, then of GPUs
+        return 0 if calls[i].peer == members.rank else 1 + is_cupy(calls[i].array)
+
+    works: dict[int, Work] = {}
+    ordered = sorted(range(len(calls)), key=place)
+    for (where, is_open), indices in groupby(ordered, lambda i: (place(i), calls[i].is_open)):
+        batch = list(indices)
+        if where == 0 or is_open or (where == 1 and len(batch) == 1):
+            works |= {i: _begin(members, calls[i]) for i in batch}
+            continue
         ops = [
             P2POp(messages[i].op.kind, calls[i].array, calls[i].peer, calls[i].tag) for i in batch
         ]
