@@ -363,12 +363,8 @@ void Engine::find_failures(Port& port, std::vector<Verdict>& found) {
       found.push_back({&port, &message, message.state_, failure});
     };
     if (transport.is_broken()) return report(transport.why_broken());
-    // What ranks have sent that have left in order is here: others may be those who send to any.
-    const auto may_be_gone = [&](int rank) { return message.peer_ < 0 && transport.has_left_in_order(rank); };
-    const bool are_gone = std::all_of(peers.begin(), peers.end(), may_be_gone);
     for (const int rank : peers) {
-      const auto& lost = loss(rank);
-      if (lost && (are_gone || !may_be_gone(rank))) return report(*lost);
+      if (const auto& lost = loss(rank)) return report(*lost);
     }
     const bool is_send = message.sends() && !message.is_moving();
     const uint32_t since = is_send ? std::max(message.since_, port.answered_at_[message.peer_]) : message.since_;

@@ -284,8 +284,9 @@ class Port {
   };
 
   std::optional<Failure> why_ended() const;
-  Message* begin(const Given& given, double seconds, bool is_awaited);
-  std::unique_ptr<Outcome> take_refusal();
+  Message* begin(const Given& given, double seconds, bool is_awaited, const std::optional<Seen>& refusal);
+  Posted begin_all(const fl_message* messages, int count, double seconds, bool is_awaited);
+  std::optional<Seen> take_refusal();
   static Message* unless_well(Message* message);
 
   Engine& engine_;

@@ -309,6 +309,7 @@ void Engine::handle(int from, const Wire::Room& room) {
   std::memcpy(&seen.calls[port.rank_], data, sizeof(fl_signature));
   const size_t mine = std::min<size_t>(static_cast<uint16_t>(record.token), sites_.size() - 1);
   seen.sites[port.rank_] = sites_[mine];
+  if (seen.calls[port.rank_].ndim == FL_REFUSED) return;  // this rank has raised, and knows why
   port.refusals_.push_back(std::move(seen));
   port.has_refusal_ = true;
 }

@@ -44,12 +44,10 @@ class Transport {
   virtual void give_up(const Failure& failure) noexcept = 0;
 
   // Of messages, by any thread: why one with `rank` waits in vain, if it does; whether it begins no more, and
-  // those that it has begun are here; whether it may have changed or freed what it gave; whether it has closed
-  // the group in order, and all that it has sent is here. How to wait.
+  // those that it has begun are here; whether it may have changed or freed what it gave. How to wait.
   virtual std::optional<Failure> loss_of(int) { return std::nullopt; }
   virtual bool has_left(int) { return false; }
   virtual bool has_given_up(int) { return false; }
-  virtual bool has_left_in_order(int) { return false; }
   virtual Patience patience() const { return {0, 200}; }
   // What was found of them, as it is to be said; without a lock, as it may have to be asked for.
   virtual Failure in_full(const Failure& found) { return found; }

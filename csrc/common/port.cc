@@ -133,21 +133,33 @@ std::optional<Failure> Port::why_ended() const {
   return std::nullopt;
 }
 
-// The entry of a message that has begun, and may have ended; null: it has ended well.
-Message* Port::begin(const Given& given, double seconds, bool is_awaited) {
+// The entry of a message that has begun, and may have ended; null: it has ended well. Where a `refusal` is to be
+// told of, no message of the call begins.
+Message* Port::begin(const Given& given, double seconds, bool is_awaited,
+                     const std::optional<Seen>& refusal) {
   const auto why = why_ended();
-  const bool is_refused = !why && has_refusal();
-  if (!why && !is_refused && given.call.verb == FL_SEND && engine_.send_now(*this, given)) return nullptr;
+  const bool begins = !why && !refusal;
+  if (begins && given.call.verb == FL_SEND && engine_.send_now(*this, given)) return nullptr;
   auto* message = new Message(*this, given, seconds, engine_.number_of(given.site));
   if (is_awaited) message->flags_ |= Message::kAwaited;
   if (why) {
     engine_.begin(*message, why->status, outcome_of(*why));
-  } else if (is_refused) {
-    engine_.begin(*message, FL_MISMATCH, take_refusal());
+  } else if (refusal) {
+    engine_.begin(*message, FL_MISMATCH, std::make_unique<Outcome>(Outcome{Mismatch().what(), {}, *refusal, {}}));
   } else {
     engine_.begin(*message);
   }
   return unless_well(message);
+}
+
+Port::Posted Port::begin_all(const fl_message* messages, int count, double seconds, bool is_awaited) {
+  Posted begun(count);
+  const auto refusal = take_refusal();
+  for (int i = 0; i < count; ++i) {
+    const fl_message& m = messages[i];
+    begun[i] = begin({m.signature, m.data, m.peer, m.site, m.match}, seconds, is_awaited, refusal);
+  }
+  return begun;
 }
 
 // A message that has ended, if there is anything to fetch.
@@ -160,7 +172,7 @@ Handle Port::run(const Given& given, double seconds, Interrupt interrupt) {
   Message* message;
   {
     const Engine::Lock lock(engine_.mutex_);
-    message = begin(given, seconds, true);
+    message = begin(given, seconds, true, take_refusal());
   }
   if (message == nullptr) return nullptr;
   const bool has_limit = given.match != nullptr && given.match->patience >= 0;
@@ -172,22 +184,19 @@ Handle Port::run(const Given& given, double seconds, Interrupt interrupt) {
 
 Handle Port::start(const Given& given, double seconds) {
   const Engine::Lock lock(engine_.mutex_);
-  Message* const message = begin(given, seconds, false);
+  Message* const message = begin(given, seconds, false, take_refusal());
   if (message != nullptr && message->is_open()) engine_.ticker_.wind();
   return Handle(message);
 }
 
 Port::Posted Port::post(const fl_message* messages, int count, double seconds, int spins) {
-  Posted posted(count);
+  Posted posted;
   {
     const Engine::Lock lock(engine_.mutex_);
-    for (int i = 0; i < count; ++i) {
-      const fl_message& m = messages[i];
-      posted[i] = begin({m.signature, m.data, m.peer, m.site, m.match}, seconds, true);
-    }
+    posted = begin_all(messages, count, seconds, true);
   }
   const Patience patience{transport_.patience().spins > 0 ? std::max(spins, 0) : 0, 0};
-  const int hot = count == 1 ? ranks_[messages[0].peer] : kNobody;
+  const int hot = count == 1 && messages[0].peer >= 0 ? ranks_[messages[0].peer] : kNobody;
   const Awaited awaited{posted.data(), posted.size()};
   if (!awaited.has_ended() && (spins < 0 || !engine_.burn(awaited, patience, hot))) return posted;
   for (Message*& message : posted) message = unless_well(message);
@@ -210,12 +219,9 @@ std::vector<Handle> Port::exchange(const fl_message* messages, int count, double
 }
 
 std::vector<Handle> Port::start_exchange(const fl_message* messages, int count, double seconds) {
-  std::vector<Handle> handles(count);
+  std::vector<Handle> handles;
   const Engine::Lock lock(engine_.mutex_);
-  for (int i = 0; i < count; ++i) {
-    const fl_message& m = messages[i];
-    handles[i] = Handle(begin({m.signature, m.data, m.peer, m.site, m.match}, seconds, false));
-  }
+  for (Message* message : begin_all(messages, count, seconds, false)) handles.emplace_back(message);
   if (engine_.open_ > 0) engine_.ticker_.wind();
   return handles;
 }
@@ -223,16 +229,16 @@ std::vector<Handle> Port::start_exchange(const fl_message* messages, int count, 
 Handle Port::refused() {
   if (!has_refusal()) return nullptr;
   const Engine::Lock lock(engine_.mutex_);
-  return refusals_.empty() ? nullptr : ended(FL_MISMATCH, std::move(*take_refusal()));
+  auto refusal = take_refusal();
+  return refusal ? ended(FL_MISMATCH, {Mismatch().what(), {}, std::move(*refusal), {}}) : nullptr;
 }
 
-std::unique_ptr<Outcome> Port::take_refusal() {
-  auto outcome = std::make_unique<Outcome>();
-  outcome->message = Mismatch().what();
-  outcome->seen = std::move(refusals_.front());
+std::optional<Seen> Port::take_refusal() {
+  if (refusals_.empty()) return std::nullopt;
+  std::optional<Seen> refusal(std::move(refusals_.front()));
   refusals_.pop_front();
   has_refusal_ = !refusals_.empty();
-  return outcome;
+  return refusal;
 }
 
 }  // namespace fl

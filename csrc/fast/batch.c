@@ -59,7 +59,6 @@ static int read_message(const Binding *binding, PyObject *op, batch *all, Py_ssi
     const int rank = binding->rank, verb = sends ? FL_SEND : FL_RECV;
     plain = plain_message(verb, x, peer, tag, partial, rank, binding->size, &call);
   }
-  if (plain && call.output != NULL && binding->post == NULL) plain = 0; /* which takes no match in a batch */
   plain = plain && PyList_Append(all->arrays, x) == 0;
   if (plain) {
     fl_message *message = &all->messages[all->count];

@@ -67,7 +67,6 @@ class Peers : public Transport {
     return left_at != 0 && coarse_now() - left_at > std::chrono::nanoseconds(kLastMessages).count();
   }
   bool has_given_up(int r) override { return segment_.block(r).farewell.given.value() != 0; }
-  bool has_left_in_order(int r) override { return left_in_order(r); }
   // Let the others know that this rank begins no more messages.
   void leave() { segment_.block(rank_).left_at = coarse_now(); }
   // The ranks that have not called yet.

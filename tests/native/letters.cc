@@ -88,6 +88,7 @@ void Author::add_open_receives() {
     receive.from = sent;
     script_.steps[to].push_back(std::move(receive));
   }
+  add_barrier();  // nobody leaves before: it may be the one who sends
 }
 
 // Neighbour to neighbour; each call is in order on both sides.
