@@ -71,7 +71,9 @@ void fl_claim_wait(int32_t* claim, double seconds) {
   syscall(SYS_futex, claim, FUTEX_WAIT_PRIVATE, 0, &limit, nullptr, 0);
 }
 
-void fl_op_free(fl_op* op) { op->release(); }
+void fl_op_free(fl_op* op) {
+  if (op != nullptr) op->release();
+}
 
 int fl_reduce(int dtype, int op, double scale, void* into, const void* const* from, int ranks,
               size_t count) {

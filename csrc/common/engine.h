@@ -317,6 +317,8 @@ class Engine {
   Engine(Wire& wire, int size);
   ~Engine();
   Engine(const Engine&) = delete;
+  // From the beginning: have every send wait until it was received, or refused.
+  void check_at_once() { checks_at_once_ = true; }
   // The thread has ended on return.
   void stop();
   size_t open() const { return open_; }
@@ -415,7 +417,7 @@ class Engine {
 
   Wire& wire_;
   const int size_;
-  const bool checks_at_once_;
+  bool checks_at_once_;
   const Clock::time_point began_ = Clock::now();
   std::mutex mutex_;
   std::condition_variable idle_;  // a port is used by nobody without the lock

@@ -66,7 +66,10 @@ class ShmGroup : private Helper {
   // False while a thread runs a collective.
   bool drop_region(const void* array);
   void call_ranks(std::vector<int> numbers) { peers_.call_ranks(std::move(numbers)); }
-  void compare_at_once() { collectives_.compare_at_once(); }
+  void compare_at_once() {
+    collectives_.compare_at_once();
+    engine_.check_at_once();
+  }
   void on_interrupt(InterruptCheck check) { interrupt_ = check; }
   void on_mismatch(WhereAmI where) { where_ = where; }
   // Whether `rank` has begun a collective that nobody has called here, and which.

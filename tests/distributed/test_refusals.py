@@ -175,11 +175,13 @@ def messages(peer: int) -> dict[str, Calls]:
         "irecv": (lambda: fl.irecv(locked, peer, 4), lambda: fl.isend(ones(99_999), me, 4).wait()),
         "sendrecv": (
             lambda: fl.sendrecv(ones(), peer, locked, peer),
-            lambda: fl.sendrecv(ones(), me, ones(), me),
+            lambda: fl.sendrecv(ones(99_999), me, ones(), me),
         ),
         "batch": (
             lambda: fl.batch_isend_irecv([p2p("send", ones(), peer), p2p("recv", locked, peer)]),
-            lambda: fl.batch_isend_irecv([p2p("recv", ones(), me), p2p("send", ones(), me)]).wait(),
+            lambda: fl.batch_isend_irecv(
+                [p2p("recv", ones(), me), p2p("send", ones(99_999), me)]
+            ).wait(),
         ),
     }
 
