@@ -431,7 +431,7 @@ class Engine {
   std::vector<fl_site> sites_;
   std::unordered_map<std::string, uint16_t> site_numbers_;
   std::pair<const fl_site*, uint16_t> last_sites_[16] = {};
-  std::atomic<size_t> open_{0};       // messages that have not ended
+  std::atomic<size_t> open_{0};       // messages that have not ended, and answers that wait for room
   std::atomic<int> callers_{0};       // threads that wait
   std::atomic<uint32_t> calls_{0};    // so far
   uint32_t calls_seen_ = 0;           // by the last tick

@@ -155,7 +155,10 @@ bool Engine::tell_site(int to, uint16_t site) {
 
 void Engine::control(int to, Control control) {
   auto& controls = peers_[to].controls;
-  if (!controls.empty() || !put_control(to, control)) controls.push_back(std::move(control));
+  if (controls.empty() && put_control(to, control)) return;
+  controls.push_back(std::move(control));
+  open_.fetch_add(1, std::memory_order_relaxed);
+  ticker_.wind();  // others may wait for it while nobody here waits for anything
 }
 
 bool Engine::put_control(int to, const Control& control) {
@@ -189,6 +192,7 @@ bool Engine::flush(int to) {
   bool moved = false;
   while (!peer.controls.empty() && put_control(to, peer.controls.front())) {
     peer.controls.pop_front();
+    open_.fetch_sub(1, std::memory_order_relaxed);
     moved = true;
   }
   while (peer.waiting != nullptr && peer.controls.empty()) {
