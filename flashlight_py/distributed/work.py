@@ -168,16 +168,22 @@ class AllOf(Work[list[Any]]):
 
     def __init__(self, works: Sequence[Work]) -> None:
         self._works = list(works)
+        self._failure: DistributedError | None = None  # once all have ended
 
     def wait(self, timeout: float | None = None) -> list[Any]:
         """Wait for each in turn, up to ``timeout`` seconds each; then raise the first failure.
 
         Where one has closed the group, the others only follow: its failure is raised, not theirs.
         """
+        if self._failure is not None:
+            raise self._failure
         outcomes = [_outcome(work, timeout) for work in self._works]
         failures = [failure for _, failure in outcomes if failure is not None]
         if failures:
-            raise min(failures, key=lambda failure: isinstance(failure, GroupClosedError))
+            found = min(failures, key=lambda failure: isinstance(failure, GroupClosedError))
+            if self.is_completed():
+                self._failure = found
+            raise found
         return [result for result, _ in outcomes]
 
     def is_completed(self) -> bool:

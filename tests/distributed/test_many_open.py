@@ -11,7 +11,7 @@ from tests.distributed import many_open
 from tests.distributed.conformance import BACKENDS, ranks_in
 from tests.distributed.harness import run_outcomes, run_ranks
 
-# On several hosts Python begins each message, and ends it: with four ranks on two cores for seconds.
+# On several hosts Python begins each message, and ends it, here for four ranks on two cores.
 OPEN = {2: 10_000, 4: 1_000}
 WORLDS = [("shm", 2), ("gloo", 2), ("hierarchical", 4)]
 
@@ -26,8 +26,10 @@ def test_open_messages_cost_no_thread_and_little_memory(
     if kind == "irecv of any" and ranks.size > 2:
         pytest.skip("any other rank may send here")
     count = OPEN[ranks.size]
+    # Small messages that were sent lie with the receiver, over TCP in what has come as well.
+    most = many_open.MOST_BYTES * (2 if kind == "isend" else 1)
     for held in ranks.run(many_open.hold_open, count, kind, one_tag, deadline=20.0):
-        assert max(held) <= many_open.MOST_BYTES + many_open.ONCE / count, held
+        assert max(held) <= most + many_open.ONCE / count, held
 
 
 @pytest.mark.parametrize("batch", [False, True], ids=["each", "one batch"])
