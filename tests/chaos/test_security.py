@@ -185,7 +185,7 @@ def test_memory_of_another_user_is_refused(tmp_path: Path) -> None:
     room = native.ffi.new("char[]", 200)
 
     def opened(path: Path) -> bool:
-        group = native.lib.fl_shm_open(str(path).encode(), 0, 1, 2, room, 200)
+        group = native.lib.fl_shm_open(str(path).encode(), 0, 0, 1, 2, room, 200)
         if group == native.ffi.NULL:
             return False
         native.lib.fl_shm_close(group)

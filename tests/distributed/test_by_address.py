@@ -380,7 +380,7 @@ def messages(rank: int, size: int) -> None:
                 assert out.tobytes() == theirs.tobytes()
     if rank < 2:
         # More than returns before its receiver has called.
-        x = by_address(np.zeros(30_000, dtype_of_code(BFLOAT16) if rank else np.float16))
+        x = by_address(np.zeros(60_000, dtype_of_code(BFLOAT16) if rank else np.float16))
         with pytest.raises(MismatchError, match="bfloat16"):
             native(group, "recv" if rank else "send", x, peer=1 - rank)
 
@@ -402,7 +402,8 @@ def owner_of_a_dropped_work(rank: int, size: int, count: int) -> None:
             x, out = (by_address(owner.memory, owner) for owner in owners)
             watched = [weakref.ref(owner) for owner in owners]
             given = None if verb != "all_gather" else out
-            group.native(CODES[verb], x, given, "sum", 1.0, 1, 7, True)
+            how = (None, None) if verb == "send" else ("sum", 1.0)
+            group.native(CODES[verb], x, given, *how, 1, 7, True)
             del x, out, owners, given
             gc.collect()
             used = watched if verb == "all_gather" else watched[:1]

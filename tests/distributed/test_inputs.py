@@ -168,7 +168,7 @@ def test_a_group_may_be_closed_at_once(ranks: Any) -> None:
 
 def other_tags(rank: int, size: int, peer: int) -> str:
     calls = {
-        0: lambda: fl.send(np.zeros(3), peer, tag=3),
+        0: lambda: fl.send(np.zeros(20_000), peer, tag=3),
         peer: lambda: fl.recv(np.zeros(3), 0, tag=7),
     }
     with pytest.raises((fl.errors.CollectiveTimeoutError, fl.errors.PeerLostError)) as caught:

@@ -117,7 +117,7 @@ def test_a_forward_pass_is_distinguished_from_a_backward_pass(pool: Any, backend
 
 def crossed_messages(rank: int, size: int) -> str:
     """Each rank waits for the other message's gradient; they must not take each other's."""
-    x = fl.param(np.ones(2))
+    x = fl.param(np.ones(20_000))  # a send of little has ended when it returns
     ends = [(D.recv(x, 0) * 1.0 if rank else D.send(x, 1)) for _ in range(2)]
     with pytest.raises(fl.errors.DistributedError) as caught:
         F.sum(ends[rank]).backward()
