@@ -450,17 +450,16 @@ void Engine::take_rest(Message& message) {
   Message::Movement& movement = *message.movement_;
   const int from = movement.from;
   movement.done = movement.offer.bytes;
+  if (movement.offer.address != 0 && wire_.can_read(from)) {  // one copy is less than two, whoever is how far
+    message.state_ = Message::kReads;
+    moving_.push_back(&message);
+    return;
+  }
   if (!wire_.flows()) {
     Choice& choice = wire_.choice(from);
-    const bool can_read = movement.offer.address != 0 && wire_.can_read(from);
     Choice::Slowest slowest;
     slowest.add(choice.costs(0, message.bytes()));
-    movement.trial = choice.begin(0, message.bytes(), can_read ? kWays : kDirectly, slowest);
-    if (movement.trial.way == kDirectly) {
-      message.state_ = Message::kReads;
-      moving_.push_back(&message);
-      return;
-    }
+    movement.trial = choice.begin(0, message.bytes(), kDirectly, slowest);
   }
   message.state_ = Message::kFlowsIn;
   Control accepted{kAccepted, message.port_->group_};
@@ -479,7 +478,6 @@ void Engine::read_on(Message& message, Lock& lock) {
   Message::Movement& movement = *message.movement_;
   Port& port = *message.port_;
   const size_t all = message.bytes(), size = std::min(kReadAtOnce, all - movement.done);
-  if (movement.done == movement.offer.bytes) movement.trial.started = Clock::now();
   movement.is_busy = true;
   ++port.busy_;
   lock.unlock();
@@ -500,7 +498,6 @@ void Engine::read_on(Message& message, Lock& lock) {
     drop_moving(message);
     take_rest(message);
   } else if (movement.done == all) {
-    wire_.choice(movement.from).end(movement.trial);
     Control taken{kTaken, port.group_};
     taken.token = movement.offer.token;
     control(movement.from, taken);
