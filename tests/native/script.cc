@@ -183,7 +183,7 @@ class Running {
   size_t output_bytes_ = 0;
   fl_room room_{};
   fl_sections sections_{};
-  fl_match match_{-1, 1, 0, -1.0, nullptr, 0.0};
+  fl_match match_{-1, 1, 0, -1.0, nullptr};
   char* data_;
   fl::Handle handle_;
 };
