@@ -83,9 +83,8 @@ class Wire {
   static constexpr uint64_t kLeft = ~uint64_t{0};
   virtual ~Wire() = default;
 
-  // The most that comes with a message, and of one that flows with a record, in bytes.
+  // The most that comes with a message, in bytes.
   virtual size_t eager_bytes() const = 0;
-  virtual size_t most_bytes() const = 0;
   // Room for a record to `peer` with so many bytes, to be filled in and sent; none: not now.
   virtual Room reserve(int peer, size_t bytes) = 0;
   virtual void send(int peer, const Room& room) = 0;
@@ -111,12 +110,11 @@ class Wire {
     uint32_t receiver;  // its token
     bool out;
   };
-  // Null: it is sent with records.
+  // Null: it is sent with records, of which each should have `most_bytes` at most, one of the ways of `choice`.
   virtual std::unique_ptr<Flow> flow(const Moves&) { return nullptr; }
-  virtual bool flows() const { return false; }
+  virtual size_t most_bytes() const { return 0; }
+  virtual Choice* choice(int) { return nullptr; }  // null: that is never so
 
-  // Of how the data of longer messages of `peer` comes.
-  virtual Choice& choice(int peer) = 0;
   // Whether the memory of `peer` can be read, and reading it, without the lock; returns how many bytes were.
   virtual bool can_read(int) { return false; }
   virtual size_t read(int, uint64_t, void*, size_t) { return 0; }
@@ -321,7 +319,6 @@ class Engine {
   void check_at_once() { checks_at_once_ = true; }
   // The thread has ended on return.
   void stop();
-  size_t open() const { return open_; }
   // The group is over, also for the wire: nothing comes for it any more.
   void forget(uint64_t group);
 

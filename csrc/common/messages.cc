@@ -414,7 +414,6 @@ void Engine::deliver(Message& message, int from, const Record& record, const cha
   if (is_offer) {
     Control taken{kTaken, port.group_};
     taken.token = record.token;
-    taken.call.sequence = record.call.sequence;
     control(source, taken);
   }
   if (!is_compared(message.mine_)) return end(message, FL_OK);
@@ -455,11 +454,10 @@ void Engine::take_rest(Message& message) {
     moving_.push_back(&message);
     return;
   }
-  if (!wire_.flows()) {
-    Choice& choice = wire_.choice(from);
+  if (Choice* const choice = wire_.choice(from)) {
     Choice::Slowest slowest;
-    slowest.add(choice.costs(0, message.bytes()));
-    movement.trial = choice.begin(0, message.bytes(), kDirectly, slowest);
+    slowest.add(choice->costs(0, message.bytes()));
+    movement.trial = choice->begin(0, message.bytes(), kDirectly, slowest);
   }
   message.state_ = Message::kFlowsIn;
   Control accepted{kAccepted, message.port_->group_};
@@ -521,7 +519,7 @@ void Engine::receive_data(const Record& record, const char* data) {
   movement.done += record.bytes;
   message->since_ = now();
   if (movement.done < all) return;
-  wire_.choice(movement.from).end(movement.trial);
+  wire_.choice(movement.from)->end(movement.trial);
   end(*message, FL_OK);
 }
 
@@ -535,7 +533,7 @@ void Engine::answered(int from, const Record& record) {
     message->state_ = Message::kFlowsOut;
     auto& movement = *(message->movement_ = new Message::Movement(record, from));
     movement.done = record.digest;  // came with the offer
-    if (!wire_.flows()) return moving_.push_back(message);
+    if (wire_.choice(from) != nullptr) return moving_.push_back(message);
     movement.token = token_for(*message);
     movement.flow = wire_.flow({message->data_ + movement.done, message->bytes() - movement.done, from,
                                 message->port_->group_, movement.token, record.theirs, true});

@@ -20,15 +20,12 @@ class GlooWire final : public Wire, public Parcels {
   explicit GlooWire(Links& links);
 
   size_t eager_bytes() const override { return 64 << 10; }
-  size_t most_bytes() const override { return 256 << 10; }
   Room reserve(int peer, size_t bytes) override;
   void send(int peer, const Room& room) override;
   bool has_sent(int peer) override;
   Room next(int peer) override;
   void drop(int peer) override;
-  bool flows() const override { return true; }
   std::unique_ptr<Flow> flow(const Moves& moves) override;
-  Choice& choice(int peer) override { return ends_[peer].choice; }
   void begin_looking(int peer) override;
   void end_looking(int peer, bool in_vain) override;
   uint32_t begin_wait() override { return futex_.begin_wait(); }
@@ -61,7 +58,6 @@ class GlooWire final : public Wire, public Parcels {
     std::atomic<size_t> waits{0};  // bytes that are to be sent
     std::optional<Parcel> reserved;
     std::atomic<int> lookers{0};
-    Choice choice{1};
   };
 
   template <typename Visit>

@@ -20,7 +20,7 @@ class Rings final : public Wire {
   void send(int peer, const Room& room) override;
   Room next(int peer) override;
   void drop(int peer) override;
-  Choice& choice(int peer) override { return ends_[peer].choice; }
+  Choice* choice(int peer) override { return &ends_[peer].choice; }
   bool can_read(int peer) override { return remote_.can_read(peer); }
   size_t read(int peer, uint64_t address, void* into, size_t bytes) override {
     return remote_.read(peer, address, into, bytes);
