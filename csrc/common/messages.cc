@@ -489,9 +489,10 @@ void Engine::read_on(Message& message, Lock& lock) {
   message.since_ = now();
   if (const auto why = port.why_ended()) {
     end(message, why->status, outcome_of(*why));
-  } else if (is_void) {  // what was read may be anything; whoever looks around finds why
-    movement.done = 0;
+  } else if (is_void) {  // what was read may be anything; whoever looks around finds it by its token, and why
     drop_moving(message);
+    message.state_ = Message::kFlowsIn;
+    movement.token = token_for(message);
   } else if (got < size) {  // the system does not let it be read, after all
     drop_moving(message);
     take_rest(message);
