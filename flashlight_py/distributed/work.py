@@ -168,6 +168,7 @@ class AllOf(Work[list[Any]]):
 
     def __init__(self, works: Sequence[Work]) -> None:
         self._works = list(works)
+        self._ended = 0  # so many, from the first on, need not be asked again
         self._failure: DistributedError | None = None  # once all have ended
 
     def wait(self, timeout: float | None = None) -> list[Any]:
@@ -187,7 +188,11 @@ class AllOf(Work[list[Any]]):
         return [result for result, _ in outcomes]
 
     def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
+        ended = self._ended
+        while ended < len(self._works) and self._works[ended].is_completed():
+            ended += 1
+        self._ended = ended
+        return ended == len(self._works)
 
     def end_time(self) -> float | None:
         """Return when the last of them ended, where all know; see ``Work``."""

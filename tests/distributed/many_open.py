@@ -23,7 +23,7 @@ MOST_BYTES = 200
 ONCE = 600_000
 
 # From what ends them to the end of all, in seconds.
-SOON = 1.0  # on two ranks
+SOON = 5.0  # on two ranks
 
 
 class _Mallinfo(ctypes.Structure):
