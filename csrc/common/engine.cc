@@ -256,7 +256,9 @@ bool Engine::burn(const Awaited& awaited, Patience patience, int hot) {
 
 // Until it is done, or `until`. What fails ends the messages of its group.
 void Engine::wait(Port& port, const Awaited& awaited, int hot, Clock::time_point until, Port::Interrupt interrupt) {
-  if (burn(awaited, port.transport_.patience(), hot)) return;
+  const bool soon = burn(awaited, port.transport_.patience(), hot);
+  port.transport_.waited(!soon);
+  if (soon) return;
   const struct Caller {
     Engine& engine;
     explicit Caller(Engine& engine) : engine(engine) { ++engine.callers_; }

@@ -49,6 +49,8 @@ class Transport {
   virtual bool has_left(int) { return false; }
   virtual bool has_given_up(int) { return false; }
   virtual Patience patience() const { return {0, 200}; }
+  // Whether a wait of that patience has seen what it waited for: the next ones are the less patient.
+  virtual void waited(bool /* in_vain */) {}
   // What was found of them, as it is to be said; without a lock, as it may have to be asked for.
   virtual Failure in_full(const Failure& found) { return found; }
 

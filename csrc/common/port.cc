@@ -198,7 +198,10 @@ Port::Posted Port::post(const fl_message* messages, int count, double seconds, i
   const Patience patience{transport_.patience().spins > 0 ? std::max(spins, 0) : 0, 0};
   const int hot = count == 1 && messages[0].peer >= 0 ? ranks_[messages[0].peer] : kNobody;
   const Awaited awaited{posted.data(), posted.size()};
-  if (!awaited.has_ended() && (spins < 0 || !engine_.burn(awaited, patience, hot))) return posted;
+  if (!awaited.has_ended()) {
+    if (spins < 0 || !engine_.burn(awaited, patience, hot)) return posted;
+    transport_.waited(false);
+  }
   for (Message*& message : posted) message = unless_well(message);
   const auto is_nothing = [](const Message* message) { return message == nullptr; };
   return std::all_of(posted.begin(), posted.end(), is_nothing) ? Posted() : posted;

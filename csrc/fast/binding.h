@@ -95,6 +95,7 @@ PyObject *native_call(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t count);
 
 PyObject *native_object(PyObject *self, PyObject *const *args, Py_ssize_t count);
+PyObject *native_barrier(PyObject *self, PyObject *const *args, Py_ssize_t count);
 
 /* all_to_all with `rows`; NotImplemented as native_call. Where `out` has not as many rows as arrive, the
    result is another array. */

@@ -17,6 +17,8 @@ static PyMethodDef sendrecv_def = {"native_sendrecv", (PyCFunction)(void (*)(voi
 
 static PyMethodDef object_def = {"native_object", (PyCFunction)(void (*)(void))native_object, METH_FASTCALL,
                                  NULL};
+static PyMethodDef barrier_def = {"native_barrier", (PyCFunction)(void (*)(void))native_barrier, METH_FASTCALL,
+                                  NULL};
 
 static void free_binding(PyObject *capsule) {
   Binding *binding = PyCapsule_GetPointer(capsule, NULL);
@@ -70,7 +72,7 @@ static int parse(PyObject *args, Binding *binding) {
 /* bind(group, owner, rank, size, seconds,
    (run, exchange, stamp, wait, signatures, output, free, begin, ready, finish, post, deliver),
    (ended, started, here), (together, forked, work, running), memory, notes, folders, inside, first):
-   (native, native_sendrecv, native_object). The group and the library's functions are addresses; `owner`
+   (native, native_sendrecv, native_object, native_barrier). The group and the library's functions are addresses; `owner`
    keeps the group. */
 static PyObject *bind(PyObject *module, PyObject *args) {
   (void)module;
@@ -84,12 +86,13 @@ static PyObject *bind(PyObject *module, PyObject *args) {
   PyObject *kept = PyTuple_Pack(2, capsule, args);
   Py_DECREF(capsule);
   if (kept == NULL) return NULL;
-  PyObject *call = PyCFunction_New(&call_def, kept), *sendrecv = PyCFunction_New(&sendrecv_def, kept);
-  PyObject *object = PyCFunction_New(&object_def, kept);
-  PyObject *all = call && sendrecv && object ? PyTuple_Pack(3, call, sendrecv, object) : NULL;
-  Py_XDECREF(call);
-  Py_XDECREF(sendrecv);
-  Py_XDECREF(object);
+  PyMethodDef *const defs[] = {&call_def, &sendrecv_def, &object_def, &barrier_def};
+  enum { WAYS = sizeof defs / sizeof *defs };
+  PyObject *all = PyTuple_New(WAYS);
+  for (Py_ssize_t i = 0; all != NULL && i < WAYS; ++i) {
+    PyObject *way = PyCFunction_New(defs[i], kept);
+    if (way == NULL || PyTuple_SetItem(all, i, way) < 0) Py_CLEAR(all);
+  }
   Py_DECREF(kept);
   return all;
 }

@@ -389,6 +389,19 @@ PyObject *plain_matched(PyObject *array, const fl_match *match) {
   return array;
 }
 
+static void begin_call(plain_call *call, int verb) {
+  memset(call, 0, sizeof *call);
+  call->signature.verb = verb;
+  call->signature.scale = 1.0;
+  call->peer = -1;
+}
+
+void plain_barrier(plain_call *call) {
+  begin_call(call, FL_BARRIER);
+  Py_INCREF(Py_None);
+  call->result = Py_None;
+}
+
 int plain_read(PyObject *const *args, int rank, int size, plain_call *call) {
   PyObject *x = args[1], *out = args[2];
   fl_signature *s = &call->signature;
@@ -399,10 +412,7 @@ int plain_read(PyObject *const *args, int rank, int size, plain_call *call) {
     return plain_message(verb, x, args[5], args[6], args[3], rank, size, call);
   }
   if (verb == FL_ALL_TO_ALL && !PyUnicode_Check(args[3])) return 0; /* rows */
-  memset(call, 0, sizeof *call);
-  s->verb = verb;
-  s->scale = 1.0;
-  call->peer = -1;
+  begin_call(call, verb);
   if ((flags & VERB_ROOTED) != 0 && !plain_int(args[5], size - 1, &s->root)) return 0;
   if (verb == FL_BARRIER) {
     x = Py_None;

@@ -23,6 +23,8 @@ typedef struct {
 /* Read (verb, x, out, op, scale, root or peer, tag) of rank `rank` of `size`: 1, or 0 for what is not
    plain, of which Python says what is wrong with it if anything is; -1: an exception. */
 int plain_read(PyObject *const *args, int rank, int size, plain_call *call);
+/* A barrier, which has no arguments. */
+void plain_barrier(plain_call *call);
 
 /* One end of a message: `array` of which `verb` is FL_SEND or FL_RECV, and whether fewer rows may come
    (False or None: no); 1 or 0. */

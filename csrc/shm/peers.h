@@ -77,8 +77,7 @@ class Peers : public Transport {
   Patience patience() const override {
     return {patience_.spins >> vain_.load(std::memory_order_relaxed), patience_.yields};
   }
-  // Whether a wait of that patience has seen what it waited for.
-  void waited(bool in_vain) {
+  void waited(bool in_vain) override {
     const int before = vain_.load(std::memory_order_relaxed);
     const int after = in_vain ? std::min(before + 2, kMostVain) : std::max(before - 1, 0);
     if (after != before) vain_.store(after, std::memory_order_relaxed);

@@ -134,9 +134,10 @@ class Backend(abc.ABC):
         ``native_object(code, object, root)`` does the verb of objects of that code (journal.py),
         and returns the list of what has come, None where that is for others alone. It may return
         the array of all frames (exchange.py), the number of the call and this rank's own frame
-        (None where it has none) instead: then its caller is to do the rest.
+        (None where it has none) instead: then its caller is to do the rest. ``native_barrier()``
+        is a barrier that may take as long as each call of the group.
         """
-        return left_to_python, left_to_python, left_to_python
+        return (left_to_python,) * 4
 
     def cupy_side(self) -> Backend | None:
         """Return the backend of the same ranks for CuPy arrays; None: NCCL joins their GPUs."""

@@ -14,6 +14,7 @@ from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.exchange import Steps, exchange_bytes
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.checks import check_rank, check_seconds, whole
+from flashlight_py.distributed.groups import membership
 from flashlight_py.distributed.groups.membership import Membership, groups_so_far, of
 from flashlight_py.distributed.rendezvous.store import Store
 from flashlight_py.distributed.verbs import BARRIER, RECV, SEND
@@ -180,10 +181,13 @@ def barrier(timeout: float | None = None, group: Group = None) -> None:
         CollectiveTimeoutError: a rank (named) did not arrive in time.
         DistributedError: as for :func:`all_reduce`.
     """
-    members = of(group)
-    plain = timeout is None and members.gpus is None
-    if plain and members.native(BARRIER.code, None, None, None, None, 0, 0, False) is None:
+    if (
+        timeout is None
+        and (membership.world_native_barrier if group is None else of(group).native_barrier)()
+        is None
+    ):
         return
+    members = of(group)
     with refusing(members, BARRIER):
         members.run(Call(BARRIER, seconds=check_seconds("barrier", timeout)))
 

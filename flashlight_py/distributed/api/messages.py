@@ -12,7 +12,8 @@ from flashlight_py.distributed.calls.arrays import as_array, may_overlap, pack
 from flashlight_py.distributed.calls.call import ANY_RANK, Call, Matched, P2POp
 from flashlight_py.distributed.calls.checks import Apart, check_rank
 from flashlight_py.distributed.calls.kinds import returned
-from flashlight_py.distributed.groups.membership import Membership, native, native_sendrecv, of
+from flashlight_py.distributed.groups import membership
+from flashlight_py.distributed.groups.membership import Membership, of
 from flashlight_py.distributed.verbs import RECV, SEND
 from flashlight_py.distributed.work import AllOf, Done, Then, Work
 
@@ -33,7 +34,9 @@ def send(x: Any, dst: int, tag: int = 0, group: Group = None) -> None:
         MismatchError: ``dst`` receives another shape or dtype; raised on both.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    if native(group)(SEND.code, x, None, None, None, dst, tag, False) is NotImplemented:
+    if (membership.world_native if group is None else of(group).native)(
+        SEND.code, x, None, None, None, dst, tag, False
+    ) is NotImplemented:
         _message(send, x, dst, tag, group)
 
 
@@ -66,7 +69,9 @@ def recv(x: X, src: int | None, tag: int = 0, group: Group = None, partial: bool
         MismatchError: ``src`` sends another shape or dtype; raised on both.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    y = native(group)(RECV.code, x, None, partial, None, src, tag, False)
+    y = (membership.world_native if group is None else of(group).native)(
+        RECV.code, x, None, partial, None, src, tag, False
+    )
     return _message(recv, x, src, tag, group, partial) if y is NotImplemented else y
 
 
@@ -81,7 +86,9 @@ def isend(x: X, dst: int, tag: int = 0, group: Group = None) -> Work[X]:
     Raises:
         TypeError, ValueError, DistributedError: as for :func:`send`.
     """
-    y = native(group)(SEND.code, x, None, None, None, dst, tag, True)
+    y = (membership.world_native if group is None else of(group).native)(
+        SEND.code, x, None, None, None, dst, tag, True
+    )
     return _message(isend, x, dst, tag, group) if y is NotImplemented else y
 
 
@@ -98,7 +105,9 @@ def irecv(
     Raises:
         TypeError, ValueError, DistributedError: as for :func:`recv`.
     """
-    y = native(group)(RECV.code, x, None, partial, None, src, tag, True)
+    y = (membership.world_native if group is None else of(group).native)(
+        RECV.code, x, None, partial, None, src, tag, True
+    )
     return _message(irecv, x, src, tag, group, partial) if y is NotImplemented else y
 
 
@@ -138,7 +147,9 @@ def sendrecv(
         array([0, 1, 2])
     """
     other = tag if recv_tag is None else recv_tag
-    y = native_sendrecv(group)(x, dst, out, src, tag, other)
+    y = (membership.world_native_sendrecv if group is None else of(group).native_sendrecv)(
+        x, dst, out, src, tag, other
+    )
     if y is not NotImplemented:
         return y
     members, sending = of(group), P2POp("send", x, dst, tag)
@@ -172,7 +183,9 @@ def batch_isend_irecv(ops: Sequence[P2POp], group: Group = None) -> Work[list[An
         TypeError: one of ``ops`` is no ``P2POp``, or as for :func:`send`.
         DistributedError: as for :func:`send` and :func:`recv`.
     """
-    work: Work = native_sendrecv(group)(ops)
+    work: Work = (membership.world_native_sendrecv if group is None else of(group).native_sendrecv)(
+        ops
+    )
     if work is not NotImplemented:
         return work
     members, ops = of(group), list(ops)

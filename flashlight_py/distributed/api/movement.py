@@ -33,7 +33,8 @@ from flashlight_py.distributed.calls.arrays import (
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.checks import check_rank, check_rows, each_rank
 from flashlight_py.distributed.failures.wording import different_calls
-from flashlight_py.distributed.groups.membership import Membership, native, of
+from flashlight_py.distributed.groups import membership
+from flashlight_py.distributed.groups.membership import Membership, of
 from flashlight_py.distributed.verbs import ALL_GATHER, ALL_TO_ALL, BROADCAST, GATHER, SCATTER
 from flashlight_py.distributed.work import Then, Work
 from flashlight_py.errors import MismatchError
@@ -62,7 +63,9 @@ def broadcast(x: X, root: int = 0, async_op: bool = False, group: Group = None) 
         ValueError: ``root`` is no rank of the group, or ``x`` is read-only.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    y = native(group)(BROADCAST.code, x, None, "sum", 1.0, root, 0, async_op)
+    y = (membership.world_native if group is None else of(group).native)(
+        BROADCAST.code, x, None, "sum", 1.0, root, 0, async_op
+    )
     if y is not NotImplemented:
         return y
     return collective(group, BROADCAST, x, root=root, async_op=async_op)
@@ -93,7 +96,9 @@ def all_gather(
             this is known when all have called, and the other ranks have their result.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    y = native(group)(ALL_GATHER.code, x, out, "sum", 1.0, 0, 0, async_op)
+    y = (membership.world_native if group is None else of(group).native)(
+        ALL_GATHER.code, x, out, "sum", 1.0, 0, 0, async_op
+    )
     if y is not NotImplemented:
         return y
     return collective(group, ALL_GATHER, x, out=out, async_op=async_op)
@@ -121,7 +126,9 @@ def gather(
         ValueError: ``root`` is no rank of the group, or ``out`` does not fit.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    y = native(group)(GATHER.code, x, out, "sum", 1.0, root, 0, async_op)
+    y = (membership.world_native if group is None else of(group).native)(
+        GATHER.code, x, out, "sum", 1.0, root, 0, async_op
+    )
     if y is not NotImplemented:
         return y
     return collective(group, GATHER, x, root=root, out=out, async_op=async_op)
@@ -165,7 +172,9 @@ def scatter(
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
     if rows is None:
-        y = native(group)(SCATTER.code, xs, out, "sum", 1.0, root, 0, async_op)
+        y = (membership.world_native if group is None else of(group).native)(
+            SCATTER.code, xs, out, "sum", 1.0, root, 0, async_op
+        )
         if y is not NotImplemented:
             return y
     members = of(group)
@@ -218,7 +227,9 @@ def all_to_all(
     """
     if not return_rows:
         parts: Any = "sum" if rows is None else rows
-        y = native(group)(ALL_TO_ALL.code, x, out, parts, 1.0, 0, 0, async_op)
+        y = (membership.world_native if group is None else of(group).native)(
+            ALL_TO_ALL.code, x, out, parts, 1.0, 0, 0, async_op
+        )
         if y is not NotImplemented:
             if rows is not None and y is not out is not None:
                 members = of(group)

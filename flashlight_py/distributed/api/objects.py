@@ -29,7 +29,8 @@ from flashlight_py.distributed.failures.journal import (
     GATHER_OBJECT,
     SCATTER_OBJECT,
 )
-from flashlight_py.distributed.groups.membership import Membership, native_object, of
+from flashlight_py.distributed.groups import membership
+from flashlight_py.distributed.groups.membership import Membership, of
 from flashlight_py.distributed.verbs import ALL_GATHER, ALL_TO_ALL, BROADCAST, GATHER, SCATTER, Verb
 
 __all__ = ["all_gather_object", "broadcast_object", "gather_object", "scatter_object"]
@@ -106,7 +107,9 @@ def scatter_object(objs: Sequence[Any] | None = None, root: int = 0, group: Grou
 def _moved(verb: Verb, given: Any, root: Any, group: Group) -> Any:
     """Return the list of what comes to this rank, which has ``given``; None: nothing does."""
     try:
-        come = native_object(group)(verb.code, given, root)
+        come = (membership.world_native_object if group is None else of(group).native_object)(
+            verb.code, given, root
+        )
     except BaseException as error:
         if not isinstance(error, Exception):  # as objects were pickled, or made again
             of(group).end(error)

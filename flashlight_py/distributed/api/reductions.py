@@ -28,7 +28,8 @@ from flashlight_py.distributed.calls.checks import Apart
 from flashlight_py.distributed.calls.combining import cut
 from flashlight_py.distributed.calls.kinds import returned
 from flashlight_py.distributed.constants import Op
-from flashlight_py.distributed.groups.membership import Membership, native, of
+from flashlight_py.distributed.groups import membership
+from flashlight_py.distributed.groups.membership import Membership, of
 from flashlight_py.distributed.verbs import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -93,7 +94,9 @@ def all_reduce(
         >>> fl.all_reduce(3.5, op="max")
         3.5
     """
-    y = native(group)(ALL_REDUCE.code, x, None, op, scale, 0, 0, async_op)
+    y = (membership.world_native if group is None else of(group).native)(
+        ALL_REDUCE.code, x, None, op, scale, 0, 0, async_op
+    )
     if y is not NotImplemented:
         return y
     return collective(group, ALL_REDUCE, x, scale=scale, op=op, async_op=async_op)
@@ -128,7 +131,9 @@ def reduce(
         ValueError: ``root`` is no rank of the group, or as for :func:`all_reduce`.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
-    y = native(group)(REDUCE.code, x, None, op, scale, root, 0, async_op)
+    y = (membership.world_native if group is None else of(group).native)(
+        REDUCE.code, x, None, op, scale, root, 0, async_op
+    )
     if y is not NotImplemented:
         return y
     return collective(group, REDUCE, x, root=root, op=op, scale=scale, async_op=async_op)
@@ -170,7 +175,9 @@ def reduce_scatter(
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
     if rows is None:
-        y = native(group)(REDUCE_SCATTER.code, x, out, op, scale, 0, 0, async_op)
+        y = (membership.world_native if group is None else of(group).native)(
+            REDUCE_SCATTER.code, x, out, op, scale, 0, 0, async_op
+        )
         if y is not NotImplemented:
             return y
     how: dict[str, Any] = {"scale": scale, "op": op, "rows": rows, "out": out}
@@ -202,7 +209,9 @@ def scan(
         >>> fl.scan(np.array([1.0, 2.0]))  # one process
         array([1., 2.])
     """
-    y = native(group)(SCAN.code, x, None, op, scale, 0, 0, async_op)
+    y = (membership.world_native if group is None else of(group).native)(
+        SCAN.code, x, None, op, scale, 0, 0, async_op
+    )
     if y is not NotImplemented:
         return y
     return collective(group, SCAN, x, op=op, scale=scale, async_op=async_op)
@@ -229,7 +238,9 @@ def exscan(
     Raises:
         TypeError, ValueError, OverflowError, DistributedError: as for :func:`all_reduce`.
     """
-    y = native(group)(EXSCAN.code, x, None, op, scale, 0, 0, async_op)
+    y = (membership.world_native if group is None else of(group).native)(
+        EXSCAN.code, x, None, op, scale, 0, 0, async_op
+    )
     if y is not NotImplemented:
         return y
     return collective(group, EXSCAN, x, op=op, scale=scale, async_op=async_op)

@@ -74,6 +74,7 @@ class Membership:
     native: Callable[..., Any]
     native_sendrecv: Callable[..., Any]
     native_object: Callable[..., Any]
+    native_barrier: Callable[..., Any]
     _forked = False
 
     def __init__(
@@ -163,6 +164,9 @@ class Membership:
                 )
             self.gpus = self._joiner.join_gpus(self.backend())
             self._joined.insert(0, self.gpus)
+            self.native_barrier = left_to_python  # it is one of both
+            if self is _world:
+                use_as_world(self)
         return self.gpus
 
     def subgroup(
@@ -354,14 +358,17 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 _world: Membership | None = None
-# The world's, here because small calls have no time to look for them.
-_native: Callable[..., Any] = left_to_python
-_native_sendrecv: Callable[..., Any] = left_to_python
-_native_object: Callable[..., Any] = left_to_python
+# The short ways of the world, by Backend.bind: small calls have no time to look for them, and none
+# for a function that does. To be called at once and not kept: whoever has one, as a frame of a
+# traceback does, keeps the library's group from being freed.
+world_native: Callable[..., Any] = left_to_python
+world_native_sendrecv: Callable[..., Any] = left_to_python
+world_native_object: Callable[..., Any] = left_to_python
+world_native_barrier: Callable[..., Any] = left_to_python
 _native_again: Callable[..., Any] = left_to_python
 
 
-_SHORT_WAYS = ("native", "native_sendrecv", "native_object")
+_SHORT_WAYS = ("native", "native_sendrecv", "native_object", "native_barrier")
 _diversions = 0
 _diverting = threading.Lock()
 
@@ -398,9 +405,10 @@ def _unless_recorded(short_way: Callable[..., Any], *args: Any) -> Any:
 
 def use_as_world(group: Membership) -> None:
     """Make ``group`` what stands for the world: all ranks as they are now."""
-    global _world, _native, _native_sendrecv, _native_object, _native_again
+    global _world, _native_again
     _world, _native_again = group, group.native_again
-    _native, _native_sendrecv, _native_object = (getattr(group, name) for name in _SHORT_WAYS)
+    for name in _SHORT_WAYS:
+        globals()[f"world_{name}"] = getattr(group, name)
 
 
 def of(group: Membership | None) -> Membership:
@@ -414,25 +422,6 @@ def of(group: Membership | None) -> Membership:
             f"{type(group).__name__}"
         )
     return group
-
-
-def native(group: Membership | None) -> Callable[..., Any]:
-    """Return the short way of ``group``, or of the world; see ``Backend.bind``.
-
-    To be called at once and not kept: whoever has it, as a frame of a traceback does, keeps the
-    library's group from being freed.
-    """
-    return _native if group is None else of(group).native
-
-
-def native_sendrecv(group: Membership | None) -> Callable[..., Any]:
-    """Return the short way of a sendrecv; see ``native``."""
-    return _native_sendrecv if group is None else of(group).native_sendrecv
-
-
-def native_object(group: Membership | None) -> Callable[..., Any]:
-    """Return the short way of the verbs of objects; see ``native``."""
-    return _native_object if group is None else of(group).native_object
 
 
 class RepeatedCalls:
