@@ -20,6 +20,13 @@ std::shared_ptr<fl::Links> listening(int rank) {
       std::dynamic_pointer_cast<gloo::transport::tcp::Device>(device), rank, 2, false);
 }
 
+// Nothing is sent.
+struct Nothing final : fl::Parcels {
+  void received(int, uint64_t, bool, fl::Parcel) override {}
+  void sent(int, size_t) override {}
+  void ended(int) noexcept override {}
+} nothing;
+
 // Connect two ranks, `made` is called on Gloo's thread of the one that is asked.
 struct Two {
   explicit Two(const fl::Links::Made& made) {
@@ -29,8 +36,8 @@ struct Two {
     const std::vector<char> proofs(4 * FL_PROOF_BYTES);
     const auto told = [](int, uint64_t, const std::string&) {};
     const auto calls = [](uint64_t) { return int64_t{0}; };
-    asked->open(addresses.data(), bytes, proofs.data(), made, told, calls);
-    asking->open(addresses.data(), bytes, proofs.data(), [](int, fl::Pair&) {}, told, calls);
+    asked->open(addresses.data(), bytes, proofs.data(), made, told, calls, nothing);
+    asking->open(addresses.data(), bytes, proofs.data(), [](int, fl::Pair&) {}, told, calls, nothing);
   }
   ~Two() {
     asked->close();
