@@ -41,11 +41,6 @@ void Engine::stop() {
   ticker_.stop();
 }
 
-uint32_t Engine::now() const {
-  return static_cast<uint32_t>(
-      std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - began_).count());
-}
-
 // Callers keep their sites where they are, as a rule.
 uint16_t Engine::number_of(const fl_site& site) {
   auto& [known, number] = last_sites_[reinterpret_cast<uintptr_t>(&site) / sizeof site % 16];
@@ -106,7 +101,8 @@ void Engine::end(Message& message, fl_status status, std::unique_ptr<Outcome> ou
     message.outcome_ = outcome.release();
     message.flags_ |= Message::kHasOutcome;
   }
-  message.ended_ = std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
+  const bool is_timed = (message.flags_ & Message::kTimed) != 0;  // the clock takes a while
+  message.ended_ = is_timed ? std::chrono::duration<double>(Clock::now().time_since_epoch()).count() : 0;
   if (message.stamp_ != nullptr) {
     const int64_t running = __atomic_load_n(message.stamp_, __ATOMIC_RELAXED);
     if (static_cast<uint32_t>(running) == message.running_) fl_stamp(message.stamp_, running);

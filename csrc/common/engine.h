@@ -187,7 +187,7 @@ class Message final : public fl_op {
     std::unique_ptr<Wire::Flow> flow;
   };
   enum State : uint8_t { kNew, kWaitsForRoom, kOffered, kFlowsOut, kPosted, kReads, kFlowsIn, kOver };
-  enum Flag : uint8_t { kAny = 1, kAwaited = 2, kAnnounced = 4, kHasOutcome = 8 };
+  enum Flag : uint8_t { kAny = 1, kAwaited = 2, kAnnounced = 4, kHasOutcome = 8, kTimed = 16 };
 
   bool sends() const { return mine_.verb == FL_SEND; }
   size_t bytes() const { return static_cast<size_t>(mine_.count) * mine_.itemsize; }
@@ -410,12 +410,12 @@ class Engine {
   void look_around();
   void fail(Port& port, const Failure& failure, const Message* about);
   void tick();
-  uint32_t now() const;
+  uint32_t now() const { return static_cast<uint32_t>((coarse_now() - began_) / 1000000); }
 
   Wire& wire_;
   const int size_;
   bool checks_at_once_;
-  const Clock::time_point began_ = Clock::now();
+  const int64_t began_ = coarse_now();
   std::mutex mutex_;
   std::condition_variable idle_;  // a port is used by nobody without the lock
   std::unordered_map<uint64_t, Port*> ports_;

@@ -1,6 +1,8 @@
 // Operations: what was started and can be waited for, and how it ends.
 #pragma once
 
+#include <time.h>
+
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -19,6 +21,13 @@
 namespace fl {
 
 using Clock = std::chrono::steady_clock;
+
+// Nanoseconds of a clock that all processes of a host share, some milliseconds behind and quick to read.
+inline int64_t coarse_now() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
+  return int64_t{now.tv_sec} * 1000000000 + now.tv_nsec;
+}
 
 // So long after a rank has said that it shuts down, what it has begun before may still arrive: one that has
 // waited as long for another message of it, in vain and unmatched until then, ends. It begins those that are

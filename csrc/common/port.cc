@@ -141,7 +141,7 @@ Message* Port::begin(const Given& given, double seconds, bool is_awaited,
   const bool begins = !why && !refusal;
   if (begins && given.call.verb == FL_SEND && engine_.send_now(*this, given)) return nullptr;
   auto* message = new Message(*this, given, seconds, engine_.number_of(given.site));
-  if (is_awaited) message->flags_ |= Message::kAwaited;
+  message->flags_ |= is_awaited ? Message::kAwaited : Message::kTimed;
   if (why) {
     engine_.begin(*message, why->status, outcome_of(*why));
   } else if (refusal) {

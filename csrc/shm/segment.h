@@ -1,8 +1,6 @@
 // The memory that the ranks of one host share, and its layout.
 #pragma once
 
-#include <time.h>
-
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -48,13 +46,6 @@ class Mapping {
   char* data_ = nullptr;
   size_t size_ = 0;
 };
-
-// Of a clock that all processes of a host share, some milliseconds behind and quick to read.
-inline int64_t coarse_now() {
-  timespec now;
-  clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
-  return int64_t{now.tv_sec} * 1000000000 + now.tv_nsec;
-}
 
 constexpr size_t kLine = 64;
 constexpr size_t kTinyBytes = 16;

@@ -23,7 +23,10 @@ X = TypeVar("X")
 
 
 def send(x: Any, dst: int, tag: int = 0, group: Group = None) -> None:
-    """Send array ``x`` (any shape and dtype) to rank ``dst``. Blocks until it has been received.
+    """Send array ``x`` (any shape and dtype) to rank ``dst``. Blocks until ``x`` may be changed.
+
+    That is when it has been copied, where it is small (up to 16 KB on a host) and the world has
+    one host; else, and with ``FLASHLIGHT_CHECKS=sync``, when it has been received.
 
     ``tag`` is a number from 0 to 2**31 - 1 that the receiver must ask for. Messages from one rank
     to another are matched by tag; those under one tag in the order in which they were sent.
@@ -31,7 +34,8 @@ def send(x: Any, dst: int, tag: int = 0, group: Group = None) -> None:
     Raises:
         ValueError: ``dst`` is no other rank of the group, or ``tag`` is out of range.
         CollectiveTimeoutError: ``dst`` did not ask for it in time; names the tag that it asks for.
-        MismatchError: ``dst`` receives another shape or dtype; raised on both.
+        MismatchError: ``dst`` receives another shape or dtype; raised on both, here by the next
+            call of the group where the send had ended.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
     if (membership.world_native if group is None else of(group).native)(
@@ -79,7 +83,7 @@ def isend(x: X, dst: int, tag: int = 0, group: Group = None) -> Work[X]:
     """Begin to send array ``x`` to rank ``dst``, and return a ``Work`` at once.
 
     As :func:`send`, but it runs beside collectives and other messages. ``x`` must not change until
-    ``wait()`` has returned, which is when it has been received; the result is ``x``. A message to
+    ``wait()`` has returned; the result is ``x``. A message to
     this rank itself is copied at once. CuPy arrays are the exception: the call blocks until the
     peer has called too, and an exchange needs :func:`sendrecv` or :func:`batch_isend_irecv`.
 

@@ -35,7 +35,7 @@ _messages: dict[weakref.ref[ProcessGroup], Counter[tuple[str, int, int]]] = {}
 
 
 def send(v: Variable, dst: int, tag: int = 0, group: ProcessGroup | None = None) -> Variable:
-    """Send ``v`` to rank ``dst``, which must call :func:`recv`. Blocks until it has been received.
+    """Send ``v`` to rank ``dst``, which must call :func:`recv`. Blocks as ``fl.send`` does.
 
     Gradient: rank dst's y = x, hence dJ/dx = g_dst, which ``dst`` sends back in its backward pass.
 
