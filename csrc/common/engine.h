@@ -56,7 +56,7 @@ struct Record {
   int32_t tag;
   uint32_t bytes;   // of the data that comes with it
   uint32_t token;   // of the Message that is meant, at whoever has made that; 0: none
-  uint32_t unused;
+  uint32_t group;   // the transport's
   uint64_t digest;  // of what the sender calls
   union {
     char tiny[kTinyMessage];  // the data, if it is not more
@@ -93,6 +93,8 @@ class Wire {
   // The next record of `peer`, which stays until it is dropped.
   virtual Room next(int peer) = 0;
   virtual void drop(int peer) = 0;
+  // What comes for that group from now on is for one that was left.
+  virtual void forget(uint64_t /* group */) {}
 
   // Data that moves from memory to memory in pieces, of which the wire has some on their way. Each one that has
   // moved comes as a kData of that peer, with `token`, which has its bytes as its digest: then it may go on.

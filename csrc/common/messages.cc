@@ -379,6 +379,7 @@ void Engine::give_back(int from, Port::Arrival& arrival) {
 void Engine::forget(uint64_t group) {
   Lock lock(mutex_);
   progress(lock, kNobody);
+  wire_.forget(group);
   const auto early = early_.find(group);
   if (early == early_.end()) return;
   for (Port::Arrival* arrival : early->second) give_back(arrival->from(), *arrival);

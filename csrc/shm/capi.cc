@@ -62,6 +62,15 @@ fl_shm_group* fl_shm_open(const char* path, int create, int is_named, int rank, 
   });
 }
 
+fl_shm_group* fl_shm_part(fl_shm_group* whole, const int* ranks, unsigned number, const char* path, int create,
+                          int is_named, int rank, int size, char* message, size_t message_bytes) {
+  return guarded<fl_shm_group*>(nullptr, message, message_bytes, [&] {
+    fl::Mapping mapping = map(path, create != 0, fl::Segment::bytes_for(size, false), is_named != 0);
+    if (is_named == 0) mapping.close_file();
+    return new fl_shm_group{{whole->group, std::move(mapping), rank, {ranks, ranks + size}, number}};
+  });
+}
+
 fl_op* fl_shm_run(fl_shm_group* group, const fl_signature* signature, void* data, void* output,
                   int peer, double seconds, int async, const fl_site* site) {
   if (async != 0) {

@@ -27,22 +27,28 @@ constexpr long kLeavingMilliseconds = 500;
 }  // namespace
 
 ShmGroup::ShmGroup(Mapping mapping, int rank, int size)
+    : ShmGroup(std::make_shared<Family>(std::move(mapping), rank, size), {}, rank, all_ranks(size), 0) {}
+
+ShmGroup::ShmGroup(std::shared_ptr<Family> family, Mapping mapping, int rank, const std::vector<int>& ranks,
+                   uint32_t number)
     : rank_(rank),
-      size_(size),
-      segment_(std::move(mapping), size),
-      remote_(segment_, rank, size),
-      peers_(segment_, rank, size),
-      collectives_(segment_, peers_, remote_, rank, size),
-      rings_(segment_, remote_, rank, size),
-      engine_(rings_, size),
-      port_(engine_, 0, rank, all_ranks(size), peers_) {}
+      size_(static_cast<int>(ranks.size())),
+      family_(std::move(family)),
+      number_(number),
+      own_segment_(number == 0 ? Segment() : Segment(std::move(mapping), size_)),
+      own_remote_(number == 0 ? nullptr : std::make_unique<Remote>(own_segment_, rank, size_)),
+      segment_(number == 0 ? family_->segment : own_segment_),
+      peers_(segment_, rank, size_, family_->futex),
+      collectives_(segment_, peers_, number == 0 ? family_->remote : *own_remote_, rank, size_),
+      port_(family_->engine, number, rank, ranks, peers_) {
+  family_->join(*this);
+}
 
 ShmGroup::~ShmGroup() { close(); }
 
 // Who leaves in the middle of a collective has not done its part of it, and says so.
 void ShmGroup::close() {
   if (closed_.exchange(true)) return;
-  ticker_.stop();
   Result begun;
   if (starting_.try_take_for(kLeavingMilliseconds)) {
     const Turn::Held held(starting_);
@@ -50,8 +56,8 @@ void ShmGroup::close() {
   }
   if (begun != nullptr) fl::finish(*begun, FL_CLOSED, "the group was closed");
   queue_.close();
-  engine_.stop();
   port_.close();
+  family_->leave(*this, number_);
   const bool nothing_runs = turn_.try_take_for(kLeavingMilliseconds);
   if (nothing_runs) peers_.give_up(Failure(FL_OK, {}, "left"));
   peers_.fail(Failure(FL_CLOSED, {}, "the group was closed"));
@@ -119,6 +125,7 @@ void ShmGroup::give_up(const std::string& why) {
 // Without any lock: threads that are not in this process may have held it. The segment's file has
 // a lock that others take for this rank's life.
 void ShmGroup::abandon() noexcept {
+  family_->segment.close_file();
   segment_.close_file();
   peers_.close_files();
 }

@@ -13,8 +13,8 @@
 #include "../common/queue.h"
 #include "abi.h"
 #include "collectives.h"
+#include "family.h"
 #include "peers.h"
-#include "rings.h"
 #include "segment.h"
 #include "turn.h"
 
@@ -23,12 +23,16 @@ namespace fl {
 // Writes where the program is that has called; asked on the caller's thread, where that matters.
 using WhereAmI = void (*)(fl_site* site);
 
-class ShmGroup : private Helper {
+class ShmGroup : private Helper, private Family::Ticking {
  public:
   // What became of a call: null where all went well and there is nothing to fetch.
   using Result = std::shared_ptr<Operation>;
 
   ShmGroup(Mapping mapping, int rank, int size);
+  // A group of some `ranks` of `whole`, which has this `number` on all of them and not that of another
+  // group of two of them; 0 is `whole` itself.
+  ShmGroup(const ShmGroup& whole, Mapping mapping, int rank, const std::vector<int>& ranks, uint32_t number)
+      : ShmGroup(whole.family_, std::move(mapping), rank, ranks, number) {}
   ~ShmGroup();
   // End what runs and what is queued, and leave. What runs on the calling thread itself (a signal
   // handler has interrupted it, and closes the group) ends when that goes on.
@@ -68,7 +72,7 @@ class ShmGroup : private Helper {
   void call_ranks(std::vector<int> numbers) { peers_.call_ranks(std::move(numbers)); }
   void compare_at_once() {
     collectives_.compare_at_once();
-    engine_.check_at_once();
+    family_->engine.check_at_once();
   }
   void on_interrupt(InterruptCheck check) { interrupt_ = check; }
   void on_mismatch(WhereAmI where) { where_ = where; }
@@ -86,6 +90,8 @@ class ShmGroup : private Helper {
 
  private:
   class Running;
+  ShmGroup(std::shared_ptr<Family> family, Mapping mapping, int rank, const std::vector<int>& ranks,
+           uint32_t number);
   template <typename Body>
   Result guarded(Body body);
   Result failed(const Failure& failure);
@@ -109,7 +115,7 @@ class ShmGroup : private Helper {
   void hand_over();
   bool has_caught_up();
   void help(const Operation& operation, bool waits) override;
-  void tick();
+  void tick() override;
   Result run_collective(const fl_signature& signature, void* data, void* output, double seconds,
                         const fl_site* site);
 
@@ -117,25 +123,26 @@ class ShmGroup : private Helper {
       "this thread is in the middle of another call of the group";
 
   const int rank_, size_;
-  Segment segment_;
-  Remote remote_;  // before the peers: they say that all is there
+  const std::shared_ptr<Family> family_;
+  const uint32_t number_;
+  // Of a part of another group; that itself has the family's. Before the peers: they say that all is there.
+  Segment own_segment_;
+  const std::unique_ptr<Remote> own_remote_;
+  Segment& segment_;
   Peers peers_;
   Collectives collectives_;
-  Rings rings_;
-  Engine engine_;
   Port port_;
   InterruptCheck interrupt_ = nullptr;
   WhereAmI where_ = nullptr;
   Turn turn_;                   // whoever runs a collective has it
   std::atomic<bool> closed_{false};
   std::atomic<int> queued_{0};  // collectives that were started and have not ended
-  Queue queue_{peers_};
+  Queue queue_{peers_, family_->crew};
   // See starting.cc.
   Turn starting_;             // whoever has it may use the next one
   Result begun_;              // a collective that others know of, and that is not complete here
   bool is_begun_ = false;     // whether there is one, for whoever has turn_
   const void* seen_by_tick_ = nullptr;
-  Ticker ticker_{[this] { tick(); }};
 };
 
 // The turn, from here to the end of the block. Waiting for it throws Failure where the group ends

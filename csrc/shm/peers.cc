@@ -63,8 +63,8 @@ void Process::close_file() noexcept {
 
 // Peers ---------------------------------------------------------------------------------------
 
-Peers::Peers(const Segment& segment, int rank, int size)
-    : segment_(segment), rank_(rank), size_(size), patience_(patience_for(size)),
+Peers::Peers(const Segment& segment, int rank, int size, Futex& futex)
+    : segment_(segment), rank_(rank), size_(size), futex_(futex), patience_(patience_for(size)),
       space_(pid_namespace()), processes_(size) {
   RankBlock& mine = segment_.block(rank);
   mine.holds_lock = segment_.mapping().lock(rank) ? 1 : 0;
@@ -179,7 +179,7 @@ void Peers::give_up(const Failure& failure) noexcept {
 
 void Peers::stop() {
   stopped_ = true;
-  segment_.block(rank_).futex.wake(~0u);
+  futex_.wake(~0u);
 }
 
 // Watch ---------------------------------------------------------------------------------------

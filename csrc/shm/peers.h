@@ -48,7 +48,8 @@ class Process {
 // Of all operations; any thread may call.
 class Peers : public Transport {
  public:
-  Peers(const Segment& segment, int rank, int size);
+  // `futex`: of the threads of this rank that wait for messages.
+  Peers(const Segment& segment, int rank, int size, Futex& futex);
   ~Peers() override;
   Peers(const Peers&) = delete;
 
@@ -101,6 +102,7 @@ class Peers : public Transport {
 
   const Segment& segment_;
   const int rank_, size_;
+  Futex& futex_;
   static constexpr int kMostVain = 8;
   const Patience patience_;
   const uint64_t space_;  // of process numbers

@@ -42,6 +42,7 @@ void Rings::send(int peer, const Room& room) {
   Ends& ends = ends_[peer];
   const uint32_t number = ++ends.sent;
   ends.ends[number % segment_.records()] = ends.at = ends.reserved_at;
+  room.record->group = static_cast<uint32_t>(room.group);
   // In one order with the futex: see there.
   room.record->number.exchange(number, std::memory_order_seq_cst);
   segment_.block(peer).futex.wake(kCallers | kThread);
@@ -52,7 +53,9 @@ Wire::Room Rings::next(int peer) {
   if (peer == rank_) return {};
   Record& record = segment_.record(peer, rank_, ends_[peer].received + 1);
   if (record.number.load(std::memory_order_seq_cst) != ends_[peer].received + 1) return {};
-  return {&record, record.bytes > kTinyMessage ? segment_.data(peer, rank_) + record.at : nullptr, 0};
+  const bool is_left = !left_.empty() && left_.count(record.group) > 0;
+  return {&record, record.bytes > kTinyMessage ? segment_.data(peer, rank_) + record.at : nullptr,
+          is_left ? kLeft : record.group};
 }
 
 void Rings::drop(int peer) {

@@ -142,8 +142,8 @@ bool Mapping::is_locked(int number) const {
   return fcntl(fd_, F_OFD_GETLK, &range) != 0 || range.l_type != F_UNLCK;
 }
 
-size_t Segment::bytes_for(int ranks) {
-  const size_t pairs = pairs_of(ranks);
+size_t Segment::bytes_for(int ranks, bool has_channels) {
+  const size_t pairs = has_channels ? pairs_of(ranks) : 0;
   return pages(ranks * sizeof(RankBlock)) + ranks * kSlots * chunk_for(ranks) +
          pages(pairs * sizeof(Channel)) + pages(pairs * records_for(ranks) * sizeof(Record)) +
          pages(pairs * data_for(ranks));

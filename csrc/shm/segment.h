@@ -136,7 +136,8 @@ struct alignas(kLine) Channel {
 // Rank blocks, then the ranks' slots, then channels, their records and their data.
 class Segment {
  public:
-  static size_t bytes_for(int ranks);
+  // A part of a group that has a segment needs no channels.
+  static size_t bytes_for(int ranks, bool has_channels = true);
 
   Segment() = default;
   Segment(Mapping mapping, int ranks);

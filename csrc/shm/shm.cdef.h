@@ -13,6 +13,9 @@ size_t fl_shm_bytes(int ranks);
    its memory is reserved. NULL with a message on failure. */
 fl_shm_group *fl_shm_open(const char *path, int create, int is_named, int rank, int size, char *message,
                           size_t message_bytes);
+/* The same of `size` ranks of `whole`, whose engine its messages share; they have this number, which is not 0. */
+fl_shm_group *fl_shm_part(fl_shm_group *whole, const int *ranks, unsigned number, const char *path, int create,
+                          int is_named, int rank, int size, char *message, size_t message_bytes);
 
 /* Run an operation. Where it ended well and there is nothing to fetch, the result is NULL; else a
    handle: of a failure, of what was received, or of an operation that goes on, which it does with
@@ -23,9 +26,7 @@ fl_shm_group *fl_shm_open(const char *path, int create, int is_named, int rank, 
    Collectives that were started run on a thread of the group's own, one after the other; those
    without `async` on the caller's, after them. Messages run beside collectives and beside each
    other, and are matched by tag; those of one direction between two ranks and with one tag in
-   order, on the caller's thread where no earlier one goes on. Up to 64 sends to a rank (fewer in a
-   group of more than 13) can wait for their receives; further ones wait until the receiver waits for
-   them, or until one of those is received.
+   order.
 
    all_reduce, reduce, broadcast: in place on data; reduce leaves the others' data as it is. Where the
      signature of a broadcast says FL_ANY, data is NULL and fl_op_output gives what has come.

@@ -91,7 +91,7 @@ bool ShmGroup::begin_small(const fl_signature& s, void* data, void* output, doub
   }
   begun_->helper = this;
   try {
-    ticker_.wind();
+    family_->wind();
   } catch (const std::exception&) {  // no thread: the queue says so
     hand_over();
   }

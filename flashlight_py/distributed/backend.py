@@ -44,6 +44,10 @@ class Backend(abc.ABC):
     count: Sequence[int] = (0,)  # how many calls users have made in its group, where that is known
     # That of all its ranks whose connections groups share that are made of this one; see ``Kin``.
     network: Any = None
+    # That of the ranks that share memory with this one, likewise; and which rank of it each is, -1:
+    # none.
+    memory: Any = None
+    near: Sequence[int] = ()
 
     @cached_property
     def hosts(self) -> Sequence[Sequence[int]]:

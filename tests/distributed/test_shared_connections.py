@@ -18,7 +18,13 @@ from tests.distributed.harness import run_outcomes, run_ranks
 
 # More than what fits into the kernel's memory of a connection; and what a lost rank may take.
 LARGE, PROMPT = 4_000_000, 10.0
-GLOO = {"params": {"BACKEND": "gloo", "TIMEOUT": 30}}
+
+
+@pytest.fixture(params=["gloo", "shm"])
+def world(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return {"params": {"BACKEND": request.param, "TIMEOUT": 30}}
+
+
 # So many pass on what they call, and are not all connected.
 MANY = 12
 
@@ -53,7 +59,9 @@ def many_groups(rank: int, size: int, count: int) -> None:
         came, after, ahead = np.empty(1, int), group.rank + 1, group.rank - 1
         group.sendrecv(np.array([group.rank]), after % group.size, came, ahead % group.size)
         assert came[0] == ahead % group.size
-    assert tasks_and_descriptors() == before
+    tasks, descriptors = tasks_and_descriptors()
+    assert tasks == before[0]
+    assert descriptors <= before[1] + size - 1  # of each other process one, at the first long wait
     for group in groups:  # one thread after the other: it may not have seen yet that it is idle
         assert group.all_reduce(np.ones(1, int), async_op=True).wait()[0] == size
     assert tasks_and_descriptors()[0] <= before[0] + 3
@@ -62,8 +70,8 @@ def many_groups(rank: int, size: int, count: int) -> None:
     assert all(total(group) == size for group in groups[1::2])
 
 
-def test_groups_cost_no_threads_and_no_descriptors() -> None:
-    run_ranks(many_groups, 4, 200, **GLOO)
+def test_groups_cost_no_threads_and_no_descriptors(world: Any) -> None:
+    run_ranks(many_groups, 4, 200, **world)
 
 
 def late_messages(rank: int, size: int) -> None:
@@ -83,12 +91,15 @@ def late_messages(rank: int, size: int) -> None:
         goes_on(size)
 
 
-def test_what_is_late_for_a_closed_group_does_not_disturb_others() -> None:
-    run_ranks(late_messages, 3, **GLOO)
+def test_what_is_late_for_a_closed_group_does_not_disturb_others(world: Any) -> None:
+    run_ranks(late_messages, 3, **world)
 
 
-def close_in_the_middle(rank: int, size: int) -> None:
-    """Its array is filled with something else at once: none of that may arrive as the array."""
+def close_in_the_middle(rank: int, size: int, is_read: bool) -> None:
+    """Its array is filled with something else at once: none of that may arrive as the array.
+
+    Where it ``is_read`` from the sender's memory some may be in one that has not arrived.
+    """
     for seconds in (0.0, 0.003, 0.01, 0.03):
         group = fl.new_group(range(size))
         x, y = np.full(2 * LARGE, 1.0), np.full(2 * LARGE, -1.0)
@@ -104,7 +115,7 @@ def close_in_the_middle(rank: int, size: int) -> None:
                     work.wait()
                     assert (y == 1).all()
                 except PeerLostError:
-                    assert not np.isnan(y).any()
+                    assert is_read or not np.isnan(y).any()
                 group.close()
             else:
                 with pytest.raises(PeerLostError):
@@ -112,8 +123,8 @@ def close_in_the_middle(rank: int, size: int) -> None:
         goes_on(size)
 
 
-def test_a_group_that_is_closed_while_it_sends_sends_nothing_else() -> None:
-    run_ranks(close_in_the_middle, 3, **GLOO)
+def test_a_group_that_is_closed_while_it_sends_sends_nothing_else(world: Any) -> None:
+    run_ranks(close_in_the_middle, 3, world["params"]["BACKEND"] == "shm", **world)
 
 
 def waits_for_who_closes(rank: int, size: int) -> None:
@@ -124,14 +135,14 @@ def waits_for_who_closes(rank: int, size: int) -> None:
         group.close()
     else:
         began = time.monotonic()
-        with pytest.raises(PeerLostError, match=r"lost rank 1.*closed the group"):
+        with pytest.raises(PeerLostError, match=r"lost rank 1.*(closed|left) the group"):
             group.barrier()
         assert time.monotonic() - began < PROMPT
     goes_on(size)
 
 
-def test_who_waits_in_a_group_for_one_that_closes_it_raises() -> None:
-    run_ranks(waits_for_who_closes, 3, **GLOO)
+def test_who_waits_in_a_group_for_one_that_closes_it_raises(world: Any) -> None:
+    run_ranks(waits_for_who_closes, 3, **world)
 
 
 def is_late(rank: int, size: int) -> None:
@@ -150,7 +161,8 @@ def is_late(rank: int, size: int) -> None:
 
 
 def test_a_group_that_breaks_breaks_no_other() -> None:
-    run_ranks(is_late, 3, **GLOO)
+    # In shared memory who comes late finds all calls there, and is in time.
+    run_ranks(is_late, 3, params={"BACKEND": "gloo", "TIMEOUT": 30})
 
 
 def lose_one(rank: int, size: int) -> None:
@@ -169,8 +181,8 @@ def lose_one(rank: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [4, MANY])
-def test_a_lost_rank_ends_the_groups_that_have_it(ranks: int) -> None:
-    outcomes = run_outcomes(lose_one, ranks, **GLOO)
+def test_a_lost_rank_ends_the_groups_that_have_it(world: Any, ranks: int) -> None:
+    outcomes = run_outcomes(lose_one, ranks, **world)
     assert outcomes[-1].signal == signal.SIGKILL
     assert all(outcome.ok for outcome in outcomes[:-1]), outcomes
 
@@ -197,8 +209,8 @@ def made_in_any_order(rank: int, size: int) -> None:
     goes_on(size)
 
 
-def test_groups_are_made_in_any_order() -> None:
-    run_ranks(made_in_any_order, 3, **GLOO)
+def test_groups_are_made_in_any_order(world: Any) -> None:
+    run_ranks(made_in_any_order, 3, **world)
 
 
 def not_connected(rank: int, size: int) -> None:
@@ -216,8 +228,8 @@ def not_connected(rank: int, size: int) -> None:
     goes_on(size)
 
 
-def test_a_group_connects_who_is_not_connected() -> None:
-    run_ranks(not_connected, MANY, **GLOO)
+def test_a_group_connects_who_is_not_connected(world: Any) -> None:
+    run_ranks(not_connected, MANY, **world)
 
 
 def behind_dropped_ones(rank: int, size: int) -> None:
@@ -231,8 +243,8 @@ def behind_dropped_ones(rank: int, size: int) -> None:
         inner.barrier()
 
 
-def test_a_group_outlives_one_that_is_dropped_and_not_the_world() -> None:
-    run_ranks(behind_dropped_ones, 2, **GLOO)
+def test_a_group_outlives_one_that_is_dropped_and_not_the_world(world: Any) -> None:
+    run_ranks(behind_dropped_ones, 2, **world)
 
 
 def two_hosts(rank: int) -> dict[str, str]:

@@ -71,7 +71,7 @@ class GlooBackend(NativeBackend):
     ) -> None:
         native = _native.load("gloo")
         super().__init__(native, store, timeout)
-        self._joining, self._places = joining, list(range(self.size))
+        self._joining, self.places = joining, list(range(self.size))
         self._begin(native, self._create(address))
         try:
             is_watched |= len(set(hosts)) < 2
@@ -92,7 +92,7 @@ class GlooBackend(NativeBackend):
 
     def kin(self, ranks: Sequence[int], count: int, is_all: bool) -> Kin:
         """Return that ``ranks``, of which the first has this ``count``, are to be a group."""
-        return Kin(self, ranks, (count << _RANK_BITS | self._places[ranks[0]]) << 1, is_all)
+        return Kin(self, ranks, (count << _RANK_BITS | self.places[ranks[0]]) << 1, is_all)
 
     def part(self, store: Store, timeout: float) -> GlooBackend:
         """Return a backend of some of these ranks, those of ``store``; see ``Kin``.
@@ -211,7 +211,7 @@ class _Part(GlooBackend):
         store.processes = [whole.processes[rank] for rank in kin.ranks]
         NativeBackend.__init__(self, native, store, timeout)
         self._peers = [whole._peers[rank] for rank in kin.ranks]
-        self._places = [whole._places[rank] for rank in kin.ranks]
+        self.places = [whole.places[rank] for rank in kin.ranks]
         ranks = self.ffi.new("int[]", kin.ranks)
         made = self.lib.fl_gloo_part(whole._open("new_group"), ranks, self.size, kin.number)
         self._begin(native, self._owned(made))

@@ -90,6 +90,11 @@ class HierarchicalBackend(Backend):
         self.hosts = [list(host) for host in hosts]
         self._inside, self._between, self._flat = inside, between, flat
         self.network = flat.network
+        if inside.memory is not None:
+            own = next(host for host in self.hosts if rank in host)
+            places = dict(zip(own, inside.near, strict=True))
+            self.memory = inside.memory
+            self.near = [places.get(each, -1) for each in range(self.size)]
         team = object()
         take_along = getattr(flat, "take_along", None)
         for part in (inside, between):

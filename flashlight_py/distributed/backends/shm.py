@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,13 @@ from flashlight_py.distributed.backends.native import NativeBackend
 from flashlight_py.distributed.backends.native_work import freed_by, keeping
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.memory.memory_file import map_together, needs_names
-from flashlight_py.distributed.rendezvous.store import Store
+from flashlight_py.distributed.rendezvous.store import Kin, Store
 from flashlight_py.errors import BackendUnavailableError
 
 _PAGE = 4096
+
+# In the number of a group, which has 32 bits: which rank of the world there may be.
+_RANK_BITS = 12
 
 _log = logging.getLogger("flashlight_py")
 
@@ -32,7 +36,8 @@ class ShmBackend(NativeBackend):
     """The ranks of ``store``, which must all run on this host; collective, blocking.
 
     ``timeout`` (seconds) bounds each wait of an operation. With ``at_once`` no call of this rank
-    ends before all others have made it.
+    ends before all others have made it. Where all share the memory of a group already, their
+    messages go through that (``Store.near``).
 
     Raises:
         BackendUnavailableError: the native extension is missing, or the shared memory cannot be
@@ -50,14 +55,31 @@ class ShmBackend(NativeBackend):
         super().__init__(native, store, timeout)
         self.hosts = [range(self.size)]  # they share memory
         self._named = needs_names(store.spaces)
+        self._kin = store.near if store.near and min(store.near.ranks) >= 0 else None
+        self.memory = self
+        self.near = self.places = list(range(self.size) if self._kin is None else self._kin.ranks)
         self._begin(native, map_together(store, self._map, self._named))
         self.lib.fl_shm_on_mismatch(self.group, answer_where(native, "fl_shm_where"))
         if at_once:
             self.lib.fl_shm_compare_at_once(self.group)
 
+    def kin(self, ranks: Sequence[int], count: int, first: int) -> Kin | None:
+        """Return that ``ranks`` of the memory are to be a group, some of a larger one.
+
+        That has this ``count`` on its first rank, of this number in the world.
+        """
+        number = (count << _RANK_BITS | first) << 1
+        fits = first >> _RANK_BITS == 0 and number < 1 << 32
+        return Kin(self, ranks, number, False) if fits else None
+
     def _map(self, path: str, create: bool) -> Any:
-        place = create, self._named, self.rank, self.size
-        group = self.lib.fl_shm_open(path.encode(), *place, *self._reason)
+        place = path.encode(), create, self._named, self.rank, self.size, *self._reason
+        if self._kin is None:
+            group = self.lib.fl_shm_open(*place)
+        else:
+            ranks = self.ffi.new("int[]", self._kin.ranks)
+            whole = self._kin.whole._open("new_group")
+            group = self.lib.fl_shm_part(whole, ranks, self._kin.number, *place)
         if group == self.ffi.NULL:
             raise OSError(self.reason())
         return self._owned(group)

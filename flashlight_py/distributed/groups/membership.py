@@ -189,10 +189,14 @@ class Membership:
         if joiner is not None and timeout is not None:
             joiner = joiner.limited(timeout)
         parent = self.backend()
+        if count is None and (parent.network or parent.memory):
+            count = int(store.exchange(b"%d" % next(groups_so_far))[0])
         if parent.network is not None:
-            if count is None:
-                count = int(store.exchange(b"%d" % next(groups_so_far))[0])
             store.kin = parent.network.kin(members, count, parent.network is parent)
+        if parent.memory is not None:
+            first = (parent.network or parent.memory).places[members[0]]
+            near = [parent.near[member] for member in members]
+            store.near = parent.memory.kin(near, count, first)
         backend = self.backend() if joiner is None else joiner.join(store)
         child = type(self)(backend, ranks, joiner)
         self._children[weakref.ref(child, self._children.pop)] = None

@@ -41,6 +41,7 @@ class Store(abc.ABC):
     secret: bytes = b""  # what all ranks knew beforehand and no exchange shows, if anything
     host_timeout: float = 0.0  # a host that is silent for so many seconds is lost; 0: never
     kin: Kin | None = None  # what the ranks are part of, where they are joined already
+    near: Kin | None = None  # the same of those that share memory with this one; -1: does not
 
     @abc.abstractmethod
     def exchange(self, payload: bytes) -> list[bytes]:
@@ -68,8 +69,8 @@ class Store(abc.ABC):
 class Kin(NamedTuple):
     """Ranks of a group that are to be one of their own, on connections that ``whole`` has.
 
-    ``whole`` is a backend with ``part``, ``ranks`` are theirs in it. ``number`` is the same on all
-    of them, and that of no other group that has two of them.
+    ``whole`` is a backend that a network or memory joins, ``ranks`` are theirs in it. ``number`` is
+    the same on all of them, and that of no other group that has two of them.
     """
 
     whole: Any
@@ -98,6 +99,7 @@ class SubStore(Store):
         if len(store.spaces) == store.size:
             self.spaces = [store.spaces[rank] for rank in self._ranks]
         self.kin = store.kin and store.kin.among(self._ranks)
+        self.near = store.near and store.near.among(self._ranks)
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Pass ``payload`` and return that of every rank of the sub-store; see ``Store``."""

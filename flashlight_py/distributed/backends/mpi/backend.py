@@ -158,7 +158,7 @@ class MpiBackend(Backend):
         gpu_aware: bool,
     ) -> None:
         self.progress, self.control = progress, control
-        self.network = control.network
+        self.network, self.memory, self.near = control.network, control.memory, control.near
         self.leaving = Leaving(progress.mpi, comm)
         self.seconds, self._compares_all = seconds, checked
         self.rank, self.size, self.hosts = control.rank, control.size, control.hosts
