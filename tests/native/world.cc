@@ -108,11 +108,11 @@ struct ChoiceOfCalls {
 };
 template struct Reach<ChoiceOfCalls, &fl::Collectives::choice_>;
 
-struct RingsOfGroup {
-  using Member = fl::Rings fl::ShmGroup::*;
-  friend Member member_of(RingsOfGroup);
+struct FamilyOfGroup {
+  using Member = const std::shared_ptr<fl::Family> fl::ShmGroup::*;
+  friend Member member_of(FamilyOfGroup);
 };
-template struct Reach<RingsOfGroup, &fl::ShmGroup::rings_>;
+template struct Reach<FamilyOfGroup, &fl::ShmGroup::family_>;
 
 struct EndsOfRings {
   using Member = std::unique_ptr<fl::Rings::Ends[]> fl::Rings::*;
@@ -186,7 +186,8 @@ std::unique_ptr<fl::ShmGroup> World::join(int rank) {
   const uint32_t turn = (calls + ranks) % 9;
   collectives.*member_of(ChoiceOfCalls()) = fl::Choice(FL_VERBS, turn);
   for (int r = 0; r < ranks; ++r) {
-    fl::Rings::Ends& ends = ((*group).*member_of(RingsOfGroup()).*member_of(EndsOfRings()))[r];
+    fl::Rings& rings = ((*group).*member_of(FamilyOfGroup()))->rings;
+    fl::Rings::Ends& ends = (rings.*member_of(EndsOfRings()))[r];
     ends.sent = ends.seen_drained = ends.received = calls;
     ends.choice = fl::Choice(1, turn + r);
   }
