@@ -127,7 +127,7 @@ Engine::Sent Engine::put(Port& port, const fl_signature& call, int peer, const v
   record.token = waits ? message->token_ = token_for(*message) : 0;
   record.digest = digest_of(call);
   record.call = call;
-  record.call.sequence = sequence_of(++port.sent_[peer]);
+  const uint64_t sequence = record.call.sequence = sequence_of(++port.sent_[peer]);
   record.address = is_read ? reinterpret_cast<uintptr_t>(data) : 0;
   if (bytes > kTinyMessage) {
     stream_copy(room.data, data, bytes);
@@ -135,9 +135,9 @@ Engine::Sent Engine::put(Port& port, const fl_signature& call, int peer, const v
     std::memcpy(record.tiny, data, bytes);
   }
   known.charged += charge_of(record.kind, bytes);
-  wire_.send(to, room);
+  wire_.send(to, room);  // the record is the receiver's now
   if (!waits) return Sent::kGone;
-  message->mine_.sequence = record.call.sequence;
+  message->mine_.sequence = sequence;
   return Sent::kOffered;
 }
 

@@ -105,7 +105,7 @@ def test_of_ranks_that_wait_for_each_other_one_that_waited_to_the_end_is_named(
         import numpy as np
         import flashlight_py as fl
         fl.distributed_init(params={"TIMEOUT": 1, "TRACE_DIR": ""})
-        fl.send(np.zeros(3), 1 - fl.get_world_rank())  # which none receives
+        fl.send(np.zeros(9000), 1 - fl.get_world_rank())  # which none receives
         """,
     )
     done = launch("-n", 2, program)
