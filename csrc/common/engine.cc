@@ -252,9 +252,6 @@ bool Engine::burn(const Awaited& awaited, Patience patience, int hot) {
 
 // Until it is done, or `until`. What fails ends the messages of its group.
 void Engine::wait(Port& port, const Awaited& awaited, int hot, Clock::time_point until, Port::Interrupt interrupt) {
-  const bool soon = burn(awaited, port.transport_.patience(), hot);
-  port.transport_.waited(!soon);
-  if (soon) return;
   const struct Caller {
     Engine& engine;
     explicit Caller(Engine& engine) : engine(engine) { ++engine.callers_; }
@@ -262,6 +259,9 @@ void Engine::wait(Port& port, const Awaited& awaited, int hot, Clock::time_point
       if (--engine.callers_ == 0 && engine.open_ > 0) engine.ticker_.wind();
     }
   } caller{*this};
+  const bool soon = burn(awaited, port.transport_.patience(), hot);
+  port.transport_.waited(!soon);
+  if (soon) return;
   do {
     const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(until - Clock::now()).count();
     if (left < 0 || sleep(true, std::min<long>(kSliceMilliseconds, left + 1), awaited)) continue;
@@ -293,9 +293,12 @@ bool Engine::sleep(bool as_caller, long milliseconds, const Awaited& awaited) {
 void Engine::tick() {
   if (open_ == 0) return;
   ticker_.wind();
-  const bool is_attended = callers_ > 0 || std::exchange(calls_seen_, calls_.load()) != calls_;
-  const auto is_relieved = [this] { return stopping_ || callers_ > 0 || open_ == 0; };
-  while (!is_attended && !is_relieved()) {
+  const auto is_relieved = [this] {
+    const uint32_t calls = calls_;
+    const bool are_new = std::exchange(calls_seen_, calls) != calls;
+    return are_new || stopping_ || callers_ > 0 || open_ == 0;
+  };
+  while (!is_relieved()) {
     if (!sleep(false, kSliceMilliseconds, {})) look_around();
   }
 }
