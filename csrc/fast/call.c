@@ -99,11 +99,23 @@ static PyObject *end(const Binding *binding, fl_op *op, PyObject *x, PyObject *o
   return result;
 }
 
+/* Whether it is not worth the 200 ns to note where a call is: one soon after another, but for the first. */
+static int is_hurried(const Binding *binding, uint64_t before, int64_t now) {
+  enum { FIRST_CALLS = 2000, SOON_TICKS = 50000 };
+  const ring *calls = binding->calls;
+  return calls->number >= FIRST_CALLS && now - calls->calls[(before - 1) % RING_CALLS].started < SOON_TICKS;
+}
+
 /* A call notes its line if it has to wait anyway, or if it takes so long that nobody will notice. */
 fl_op *finish_collective(Binding *binding, const plain_call *call, ring_call *row) {
   const int64_t bytes = call->signature.count * call->signature.itemsize;
   const int is_small = bytes <= SMALL_BYTES;
-  const int ready = binding->ready(binding->group, is_small ? SPINS_WITH_GIL : 0);
+  int ready = binding->ready(binding->group, is_small ? SPINS_WITH_GIL : 0);
+  if (is_small && ready == FL_AWAITED && is_hurried(binding, row->id - 1, row->started)) {
+    Py_BEGIN_ALLOW_THREADS;
+    ready = binding->ready(binding->group, -1);
+    Py_END_ALLOW_THREADS;
+  }
   if (is_small && ready == FL_COMPLETE) {
     return binding->finish(binding->group, &call->signature, call->data, call->output);
   }
@@ -116,14 +128,6 @@ fl_op *finish_collective(Binding *binding, const plain_call *call, ring_call *ro
   return op;
 }
 
-/* Whether it is not worth the 200 ns to note where a call is: one soon after another, but for the first. */
-static int is_hurried(const Binding *binding) {
-  enum { FIRST_CALLS = 2000, SOON_TICKS = 50000 };
-  const ring *calls = binding->calls;
-  if (calls->number < FIRST_CALLS) return 0;
-  return fl_ticks() - calls->calls[(calls->written - 1) % RING_CALLS].started < SOON_TICKS;
-}
-
 /* A rank that needs nobody's call cannot be asked later where it was, as it has gone on by then. */
 int run_in_steps(Binding *binding, const plain_call *call, const fl_signature *shown, fl_op **op,
                  recorded *made) {
@@ -133,7 +137,7 @@ int run_in_steps(Binding *binding, const plain_call *call, const fl_signature *s
   if (binding->begin == NULL) return 0;
   if (plain_needs_nobody(call, binding->rank)) {
     site = &not_known;
-    if (!is_hurried(binding) && !place_and_site(binding, &place, &site)) return 0;
+    if (!is_hurried(binding, binding->calls->written, fl_ticks()) && !place_and_site(binding, &place, &site)) return 0;
   }
   if (!binding->begin(binding->group, &call->signature, call->data, call->seconds, site)) return 0;
   *made = record(binding, shown, -1, 0, place);

@@ -1,5 +1,7 @@
 #include "group.h"
 
+#include <sched.h>
+
 #include <numeric>
 #include <utility>
 
@@ -161,11 +163,12 @@ bool ShmGroup::begin(const fl_signature& signature, const void* data, double sec
 }
 
 Progress ShmGroup::ready(int spins) {
-  if (!peers_.may_spin()) spins = 0;
+  const bool yields = spins < 0 && !peers_.may_spin();
+  const int looks = yields ? peers_.patience().yields : peers_.may_spin() ? spins : 0;
   for (int look = 0;; ++look) {
     const Progress progress = collectives_.progress();
-    if (progress != Progress::kAwaited || look >= spins) return progress;
-    pause_after(look);
+    if (progress != Progress::kAwaited || look >= looks) return progress;
+    yields ? static_cast<void>(sched_yield()) : pause_after(look);
   }
 }
 

@@ -58,8 +58,8 @@ fl_shm_posted *fl_shm_post(fl_shm_group *group, const fl_message *messages, int 
 void fl_shm_deliver(fl_shm_posted *posted, fl_op **results);
 
 /* A collective on the caller's thread in two steps: begin, which never waits, shows the others what
-   this rank calls (0: nothing has happened, use fl_shm_run); ready says after up to `spins` looks how
-   far they are: FL_AWAITED, FL_CALLED, or FL_COMPLETE, after which nothing is waited for; finish waits
+   this rank calls (0: nothing has happened, use fl_shm_run); ready says after up to `spins` looks (-1:
+   as long as they need this rank's processor, without sleeping) how far they are: FL_AWAITED, FL_CALLED, or FL_COMPLETE, after which nothing is waited for; finish waits
    for them and does the work, with the result of fl_shm_run. */
 enum { FL_AWAITED = 0, FL_CALLED = 1, FL_COMPLETE = 2 };
 int fl_shm_begin(fl_shm_group *group, const fl_signature *signature, const void *data,
