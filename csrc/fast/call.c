@@ -21,6 +21,7 @@
    the peer, which waits for this rank meanwhile, would do so too from then on: it must be rare. */
 enum { SPINS_WITH_GIL = 100, SPINS_FOR_MESSAGES = 400 };
 enum { SMALL_BYTES = 4096, LARGE_BYTES = 64 << 10 };
+enum { CALLERS = sizeof((ring *)0)->callers / sizeof *((ring *)0)->callers };
 
 /* `place`: its line if known. */
 recorded record(const Binding *binding, const fl_signature *signature, int peer, int flags,
@@ -57,7 +58,9 @@ int is_left_to_python(const Binding *binding) {
 
 int is_inside(const Binding *binding) {
   const unsigned long thread = PyThread_get_thread_ident();
-  if (binding->calls->caller == thread) return 1;
+  for (int i = 0; i < CALLERS; ++i) {
+    if (binding->calls->callers[i] == thread) return 1;
+  }
   if (PySet_Size(binding->inside) == 0) return 0;
   PyObject *self = PyLong_FromUnsignedLong(thread);
   if (self == NULL) return -1;
@@ -137,43 +140,56 @@ int run_in_steps(Binding *binding, const plain_call *call, const fl_signature *s
   if (binding->begin == NULL) return 0;
   if (plain_needs_nobody(call, binding->rank)) {
     site = &not_known;
-    if (!is_hurried(binding, binding->calls->written, fl_ticks()) && !place_and_site(binding, &place, &site)) return 0;
+    const int is_soon = is_hurried(binding, binding->calls->written, fl_ticks());
+    if (!is_soon && !place_and_site(binding, &place, &site)) return 0;
   }
   if (!binding->begin(binding->group, &call->signature, call->data, call->seconds, site)) return 0;
   *made = record(binding, shown, -1, 0, place);
-  binding->calls->caller = PyThread_get_thread_ident();
+  binding->calls->callers[0] = PyThread_get_thread_ident();
   *op = finish_collective(binding, call, made->row);
-  binding->calls->caller = 0;
+  binding->calls->callers[0] = 0;
   return 1;
 }
 
-/* Let `inside` have this thread, or no longer; 0 with an exception. */
-static int enter(const Binding *binding, PyObject *thread) {
-  return thread != NULL && PySet_Add(binding->inside, thread) == 0;
+/* This thread is in a call from now on, in a place that leave() is to be given; -1 with an exception. */
+static int enter(const Binding *binding) {
+  const unsigned long thread = PyThread_get_thread_ident();
+  for (int i = 1; i < CALLERS; ++i) {
+    if (binding->calls->callers[i] != 0) continue;
+    binding->calls->callers[i] = thread;
+    return i;
+  }
+  PyObject *number = PyLong_FromUnsignedLong(thread);
+  const int is_added = number != NULL && PySet_Add(binding->inside, number) == 0;
+  Py_XDECREF(number);
+  return is_added ? CALLERS : -1;
 }
 
-static void leave(const Binding *binding, PyObject *thread) {
+static void leave(const Binding *binding, int place) {
+  if (place < CALLERS) {
+    binding->calls->callers[place] = 0;
+    return;
+  }
   PyObject *type, *value, *trace;
   PyErr_Fetch(&type, &value, &trace);
-  if (PySet_Discard(binding->inside, thread) < 0) PyErr_Clear();
+  PyObject *number = PyLong_FromUnsignedLong(PyThread_get_thread_ident());
+  if (number == NULL || PySet_Discard(binding->inside, number) < 0) PyErr_Clear();
+  Py_XDECREF(number);
   PyErr_Restore(type, value, trace);
-  Py_DECREF(thread);
 }
 
 int run_at_once(Binding *binding, const plain_call *call, const fl_signature *shown, fl_op **op,
                 recorded *made) {
-  PyObject *place, *thread = PyLong_FromUnsignedLong(PyThread_get_thread_ident());
+  PyObject *place;
   const fl_site *site;
-  if (!place_and_site(binding, &place, &site) || !enter(binding, thread)) {
-    Py_XDECREF(thread);
-    return 0;
-  }
+  const int entered = place_and_site(binding, &place, &site) ? enter(binding) : -1;
+  if (entered < 0) return 0;
   *made = record(binding, shown, call->peer, 0, place);
   Py_BEGIN_ALLOW_THREADS;
   *op = binding->run(binding->group, &call->signature, call->data, call->output, call->peer, call->seconds, 0,
                      site);
   Py_END_ALLOW_THREADS;
-  leave(binding, thread);
+  leave(binding, entered);
   return 1;
 }
 
@@ -210,23 +226,21 @@ static int exchange(const Binding *binding, const fl_message *messages, int coun
                            is_small ? SPINS_FOR_MESSAGES : -1);
     if (posted == NULL) return 1;
   }
-  PyObject *thread = PyLong_FromUnsignedLong(PyThread_get_thread_ident());
-  const int entered = enter(binding, thread);
+  const int entered = enter(binding);
   Py_BEGIN_ALLOW_THREADS;
   if (posted != NULL) {
     binding->deliver(posted, ops);
-  } else if (entered) {
+  } else if (entered >= 0) {
     binding->exchange(binding->group, messages, count, binding->seconds, 0, ops);
   }
   Py_END_ALLOW_THREADS;
-  if (entered) {
-    leave(binding, thread);
+  if (entered >= 0) {
+    leave(binding, entered);
     return 1;
   }
   for (int i = 0; i < count; ++i) {
     if (ops[i] != NULL) binding->free(ops[i]);
   }
-  Py_XDECREF(thread);
   return 0;
 }
 

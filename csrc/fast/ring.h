@@ -32,8 +32,7 @@ typedef struct {
   uint64_t number;  /* collectives of the group so far */
   uint64_t written; /* calls so far: the last one's id */
   uint64_t off;     /* not 0: leave every call to Python */
-  uint64_t caller;  /* the thread that is in a collective here, as Python knows it; or 0 */
-  uint64_t unused[4];
+  uint64_t callers[5]; /* threads that are in a call here, as Python knows them, or 0; of a collective the first */
   ring_call calls[RING_CALLS];
 } ring;
 

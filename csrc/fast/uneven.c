@@ -119,10 +119,10 @@ PyObject *native_uneven(Binding *binding, PyObject *x, PyObject *out, PyObject *
     Py_RETURN_NOTIMPLEMENTED;
   }
   const recorded made = record(binding, &call.signature, -1, 0, NULL);
-  binding->calls->caller = PyThread_get_thread_ident();
+  binding->calls->callers[0] = PyThread_get_thread_ident();
   fl_op *op = finish_collective(binding, &step, made.row);
   if (op == NULL) op = move(binding, x, out, table, &call, made.row);
-  binding->calls->caller = 0;
+  binding->calls->callers[0] = 0;
   PyObject *result = call.result;
   if (op != NULL) {
     result = fetch(binding, op, x, out, &call, made);

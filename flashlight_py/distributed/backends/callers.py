@@ -12,7 +12,7 @@ from typing import Any
 
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.calls.call_site import call_site
-from flashlight_py.distributed.failures.journal import CALLER, not_begun
+from flashlight_py.distributed.failures.journal import CALLERS, not_begun
 from flashlight_py.errors import DistributedError
 
 SITE_BYTES = 255  # and a zero: the text of an fl_site
@@ -43,7 +43,7 @@ class Callers:
     def has_this(self) -> bool:
         """Return whether this thread is in the middle of a call."""
         thread = threading.get_ident()
-        in_native = self.of_native is not None and self.of_native[CALLER] == thread
+        in_native = self.of_native is not None and thread in self.of_native[CALLERS]
         if in_native or thread in self.threads:
             return True
         return bool(self._parts) and any(part.is_calling() for part in self._parts)

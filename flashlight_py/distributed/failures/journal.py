@@ -45,7 +45,7 @@ _CALL = np.dtype(
     + [("id", "u8")]
 )
 # Places in its header, in eights of bytes.
-_NUMBER, _WRITTEN, _OFF, CALLER = 0, 1, 2, 3
+_NUMBER, _WRITTEN, _OFF, CALLERS = 0, 1, 2, slice(3, 8)
 _FAILED, _PLACED, _ASYNC = 1, 2, 4
 
 # Attributes of errors.
@@ -148,8 +148,8 @@ class Ring:
     """The memory that native code writes its calls to.
 
     ``memory`` is the ring, ``notes`` has for each of its places a line of user code, or the record
-    of a call that went through Python. ``header[CALLER]`` is the thread that is in a native
-    collective, or 0.
+    of a call that went through Python. ``header[CALLERS]`` are the threads that are in a native
+    call, or 0.
     """
 
     def __init__(self) -> None:
