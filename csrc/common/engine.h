@@ -319,6 +319,7 @@ class Engine {
   Engine(const Engine&) = delete;
   // From the beginning: have every send wait until it was received, or refused.
   void check_at_once() { checks_at_once_ = true; }
+  bool checks_at_once() const { return checks_at_once_; }
   // The thread has ended on return.
   void stop();
   // The group is over, also for the wire: nothing comes for it any more.

@@ -68,6 +68,8 @@ fl_op* fl_gloo_connect(fl_group* group, const char* addresses, size_t address_by
   });
 }
 
+void fl_gloo_check_at_once(fl_group* group) { group->group.check_at_once(); }
+
 int fl_gloo_awaited(fl_group* group) { return group->group.awaited(); }
 
 void fl_gloo_call_ranks(fl_group* group, const int* numbers) {

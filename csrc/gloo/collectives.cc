@@ -14,20 +14,23 @@ Collectives::Collectives(Mesh& mesh)
       rank_(mesh.rank),
       size_(mesh.size),
       passes_on_(size_ > Mesh::kDirect),
-      outgoing_(new Frame[size_]),
-      incoming_(new Frame[kTurns * size_]),
-      outgoing_buffers_(size_),
-      incoming_buffers_(kTurns * size_),
-      relay_(mesh) {}
+      outgoing_(new Frame[frames()]),
+      incoming_(new Frame[frames()]),
+      outgoing_buffers_(frames()),
+      incoming_buffers_(frames()),
+      relay_(mesh),
+      is_here_(frames()),
+      is_leaving_(frames()) {}
 
 Collectives::~Collectives() = default;
 
+size_t Collectives::frames() const { return static_cast<size_t>(passes_on_ ? 1 : kTurns) * size_; }
+
 void Collectives::open() {
   last_.reset(size_);
-  for (int r = 0; r < size_; ++r) {
-    outgoing_buffers_[r] = mesh_.buffer(&outgoing_[r], sizeof(Frame));
-  }
-  for (size_t i = 0; i < incoming_buffers_.size(); ++i) {
+  compares_at_once_ = mesh_.checks_at_once();
+  for (size_t i = 0; i < frames(); ++i) {
+    outgoing_buffers_[i] = mesh_.buffer(&outgoing_[i], sizeof(Frame));
     incoming_buffers_[i] = mesh_.buffer(&incoming_[i], sizeof(Frame));
   }
   has_begun_ = false;
@@ -40,32 +43,31 @@ void Collectives::open() {
 void Collectives::begin() {
   has_begun_ = true;
   if (passes_on_) return relay_.open();
-  for (size_t turn = 0; turn < kTurns; ++turn) {
-    for (int r = 0; r < size_; ++r) {
-      if (r != rank_) post_header(r, turn);
-    }
+  for (int r = 0; r < size_; ++r) {
+    if (r == rank_) continue;
+    const Packet packet = mesh_.packet(r);
+    for (uint32_t number = 1; number <= kTurns; ++number) post_header(r, number);
   }
+}
+
+// What came with the last call is read by now.
+void Collectives::post_headers() {
+  for (int r : given_) waiter_->sent(*outgoing_buffers_[r], r);
+  given_.clear();
 }
 
 // Receives are posted ahead of time: a header then arrives in one message, without waiting for
-// this rank to say that it is ready. What came with the last call is read by now.
-void Collectives::post_headers() {
-  if (passes_on_) {
-    for (int r : given_) waiter_->sent(*outgoing_buffers_[r], r);
-    return given_.clear();
-  }
-  has_read_ = true;
-  turn_ = (turn_ + 1) % kTurns;
-}
-
-void Collectives::post_header(int r, size_t turn) {
-  incoming_[turn * size_ + r].arrived = 0;
-  mesh_.ask(*incoming_buffers_[turn * size_ + r], r, kHeaderSlot, 0, sizeof(Frame));
+// this rank to say that it is ready.
+void Collectives::post_header(int r, uint32_t number) {
+  const size_t place = place_of(number, r);
+  incoming_[place].how = kNotArrived;
+  is_here_[place] = 0;
+  mesh_.ask(*incoming_buffers_[place], r, kHeaderSlot, 0, sizeof(Frame));
 }
 
 // Every rank announces to every other what it calls and, where it is small, what `give` has of `data` for
-// it. After this all ranks hold the same headers and so come to the same verdict. Payloads are there
-// until post_headers(), those of many ranks once they are fetched.
+// it. All ranks come to the same verdict, but where one needs no more than the calls of some: see enter().
+// Payloads are there until the next call, those of many ranks once they are fetched.
 void Collectives::meet(Call& call, const void* data, const Parts& give) {
   waiter_ = &call.waiter;
   mesh_.has_called(call.mine.sequence);
@@ -76,49 +78,203 @@ void Collectives::meet(Call& call, const void* data, const Parts& give) {
       for (int peer : neighbours) mesh_.require(peer);
       begin();
     }
-    const size_t common = passes_on_ ? common_bytes(give) : 0;
-    if (passes_on_) {
-      pass_on(call, data, give, common);
-    } else {
-      announce(call, data, give);
-      receive_calls(call);
-    }
+    if (!passes_on_) return enter(call, data, give);
+    const size_t common = common_bytes(give);
+    pass_on(call, data, give, common);
     remember(call);
-    const auto& calls = call.seen.calls;
-    const bool same = all_same(calls.data(), size_);
-    const bool is_known = !root_must_know(call.mine.verb) || calls[call.mine.root].ndim != FL_ANY;
-    if (same && is_known) return passes_on_ && common == 0 ? give_each(data, give) : void();
+    if (!are_same(call.seen)) throw Mismatch(call.seen);
+    if (common == 0) give_each(data, give);
   } catch (const TimedOut& failure) {
     const auto missing = not_arrived(call);
     throw Failure(FL_TIMEOUT, missing.empty() ? failure.missing : missing, failure.what());
   }
-  post_headers();
-  throw Mismatch(call.seen);
 }
 
-void Collectives::announce(const Call& call, const void* data, const Parts& give) {
+bool Collectives::are_same(const Seen& seen) {
+  const fl_signature& any = seen.calls[0];
+  if (!all_same(seen.calls.data(), static_cast<int>(seen.calls.size()))) return false;
+  return !root_must_know(any.verb) || seen.calls[any.root].ndim != FL_ANY;
+}
+
+// Few ranks -------------------------------------------------------------------------------------
+//
+// As in shared memory (shm/entering.cc): a rank that needs fewer calls than all, as the root of a small
+// broadcast needs none, returns when what it has given was copied. It compares the others' calls in its next
+// ones, and may be kMostAhead ahead of the latest. Where they differ, who sees it at once raises at once; then
+// also the next call in which every rank waits for every other does nothing and raises on all.
+
+void Collectives::enter(Call& call, const void* data, const Parts& give) {
+  while (calls_ + 1 - compared_ > kMostAhead) compare_call(compared_ + 1);
+  ++calls_;
+  const Ranks needed = needed_by(rank_, call.mine);
+  const bool is_ahead = needed.count() < size_;
+  announce(call, data, give, is_ahead ? kRunsAhead : kWaits);
+  if (is_ahead && receive_some(call, needed)) return;
+  receive_all(call);
+}
+
+// The ranks whose calls bring something for `rank`, which calls that. All, where data follows that does not
+// go with the call.
+Collectives::Ranks Collectives::needed_by(int rank, const fl_signature& call) const {
+  const bool is_root = rank == call.root;
+  size_t bytes = static_cast<size_t>(call.count) * call.itemsize;
+  bool may_be_small = false;
+  Ranks some;
+  switch (call.verb) {
+    case FL_SCATTER:
+    case FL_BROADCAST:
+      may_be_small = call.ndim == FL_ANY && !is_root;
+      if (!is_root) some = {call.root, call.root + 1};
+      break;
+    case FL_REDUCE:
+    case FL_GATHER:
+      some = {0, is_root ? size_ : 0};
+      break;
+    case FL_SCAN:
+    case FL_EXSCAN:
+      some = {0, rank};
+      bytes *= size_ - 1;
+      break;
+    default:
+      return {0, size_};
+  }
+  const bool is_small = may_be_small || (call.ndim >= 0 && bytes <= kInlineBytes);
+  return is_small && !is_compared(call) && !compares_at_once_ ? some : Ranks{0, size_};
+}
+
+void Collectives::announce(const Call& call, const void* data, const Parts& give, How how) {
   const char* const source = static_cast<const char*>(data);
+  const uint32_t read = compared_;  // what came with these calls
+  awaited_ = calls_;
   for (int r = 0; r < size_; ++r) {
     if (r == rank_) continue;
-    Frame& frame = outgoing_[r];
-    frame.arrived = 1;
+    const size_t place = place_of(calls_, r);
+    if (is_leaving_[place]) waiter_->sent(*outgoing_buffers_[place], r);
+    Frame& frame = outgoing_[place];
+    frame.how = how;
     frame.signature = call.mine;
     frame.site = call.site;
     const size_t bytes = give[r].bytes <= kInlineBytes ? give[r].bytes : 0;
     if (bytes > 0) std::memcpy(frame.payload, source + give[r].begin, bytes);
     const Packet packet = mesh_.packet(r);
-    if (has_read_) post_header(r, (turn_ + 1) % kTurns);
-    outgoing_buffers_[r]->send(r, kHeaderSlot, 0, offsetof(Frame, payload) + bytes);
+    for (uint32_t number = asked_; number != read;) post_header(r, ++number + kTurns);
+    outgoing_buffers_[place]->send(r, kHeaderSlot, 0, offsetof(Frame, payload) + bytes);
+    is_leaving_[place] = 1;
   }
-  has_read_ = false;
+  asked_ = read;
 }
 
-void Collectives::receive_calls(Call& call) {
-  for (int r = 0; r < size_; ++r) {
-    if (r != rank_) call.waiter.received(*incoming_buffers_[turn_ * size_ + r], r);
+// False: more is needed, as the root has more than goes with its call.
+bool Collectives::receive_some(Call& call, Ranks needed) {
+  while (compared_ + 1 != calls_ && all_have_called(compared_ + 1)) compare_call(compared_ + 1);
+  raise_earlier(true);
+  call.seen = last_;  // of whom this call need not be known
+  bool same = true;
+  for (int r = needed.first; r < needed.last; ++r) {
+    if (r != rank_) wait_for(calls_, r);
+    call.seen.calls[r] = r == rank_ ? call.mine : incoming(r, calls_).signature;
+    call.seen.sites[r] = r == rank_ ? call.site : incoming(r, calls_).site;
+    const fl_signature both[] = {call.mine, call.seen.calls[r]};
+    same = same && all_same(both, 2) && !(root_must_know(call.mine.verb) && both[1].ndim == FL_ANY);
   }
+  call.seen.calls[rank_] = call.mine;
+  call.seen.sites[rank_] = call.site;
+  if (!same) {
+    raised_ = calls_;
+    throw Mismatch(seen_in(calls_));
+  }
+  const fl_signature& root = call.seen.calls[call.mine.root];
+  return call.mine.ndim != FL_ANY || static_cast<size_t>(root.count) * root.itemsize <= kInlineBytes;
+}
+
+void Collectives::receive_all(Call& call) {
+  while (compared_ + 1 != calls_) compare_call(compared_ + 1);
+  raise_earlier(false);
+  const bool same = compare_call(calls_, true);
+  remember(call);
+  if (!same) throw Mismatch(call.seen);
+}
+
+void Collectives::wait_for(uint32_t number, int r) {
+  const size_t place = place_of(number, r);
+  awaited_ = number;
+  if (!is_here_[place]) waiter_->received(*incoming_buffers_[place], r);
+  is_here_[place] = 1;
+}
+
+bool Collectives::all_have_called(uint32_t number) const {
   for (int r = 0; r < size_; ++r) {
-    if (r != rank_) call.waiter.sent(*outgoing_buffers_[r], r);
+    const uint64_t& how = incoming(r, number).how;
+    if (r != rank_ && __atomic_load_n(&how, __ATOMIC_ACQUIRE) == kNotArrived) return false;
+  }
+  return true;
+}
+
+// What is known of a call: this rank's own is in what it has sent.
+Seen Collectives::seen_in(uint32_t number) const {
+  Seen seen;
+  seen.reset(size_);
+  seen.ago = calls_ - number;
+  for (int r = 0; r < size_; ++r) {
+    const Frame& frame = r == rank_ ? outgoing_[place_of(number, (rank_ + 1) % size_)] : incoming(r, number);
+    if (__atomic_load_n(&frame.how, __ATOMIC_ACQUIRE) == kNotArrived) continue;
+    seen.calls[r] = frame.signature;
+    seen.sites[r] = frame.site;
+  }
+  return seen;
+}
+
+// What all have called in the next call that was not compared; whether it is the same. A rank that may not
+// have been told where not, as it has returned ahead, hears of it in a later call.
+bool Collectives::compare_call(uint32_t number, bool or_raises) {
+  bool runs_ahead = false;
+  for (int r = 0; r < size_; ++r) {
+    if (r != rank_) wait_for(number, r);
+    const size_t place = place_of(number, r == rank_ ? (rank_ + 1) % size_ : r);
+    runs_ahead = runs_ahead || (r == rank_ ? outgoing_ : incoming_)[place].how == kRunsAhead;
+  }
+  const Seen seen = seen_in(number);
+  const bool same = are_same(seen);
+  compared_ = number;
+  if (same && wrong_.empty()) return true;
+  forget_old(number);
+  if (!runs_ahead) {
+    wrong_.clear();  // every rank raises in this call
+  } else if (!same) {
+    wrong_.push_back({number, or_raises || number == raised_, seen});
+  }
+  return same;
+}
+
+void Collectives::forget_old(uint32_t number) {
+  const auto is_old = [&](const Wrong& call) { return number - call.number > kMostAhead; };
+  wrong_.erase(std::remove_if(wrong_.begin(), wrong_.end(), is_old), wrong_.end());
+}
+
+// A mismatch of an earlier call: with `only_news` one of which this rank has not been told.
+void Collectives::raise_earlier(bool only_news) {
+  if (wrong_.empty()) return;
+  forget_old(calls_);
+  const auto news = std::find_if(wrong_.begin(), wrong_.end(), [](const Wrong& w) { return !w.told; });
+  if (wrong_.empty() || (only_news && news == wrong_.end())) return;
+  const Wrong found = news == wrong_.end() ? wrong_.back() : *news;
+  for (Wrong& call : wrong_) call.told = true;
+  if (!only_news) compare_call(calls_);
+  Seen seen = found.seen;
+  seen.ago = calls_ - found.number;
+  throw Mismatch(seen);
+}
+
+void Collectives::flush(Clock::time_point end) noexcept {
+  for (size_t place = 0; !passes_on_ && place < frames(); ++place) {
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(end - Clock::now());
+    if (!is_leaving_[place]) continue;
+    try {
+      outgoing_buffers_[place]->waitSend(nullptr, std::max(left, std::chrono::milliseconds(1)));
+    } catch (const std::exception&) {
+      return;  // somebody has gone, or is too late
+    }
+    is_leaving_[place] = 0;
   }
 }
 
@@ -169,7 +325,7 @@ void Collectives::fetch(const Parts& take) {
 }
 
 const char* Collectives::payload(int r) const {
-  if (!passes_on_) return incoming(r).payload;
+  if (!passes_on_) return incoming(r, calls_).payload;
   return relay_.bytes(r) > 0 ? relay_.payload(r) : incoming_[r].payload;
 }
 
@@ -178,8 +334,8 @@ const char* Collectives::payload(int r) const {
 void Collectives::remember(Call& call) {
   received_at_ = Clock::now();
   for (int r = 0; r < size_; ++r) {
-    last_.calls[r] = r == rank_ ? call.mine : passes_on_ ? relay_.call(r) : incoming(r).signature;
-    last_.sites[r] = r == rank_ ? call.site : passes_on_ ? relay_.site(r) : incoming(r).site;
+    last_.calls[r] = r == rank_ ? call.mine : passes_on_ ? relay_.call(r) : incoming(r, calls_).signature;
+    last_.sites[r] = r == rank_ ? call.site : passes_on_ ? relay_.site(r) : incoming(r, calls_).site;
   }
   call.seen.calls = last_.calls;
   call.seen.sites = last_.sites;
@@ -195,8 +351,8 @@ Seen Collectives::last_calls() const {
 bool Collectives::is_ahead(int rank, fl_signature& call) const {
   if (!has_begun_ || rank == rank_) return false;
   if (passes_on_) return relay_.is_ahead(rank, call);
-  const Frame& frame = incoming(rank);
-  if (__atomic_load_n(&frame.arrived, __ATOMIC_ACQUIRE) == 0) return false;
+  const Frame& frame = incoming(rank, calls_ + 1);
+  if (__atomic_load_n(&frame.how, __ATOMIC_ACQUIRE) == kNotArrived) return false;
   call = frame.signature;
   return true;
 }
@@ -209,7 +365,7 @@ std::vector<int> Collectives::not_arrived(const Call& call) {
   for (int r = 0; has_begun_ && r < size_; ++r) {
     if (r == rank_) continue;
     // It may be arriving just now.
-    if (__atomic_load_n(&incoming(r).arrived, __ATOMIC_ACQUIRE) == 0) missing.push_back(r);
+    if (__atomic_load_n(&incoming(r, awaited_).how, __ATOMIC_ACQUIRE) == kNotArrived) missing.push_back(r);
   }
   return missing;
 }

@@ -52,6 +52,8 @@ class Collectives {
 
   // Post the receives of the first headers; once, when every peer is connected.
   void open();
+  // Have what was sent by calls that have returned be on its way, or wait until `end` for that.
+  void flush(Clock::time_point end) noexcept;
 
   // Whether `rank` has announced a call that this rank has not made yet, and which. No other call
   // may run meanwhile.
@@ -79,22 +81,45 @@ class Collectives {
   // Payloads up to this size travel inside the header, in one step instead of two. Copying more
   // takes longer than the step.
   static constexpr size_t kInlineBytes = 64 << 10;
-  // Calls whose headers can arrive unasked. A rank asks for that of call k + 2 just before it sends its own
-  // of k + 1, in one packet, which ends that call for the others: nobody who begins k + 2 waits to be
-  // asked.
-  static constexpr size_t kTurns = 2;
+  // Calls whose headers can arrive unasked, and of which a rank that needs none of them may be ahead. It asks
+  // for those of a call that it has compared just before it sends its own of the next, in one packet.
+  static constexpr uint32_t kTurns = 8, kMostAhead = kTurns - 1;
+  // How a rank has called: it waits for all others, or may return before they have called.
+  enum How : uint64_t { kNotArrived, kWaits, kRunsAhead };
   struct Frame {
     fl_signature signature;
     fl_site site;
-    uint64_t arrived;  // written by the sender, cleared by the receiver; when it is there, so is the above
+    uint64_t how;  // written by the sender, cleared by the receiver; when it is there, so is the above
     char payload[kInlineBytes];
+  };
+  // From one to before another.
+  struct Ranks {
+    int first = 0, last = 0;
+    int count() const { return last - first; }
+  };
+  // An earlier call in which the ranks differ.
+  struct Wrong {
+    uint32_t number;
+    bool told;  // this rank has raised it
+    Seen seen;
   };
   class ReductionInParts;
 
+  size_t frames() const;
   void meet(Call& call, const void* data, const Parts& give);
   void begin();
-  void announce(const Call& call, const void* data, const Parts& give);
-  void receive_calls(Call& call);
+  void enter(Call& call, const void* data, const Parts& give);
+  void announce(const Call& call, const void* data, const Parts& give, How how);
+  Ranks needed_by(int rank, const fl_signature& call) const;
+  bool receive_some(Call& call, Ranks needed);
+  void receive_all(Call& call);
+  void wait_for(uint32_t number, int r);
+  bool all_have_called(uint32_t number) const;
+  Seen seen_in(uint32_t number) const;
+  bool compare_call(uint32_t number, bool or_raises = false);
+  void forget_old(uint32_t number);
+  void raise_earlier(bool only_news);
+  static bool are_same(const Seen& seen);
   size_t common_bytes(const Parts& give) const;
   void pass_on(Call& call, const void* data, const Parts& give, size_t bytes);
   void give_each(const void* data, const Parts& give);
@@ -102,9 +127,9 @@ class Collectives {
   // Rank r's, small and fetched; until post_headers().
   const char* payload(int r) const;
   void post_headers();
-  void post_header(int r, size_t turn);
-  Frame& incoming(int r) { return incoming_[turn_ * size_ + r]; }
-  const Frame& incoming(int r) const { return incoming_[turn_ * size_ + r]; }
+  void post_header(int r, uint32_t number);
+  size_t place_of(uint32_t number, int r) const { return number % kTurns * size_ + r; }
+  const Frame& incoming(int r, uint32_t number) const { return incoming_[place_of(number, r)]; }
   std::vector<int> not_arrived(const Call& call);
   void remember(Call& call);
 
@@ -130,9 +155,9 @@ class Collectives {
   const int rank_;
   const int size_;
   const bool passes_on_;  // what ranks call goes by others: see Relay
+  bool compares_at_once_ = false;  // no call ends before all ranks have made it
   bool has_begun_ = false;
-  bool has_read_ = false;  // the frames of the last call: they can be asked for again
-  // One per peer, of what arrives kTurns. Memory that no payload reaches is never touched.
+  // By call and peer. Memory that no payload reaches is never touched.
   std::unique_ptr<Frame[]> outgoing_;
   std::unique_ptr<Frame[]> incoming_;
   std::vector<Buffer> outgoing_buffers_;
@@ -140,7 +165,13 @@ class Collectives {
   Relay relay_;
   Waiter* waiter_ = nullptr;  // of the call that runs
   std::vector<int> given_;    // to whom, of what was small and did not go by all
-  size_t turn_ = 0;  // whose frames of incoming_ this rank's next call finds its headers in
+  std::vector<char> is_here_, is_leaving_;  // by call and peer: whether it was waited for, and is on its way
+  uint32_t calls_ = 0;        // so far, of few ranks
+  uint32_t compared_ = 0;     // of these, in which all ranks' calls are known
+  uint32_t asked_ = 0;        // of these, in place of whose headers later ones have been asked for
+  uint32_t raised_ = 0;       // the last in which this rank has raised before it was compared
+  uint32_t awaited_ = 0;      // whose headers are waited for
+  std::vector<Wrong> wrong_;
   // The last call that all have made, and when it arrived.
   Seen last_;
   Clock::time_point received_at_;

@@ -40,6 +40,10 @@ void fl_gloo_watch_hosts(fl_group *group, const fl_hosts *hosts, const char *add
 void fl_gloo_take_along(fl_group *group, void (*give_up)(void *other, const char *why), void *other,
                         const char *advice);
 
+/* Before fl_gloo_connect: no call of this rank ends before the others have made it, in this group and those
+   that are made of it. */
+void fl_gloo_check_at_once(fl_group *group);
+
 /* The calls below start an operation. `seconds` bounds the operation's time from when it begins to
    run. `data` and `output` must stay alive and untouched until it has ended. */
 

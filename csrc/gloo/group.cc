@@ -118,6 +118,10 @@ std::shared_ptr<Operation> Group::run_here(double seconds, Task task) {
 // Where a caller is still inside, the sockets cannot be freed yet, and the others must not wait for
 // that.
 void Group::close() {
+  if (queue_.enter()) {
+    collectives_.flush(Clock::now() + kLastMessages);
+    queue_.leave();
+  }
   mesh_->leave();  // and is not the rank that was lost where another one is
   port_->close();
   queue_.close();

@@ -30,6 +30,7 @@ class Group {
   // Which rank connect() waits for; -1: for none.
   int awaited() const { return mesh_->awaited(); }
   // See Mesh.
+  void check_at_once() { mesh_->check_at_once(); }
   int listen_for_hosts() { return mesh_->listen_for_hosts(); }
   void watch_hosts(Hosts hosts) { mesh_->watch_hosts(std::move(hosts)); }
   void take_along(Companion companion) { mesh_->take_along(std::move(companion)); }

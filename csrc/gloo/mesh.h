@@ -69,6 +69,9 @@ class Mesh : public Transport, public Connections, public Route {
   // succeeded, makes that one fail, not this one. Throws Failure where it cannot be connected.
   void ask(gloo::transport::UnboundBuffer& buffer, int peer, uint64_t slot, size_t offset, size_t bytes);
   Packet packet(int peer) const { return Packet(links_.pair(ranks_[peer])); }
+  // No call of this rank ends before the others have made it: from the beginning, of a group and its parts.
+  void check_at_once() { family_->engine.check_at_once(); }
+  bool checks_at_once() const { return family_->engine.checks_at_once(); }
   // The threads of its operations.
   const std::shared_ptr<Crew>& crew() const { return family_->crew; }
   // That of its messages, which ends before it.

@@ -44,7 +44,8 @@ class GlooBackend(NativeBackend):
     when one cannot be reached any more (csrc/gloo/heartbeat.h): one that is silent for
     ``host_timeout`` seconds is lost. The longest that any rank was given counts for all, and 0, for
     ever, of any. Where the group ``is_watched``, another one, of more ranks of these hosts, does
-    it, and takes this one along.
+    it, and takes this one along. With ``at_once`` no call of this rank ends before all others have
+    made it, in this group and those made of it.
 
     Raises:
         BackendUnavailableError: the native extension or the interface is missing, or this rank
@@ -68,11 +69,14 @@ class GlooBackend(NativeBackend):
         host_timeout: float = 0.0,
         lazily: bool = False,
         is_watched: bool = False,
+        at_once: bool = False,
     ) -> None:
         native = _native.load("gloo")
         super().__init__(native, store, timeout)
         self._joining, self.places = joining, list(range(self.size))
         self._begin(native, self._create(address))
+        if at_once:
+            self.lib.fl_gloo_check_at_once(self.group)
         try:
             is_watched |= len(set(hosts)) < 2
             # The port at which this rank hears of the other hosts.

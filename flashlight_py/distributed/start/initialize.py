@@ -484,17 +484,22 @@ def _between(
 ) -> tuple[Backend, Backend | None]:
     """Join all ranks, and those that are number ``local`` on their hosts; three exchanges."""
     settings = replace(settings, timeout=between_hosts(settings.timeout))
-    flat = _gloo(store, settings, lazily=True)
+    # What is refused late would reach half a call, of which a part was made elsewhere.
+    flat = _gloo(store, settings, lazily=True, at_once=True)
     if local >= min(map(len, hosts)):
         for _ in range(0 if store.kin else 2):
             store.exchange(b"")
         return flat, None
     leading = SubStore(store, [host[local] for host in hosts])
-    return flat, _gloo(leading, settings, is_watched=True)
+    return flat, _gloo(leading, settings, is_watched=True, at_once=True)
 
 
 def _gloo(
-    store: Store, settings: Settings, lazily: bool = False, is_watched: bool = False
+    store: Store,
+    settings: Settings,
+    lazily: bool = False,
+    is_watched: bool = False,
+    at_once: bool = False,
 ) -> Backend:
     """Connect through Gloo, on the loopback where that joins all; two exchanges.
 
@@ -516,4 +521,5 @@ def _gloo(
         settings.host_timeout,
         lazily,
         is_watched,
+        at_once,
     )
