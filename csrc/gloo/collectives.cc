@@ -149,7 +149,8 @@ void Collectives::announce(const Call& call, const void* data, const Parts& give
   for (int r = 0; r < size_; ++r) {
     if (r == rank_) continue;
     const size_t place = place_of(calls_, r);
-    if (is_leaving_[place]) waiter_->sent(*outgoing_buffers_[place], r);
+    unless_lost(r, [&] { if (is_leaving_[place]) waiter_->sent(*outgoing_buffers_[place], r); });
+    is_leaving_[place] = 0;
     Frame& frame = outgoing_[place];
     frame.how = how;
     frame.signature = call.mine;
@@ -158,10 +159,22 @@ void Collectives::announce(const Call& call, const void* data, const Parts& give
     if (bytes > 0) std::memcpy(frame.payload, source + give[r].begin, bytes);
     const Packet packet = mesh_.packet(r);
     for (uint32_t number = asked_; number != read;) post_header(r, ++number + kTurns);
-    outgoing_buffers_[place]->send(r, kHeaderSlot, 0, offsetof(Frame, payload) + bytes);
-    is_leaving_[place] = 1;
+    unless_lost(r, [&] {
+      outgoing_buffers_[place]->send(r, kHeaderSlot, 0, offsetof(Frame, payload) + bytes);
+      is_leaving_[place] = 1;
+    });
   }
   asked_ = read;
+}
+
+// Who has left may have done its part before. Whoever waits for more finds it lost.
+template <typename Send>
+void Collectives::unless_lost(int r, Send send) {
+  try {
+    send();
+  } catch (const std::exception&) {
+    if (!mesh_.is_lost(r)) throw;
+  }
 }
 
 // False: more is needed, as the root has more than goes with its call.

@@ -110,6 +110,8 @@ class Collectives {
   void begin();
   void enter(Call& call, const void* data, const Parts& give);
   void announce(const Call& call, const void* data, const Parts& give, How how);
+  template <typename Send>
+  void unless_lost(int r, Send send);
   Ranks needed_by(int rank, const fl_signature& call) const;
   bool receive_some(Call& call, Ranks needed);
   void receive_all(Call& call);
