@@ -15,10 +15,10 @@ FILES = [path for path in PACKAGE.rglob("*.py") if path.name != "_nccl.py"]  # t
 
 # At most so many lines and files. Blank lines, comments and docstrings count.
 BUDGETS = {
-    "": (44_730, 228),
+    "": (44_820, 228),
     # torch changes the timeouts of groups that are open; objects know two ways, native and not.
-    "distributed": (16_400, 87),
-    "distributed/rendezvous": (2_620, 9),
+    "distributed": (16_490, 87),
+    "distributed/rendezvous": (2_622, 9),
     # Not 1,200: last words need a communicator and a count of their own, or others get wrong sums.
     "distributed/backends/mpi": (1_260, 7),
     "parallel": (6_460, 30),
