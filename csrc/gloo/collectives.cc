@@ -149,7 +149,7 @@ void Collectives::announce(const Call& call, const void* data, const Parts& give
   for (int r = 0; r < size_; ++r) {
     if (r == rank_) continue;
     const size_t place = place_of(calls_, r);
-    unless_lost(r, [&] { if (is_leaving_[place]) waiter_->sent(*outgoing_buffers_[place], r); });
+    unless_left(r, [&] { if (is_leaving_[place]) waiter_->sent(*outgoing_buffers_[place], r); });
     is_leaving_[place] = 0;
     Frame& frame = outgoing_[place];
     frame.how = how;
@@ -159,7 +159,7 @@ void Collectives::announce(const Call& call, const void* data, const Parts& give
     if (bytes > 0) std::memcpy(frame.payload, source + give[r].begin, bytes);
     const Packet packet = mesh_.packet(r);
     for (uint32_t number = asked_; number != read;) post_header(r, ++number + kTurns);
-    unless_lost(r, [&] {
+    unless_left(r, [&] {
       outgoing_buffers_[place]->send(r, kHeaderSlot, 0, offsetof(Frame, payload) + bytes);
       is_leaving_[place] = 1;
     });
@@ -167,13 +167,13 @@ void Collectives::announce(const Call& call, const void* data, const Parts& give
   asked_ = read;
 }
 
-// Who has left may have done its part before. Whoever waits for more finds it lost.
+// Who has left in order may have done its part before. Whoever waits for more finds it lost.
 template <typename Send>
-void Collectives::unless_lost(int r, Send send) {
+void Collectives::unless_left(int r, Send send) {
   try {
     send();
   } catch (const std::exception&) {
-    if (!mesh_.is_lost(r)) throw;
+    if (!mesh_.has_closed(r)) throw;
   }
 }
 

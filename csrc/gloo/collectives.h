@@ -111,7 +111,7 @@ class Collectives {
   void enter(Call& call, const void* data, const Parts& give);
   void announce(const Call& call, const void* data, const Parts& give, How how);
   template <typename Send>
-  void unless_lost(int r, Send send);
+  void unless_left(int r, Send send);
   Ranks needed_by(int rank, const fl_signature& call) const;
   bool receive_some(Call& call, Ranks needed);
   void receive_all(Call& call);

@@ -236,6 +236,11 @@ bool Mesh::has_said_all(int peer) {
   return found.farewell != nullptr || found.closed_at != kNever;
 }
 
+bool Mesh::has_closed(int peer) const {
+  const Known found = known(peer);
+  return found.farewell == nullptr && found.closed_at != kNever;
+}
+
 bool Mesh::is_lost(int peer) {
   const Pair* const pair = links_.pair(ranks_[peer]);
   if (links_.has_failed(ranks_[peer]) || (pair != nullptr && pair->ended_at() != kNever)) return true;

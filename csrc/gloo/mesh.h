@@ -101,6 +101,8 @@ class Mesh : public Transport, public Connections, public Route {
   void leave();
 
   bool is_lost(int peer) override;
+  // Whether it has closed the group, and not because it gave up.
+  bool has_closed(int peer) const;
   bool has_said_all(int peer) override;
   void read(gloo::transport::UnboundBuffer& buffer, int peer) override {
     links_.read(buffer, ranks_[peer]);
