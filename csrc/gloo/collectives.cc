@@ -192,6 +192,7 @@ bool Collectives::receive_some(Call& call, Ranks needed) {
   }
   call.seen.calls[rank_] = call.mine;
   call.seen.sites[rank_] = call.site;
+  received_at_ = Clock::now();
   if (!same) {
     raised_ = calls_;
     throw Mismatch(seen_in(calls_));
@@ -356,6 +357,15 @@ void Collectives::remember(Call& call) {
 
 Seen Collectives::last_calls() const {
   Seen seen = last_;
+  // And what has come of those that this rank has not compared.
+  for (uint32_t number = compared_; !passes_on_ && number != calls_;) {
+    const Seen later = seen_in(++number);
+    for (int r = 0; r < size_; ++r) {
+      if (later.calls[r].sequence == 0) continue;
+      seen.calls[r] = later.calls[r];
+      seen.sites[r] = later.sites[r];
+    }
+  }
   const double age = std::chrono::duration<double>(Clock::now() - received_at_).count();
   for (int r = 0; r < size_; ++r) seen.ages[r] = seen.calls[r].sequence == 0 ? -1 : age;
   return seen;
