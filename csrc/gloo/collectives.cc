@@ -182,6 +182,7 @@ bool Collectives::receive_some(Call& call, Ranks needed) {
   while (compared_ + 1 != calls_ && all_have_called(compared_ + 1)) compare_call(compared_ + 1);
   raise_earlier(true);
   call.seen = last_;  // of whom this call need not be known
+  call.seen.ago = 0;
   bool same = true;
   for (int r = needed.first; r < needed.last; ++r) {
     if (r != rank_) wait_for(calls_, r);
@@ -205,7 +206,7 @@ void Collectives::receive_all(Call& call) {
   while (compared_ + 1 != calls_) compare_call(compared_ + 1);
   raise_earlier(false);
   const bool same = compare_call(calls_, true);
-  remember(call);
+  call.seen = last_;
   if (!same) throw Mismatch(call.seen);
 }
 
@@ -247,15 +248,16 @@ bool Collectives::compare_call(uint32_t number, bool or_raises) {
     const size_t place = place_of(number, r == rank_ ? (rank_ + 1) % size_ : r);
     runs_ahead = runs_ahead || (r == rank_ ? outgoing_ : incoming_)[place].how == kRunsAhead;
   }
-  const Seen seen = seen_in(number);
-  const bool same = are_same(seen);
+  last_ = seen_in(number);
+  received_at_ = Clock::now();
+  const bool same = are_same(last_);
   compared_ = number;
   if (same && wrong_.empty()) return true;
   forget_old(number);
   if (!runs_ahead) {
     wrong_.clear();  // every rank raises in this call
   } else if (!same) {
-    wrong_.push_back({number, or_raises || number == raised_, seen});
+    wrong_.push_back({number, or_raises || number == raised_, last_});
   }
   return same;
 }
@@ -348,8 +350,8 @@ const char* Collectives::payload(int r) const {
 void Collectives::remember(Call& call) {
   received_at_ = Clock::now();
   for (int r = 0; r < size_; ++r) {
-    last_.calls[r] = r == rank_ ? call.mine : passes_on_ ? relay_.call(r) : incoming(r, calls_).signature;
-    last_.sites[r] = r == rank_ ? call.site : passes_on_ ? relay_.site(r) : incoming(r, calls_).site;
+    last_.calls[r] = r == rank_ ? call.mine : relay_.call(r);
+    last_.sites[r] = r == rank_ ? call.site : relay_.site(r);
   }
   call.seen.calls = last_.calls;
   call.seen.sites = last_.sites;
@@ -357,6 +359,7 @@ void Collectives::remember(Call& call) {
 
 Seen Collectives::last_calls() const {
   Seen seen = last_;
+  seen.ago = 0;
   // And what has come of those that this rank has not compared.
   for (uint32_t number = compared_; !passes_on_ && number != calls_;) {
     const Seen later = seen_in(++number);
