@@ -31,7 +31,7 @@ NEEDED = {
     "tape": "",
 }
 # What a system must have for the extension, as a program that includes it.
-HEADERS = {"gloo": ["gloo/context.h"], "shm": ["linux/futex.h"]}
+HEADERS = {"gloo": ["gloo/transport/tcp/device.h"], "shm": ["linux/futex.h"]}
 # Of all files. Python's own -g makes nine tenths of a library, and Debian lacks a header of Gloo. A
 # unit of several sources is no header, of whose anonymous namespaces GCC would warn.
 FLAGS = ["-g0", "-Wno-subobject-linkage", "-idirafter", "csrc/gloo/missing"]

@@ -113,9 +113,9 @@ def test_wheel_trains_on_two_ranks_in_an_empty_environment(wheel: Path, tmp_path
 def reason(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Why Gloo is missing, as a build says where its headers are hidden."""
     folder = tmp_path_factory.mktemp("no_gloo")
-    hidden = folder / "gloo"
-    hidden.mkdir()
-    (hidden / "context.h").write_text('#error "this machine has no Gloo"\n')
+    hidden = folder / "gloo" / "transport" / "tcp"
+    hidden.mkdir(parents=True)
+    (hidden / "device.h").write_text('#error "this machine has no Gloo"\n')
     return reason_in(
         build(copy_of_sources(folder), folder / "dist", CPATH=str(folder), **OTHERS_LEFT_OUT)
     )
