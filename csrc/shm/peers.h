@@ -74,13 +74,17 @@ class Peers : public Transport {
   std::vector<int> not_called(const Concern& concern) const;
 
   // The less, the more waits have been in vain lately: with what they wait for elsewhere, as on other
-  // hosts, or for a rank that needs this one's processor.
+  // hosts, or for a rank that needs this one's processor. Every so many waits all of it is tried: two ranks
+  // that wake each other up, which takes longer than what is left of it, would do so for ever.
   Patience patience() const override {
-    return {patience_.spins >> vain_.load(std::memory_order_relaxed), patience_.yields};
+    const bool tries = waits_.load(std::memory_order_relaxed) % kTryEvery == 0;
+    return {patience_.spins >> (tries ? 0 : vain_.load(std::memory_order_relaxed)), patience_.yields};
   }
   void waited(bool in_vain) override {
     const int before = vain_.load(std::memory_order_relaxed);
-    const int after = in_vain ? std::min(before + 2, kMostVain) : std::max(before - 1, 0);
+    if (!in_vain && before == 0) return;
+    const bool tried = waits_.fetch_add(1, std::memory_order_relaxed) % kTryEvery == 0;
+    const int after = in_vain ? std::min(before + 2, kMostVain) : tried ? 0 : std::max(before - 1, 0);
     if (after != before) vain_.store(after, std::memory_order_relaxed);
   }
   // Whether every rank has a processor of its own to wait on.
@@ -104,9 +108,11 @@ class Peers : public Transport {
   const int rank_, size_;
   Futex& futex_;
   static constexpr int kMostVain = 8;
+  static constexpr unsigned kTryEvery = 8;
   const Patience patience_;
   const uint64_t space_;  // of process numbers
   std::atomic<int> vain_{0};
+  std::atomic<unsigned> waits_{0};  // while there were any in vain
   std::atomic<bool> stopped_{false};
   std::mutex mutex_;         // of what follows
   std::vector<std::shared_ptr<Process>> processes_;  // by rank; null: not asked for yet
