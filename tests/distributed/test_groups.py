@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -186,6 +187,24 @@ def many_groups(rank: int, size: int) -> None:
 
 def test_groups_come_and_go(ranks: Any) -> None:
     ranks.run(many_groups)
+
+
+def barrier_of_both(rank: int, size: int) -> None:
+    """The GPUs' backend is that of the CPUs here, which counts: what is asked is who is asked."""
+    group = fl.new_group(range(size))
+    group._joiner = dataclasses.replace(group._joiner, join_gpus=lambda backend: backend)
+    gpus = group.join_gpus()
+    asked: list[str] = []
+    start = gpus.start
+    gpus.start = lambda call: (asked.append(call.name), start(call))[1]
+    group.barrier()
+    group.limit(20.0)
+    group.barrier()
+    assert asked == ["barrier"] * 2
+
+
+def test_a_barrier_is_one_of_the_gpus_too(ranks: Any) -> None:
+    ranks.run(barrier_of_both)
 
 
 def shutdown_with_open_groups(rank: int, size: int) -> None:

@@ -164,7 +164,7 @@ class Membership:
                 )
             self.gpus = self._joiner.join_gpus(self.backend())
             self._joined.insert(0, self.gpus)
-            self.native_barrier = left_to_python  # it is one of both
+            self.native_barrier = left_to_python  # it is one of the GPUs too
             if self is _world:
                 use_as_world(self)
         return self.gpus
@@ -221,6 +221,8 @@ class Membership:
             joined.limit(seconds)
         with _diverting:
             for name, way in zip(_SHORT_WAYS, backend.bind(self.journal), strict=True):
+                if name == "native_barrier" and self.gpus is not None:
+                    continue
                 is_diverted = isinstance(getattr(self, name), functools.partial)
                 setattr(self, name, _diverted(way) if is_diverted else way)
                 if name == "native" and self.size > 1:
