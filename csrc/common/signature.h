@@ -65,4 +65,9 @@ inline bool all_same(const fl_signature* calls, int ranks) {
                      [&](const fl_signature& call) { return same_call(measure, call); });
 }
 
+// Whether it can be done, too: a root that knows nothing is as wrong as one that calls something else.
+inline bool are_one_call(const fl_signature* calls, int ranks) {
+  return all_same(calls, ranks) && (!root_must_know(calls->verb) || calls[calls->root].ndim != FL_ANY);
+}
+
 }  // namespace fl

@@ -50,8 +50,8 @@ void Collectives::begin() {
   }
 }
 
-// What came with the last call is read by now.
-void Collectives::post_headers() {
+// Of many ranks: what did not go with the headers has been sent.
+void Collectives::await_given() {
   for (int r : given_) waiter_->sent(*outgoing_buffers_[r], r);
   given_.clear();
 }
@@ -82,18 +82,12 @@ void Collectives::meet(Call& call, const void* data, const Parts& give) {
     const size_t common = common_bytes(give);
     pass_on(call, data, give, common);
     remember(call);
-    if (!are_same(call.seen)) throw Mismatch(call.seen);
+    if (!are_one_call(call.seen.calls.data(), size_)) throw Mismatch(call.seen);
     if (common == 0) give_each(data, give);
   } catch (const TimedOut& failure) {
     const auto missing = not_arrived(call);
     throw Failure(FL_TIMEOUT, missing.empty() ? failure.missing : missing, failure.what());
   }
-}
-
-bool Collectives::are_same(const Seen& seen) {
-  const fl_signature& any = seen.calls[0];
-  if (!all_same(seen.calls.data(), static_cast<int>(seen.calls.size()))) return false;
-  return !root_must_know(any.verb) || seen.calls[any.root].ndim != FL_ANY;
 }
 
 // Few ranks -------------------------------------------------------------------------------------
@@ -115,31 +109,12 @@ void Collectives::enter(Call& call, const void* data, const Parts& give) {
 
 // The ranks whose calls bring something for `rank`, which calls that. All, where data follows that does not
 // go with the call.
-Collectives::Ranks Collectives::needed_by(int rank, const fl_signature& call) const {
-  const bool is_root = rank == call.root;
-  size_t bytes = static_cast<size_t>(call.count) * call.itemsize;
-  bool may_be_small = false;
-  Ranks some;
-  switch (call.verb) {
-    case FL_SCATTER:
-    case FL_BROADCAST:
-      may_be_small = call.ndim == FL_ANY && !is_root;
-      if (!is_root) some = {call.root, call.root + 1};
-      break;
-    case FL_REDUCE:
-    case FL_GATHER:
-      some = {0, is_root ? size_ : 0};
-      break;
-    case FL_SCAN:
-    case FL_EXSCAN:
-      some = {0, rank};
-      bytes *= size_ - 1;
-      break;
-    default:
-      return {0, size_};
-  }
-  const bool is_small = may_be_small || (call.ndim >= 0 && bytes <= kInlineBytes);
-  return is_small && !is_compared(call) && !compares_at_once_ ? some : Ranks{0, size_};
+Ranks Collectives::needed_by(int rank, const fl_signature& call) const {
+  const bool is_scan = call.verb == FL_SCAN || call.verb == FL_EXSCAN;  // of which all that it gives goes along
+  const size_t bytes = static_cast<size_t>(call.count) * call.itemsize * (is_scan ? size_ - 1 : 1);
+  const bool is_small = may_be_small(rank, call) || (call.ndim >= 0 && bytes <= kInlineBytes);
+  const bool is_ahead = is_small && !is_compared(call) && !compares_at_once_;
+  return is_ahead ? fl::needed_by(rank, size_, call) : Ranks{0, size_};
 }
 
 void Collectives::announce(const Call& call, const void* data, const Parts& give, How how) {
@@ -250,35 +225,20 @@ bool Collectives::compare_call(uint32_t number, bool or_raises) {
   }
   last_ = seen_in(number);
   received_at_ = Clock::now();
-  const bool same = are_same(last_);
+  const bool same = are_one_call(last_.calls.data(), size_);
   compared_ = number;
-  if (same && wrong_.empty()) return true;
-  forget_old(number);
-  if (!runs_ahead) {
-    wrong_.clear();  // every rank raises in this call
-  } else if (!same) {
-    wrong_.push_back({number, or_raises || number == raised_, last_});
-  }
+  if (same && differing_.none()) return true;
+  differing_.compared(same, runs_ahead, {number, or_raises || number == raised_, last_});
   return same;
-}
-
-void Collectives::forget_old(uint32_t number) {
-  const auto is_old = [&](const Wrong& call) { return number - call.number > kMostAhead; };
-  wrong_.erase(std::remove_if(wrong_.begin(), wrong_.end(), is_old), wrong_.end());
 }
 
 // A mismatch of an earlier call: with `only_news` one of which this rank has not been told.
 void Collectives::raise_earlier(bool only_news) {
-  if (wrong_.empty()) return;
-  forget_old(calls_);
-  const auto news = std::find_if(wrong_.begin(), wrong_.end(), [](const Wrong& w) { return !w.told; });
-  if (wrong_.empty() || (only_news && news == wrong_.end())) return;
-  const Wrong found = news == wrong_.end() ? wrong_.back() : *news;
-  for (Wrong& call : wrong_) call.told = true;
+  auto found = differing_.to_raise(calls_, only_news);
+  if (!found) return;
   if (!only_news) compare_call(calls_);
-  Seen seen = found.seen;
-  seen.ago = calls_ - found.number;
-  throw Mismatch(seen);
+  found->seen.ago = calls_ - found->number;
+  throw Mismatch(found->seen);
 }
 
 void Collectives::flush(Clock::time_point end) noexcept {
@@ -406,7 +366,7 @@ Parts Collectives::equal_sections(size_t bytes) const {
 
 void Collectives::barrier(Call& call) {
   meet(call, nullptr, same_for_all(0));
-  post_headers();
+  await_given();
 }
 
 }  // namespace fl

@@ -4,6 +4,7 @@
 #include <memory>
 #include <vector>
 
+#include "../common/ahead.h"
 #include "mesh.h"
 #include "relay.h"
 
@@ -92,17 +93,6 @@ class Collectives {
     uint64_t how;  // written by the sender, cleared by the receiver; when it is there, so is the above
     char payload[kInlineBytes];
   };
-  // From one to before another.
-  struct Ranks {
-    int first = 0, last = 0;
-    int count() const { return last - first; }
-  };
-  // An earlier call in which the ranks differ.
-  struct Wrong {
-    uint32_t number;
-    bool told;  // this rank has raised it
-    Seen seen;
-  };
   class ReductionInParts;
 
   size_t frames() const;
@@ -119,16 +109,14 @@ class Collectives {
   bool all_have_called(uint32_t number) const;
   Seen seen_in(uint32_t number) const;
   bool compare_call(uint32_t number, bool or_raises = false);
-  void forget_old(uint32_t number);
   void raise_earlier(bool only_news);
-  static bool are_same(const Seen& seen);
   size_t common_bytes(const Parts& give) const;
   void pass_on(Call& call, const void* data, const Parts& give, size_t bytes);
   void give_each(const void* data, const Parts& give);
   void fetch(const Parts& take);
-  // Rank r's, small and fetched; until post_headers().
+  // Rank r's, small and fetched; until the next call.
   const char* payload(int r) const;
-  void post_headers();
+  void await_given();
   void post_header(int r, uint32_t number);
   size_t place_of(uint32_t number, int r) const { return number % kTurns * size_ + r; }
   const Frame& incoming(int r, uint32_t number) const { return incoming_[place_of(number, r)]; }
@@ -173,7 +161,7 @@ class Collectives {
   uint32_t asked_ = 0;        // of these, in place of whose headers later ones have been asked for
   uint32_t raised_ = 0;       // the last in which this rank has raised before it was compared
   uint32_t awaited_ = 0;      // whose headers are waited for
-  std::vector<Wrong> wrong_;
+  Differing differing_{kMostAhead};
   // The last call that all have made, and when it arrived.
   Seen last_;
   Clock::time_point received_at_;

@@ -39,7 +39,7 @@ void Collectives::deliver(Call& call, const void* from, const Parts& give, void*
     if (r == rank_ || take[r].bytes == 0 || take[r].bytes > kInlineBytes) continue;
     std::memcpy(place + take[r].begin, payload(r), take[r].bytes);
   }
-  post_headers();
+  await_given();
   move_large(call, from, give, place, take);
 }
 
@@ -93,7 +93,7 @@ Bytes Collectives::broadcast(Call& call, void* data) {
     deliver(call, data, give, array, take);
     return made;
   }
-  post_headers();
+  await_given();
   const Parts parts = parts_for_others(bytes, size_, root);
   if (rank_ == root) {
     give_parts(call, array, bytes, parts);

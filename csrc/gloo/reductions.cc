@@ -232,7 +232,7 @@ void Collectives::all_reduce(Call& call, void* data) {
   const bool small = call.bytes() * (size_ - 1) <= kInlineBytes;
   meet(call, data, same_for_all(small ? call.bytes() : 0));
   if (small) reduce_inline(call, data, 0, call.mine.count, data);
-  post_headers();
+  await_given();
   if (small) return;
   if (size_ == 2 && call.bytes() <= kInOneStep) {
     return reduce_in_parts(call, data, static_cast<char*>(data), same_for_all(call.bytes()), kNobody);
@@ -251,7 +251,7 @@ void Collectives::reduce(Call& call, void* data) {
   if (small) give[root] = {0, call.bytes()};
   meet(call, data, give);
   if (small && rank_ == root) reduce_inline(call, data, 0, call.mine.count, data);
-  post_headers();
+  await_given();
   if (small) return;
   Parts parts = even_parts(call.mine, size_, root);
   if (size_ == 2) {
@@ -286,7 +286,7 @@ void Collectives::reduce_sections(Call& call, const void* data, void* output,
   meet(call, data, small ? sections : same_for_all(0));
   const Part& own = sections[rank_];
   if (small) reduce_inline(call, data, own.begin, own.bytes / call.mine.itemsize, output);
-  post_headers();
+  await_given();
   if (small) return;
   reduce_in_parts(call, data, static_cast<char*>(output), sections, kNobody);
 }

@@ -151,7 +151,7 @@ struct Verb<FL_SCAN> {
     for (int r = rank + 1; r < size && small; ++r) give[r] = {0, call.bytes()};
     group.meet(call, data, give);
     if (small) combine(group, call, data);
-    group.post_headers();
+    group.await_given();
     if (!small) Chain(group.mesh_, call, static_cast<char*>(data)).run();
     return {};
   }

@@ -10,6 +10,7 @@
 #include <memory>
 #include <vector>
 
+#include "../common/ahead.h"
 #include "../common/operation.h"
 #include "../common/choice.h"
 #include "peers.h"
@@ -113,20 +114,10 @@ class Collectives {
   struct Rows;
   struct Sections;
   struct Routes;
-  // From one to before another.
-  struct Ranks {
-    int first = 0, last = 0;
-    int count() const { return last - first; }
-  };
   // What a rank has for the others, and how much of it goes with its call.
   struct Given {
     const void* data;
     size_t inline_bytes;
-  };
-  // An earlier call in which the ranks differ.
-  struct Wrong {
-    uint32_t number;
-    bool told;  // this rank has raised it
   };
   struct Payload {
     bool is_used;
@@ -159,7 +150,6 @@ class Collectives {
   void wait_for_all(Watch watch, uint32_t number);
   bool all_have_called(uint32_t number) const;
   bool compare_call(uint32_t number, bool or_raises = false);
-  void forget_old(uint32_t number);
   bool all_call_the_same(uint32_t number) const;
   std::vector<fl_signature> calls(uint32_t number) const;
   void raise_earlier(bool only_news);
@@ -230,7 +220,7 @@ class Collectives {
   const fl_site* waiting_site_ = nullptr;
   std::array<Payload, kPayloads> payloads_{};
   uint32_t payload_ = 0;  // a free one
-  std::vector<Wrong> wrong_;  // the last kMostAhead calls, as far as not every rank has raised since
+  Differing differing_{kMostAhead};
   uint32_t raised_ = 0;       // the last call that differs and was raised before all had made it
   bool compares_at_once_ = false;
   int only_reader_ = -1;  // of what this rank shows in the running call; -1: all read it

@@ -124,29 +124,9 @@ size_t Collectives::bytes_with_call(const fl_signature& mine) const {
 
 // The ranks whose calls bring something for `rank`, which calls that. All, where data follows that does not
 // go with the call.
-Collectives::Ranks Collectives::needed_by(int rank, const fl_signature& call) const {
-  Ranks some{call.root, call.root + 1};
-  const bool is_root = rank == call.root;
-  bool may_be_small = false;
-  switch (call.verb) {
-    case FL_SCATTER:
-    case FL_BROADCAST:
-      may_be_small = call.ndim == FL_ANY && !is_root;
-      if (is_root) some = {};
-      break;
-    case FL_REDUCE:
-    case FL_GATHER:
-      some = {0, is_root ? size_ : 0};
-      break;
-    case FL_SCAN:
-    case FL_EXSCAN:
-      some = {0, rank};
-      break;
-    default:
-      return {0, size_};
-  }
-  const bool travels = may_be_small || travels_whole(call);
-  return travels && !is_compared(call) ? some : Ranks{0, size_};
+Ranks Collectives::needed_by(int rank, const fl_signature& call) const {
+  const bool travels = may_be_small(rank, call) || travels_whole(call);
+  return travels && !is_compared(call) ? fl::needed_by(rank, size_, call) : Ranks{0, size_};
 }
 
 // Who makes call k has compared all calls up to k - kMostAhead, and so read what came with them; and its own
@@ -267,7 +247,7 @@ void Collectives::receive_calls(const fl_signature& mine) {
   if (verb == FL_BROADCAST) same = same && (call_of(own.root).kind & kAny) == 0;
   // All are in this call and have read that before it: its line is free for the next one.
   expect_to_write(&segment_.block(rank_).calls[(calls_ + 1) % kCalls]);
-  if (same && compared_ + 1 == calls_ && wrong_.empty()) {
+  if (same && compared_ + 1 == calls_ && differing_.none()) {
     compared_ = calls_;  // as compare_call finds
   } else {
     compare_all();
@@ -329,31 +309,18 @@ bool Collectives::compare_call(uint32_t number, bool or_raises) {
   same = same || all_call_the_same(number);
   compared_ = number;
   if (same && (kinds & kIsLarge) != 0 && (own.kind & kRunsAhead) != 0 && verb == FL_GATHER) {
-    forget_old(number);
-    if (wrong_.empty()) pass_rows(number);  // else who needs all calls has raised, and nothing moved
+    differing_.forget_old(number);
+    if (differing_.none()) pass_rows(number);  // else who needs all calls has raised, and nothing moved
   }
-  if (same && wrong_.empty()) return true;
-  forget_old(number);
-  if ((kinds & kRunsAhead) == 0) {
-    wrong_.clear();  // every rank raises in this call
-  } else if (!same) {
-    wrong_.push_back({number, or_raises || number == raised_});
-  }
+  if (same && differing_.none()) return true;
+  // Where it lies is asked for when it is raised.
+  differing_.compared(same, (kinds & kRunsAhead) != 0, {number, or_raises || number == raised_, {}});
   return same;
 }
 
-void Collectives::forget_old(uint32_t number) {
-  const auto is_old = [&](const Wrong& call) { return number - call.number > kMostAhead; };
-  wrong_.erase(std::remove_if(wrong_.begin(), wrong_.end(), is_old), wrong_.end());
-}
-
-// What all ranks find in the same way, also one that cannot be the measure of the others. A root
-// that knows nothing is as wrong as one that calls something else.
+// What all ranks find in the same way, also one that cannot be the measure of the others.
 bool Collectives::all_call_the_same(uint32_t number) const {
-  const auto seen = calls(number);
-  const fl_signature& mine = seen[rank_];
-  if (!all_same(seen.data(), size_)) return false;
-  return !root_must_know(mine.verb) || seen[mine.root].ndim != FL_ANY;
+  return are_one_call(calls(number).data(), size_);
 }
 
 std::vector<fl_signature> Collectives::calls(uint32_t number) const {
@@ -368,14 +335,10 @@ std::vector<fl_signature> Collectives::calls(uint32_t number) const {
 
 // That of an earlier call: with `only_news` one of which this rank has not been told.
 void Collectives::raise_earlier(bool only_news) {
-  if (wrong_.empty()) return;
-  forget_old(calls_);
-  const auto news = std::find_if(wrong_.begin(), wrong_.end(), [](const Wrong& w) { return !w.told; });
-  if (wrong_.empty() || (only_news && news == wrong_.end())) return;
-  const uint32_t number = news == wrong_.end() ? wrong_.back().number : news->number;
-  for (Wrong& call : wrong_) call.told = true;
+  const auto found = differing_.to_raise(calls_, only_news);
+  if (!found) return;
   if (!only_news) compare_call(calls_);
-  throw Mismatch(seen_in(number));
+  throw Mismatch(seen_in(found->number));
 }
 
 // That of this call, which others may not have made yet.
