@@ -72,7 +72,8 @@ static int parse(PyObject *args, Binding *binding) {
 /* bind(group, owner, rank, size, seconds,
    (run, exchange, stamp, wait, signatures, output, free, begin, ready, finish, post, deliver),
    (ended, started, here), (together, forked, work, running), memory, notes, folders, inside, first):
-   (native, native_sendrecv, native_object, native_barrier). The group and the library's functions are addresses; `owner`
+   (native, native_sendrecv, native_object, native_barrier). The group and the library's functions are addresses;
+   `owner`
    keeps the group. */
 static PyObject *bind(PyObject *module, PyObject *args) {
   (void)module;
