@@ -180,6 +180,7 @@ def fork_with_many_open(rank: int, size: int, count: int) -> None:
         assert seconds < SOON * size / 2, seconds
         sys.exit(0)  # with the handlers of atexit
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    fl.barrier()  # until then every rank's receives are open
     works += [fl.isend(mine[i], peer, i) for i in numbers[:half]]
     works += [fl.irecv(theirs[i], peer, i) for i in numbers[half:]]
     for work in works:
