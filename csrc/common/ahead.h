@@ -16,6 +16,7 @@ namespace fl {
 struct Ranks {
   int first = 0, last = 0;
   int count() const { return last - first; }
+  bool has(int rank) const { return first <= rank && rank < last; }
 };
 
 // The ranks whose calls bring something for `rank` of `size`, which calls that, if all of it goes with them.

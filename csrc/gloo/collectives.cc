@@ -8,30 +8,48 @@
 #include "../common/signature.h"
 
 namespace fl {
+namespace {
+
+// Numbers of calls wrap.
+bool is_before(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) < 0; }
+
+}  // namespace
 
 Collectives::Collectives(Mesh& mesh)
     : mesh_(mesh),
       rank_(mesh.rank),
       size_(mesh.size),
       passes_on_(size_ > Mesh::kDirect),
-      outgoing_(new Frame[frames()]),
-      incoming_(new Frame[frames()]),
-      outgoing_buffers_(frames()),
-      incoming_buffers_(frames()),
-      relay_(mesh),
-      is_here_(frames()),
-      is_leaving_(frames()) {}
+      outgoing_(new Frame[size_ * (passes_on_ ? 1 : kLeaving)]),
+      incoming_(new Frame[size_ * turns()]),
+      outgoing_buffers_(size_),
+      incoming_buffers_(size_),
+      leaving_(size_),
+      received_(size_),
+      made_(passes_on_ ? 0 : kMostAhead + 1),
+      relay_(mesh) {}
 
 Collectives::~Collectives() = default;
 
-size_t Collectives::frames() const { return static_cast<size_t>(passes_on_ ? 1 : kTurns) * size_; }
+void Collectives::Frame::set_site(const fl_site& site) {
+  const size_t bytes = strnlen(site.text, sizeof site.text - 1) + 1;
+  site_bytes = (bytes + 15) / 16 * 16;
+  std::memcpy(rest, site.text, bytes);
+}
+
+fl_site Collectives::Frame::site() const {
+  fl_site site{};
+  std::memcpy(site.text, rest, std::min<size_t>(site_bytes, sizeof site.text));
+  return site;
+}
 
 void Collectives::open() {
   last_.reset(size_);
   compares_at_once_ = mesh_.checks_at_once();
-  for (size_t i = 0; i < frames(); ++i) {
-    outgoing_buffers_[i] = mesh_.buffer(&outgoing_[i], sizeof(Frame));
-    incoming_buffers_[i] = mesh_.buffer(&incoming_[i], sizeof(Frame));
+  const uint32_t leaving = passes_on_ ? 1 : kLeaving;
+  for (int r = 0; r < size_; ++r) {
+    outgoing_buffers_[r] = mesh_.buffer(&outgoing_[r * leaving], leaving * sizeof(Frame));
+    incoming_buffers_[r] = mesh_.buffer(&incoming_[r * turns()], turns() * sizeof(Frame));
   }
   has_begun_ = false;
   const auto neighbours = mesh_.neighbours();
@@ -45,8 +63,7 @@ void Collectives::begin() {
   if (passes_on_) return relay_.open();
   for (int r = 0; r < size_; ++r) {
     if (r == rank_) continue;
-    const Packet packet = mesh_.packet(r);
-    for (uint32_t number = 1; number <= kTurns; ++number) post_header(r, number);
+    for (uint32_t number = 1; number <= kTurns; ++number) post_header(r, number, number == kTurns);
   }
 }
 
@@ -58,11 +75,8 @@ void Collectives::await_given() {
 
 // Receives are posted ahead of time: a header then arrives in one message, without waiting for
 // this rank to say that it is ready.
-void Collectives::post_header(int r, uint32_t number) {
-  const size_t place = place_of(number, r);
-  incoming_[place].how = kNotArrived;
-  is_here_[place] = 0;
-  mesh_.ask(*incoming_buffers_[place], r, kHeaderSlot, 0, sizeof(Frame));
+void Collectives::post_header(int r, uint32_t number, bool tells) {
+  mesh_.expect(*incoming_buffers_[r], r, kHeaderSlot, number % kTurns * sizeof(Frame), sizeof(Frame), tells);
 }
 
 // Every rank announces to every other what it calls and, where it is small, what `give` has of `data` for
@@ -104,6 +118,7 @@ void Collectives::enter(Call& call, const void* data, const Parts& give) {
   const bool is_ahead = needed.count() < size_;
   announce(call, data, give, is_ahead ? kRunsAhead : kWaits);
   if (is_ahead && receive_some(call, needed)) return;
+  if (is_ahead) mesh_.hurry();
   receive_all(call);
 }
 
@@ -121,25 +136,32 @@ void Collectives::announce(const Call& call, const void* data, const Parts& give
   const char* const source = static_cast<const char*>(data);
   const uint32_t read = compared_;  // what came with these calls
   awaited_ = calls_;
+  made_[calls_ % made_.size()] = {call.mine, call.site, how};
   for (int r = 0; r < size_; ++r) {
     if (r == rank_) continue;
-    const size_t place = place_of(calls_, r);
-    unless_left(r, [&] { if (is_leaving_[place]) waiter_->sent(*outgoing_buffers_[place], r); });
-    is_leaving_[place] = 0;
-    Frame& frame = outgoing_[place];
+    const uint32_t place = calls_ % kLeaving;
+    unless_left(r, [&] { await_leaving(r); });
+    Frame& frame = outgoing_[r * kLeaving + place];
     frame.how = how;
     frame.signature = call.mine;
-    frame.site = call.site;
+    frame.set_site(call.site);
     const size_t bytes = give[r].bytes <= kInlineBytes ? give[r].bytes : 0;
-    if (bytes > 0) std::memcpy(frame.payload, source + give[r].begin, bytes);
-    const Packet packet = mesh_.packet(r);
-    for (uint32_t number = asked_; number != read;) post_header(r, ++number + kTurns);
+    if (bytes > 0) std::memcpy(frame.rest + frame.site_bytes, source + give[r].begin, bytes);
+    for (uint32_t number = asked_; number != read;) post_header(r, ++number + kTurns, false);
+    const bool is_needed = how == kWaits || fl::needed_by(r, size_, call.mine).has(rank_);
+    const bool at_leisure = !is_needed && calls_ % kHurryEvery != 0;
+    const size_t sent = offsetof(Frame, rest) + frame.site_bytes + bytes;
     unless_left(r, [&] {
-      outgoing_buffers_[place]->send(r, kHeaderSlot, 0, offsetof(Frame, payload) + bytes);
-      is_leaving_[place] = 1;
+      outgoing_buffers_[r]->send(r, kHeaderSlot, place * sizeof(Frame), sent, at_leisure);
+      ++leaving_[r];
     });
   }
   asked_ = read;
+}
+
+// Until there is a place for one more.
+void Collectives::await_leaving(int r) {
+  for (; leaving_[r] == kLeaving; --leaving_[r]) waiter_->sent(*outgoing_buffers_[r], r);
 }
 
 // Who has left in order may have done its part before. Whoever waits for more finds it lost.
@@ -162,7 +184,7 @@ bool Collectives::receive_some(Call& call, Ranks needed) {
   for (int r = needed.first; r < needed.last; ++r) {
     if (r != rank_) wait_for(calls_, r);
     call.seen.calls[r] = r == rank_ ? call.mine : incoming(r, calls_).signature;
-    call.seen.sites[r] = r == rank_ ? call.site : incoming(r, calls_).site;
+    call.seen.sites[r] = r == rank_ ? call.site : incoming(r, calls_).site();
     const fl_signature both[] = {call.mine, call.seen.calls[r]};
     same = same && all_same(both, 2) && !(root_must_know(call.mine.verb) && both[1].ndim == FL_ANY);
   }
@@ -186,16 +208,18 @@ void Collectives::receive_all(Call& call) {
 }
 
 void Collectives::wait_for(uint32_t number, int r) {
-  const size_t place = place_of(number, r);
   awaited_ = number;
-  if (!is_here_[place]) waiter_->received(*incoming_buffers_[place], r);
-  is_here_[place] = 1;
+  for (; is_before(received_[r], number); ++received_[r]) waiter_->received(*incoming_buffers_[r], r);
+}
+
+// Also where it was not waited for.
+bool Collectives::has_arrived(uint32_t number, int r) const {
+  return !is_before(received_[r], number) || !is_before(received_[r] + incoming_buffers_[r]->received(), number);
 }
 
 bool Collectives::all_have_called(uint32_t number) const {
   for (int r = 0; r < size_; ++r) {
-    const uint64_t& how = incoming(r, number).how;
-    if (r != rank_ && __atomic_load_n(&how, __ATOMIC_ACQUIRE) == kNotArrived) return false;
+    if (r != rank_ && !has_arrived(number, r)) return false;
   }
   return true;
 }
@@ -206,10 +230,10 @@ Seen Collectives::seen_in(uint32_t number) const {
   seen.reset(size_);
   seen.ago = calls_ - number;
   for (int r = 0; r < size_; ++r) {
-    const Frame& frame = r == rank_ ? outgoing_[place_of(number, (rank_ + 1) % size_)] : incoming(r, number);
-    if (__atomic_load_n(&frame.how, __ATOMIC_ACQUIRE) == kNotArrived) continue;
-    seen.calls[r] = frame.signature;
-    seen.sites[r] = frame.site;
+    if (r != rank_ && !has_arrived(number, r)) continue;
+    const Made& mine = made_[number % made_.size()];
+    seen.calls[r] = r == rank_ ? mine.signature : incoming(r, number).signature;
+    seen.sites[r] = r == rank_ ? mine.site : incoming(r, number).site();
   }
   return seen;
 }
@@ -220,8 +244,8 @@ bool Collectives::compare_call(uint32_t number, bool or_raises) {
   bool runs_ahead = false;
   for (int r = 0; r < size_; ++r) {
     if (r != rank_) wait_for(number, r);
-    const size_t place = place_of(number, r == rank_ ? (rank_ + 1) % size_ : r);
-    runs_ahead = runs_ahead || (r == rank_ ? outgoing_ : incoming_)[place].how == kRunsAhead;
+    const How how = r == rank_ ? made_[number % made_.size()].how : incoming(r, number).how;
+    runs_ahead = runs_ahead || how == kRunsAhead;
   }
   last_ = seen_in(number);
   received_at_ = Clock::now();
@@ -242,15 +266,15 @@ void Collectives::raise_earlier(bool only_news) {
 }
 
 void Collectives::flush(Clock::time_point end) noexcept {
-  for (size_t place = 0; !passes_on_ && place < frames(); ++place) {
-    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(end - Clock::now());
-    if (!is_leaving_[place]) continue;
-    try {
-      outgoing_buffers_[place]->waitSend(nullptr, std::max(left, std::chrono::milliseconds(1)));
-    } catch (const std::exception&) {
-      return;  // somebody has gone, or is too late
+  for (int r = 0; r < size_; ++r) {
+    for (; leaving_[r] > 0; --leaving_[r]) {
+      const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(end - Clock::now());
+      try {
+        outgoing_buffers_[r]->waitSend(nullptr, std::max(left, std::chrono::milliseconds(1)));
+      } catch (const std::exception&) {
+        return;  // somebody has gone, or is too late
+      }
     }
-    is_leaving_[place] = 0;
   }
 }
 
@@ -281,8 +305,8 @@ void Collectives::give_each(const void* data, const Parts& give) {
   for (int step = 1; step < size_; ++step) {
     const int r = (rank_ + step) % size_;
     if (give[r].bytes == 0 || give[r].bytes > kInlineBytes) continue;
-    std::memcpy(outgoing_[r].payload, source + give[r].begin, give[r].bytes);
-    outgoing_buffers_[r]->send(r, kHeaderSlot, offsetof(Frame, payload), give[r].bytes);
+    std::memcpy(outgoing_[r].rest, source + give[r].begin, give[r].bytes);
+    outgoing_buffers_[r]->send(r, kHeaderSlot, offsetof(Frame, rest), give[r].bytes);
     given_.push_back(r);
   }
 }
@@ -294,15 +318,15 @@ void Collectives::fetch(const Parts& take) {
   for (int r = 0; r < size_; ++r) {
     const size_t bytes = take[r].bytes;
     if (r == rank_ || bytes == 0 || bytes > kInlineBytes || relay_.bytes(r) > 0) continue;
-    incoming_buffers_[r]->recv(r, kHeaderSlot, offsetof(Frame, payload), bytes);
+    incoming_buffers_[r]->recv(r, kHeaderSlot, offsetof(Frame, rest), bytes);
     asked.push_back(r);
   }
   for (int r : asked) waiter_->received(*incoming_buffers_[r], r);
 }
 
 const char* Collectives::payload(int r) const {
-  if (!passes_on_) return incoming(r, calls_).payload;
-  return relay_.bytes(r) > 0 ? relay_.payload(r) : incoming_[r].payload;
+  if (!passes_on_) return incoming(r, calls_).payload();
+  return relay_.bytes(r) > 0 ? relay_.payload(r) : incoming_[r].payload();
 }
 
 // What is known of the others -------------------------------------------------------------------
@@ -337,9 +361,8 @@ Seen Collectives::last_calls() const {
 bool Collectives::is_ahead(int rank, fl_signature& call) const {
   if (!has_begun_ || rank == rank_) return false;
   if (passes_on_) return relay_.is_ahead(rank, call);
-  const Frame& frame = incoming(rank, calls_ + 1);
-  if (__atomic_load_n(&frame.how, __ATOMIC_ACQUIRE) == kNotArrived) return false;
-  call = frame.signature;
+  if (!has_arrived(calls_ + 1, rank)) return false;
+  call = incoming(rank, calls_ + 1).signature;
   return true;
 }
 
@@ -349,9 +372,7 @@ std::vector<int> Collectives::not_arrived(const Call& call) {
   if (passes_on_ && has_begun_) return mesh_.not_called(relay_.missing(), call.mine.sequence);
   std::vector<int> missing;
   for (int r = 0; has_begun_ && r < size_; ++r) {
-    if (r == rank_) continue;
-    // It may be arriving just now.
-    if (__atomic_load_n(&incoming(r, awaited_).how, __ATOMIC_ACQUIRE) == kNotArrived) missing.push_back(r);
+    if (r != rank_ && !has_arrived(awaited_, r)) missing.push_back(r);
   }
   return missing;
 }

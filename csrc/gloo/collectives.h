@@ -82,30 +82,45 @@ class Collectives {
   // Payloads up to this size travel inside the header, in one step instead of two. Copying more
   // takes longer than the step.
   static constexpr size_t kInlineBytes = 64 << 10;
-  // Calls whose headers can arrive unasked, and of which a rank that needs none of them may be ahead. It asks
-  // for those of a call that it has compared just before it sends its own of the next, in one packet.
-  static constexpr uint32_t kTurns = 8, kMostAhead = kTurns - 1;
+  // Of how many calls a rank that needs none of the others' may be ahead. In twice as many places theirs can
+  // arrive unasked: who sends that of a call has those of the call kMostAhead + 1 before, whose ranks by then
+  // have compared what was kMostAhead + 1 before that, and are done with what came with it.
+  static constexpr uint32_t kMostAhead = 31, kTurns = 2 * (kMostAhead + 1);
+  // Of how many calls what this rank sends may wait for the kernel to take it.
+  static constexpr uint32_t kLeaving = 8;
+  // What nobody waits for goes at leisure, but for one of so many calls.
+  static constexpr uint32_t kHurryEvery = 16;
   // How a rank has called: it waits for all others, or may return before they have called.
-  enum How : uint64_t { kNotArrived, kWaits, kRunsAhead };
+  enum How : uint32_t { kWaits, kRunsAhead };
   struct Frame {
     fl_signature signature;
+    How how;
+    uint32_t site_bytes = 0;
+    char rest[sizeof(fl_site) + kInlineBytes];  // of where it calls the text, and what it gives
+
+    const char* payload() const { return rest + site_bytes; }
+    void set_site(const fl_site& site);
+    fl_site site() const;
+  };
+  struct Made {
+    fl_signature signature;
     fl_site site;
-    uint64_t how;  // written by the sender, cleared by the receiver; when it is there, so is the above
-    char payload[kInlineBytes];
+    How how;
   };
   class ReductionInParts;
 
-  size_t frames() const;
   void meet(Call& call, const void* data, const Parts& give);
   void begin();
   void enter(Call& call, const void* data, const Parts& give);
   void announce(const Call& call, const void* data, const Parts& give, How how);
+  void await_leaving(int r);
   template <typename Send>
   void unless_left(int r, Send send);
   Ranks needed_by(int rank, const fl_signature& call) const;
   bool receive_some(Call& call, Ranks needed);
   void receive_all(Call& call);
   void wait_for(uint32_t number, int r);
+  bool has_arrived(uint32_t number, int r) const;
   bool all_have_called(uint32_t number) const;
   Seen seen_in(uint32_t number) const;
   bool compare_call(uint32_t number, bool or_raises = false);
@@ -117,9 +132,9 @@ class Collectives {
   // Rank r's, small and fetched; until the next call.
   const char* payload(int r) const;
   void await_given();
-  void post_header(int r, uint32_t number);
-  size_t place_of(uint32_t number, int r) const { return number % kTurns * size_ + r; }
-  const Frame& incoming(int r, uint32_t number) const { return incoming_[place_of(number, r)]; }
+  void post_header(int r, uint32_t number, bool tells);
+  uint32_t turns() const { return passes_on_ ? 1 : kTurns; }
+  const Frame& incoming(int r, uint32_t number) const { return incoming_[r * turns() + number % turns()]; }
   std::vector<int> not_arrived(const Call& call);
   void remember(Call& call);
 
@@ -147,15 +162,15 @@ class Collectives {
   const bool passes_on_;  // what ranks call goes by others: see Relay
   bool compares_at_once_ = false;  // no call ends before all ranks have made it
   bool has_begun_ = false;
-  // By call and peer. Memory that no payload reaches is never touched.
-  std::unique_ptr<Frame[]> outgoing_;
-  std::unique_ptr<Frame[]> incoming_;
-  std::vector<Buffer> outgoing_buffers_;
-  std::vector<Buffer> incoming_buffers_;
+  // By peer and call. Memory that no payload reaches is never touched.
+  std::unique_ptr<Frame[]> outgoing_, incoming_;
+  // By peer: all its frames; of how many calls some are on their way; the last that was waited for.
+  std::vector<Buffer> outgoing_buffers_, incoming_buffers_;
+  std::vector<uint32_t> leaving_, received_;
+  std::vector<Made> made_;  // this rank's last calls, as far as they may not be compared
   Relay relay_;
   Waiter* waiter_ = nullptr;  // of the call that runs
   std::vector<int> given_;    // to whom, of what was small and did not go by all
-  std::vector<char> is_here_, is_leaving_;  // by call and peer: whether it was waited for, and is on its way
   uint32_t calls_ = 0;        // so far, of few ranks
   uint32_t compared_ = 0;     // of these, in which all ranks' calls are known
   uint32_t asked_ = 0;        // of these, in place of whose headers later ones have been asked for

@@ -136,7 +136,7 @@ void Links::remove(int socket) const noexcept {
 
 void Links::read(gloo::transport::UnboundBuffer& buffer, int peer) {
   auto& wanted = static_cast<Receiver&>(buffer);
-  if (wanted.has_ended() || !is_connected(peer)) return;
+  if (wanted.received() > 0 || !is_connected(peer)) return;
   Pair& pair = *this->pair(peer);
   const int vain = vain_.load(std::memory_order_relaxed);
   const bool tries = reads_.fetch_add(1, std::memory_order_relaxed) % kTryEvery == 0;
@@ -144,11 +144,11 @@ void Links::read(gloo::transport::UnboundBuffer& buffer, int peer) {
   pair.is_served(false);
   for (;;) {
     pair.read_what_has_arrived();
-    if (wanted.has_ended() || Clock::now() >= end) break;
+    if (wanted.received() > 0 || Clock::now() >= end) break;
     sched_yield();
   }
   pair.is_served(true);
-  const int next = !wanted.has_ended() ? std::min(vain + 1, kMostVain) : tries ? 0 : vain / 2;
+  const int next = wanted.received() == 0 ? std::min(vain + 1, kMostVain) : tries ? 0 : vain / 2;
   vain_.store(next, std::memory_order_relaxed);
 }
 

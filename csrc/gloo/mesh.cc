@@ -190,6 +190,14 @@ void Mesh::ask(gloo::transport::UnboundBuffer& buffer, int peer, uint64_t slot, 
   }
 }
 
+void Mesh::expect(Receiver& buffer, int peer, uint64_t slot, size_t offset, size_t bytes, bool tells) {
+  try {
+    pair_with(peer).expect(buffer, group, slot, offset, bytes, tells);
+  } catch (const std::exception&) {
+    // As above.
+  }
+}
+
 std::vector<int> Mesh::not_called(const std::vector<int>& ranks, int64_t calls) {
   std::vector<int> behind, absent;
   for (const auto& [member, answer] : links_.calls_of(in_whole(ranks), group, Clock::now() + kGoodbye)) {

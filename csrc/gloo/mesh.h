@@ -18,7 +18,7 @@
 
 namespace fl {
 
-using Buffer = std::unique_ptr<gloo::transport::UnboundBuffer>;
+using Buffer = std::unique_ptr<Receiver>;
 
 // Slots keep messages of one kind apart from others on the same connection. Within a slot they
 // arrive in the order they were sent, so one slot serves every operation in turn.
@@ -68,7 +68,12 @@ class Mesh : public Transport, public Connections, public Route {
   // Ask for what `peer` sends in a later operation. One that has left already, after operations that
   // succeeded, makes that one fail, not this one. Throws Failure where it cannot be connected.
   void ask(gloo::transport::UnboundBuffer& buffer, int peer, uint64_t slot, size_t offset, size_t bytes);
-  Packet packet(int peer) const { return Packet(links_.pair(ranks_[peer])); }
+  // Be ready for it: as Pair::expect.
+  void expect(Receiver& buffer, int peer, uint64_t slot, size_t offset, size_t bytes, bool tells);
+  // What was sent at leisure goes now.
+  void hurry() {
+    for (int peer : neighbours()) links_.pair(ranks_[peer])->hurry();
+  }
   // No call of this rank ends before the others have made it: from the beginning, of a group and its parts.
   void check_at_once() { family_->engine.check_at_once(); }
   bool checks_at_once() const { return family_->engine.checks_at_once(); }

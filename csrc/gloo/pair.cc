@@ -66,6 +66,9 @@ constexpr size_t kSend = tcp::Op::SEND_UNBOUND_BUFFER, kReady = tcp::Op::NOTIFY_
 
 constexpr size_t kHead = sizeof(tcp::Op::preamble);
 constexpr size_t kWasteBytes = 64 << 10;
+constexpr size_t kBeyondBytes = 32 << 10;
+// Of a receiver that is ready for all that comes.
+constexpr size_t kForEver = 1;
 
 // As a base, which is there before the others.
 struct Memory {
@@ -111,8 +114,17 @@ Pair::~Pair() = default;
 void Pair::is_served(bool served) {
   const std::lock_guard<std::mutex> lock(m_);
   if (state_ != CONNECTED) return;
-  const unsigned reads = served ? EPOLLIN : 0u, writes = tx_.empty() ? 0u : EPOLLOUT;
-  device_->registerDescriptor(fd_, static_cast<int>(reads | writes), this);
+  epoll_event event{};
+  event.events = (served ? EPOLLIN : 0u) | (tx_.empty() ? 0u : EPOLLOUT);
+  event.data.ptr = static_cast<tcp::Handler*>(this);
+  epoll_ctl(descriptor_of(*device_), EPOLL_CTL_MOD, fd_, &event);  // Gloo would try to add it first
+}
+
+// Gloo's thread does not wait for the lock, as who has it may wait for that thread, but comes again at once.
+void Pair::handleEvents(int events) {
+  if (!m_.try_lock()) return void(sched_yield());
+  m_.unlock();
+  tcp::Pair::handleEvents(events);
 }
 
 void Pair::read_what_has_arrived() {
@@ -149,17 +161,27 @@ std::string Pair::problem() {
 
 // What is sent ---------------------------------------------------------------------------------
 
-void Pair::send(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes) {
+void Pair::send(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes,
+                bool at_leisure) {
   const std::lock_guard<std::mutex> lock(m_);
   require_connected();
   Lines& lines = talks_[group].lines;
   Line& line = lines[slot];
   const Part part{buffer.getWeakNonOwningPtr(), offset, bytes};
   ++buffer.unsent_;
-  if (line.ready == 0) return line.sends.push_back(part);
-  --line.ready;
+  if (!line.is_open && line.ready == 0) return line.sends.push_back(part);
+  if (!line.is_open) --line.ready;
   tidy(lines, slot);
+  is_at_leisure_ = at_leisure;
   put(kSend, group, slot, part);
+  is_at_leisure_ = false;
+}
+
+// To set the option again sends what the kernel holds back.
+void Pair::hurry() {
+  const std::lock_guard<std::mutex> lock(m_);
+  const int on = 1;
+  if (state_ == CONNECTED) setsockopt(fd_, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
 }
 
 void Pair::receive(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes) {
@@ -167,6 +189,13 @@ void Pair::receive(Receiver& buffer, uint64_t group, uint64_t slot, size_t offse
   require_connected();
   talks_[group].lines[slot].receives.push_back({buffer.getWeakNonOwningPtr(), offset, bytes});
   put(kReady, group, slot, {});
+}
+
+void Pair::expect(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes, bool tells) {
+  const std::lock_guard<std::mutex> lock(m_);
+  require_connected();
+  talks_[group].lines[slot].receives.push_back({buffer.getWeakNonOwningPtr(), offset, bytes});
+  if (tells) put(kReady, group, slot, {{}, kForEver, 0});
 }
 
 void Pair::tell(uint64_t group, const std::string& text, bool is_last) {
@@ -199,6 +228,7 @@ void Pair::put(size_t code, uint64_t group, uint64_t slot, const Part& part) {
   op.preamble.nbytes = kHead + part.bytes;
   op.preamble.opcode = code;
   op.preamble.slot = slot;
+  op.preamble.offset = code == kReady ? part.offset : 0;
   op.preamble.length = part.bytes;
   op.preamble.roffset = group;
   op.ubuf = part.buffer;
@@ -210,7 +240,7 @@ void Pair::put(size_t code, uint64_t group, uint64_t slot, const Part& part) {
 void Pair::tidy(Lines& lines, uint64_t slot) {
   const auto line = lines.find(slot);
   const Line& found = line->second;
-  if (found.ready == 0 && found.sends.empty() && found.receives.empty()) lines.erase(line);
+  if (!found.is_open && found.ready == 0 && found.sends.empty() && found.receives.empty()) lines.erase(line);
 }
 
 // Of what has begun to go out the other end gets all, as it cannot be told from its first bytes that the
@@ -263,7 +293,6 @@ bool Pair::write(tcp::Op& op) {
   const bool notifies = op.preamble.opcode == kReady;
   Alive buffer;
   if (!notifies && !(buffer = Alive(op.ubuf))) return true;
-  const bool is_held = notifies && packets_ > 0;
   while (op.nwritten < op.preamble.nbytes) {
     const size_t sent = std::max(op.nwritten, kHead) - kHead;
     iovec rooms[2];
@@ -276,8 +305,8 @@ bool Pair::write(tcp::Op& op) {
     if (op.nbytes > sent) {
       rooms[message.msg_iovlen++] = {static_cast<char*>(buffer->ptr) + (op.offset + sent), op.nbytes - sent};
     }
-    const ssize_t count =
-        sendmsg(fd_, &message, MSG_NOSIGNAL | MSG_DONTWAIT | (is_held ? MSG_MORE : 0));
+    const int more = is_at_leisure_ ? MSG_MORE : 0;
+    const ssize_t count = sendmsg(fd_, &message, MSG_NOSIGNAL | MSG_DONTWAIT | more);
     if (count >= 0) {
       op.nwritten += count;
     } else if (errno != EINTR) {
@@ -288,7 +317,6 @@ bool Pair::write(tcp::Op& op) {
       return false;
     }
   }
-  is_held_ = is_held;
   if (notifies) return true;
   Buffer* const sent = buffer.operator->();
   const auto kept = std::find_if(kept_.begin(), kept_.end(), [&](Kept& each) { return &each == sent; });
@@ -317,7 +345,7 @@ bool Pair::read() {
     const iovec room = next_room(buffer);
     if (state_ == CLOSED) return false;
     if (room.iov_len == 0) break;
-    const ssize_t count = ::recv(fd_, room.iov_base, room.iov_len, MSG_DONTWAIT);
+    const ssize_t count = fill(room);
     if (count > 0) {
       rx_.nread += count;
     } else if (count == 0) {
@@ -330,6 +358,32 @@ bool Pair::read() {
   }
   take_message(buffer);
   return true;
+}
+
+// As far as something has come; as recv(2). What comes after it is read in the same call.
+ssize_t Pair::fill(const iovec& room) {
+  if (beyond_begin_ < beyond_end_) {
+    const size_t bytes = std::min(room.iov_len, beyond_end_ - beyond_begin_);
+    std::memcpy(room.iov_base, beyond_.get() + beyond_begin_, bytes);
+    beyond_begin_ += bytes;
+    return bytes;
+  }
+  if (std::exchange(is_drained_, false)) {
+    errno = EAGAIN;
+    return -1;
+  }
+  if (beyond_ == nullptr) beyond_.reset(new char[kBeyondBytes]);
+  iovec rooms[] = {room, {beyond_.get(), kBeyondBytes}};
+  msghdr message{};
+  message.msg_iov = rooms;
+  message.msg_iovlen = 2;
+  const ssize_t count = recvmsg(fd_, &message, MSG_DONTWAIT);
+  if (count <= 0) return count;
+  const size_t come = count;
+  is_drained_ = come < room.iov_len + kBeyondBytes;
+  beyond_begin_ = 0;
+  beyond_end_ = std::max(come, room.iov_len) - room.iov_len;
+  return std::min(come, room.iov_len);
 }
 
 // Where the next bytes of a message go, and for what is for a buffer, that; no room: that was all.
@@ -401,14 +455,16 @@ void Pair::take_message(const Alive& buffer) {
   }
   if (talk.is_over_here) return;
   Line& line = talk.lines[slot];
+  line.is_open = line.is_open || offset == kForEver;
   ++line.ready;
-  if (line.sends.empty()) return;
-  --line.ready;
-  const Part part = line.sends.front();
-  line.sends.pop_front();
+  std::list<Part> parts;
+  while (!line.sends.empty() && (line.is_open || line.ready > 0)) {
+    --line.ready;
+    parts.splice(parts.end(), line.sends, line.sends.begin());
+  }
   tidy(talk.lines, slot);
   try {
-    put(kSend, group, slot, part);
+    for (const Part& part : parts) put(kSend, group, slot, part);
   } catch (const std::exception&) {
     // The connection has ended, and all have been notified.
   }
@@ -441,25 +497,6 @@ void Pair::signal_all() noexcept {
   }
 }
 
-// Packets --------------------------------------------------------------------------------------
-
-Packet::Packet(Pair* pair) : pair_(pair) {
-  if (pair_ == nullptr) return;
-  const std::lock_guard<std::mutex> lock(pair_->m_);
-  ++pair_->packets_;
-}
-
-// To set the option again sends what the kernel holds back.
-Packet::~Packet() {
-  if (pair_ == nullptr) return;
-  const std::lock_guard<std::mutex> lock(pair_->m_);
-  if (--pair_->packets_ > 0 || !pair_->is_held_) return;
-  pair_->is_held_ = false;
-  const int on = 1;
-  if (pair_->state_ != Pair::CONNECTED) return;
-  setsockopt(pair_->fd_, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-}
-
 // Buffers --------------------------------------------------------------------------------------
 
 Receiver::Receiver(std::shared_ptr<tcp::Context> context, Route& route, void* data, size_t bytes,
@@ -472,20 +509,19 @@ Receiver::~Receiver() {
 }
 
 void Receiver::send(int peer, uint64_t slot, size_t offset, size_t bytes) {
+  send(peer, slot, offset, bytes, false);
+}
+
+void Receiver::send(int peer, uint64_t slot, size_t offset, size_t bytes, bool at_leisure) {
   Pair& pair = route_.pair_with(peer);
   if (std::find(receivers_.begin(), receivers_.end(), &pair) == receivers_.end()) {
     receivers_.push_back(&pair);
   }
-  pair.send(*this, group_, slot, offset, std::min(bytes, size - offset));
+  pair.send(*this, group_, slot, offset, std::min(bytes, size - offset), at_leisure);
 }
 
 void Receiver::recv(int peer, uint64_t slot, size_t offset, size_t bytes) {
   route_.pair_with(peer).receive(*this, group_, slot, offset, std::min(bytes, size - offset));
-}
-
-bool Receiver::has_ended() {
-  const std::lock_guard<std::mutex> lock(m_);
-  return recvCompletions_ + sendCompletions_ > 0;
 }
 
 }  // namespace fl

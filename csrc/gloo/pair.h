@@ -75,8 +75,13 @@ class Pair : public gloo::transport::tcp::Pair {
 
   // Within a slot of a group messages arrive in the order in which they were sent. Throws where the
   // connection is broken.
-  void send(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes);
+  // Sent at leisure, it goes in one packet with what is sent next, or within 200 ms: TCP's limit.
+  void send(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes, bool at_leisure);
+  void hurry();
   void receive(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes);
+  // The same, of a slot in which the peer sends without being asked, once it is told that here it may: with
+  // `tells`, once all is there that it may fill.
+  void expect(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes, bool tells);
   // What the other end is told at once, in its turn; `is_last`: there is nothing more of this group, and what
   // comes for it is dropped.
   void tell(uint64_t group, const std::string& text, bool is_last);
@@ -99,7 +104,6 @@ class Pair : public gloo::transport::tcp::Pair {
   bool has_delivered(std::chrono::milliseconds silence);
 
  private:
-  friend class Packet;
   using Buffer = gloo::transport::tcp::UnboundBuffer;
   using Weak = gloo::WeakNonOwningPtr<Buffer>;
   using Alive = gloo::NonOwningPtr<Buffer>;
@@ -110,6 +114,7 @@ class Pair : public gloo::transport::tcp::Pair {
   struct Line {
     std::list<Part> sends, receives;  // that wait
     int ready = 0;                    // receives of the other end that wait
+    bool is_open = false;             // it takes all that comes
   };
   struct Talk {
     std::unordered_map<uint64_t, Line> lines;  // by slot
@@ -118,6 +123,7 @@ class Pair : public gloo::transport::tcp::Pair {
   using Lines = std::unordered_map<uint64_t, Line>;
   class Kept;
 
+  void handleEvents(int events) override;
   bool read() override;
   bool write(gloo::transport::tcp::Op& op) override;
   void changeState(state next) noexcept override;
@@ -128,6 +134,7 @@ class Pair : public gloo::transport::tcp::Pair {
   void put(size_t code, uint64_t group, uint64_t slot, const Part& part);
   void fail(const char* doing, int error);
   iovec next_room(Alive& buffer);
+  ssize_t fill(const iovec& room);
   void find_place();
   void take_message(const Alive& buffer);
   void signal_all() noexcept;
@@ -143,20 +150,11 @@ class Pair : public gloo::transport::tcp::Pair {
   std::string note_;
   std::optional<Parcel> parcel_;
   std::unique_ptr<char[]> waste_;  // for what nobody has a buffer for any more
-  int packets_ = 0;       // how many have begun
-  bool is_held_ = false;  // the kernel holds one back
-};
-
-// While it lives, what notifies the peer of messages goes in one packet with what is sent to it next.
-class Packet {
- public:
-  explicit Packet(Pair* pair);  // null: there is no connection yet
-  ~Packet();
-  Packet(const Packet&) = delete;
-  Packet& operator=(const Packet&) = delete;
-
- private:
-  Pair* const pair_;
+  // What was read beyond its room; and whether the kernel has no more.
+  std::unique_ptr<char[]> beyond_;
+  size_t beyond_begin_ = 0, beyond_end_ = 0;
+  bool is_drained_ = false;
+  bool is_at_leisure_ = false;  // what is written just now
 };
 
 // A group as connections know it.
@@ -189,14 +187,21 @@ class Receiver : public gloo::transport::tcp::UnboundBuffer {
   ~Receiver() override;
 
   void send(int peer, uint64_t slot, size_t offset, size_t bytes) override;
+  void send(int peer, uint64_t slot, size_t offset, size_t bytes, bool at_leisure);
   void recv(int peer, uint64_t slot, size_t offset, size_t bytes) override;
   using UnboundBuffer::recv;
 
-  // Whether a wait for what it sends or receives would return at once.
-  bool has_ended();
+  // How many waits for what it receives, or sends, would return at once.
+  uint32_t received() { return now(recvCompletions_); }
+  uint32_t sent() { return now(sendCompletions_); }
 
  private:
   friend class Pair;
+  uint32_t now(int& count) {
+    const std::lock_guard<std::mutex> lock(m_);
+    return count;
+  }
+
   Route& route_;
   Mover* const mover_;
   const uint64_t group_ = route_.group;

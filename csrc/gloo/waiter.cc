@@ -126,30 +126,31 @@ thread_local Waiter* Waiter::current_ = nullptr;
 void Waiter::received(gloo::transport::UnboundBuffer& buffer, int peer) {
   using gloo::transport::UnboundBuffer;
   connections_.read(buffer, peer);
-  wait(buffer, peer, &UnboundBuffer::waitRecv, &UnboundBuffer::abortWaitRecv);
+  wait(buffer, peer, {&UnboundBuffer::waitRecv, &UnboundBuffer::abortWaitRecv, &Receiver::received});
 }
 
 void Waiter::sent(gloo::transport::UnboundBuffer& buffer, int peer) {
   using gloo::transport::UnboundBuffer;
-  wait(buffer, peer, &UnboundBuffer::waitSend, &UnboundBuffer::abortWaitSend);
+  wait(buffer, peer, {&UnboundBuffer::waitSend, &UnboundBuffer::abortWaitSend, &Receiver::sent});
 }
 
-// A wait that was woken has not lost what it waits for: it can be taken up again.
-void Waiter::wait(gloo::transport::UnboundBuffer& buffer, int peer, Wait wait, Abort abort) {
-  const auto has_ended = [&] { return static_cast<Receiver&>(buffer).has_ended(); };
+// A wait that was woken has not lost what it waits for: it can be taken up again. So it is where the end of
+// the connection was noticed before what had come on it.
+void Waiter::wait(gloo::transport::UnboundBuffer& buffer, int peer, const Way& way) {
+  const auto has_ended = [&] { return (static_cast<Receiver&>(buffer).*way.count)() > 0; };
   for (;;) {
-    enter(buffer, peer, abort);
+    enter(buffer, peer, way.abort);
     bool finished = false;
     std::optional<std::string> error;
     try {
-      finished = (buffer.*wait)(nullptr, kForever);
+      finished = (buffer.*way.wait)(nullptr, kForever);
     } catch (const std::exception& exception) {
       error = exception.what();
     }
     leave();
     if (finished) break;
-    if (error) throw connections_.explain(peer, *error);
     if (has_ended()) continue;
+    if (error) throw connections_.explain(peer, *error);
     look_around(peer);
     if (doomed_ && connections_.has_said_all(peer) && !has_ended()) look_around(peer);
   }

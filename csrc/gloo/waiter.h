@@ -24,6 +24,7 @@ using InterruptCheck = int (*)();
 constexpr std::chrono::milliseconds kTick{100};
 
 class Connections;
+class Receiver;
 class Waiter;
 
 // Looks after all waits of a group, and of the groups made of it, on a thread of its own. Gloo's own limit on
@@ -121,9 +122,14 @@ class Waiter {
  private:
   friend class Connections;
   friend class Watch;
-  using Wait = bool (gloo::transport::UnboundBuffer::*)(int*, std::chrono::milliseconds);
   using Abort = void (gloo::transport::UnboundBuffer::*)();
-  void wait(gloo::transport::UnboundBuffer& buffer, int peer, Wait wait, Abort abort);
+  // To wait for what a buffer sends, or receives: how many waits would return at once.
+  struct Way {
+    bool (gloo::transport::UnboundBuffer::*wait)(int*, std::chrono::milliseconds);
+    Abort abort;
+    uint32_t (Receiver::*count)();
+  };
+  void wait(gloo::transport::UnboundBuffer& buffer, int peer, const Way& way);
   void enter(gloo::transport::UnboundBuffer& buffer, int peer, Abort abort);
   void leave() noexcept;
   void wake() noexcept;

@@ -1,4 +1,4 @@
-// gloo_stress WORLDS [SEED]: what csrc/gloo does, at random, against what it promises.
+// gloo_stress WORLDS [SEED [FIRST]]: what csrc/gloo does, at random, against what it promises.
 #include <signal.h>
 #include <unistd.h>
 
@@ -42,7 +42,8 @@ int main(int count, char** arguments) {
   signal(SIGPIPE, SIG_IGN);  // as Python does
   const long worlds = count > 1 ? std::atol(arguments[1]) : 50;
   const uint64_t seed = count > 2 ? std::strtoull(arguments[2], nullptr, 10) : 1;
-  for (long i = 0; i < worlds; ++i) one_world(seed * 1000000 + i);
+  const uint64_t first = count > 3 ? std::strtoull(arguments[3], nullptr, 10) : 0;
+  for (long i = 0; i < worlds; ++i) one_world(seed * 1000000 + first + i);
   std::printf("%ld worlds, all right\n", worlds);
   return 0;
 }
