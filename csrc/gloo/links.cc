@@ -29,7 +29,7 @@ constexpr size_t kSpareAttempts = 64;
 // scheduled, and then the one that waits. Half of that after a wait for which it was too short, and so
 // on: nobody burns what others need where hosts are far, or threads more than processors. Every so many
 // waits the whole time is tried again, as waits in which nobody reads are longer.
-constexpr std::chrono::microseconds kBrief{300};
+constexpr std::chrono::microseconds kBrief{600};
 constexpr int kMostVain = 6;
 constexpr unsigned kTryEvery = 8;
 
