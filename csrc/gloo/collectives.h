@@ -81,7 +81,7 @@ class Collectives {
   friend struct Verb;
   // Payloads up to this size travel inside the header, in one step instead of two. Copying more
   // takes longer than the step.
-  static constexpr size_t kInlineBytes = (64 << 10) + 1024;
+  static constexpr size_t kInlineBytes = 65 << 10;
   // Of how many calls a rank that needs none of the others' may be ahead. In twice as many places theirs can
   // arrive unasked: who sends that of a call has those of the call kMostAhead + 1 before, whose ranks by then
   // have compared what was kMostAhead + 1 before that, and are done with what came with it.

@@ -24,7 +24,7 @@ DESCRIPTORS = 64
 LONGEST_START = 10.0
 MOST_STARTS = 20
 # What a rank answers who does not know the job's secret: a greeting with nothing in it.
-REFUSED = bytes(48)
+REFUSED = bytes(56)
 
 
 def start(ranks: Ranks, folder: Path, size: int, backend: str, **plan: Any) -> list[Rank]:
