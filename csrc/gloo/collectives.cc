@@ -1,9 +1,12 @@
 // How a collective begins: every rank announces to every other what it calls.
 #include "collectives.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
+#include <new>
 
 #include "../common/signature.h"
 
@@ -20,8 +23,8 @@ Collectives::Collectives(Mesh& mesh)
       rank_(mesh.rank),
       size_(mesh.size),
       passes_on_(size_ > Mesh::kDirect),
-      outgoing_(new Frame[size_ * (passes_on_ ? 1 : kLeaving)]),
-      incoming_(new Frame[size_ * turns()]),
+      outgoing_(frames(size_ * (passes_on_ ? 1 : kLeaving))),
+      incoming_(frames(size_ * turns())),
       outgoing_buffers_(size_),
       incoming_buffers_(size_),
       leaving_(size_),
@@ -42,6 +45,17 @@ fl_site Collectives::Frame::site() const {
   std::memcpy(site.text, rest, std::min<size_t>(site_bytes, sizeof site.text));
   return site;
 }
+
+// All zero. In small pages: most of a place is never touched.
+Collectives::Frames Collectives::frames(size_t count) {
+  const size_t bytes = count * sizeof(Frame);
+  void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) throw std::bad_alloc();
+  madvise(memory, bytes, MADV_NOHUGEPAGE);
+  return Frames(static_cast<Frame*>(memory), Unmap{bytes});
+}
+
+void Collectives::Unmap::operator()(Frame* memory) const { munmap(memory, bytes); }
 
 void Collectives::open() {
   last_.reset(size_);
@@ -148,7 +162,9 @@ void Collectives::announce(const Call& call, const void* data, const Parts& give
     const size_t bytes = give[r].bytes <= kInlineBytes ? give[r].bytes : 0;
     if (bytes > 0) std::memcpy(frame.rest + frame.site_bytes, source + give[r].begin, bytes);
     for (uint32_t number = asked_; number != read;) post_header(r, ++number + kTurns, false);
-    const bool is_needed = how == kWaits || fl::needed_by(r, size_, call.mine).has(rank_);
+    // Who gives more to a gather than goes with its call waits for all.
+    const bool may_wait = how == kWaits || first_dimension_is_free(call.mine.verb);
+    const bool is_needed = may_wait || fl::needed_by(r, size_, call.mine).has(rank_);
     const bool at_leisure = !is_needed && calls_ % kHurryEvery != 0;
     const size_t sent = offsetof(Frame, rest) + frame.site_bytes + bytes;
     unless_left(r, [&] {
@@ -193,6 +209,7 @@ bool Collectives::receive_some(Call& call, Ranks needed) {
   received_at_ = Clock::now();
   if (!same) {
     raised_ = calls_;
+    mesh_.hurry();
     throw Mismatch(seen_in(calls_));
   }
   const fl_signature& root = call.seen.calls[call.mine.root];
@@ -266,15 +283,13 @@ void Collectives::raise_earlier(bool only_news) {
 }
 
 void Collectives::flush(Clock::time_point end) noexcept {
-  for (int r = 0; r < size_; ++r) {
-    for (; leaving_[r] > 0; --leaving_[r]) {
-      const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(end - Clock::now());
-      try {
-        outgoing_buffers_[r]->waitSend(nullptr, std::max(left, std::chrono::milliseconds(1)));
-      } catch (const std::exception&) {
-        return;  // somebody has gone, or is too late
-      }
+  try {
+    Waiter waiter(mesh_, end, nullptr);
+    for (int r = 0; r < size_; ++r) {
+      for (; leaving_[r] > 0; --leaving_[r]) waiter.sent(*outgoing_buffers_[r], r);
     }
+  } catch (const std::exception&) {
+    // Somebody has gone, or is too late.
   }
 }
 

@@ -95,13 +95,18 @@ class Collectives {
   struct Frame {
     fl_signature signature;
     How how;
-    uint32_t site_bytes = 0;
+    uint32_t site_bytes;
     char rest[sizeof(fl_site) + kInlineBytes];  // of where it calls the text, and what it gives
 
     const char* payload() const { return rest + site_bytes; }
     void set_site(const fl_site& site);
     fl_site site() const;
   };
+  struct Unmap {
+    size_t bytes;
+    void operator()(Frame* memory) const;
+  };
+  using Frames = std::unique_ptr<Frame[], Unmap>;
   struct Made {
     fl_signature signature;
     fl_site site;
@@ -133,6 +138,7 @@ class Collectives {
   const char* payload(int r) const;
   void await_given();
   void post_header(int r, uint32_t number, bool tells);
+  static Frames frames(size_t count);
   uint32_t turns() const { return passes_on_ ? 1 : kTurns; }
   const Frame& incoming(int r, uint32_t number) const { return incoming_[r * turns() + number % turns()]; }
   std::vector<int> not_arrived(const Call& call);
@@ -163,7 +169,7 @@ class Collectives {
   bool compares_at_once_ = false;  // no call ends before all ranks have made it
   bool has_begun_ = false;
   // By peer and call. Memory that no payload reaches is never touched.
-  std::unique_ptr<Frame[]> outgoing_, incoming_;
+  Frames outgoing_, incoming_;
   // By peer: all its frames; of how many calls some are on their way; the last that was waited for.
   std::vector<Buffer> outgoing_buffers_, incoming_buffers_;
   std::vector<uint32_t> leaving_, received_;

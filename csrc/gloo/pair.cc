@@ -456,12 +456,10 @@ void Pair::take_message(const Alive& buffer) {
   if (talk.is_over_here) return;
   Line& line = talk.lines[slot];
   line.is_open = line.is_open || offset == kForEver;
-  ++line.ready;
   std::list<Part> parts;
-  while (!line.sends.empty() && (line.is_open || line.ready > 0)) {
-    --line.ready;
-    parts.splice(parts.end(), line.sends, line.sends.begin());
-  }
+  if (line.is_open) parts.swap(line.sends);
+  else if (line.sends.empty()) ++line.ready;
+  else parts.splice(parts.end(), line.sends, line.sends.begin());
   tidy(talk.lines, slot);
   try {
     for (const Part& part : parts) put(kSend, group, slot, part);

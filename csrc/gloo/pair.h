@@ -75,7 +75,8 @@ class Pair : public gloo::transport::tcp::Pair {
 
   // Within a slot of a group messages arrive in the order in which they were sent. Throws where the
   // connection is broken.
-  // Sent at leisure, it goes in one packet with what is sent next, or within 200 ms: TCP's limit.
+  // Sent at leisure, it goes in one packet with what is sent next, at the latest when TCP's timer fires: after
+  // 200 ms, or what a way there and back takes.
   void send(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes, bool at_leisure);
   void hurry();
   void receive(Receiver& buffer, uint64_t group, uint64_t slot, size_t offset, size_t bytes);

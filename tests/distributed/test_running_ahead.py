@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,9 @@ from tests.distributed.conformance import BACKENDS
 from tests.distributed.harness import run_ranks
 from tests.distributed.told import told, told_later
 
-SHM = BACKENDS["shm"][1]
+BACKEND = pytest.mark.parametrize("backend", ["shm", "gloo"])
+# Over TCP what nobody waits for may lie in the kernel for 200 ms; what somebody does must not.
+CALLS, LONGEST = 16, 0.1
 # Each with the ranks that need nobody in it, and what all have afterwards.
 VERBS: dict[str, Any] = {
     "broadcast": (fl.broadcast, lambda rank, root: rank == root),
@@ -43,8 +46,9 @@ def go_ahead(rank: int, size: int, verb: str) -> None:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_who_needs_nobody_does_not_wait(pool: Any, verb: str) -> None:
-    pool(3, **SHM).run(go_ahead, verb)
+@BACKEND
+def test_who_needs_nobody_does_not_wait(pool: Any, verb: str, backend: str) -> None:
+    pool(3, **BACKENDS[backend][1]).run(go_ahead, verb)
 
 
 def many(rank: int, size: int) -> None:
@@ -58,8 +62,28 @@ def many(rank: int, size: int) -> None:
             assert np.array_equal(parts, np.repeat(np.arange(float(size)), rows))
 
 
-def test_many_calls_ahead_bring_what_was_given(pool: Any) -> None:
-    pool(3, **SHM).run(many)
+@BACKEND
+def test_many_calls_ahead_bring_what_was_given(pool: Any, backend: str) -> None:
+    pool(3, **BACKENDS[backend][1]).run(many)
+
+
+def give_unevenly(rank: int, size: int) -> float:
+    """One gives more than goes with a call; one gives nothing, and waits until the root has all."""
+    token = np.zeros(1)
+    began = time.monotonic()
+    for n in range(CALLS):
+        all_of_them = fl.gather(np.full(20_000 if rank == 1 else 0, float(n)))
+        if rank == 0:
+            assert np.array_equal(all_of_them, np.full(20_000, float(n)))
+            fl.send(token, 2)
+        if rank == 2:
+            fl.recv(token, 0)
+    return time.monotonic() - began
+
+
+@BACKEND
+def test_who_gives_much_does_not_wait_for_who_has_run_ahead(pool: Any, backend: str) -> None:
+    assert max(pool(3, **BACKENDS[backend][1]).run(give_unevenly)) < CALLS * LONGEST
 
 
 def differ(rank: int, size: int) -> str:
@@ -72,9 +96,10 @@ def differ(rank: int, size: int) -> str:
     return later
 
 
-def test_the_next_call_names_the_earlier_one_and_its_lines(pool: Any) -> None:
+@BACKEND
+def test_the_next_call_names_the_earlier_one_and_its_lines(pool: Any, backend: str) -> None:
     line = differ.__code__.co_firstlineno + 2
-    for message in pool(3, **SHM).run(differ):
+    for message in pool(3, **BACKENDS[backend][1]).run(differ):
         assert "an earlier call of this group, 1 before this one: " in message
         for who, rows in (("rank 0", 3), ("ranks 1, 2", 4)):
             call = f"{who} called broadcast(float64 ({rows},), root=0) at "
@@ -89,8 +114,9 @@ def differ_at_the_end(rank: int, size: int) -> str:
     return now or later
 
 
-def test_a_shutdown_raises_what_nobody_was_told() -> None:
-    for message in run_ranks(differ_at_the_end, 2, **SHM):
+@BACKEND
+def test_a_shutdown_raises_what_nobody_was_told(backend: str) -> None:
+    for message in run_ranks(differ_at_the_end, 2, **BACKENDS[backend][1]):
         assert "rank 0 called broadcast(float64 (3,), root=0)" in message
 
 
@@ -116,5 +142,6 @@ def leave_ahead(rank: int, size: int) -> bool:
     return True
 
 
-def test_what_was_given_arrives_when_its_giver_has_left(pool: Any) -> None:
-    assert all(pool(3, **SHM).run(leave_ahead))
+@BACKEND
+def test_what_was_given_arrives_when_its_giver_has_left(pool: Any, backend: str) -> None:
+    assert all(pool(3, **BACKENDS[backend][1]).run(leave_ahead))
