@@ -251,13 +251,13 @@ _WAYS: tuple[tuple[Any, Any], ...] = (
 
 
 def _mark(value: Any) -> Any:
-    """Return what equals only that of the same object, while there is one, or number."""
+    """Return what equals only that of the same object, or number."""
     if isinstance(value, MethodType):
         return _mark(value.__func__), _mark(value.__self__)
     try:
         return weakref.ref(value)
-    except TypeError:
-        return repr(value)
+    except TypeError:  # one without a value is kept, or another could come to lie where it was
+        return value if repr(value) == object.__repr__(value) else repr(value)
 
 
 def plain_arrays(value: Any) -> list[np.ndarray[Any, Any]]:

@@ -366,6 +366,11 @@ def double(variable: fl.Variable) -> None:
     variable.grad *= 2
 
 
+def in_place(module: Any) -> None:
+    module.how = None
+    module.how = object()  # where the last one was, as nothing was made in between
+
+
 HISTORY: list[int] = []  # which grows, and is no structure
 ignore = lambda own, variable: None  # noqa: E731
 # Done four times; with how many calls are no replays: what is as it was is not recorded again.
@@ -373,6 +378,7 @@ STRUCTURE: dict[str, tuple[Callable[[Any, Any, Any], Any], int]] = {
     "hook": (lambda param, *_: param.register_grad_hook(double), 2),
     "method": (lambda param, *_: param.register_grad_hook(MethodType(ignore, object())), 5),
     "object": (lambda _, model, __: setattr(model[1], "how", object()), 5),
+    "object in the place of one that is gone": (lambda _, model, __: in_place(model[1]), 5),
     "tuple": (lambda _, model, __: setattr(model[1], "how", (1, HISTORY[-1])), 5),
     "hook by value": (lambda param, *_: param.register_grad_hook(attrgetter("grad")), 2),
     "array": (lambda param, *_: setattr(param, "array", param.array * 2), 5),
