@@ -1,4 +1,4 @@
-"""Steps of the same models with torch: eager, on several ranks by DistributedDataParallel on gloo."""
+"""Steps of the same models with torch: eager; on several ranks by DistributedDataParallel."""
 
 from __future__ import annotations
 
