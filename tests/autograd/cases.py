@@ -42,6 +42,7 @@ A, B, ROW, COLUMN, SCALAR = signed(3, 4), signed(3, 4), signed(4), signed(3, 1),
 P, Q = positive(3, 4), positive(3, 4)
 CUBE = signed(2, 3, 4)
 LABELS = np.array([2, 0, -1, 1])
+PICKS = np.array([[0, 2, 0], [1, 2, 2]])
 ROWS = np.array([0, 2, 2, 1])
 
 
@@ -55,6 +56,11 @@ def cross_entropy(reduction: str) -> Case:
         (signed(4, 3),),
         {"labels": LABELS},
     )
+
+
+def einsum(subscripts: str, *arrays: np.ndarray) -> Case:
+    theirs = f"torch.einsum({subscripts!r}, {', '.join('abcd'[: len(arrays)])})"
+    return Case(f"einsum_{subscripts}", lambda *v: F.einsum(subscripts, *v), theirs, arrays)
 
 
 CASES = [
@@ -115,6 +121,71 @@ CASES = [
     Case("index_repeated", lambda x: x[ROWS], "a[rows]", (A,), {"rows": ROWS}),
     Case("index_pairs", lambda x: x[ROWS, ROWS], "a[rows, rows]", (A,), {"rows": ROWS}),
     Case("index_mask", lambda x: x[A > 0], "a[mask]", (A,), {"mask": A > 0}),
+    Case("clip", lambda x: F.clip(x, -0.55, 0.55), "a.clip(-0.55, 0.55)", (A,)),
+    Case("log1p", F.log1p, "torch.log1p(a)", (P,)),
+    Case("erf", F.erf, "torch.erf(a)", (9 * A,)),
+    Case("gelu", F.gelu, "F.gelu(a)", (5 * A,)),
+    Case("gelu_tanh", lambda x: F.gelu(x, True), "F.gelu(a, approximate='tanh')", (5 * A,)),
+    Case("silu", F.silu, "F.silu(a)", (5 * A,)),
+    Case("elu", lambda x: F.elu(x, 1.5), "F.elu(a, 1.5)", (A,)),
+    Case("leaky_relu", F.leaky_relu, "F.leaky_relu(a)", (A,)),
+    Case("hardtanh", F.hardtanh, "F.hardtanh(a)", (1.7 * A,)),
+    Case("prelu", F.prelu, "F.prelu(a, b)", (CUBE, positive(3))),
+    Case("prelu_one", F.prelu, "F.prelu(a, b)", (ROW, positive(1))),
+    Case("glu", F.glu, "F.glu(a)", (A,)),
+    Case("glu_axis", lambda x: F.glu(x, 0), "F.glu(a, 0)", (CUBE,)),
+    Case(
+        "where", lambda x, y: F.where(A > B, x, y), "torch.where(m, a, b)", (A, ROW), {"m": A > B}
+    ),
+    Case("gather", lambda x: F.gather(x, PICKS, 1), "a.gather(1, i)", (A,), {"i": PICKS}),
+    Case("gather_first", lambda x: F.gather(x, PICKS, 0), "a.gather(0, i)", (A,), {"i": PICKS}),
+    Case(
+        "scatter_add",
+        lambda x, y: F.scatter_add(x, PICKS, y, -1),
+        "a.scatter_add(1, i, b)",
+        (A, signed(2, 3)),
+        {"i": PICKS},
+    ),
+    Case("embedding", lambda x: F.embedding(x, PICKS), "F.embedding(i, a)", (A,), {"i": PICKS}),
+    Case("topk", lambda x: F.topk(x, 2)[0], "a.topk(2)[0]", (CUBE,)),
+    Case("topk_axis", lambda x: F.topk(x, 2, 1)[0], "a.topk(2, 1)[0]", (CUBE,)),
+    Case("stack", lambda *v: F.stack(v), "torch.stack([a, b])", (A, B)),
+    Case("stack_axis", lambda *v: F.stack(v, -1), "torch.stack([a, b], -1)", (A, B)),
+    Case("split", lambda x: F.split(x, 2, 1)[1], "a.split(2, 1)[1]", (A,)),
+    Case(
+        "split_sizes",
+        lambda x: F.concatenate(F.split(x, [1, 0, 3], -1)[::-1], -1),
+        "torch.cat(a.split([1, 0, 3], -1)[::-1], -1)",
+        (A,),
+    ),
+    Case("tile", lambda x: F.tile(x, (2, 3)), "a.tile(2, 3)", (CUBE,)),
+    Case("tile_new", lambda x: F.tile(x, (2, 1, 3)), "a.tile(2, 1, 3)", (A,)),
+    Case("norm", F.norm, "torch.linalg.vector_norm(a)", (CUBE,)),
+    Case(
+        "norm_one",
+        lambda x: F.norm(x, 1, (0, -1)),
+        "torch.linalg.vector_norm(a, 1, (0, 2))",
+        (CUBE,),
+    ),
+    Case("norm_three", lambda x: F.norm(x, 3, 1), "torch.linalg.vector_norm(a, 3, 1)", (CUBE,)),
+    Case(
+        "norm_largest",
+        lambda x: F.norm(x, np.inf, 1, True),
+        "torch.linalg.vector_norm(a, torch.inf, 1, True)",
+        (CUBE,),
+    ),
+    Case("cumsum", lambda x: F.cumsum(x, 1), "a.cumsum(1)", (CUBE,)),
+    einsum("ij,ij->", A, B),
+    einsum("ij,kj->ik", A, B),
+    einsum("bij,bjk", CUBE, signed(2, 4, 2)),
+    einsum("ij->j", A),
+    einsum("ii->i", signed(3, 3)),
+    einsum("ii", signed(3, 3)),
+    einsum("iij,jk->ki", signed(2, 2, 3), A),
+    einsum("...ij,...jk->...ik", CUBE, signed(4, 2)),
+    einsum("i...,i...->...", signed(3, 2, 1), A.reshape(3, 1, 4)),
+    einsum("ij,jk,kl,m->il", A, signed(4, 2), signed(2, 3), signed(2)),
+    einsum("k,ij->kji", signed(2), COLUMN),
     Case("softmax", F.softmax, "a.softmax(-1)", (A,)),
     Case("softmax_axis", lambda x: F.softmax(x, 1), "a.softmax(1)", (CUBE,)),
     Case("log_softmax", F.log_softmax, "a.log_softmax(-1)", (A,)),

@@ -6,12 +6,18 @@ from importlib import import_module
 _HOMES = {
     "elementwise": [
         *("negative", "add", "sub", "mul", "div", "pow", "maximum", "minimum", "exp", "log"),
-        *("sqrt", "sin", "cos", "tanh", "sigmoid", "relu", "abs", "clamp", "dropout"),
+        *("sqrt", "sin", "cos", "tanh", "sigmoid", "relu", "abs", "clamp", "clip"),
+        "dropout",
     ],
     "dimensions": [
         *("sum", "mean", "var", "max", "min", "matmul", "linear", "linear_relu", "reshape"),
-        *("moddims", "flat", "transpose", "concatenate", "index", "astype"),
+        *("moddims", "flat", "transpose", "concatenate", "stack", "split", "tile", "index"),
+        *("astype", "norm", "cumsum", "einsum"),
     ],
+    "activations": [
+        *("log1p", "erf", "gelu", "silu", "elu", "leaky_relu", "hardtanh", "prelu", "glu"),
+    ],
+    "selecting": ["where", "gather", "scatter_add", "embedding", "topk"],
     "losses": ["softmax", "log_softmax", "mean_squared_error", "categorical_cross_entropy"],
 }
 for _home, _names in _HOMES.items():
