@@ -9,11 +9,13 @@ compared.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from flashlight_py.autograd import functions as F
+from flashlight_py.autograd.functions.recurrent import GATES
 
 
 class Case(NamedTuple):
@@ -46,21 +48,60 @@ PICKS = np.array([[0, 2, 0], [1, 2, 2]])
 ROWS = np.array([0, 2, 2, 1])
 
 
-def cross_entropy(reduction: str) -> Case:
-    from flashlight_py.autograd import input
-
+def cross_entropy(reduction: str, smoothing: float = 0.0) -> Case:
+    options = f"reduction={reduction!r}, ignore_index=-1, label_smoothing={smoothing}"
     return Case(
-        f"categorical_cross_entropy_{reduction}",
-        lambda x: F.categorical_cross_entropy(F.log_softmax(x), input(LABELS), reduction),
-        f"F.cross_entropy(a, labels, reduction={reduction!r}, ignore_index=-1)",
+        f"categorical_cross_entropy_{reduction}_{smoothing}",
+        lambda x: F.categorical_cross_entropy(F.log_softmax(x), LABELS, reduction, -1, smoothing),
+        f"F.cross_entropy(a, labels, {options})",
         (signed(4, 3),),
         {"labels": LABELS},
+    )
+
+
+SPOKEN = np.array([[1, 1, 2], [3, 2, 0], [1, 3, 2], [0, 0, 0]])  # with two of one class in a row
+TIMES, SAID = np.array([6, 4, 5, 2]), np.array([3, 2, 3, 0])
+
+
+def temporal(reduction: str, blank: int = 0) -> Case:
+    spoken = SPOKEN - 4 * (SPOKEN == 0) if not blank else SPOKEN - 1
+    options = f"{blank}, {reduction!r}"
+    return Case(
+        f"connectionist_temporal_classification_{reduction}",
+        lambda x: F.connectionist_temporal_classification(
+            F.log_softmax(x), spoken, TIMES, SAID, blank, reduction
+        ),
+        f"F.ctc_loss(a.transpose(0, 1).log_softmax(-1), spoken, times, said, {options})",
+        (3 * signed(4, 6, 4),),
+        {"spoken": abs(spoken), "times": TIMES, "said": SAID},
     )
 
 
 def einsum(subscripts: str, *arrays: np.ndarray) -> Case:
     theirs = f"torch.einsum({subscripts!r}, {', '.join('abcd'[: len(arrays)])})"
     return Case(f"einsum_{subscripts}", lambda *v: F.einsum(subscripts, *v), theirs, arrays)
+
+
+def recurrent(kind: str, module: str, reverse: bool, states: int) -> Case:
+    """A layer of 3 features and 2 hidden ones over 4 steps of a batch of 2, and its last state."""
+    rows = 2 * GATES[kind]
+    shapes = (2, 4, 3), (rows, 3), (rows, 2), (rows,), (rows,), *[(2, 2)] * states
+
+    def ours(x: Any, *given: Any) -> Any:
+        out, *last = F.recurrent(kind, x, given[:4], given[4:], reverse)
+        return F.concatenate([out, *[F.reshape(each, (2, 1, 2)) for each in last]], 1)
+
+    code = f"""a, None
+layer = nn.{module}(3, 2, batch_first=True)
+first = [x[None] for x in (f, g)[:{states}]]
+flipped = a.flip(1) if {reverse} else a
+state = None if not first else tuple(first) if {kind == "lstm"} else first[0]
+names = "weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0"
+out, last = torch.func.functional_call(layer, dict(zip(names, (b, c, d, e))), (flipped, state))
+last = last if isinstance(last, tuple) else (last,)
+y = torch.cat([out.flip(1) if {reverse} else out, *[x[0][:, None] for x in last]], 1)"""
+    arrays = tuple(signed(*shape) for shape in shapes)
+    return Case(f"recurrent_{kind}_{reverse}", ours, code, arrays, dict.fromkeys("fg"[states:]))
 
 
 CASES = [
@@ -205,7 +246,28 @@ CASES = [
     Case("linear_vector", F.linear, "F.linear(a, b, c)", (ROW, signed(2, 4), signed(2))),
     Case("linear_batched", F.linear, "F.linear(a, b, c)", (CUBE, signed(2, 4), signed(2))),
     Case("mean_squared_error", F.mean_squared_error, "F.mse_loss(a, b)", (A, B)),
-    cross_entropy("mean"),
-    cross_entropy("sum"),
-    cross_entropy("none"),
+    recurrent("tanh", "RNN", False, 0),
+    recurrent("tanh", "RNN", True, 1),
+    recurrent("gru", "GRU", False, 1),
+    recurrent("gru", "GRU", True, 0),
+    recurrent("lstm", "LSTM", False, 2),
+    recurrent("lstm", "LSTM", True, 0),
+    *[cross_entropy(reduction) for reduction in ("mean", "sum", "none")],
+    *[cross_entropy(reduction, 0.3) for reduction in ("mean", "none")],
+    temporal("mean"),
+    temporal("sum", blank=3),
+    temporal("none"),
+    *[
+        Case(
+            f"{ours}_{reduction}",
+            partial(getattr(F, ours), reduction=reduction),
+            f"F.{theirs}(a, b, reduction={reduction!r})",
+            arrays,
+        )
+        for reduction in ("mean", "sum", "none")
+        for ours, theirs, arrays in (
+            ("mean_absolute_error", "l1_loss", (A, B)),
+            ("binary_cross_entropy_with_logits", "binary_cross_entropy_with_logits", (5 * A, Q)),
+        )
+    ],
 ]

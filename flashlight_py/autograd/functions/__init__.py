@@ -18,7 +18,12 @@ _HOMES = {
         *("log1p", "erf", "gelu", "silu", "elu", "leaky_relu", "hardtanh", "prelu", "glu"),
     ],
     "selecting": ["where", "gather", "scatter_add", "embedding", "topk"],
-    "losses": ["softmax", "log_softmax", "mean_squared_error", "categorical_cross_entropy"],
+    "recurrent": ["recurrent"],
+    "losses": [
+        *("softmax", "log_softmax", "mean_squared_error", "mean_absolute_error"),
+        *("categorical_cross_entropy", "binary_cross_entropy"),
+        *("binary_cross_entropy_with_logits", "connectionist_temporal_classification"),
+    ],
 }
 for _home, _names in _HOMES.items():
     _module = import_module(f"{__name__}.{_home}")

@@ -53,7 +53,12 @@ from flashlight_py.autograd.functions.selecting import gather as gather
 from flashlight_py.autograd.functions.selecting import scatter_add as scatter_add
 from flashlight_py.autograd.functions.selecting import embedding as embedding
 from flashlight_py.autograd.functions.selecting import topk as topk
+from flashlight_py.autograd.functions.recurrent import recurrent as recurrent
 from flashlight_py.autograd.functions.losses import softmax as softmax
 from flashlight_py.autograd.functions.losses import log_softmax as log_softmax
 from flashlight_py.autograd.functions.losses import mean_squared_error as mean_squared_error
+from flashlight_py.autograd.functions.losses import mean_absolute_error as mean_absolute_error
 from flashlight_py.autograd.functions.losses import categorical_cross_entropy as categorical_cross_entropy
+from flashlight_py.autograd.functions.losses import binary_cross_entropy as binary_cross_entropy
+from flashlight_py.autograd.functions.losses import binary_cross_entropy_with_logits as binary_cross_entropy_with_logits
+from flashlight_py.autograd.functions.losses import connectionist_temporal_classification as connectionist_temporal_classification

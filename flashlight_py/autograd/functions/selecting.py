@@ -62,7 +62,7 @@ def gather(x: Input, index: Input, axis: int) -> Variable:
 
 def _gather(x: Variable, places: Array) -> Variable:
     shape = x.data.shape
-    return record(x.data.reshape(-1)[places], (x, lambda grad: _added(shape, places, grad)))
+    return record(x.data.reshape(-1)[places], (x, lambda grad: added(shape, places, grad)))
 
 
 def scatter_add(x: Input, index: Input, source: Input, axis: int) -> Variable:
@@ -88,7 +88,7 @@ def scatter_add(x: Input, index: Input, source: Input, axis: int) -> Variable:
             f"scatter_add: expected a source of the shape of index, {places.shape}, got "
             f"{source.data.shape}"
         )
-    sums = _added(x.data.shape, places, source.data, widened(x.data))
+    sums = added(x.data.shape, places, source.data, widened(x.data))
     return record(
         narrowed(sums, x.data),
         (x, lambda grad: grad),
@@ -118,13 +118,13 @@ def embedding(weight: Input, indices: Input, padding_idx: int | None = None) -> 
     if weight.data.ndim != 2:
         raise ValueError(f"embedding: expected a weight [rows, dim], got {weight.data.shape}")
     rows, dim = weight.data.shape
-    index = _integers("embedding", indices, weight.data)
+    index = integers("embedding", indices, weight.data)
     _check_range("embedding", index, rows)
 
     def vjp(grad: Array) -> Array:
         xp = array_module(grad)
         places = index.reshape(-1, 1) * dim + xp.arange(dim)
-        sums = _added((rows, dim), places, grad)
+        sums = added((rows, dim), places, grad)
         if padding_idx is not None:
             sums[padding_idx] = 0
         return sums
@@ -161,7 +161,8 @@ def _beside(value: Input, array: Array) -> Array:
     return array_module(array).asarray(value)  # type: ignore[no-any-return]
 
 
-def _integers(name: str, value: Input, array: Array) -> Array:
+def integers(name: str, value: Input, array: Array) -> Array:
+    """Return indices as int64 where ``array`` is, or raise a TypeError of the function ``name``."""
     index = _beside(value, array)
     if index.dtype.kind not in "iu":
         raise TypeError(f"{name}: indices must be integers, got {index.dtype}; cast them")
@@ -176,7 +177,7 @@ def _check_range(name: str, index: Array, count: int) -> None:
 
 def _places(name: str, array: Array, index: Input, axis: int) -> Array:
     """Return where the elements are that :func:`gather` picks, in row-major order."""
-    index, ndim = _integers(name, index, array), array.ndim
+    index, ndim = integers(name, index, array), array.ndim
     fits = -ndim <= axis < ndim and index.ndim == ndim
     sizes = list(zip(index.shape, array.shape, strict=False))
     if not fits or any(n > most for d, (n, most) in enumerate(sizes) if d != axis % ndim):
@@ -198,7 +199,7 @@ def _flat(index: Array, array: Array, axis: int) -> Array:
     return flat
 
 
-def _added(shape: Any, places: Array, source: Array, start: Array | None = None) -> Array:
+def added(shape: Any, places: Array, source: Array, start: Array | None = None) -> Array:
     """Return ``start`` (None: zeros) of that shape with ``source`` added at flat ``places``."""
     xp = array_module(source)
     wide = widened(source)
