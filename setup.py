@@ -28,6 +28,7 @@ NEEDED = {
     "tree": "",
     "tagi": "",
     "optim": "",
+    "nn": "",
     "tape": "",
 }
 # What a system must have for the extension, as a program that includes it.
@@ -283,6 +284,22 @@ OPTIM.extra_compile_args += ["-std=c++17", "-ffp-contract=off"]
 OPTIM.extra_compile_args += ["-fno-math-errno", "-fno-trapping-math"]
 OPTIM.include_dirs += ["."]
 OPTIM.language = "c++"
+NN = numpy_extension(
+    "nn",
+    [
+        f"csrc/nn/{name}.cc"
+        for name in ("module", "convolutions", "pools", "norms", "attentions", "elements")
+    ],
+    [
+        *("csrc/nn/nn.h", "csrc/common/each_set.inc"),
+        *sorted(f"csrc/nn/{path.name}" for path in Path("csrc/nn").glob("*.inc")),
+    ],
+)
+# As csrc/optim.
+NN.extra_compile_args += ["-std=c++17", "-ffp-contract=off"]
+NN.extra_compile_args += ["-fno-math-errno", "-fno-trapping-math"]
+NN.include_dirs += ["."]
+NN.language = "c++"
 TAPE = numpy_extension(
     "tape",
     [
@@ -301,7 +318,7 @@ TAPE.include_dirs += ["."]
 TAPE.language = "c++"
 
 setup(
-    ext_modules=[FAST, OPTIM, TAPE, TREE],
+    ext_modules=[FAST, NN, OPTIM, TAPE, TREE],
     cffi_modules=[f"csrc/{name}/build_{name}.py:ffi" for name in ("gloo", "shm", "tagi", "nccl")],
     cmdclass={"build_ext": BuildOptionalExtensions},
     options={

@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "interfaces": (),
     "random": FRAMEWORK[:2],
     "kernels": FRAMEWORK[:2],
-    "autograd": (*FRAMEWORK[:4], "structure"),
+    "autograd": (*FRAMEWORK[:4], "structure", "libraries", "_native"),
     "nn": (*FRAMEWORK[:5], "structure"),
     "optim": (*FRAMEWORK[:6], "structure", "_native"),
     "dataset": ("errors", "device", "random"),

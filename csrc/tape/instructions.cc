@@ -31,6 +31,31 @@ class Call final : public Instruction {
   PyObject *function_, *name_, *args_, *instead_;
 };
 
+// A kernel of csrc/nn.
+class Native final : public Instruction {
+ public:
+  using Kernel = void(char* const* arrays, const int64_t* sizes, const double* numbers);
+  Native(const char* address, int64_t work) : kernel_(reinterpret_cast<Kernel*>(address)), work_(work) {}
+
+  Outcome run(Table table) override {
+    for (size_t i = 0; i < at.size(); ++i) arrays_[i] = at[i] < 0 ? nullptr : table[at[i]];
+    kernel_(arrays_, sizes.data(), numbers.data());
+    return Outcome::done;
+  }
+  int64_t work() const override { return work_; }
+
+  std::vector<int> at;  // -1: not given
+  std::vector<int64_t> sizes;
+  std::vector<double> numbers;
+
+  enum { MOST = 16 };
+
+ private:
+  Kernel* kernel_;
+  int64_t work_;
+  char* arrays_[MOST] = {};
+};
+
 // Leave the captured path unless a truth value is true.
 class Require final : public Instruction {
  public:
@@ -146,6 +171,28 @@ std::unique_ptr<Instruction> read_call(PyObject* described) {
   return std::make_unique<Call>(function, attribute, args, instead);
 }
 
+// ("native", address, work, sizes, numbers, whether each array is given, entries ...)
+std::unique_ptr<Instruction> read_native(PyObject* described) {
+  const Owned fixed(PyTuple_GetSlice(described, 0, 6));
+  const char* address;
+  int64_t work;
+  PyObject *sizes, *numbers, *are_given;
+  if (!fixed || !read(fixed.get(), 1, &address, &work, &sizes, &numbers, &are_given)) return nullptr;
+  auto made = std::make_unique<Native>(address, work);
+  Py_ssize_t next = 6;
+  const bool is_read = read_each(sizes, [&](PyObject* each) {
+    return take(each, &made->sizes.emplace_back());
+  }) && read_each(numbers, [&](PyObject* each) {
+    made->numbers.push_back(PyFloat_AsDouble(each));
+    return PyErr_Occurred() == nullptr;
+  }) && read_each(are_given, [&](PyObject* each) {
+    int& at = made->at.emplace_back(-1);
+    return each != Py_True || take(PyTuple_GetItem(described, next++), &at);
+  });
+  if (is_read && made->at.size() > Native::MOST) PyErr_SetString(PyExc_ValueError, "too many arrays");
+  return PyErr_Occurred() == nullptr ? std::move(made) : nullptr;
+}
+
 // ("require", at)
 std::unique_ptr<Instruction> read_require(PyObject* described) {
   int at;
@@ -160,7 +207,8 @@ std::unique_ptr<Instruction> read_instruction(PyObject* described) {
     std::unique_ptr<Instruction> (*read)(PyObject*);
   } kinds[] = {{"loops", read_loops}, {"reduce", read_reduction}, {"add_rows", read_rows},
                {"gemm", read_gemm},   {"gemv", read_gemv},        {"dot", read_dot},
-               {"outer", read_outer}, {"call", read_call},        {"require", read_require}};
+               {"outer", read_outer}, {"call", read_call},        {"require", read_require},
+               {"native", read_native}};
   PyObject* name = PyTuple_Check(described) ? PyTuple_GetItem(described, 0) : nullptr;
   const char* text = name == nullptr ? nullptr : PyUnicode_AsUTF8AndSize(name, nullptr);
   for (const auto& kind : kinds) {

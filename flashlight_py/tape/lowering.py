@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flashlight_py import _native, libraries
+from flashlight_py.autograd.native import Kernel
 from flashlight_py.tape.arrays import Array, mapped
 from flashlight_py.tape.operands import Memory, Operand, Use
 from flashlight_py.tape.recording import Note, arrays_in
@@ -120,6 +121,12 @@ def _instructions(use: Use, memory: Memory) -> Sequence[Group]:
     note = use.note
     if note.required is not None:
         return [Instruction(("require",), use.operands)]
+    if type(note.function) is Kernel:
+        _, sizes, numbers, *given = note.args
+        are_given = (*(True for _ in note.made), *(each is not None for each in given))
+        work = sum(each.array.size for each in use.operands)
+        begin = "native", note.function.address, work, sizes, numbers, are_given
+        return [Instruction(begin, use.operands)]
     plan = None if note.effect else _plans.get(use.form)
     if plan is None:
         rule = _RULES.get(note.function)

@@ -1,0 +1,48 @@
+// Kernels of layers on contiguous arrays, for flashlight_py/autograd/native.py and captured steps.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+namespace fl::nn {
+
+// Writes the results, which come first in `arrays`, from the inputs after them; null: not given. What
+// `sizes` and `numbers` are stands beside each kernel. All arrays are C-contiguous and none overlap.
+using Kernel = void(char* const* arrays, const int64_t* sizes, const double* numbers);
+
+struct Row {
+  const char* name;  // "layer_norm:f": the function and NumPy's letter of the dtype
+  Kernel* kernel;
+  bool needs_blas;
+};
+
+// The rows of each file, up to one without a name.
+extern const Row convolutions[], pools[], norms[], attentions[], elements[];
+
+// NumPy's BLAS: the functions' addresses, for float and for double, and whether their integers have 64
+// bits.
+struct Blas {
+  void* gemm[2] = {};
+  bool is_long = false;
+};
+extern Blas blas;
+
+// c = alpha a @ b + beta c: m x n, of row-major matrices whose rows are `_step` elements apart; a or b may be
+// stored transposed.
+template <typename R>
+void gemm(bool a_transposed, bool b_transposed, int64_t m, int64_t n, int64_t k, R alpha, const R* a,
+          int64_t a_step, const R* b, int64_t b_step, R beta, R* c, int64_t c_step) {
+  enum { ROW_MAJOR = 101, AS_IT_IS = 111 };  // as cblas.h has them; 112 is transposed
+  const auto call = [&](auto zero) {
+    using Int = decltype(zero);
+    using Function = void (*)(int order, int a, int b, Int m, Int n, Int k, R alpha, const R*, Int, const R*,
+                              Int, R beta, R*, Int);
+    reinterpret_cast<Function>(blas.gemm[std::is_same_v<R, double>])(
+        ROW_MAJOR, AS_IT_IS + a_transposed, AS_IT_IS + b_transposed, Int(m), Int(n), Int(k), alpha, a,
+        Int(a_step), b, Int(b_step), beta, c, Int(c_step));
+  };
+  blas.is_long ? call(int64_t()) : call(int());
+}
+
+}  // namespace fl::nn

@@ -1,0 +1,7 @@
+#include "nn.h"
+
+namespace fl::nn {
+
+const Row pools[] = {{nullptr, nullptr, false}};
+
+}  // namespace fl::nn
