@@ -7,7 +7,13 @@ _HOMES = {
     "module": ["Module"],
     "layers": [
         *("Container", "Sequential", "Linear", "ReLU", "Tanh", "Sigmoid", "LogSoftmax", "Dropout"),
-        *("View", "MeanSquaredError", "CategoricalCrossEntropy"),
+        *("View", "Identity", "Embedding", "Residual"),
+    ],
+    "activations": ["GELU", "SiLU", "ELU", "LeakyReLU", "HardTanh", "PReLU", "GatedLinearUnit"],
+    "recurrent": ["RNN"],
+    "losses": [
+        *("MeanSquaredError", "MeanAbsoluteError", "BinaryCrossEntropy", "CategoricalCrossEntropy"),
+        "ConnectionistTemporalClassification",
     ],
     "recompute": ["recompute"],
 }
