@@ -1,7 +1,34 @@
+// Convolutions, in the sets of instructions that processors have.
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
 #include "nn.h"
+#include "windows.h"
 
 namespace fl::nn {
+namespace {
+namespace convolving {
+#define FL_KERNELS "csrc/nn/convolutions.inc"
+#include "../common/each_set.inc"
+}  // namespace convolving
+using namespace convolving;
+}  // namespace
 
-const Row convolutions[] = {{nullptr, nullptr, false}};
+// Sizes of the first three: Windows.
+const Row convolutions[] = {
+    {"conv_forward:f", FL_CHOSEN(forward<float>), true},
+    {"conv_forward:d", FL_CHOSEN(forward<double>), true},
+    {"conv_to_input:f", FL_CHOSEN(to_input<float>), true},
+    {"conv_to_input:d", FL_CHOSEN(to_input<double>), true},
+    {"conv_to_weight:f", FL_CHOSEN(to_weight<float>), true},
+    {"conv_to_weight:d", FL_CHOSEN(to_weight<double>), true},
+    {"column_sums:f", FL_CHOSEN(column_sums<float>), false},
+    {"column_sums:d", FL_CHOSEN(column_sums<double>), false},
+    {nullptr, nullptr, false}};
 
 }  // namespace fl::nn

@@ -9,6 +9,7 @@ _HOMES = {
         *("Container", "Sequential", "Linear", "ReLU", "Tanh", "Sigmoid", "LogSoftmax", "Dropout"),
         *("View", "MeanSquaredError", "CategoricalCrossEntropy"),
     ],
+    "images": ["Conv2D", "Pool2D"],
     "recompute": ["recompute"],
 }
 for _home, _names in _HOMES.items():

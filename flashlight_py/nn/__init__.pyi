@@ -11,4 +11,6 @@ from flashlight_py.nn.layers import Dropout as Dropout
 from flashlight_py.nn.layers import View as View
 from flashlight_py.nn.layers import MeanSquaredError as MeanSquaredError
 from flashlight_py.nn.layers import CategoricalCrossEntropy as CategoricalCrossEntropy
+from flashlight_py.nn.images import Conv2D as Conv2D
+from flashlight_py.nn.images import Pool2D as Pool2D
 from flashlight_py.nn.recompute import recompute as recompute

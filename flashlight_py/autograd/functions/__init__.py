@@ -12,6 +12,7 @@ _HOMES = {
         *("sum", "mean", "var", "max", "min", "matmul", "linear", "linear_relu", "reshape"),
         *("moddims", "flat", "transpose", "concatenate", "index", "astype"),
     ],
+    "convolution": ["conv2d", "pool2d"],
     "losses": ["softmax", "log_softmax", "mean_squared_error", "categorical_cross_entropy"],
 }
 for _home, _names in _HOMES.items():

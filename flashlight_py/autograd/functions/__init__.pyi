@@ -32,6 +32,8 @@ from flashlight_py.autograd.functions.dimensions import transpose as transpose
 from flashlight_py.autograd.functions.dimensions import concatenate as concatenate
 from flashlight_py.autograd.functions.dimensions import index as index
 from flashlight_py.autograd.functions.dimensions import astype as astype
+from flashlight_py.autograd.functions.convolution import conv2d as conv2d
+from flashlight_py.autograd.functions.convolution import pool2d as pool2d
 from flashlight_py.autograd.functions.losses import softmax as softmax
 from flashlight_py.autograd.functions.losses import log_softmax as log_softmax
 from flashlight_py.autograd.functions.losses import mean_squared_error as mean_squared_error
