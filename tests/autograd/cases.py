@@ -1,7 +1,9 @@
-"""Every differentiable function with inputs, and its name in torch: one row per promise.
+"""Every differentiable function with inputs, and the same in torch: one row per promise.
 
-``ours`` takes variables, ``theirs`` gets torch and its tensors. The inputs stay away from kinks
-and poles, where neither central differences nor conventions about slopes can be compared.
+``ours`` takes variables; ``theirs`` is an expression of torch, ``F`` (torch.nn.functional) and the
+tensors a, b, c, in the order of ``arrays``, and of what ``extra`` names besides. The inputs stay
+away from kinks and poles, where neither central differences nor conventions about slopes can be
+compared.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ from flashlight_py.autograd import functions as F
 class Case(NamedTuple):
     name: str
     ours: Callable[..., Any]
-    theirs: Callable[..., Any]
+    theirs: str
     arrays: tuple[np.ndarray, ...]
+    extra: dict[str, Any] = {}  # noqa: RUF012 - of a NamedTuple
 
 
 _random = np.random.default_rng(0)
@@ -48,102 +51,89 @@ def cross_entropy(reduction: str) -> Case:
     return Case(
         f"categorical_cross_entropy_{reduction}",
         lambda x: F.categorical_cross_entropy(F.log_softmax(x), input(LABELS), reduction),
-        lambda t, x: t.nn.functional.cross_entropy(
-            x, t.tensor(LABELS), reduction=reduction, ignore_index=-1
-        ),
+        f"F.cross_entropy(a, labels, reduction={reduction!r}, ignore_index=-1)",
         (signed(4, 3),),
+        {"labels": LABELS},
     )
 
 
-def t_linear_relu(t: Any, *arrays: Any) -> Any:
-    return t.relu(t.nn.functional.linear(*arrays))
-
-
 CASES = [
-    Case("negative", F.negative, lambda t, x: -x, (A,)),
-    Case("add", F.add, lambda t, x, y: x + y, (A, B)),
-    Case("add_row", F.add, lambda t, x, y: x + y, (A, ROW)),
-    Case("sub", F.sub, lambda t, x, y: x - y, (A, B)),
-    Case("sub_column", F.sub, lambda t, x, y: x - y, (COLUMN, A)),
-    Case("mul", F.mul, lambda t, x, y: x * y, (A, B)),
-    Case("mul_scalar", F.mul, lambda t, x, y: x * y, (SCALAR, A)),
-    Case("mul_outer", F.mul, lambda t, x, y: x * y, (COLUMN, ROW)),
-    Case("div", F.div, lambda t, x, y: x / y, (A, B)),
-    Case("div_row", F.div, lambda t, x, y: x / y, (ROW, A)),
-    Case("pow", F.pow, lambda t, x, y: x**y, (P, B)),
-    Case("pow_number", lambda x: x**3, lambda t, x: x**3, (A,)),
-    Case("maximum", F.maximum, t_maximum := lambda t, x, y: t.maximum(x, y), (A, B)),
-    Case("maximum_row", F.maximum, t_maximum, (A, ROW)),
-    Case("minimum", F.minimum, lambda t, x, y: t.minimum(x, y), (A, B)),
-    Case("exp", F.exp, lambda t, x: t.exp(x), (A,)),
-    Case("log", F.log, lambda t, x: t.log(x), (P,)),
-    Case("sqrt", F.sqrt, lambda t, x: t.sqrt(x), (P,)),
-    Case("sin", F.sin, lambda t, x: t.sin(x), (A,)),
-    Case("cos", F.cos, lambda t, x: t.cos(x), (A,)),
-    Case("tanh", F.tanh, lambda t, x: t.tanh(x), (A,)),
-    Case("sigmoid", F.sigmoid, lambda t, x: t.sigmoid(x), (A,)),
-    Case("relu", F.relu, lambda t, x: t.relu(x), (A,)),
-    Case("abs", F.abs, lambda t, x: t.abs(x), (A,)),
-    Case("clamp", lambda x: F.clamp(x, -0.55, 0.55), lambda t, x: t.clamp(x, -0.55, 0.55), (A,)),
-    Case("clamp_below", lambda x: F.clamp(x, -0.55), lambda t, x: t.clamp(x, -0.55), (A,)),
-    Case("clamp_above", lambda x: F.clamp(x, upper=0.55), lambda t, x: x.clamp(max=0.55), (A,)),
-    Case("sum", F.sum, lambda t, x: x.sum(), (CUBE,)),
-    Case("sum_axis", lambda x: F.sum(x, 1), lambda t, x: x.sum(1), (CUBE,)),
-    Case("sum_axes", lambda x: F.sum(x, (0, -1)), lambda t, x: x.sum((0, -1)), (CUBE,)),
-    Case("sum_keep", lambda x: F.sum(x, -1, True), lambda t, x: x.sum(-1, True), (CUBE,)),
-    Case("mean", F.mean, lambda t, x: x.mean(), (CUBE,)),
-    Case("mean_axes", lambda x: F.mean(x, (0, 2)), lambda t, x: x.mean((0, 2)), (CUBE,)),
-    Case("var", F.var, lambda t, x: x.var(correction=0), (CUBE,)),
-    Case("var_axis", lambda x: F.var(x, 1, ddof=1), lambda t, x: x.var(1), (CUBE,)),
-    Case("max", F.max, lambda t, x: x.amax(), (CUBE,)),
-    Case("max_axis", lambda x: F.max(x, 1), lambda t, x: x.amax(1), (CUBE,)),
-    Case("max_keep", lambda x: F.max(x, 1, True), lambda t, x: x.amax(1, True), (CUBE,)),
-    Case("min_axes", lambda x: F.min(x, (0, 2)), lambda t, x: x.amin((0, 2)), (CUBE,)),
-    Case("matmul", F.matmul, t_matmul := lambda t, x, y: x @ y, (A, signed(4, 2))),
-    Case("matmul_batched", F.matmul, t_matmul, (CUBE, signed(2, 4, 2))),
-    Case("matmul_broadcast", F.matmul, t_matmul, (CUBE, signed(4, 2))),
-    Case("matmul_row", F.matmul, t_matmul, (ROW, signed(2, 4, 3))),
-    Case("matmul_column", F.matmul, t_matmul, (CUBE, ROW)),
-    Case("matmul_inner", F.matmul, t_matmul, (ROW, signed(4))),
-    Case("reshape", lambda x: F.reshape(x, (4, -1)), lambda t, x: x.reshape(4, -1), (A,)),
-    Case("moddims", lambda x: F.moddims(x, (2, 6)), lambda t, x: x.reshape(2, 6), (A,)),
-    Case("flat", F.flat, lambda t, x: x.reshape(-1), (A,)),
-    Case("transpose", F.transpose, lambda t, x: x.permute(2, 1, 0), (CUBE,)),
+    Case("negative", F.negative, "-a", (A,)),
+    Case("add", F.add, "a + b", (A, B)),
+    Case("add_row", F.add, "a + b", (A, ROW)),
+    Case("sub", F.sub, "a - b", (A, B)),
+    Case("sub_column", F.sub, "a - b", (COLUMN, A)),
+    Case("mul", F.mul, "a * b", (A, B)),
+    Case("mul_scalar", F.mul, "a * b", (SCALAR, A)),
+    Case("mul_outer", F.mul, "a * b", (COLUMN, ROW)),
+    Case("div", F.div, "a / b", (A, B)),
+    Case("div_row", F.div, "a / b", (ROW, A)),
+    Case("pow", F.pow, "a**b", (P, B)),
+    Case("pow_number", lambda x: x**3, "a**3", (A,)),
+    Case("maximum", F.maximum, "torch.maximum(a, b)", (A, B)),
+    Case("maximum_row", F.maximum, "torch.maximum(a, b)", (A, ROW)),
+    Case("minimum", F.minimum, "torch.minimum(a, b)", (A, B)),
+    Case("exp", F.exp, "torch.exp(a)", (A,)),
+    Case("log", F.log, "torch.log(a)", (P,)),
+    Case("sqrt", F.sqrt, "torch.sqrt(a)", (P,)),
+    Case("sin", F.sin, "torch.sin(a)", (A,)),
+    Case("cos", F.cos, "torch.cos(a)", (A,)),
+    Case("tanh", F.tanh, "torch.tanh(a)", (A,)),
+    Case("sigmoid", F.sigmoid, "torch.sigmoid(a)", (A,)),
+    Case("relu", F.relu, "torch.relu(a)", (A,)),
+    Case("abs", F.abs, "torch.abs(a)", (A,)),
+    Case("clamp", lambda x: F.clamp(x, -0.55, 0.55), "torch.clamp(a, -0.55, 0.55)", (A,)),
+    Case("clamp_below", lambda x: F.clamp(x, -0.55), "torch.clamp(a, -0.55)", (A,)),
+    Case("clamp_above", lambda x: F.clamp(x, upper=0.55), "a.clamp(max=0.55)", (A,)),
+    Case("sum", F.sum, "a.sum()", (CUBE,)),
+    Case("sum_axis", lambda x: F.sum(x, 1), "a.sum(1)", (CUBE,)),
+    Case("sum_axes", lambda x: F.sum(x, (0, -1)), "a.sum((0, -1))", (CUBE,)),
+    Case("sum_keep", lambda x: F.sum(x, -1, True), "a.sum(-1, True)", (CUBE,)),
+    Case("mean", F.mean, "a.mean()", (CUBE,)),
+    Case("mean_axes", lambda x: F.mean(x, (0, 2)), "a.mean((0, 2))", (CUBE,)),
+    Case("var", F.var, "a.var(correction=0)", (CUBE,)),
+    Case("var_axis", lambda x: F.var(x, 1, ddof=1), "a.var(1)", (CUBE,)),
+    Case("max", F.max, "a.amax()", (CUBE,)),
+    Case("max_axis", lambda x: F.max(x, 1), "a.amax(1)", (CUBE,)),
+    Case("max_keep", lambda x: F.max(x, 1, True), "a.amax(1, True)", (CUBE,)),
+    Case("min_axes", lambda x: F.min(x, (0, 2)), "a.amin((0, 2))", (CUBE,)),
+    Case("matmul", F.matmul, "a @ b", (A, signed(4, 2))),
+    Case("matmul_batched", F.matmul, "a @ b", (CUBE, signed(2, 4, 2))),
+    Case("matmul_broadcast", F.matmul, "a @ b", (CUBE, signed(4, 2))),
+    Case("matmul_row", F.matmul, "a @ b", (ROW, signed(2, 4, 3))),
+    Case("matmul_column", F.matmul, "a @ b", (CUBE, ROW)),
+    Case("matmul_inner", F.matmul, "a @ b", (ROW, signed(4))),
+    Case("reshape", lambda x: F.reshape(x, (4, -1)), "a.reshape(4, -1)", (A,)),
+    Case("moddims", lambda x: F.moddims(x, (2, 6)), "a.reshape(2, 6)", (A,)),
+    Case("flat", F.flat, "a.reshape(-1)", (A,)),
+    Case("transpose", F.transpose, "a.permute(2, 1, 0)", (CUBE,)),
+    Case("transpose_axes", lambda x: F.transpose(x, (1, -1, 0)), "a.permute(1, 2, 0)", (CUBE,)),
+    Case("concatenate", lambda *v: F.concatenate(v), "torch.cat([a, b, c])", (A, B, signed(1, 4))),
+    Case("concatenate_axis", lambda *v: F.concatenate(v, -1), "torch.cat([a, b], -1)", (A, COLUMN)),
+    Case("index", lambda x: x[1:, ..., 2], "a[1:, ..., 2]", (CUBE,)),
+    Case("index_new", lambda x: x[None, -1], "a[None, -1]", (CUBE,)),
+    Case("index_repeated", lambda x: x[ROWS], "a[rows]", (A,), {"rows": ROWS}),
+    Case("index_pairs", lambda x: x[ROWS, ROWS], "a[rows, rows]", (A,), {"rows": ROWS}),
+    Case("index_mask", lambda x: x[A > 0], "a[mask]", (A,), {"mask": A > 0}),
+    Case("softmax", F.softmax, "a.softmax(-1)", (A,)),
+    Case("softmax_axis", lambda x: F.softmax(x, 1), "a.softmax(1)", (CUBE,)),
+    Case("log_softmax", F.log_softmax, "a.log_softmax(-1)", (A,)),
+    Case("log_softmax_axis", lambda x: F.log_softmax(x, 0), "a.log_softmax(0)", (A,)),
+    Case("linear", F.linear, "F.linear(a, b)", (A, B)),
+    Case("linear_bias", F.linear, "F.linear(a, b, c)", (A, signed(2, 4), signed(2))),
     Case(
-        "transpose_axes",
-        lambda x: F.transpose(x, (1, -1, 0)),
-        lambda t, x: x.permute(1, 2, 0),
-        (CUBE,),
+        "linear_relu", F.linear_relu, "torch.relu(F.linear(a, b, c))", (A, signed(2, 4), signed(2))
     ),
-    Case("concatenate", lambda *v: F.concatenate(v), lambda t, *v: t.cat(v), (A, B, signed(1, 4))),
     Case(
-        "concatenate_axis",
-        lambda *v: F.concatenate(v, -1),
-        lambda t, *v: t.cat(v, -1),
-        (A, COLUMN),
+        "linear_relu_vector",
+        F.linear_relu,
+        "torch.relu(F.linear(a, b, c))",
+        (ROW, signed(2, 4), signed(2)),
     ),
-    Case("index", lambda x: x[1:, ..., 2], lambda t, x: x[1:, ..., 2], (CUBE,)),
-    Case("index_new", lambda x: x[None, -1], lambda t, x: x[None, -1], (CUBE,)),
-    Case("index_repeated", lambda x: x[ROWS], lambda t, x: x[ROWS], (A,)),
-    Case("index_pairs", lambda x: x[ROWS, ROWS], lambda t, x: x[ROWS, ROWS], (A,)),
-    Case("index_mask", lambda x: x[A > 0], lambda t, x: x[t.tensor(A > 0)], (A,)),
-    Case("softmax", F.softmax, lambda t, x: x.softmax(-1), (A,)),
-    Case("softmax_axis", lambda x: F.softmax(x, 1), lambda t, x: x.softmax(1), (CUBE,)),
-    Case("log_softmax", F.log_softmax, lambda t, x: x.log_softmax(-1), (A,)),
-    Case("log_softmax_axis", lambda x: F.log_softmax(x, 0), lambda t, x: x.log_softmax(0), (A,)),
-    Case("linear", F.linear, t_linear := lambda t, *v: t.nn.functional.linear(*v), (A, B)),
-    Case("linear_bias", F.linear, t_linear, (A, signed(2, 4), signed(2))),
-    Case("linear_relu", F.linear_relu, t_linear_relu, (A, signed(2, 4), signed(2))),
-    Case("linear_relu_vector", F.linear_relu, t_linear_relu, (ROW, signed(2, 4), signed(2))),
-    Case("linear_one_row", F.linear, t_linear, (signed(1, 4), signed(2, 4), signed(2))),
-    Case("linear_vector", F.linear, t_linear, (ROW, signed(2, 4), signed(2))),
-    Case("linear_batched", F.linear, t_linear, (CUBE, signed(2, 4), signed(2))),
-    Case(
-        "mean_squared_error",
-        F.mean_squared_error,
-        lambda t, x, y: t.nn.functional.mse_loss(x, y),
-        (A, B),
-    ),
+    Case("linear_one_row", F.linear, "F.linear(a, b, c)", (signed(1, 4), signed(2, 4), signed(2))),
+    Case("linear_vector", F.linear, "F.linear(a, b, c)", (ROW, signed(2, 4), signed(2))),
+    Case("linear_batched", F.linear, "F.linear(a, b, c)", (CUBE, signed(2, 4), signed(2))),
+    Case("mean_squared_error", F.mean_squared_error, "F.mse_loss(a, b)", (A, B)),
     cross_entropy("mean"),
     cross_entropy("sum"),
     cross_entropy("none"),
