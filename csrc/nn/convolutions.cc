@@ -19,7 +19,7 @@ namespace convolving {
 using namespace convolving;
 }  // namespace
 
-// Sizes of the first three: Windows.
+// Sizes: Windows.
 const Row convolutions[] = {
     {"conv_forward:f", FL_CHOSEN(forward<float>), true},
     {"conv_forward:d", FL_CHOSEN(forward<double>), true},
@@ -27,8 +27,8 @@ const Row convolutions[] = {
     {"conv_to_input:d", FL_CHOSEN(to_input<double>), true},
     {"conv_to_weight:f", FL_CHOSEN(to_weight<float>), true},
     {"conv_to_weight:d", FL_CHOSEN(to_weight<double>), true},
-    {"column_sums:f", FL_CHOSEN(column_sums<float>), false},
-    {"column_sums:d", FL_CHOSEN(column_sums<double>), false},
+    {"conv_to_bias:f", FL_CHOSEN(to_bias<float>), false},
+    {"conv_to_bias:d", FL_CHOSEN(to_bias<double>), false},
     {nullptr, nullptr, false}};
 
 }  // namespace fl::nn

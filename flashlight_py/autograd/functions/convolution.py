@@ -7,7 +7,6 @@ no native kernel, the same is computed by a matrix product for each place of the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -15,8 +14,7 @@ import numpy as np
 
 from flashlight_py.autograd.functions.elementwise import as_variable
 from flashlight_py.autograd.graph import Vjp
-from flashlight_py.autograd.native import contiguous
-from flashlight_py.autograd.native import kernel as find_kernel
+from flashlight_py.autograd.native import contiguous, kernel
 from flashlight_py.autograd.variable import Input, Variable, record, record_all
 from flashlight_py.device import Array, array_module, narrowed, widened
 
@@ -133,7 +131,7 @@ def conv2d(
     # The parameters come first: their hooks fire while the input's gradient is still to compute.
     edges: list[tuple[Variable, Vjp]] = [(weight, lambda grad: _to_weight(w, rows(grad), images))]
     if bias is not None:
-        edges.append((bias, lambda grad: _column_sums(rows(grad))))
+        edges.append((bias, lambda grad: _to_bias(w, rows(grad))))
     if x._calc_grad:
 
         def x_vjp(grad: Array) -> Array:
@@ -193,36 +191,46 @@ def pool2d(
 # What kernels compute, images channels last; each beside the same in array operations ------------
 
 
+def _native(name: str, w: _Windows, shape: tuple[int, ...], *arrays: Array | None) -> Array | None:
+    """Return what a kernel computes; None: there is none for arrays like the first."""
+    first = arrays[0]
+    assert first is not None
+    native = kernel(name, first)
+    return None if native is None else native(((shape, first.dtype),), tuple(w), (), *arrays)
+
+
 def _to_output(w: _Windows, images: Array, weight: Array, bias: Array | None) -> Array:
-    if native := find_kernel("conv_forward", images):
-        made = ((w.outputs, images.dtype),)
-        return native(made, tuple(w), (), images, weight, bias)  # type: ignore[no-any-return]
-    padded, out = w.padded(images, images)[0], None
+    found = _native("conv_forward", w, w.outputs, images, weight, bias)
+    if found is not None:
+        return found
+    padded, whole = w.padded(images, images)[0], None
     for y, x, part in w.places():
         filters = weight[:, :, y, x].reshape(w.groups, -1, weight.shape[1])
         product = _by_groups(padded[part], w) @ filters.swapaxes(1, 2)
-        out = product if out is None else out + product
-    assert out is not None
-    whole: Array = out.swapaxes(0, 1).reshape(w.outputs)
-    return whole if bias is None else whole + bias
+        whole = product if whole is None else whole + product
+    assert whole is not None
+    out: Array = whole.swapaxes(0, 1).reshape(w.outputs)
+    return out if bias is None else out + bias
 
 
 def _to_input(w: _Windows, grad: Array, weight: Array) -> Array:
-    if native := find_kernel("conv_to_input", grad):
-        return native(((w.inputs, grad.dtype),), tuple(w), (), grad, weight)  # type: ignore[no-any-return]
+    found = _native("conv_to_input", w, w.inputs, grad, weight)
+    if found is not None:
+        return found
     whole, inside = w.padded(None, grad)
     rows = _by_groups(grad, w)
     for y, x, part in w.places():
         product = rows @ weight[:, :, y, x].reshape(w.groups, -1, weight.shape[1])
         view = whole[part]
-        view += product.swapaxes(0, 1).reshape(*w.outputs[:3], w.channels)
+        view += product.swapaxes(0, 1).reshape(view.shape)
     return inside
 
 
 def _to_weight(w: _Windows, grad: Array, images: Array) -> Array:
     shape = w.out_channels, w.channels // w.groups, w.kernel_y, w.kernel_x
-    if native := find_kernel("conv_to_weight", grad):
-        return native(((shape, grad.dtype),), tuple(w), (), grad, images)  # type: ignore[no-any-return]
+    found = _native("conv_to_weight", w, shape, grad, images)
+    if found is not None:
+        return found
     padded = w.padded(images, images)[0]
     columns = _by_groups(grad, w).swapaxes(1, 2)
     result: Array = array_module(grad).zeros(shape, grad.dtype)
@@ -231,28 +239,26 @@ def _to_weight(w: _Windows, grad: Array, images: Array) -> Array:
     return result
 
 
-def _column_sums(grad: Array) -> Any:
-    *outer, width = grad.shape
-    if native := find_kernel("column_sums", grad):
-        return native((((width,), grad.dtype),), (math.prod(outer), width), (), grad)
-    return grad.sum((0, 1, 2))
+def _to_bias(w: _Windows, grad: Array) -> Array:
+    found = _native("conv_to_bias", w, (w.out_channels,), grad)
+    return grad.sum((0, 1, 2)) if found is None else found
 
 
 def _largest(w: _Windows, images: Array) -> Array:
-    if native := find_kernel("pool_largest", images):
-        return native(((w.outputs, images.dtype),), tuple(w), (), images)  # type: ignore[no-any-return]
-    xp, out = array_module(images), None
-    padded = w.padded(images, images, -np.inf)[0]
+    found = _native("pool_largest", w, w.outputs, images)
+    if found is not None:
+        return found
+    xp, padded = array_module(images), w.padded(images, images, -np.inf)[0]
+    out: Array = xp.full(w.outputs, -np.inf, images.dtype)
     for _, _, part in w.places():
-        out = xp.copy(padded[part]) if out is None else xp.maximum(out, padded[part])
-    assert out is not None
+        out = xp.maximum(out, padded[part])
     return out
 
 
 def _spread_largest(w: _Windows, grad: Array, images: Array, out: Array) -> Array:
-    if native := find_kernel("pool_spread_largest", grad):
-        made = ((w.inputs, grad.dtype),)
-        return native(made, tuple(w), (), grad, images, out)  # type: ignore[no-any-return]
+    found = _native("pool_spread_largest", w, w.inputs, grad, images, out)
+    if found is not None:
+        return found
     xp, padded = array_module(grad), w.padded(images, images, -np.inf)[0]
     whole, inside = w.padded(None, grad)
     for _, _, part in w.places():
@@ -264,20 +270,21 @@ def _spread_largest(w: _Windows, grad: Array, images: Array, out: Array) -> Arra
 
 
 def _mean(w: _Windows, images: Array, count_padding: bool) -> Array:
-    if native := find_kernel("pool_mean", images):
-        sizes = *w, int(count_padding)
-        return native(((w.outputs, images.dtype),), sizes, (), images)  # type: ignore[no-any-return]
-    padded, out = w.padded(images, images)[0], None
+    found = _native("pool_mean_of_all" if count_padding else "pool_mean", w, w.outputs, images)
+    if found is not None:
+        return found
+    padded = w.padded(images, images)[0]
+    out: Array = array_module(images).zeros(w.outputs, images.dtype)
     for _, _, part in w.places():
-        out = padded[part] if out is None else out + padded[part]
-    assert out is not None
-    return out / _counts(w, images, count_padding)  # type: ignore[no-any-return]
+        out += padded[part]
+    return out / _counts(w, images, count_padding)
 
 
 def _spread_mean(w: _Windows, grad: Array, count_padding: bool) -> Array:
-    if native := find_kernel("pool_spread_mean", grad):
-        sizes = *w, int(count_padding)
-        return native(((w.inputs, grad.dtype),), sizes, (), grad)  # type: ignore[no-any-return]
+    name = "pool_spread_mean_of_all" if count_padding else "pool_spread_mean"
+    found = _native(name, w, w.inputs, grad)
+    if found is not None:
+        return found
     whole, inside = w.padded(None, grad)
     shares = grad / _counts(w, grad, count_padding)
     for _, _, part in w.places():
