@@ -15,6 +15,7 @@ _HOMES = {
         *("MeanSquaredError", "MeanAbsoluteError", "BinaryCrossEntropy", "CategoricalCrossEntropy"),
         "ConnectionistTemporalClassification",
     ],
+    "images": ["Conv2D", "Pool2D"],
     "recompute": ["recompute"],
 }
 for _home, _names in _HOMES.items():

@@ -25,4 +25,6 @@ from flashlight_py.nn.losses import MeanAbsoluteError as MeanAbsoluteError
 from flashlight_py.nn.losses import BinaryCrossEntropy as BinaryCrossEntropy
 from flashlight_py.nn.losses import CategoricalCrossEntropy as CategoricalCrossEntropy
 from flashlight_py.nn.losses import ConnectionistTemporalClassification as ConnectionistTemporalClassification
+from flashlight_py.nn.images import Conv2D as Conv2D
+from flashlight_py.nn.images import Pool2D as Pool2D
 from flashlight_py.nn.recompute import recompute as recompute

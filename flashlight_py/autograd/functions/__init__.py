@@ -24,6 +24,7 @@ _HOMES = {
         *("categorical_cross_entropy", "binary_cross_entropy"),
         *("binary_cross_entropy_with_logits", "connectionist_temporal_classification"),
     ],
+    "convolution": ["conv2d", "pool2d"],
 }
 for _home, _names in _HOMES.items():
     _module = import_module(f"{__name__}.{_home}")

@@ -62,3 +62,5 @@ from flashlight_py.autograd.functions.losses import categorical_cross_entropy as
 from flashlight_py.autograd.functions.losses import binary_cross_entropy as binary_cross_entropy
 from flashlight_py.autograd.functions.losses import binary_cross_entropy_with_logits as binary_cross_entropy_with_logits
 from flashlight_py.autograd.functions.losses import connectionist_temporal_classification as connectionist_temporal_classification
+from flashlight_py.autograd.functions.convolution import conv2d as conv2d
+from flashlight_py.autograd.functions.convolution import pool2d as pool2d
