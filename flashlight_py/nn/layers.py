@@ -270,7 +270,6 @@ class Residual(Module):
 
     Raises:
         TypeError: one is no module.
-        ValueError: when called: the two shapes differ.
     """
 
     def __init__(self, module: Module, shortcut: Module | None = None) -> None:
@@ -280,6 +279,11 @@ class Residual(Module):
         self.module, self.shortcut = module, shortcut
 
     def forward(self, x: Any) -> Variable:
+        """Return the sum.
+
+        Raises:
+            ValueError: the two shapes differ.
+        """
         past: Any = x if self.shortcut is None else self.shortcut(x)
         out: Variable = self.module(x)
         if out.shape != past.shape:

@@ -32,7 +32,7 @@ class RNN(Module):
         dtype: of the parameters.
 
     Raises:
-        ValueError: an unknown kind, or a number out of range; when called: shapes that do not fit.
+        ValueError: an unknown kind, or a number out of range.
         TypeError: a size is no integer.
     """
 
@@ -76,6 +76,9 @@ class RNN(Module):
 
         Returns:
             The output, and a state as above.
+
+        Raises:
+            ValueError: the shapes do not fit.
         """
         is_lstm, ends = self.kind == "lstm", self._ends()
         first = () if state is None else tuple(state) if is_lstm else (state,)
