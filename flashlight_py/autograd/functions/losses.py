@@ -324,7 +324,6 @@ def connectionist_temporal_classification(
         at = rows_of_classes + kinds[:, None]
         return added(logs.shape, at, shares.transpose(1, 0, 2))
 
-    vjp.__qualname__ = "connectionist_temporal_classification"
     losses = xp.where(found > -xp.inf, -found, 0 if zero_infinity else xp.inf)
     result = record(losses.astype(logs.dtype, copy=False), (given, vjp))
     if reduction == "mean":
