@@ -56,11 +56,11 @@ def recurrent(
     x, begin = as_variable(x), [as_variable(each) for each in state]
     w_ih, w_hh, b_ih, b_hh = own = [as_variable(each) for each in weights]
     batch, time, hidden = _check(kind, x.data, own, begin)
-    xp, is_lstm = array_module(x.data), kind == "lstm"
-    steps = slice(None, None, -1 if reverse else 1)
+    is_lstm, steps = kind == "lstm", slice(None, None, -1 if reverse else 1)
     rows = widened(x.data).transpose(1, 0, 2)[steps].reshape(time * batch, -1)
     given = rows @ widened(w_ih.data).T + widened(b_ih.data)
-    given = given.reshape(time, batch, -1)
+    given, xp = given.reshape(time, batch, -1), array_module(given)
+    shape, dtype = given.shape, given.dtype
     states = xp.zeros((time + 1, batch, hidden), given.dtype)
     cells = xp.zeros_like(states) if is_lstm else states
     for variable, array in zip(begin, (states, cells), strict=False):
@@ -76,9 +76,9 @@ def recurrent(
         of_out = wide[:time][steps]
         of_state, of_cell = xp.zeros_like(of_out[0]), wide[time] if is_lstm else None
         w, back = widened(w_hh.data), prepare()
-        of_given, of_added = xp.zeros_like(given), None
+        of_given, of_added = xp.zeros(shape, dtype), None
         if kind == "gru":  # whose last gate has the recurrent side multiplied
-            of_added = xp.zeros_like(given)
+            of_added = xp.zeros(shape, dtype)
         for t in reversed(range(time)):
             slopes, (of_state, of_cell) = back(t, of_out[t] + of_state, of_cell)
             of_given[t] = slopes[0]
