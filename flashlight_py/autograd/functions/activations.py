@@ -78,7 +78,6 @@ def silu(x: Input) -> Variable:
         gate = _sigmoid(xp, a)
         return grad * (gate + out * (1 - gate))
 
-    vjp.__qualname__ = "silu"
     return _function(x, lambda xp, a: a * _sigmoid(xp, a), vjp)
 
 

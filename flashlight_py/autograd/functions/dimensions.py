@@ -544,9 +544,7 @@ def einsum(subscripts: str, *operands: Input) -> Variable:
     edges: list[tuple[Variable, Vjp]] = []
     for place, variable in enumerate(given):
         others = [*arrays[:place], *arrays[place + 1 :]], [*used[:place], *used[place + 1 :]]
-        edges.append(
-            (variable, _einsum_vjp(variable.data.shape, used[place], result, sizes, others))
-        )
+        edges.append((variable, _einsum(variable.data.shape, used[place], result, sizes, others)))
     xp = array_module(arrays[0])
     out = xp.einsum(f"{','.join(used)}->{result}", *arrays, optimize=True)
     return record(narrowed(out, given[0].data), *edges)
@@ -563,7 +561,7 @@ def _stretched(array: Array, own: str, wanted: str, sizes: dict[str, int]) -> Ar
     return array_module(array).broadcast_to(array.reshape(shape), full)  # type: ignore[no-any-return]
 
 
-def _einsum_vjp(
+def _einsum(
     shape: tuple[int, ...],
     term: str,
     result: str,
@@ -579,7 +577,7 @@ def _einsum_vjp(
     letters = "".join(dict.fromkeys(term))
     own = _present(letters, [result, *terms])
 
-    def einsum_vjp(grad: Array) -> Any:
+    def vjp(grad: Array) -> Any:
         wide = widened(grad)
         xp = array_module(wide)
         found = xp.einsum(f"{','.join([result, *terms])}->{own}", wide, *arrays, optimize=True)
@@ -593,7 +591,7 @@ def _einsum_vjp(
             found = spread
         return found.reshape(shape)
 
-    return einsum_vjp
+    return vjp
 
 
 def _read_subscripts(

@@ -190,14 +190,10 @@ def mean_absolute_error(prediction: Input, target: Input, reduction: str = "mean
 def binary_cross_entropy(probabilities: Input, target: Input, reduction: str = "mean") -> Variable:
     """Return ``-target * log(p) - (1 - target) * log(1 - p)``, reduced; no logarithm below -100.
 
-    Args:
-        probabilities: 0 to 1, any shape, with at least one element for the mean.
-        target: 0 to 1, the same shape.
-        reduction: ``"mean"``, ``"sum"``, or ``"none"`` for that shape.
+    Arguments and errors are those of :func:`mean_absolute_error`; both are 0 to 1.
 
     Raises:
-        ValueError: the shapes differ, there is no element, a probability is outside of 0 to 1, or
-            an unknown reduction.
+        ValueError: a probability is outside of 0 to 1, as well.
     """
 
     def logs(xp: Any, p: Array) -> tuple[Array, Array]:
@@ -226,13 +222,7 @@ def binary_cross_entropy(probabilities: Input, target: Input, reduction: str = "
 def binary_cross_entropy_with_logits(x: Input, target: Input, reduction: str = "mean") -> Variable:
     """Return ``binary_cross_entropy(sigmoid(x), target)``, reduced, without overflow or limit.
 
-    Args:
-        x: any shape, with at least one element for the mean.
-        target: 0 to 1, the same shape.
-        reduction: ``"mean"``, ``"sum"``, or ``"none"`` for that shape.
-
-    Raises:
-        ValueError: the shapes differ, there is no element, or an unknown reduction.
+    Arguments and errors are those of :func:`mean_absolute_error`.
     """
     return _of_pairs(
         *("binary_cross_entropy_with_logits", x, target, reduction),
@@ -334,7 +324,6 @@ def connectionist_temporal_classification(
         at = rows_of_classes + kinds[:, None]
         return added(logs.shape, at, shares.transpose(1, 0, 2))
 
-    vjp.__qualname__ = "connectionist_temporal_classification"
     losses = xp.where(found > -xp.inf, -found, 0 if zero_infinity else xp.inf)
     result = record(losses.astype(logs.dtype, copy=False), (given, vjp))
     if reduction == "mean":
