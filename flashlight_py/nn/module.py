@@ -7,11 +7,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
-
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.variable import shards_of
-from flashlight_py.device import Array, device_of, to_device
+from flashlight_py.device import (
+    Array,
+    device_of,
+    floating,
+    is_floating,
+    may_become,
+    to_device,
+)
 from flashlight_py.structure import Structured
 
 SomeModule = TypeVar("SomeModule", bound="Module")
@@ -173,13 +178,16 @@ class Module(Structured, ABC):
 
         Optimizers and gradient hooks belong to the arrays of before: make them afterwards.
 
+        Args:
+            dtype: a real floating dtype, or its name; ``"bfloat16"`` needs ml_dtypes.
+
         Raises:
             TypeError: ``dtype`` is not a real floating dtype.
             ValueError: the module is sharded.
+            BackendUnavailableError: ``"bfloat16"``, and ml_dtypes is not installed.
         """
-        if np.dtype(dtype).kind != "f":
-            raise TypeError(f"Module.astype needs a real floating dtype, got {np.dtype(dtype)}")
-        self._replace_arrays(lambda a: a.astype(dtype) if a.dtype.kind == "f" else a)
+        dtype = floating(dtype, "Module.astype")
+        self._replace_arrays(lambda a: a.astype(dtype) if is_floating(a.dtype) else a)
         return self
 
     def to(self: SomeModule, device: str) -> SomeModule:
@@ -232,7 +240,7 @@ def _check_state(state: Mapping[str, Array], own: Mapping[str, Variable | Array]
     if problems:
         raise ValueError(f"load_state_dict: nothing was loaded: {'; '.join(problems)}")
     for name, given, held in both:
-        if not np.can_cast(given.dtype, held.dtype, "same_kind"):
+        if not may_become(given.dtype, held.dtype):
             raise TypeError(
                 f"load_state_dict: nothing was loaded: {name!r} has dtype {given.dtype}, "
                 f"which cannot become {held.dtype}"

@@ -23,10 +23,13 @@ from flashlight_py.autograd.functions.elementwise import (
 from flashlight_py.autograd.graph import Vjp
 from flashlight_py.autograd.variable import Input, Operand, Variable, record, record_all
 from flashlight_py.device import (
+    NARROW,
     Array,
     array_module,
+    bfloat16,
     constant,
     is_cupy,
+    is_floating,
     narrowed,
     total,
     widened,
@@ -121,6 +124,7 @@ def index(x: Input, where: Any) -> Variable:
 
     def x_vjp(grad: Array) -> Array:
         xp = array_module(array)
+        grad = grad if basic else widened(grad)
         spread: Array = xp.zeros(array.shape, grad.dtype)
         if basic:
             spread[where] = grad
@@ -143,11 +147,13 @@ def _as_index(where: Any, array: Array) -> Any:
 def astype(x: Input, dtype: Any) -> Variable:
     """Return ``x`` cast to ``dtype``, as a new array; its gradient has ``x``'s dtype.
 
+    ``"bfloat16"`` is the dtype of ml_dtypes.
+
     A cast to a dtype that is not floating ends the graph: the result has no gradient.
     """
     x = as_variable(x)
-    array = x.data.astype(dtype)
-    if array.dtype.kind != "f":
+    array = x.data.astype(bfloat16() if dtype == "bfloat16" else dtype)
+    if not is_floating(array.dtype):
         return Variable(array)
     return record(array, (x, lambda grad: grad))
 
@@ -178,7 +184,10 @@ def mean(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
     array = x.data
     axes = _axes(axis, array.ndim)
     count = _count(array.shape, axes, "mean")
-    out = array.mean(axis=axes, keepdims=keepdims)
+    if array.dtype.char in NARROW:
+        out = narrowed(total(array, axes, keepdims) / count, array)
+    else:
+        out = array.mean(axis=axes, keepdims=keepdims)
     return record(out, (x, lambda grad: _spread(widened(grad) / count, axes, array.shape)))
 
 
@@ -255,6 +264,8 @@ def _spread(grad: Array, axes: tuple[int, ...], shape: tuple[int, ...]) -> Array
 def linear(x: Input, weight: Input, bias: Input | None = None) -> Variable:
     """Return ``x @ weight.T + bias``, a new variable of shape ``[..., out]``.
 
+    On the CPU float16 and bfloat16 are multiplied and summed in float32, and rounded once.
+
     Args:
         x: shape ``[..., in]``.
         weight: shape ``[out, in]``.
@@ -282,8 +293,10 @@ def _linear(x: Input, weight: Input, bias: Input | None, with_relu: bool) -> Var
     rows, w = x.data, weight.data
     if rows.ndim != 2 or w.ndim != 2:
         return _linear_of_more_dimensions(x, weight, bias, with_relu)
+    # NumPy's own product of float16 is a loop; a GPU multiplies it, and sums in float32.
+    is_narrow = w.dtype.char in NARROW and not is_cupy(w)
     try:
-        out = rows.dot(w.T)
+        out = widened(rows).dot(widened(w).T) if is_narrow else rows.dot(w.T)
     except ValueError:
         if rows.shape[1] == w.shape[1]:
             raise
@@ -298,26 +311,40 @@ def _linear(x: Input, weight: Input, bias: Input | None, with_relu: bool) -> Var
         slope = _add_bias_and_relu(out, bias)
     elif bias is not None:
         out += bias.data
+    if is_narrow:
+        out = narrowed(out, rows)
+        slope = _widening(slope_of_relu(out, 0) if with_relu else None)
     kept = w if weight.placement is None else None  # a sharded one is read again in the end
 
     def weight_vjp(grad: Array) -> Any:
-        return grad.T.dot(rows) if weight.buffer is None else _into_buffer(weight, grad, rows)
+        if weight.buffer is None or is_narrow:
+            return grad.T.dot(widened(rows) if is_narrow else rows)
+        return _into_buffer(weight, grad, rows)
 
     def bias_vjp(grad: Array) -> Any:
         if len(grad) == 1:
             return grad[0]  # a view is ten times cheaper than a sum
-        return total(grad, 0) if grad.dtype.char == "e" else grad.sum(0)
+        return total(grad, 0) if grad.dtype.char in NARROW else grad.sum(0)
+
+    def x_vjp(grad: Array) -> Any:
+        w = weight.data if kept is None else kept
+        return grad.dot(widened(w) if is_narrow else w)
 
     # The parameters come first: their hooks fire while the input's gradient is still to compute.
     edges: list[tuple[Variable, Vjp]] = [(weight, weight_vjp)]
     if bias is not None:
         edges.append((bias, bias_vjp))
     if x._calc_grad:
-        edges.append((x, lambda grad: grad.dot(weight.data if kept is None else kept)))
+        edges.append((x, x_vjp))
         buffer = weight.buffer
         if isinstance(buffer, GradSink) and buffer.is_stepped:
             edges.insert(0, edges.pop())
     return record_all(out, edges, slope)
+
+
+def _widening(slope: Vjp | None) -> Vjp:
+    """Return ``slope``, if there is one, with a float32 result: what follows computes in it."""
+    return widened if slope is None else lambda grad: widened(slope(grad))
 
 
 def _add_bias_and_relu(out: Array, bias: Variable | None) -> Vjp:
@@ -362,7 +389,7 @@ def _into_buffer(weight: Variable, grad: Array, rows: Array) -> Any:
 
 
 def matmul(a: Operand, b: Operand) -> Variable:
-    """Return ``a @ b`` with NumPy's rules, as a new array.
+    """Return ``a @ b`` with NumPy's rules, as a new array; of narrow dtypes as :func:`linear`.
 
     Args:
         a: shape ``[..., n, k]``, or ``[k]``, a row.
@@ -388,11 +415,28 @@ def matmul(a: Operand, b: Operand) -> Variable:
 
 def _matmul(x: Variable, y: Variable) -> Variable:
     p, q = _to_keep(x), _to_keep(y)
+    if x.data.dtype.char in NARROW and not is_cupy(x.data):
+        return _matmul_narrow(x, y, p, q)
     return record(
         x.data @ y.data,
         (x, lambda grad: grad @ (y.data if q is None else q).swapaxes(-1, -2)),
         (y, lambda grad: (x.data if p is None else p).swapaxes(-1, -2) @ grad),
     )
+
+
+def _matmul_narrow(x: Variable, y: Variable, p: Array | None, q: Array | None) -> Variable:
+    """Return the product computed in float32, from which the backward pass widens once more."""
+
+    def x_vjp(grad: Array) -> Any:
+        return grad @ widened(y.data if q is None else q).swapaxes(-1, -2)
+
+    def y_vjp(grad: Array) -> Any:
+        return widened(x.data if p is None else p).swapaxes(-1, -2) @ grad
+
+    out = widened(x.data) @ widened(y.data)
+    if y.data.dtype.char in NARROW:
+        out = narrowed(out, x.data)
+    return record_all(out, [(x, x_vjp), (y, y_vjp)], widened)
 
 
 def _to_keep(operand: Variable) -> Array | None:

@@ -14,7 +14,7 @@ import numpy as np
 from flashlight_py import kernels
 from flashlight_py.autograd.graph import Vjp
 from flashlight_py.autograd.variable import Input, Operand, Variable, record
-from flashlight_py.device import Array, array_module, constant, is_cupy
+from flashlight_py.device import Array, array_module, constant, is_cupy, is_floating, narrowed
 from flashlight_py.random import generator
 
 
@@ -43,7 +43,7 @@ def _as_constant(value: Operand, like: Variable) -> Variable:
     if not isinstance(value, (int, float)):
         return Variable(value)  # type: ignore[arg-type]
     dtype = like.data.dtype
-    if isinstance(value, float) and dtype.kind != "f":
+    if isinstance(value, float) and not is_floating(dtype):
         dtype = None  # type: ignore[assignment]  # integers and a fraction: the library's choice
     return Variable(array_module(like.data).asarray(value, dtype))
 
@@ -231,7 +231,8 @@ def clamp(x: Input, lower: float | None = None, upper: float | None = None) -> V
         inside = inside & (array >= lower)
     if upper is not None:
         inside = inside & (array <= upper)
-    return record(array_module(array).clip(array, lower, upper), (x, lambda grad: grad * inside))
+    out = narrowed(array_module(array).clip(array, lower, upper), array)
+    return record(out, (x, lambda grad: grad * inside))
 
 
 def dropout(x: Input, ratio: float) -> Variable:
