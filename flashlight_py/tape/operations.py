@@ -18,8 +18,13 @@ from flashlight_py.tape.arrays import KINDS, Array, plain
 if TYPE_CHECKING:
     from flashlight_py.tape.recording import Recording
 
-# The dtypes that the tape knows: numbers as the machine has them.
-NUMBERS = {np.dtype(each) for each in np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?"}
+_NUMBERS = {*np.typecodes["AllInteger"], *np.typecodes["AllFloat"], "?", "E"}  # E: bfloat16
+
+
+def are_numbers(array: Any) -> bool:
+    """Return whether the tape knows the array: aligned numbers as the machine has them."""
+    dtype = array.dtype
+    return bool(dtype.char in _NUMBERS and dtype.isnative and array.flags.aligned)
 
 
 class Draws:
