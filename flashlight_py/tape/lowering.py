@@ -206,8 +206,7 @@ class _Plan:
         out, given = _result_of(note, "casting"), note.args[: ufunc.nin]
         need(ufunc is not np.power or _is_plain_power(given, out))
         dtypes = ufunc.resolve_dtypes((*map(_dtype_of, given), None))
-        need(not ufunc.signature and all(each.isbuiltin == 1 for each in dtypes))
-        need(not any(each.hasobject for each in dtypes))
+        need(not ufunc.signature and all(x.isbuiltin == 1 and not x.hasobject for x in dtypes))
         need(dtypes[-1] == out.dtype)
         operands, types = list(map(self._as, given, dtypes)), tuple([each.num for each in dtypes])
         if ufunc in _LIMITS and out.dtype.char in "fd" and operands[1].size == 1 < out.size:

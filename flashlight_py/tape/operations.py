@@ -19,12 +19,7 @@ if TYPE_CHECKING:
     from flashlight_py.tape.recording import Recording
 
 _NUMBERS = {*np.typecodes["AllInteger"], *np.typecodes["AllFloat"], "?", "E"}  # E: bfloat16
-
-
-def are_numbers(array: Any) -> bool:
-    """Return whether the tape knows the array: aligned numbers as the machine has them."""
-    dtype = array.dtype
-    return bool(dtype.char in _NUMBERS and dtype.isnative and array.flags.aligned)
+are_numbers: Any = lambda x: x.dtype.char in _NUMBERS and x.dtype.isnative and x.flags.aligned  # noqa: E731
 
 
 class Draws:

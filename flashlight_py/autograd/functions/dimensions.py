@@ -21,6 +21,7 @@ from flashlight_py.autograd.functions.elementwise import (
     sub,
 )
 from flashlight_py.autograd.graph import Vjp
+from flashlight_py.autograd.precision import as_float32, as_half, here
 from flashlight_py.autograd.variable import Input, Operand, Variable, record, record_all
 from flashlight_py.device import (
     NARROW,
@@ -167,7 +168,7 @@ def sum(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
     Raises:
         ValueError: ``axis`` names no dimension of ``x``, or one twice.
     """
-    x = as_variable(x)
+    x = as_float32(x)
     array = x.data
     axes = _axes(axis, array.ndim)
     out = narrowed(total(array, axes, keepdims), array)
@@ -180,7 +181,7 @@ def mean(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
     Raises:
         ValueError: ``axis`` names no dimension of ``x``, or one twice, or has no element.
     """
-    x = as_variable(x)
+    x = as_float32(x)
     array = x.data
     axes = _axes(axis, array.ndim)
     count = _count(array.shape, axes, "mean")
@@ -197,7 +198,7 @@ def var(x: Input, axis: Axis = None, keepdims: bool = False, ddof: int = 0) -> V
     Raises:
         ValueError: ``axis`` names no dimension of ``x``, or one twice, or ``n <= ddof``.
     """
-    x = as_variable(x)
+    x = as_float32(x)
     axes = _axes(axis, x.data.ndim)
     count = _count(x.data.shape, axes, "var")
     if count <= ddof:
@@ -290,6 +291,8 @@ def _linear(x: Input, weight: Input, bias: Input | None, with_relu: bool) -> Var
     weight = weight if isinstance(weight, Variable) else Variable(weight)
     if bias is not None and not isinstance(bias, Variable):
         bias = Variable(bias)
+    if here.dtype is not None:
+        x, weight, bias = as_half(x), as_half(weight), None if bias is None else as_half(bias)
     rows, w = x.data, weight.data
     if rows.ndim != 2 or w.ndim != 2:
         return _linear_of_more_dimensions(x, weight, bias, with_relu)
@@ -401,7 +404,7 @@ def matmul(a: Operand, b: Operand) -> Variable:
     Raises:
         ValueError: the inner sizes differ, or an operand has no dimensions.
     """
-    x, y = as_pair(a, b)
+    x, y = map(as_half, as_pair(a, b))
     if not x.data.ndim or not y.data.ndim:
         raise ValueError(f"matmul: needs dimensions, got shapes {x.shape} and {y.shape}")
     row = x if x.data.ndim > 1 else reshape(x, (1, -1))
