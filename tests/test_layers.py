@@ -31,6 +31,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "random": FRAMEWORK[:2],
     "kernels": FRAMEWORK[:2],
     "autograd": (*FRAMEWORK[:4], "structure"),
+    "nn.loading": (*FRAMEWORK[:5], "nn", "checkpoint.tensors"),
     "nn": (*FRAMEWORK[:5], "structure"),
     "optim": (*FRAMEWORK[:6], "structure", "_native"),
     "dataset": ("errors", "device", "random"),

@@ -10,6 +10,7 @@ _HOMES = {
         *("View", "MeanSquaredError", "CategoricalCrossEntropy"),
     ],
     "recompute": ["recompute"],
+    "loading": ["load_torch"],
 }
 for _home, _names in _HOMES.items():
     _module = import_module(f"{__name__}.{_home}")

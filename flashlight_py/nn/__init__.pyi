@@ -12,3 +12,4 @@ from flashlight_py.nn.layers import View as View
 from flashlight_py.nn.layers import MeanSquaredError as MeanSquaredError
 from flashlight_py.nn.layers import CategoricalCrossEntropy as CategoricalCrossEntropy
 from flashlight_py.nn.recompute import recompute as recompute
+from flashlight_py.nn.loading import load_torch as load_torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -17,6 +18,7 @@ from flashlight_py.device import (
     may_become,
     to_device,
 )
+from flashlight_py.nn.summary import summary
 from flashlight_py.structure import Structured
 
 SomeModule = TypeVar("SomeModule", bound="Module")
@@ -172,6 +174,30 @@ class Module(Structured, ABC):
                     held.assign(state[name])
                 else:
                     held[...] = to_device(state[name], device_of(held))
+
+    def clone(self: SomeModule) -> SomeModule:
+        """Return a copy with arrays of its own: without gradients, gradient hooks and history.
+
+        Parameters that are used twice are so in the copy. The copy of a sharded module is not
+        sharded, where it can be copied at all.
+        """
+        return copy.deepcopy(self)
+
+    def summary(self) -> str:
+        """Return a table of all modules: names, classes, shapes of what they have, and numbers.
+
+        A parameter that is used twice counts once. Parameters cut between ranks count as a whole.
+
+        Example:
+            >>> print(fl.nn.Sequential(fl.nn.Linear(3, 2), fl.nn.ReLU()).summary())
+            name  module                   parameters and buffers  numbers
+            ----  -----------------------  ----------------------  -------
+                  Sequential                                             0
+            0     Linear(3, 2, bias=True)  weight [2, 3], bias [2]       8
+            1     ReLU()                                                 0
+            8 numbers in 2 parameters, 32 bytes; 0 in buffers, 0 bytes
+        """
+        return summary(self)
 
     def astype(self: SomeModule, dtype: Any) -> SomeModule:
         """Cast all parameters and floating buffers; drops gradients. Returns the module.
