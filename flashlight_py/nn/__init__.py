@@ -17,6 +17,7 @@ _HOMES = {
     ],
     "images": ["Conv2D", "Pool2D"],
     "recompute": ["recompute"],
+    "loading": ["load_torch"],
 }
 for _home, _names in _HOMES.items():
     _module = import_module(f"{__name__}.{_home}")

@@ -28,3 +28,4 @@ from flashlight_py.nn.losses import ConnectionistTemporalClassification as Conne
 from flashlight_py.nn.images import Conv2D as Conv2D
 from flashlight_py.nn.images import Pool2D as Pool2D
 from flashlight_py.nn.recompute import recompute as recompute
+from flashlight_py.nn.loading import load_torch as load_torch

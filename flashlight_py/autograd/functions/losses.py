@@ -12,6 +12,7 @@ from flashlight_py import kernels
 from flashlight_py.autograd.functions import dimensions
 from flashlight_py.autograd.functions.elementwise import as_variable, div
 from flashlight_py.autograd.functions.selecting import added, integers
+from flashlight_py.autograd.precision import as_float32
 from flashlight_py.autograd.variable import Input, Variable, record, record_all
 from flashlight_py.device import (
     Array,
@@ -26,7 +27,7 @@ from flashlight_py.device import (
 
 def softmax(x: Input, axis: int = -1) -> Variable:
     """Return ``exp(x) / sum(exp(x))`` along ``axis``, a new array of the same shape."""
-    x = as_variable(x)
+    x = as_float32(x)
     array = widened(x.data)
     out = array_module(array).exp(array - array.max(axis=axis, keepdims=True))
     out /= out.sum(axis=axis, keepdims=True)
@@ -41,7 +42,7 @@ def softmax(x: Input, axis: int = -1) -> Variable:
 
 def log_softmax(x: Input, axis: int = -1) -> Variable:
     """Return ``log(softmax(x))`` along ``axis``, a new array of the same shape."""
-    x = as_variable(x)
+    x = as_float32(x)
     array = widened(x.data)
     xp = array_module(array)
     shifted = array - array.max(axis=axis, keepdims=True)
@@ -65,7 +66,7 @@ def mean_squared_error(prediction: Input, target: Input) -> Variable:
     Raises:
         ValueError: the shapes differ, or there is no element.
     """
-    prediction, target = as_variable(prediction), as_variable(target)
+    prediction, target = as_float32(prediction), as_float32(target)
     p, t = prediction.data, target.data
     _check_pair("mean_squared_error", p, t, "mean")
     size = p.size
@@ -128,7 +129,7 @@ def categorical_cross_entropy(
         ValueError: the shapes do not fit, a target names no class, an unknown reduction, or
             ``label_smoothing`` outside of 0 to 1.
     """
-    log_probabilities, target = as_variable(log_probabilities), as_variable(target)
+    log_probabilities, target = as_float32(log_probabilities), as_float32(target)
     logs, labels = log_probabilities.data, target.data
     check_reduction(reduction)
     check_smoothing(label_smoothing)
