@@ -290,7 +290,7 @@ def norm(x: Input, p: float = 2, axis: Axis = None, keepdims: bool = False) -> V
     """
     if not p >= 1:
         raise ValueError(f"norm: p must be at least 1, got {p}")
-    x = as_variable(x)
+    x = as_float32(x)
     if p == math.inf:
         return max(elementwise.abs(x), axis, keepdims)
     array, axes = widened(x.data), _axes(axis, x.data.ndim)
@@ -315,7 +315,7 @@ def cumsum(x: Input, axis: int) -> Variable:
     Raises:
         ValueError: ``x`` has no such axis.
     """
-    x = as_variable(x)
+    x = as_float32(x)
     (place,) = _axes(axis, x.data.ndim)
     back = (*(slice(None),) * place, slice(None, None, -1))
 
@@ -579,7 +579,7 @@ def einsum(subscripts: str, *operands: Input) -> Variable:
     Raises:
         ValueError: the subscripts cannot be read, or do not fit the operands' shapes.
     """
-    given = [as_variable(operand) for operand in operands]
+    given = [as_half(operand) for operand in operands]
     shapes = [variable.data.shape for variable in given]
     terms, result, sizes = _read_subscripts(subscripts, shapes)
     arrays, used = [], []

@@ -10,7 +10,7 @@ from typing import Any
 
 from flashlight_py import kernels
 from flashlight_py.autograd.functions import dimensions
-from flashlight_py.autograd.functions.elementwise import as_variable, div
+from flashlight_py.autograd.functions.elementwise import div
 from flashlight_py.autograd.functions.selecting import added, integers
 from flashlight_py.autograd.precision import as_float32
 from flashlight_py.autograd.variable import Input, Variable, record, record_all
@@ -237,7 +237,7 @@ def _of_pairs(
     name: str, prediction: Input, target: Input, reduction: str, value: Any, *vjps: Any
 ) -> Variable:
     """Return a loss of each element, reduced; ``vjps`` get both arrays before the gradient."""
-    prediction, target = as_variable(prediction), as_variable(target)
+    prediction, target = as_float32(prediction), as_float32(target)
     _check_pair(name, prediction.data, target.data, reduction)
     p, t = widened(prediction.data), widened(target.data)
     xp = array_module(p)
@@ -282,7 +282,7 @@ def connectionist_temporal_classification(
         ValueError: the shapes do not fit, a target or length is out of range, an empty batch, or an
             unknown reduction.
     """
-    given = as_variable(log_probabilities)
+    given = as_float32(log_probabilities)
     check_reduction(reduction)
     labels, inputs, lengths = _check_sequences(
         given.data, targets, input_lengths, target_lengths, blank

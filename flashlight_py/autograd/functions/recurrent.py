@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from flashlight_py.autograd.functions import dimensions
-from flashlight_py.autograd.functions.elementwise import as_variable
 from flashlight_py.autograd.graph import Vjp
+from flashlight_py.autograd.precision import as_half
 from flashlight_py.autograd.variable import Input, Variable, record_all
 from flashlight_py.device import Array, array_module, narrowed, widened
 
@@ -53,8 +53,8 @@ def recurrent(
     Raises:
         ValueError: an unknown kind, or shapes that do not fit.
     """
-    x, begin = as_variable(x), [as_variable(each) for each in state]
-    w_ih, w_hh, b_ih, b_hh = own = [as_variable(each) for each in weights]
+    x, begin = as_half(x), [as_half(each) for each in state]
+    w_ih, w_hh, b_ih, b_hh = own = [as_half(each) for each in weights]
     batch, time, hidden = _check(kind, x.data, own, begin)
     is_lstm, steps = kind == "lstm", slice(None, None, -1 if reverse else 1)
     rows = widened(x.data).transpose(1, 0, 2)[steps].reshape(time * batch, -1)
