@@ -8,12 +8,13 @@ where there is none: for CuPy's arrays, other dtypes, and a package without exte
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from flashlight_py import _native, libraries
+from flashlight_py.autograd.variable import Variable, record_all
 from flashlight_py.device import Array, array_module, is_cupy
 
 Made = Sequence[tuple[tuple[int, ...], Any]]
@@ -69,3 +70,21 @@ def kernel(name: str, array: Array) -> Kernel | None:
 def contiguous(array: Array) -> Array:
     """Return ``array`` in C order: itself, if it is."""
     return array if array.flags.c_contiguous else array_module(array).copy(array, order="C")
+
+
+def record_jointly(
+    name: str, array: Array, back: Callable[[Array], tuple[Array, ...]], *inputs: Variable | None
+) -> Variable:
+    """Return the result of an operation ``name`` whose gradients are computed together by ``back``.
+
+    It returns one for each input, of which some may not be given. All but the first get theirs
+    first: they are parameters, whose hooks fire while others wait.
+    """
+
+    def vjp(place: int) -> Any:
+        part = lambda grads: grads[place]  # noqa: E731
+        part.__qualname__ = name  # which is in errors
+        return part
+
+    edges = [(x, vjp(place)) for place, x in enumerate(inputs) if x is not None]
+    return record_all(array, [*edges[1:], *edges[:1]], back)  # type: ignore[arg-type]

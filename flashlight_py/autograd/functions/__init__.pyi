@@ -32,6 +32,10 @@ from flashlight_py.autograd.functions.dimensions import transpose as transpose
 from flashlight_py.autograd.functions.dimensions import concatenate as concatenate
 from flashlight_py.autograd.functions.dimensions import index as index
 from flashlight_py.autograd.functions.dimensions import astype as astype
+from flashlight_py.autograd.functions.normalization import layer_norm as layer_norm
+from flashlight_py.autograd.functions.normalization import rms_norm as rms_norm
+from flashlight_py.autograd.functions.normalization import group_norm as group_norm
+from flashlight_py.autograd.functions.normalization import batch_norm as batch_norm
 from flashlight_py.autograd.functions.losses import softmax as softmax
 from flashlight_py.autograd.functions.losses import log_softmax as log_softmax
 from flashlight_py.autograd.functions.losses import mean_squared_error as mean_squared_error
