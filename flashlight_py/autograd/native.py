@@ -88,3 +88,32 @@ def record_jointly(
 
     edges = [(x, vjp(place)) for place, x in enumerate(inputs) if x is not None]
     return record_all(array, [*edges[1:], *edges[:1]], back)  # type: ignore[arg-type]
+
+
+def kept_at_random(
+    seed: Array, first: int, rows: int, columns: int, block: int, ratio: float
+) -> Array:
+    """Return truth values [rows, columns], False with probability ``ratio``: csrc/nn/random.inc.
+
+    Args:
+        seed: one int64, so that a captured step draws another one in each replay.
+        first: the number of the first row.
+        rows: how many rows.
+        columns: how many elements of a row.
+        block: how many of them have a key of their own.
+        ratio: from 0 to 1.
+    """
+    xp = array_module(seed)
+    column = xp.arange(columns, dtype=np.uint64)
+    row = xp.arange(first, first + rows, dtype=np.uint64)[:, None]
+    inside = column % np.uint64(block)
+    key = row * np.uint64(columns) + (column - inside)
+    key = key * np.uint64(0x9E3779B97F4A7C15) + seed.astype(np.uint64)
+    key = (key ^ (key >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    key = (key ^ (key >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    h = (key ^ (key >> np.uint64(31))).astype(np.uint32)
+    h = h + inside.astype(np.uint32) * np.uint32(0x9E3779B9)
+    h = (h ^ (h >> np.uint32(16))) * np.uint32(0x7FEB352D)
+    h = (h ^ (h >> np.uint32(15))) * np.uint32(0x846CA68B)
+    h = h ^ (h >> np.uint32(16))
+    return (h >> np.uint32(8)) >= np.uint32(round(ratio * 2**24))  # type: ignore[no-any-return]

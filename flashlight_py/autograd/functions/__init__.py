@@ -12,6 +12,7 @@ _HOMES = {
         *("sum", "mean", "var", "max", "min", "matmul", "linear", "linear_relu", "reshape"),
         *("moddims", "flat", "transpose", "concatenate", "index", "astype"),
     ],
+    "attentions": ["attention", "self_attention"],
     "normalization": ["layer_norm", "rms_norm", "group_norm", "batch_norm"],
     "losses": ["softmax", "log_softmax", "mean_squared_error", "categorical_cross_entropy"],
 }

@@ -32,6 +32,8 @@ from flashlight_py.autograd.functions.dimensions import transpose as transpose
 from flashlight_py.autograd.functions.dimensions import concatenate as concatenate
 from flashlight_py.autograd.functions.dimensions import index as index
 from flashlight_py.autograd.functions.dimensions import astype as astype
+from flashlight_py.autograd.functions.attentions import attention as attention
+from flashlight_py.autograd.functions.attentions import self_attention as self_attention
 from flashlight_py.autograd.functions.normalization import layer_norm as layer_norm
 from flashlight_py.autograd.functions.normalization import rms_norm as rms_norm
 from flashlight_py.autograd.functions.normalization import group_norm as group_norm
