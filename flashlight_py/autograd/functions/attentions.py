@@ -135,7 +135,7 @@ class _Attention:
     def forward(self) -> Array:
         """Return the result, a view [batch, heads, queries, width]."""
         q, _, v = self.arrays
-        batch, heads, queries, keys = self.shape
+        batch, heads, queries, _ = self.shape
         if self.native is None:
             return self._forward_of_arrays()
         width, of_values = q.shape[3], v.shape[3]
@@ -168,15 +168,7 @@ class _Attention:
         grad = contiguous(grad.transpose(0, 2, 1, 3))
         packed, q = self.packed, self.arrays[0]
         found: Any = kernel("attention_back" if packed is None else "packed_attention_back", q)
-        rest = (
-            (self.scale, self.dropout),
-            grad,
-            self.out,
-            self.logs,
-            *self.given,
-            self.mask,
-            self.seed,
-        )
+        inputs = grad, self.out, self.logs, *self.given, self.mask, self.seed
         if packed is not None:
             return (found(((packed.shape, q.dtype),), self.sizes, self.numbers, *inputs),)
         made = [(each.shape, q.dtype) for each in self.given]
