@@ -19,6 +19,7 @@ import pytest
 from flashlight_py import random
 from tests.distributed import leftovers
 from tests.distributed.harness import RankPool
+from tests.nn.oracle import Oracle
 
 # Ranks of other tests may take the processor away at any moment: nothing has a time limit.
 hypothesis.settings.register_profile(
@@ -95,6 +96,18 @@ def pool() -> Iterator[Pools]:
         yield pools
     finally:
         pools.close()
+
+
+@pytest.fixture(scope="session")
+def oracle() -> Iterator[Oracle]:
+    """``oracle(code, grads, **arrays)``: torch's value and gradients; see tests/nn/oracle.py."""
+    from tests.torch.conftest import interpreter
+
+    asked = Oracle(interpreter())
+    leftovers.helpers.add(asked.pid)
+    yield asked
+    asked.close()
+    leftovers.helpers.discard(asked.pid)
 
 
 @pytest.fixture

@@ -7,7 +7,19 @@ _HOMES = {
     "module": ["Module"],
     "layers": [
         *("Container", "Sequential", "Linear", "ReLU", "Tanh", "Sigmoid", "LogSoftmax", "Dropout"),
-        *("View", "MeanSquaredError", "CategoricalCrossEntropy"),
+        *("View", "Identity", "Embedding", "Residual"),
+    ],
+    "activations": ["GELU", "SiLU", "ELU", "LeakyReLU", "HardTanh", "PReLU", "GatedLinearUnit"],
+    "recurrent": ["RNN"],
+    "losses": [
+        *("MeanSquaredError", "MeanAbsoluteError", "BinaryCrossEntropy", "CategoricalCrossEntropy"),
+        "ConnectionistTemporalClassification",
+    ],
+    "images": ["Conv2D", "Pool2D"],
+    "normalization": ["LayerNorm", "RMSNorm", "GroupNorm", "BatchNorm"],
+    "transformer": [
+        *("MultiheadAttention", "Transformer", "TransformerLayer"),
+        *("PositionEmbedding", "SinusoidalPositionEmbedding"),
     ],
     "recompute": ["recompute"],
 }

@@ -1,4 +1,4 @@
-"""Layers and losses, modules around one function each, and containers of modules."""
+"""Layers, modules around one function each, and containers of modules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 from flashlight_py.autograd import Variable, param
 from flashlight_py.autograd import functions as F
 from flashlight_py.autograd.functions.elementwise import check_ratio
-from flashlight_py.autograd.functions.losses import check_reduction
 from flashlight_py.nn import init
 from flashlight_py.nn.module import Module
 from flashlight_py.structure import changed
@@ -35,11 +34,7 @@ class Linear(Module):
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, dtype: Any = "float32"
     ) -> None:
-        for name, value in (("in_features", in_features), ("out_features", out_features)):
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"Linear: {name} must be an integer, got {type(value).__name__}")
-            if value < 1:
-                raise ValueError(f"Linear: {name} must be at least 1, got {value}")
+        check_sizes("Linear", in_features=in_features, out_features=out_features)
         shape = (out_features, in_features)
         bound = 1 / math.sqrt(in_features)
         self.weight = param(init.kaiming_uniform(shape, in_features, dtype))
@@ -53,28 +48,28 @@ class Linear(Module):
         return f"Linear({in_features}, {out_features}, bias={self.bias is not None})"
 
 
-class _Plain(Module):
+class Plain(Module):
     """A module that is made without arguments."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
 
-class ReLU(_Plain):
+class ReLU(Plain):
     """``max(x, 0)``, elementwise."""
 
     def forward(self, x: Variable) -> Variable:
         return F.relu(x)
 
 
-class Tanh(_Plain):
+class Tanh(Plain):
     """The hyperbolic tangent, elementwise."""
 
     def forward(self, x: Variable) -> Variable:
         return F.tanh(x)
 
 
-class Sigmoid(_Plain):
+class Sigmoid(Plain):
     """``1 / (1 + exp(-x))``, elementwise."""
 
     def forward(self, x: Variable) -> Variable:
@@ -143,38 +138,59 @@ class View(Module):
         return f"View({self.shape})"
 
 
-class MeanSquaredError(_Plain):
-    """The mean of the squared differences over all elements."""
+class Identity(Plain):
+    """Its input, unchanged."""
 
-    def forward(self, prediction: Variable, target: Variable) -> Variable:
-        """Return the loss, without dimensions; see ``functions.mean_squared_error``."""
-        return F.mean_squared_error(prediction, target)
+    def forward(self, x: Any) -> Any:
+        return x
 
 
-class CategoricalCrossEntropy(Module):
-    """The negative log probability of the right classes, given log probabilities.
+class Embedding(Module):
+    """A table of vectors, looked up by integers: ``[...]`` to ``[..., dim]``.
+
+    The weight ``[n, dim]`` starts normal with deviation 1, as in torch.
 
     Args:
-        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
-        ignore_index: targets of this value do not count.
+        n: how many vectors, at least 1.
+        dim: their length, at least 1.
+        padding_idx: an index whose vector starts as 0 and gets no gradient, or None; negative
+            counts from the end.
+        dtype: of the weight.
 
     Raises:
-        ValueError: an unknown reduction.
+        ValueError: a size is below 1, or ``padding_idx`` is out of range.
+        TypeError: a size is no integer; when called: the indices are none.
+        IndexError: when called: an index is none of 0 .. n - 1.
     """
 
-    def __init__(self, reduction: str = "mean", ignore_index: int = -1) -> None:
-        check_reduction(reduction)
-        self.reduction = reduction
-        self.ignore_index = ignore_index
+    def __init__(
+        self, n: int, dim: int, padding_idx: int | None = None, dtype: Any = "float32"
+    ) -> None:
+        check_sizes("Embedding", n=n, dim=dim)
+        if padding_idx is not None and not -n <= padding_idx < n:
+            raise ValueError(f"Embedding: padding_idx {padding_idx} is none of {n} rows")
+        self.padding_idx = None if padding_idx is None else padding_idx % n
+        array = init.normal((n, dim), dtype=dtype)
+        if self.padding_idx is not None:
+            array[self.padding_idx] = 0
+        self.weight = param(array)
 
-    def forward(self, log_probabilities: Variable, target: Variable) -> Variable:
-        """Return the loss; see ``functions.categorical_cross_entropy``."""
-        return F.categorical_cross_entropy(
-            log_probabilities, target, self.reduction, self.ignore_index
-        )
+    def forward(self, indices: Variable) -> Variable:
+        return F.embedding(indices=indices, weight=self.weight, padding_idx=self.padding_idx)
 
     def __repr__(self) -> str:
-        return f"CategoricalCrossEntropy({self.reduction!r}, ignore_index={self.ignore_index})"
+        n, dim = self.weight.shape
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"Embedding({n}, {dim}{padding})"
+
+
+def check_sizes(layer: str, **sizes: Any) -> None:
+    """Raise a TypeError or ValueError that names the layer unless all are integers above 0."""
+    for name, value in sizes.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{layer}: {name} must be an integer, got {type(value).__name__}")
+        if value < 1:
+            raise ValueError(f"{layer}: {name} must be at least 1, got {value}")
 
 
 class Container(Module):
@@ -243,3 +259,40 @@ class Sequential(Container):
             else:
                 x = module(x)
         return x if linear is None else linear(x)
+
+
+class Residual(Module):
+    """``shortcut(x) + module(x)`` (He et al., CVPR 2016).
+
+    Args:
+        module: takes ``x`` to the result's shape.
+        shortcut: the same; None: ``x`` itself.
+
+    Raises:
+        TypeError: one is no module.
+    """
+
+    def __init__(self, module: Module, shortcut: Module | None = None) -> None:
+        for given in (module, *([] if shortcut is None else [shortcut])):
+            if not isinstance(given, Module):
+                raise TypeError(f"Residual adds modules, got {type(given).__name__}")
+        self.module, self.shortcut = module, shortcut
+
+    def forward(self, x: Any) -> Variable:
+        """Return the sum.
+
+        Raises:
+            ValueError: the two shapes differ.
+        """
+        past: Any = x if self.shortcut is None else self.shortcut(x)
+        out: Variable = self.module(x)
+        if out.shape != past.shape:
+            raise ValueError(
+                f"Residual: the module made shape {out.shape} of {x.shape}, and its shortcut "
+                f"{past.shape}; give a shortcut that makes the same"
+            )
+        total: Variable = out + past
+        return total
+
+    def __repr__(self) -> str:
+        return f"Residual({self.module!r}, {self.shortcut!r})"

@@ -21,7 +21,7 @@ import numpy as np
 from flashlight_py import random
 from flashlight_py.autograd import Variable
 from flashlight_py.dataset.shares import contiguous_share
-from flashlight_py.device import Array
+from flashlight_py.device import Array, array_module
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.api.verb_call import refusing
 from flashlight_py.distributed.reducers.reducer import InlineReducer
@@ -346,6 +346,7 @@ class LeafBuffers(HoldsState):
         self._names, self._group = list(names), group
         if names:
             give_state(module, self._now(), 0, group)
+        self._before = {name: np.array(value) for name, value in self._now().items()}
         self._averaged = list(self.floating())
         self._others = [name for name in names if name not in self._averaged]
 
@@ -356,7 +357,8 @@ class LeafBuffers(HoldsState):
 
     def begin(self) -> None:
         """Keep what the step begins with."""
-        self._before = {name: np.array(value) for name, value in self._now().items()}
+        for name, value in self._now().items():
+            self._before[name][...] = value
         self._first: dict[str, Array] = {}  # what the first leaf, of rank 0, has made of others
 
     def restore(self) -> None:
@@ -367,7 +369,7 @@ class LeafBuffers(HoldsState):
         """Return by how much the leaf has changed those that are averaged, exactly 0 where not."""
         now = self._now()
         if is_first:
-            self._first = {name: np.array(now[name]) for name in self._others}
+            self._first = {name: array_module(now[name]).array(now[name]) for name in self._others}
         with np.errstate(all="ignore"):  # a leaf's statistics may be infinite
             return {
                 name: np.where(now[name] == self._before[name], 0, now[name] - self._before[name])

@@ -30,7 +30,7 @@ from flashlight_py.parallel.tree.packing import (
     put_numbers,
 )
 from flashlight_py.parallel.tree.walk import Walker, plan_of
-from flashlight_py.structure import Structured
+from flashlight_py.structure import Structured, as_one
 
 SomeTree = TypeVar("SomeTree")
 
@@ -206,6 +206,7 @@ class PeriodicAveraging(Structured):
         self._steps = whole_number("PeriodicAveraging", "steps", state["steps"])
 
 
+@as_one
 def give_state(
     module: Module, state: Mapping[str, Any], root: int, group: ProcessGroup | None
 ) -> None:

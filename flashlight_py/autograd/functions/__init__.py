@@ -6,15 +6,27 @@ from importlib import import_module
 _HOMES = {
     "elementwise": [
         *("negative", "add", "sub", "mul", "div", "pow", "maximum", "minimum", "exp", "log"),
-        *("sqrt", "sin", "cos", "tanh", "sigmoid", "relu", "abs", "clamp", "dropout"),
+        *("sqrt", "sin", "cos", "tanh", "sigmoid", "relu", "abs", "clamp", "clip"),
+        "dropout",
     ],
     "dimensions": [
         *("sum", "mean", "var", "max", "min", "matmul", "linear", "linear_relu", "reshape"),
-        *("moddims", "flat", "transpose", "concatenate", "index", "astype"),
+        *("moddims", "flat", "transpose", "concatenate", "stack", "split", "tile", "index"),
+        *("astype", "norm", "cumsum", "einsum"),
     ],
     "attentions": ["attention", "self_attention"],
     "normalization": ["layer_norm", "rms_norm", "group_norm", "batch_norm"],
-    "losses": ["softmax", "log_softmax", "mean_squared_error", "categorical_cross_entropy"],
+    "activations": [
+        *("log1p", "erf", "gelu", "silu", "elu", "leaky_relu", "hardtanh", "prelu", "glu"),
+    ],
+    "selecting": ["where", "gather", "scatter_add", "embedding", "topk"],
+    "recurrent": ["recurrent"],
+    "losses": [
+        *("softmax", "log_softmax", "mean_squared_error", "mean_absolute_error"),
+        *("categorical_cross_entropy", "binary_cross_entropy"),
+        *("binary_cross_entropy_with_logits", "connectionist_temporal_classification"),
+    ],
+    "convolution": ["conv2d", "pool2d"],
 }
 for _home, _names in _HOMES.items():
     _module = import_module(f"{__name__}.{_home}")

@@ -6,13 +6,16 @@ the end. ``keepdims`` leaves the reduced dimensions in place with size 1. Their 
 
 from __future__ import annotations
 
+import builtins
 import math
+import string
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
 from flashlight_py import kernels
 from flashlight_py.autograd.engine import GradSink
+from flashlight_py.autograd.functions import elementwise
 from flashlight_py.autograd.functions.elementwise import (
     as_pair,
     as_variable,
@@ -99,6 +102,76 @@ def concatenate(variables: Sequence[Input], axis: int = 0) -> Variable:
     parts = [(*before, slice(start, stop)) for start, stop in pairwise(ends)]
     vjps = [lambda grad, part=part: grad[part] for part in parts]
     return record(joined, *zip(given, vjps, strict=True))
+
+
+def stack(variables: Sequence[Input], axis: int = 0) -> Variable:
+    """Return the variables joined along a new dimension, as a new array.
+
+    Args:
+        variables: one or more, of equal shape.
+        axis: where the new dimension is in the result; negative counts from the end.
+
+    Raises:
+        ValueError: no variables, unequal shapes, or no such axis.
+    """
+    if not variables:
+        raise ValueError("stack needs at least one variable, got none")
+    given = [as_variable(variable) for variable in variables]
+    arrays = [variable.data for variable in given]
+    if len({array.shape for array in arrays}) > 1:
+        raise ValueError(f"stack: shapes must be equal, got {[array.shape for array in arrays]}")
+    joined = array_module(arrays[0]).stack(arrays, axis=axis)
+    before = (slice(None),) * (axis % joined.ndim)
+    vjps = [lambda grad, at=at: grad[(*before, at)] for at in range(len(given))]
+    return record(joined, *zip(given, vjps, strict=True))
+
+
+def split(x: Input, sections: int | Sequence[int], axis: int = 0) -> list[Variable]:
+    """Return the parts of ``x`` along ``axis``, in order; views of its array.
+
+    Args:
+        x: any shape with at least one dimension.
+        sections: the number of equal parts, as in NumPy, or the size of each part, as in torch.
+        axis: the dimension to cut; negative counts from the end.
+
+    Raises:
+        ValueError: the parts do not add up to the length along ``axis``, or no such axis.
+    """
+    x = as_variable(x)
+    (place,) = _axes(axis, x.data.ndim)
+    length = x.data.shape[place]
+    if isinstance(sections, int):
+        sizes = [length // sections] * sections if sections > 0 else []
+    else:
+        sizes = list(sections)
+    ends = [*accumulate(sizes, initial=0)]
+    if ends[-1] != length or builtins.min(sizes, default=-1) < 0:
+        raise ValueError(f"split: {length} along axis {axis} cannot be cut into {sections}")
+    before = (slice(None),) * place
+    return [index(x, (*before, slice(start, stop))) for start, stop in pairwise(ends)]
+
+
+def tile(x: Input, repeats: int | Sequence[int]) -> Variable:
+    """Return ``x`` repeated so often along each dimension, with NumPy's rules, as a new array.
+
+    Args:
+        x: any shape.
+        repeats: for the last dimensions, or for more than ``x`` has: then those are added in front.
+
+    Raises:
+        ValueError: a negative number.
+    """
+    x = as_variable(x)
+    array, shape = x.data, x.data.shape
+    counts = (repeats,) if isinstance(repeats, int) else tuple(repeats)
+    ndim = builtins.max(len(counts), len(shape))
+    counts, sizes = (1,) * (ndim - len(counts)) + counts, (1,) * (ndim - len(shape)) + shape
+    apart = [number for pair in zip(counts, sizes, strict=True) for number in pair]
+
+    def vjp(grad: Array) -> Array:
+        return total(grad.reshape(apart), tuple(range(0, 2 * ndim, 2))).reshape(shape)
+
+    return record(array_module(array).tile(array, counts), (x, vjp))
 
 
 def index(x: Input, where: Any) -> Variable:
@@ -195,6 +268,51 @@ def var(x: Input, axis: Axis = None, keepdims: bool = False, ddof: int = 0) -> V
         raise ValueError(f"var: needs more than ddof ({ddof}) elements, got {count}")
     deviation = sub(x, mean(x, axes, keepdims=True))
     return mul(mean(mul(deviation, deviation), axes, keepdims), count / (count - ddof))
+
+
+def norm(x: Input, p: float = 2, axis: Axis = None, keepdims: bool = False) -> Variable:
+    """Return ``sum(abs(x) ** p) ** (1 / p)`` over ``axis``: the vector norm of order ``p``.
+
+    For ``p`` infinite it is the largest absolute value. The slope is 0 where an element is 0.
+
+    Raises:
+        ValueError: ``p`` is below 1, or ``axis`` names no dimension of ``x``, or one twice.
+    """
+    if not p >= 1:
+        raise ValueError(f"norm: p must be at least 1, got {p}")
+    x = as_variable(x)
+    if p == math.inf:
+        return max(elementwise.abs(x), axis, keepdims)
+    array, axes = widened(x.data), _axes(axis, x.data.ndim)
+    xp = array_module(array)
+    if p == 2:
+        found = xp.sqrt(total(array * array, axes, keepdims=True))
+    else:
+        found = total(xp.abs(array) ** p, axes, keepdims=True) ** (1 / p)
+
+    def vjp(grad: Array) -> Any:
+        share = array / xp.where(found == 0, 1, found)
+        slope = share if p == 2 else xp.sign(share) * xp.abs(share) ** (p - 1)
+        return _spread(widened(grad), axes, array.shape) * slope
+
+    out = narrowed(found, x.data)
+    return record(out if keepdims else out.squeeze(axes), (x, vjp))
+
+
+def cumsum(x: Input, axis: int) -> Variable:
+    """Return the sums of all elements up to each one along ``axis``, as a new array.
+
+    Raises:
+        ValueError: ``x`` has no such axis.
+    """
+    x = as_variable(x)
+    (place,) = _axes(axis, x.data.ndim)
+    back = (*(slice(None),) * place, slice(None, None, -1))
+
+    def vjp(grad: Array) -> Any:
+        return widened(grad)[back].cumsum(place)[back]
+
+    return record(narrowed(widened(x.data).cumsum(place), x.data), (x, vjp))
 
 
 def max(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
@@ -398,3 +516,114 @@ def _matmul(x: Variable, y: Variable) -> Variable:
 def _to_keep(operand: Variable) -> Array | None:
     """Return the array for the backward pass; None: a sharded one is read again then, not kept."""
     return operand.data if operand.placement is None else None
+
+
+def einsum(subscripts: str, *operands: Input) -> Variable:
+    """Return the sum of products that ``subscripts`` describe, with NumPy's rules.
+
+    Letters that are repeated take the diagonal, those that the result lacks are summed over, and an
+    ellipsis stands for dimensions that broadcast. Without ``->`` the result has the letters that
+    occur once, in the order of the alphabet, after the ellipsis.
+
+    Args:
+        subscripts: such as ``"bij,bjk->bik"`` or ``"...ii->...i"``.
+        operands: one for each term before the arrow.
+
+    Raises:
+        ValueError: the subscripts cannot be read, or do not fit the operands' shapes.
+    """
+    given = [as_variable(operand) for operand in operands]
+    shapes = [variable.data.shape for variable in given]
+    terms, result, sizes = _read_subscripts(subscripts, shapes)
+    arrays, used = [], []
+    for variable, term in zip(given, terms, strict=True):  # without what is to be stretched
+        own = [letter for letter, n in zip(term, variable.data.shape, strict=True)
+               if n == sizes[letter]]  # fmt: skip
+        arrays.append(widened(variable.data).reshape([sizes[letter] for letter in own]))
+        used.append("".join(own))
+    edges: list[tuple[Variable, Vjp]] = []
+    for place, variable in enumerate(given):
+        others = [*arrays[:place], *arrays[place + 1 :]], [*used[:place], *used[place + 1 :]]
+        edges.append(
+            (variable, _einsum_vjp(variable.data.shape, used[place], result, sizes, others))
+        )
+    xp = array_module(arrays[0])
+    out = xp.einsum(f"{','.join(used)}->{result}", *arrays, optimize=True)
+    return record(narrowed(out, given[0].data), *edges)
+
+
+def _present(wanted: str, terms: Sequence[str]) -> str:
+    return "".join(letter for letter in wanted if any(letter in term for term in terms))
+
+
+def _stretched(array: Array, own: str, wanted: str, sizes: dict[str, int]) -> Array:
+    """Return ``array`` repeated over the letters of ``wanted`` that ``own`` lacks."""
+    shape = [sizes[letter] if letter in own else 1 for letter in wanted]
+    full = [sizes[letter] for letter in wanted]
+    return array_module(array).broadcast_to(array.reshape(shape), full)  # type: ignore[no-any-return]
+
+
+def _einsum_vjp(
+    shape: tuple[int, ...],
+    term: str,
+    result: str,
+    sizes: dict[str, int],
+    others: tuple[Sequence[Array], Sequence[str]],
+) -> Vjp:
+    """Return the gradient of an operand of ``term``: the same sum, with the gradient in its place.
+
+    A letter of the operand alone was summed over, so that its elements have equal gradients; off a
+    diagonal they are 0.
+    """
+    arrays, terms = others
+    letters = "".join(dict.fromkeys(term))
+    own = _present(letters, [result, *terms])
+
+    def einsum_vjp(grad: Array) -> Any:
+        wide = widened(grad)
+        xp = array_module(wide)
+        found = xp.einsum(f"{','.join([result, *terms])}->{own}", wide, *arrays, optimize=True)
+        if len(own) < len(letters):
+            found = _stretched(found, own, letters, sizes)
+        if len(letters) < len(term):
+            spread = xp.zeros([sizes[letter] for letter in term], wide.dtype)
+            along = [xp.arange(sizes[x]).reshape(-1, *(1,) * (len(letters) - k - 1))
+                     for k, x in enumerate(letters)]  # fmt: skip
+            spread[tuple(along[letters.index(letter)] for letter in term)] = found
+            found = spread
+        return found.reshape(shape)
+
+    return einsum_vjp
+
+
+def _read_subscripts(
+    subscripts: str, shapes: Sequence[tuple[int, ...]]
+) -> tuple[list[str], str, dict[str, int]]:
+    """Return the operands' letters and the result's, one a dimension, and how long each is."""
+    before, arrow, result = subscripts.replace(" ", "").partition("->")
+    terms = before.split(",")
+    wrong = f"einsum: {subscripts!r} does not fit operands of shapes {list(shapes)}: "
+    if len(terms) != len(shapes):
+        raise ValueError(f"{wrong}it has {len(terms)} terms")
+    free = [letter for letter in string.ascii_letters if letter not in subscripts]
+    bare = [term.replace("...", "") for term in (*terms, result)]
+    counts = [len(shape) - len(own) for shape, own in zip(shapes, bare, strict=False)]
+    for count, term in zip(counts, terms, strict=True):
+        if count < 0 or (count and "..." not in term):
+            raise ValueError(f"{wrong}{term!r} has another number of dimensions")
+    most = builtins.max([n for n, term in zip(counts, terms, strict=True) if "..." in term] or [0])
+    dots = "".join(free[:most])
+    full = [term.replace("...", dots[most - n :]) for n, term in zip(counts, terms, strict=True)]
+    sizes: dict[str, int] = {}
+    for term, shape in zip(full, shapes, strict=True):
+        for letter, n in zip(term, shape, strict=True):
+            if n != sizes.setdefault(letter, n) and 1 not in (n, sizes[letter]):
+                raise ValueError(f"{wrong}{letter!r} stands for {sizes[letter]} and {n}")
+            sizes[letter] = n if sizes[letter] == 1 else sizes[letter]
+    if not arrow:
+        once = sorted(letter for letter in set("".join(bare)) if "".join(bare).count(letter) == 1)
+        result = "..." * any("..." in term for term in terms) + "".join(once)
+    result = result.replace("...", dots)
+    if len(set(result)) < len(result) or not sizes.keys() >= set(result):
+        raise ValueError(f"{wrong}{result!r} has a letter twice, or one that no operand has")
+    return full, result, sizes

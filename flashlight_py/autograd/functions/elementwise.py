@@ -234,6 +234,15 @@ def clamp(x: Input, lower: float | None = None, upper: float | None = None) -> V
     return record(array_module(array).clip(array, lower, upper), (x, lambda grad: grad * inside))
 
 
+def clip(x: Input, lower: float | None = None, upper: float | None = None) -> Variable:
+    """Return ``clamp(x, lower, upper)``; NumPy's name for it.
+
+    Raises:
+        ValueError: no limit is given, or ``lower`` exceeds ``upper``.
+    """
+    return clamp(x, lower, upper)
+
+
 def dropout(x: Input, ratio: float) -> Variable:
     """Return ``x`` with each element zeroed with probability ``ratio``, the rest scaled up.
 

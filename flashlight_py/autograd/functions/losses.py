@@ -1,9 +1,17 @@
-"""The log of softmax, and losses."""
+"""The log of softmax, and losses.
+
+``reduction`` is ``"mean"``, ``"sum"`` or ``"none"``; float16 is computed in float32.
+"""
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 from flashlight_py import kernels
-from flashlight_py.autograd.functions.elementwise import as_variable
+from flashlight_py.autograd.functions import dimensions
+from flashlight_py.autograd.functions.elementwise import as_variable, div
+from flashlight_py.autograd.functions.selecting import added, integers
 from flashlight_py.autograd.variable import Input, Variable, record, record_all
 from flashlight_py.device import (
     Array,
@@ -59,14 +67,8 @@ def mean_squared_error(prediction: Input, target: Input) -> Variable:
     """
     prediction, target = as_variable(prediction), as_variable(target)
     p, t = prediction.data, target.data
-    if p.shape != t.shape:
-        raise ValueError(
-            f"mean_squared_error: prediction has shape {p.shape}, target {t.shape}; they must "
-            "be equal (nothing is broadcast here)"
-        )
+    _check_pair("mean_squared_error", p, t, "mean")
     size = p.size
-    if not size:
-        raise ValueError(f"mean_squared_error: nothing to average in shape {p.shape}")
     if is_cupy(p) and p.dtype == t.dtype and p.dtype.kind == "f":
         return _mean_squared_error_on_gpu(prediction, target)
     difference = p - t
@@ -78,6 +80,17 @@ def mean_squared_error(prediction: Input, target: Input) -> Variable:
     if target._calc_grad:
         inputs.append((target, lambda grad: error * (grad * -slope)))
     return record_all(mean, inputs)
+
+
+def _check_pair(name: str, p: Array, t: Array, reduction: str) -> None:
+    check_reduction(reduction)
+    if p.shape != t.shape:
+        raise ValueError(
+            f"{name}: prediction has shape {p.shape}, target {t.shape}; they must "
+            "be equal (nothing is broadcast here)"
+        )
+    if not p.size and reduction == "mean":
+        raise ValueError(f"{name}: nothing to average in shape {p.shape}")
 
 
 def _mean_squared_error_on_gpu(prediction: Variable, target: Variable) -> Variable:
@@ -92,7 +105,11 @@ def _mean_squared_error_on_gpu(prediction: Variable, target: Variable) -> Variab
 
 
 def categorical_cross_entropy(
-    log_probabilities: Input, target: Input, reduction: str = "mean", ignore_index: int = -1
+    log_probabilities: Input,
+    target: Input,
+    reduction: str = "mean",
+    ignore_index: int = -1,
+    label_smoothing: float = 0.0,
 ) -> Variable:
     """Return the negative log probability of the right classes.
 
@@ -102,14 +119,19 @@ def categorical_cross_entropy(
         reduction: ``"mean"`` over the samples that count, ``"sum"``, or ``"none"`` for the shape
             of ``target``. The mean over no sample is 0.
         ignore_index: a target of this value does not count: loss and gradient are 0.
+        label_smoothing: the part of a target that all classes share, 0 to 1 (Szegedy et al., CVPR
+            2016): the loss is that of the right class times ``1 - label_smoothing``, plus the mean
+            of all classes' times ``label_smoothing``.
 
     Raises:
         TypeError: the targets are not integers.
-        ValueError: the shapes do not fit, a target names no class, or an unknown reduction.
+        ValueError: the shapes do not fit, a target names no class, an unknown reduction, or
+            ``label_smoothing`` outside of 0 to 1.
     """
     log_probabilities, target = as_variable(log_probabilities), as_variable(target)
     logs, labels = log_probabilities.data, target.data
     check_reduction(reduction)
+    check_smoothing(label_smoothing)
     if labels.dtype.kind not in "iu":
         raise TypeError(f"categorical_cross_entropy: targets must be integers, got {labels.dtype}")
     if logs.ndim == 0 or logs.shape[:-1] != labels.shape:
@@ -126,7 +148,11 @@ def categorical_cross_entropy(
         )
     counted = labels != ignore_index
     picked = xp.where(counted, labels, 0)[..., None]
-    losses = xp.where(counted, -xp.take_along_axis(logs, picked, axis=-1)[..., 0], 0)
+    losses = -xp.take_along_axis(logs, picked, axis=-1)[..., 0]
+    if label_smoothing:
+        shared = total(logs, -1) * (label_smoothing / classes)
+        losses = losses * (1 - label_smoothing) - shared
+    losses = xp.where(counted, losses, 0)
     result, divisor = losses if reduction == "none" else total(losses), 1
     if reduction == "mean":
         divisor = xp.maximum(counted.sum(), 1).astype(result.dtype)
@@ -134,12 +160,229 @@ def categorical_cross_entropy(
 
     def vjp(grad: Array) -> Array:
         hit = (xp.arange(classes) == picked) & counted[..., None]
+        if label_smoothing:
+            hit = (hit * (1 - label_smoothing) + label_smoothing / classes) * counted[..., None]
+            hit = hit.astype(widened(logs).dtype)
         return hit * (widened(grad) / -divisor)[..., None]  # type: ignore[no-any-return]
 
     return record(xp.asarray(result, logs.dtype), (log_probabilities, vjp))
+
+
+def mean_absolute_error(prediction: Input, target: Input, reduction: str = "mean") -> Variable:
+    """Return ``abs(prediction - target)``, reduced; its slope is 0 where they are equal.
+
+    Args:
+        prediction: any shape, with at least one element for the mean.
+        target: the same shape.
+        reduction: ``"mean"``, ``"sum"``, or ``"none"`` for that shape.
+
+    Raises:
+        ValueError: the shapes differ, there is no element, or an unknown reduction.
+    """
+    return _of_pairs(
+        *("mean_absolute_error", prediction, target, reduction),
+        lambda xp, p, t: xp.abs(p - t),
+        lambda xp, p, t, grad: grad * xp.sign(p - t),
+        lambda xp, p, t, grad: grad * xp.sign(t - p),
+    )
+
+
+def binary_cross_entropy(probabilities: Input, target: Input, reduction: str = "mean") -> Variable:
+    """Return ``-target * log(p) - (1 - target) * log(1 - p)``, reduced; no logarithm below -100.
+
+    Args:
+        probabilities: 0 to 1, any shape, with at least one element for the mean.
+        target: 0 to 1, the same shape.
+        reduction: ``"mean"``, ``"sum"``, or ``"none"`` for that shape.
+
+    Raises:
+        ValueError: the shapes differ, there is no element, a probability is outside of 0 to 1, or
+            an unknown reduction.
+    """
+
+    def logs(xp: Any, p: Array) -> tuple[Array, Array]:
+        above, below = p > 0, p < 1
+        log = xp.maximum(xp.log(xp.where(above, p, 1)), -100)
+        log_of_rest = xp.maximum(xp.log1p(-xp.where(below, p, 0)), -100)
+        return xp.where(above, log, -100), xp.where(below, log_of_rest, -100)
+
+    def value(xp: Any, p: Array, t: Array) -> Any:
+        if not ((p >= 0) & (p <= 1)).all():  # on a GPU it is waited for
+            raise ValueError(
+                "binary_cross_entropy: probabilities must be 0 to 1; pass sigmoid(x), or x itself "
+                "to binary_cross_entropy_with_logits"
+            )
+        log, log_of_rest = logs(xp, p)
+        return (t - 1) * log_of_rest - t * log
+
+    return _of_pairs(
+        *("binary_cross_entropy", probabilities, target, reduction),
+        value,
+        lambda xp, p, t, grad: grad * (p - t) / xp.maximum(p * (1 - p), 1e-12),
+        lambda xp, p, t, grad: grad * (logs(xp, p)[1] - logs(xp, p)[0]),
+    )
+
+
+def binary_cross_entropy_with_logits(x: Input, target: Input, reduction: str = "mean") -> Variable:
+    """Return ``binary_cross_entropy(sigmoid(x), target)``, reduced, without overflow or limit.
+
+    Args:
+        x: any shape, with at least one element for the mean.
+        target: 0 to 1, the same shape.
+        reduction: ``"mean"``, ``"sum"``, or ``"none"`` for that shape.
+
+    Raises:
+        ValueError: the shapes differ, there is no element, or an unknown reduction.
+    """
+    return _of_pairs(
+        *("binary_cross_entropy_with_logits", x, target, reduction),
+        lambda xp, p, t: xp.maximum(p, 0) - p * t + xp.log1p(xp.exp(-xp.abs(p))),
+        lambda xp, p, t, grad: grad * (xp.tanh(p * 0.5) * 0.5 + 0.5 - t),
+        lambda xp, p, t, grad: grad * -p,
+    )
+
+
+def _of_pairs(
+    name: str, prediction: Input, target: Input, reduction: str, value: Any, *vjps: Any
+) -> Variable:
+    """Return a loss of each element, reduced; ``vjps`` get both arrays before the gradient."""
+    prediction, target = as_variable(prediction), as_variable(target)
+    _check_pair(name, prediction.data, target.data, reduction)
+    p, t = widened(prediction.data), widened(target.data)
+    xp = array_module(p)
+    edges = [(prediction, partial(vjps[0], xp, p, t)), (target, partial(vjps[1], xp, p, t))]
+    return _reduced(record(value(xp, p, t), *edges), reduction, prediction)
+
+
+def _reduced(losses: Variable, reduction: str, like: Variable) -> Variable:
+    if reduction != "none":
+        losses = (dimensions.mean if reduction == "mean" else dimensions.sum)(losses)
+    return dimensions.astype(losses, like.dtype) if losses.dtype != like.dtype else losses
+
+
+def connectionist_temporal_classification(
+    log_probabilities: Input,
+    targets: Input,
+    input_lengths: Input | None = None,
+    target_lengths: Input | None = None,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Variable:
+    """Return the negative log probability of all alignments of the inputs with the targets.
+
+    Graves et al. (ICML 2006), in log space, the gradient by their forward and backward variables.
+    A target that no alignment has, being too long, has loss infinity and gradient 0.
+
+    Args:
+        log_probabilities: shape ``[batch, time, classes]``, as ``log_softmax`` returns it: the
+            batch first, unlike in torch.
+        targets: integers ``[batch, longest]``, classes other than ``blank``; what follows a
+            target's length does not count.
+        input_lengths: integers ``[batch]``, 1 to time; None: all are of full length.
+        target_lengths: integers ``[batch]``, 0 to longest; None: all are of full length.
+        blank: the class between the others.
+        reduction: ``"none"`` for ``[batch]``, ``"sum"``, or ``"mean"`` over the batch of the losses
+            divided by the targets' lengths (at least 1).
+        zero_infinity: whether infinite losses count as 0.
+
+    Raises:
+        TypeError: targets or lengths are no integers.
+        ValueError: the shapes do not fit, a target or length is out of range, an empty batch, or an
+            unknown reduction.
+    """
+    given = as_variable(log_probabilities)
+    check_reduction(reduction)
+    labels, inputs, lengths = _check_sequences(
+        given.data, targets, input_lengths, target_lengths, blank
+    )
+    logs = widened(given.data)
+    xp = array_module(logs)
+    batch, time, classes = logs.shape
+    states = 2 * labels.shape[1] + 1  # each target, with blanks around it
+    kinds = xp.zeros((batch, states), "int64") + blank
+    kinds[:, 1::2] = labels
+    jumps = xp.full((batch, states), -xp.inf, logs.dtype)  # 0 where one is left out before
+    jumps[:, 2:] = xp.where((kinds[:, 2:] != blank) & (kinds[:, 2:] != kinds[:, :-2]), 0, -xp.inf)
+    emitted = xp.take_along_axis(logs.transpose(1, 0, 2), kinds[None], axis=2)
+    # With two improbable states in front, which nothing comes from.
+    forward = xp.full((time, batch, states + 2), -xp.inf, logs.dtype)
+    forward[0, :, 2:4] = emitted[0, :, :2]
+    for t in range(1, time):
+        before = forward[t - 1]
+        near = xp.logaddexp(before[:, 2:], before[:, 1:-1])
+        forward[t, :, 2:] = xp.logaddexp(near, before[:, :-2] + jumps) + emitted[t]
+    rows, end = xp.arange(batch), 2 * lengths
+    found = xp.logaddexp(*[forward[inputs - 1, rows, end + k] for k in (1, 2)])
+
+    def vjp(grad: Array) -> Any:
+        follow = xp.full((time, batch, states + 2), -xp.inf, logs.dtype)  # two behind
+        behind = end[:, None] - xp.arange(states)  # by how many states the last one is
+        start = xp.where((behind == 0) | (behind == 1), 0, -xp.inf).astype(logs.dtype)
+        jumps_on = xp.full((batch, states), -xp.inf, logs.dtype)
+        jumps_on[:, :-2] = jumps[:, 2:]
+        ahead = xp.full((batch, states + 2), -xp.inf, logs.dtype)
+        for t in reversed(range(time)):
+            if t + 1 < time:
+                ahead[:, :-2] = follow[t + 1, :, :-2] + emitted[t + 1]
+            near = xp.logaddexp(ahead[:, :-2], ahead[:, 1:-1])
+            both = xp.logaddexp(near, ahead[:, 2:] + jumps_on)
+            follow[t, :, :-2] = xp.where((inputs == t + 1)[:, None], start, both)
+        likely = xp.where(found > -xp.inf, found, 0)[:, None]
+        shares = xp.exp(forward[:, :, 2:] + follow[:, :, :-2] - likely) * -grad[:, None]
+        rows_of_classes = (rows[:, None] * time + xp.arange(time))[:, :, None] * classes
+        at = rows_of_classes + kinds[:, None]
+        return added(logs.shape, at, shares.transpose(1, 0, 2))
+
+    vjp.__qualname__ = "connectionist_temporal_classification"
+    losses = xp.where(found > -xp.inf, -found, 0 if zero_infinity else xp.inf)
+    result = record(losses.astype(logs.dtype, copy=False), (given, vjp))
+    if reduction == "mean":
+        result = div(result, Variable(xp.maximum(lengths, 1).astype(logs.dtype)))
+    return _reduced(result, reduction, given)
+
+
+def _check_sequences(
+    logs: Array, targets: Input, inputs: Input | None, lengths: Input | None, blank: int
+) -> tuple[Array, Array, Array]:
+    """Return targets, blanks behind their ends, and both lengths: int64, beside ``logs``."""
+    name = "connectionist_temporal_classification"
+    if logs.ndim != 3 or not logs.size or not 0 <= blank < logs.shape[2]:
+        raise ValueError(
+            f"{name}: expected log probabilities [batch, time, classes] of one element or more and "
+            f"with class {blank} (blank), got shape {logs.shape}"
+        )
+    xp = array_module(logs)
+    batch, time, classes = logs.shape
+    labels = integers(name, targets, logs)
+    if labels.ndim != 2 or len(labels) != batch:
+        raise ValueError(
+            f"{name}: log probabilities of shape {logs.shape} need targets [batch, longest] of "
+            f"shape ({batch}, longest), got {labels.shape}"
+        )
+    found = []
+    for what, given, least, most in (("input", inputs, 1, time),
+                                     ("target", lengths, 0, labels.shape[1])):  # fmt: skip
+        number = xp.full(batch, most) if given is None else integers(name, given, logs)
+        if number.shape != (batch,):
+            raise ValueError(f"{name}: expected {what} lengths ({batch},), got {number.shape}")
+        if not ((number >= least) & (number <= most)).all():
+            raise ValueError(f"{name}: {what} lengths must be {least} to {most}")
+        found.append(number)
+    counted = xp.arange(labels.shape[1]) < found[1][:, None]
+    right = (labels >= 0) & (labels < classes) & (labels != blank)
+    if not (right | ~counted).all():
+        raise ValueError(f"{name}: targets must be of 0..{classes - 1} and not {blank}, the blank")
+    return xp.where(counted, labels, blank), found[0], found[1]
 
 
 def check_reduction(reduction: str) -> None:
     """Raise a ValueError unless it is ``"mean"``, ``"sum"`` or ``"none"``."""
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+
+
+def check_smoothing(ratio: float) -> None:
+    """Raise a ValueError unless ``0 <= ratio <= 1``."""
+    if not 0 <= ratio <= 1:
+        raise ValueError(f"label_smoothing must be 0 to 1, got {ratio}")

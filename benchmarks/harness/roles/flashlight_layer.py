@@ -1,0 +1,70 @@
+"""A layer of fl.nn, forward and backward.
+
+Images lie in memory as a layer before has left them: channels last, but for the first layer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+import flashlight_py as fl
+from harness.role import Place, Prepared, Role
+from harness.roles import flashlight
+from harness.roles.layer_works import WORKS, fill, input_of, sample, weights_of
+
+
+class Flashlight(Role):
+    """One process."""
+
+    def __init__(self, place: Place) -> None:
+        self.rank, self.size = place.rank, place.size
+
+    def facts(self) -> dict[str, str]:
+        return flashlight.facts()
+
+    def barrier(self) -> None:
+        pass
+
+    def prepare(self, task: Mapping[str, Any]) -> Prepared:
+        work = WORKS[task["work"]]
+        layer = eval(work.ours, {"nn": fl.nn})
+        params = layer.params()
+        fill([param.array for param in params])
+        x = (
+            fl.input(input_of(work))
+            if work.most or work.is_first
+            else fl.param(last(input_of(work)))
+        )
+
+        def forward() -> Any:
+            y = layer(x)
+            return y[0] if isinstance(y, tuple) else y
+
+        grad = last(weights_of(forward().shape))
+
+        def step() -> Any:
+            for variable in (x, *params):
+                variable.grad = None
+            y = forward()
+            y.backward(grad)
+            return y
+
+        y = step()
+        grads = [variable.grad for variable in (x, *params) if variable.calc_grad]
+        return Prepared(step, sample(work, [y.array, *grads]), clock=time.process_time)
+
+
+def last(array: Any) -> Any:
+    """Return images with channels last in memory, and other arrays as they are."""
+    if array.ndim != 4:
+        return array
+    return np.ascontiguousarray(array.transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2)
+
+
+def join(place: Place) -> Flashlight:
+    """Return the role of the only rank."""
+    return Flashlight(place)

@@ -1,0 +1,130 @@
+"""Layers beside torch's, forward and backward, on one thread.
+
+    python benchmarks/layers.py --json layers.json
+
+Both libraries begin with the same parameters, inputs and gradients of results, and their results
+and gradients are compared, so that nobody wins by computing something else. The time is the
+processor's: what the process computes, whatever else the machine does. torch has two layouts of
+images, of which the faster one counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import numpy as np
+
+from harness.conductor import Case, Conductor, Contender
+from harness.environments import PEERS, python_of
+from harness.facts import machine_facts
+from harness.launchers import Library
+from harness.options import common_arguments, ours, plan_of
+from harness.report import (
+    duration,
+    facts_text,
+    left_out_text,
+    markdown,
+    verdict_table,
+    write_json,
+)
+from harness.roles.layer_works import WORKS
+from harness.statistics import Measurement, median
+from harness.verdicts import Verdict, at_least
+
+OURS, PEER = "flashlight_py", "torch"
+LAST = "torch, channels last"
+EVERY_ROW, MEDIAN = 0.8, 1.0
+
+
+def peers(options: argparse.Namespace, absent: dict[str, str]) -> list[Contender]:
+    """Return torch in its layouts, if it is wanted and installed; else add it to ``absent``."""
+    if PEER not in options.peers.split(","):
+        return []
+    python = python_of(PEERS[PEER], options.environments)
+    if isinstance(python, str):
+        absent[PEER] = python
+        return []
+    library = Library(PEER, "torch_layer", python)
+    layouts = {PEER: "contiguous", LAST: "channels_last"}
+    return [Contender(title, library, 1, {"layout": each}) for title, each in layouts.items()]
+
+
+def check_that_all_compute_the_same(samples: dict[str, list[list[list[float]]]]) -> None:
+    """Compare the first elements of results and gradients.
+
+    Raises:
+        RuntimeError: they differ.
+    """
+    if OURS not in samples:
+        return
+    own = samples[OURS][0]
+    for title, (theirs,) in samples.items():
+        for a, b in zip(own, theirs, strict=True):
+            if not np.allclose(a, b, rtol=1e-3, atol=1e-3 * np.abs(b).max()):
+                raise RuntimeError(f"{OURS} and {title} compute different layers: {a}, {b}")
+
+
+def rounds_beside_torch(measurement: Measurement) -> list[float]:
+    """Return how often ours fits in the time of torch's faster layout, round by round."""
+    found = [measurement.ratios(title, OURS) for title in (PEER, LAST)]
+    return min((each for each in found if each), key=median, default=[])
+
+
+def table(found: list[Measurement]) -> str:
+    """Return medians, and the ratio to torch's faster layout."""
+    rows = []
+    for measurement in found:
+        rounds = rounds_beside_torch(measurement)
+        times = [measurement.seconds.get(title) for title in (OURS, PEER, LAST)]
+        cells = [duration(median(each)) if each else "-" for each in times]
+        rows.append([measurement.task, *cells, f"{median(rounds):.3g}x" if rounds else "-"])
+    return markdown(["processor time, forward and backward", OURS, PEER, LAST, "ratio"], rows)
+
+
+def verdicts(found: list[Measurement], absent: dict[str, str]) -> list[Verdict]:
+    """Judge every row, and the one in the middle."""
+    missing = "torch is absent" if PEER in absent else ""
+    rows = {each.task: rounds for each in found if (rounds := rounds_beside_torch(each))}
+    medians = [median(rounds) for rounds in rows.values()]
+    return [
+        at_least("every layer, to torch's faster layout", EVERY_ROW, rows, missing),
+        at_least(
+            "the median layer, to torch's faster layout",
+            MEDIAN,
+            {f"{len(rows)} rows": medians} if rows else {},
+            missing,
+        ),
+    ]
+
+
+def read_options() -> argparse.Namespace:
+    """Read the command line."""
+    parser = common_arguments("Time layers.", [1], PEER)
+    parser.add_argument("--works", nargs="+", choices=WORKS, default=list(WORKS), help="which")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure, check, print, write."""
+    options = read_options()
+    machine = machine_facts()
+    found = []
+    with Conductor(plan_of(options)) as conductor:
+        both = [Contender(OURS, ours("flashlight_layer"), 1), *peers(options, conductor.absent)]
+        for name in options.works:
+            work = WORKS[name]
+            has_layouts = len(work.shape) == 4
+            entrants = [each for each in both if has_layouts or each.title != LAST]
+            measurement = Measurement(work.title, "float32", 4 * int(np.prod(work.shape)), 1)
+            found.append(conductor.measure(Case(measurement, {"work": name}), entrants))
+            check_that_all_compute_the_same(conductor.details)
+    judged = verdicts(found, conductor.absent)
+    print(f"\n{table(found)}\n\n{verdict_table(judged)}\n\n{facts_text(machine, conductor)}")
+    print(left_out_text(found, lambda m: m.task))
+    if options.json:
+        write_json(options.json, machine, conductor, found, judged)
+    conductor.require(OURS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Steps of the models of examples/: eager and captured, beside torch and torch DDP on gloo.
+
+    python benchmarks/models.py --json models.json
+
+tiny_gpt, digits_cnn and cifar_resnet (ResNet-18, 32 images), as their examples make them, but
+without dropout, with Adam. Everybody begins with the same parameters and has the same batches, on
+one thread per process; the first losses are compared, so that nobody wins by computing something
+else. torch has images in both of its layouts, and is judged by the faster one.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import numpy as np
+
+from harness.conductor import Case, Conductor, Contender
+from harness.environments import PEERS, python_of
+from harness.facts import machine_facts
+from harness.launchers import Library
+from harness.options import common_arguments, ours, plan_of
+from harness.report import (
+    duration,
+    facts_text,
+    left_out_text,
+    markdown,
+    verdict_table,
+    write_json,
+)
+from harness.roles.model_works import WORKS
+from harness.statistics import Measurement, median
+from harness.verdicts import Verdict, at_least
+
+EAGER, CAPTURED = "eager", "captured"
+TORCH, LAST = "torch", "torch, channels_last"
+# By model: how often at least torch's time has room for ours, eager and captured, on one rank.
+TARGETS = {"tiny_gpt": (1.0, 1.3), "digits_cnn": (None, 1.5), "cifar_resnet": (0.9, None)}
+TOGETHER, MEMORY = 1.1, 1.0  # on two ranks; of a step of tiny_gpt
+
+
+def contenders(
+    options: argparse.Namespace, work: str, ranks: int, absent: dict[str, str]
+) -> list[Contender]:
+    """Return who steps; add torch to ``absent``, with the reason, where it is not installed."""
+    # Each in processes of its own, whose memory is measured.
+    kinds = EAGER, CAPTURED
+    found = [Contender(k, ours("flashlight_models", k), ranks, {"kind": k}) for k in kinds]
+    if "torch" not in options.peers.split(","):
+        return found
+    python = python_of(PEERS["torch"], options.environments)
+    if isinstance(python, str):
+        absent["torch"] = python
+        return found
+    for title in [TORCH] if work == "tiny_gpt" else [TORCH, LAST]:
+        library = Library(title, "torch_models", python)
+        found.append(Contender(title, library, ranks, {"kind": title.removeprefix("torch, ")}))
+    return found
+
+
+def state_of(work: str) -> dict[str, Any]:
+    """Return the parameters that everybody begins with."""
+    import flashlight_py as fl
+    from harness.roles.flashlight_models import model_of
+
+    fl.set_seed(0)
+    return {name: array.copy() for name, array in model_of(work).state_dict().items()}
+
+
+def check_that_all_compute_the_same(work: str, details: dict[str, list[Any]]) -> None:
+    """Compare the first losses, summed over the ranks.
+
+    Raises:
+        RuntimeError: they differ.
+    """
+    sums = {title: np.sum([x["losses"] for x in each], axis=0) for title, each in details.items()}
+    own = sums[EAGER]
+    for title, losses in sums.items():
+        if not np.allclose(own, losses, rtol=2e-3):
+            raise RuntimeError(f"{work}: {title} has other losses than eager: {losses}, {own}")
+
+
+def ratios(measurement: Measurement, own: str) -> list[float]:
+    """Return how often torch's time has room for ours, by the faster of its layouts."""
+    found = [measurement.ratios(title, own) for title in (TORCH, LAST)]
+    return min((each for each in found if each), key=median, default=[])
+
+
+def table(found: list[Measurement], peaks: dict[str, dict[str, int]]) -> str:
+    """Return the medians, how often torch's has room for ours, and the memory of a step."""
+    rows = []
+    for measurement in found:
+        for title, seconds in measurement.seconds.items():
+            of = ratios(measurement, title) if title in (EAGER, CAPTURED) else []
+            peak = peaks[measurement.task].get(title, 0)
+            cells = [measurement.task, title, duration(median(seconds))]
+            rows.append([*cells, f"{median(of):.3g}x" if of else "-", f"{peak / 2**20:.3g} MiB"])
+    return markdown(["", "", "a step", "torch's time has room for", "memory"], rows)
+
+
+def verdicts(
+    found: dict[tuple[str, int], Measurement], peaks: dict[str, dict[str, int]], missing: str
+) -> list[Verdict]:
+    """Judge each model by torch's time."""
+    judged = []
+    for (work, ranks), measurement in found.items():
+        eager, captured = TARGETS[work] if ranks == 1 else (None, TOGETHER)
+        for own, bound in ((EAGER, eager), (CAPTURED, captured)):
+            if bound is not None:
+                rounds = {own: ratios(measurement, own)}
+                judged.append(at_least(measurement.task, bound, rounds, missing))
+    peak = peaks.get(f"{WORKS['tiny_gpt'].title}, 1 rank(s)", {})
+    rounds = {own: [peak[TORCH] / peak[own]] for own in (EAGER, CAPTURED) if TORCH in peak}
+    return [*judged, at_least("memory of a step of tiny_gpt", MEMORY, rounds, missing)]
+
+
+def read_options() -> argparse.Namespace:
+    """Read the command line."""
+    parser = common_arguments("Time steps of models.", [1, 2], "torch")
+    parser.add_argument("--works", nargs="+", choices=WORKS, default=list(WORKS), help="which")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure, check, print, write."""
+    options, machine = read_options(), machine_facts()
+    found: dict[tuple[str, int], Measurement] = {}
+    peaks: dict[str, dict[str, int]] = {}
+    with Conductor(plan_of(options)) as conductor:
+        for work in options.works:
+            state = state_of(work)
+            for ranks in options.ranks:
+                task = f"{WORKS[work].title}, {ranks} rank(s)"
+                measurement = Measurement(task, "float32", 0, ranks)
+                case = Case(measurement, {"work": work, "state": state})
+                entrants = contenders(options, work, ranks, conductor.absent)
+                found[work, ranks] = conductor.measure(case, entrants)
+                details = {title: conductor.details[title] for title in measurement.seconds}
+                check_that_all_compute_the_same(task, details)
+                peaks[task] = {title: each[0]["peak"] for title, each in details.items()}
+    missing = "torch is absent" if "torch" in conductor.absent else ""
+    judged, measured = verdicts(found, peaks, missing), [*found.values()]
+    print(f"\n{table(measured, peaks)}\n\n{verdict_table(judged)}")
+    print(f"\n{facts_text(machine, conductor)}{left_out_text(measured, lambda m: m.task)}")
+    if options.json:
+        write_json(options.json, machine, conductor, measured, judged)
+    conductor.require(EAGER)
+
+
+if __name__ == "__main__":
+    main()

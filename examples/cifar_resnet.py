@@ -1,0 +1,156 @@
+"""Train a ResNet-18 on CIFAR-10, or on scikit-learn's digits where there is no CIFAR-10.
+
+    mpirun -n 2 python examples/cifar_resnet.py --data cifar-10-batches-bin
+    flrun -n 2 examples/cifar_resnet.py --width 16 --steps 300 --folder run --leaves 8
+
+--data names a folder with the files of CIFAR-10's binary version. With --folder it saves
+checkpoints, and goes on from the last one when it is started again. With --leaves the parameters
+are the same on any number of ranks, bit for bit, and so is their SHA-256.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tqdm import tqdm
+
+import flashlight_py as fl
+from flashlight_py import nn
+
+Batch = tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]
+
+
+def convolution(before: int, after: int, kernel: int, stride: int) -> list[nn.Module]:
+    padding = kernel // 2
+    return [nn.Conv2D(before, after, kernel, stride, padding, bias=False), nn.BatchNorm(after)]
+
+
+def block(before: int, after: int, stride: int) -> nn.Module:
+    """Two convolutions beside a shortcut (He et al., CVPR 2016)."""
+    inner = [*convolution(before, after, 3, stride), nn.ReLU(), *convolution(after, after, 3, 1)]
+    is_same = stride == 1 and before == after
+    shortcut = None if is_same else nn.Sequential(convolution(before, after, 1, stride))
+    return nn.Sequential(nn.Residual(nn.Sequential(inner), shortcut), nn.ReLU())
+
+
+def resnet18(width: int = 64, classes: int = 10) -> nn.Sequential:
+    """Images (n, 3, 32, 32) to the log probabilities of the classes."""
+    model = nn.Sequential([*convolution(3, width, 3, 1), nn.ReLU()])
+    for before, after in ((1, 1), (1, 2), (2, 4), (4, 8)):
+        model.add(block(before * width, after * width, after // before))
+        model.add(block(after * width, after * width, 1))
+    model.add([nn.Pool2D(4, mode="average"), nn.View((-1, 8 * width))])
+    model.add([nn.Linear(8 * width, classes), nn.LogSoftmax()])
+    return model
+
+
+def main(options: argparse.Namespace) -> None:
+    fl.distributed_init()
+    fl.set_seed(options.seed)
+    train, test = cifar(options.data) if options.data else digits()
+    model = resnet18(options.width)
+    fl.broadcast_parameters(model)
+    fl.distribute_module_grads(model, leaves=options.leaves)
+    optimizer = fl.optim.SGDOptimizer(model.params(), 0.1, 0.9, weight_decay=5e-4, nesterov=True)
+    schedule = fl.optim.OneCycleLR(optimizer, 0.1, options.steps)
+    criterion = nn.CategoricalCrossEntropy()
+
+    def step(images: npt.NDArray[np.float32], labels: npt.NDArray[np.int64]) -> fl.Variable:
+        optimizer.zero_grad()
+        parts = fl.leaves(model, images, labels) if options.leaves else [(images, labels)]
+        for x, y in parts:
+            loss = criterion(model(fl.input(x)), fl.no_grad(y))
+            loss.backward()
+        optimizer.step()
+        return loss
+
+    run = fl.capture(step) if options.capture else step
+    state: dict[str, Any] = {"module": model, "optimizer": optimizer, "schedule": schedule}
+    found = fl.load(options.folder, rng=True, **state) if options.folder else None
+    history: list[list[float]] = found.extra if found else []
+    mine = slice(None) if options.leaves else slice(fl.get_world_rank(), None, fl.get_world_size())
+    losses = []
+    steps = range(found.step if found else 0, options.steps)
+    for t in tqdm(steps, leave=False, disable=None if fl.is_main_process() else True):
+        images, labels = batch(train, [options.seed, t], options.batch_size)
+        losses.append(run(images[mine], labels[mine]).scalar())
+        schedule.step()
+        if (t + 1) % options.every == 0 or t + 1 == options.steps:
+            history.append([t + 1, float(np.mean(losses)), *validate(model, test)])
+            losses.clear()
+            say("step {:5.0f}  loss {:.4f}  validation {:.4f}  accuracy {:.2%}", *history[-1])
+            if options.folder:
+                fl.save(options.folder, rng=True, step=t + 1, extra=history, **state)
+    arrays = [array.tobytes() for array in model.state_dict().values()]
+    say("SHA-256 of the parameters: {}", hashlib.sha256(b"".join(arrays)).hexdigest())
+
+
+def batch(data: Batch, seed: list[int], size: int) -> Batch:
+    """Return samples that the seed decides: images moved by 4 pixels at most."""
+    random = np.random.default_rng(seed)
+    chosen = random.choice(len(data[1]), size, replace=False)
+    images = np.pad(data[0][chosen], ((0, 0), (0, 0), (4, 4), (4, 4)))
+    places = random.integers(0, 9, (size, 2))
+    moved = [x[:, i : i + 32, j : j + 32] for x, (i, j) in zip(images, places, strict=True)]
+    return np.stack(moved), data[1][chosen]
+
+
+def validate(model: nn.Module, data: Batch) -> tuple[float, float]:
+    """Return the loss and the accuracy on held-out samples, which the ranks share out."""
+    sums = np.zeros(2)
+    model.eval()
+    for first in range(100 * fl.get_world_rank(), len(data[1]), 100 * fl.get_world_size()):
+        images, labels = data[0][first : first + 100], data[1][first : first + 100]
+        logs = model(fl.input(images)).numpy()
+        sums -= logs[np.arange(len(labels)), labels].sum(), -(logs.argmax(1) == labels).sum()
+    model.train()
+    fl.all_reduce(sums, scale=1 / len(data[1]))
+    return float(sums[0]), float(sums[1])
+
+
+def cifar(folder: Path) -> tuple[Batch, Batch]:
+    """Return CIFAR-10's images (n, 3, 32, 32), of mean 0 and deviation 1: to learn, to test."""
+
+    def read(*names: str) -> Batch:
+        files = [np.fromfile(folder / name, np.uint8).reshape(-1, 3073) for name in names]
+        records = np.concatenate(files)
+        pixels = records[:, 1:].reshape(-1, 3, 32, 32).astype(np.float32)
+        return (pixels - 120.7) / np.float32(63.9), records[:, 0].astype(np.int64)
+
+    return read(*(f"data_batch_{n}.bin" for n in range(1, 6))), read("test_batch.bin")
+
+
+def digits() -> tuple[Batch, Batch]:
+    """Return scikit-learn's digits, each pixel as 4 x 4 in three colours: to learn, to test."""
+    from sklearn.datasets import load_digits
+
+    data: Any = load_digits()
+    images = ((data.images - 4.9) / 6).astype(np.float32).repeat(4, 1).repeat(4, 2)
+    images, labels = np.repeat(images[:, None], 3, 1), data.target.astype(np.int64)
+    return (images[:1437], labels[:1437]), (images[1437:], labels[1437:])
+
+
+def say(line: str, *values: Any) -> None:
+    """Print on rank 0 only, above the progress bar."""
+    if fl.is_main_process():
+        tqdm.write(line.format(*values))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Train a ResNet-18.")
+    add = parser.add_argument
+    add("--data", type=Path, metavar="FOLDER", help="of CIFAR-10's binary version; else digits")
+    add("--width", type=int, default=64, help="channels of the first layers")
+    add("--steps", type=int, default=2_000)
+    add("--batch-size", type=int, default=32, help="of all ranks together")
+    add("--every", type=int, default=100, help="steps between validations, and checkpoints")
+    add("--seed", type=int, default=0)
+    add("--capture", action="store_true", help="record the step once and replay it natively")
+    add("--leaves", type=int, metavar="N", help="the same bits on any number of ranks, such as 8")
+    add("--folder", type=Path, help="of the checkpoints; made if there is none")
+    main(parser.parse_args())

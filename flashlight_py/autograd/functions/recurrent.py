@@ -1,0 +1,190 @@
+"""Recurrent layers: one direction over all time steps is one operation, with its own backward pass.
+
+The input's side is one matrix product for all steps, the recurrent side one for each step. Gates
+are in torch's order, so that its weights can be used. float16 is computed in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+from flashlight_py.autograd.functions import dimensions
+from flashlight_py.autograd.functions.elementwise import as_variable
+from flashlight_py.autograd.graph import Vjp
+from flashlight_py.autograd.variable import Input, Variable, record_all
+from flashlight_py.device import Array, array_module, narrowed, widened
+
+GATES = {"tanh": 1, "gru": 3, "lstm": 4}
+# The slope of all gates of a step before their functions, by the gradient of its new state(s).
+_Back: TypeAlias = Callable[[int, Array, Any], tuple[Any, Any]]
+
+
+def recurrent(
+    kind: str,
+    x: Input,
+    weights: Sequence[Input],
+    state: Sequence[Input] = (),
+    reverse: bool = False,
+) -> tuple[Variable, ...]:
+    """Return the hidden state after each step of one layer in one direction, then the last state.
+
+    With ``u = weight_ih @ x + bias_ih`` and ``v = weight_hh @ h + bias_hh``, cut into gates:
+
+    - ``"tanh"``: ``h = tanh(u + v)``
+    - ``"gru"``: ``r, z = sigmoid(u + v)``, ``n = tanh(u + r * v)``, ``h = (1 - z) * n + z * h``
+      (Cho et al. 2014)
+    - ``"lstm"``: ``i, f, o = sigmoid(u + v)``, ``g = tanh(u + v)`` (third of four),
+      ``c = f * c + i * g``, ``h = o * tanh(c)`` (Hochreiter and Schmidhuber 1997)
+
+    Args:
+        kind: one of these.
+        x: shape ``[batch, time, features]``.
+        weights: ``weight_ih [gates * hidden, features]``, ``weight_hh [gates * hidden, hidden]``,
+            ``bias_ih`` and ``bias_hh``, both ``[gates * hidden]``.
+        state: the first ``h``, and for "lstm" ``c``, both ``[batch, hidden]``; zeros where absent.
+        reverse: whether steps go from the last one to the first.
+
+    Returns:
+        ``h`` of each step, ``[batch, time, hidden]``, and the last ``h``, for "lstm" also ``c``.
+
+    Raises:
+        ValueError: an unknown kind, or shapes that do not fit.
+    """
+    x, begin = as_variable(x), [as_variable(each) for each in state]
+    w_ih, w_hh, b_ih, b_hh = own = [as_variable(each) for each in weights]
+    batch, time, hidden = _check(kind, x.data, own, begin)
+    xp, is_lstm = array_module(x.data), kind == "lstm"
+    steps = slice(None, None, -1 if reverse else 1)
+    rows = widened(x.data).transpose(1, 0, 2)[steps].reshape(time * batch, -1)
+    given = rows @ widened(w_ih.data).T + widened(b_ih.data)
+    given = given.reshape(time, batch, -1)
+    states = xp.zeros((time + 1, batch, hidden), given.dtype)
+    cells = xp.zeros_like(states) if is_lstm else states
+    for variable, array in zip(begin, (states, cells), strict=False):
+        array[0] = variable.data
+    back = _FORWARD[kind](xp, given, states, cells, widened(w_hh.data).T, widened(b_hh.data))
+    out = states[1:][steps]
+    if is_lstm:  # one array: the engine knows results one by one
+        out = xp.concatenate([out, cells[-1:]])
+
+    def through(grad: Array) -> Any:
+        """Return all gradients, of all inputs."""
+        wide = widened(grad).transpose(1, 0, 2)
+        of_out = wide[:time][steps]
+        of_state, of_cell = xp.zeros_like(of_out[0]), wide[time] if is_lstm else None
+        w = widened(w_hh.data)
+        of_given, of_added = xp.zeros_like(given), None
+        if kind == "gru":  # whose last gate has the recurrent side multiplied
+            of_added = xp.zeros_like(given)
+        for t in reversed(range(time)):
+            slopes, (of_state, of_cell) = back(t, of_out[t] + of_state, of_cell)
+            of_given[t] = slopes[0]
+            if of_added is not None:
+                of_added[t] = slopes[1]
+            product = slopes[-1] @ w
+            of_state = product if of_state is None else of_state + product
+        flat = of_given.reshape(time * batch, -1)
+        added = flat if of_added is None else of_added.reshape(time * batch, -1)
+        of_x = None
+        if x._calc_grad:
+            of_rows = (flat @ widened(w_ih.data)).reshape(time, batch, -1)
+            of_x = of_rows[steps].transpose(1, 0, 2)
+        of_weights = flat.T @ rows, added.T @ states[:-1].reshape(time * batch, -1)
+        return *of_weights, flat.sum(0), added.sum(0), of_x, of_state, of_cell
+
+    inputs = (*own, x, *begin)
+    vjps: list[Any] = [lambda grads, at=at: grads[at] for at in range(len(inputs))]
+    edges: list[tuple[Variable, Vjp]] = list(zip(inputs, vjps, strict=True))
+    result = record_all(narrowed(out.transpose(1, 0, 2), x.data), edges, through)
+    every = slice(None)
+    output = dimensions.index(result, (every, slice(time))) if is_lstm else result
+    last = dimensions.index(output, (every, 0 if reverse else time - 1))
+    return (output, last, dimensions.index(result, (every, time))) if is_lstm else (output, last)
+
+
+def _tanh(xp: Any, given: Array, states: Array, _: Array, w: Array, bias: Array) -> _Back:
+    for t in range(len(given)):
+        states[t + 1] = xp.tanh(given[t] + (states[t] @ w + bias))
+
+    def back(t: int, grad: Array, _: Any) -> Any:
+        new = states[t + 1]
+        return (grad * (1 - new * new),), (None, None)
+
+    return back
+
+
+def _lstm(xp: Any, given: Array, states: Array, cells: Array, w: Array, bias: Array) -> _Back:
+    size = states.shape[2]
+    i, f, g, o = [slice(k * size, (k + 1) * size) for k in range(4)]
+    scale = xp.full(4 * size, 0.5, given.dtype)  # sigmoid(x) = tanh(x / 2) / 2 + 1 / 2
+    scale[g] = 1
+    shift = xp.full(4 * size, 0.5, given.dtype)
+    shift[g] = 0
+    gates = xp.zeros_like(given)
+    for t in range(len(given)):
+        now = xp.tanh((given[t] + (states[t] @ w + bias)) * scale) * scale + shift
+        gates[t] = now
+        cells[t + 1] = now[:, f] * cells[t] + now[:, i] * now[:, g]
+        states[t + 1] = now[:, o] * xp.tanh(cells[t + 1])
+
+    def back(t: int, grad: Array, of_cell: Any) -> Any:
+        now, squashed = gates[t], xp.tanh(cells[t + 1])
+        of_cell = of_cell + grad * now[:, o] * (1 - squashed * squashed)
+        parts = of_cell * now[:, g], of_cell * cells[t], of_cell * now[:, i], grad * squashed
+        centred = now - shift
+        slope = xp.concatenate(parts, axis=1) * (scale * scale - centred * centred)
+        return (slope,), (None, of_cell * now[:, f])
+
+    return back
+
+
+def _gru(xp: Any, given: Array, states: Array, _: Array, w: Array, bias: Array) -> _Back:
+    size = states.shape[2]
+    r, z, n = [slice(k * size, (k + 1) * size) for k in range(3)]
+    gates, added = xp.zeros_like(given), xp.zeros_like(states)
+    for t in range(len(given)):
+        own = states[t] @ w + bias
+        both = xp.tanh((given[t, :, : 2 * size] + own[:, : 2 * size]) * 0.5) * 0.5 + 0.5
+        new = xp.tanh(given[t, :, n] + both[:, r] * own[:, n])
+        gates[t], added[t] = xp.concatenate([both, new], axis=1), own[:, n]
+        states[t + 1] = new + both[:, z] * (states[t] - new)
+
+    def back(t: int, grad: Array, _: Any) -> Any:
+        now = gates[t]
+        reset, update, new = now[:, r], now[:, z], now[:, n]
+        of_new = grad * (1 - update) * (1 - new * new)
+        of_update = grad * (states[t] - new) * update * (1 - update)
+        of_reset = of_new * added[t] * reset * (1 - reset)
+        slopes = [
+            xp.concatenate([of_reset, of_update, last], axis=1) for last in (of_new, of_new * reset)
+        ]
+        return slopes, (grad * update, None)
+
+    return back
+
+
+_FORWARD: dict[str, Callable[..., _Back]] = {"tanh": _tanh, "gru": _gru, "lstm": _lstm}
+
+
+def _check(
+    kind: str, x: Array, weights: Sequence[Variable], state: Sequence[Variable]
+) -> tuple[int, int, int]:
+    """Return batch, time and hidden size, or raise what :func:`recurrent` promises."""
+    if kind not in GATES:
+        raise ValueError(f"recurrent: kind must be one of {', '.join(GATES)}, got {kind!r}")
+    w_ih, w_hh = weights[0].shape, weights[1].shape
+    hidden = w_hh[-1] if w_hh else 0
+    rows = GATES[kind] * hidden
+    if x.ndim != 3 or not x.size or w_ih[-1:] != x.shape[2:]:
+        raise ValueError(
+            f"recurrent: expected input [batch, time, features], none of them 0, for a weight of "
+            f"shape {w_ih}, got shape {x.shape}"
+        )
+    shapes = [each.shape for each in weights]
+    if shapes != [(rows, x.shape[2]), (rows, hidden), (rows,), (rows,)]:
+        raise ValueError(f"recurrent: {kind} has {GATES[kind]} gates, got weights of {shapes}")
+    if len(state) > 1 + (kind == "lstm") or any(v.shape != (len(x), hidden) for v in state):
+        given = [each.shape for each in state]
+        raise ValueError(f"recurrent: expected states of shape {(len(x), hidden)}, got {given}")
+    return x.shape[0], x.shape[1], hidden

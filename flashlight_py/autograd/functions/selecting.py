@@ -1,0 +1,208 @@
+"""Functions that pick elements by a condition or by integers, and their inverse, which adds.
+
+Integers are arrays or variables; they have to be within range and count from 0. Results are new.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from flashlight_py.autograd.functions.elementwise import as_pair, as_variable
+from flashlight_py.autograd.variable import Input, Operand, Variable, record
+from flashlight_py.device import Array, array_module, is_cupy, narrowed, widened
+
+
+def where(condition: Input, a: Operand, b: Operand) -> Variable:
+    """Return ``a`` where ``condition`` holds, else ``b``, elementwise and broadcast.
+
+    Args:
+        condition: truth values, an array or variable.
+        a: a variable, array or number; one of ``a`` and ``b`` is a variable.
+        b: as ``a``.
+
+    Raises:
+        TypeError: the condition has no truth values, or neither is a variable.
+        ValueError: the shapes do not broadcast.
+    """
+    x, y = as_pair(a, b)
+    holds = _beside(condition, x.data)
+    if holds.dtype != bool:
+        raise TypeError(f"where: the condition needs dtype bool, got {holds.dtype}; compare it")
+    xp = array_module(holds)
+    return record(
+        xp.where(holds, x.data, y.data),
+        (x, lambda grad: xp.where(holds, grad, 0)),
+        (y, lambda grad: xp.where(holds, 0, grad)),
+    )
+
+
+def gather(x: Input, index: Input, axis: int) -> Variable:
+    """Return of each line of ``x`` along ``axis`` the elements that ``index`` names, as in torch.
+
+    With ``axis`` 0 of two: ``result[i, j] = x[index[i, j], j]``. One that is picked more than once
+    collects the gradients of all its copies.
+
+    Args:
+        x: any shape with at least one dimension.
+        index: integers of as many dimensions; no longer than ``x`` in those other than ``axis``.
+        axis: the dimension; negative counts from the end.
+
+    Returns:
+        The shape of ``index``.
+
+    Raises:
+        TypeError: ``index`` has no integers.
+        ValueError: the shapes do not fit, or there is no such axis.
+        IndexError: an element of ``index`` is out of range.
+    """
+    x = as_variable(x)
+    return _gather(x, _places("gather", x.data, index, axis))
+
+
+def _gather(x: Variable, places: Array) -> Variable:
+    shape = x.data.shape
+    return record(x.data.reshape(-1)[places], (x, lambda grad: added(shape, places, grad)))
+
+
+def scatter_add(x: Input, index: Input, source: Input, axis: int) -> Variable:
+    """Return ``x`` with ``source`` added where :func:`gather` by ``index`` would pick, as in torch.
+
+    With ``axis`` 0 of two: ``result[index[i, j], j] += source[i, j]``, in the order of ``source``.
+
+    Args:
+        x: any shape with at least one dimension.
+        index: integers of as many dimensions; no longer than ``x`` in those other than ``axis``.
+        source: the shape of ``index``.
+        axis: the dimension; negative counts from the end.
+
+    Raises:
+        TypeError: ``index`` has no integers.
+        ValueError: the shapes do not fit, or there is no such axis.
+        IndexError: an element of ``index`` is out of range.
+    """
+    x, source = as_variable(x), as_variable(source)
+    places = _places("scatter_add", x.data, index, axis)
+    if source.data.shape != places.shape:
+        raise ValueError(
+            f"scatter_add: expected a source of the shape of index, {places.shape}, got "
+            f"{source.data.shape}"
+        )
+    sums = added(x.data.shape, places, source.data, widened(x.data))
+    return record(
+        narrowed(sums, x.data),
+        (x, lambda grad: grad),
+        (source, lambda grad: grad.reshape(-1)[places]),
+    )
+
+
+def embedding(weight: Input, indices: Input, padding_idx: int | None = None) -> Variable:
+    """Return the rows of ``weight`` that ``indices`` name.
+
+    A row collects the gradients of all its uses.
+
+    Args:
+        weight: shape ``[rows, dim]``.
+        indices: integers of any shape ``[...]``, of 0 .. rows - 1.
+        padding_idx: a row that gets no gradient, or None.
+
+    Returns:
+        Shape ``[..., dim]``.
+
+    Raises:
+        TypeError: the indices are no integers.
+        ValueError: the weight has not two dimensions.
+        IndexError: an index is out of range.
+    """
+    weight = as_variable(weight)
+    if weight.data.ndim != 2:
+        raise ValueError(f"embedding: expected a weight [rows, dim], got {weight.data.shape}")
+    rows, dim = weight.data.shape
+    index = integers("embedding", indices, weight.data)
+    _check_range("embedding", index, rows)
+
+    def vjp(grad: Array) -> Array:
+        xp = array_module(grad)
+        places = index.reshape(-1, 1) * dim + xp.arange(dim)
+        sums = added((rows, dim), places, grad)
+        if padding_idx is not None:
+            sums[padding_idx] = 0
+        return sums
+
+    return record(weight.data[index], (weight, vjp))
+
+
+def topk(x: Input, k: int, axis: int = -1) -> tuple[Variable, Variable]:
+    """Return the ``k`` largest elements along ``axis``, largest first, and where they are.
+
+    Of equal ones the first counts as larger; nan counts as smallest.
+
+    Returns:
+        Values and int64 indices, both of ``x``'s shape with ``k`` along ``axis``.
+
+    Raises:
+        ValueError: there are fewer than ``k``, ``k`` is negative, or there is no such axis.
+    """
+    x = as_variable(x)
+    array = x.data
+    if not -array.ndim <= axis < array.ndim or not 0 <= k <= array.shape[axis]:
+        raise ValueError(f"topk: there are no {k} along axis {axis} of shape {array.shape}")
+    before = (slice(None),) * (axis % array.ndim)
+    order = array_module(array).argsort(-array, axis=axis, kind="stable")
+    index = order[(*before, slice(k))]
+    return _gather(x, _flat(index, array, axis)), Variable(index)
+
+
+def _beside(value: Input, array: Array) -> Array:
+    """Return what picks elements as an array where ``array`` is."""
+    value = value.data if isinstance(value, Variable) else value
+    if is_cupy(array) == is_cupy(value) and hasattr(value, "dtype"):
+        return value
+    return array_module(array).asarray(value)  # type: ignore[no-any-return]
+
+
+def integers(name: str, value: Input, array: Array) -> Array:
+    """Return indices as int64 where ``array`` is, or raise a TypeError of the function ``name``."""
+    index = _beside(value, array)
+    if index.dtype.kind not in "iu":
+        raise TypeError(f"{name}: indices must be integers, got {index.dtype}; cast them")
+    return index.astype("int64", copy=False)  # in which places are counted
+
+
+def _check_range(name: str, index: Array, count: int) -> None:
+    right = (index >= 0) & (index < count)
+    if not right.all():  # on a GPU it is waited for
+        raise IndexError(f"{name}: index {int(index[~right][0])} is none of 0..{count - 1}")
+
+
+def _places(name: str, array: Array, index: Input, axis: int) -> Array:
+    """Return where the elements are that :func:`gather` picks, in row-major order."""
+    index, ndim = integers(name, index, array), array.ndim
+    fits = -ndim <= axis < ndim and index.ndim == ndim
+    sizes = list(zip(index.shape, array.shape, strict=False))
+    if not fits or any(n > most for d, (n, most) in enumerate(sizes) if d != axis % ndim):
+        raise ValueError(
+            f"{name}: an index for shape {array.shape} along axis {axis} needs as many dimensions, "
+            f"none longer but along the axis, got {index.shape}"
+        )
+    _check_range(name, index, array.shape[axis])
+    return _flat(index, array, axis)
+
+
+def _flat(index: Array, array: Array, axis: int) -> Array:
+    xp, shape, ndim = array_module(index), array.shape, array.ndim
+    flat = index * math.prod(shape[axis % ndim + 1 :])
+    for d, count in enumerate(index.shape):
+        if d != axis % ndim and shape[d] > 1:
+            steps = xp.arange(count) * math.prod(shape[d + 1 :])
+            flat = flat + steps.reshape(-1, *(1,) * (ndim - d - 1))
+    return flat
+
+
+def added(shape: Any, places: Array, source: Array, start: Array | None = None) -> Array:
+    """Return ``start`` (None: zeros) of that shape with ``source`` added at flat ``places``."""
+    xp = array_module(source)
+    wide = widened(source)
+    sums = xp.zeros(math.prod(shape), wide.dtype) if start is None else start.reshape(-1).copy()
+    xp.add.at(sums, places.reshape(-1), wide.reshape(-1))  # by one dimension NumPy is fast
+    return sums.reshape(shape)

@@ -1,0 +1,319 @@
+"""Layers and losses beside torch's: values, gradients of inputs and of parameters, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from tests.nn.oracle import Oracle, weights_of
+from tests.tape.steps import compare, training
+
+F = fl.autograd.functions
+RANDOM = np.random.default_rng(0)
+X, Y = RANDOM.standard_normal((2, 4, 6))
+PROBABILITIES = RANDOM.random((4, 6))
+SEQUENCES, IMAGES = RANDOM.standard_normal((3, 5, 4)), RANDOM.standard_normal((2, 3, 4, 4))
+INDICES, LABELS = RANDOM.integers(0, 7, (3, 5)), np.array([2, -1, 0, 5])
+SPOKEN = np.array([[1, 1, 2], [3, 2, 1], [2, 2, 2]])
+
+
+class Row(NamedTuple):
+    """``make`` makes a module of a dtype; ``theirs`` is an expression of torch for its like.
+
+    It is called on ``inputs``, with ``after`` on what it returns.
+    """
+
+    name: str
+    make: Callable[[], fl.nn.Module]
+    theirs: str
+    inputs: tuple[np.ndarray, ...]
+    after: Callable[[Any], Any] = lambda y: y
+    after_theirs: str = ""
+
+
+def rnn(kind: str, **options: Any) -> Row:
+    theirs = {"tanh": "RNN", "gru": "GRU", "lstm": "LSTM"}[kind]
+    given = {"num_layers" if name == "layers" else name: x for name, x in options.items()}
+    return Row(
+        f"rnn_{kind}_{len(options)}",
+        lambda: fl.nn.RNN(kind, 4, 3, **options),
+        f"nn.{theirs}(4, 3, batch_first=True, **{given})",
+        (SEQUENCES,),
+        lambda y: F.concatenate([F.flat(x) for x in (y[0], *(y[1] if kind == "lstm" else y[1:]))]),
+        "y = torch.cat([x.flatten() for x in (y[0], *(y[1] if len(y[1]) == 2 and "
+        f"{kind == 'lstm'} else y[1:]))])",
+    )
+
+
+ROWS = [
+    Row("gelu", fl.nn.GELU, "nn.GELU()", (X,)),
+    Row("gelu_tanh", lambda: fl.nn.GELU(True), "nn.GELU('tanh')", (X,)),
+    Row("silu", fl.nn.SiLU, "nn.SiLU()", (X,)),
+    Row("elu", lambda: fl.nn.ELU(0.5), "nn.ELU(0.5)", (X,)),
+    Row("leaky_relu", lambda: fl.nn.LeakyReLU(0.2), "nn.LeakyReLU(0.2)", (X,)),
+    Row("hard_tanh", lambda: fl.nn.HardTanh(-1, 0.5), "nn.Hardtanh(-1, 0.5)", (X,)),
+    Row("prelu", fl.nn.PReLU, "nn.PReLU()", (X,)),
+    Row("prelu_images", lambda: fl.nn.PReLU(3, 0.1), "nn.PReLU(3, 0.1)", (IMAGES,)),
+    Row("glu", lambda: fl.nn.GatedLinearUnit(1), "nn.GLU(1)", (IMAGES.transpose(0, 2, 1, 3),)),
+    Row("embedding", lambda: fl.nn.Embedding(7, 3), "nn.Embedding(7, 3)", (INDICES,)),
+    Row(
+        "embedding_padded", lambda: fl.nn.Embedding(7, 3, -2), "nn.Embedding(7, 3, -2)", (INDICES,)
+    ),
+    rnn("tanh"),
+    rnn("gru"),
+    rnn("lstm"),
+    rnn("tanh", layers=2, bidirectional=True),
+    rnn("gru", layers=2, bidirectional=True),
+    rnn("lstm", layers=2, bidirectional=True),
+    Row("mean_absolute_error", fl.nn.MeanAbsoluteError, "nn.L1Loss()", (X, Y)),
+    Row("binary", fl.nn.BinaryCrossEntropy, "nn.BCELoss()", (PROBABILITIES, PROBABILITIES[::-1])),
+    Row(
+        "binary_sum",
+        lambda: fl.nn.BinaryCrossEntropy("sum"),
+        "nn.BCELoss(reduction='sum')",
+        (PROBABILITIES / 2 + 0.2, PROBABILITIES[::-1]),
+    ),
+    Row(
+        "smoothed",
+        lambda: fl.nn.CategoricalCrossEntropy(label_smoothing=0.1),
+        "nn.CrossEntropyLoss(ignore_index=-1, label_smoothing=0.1)",
+        (np.log(PROBABILITIES / PROBABILITIES.sum(1, keepdims=True)), LABELS),
+    ),
+    Row(
+        "temporal",
+        lambda: fl.nn.ConnectionistTemporalClassification(reduction="sum"),
+        "lambda x, s: F.ctc_loss(x.transpose(0, 1).log_softmax(-1), s, (5, 5, 5), (3, 3, 3), "
+        "reduction='sum')",
+        (SEQUENCES, SPOKEN),
+    ),
+]
+ROWS_BY_NAME = pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
+
+
+def call(row: Row, module: fl.nn.Module, inputs: Any) -> Any:
+    if row.name == "temporal":
+        inputs = F.log_softmax(inputs[0]), inputs[1]
+    if row.name == "smoothed":  # torch takes the logarithms of softmax itself
+        inputs = F.log_softmax(inputs[0]), inputs[1]
+    return row.after(module(*inputs))
+
+
+def variables_of(row: Row, dtype: Any) -> list[fl.Variable]:
+    is_float = [array.dtype.kind == "f" for array in row.inputs]
+    return [
+        fl.param(array.astype(dtype)) if floating else fl.input(array)
+        for array, floating in zip(row.inputs, is_float, strict=True)
+    ]
+
+
+def made(row: Row, dtype: Any) -> fl.nn.Module:
+    fl.set_seed(0)
+    return row.make().astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@ROWS_BY_NAME
+def test_values_and_gradients(row: Row, dtype: str, oracle: Oracle) -> None:
+    module, inputs = made(row, dtype), variables_of(row, dtype)
+    result = call(row, module, inputs)
+    named = dict(zip("abcd", [each.array for each in inputs], strict=False))
+    parameters = {name.replace(".", "_"): v.array for name, v in module.named_params().items()}
+    grads = [*parameters, *(name for name, x in named.items() if x.dtype.kind == "f")]
+    code = f"layer, given = {row.theirs}, ({', '.join(named)},)\n"
+    if parameters:
+        code += f"own = dict({', '.join(f'{name}={name}' for name in parameters)})\n"
+        code += "y = torch.func.functional_call(layer, own, given)\n"
+    else:
+        code += "y = layer(*given)\n"
+    theirs = oracle(code + row.after_theirs, grads, **parameters, **named)
+    result.backward(weights_of(result.array))
+    tolerance = (
+        {"rtol": 1e-10, "atol": 1e-12} if dtype == "float64" else {"rtol": 1e-4, "atol": 1e-5}
+    )
+    np.testing.assert_allclose(result.array, theirs["y"], **tolerance)
+    ours = {**module.named_params(), **dict(zip(named, inputs, strict=True))}
+    for name in grads:
+        np.testing.assert_allclose(ours[name].grad, theirs[name], **tolerance, err_msg=name)
+
+
+@ROWS_BY_NAME
+def test_float16_is_computed_in_float32(row: Row) -> None:
+    """Result and gradients are those of float32, but for their own rounding."""
+    found = []
+    for dtype in ("float16", "float32"):
+        module = made(row, "float16").astype(dtype)
+        inputs = variables_of(row, "float16")
+        for variable in inputs:
+            if variable.calc_grad:
+                variable.data = variable.data.astype(dtype)
+        result = call(row, module, inputs)
+        assert result.dtype == dtype
+        result.backward(weights_of(result.array))
+        leaves = [v for v in (*inputs, *module.params()) if v.calc_grad]
+        assert all(v.grad is not None and v.grad.dtype == dtype for v in leaves)
+        found.append([result.array, *(v.grad for v in leaves)])
+    for half, single in zip(*found, strict=True):
+        np.testing.assert_allclose(half, single, rtol=1e-2, atol=1e-2)
+
+
+@ROWS_BY_NAME
+def test_a_captured_step_has_the_bits_of_the_eager_one(row: Row) -> None:
+    def make() -> Any:
+        module, variables = made(row, "float32"), variables_of(row, "float32")
+        params = [*module.params(), *(v for v in variables if v.calc_grad)]
+
+        def loss_of(factor: np.ndarray) -> Any:
+            given = [v * fl.input(factor) if v.calc_grad else v for v in variables]
+            return F.sum(call(row, module, given)) * 1.5
+
+        return training(fl.optim.SGDOptimizer(params, 1e-4), loss_of), module, params
+
+    compare(make, [np.asarray(1 - k / 1000, "float32") for k in range(5)])
+
+
+@ROWS_BY_NAME
+def test_a_layer_is_shown_with_its_arguments(row: Row) -> None:
+    module = row.make()
+    assert repr(module).startswith(f"{type(module).__name__}(")
+
+
+def test_a_residual_adds_its_input_or_a_shortcut() -> None:
+    body, past = fl.nn.Linear(6, 6), fl.nn.Linear(6, 6)
+    x = fl.input(X.astype("float32"))
+    np.testing.assert_array_equal(fl.nn.Residual(body)(x).array, body(x).array + x.array)
+    both = fl.nn.Residual(body, past)
+    np.testing.assert_array_equal(both(x).array, body(x).array + past(x).array)
+    assert list(both.named_params())[::2] == ["module.weight", "shortcut.weight"]
+    assert fl.nn.Identity()(x) is x
+
+
+def test_a_state_goes_on_where_it_was_returned() -> None:
+    for kind in ("lstm", "gru", "tanh"):
+        module = fl.nn.RNN(kind, 4, 3, layers=2).astype("f8")
+        whole, state = module(fl.input(SEQUENCES))
+        first, between = module(fl.input(SEQUENCES[:, :2]))
+        second, end = module.forward(fl.input(SEQUENCES[:, 2:]), between)
+        parts = np.concatenate([first.array, second.array], 1)
+        np.testing.assert_allclose(parts, whole.array, rtol=1e-12)
+        for one, other in zip(state, end, strict=True):
+            np.testing.assert_allclose(one.array, other.array, rtol=1e-12)
+
+
+def test_dropout_between_layers_acts_while_training_only() -> None:
+    fl.set_seed(0)
+    module = fl.nn.RNN("gru", 4, 3, layers=2, dropout=0.5).astype("f8")
+    x = fl.input(SEQUENCES)
+    assert (module(x)[0].array != module(x)[0].array).any()
+    module.eval()
+    np.testing.assert_array_equal(module(x)[0].array, module(x)[0].array)
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_a_target_that_no_alignment_has(zero: bool, oracle: Oracle) -> None:
+    logs = fl.param(np.log(np.full((2, 3, 4), 0.25)))
+    said = np.array([[1, 1], [1, 2]])  # the first needs a blank between, which 2 steps lack
+    times = np.array([2, 3])
+    loss = F.connectionist_temporal_classification(logs, said, times, None, 0, "none", zero)
+    options = f"(2, 3), (2, 2), reduction='none', zero_infinity={zero}"
+    theirs = oracle(f"y = F.ctc_loss(a.transpose(0, 1), s, {options})", a=logs.array, s=said)
+    np.testing.assert_allclose(loss.array, theirs["y"])
+    assert np.isinf(loss.array[0]) != zero
+    loss.backward(np.ones(2))
+    assert not logs.grad[0].any()
+    assert logs.grad[1].any()
+
+
+def test_probabilities_of_0_and_1_have_a_loss_of_100_where_they_are_wrong(oracle: Oracle) -> None:
+    p, target = fl.param(np.array([0.0, 1, 0, 1, 0.3])), np.array([0.0, 1, 1, 0, 0.5])
+    loss = F.binary_cross_entropy(p, target, "none")
+    loss.backward(weights_of(loss.array))
+    theirs = oracle("y = F.binary_cross_entropy(a, t, reduction='none')", "a", a=p.array, t=target)
+    np.testing.assert_allclose(loss.array, theirs["y"])
+    np.testing.assert_allclose(p.grad, theirs["a"])
+
+
+@pytest.mark.parametrize("function", [F.erf, F.gelu, F.silu, F.elu, F.log1p])
+def test_the_ends_of_the_number_line(function: Callable[..., Any], oracle: Oracle) -> None:
+    ends = np.array([0.0, -0.0, 1e-30, 30.0, 700.0])
+    ends = ends if function is F.log1p else np.concatenate([ends, -ends])
+    name = function.__name__
+    theirs = oracle(f"y = getattr(F, {name!r}, None) or getattr(torch, {name!r})\ny = y(a)", a=ends)
+    np.testing.assert_allclose(function(ends).array, theirs["y"], rtol=1e-14, atol=1e-15)
+
+
+ONES, FLAT = np.ones((2, 3)), np.ones(3)
+ERRORS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
+    r"where: the condition needs dtype bool, got float64": (
+        lambda: F.where(ONES, fl.param(ONES), 0.0), TypeError),
+    r"gather: indices must be integers, got float64": (lambda: F.gather(ONES, ONES, 0), TypeError),
+    r"gather: index 3 is none of 0..2": (lambda: F.gather(FLAT, np.array([3]), 0), IndexError),
+    r"gather: .* shape \(2, 3\) along axis 0 .* got \(1, 4\)": (
+        lambda: F.gather(ONES, np.zeros((1, 4), int), 0), ValueError),
+    r"scatter_add: expected a source .* \(2,\), got \(3,\)": (
+        lambda: F.scatter_add(FLAT, np.zeros(2, int), FLAT, 0), ValueError),
+    r"embedding: index -1 is none of 0..1": (lambda: F.embedding(ONES, np.array(-1)), IndexError),
+    r"embedding: index 7 is none of 0..6": (
+        lambda: fl.nn.Embedding(7, 2)(fl.input(np.array([7]))), IndexError),
+    r"embedding: expected a weight \[rows, dim\], got \(3,\)": (
+        lambda: F.embedding(FLAT, np.zeros(1, int)), ValueError),
+    r"topk: there are no 4 along axis -1 of shape \(2, 3\)": (lambda: F.topk(ONES, 4), ValueError),
+    r"stack needs at least one variable": (lambda: F.stack([]), ValueError),
+    r"stack: shapes must be equal": (lambda: F.stack([ONES, FLAT]), ValueError),
+    r"split: 3 along axis 1 cannot be cut into 2": (lambda: F.split(ONES, 2, 1), ValueError),
+    r"split: 3 along axis 1 cannot be cut into \[4, -1\]": (
+        lambda: F.split(ONES, [4, -1], 1), ValueError),
+    r"norm: p must be at least 1, got 0": (lambda: F.norm(ONES, 0), ValueError),
+    r"einsum: 'i,j' does not fit .* it has 2 terms": (lambda: F.einsum("i,j", ONES), ValueError),
+    r"einsum: .* 'j' stands for 3 and 2": (lambda: F.einsum("ij,jk", ONES, ONES), ValueError),
+    r"einsum: .* 'i' has another number of dim": (lambda: F.einsum("i", ONES), ValueError),
+    r"einsum: .* a letter twice, or one that no": (lambda: F.einsum("ij->ik", ONES), ValueError),
+    r"glu: needs an even number .* got shape \(2, 3\)": (lambda: F.glu(ONES), ValueError),
+    r"prelu: .* weight of shape \(3,\) or \(1,\), got \(2,\)": (
+        lambda: F.prelu(ONES, FLAT[:2]), ValueError),
+    r"hardtanh: lower \(1\) must be below upper": (lambda: F.hardtanh(ONES, 1, 0), ValueError),
+    r"mean_absolute_error: prediction has shape \(2, 3\), target \(3,\)": (
+        lambda: F.mean_absolute_error(ONES, FLAT), ValueError),
+    r"binary_cross_entropy: probabilities must be 0 to 1": (
+        lambda: F.binary_cross_entropy(2 * ONES, ONES), ValueError),
+    r"nothing to average in shape \(0, 3\)": (
+        lambda: F.binary_cross_entropy(ONES[:0], ONES[:0]), ValueError),
+    r"label_smoothing must be 0 to 1, got 2": (
+        lambda: fl.nn.CategoricalCrossEntropy(label_smoothing=2), ValueError),
+    r"temporal_classification: targets must be of 0..3 and not 0": (
+        lambda: F.connectionist_temporal_classification(np.ones((1, 2, 4)), np.array([[0]])),
+        ValueError),
+    r"target lengths must be 0 to 1": (
+        lambda: F.connectionist_temporal_classification(
+            np.ones((1, 2, 4)), np.array([[1]]), None, np.array([2])), ValueError),
+    r"need targets \[batch, longest\] of shape \(1, longest\), got \(2, 1\)": (
+        lambda: F.connectionist_temporal_classification(np.ones((1, 2, 4)), np.ones((2, 1), int)),
+        ValueError),
+    r"expected log probabilities \[batch, time, classes\] .* got shape \(0, 2, 4\)": (
+        lambda: F.connectionist_temporal_classification(np.ones((0, 2, 4)), np.ones((0, 1), int)),
+        ValueError),
+    r"RNN: kind must be one of tanh, gru, lstm, got 'relu'": (
+        lambda: fl.nn.RNN("relu", 1, 1), ValueError),
+    r"RNN: hidden_size must be at least 1, got 0": (lambda: fl.nn.RNN("gru", 1, 0), ValueError),
+    r"RNN: expected \[batch, time, 4\], got \(3, 4\)": (
+        lambda: fl.nn.RNN("gru", 4, 2)(fl.input(np.ones((3, 4)))), ValueError),
+    r"none of them 0, .* got shape \(0, 3, 4\)": (
+        lambda: fl.nn.RNN("gru", 4, 2)(fl.input(np.ones((0, 3, 4)))), ValueError),
+    r"RNN: expected 2 state\(s\) of shape \(1, 3, 2\)": (
+        lambda: fl.nn.RNN("lstm", 4, 2)(fl.input(SEQUENCES), (ONES, ONES)), ValueError),
+    r"Embedding: n must be an integer, got float": (lambda: fl.nn.Embedding(1.0, 2), TypeError),
+    r"Embedding: padding_idx 2 is none of 2 rows": (lambda: fl.nn.Embedding(2, 2, 2), ValueError),
+    r"Residual adds modules, got ABCMeta": (lambda: fl.nn.Residual(fl.nn.ReLU), TypeError),
+    r"Residual: the module made shape \(2, 1\) of \(2, 3\), and its shortcut \(2, 3\)": (
+        lambda: fl.nn.Residual(fl.nn.Linear(3, 1))(fl.input(ONES)), ValueError),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", ERRORS)
+def test_errors_name_the_layer_and_the_shapes(words: str) -> None:
+    call, error = ERRORS[words]
+    with pytest.raises(error, match=words):
+        call()
