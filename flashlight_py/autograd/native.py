@@ -8,12 +8,13 @@ where there is none: for CuPy's arrays, other dtypes, and a package without exte
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from flashlight_py import _native, libraries
+from flashlight_py.autograd.variable import Variable, record_all
 from flashlight_py.device import Array, array_module, is_cupy
 
 Made = Sequence[tuple[tuple[int, ...], Any]]
@@ -69,3 +70,50 @@ def kernel(name: str, array: Array) -> Kernel | None:
 def contiguous(array: Array) -> Array:
     """Return ``array`` in C order: itself, if it is."""
     return array if array.flags.c_contiguous else array_module(array).copy(array, order="C")
+
+
+def record_jointly(
+    name: str, array: Array, back: Callable[[Array], tuple[Array, ...]], *inputs: Variable | None
+) -> Variable:
+    """Return the result of an operation ``name`` whose gradients are computed together by ``back``.
+
+    It returns one for each input, of which some may not be given. All but the first get theirs
+    first: they are parameters, whose hooks fire while others wait.
+    """
+
+    def vjp(place: int) -> Any:
+        part = lambda grads: grads[place]  # noqa: E731
+        part.__qualname__ = name  # which is in errors
+        return part
+
+    edges = [(x, vjp(place)) for place, x in enumerate(inputs) if x is not None]
+    return record_all(array, [*edges[1:], *edges[:1]], back)  # type: ignore[arg-type]
+
+
+def kept_at_random(
+    seed: Array, first: int, rows: int, columns: int, block: int, ratio: float
+) -> Array:
+    """Return truth values [rows, columns], False with probability ``ratio``: csrc/nn/random.inc.
+
+    Args:
+        seed: one int64, so that a captured step draws another one in each replay.
+        first: the number of the first row.
+        rows: how many rows.
+        columns: how many elements of a row.
+        block: how many of them have a key of their own.
+        ratio: from 0 to 1.
+    """
+    xp = array_module(seed)
+    column = xp.arange(columns, dtype=np.uint64)
+    row = xp.arange(first, first + rows, dtype=np.uint64)[:, None]
+    inside = column % np.uint64(block)
+    key = row * np.uint64(columns) + (column - inside)
+    key = key * np.uint64(0x9E3779B97F4A7C15) + seed.astype(np.uint64)
+    key = (key ^ (key >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    key = (key ^ (key >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    h = (key ^ (key >> np.uint64(31))).astype(np.uint32)
+    h = h + inside.astype(np.uint32) * np.uint32(0x9E3779B9)
+    h = (h ^ (h >> np.uint32(16))) * np.uint32(0x7FEB352D)
+    h = (h ^ (h >> np.uint32(15))) * np.uint32(0x846CA68B)
+    h = h ^ (h >> np.uint32(16))
+    return (h >> np.uint32(8)) >= np.uint32(round(ratio * 2**24))  # type: ignore[no-any-return]

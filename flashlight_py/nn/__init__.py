@@ -16,6 +16,11 @@ _HOMES = {
         "ConnectionistTemporalClassification",
     ],
     "images": ["Conv2D", "Pool2D"],
+    "normalization": ["LayerNorm", "RMSNorm", "GroupNorm", "BatchNorm"],
+    "transformer": [
+        *("MultiheadAttention", "Transformer", "TransformerLayer"),
+        *("PositionEmbedding", "SinusoidalPositionEmbedding"),
+    ],
     "recompute": ["recompute"],
     "loading": ["load_torch"],
 }

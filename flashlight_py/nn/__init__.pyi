@@ -27,5 +27,14 @@ from flashlight_py.nn.losses import CategoricalCrossEntropy as CategoricalCrossE
 from flashlight_py.nn.losses import ConnectionistTemporalClassification as ConnectionistTemporalClassification
 from flashlight_py.nn.images import Conv2D as Conv2D
 from flashlight_py.nn.images import Pool2D as Pool2D
+from flashlight_py.nn.normalization import LayerNorm as LayerNorm
+from flashlight_py.nn.normalization import RMSNorm as RMSNorm
+from flashlight_py.nn.normalization import GroupNorm as GroupNorm
+from flashlight_py.nn.normalization import BatchNorm as BatchNorm
+from flashlight_py.nn.transformer import MultiheadAttention as MultiheadAttention
+from flashlight_py.nn.transformer import Transformer as Transformer
+from flashlight_py.nn.transformer import TransformerLayer as TransformerLayer
+from flashlight_py.nn.transformer import PositionEmbedding as PositionEmbedding
+from flashlight_py.nn.transformer import SinusoidalPositionEmbedding as SinusoidalPositionEmbedding
 from flashlight_py.nn.recompute import recompute as recompute
 from flashlight_py.nn.loading import load_torch as load_torch

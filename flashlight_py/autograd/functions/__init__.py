@@ -14,6 +14,8 @@ _HOMES = {
         *("moddims", "flat", "transpose", "concatenate", "stack", "split", "tile", "index"),
         *("astype", "norm", "cumsum", "einsum"),
     ],
+    "attentions": ["attention", "self_attention"],
+    "normalization": ["layer_norm", "rms_norm", "group_norm", "batch_norm"],
     "activations": [
         *("log1p", "erf", "gelu", "silu", "elu", "leaky_relu", "hardtanh", "prelu", "glu"),
     ],

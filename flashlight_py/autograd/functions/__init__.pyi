@@ -39,6 +39,12 @@ from flashlight_py.autograd.functions.dimensions import astype as astype
 from flashlight_py.autograd.functions.dimensions import norm as norm
 from flashlight_py.autograd.functions.dimensions import cumsum as cumsum
 from flashlight_py.autograd.functions.dimensions import einsum as einsum
+from flashlight_py.autograd.functions.attentions import attention as attention
+from flashlight_py.autograd.functions.attentions import self_attention as self_attention
+from flashlight_py.autograd.functions.normalization import layer_norm as layer_norm
+from flashlight_py.autograd.functions.normalization import rms_norm as rms_norm
+from flashlight_py.autograd.functions.normalization import group_norm as group_norm
+from flashlight_py.autograd.functions.normalization import batch_norm as batch_norm
 from flashlight_py.autograd.functions.activations import log1p as log1p
 from flashlight_py.autograd.functions.activations import erf as erf
 from flashlight_py.autograd.functions.activations import gelu as gelu

@@ -1,0 +1,231 @@
+"""Attention: means of values weighted by how keys fit queries (Vaswani et al., 2017)."""
+
+from __future__ import annotations
+
+import math
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from flashlight_py.autograd.functions.elementwise import as_variable, check_ratio
+from flashlight_py.autograd.native import contiguous, kept_at_random, kernel, record_jointly
+from flashlight_py.autograd.variable import Input, Variable
+from flashlight_py.device import Array, array_module, narrowed, widened
+from flashlight_py.random import generator
+
+_KEYS = 128  # of a tile, as in csrc/nn/attentions.inc
+
+
+def attention(
+    q: Input, k: Input, v: Input, mask: Input | None = None, causal: bool = False,
+    dropout: float = 0.0, scale: float | None = None,
+) -> Variable:  # fmt: skip
+    """Return ``softmax(scale * q @ k.T + mask) @ v`` for each head of each sample.
+
+    The weights are never kept whole: they are computed by tiles, and again by the backward pass
+    (Dao et al., FlashAttention, 2022). A query that may attend to nothing gets 0.
+
+    Args:
+        q: shape ``[batch, heads, queries, width]``, of any strides.
+        k: shape ``[batch, heads, keys, width]``.
+        v: shape ``[batch, heads, keys, width of values]``.
+        mask: broadcasts to ``[batch, heads, queries, keys]``: where truth values are True a query
+            may attend to a key; numbers are added to scores. A constant, without a gradient.
+        causal: whether query i may attend to keys 0 .. i alone.
+        dropout: the probability with which a weight is zeroed; the rest is scaled up. The generator
+            is the one that ``set_seed`` seeds.
+        scale: by default ``1 / sqrt(width)``.
+
+    Returns:
+        Shape ``[batch, heads, queries, width of values]``, a view of an array
+        ``[batch, queries, heads, width of values]``.
+
+    Raises:
+        ValueError: shapes that do not fit, there are no keys, or ``dropout`` is not in 0 <= p < 1.
+    """
+    q, k, v = as_variable(q), as_variable(k), as_variable(v)
+    shapes = [x.shape for x in (q, k, v)]
+    if any(len(shape) != 4 for shape in shapes) or not (
+        shapes[0][:2] == shapes[1][:2] == shapes[2][:2]
+        and shapes[0][3] == shapes[1][3]
+        and shapes[1][2] == shapes[2][2]
+    ):
+        raise ValueError(
+            "attention: expected q [batch, heads, queries, width], k [batch, heads, keys, width] "
+            f"and v [batch, heads, keys, any width], got {shapes[0]}, {shapes[1]} and {shapes[2]}"
+        )
+    arrays = [widened(x.data) for x in (q, k, v)]
+    work = _Attention(arrays, mask, causal, dropout, scale)
+    return record_jointly("attention", narrowed(work.forward(), q.data), work.backward, q, k, v)
+
+
+def self_attention(
+    x: Input, heads: int, mask: Input | None = None, causal: bool = False, dropout: float = 0.0
+) -> Variable:
+    """Return :func:`attention` of queries, keys and values that lie side by side.
+
+    Args:
+        x: shape ``[batch, positions, 3 * width]``: queries, keys and values of all heads.
+        heads: how many heads the width is divided among.
+        mask: as in ``attention``; the same for the others.
+
+    Returns:
+        Shape ``[batch, positions, width]``, a new array.
+
+    Raises:
+        ValueError: as ``attention``, or the shape is another one.
+    """
+    x = as_variable(x)
+    if x.ndim != 3 or heads < 1 or x.shape[2] % (3 * heads):
+        raise ValueError(
+            f"self_attention: expected [batch, positions, 3 * width] with a width for {heads} "
+            f"heads, got {x.shape}"
+        )
+    batch, positions, width = x.shape
+    packed = contiguous(widened(x.data))
+    parts = packed.reshape(batch, positions, 3, heads, width // (3 * heads)).transpose(
+        2, 0, 3, 1, 4
+    )
+    work = _Attention(list(parts), mask, causal, dropout, None, packed)
+    out = work.forward().transpose(0, 2, 1, 3).reshape(batch, positions, width // 3)
+
+    def back(grad: Array) -> tuple[Array]:
+        grad = grad.reshape(batch, positions, heads, -1).transpose(0, 2, 1, 3)
+        found = work.backward(grad)
+        if len(found) > 1:
+            xp = array_module(grad)
+            found = (xp.stack(found).transpose(1, 3, 0, 2, 4).reshape(x.shape),)
+        return found  # type: ignore[return-value]
+
+    return record_jointly("self_attention", narrowed(out, x.data), back, x)
+
+
+class _Attention:
+    """The arrays q, k, v of one call and how they are attended; ``packed`` holds all three."""
+
+    def __init__(
+        self, arrays: list[Array], mask: Input | None, causal: bool, dropout: float,
+        scale: float | None, packed: Array | None = None,
+    ) -> None:  # fmt: skip
+        check_ratio(dropout)
+        q, k, v = arrays
+        if not k.shape[2]:
+            raise ValueError(f"attention: there is nothing to attend to in keys of shape {k.shape}")
+        self.shape = *q.shape[:3], k.shape[2]
+        self.mask = None if mask is None else self._masking(as_variable(mask).data, q.dtype)
+        self.arrays, self.packed, self.causal, self.dropout = arrays, packed, causal, dropout
+        self.scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+        self.numbers = self.scale, dropout
+        xp = array_module(q)
+        self.seed = generator(xp).integers(0, 2**63 - 1, 1, dtype=np.int64) if dropout else None
+        self.native = kernel("attention", q) if q.dtype == k.dtype == v.dtype else None
+
+    def _masking(self, mask: Array, dtype: Any) -> Array:
+        """Return a mask with four dimensions, which the kernels take as it is."""
+        padded = mask.reshape((1,) * (4 - mask.ndim) + mask.shape) if mask.ndim < 4 else mask
+        fits = all(n in (1, all_) for n, all_ in zip(padded.shape, self.shape, strict=True))
+        if mask.ndim > 4 or not fits:
+            raise ValueError(
+                "attention: expected a mask that broadcasts to [batch, heads, queries, keys] = "
+                f"{self.shape}, got shape {mask.shape}"
+            )
+        return contiguous(padded if padded.dtype == np.bool_ else padded.astype(dtype, copy=False))
+
+    def forward(self) -> Array:
+        """Return the result, a view [batch, heads, queries, width]."""
+        q, _, v = self.arrays
+        batch, heads, queries, _ = self.shape
+        if self.native is None:
+            return self._forward_of_arrays()
+        width, of_values = q.shape[3], v.shape[3]
+        if self.packed is not None:
+            step = heads * width
+            steps = [(n * step, 3 * queries * step, width, 3 * step) for n in range(3)]
+            self.given = [self.packed] * 3
+        else:
+            laid_out = [_laid_out(each) for each in self.arrays]
+            self.given = [each for each, _, _ in laid_out]
+            steps = [each for _, each, _ in laid_out]
+            self.across = [each for _, _, each in laid_out]
+        mask, kind, mask_steps = self.mask, 0, (0, 0, 0, 0)
+        if mask is not None:
+            kind, of = 1 if mask.dtype == np.bool_ else 2, mask.shape
+            dense = of[1] * of[2] * of[3], of[2] * of[3], of[3], 1
+            mask_steps = tuple(s if n > 1 else 0 for s, n in zip(dense, of, strict=True))  # type: ignore[assignment]
+        begin = *self.shape, width, of_values, int(self.causal), kind
+        self.sizes: tuple[int, ...] = *begin, *chain(*steps), *mask_steps
+        made = ((batch, queries, heads, of_values), q.dtype), ((batch, heads, queries), q.dtype)
+        inputs = *self.given, mask, self.seed
+        self.out, self.logs = self.native(made, self.sizes, self.numbers, *inputs)
+        return self.out.transpose(0, 2, 1, 3)  # type: ignore[no-any-return]
+
+    def backward(self, grad: Array) -> tuple[Array, ...]:
+        """Return gradients of q, k and v, or of what holds all three."""
+        grad = widened(grad)
+        if self.native is None:
+            return self._backward_of_arrays(grad)
+        grad = contiguous(grad.transpose(0, 2, 1, 3))
+        packed, q = self.packed, self.arrays[0]
+        found: Any = kernel("attention_back" if packed is None else "packed_attention_back", q)
+        inputs = grad, self.out, self.logs, *self.given, self.mask, self.seed
+        if packed is not None:
+            return (found(((packed.shape, q.dtype),), self.sizes, self.numbers, *inputs),)
+        made = [(each.shape, q.dtype) for each in self.given]
+        pairs = zip(found(made, self.sizes, self.numbers, *inputs), self.across, strict=True)
+        return tuple(part.transpose(0, 2, 1, 3) if across else part for part, across in pairs)
+
+    # In array operations, of one sample at a time -------------------------------------------------
+
+    def _weights(self, sample: int) -> tuple[Array, Array | float]:
+        """Return a sample's weights, [heads, queries, keys], and what they are multiplied by."""
+        q, k = self.arrays[0][sample], self.arrays[1][sample]
+        xp = array_module(q)
+        _, heads, queries, keys = self.shape
+        scores = q @ k.swapaxes(-1, -2) * self.scale
+        if self.mask is not None:
+            mask = self.mask[sample if len(self.mask) > 1 else 0]
+            scores = xp.where(mask, scores, -np.inf) if mask.dtype == np.bool_ else scores + mask
+        if self.causal:
+            before = xp.arange(keys) <= xp.arange(queries)[:, None]
+            scores = xp.where(before, scores, -np.inf)
+        best = scores.max(-1, keepdims=True)
+        weights = xp.exp(scores - xp.where(best == -np.inf, 0, best))
+        sums = weights.sum(-1, keepdims=True)
+        weights /= xp.where(sums == 0, 1, sums)
+        if self.seed is None:
+            return weights, 1.0
+        rows = heads * queries
+        kept = kept_at_random(self.seed, sample * rows, rows, keys, _KEYS, self.dropout)
+        return weights, kept.reshape(weights.shape) * weights.dtype.type(1 / (1 - self.dropout))
+
+    def _forward_of_arrays(self) -> Array:
+        v, results = self.arrays[2], []
+        for sample in range(self.shape[0]):
+            weights, kept = self._weights(sample)
+            results.append((weights * kept) @ v[sample])
+        return array_module(v).stack(results)  # type: ignore[no-any-return]
+
+    def _backward_of_arrays(self, grad: Array) -> tuple[Array, ...]:
+        q, k, v = self.arrays
+        found = []
+        for sample in range(self.shape[0]):
+            weights, kept = self._weights(sample)
+            dv = (weights * kept).swapaxes(-1, -2) @ grad[sample]
+            slope = grad[sample] @ v[sample].swapaxes(-1, -2) * kept
+            slope -= (slope * weights).sum(-1, keepdims=True)
+            slope *= weights * weights.dtype.type(self.scale)
+            found.append((slope @ k[sample], slope.swapaxes(-1, -2) @ q[sample], dv))
+        return tuple(array_module(q).stack(parts) for parts in zip(*found, strict=True))
+
+
+def _laid_out(x: Array) -> tuple[Array, tuple[int, int, int, int], bool]:
+    """Return a contiguous array with ``x``'s elements, its steps, and if rows come before heads.
+
+    The steps are those that the kernels take: of the first element, batch, head and row.
+    """
+    _, heads, rows, width = x.shape
+    across = x.transpose(0, 2, 1, 3)
+    if across.flags.c_contiguous:
+        return across, (0, heads * rows * width, width, heads * width), True
+    return contiguous(x), (0, heads * rows * width, rows * width, width), False

@@ -1,0 +1,191 @@
+"""Attention layers and transformers, with the names and shapes of torch's parameters."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from flashlight_py.autograd import Variable, param
+from flashlight_py.autograd import functions as F
+from flashlight_py.autograd.functions.elementwise import check_ratio
+from flashlight_py.nn import init
+from flashlight_py.nn.layers import Linear, Sequential, check_sizes
+from flashlight_py.nn.module import Module
+from flashlight_py.nn.normalization import LayerNorm
+
+
+class MultiheadAttention(Module):
+    """Attention of several heads between linear maps (Vaswani et al., 2017).
+
+    ``layer(x)`` and ``layer(x, mask)`` attend to ``x`` ``[batch, positions, dim]`` itself;
+    ``layer(q, k, v)`` and ``layer(q, k, v, mask)`` to others, ``[batch, keys, dim]``. The result
+    has the shape of the first. Masks are those of ``functions.attention``.
+
+    Args:
+        dim: size of the last dimension of input and result.
+        heads: how many heads it is divided among.
+        dropout: of the attention's weights, in training.
+        causal: whether position i attends to positions 0 .. i alone.
+        bias: whether the linear maps have biases.
+
+    Raises:
+        ValueError: ``dim`` is not divisible by ``heads``; when called: shapes that do not fit.
+    """
+
+    def __init__(
+        self, dim: int, heads: int, dropout: float = 0.0, causal: bool = False, bias: bool = True
+    ) -> None:
+        check_sizes("MultiheadAttention", dim=dim, heads=heads)
+        check_ratio(dropout)
+        if dim % heads:
+            raise ValueError(f"MultiheadAttention: dim {dim} is not divisible by {heads} heads")
+        self.in_proj_weight = param(init.glorot_uniform((3 * dim, dim), dim, 3 * dim))
+        self.in_proj_bias = param(np.zeros(3 * dim, np.float32)) if bias else None
+        self.out_proj = Linear(dim, dim, bias)
+        self.dim, self.heads, self.dropout, self.causal = dim, heads, dropout, causal
+
+    def forward(self, *inputs: Any) -> Variable:
+        others = inputs[1:3] if len(inputs) > 2 else ()
+        mask = (*inputs, None)[1 + len(others)]
+        for x in (inputs[0], *others):
+            if x.ndim != 3 or x.shape[2] != self.dim:
+                raise ValueError(
+                    "MultiheadAttention: expected inputs of shape [batch, positions, "
+                    f"{self.dim}], got {x.shape}"
+                )
+        how = mask, self.causal, self.dropout if self.training else 0.0
+        if not others:
+            projected = F.linear(inputs[0], self.in_proj_weight, self.in_proj_bias)
+            return self.out_proj(F.self_attention(projected, self.heads, *how))
+        q, k, v = (self._projected(n, x) for n, x in enumerate((inputs[0], *others)))
+        joined = F.transpose(F.attention(q, k, v, *how), (0, 2, 1, 3))
+        return self.out_proj(F.reshape(joined, inputs[0].shape))
+
+    def _projected(self, number: int, x: Variable) -> Variable:
+        part = slice(number * self.dim, (number + 1) * self.dim)
+        bias = None if self.in_proj_bias is None else self.in_proj_bias[part]
+        rows = F.linear(x, self.in_proj_weight[part], bias)
+        split = F.reshape(rows, (*x.shape[:2], self.heads, self.dim // self.heads))
+        return F.transpose(split, (0, 2, 1, 3))
+
+    def __repr__(self) -> str:
+        return f"MultiheadAttention({self.dim}, {self.heads})"
+
+
+_ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
+
+
+class TransformerLayer(Module):
+    """Attention and a network of two linear maps, each added to its input; see ``Transformer``."""
+
+    def __init__(
+        self, dim: int, heads: int, hidden: int, dropout: float, causal: bool, activation: str,
+        norm: str,
+    ) -> None:  # fmt: skip
+        self.self_attn = MultiheadAttention(dim, heads, dropout, causal)
+        self.linear1, self.linear2 = Linear(dim, hidden), Linear(hidden, dim)
+        self.norm1, self.norm2 = LayerNorm(dim), LayerNorm(dim)
+        self.dropout, self.activation, self.norm = dropout, activation, norm
+
+    def forward(self, x: Variable, mask: Any = None) -> Variable:
+        ratio = self.dropout if self.training else 0.0
+        activation = _ACTIVATIONS[self.activation]
+
+        def attended(x: Variable) -> Variable:
+            return F.dropout(self.self_attn(x, mask), ratio)
+
+        def fed(x: Variable) -> Variable:
+            inner = F.dropout(activation(self.linear1(x)), ratio)
+            return F.dropout(self.linear2(inner), ratio)
+
+        if self.norm == "pre":
+            x = x + attended(self.norm1(x))
+            return x + fed(self.norm2(x))
+        x = self.norm1(x + attended(x))
+        return self.norm2(x + fed(x))
+
+
+class Transformer(Module):
+    """Blocks of attention and a network for each position (Vaswani et al., 2017).
+
+    The state has the names of ``torch.nn.TransformerEncoder`` without a norm of its own.
+
+    Args:
+        dim: size of the last dimension of input and result.
+        heads: how many heads of attention it is divided among.
+        hidden: size between the two linear maps of a block, by default ``4 * dim``.
+        layers: how many blocks.
+        dropout: in training, of the attention's weights and of what is added to a block's input.
+        causal: whether position i attends to positions 0 .. i alone.
+        activation: ``"gelu"``, ``"relu"`` or ``"silu"``.
+        norm: ``"pre"``: of what goes into attention and network; ``"post"``: of the sums.
+
+    Raises:
+        ValueError: ``dim`` is not divisible by ``heads``, or an unknown ``activation`` or ``norm``.
+    """
+
+    def __init__(
+        self, dim: int, heads: int, hidden: int | None = None, layers: int = 1,
+        dropout: float = 0.0, causal: bool = False, activation: str = "gelu", norm: str = "pre",
+    ) -> None:  # fmt: skip
+        hidden = 4 * dim if hidden is None else hidden
+        check_sizes("Transformer", dim=dim, heads=heads, hidden=hidden, layers=layers)
+        for name, value, known in (
+            ("activation", activation, tuple(_ACTIVATIONS)),
+            ("norm", norm, ("pre", "post")),
+        ):
+            if value not in known:
+                raise ValueError(f"Transformer: {name} must be one of {known}, got {value!r}")
+        options = hidden, dropout, causal, activation, norm
+        self.layers = Sequential(*(TransformerLayer(dim, heads, *options) for _ in range(layers)))
+
+    def forward(self, x: Variable, mask: Any = None) -> Variable:
+        """Return the last block's result, ``[batch, positions, dim]`` as ``x``.
+
+        ``mask``: as in ``functions.attention``, for all blocks.
+        """
+        for _, layer in self.layers.children():
+            x = layer(x) if mask is None else layer(x, mask)
+        return x
+
+
+class PositionEmbedding(Module):
+    """What is learned for each position, added to the input ``[batch, positions, dim]``.
+
+    Args:
+        positions: the most positions.
+        dim: size of the last dimension.
+
+    Raises:
+        ValueError: a size is below 1; when called: the input has more positions, or another size.
+    """
+
+    def __init__(self, positions: int, dim: int) -> None:
+        check_sizes("PositionEmbedding", positions=positions, dim=dim)
+        self.weight = param(init.normal((positions, dim), 0.0, 0.02))
+
+    def forward(self, x: Variable) -> Variable:
+        most, dim = self.weight.shape
+        if x.ndim != 3 or x.shape[1] > most or x.shape[2] != dim:
+            raise ValueError(
+                f"{type(self).__name__}: expected input of shape [batch, at most {most}, {dim}], "
+                f"got {x.shape}"
+            )
+        return x + self.weight[: x.shape[1]]
+
+
+class SinusoidalPositionEmbedding(PositionEmbedding):
+    """Sines and cosines of each position, added to the input (Vaswani et al., 2017).
+
+    Arguments and errors are those of ``PositionEmbedding``; ``dim`` is even. Nothing is learned.
+    """
+
+    def __init__(self, positions: int, dim: int) -> None:
+        super().__init__(positions, dim)
+        if dim % 2:
+            raise ValueError(f"SinusoidalPositionEmbedding: dim must be even, got {dim}")
+        angles = np.arange(positions)[:, None] * np.exp(np.arange(0, dim, 2) * -math.log(1e4) / dim)
+        waves = np.stack([np.sin(angles), np.cos(angles)], axis=-1)
+        self.weight = Variable(waves.reshape(positions, dim).astype(np.float32))
