@@ -97,7 +97,7 @@ class DynamicScaler:
         initial_scale: the first scale, above 0.
         growth_factor: above 1.
         backoff_factor: above 0 and below 1.
-        growth_interval: steps, at least 1.
+        growth_interval: in steps, not seconds; at least 1.
         enabled: False: ``scale`` returns the loss, ``step`` steps, and nothing else happens.
 
     Raises:
