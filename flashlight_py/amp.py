@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import ContextDecorator, ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -74,15 +74,6 @@ class autocast(ContextDecorator):
         self._entered.pop().close()
 
 
-class Stepping(Protocol):
-    """An optimizer, as a scaler uses it."""
-
-    params: list[Variable]
-
-    def step(self) -> Any:
-        """Change the parameters by their gradients."""
-
-
 class DynamicScaler:
     """A factor of the loss, so that gradients of float16 neither vanish nor overflow.
 
@@ -97,7 +88,7 @@ class DynamicScaler:
         initial_scale: the first scale, above 0.
         growth_factor: above 1.
         backoff_factor: above 0 and below 1.
-        growth_interval: steps, at least 1.
+        growth_interval: in steps, not seconds; at least 1.
         enabled: False: ``scale`` returns the loss, ``step`` steps, and nothing else happens.
 
     Raises:
@@ -166,7 +157,7 @@ class DynamicScaler:
             raise TypeError(f"DynamicScaler.scale takes a variable, got {type(loss).__name__}")
         return functions.mul(loss, self.get_scale())
 
-    def unscale(self, optimizer: Stepping) -> None:
+    def unscale(self, optimizer: Any) -> None:
         """Divide the gradients of the optimizer's parameters by the scale, in place.
 
         For what looks at gradients before the step, such as ``clip_grad_norm``; ``step`` does it
@@ -203,13 +194,10 @@ class DynamicScaler:
             shards.meet()
         if get_world_size() > 1:
             is_finite = not all_reduce(np.array([not is_finite], np.float32), op="max")[0]
-            has_any = True  # on some rank, or all would have refused to go on
-        else:
-            has_any = bool(grads)
-        if has_any:
+        if grads or get_world_size() > 1:  # a rank may have no part of what is sharded
             self._found[optimizer] = is_finite
 
-    def step(self, optimizer: Stepping) -> Any:
+    def step(self, optimizer: Any) -> Any:
         """Unscale gradients, if that was not done; call ``optimizer.step()`` if all are finite.
 
         Returns what that returns, else None.
