@@ -9,7 +9,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.autograd import functions as F
-from flashlight_py.autograd import gradcheck, param
+from flashlight_py.autograd import Variable, gradcheck, param
 from flashlight_py.autograd.functions import convolution
 from flashlight_py.nn import Conv2D, Linear, Module, Pool2D, ReLU, Sequential, View
 from tests.nn.oracle import Oracle, weights_of
@@ -86,6 +86,11 @@ def arrays_of(case: Conv, dtype: str = "float64") -> list[np.ndarray]:
     return [(rng.normal(size=shape) / 2).astype(dtype) for shape in shapes]
 
 
+def convolved(variables: list[Variable], case: Conv) -> Variable:
+    x, weight, bias = variables
+    return F.conv2d(x, weight, bias, **case.options)
+
+
 def images(dtype: str = "float64") -> np.ndarray:
     """No two are equal, and 10 channels are neither vectors nor none."""
     return (
@@ -106,7 +111,7 @@ def test_convolution_equals_torch(case: Conv, dtype: str, way: str, oracle: Orac
         **{"x": x, "weight": weight, "bias": bias, "options": case.options},
     )
     variables = [param(array) for array in arrays]
-    ours = F.conv2d(*variables, **case.options)
+    ours = convolved(variables, case)
     ours.backward(weights_of(ours.array))
     assert ours.dtype == dtype
     np.testing.assert_allclose(ours.array, theirs["y"], **TOLERANCES[dtype])
@@ -163,11 +168,12 @@ def test_half_precision_is_rounded_once(way: str) -> None:
     case = CONVOLUTIONS[0]
     variables = [param(array) for array in arrays_of(case, "float16")]
     wide = [param(variable.array.astype("float32")) for variable in variables]
-    for function in (
+    functions: tuple[Any, ...] = (
         F.conv2d,
         lambda x, *_: F.pool2d(x, 2),
         lambda x, *_: F.pool2d(x, 2, mode="average"),
-    ):
+    )
+    for function in functions:
         ours, expected = function(*variables), function(*wide)
         assert ours.dtype == "float16"
         np.testing.assert_array_equal(ours.array, expected.array.astype("float16"))
@@ -175,6 +181,7 @@ def test_half_precision_is_rounded_once(way: str) -> None:
         expected.backward(np.ones(ours.shape, "float32"))
     for variable, other in zip(variables, wide, strict=True):
         assert variable.grad is not None
+        assert other.grad is not None
         assert variable.grad.dtype == "float16"
         np.testing.assert_allclose(variable.grad, other.grad, **TOLERANCES["float16"])
 
@@ -208,7 +215,8 @@ def test_what_needs_no_gradient_gets_none_and_what_is_sharded_is_read_again() ->
     again = F.conv2d(images, kept)
     kept.data = weight * 2
     F.sum(result).backward()
-    first, images.grad = images.grad, None
+    first = images.grad
+    images.zero_grad()
     F.sum(again).backward()
     assert first is not None
     assert images.grad is not None
