@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
-from flashlight_py.autograd import functions as F
 from flashlight_py.autograd import Variable, gradcheck, param
+from flashlight_py.autograd import functions as F
 from flashlight_py.autograd.functions import convolution
 from flashlight_py.nn import Conv2D, Linear, Module, Pool2D, ReLU, Sequential, View
 from tests.nn.oracle import Oracle, weights_of
@@ -229,7 +229,7 @@ def network() -> Module:
         Conv2D(1, 16, 3, padding=1),
         ReLU(),
         Pool2D(2),
-        Conv2D(16, 16, 3, padding="same"),
+        Conv2D(16, 16, 3, padding="same", bias=False),
         ReLU(),
     ]
     layers += [
