@@ -18,6 +18,12 @@ struct Windows {
   int64_t in_group() const { return channels / groups; }
   int64_t out_group() const { return out_channels / groups; }
   int64_t area() const { return kernel_y * kernel_x; }
+
+  // Whether each pixel is in one window.
+  bool is_apart() const {
+    return stride_y == kernel_y && stride_x == kernel_x && out_height * kernel_y == height &&
+           out_width * kernel_x == width && pad_y == 0 && pad_x == 0 && step_y == 1 && step_x == 1;
+  }
 };
 
 // The places of a window whose first lies at `at`, `step` apart, that are inside 0 .. size.

@@ -105,6 +105,10 @@ y = torch.cat([out.flip(1) if {reverse} else out, *[x[0][:, None] for x in last]
 
 
 CASES = [
+    Case(
+        "conv2d", F.conv2d, "F.conv2d(a, b, c)", (signed(2, 3, 4, 5), signed(4, 3, 2, 3), signed(4))
+    ),
+    Case("pool2d", lambda x: F.pool2d(x, 2), "F.max_pool2d(a, 2)", (signed(2, 3, 4, 5),)),
     Case("negative", F.negative, "-a", (A,)),
     Case("add", F.add, "a + b", (A, B)),
     Case("add_row", F.add, "a + b", (A, ROW)),

@@ -24,7 +24,7 @@ _CHANNELS_LAST, _CHANNELS_SECOND = (0, 2, 3, 1), (0, 3, 1, 2)
 
 
 class _Windows(NamedTuple):
-    """What kernels are given, in the order of csrc/nn/windows.h."""
+    """The numbers that kernels are given, in the order of csrc/nn/windows.h."""
 
     batch: int
     height: int
