@@ -40,7 +40,16 @@ def test_a_folder_stays_within_its_budget(folder: str) -> None:
 
 
 # Layers of fl.nn and of fl.tagi, whose names are public.
-NAMESAKES = {"Embedding", "LeakyReLU", "Linear", "ReLU", "Sequential", "Sigmoid", "Tanh"}
+NAMESAKES = {
+    "Embedding",
+    "LayerNorm",
+    "LeakyReLU",
+    "Linear",
+    "ReLU",
+    "Sequential",
+    "Sigmoid",
+    "Tanh",
+}
 
 
 def test_a_class_name_exists_once() -> None:

@@ -72,6 +72,40 @@ def contiguous(array: Array) -> Array:
     return array if array.flags.c_contiguous else array_module(array).copy(array, order="C")
 
 
+def mapped(name: str, first: Array, *others: Array, numbers: tuple[float, ...] = ()) -> Any:
+    """Return an elementwise kernel's result of arrays of one shape, or None: there is none.
+
+    ``others`` may have another dtype than ``first`` if they have one dimension: seeds. The result
+    has the memory layout of the last array with that shape, of which others are copied into it.
+    """
+    native = kernel(name, first)
+    if native is None:
+        return None
+    arrays = (first, *others)
+    like = [each for each in arrays if each.shape == first.shape][-1]
+    order = None
+    if like.ndim > 2 and not like.flags.c_contiguous:  # images, whose channels lie side by side
+        order = (0, *range(2, like.ndim), 1)
+        arrays = tuple(x.transpose(order) if x.shape == first.shape else x for x in arrays)
+    arrays = tuple(map(contiguous, arrays))
+    out = native(((arrays[0].shape, first.dtype),), (first.size,), numbers, *arrays)
+    return out if order is None else out.transpose(0, like.ndim - 1, *range(1, like.ndim - 1))
+
+
+def record_mapped(name: str, x: Variable) -> Variable | None:
+    """Return a function whose kernels are ``name`` and ``name_back``, or None: there are none."""
+    array = x.data
+    out = mapped(name, array)
+    if out is None:
+        return None
+
+    def vjp(grad: Array) -> Any:
+        return mapped(f"{name}_back", grad, array)
+
+    vjp.__qualname__ = name
+    return record_all(out, [(x, vjp)])
+
+
 def record_jointly(
     name: str, array: Array, back: Callable[[Array], tuple[Array, ...]], *inputs: Variable | None
 ) -> Variable:

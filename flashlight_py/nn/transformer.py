@@ -139,6 +139,7 @@ class Transformer(Module):
             if value not in known:
                 raise ValueError(f"Transformer: {name} must be one of {known}, got {value!r}")
         options = hidden, dropout, causal, activation, norm
+        self._shown = f"{dim}, {heads}, hidden={hidden}, layers={layers}"
         self.layers = Sequential(*(TransformerLayer(dim, heads, *options) for _ in range(layers)))
 
     def forward(self, x: Variable, mask: Any = None) -> Variable:
@@ -150,9 +151,12 @@ class Transformer(Module):
             x = layer(x) if mask is None else layer(x, mask)
         return x
 
+    def __repr__(self) -> str:
+        return f"Transformer({self._shown})"
+
 
 class PositionEmbedding(Module):
-    """What is learned for each position, added to the input ``[batch, positions, dim]``.
+    """A vector learned for each position, added to the input ``[batch, positions, dim]``.
 
     Args:
         positions: the most positions.

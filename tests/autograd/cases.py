@@ -104,6 +104,10 @@ y = torch.cat([out.flip(1) if {reverse} else out, *[x[0][:, None] for x in last]
     return Case(f"recurrent_{kind}_{reverse}", ours, code, arrays, dict.fromkeys("fg"[states:]))
 
 
+_ATTENTION = "F.scaled_dot_product_attention"
+QKV = signed(2, 2, 3, 4), signed(2, 2, 5, 4), signed(2, 2, 5, 3)
+MAY = np.arange(15).reshape(1, 3, 5) % 4 > 0
+
 CASES = [
     Case(
         "conv2d", F.conv2d, "F.conv2d(a, b, c)", (signed(2, 3, 4, 5), signed(4, 3, 2, 3), signed(4))
@@ -274,4 +278,65 @@ CASES = [
             ("binary_cross_entropy_with_logits", "binary_cross_entropy_with_logits", (5 * A, Q)),
         )
     ],
+    Case("layer_norm", F.layer_norm, "F.layer_norm(a, (4,), b, c)", (CUBE, ROW, ROW + 1)),
+    Case(
+        "layer_norm_plain",
+        lambda x: F.layer_norm(x, dimensions=2),
+        "F.layer_norm(a, (3, 4))",
+        (CUBE,),
+    ),
+    Case("rms_norm", F.rms_norm, "F.rms_norm(a, (4,), b, 1e-5)", (CUBE, ROW)),
+    Case(
+        "group_norm",
+        lambda x, w, b: F.group_norm(x, 2, w, b),
+        "F.group_norm(a, 2, b, c)",
+        (signed(2, 4, 3), ROW, ROW + 1),
+    ),
+    Case(
+        "batch_norm",
+        F.batch_norm,
+        "F.batch_norm(a, None, None, b, c, True)",
+        (signed(3, 4), ROW, ROW + 1),
+    ),
+    *(
+        Case(
+            f"{name}_last_{channels}",
+            lambda x, w, b, f=function: f(F.transpose(x, (0, 3, 1, 2)), w, b),
+            theirs.format("a.permute(0, 3, 1, 2)"),
+            (signed(2, 3, 2, channels), signed(channels), signed(channels)),
+        )
+        for channels in (4, 6)
+        for name, function, theirs in (
+            ("group_norm", lambda x, w, b: F.group_norm(x, 2, w, b), "F.group_norm({}, 2, b, c)"),
+            ("batch_norm", F.batch_norm, "F.batch_norm({}, None, None, b, c, True)"),
+        )
+    ),
+    Case(
+        "batch_norm_given",
+        lambda x, w, b: F.batch_norm(x, w, b, ROW, ROW * ROW),
+        "F.batch_norm(a, mean.to(a.dtype), mean.to(a.dtype) ** 2, b, c)",
+        (signed(2, 4, 3), ROW, ROW + 1),
+        {"mean": ROW},
+    ),
+    Case("attention", F.attention, f"{_ATTENTION}(a, b, c)", QKV),
+    Case(
+        "attention_causal",
+        lambda q, k, v: F.attention(q, k, v, causal=True, scale=0.5),
+        f"{_ATTENTION}(a, b, c, is_causal=True, scale=0.5)",
+        QKV,
+    ),
+    Case(
+        "attention_mask",
+        lambda q, k, v: F.attention(q, k, v, MAY),
+        f"{_ATTENTION}(a, b, c, m)",
+        QKV,
+        {"m": MAY},
+    ),
+    Case(
+        "self_attention",
+        lambda x: F.self_attention(x, 2, causal=True),
+        "(lambda q, k, v: " + _ATTENTION + "(q, k, v, is_causal=True))"
+        "(*a.reshape(2, 5, 3, 2, 2).permute(2, 0, 3, 1, 4)).transpose(1, 2).reshape(2, 5, 4)",
+        (signed(2, 5, 12),),
+    ),
 ]

@@ -290,5 +290,5 @@ def test_memory_of_a_deep_network_is_that_of_its_inputs() -> None:
         tracemalloc.stop()
         return found // x.array.nbytes
 
-    assert peak(lambda module: module) >= 128
+    assert peak(lambda module: module) >= 64  # the slopes of Sigmoid need its input alone
     assert peak(fl.recompute) <= 8 + 16 + 4  # inputs, one block, gradients

@@ -12,6 +12,7 @@ from typing import Any
 
 from flashlight_py.autograd.functions.dimensions import reshape
 from flashlight_py.autograd.functions.elementwise import as_variable
+from flashlight_py.autograd.native import record_mapped
 from flashlight_py.autograd.variable import Input, Variable, record
 from flashlight_py.device import Array, array_module, narrowed, widened
 
@@ -48,6 +49,9 @@ def gelu(x: Input, approximate: bool = False) -> Variable:
     their ``(1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3))) / 2``, as GPT-2 has it.
     """
     x = as_variable(x)
+    found = record_mapped("gelu_by_tanh" if approximate else "gelu", x)
+    if found is not None:
+        return found
     array = widened(x.data)
     xp = array_module(array)
     if approximate:
@@ -78,7 +82,8 @@ def silu(x: Input) -> Variable:
         gate = _sigmoid(xp, a)
         return grad * (gate + out * (1 - gate))
 
-    return _function(x, lambda xp, a: a * _sigmoid(xp, a), vjp)
+    found = record_mapped("silu", as_variable(x))
+    return found if found is not None else _function(x, lambda xp, a: a * _sigmoid(xp, a), vjp)
 
 
 def _sigmoid(xp: Any, array: Array) -> Any:

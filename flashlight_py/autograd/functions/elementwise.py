@@ -13,6 +13,7 @@ import numpy as np
 
 from flashlight_py import kernels
 from flashlight_py.autograd.graph import Vjp
+from flashlight_py.autograd.native import kernel, mapped, record_mapped
 from flashlight_py.autograd.precision import as_float32
 from flashlight_py.autograd.variable import Input, Operand, Variable, record
 from flashlight_py.device import Array, array_module, constant, is_cupy, is_floating, narrowed
@@ -174,6 +175,9 @@ def tanh(x: Input) -> Variable:
 def sigmoid(x: Input) -> Variable:
     """Return ``1 / (1 + exp(-x))``, computed by tanh so that no ``x`` overflows."""
     x = as_variable(x)
+    found = record_mapped("sigmoid", x)
+    if found is not None:
+        return found
     half = x.data / 2
     out = (array_module(half).tanh(half) + 1) / 2
     return record(out, (x, lambda grad: grad * (out * (1 - out))))
@@ -253,6 +257,13 @@ def dropout(x: Input, ratio: float) -> Variable:
     if not ratio:
         return x
     array = x.data
+    if kernel("dropout", array) is not None:
+        seed = generator().integers(0, 2**63 - 1, 1, dtype=np.int64)
+
+        def vjp(grad: Array) -> Any:  # whose name is in errors
+            return mapped("dropout", grad, seed, numbers=(ratio,))
+
+        return record(vjp(array), (x, vjp))
     draw = generator(array_module(array)).random(array.shape, dtype=np.float32)
     mask = (draw >= ratio).astype(array.dtype)
     mask *= 1 / (1 - ratio)

@@ -12,6 +12,7 @@ from flashlight_py import kernels
 from flashlight_py.autograd.functions import dimensions
 from flashlight_py.autograd.functions.elementwise import div
 from flashlight_py.autograd.functions.selecting import added, integers
+from flashlight_py.autograd.native import contiguous, kernel
 from flashlight_py.autograd.precision import as_float32
 from flashlight_py.autograd.variable import Input, Variable, record, record_all
 from flashlight_py.device import (
@@ -28,6 +29,9 @@ from flashlight_py.device import (
 def softmax(x: Input, axis: int = -1) -> Variable:
     """Return ``exp(x) / sum(exp(x))`` along ``axis``, a new array of the same shape."""
     x = as_float32(x)
+    found = _of_rows("softmax", x, axis)
+    if found is not None:
+        return found
     array = widened(x.data)
     out = array_module(array).exp(array - array.max(axis=axis, keepdims=True))
     out /= out.sum(axis=axis, keepdims=True)
@@ -43,6 +47,9 @@ def softmax(x: Input, axis: int = -1) -> Variable:
 def log_softmax(x: Input, axis: int = -1) -> Variable:
     """Return ``log(softmax(x))`` along ``axis``, a new array of the same shape."""
     x = as_float32(x)
+    found = _of_rows("log_softmax", x, axis)
+    if found is not None:
+        return found
     array = widened(x.data)
     xp = array_module(array)
     shifted = array - array.max(axis=axis, keepdims=True)
@@ -54,6 +61,23 @@ def log_softmax(x: Input, axis: int = -1) -> Variable:
         return wide - xp.exp(out) * total  # type: ignore[no-any-return]
 
     return record(narrowed(out, x.data), (x, vjp))
+
+
+def _of_rows(name: str, x: Variable, axis: int) -> Variable | None:
+    """Return a function along the last dimension by its kernel, or None: there is none."""
+    array = x.data
+    native = kernel(name, array)
+    if native is None or axis not in (-1, array.ndim - 1) or not array.size:
+        return None
+    made, sizes = ((array.shape, array.dtype),), (array.size // array.shape[-1], array.shape[-1])
+    out = native(made, sizes, (), contiguous(array))
+
+    def vjp(grad: Array) -> Array:
+        found: Any = kernel(f"{name}_back", out)
+        return found(made, sizes, (), contiguous(grad), out)  # type: ignore[no-any-return]
+
+    vjp.__qualname__ = name
+    return record(out, (x, vjp))
 
 
 def mean_squared_error(prediction: Input, target: Input) -> Variable:

@@ -1,0 +1,234 @@
+"""Kernels of normalizations, attention and elements beside the same in array operations."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.autograd import functions as F
+from flashlight_py.autograd import native
+from tests.nn.oracle import Oracle, weights_of
+
+RANDOM = np.random.default_rng(0)
+MAY = RANDOM.random((2, 1, 70, 150)) < 0.5
+MAY[0, 0, 3] = False  # a query that may attend to nothing
+ADDED = RANDOM.standard_normal((70, 150))
+ROWS = RANDOM.standard_normal((5, 3, 301))
+IMAGES = RANDOM.standard_normal((3, 6, 9, 11)) * [[[[3]], [[1]], [[9]], [[2]], [[5]], [[1]]]] + 4
+LAST = np.ascontiguousarray(IMAGES.transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2)
+WEIGHT, BIAS = RANDOM.standard_normal((2, 6))
+HEADS = tuple(RANDOM.standard_normal((2, 3, n, d)) for n, d in ((70, 16), (150, 16), (150, 8)))
+
+
+def attention(*options: Any) -> Callable[..., Any]:
+    return lambda q, k, v: F.attention(q, k, v, *options)
+
+
+FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
+    "layer_norm": (F.layer_norm, (ROWS, ROWS[0, 0], ROWS[0, 1])),
+    "layer_norm_plain": (F.layer_norm, (ROWS,)),
+    "rms_norm": (F.rms_norm, (ROWS, ROWS[0, 0])),
+    "batch_norm": (F.batch_norm, (IMAGES, WEIGHT, BIAS)),
+    "batch_norm_last": (F.batch_norm, (LAST, WEIGHT, BIAS)),
+    "batch_norm_given": (
+        lambda x, w, b: F.batch_norm(x, w, b, BIAS, WEIGHT**2 + 0.5),
+        (LAST, WEIGHT, BIAS),
+    ),
+    "batch_norm_flat": (F.batch_norm, (ROWS[0].T,)),
+    "group_norm": (lambda x, w, b: F.group_norm(x, 2, w, b), (IMAGES, WEIGHT, BIAS)),
+    "group_norm_last": (lambda x, w, b: F.group_norm(x, 3, w, b), (LAST, WEIGHT, BIAS)),
+    "softmax": (F.softmax, (ROWS,)),
+    "log_softmax": (F.log_softmax, (ROWS,)),
+    "gelu": (F.gelu, (ROWS * 3,)),
+    "gelu_by_tanh": (lambda x: F.gelu(x, True), (ROWS * 3,)),
+    "silu_last": (F.silu, (LAST,)),
+    "sigmoid": (F.sigmoid, (ROWS * 9,)),
+    **{
+        f"attention_{kind}_{causal}_{ratio}": (attention(mask, causal, ratio), HEADS)
+        for kind, mask in (("plain", None), ("may", MAY), ("added", ADDED))
+        for causal in (False, True)
+        for ratio in (0.0, 0.3)
+    },
+    "self_attention": (
+        lambda x: F.self_attention(x, 4, None, True, 0.2),
+        (RANDOM.standard_normal((2, 150, 24)),),
+    ),
+}
+BY_NAME = pytest.mark.parametrize("name", FUNCTIONS)
+
+
+def found(name: str, dtype: str) -> list[np.ndarray]:
+    """Return result and gradients."""
+    function, arrays = FUNCTIONS[name]
+    fl.set_seed(0)
+    variables = [fl.param(array.astype(dtype)) for array in arrays]
+    result = function(*variables)
+    result.backward(weights_of(result.array))
+    return [result.array, *(v.grad for v in variables)]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@BY_NAME
+def test_kernels_do_what_array_operations_do(
+    name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_kernels = found(name, dtype)
+    monkeypatch.setattr(native, "_kernel", lambda name: None)
+    digits = {"float16": 1e-3, "float32": 1e-5, "float64": 1e-12}[dtype]
+    for one, other in zip(by_kernels, found(name, dtype), strict=True):
+        assert one.dtype == other.dtype == dtype
+        size = float(np.abs(other).max())
+        np.testing.assert_allclose(one, other, rtol=digits, atol=digits * max(1, size))
+
+
+@pytest.mark.parametrize("name", ["batch_norm", "batch_norm_last", "group_norm_last", "silu_last"])
+def test_results_and_gradients_lie_as_the_input(name: str) -> None:
+    result, gradient = found(name, "float32")[:2]
+    strides = FUNCTIONS[name][1][0].astype("float32").strides
+    assert result.strides == strides
+    assert gradient.strides == strides
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "batch_norm_last", "group_norm"])
+def test_statistics_of_large_means_keep_their_digits(name: str) -> None:
+    function, (x, *rest) = FUNCTIONS[name]
+    exact, single = (
+        function(*[fl.input((each + 5000 * (each is x)).astype("float32").astype(dtype))
+                   for each in (x, *rest)]).array
+        for dtype in ("float64", "float32")
+    )  # fmt: skip
+    np.testing.assert_allclose(single, exact, rtol=1e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("function", [F.gelu, F.silu, F.sigmoid, lambda x: F.gelu(x, True)])
+def test_float32_functions_keep_their_digits(function: Callable[..., Any]) -> None:
+    """Relative to the value, also in tails."""
+    x = np.concatenate([np.linspace(-9, 9, 5001), np.geomspace(1e-30, 80, 500)]).astype("float32")
+    both = [function(fl.input(x.astype(dtype))).array for dtype in ("float32", "float64")]
+    np.testing.assert_allclose(*both, rtol=2e-5, atol=1e-30)
+    np.testing.assert_allclose(*both, rtol=1e-6, atol=2e-7)
+
+
+def test_nan_stays() -> None:
+    rows = np.ones((3, 40), "float32")
+    rows[1, 7] = np.nan
+    for function in (F.softmax, F.log_softmax, F.layer_norm, F.rms_norm):
+        assert np.isnan(function(fl.input(rows)).array).any(1).tolist() == [False, True, False]
+    for function in (F.gelu, F.silu, F.sigmoid):
+        assert (np.isnan(function(fl.input(rows)).array) == np.isnan(rows)).all()
+    q = rows[None, None]
+    assert np.isnan(F.attention(q, q, q).array).all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_mask_beside_torch(causal: bool, oracle: Oracle) -> None:
+    """A query that may attend to nothing gets 0, where torch has nan."""
+    may = MAY.copy()
+    may[..., 0] = True
+    variables = [fl.param(each) for each in HEADS]
+    result = F.attention(*variables, may, causal)
+    result.backward(weights_of(result.array))
+    both = may & (np.tril(np.ones((70, 150), bool)) | (not causal))
+    q, k, v = HEADS
+    code = "y = F.scaled_dot_product_attention(q, k, v, may)"
+    theirs = oracle(code, "qkv", q=q, k=k, v=v, may=both)
+    np.testing.assert_allclose(result.array, theirs["y"], rtol=1e-10, atol=1e-12)
+    for name, variable in zip("qkv", variables, strict=True):
+        np.testing.assert_allclose(variable.grad, theirs[name], rtol=1e-10, atol=1e-12)
+    nothing = F.attention(*HEADS, MAY).array[0, :, 3]
+    np.testing.assert_array_equal(nothing, np.zeros_like(nothing))
+
+
+def test_scores_are_never_kept_whole() -> None:
+    """At 1,024 positions one head's scores in float32 take 4 MiB."""
+    x = fl.param(RANDOM.standard_normal((1, 1024, 48)).astype("float32"))
+    F.sum(F.self_attention(x, 1)).backward()
+    tracemalloc.start()
+    F.sum(F.self_attention(x, 1, None, True, 0.1)).backward()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**20
+
+
+@pytest.mark.parametrize("shape", [(100_000,), (50, 20, 10, 10)])
+def test_dropout_draws_as_often_as_it_should(shape: tuple[int, ...]) -> None:
+    fl.set_seed(0)
+    x = fl.param(np.ones(shape, "float32"))
+    results = [F.dropout(x, 0.3) for _ in range(2)]
+    for result in results:
+        assert set(np.unique(result.array)) == {np.float32(0), np.float32(1 / 0.7)}
+        assert abs((result.array == 0).mean() - 0.3) < 0.006  # four deviations
+    both = np.mean((results[0].array == 0) & (results[1].array == 0))
+    assert abs(both - 0.09) < 0.004
+    neighbours = results[0].array.reshape(-1) == 0
+    assert abs((neighbours[1:] & neighbours[:-1]).mean() - 0.09) < 0.004
+    results[0].backward(np.ones(shape, "float32"))
+    np.testing.assert_array_equal(x.grad, results[0].array)
+
+
+def test_attention_s_dropout_keeps_the_mean() -> None:
+    fl.set_seed(0)
+    q, v = np.zeros((4, 4, 200, 8), "float32"), np.ones((4, 4, 200, 8), "float32")
+    result = F.attention(q, q, v, dropout=0.4).array
+    assert abs(result.mean() - 1) < 0.005
+    assert abs(result[..., 0].std() - (0.4 / 0.6 / 200) ** 0.5) < 0.003
+
+
+X = np.zeros((2, 6, 4), "float32")
+ERRORS: dict[str, Callable[[], Any]] = {
+    r"layer_norm: expected input of shape \[\.\.\., 3\] .* got \(2, 6, 4\)": (
+        lambda: F.layer_norm(X, np.ones(3))
+    ),
+    r"layer_norm: nothing to normalize .* \(2, 0\)": lambda: F.layer_norm(np.ones((2, 0))),
+    r"LayerNorm: size 0 must be at least 1, got 0": lambda: fl.nn.LayerNorm(0),
+    r"group_norm: 6 channels of shape \(2, 6, 4\) .* 4 groups": lambda: F.group_norm(X, 4),
+    r"GroupNorm: 6 channels are not divisible by 4 groups": lambda: fl.nn.GroupNorm(4, 6),
+    r"group_norm: expected input of shape \[N, C, \.\.\.\] .* got \(0, 6\)": (
+        lambda: F.group_norm(np.ones((0, 6)), 2)
+    ),
+    r"batch_norm: expected weight of shape \(6,\) .* \(2, 6, 4\), got \(4,\)": (
+        lambda: F.batch_norm(X, np.ones(4))
+    ),
+    r"batch_norm: mean and variance must have shape \(6,\).* got \(4,\) and \(4,\)": (
+        lambda: F.batch_norm(X, None, None, np.ones(4), np.ones(4))
+    ),
+    r"needs more than one value per channel, got input of shape \(1, 6\)": (
+        lambda: fl.nn.BatchNorm(6)(fl.input(np.ones((1, 6))))
+    ),
+    r"BatchNorm: expected input of shape \[N, 5, \.\.\.\], got \(2, 6, 4\)": (
+        lambda: fl.nn.BatchNorm(5)(fl.input(X))
+    ),
+    r"MultiheadAttention: dim 6 is not divisible by 4 heads": (
+        lambda: fl.nn.MultiheadAttention(6, 4)
+    ),
+    r"MultiheadAttention: expected .* positions, 6\], got \(2, 6, 4\)": (
+        lambda: fl.nn.MultiheadAttention(6, 2)(fl.input(X))
+    ),
+    r"attention: expected q .* got \(1, 2, 6, 4\), \(1, 2, 6, 3\) and \(1, 2, 6, 3\)": (
+        lambda: F.attention(X[None], X[None, ..., 1:], X[None, ..., 1:])
+    ),
+    r"a mask that broadcasts to .* = \(1, 2, 6, 6\), got shape \(6, 5\)": (
+        lambda: F.attention(X[None], X[None], X[None], np.ones((6, 5), bool))
+    ),
+    r"nothing to attend to in keys of shape \(1, 2, 0, 4\)": (
+        lambda: F.attention(X[None], X[None, :, :0], X[None, :, :0])
+    ),
+    r"self_attention: expected .* for 3 heads, got \(2, 6, 4\)": lambda: F.self_attention(X, 3),
+    r"Transformer: norm must be one of \('pre', 'post'\), got 'none'": (
+        lambda: fl.nn.Transformer(4, 2, norm="none")
+    ),
+    r"PositionEmbedding: expected .* at most 5, 4\], got \(2, 6, 4\)": (
+        lambda: fl.nn.PositionEmbedding(5, 4)(fl.input(X))
+    ),
+}
+
+
+@pytest.mark.parametrize("pattern", ERRORS)
+def test_errors_name_the_layer_and_shapes(pattern: str) -> None:
+    with pytest.raises(ValueError, match=pattern):
+        ERRORS[pattern]()

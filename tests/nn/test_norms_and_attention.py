@@ -1,0 +1,160 @@
+"""Normalizing and attending layers: running statistics, states of torch, kinds of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.autograd import functions as F
+from tests.nn.oracle import Oracle, weights_of
+from tests.tape.steps import compare, training
+
+RANDOM = np.random.default_rng(0)
+BATCHES = RANDOM.standard_normal((3, 5, 4, 3, 2)) * 2 + 3
+X, MEMORY = RANDOM.standard_normal((2, 6, 8)), RANDOM.standard_normal((2, 9, 8))
+
+
+def test_running_statistics_are_torch_s(oracle: Oracle) -> None:
+    layer = fl.nn.BatchNorm(4, 0.2).astype("float64")
+    buffers = layer.buffers
+    for batch in BATCHES:
+        layer(fl.input(batch))
+    assert buffers["running_mean"] is layer.running_mean  # changed in place
+    in_evaluation = layer.eval()(fl.input(BATCHES[0]))
+    code = "layer = nn.BatchNorm2d(4, momentum=0.2).double()\nfor x in a: layer(x)\n"
+    code += "more.update(layer.state_dict())\ny = layer.eval()(a[0])"
+    theirs = oracle(code, a=BATCHES)
+    np.testing.assert_allclose(in_evaluation.array, theirs["y"], rtol=1e-12)
+    assert list(layer.state_dict()) == ["weight", "bias", "running_mean", "running_var"]
+    for name, array in layer.state_dict().items():
+        np.testing.assert_allclose(array, theirs[name], rtol=1e-12)
+    before = layer.running_mean.copy()
+    layer(fl.input(BATCHES[1]))
+    np.testing.assert_array_equal(layer.running_mean, before)
+
+
+def test_a_layer_without_statistics_evaluates_by_the_batch_s() -> None:
+    layer = fl.nn.BatchNorm(4, affine=False, track_statistics=False)
+    assert not layer.state_dict()
+    x = fl.input(BATCHES[0])
+    np.testing.assert_array_equal(layer(x).array, layer.eval()(x).array)
+
+
+@pytest.mark.parametrize("kind", ["self", "masked", "cross", "cross_masked", "memory"])
+def test_multihead_attention_beside_torch(kind: str, oracle: Oracle) -> None:
+    fl.set_seed(1)
+    layer = fl.nn.MultiheadAttention(8, 2).astype("float64")
+    assert layer.in_proj_bias is not None
+    layer.in_proj_bias.data[:] = RANDOM.standard_normal(24)
+    q, k = fl.param(X), fl.param(MEMORY)
+    cross = kind in ("cross", "cross_masked", "memory")
+    keys = 9 if cross else 6
+    may = np.arange(6 * keys).reshape(6, keys) % 3 > 0
+    inputs: list[Any] = [q] if not cross else [q, k, k if kind == "memory" else k * 2]
+    result = layer(*inputs, *([may] if "masked" in kind else []))
+    result.backward(weights_of(result.array))
+    code = "layer = nn.MultiheadAttention(8, 2, batch_first=True).double()\n"
+    code += "own = {n: p for n, p in zip(dict(layer.named_parameters()), (w, b, ow, ob))}\n"
+    given = "q, q, q" if not cross else ("q, k, k" if kind == "memory" else "q, k, k * 2")
+    code += f"y = torch.func.functional_call(layer, own, ({given}), dict(need_weights=False"
+    code += f"{', attn_mask=~may' if 'masked' in kind else ''}))[0]"
+    own = dict(zip(("w", "b", "ow", "ob"), [v.array for v in layer.params()], strict=True))
+    grads = ["w", "b", "ow", "ob", "q", *(["k"] if cross else [])]
+    theirs = oracle(code, grads, **own, q=X, k=MEMORY, may=may)
+    np.testing.assert_allclose(result.array, theirs["y"], rtol=1e-10, atol=1e-12)
+    leaves = [*layer.params(), q, *([k] if cross else [])]
+    for name, leaf in zip(grads, leaves, strict=True):
+        np.testing.assert_allclose(leaf.grad, theirs[name], rtol=1e-9, atol=1e-11, err_msg=name)
+
+
+def test_states_of_torch_load_by_name(oracle: Oracle) -> None:
+    code = """
+torch.manual_seed(0)
+one = nn.TransformerEncoderLayer(8, 2, 32, 0.0, "gelu", batch_first=True, norm_first=True)
+net = nn.TransformerEncoder(one, 2, enable_nested_tensor=False).double()
+more.update(net.state_dict())
+y = net(a, mask=nn.Transformer.generate_square_subsequent_mask(6).double(), is_causal=True)"""
+    theirs = oracle(code, a=X)
+    net = fl.nn.Transformer(8, 2, layers=2, causal=True).astype("float64")
+    expected = theirs.pop("y")
+    net.load_state_dict(theirs)
+    np.testing.assert_allclose(net(fl.input(X)).array, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_attention_looks_back_only_if_causal() -> None:
+    net = fl.nn.Transformer(8, 2, layers=2, causal=True).eval()
+    changed = X.copy()
+    changed[:, 4:] += 1
+    one, other = (net(fl.input(x.astype("float32"))).array for x in (X, changed))
+    np.testing.assert_array_equal(one[:, :4], other[:, :4])
+    assert (one[:, 4:] != other[:, 4:]).any()
+
+
+MODELS: dict[str, tuple[Callable[[], fl.nn.Module], np.ndarray]] = {
+    "transformer": (
+        lambda: fl.nn.Transformer(8, 2, layers=2, dropout=0.3, causal=True),
+        X.astype("float32"),
+    ),
+    "batch_norm": (
+        lambda: fl.nn.Sequential(fl.nn.BatchNorm(4), fl.nn.Tanh(), fl.nn.GroupNorm(2, 4)),
+        BATCHES[0].astype("float32"),
+    ),
+    "positions": (lambda: fl.nn.PositionEmbedding(7, 8), X.astype("float32")),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_captured_and_recomputed_steps_have_the_same_bits(name: str) -> None:
+    def make(change: Callable[[Any], Any] = lambda module: module) -> Any:
+        fl.set_seed(3)
+        module = change(MODELS[name][0]())
+        optimizer = fl.optim.SGDOptimizer(module.params(), 0.01)
+        return training(optimizer, lambda x: F.sum(F.sin(module(fl.input(x))))), module
+
+    batches = [MODELS[name][1] * np.float32(1 + k / 10) for k in range(5)]
+    compare(make, batches)
+    found = []
+    for change in (lambda module: module, fl.recompute):
+        step, module = make(change)
+        fl.set_seed(5)
+        found.append([*[step(x) for x in batches], module.state_dict()])
+    for name_, array in found[0][-1].items():
+        np.testing.assert_array_equal(array, found[1][-1][name_])
+
+
+def test_sines_are_added_to_positions() -> None:
+    layer = fl.nn.SinusoidalPositionEmbedding(7, 8)
+    added = layer(fl.input(np.zeros((1, 7, 8), "float32"))).array[0]
+    angles = np.arange(7)[:, None] / 10_000 ** (np.arange(4) / 4)
+    np.testing.assert_allclose(added[:, ::2], np.sin(angles), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(added[:, 1::2], np.cos(angles), rtol=1e-5, atol=1e-6)
+
+
+def synchronized(rank: int, size: int, rows: list[slice]) -> Any:
+    """Return result, gradients and statistics of this rank's rows."""
+    layer = fl.nn.BatchNorm(4, sync=True).astype("float64")
+    x = fl.param(BATCHES[0][rows[rank]])
+    y = layer(x)
+    y.backward(weights_of(BATCHES[0])[rows[rank]])
+    parameters = [fl.all_reduce(v.grad) for v in layer.params()]
+    return y.array, x.grad, *parameters, layer.running_mean, layer.running_var
+
+
+def test_ranks_have_a_batch_together(pool: Any) -> None:
+    """Also of different sizes: as one process with the whole batch."""
+    one = fl.nn.BatchNorm(4).astype("float64")
+    x = fl.param(BATCHES[0])
+    y = one(x)
+    y.backward(weights_of(BATCHES[0]))
+    rows = [slice(0, 2), slice(2, 5)]
+    parts = pool(2).run(synchronized, rows)
+    parameters = [v.grad for v in one.params()]
+    for rank, part in enumerate(parts):
+        whole = y.array[rows[rank]], x.grad[rows[rank]], *parameters
+        expected = *whole, one.running_mean, one.running_var
+        for ours, theirs in zip(part, expected, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=1e-12)
