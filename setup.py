@@ -291,7 +291,7 @@ NN = numpy_extension(
         for name in ("module", "convolutions", "pools", "norms", "attentions", "elements")
     ],
     [
-        *("csrc/nn/nn.h", "csrc/common/each_set.inc"),
+        *("csrc/nn/nn.h", "csrc/nn/windows.h", "csrc/common/each_set.inc"),
         *sorted(f"csrc/nn/{path.name}" for path in Path("csrc/nn").glob("*.inc")),
     ],
 )

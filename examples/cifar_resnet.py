@@ -40,13 +40,12 @@ def block(before: int, after: int, stride: int) -> nn.Module:
 
 def resnet18(width: int = 64, classes: int = 10) -> nn.Sequential:
     """Images (n, 3, 32, 32) to the log probabilities of the classes."""
-    model = nn.Sequential([*convolution(3, width, 3, 1), nn.ReLU()])
+    layers = [*convolution(3, width, 3, 1), nn.ReLU()]
     for before, after in ((1, 1), (1, 2), (2, 4), (4, 8)):
-        model.add(block(before * width, after * width, after // before))
-        model.add(block(after * width, after * width, 1))
-    model.add([nn.Pool2D(4, mode="average"), nn.View((-1, 8 * width))])
-    model.add([nn.Linear(8 * width, classes), nn.LogSoftmax()])
-    return model
+        layers.append(block(before * width, after * width, after // before))
+        layers.append(block(after * width, after * width, 1))
+    layers += [nn.Pool2D(4, mode="average"), nn.View((-1, 8 * width))]
+    return nn.Sequential(*layers, nn.Linear(8 * width, classes), nn.LogSoftmax())
 
 
 def main(options: argparse.Namespace) -> None:

@@ -20,22 +20,19 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 import flashlight_py as fl
+from flashlight_py import nn
 
 Batch = tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]
 
 
-def network(dropout: float = 0.3) -> fl.nn.Sequential:
+def network(dropout: float = 0.3) -> nn.Sequential:
     """Images of 8 x 8 pixels to the log probabilities of ten digits."""
-    nn = fl.nn
-    model = nn.Sequential()
+    layers: list[nn.Module] = []
     for before, after in ((1, 32), (32, 64)):
-        model.add(nn.Conv2D(before, after, 3, padding=1, bias=False))
-        model.add(nn.BatchNorm(after))
-        model.add(nn.ReLU())
-        model.add(nn.Pool2D(2))
-    model.add([nn.View((-1, 64 * 2 * 2)), nn.Dropout(dropout), nn.Linear(64 * 2 * 2, 10)])
-    model.add(nn.LogSoftmax())
-    return model
+        layers.append(nn.Conv2D(before, after, 3, padding=1, bias=False))
+        layers += [nn.BatchNorm(after), nn.ReLU(), nn.Pool2D(2)]
+    layers += [nn.View((-1, 64 * 2 * 2)), nn.Dropout(dropout), nn.Linear(64 * 2 * 2, 10)]
+    return nn.Sequential(*layers, nn.LogSoftmax())
 
 
 def main(options: argparse.Namespace) -> None:
@@ -47,7 +44,7 @@ def main(options: argparse.Namespace) -> None:
     fl.distribute_module_grads(model, leaves=options.leaves)
     optimizer = fl.optim.AdamOptimizer(model.params(), 2e-3, weight_decay=0.01)
     schedule = fl.optim.CosineAnnealingLR(optimizer, options.steps)
-    criterion = fl.nn.CategoricalCrossEntropy(label_smoothing=0.1)
+    criterion = nn.CategoricalCrossEntropy(label_smoothing=0.1)
 
     def step(images: npt.NDArray[np.float32], labels: npt.NDArray[np.int64]) -> fl.Variable:
         optimizer.zero_grad()
@@ -102,7 +99,7 @@ def batch(data: Batch, t: int, options: argparse.Namespace) -> Batch:
     return np.ascontiguousarray(images[mine]), labels[mine].copy()
 
 
-def validate(model: fl.nn.Module, data: Batch) -> tuple[float, float]:
+def validate(model: nn.Module, data: Batch) -> tuple[float, float]:
     """Return the loss and the accuracy on held-out samples, which the ranks share out."""
     mine = slice(fl.get_world_rank(), None, fl.get_world_size())
     images, labels = data[0][mine], data[1][mine]
@@ -114,7 +111,7 @@ def validate(model: fl.nn.Module, data: Batch) -> tuple[float, float]:
     return float(sums[0]) / len(data[1]), float(sums[1]) / len(data[1])
 
 
-def digest(model: fl.nn.Module) -> str:
+def digest(model: nn.Module) -> str:
     """Return what two models with the same parameters have in common, and no others."""
     arrays = model.state_dict().values()
     return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()

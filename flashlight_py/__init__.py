@@ -19,7 +19,7 @@ from flashlight_py._version import __version__ as __version__
 _HOMES = {
     "_version": ["__version__"],
     "": [
-        *("autograd", "checkpoint", "dataset", "device", "distributed", "errors", "launch"),
+        *("amp", "autograd", "checkpoint", "dataset", "device", "distributed", "errors", "launch"),
         *("meter", "nn", "optim", "parallel", "tagi", "trace"),
     ],
     "autograd": ["Variable", "input", "no_grad", "param"],

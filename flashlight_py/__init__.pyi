@@ -1,4 +1,5 @@
 from flashlight_py._version import __version__ as __version__
+from flashlight_py import amp as amp
 from flashlight_py import autograd as autograd
 from flashlight_py import checkpoint as checkpoint
 from flashlight_py import dataset as dataset

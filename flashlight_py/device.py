@@ -90,23 +90,66 @@ def constant(value: float, like: Array) -> Any:
     return like.dtype.type(value)
 
 
-# Float16 counts no further than 2,048 and ends at 65,504: what adds up many elements, or divides by
-# how many there are, does so in float32 and rounds once.
-_FLOAT16 = "e"  # NumPy's letter; comparing dtypes takes longer, and steps are short
+# Float16 counts no further than 2,048 and ends at 65,504, bfloat16 counts to 256: what adds up many
+# elements, or divides by how many there are, does so in float32 and rounds once.
+NARROW = "eE"  # their letters, of ml_dtypes' bfloat16 too; comparing dtypes takes longer
+_FLOATING = "efdgE"
+
+
+def is_floating(dtype: np.dtype[Any]) -> bool:
+    """Return whether values of ``dtype`` may have gradients: NumPy's real ones, and bfloat16."""
+    return dtype.char in _FLOATING
+
+
+def floating(dtype: Any, what: str) -> np.dtype[Any]:
+    """Return a dtype, also by its name; ``"bfloat16"`` is ml_dtypes'. ``what``: for errors.
+
+    Raises:
+        TypeError: it is not a real floating one.
+        BackendUnavailableError: bfloat16, and ml_dtypes is not installed.
+    """
+    found = bfloat16() if dtype == "bfloat16" else np.dtype(dtype)
+    if not is_floating(found):
+        raise TypeError(f"{what} needs a real floating dtype, got {found}")
+    return found
+
+
+def bfloat16() -> np.dtype[Any]:
+    """Return the dtype of ml_dtypes.
+
+    Raises:
+        BackendUnavailableError: ml_dtypes is not installed.
+    """
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise BackendUnavailableError(
+            "NumPy lacks the dtype bfloat16; install it with: "
+            f"pip install 'flashlight-py[bfloat16]' ({error})"
+        ) from error
+    found: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return found
+
+
+def may_become(given: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
+    """Return whether a value is cast to ``dtype`` in assignments: not complex to real, say."""
+    # ml_dtypes would allow everything.
+    a, b = (np.float32 if each.name == "bfloat16" else each for each in (given, dtype))
+    return np.can_cast(a, b, "same_kind")
 
 
 def widened(array: Array) -> Array:
-    """Return a float16 array as float32, and any other as it is."""
-    return array.astype(np.float32) if array.dtype.char == _FLOAT16 else array
+    """Return an array of float16 or bfloat16 as float32, and any other as it is."""
+    return array.astype(np.float32) if array.dtype.char in NARROW else array
 
 
 def narrowed(result: Array, like: Array) -> Array:
-    """Return ``result`` as float16 where ``like`` is, else as it is."""
-    return result.astype(like.dtype) if like.dtype.char == _FLOAT16 else result
+    """Return ``result`` in the dtype of ``like`` where that is narrow, else as it is."""
+    return result.astype(like.dtype) if like.dtype.char in NARROW else result
 
 
 def total(array: Array, axis: int | tuple[int, ...] | None = None, keepdims: bool = False) -> Array:
-    """Return the sum over ``axis``: that of float16 as float32, to be cast by the caller."""
-    wide = np.float32 if array.dtype.char == _FLOAT16 else None
+    """Return the sum over ``axis``: that of narrow dtypes as float32, to be cast by the caller."""
+    wide = np.float32 if array.dtype.char in NARROW else None
     found: Array = array.sum(axis=axis, keepdims=keepdims, dtype=wide)
     return found

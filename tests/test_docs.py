@@ -25,6 +25,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PACKAGES = (
+    "amp",
     "autograd",
     "checkpoint",
     "dataset",

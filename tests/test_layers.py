@@ -31,6 +31,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "random": FRAMEWORK[:2],
     "kernels": FRAMEWORK[:2],
     "autograd": (*FRAMEWORK[:4], "structure", "libraries", "_native"),
+    "nn.loading": (*FRAMEWORK[:5], "nn", "checkpoint.tensors"),
     "nn": (*FRAMEWORK[:5], "structure"),
     "optim": (*FRAMEWORK[:6], "structure", "_native"),
     "dataset": ("errors", "device", "random"),
@@ -48,6 +49,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "tagi.distributed": ("tagi", "errors", "device", "distributed", "parallel"),
     "tagi": ("errors", "device", "random", "kernels", "_native"),
     "trace": ("errors", "distributed"),
+    "amp": (*FRAMEWORK, "distributed"),
     "torch": ("errors", "interfaces", "distributed"),
     "checkpoint": ("_version", *FRAMEWORK[:3], "distributed", "parallel"),
     "doctor": ("_version", "errors", "device", "interfaces", "_native", "distributed", "launch"),
@@ -82,7 +84,7 @@ OPTIONAL = {
 
 
 # May be deleted with their tests and their page: the core finds them by their names alone.
-WINGS = ("tape", "tagi", "engines", "torch", "distributed.backends.mpi")
+WINGS = ("amp", "tape", "tagi", "engines", "torch", "distributed.backends.mpi")
 
 # What gathers the public names of every layer, and imports them when they are used.
 GATHER = ("", "tagi", "tagi.nn", "torch")

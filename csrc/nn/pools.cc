@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
-#include <vector>
+#include <type_traits>
 
 #include "nn.h"
 #include "windows.h"

@@ -20,7 +20,14 @@ from flashlight_py.autograd.graph import (
     note_changes,
     recording,
 )
-from flashlight_py.device import Array, array_module, device_of, is_cupy, to_device
+from flashlight_py.device import (
+    Array,
+    array_module,
+    device_of,
+    is_cupy,
+    is_floating,
+    to_device,
+)
 
 GradHook: TypeAlias = "Callable[[Variable], None]"
 Input: TypeAlias = "Variable | Array"
@@ -41,7 +48,7 @@ class Variable(Leaf):
     Arrays must not be changed between a forward pass and its backward pass, which is not noticed.
 
     Args:
-        array: the value, any shape; a real floating dtype where ``calc_grad`` is set.
+        array: the value, any shape; a real floating dtype, or bfloat16, where ``calc_grad`` is set.
         calc_grad: whether ``backward()`` computes a gradient for it.
 
     Raises:
@@ -430,7 +437,7 @@ def _as_array(value: object) -> Array:
 
 
 def _require_floating(array: Array | Variable) -> None:
-    if array.dtype.kind != "f":
+    if not is_floating(array.dtype):
         raise TypeError(
             f"a gradient needs a real floating dtype, got {array.dtype}; "
             "cast the array, or leave calc_grad off"

@@ -20,8 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from flashlight_py.device import Array, is_cupy, to_device
-from flashlight_py.errors import BackendUnavailableError
+from flashlight_py.device import Array, bfloat16, is_cupy, to_device
 
 Arrays = dict[str, Array]
 
@@ -191,12 +190,4 @@ def _view(data: Array, dtype: str, shape: list[int], data_offsets: list[int]) ->
 def _dtype(name: str) -> np.dtype[Any]:
     if name != "bfloat16":
         return np.dtype(name).newbyteorder("<")
-    try:
-        import ml_dtypes
-    except ImportError as error:
-        raise BackendUnavailableError(
-            "the checkpoint holds arrays of dtype bfloat16, which NumPy lacks; install it with: "
-            f"pip install 'flashlight-py[bfloat16]' ({error})"
-        ) from error
-    found: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
-    return found
+    return bfloat16()

@@ -6,8 +6,9 @@ from importlib import import_module
 _HOMES = {
     "dataset": [
         *("Dataset", "TensorDataset", "BatchDataset", "BatchFunction", "BatchPolicy"),
-        *("ShuffleDataset", "ResampleDataset", "PrefetchDataset"),
+        *("ShuffleDataset", "ResampleDataset"),
     ],
+    "prefetch": ["PrefetchDataset"],
     "shares": ["partition_by_round_robin"],
 }
 for _home, _names in _HOMES.items():

@@ -1,13 +1,11 @@
-"""Datasets: samples by index, from arrays, in batches, in another order, or ahead of time."""
+"""Datasets: samples by index, from arrays, in batches, or in another order."""
 
 from __future__ import annotations
 
 import abc
 import operator
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import islice, starmap
+from itertools import starmap
 from typing import Any, Literal, SupportsIndex, TypeAlias, get_args
 
 import numpy as np
@@ -291,53 +289,3 @@ class ShuffleDataset(ResampleDataset):
     def set_seed(self, seed: int) -> None:
         """Let the next ``resample`` start anew from ``seed``."""
         self._random = np.random.default_rng(seed)
-
-
-class PrefetchDataset(Dataset):
-    """The samples of ``dataset``, of which iteration makes ``prefetch_size`` ahead in ``threads``.
-
-    Order and content are those of ``dataset``, whose ``get`` must bear calls from several threads
-    at once. An error in it is raised when its sample's turn comes. The threads live as long as
-    an iteration and end with it, also if it is left halfway. With 0 threads, and for
-    ``dataset[i]``, samples are made when they are asked for.
-
-    Raises:
-        ValueError: ``threads`` < 0 or ``prefetch_size`` < 1.
-    """
-
-    def __init__(self, dataset: Dataset, threads: int, prefetch_size: int) -> None:
-        if threads < 0 or prefetch_size < 1:
-            raise ValueError(
-                "expected threads >= 0 and prefetch_size >= 1, "
-                f"got threads={threads} and prefetch_size={prefetch_size}"
-            )
-        self._dataset = dataset
-        self._threads = threads
-        self._prefetch_size = prefetch_size
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def get(self, index: int) -> Sample:
-        """Return the sample at ``index``, made now."""
-        return self._dataset.get(index)
-
-    def handed_out(self, index: int) -> None:
-        """Notify ``dataset``."""
-        self._dataset.handed_out(index)
-
-    def __iter__(self) -> Iterator[Sample]:
-        return self._iterate_ahead() if self._threads else iter(self._dataset)
-
-    def _iterate_ahead(self) -> Iterator[Sample]:
-        executor = ThreadPoolExecutor(self._threads, thread_name_prefix="flashlight-prefetch")
-        try:
-            futures = (executor.submit(self.get, index) for index in range(len(self)))
-            ahead = deque(islice(futures, self._prefetch_size))
-            for index in range(len(self)):
-                sample = ahead.popleft().result()
-                ahead.extend(islice(futures, 1))
-                self._dataset.handed_out(index)
-                yield sample
-        finally:
-            executor.shutdown(cancel_futures=True)

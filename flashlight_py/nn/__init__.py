@@ -22,6 +22,7 @@ _HOMES = {
         *("PositionEmbedding", "SinusoidalPositionEmbedding"),
     ],
     "recompute": ["recompute"],
+    "loading": ["load_torch"],
 }
 for _home, _names in _HOMES.items():
     _module = import_module(f"{__name__}.{_home}")

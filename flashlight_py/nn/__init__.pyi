@@ -37,3 +37,4 @@ from flashlight_py.nn.transformer import TransformerLayer as TransformerLayer
 from flashlight_py.nn.transformer import PositionEmbedding as PositionEmbedding
 from flashlight_py.nn.transformer import SinusoidalPositionEmbedding as SinusoidalPositionEmbedding
 from flashlight_py.nn.recompute import recompute as recompute
+from flashlight_py.nn.loading import load_torch as load_torch

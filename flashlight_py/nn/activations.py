@@ -2,86 +2,78 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from flashlight_py.autograd import Variable, param
 from flashlight_py.autograd import functions as F
-from flashlight_py.nn.layers import Plain, check_sizes
+from flashlight_py.nn.layers import check_sizes
 from flashlight_py.nn.module import Module
 
 
-class _Chosen(Module):
-    """An activation with numbers to choose, which are its attributes in their order."""
+class _Function(Module):
+    """A function of one variable, with what else it takes, which become attributes."""
 
-    def __repr__(self) -> str:
-        numbers = (value for name, value in vars(self).items() if not name.startswith("_"))
-        return f"{type(self).__name__}({', '.join(map(str, numbers))})"
-
-
-class SiLU(Plain):
-    """``x * sigmoid(x)``, elementwise."""
+    def __init__(self, function: Callable[..., Variable], **options: Any) -> None:
+        self._function, self._options = function, tuple(options)
+        vars(self).update(options)
 
     def forward(self, x: Variable) -> Variable:
-        return F.silu(x)
+        return self._function(x, *[getattr(self, name) for name in self._options])
+
+    def __repr__(self) -> str:
+        options = ", ".join(f"{name}={getattr(self, name)}" for name in self._options)
+        return f"{type(self).__name__}({options})"
 
 
-class GELU(_Chosen):
+class SiLU(_Function):
+    """``x * sigmoid(x)``, elementwise."""
+
+    def __init__(self) -> None:
+        super().__init__(F.silu)
+
+
+class GELU(_Function):
     """``x * (1 + erf(x / sqrt(2))) / 2``, elementwise.
 
-    Args:
-        approximate: take ``x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3))) / 2`` for it.
+    With ``approximate``: ``x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3))) / 2``.
     """
 
     def __init__(self, approximate: bool = False) -> None:
-        self.approximate = approximate
-
-    def forward(self, x: Variable) -> Variable:
-        return F.gelu(x, self.approximate)
+        super().__init__(F.gelu, approximate=approximate)
 
 
-class ELU(_Chosen):
-    """``x`` above 0, else ``alpha * (exp(x) - 1)``, elementwise.
-
-    Args:
-        alpha: minus the limit at the left.
-    """
+class ELU(_Function):
+    """``x`` above 0, else ``alpha * (exp(x) - 1)``, elementwise."""
 
     def __init__(self, alpha: float = 1.0) -> None:
-        self.alpha = alpha
-
-    def forward(self, x: Variable) -> Variable:
-        return F.elu(x, self.alpha)
+        super().__init__(F.elu, alpha=alpha)
 
 
-class LeakyReLU(_Chosen):
-    """``x`` above 0, else ``slope * x``, elementwise.
-
-    Args:
-        slope: that of the left side.
-    """
+class LeakyReLU(_Function):
+    """``x`` above 0, else ``slope * x``, elementwise."""
 
     def __init__(self, slope: float = 0.01) -> None:
-        self.slope = slope
-
-    def forward(self, x: Variable) -> Variable:
-        return F.leaky_relu(x, self.slope)
+        super().__init__(F.leaky_relu, slope=slope)
 
 
-class HardTanh(_Chosen):
-    """``min(max(x, lower), upper)``, elementwise.
-
-    Args:
-        lower: the least result.
-        upper: the largest result, above ``lower`` (else a ValueError when called).
-    """
+class HardTanh(_Function):
+    """``min(max(x, lower), upper)``, elementwise."""
 
     def __init__(self, lower: float = -1.0, upper: float = 1.0) -> None:
-        self.lower, self.upper = lower, upper
+        super().__init__(F.hardtanh, lower=lower, upper=upper)
 
-    def forward(self, x: Variable) -> Variable:
-        return F.hardtanh(x, self.lower, self.upper)
+
+class GatedLinearUnit(_Function):
+    """The first half of ``x`` along ``axis`` times the sigmoid of the second half.
+
+    The result is half as long; an odd length is a ValueError.
+    """
+
+    def __init__(self, axis: int = -1) -> None:
+        super().__init__(F.glu, axis=axis)
 
 
 class PReLU(Module):
@@ -106,17 +98,3 @@ class PReLU(Module):
 
     def __repr__(self) -> str:
         return f"PReLU({self.weight.size})"
-
-
-class GatedLinearUnit(_Chosen):
-    """The first half of ``x`` along a dimension times the sigmoid of the second half.
-
-    Args:
-        axis: the dimension, half as long in the result; an odd one is a ValueError when called.
-    """
-
-    def __init__(self, axis: int = -1) -> None:
-        self.axis = axis
-
-    def forward(self, x: Variable) -> Variable:
-        return F.glu(x, self.axis)

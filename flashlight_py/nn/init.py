@@ -1,6 +1,7 @@
 """Initial values of parameters, drawn from the generator that ``set_seed`` seeds.
 
 All are NumPy arrays; ``Module.to`` moves them, so a seed gives the same values on every device.
+Dtypes are floating ones or their names, ``"bfloat16"`` too; a TypeError otherwise.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from flashlight_py.device import Array
+from flashlight_py.device import Array, floating
 from flashlight_py.random import generator
 
 
@@ -17,14 +18,16 @@ def uniform(
     shape: Sequence[int], low: float = 0.0, high: float = 1.0, dtype: Any = "float32"
 ) -> Array:
     """Return an array drawn uniformly from ``low`` up to ``high``."""
-    return generator().uniform(low, high, shape).astype(dtype)  # type: ignore[no-any-return]
+    values: Array = generator().uniform(low, high, shape)
+    return values.astype(floating(dtype, "init"))
 
 
 def normal(
     shape: Sequence[int], mean: float = 0.0, std: float = 1.0, dtype: Any = "float32"
 ) -> Array:
     """Return an array drawn from the normal distribution with that mean and deviation."""
-    return generator().normal(mean, std, shape).astype(dtype)  # type: ignore[no-any-return]
+    values: Array = generator().normal(mean, std, shape)
+    return values.astype(floating(dtype, "init"))
 
 
 def kaiming_uniform(shape: Sequence[int], fan_in: int, dtype: Any = "float32") -> Array:

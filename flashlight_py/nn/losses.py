@@ -55,7 +55,10 @@ class CategoricalCrossEntropy(Module):
 
 
 class _Reduced(Module):
-    """A loss of which nothing but the reduction is to choose."""
+    """A loss of which nothing but the reduction is to choose: "mean", "sum" or "none".
+
+    Another one is a ValueError.
+    """
 
     def __init__(self, reduction: str = "mean") -> None:
         check_reduction(reduction)
@@ -66,14 +69,7 @@ class _Reduced(Module):
 
 
 class MeanAbsoluteError(_Reduced):
-    """``abs(prediction - target)``, and its mean, sum or (``"none"``) all elements.
-
-    Args:
-        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
-
-    Raises:
-        ValueError: an unknown reduction.
-    """
+    """The mean (``reduction``: or ``"sum"``, ``"none"``) of ``abs(prediction - target)``."""
 
     def forward(self, prediction: Variable, target: Variable) -> Variable:
         """Return the loss; see ``functions.mean_absolute_error``."""
@@ -81,13 +77,9 @@ class MeanAbsoluteError(_Reduced):
 
 
 class BinaryCrossEntropy(_Reduced):
-    """``-target * log(p) - (1 - target) * log(1 - p)`` of probabilities p, and its mean or sum.
+    """The mean of ``-target * log(p) - (1 - target) * log(1 - p)`` of probabilities p.
 
-    Args:
-        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
-
-    Raises:
-        ValueError: an unknown reduction.
+    ``reduction`` may be ``"sum"`` or ``"none"`` instead.
     """
 
     def forward(self, probabilities: Variable, target: Variable) -> Variable:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
-
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.variable import shards_of
-from flashlight_py.device import Array, device_of, to_device
+from flashlight_py.device import (
+    Array,
+    device_of,
+    floating,
+    is_floating,
+    may_become,
+    to_device,
+)
+from flashlight_py.nn.summary import summary
 from flashlight_py.structure import Structured
 
 SomeModule = TypeVar("SomeModule", bound="Module")
@@ -168,18 +175,45 @@ class Module(Structured, ABC):
                 else:
                     held[...] = to_device(state[name], device_of(held))
 
+    def clone(self: SomeModule) -> SomeModule:
+        """Return a copy with arrays of its own: without gradients, gradient hooks and history.
+
+        Parameters that are used twice are so in the copy. The copy of a sharded module is not
+        sharded, where it can be copied at all.
+        """
+        return copy.deepcopy(self)
+
+    def summary(self) -> str:
+        """Return a table of all modules: names, classes, shapes of what they have, and numbers.
+
+        A parameter that is used twice counts once. Parameters cut between ranks count as a whole.
+
+        Example:
+            >>> print(fl.nn.Sequential(fl.nn.Linear(3, 2), fl.nn.ReLU()).summary())
+            name  module                   parameters and buffers  numbers
+            ----  -----------------------  ----------------------  -------
+                  Sequential                                             0
+            0     Linear(3, 2, bias=True)  weight [2, 3], bias [2]       8
+            1     ReLU()                                                 0
+            8 numbers in 2 parameters, 32 bytes; 0 in buffers, 0 bytes
+        """
+        return summary(self)
+
     def astype(self: SomeModule, dtype: Any) -> SomeModule:
         """Cast all parameters and floating buffers; drops gradients. Returns the module.
 
         Optimizers and gradient hooks belong to the arrays of before: make them afterwards.
 
+        Args:
+            dtype: a real floating dtype, or its name; ``"bfloat16"`` needs ml_dtypes.
+
         Raises:
             TypeError: ``dtype`` is not a real floating dtype.
             ValueError: the module is sharded.
+            BackendUnavailableError: ``"bfloat16"``, and ml_dtypes is not installed.
         """
-        if np.dtype(dtype).kind != "f":
-            raise TypeError(f"Module.astype needs a real floating dtype, got {np.dtype(dtype)}")
-        self._replace_arrays(lambda a: a.astype(dtype) if a.dtype.kind == "f" else a)
+        dtype = floating(dtype, "Module.astype")
+        self._replace_arrays(lambda a: a.astype(dtype) if is_floating(a.dtype) else a)
         return self
 
     def to(self: SomeModule, device: str) -> SomeModule:
@@ -232,7 +266,7 @@ def _check_state(state: Mapping[str, Array], own: Mapping[str, Variable | Array]
     if problems:
         raise ValueError(f"load_state_dict: nothing was loaded: {'; '.join(problems)}")
     for name, given, held in both:
-        if not np.can_cast(given.dtype, held.dtype, "same_kind"):
+        if not may_become(given.dtype, held.dtype):
             raise TypeError(
                 f"load_state_dict: nothing was loaded: {name!r} has dtype {given.dtype}, "
                 f"which cannot become {held.dtype}"

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flashlight_py import random
+from flashlight_py.autograd import precision
 from flashlight_py.autograd.graph import Outline, Part, recording
 from flashlight_py.autograd.variable import Variable
 from flashlight_py.device import Array, array_module, is_cupy
@@ -63,9 +64,10 @@ def _run(module: Module, *inputs: Any) -> Any:
     buffers: dict[tuple[Module, str], Array] = {
         (each, name): getattr(each, name).copy() for each in inside for name in each._buffer_names
     }
+    dtype = precision.here.dtype
     recording.is_outline = True
     try:
-        with random.noting() as drawn:
+        with random.noting() as drawn, precision.casting(dtype):
             result = module.forward(*inputs)
     finally:
         recording.is_outline = False
@@ -83,7 +85,7 @@ def _run(module: Module, *inputs: Any) -> Any:
                 "forward pass; call backward() before"
             )
         now = {(each, name): getattr(each, name) for each, name in before}
-        with random.replaying(drawn):
+        with random.replaying(drawn), precision.casting(dtype):
             try:
                 set_buffers({place: array.copy() for place, array in before.items()})
                 return _variables(module.forward(*inputs))

@@ -60,7 +60,7 @@ class AdamOptimizer(RuleOptimizer):
     ``m = beta1 * m + (1 - beta1) * g``; ``v = beta2 * v + (1 - beta2) * g * g``; then
     ``p -= lr * m' / (sqrt(v') + eps)`` where ``m'`` and ``v'`` are ``m / (1 - beta1 ** t)`` and
     ``v / (1 - beta2 ** t)`` at the parameter's own step ``t``: algorithm 1 of the paper. ``m`` and
-    ``v`` of float16 parameters are float32.
+    ``v`` of float16 and bfloat16 parameters are float32.
 
     Arguments and errors in common: see :class:`FirstOrderOptimizer`.
 

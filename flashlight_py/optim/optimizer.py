@@ -15,7 +15,7 @@ from numpy.typing import DTypeLike, NDArray
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.graph import Changes, note_changes
 from flashlight_py.autograd.variable import shards_of
-from flashlight_py.device import Array, array_module, device_of, to_device
+from flashlight_py.device import NARROW, Array, array_module, device_of, to_device
 from flashlight_py.optim import cpu, cuda
 from flashlight_py.optim.cpu import FORMS, Rule, native, sum_of_squares
 from flashlight_py.structure import HoldsState, Structured, as_one, here
@@ -514,7 +514,7 @@ class RuleOptimizer(FirstOrderOptimizer):
 
 def _zeros(variable: Variable) -> Array:
     """Return state for a parameter: zeros, of float32 where it is narrower."""
-    dtype = "float32" if variable.dtype.char == "e" else variable.dtype
+    dtype = "float32" if variable.dtype.char in NARROW else variable.dtype
     if variable.placement is not None:
         return variable.placement.zeros(variable, dtype)  # type: ignore[no-any-return]
     data = variable.data

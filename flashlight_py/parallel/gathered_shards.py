@@ -26,7 +26,7 @@ from numpy.typing import DTypeLike
 
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.engine import GradSink, after_node, in_backward
-from flashlight_py.device import Array, array_module, device_of, is_cupy, to_device
+from flashlight_py.device import Array, array_module, device_of, is_cupy, is_floating, to_device
 from flashlight_py.distributed import ProcessGroup, Work
 from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.nn import Module
@@ -68,7 +68,7 @@ def _flats(module: Module, group: ProcessGroup) -> Iterator[Flat]:
     for _, each in module._walk():
         kinds: dict[tuple[str, str], list[Variable]] = {}
         for _, param in each._own_params():
-            if param not in met and param.dtype.kind == "f":
+            if param not in met and is_floating(param.dtype):
                 met.add(param)
                 kinds.setdefault((param.dtype.name, device_of(param.data)), []).append(param)
         for together in kinds.values():

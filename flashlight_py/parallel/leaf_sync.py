@@ -21,7 +21,7 @@ import numpy as np
 from flashlight_py import random
 from flashlight_py.autograd import Variable
 from flashlight_py.dataset.shares import contiguous_share
-from flashlight_py.device import Array, array_module
+from flashlight_py.device import Array, array_module, is_floating
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.api.verb_call import refusing
 from flashlight_py.distributed.reducers.reducer import InlineReducer
@@ -353,7 +353,7 @@ class LeafBuffers(HoldsState):
     def floating(self) -> dict[str, Array]:
         """Return the buffers that are averaged, by name."""
         arrays = {name: x for name, x in self._now().items() if isinstance(x, np.ndarray)}
-        return {name: array for name, array in arrays.items() if array.dtype.kind in "fc"}
+        return {n: x for n, x in arrays.items() if is_floating(x.dtype) or x.dtype.kind == "c"}
 
     def begin(self) -> None:
         """Keep what the step begins with."""

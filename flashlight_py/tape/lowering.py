@@ -213,7 +213,7 @@ class _Plan:
         out, given = _result_of(note, "casting"), note.args[: ufunc.nin]
         need(ufunc is not np.power or _is_plain_power(given, out))
         dtypes = ufunc.resolve_dtypes((*map(_dtype_of, given), None))
-        need(not ufunc.signature and not any(each.hasobject for each in dtypes))
+        need(not ufunc.signature and all(x.isbuiltin == 1 and not x.hasobject for x in dtypes))
         need(dtypes[-1] == out.dtype)
         operands, types = list(map(self._as, given, dtypes)), tuple([each.num for each in dtypes])
         if ufunc in _LIMITS and out.dtype.char in "fd" and operands[1].size == 1 < out.size:
@@ -324,7 +324,7 @@ class _Plan:
         need(len(note.made) == 1 and out is None)
         target = note.made[0]
         kind = np.dtype(np.bool_) if ufunc in (np.logical_and, np.logical_or) else target.dtype
-        need(kind == target.dtype)
+        need(kind == target.dtype and kind.isbuiltin == 1 == x.dtype.isbuiltin)
         need(x.dtype == kind or x.size <= _BUFFERED or kind.kind != "f")
         arrays = self._as(x, kind), target
         (rows, columns), along_rows = _as_matrix(arrays[0], axis)

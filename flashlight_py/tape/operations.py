@@ -18,8 +18,8 @@ from flashlight_py.tape.arrays import KINDS, Array, plain
 if TYPE_CHECKING:
     from flashlight_py.tape.recording import Recording
 
-# The dtypes that the tape knows: numbers as the machine has them.
-NUMBERS = {np.dtype(each) for each in np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?"}
+_NUMBERS = {*np.typecodes["AllInteger"], *np.typecodes["AllFloat"], "?", "E"}  # E: bfloat16
+are_numbers: Any = lambda x: x.dtype.char in _NUMBERS and x.dtype.isnative and x.flags.aligned  # noqa: E731
 
 
 class Draws:

@@ -30,7 +30,7 @@ from flashlight_py.autograd.graph import Leaf
 from flashlight_py.distributed.groups.membership import divert
 from flashlight_py.structure import here
 from flashlight_py.tape.arrays import KINDS, Number, Recorded, RecordedScalar, keep, mapped, plain
-from flashlight_py.tape.operations import NUMBERS, Draws, Later, record_verb
+from flashlight_py.tape.operations import Draws, Later, are_numbers, record_verb
 
 Array = np.ndarray[Any, Any]
 
@@ -320,7 +320,7 @@ class Recording:
         return RecordedScalar(array, noted) if is_scalar else Recorded(array, noted)
 
     def _check(self, array: Array) -> None:
-        if not (array.dtype in NUMBERS and array.flags.aligned):
+        if not are_numbers(array):
             self.leave(f"an array of {array.dtype} is no array of numbers, or not aligned,")
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flashlight_py import random
-from flashlight_py.autograd import Variable
+from flashlight_py.autograd import Variable, precision
 from flashlight_py.device import is_cupy
 from flashlight_py.distributed.groups import membership
 from flashlight_py.nn import Module
@@ -81,7 +81,7 @@ class State:
         self.variables: list[Variable] = []
         self.numbers: list[tuple[Any, list[str]]] = []
         self.reason = ""
-        self._structure: list[Any] = [id(membership.of(None))]
+        self._structure: list[Any] = [id(membership.of(None)), precision.here.dtype]
         self._seen: dict[Any, Any] = {}  # also keeps what was seen, so that ids stay its own
         self._ways: dict[type, Any] = {}
         self._unseen: list[tuple[Any, Any, int]] = []

@@ -23,7 +23,7 @@ from flashlight_py.optim.optimizer import RuleOptimizer
 from flashlight_py.structure import changed, count, here
 from flashlight_py.tape.arrays import Array, Recorded
 from flashlight_py.tape.operands import CannotCapture, Memory
-from flashlight_py.tape.operations import NUMBERS, record_step
+from flashlight_py.tape.operations import are_numbers, record_step
 from flashlight_py.tape.program import (
     SLOTS,
     Builder,
@@ -218,7 +218,7 @@ class _Call:
             return self.state.reason
         for number, (value, array) in enumerate(zip(self.values, self.arrays, strict=True)):
             is_variable, kind = isinstance(value, Variable), cast(Any, type(value))
-            if array is not None and not (array.flags.aligned and array.dtype in NUMBERS):
+            if array is not None and not are_numbers(array):
                 what = f"an array of {array.dtype} that is no array of numbers, or not aligned"
             elif is_variable and (value.calc_grad or value.node):
                 what = "a variable with a gradient"

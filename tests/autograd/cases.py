@@ -109,6 +109,10 @@ QKV = signed(2, 2, 3, 4), signed(2, 2, 5, 4), signed(2, 2, 5, 3)
 MAY = np.arange(15).reshape(1, 3, 5) % 4 > 0
 
 CASES = [
+    Case(
+        "conv2d", F.conv2d, "F.conv2d(a, b, c)", (signed(2, 3, 4, 5), signed(4, 3, 2, 3), signed(4))
+    ),
+    Case("pool2d", lambda x: F.pool2d(x, 2), "F.max_pool2d(a, 2)", (signed(2, 3, 4, 5),)),
     Case("negative", F.negative, "-a", (A,)),
     Case("add", F.add, "a + b", (A, B)),
     Case("add_row", F.add, "a + b", (A, ROW)),

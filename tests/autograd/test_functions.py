@@ -238,6 +238,32 @@ def test_index_takes_variables() -> None:
         x[5]
 
 
+def test_topk_says_where_the_largest_are() -> None:
+    x = np.array([[1.0, 3.0, 3.0], [np.nan, -1.0, 0.0]])
+    values, indices = F.topk(x, 2)
+    np.testing.assert_array_equal(values.array, [[3, 3], [0, -1]])
+    np.testing.assert_array_equal(indices.array, [[1, 2], [2, 1]])
+    assert not indices.calc_grad
+
+
+def test_the_slope_of_a_norm_of_0_is_0() -> None:
+    for p in (1, 2, 3.5, np.inf):
+        x = param(np.zeros((2, 3)))
+        np.testing.assert_array_equal(gradient(F.norm(x, p, 1), x), np.zeros((2, 3)))
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int32", "uint64"])
+def test_indices_of_any_integers(dtype: str) -> None:
+    """Places are counted in int64: 200 rows of 3 are more than a byte can count."""
+    x, index = np.arange(600.0).reshape(200, 3), np.array([[0, 150, 199]]).astype(dtype)
+    np.testing.assert_array_equal(F.gather(x, index, 0).array, [[0, 451, 599]])
+    weight = param(x)
+    np.testing.assert_array_equal(F.embedding(weight, index).array, x[[[0, 150, 199]]])
+    F.sum(F.embedding(weight, index)).backward()
+    assert weight.grad is not None
+    assert weight.grad.sum(1)[[0, 150, 199]].tolist() == [3, 3, 3]
+
+
 def test_iterating_a_variable_ends() -> None:
     assert [float(row.array) for row in param(np.arange(3.0))] == [0, 1, 2]  # type: ignore[attr-defined]
 
@@ -287,6 +313,16 @@ def test_arrays_are_taken_as_constants() -> None:
     results += [F.astype(x, "float32"), F.concatenate([x, input(x)]), F.dropout(x, 0.0)]
     results += [F.linear(x, x, labels + 0.5), F.linear_relu(x, param(x), labels + 0.5)]
     results += [F.mean_squared_error(x, x), F.categorical_cross_entropy(x, labels)]
+    results += [F.erf(x), F.gelu(x), F.glu(x[:, :2]), F.prelu(x, x[0]), F.norm(x), F.tile(x, 2)]
+    results += [
+        F.stack([x]),
+        *F.split(x, 3, 1),
+        *F.topk(x, 1),
+        F.cumsum(x, 0),
+        F.embedding(x, labels),
+    ]
+    results += [F.einsum("ij->", x), F.gather(x, labels[None], 0), F.where(x > 0, input(x), 0.0)]
+    results += [F.mean_absolute_error(x, x), F.binary_cross_entropy(x, x)]
     assert all(isinstance(result, Variable) for result in results)
     with pytest.raises(TypeError, match=r"got list; convert it with numpy.asarray"):
         F.relu([1.0])

@@ -194,6 +194,15 @@ def test_steps_of_optimizers_without_a_peer(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_layers_without_a_peer(tmp_path: Path) -> None:
+    output, result = run(tmp_path, "layers.py", "--works", "conv-1x1", "pool-last")
+    assert "- ABSENT torch: not installed" in output
+    assert "| average pool, 4 x 4, 512 x 4 x 4 |" in output
+    assert [set(m["seconds"]) for m in result["measurements"]] == [{"flashlight_py"}] * 2
+    assert [verdict["reached"] for verdict in result["verdicts"]] == [None, None]
+
+
+@pytest.mark.slow
 def test_the_launcher_is_timed_beside_bare_processes(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     command = [sys.executable, str(BENCHMARKS / "launch.py"), "--rounds", "1", "--json", str(file)]

@@ -1,6 +1,7 @@
 """A layer of fl.nn, forward and backward.
 
-Images lie in memory as a layer before has left them: channels last, but for the first layer.
+Images lie in memory as a layer before has left them, channels last; data of the
+first layer do not.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 
 import flashlight_py as fl
+from flashlight_py.autograd.variable import record
 from harness.role import Place, Prepared, Role
 from harness.roles import flashlight
 from harness.roles.layer_works import WORKS, fill, input_of, sample, weights_of
@@ -34,27 +36,31 @@ class Flashlight(Role):
         layer = eval(work.ours, {"nn": fl.nn})
         params = layer.params()
         fill([param.array for param in params])
-        x = (
-            fl.input(input_of(work))
-            if work.most or work.is_first
-            else fl.param(last(input_of(work)))
-        )
+        array = input_of(work) if work.is_first else last(input_of(work))
+        inputs: list[Any] = []
+        below = fl.param(np.zeros(1, np.float32))
+
+        def take(grad: Any) -> Any:
+            """Keep the gradient as a layer before would have it: a leaf would copy it."""
+            inputs[:] = [grad]
+            return np.zeros(1, np.float32)
 
         def forward() -> Any:
-            y = layer(x)
+            is_data = work.most or work.is_first
+            y = layer(fl.input(array) if is_data else record(array, (below, take)))
             return y[0] if isinstance(y, tuple) else y
 
         grad = last(weights_of(forward().shape))
 
         def step() -> Any:
-            for variable in (x, *params):
+            for variable in (below, *params):
                 variable.grad = None
             y = forward()
             y.backward(grad)
             return y
 
         y = step()
-        grads = [variable.grad for variable in (x, *params) if variable.calc_grad]
+        grads = [*inputs, *(variable.grad for variable in params)]
         return Prepared(step, sample(work, [y.array, *grads]), clock=time.process_time)
 
 

@@ -11,7 +11,7 @@ import flashlight_py as fl
 from harness.environments import ROOT
 from harness.role import Place, Prepared
 from harness.roles.flashlight import RankRole
-from harness.roles.model_works import COMPARED, TOKENS, batches, peak_of
+from harness.roles.model_works import COMPARED, LR, TOKENS, batches, peak_of
 
 _MODELS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "tiny_gpt": ("GPT", (TOKENS,)),
@@ -36,7 +36,7 @@ class Flashlight(RankRole):
         model.load_state_dict(task["state"])
         if self.size > 1:
             fl.distribute_module_grads(model)
-        optimizer = fl.optim.AdamOptimizer(model.params(), 1e-3)
+        optimizer = fl.optim.AdamOptimizer(model.params(), LR)
         criterion = fl.nn.CategoricalCrossEntropy()
 
         def train(x: Any, y: Any) -> fl.Variable:

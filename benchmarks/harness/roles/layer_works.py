@@ -5,7 +5,7 @@ Images are those of ResNet18 on CIFAR-10, 32 of them; sequences those of a small
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +41,7 @@ def _conv(channels: int, out: int, size: int, kernel: int = 3, stride: int = 1) 
     return Work(title, ours, theirs, shape, is_first=channels == 3)
 
 
-def _images(channels: int, size: int) -> Iterable[Work]:
+def _images(channels: int, size: int) -> Iterator[Work]:
     shape, on = (32, channels, size, size), f"{channels} x {size} x {size}"
     yield Work(
         f"batch norm, {on}", f"nn.BatchNorm({channels})", f"nn.BatchNorm2d({channels})", shape
@@ -50,19 +50,19 @@ def _images(channels: int, size: int) -> Iterable[Work]:
     yield Work(f"group norm, 8 of {on}", group, group, shape)
 
 
-def _sequences(batch: int, length: int, width: int) -> Iterable[Work]:
+def _sequences(batch: int, length: int, width: int) -> Iterator[Work]:
     shape, of = (batch, length, width), f"{batch} x {length} x {width}"
-    for title, ours, theirs in (
-        ("layer norm", f"LayerNorm({width})", ""),
-        ("RMS norm", f"RMSNorm({width})", ""),
-        ("linear", f"Linear({width}, {4 * width})", ""),
+    for title, both in (
+        ("layer norm", f"nn.LayerNorm({width})"),
+        ("RMS norm", f"nn.RMSNorm({width})"),
+        ("linear", f"nn.Linear({width}, {4 * width})"),
     ):
-        yield Work(f"{title}, {of}", f"nn.{ours}", f"nn.{theirs or ours}", shape)
+        yield Work(f"{title}, {of}", both, both, shape)
     attention = f"nn.MultiheadAttention({width}, 4, causal=True)", f"Attention({width}, 4)"
     yield Work(f"attention, {of}", *attention, shape, is_alike=False)
-    yield Work(
-        f"GELU, {of[: -len(str(width))]}{4 * width}", *["nn.GELU()"] * 2, (*shape[:2], 4 * width)
-    )
+    wide = batch, length, 4 * width
+    gelu = "nn.GELU()"
+    yield Work(f"GELU, {batch} x {length} x {4 * width}", gelu, gelu, wide)
     embedding = f"nn.Embedding(1000, {width})"
     yield Work(f"embedding, {of}", embedding, embedding, shape[:2], most=1000)
 

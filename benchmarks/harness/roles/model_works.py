@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["WORKS", "Work", "batches", "peak_of"]
+__all__ = ["LR", "WORKS", "Work", "batches", "peak_of"]
 
+LR = 1e-5  # so small that losses stay comparable
 BATCHES = 4
 COMPARED = 3  # first losses
 WIDTH, HEADS, LAYERS, BLOCK, TOKENS = 128, 4, 4, 64, 94

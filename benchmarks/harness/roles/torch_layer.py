@@ -17,7 +17,7 @@ from harness.roles import torch_process
 from harness.roles.layer_works import WORKS, fill, input_of, sample, weights_of
 
 
-class Attention(nn.Module):
+class Attention(nn.Module):  # type: ignore[misc]
     """Causal attention of several heads, as nanoGPT has it."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -32,7 +32,7 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2))
 
 
-class Lstm(nn.Module):
+class Lstm(nn.Module):  # type: ignore[misc]
     """A layer of LSTM, whose batch comes first."""
 
     def __init__(self, width: int) -> None:

@@ -18,6 +18,7 @@ from harness.roles.model_works import (
     COMPARED,
     HEADS,
     LAYERS,
+    LR,
     TOKENS,
     WIDTH,
     batches,
@@ -137,7 +138,7 @@ class Torch(Role):
             model = model.to(memory_format=torch.channels_last)
         if self.size > 1:
             model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-        optimizer = torch.optim.Adam(model.parameters(), 1e-3, fused=True)
+        optimizer = torch.optim.Adam(model.parameters(), LR, fused=True)
         pairs = [tuple(map(torch.from_numpy, pair)) for pair in batches(name, self.rank, self.size)]
         if task["kind"] == "channels_last":
             pairs = [(x.to(memory_format=torch.channels_last), y) for x, y in pairs]

@@ -82,7 +82,6 @@ def silu(x: Input) -> Variable:
         gate = _sigmoid(xp, a)
         return grad * (gate + out * (1 - gate))
 
-    vjp.__qualname__ = "silu"
     found = record_mapped("silu", as_variable(x))
     return found if found is not None else _function(x, lambda xp, a: a * _sigmoid(xp, a), vjp)
 

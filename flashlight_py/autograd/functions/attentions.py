@@ -10,6 +10,7 @@ import numpy as np
 
 from flashlight_py.autograd.functions.elementwise import as_variable, check_ratio
 from flashlight_py.autograd.native import contiguous, kept_at_random, kernel, record_jointly
+from flashlight_py.autograd.precision import as_half
 from flashlight_py.autograd.variable import Input, Variable
 from flashlight_py.device import Array, array_module, narrowed, widened
 from flashlight_py.random import generator
@@ -44,7 +45,7 @@ def attention(
     Raises:
         ValueError: shapes that do not fit, there are no keys, or ``dropout`` is not in 0 <= p < 1.
     """
-    q, k, v = as_variable(q), as_variable(k), as_variable(v)
+    q, k, v = as_half(q), as_half(k), as_half(v)
     shapes = [x.shape for x in (q, k, v)]
     if any(len(shape) != 4 for shape in shapes) or not (
         shapes[0][:2] == shapes[1][:2] == shapes[2][:2]
@@ -76,7 +77,7 @@ def self_attention(
     Raises:
         ValueError: as ``attention``, or the shape is another one.
     """
-    x = as_variable(x)
+    x = as_half(x)
     if x.ndim != 3 or heads < 1 or x.shape[2] % (3 * heads):
         raise ValueError(
             f"self_attention: expected [batch, positions, 3 * width] with a width for {heads} "

@@ -15,6 +15,7 @@ import numpy as np
 from flashlight_py.autograd.functions.elementwise import as_variable
 from flashlight_py.autograd.graph import Vjp
 from flashlight_py.autograd.native import contiguous, kernel
+from flashlight_py.autograd.precision import as_half
 from flashlight_py.autograd.variable import Input, Variable, record, record_all
 from flashlight_py.device import Array, array_module, narrowed, widened
 
@@ -23,7 +24,7 @@ _CHANNELS_LAST, _CHANNELS_SECOND = (0, 2, 3, 1), (0, 3, 1, 2)
 
 
 class _Windows(NamedTuple):
-    """What kernels are given, in the order of csrc/nn/windows.h."""
+    """The numbers that kernels are given, in the order of csrc/nn/windows.h."""
 
     batch: int
     height: int
@@ -108,8 +109,8 @@ def conv2d(
         ValueError: the shapes or options do not fit together, or the batch is empty.
         TypeError: an option is no integer.
     """
-    x, weight = as_variable(x), as_variable(weight)
-    bias = None if bias is None else as_variable(bias)
+    x, weight = as_half(x), as_half(weight)
+    bias = None if bias is None else as_half(bias)
     w = _windows_of_conv(x, weight, bias, stride, padding, dilation, groups)
     dtype = np.result_type(*(each.dtype for each in (x, weight, bias) if each is not None))
 

@@ -24,12 +24,16 @@ from flashlight_py.autograd.functions.elementwise import (
     sub,
 )
 from flashlight_py.autograd.graph import Vjp
+from flashlight_py.autograd.precision import as_float32, as_half, here
 from flashlight_py.autograd.variable import Input, Operand, Variable, record, record_all
 from flashlight_py.device import (
+    NARROW,
     Array,
     array_module,
+    bfloat16,
     constant,
     is_cupy,
+    is_floating,
     narrowed,
     total,
     widened,
@@ -194,6 +198,7 @@ def index(x: Input, where: Any) -> Variable:
 
     def x_vjp(grad: Array) -> Array:
         xp = array_module(array)
+        grad = grad if basic else widened(grad)
         spread: Array = xp.zeros(array.shape, grad.dtype)
         if basic:
             spread[where] = grad
@@ -216,11 +221,13 @@ def _as_index(where: Any, array: Array) -> Any:
 def astype(x: Input, dtype: Any) -> Variable:
     """Return ``x`` cast to ``dtype``, as a new array; its gradient has ``x``'s dtype.
 
+    ``"bfloat16"`` is the dtype of ml_dtypes.
+
     A cast to a dtype that is not floating ends the graph: the result has no gradient.
     """
     x = as_variable(x)
-    array = x.data.astype(dtype)
-    if array.dtype.kind != "f":
+    array = x.data.astype(bfloat16() if dtype == "bfloat16" else dtype)
+    if not is_floating(array.dtype):
         return Variable(array)
     return record(array, (x, lambda grad: grad))
 
@@ -234,7 +241,7 @@ def sum(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
     Raises:
         ValueError: ``axis`` names no dimension of ``x``, or one twice.
     """
-    x = as_variable(x)
+    x = as_float32(x)
     array = x.data
     axes = _axes(axis, array.ndim)
     out = narrowed(total(array, axes, keepdims), array)
@@ -247,11 +254,14 @@ def mean(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
     Raises:
         ValueError: ``axis`` names no dimension of ``x``, or one twice, or has no element.
     """
-    x = as_variable(x)
+    x = as_float32(x)
     array = x.data
     axes = _axes(axis, array.ndim)
     count = _count(array.shape, axes, "mean")
-    out = array.mean(axis=axes, keepdims=keepdims)
+    if array.dtype.char in NARROW:
+        out = narrowed(total(array, axes, keepdims) / count, array)
+    else:
+        out = array.mean(axis=axes, keepdims=keepdims)
     return record(out, (x, lambda grad: _spread(widened(grad) / count, axes, array.shape)))
 
 
@@ -261,7 +271,7 @@ def var(x: Input, axis: Axis = None, keepdims: bool = False, ddof: int = 0) -> V
     Raises:
         ValueError: ``axis`` names no dimension of ``x``, or one twice, or ``n <= ddof``.
     """
-    x = as_variable(x)
+    x = as_float32(x)
     axes = _axes(axis, x.data.ndim)
     count = _count(x.data.shape, axes, "var")
     if count <= ddof:
@@ -280,7 +290,7 @@ def norm(x: Input, p: float = 2, axis: Axis = None, keepdims: bool = False) -> V
     """
     if not p >= 1:
         raise ValueError(f"norm: p must be at least 1, got {p}")
-    x = as_variable(x)
+    x = as_float32(x)
     if p == math.inf:
         return max(elementwise.abs(x), axis, keepdims)
     array, axes = widened(x.data), _axes(axis, x.data.ndim)
@@ -305,7 +315,7 @@ def cumsum(x: Input, axis: int) -> Variable:
     Raises:
         ValueError: ``x`` has no such axis.
     """
-    x = as_variable(x)
+    x = as_float32(x)
     (place,) = _axes(axis, x.data.ndim)
     back = (*(slice(None),) * place, slice(None, None, -1))
 
@@ -373,6 +383,8 @@ def _spread(grad: Array, axes: tuple[int, ...], shape: tuple[int, ...]) -> Array
 def linear(x: Input, weight: Input, bias: Input | None = None) -> Variable:
     """Return ``x @ weight.T + bias``, a new variable of shape ``[..., out]``.
 
+    On the CPU float16 and bfloat16 are multiplied and summed in float32, and rounded once.
+
     Args:
         x: shape ``[..., in]``.
         weight: shape ``[out, in]``.
@@ -397,11 +409,15 @@ def _linear(x: Input, weight: Input, bias: Input | None, with_relu: bool) -> Var
     weight = weight if isinstance(weight, Variable) else Variable(weight)
     if bias is not None and not isinstance(bias, Variable):
         bias = Variable(bias)
+    if here.dtype is not None:
+        x, weight, bias = as_half(x), as_half(weight), None if bias is None else as_half(bias)
     rows, w = x.data, weight.data
     if rows.ndim != 2 or w.ndim != 2:
         return _linear_of_more_dimensions(x, weight, bias, with_relu)
+    # NumPy's own product of float16 is a loop; a GPU multiplies it, and sums in float32.
+    is_narrow = w.dtype.char in NARROW and not is_cupy(w)
     try:
-        out = rows.dot(w.T)
+        out = widened(rows).dot(widened(w).T) if is_narrow else rows.dot(w.T)
     except ValueError:
         if rows.shape[1] == w.shape[1]:
             raise
@@ -416,26 +432,40 @@ def _linear(x: Input, weight: Input, bias: Input | None, with_relu: bool) -> Var
         slope = _add_bias_and_relu(out, bias)
     elif bias is not None:
         out += bias.data
+    if is_narrow:
+        out = narrowed(out, rows)
+        slope = _widening(slope_of_relu(out, 0) if with_relu else None)
     kept = w if weight.placement is None else None  # a sharded one is read again in the end
 
     def weight_vjp(grad: Array) -> Any:
-        return grad.T.dot(rows) if weight.buffer is None else _into_buffer(weight, grad, rows)
+        if weight.buffer is None or is_narrow:
+            return grad.T.dot(widened(rows) if is_narrow else rows)
+        return _into_buffer(weight, grad, rows)
 
     def bias_vjp(grad: Array) -> Any:
         if len(grad) == 1:
             return grad[0]  # a view is ten times cheaper than a sum
-        return total(grad, 0) if grad.dtype.char == "e" else grad.sum(0)
+        return total(grad, 0) if grad.dtype.char in NARROW else grad.sum(0)
+
+    def x_vjp(grad: Array) -> Any:
+        w = weight.data if kept is None else kept
+        return grad.dot(widened(w) if is_narrow else w)
 
     # The parameters come first: their hooks fire while the input's gradient is still to compute.
     edges: list[tuple[Variable, Vjp]] = [(weight, weight_vjp)]
     if bias is not None:
         edges.append((bias, bias_vjp))
     if x._calc_grad:
-        edges.append((x, lambda grad: grad.dot(weight.data if kept is None else kept)))
+        edges.append((x, x_vjp))
         buffer = weight.buffer
         if isinstance(buffer, GradSink) and buffer.is_stepped:
             edges.insert(0, edges.pop())
     return record_all(out, edges, slope)
+
+
+def _widening(slope: Vjp | None) -> Vjp:
+    """Return ``slope``, if there is one, with a float32 result: what follows computes in it."""
+    return widened if slope is None else lambda grad: widened(slope(grad))
 
 
 def _add_bias_and_relu(out: Array, bias: Variable | None) -> Vjp:
@@ -480,7 +510,7 @@ def _into_buffer(weight: Variable, grad: Array, rows: Array) -> Any:
 
 
 def matmul(a: Operand, b: Operand) -> Variable:
-    """Return ``a @ b`` with NumPy's rules, as a new array.
+    """Return ``a @ b`` with NumPy's rules, as a new array; of narrow dtypes as :func:`linear`.
 
     Args:
         a: shape ``[..., n, k]``, or ``[k]``, a row.
@@ -492,7 +522,7 @@ def matmul(a: Operand, b: Operand) -> Variable:
     Raises:
         ValueError: the inner sizes differ, or an operand has no dimensions.
     """
-    x, y = as_pair(a, b)
+    x, y = map(as_half, as_pair(a, b))
     if not x.data.ndim or not y.data.ndim:
         raise ValueError(f"matmul: needs dimensions, got shapes {x.shape} and {y.shape}")
     row = x if x.data.ndim > 1 else reshape(x, (1, -1))
@@ -506,11 +536,28 @@ def matmul(a: Operand, b: Operand) -> Variable:
 
 def _matmul(x: Variable, y: Variable) -> Variable:
     p, q = _to_keep(x), _to_keep(y)
+    if x.data.dtype.char in NARROW and not is_cupy(x.data):
+        return _matmul_narrow(x, y, p, q)
     return record(
         x.data @ y.data,
         (x, lambda grad: grad @ (y.data if q is None else q).swapaxes(-1, -2)),
         (y, lambda grad: (x.data if p is None else p).swapaxes(-1, -2) @ grad),
     )
+
+
+def _matmul_narrow(x: Variable, y: Variable, p: Array | None, q: Array | None) -> Variable:
+    """Return the product computed in float32, from which the backward pass widens once more."""
+
+    def x_vjp(grad: Array) -> Any:
+        return grad @ widened(y.data if q is None else q).swapaxes(-1, -2)
+
+    def y_vjp(grad: Array) -> Any:
+        return widened(x.data if p is None else p).swapaxes(-1, -2) @ grad
+
+    out = widened(x.data) @ widened(y.data)
+    if y.data.dtype.char in NARROW:
+        out = narrowed(out, x.data)
+    return record_all(out, [(x, x_vjp), (y, y_vjp)], widened)
 
 
 def _to_keep(operand: Variable) -> Array | None:
@@ -532,7 +579,7 @@ def einsum(subscripts: str, *operands: Input) -> Variable:
     Raises:
         ValueError: the subscripts cannot be read, or do not fit the operands' shapes.
     """
-    given = [as_variable(operand) for operand in operands]
+    given = [as_half(operand) for operand in operands]
     shapes = [variable.data.shape for variable in given]
     terms, result, sizes = _read_subscripts(subscripts, shapes)
     arrays, used = [], []
@@ -544,9 +591,7 @@ def einsum(subscripts: str, *operands: Input) -> Variable:
     edges: list[tuple[Variable, Vjp]] = []
     for place, variable in enumerate(given):
         others = [*arrays[:place], *arrays[place + 1 :]], [*used[:place], *used[place + 1 :]]
-        edges.append(
-            (variable, _einsum_vjp(variable.data.shape, used[place], result, sizes, others))
-        )
+        edges.append((variable, _einsum(variable.data.shape, used[place], result, sizes, others)))
     xp = array_module(arrays[0])
     out = xp.einsum(f"{','.join(used)}->{result}", *arrays, optimize=True)
     return record(narrowed(out, given[0].data), *edges)
@@ -563,7 +608,7 @@ def _stretched(array: Array, own: str, wanted: str, sizes: dict[str, int]) -> Ar
     return array_module(array).broadcast_to(array.reshape(shape), full)  # type: ignore[no-any-return]
 
 
-def _einsum_vjp(
+def _einsum(
     shape: tuple[int, ...],
     term: str,
     result: str,
@@ -579,7 +624,7 @@ def _einsum_vjp(
     letters = "".join(dict.fromkeys(term))
     own = _present(letters, [result, *terms])
 
-    def einsum_vjp(grad: Array) -> Any:
+    def vjp(grad: Array) -> Any:
         wide = widened(grad)
         xp = array_module(wide)
         found = xp.einsum(f"{','.join([result, *terms])}->{own}", wide, *arrays, optimize=True)
@@ -593,7 +638,7 @@ def _einsum_vjp(
             found = spread
         return found.reshape(shape)
 
-    return einsum_vjp
+    return vjp
 
 
 def _read_subscripts(

@@ -14,8 +14,9 @@ import numpy as np
 from flashlight_py import kernels
 from flashlight_py.autograd.graph import Vjp
 from flashlight_py.autograd.native import kernel, mapped, record_mapped
+from flashlight_py.autograd.precision import as_float32
 from flashlight_py.autograd.variable import Input, Operand, Variable, record
-from flashlight_py.device import Array, array_module, constant, is_cupy
+from flashlight_py.device import Array, array_module, constant, is_cupy, is_floating, narrowed
 from flashlight_py.random import generator
 
 
@@ -44,7 +45,7 @@ def _as_constant(value: Operand, like: Variable) -> Variable:
     if not isinstance(value, (int, float)):
         return Variable(value)  # type: ignore[arg-type]
     dtype = like.data.dtype
-    if isinstance(value, float) and dtype.kind != "f":
+    if isinstance(value, float) and not is_floating(dtype):
         dtype = None  # type: ignore[assignment]  # integers and a fraction: the library's choice
     return Variable(array_module(like.data).asarray(value, dtype))
 
@@ -87,7 +88,7 @@ def pow(a: Operand, b: Operand) -> Variable:
     Where the base is 0, the gradient of the exponent is 0. Where it is negative, that gradient
     does not exist and is nan.
     """
-    x, y = as_pair(a, b)
+    x, y = map(as_float32, as_pair(a, b))
     base, exponent = x.data, y.data
     out = base**exponent
 
@@ -129,14 +130,14 @@ def _share(chosen: Array, equal: Array, grad: Array) -> Any:
 
 def exp(x: Input) -> Variable:
     """Return e to the power of ``x``."""
-    x = as_variable(x)
+    x = as_float32(x)
     out = array_module(x.data).exp(x.data)
     return record(out, (x, lambda grad: grad * out))
 
 
 def log(x: Input) -> Variable:
     """Return the natural logarithm."""
-    x = as_variable(x)
+    x = as_float32(x)
     array = x.data
     return record(array_module(array).log(array), (x, lambda grad: grad / array))
 
@@ -235,16 +236,11 @@ def clamp(x: Input, lower: float | None = None, upper: float | None = None) -> V
         inside = inside & (array >= lower)
     if upper is not None:
         inside = inside & (array <= upper)
-    return record(array_module(array).clip(array, lower, upper), (x, lambda grad: grad * inside))
+    out = narrowed(array_module(array).clip(array, lower, upper), array)
+    return record(out, (x, lambda grad: grad * inside))
 
 
-def clip(x: Input, lower: float | None = None, upper: float | None = None) -> Variable:
-    """Return ``clamp(x, lower, upper)``; NumPy's name for it.
-
-    Raises:
-        ValueError: no limit is given, or ``lower`` exceeds ``upper``.
-    """
-    return clamp(x, lower, upper)
+clip = clamp  # NumPy's name
 
 
 def dropout(x: Input, ratio: float) -> Variable:

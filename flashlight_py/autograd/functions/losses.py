@@ -10,9 +10,10 @@ from typing import Any
 
 from flashlight_py import kernels
 from flashlight_py.autograd.functions import dimensions
-from flashlight_py.autograd.functions.elementwise import as_variable, div
+from flashlight_py.autograd.functions.elementwise import div
 from flashlight_py.autograd.functions.selecting import added, integers
 from flashlight_py.autograd.native import contiguous, kernel
+from flashlight_py.autograd.precision import as_float32
 from flashlight_py.autograd.variable import Input, Variable, record, record_all
 from flashlight_py.device import (
     Array,
@@ -27,7 +28,7 @@ from flashlight_py.device import (
 
 def softmax(x: Input, axis: int = -1) -> Variable:
     """Return ``exp(x) / sum(exp(x))`` along ``axis``, a new array of the same shape."""
-    x = as_variable(x)
+    x = as_float32(x)
     found = _of_rows("softmax", x, axis)
     if found is not None:
         return found
@@ -45,7 +46,7 @@ def softmax(x: Input, axis: int = -1) -> Variable:
 
 def log_softmax(x: Input, axis: int = -1) -> Variable:
     """Return ``log(softmax(x))`` along ``axis``, a new array of the same shape."""
-    x = as_variable(x)
+    x = as_float32(x)
     found = _of_rows("log_softmax", x, axis)
     if found is not None:
         return found
@@ -89,7 +90,7 @@ def mean_squared_error(prediction: Input, target: Input) -> Variable:
     Raises:
         ValueError: the shapes differ, or there is no element.
     """
-    prediction, target = as_variable(prediction), as_variable(target)
+    prediction, target = as_float32(prediction), as_float32(target)
     p, t = prediction.data, target.data
     _check_pair("mean_squared_error", p, t, "mean")
     size = p.size
@@ -152,7 +153,7 @@ def categorical_cross_entropy(
         ValueError: the shapes do not fit, a target names no class, an unknown reduction, or
             ``label_smoothing`` outside of 0 to 1.
     """
-    log_probabilities, target = as_variable(log_probabilities), as_variable(target)
+    log_probabilities, target = as_float32(log_probabilities), as_float32(target)
     logs, labels = log_probabilities.data, target.data
     check_reduction(reduction)
     check_smoothing(label_smoothing)
@@ -214,14 +215,10 @@ def mean_absolute_error(prediction: Input, target: Input, reduction: str = "mean
 def binary_cross_entropy(probabilities: Input, target: Input, reduction: str = "mean") -> Variable:
     """Return ``-target * log(p) - (1 - target) * log(1 - p)``, reduced; no logarithm below -100.
 
-    Args:
-        probabilities: 0 to 1, any shape, with at least one element for the mean.
-        target: 0 to 1, the same shape.
-        reduction: ``"mean"``, ``"sum"``, or ``"none"`` for that shape.
+    Arguments and errors are those of :func:`mean_absolute_error`; both are 0 to 1.
 
     Raises:
-        ValueError: the shapes differ, there is no element, a probability is outside of 0 to 1, or
-            an unknown reduction.
+        ValueError: a probability is outside of 0 to 1, as well.
     """
 
     def logs(xp: Any, p: Array) -> tuple[Array, Array]:
@@ -250,13 +247,7 @@ def binary_cross_entropy(probabilities: Input, target: Input, reduction: str = "
 def binary_cross_entropy_with_logits(x: Input, target: Input, reduction: str = "mean") -> Variable:
     """Return ``binary_cross_entropy(sigmoid(x), target)``, reduced, without overflow or limit.
 
-    Args:
-        x: any shape, with at least one element for the mean.
-        target: 0 to 1, the same shape.
-        reduction: ``"mean"``, ``"sum"``, or ``"none"`` for that shape.
-
-    Raises:
-        ValueError: the shapes differ, there is no element, or an unknown reduction.
+    Arguments and errors are those of :func:`mean_absolute_error`.
     """
     return _of_pairs(
         *("binary_cross_entropy_with_logits", x, target, reduction),
@@ -270,7 +261,7 @@ def _of_pairs(
     name: str, prediction: Input, target: Input, reduction: str, value: Any, *vjps: Any
 ) -> Variable:
     """Return a loss of each element, reduced; ``vjps`` get both arrays before the gradient."""
-    prediction, target = as_variable(prediction), as_variable(target)
+    prediction, target = as_float32(prediction), as_float32(target)
     _check_pair(name, prediction.data, target.data, reduction)
     p, t = widened(prediction.data), widened(target.data)
     xp = array_module(p)
@@ -315,7 +306,7 @@ def connectionist_temporal_classification(
         ValueError: the shapes do not fit, a target or length is out of range, an empty batch, or an
             unknown reduction.
     """
-    given = as_variable(log_probabilities)
+    given = as_float32(log_probabilities)
     check_reduction(reduction)
     labels, inputs, lengths = _check_sequences(
         given.data, targets, input_lengths, target_lengths, blank
@@ -358,7 +349,6 @@ def connectionist_temporal_classification(
         at = rows_of_classes + kinds[:, None]
         return added(logs.shape, at, shares.transpose(1, 0, 2))
 
-    vjp.__qualname__ = "connectionist_temporal_classification"
     losses = xp.where(found > -xp.inf, -found, 0 if zero_infinity else xp.inf)
     result = record(losses.astype(logs.dtype, copy=False), (given, vjp))
     if reduction == "mean":

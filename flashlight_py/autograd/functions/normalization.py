@@ -14,6 +14,7 @@ from typing import Any
 
 from flashlight_py.autograd.functions.elementwise import as_variable
 from flashlight_py.autograd.native import contiguous, kernel, record_jointly
+from flashlight_py.autograd.precision import as_float32
 from flashlight_py.autograd.variable import Input, Variable
 from flashlight_py.device import Array, array_module, narrowed, widened
 
@@ -37,7 +38,7 @@ def layer_norm(
         ValueError: ``x`` does not end with the shape of ``weight`` and ``bias``, or there is
             nothing to normalize.
     """
-    return _of_rows("layer_norm", as_variable(x), weight, bias, eps, dimensions)
+    return _of_rows("layer_norm", as_float32(x), weight, bias, eps, dimensions)
 
 
 def rms_norm(x: Input, weight: Input | None = None, eps: float = 1e-5) -> Variable:
@@ -49,7 +50,7 @@ def rms_norm(x: Input, weight: Input | None = None, eps: float = 1e-5) -> Variab
         ValueError: ``x`` does not end with the shape of ``weight``, or there is nothing to
             normalize.
     """
-    return _of_rows("rms_norm", as_variable(x), weight, None, eps, 1)
+    return _of_rows("rms_norm", as_float32(x), weight, None, eps, 1)
 
 
 def _of_rows(
@@ -118,7 +119,7 @@ def group_norm(
         ValueError: the channels are not divisible by ``groups``, weight or bias have another shape,
             or there is nothing to normalize.
     """
-    x = as_variable(x)
+    x = as_float32(x)
     given = _checked("group_norm", x, weight, bias)
     channels = x.shape[1]
     if groups < 1 or channels % groups:

@@ -10,14 +10,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from flashlight_py.autograd.functions import dimensions
-from flashlight_py.autograd.functions.elementwise import as_variable
 from flashlight_py.autograd.graph import Vjp
+from flashlight_py.autograd.precision import as_half
 from flashlight_py.autograd.variable import Input, Variable, record_all
 from flashlight_py.device import Array, array_module, narrowed, widened
 
 GATES = {"tanh": 1, "gru": 3, "lstm": 4}
-# The slope of all gates of a step before their functions, by the gradient of its new state(s).
+# The gradients of a step's gates before their functions (of what is given, and what is added where
+# that differs), and of the states before it, by those of h and c after it.
 _Back: TypeAlias = Callable[[int, Array, Any], tuple[Any, Any]]
+_Prepare: TypeAlias = Callable[[], _Back]
 
 
 def recurrent(
@@ -51,19 +53,19 @@ def recurrent(
     Raises:
         ValueError: an unknown kind, or shapes that do not fit.
     """
-    x, begin = as_variable(x), [as_variable(each) for each in state]
-    w_ih, w_hh, b_ih, b_hh = own = [as_variable(each) for each in weights]
+    x, begin = as_half(x), [as_half(each) for each in state]
+    w_ih, w_hh, b_ih, b_hh = own = [as_half(each) for each in weights]
     batch, time, hidden = _check(kind, x.data, own, begin)
-    xp, is_lstm = array_module(x.data), kind == "lstm"
-    steps = slice(None, None, -1 if reverse else 1)
+    is_lstm, steps = kind == "lstm", slice(None, None, -1 if reverse else 1)
     rows = widened(x.data).transpose(1, 0, 2)[steps].reshape(time * batch, -1)
     given = rows @ widened(w_ih.data).T + widened(b_ih.data)
-    given = given.reshape(time, batch, -1)
+    given, xp = given.reshape(time, batch, -1), array_module(given)
+    shape, dtype = given.shape, given.dtype
     states = xp.zeros((time + 1, batch, hidden), given.dtype)
     cells = xp.zeros_like(states) if is_lstm else states
     for variable, array in zip(begin, (states, cells), strict=False):
         array[0] = variable.data
-    back = _FORWARD[kind](xp, given, states, cells, widened(w_hh.data).T, widened(b_hh.data))
+    prepare = _FORWARD[kind](xp, given, states, cells, widened(w_hh.data).T, widened(b_hh.data))
     out = states[1:][steps]
     if is_lstm:  # one array: the engine knows results one by one
         out = xp.concatenate([out, cells[-1:]])
@@ -73,10 +75,10 @@ def recurrent(
         wide = widened(grad).transpose(1, 0, 2)
         of_out = wide[:time][steps]
         of_state, of_cell = xp.zeros_like(of_out[0]), wide[time] if is_lstm else None
-        w = widened(w_hh.data)
-        of_given, of_added = xp.zeros_like(given), None
+        w, back = widened(w_hh.data), prepare()
+        of_given, of_added = xp.zeros(shape, dtype), None
         if kind == "gru":  # whose last gate has the recurrent side multiplied
-            of_added = xp.zeros_like(given)
+            of_added = xp.zeros(shape, dtype)
         for t in reversed(range(time)):
             slopes, (of_state, of_cell) = back(t, of_out[t] + of_state, of_cell)
             of_given[t] = slopes[0]
@@ -103,43 +105,58 @@ def recurrent(
     return (output, last, dimensions.index(result, (every, time))) if is_lstm else (output, last)
 
 
-def _tanh(xp: Any, given: Array, states: Array, _: Array, w: Array, bias: Array) -> _Back:
+def _tanh(xp: Any, given: Array, states: Array, _: Array, w: Array, bias: Array) -> _Prepare:
+    given += bias
     for t in range(len(given)):
-        states[t + 1] = xp.tanh(given[t] + (states[t] @ w + bias))
+        states[t + 1] = xp.tanh(given[t] + states[t] @ w)
 
-    def back(t: int, grad: Array, _: Any) -> Any:
-        new = states[t + 1]
-        return (grad * (1 - new * new),), (None, None)
+    def prepare() -> _Back:
+        slope = 1 - states[1:] * states[1:]
+        return lambda t, grad, _: ((grad * slope[t],), (None, None))
 
-    return back
+    return prepare
 
 
-def _lstm(xp: Any, given: Array, states: Array, cells: Array, w: Array, bias: Array) -> _Back:
+def _lstm(xp: Any, given: Array, states: Array, cells: Array, w: Array, bias: Array) -> _Prepare:
     size = states.shape[2]
     i, f, g, o = [slice(k * size, (k + 1) * size) for k in range(4)]
     scale = xp.full(4 * size, 0.5, given.dtype)  # sigmoid(x) = tanh(x / 2) / 2 + 1 / 2
     scale[g] = 1
     shift = xp.full(4 * size, 0.5, given.dtype)
     shift[g] = 0
-    gates = xp.zeros_like(given)
+    given += bias
+    given *= scale
+    w, gates = w * scale, xp.zeros_like(given)
     for t in range(len(given)):
-        now = xp.tanh((given[t] + (states[t] @ w + bias)) * scale) * scale + shift
+        now = states[t] @ w
+        now += given[t]
+        now = xp.tanh(now)
+        now *= scale
+        now += shift
         gates[t] = now
         cells[t + 1] = now[:, f] * cells[t] + now[:, i] * now[:, g]
         states[t + 1] = now[:, o] * xp.tanh(cells[t + 1])
 
-    def back(t: int, grad: Array, of_cell: Any) -> Any:
-        now, squashed = gates[t], xp.tanh(cells[t + 1])
-        of_cell = of_cell + grad * now[:, o] * (1 - squashed * squashed)
-        parts = of_cell * now[:, g], of_cell * cells[t], of_cell * now[:, i], grad * squashed
-        centred = now - shift
-        slope = xp.concatenate(parts, axis=1) * (scale * scale - centred * centred)
-        return (slope,), (None, of_cell * now[:, f])
+    def prepare() -> _Back:
+        squashed, slope = xp.tanh(cells[1:]), gates - shift
+        slope *= slope
+        slope = scale * scale - slope
+        of_squashed = gates[:, :, o] * (1 - squashed * squashed)
 
-    return back
+        def back(t: int, grad: Array, of_cell: Any) -> Any:
+            now = gates[t]
+            of_cell = of_cell + grad * of_squashed[t]
+            parts = of_cell * now[:, g], of_cell * cells[t], of_cell * now[:, i], grad * squashed[t]
+            of_gates = xp.concatenate(parts, axis=1)
+            of_gates *= slope[t]
+            return (of_gates,), (None, of_cell * now[:, f])
+
+        return back
+
+    return prepare
 
 
-def _gru(xp: Any, given: Array, states: Array, _: Array, w: Array, bias: Array) -> _Back:
+def _gru(xp: Any, given: Array, states: Array, _: Array, w: Array, bias: Array) -> _Prepare:
     size = states.shape[2]
     r, z, n = [slice(k * size, (k + 1) * size) for k in range(3)]
     gates, added = xp.zeros_like(given), xp.zeros_like(states)
@@ -161,10 +178,10 @@ def _gru(xp: Any, given: Array, states: Array, _: Array, w: Array, bias: Array) 
         ]
         return slopes, (grad * update, None)
 
-    return back
+    return lambda: back
 
 
-_FORWARD: dict[str, Callable[..., _Back]] = {"tanh": _tanh, "gru": _gru, "lstm": _lstm}
+_FORWARD: dict[str, Callable[..., _Prepare]] = {"tanh": _tanh, "gru": _gru, "lstm": _lstm}
 
 
 def _check(

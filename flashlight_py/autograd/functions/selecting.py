@@ -68,18 +68,8 @@ def _gather(x: Variable, places: Array) -> Variable:
 def scatter_add(x: Input, index: Input, source: Input, axis: int) -> Variable:
     """Return ``x`` with ``source`` added where :func:`gather` by ``index`` would pick, as in torch.
 
-    With ``axis`` 0 of two: ``result[index[i, j], j] += source[i, j]``, in the order of ``source``.
-
-    Args:
-        x: any shape with at least one dimension.
-        index: integers of as many dimensions; no longer than ``x`` in those other than ``axis``.
-        source: the shape of ``index``.
-        axis: the dimension; negative counts from the end.
-
-    Raises:
-        TypeError: ``index`` has no integers.
-        ValueError: the shapes do not fit, or there is no such axis.
-        IndexError: an element of ``index`` is out of range.
+    With ``axis`` 0 of two: ``result[index[i, j], j] += source[i, j]``, in the order of ``source``,
+    which has the shape of ``index``. Other arguments and errors are those of :func:`gather`.
     """
     x, source = as_variable(x), as_variable(source)
     places = _places("scatter_add", x.data, index, axis)
@@ -97,17 +87,9 @@ def scatter_add(x: Input, index: Input, source: Input, axis: int) -> Variable:
 
 
 def embedding(weight: Input, indices: Input, padding_idx: int | None = None) -> Variable:
-    """Return the rows of ``weight`` that ``indices`` name.
+    """Return the rows of ``weight [rows, dim]`` that ``indices [...]`` name: ``[..., dim]``.
 
-    A row collects the gradients of all its uses.
-
-    Args:
-        weight: shape ``[rows, dim]``.
-        indices: integers of any shape ``[...]``, of 0 .. rows - 1.
-        padding_idx: a row that gets no gradient, or None.
-
-    Returns:
-        Shape ``[..., dim]``.
+    A row collects the gradients of all its uses, but for row ``padding_idx``, which gets none.
 
     Raises:
         TypeError: the indices are no integers.

@@ -14,7 +14,7 @@ from numpy.typing import DTypeLike
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.engine import InPasses
 from flashlight_py.autograd.variable import record_in_order
-from flashlight_py.device import Array, array_module, is_cupy
+from flashlight_py.device import Array, array_module, is_cupy, is_floating
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.calls.checks import whole
 from flashlight_py.distributed.start.world import group_or_world
@@ -66,7 +66,7 @@ def send(v: Variable, dst: int, tag: int = 0, group: ProcessGroup | None = None)
     shape, dtype, xp = array.shape, array.dtype, array_module(array)
 
     run = functools.partial(answer.run, lambda _: answer.travel(xp.empty(shape, dtype)))
-    floating = dtype if dtype.kind == "f" else np.dtype(np.float32)
+    floating = dtype if is_floating(dtype) else np.dtype(np.float32)
     return record_in_order(xp.zeros((), floating), (v, run))
 
 
@@ -96,7 +96,7 @@ def recv(like: Like, src: int, tag: int = 0, group: ProcessGroup | None = None) 
     tag = _checked_tag("recv", tag)
     array = _receive(group, like, src, tag)
     answer = _Answer(group, SEND, src, tag)
-    if array.dtype.kind != "f":
+    if not is_floating(array.dtype):
         return Variable(array)
     source = Variable(array_module(array).zeros((), array.dtype), calc_grad=True)
 

@@ -1,0 +1,282 @@
+"""Mixed precision: half dtypes for products of matrices, float32 for the rest, and a loss scale.
+
+CPUs have no arithmetic in half precision that NumPy would use. There a half dtype is storage and
+wire: products are computed in float32 and rounded once; what is kept for the backward pass, and
+what travels, is half as large, and the casts take time. See docs/mixed-precision.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import ContextDecorator, ExitStack
+from typing import Any
+
+import numpy as np
+
+from flashlight_py.autograd import Variable, functions
+from flashlight_py.autograd.precision import casting, here
+from flashlight_py.device import array_module, floating
+from flashlight_py.distributed import all_reduce, get_world_size
+from flashlight_py.optim.clip import gradients_of
+
+__all__ = ["DynamicScaler", "autocast"]
+
+
+class autocast(ContextDecorator):
+    """Have functions choose their dtype: a context manager, or a decorator of functions.
+
+    Products (``matmul``, ``linear`` and what is made of them) take their inputs in ``dtype`` and
+    return it; sums, means, exponentials, logarithms, powers, softmax and losses take and return
+    float32; other functions compute in the widest dtype that they get. float64 and integers stay as
+    they are. Parameters stay float32, and get gradients of float32; each is cast once a region.
+
+    It holds for this thread, may be nested, and ``enabled=False`` inside makes functions take
+    dtypes as they are. The backward pass needs no autocast. A captured step may enter it, or be
+    called in it.
+
+    Args:
+        dtype: ``"float16"`` or ``"bfloat16"``, which needs ml_dtypes; or the dtype itself.
+        enabled: False: does nothing but switch off an outer one.
+
+    Raises:
+        TypeError: ``dtype`` is no dtype.
+        ValueError: another dtype.
+        BackendUnavailableError: bfloat16, and ml_dtypes is not installed.
+
+    Example:
+        >>> x, weight = fl.input(np.ones((2, 3), np.float32)), fl.param(np.ones((4, 3), np.float32))
+        >>> with fl.amp.autocast("float16"):
+        ...     y = fl.autograd.functions.linear(x, weight)
+        ...     loss = y.mean()
+        >>> y.dtype.name, loss.dtype.name
+        ('float16', 'float32')
+    """
+
+    def __init__(self, dtype: Any = "float16", enabled: bool = True) -> None:
+        self.dtype, self.enabled = floating(dtype, "autocast"), bool(enabled)
+        if self.dtype.itemsize != 2:
+            raise ValueError(f"autocast: dtype must be float16 or bfloat16, got {self.dtype}")
+        self._entered: list[ExitStack] = []
+
+    def _recreate_cm(self) -> autocast:
+        """Return another one for each call of a decorated function: threads may call it at once."""
+        return autocast(self.dtype, self.enabled)
+
+    def __enter__(self) -> autocast:
+        dtype = self.dtype if self.enabled else None
+        stack = ExitStack()
+        stack.enter_context(casting(dtype, here.casts if dtype == here.dtype else None))
+        self._entered.append(stack)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._entered.pop().close()
+
+
+class DynamicScaler:
+    """A factor of the loss, so that gradients of float16 neither vanish nor overflow.
+
+    It follows torch's ``GradScaler``: a step whose gradients are not all finite is left out and the
+    scale multiplied by ``backoff_factor``; after ``growth_interval`` steps in turn without that it
+    is multiplied by ``growth_factor``. bfloat16 has the range of float32 and needs none. In a world
+    of several ranks ``unscale`` is collective: all leave the step out if one has to.
+
+    In a captured step its decisions cannot be replayed: capture what ends with ``backward()``.
+
+    Args:
+        initial_scale: the first scale, above 0.
+        growth_factor: above 1.
+        backoff_factor: above 0 and below 1.
+        growth_interval: in steps, not seconds; at least 1.
+        enabled: False: ``scale`` returns the loss, ``step`` steps, and nothing else happens.
+
+    Raises:
+        ValueError: a number is out of its range.
+
+    Example:
+        >>> model = fl.nn.Linear(3, 1)
+        >>> optimizer = fl.optim.SGDOptimizer(model.params(), 0.1)
+        >>> scaler = fl.amp.DynamicScaler()
+        >>> with fl.amp.autocast("float16"):
+        ...     loss = model(fl.input(np.ones((2, 3), np.float32))).mean()
+        >>> scaler.scale(loss).backward()
+        >>> scaler.step(optimizer)
+        >>> scaler.update()
+        >>> scaler.get_scale()
+        65536.0
+    """
+
+    def __init__(
+        self,
+        initial_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        self.enabled = bool(enabled)
+        self._set(initial_scale, growth_factor, backoff_factor, growth_interval, 0)
+        # Of this iteration, by optimizer: whether its gradients are finite, and if it has stepped.
+        self._found: dict[Any, bool] = {}
+        self._stepped: set[Any] = set()
+
+    def _set(
+        self, scale: float, growth: float, backoff: float, interval: int, tracker: int
+    ) -> None:
+        wrong = {
+            "the scale must be finite and above 0": not 0 < scale < math.inf,
+            "growth_factor must be above 1": not growth > 1,
+            "backoff_factor must be above 0 and below 1": not 0 < backoff < 1,
+            "growth_interval must be at least 1": not interval >= 1,
+        }
+        if found := [what for what, is_so in wrong.items() if is_so]:
+            raise ValueError(
+                f"DynamicScaler: {found[0]}; got scale {scale}, growth_factor {growth}, "
+                f"backoff_factor {backoff}, growth_interval {interval}"
+            )
+        self._scale = np.float32(scale)
+        self.growth_factor, self.backoff_factor = float(growth), float(backoff)
+        self.growth_interval, self._tracker = int(interval), int(tracker)
+
+    def get_scale(self) -> float:
+        """Return the scale: 1 where the scaler is not enabled."""
+        return float(self._scale) if self.enabled else 1.0
+
+    def scale(self, loss: Any) -> Any:
+        """Return the loss times the scale, in its dtype; of a list or tuple, each of it.
+
+        Raises:
+            TypeError: it is neither a variable, nor a list or tuple of them.
+        """
+        if not self.enabled:
+            return loss
+        if isinstance(loss, (list, tuple)):
+            return type(loss)(map(self.scale, loss))
+        if not isinstance(loss, Variable):
+            raise TypeError(f"DynamicScaler.scale takes a variable, got {type(loss).__name__}")
+        return functions.mul(loss, self.get_scale())
+
+    def unscale(self, optimizer: Any) -> None:
+        """Divide the gradients of the optimizer's parameters by the scale, in place.
+
+        For what looks at gradients before the step, such as ``clip_grad_norm``; ``step`` does it
+        where it was not done. Collective in a world of several ranks, as with parameters of a
+        sharded module; blocks until the gradients are known.
+
+        Raises:
+            RuntimeError: it was done since the last ``update``, or the optimizer has stepped.
+            ValueError: a gradient is float16: parameters under autocast are float32. Or the module
+                is sharded with ``step_in_backward``.
+        """
+        if not self.enabled:
+            return
+        if optimizer in self._stepped:
+            raise RuntimeError("DynamicScaler.unscale is called after step(); call update() first")
+        if optimizer in self._found:
+            raise RuntimeError(
+                "DynamicScaler.unscale was called for this optimizer since the last update()"
+            )
+        grads, sharded = gradients_of(optimizer.params, "DynamicScaler.unscale")
+        if any(grad.dtype.char == "e" for grad in grads):
+            raise ValueError(
+                "DynamicScaler.unscale: there are gradients of float16, which would lose what the "
+                "scale has saved; let the parameters be float32 and use autocast"
+            )
+        is_finite = True
+        with np.errstate(all="ignore"):
+            inverse = np.float32(1 / np.float64(self._scale))
+            for grad in grads:
+                xp = array_module(grad)
+                is_finite &= bool(xp.isfinite(grad).all())
+                xp.multiply(grad, inverse, out=grad, casting="same_kind")
+        for shards in sharded:
+            shards.meet()
+        if get_world_size() > 1:
+            is_finite = not all_reduce(np.array([not is_finite], np.float32), op="max")[0]
+        if grads or get_world_size() > 1:  # a rank may have no part of what is sharded
+            self._found[optimizer] = is_finite
+
+    def step(self, optimizer: Any) -> Any:
+        """Unscale gradients, if that was not done; call ``optimizer.step()`` if all are finite.
+
+        Returns what that returns, else None.
+
+        Raises:
+            RuntimeError: called twice without ``update``, or no parameter has a gradient.
+            ValueError: as :meth:`unscale`.
+        """
+        if not self.enabled:
+            return optimizer.step()
+        if optimizer in self._stepped:
+            raise RuntimeError("DynamicScaler.step was called since the last update()")
+        if optimizer not in self._found:
+            self.unscale(optimizer)
+        if optimizer not in self._found:
+            raise RuntimeError(
+                "DynamicScaler.step: no parameter of this optimizer has a gradient; call "
+                "scaler.scale(loss).backward() first"
+            )
+        result = optimizer.step() if self._found[optimizer] else None
+        self._stepped.add(optimizer)
+        return result
+
+    def update(self, new_scale: float | None = None) -> None:
+        """Change the scale after the steps of all optimizers; ``new_scale``: to this one.
+
+        Raises:
+            RuntimeError: no gradients were looked at since the last time.
+            ValueError: ``new_scale`` is not finite and above 0.
+        """
+        if not self.enabled:
+            return
+        growth, backoff, interval = self.growth_factor, self.backoff_factor, self.growth_interval
+        if new_scale is not None:
+            self._set(new_scale, growth, backoff, interval, self._tracker)
+        elif not self._found:
+            raise RuntimeError(
+                "DynamicScaler.update: no gradients were looked at since the last one; call step() "
+                "first"
+            )
+        elif not all(self._found.values()):
+            self._scale, self._tracker = np.float32(float(self._scale) * backoff), 0
+        elif self._tracker + 1 == interval:
+            with np.errstate(over="ignore"):
+                grown = np.float32(float(self._scale) * growth)
+            self._scale = grown if np.isfinite(grown) else self._scale
+            self._tracker = 0
+        else:
+            self._tracker += 1
+        self._found.clear()
+        self._stepped.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scale, the factors and the steps since it has changed, by torch's names.
+
+        Empty where the scaler is not enabled.
+        """
+        if not self.enabled:
+            return {}
+        return {
+            "scale": self.get_scale(),
+            "growth_factor": self.growth_factor,
+            "backoff_factor": self.backoff_factor,
+            "growth_interval": self.growth_interval,
+            "_growth_tracker": self._tracker,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what ``state_dict`` has returned, of ours or of torch's scaler.
+
+        Raises:
+            ValueError: names are missing or unknown, or a number is out of its range.
+        """
+        if not self.enabled:
+            return
+        if sorted(state) != sorted(self.state_dict()):
+            raise ValueError(
+                f"DynamicScaler.load_state_dict: expected the entries {sorted(self.state_dict())}, "
+                f"got {sorted(state)}; a scaler that is not enabled has none"
+            )
+        names = "scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"
+        self._set(*[state[name] for name in names])

@@ -1,0 +1,243 @@
+"""The dtype that each function computes in under autocast, and all that it goes with."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.autograd import functions as F
+
+HALVES = ("float16", "bfloat16")
+LABELS = np.array([0, 2])
+
+
+def of_one(*names: str) -> dict[str, Callable[..., Any]]:
+    return {name: lambda x, w, name=name: getattr(F, name)(x) for name in names}
+
+
+def of_two(*names: str) -> dict[str, Callable[..., Any]]:
+    return {name: lambda x, w, name=name: getattr(F, name)(x, x) for name in names}
+
+
+# The policy: one row a function, called with two inputs of shape (2, 3), (3, 3).
+HALF: dict[str, Callable[..., Any]] = {
+    "matmul": F.matmul,
+    "linear": F.linear,
+    "linear_relu": F.linear_relu,
+    "operator": lambda x, w: x @ w,
+}
+FLOAT32: dict[str, Callable[..., Any]] = {
+    **of_one("exp", "log", "sum", "mean", "var", "softmax", "log_softmax"),
+    "pow": lambda x, w: F.pow(x, 2.0),
+    "mean_squared_error": lambda x, w: F.mean_squared_error(x, x),
+    "categorical_cross_entropy": lambda x, w: F.categorical_cross_entropy(x, LABELS),
+}
+WIDEST: dict[str, Callable[..., Any]] = {
+    **of_one("negative", "sqrt", "sin", "cos", "tanh", "sigmoid", "relu", "abs", "max", "min"),
+    **of_one("flat", "transpose"),
+    **of_two("add", "sub", "mul", "div", "maximum", "minimum"),
+    "clamp": lambda x, w: F.clamp(x, 0.0, 1.0),
+    "dropout": lambda x, w: F.dropout(x, 0.5),
+    "concatenate": lambda x, w: F.concatenate([x, x]),
+    "index": lambda x, w: x[0],
+    "reshape": lambda x, w: F.reshape(x, -1),
+}
+POLICY = [
+    (name, function, made)
+    for made, functions in (("half", HALF), ("float32", FLOAT32), ("widest", WIDEST))
+    for name, function in functions.items()
+]
+
+
+def inputs(dtype: Any) -> tuple[fl.Variable, fl.Variable]:
+    random = np.random.default_rng(0)
+    return tuple(fl.param(random.random(n).astype(dtype)) for n in ((2, 3), (3, 3)))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("given", ["half", "float32", "float64"])
+@pytest.mark.parametrize(("name", "function", "made"), POLICY, ids=[row[0] for row in POLICY])
+def test_the_policy(name: str, function: Any, made: str, given: str, half: str) -> None:
+    given = {"half": half}.get(given, given)
+    x, weight = inputs(F.astype(np.ones(1), given).dtype)
+    with fl.amp.autocast(half):
+        result = function(x, weight)
+    expected = {"half": half, "widest": given}.get(made, made)
+    assert result.dtype.name == ("float64" if given == "float64" else expected)
+    result.backward(np.ones_like(result.array))
+    assert x.grad is not None
+    assert x.grad.dtype == x.dtype
+    assert function(x, weight).dtype.name == given  # outside
+
+
+def test_products_are_of_rounded_inputs() -> None:
+    x, weight = inputs(np.float32)
+    a, w = (each.array.astype(np.float16).astype(np.float32) for each in (x, weight))
+    with fl.amp.autocast():
+        y = F.linear(x, weight)
+    assert np.array_equal(y.array, (a @ w.T).astype(np.float16))
+    grad = np.linspace(0, 1, y.size).reshape(y.shape).astype(np.float16)
+    y.backward(grad)
+    wide = grad.astype(np.float32)
+    assert x.grad is not None
+    assert weight.grad is not None
+    assert np.array_equal(weight.grad, (wide.T @ a).astype(np.float16).astype(np.float32))
+    assert np.array_equal(x.grad, (wide @ w).astype(np.float16).astype(np.float32))
+
+
+def products(dtype: Any = np.float16) -> Any:
+    x, weight = inputs(np.float32)
+    return F.matmul(x, weight).dtype == dtype
+
+
+def test_regions_nest_and_end() -> None:
+    region = fl.amp.autocast()
+    with region, region:
+        with fl.amp.autocast(enabled=False):
+            assert products(np.float32)
+        with fl.amp.autocast("bfloat16"):
+            assert not products()
+        assert products()
+    assert products(np.float32)
+    with pytest.raises(LookupError), region:
+        raise LookupError
+    assert products(np.float32)
+    assert fl.amp.autocast()(products)()
+    assert fl.amp.autocast(np.float16)(products)()
+    assert not fl.amp.autocast(enabled=False)(products)()
+
+
+def test_a_region_is_of_its_thread() -> None:
+    found: list[bool] = []
+    with fl.amp.autocast():
+        thread = threading.Thread(target=lambda: found.append(products()))
+        thread.start()
+        thread.join()
+    assert found == [False]
+
+
+def test_other_dtypes_are_refused() -> None:
+    for wrong, error in (("float32", ValueError), ("int8", TypeError), ("what", TypeError)):
+        with pytest.raises(error):
+            fl.amp.autocast(wrong)
+
+
+def test_a_parameter_is_cast_once_until_it_changes() -> None:
+    x, weight = inputs(np.float32)
+    optimizer = fl.optim.SGDOptimizer([weight], 0.5)
+    with fl.amp.autocast():
+        for _ in range(3):  # also once the graph of the cast is freed, and the parameter stepped
+            optimizer.zero_grad()
+            loss = F.linear(x, weight) + F.linear(x, weight)
+            (first, _), (second, _) = (edge[0].edges[0] for edge in loss.node.edges)  # type: ignore
+            assert first is second
+            expected = x.array.astype(np.float16) @ weight.array.astype(np.float16).T
+            np.testing.assert_allclose(loss.array, 2 * expected, rtol=1e-2)
+            loss.backward(np.ones_like(loss.array))
+            optimizer.step()
+
+
+def model_of(recomputed: bool = False) -> Any:
+    fl.set_seed(0)
+    block = fl.nn.Sequential(fl.nn.Linear(6, 8), fl.nn.Tanh(), fl.nn.Linear(8, 8))
+    if recomputed:
+        fl.recompute(block)
+    return fl.nn.Sequential(block, fl.nn.ReLU(), fl.nn.Linear(8, 3), fl.nn.LogSoftmax())
+
+
+def batch() -> tuple[np.ndarray, np.ndarray]:
+    x = np.random.default_rng(0).standard_normal((16, 6)).astype(np.float32)
+    return x, np.arange(16) % 3
+
+
+def train(model: Any, half: str | None, captured: str = "", steps: int = 5) -> list[Any]:
+    optimizer = fl.optim.AdamOptimizer(model.params(), 0.05)
+    region = fl.amp.autocast(half or "float16", enabled=half is not None)
+
+    def step(x: Any, labels: Any) -> Any:
+        optimizer.zero_grad()
+        with fl.amp.autocast(region.dtype, region.enabled):
+            loss = F.categorical_cross_entropy(model(fl.input(x)), fl.input(labels))
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    def bare(x: Any, labels: Any) -> Any:
+        optimizer.zero_grad()
+        loss = F.categorical_cross_entropy(model(fl.input(x)), fl.input(labels))
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = {"": step, "inside": fl.capture(step), "around": fl.capture(bare)}[captured]
+    if captured != "around":
+        return [float(run(*batch()).scalar()) for _ in range(steps)]
+    with region:
+        return [float(run(*batch()).scalar()) for _ in range(steps)]
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_training(half: str) -> None:
+    mixed, exact = train(model_of(), half), train(model_of(), None)
+    assert mixed != exact
+    np.testing.assert_allclose(mixed, exact, atol=0.02)
+
+
+@pytest.mark.parametrize("captured", ["inside", "around"])
+@pytest.mark.parametrize("half", HALVES)
+def test_capture(half: str, captured: str) -> None:
+    assert train(model_of(), half, captured) == train(model_of(), half)
+
+
+def test_a_captured_step_in_and_out_of_a_region() -> None:
+    weight = fl.param(np.full((1, 1), 1 / 3, np.float32))
+    captured = fl.capture(lambda x: F.matmul(fl.input(x), weight))
+    x, found = np.ones((1, 1), np.float32), []
+    for turn in range(8):
+        with fl.amp.autocast(enabled=turn % 2 == 1):
+            found.append(captured(x).dtype.name)
+    assert found == ["float32", "float16"] * 4
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_recompute(half: str) -> None:
+    one, other = model_of(), model_of(recomputed=True)
+    assert train(one, half) == train(other, half)
+    for a, b in zip(one.params(), other.params(), strict=True):
+        assert np.array_equal(a.array, b.array)
+
+
+@np.errstate(all="ignore")
+def on_ranks(rank: int, size: int, half: str, sharded: bool) -> Any:
+    model = model_of()
+    fl.fully_shard(model) if sharded else fl.distribute_module_grads(model)
+    optimizer, (x, labels) = fl.optim.AdamOptimizer(model.params(), 0.05), batch()
+    scaler = fl.amp.DynamicScaler(2.0**4)
+    mine = slice(rank * 16 // size, (rank + 1) * 16 // size)
+    for turn in range(5):
+        optimizer.zero_grad()
+        with fl.amp.autocast(half):
+            loss = F.categorical_cross_entropy(model(fl.input(x[mine])), fl.input(labels[mine]))
+        if turn == 3 and rank == 0:
+            loss = loss * np.inf  # of one rank's gradients
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return scaler.state_dict(), {n: np.array(a) for n, a in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
+@pytest.mark.parametrize("half", HALVES)
+def test_ranks(pool: Any, half: str, sharded: bool) -> None:
+    first, second = pool(2).run(on_ranks, half, sharded)
+    alone = on_ranks(0, 1, half, False)
+    assert first[0] == second[0] == alone[0]
+    assert first[0]["scale"] == 8
+    for name, array in alone[1].items():
+        assert np.array_equal(first[1][name], second[1][name])
+        np.testing.assert_allclose(first[1][name], array, atol=0.03)

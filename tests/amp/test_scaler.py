@@ -1,0 +1,153 @@
+"""The scale follows torch's to the bit; what is asked for out of turn is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".venv-bench-torch" / "bin" / "python"
+
+
+class Bare:
+    """An optimizer that counts its steps."""
+
+    def __init__(self, *params: Any) -> None:
+        self.params, self.steps = list(params), 0
+
+    def step(self) -> int:
+        self.steps += 1
+        return self.steps
+
+
+def param(grad: float = 1, dtype: Any = np.float32) -> Any:
+    found = fl.param(np.zeros(1, dtype))
+    found.grad = np.full(1, grad, dtype)
+    return found
+
+
+# Steps, growth interval, share of gradients that are not finite, and if torch looks at gradients.
+RUNS = [
+    (100_000, 10, 0.04, False),
+    (3_000, 10, 0.04, True),
+    (600, 3, 0.0, True),
+    (600, 5, 0.9, True),
+]
+
+
+@pytest.mark.skipif(not PYTHON.exists(), reason="torch's interpreter is not there")
+def test_states_are_torch_s() -> None:
+    command = [str(PYTHON), str(Path(__file__).with_name("torch_scaler.py")), json.dumps(RUNS)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as theirs:
+        mine = [run(*each) for each in RUNS]
+        written, _ = theirs.communicate()
+    assert theirs.returncode == 0
+    assert json.loads(written) == mine
+
+
+def run(steps: int, interval: int, share: float, _: bool) -> Any:
+    scaler = fl.amp.DynamicScaler(growth_interval=interval)
+    leaf, drawn, digest = param(), random.Random(7), hashlib.sha256()
+    optimizer, grad = Bare(leaf), leaf.grad
+    for _ in range(steps):
+        chance = drawn.random()
+        grad[0] = np.nan if chance < share / 2 else np.inf if chance < share else 1
+        scaler.step(optimizer)
+        scaler.update()
+        digest.update(repr((scaler.get_scale(), scaler._tracker)).encode())
+    return [scaler.state_dict(), optimizer.steps, digest.hexdigest()]
+
+
+def test_gradients_are_unscaled_once_and_the_step_is_skipped() -> None:
+    leaf, other = param(8), param(16)
+    optimizer, scaler = Bare(leaf, other), fl.amp.DynamicScaler(8)
+    scaler.unscale(optimizer)
+    assert (leaf.grad[0], other.grad[0]) == (1, 2)
+    assert scaler.step(optimizer) == 1
+    assert leaf.grad[0] == 1
+    scaler.update()
+    other.grad[0] = np.inf
+    assert scaler.step(optimizer) is None
+    scaler.update()
+    assert (optimizer.steps, scaler.get_scale()) == (1, 4)
+
+
+def test_losses_are_scaled() -> None:
+    scaler, leaf = fl.amp.DynamicScaler(4), param()
+    leaf.grad = None
+    for loss in scaler.scale([leaf * 1.0, leaf * 2.0]):
+        loss.backward()
+    assert leaf.grad[0] == 12
+    with pytest.raises(TypeError, match="takes a variable, got float"):
+        scaler.scale(1.0)
+    off = fl.amp.DynamicScaler(4, enabled=False)
+    assert off.scale(leaf) is leaf
+    assert (off.get_scale(), off.state_dict(), off.step(Bare(leaf))) == (1, {}, 1)
+    off.unscale(Bare(leaf))
+    off.update()
+    off.load_state_dict({})
+
+
+OUT_OF_TURN: dict[str, tuple[list[str], str]] = {
+    "unscaled twice": (["unscale", "unscale"], "since the last update"),
+    "unscaled after the step": (["step", "unscale"], "after step"),
+    "stepped twice": (["step", "step"], "since the last update"),
+    "updated without gradients": (["update"], "no gradients were looked at"),
+    "updated twice": (["step", "update", "update"], "no gradients were looked at"),
+}
+
+
+@pytest.mark.parametrize("name", OUT_OF_TURN)
+def test_calls_out_of_turn_are_refused(name: str) -> None:
+    calls, message = OUT_OF_TURN[name]
+    optimizer, scaler = Bare(param()), fl.amp.DynamicScaler()
+    arguments: dict[str, Any] = {"update": ()}
+    for call in calls[:-1]:
+        getattr(scaler, call)(*arguments.get(call, (optimizer,)))
+    with pytest.raises(RuntimeError, match=message):
+        getattr(scaler, calls[-1])(*arguments.get(calls[-1], (optimizer,)))
+
+
+def test_gradients_that_are_no_use_are_refused() -> None:
+    scaler = fl.amp.DynamicScaler()
+    with pytest.raises(ValueError, match="float16"):
+        scaler.step(Bare(param(1, np.float16)))
+    with pytest.raises(RuntimeError, match="no parameter of this optimizer has a gradient"):
+        scaler.step(Bare(fl.param(np.zeros(1))))
+
+
+WRONG: list[dict[str, float]] = [
+    {"initial_scale": 0}, {"initial_scale": np.inf}, {"growth_factor": 1},
+    {"backoff_factor": 1}, {"backoff_factor": 0}, {"growth_interval": 0},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", WRONG, ids=str)
+def test_numbers_out_of_range_are_refused(options: Any) -> None:
+    with pytest.raises(ValueError, match=r"DynamicScaler: .* must be"):
+        fl.amp.DynamicScaler(**options)
+
+
+def test_state_is_loaded() -> None:
+    one, other = fl.amp.DynamicScaler(4, 3, 0.25, 7), fl.amp.DynamicScaler()
+    one.step(optimizer := Bare(param()))
+    one.update()
+    other.load_state_dict(one.state_dict())
+    assert other.state_dict() == one.state_dict()
+    assert one.state_dict()["_growth_tracker"] == 1
+    other.step(optimizer)
+    other.update(64)
+    assert other.get_scale() == 64
+    with pytest.raises(ValueError, match="expected the entries"):
+        other.load_state_dict({"scale": 1.0})
+    with pytest.raises(ValueError, match="finite and above 0"):
+        other.load_state_dict({**one.state_dict(), "scale": -1.0})

@@ -1,0 +1,357 @@
+"""Convolution and pooling: kernels, array operations and torch agree, for every option."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.autograd import Variable, gradcheck, param
+from flashlight_py.autograd import functions as F
+from flashlight_py.autograd.functions import convolution
+from flashlight_py.nn import Conv2D, Linear, Module, Pool2D, ReLU, Sequential, View
+from tests.nn.oracle import Oracle, weights_of
+
+Shape = tuple[int, ...]
+Options = dict[str, Any]
+
+
+class Conv(NamedTuple):
+    """Shapes of input and weight, and options; with 16 channels or more 3 x 3 goes by tiles."""
+
+    name: str
+    x: Shape
+    weight: Shape
+    options: Options = {}  # noqa: RUF012 - of a NamedTuple
+
+
+CONVOLUTIONS = [
+    Conv("plain", (2, 3, 5, 6), (4, 3, 3, 3)),
+    Conv("one channel", (2, 1, 9, 9), (2, 1, 5, 5), {"padding": 4}),
+    Conv("by tiles", (2, 16, 6, 8), (16, 16, 3, 3), {"padding": 1}),
+    Conv("by tiles that are cut", (2, 17, 5, 7), (19, 17, 3, 3), {"padding": (0, 2)}),
+    Conv("by tiles of a long image", (1, 32, 9, 4), (16, 32, 3, 3), {"padding": "same"}),
+    Conv("stride", (2, 16, 7, 7), (16, 16, 3, 3), {"stride": 2, "padding": 1}),
+    Conv(
+        "every pair",
+        (2, 4, 8, 8),
+        (6, 4, 2, 3),
+        {"stride": (1, 2), "padding": (1, 0), "dilation": (2, 1)},
+    ),
+    Conv("groups", (2, 4, 7, 7), (6, 2, 3, 3), {"groups": 2, "padding": 1, "stride": 2}),
+    Conv("depthwise", (2, 9, 7, 8), (9, 1, 3, 3), {"groups": 9, "padding": 2, "dilation": 2}),
+    Conv("depthwise to several", (2, 3, 4, 4), (6, 1, 3, 3), {"groups": 3}),
+    Conv("1 x 1", (3, 5, 4, 4), (7, 5, 1, 1)),
+    Conv("1 x 1, stride", (3, 4, 5, 5), (6, 4, 1, 1), {"stride": 2}),
+    Conv("1 x 1, groups", (3, 4, 5, 5), (6, 2, 1, 1), {"groups": 2}),
+    Conv("1 x 1, padding", (2, 2, 3, 3), (2, 2, 1, 1), {"padding": 2}),
+    Conv("several blocks", (2, 30, 40, 40), (3, 30, 7, 7), {"padding": 3}),
+]
+POOLS: list[tuple[Options, str]] = [
+    ({"kernel": 2}, "F.max_pool2d(x, 2)"),
+    ({"kernel": 3, "stride": 2, "padding": 1}, "F.max_pool2d(x, 3, 2, 1)"),
+    ({"kernel": (2, 3), "stride": 1, "padding": (1, 0)}, "F.max_pool2d(x, (2, 3), 1, (1, 0))"),
+    ({"kernel": 2, "mode": "average"}, "F.avg_pool2d(x, 2)"),
+    ({"kernel": 3, "stride": 2, "padding": 1, "mode": "average"}, "F.avg_pool2d(x, 3, 2, 1)"),
+    (
+        {"kernel": 3, "stride": 1, "padding": 1, "mode": "average", "count_padding": False},
+        "F.avg_pool2d(x, 3, 1, 1, count_include_pad=False)",
+    ),
+]
+EVERY_CONVOLUTION = pytest.mark.parametrize("case", CONVOLUTIONS, ids=lambda case: case.name)
+EVERY_POOL = pytest.mark.parametrize(("options", "theirs"), POOLS)
+TOLERANCES: dict[str, Any] = {
+    "float64": {"rtol": 1e-11, "atol": 1e-11},
+    "float32": {"rtol": 2e-4, "atol": 2e-4},
+    "float16": {"rtol": 4e-3, "atol": 4e-3},
+}
+
+
+@pytest.fixture
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Take kernels away, unless the parameter is "native"."""
+    if request.param != "native":
+        monkeypatch.setattr(convolution, "kernel", lambda *_: None)
+    return str(request.param)
+
+
+NATIVE_AND_NOT = pytest.mark.parametrize("way", ["native", "in array operations"], indirect=True)
+
+
+def arrays_of(case: Conv, dtype: str = "float64") -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    shapes = case.x, case.weight, case.weight[:1]
+    return [(rng.normal(size=shape) / 2).astype(dtype) for shape in shapes]
+
+
+def convolved(variables: list[Variable], case: Conv) -> Variable:
+    x, weight, bias = variables
+    return F.conv2d(x, weight, bias, **case.options)
+
+
+def images(dtype: str = "float64") -> np.ndarray:
+    """No two are equal, and 10 channels are neither vectors nor none."""
+    return (
+        (np.random.default_rng(0).permutation(2 * 10 * 6 * 8) / 500)
+        .reshape(2, 10, 6, 8)
+        .astype(dtype)
+    )
+
+
+@NATIVE_AND_NOT
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@EVERY_CONVOLUTION
+def test_convolution_equals_torch(case: Conv, dtype: str, way: str, oracle: Oracle) -> None:
+    x, weight, bias = arrays = arrays_of(case, dtype)
+    theirs = oracle(
+        "y = F.conv2d(x, weight, bias, **options)",
+        ["x", "weight", "bias"],
+        **{"x": x, "weight": weight, "bias": bias, "options": case.options},
+    )
+    variables = [param(array) for array in arrays]
+    ours = convolved(variables, case)
+    ours.backward(weights_of(ours.array))
+    assert ours.dtype == dtype
+    np.testing.assert_allclose(ours.array, theirs["y"], **TOLERANCES[dtype])
+    for name, variable in zip(("x", "weight", "bias"), variables, strict=True):
+        largest = np.abs(theirs[name]).max()
+        assert variable.grad is not None
+        np.testing.assert_allclose(
+            variable.grad / largest, theirs[name] / largest, **TOLERANCES[dtype], err_msg=name
+        )
+
+
+@EVERY_CONVOLUTION
+def test_gradients_of_convolution_equal_central_differences(case: Conv) -> None:
+    if np.prod(case.x) > 2000:
+        pytest.skip("too many elements for differences of each")
+    gradcheck(lambda *variables: F.conv2d(*variables, **case.options), arrays_of(case))
+
+
+@NATIVE_AND_NOT
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@EVERY_POOL
+def test_pooling_equals_torch(
+    options: Options, theirs: str, dtype: str, way: str, oracle: Oracle
+) -> None:
+    x = param(images(dtype))
+    expected = oracle(f"y = {theirs}", ["x"], x=x.array)
+    ours = F.pool2d(x, **options)
+    ours.backward(weights_of(ours.array))
+    np.testing.assert_allclose(ours.array, expected["y"], rtol=1e-5)
+    assert x.grad is not None
+    np.testing.assert_allclose(x.grad, expected["x"], rtol=1e-5)
+    assert ours.dtype == dtype
+
+
+@EVERY_POOL
+def test_gradients_of_pooling_equal_central_differences(options: Options, theirs: str) -> None:
+    gradcheck(lambda x: F.pool2d(x, **options), (images()[:1],))
+
+
+@NATIVE_AND_NOT
+def test_the_first_of_equal_elements_and_what_is_no_number_are_the_largest(way: str) -> None:
+    x = param(np.array([1.0, 1.0, np.nan, 2.0]).repeat(9).reshape(1, 4, 3, 3))
+    x.array[0, 3, 1, 0] = np.nan
+    result = F.pool2d(x, 3)
+    np.testing.assert_array_equal(result.array.reshape(-1), [1, 1, np.nan, np.nan])
+    result.backward(np.ones((1, 4, 1, 1)))
+    assert x.grad is not None
+    assert [int(np.flatnonzero(channel)[0]) for channel in x.grad[0, [0, 1, 3]]] == [0, 0, 3]
+    assert x.grad.sum() == 4
+
+
+@NATIVE_AND_NOT
+def test_half_precision_is_rounded_once(way: str) -> None:
+    case = CONVOLUTIONS[0]
+    variables = [param(array) for array in arrays_of(case, "float16")]
+    wide = [param(variable.array.astype("float32")) for variable in variables]
+    functions: tuple[Any, ...] = (
+        F.conv2d,
+        lambda x, *_: F.pool2d(x, 2),
+        lambda x, *_: F.pool2d(x, 2, mode="average"),
+    )
+    for function in functions:
+        ours, expected = function(*variables), function(*wide)
+        assert ours.dtype == "float16"
+        np.testing.assert_array_equal(ours.array, expected.array.astype("float16"))
+        ours.backward(np.ones(ours.shape, "float16"))
+        expected.backward(np.ones(ours.shape, "float32"))
+    for variable, other in zip(variables, wide, strict=True):
+        assert variable.grad is not None
+        assert other.grad is not None
+        assert variable.grad.dtype == "float16"
+        np.testing.assert_allclose(variable.grad, other.grad, **TOLERANCES["float16"])
+
+
+def test_dtypes_are_promoted_and_gradients_keep_their_own() -> None:
+    x, weight, bias = (param(array) for array in arrays_of(CONVOLUTIONS[0]))
+    narrow = param(weight.array.astype("float32"))
+    result = F.conv2d(x, narrow, bias)
+    assert result.dtype == "float64"
+    result.backward(np.ones(result.shape))
+    assert narrow.grad is not None
+    assert narrow.grad.dtype == "float32"
+
+
+def test_a_chain_keeps_channels_last_and_converts_nothing() -> None:
+    x = param(arrays_of(CONVOLUTIONS[2], "float32")[0])
+    first = F.relu(F.conv2d(x, param(np.ones((16, 16, 3, 3), "float32")), padding=1))
+    result = F.pool2d(first, 2)
+    for array in (first.array, result.array):
+        assert array.transpose(0, 2, 3, 1).flags.c_contiguous
+
+
+def test_what_needs_no_gradient_gets_none_and_what_is_sharded_is_read_again() -> None:
+    x, weight, _ = arrays_of(CONVOLUTIONS[0])
+    filters = param(weight)
+    F.sum(F.conv2d(fl.input(x), filters)).backward()
+    assert filters.grad is not None
+    images, kept = param(x), fl.input(weight)
+    result = F.conv2d(images, kept)
+    kept.placement = kept  # whatever it is
+    again = F.conv2d(images, kept)
+    kept.data = weight * 2
+    F.sum(result).backward()
+    first = images.grad
+    images.zero_grad()
+    F.sum(again).backward()
+    assert first is not None
+    assert images.grad is not None
+    np.testing.assert_allclose(images.grad, 2 * first)
+
+
+def network() -> Module:
+    fl.set_seed(0)
+    layers = [
+        Conv2D(1, 16, 3, padding=1),
+        ReLU(),
+        Pool2D(2),
+        Conv2D(16, 16, 3, padding="same", bias=False),
+        ReLU(),
+    ]
+    layers += [
+        Conv2D(16, 8, 3, stride=2, groups=2),
+        Pool2D(2, 1, mode="average"),
+        View((-1, 8)),
+        Linear(8, 3),
+    ]
+    return Sequential(layers)
+
+
+@NATIVE_AND_NOT
+def test_a_captured_step_has_the_same_bits(way: str) -> None:
+    def step_of(model: Module) -> Any:
+        optimizer = fl.optim.SGDOptimizer(model.params(), 0.1)
+
+        def step(x: Any) -> Any:
+            loss = F.mean(model(fl.input(x)) ** 2)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step
+
+    eager, captured = network(), network()
+    own, replayed = step_of(eager), fl.capture(step_of(captured))
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        x = rng.normal(size=(4, 1, 12, 12)).astype("float32")
+        assert own(x).array == replayed(x).array
+    assert replayed.replays, replayed.reason
+    for a, b in zip(eager.params(), captured.params(), strict=True):
+        np.testing.assert_array_equal(a.array, b.array)
+
+
+def test_layers_begin_with_the_values_that_they_name() -> None:
+    layer = Conv2D(8, 6, (3, 5), stride=2, padding=1, groups=2)
+    fan_in = 4 * 3 * 5
+    assert layer.weight.shape == (6, 4, 3, 5)
+    assert layer.bias is not None
+    assert np.abs(layer.weight.array).max() <= np.sqrt(3 / fan_in)
+    assert np.abs(layer.bias.array).max() <= 1 / np.sqrt(fan_in)
+    assert repr(layer) == "Conv2D(8, 6, (3, 5), (2, 2), (1, 1), (1, 1), 2, bias=True)"
+    assert repr(Pool2D(3, 2)) == "Pool2D((3, 3), (2, 2), (0, 0), 'max')"
+    assert Conv2D(1, 1, 1, bias=False).bias is None
+    x = fl.input(np.zeros((2, 8, 9, 9), "float32"))
+    assert layer(x).shape == (2, 6, 5, 4)
+
+
+def conv(x: Shape, weight: Shape, bias: Shape | None = None, **options: Any) -> Any:
+    added = None if bias is None else fl.input(np.zeros(bias))
+    return F.conv2d(fl.input(np.zeros(x)), fl.input(np.zeros(weight)), added, **options)
+
+
+def pool(x: Shape, *options: Any) -> Any:
+    return F.pool2d(fl.input(np.zeros(x)), *options)
+
+
+IMAGES, WEIGHT = (2, 4, 5, 5), (6, 4, 3, 3)
+BAD: list[tuple[Any, type[Exception], str]] = [
+    (
+        lambda: conv((2, 3, 5, 5), WEIGHT),
+        ValueError,
+        r"conv2d: .*\[batch, 4, .*\(6, 4, 3, 3\).*\(2, 3, 5, 5\)",
+    ),
+    (lambda: conv((4, 5, 5), WEIGHT), ValueError, r"conv2d: .*got \(4, 5, 5\)"),
+    (lambda: conv((0, 4, 5, 5), WEIGHT), ValueError, r"conv2d: .*none empty, got \(0, 4, 5, 5\)"),
+    (lambda: conv(IMAGES, (6, 4, 3)), ValueError, r"conv2d: .*weight.*\(6, 4, 3\)"),
+    (lambda: conv(IMAGES, (6, 4, 6, 3)), ValueError, r"conv2d: windows of 6 x 3.*\(2, 4, 5, 5\)"),
+    (lambda: conv(IMAGES, WEIGHT, dilation=3), ValueError, r"conv2d: windows of 7 x 7"),
+    (
+        lambda: conv(IMAGES, WEIGHT, (4,)),
+        ValueError,
+        r"conv2d: expected bias of shape \(6,\).*\(4,\)",
+    ),
+    (
+        lambda: conv(IMAGES, WEIGHT, groups=4),
+        ValueError,
+        r"conv2d: groups must divide the 6.*got 4",
+    ),
+    (
+        lambda: conv(IMAGES, WEIGHT, groups=2),
+        ValueError,
+        r"\[batch, 8, .*2 groups, got \(2, 4, 5, 5\)",
+    ),
+    (
+        lambda: conv(IMAGES, WEIGHT, stride=0),
+        ValueError,
+        "conv2d: stride must be at least 1, got 0",
+    ),
+    (
+        lambda: conv(IMAGES, WEIGHT, stride=1.5),
+        TypeError,
+        "conv2d: stride must be an integer or a pair",
+    ),
+    (lambda: conv(IMAGES, WEIGHT, padding=-1), ValueError, "conv2d: padding must be at least 0"),
+    (
+        lambda: conv(IMAGES, WEIGHT, padding="same", stride=2),
+        ValueError,
+        "conv2d: padding='same' needs",
+    ),
+    (lambda: pool(IMAGES, 6), ValueError, r"pool2d: windows of 6 x 6.*\(2, 4, 5, 5\)"),
+    (lambda: pool((4, 5, 5), 2), ValueError, r"pool2d: .*got \(4, 5, 5\)"),
+    (lambda: pool((0, 4, 5, 5), 2), ValueError, r"pool2d: .*none empty"),
+    (lambda: pool(IMAGES, 2, 2, 2), ValueError, "pool2d: padding must be at most half"),
+    (lambda: pool(IMAGES, 2, 2, 0, "least"), ValueError, "pool2d: mode must be 'max' or 'average'"),
+    (
+        lambda: Conv2D(3, 4, 3, groups=2),
+        ValueError,
+        r"Conv2D: groups must divide in_channels \(3\)",
+    ),
+    (lambda: Conv2D(0, 4, 3), ValueError, "Conv2D: in_channels must be at least 1, got 0"),
+    (lambda: Conv2D(3, 4.0, 3), TypeError, "Conv2D: out_channels must be an integer"),  # type: ignore[arg-type]
+    (lambda: Conv2D(3, 4, (3, 3, 3)), TypeError, "Conv2D: kernel must be"),  # type: ignore[arg-type]
+    (lambda: Conv2D(3, 4, 2, padding="same"), ValueError, "Conv2D: padding='same' needs"),
+    (lambda: Pool2D(0), ValueError, "Pool2D: kernel must be at least 1"),
+    (lambda: Pool2D(2, mode="mean"), ValueError, "Pool2D: mode must be"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "words"), BAD, ids=[words for _, _, words in BAD])
+def test_bad_input_is_rejected(call: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        call()

@@ -1,0 +1,163 @@
+"""Weights by name: torch's state dicts and files of safetensors; copies and tables of modules."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+
+
+class Tensor:
+    """What ``load_torch`` uses of a tensor of torch."""
+
+    def __init__(self, array: Any, dtype: str = "torch.float32") -> None:
+        self.array, self.dtype = array, dtype
+
+    def detach(self) -> Tensor:
+        return self
+
+    cpu = detach
+
+    def float(self) -> Tensor:
+        return Tensor(self.array)
+
+    def numpy(self) -> Any:
+        if self.dtype == "torch.bfloat16":
+            raise TypeError("Got unsupported ScalarType BFloat16")
+        return self.array
+
+
+class OnlyDlpack:
+    def __init__(self, array: Any) -> None:
+        self.__dlpack__, self.__dlpack_device__ = array.__dlpack__, array.__dlpack_device__
+
+
+class Tied(fl.nn.Module):
+    """Two layers with one weight, and a buffer."""
+
+    def __init__(self) -> None:
+        self.one, self.other = fl.nn.Linear(2, 2), fl.nn.Linear(2, 2, bias=False)
+        self.other.weight = self.one.weight
+        self.add_buffer("mean", np.zeros(3, np.float32))
+
+    def forward(self, x: fl.Variable) -> fl.Variable:
+        return self.other(self.one(x))
+
+
+ARRAYS = {
+    "one.weight": np.arange(4.0).reshape(2, 2),
+    "one.bias": np.array([1.0, 2.0]),
+    "other.weight": np.arange(4.0).reshape(2, 2),
+    "mean": np.array([0.5, 1.0, 1.5]),
+    "norm.num_batches_tracked": np.array(7),
+}
+KINDS: dict[str, Any] = {
+    "arrays": lambda x: x,
+    "float16": lambda x: x.astype(np.float16),
+    "tensors": Tensor,
+    "bfloat16 tensors": lambda x: Tensor(x.astype(np.float32), "torch.bfloat16"),
+    "dlpack": OnlyDlpack,
+}
+
+
+def check(module: Any) -> None:
+    assert module.one.weight is module.other.weight
+    for name, array in module.state_dict().items():
+        assert array.dtype == np.float32
+        assert np.array_equal(array, ARRAYS[name])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_dicts(kind: str) -> None:
+    module, make = Tied(), KINDS[kind]
+    assert fl.nn.load_torch(module, {n: make(x) for n, x in ARRAYS.items()}) == ([], [])
+    check(module)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_files_of_safetensors(dtype: str, tmp_path: Any) -> None:
+    from flashlight_py.checkpoint.tensors import pieces
+    from flashlight_py.device import floating
+
+    arrays = {name: x.astype(floating(dtype, "")) for name, x in ARRAYS.items()}
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"".join(bytes(each) for each in pieces(arrays)))
+    for given in (path, str(path)):
+        module = Tied()
+        fl.nn.load_torch(module, given)
+        check(module)
+    path.write_bytes(b"nothing")
+    with pytest.raises(ValueError, match="not a safetensors file"):
+        fl.nn.load_torch(module, path)
+
+
+def test_prefixes() -> None:
+    module = Tied()
+    state = {f"model.{name}": x for name, x in ARRAYS.items()}
+    fl.nn.load_torch(module, state, rename=lambda name: name.removeprefix("model."))
+    check(module)
+
+
+def test_what_is_missing_or_unexpected() -> None:
+    module = Tied()
+    state = {"one.bias": np.ones(2), "two.bias": np.ones(2)}
+    before = module.one.weight.array.copy()
+    with pytest.raises(ValueError, match=r"missing 'one.weight'; missing 'mean'; unexpected 'two"):
+        fl.nn.load_torch(module, state)
+    assert not module.one.bias.array.all() or module.one.bias.array[0] != 1  # nothing was loaded
+    assert fl.nn.load_torch(module, state, strict=False) == (["one.weight", "mean"], ["two.bias"])
+    assert np.array_equal(module.one.weight.array, before)
+    assert module.one.bias.array.tolist() == [1, 1]
+
+
+WRONG: dict[str, tuple[Any, type[Exception], str]] = {
+    "shape": ({**ARRAYS, "one.bias": np.ones(3)}, ValueError, r"shape \(3,\), expected \(2,\)"),
+    "complex": ({**ARRAYS, "one.bias": np.ones(2, complex)}, TypeError, "complex128"),
+    "no array": ({**ARRAYS, "one.bias": "ones"}, TypeError, "'one.bias' is no tensor or array"),
+    "no state": (3, TypeError, "takes a state dict or the path"),
+}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_states_are_refused(name: str, strict: bool) -> None:
+    state, error, message = WRONG[name]
+    with pytest.raises(error, match=message):
+        fl.nn.load_torch(Tied(), state, strict)
+    with pytest.raises(TypeError, match="takes a Module first"):
+        fl.nn.load_torch(state, Tied())
+
+
+def test_a_clone_has_arrays_of_its_own() -> None:
+    module = fl.recompute(Tied())
+    module.one.weight.register_grad_hook(lambda v: None)
+    module.before_forward = lambda module: None
+    module(fl.input(np.ones((1, 2), np.float32))).sum().backward()
+    cloned = module.clone()
+    assert type(cloned) is Tied
+    assert cloned.one.weight is cloned.other.weight
+    assert cloned.before_forward is None
+    for name, param in cloned.named_params().items():
+        own = module.named_params()[name]
+        assert param is not own
+        assert (param.grad, param.hook, param.node) == (None, None, None)
+        assert np.array_equal(param.array, own.array)
+        assert not np.may_share_memory(param.array, own.array)
+    assert not np.may_share_memory(cloned.mean, module.mean)
+    assert cloned.eval().clone().train().one.weight.calc_grad
+    assert copy.copy(module).one is module.one
+
+
+def test_the_table_counts_what_is_shared_once() -> None:
+    lines = Tied().summary().splitlines()
+    assert [line.split() for line in lines[2:-1]] == [
+        ["Tied", "mean", "[3]", "0"],
+        ["one", "Linear(2,", "2,", "bias=True)", "weight", "[2,", "2],", "bias", "[2]", "6"],
+        ["other", "Linear(2,", "2,", "bias=False)", "0"],
+    ]
+    assert lines[-1] == "6 numbers in 2 parameters, 24 bytes; 3 in buffers, 12 bytes"
+    assert len({len(line) for line in lines[:-1]}) == 1
