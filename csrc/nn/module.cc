@@ -9,10 +9,6 @@
 #include <cstring>
 #include <initializer_list>
 
-#ifdef __GLIBC__
-#include <malloc.h>
-#endif
-
 #include "nn.h"
 
 namespace fl::nn {
@@ -87,19 +83,6 @@ PyObject* use_blas(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-// Let malloc keep what a step has freed for the next one, up to KEPT bytes at the end of the heap. By
-// itself it returns most to the system, and each step's arrays are new pages again: a third of the time of
-// an eager step of examples/tiny_gpt.py. Whoever has set these numbers keeps them.
-void keep_freed_memory() {
-#ifdef __GLIBC__
-  constexpr int KEPT = 256 << 20, LARGEST = 32 << 20;  // glibc's limit for arrays in the heap
-  if (std::getenv("MALLOC_TRIM_THRESHOLD_") == nullptr && std::getenv("MALLOC_MMAP_THRESHOLD_") == nullptr) {
-    mallopt(M_TRIM_THRESHOLD, KEPT);
-    mallopt(M_MMAP_THRESHOLD, LARGEST);
-  }
-#endif
-}
-
 PyMethodDef methods[] = {{"find", find, METH_O, nullptr},
                          {"call", call, METH_VARARGS, nullptr},
                          {"use_blas", use_blas, METH_VARARGS, nullptr},
@@ -112,6 +95,9 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_nn",   nullptr, -1,     metho
 
 PyMODINIT_FUNC PyInit__nn(void) {
   import_array();
-  fl::nn::keep_freed_memory();
+  // What is freed stays with the process from now on, up to twice this size. Else glibc returns it to the
+  // system, and takes every page of the next result anew: that took longer than computing a GELU of 1.5 MB.
+  void* volatile large = std::malloc((32 << 20) - (64 << 10));
+  std::free(large);
   return PyModule_Create(&fl::nn::definition);
 }

@@ -130,6 +130,11 @@ class BatchNorm(_Affine):
     running_var: Array
 
     def forward(self, x: Variable) -> Variable:
+        """Return ``x`` normalized; in training, running statistics are changed in place.
+
+        Raises:
+            ValueError: another number of channels, or in training one value per channel only.
+        """
         if x.ndim < 2 or x.shape[1] != self.channels:
             raise ValueError(
                 f"BatchNorm: expected input of shape [N, {self.channels}, ...], got {x.shape}"

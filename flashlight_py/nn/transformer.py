@@ -47,6 +47,11 @@ class MultiheadAttention(Module):
         self.dim, self.heads, self.dropout, self.causal = dim, heads, dropout, causal
 
     def forward(self, *inputs: Any) -> Variable:
+        """Return the result, ``[batch, positions, dim]``.
+
+        Raises:
+            ValueError: an input has another shape, or a mask does not fit.
+        """
         others = inputs[1:3] if len(inputs) > 2 else ()
         mask = (*inputs, None)[1 + len(others)]
         for x in (inputs[0], *others):
@@ -171,6 +176,11 @@ class PositionEmbedding(Module):
         self.weight = param(init.normal((positions, dim), 0.0, 0.02))
 
     def forward(self, x: Variable) -> Variable:
+        """Return ``x`` with what belongs to its positions added.
+
+        Raises:
+            ValueError: the input has more positions, or another size.
+        """
         most, dim = self.weight.shape
         if x.ndim != 3 or x.shape[1] > most or x.shape[2] != dim:
             raise ValueError(
@@ -183,7 +193,10 @@ class PositionEmbedding(Module):
 class SinusoidalPositionEmbedding(PositionEmbedding):
     """Sines and cosines of each position, added to the input (Vaswani et al., 2017).
 
-    Arguments and errors are those of ``PositionEmbedding``; ``dim`` is even. Nothing is learned.
+    Arguments are those of ``PositionEmbedding``. Nothing is learned.
+
+    Raises:
+        ValueError: a size is below 1, or ``dim`` is odd.
     """
 
     def __init__(self, positions: int, dim: int) -> None:
