@@ -358,7 +358,8 @@ def _is_dot(args: Sequence[Any], result: Any) -> bool:
     a, b = args[:2]
     if not (type(a) is type(b) is np.ndarray and a.ndim == b.ndim == 2 and a.shape[1] > 1):
         return False  # of one column they differ in the signs of zeros
-    return bool(a.dot(b).tobytes() == result.tobytes())
+    found = a.dot(b)
+    return bool(found.dtype == result.dtype and found.tobytes() == result.tobytes())
 
 
 def _has_other_outs(function: Any, args: Any, options: dict[str, Any], result: Any) -> bool:

@@ -344,3 +344,13 @@ def rows_of_every_second_element(x: Array, y: Array) -> Any:
 def test_memory(step: Callable[..., Any], shape: tuple[int, int]) -> None:
     random = np.random.default_rng(0)
     compare(lambda: step, [tuple(random.standard_normal((2, *shape))) for _ in range(5)])
+
+
+def test_products_of_nothing_into_another_dtype() -> None:
+    """There is nothing to compare, by which ``dot`` could stand for ``matmul`` and its casts."""
+
+    def step(x: Array, y: Array) -> Array:
+        y @= x
+        return y
+
+    compare(lambda: step, [(np.ones((3, 3)), np.ones((0, 3), np.float32))] * 4)
