@@ -155,14 +155,16 @@ class BatchNorm(_Affine):
         all_reduce = import_module("flashlight_py.parallel.functional").all_reduce
         xp, axes = array_module(x.data), (0, *range(2, x.ndim))
         wide = x if x.data.dtype.char in "fd" else F.astype(x, np.float32)
-        count = xp.full(1, x.size // self.channels, wide.dtype)
+        own = x.size // self.channels
+        # Not by the sum of all ranks' counts, which a captured step could not look at.
+        if own + import_module("flashlight_py.distributed").get_world_size() < 3:
+            raise ValueError(
+                f"BatchNorm: needs more than one value per channel, got input of shape {x.shape}; "
+                "train with larger batches, or call eval() on the module"
+            )
+        count = xp.full(1, own, wide.dtype)
         sums = all_reduce(F.concatenate([F.sum(wide, axes), count]))
         count = sums.data[-1:]
-        if not (count > 1).all():
-            raise ValueError(
-                f"batch_norm: needs more than one value per channel, got input of shape {x.shape} "
-                "on every rank; train with larger batches, or call eval() on the module"
-            )
         shape = (1, -1, *[1] * (x.ndim - 2))
         mean = sums[: self.channels] / count
         deviation = wide - F.reshape(mean, shape)

@@ -119,6 +119,49 @@ def sharded(divide: Callable[[Any], Any], optimizer_of: Any) -> Callable[[], Any
     return make
 
 
+def images(sync: bool = False) -> fl.nn.Sequential:
+    nn = fl.nn
+    convolution = nn.Conv2D(1, 4, 3, padding=1, bias=False)
+    layers = nn.BatchNorm(4, sync=sync), nn.ReLU(), nn.Pool2D((2, 3)), nn.Dropout(0.2)
+    ends = nn.View((-1, 1, 2, 3)), convolution, *layers, nn.View((-1, 4)), nn.Linear(4, 3)
+    return nn.Sequential(*ends)
+
+
+def positions() -> fl.nn.Sequential:
+    nn = fl.nn
+    block = fl.recompute(nn.Transformer(4, 2, hidden=8, dropout=0.1, causal=True))
+    ends = nn.View((-1, 8)), nn.Linear(8, 3)
+    return nn.Sequential(nn.View((-1, 2, 3)), nn.Linear(3, 4), nn.GELU(), block, *ends)
+
+
+def of_layers(model_of: Callable[[], Any], divide: Callable[[Any], Any]) -> Callable[[], Any]:
+    def make() -> Any:
+        fl.set_seed(0)
+        model = model_of()
+        divide(model)
+        optimizer, criterion = (
+            fl.optim.AdamOptimizer(model.params(), 0.01),
+            fl.nn.MeanSquaredError(),
+        )
+
+        def step(x: np.ndarray, y: np.ndarray) -> Any:
+            optimizer.zero_grad()
+            is_in_leaves = divide is in_leaves
+            for rows, targets in fl.leaves(model, x, y) if is_in_leaves else [(x, y)]:
+                loss = criterion(model(fl.input(rows)), fl.no_grad(targets))
+                loss.backward()
+            optimizer.step()
+            return loss
+
+        return step, model, optimizer
+
+    return make
+
+
+def in_leaves(model: Any) -> None:
+    fl.distribute_module_grads(model, leaves=2)
+
+
 def cut(model: Any) -> None:
     fl.parallel.shard_linear(model[0], "column")
     fl.parallel.shard_linear(model[2], "row")
@@ -212,6 +255,21 @@ CASES = {
     "fully_shard, novograd": Case(sharded(fl.fully_shard, NOVOGRAD), data=few),
     "shard_linear": Case(sharded(cut, ADAM), data=lambda rank: few(0)),
     "shard_linear, novograd": Case(sharded(cut, NOVOGRAD), data=lambda rank: few(0)),
+    **{
+        f"{name}, {divide.__name__}": Case(
+            of_layers(model, divide),
+            # The random state is read by recompute, and leaves of others are compared by value.
+            told="random" if model is positions else "",
+            eager=8 if model is positions else 1,
+            data=lambda rank: few(0),
+            sizes=(1, 2),
+        )
+        for name, model in [("images", images), ("positions", positions)]
+        for divide in (fl.distribute_module_grads, fl.fully_shard, in_leaves)
+    },
+    "images, over ranks": Case(
+        of_layers(lambda: images(True), fl.distribute_module_grads), data=few
+    ),
     "messages": Case(exchange, data=few),
     "reduce_scatter of rows": Case(
         lambda: lambda x, y: (fl.reduce_scatter(x * 2, rows=[1, 3]), x + 1), data=few
