@@ -24,7 +24,8 @@ def main(picture: Path, *folders: Path) -> None:
         steps, training, validation, *_ = zip(*checkpoint.extra, strict=True)
         axes.plot(steps, training, label="training")
         axes.plot(steps, validation, label="validation")
-        axes.set(title=folder.name, xlabel="step", ylabel="cross entropy", ylim=(0, None))
+        high = 1.1 * max(training)  # early running statistics may be far off
+        axes.set(title=folder.name, xlabel="step", ylabel="cross entropy", ylim=(0, high))
         axes.grid(alpha=0.3)
         axes.legend()
     figure.savefig(picture, dpi=120)
