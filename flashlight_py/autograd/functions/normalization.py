@@ -77,7 +77,7 @@ def _of_rows(
             f"{name}: nothing to normalize in the last {dimensions} dimension(s) of shape {x.shape}"
         )
     parts = x.size // width, width
-    return _normalized(name, x, given, eps, parts, parts, (1,), (0,))[0]
+    return _normalized(name, x, given, eps, parts, parts, parts, (1,), (0,))[0]
 
 
 def group_norm(
@@ -149,7 +149,8 @@ def batch_norm_with_moments(
             f"batch_norm: needs more than one value per channel, got input of shape {x.shape}; "
             "train with larger batches, or call eval() on the module"
         )
-    return _of_channels("batch_norm", x, given, eps, 1, x.shape[1], moments)
+    made = _of_channels("batch_norm", x, given, eps, 1, x.shape[1], moments)
+    return made[0], made[1].reshape(-1), made[2].reshape(-1)
 
 
 def _checked(name: str, x: Variable, *given: Input | None) -> list[Variable | None]:
@@ -180,12 +181,13 @@ def _of_channels(
     parts, axes, others = (*first, *of_channel, positions), (1, 3, 4), (0, 1, 4)
     if is_last:
         parts, axes, others = (*first, positions, *of_channel), (1, 2, 4), (0, 1, 2)
-    return _normalized(name, x, given, eps, sizes, parts, axes, others, moments, is_last)
+    counts = samples * groups, channels
+    return _normalized(name, x, given, eps, sizes, counts, parts, axes, others, moments, is_last)
 
 
 def _normalized(
     name: str, x: Variable, given: _Given, eps: float, sizes: tuple[int, ...],
-    parts: tuple[int, ...], axes: tuple[int, ...], others: tuple[int, ...],
+    counts: tuple[int, int], parts: tuple[int, ...], axes: tuple[int, ...], others: tuple[int, ...],
     moments: Sequence[Array] = (), is_last: bool = False,
 ) -> tuple[Variable, Array, Array]:  # fmt: skip
     """Return what is normalized, and what it was normalized by.
@@ -196,6 +198,7 @@ def _normalized(
         given: weight and bias.
         eps: what is added to the variance.
         sizes: what the kernel is given.
+        counts: how many means there are, and elements of a parameter.
         parts: the shape in which elements of one mean are along ``axes`` of their own, and those
             of one parameter along ``others``.
         moments: constants that are used instead of the elements' own mean and variance.
@@ -212,37 +215,33 @@ def _normalized(
     of_kernel = "given_norm" if moments else name.replace("batch", "group")
     native, xp, shape, dtype = kernel(of_kernel, rows), array_module(rows), rows.shape, rows.dtype
     w, b, *moments = (_values(each, dtype) for each in (*given, *moments))
-    of_group, of_parameter = (
-        tuple(1 if axis in along else n for axis, n in enumerate(parts)) for along in (axes, others)
-    )
     if native is not None:
-        saved = [] if moments else [((math.prod(of_group),), dtype)] * 2
-        found = native([(shape, dtype), *saved], sizes, (eps,), rows, w, b, *moments)
+        saved = () if moments else (((counts[0],), dtype),) * 2
+        found = native(((shape, dtype), *saved), sizes, (eps,), rows, w, b, *moments)
         out, mean, variance = (found, *moments) if moments else found
     else:
+        of_parameter = [1 if axis in others else n for axis, n in enumerate(parts)]
         out = rows.reshape(parts)
-        if moments or name == "rms_norm":
-            mean = moments[0] if moments else xp.zeros(of_group, dtype)
+        if moments:
+            mean, variance = (each.reshape(of_parameter) for each in moments)
+            out = out - mean
         else:
-            mean = out.mean(axes)
-        out = out - mean.reshape(of_group)
-        variance = moments[1] if moments else (out * out).mean(axes).reshape(-1)
-        out /= xp.sqrt(variance + eps).reshape(of_group)
+            mean = out.mean(axes, keepdims=True) if name != "rms_norm" else xp.zeros(1, dtype)
+            out = out - mean
+            variance = (out * out).mean(axes, keepdims=True)
+        out /= xp.sqrt(variance + eps)
         out = out if w is None else out * w.reshape(of_parameter)
         out = (out if b is None else out + b.reshape(of_parameter)).reshape(shape)
-        mean = mean.reshape(-1)
 
     def back(grad: Array) -> tuple[Array, Array, Array]:
         grad, w = laid_out(widened(grad)), _values(given[0], dtype)
         if native is not None:
-            saved = [((math.prod(of_parameter),), dtype)] * 2
+            made = (shape, dtype), *(((counts[1],), dtype),) * 2
             found: Any = kernel(f"{of_kernel}_back", rows)
-            args = grad, rows, mean, variance, w
-            dx, dweight, dbias = found([(shape, dtype), *saved], sizes, (eps,), *args)
+            dx, dweight, dbias = found(made, sizes, (eps,), grad, rows, mean, variance, w)
             return as_given(dx), dweight, dbias
-        grad = grad.reshape(parts)
-        inverse = 1 / xp.sqrt(variance + eps).reshape(of_group)
-        standard = (rows.reshape(parts) - mean.reshape(of_group)) * inverse
+        grad, inverse = grad.reshape(parts), 1 / xp.sqrt(variance + eps)
+        standard = (rows.reshape(parts) - mean) * inverse
         dx = slope = grad if w is None else grad * w.reshape(of_parameter)
         if not moments:
             dx = slope - standard * (slope * standard).mean(axes, keepdims=True)
@@ -251,8 +250,8 @@ def _normalized(
         dweight, dbias = (each.sum(others).reshape(-1) for each in (grad * standard, grad))
         return as_given((dx * inverse).reshape(shape)), dweight, dbias
 
-    out = narrowed(as_given(out), x.data)
-    return record_jointly(name, out, back, x, *given), mean, variance
+    result = record_jointly(name, narrowed(as_given(out), x.data), back, x, *given)
+    return result, mean, variance
 
 
 def _values(given: Variable | Array | None, dtype: Any) -> Any:
