@@ -72,6 +72,16 @@ def contiguous(array: Array) -> Array:
     return array if array.flags.c_contiguous else array_module(array).copy(array, order="C")
 
 
+def channels_last(array: Array) -> Array:
+    """Return a view ``[N, ..., C]`` of ``[N, C, ...]``."""
+    return array.transpose(0, *range(2, array.ndim), 1)
+
+
+def channels_second(array: Array) -> Array:
+    """Return a view ``[N, C, ...]`` of ``[N, ..., C]``."""
+    return array.transpose(0, array.ndim - 1, *range(1, array.ndim - 1))
+
+
 def mapped(name: str, first: Array, *others: Array, numbers: tuple[float, ...] = ()) -> Any:
     """Return an elementwise kernel's result of arrays of one shape, or None: there is none.
 
@@ -83,13 +93,12 @@ def mapped(name: str, first: Array, *others: Array, numbers: tuple[float, ...] =
         return None
     arrays = (first, *others)
     like = [each for each in arrays if each.shape == first.shape][-1]
-    order = None
-    if like.ndim > 2 and not like.flags.c_contiguous:  # images, whose channels lie side by side
-        order = (0, *range(2, like.ndim), 1)
-        arrays = tuple(x.transpose(order) if x.shape == first.shape else x for x in arrays)
+    is_last = like.ndim > 2 and not like.flags.c_contiguous  # images: channels lie side by side
+    if is_last:
+        arrays = tuple(channels_last(x) if x.shape == first.shape else x for x in arrays)
     arrays = tuple(map(contiguous, arrays))
     out = native(((arrays[0].shape, first.dtype),), (first.size,), numbers, *arrays)
-    return out if order is None else out.transpose(0, like.ndim - 1, *range(1, like.ndim - 1))
+    return channels_second(out) if is_last else out
 
 
 def record_mapped(name: str, x: Variable) -> Variable | None:

@@ -17,12 +17,17 @@ from flashlight_py.autograd.variable import Input, Variable, record
 from flashlight_py.device import Array, array_module, narrowed, widened
 
 
-def _function(x: Input, value: Callable[..., Array], vjp: Callable[..., Array]) -> Variable:
+def _function(
+    x: Input, value: Callable[..., Array], vjp: Callable[..., Array], native: str = ""
+) -> Variable:
     """Return ``value(xp, x)``, of the gradient ``vjp(xp, x, value, grad)``, whose name errors tell.
 
-    ``xp`` is the library of the array.
+    ``xp`` is the library of the array; ``native`` is the name of kernels that compute the same.
     """
     x = as_variable(x)
+    found = record_mapped(native, x) if native else None
+    if found is not None:
+        return found
     array = widened(x.data)
     xp = array_module(array)
     out = value(xp, array)
@@ -82,8 +87,7 @@ def silu(x: Input) -> Variable:
         gate = _sigmoid(xp, a)
         return grad * (gate + out * (1 - gate))
 
-    found = record_mapped("silu", as_variable(x))
-    return found if found is not None else _function(x, lambda xp, a: a * _sigmoid(xp, a), vjp)
+    return _function(x, lambda xp, a: a * _sigmoid(xp, a), vjp, "silu")
 
 
 def _sigmoid(xp: Any, array: Array) -> Any:

@@ -115,7 +115,7 @@ class _Attention:
             raise ValueError(f"attention: there is nothing to attend to in keys of shape {k.shape}")
         self.shape = *q.shape[:3], k.shape[2]
         self.mask = None if mask is None else self._masking(as_variable(mask).data, q.dtype)
-        self.arrays, self.packed, self.causal, self.dropout = arrays, packed, causal, dropout
+        self.arrays, self.packed, self.causal = arrays, packed, causal
         self.scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
         self.numbers = self.scale, dropout
         xp = array_module(q)
@@ -197,14 +197,13 @@ class _Attention:
         if self.seed is None:
             return weights, 1.0
         rows = heads * queries
-        kept = kept_at_random(self.seed, sample * rows, rows, keys, _KEYS, self.dropout)
-        return weights, kept.reshape(weights.shape) * weights.dtype.type(1 / (1 - self.dropout))
+        ratio = self.numbers[1]
+        kept = kept_at_random(self.seed, sample * rows, rows, keys, _KEYS, ratio)
+        return weights, kept.reshape(weights.shape) * weights.dtype.type(1 / (1 - ratio))
 
     def _forward_of_arrays(self) -> Array:
-        v, results = self.arrays[2], []
-        for sample in range(self.shape[0]):
-            weights, kept = self._weights(sample)
-            results.append((weights * kept) @ v[sample])
+        v, of = self.arrays[2], map(self._weights, range(self.shape[0]))
+        results = [(weights * kept) @ part for (weights, kept), part in zip(of, v, strict=True)]
         return array_module(v).stack(results)  # type: ignore[no-any-return]
 
     def _backward_of_arrays(self, grad: Array) -> tuple[Array, ...]:

@@ -7,71 +7,62 @@ no native kernel, the same is computed by a matrix product for each place of the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import reduce
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from flashlight_py.autograd.functions.elementwise import as_variable
 from flashlight_py.autograd.graph import Vjp
-from flashlight_py.autograd.native import contiguous, kernel
+from flashlight_py.autograd.native import channels_last, channels_second, contiguous, kernel
 from flashlight_py.autograd.precision import as_half
 from flashlight_py.autograd.variable import Input, Variable, record, record_all
 from flashlight_py.device import Array, array_module, narrowed, widened
 
 Pair: TypeAlias = int | tuple[int, int]
-_CHANNELS_LAST, _CHANNELS_SECOND = (0, 2, 3, 1), (0, 3, 1, 2)
+_Two: TypeAlias = tuple[int, int]
 
 
 class _Windows(NamedTuple):
-    """The numbers that kernels are given, in the order of csrc/nn/windows.h."""
+    """Windows over images; pairs are (down, across), shapes have the channels last."""
 
-    batch: int
-    height: int
-    width: int
-    channels: int
-    out_height: int
-    out_width: int
-    out_channels: int
-    kernel_y: int
-    kernel_x: int
-    stride_y: int
-    stride_x: int
-    pad_y: int
-    pad_x: int
-    step_y: int
-    step_x: int
+    inputs: tuple[int, int, int, int]
+    outputs: tuple[int, int, int, int]
+    kernel: _Two
+    stride: _Two
+    pad: _Two
+    dilation: _Two
     groups: int
+    numbers: tuple[int, ...]  # the same for kernels, in the order of csrc/nn/windows.h
 
-    @property
-    def inputs(self) -> tuple[int, int, int, int]:
-        """The shape of images, channels last."""
-        return self[:4]
-
-    @property
-    def outputs(self) -> tuple[int, int, int, int]:
-        return self.batch, *self[4:7]
-
-    def places(self) -> Iterator[tuple[int, int, tuple[slice, ...]]]:
+    def places(self) -> Iterator[tuple[_Two, tuple[slice, ...]]]:
         """Yield each place of a window, and where padded images have it for all outputs."""
-        for y in range(self.kernel_y):
-            for x in range(self.kernel_x):
-                top, left = y * self.step_y, x * self.step_x
-                rows = slice(top, top + (self.out_height - 1) * self.stride_y + 1, self.stride_y)
-                columns = slice(
-                    left, left + (self.out_width - 1) * self.stride_x + 1, self.stride_x
-                )
-                yield y, x, (slice(None), rows, columns)
+        for place in np.ndindex(self.kernel):
+            steps = zip(place, self.dilation, self.outputs[1:3], self.stride, strict=True)
+            ranges = [(at * step, at * step + (n - 1) * far + 1, far) for at, step, n, far in steps]
+            yield place, (slice(None), slice(*ranges[0]), slice(*ranges[1]))
 
-    def padded(self, image: Array | None, like: Array, value: float = 0) -> tuple[Array, Array]:
-        """Return images amid padding, and the part of that inside it; None: all of ``value``."""
-        height, width = self.height + 2 * self.pad_y, self.width + 2 * self.pad_x
-        shape = (self.batch, height, width, self.channels)
+    def padded(self, like: Array, value: float) -> tuple[Array, Array]:
+        """Return images amid padding, all of ``value``, and the part of them inside it."""
+        (batch, height, width, channels), (down, across) = self.inputs, self.pad
+        shape = batch, height + 2 * down, width + 2 * across, channels
         whole: Array = array_module(like).full(shape, value, like.dtype)
-        inside = whole[:, self.pad_y : height - self.pad_y, self.pad_x : width - self.pad_x]
-        if image is not None:
-            inside[...] = image
-        return whole, inside
+        return whole, whole[:, down : down + height, across : across + width]
+
+    def taken(self, images: Array, beyond: float = 0) -> Iterator[tuple[_Two, Array]]:
+        """Yield each place of a window and its pixels for all outputs; ``beyond``: the padding."""
+        whole, inside = self.padded(images, beyond)
+        inside[...] = images
+        return ((place, whole[part]) for place, part in self.places())
+
+    def given(self, parts: Iterable[Array], like: Array) -> Array:
+        """Return images to which each place of a window has added its part, in order."""
+        whole, inside = self.padded(like, 0)
+        for (_, where), part in zip(self.places(), parts, strict=True):
+            view = whole[where]
+            view += part.reshape(view.shape)
+        return inside
 
 
 def conv2d(
@@ -115,32 +106,32 @@ def conv2d(
     dtype = np.result_type(*(each.dtype for each in (x, weight, bias) if each is not None))
 
     def read(variable: Variable) -> Array:
-        array = variable.data
-        return widened(array if array.dtype == dtype else array.astype(dtype))
+        return widened(variable.data.astype(dtype, copy=False))
 
-    images, filters = _channels_last(read(x)), contiguous(read(weight))
+    images, filters = _rows(read(x)), contiguous(read(weight))
     added = None if bias is None else contiguous(read(bias))
-    out = _to_output(w, images, filters, added)
+    out = _compute("conv_forward", _to_output, w, w.outputs, images, filters, added)
     kept = filters if weight.placement is None else None  # a sharded one is read again in the end
-    result = out.transpose(_CHANNELS_SECOND)
-    if result.dtype != dtype:
-        result = result.astype(dtype)
+    shape = weight.shape
 
-    def rows(grad: Array) -> Array:
-        return _channels_last(widened(grad))
+    def weight_vjp(grad: Array) -> Array:
+        return _compute("conv_to_weight", _to_weight, w, shape, _rows(grad), images)
+
+    def bias_vjp(grad: Array) -> Array:
+        return _compute("conv_to_bias", _to_bias, w, shape[:1], _rows(grad))
+
+    def x_vjp(grad: Array) -> Array:
+        filters = contiguous(read(weight)) if kept is None else kept
+        found = _compute("conv_to_input", _to_input, w, w.inputs, _rows(grad), filters)
+        return channels_second(found)
 
     # The parameters come first: their hooks fire while the input's gradient is still to compute.
-    edges: list[tuple[Variable, Vjp]] = [(weight, lambda grad: _to_weight(w, rows(grad), images))]
+    edges: list[tuple[Variable, Vjp]] = [(weight, weight_vjp)]
     if bias is not None:
-        edges.append((bias, lambda grad: _to_bias(w, rows(grad))))
+        edges.append((bias, bias_vjp))
     if x._calc_grad:
-
-        def x_vjp(grad: Array) -> Array:
-            filters = contiguous(read(weight)) if kept is None else kept
-            return _to_input(w, rows(grad), filters).transpose(_CHANNELS_SECOND)
-
         edges.append((x, x_vjp))
-    return record_all(result, edges)
+    return record_all(channels_second(out).astype(dtype, copy=False), edges)
 
 
 def pool2d(
@@ -175,137 +166,47 @@ def pool2d(
     x = as_variable(x)
     w = _windows_of_pool(x, kernel, stride, padding, mode)
     array = x.data if x.data.dtype.kind not in "iub" else x.data.astype("float32")
-    images = _channels_last(widened(array))
-    out = _largest(w, images) if mode == "max" else _mean(w, images, count_padding)
+    images, of_all = _rows(array), "_of_all" if count_padding else ""
+
+    def mean(w: _Windows, images: Array) -> Array:
+        return _sums(w, images) / _counts(w, images, count_padding)
+
+    def spread_mean(w: _Windows, grad: Array) -> Array:
+        share = grad / _counts(w, grad, count_padding)
+        return w.given((share for _ in w.places()), grad)
+
+    if mode == "max":
+        out = _compute("pool_largest", _largest, w, w.outputs, images)
+    else:
+        out = _compute(f"pool_mean{of_all}", mean, w, w.outputs, images)
 
     def vjp(grad: Array) -> Array:
-        rows = _channels_last(widened(grad))
-        if mode == "average":
-            spread = _spread_mean(w, rows, count_padding)
-        else:
-            spread = _spread_largest(w, rows, images, out)
-        return spread.transpose(_CHANNELS_SECOND)
+        rows = _rows(grad)
+        if mode == "max":
+            args = "pool_spread_largest", _spread_largest, w, w.inputs, rows, images, out
+            return channels_second(_compute(*args))
+        found = _compute(f"pool_spread_mean{of_all}", spread_mean, w, w.inputs, rows)
+        return channels_second(found)
 
-    return record(narrowed(out.transpose(_CHANNELS_SECOND), array), (x, vjp))
-
-
-# What kernels compute, images channels last; each beside the same in array operations ------------
+    return record(narrowed(channels_second(out), array), (x, vjp))
 
 
-def _native(name: str, w: _Windows, shape: tuple[int, ...], *arrays: Array | None) -> Array | None:
-    """Return what a kernel computes; None: there is none for arrays like the first."""
-    first = arrays[0]
-    assert first is not None
-    native = kernel(name, first)
-    return None if native is None else native(((shape, first.dtype),), tuple(w), (), *arrays)
+def _rows(images: Array) -> Array:
+    """Return images as they are computed: wide, the channels last in memory."""
+    return contiguous(channels_last(widened(images)))
 
 
-def _to_output(w: _Windows, images: Array, weight: Array, bias: Array | None) -> Array:
-    found = _native("conv_forward", w, w.outputs, images, weight, bias)
-    if found is not None:
-        return found
-    padded, whole = w.padded(images, images)[0], None
-    for y, x, part in w.places():
-        filters = weight[:, :, y, x].reshape(w.groups, -1, weight.shape[1])
-        product = _by_groups(padded[part], w) @ filters.swapaxes(1, 2)
-        whole = product if whole is None else whole + product
-    assert whole is not None
-    out: Array = whole.swapaxes(0, 1).reshape(w.outputs)
-    return out if bias is None else out + bias
+def _compute(
+    name: str, otherwise: Callable[..., Array], w: _Windows, shape: tuple[int, ...], *arrays: Any
+) -> Array:
+    """Return a kernel's result, of ``shape``; where there is no kernel, what ``otherwise`` does."""
+    native, dtype = kernel(name, arrays[0]), arrays[0].dtype
+    if native is None:
+        return otherwise(w, *arrays)
+    return native(((shape, dtype),), w.numbers, (), *arrays)  # type: ignore[no-any-return]
 
 
-def _to_input(w: _Windows, grad: Array, weight: Array) -> Array:
-    found = _native("conv_to_input", w, w.inputs, grad, weight)
-    if found is not None:
-        return found
-    whole, inside = w.padded(None, grad)
-    rows = _by_groups(grad, w)
-    for y, x, part in w.places():
-        product = rows @ weight[:, :, y, x].reshape(w.groups, -1, weight.shape[1])
-        view = whole[part]
-        view += product.swapaxes(0, 1).reshape(view.shape)
-    return inside
-
-
-def _to_weight(w: _Windows, grad: Array, images: Array) -> Array:
-    shape = w.out_channels, w.channels // w.groups, w.kernel_y, w.kernel_x
-    found = _native("conv_to_weight", w, shape, grad, images)
-    if found is not None:
-        return found
-    padded = w.padded(images, images)[0]
-    columns = _by_groups(grad, w).swapaxes(1, 2)
-    result: Array = array_module(grad).zeros(shape, grad.dtype)
-    for y, x, part in w.places():
-        result[:, :, y, x] = (columns @ _by_groups(padded[part], w)).reshape(shape[:2])
-    return result
-
-
-def _to_bias(w: _Windows, grad: Array) -> Array:
-    found = _native("conv_to_bias", w, (w.out_channels,), grad)
-    return grad.sum((0, 1, 2)) if found is None else found
-
-
-def _largest(w: _Windows, images: Array) -> Array:
-    found = _native("pool_largest", w, w.outputs, images)
-    if found is not None:
-        return found
-    xp, padded = array_module(images), w.padded(images, images, -np.inf)[0]
-    out: Array = xp.full(w.outputs, -np.inf, images.dtype)
-    for _, _, part in w.places():
-        out = xp.maximum(out, padded[part])
-    return out
-
-
-def _spread_largest(w: _Windows, grad: Array, images: Array, out: Array) -> Array:
-    found = _native("pool_spread_largest", w, w.inputs, grad, images, out)
-    if found is not None:
-        return found
-    xp, padded = array_module(grad), w.padded(images, images, -np.inf)[0]
-    whole, inside = w.padded(None, grad)
-    for _, _, part in w.places():
-        hit = (padded[part] == out) | (padded[part] != padded[part])  # or it is not a number
-        view = whole[part]
-        view += xp.where(hit, grad, 0)
-        grad = xp.where(hit, 0, grad)
-    return inside
-
-
-def _mean(w: _Windows, images: Array, count_padding: bool) -> Array:
-    found = _native("pool_mean_of_all" if count_padding else "pool_mean", w, w.outputs, images)
-    if found is not None:
-        return found
-    padded = w.padded(images, images)[0]
-    out: Array = array_module(images).zeros(w.outputs, images.dtype)
-    for _, _, part in w.places():
-        out += padded[part]
-    return out / _counts(w, images, count_padding)
-
-
-def _spread_mean(w: _Windows, grad: Array, count_padding: bool) -> Array:
-    name = "pool_spread_mean_of_all" if count_padding else "pool_spread_mean"
-    found = _native(name, w, w.inputs, grad)
-    if found is not None:
-        return found
-    whole, inside = w.padded(None, grad)
-    shares = grad / _counts(w, grad, count_padding)
-    for _, _, part in w.places():
-        view = whole[part]
-        view += shares
-    return inside
-
-
-def _counts(w: _Windows, like: Array, count_padding: bool) -> Array:
-    """Return how many elements each mean is of, for arrays of results."""
-
-    def inside(kernel: int, stride: int, pad: int, size: int, out: int) -> list[int]:
-        tops = [at * stride - pad for at in range(out)]
-        return [min(top + kernel, size) - max(top, 0) for top in tops]
-
-    rows = inside(w.kernel_y, w.stride_y, w.pad_y, w.height, w.out_height)
-    columns = inside(w.kernel_x, w.stride_x, w.pad_x, w.width, w.out_width)
-    area = w.kernel_y * w.kernel_x
-    counts = [[[area if count_padding else a * b] for b in columns] for a in rows]
-    return array_module(like).asarray(counts, like.dtype)  # type: ignore[no-any-return]
+# What kernels compute, in array operations -------------------------------------------------------
 
 
 def _by_groups(array: Array, w: _Windows) -> Array:
@@ -313,14 +214,72 @@ def _by_groups(array: Array, w: _Windows) -> Array:
     return array.reshape(-1, w.groups, array.shape[3] // w.groups).swapaxes(0, 1)
 
 
-def _channels_last(images: Array) -> Array:
-    return contiguous(images.transpose(_CHANNELS_LAST))
+def _filters(weight: Array, w: _Windows, place: _Two) -> Array:
+    """Return a window's place in a weight, ``[groups, out of a group, channels of a group]``."""
+    return weight[:, :, place[0], place[1]].reshape(w.groups, -1, weight.shape[1])
+
+
+def _to_output(w: _Windows, images: Array, weight: Array, bias: Array | None) -> Array:
+    products = (
+        _by_groups(part, w) @ _filters(weight, w, place).swapaxes(1, 2)
+        for place, part in w.taken(images)
+    )
+    out: Array = reduce(array_module(images).add, products).swapaxes(0, 1).reshape(w.outputs)
+    return out if bias is None else out + bias
+
+
+def _to_input(w: _Windows, grad: Array, weight: Array) -> Array:
+    rows = _by_groups(grad, w)
+    products = (rows @ _filters(weight, w, place) for place, _ in w.places())
+    return w.given((each.swapaxes(0, 1) for each in products), grad)
+
+
+def _to_weight(w: _Windows, grad: Array, images: Array) -> Array:
+    shape = w.outputs[3], w.inputs[3] // w.groups
+    columns = _by_groups(grad, w).swapaxes(1, 2)
+    result: Array = array_module(grad).zeros((*shape, *w.kernel), grad.dtype)
+    for (y, x), part in w.taken(images):
+        result[:, :, y, x] = (columns @ _by_groups(part, w)).reshape(shape)
+    return result
+
+
+def _to_bias(w: _Windows, grad: Array) -> Array:
+    return grad.sum((0, 1, 2))  # type: ignore[no-any-return]
+
+
+def _largest(w: _Windows, images: Array) -> Array:
+    parts = (part for _, part in w.taken(images, -np.inf))
+    return reduce(array_module(images).maximum, parts)
+
+
+def _spread_largest(w: _Windows, grad: Array, images: Array, out: Array) -> Array:
+    xp = array_module(grad)
+
+    def shares(left: Array) -> Iterator[Array]:
+        for _, part in w.taken(images, -np.inf):
+            hit = (part == out) | xp.isnan(part)
+            yield xp.where(hit, left, 0)
+            left = xp.where(hit, 0, left)
+
+    return w.given(shares(grad), grad)
+
+
+def _sums(w: _Windows, images: Array) -> Array:
+    return reduce(array_module(images).add, (part for _, part in w.taken(images)))
+
+
+def _counts(w: _Windows, like: Array, count_padding: bool) -> Array | int:
+    """Return how many elements each mean is of."""
+    if count_padding:
+        return w.kernel[0] * w.kernel[1]
+    shape = 1, *w.inputs[1:3], 1
+    return _sums(w._replace(inputs=shape), array_module(like).full(shape, 1, like.dtype))
 
 
 # What is given, checked --------------------------------------------------------------------------
 
 
-def as_two(name: str, value: Any, least: int) -> tuple[int, int]:
+def as_two(name: str, value: Any, least: int) -> _Two:
     """Return an option as (down, across); ``name``: for errors.
 
     Raises:
@@ -354,37 +313,39 @@ def pad_of(name: str, padding: Any, kernel: Sequence[int], stride: Any, dilation
     return ends[0] // 2, ends[1] // 2
 
 
+def check_mode(name: str, mode: str) -> None:
+    """Raise a ValueError unless it is ``"max"`` or ``"average"``; ``name``: for it."""
+    if mode not in ("max", "average"):
+        raise ValueError(f"{name}: mode must be 'max' or 'average', got {mode!r}")
+
+
 def _windows_of_conv(
-    x: Variable,
-    weight: Variable,
-    bias: Variable | None,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    groups: int,
+    x: Variable, weight: Variable, bias: Variable | None, *options: Any
 ) -> _Windows:
+    stride, padding, dilation, groups = options
     stride, dilation = as_two("conv2d: stride", stride, 1), as_two("conv2d: dilation", dilation, 1)
+    shape = weight.shape
     if weight.ndim != 4 or not weight.size:
         raise ValueError(
             "conv2d: expected a weight of shape [out, channels / groups, height, width], got "
-            f"{weight.shape}"
+            f"{shape}"
         )
-    out, in_group, *kernel = weight.shape
+    out, in_group, *kernel = shape
     if type(groups) is not int or groups < 1 or out % groups:
         raise ValueError(
-            f"conv2d: groups must divide the {out} output channels of a weight of shape "
-            f"{weight.shape}, got {groups!r}"
+            f"conv2d: groups must divide the {out} output channels of a weight of shape {shape}, "
+            f"got {groups!r}"
         )
     pad = pad_of("conv2d", padding, kernel, stride, dilation)
-    expected = f"[batch, {in_group * groups}, height, width] for a weight of shape {weight.shape}"
+    expected = f"[batch, {in_group * groups}, height, width] for a weight of shape {shape}"
     if groups > 1:
         expected += f" and {groups} groups"
     w = _windows("conv2d", x, expected, out, kernel, stride, pad, dilation, groups)
-    if w.channels != in_group * groups:
+    if x.shape[1] != in_group * groups:
         raise ValueError(f"conv2d: expected x of shape {expected}, got {x.shape}")
     if bias is not None and bias.shape != (out,):
         raise ValueError(
-            f"conv2d: expected bias of shape ({out},) for a weight of shape {weight.shape}, got "
+            f"conv2d: expected bias of shape ({out},) for a weight of shape {shape}, got "
             f"{bias.shape}"
         )
     return w
@@ -399,28 +360,14 @@ def _windows_of_pool(x: Variable, kernel: Any, stride: Any, padding: Any, mode: 
         raise ValueError(
             f"pool2d: padding must be at most half of the kernel {kernel}, got {padding!r}"
         )
-    channels = x.shape[1] if x.ndim > 1 else 1
-    expected = "[batch, channels, height, width]"
-    return _windows("pool2d", x, expected, channels, kernel, stride, pad, (1, 1), 1)
-
-
-def check_mode(name: str, mode: str) -> None:
-    """Raise a ValueError unless it is ``"max"`` or ``"average"``; ``name``: for it."""
-    if mode not in ("max", "average"):
-        raise ValueError(f"{name}: mode must be 'max' or 'average', got {mode!r}")
+    return _windows("pool2d", x, "[batch, channels, height, width]", 0, kernel, stride, pad)
 
 
 def _windows(
-    name: str,
-    x: Variable,
-    expected: str,
-    out_channels: int,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    pad: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-) -> _Windows:
+    name: str, x: Variable, expected: str, out_channels: int, kernel: Any, stride: Any, pad: Any,
+    dilation: Any = (1, 1), groups: int = 1,
+) -> _Windows:  # fmt: skip
+    """``out_channels``: 0 for as many as there are."""
     if x.ndim != 4 or not x.shape[0] or not x.shape[1]:
         raise ValueError(f"{name}: expected x of shape {expected}, none empty, got {x.shape}")
     batch, channels, *size = x.shape
@@ -431,8 +378,8 @@ def _windows(
             f"{name}: windows of {spans[0]} x {spans[1]} pixels do not fit in x of shape "
             f"{x.shape} with padding {tuple(pad)}"
         )
-    outs = [rest // step + 1 for rest, step in zip(beyond, stride, strict=True)]
-    return _Windows(
-        *(batch, *size, channels, *outs, out_channels),
-        *(*kernel, *stride, *pad, *dilation, groups),
-    )
+    down, across = (rest // step + 1 for rest, step in zip(beyond, stride, strict=True))
+    inputs = batch, size[0], size[1], channels
+    outputs = batch, down, across, out_channels or channels
+    numbers = *inputs, *outputs[1:], *kernel, *stride, *pad, *dilation, groups
+    return _Windows(inputs, outputs, tuple(kernel), stride, pad, dilation, groups, numbers)

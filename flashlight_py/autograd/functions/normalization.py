@@ -9,16 +9,22 @@ layout of ``x``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 from flashlight_py.autograd.functions.elementwise import as_variable
-from flashlight_py.autograd.native import contiguous, kernel, record_jointly
+from flashlight_py.autograd.native import (
+    channels_last,
+    channels_second,
+    contiguous,
+    kernel,
+    record_jointly,
+)
 from flashlight_py.autograd.precision import as_float32
 from flashlight_py.autograd.variable import Input, Variable
 from flashlight_py.device import Array, array_module, narrowed, widened
 
-Backward = Callable[[Array], tuple[Array, Array, Array]]
+_Given: TypeAlias = Sequence[Variable | None]
 
 
 def layer_norm(
@@ -70,37 +76,8 @@ def _of_rows(
         raise ValueError(
             f"{name}: nothing to normalize in the last {dimensions} dimension(s) of shape {x.shape}"
         )
-    wide = widened(x.data)
-    w, b = (_values(each, wide) for each in given)
-    rows, centred = wide.size // width, name == "layer_norm"
-    sizes, shape, dtype = (rows, width), x.shape, wide.dtype
-    native = kernel(name, wide)
-    if native is not None:
-        wide = contiguous(wide)
-        saved = (rows,), dtype
-        out, mean, inverse = native(((shape, dtype), saved, saved), sizes, (eps,), wide, w, b)
-    else:
-        xp, wide = array_module(wide), wide.reshape(sizes)
-        mean = wide.mean(1, keepdims=True) if centred else xp.zeros((rows, 1), dtype)
-        out = wide - mean
-        inverse = 1 / xp.sqrt((out * out).mean(1, keepdims=True) + eps)
-        out = _affine(out * inverse, w, b).reshape(shape)
-
-    def back(grad: Array) -> tuple[Array, Array, Array]:
-        grad, w = widened(grad), _values(given[0], wide)
-        made = (shape, dtype), ((width,), dtype), ((width,), dtype)
-        if native is not None:
-            found: Any = kernel(f"{name}_back", wide)
-            return found(made, sizes, (), contiguous(grad), wide, mean, inverse, w)  # type: ignore[no-any-return]
-        grad = grad.reshape(sizes)
-        standard = (wide - mean) * inverse
-        slope = _affine(grad, w, None)
-        dx = slope - standard * (slope * standard).mean(1, keepdims=True)
-        if centred:
-            dx -= slope.mean(1, keepdims=True)
-        return (dx * inverse).reshape(shape), (grad * standard).sum(0), grad.sum(0)
-
-    return record_jointly(name, narrowed(out, x.data), back, x, *given)
+    parts = x.size // width, width
+    return _normalized(name, x, given, eps, parts, parts, parts, (1,), (0,))[0]
 
 
 def group_norm(
@@ -127,8 +104,7 @@ def group_norm(
             f"group_norm: {channels} channels of shape {x.shape} cannot be divided into {groups} "
             "groups of the same size"
         )
-    out, _, _, back = _of_channels(widened(x.data), x.shape[0], groups, given, x, eps)
-    return record_jointly("group_norm", narrowed(out, x.data), back, x, *given)
+    return _of_channels("group_norm", x, given, eps, x.shape[0], groups)[0]
 
 
 def batch_norm(
@@ -159,7 +135,7 @@ def batch_norm_with_moments(
     """Return :func:`batch_norm` with the means and (biased) variances of channels it has used."""
     x = as_variable(x)
     given = _checked("batch_norm", x, weight, bias)
-    moments = None
+    moments = []
     if mean is not None and variance is not None:
         shapes = mean.shape, variance.shape
         if shapes != (x.shape[1:2],) * 2:
@@ -167,16 +143,14 @@ def batch_norm_with_moments(
                 f"batch_norm: mean and variance must have shape {x.shape[1:2]} for input of shape "
                 f"{x.shape}, got {shapes[0]} and {shapes[1]}"
             )
-        moments = mean, variance
+        moments = [mean, variance]
     elif x.size // x.shape[1] < 2:
         raise ValueError(
             f"batch_norm: needs more than one value per channel, got input of shape {x.shape}; "
             "train with larger batches, or call eval() on the module"
         )
-    wide = widened(x.data)
-    out, mean, variance, back = _of_channels(wide, 1, x.shape[1], given, x, eps, moments)
-    result = record_jointly("batch_norm", narrowed(out, x.data), back, x, *given)
-    return result, mean, variance
+    made = _of_channels("batch_norm", x, given, eps, 1, x.shape[1], moments)
+    return made[0], made[1].reshape(-1), made[2].reshape(-1)
 
 
 def _checked(name: str, x: Variable, *given: Input | None) -> list[Variable | None]:
@@ -195,85 +169,94 @@ def _checked(name: str, x: Variable, *given: Input | None) -> list[Variable | No
 
 
 def _of_channels(
-    wide: Array, samples: int, groups: int, given: list[Variable | None], x: Variable, eps: float,
-    moments: tuple[Array, Array] | None = None,
-) -> tuple[Array, Array, Array, Backward]:  # fmt: skip
-    """Return what is normalized, means and variances, and what computes gradients.
-
-    ``samples`` is 1 where all count as one; ``moments``: what is used instead of their own.
-    """
-    n, channels, *rest = wide.shape
+    name: str, x: Variable, given: _Given, eps: float, samples: int, groups: int,
+    moments: Sequence[Array] = (),
+) -> tuple[Variable, Array, Array]:  # fmt: skip
+    """Return what :func:`_normalized` does; ``samples`` is 1 where all count as one."""
+    n, channels, *rest = x.shape
     positions = math.prod(rest)
-    order, inverse_order = (
-        (0, *range(2, wide.ndim), 1),
-        (0, wide.ndim - 1, *range(1, wide.ndim - 1)),
-    )
-    is_last = positions == 1 or not wide.flags.c_contiguous
+    is_last = positions == 1 or not x.data.flags.c_contiguous
+    sizes = samples, n // samples, channels, positions, groups, int(is_last)
+    first, of_channel = (samples, n // samples), (groups, channels // groups)
+    parts, axes, others = (*first, *of_channel, positions), (1, 3, 4), (0, 1, 4)
+    if is_last:
+        parts, axes, others = (*first, positions, *of_channel), (1, 2, 4), (0, 1, 2)
+    counts = samples * groups, channels
+    return _normalized(name, x, given, eps, sizes, counts, parts, axes, others, moments, is_last)
+
+
+def _normalized(
+    name: str, x: Variable, given: _Given, eps: float, sizes: tuple[int, ...],
+    counts: tuple[int, int], parts: tuple[int, ...], axes: tuple[int, ...], others: tuple[int, ...],
+    moments: Sequence[Array] = (), is_last: bool = False,
+) -> tuple[Variable, Array, Array]:  # fmt: skip
+    """Return what is normalized, and what it was normalized by.
+
+    Args:
+        name: of the function.
+        x: the input.
+        given: weight and bias.
+        eps: what is added to the variance.
+        sizes: what the kernel is given.
+        counts: how many means there are, and elements of a parameter.
+        parts: the shape in which elements of one mean are along ``axes`` of their own, and those
+            of one parameter along ``others``.
+        moments: constants that are used instead of the elements' own mean and variance.
+        is_last: whether channels are to lie last.
+    """
 
     def laid_out(array: Array) -> Array:
-        return contiguous(array.transpose(order) if is_last else array)
+        return contiguous(channels_last(array) if is_last else array)
 
     def as_given(array: Array) -> Array:
-        return array.transpose(inverse_order) if is_last else array
+        return channels_second(array) if is_last else array
 
-    rows, dtype = laid_out(wide), wide.dtype
-    w, b = (_values(each, wide) for each in given)
-    sizes = samples, n // samples, channels, positions, groups, int(is_last)
-    name = "group_norm" if moments is None else "given_norm"
-    native, xp, saved = kernel(name, wide), array_module(wide), ((samples * groups,), dtype)
-    if moments is not None:
-        mean, variance = (contiguous(each.astype(dtype, copy=False)) for each in moments)
-    # Shapes in which all elements of a group, and its parameters, are along their own dimensions.
-    each = (samples, n // samples, positions, groups, channels // groups)
-    axes, others, of_channel = (1, 2, 4), (0, 1, 2), (1, 1, 1, groups, channels // groups)
-    if not is_last:
-        each = samples, n // samples, groups, channels // groups, positions
-        axes, others, of_channel = (1, 3, 4), (0, 1, 4), (1, 1, groups, channels // groups, 1)
-    of_group = tuple(1 if axis in axes else size for axis, size in enumerate(each))
-    if native is not None and moments is None:
-        made = (rows.shape, dtype), saved, saved
-        out, mean, variance = native(made, sizes, (eps,), rows, w, b)
-    elif native is not None:
-        out = native(((rows.shape, dtype),), sizes, (eps,), rows, w, b, mean, variance)
+    rows = laid_out(widened(x.data))
+    of_kernel = "given_norm" if moments else name.replace("batch", "group")
+    native, xp, shape, dtype = kernel(of_kernel, rows), array_module(rows), rows.shape, rows.dtype
+    w, b, *moments = (_values(each, dtype) for each in (*given, *moments))
+    if native is not None:
+        saved = () if moments else (((counts[0],), dtype),) * 2
+        found = native(((shape, dtype), *saved), sizes, (eps,), rows, w, b, *moments)
+        out, mean, variance = (found, *moments) if moments else found
     else:
-        parts = rows.reshape(each)
-        if moments is None:
-            mean = parts.mean(axes)
-            deviation = parts - mean.reshape(of_group)
-            variance = (deviation * deviation).mean(axes).reshape(-1)
-            mean = mean.reshape(-1)
-        scaled = (parts - mean.reshape(of_group)) / xp.sqrt(variance + eps).reshape(of_group)
-        w, b = (None if p is None else p.reshape(of_channel) for p in (w, b))
-        out = _affine(scaled, w, b).reshape(rows.shape)
+        of_parameter = [1 if axis in others else n for axis, n in enumerate(parts)]
+        out = rows.reshape(parts)
+        if moments:
+            mean, variance = (each.reshape(of_parameter) for each in moments)
+            out = out - mean
+        else:
+            mean = out.mean(axes, keepdims=True) if name != "rms_norm" else xp.zeros(1, dtype)
+            out = out - mean
+            variance = (out * out).mean(axes, keepdims=True)
+        out /= xp.sqrt(variance + eps)
+        out = out if w is None else out * w.reshape(of_parameter)
+        out = (out if b is None else out + b.reshape(of_parameter)).reshape(shape)
 
     def back(grad: Array) -> tuple[Array, Array, Array]:
-        grad, w = laid_out(widened(grad)), _values(given[0], wide)
-        made = (rows.shape, dtype), ((channels,), dtype), ((channels,), dtype)
+        grad, w = laid_out(widened(grad)), _values(given[0], dtype)
         if native is not None:
-            found: Any = kernel(f"{name}_back", wide)
-            dx, *more = found(made, sizes, (eps,), grad, rows, mean, variance, w)
-            return as_given(dx), *more
-        parts, grad = rows.reshape(each), grad.reshape(each)
-        deviation = 1 / xp.sqrt(variance + eps).reshape(of_group)
-        standard = (parts - mean.reshape(of_group)) * deviation
-        dx = slope = _affine(grad, None if w is None else w.reshape(of_channel), None)
-        if moments is None:
-            dx = slope - slope.mean(axes, keepdims=True)
-            dx -= standard * (slope * standard).mean(axes, keepdims=True)
-        dweight, dbias = (p.sum(others).reshape(-1) for p in (grad * standard, grad))
-        return as_given((dx * deviation).reshape(rows.shape)), dweight, dbias
+            made = (shape, dtype), *(((counts[1],), dtype),) * 2
+            found: Any = kernel(f"{of_kernel}_back", rows)
+            dx, dweight, dbias = found(made, sizes, (eps,), grad, rows, mean, variance, w)
+            return as_given(dx), dweight, dbias
+        grad, inverse = grad.reshape(parts), 1 / xp.sqrt(variance + eps)
+        standard = (rows.reshape(parts) - mean) * inverse
+        dx = slope = grad if w is None else grad * w.reshape(of_parameter)
+        if not moments:
+            dx = slope - standard * (slope * standard).mean(axes, keepdims=True)
+            if name != "rms_norm":
+                dx -= slope.mean(axes, keepdims=True)
+        dweight, dbias = (each.sum(others).reshape(-1) for each in (grad * standard, grad))
+        return as_given((dx * inverse).reshape(shape)), dweight, dbias
 
-    return as_given(out), mean, variance, back
+    result = record_jointly(name, narrowed(as_given(out), x.data), back, x, *given)
+    return result, mean, variance
 
 
-def _values(parameter: Variable | None, like: Array) -> Array | None:
-    """Return a parameter as the kernels take it: contiguous, in the dtype that is computed in."""
-    if parameter is None:
+def _values(given: Variable | Array | None, dtype: Any) -> Any:
+    """Return a parameter or constants as kernels take them: contiguous, in that dtype."""
+    if given is None:
         return None
-    return contiguous(parameter.data.astype(like.dtype, copy=False))
-
-
-def _affine(standard: Array, weight: Array | None, bias: Array | None) -> Array:
-    if weight is not None:
-        standard = standard * weight
-    return standard if bias is None else standard + bias
+    array = given.data if isinstance(given, Variable) else given
+    return contiguous(array.astype(dtype, copy=False))

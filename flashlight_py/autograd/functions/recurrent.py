@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from flashlight_py.autograd.functions import dimensions
-from flashlight_py.autograd.graph import Vjp
 from flashlight_py.autograd.precision import as_half
 from flashlight_py.autograd.variable import Input, Variable, record_all
 from flashlight_py.device import Array, array_module, narrowed, widened
@@ -76,18 +75,15 @@ def recurrent(
         of_out = wide[:time][steps]
         of_state, of_cell = xp.zeros_like(of_out[0]), wide[time] if is_lstm else None
         w, back = widened(w_hh.data), prepare()
-        of_given, of_added = xp.zeros(shape, dtype), None
-        if kind == "gru":  # whose last gate has the recurrent side multiplied
-            of_added = xp.zeros(shape, dtype)
+        # The last gate of "gru" has the recurrent side multiplied.
+        sides = [xp.zeros(shape, dtype) for _ in range(2 if kind == "gru" else 1)]
         for t in reversed(range(time)):
             slopes, (of_state, of_cell) = back(t, of_out[t] + of_state, of_cell)
-            of_given[t] = slopes[0]
-            if of_added is not None:
-                of_added[t] = slopes[1]
+            for side, slope in zip(sides, slopes, strict=True):
+                side[t] = slope
             product = slopes[-1] @ w
             of_state = product if of_state is None else of_state + product
-        flat = of_given.reshape(time * batch, -1)
-        added = flat if of_added is None else of_added.reshape(time * batch, -1)
+        flat, added = (sides[at].reshape(time * batch, -1) for at in (0, -1))
         of_x = None
         if x._calc_grad:
             of_rows = (flat @ widened(w_ih.data)).reshape(time, batch, -1)
@@ -95,9 +91,9 @@ def recurrent(
         of_weights = flat.T @ rows, added.T @ states[:-1].reshape(time * batch, -1)
         return *of_weights, flat.sum(0), added.sum(0), of_x, of_state, of_cell
 
-    inputs = (*own, x, *begin)
-    vjps: list[Any] = [lambda grads, at=at: grads[at] for at in range(len(inputs))]
-    edges: list[tuple[Variable, Vjp]] = list(zip(inputs, vjps, strict=True))
+    edges: list[Any] = [
+        (v, lambda grads, at=at: grads[at]) for at, v in enumerate((*own, x, *begin))
+    ]
     result = record_all(narrowed(out.transpose(1, 0, 2), x.data), edges, through)
     every = slice(None)
     output = dimensions.index(result, (every, slice(time))) if is_lstm else result
@@ -173,9 +169,8 @@ def _gru(xp: Any, given: Array, states: Array, _: Array, w: Array, bias: Array) 
         of_new = grad * (1 - update) * (1 - new * new)
         of_update = grad * (states[t] - new) * update * (1 - update)
         of_reset = of_new * added[t] * reset * (1 - reset)
-        slopes = [
-            xp.concatenate([of_reset, of_update, last], axis=1) for last in (of_new, of_new * reset)
-        ]
+        last = of_new, of_new * reset
+        slopes = [xp.concatenate([of_reset, of_update, of_n], axis=1) for of_n in last]
         return slopes, (grad * update, None)
 
     return lambda: back
@@ -190,15 +185,14 @@ def _check(
     """Return batch, time and hidden size, or raise what :func:`recurrent` promises."""
     if kind not in GATES:
         raise ValueError(f"recurrent: kind must be one of {', '.join(GATES)}, got {kind!r}")
-    w_ih, w_hh = weights[0].shape, weights[1].shape
-    hidden = w_hh[-1] if w_hh else 0
-    rows = GATES[kind] * hidden
-    if x.ndim != 3 or not x.size or w_ih[-1:] != x.shape[2:]:
-        raise ValueError(
-            f"recurrent: expected input [batch, time, features], none of them 0, for a weight of "
-            f"shape {w_ih}, got shape {x.shape}"
-        )
     shapes = [each.shape for each in weights]
+    hidden = shapes[1][-1] if shapes[1] else 0
+    rows = GATES[kind] * hidden
+    if x.ndim != 3 or not x.size or shapes[0][-1:] != x.shape[2:]:
+        raise ValueError(
+            "recurrent: expected input [batch, time, features], none of them 0, for a weight of "
+            f"shape {shapes[0]}, got shape {x.shape}"
+        )
     if shapes != [(rows, x.shape[2]), (rows, hidden), (rows,), (rows,)]:
         raise ValueError(f"recurrent: {kind} has {GATES[kind]} gates, got weights of {shapes}")
     if len(state) > 1 + (kind == "lstm") or any(v.shape != (len(x), hidden) for v in state):
