@@ -49,7 +49,7 @@ class Linear(Module):
 
 
 class Plain(Module):
-    """A module without parameters; it prints as it is made, by its public attributes."""
+    """A module that prints as it is made: its public attributes are its arguments."""
 
     def __repr__(self) -> str:
         kinds = bool, int, float, str, tuple
