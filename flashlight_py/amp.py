@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import ContextDecorator, ExitStack
+from contextlib import AbstractContextManager, ContextDecorator
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,8 @@ from flashlight_py.distributed import all_reduce, get_world_size
 from flashlight_py.optim.clip import gradients_of
 
 __all__ = ["DynamicScaler", "autocast"]
+
+_STATE = "scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"  # torch's
 
 
 class autocast(ContextDecorator):
@@ -57,7 +59,7 @@ class autocast(ContextDecorator):
         self.dtype, self.enabled = floating(dtype, "autocast"), bool(enabled)
         if self.dtype.itemsize != 2:
             raise ValueError(f"autocast: dtype must be float16 or bfloat16, got {self.dtype}")
-        self._entered: list[ExitStack] = []
+        self._entered: list[AbstractContextManager[None]] = []
 
     def _recreate_cm(self) -> autocast:
         """Return another one for each call of a decorated function: threads may call it at once."""
@@ -65,13 +67,12 @@ class autocast(ContextDecorator):
 
     def __enter__(self) -> autocast:
         dtype = self.dtype if self.enabled else None
-        stack = ExitStack()
-        stack.enter_context(casting(dtype, here.casts if dtype == here.dtype else None))
-        self._entered.append(stack)
+        self._entered.append(casting(dtype, here.casts if dtype == here.dtype else None))
+        self._entered[-1].__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._entered.pop().close()
+        self._entered.pop().__exit__(None, None, None)
 
 
 class DynamicScaler:
@@ -108,22 +109,16 @@ class DynamicScaler:
     """
 
     def __init__(
-        self,
-        initial_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-    ) -> None:
+        self, initial_scale: float = 2.0**16, growth_factor: float = 2.0,
+        backoff_factor: float = 0.5, growth_interval: int = 2000, enabled: bool = True,
+    ) -> None:  # fmt: skip
         self.enabled = bool(enabled)
         self._set(initial_scale, growth_factor, backoff_factor, growth_interval, 0)
         # Of this iteration, by optimizer: whether its gradients are finite, and if it has stepped.
         self._found: dict[Any, bool] = {}
         self._stepped: set[Any] = set()
 
-    def _set(
-        self, scale: float, growth: float, backoff: float, interval: int, tracker: int
-    ) -> None:
+    def _set(self, scale: float, growth: float, backoff: float, interval: int, steps: int) -> None:
         wrong = {
             "the scale must be finite and above 0": not 0 < scale < math.inf,
             "growth_factor must be above 1": not growth > 1,
@@ -137,7 +132,7 @@ class DynamicScaler:
             )
         self._scale = np.float32(scale)
         self.growth_factor, self.backoff_factor = float(growth), float(backoff)
-        self.growth_interval, self._tracker = int(interval), int(tracker)
+        self.growth_interval, self._tracker = int(interval), int(steps)
 
     def get_scale(self) -> float:
         """Return the scale: 1 where the scaler is not enabled."""
@@ -171,17 +166,14 @@ class DynamicScaler:
         """
         if not self.enabled:
             return
-        if optimizer in self._stepped:
-            raise RuntimeError("DynamicScaler.unscale is called after step(); call update() first")
         if optimizer in self._found:
-            raise RuntimeError(
-                "DynamicScaler.unscale was called for this optimizer since the last update()"
-            )
+            turn = "after step()" if optimizer in self._stepped else "twice"
+            raise RuntimeError(f"DynamicScaler.unscale was called {turn} since the last update()")
         grads, sharded = gradients_of(optimizer.params, "DynamicScaler.unscale")
         if any(grad.dtype.char == "e" for grad in grads):
             raise ValueError(
-                "DynamicScaler.unscale: there are gradients of float16, which would lose what the "
-                "scale has saved; let the parameters be float32 and use autocast"
+                "DynamicScaler.unscale: a gradient is float16, which would lose what the scale has "
+                "saved; let the parameters be float32 and use autocast"
             )
         is_finite = True
         with np.errstate(all="ignore"):
@@ -198,9 +190,7 @@ class DynamicScaler:
             self._found[optimizer] = is_finite
 
     def step(self, optimizer: Any) -> Any:
-        """Unscale gradients, if that was not done; call ``optimizer.step()`` if all are finite.
-
-        Returns what that returns, else None.
+        """Unscale gradients, if that was not done; return ``optimizer.step()`` if all are finite.
 
         Raises:
             RuntimeError: called twice without ``update``, or no parameter has a gradient.
@@ -230,21 +220,18 @@ class DynamicScaler:
         """
         if not self.enabled:
             return
-        growth, backoff, interval = self.growth_factor, self.backoff_factor, self.growth_interval
         if new_scale is not None:
-            self._set(new_scale, growth, backoff, interval, self._tracker)
+            self._set(new_scale, *[self.state_dict()[name] for name in _STATE[1:]])
         elif not self._found:
             raise RuntimeError(
-                "DynamicScaler.update: no gradients were looked at since the last one; call step() "
-                "first"
+                "DynamicScaler.update: no gradients were looked at; call step() first"
             )
         elif not all(self._found.values()):
-            self._scale, self._tracker = np.float32(float(self._scale) * backoff), 0
-        elif self._tracker + 1 == interval:
+            self._scale, self._tracker = np.float32(float(self._scale) * self.backoff_factor), 0
+        elif self._tracker + 1 == self.growth_interval:
             with np.errstate(over="ignore"):
-                grown = np.float32(float(self._scale) * growth)
-            self._scale = grown if np.isfinite(grown) else self._scale
-            self._tracker = 0
+                grown = np.float32(float(self._scale) * self.growth_factor)
+            self._scale, self._tracker = grown if np.isfinite(grown) else self._scale, 0
         else:
             self._tracker += 1
         self._found.clear()
@@ -255,15 +242,9 @@ class DynamicScaler:
 
         Empty where the scaler is not enabled.
         """
-        if not self.enabled:
-            return {}
-        return {
-            "scale": self.get_scale(),
-            "growth_factor": self.growth_factor,
-            "backoff_factor": self.backoff_factor,
-            "growth_interval": self.growth_interval,
-            "_growth_tracker": self._tracker,
-        }
+        factors = self.growth_factor, self.backoff_factor
+        values = self.get_scale(), *factors, self.growth_interval, self._tracker
+        return dict(zip(_STATE, values, strict=True)) if self.enabled else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what ``state_dict`` has returned, of ours or of torch's scaler.
@@ -273,10 +254,9 @@ class DynamicScaler:
         """
         if not self.enabled:
             return
-        if sorted(state) != sorted(self.state_dict()):
+        if sorted(state) != sorted(_STATE):
             raise ValueError(
-                f"DynamicScaler.load_state_dict: expected the entries {sorted(self.state_dict())}, "
-                f"got {sorted(state)}; a scaler that is not enabled has none"
+                f"DynamicScaler.load_state_dict: expected the entries {sorted(_STATE)}, got "
+                f"{sorted(state)}; a scaler that is not enabled has none"
             )
-        names = "scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"
-        self._set(*[state[name] for name in names])
+        self._set(*[state[name] for name in _STATE])

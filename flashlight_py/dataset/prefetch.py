@@ -64,14 +64,9 @@ class PrefetchDataset(Dataset):
     """
 
     def __init__(
-        self,
-        dataset: Dataset,
-        threads: int,
-        prefetch_size: int,
-        workers: Workers = "threads",
-        transform: Transform | None = None,
-        seed: int = 0,
-    ) -> None:
+        self, dataset: Dataset, threads: int, prefetch_size: int, workers: Workers = "threads",
+        transform: Transform | None = None, seed: int = 0,
+    ) -> None:  # fmt: skip
         if threads < 0 or prefetch_size < 1 or seed < 0:
             raise ValueError(
                 "expected threads >= 0, prefetch_size >= 1 and seed >= 0, "
@@ -79,11 +74,8 @@ class PrefetchDataset(Dataset):
             )
         if workers not in get_args(Workers):
             raise ValueError(f"workers must be one of {get_args(Workers)}, got {workers!r}")
-        self._dataset = dataset
-        self._threads = threads
-        self._prefetch_size = prefetch_size
-        self._workers = workers
-        self._transform = transform
+        self._dataset, self._transform = dataset, transform
+        self._threads, self._prefetch_size, self._workers = threads, prefetch_size, workers
         self._seed, self._epoch = seed, 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -156,14 +148,9 @@ _own: list[PrefetchDataset] = []
 def _begin(pickled: bytes) -> None:
     """Make this process a worker, which ends with its parent; Ctrl-C is the parent's to answer."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    _own.append(pickle.loads(pickled))
-
-
-def _end_with_parent() -> None:
     parent: Any = multiprocessing.parent_process()
-    parent.join()
-    os._exit(1)
+    threading.Thread(target=lambda: os._exit(parent.join() or 1), daemon=True).start()
+    _own.append(pickle.loads(pickled))
 
 
 def _get(index: int) -> Sample:
@@ -171,15 +158,9 @@ def _get(index: int) -> Sample:
     try:
         return _own[0].get(index)
     except Exception as error:
-        if not _is_picklable(error):
-            text = traceback.format_exc()
+        text = traceback.format_exc()
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:  # noqa: BLE001 - whatever its class does
             raise RuntimeError(f"sample {index} raised what cannot be pickled: {text}") from None
         raise
-
-
-def _is_picklable(error: Exception) -> bool:
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001 - whatever its class does
-        return False
-    return True

@@ -2,40 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from flashlight_py.autograd import Variable, param
 from flashlight_py.autograd import functions as F
-from flashlight_py.nn.layers import check_sizes
+from flashlight_py.nn.layers import Function, check_sizes
 from flashlight_py.nn.module import Module
 
 
-class _Function(Module):
-    """A function of one variable, with what else it takes, which become attributes."""
-
-    def __init__(self, function: Callable[..., Variable], **options: Any) -> None:
-        self._function, self._options = function, tuple(options)
-        vars(self).update(options)
-
-    def forward(self, x: Variable) -> Variable:
-        return self._function(x, *[getattr(self, name) for name in self._options])
-
-    def __repr__(self) -> str:
-        options = ", ".join(f"{name}={getattr(self, name)}" for name in self._options)
-        return f"{type(self).__name__}({options})"
-
-
-class SiLU(_Function):
+class SiLU(Function):
     """``x * sigmoid(x)``, elementwise."""
 
     def __init__(self) -> None:
         super().__init__(F.silu)
 
 
-class GELU(_Function):
+class GELU(Function):
     """``x * (1 + erf(x / sqrt(2))) / 2``, elementwise.
 
     With ``approximate``: ``x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3))) / 2``.
@@ -45,28 +29,28 @@ class GELU(_Function):
         super().__init__(F.gelu, approximate=approximate)
 
 
-class ELU(_Function):
+class ELU(Function):
     """``x`` above 0, else ``alpha * (exp(x) - 1)``, elementwise."""
 
     def __init__(self, alpha: float = 1.0) -> None:
         super().__init__(F.elu, alpha=alpha)
 
 
-class LeakyReLU(_Function):
+class LeakyReLU(Function):
     """``x`` above 0, else ``slope * x``, elementwise."""
 
     def __init__(self, slope: float = 0.01) -> None:
         super().__init__(F.leaky_relu, slope=slope)
 
 
-class HardTanh(_Function):
+class HardTanh(Function):
     """``min(max(x, lower), upper)``, elementwise."""
 
     def __init__(self, lower: float = -1.0, upper: float = 1.0) -> None:
         super().__init__(F.hardtanh, lower=lower, upper=upper)
 
 
-class GatedLinearUnit(_Function):
+class GatedLinearUnit(Function):
     """The first half of ``x`` along ``axis`` times the sigmoid of the second half.
 
     The result is half as long; an odd length is a ValueError.
@@ -79,10 +63,7 @@ class GatedLinearUnit(_Function):
 class PReLU(Module):
     """``x`` above 0, else ``weight * x``: ``[batch, channels, ...]`` to the same shape.
 
-    Args:
-        channels: that the weight ``[channels]`` has a number for each; 1: one for all.
-        value: the weight at the start.
-        dtype: of the weight.
+    The weight ``[channels]``, of ``dtype``, starts as ``value``; with 1 channel it is for all.
 
     Raises:
         ValueError: ``channels`` is below 1; when called: the input has another number of them.

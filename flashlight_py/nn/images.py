@@ -9,6 +9,7 @@ from flashlight_py.autograd import Variable, param
 from flashlight_py.autograd import functions as F
 from flashlight_py.autograd.functions.convolution import Pair, as_two, check_mode, pad_of
 from flashlight_py.nn import init
+from flashlight_py.nn.layers import Plain, check_sizes
 from flashlight_py.nn.module import Module
 
 
@@ -22,13 +23,11 @@ class Conv2D(Module):
     Args:
         in_channels: of the input, at least 1.
         out_channels: of the result, at least 1.
-        kernel: the size of windows in pixels; a number or a pair (down, across), as what follows.
-        stride: from one window to the next, in pixels.
-        padding: zeros at each side; ``"same"`` for results of the size of the input.
-        dilation: from one element of a window to the next, in pixels.
-        groups: into how many the channels are divided, each convolved by itself.
+        kernel: the size of windows in pixels; a number or a pair (down, across).
         bias: whether there is a bias.
         dtype: of the parameters.
+
+    Other arguments are those of the function.
 
     Raises:
         ValueError: a size is too small, or ``groups`` does not divide the channels; when called:
@@ -37,23 +36,12 @@ class Conv2D(Module):
     """
 
     def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel: Pair,
-        stride: Pair = 1,
-        padding: Pair | str = 0,
-        dilation: Pair = 1,
-        groups: int = 1,
-        bias: bool = True,
+        self, in_channels: int, out_channels: int, kernel: Pair, stride: Pair = 1,
+        padding: Pair | str = 0, dilation: Pair = 1, groups: int = 1, bias: bool = True,
         dtype: Any = "float32",
-    ) -> None:
-        names = {"in_channels": in_channels, "out_channels": out_channels, "groups": groups}
-        for name, value in names.items():
-            if type(value) is not int:
-                raise TypeError(f"Conv2D: {name} must be an integer, got {type(value).__name__}")
-            if value < 1:
-                raise ValueError(f"Conv2D: {name} must be at least 1, got {value}")
+    ) -> None:  # fmt: skip
+        sizes = {"in_channels": in_channels, "out_channels": out_channels, "groups": groups}
+        check_sizes("Conv2D", **sizes)
         if in_channels % groups or out_channels % groups:
             raise ValueError(
                 f"Conv2D: groups must divide in_channels ({in_channels}) and out_channels "
@@ -66,7 +54,7 @@ class Conv2D(Module):
         self.groups = groups
         shape = (out_channels, in_channels // groups, *size)
         fan_in = math.prod(shape[1:])
-        bound = 1 / math.sqrt(fan_in)
+        bound = fan_in**-0.5
         self.weight = param(init.kaiming_uniform(shape, fan_in, dtype))
         self.bias = param(init.uniform(shape[:1], -bound, bound, dtype)) if bias else None
 
@@ -82,14 +70,8 @@ class Conv2D(Module):
         )
 
 
-class Pool2D(Module):
-    """The largest element or the mean of windows: see ``functions.pool2d``.
-
-    Args:
-        kernel: the size of windows in pixels; a number or a pair (down, across), as what follows.
-        stride: from one window to the next, in pixels; None: ``kernel``.
-        padding: pixels at each side, at most half of ``kernel``; no maximum, and 0 in a mean.
-        mode: ``"max"`` or ``"average"``.
+class Pool2D(Plain):
+    """The largest element or the mean of windows: see ``functions.pool2d``, also for arguments.
 
     Raises:
         ValueError: a size is out of range, or an unknown mode; when called: the input does not fit.
@@ -107,6 +89,3 @@ class Pool2D(Module):
 
     def forward(self, x: Variable) -> Variable:
         return F.pool2d(x, self.kernel, self.stride, self.padding, self.mode)
-
-    def __repr__(self) -> str:
-        return f"Pool2D({self.kernel}, {self.stride}, {self.padding}, {self.mode!r})"

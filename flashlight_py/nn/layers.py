@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from flashlight_py.autograd import Variable, param
@@ -49,10 +49,26 @@ class Linear(Module):
 
 
 class Plain(Module):
-    """A module that is made without arguments."""
+    """A module that prints as it is made: its public attributes are its arguments."""
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
+        kinds = bool, int, float, str, tuple
+        shown = {k: v for k, v in vars(self).items() if k[0] != "_" and isinstance(v, kinds)}
+        shown.pop("training", None)
+        words = [f"{name}={value!r}" for name, value in shown.items()]
+        words[:1] = [repr(value) for value in [*shown.values()][:1]]
+        return f"{type(self).__name__}({', '.join(words)})"
+
+
+class Function(Plain):
+    """A function of one variable, with its other arguments, which become attributes."""
+
+    def __init__(self, function: Callable[..., Variable], **options: Any) -> None:
+        self._function, self._options = function, tuple(options)
+        vars(self).update(options)
+
+    def forward(self, x: Variable) -> Variable:
+        return self._function(x, *[getattr(self, name) for name in self._options])
 
 
 class ReLU(Plain):
@@ -76,31 +92,18 @@ class Sigmoid(Plain):
         return F.sigmoid(x)
 
 
-class LogSoftmax(Module):
-    """The logarithm of the softmax along one dimension.
-
-    Args:
-        axis: the dimension of the classes, by default the last.
-    """
+class LogSoftmax(Function):
+    """The logarithm of the softmax along ``axis``, by default the last."""
 
     def __init__(self, axis: int = -1) -> None:
-        self.axis = axis
-
-    def forward(self, x: Variable) -> Variable:
-        return F.log_softmax(x, self.axis)
-
-    def __repr__(self) -> str:
-        return f"LogSoftmax(axis={self.axis})"
+        super().__init__(F.log_softmax, axis=axis)
 
 
-class Dropout(Module):
+class Dropout(Plain):
     """Zeroes elements at random while training and scales the others up; else the identity.
 
-    Args:
-        ratio: the probability with which an element is zeroed, at least 0 and below 1.
-
     Raises:
-        ValueError: ``ratio`` is outside that range.
+        ValueError: ``ratio``, the probability of zeroing, is not at least 0 and below 1.
     """
 
     def __init__(self, ratio: float = 0.5) -> None:
@@ -111,31 +114,23 @@ class Dropout(Module):
         """Return ``x`` with dropout while training, else ``x`` itself."""
         return F.dropout(x, self.ratio if self.training else 0.0)
 
-    def __repr__(self) -> str:
-        return f"Dropout({self.ratio})"
 
-
-class View(Module):
+class View(Plain):
     """Reshapes its input, the batch dimension included.
 
     Args:
         shape: the new shape; one entry may be -1 and is then computed, so that ``(-1, 784)``
             takes any batch.
+
+    Raises:
+        ValueError: when called: the number of elements differs.
     """
 
     def __init__(self, shape: Sequence[int]) -> None:
         self.shape = tuple(shape)
 
     def forward(self, x: Variable) -> Variable:
-        """Return ``x`` in the new shape.
-
-        Raises:
-            ValueError: the number of elements differs.
-        """
         return F.reshape(x, self.shape)
-
-    def __repr__(self) -> str:
-        return f"View({self.shape})"
 
 
 class Identity(Plain):
@@ -270,6 +265,7 @@ class Residual(Module):
 
     Raises:
         TypeError: one is no module.
+        ValueError: when called: the two shapes differ.
     """
 
     def __init__(self, module: Module, shortcut: Module | None = None) -> None:
@@ -279,12 +275,7 @@ class Residual(Module):
         self.module, self.shortcut = module, shortcut
 
     def forward(self, x: Any) -> Variable:
-        """Return the sum.
-
-        Raises:
-            ValueError: the two shapes differ.
-        """
-        past: Any = x if self.shortcut is None else self.shortcut(x)
+        past = x if self.shortcut is None else self.shortcut(x)
         out: Variable = self.module(x)
         if out.shape != past.shape:
             raise ValueError(

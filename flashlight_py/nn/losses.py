@@ -1,4 +1,8 @@
-"""Losses: modules around the functions of ``autograd.functions.losses``."""
+"""Losses: modules around the functions of ``autograd.functions.losses``.
+
+Their inputs, and the errors of a call, are those of the function of the same name. ``reduction`` is
+``"mean"``, ``"sum"`` or ``"none"``; another one is a ValueError.
+"""
 
 from __future__ import annotations
 
@@ -8,71 +12,25 @@ from flashlight_py.autograd import Variable
 from flashlight_py.autograd import functions as F
 from flashlight_py.autograd.functions.losses import check_reduction, check_smoothing
 from flashlight_py.nn.layers import Plain
-from flashlight_py.nn.module import Module
+
+
+class _Reduced(Plain):
+    def __init__(self, reduction: str = "mean") -> None:
+        check_reduction(reduction)
+        self.reduction = reduction
 
 
 class MeanSquaredError(Plain):
     """The mean of the squared differences over all elements."""
 
     def forward(self, prediction: Variable, target: Variable) -> Variable:
-        """Return the loss, without dimensions; see ``functions.mean_squared_error``."""
         return F.mean_squared_error(prediction, target)
-
-
-class CategoricalCrossEntropy(Module):
-    """The negative log probability of the right classes, given log probabilities.
-
-    Args:
-        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
-        ignore_index: targets of this value do not count.
-        label_smoothing: the part of each target that all classes share, 0 to 1.
-
-    Raises:
-        ValueError: an unknown reduction, or ``label_smoothing`` outside of 0 to 1.
-    """
-
-    def __init__(
-        self, reduction: str = "mean", ignore_index: int = -1, label_smoothing: float = 0.0
-    ) -> None:
-        check_reduction(reduction)
-        check_smoothing(label_smoothing)
-        self.label_smoothing = label_smoothing
-        self.reduction = reduction
-        self.ignore_index = ignore_index
-
-    def forward(self, log_probabilities: Variable, target: Variable) -> Variable:
-        """Return the loss; see ``functions.categorical_cross_entropy``."""
-        return F.categorical_cross_entropy(
-            *(log_probabilities, target, self.reduction, self.ignore_index, self.label_smoothing)
-        )
-
-    def __repr__(self) -> str:
-        smoothing = f", label_smoothing={self.label_smoothing}" if self.label_smoothing else ""
-        return (
-            f"CategoricalCrossEntropy({self.reduction!r}, ignore_index={self.ignore_index}"
-            f"{smoothing})"
-        )
-
-
-class _Reduced(Module):
-    """A loss of which nothing but the reduction is to choose: "mean", "sum" or "none".
-
-    Another one is a ValueError.
-    """
-
-    def __init__(self, reduction: str = "mean") -> None:
-        check_reduction(reduction)
-        self.reduction = reduction
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.reduction!r})"
 
 
 class MeanAbsoluteError(_Reduced):
     """The mean (``reduction``: or ``"sum"``, ``"none"``) of ``abs(prediction - target)``."""
 
     def forward(self, prediction: Variable, target: Variable) -> Variable:
-        """Return the loss; see ``functions.mean_absolute_error``."""
         return F.mean_absolute_error(prediction, target, self.reduction)
 
 
@@ -83,17 +41,34 @@ class BinaryCrossEntropy(_Reduced):
     """
 
     def forward(self, probabilities: Variable, target: Variable) -> Variable:
-        """Return the loss; see ``functions.binary_cross_entropy``."""
         return F.binary_cross_entropy(probabilities, target, self.reduction)
 
 
-class ConnectionistTemporalClassification(Module):
+class CategoricalCrossEntropy(_Reduced):
+    """The negative log probability of the right classes, given log probabilities.
+
+    Arguments are those of ``functions.categorical_cross_entropy``.
+
+    Raises:
+        ValueError: an unknown reduction, or ``label_smoothing`` outside of 0 to 1.
+    """
+
+    def __init__(
+        self, reduction: str = "mean", ignore_index: int = -1, label_smoothing: float = 0.0
+    ) -> None:
+        super().__init__(reduction)
+        check_smoothing(label_smoothing)
+        self.ignore_index, self.label_smoothing = ignore_index, label_smoothing
+
+    def forward(self, log_probabilities: Variable, target: Variable) -> Variable:
+        options = self.reduction, self.ignore_index, self.label_smoothing
+        return F.categorical_cross_entropy(log_probabilities, target, *options)
+
+
+class ConnectionistTemporalClassification(_Reduced):
     """The negative log probability of all alignments of a longer input with a target.
 
-    Args:
-        blank: the class between the others.
-        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
-        zero_infinity: whether the loss of a target that is too long is 0, not infinity.
+    Arguments are those of ``functions.connectionist_temporal_classification``.
 
     Raises:
         ValueError: an unknown reduction.
@@ -102,22 +77,14 @@ class ConnectionistTemporalClassification(Module):
     def __init__(
         self, blank: int = 0, reduction: str = "mean", zero_infinity: bool = False
     ) -> None:
-        check_reduction(reduction)
-        self.blank, self.reduction, self.zero_infinity = blank, reduction, zero_infinity
+        super().__init__(reduction)
+        self.blank, self.zero_infinity = blank, zero_infinity
 
     def forward(
-        self,
-        log_probabilities: Variable,
-        targets: Variable,
-        input_lengths: Any = None,
+        self, log_probabilities: Variable, targets: Variable, input_lengths: Any = None,
         target_lengths: Any = None,
-    ) -> Variable:
-        """Return the loss; see ``functions.connectionist_temporal_classification``."""
+    ) -> Variable:  # fmt: skip
+        lengths, options = (input_lengths, target_lengths), (self.reduction, self.zero_infinity)
         return F.connectionist_temporal_classification(
-            *(log_probabilities, targets, input_lengths, target_lengths),
-            *(self.blank, self.reduction, self.zero_infinity),
+            log_probabilities, targets, *lengths, self.blank, *options
         )
-
-    def __repr__(self) -> str:
-        options = f"blank={self.blank}, reduction={self.reduction!r}"
-        return f"ConnectionistTemporalClassification({options})"

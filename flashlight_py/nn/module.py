@@ -52,7 +52,11 @@ class Module(Structured, ABC):
 
     @abstractmethod
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        """Compute the module's result from its inputs."""
+        """Compute the module's result from its inputs.
+
+        Raises:
+            ValueError: an input does not fit, as the class says.
+        """
 
     def __call__(self: _Forward[Result_co], *inputs: Any) -> Result_co:
         """Return ``forward(*inputs)``, or of what :func:`recompute` put in its place."""

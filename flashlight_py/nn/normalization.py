@@ -1,4 +1,7 @@
-"""Layers that normalize, with the names and shapes of torch's parameters."""
+"""Layers that normalize, with the names and shapes of torch's parameters.
+
+``eps`` is added to the variance or mean square.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,10 @@ from flashlight_py.autograd import Variable, param
 from flashlight_py.autograd import functions as F
 from flashlight_py.autograd.functions.normalization import batch_norm_with_moments
 from flashlight_py.device import Array, array_module
-from flashlight_py.nn.layers import check_sizes
-from flashlight_py.nn.module import Module
+from flashlight_py.nn.layers import Plain, check_sizes
 
 
-class _Affine(Module):
+class _Affine(Plain):
     """A layer with a weight of ones and a bias of zeros, or without them."""
 
     def __init__(self, shape: Sequence[int], weight: bool, bias: bool, eps: float) -> None:
@@ -24,25 +26,19 @@ class _Affine(Module):
         self.bias = param(np.zeros(shape, np.float32)) if bias else None
         self.eps = eps
 
-    def __repr__(self) -> str:
-        shape = () if self.weight is None else self.weight.shape
-        return f"{type(self).__name__}({', '.join(map(str, shape))})"
-
 
 class LayerNorm(_Affine):
     """Each position less its mean, and divided by its deviation; see ``functions.layer_norm``.
 
-    Args:
-        shape: of the last dimensions, those that are normalized; a number for one.
-        eps: what is added to the variance.
-        bias: whether there is a bias.
+    ``shape`` is that of the last dimensions, those that are normalized; a number for one.
 
     Raises:
         ValueError: a size is below 1; when called: the input does not end with the shape.
     """
 
     def __init__(self, shape: int | Sequence[int], eps: float = 1e-5, bias: bool = True) -> None:
-        super().__init__((shape,) if isinstance(shape, int) else tuple(shape), True, bias, eps)
+        self.shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        super().__init__(self.shape, True, bias, eps)
 
     def forward(self, x: Variable) -> Variable:
         return F.layer_norm(x, self.weight, self.bias, self.eps)
@@ -51,15 +47,14 @@ class LayerNorm(_Affine):
 class RMSNorm(_Affine):
     """Each position divided by the root of its mean square; see ``functions.rms_norm``.
 
-    Args:
-        size: of the last dimension.
-        eps: what is added to the mean square.
+    ``size`` is that of the last dimension.
 
     Raises:
         ValueError: the size is below 1; when called: the input's last dimension differs.
     """
 
     def __init__(self, size: int, eps: float = 1e-5) -> None:
+        self.size = size
         super().__init__((size,), True, False, eps)
 
     def forward(self, x: Variable) -> Variable:
@@ -69,10 +64,7 @@ class RMSNorm(_Affine):
 class GroupNorm(_Affine):
     """Groups of channels of each sample, normalized; see ``functions.group_norm``.
 
-    Args:
-        groups: how many groups the channels are divided into.
-        channels: the size of the input's second dimension, a multiple of ``groups``.
-        eps: what is added to the variance.
+    ``channels`` is the size of the input's second dimension, a multiple of ``groups``.
 
     Raises:
         ValueError: the channels are not divisible by ``groups``; when called: the input has others.
@@ -80,16 +72,13 @@ class GroupNorm(_Affine):
 
     def __init__(self, groups: int, channels: int, eps: float = 1e-5) -> None:
         check_sizes("GroupNorm", groups=groups)
+        self.groups, self.channels = groups, channels
         super().__init__((channels,), True, True, eps)
         if channels % groups:
             raise ValueError(f"GroupNorm: {channels} channels are not divisible by {groups} groups")
-        self.groups = groups
 
     def forward(self, x: Variable) -> Variable:
         return F.group_norm(x, self.groups, self.weight, self.bias, self.eps)
-
-    def __repr__(self) -> str:
-        return f"GroupNorm({self.groups}, {self.weight.shape[0]})"  # type: ignore[union-attr]
 
 
 class BatchNorm(_Affine):
@@ -101,7 +90,6 @@ class BatchNorm(_Affine):
     Args:
         channels: the size of the input's second dimension.
         momentum: see above.
-        eps: what is added to the variance.
         affine: whether there are a weight and a bias.
         track_statistics: whether there are running statistics.
         sync: whether a batch is what all ranks of the world have, together: each call in training
@@ -116,37 +104,31 @@ class BatchNorm(_Affine):
         self, channels: int, momentum: float = 0.1, eps: float = 1e-5, affine: bool = True,
         track_statistics: bool = True, sync: bool = False,
     ) -> None:  # fmt: skip
+        self.channels, self.momentum = channels, momentum
         super().__init__((channels,), affine, affine, eps)
-        self.channels, self.momentum, self.track_statistics = channels, momentum, track_statistics
+        self.track_statistics, self.sync = track_statistics, sync
         if track_statistics:
             self.add_buffer("running_mean", np.zeros(channels, np.float32))
             self.add_buffer("running_var", np.ones(channels, np.float32))
-        # By its name: this package lies below that of collectives, and most layers need none.
-        self.sync = sync
-        if sync:
+        if sync:  # by its name: this package lies below that of collectives, and most need none
             import_module("flashlight_py.parallel.functional")
 
     running_mean: Array
     running_var: Array
 
     def forward(self, x: Variable) -> Variable:
-        """Return ``x`` normalized; in training, running statistics are changed in place.
-
-        Raises:
-            ValueError: another number of channels, or in training one value per channel only.
-        """
+        """Return ``x`` normalized; in training, running statistics are changed in place."""
         if x.ndim < 2 or x.shape[1] != self.channels:
             raise ValueError(
                 f"BatchNorm: expected input of shape [N, {self.channels}, ...], got {x.shape}"
             )
         if not self.training and self.track_statistics:
-            given = self.running_mean, self.running_var
-            return F.batch_norm(x, self.weight, self.bias, *given, self.eps)
+            running = self.running_mean, self.running_var
+            return F.batch_norm(x, self.weight, self.bias, *running, self.eps)
         if self.sync:
             return self._synchronized(x)
-        out, mean, variance = batch_norm_with_moments(
-            x, self.weight, self.bias, None, None, self.eps
-        )
+        given = x, self.weight, self.bias, None, None
+        out, mean, variance = batch_norm_with_moments(*given, self.eps)
         count = x.size // self.channels
         self._track(mean, variance * (count / (count - 1)))
         return out
@@ -178,10 +160,6 @@ class BatchNorm(_Affine):
         return out if out.dtype == x.dtype else F.astype(out, x.dtype)
 
     def _track(self, mean: Array, variance: Array) -> None:
-        if not self.track_statistics:
-            return
-        for running, new in ((self.running_mean, mean), (self.running_var, variance)):
-            running[...] = running * (1 - self.momentum) + new * self.momentum
-
-    def __repr__(self) -> str:
-        return f"BatchNorm({self.channels})"
+        if self.track_statistics:
+            for running, new in ((self.running_mean, mean), (self.running_var, variance)):
+                running[...] = running * (1 - self.momentum) + new * self.momentum

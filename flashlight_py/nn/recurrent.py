@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from flashlight_py.autograd import Variable, param
@@ -10,11 +9,12 @@ from flashlight_py.autograd import functions as F
 from flashlight_py.autograd.functions.elementwise import check_ratio
 from flashlight_py.autograd.functions.recurrent import GATES
 from flashlight_py.nn import init
-from flashlight_py.nn.layers import check_sizes
-from flashlight_py.nn.module import Module
+from flashlight_py.nn.layers import Plain, check_sizes
+
+_NAMES = "weight_ih", "weight_hh", "bias_ih", "bias_hh"
 
 
-class RNN(Module):
+class RNN(Plain):
     """Recurrent layers: ``[batch, time, input_size]`` to ``[batch, time, directions * hidden]``.
 
     The equations are those of ``functions.recurrent``. The parameters have torch's names and
@@ -32,34 +32,26 @@ class RNN(Module):
         dtype: of the parameters.
 
     Raises:
-        ValueError: an unknown kind, or a number out of range.
+        ValueError: an unknown kind, or a number out of range; when called: the shapes do not fit.
         TypeError: a size is no integer.
     """
 
     def __init__(
-        self,
-        kind: str,
-        input_size: int,
-        hidden_size: int,
-        layers: int = 1,
-        bidirectional: bool = False,
-        dropout: float = 0.0,
-        dtype: Any = "float32",
-    ) -> None:
+        self, kind: str, input_size: int, hidden_size: int, layers: int = 1,
+        bidirectional: bool = False, dropout: float = 0.0, dtype: Any = "float32",
+    ) -> None:  # fmt: skip
         if kind not in GATES:
             raise ValueError(f"RNN: kind must be one of {', '.join(GATES)}, got {kind!r}")
         check_sizes("RNN", input_size=input_size, hidden_size=hidden_size, layers=layers)
         check_ratio(dropout)
-        self.kind, self.dropout = kind, dropout
-        self.input_size, self.hidden_size = input_size, hidden_size
-        self.layers, self.bidirectional = layers, bidirectional
-        bound, rows = 1 / math.sqrt(hidden_size), GATES[kind] * hidden_size
+        self.kind, self.input_size, self.hidden_size = kind, input_size, hidden_size
+        self.layers, self.bidirectional, self.dropout = layers, bidirectional, dropout
+        bound, rows = hidden_size**-0.5, GATES[kind] * hidden_size
         for layer in range(layers):
             features = hidden_size * (1 + bidirectional) if layer else input_size
+            shapes = (rows, features), (rows, hidden_size), (rows,), (rows,)
             for end in self._ends():
-                for name, shape in (("weight_ih", (rows, features)),
-                                    ("weight_hh", (rows, hidden_size)),
-                                    ("bias_ih", (rows,)), ("bias_hh", (rows,))):  # fmt: skip
+                for name, shape in zip(_NAMES, shapes, strict=True):
                     array = init.uniform(shape, -bound, bound, dtype)
                     setattr(self, f"{name}_l{layer}{end}", param(array))
 
@@ -69,16 +61,8 @@ class RNN(Module):
     def forward(self, x: Variable, state: Any = None) -> tuple[Variable, Any]:
         """Return the hidden states of the last layer after each step, and the last state of each.
 
-        Args:
-            x: shape ``[batch, time, input_size]``.
-            state: to start with, None for zeros: ``h`` of shape ``[layers * directions, batch,
-                hidden_size]``, for "lstm" a tuple of ``h`` and ``c``.
-
-        Returns:
-            The output, and a state as above.
-
-        Raises:
-            ValueError: the shapes do not fit.
+        ``state``, given (None: zeros) and returned, is ``h`` of shape ``[layers * directions,
+        batch, hidden_size]``, for "lstm" a tuple of ``h`` and ``c``.
         """
         is_lstm, ends = self.kind == "lstm", self._ends()
         first = () if state is None else tuple(state) if is_lstm else (state,)
@@ -96,8 +80,7 @@ class RNN(Module):
                 x = F.dropout(x, self.dropout)
             outputs = []
             for end in ends:
-                names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-                weights = [getattr(self, f"{name}_l{layer}{end}") for name in names]
+                weights = [getattr(self, f"{name}_l{layer}{end}") for name in _NAMES]
                 begin = [F.index(each, len(last)) for each in first]
                 output, *ended = F.recurrent(self.kind, x, weights, begin, bool(end))
                 outputs.append(output)
@@ -105,7 +88,3 @@ class RNN(Module):
             x = F.concatenate(outputs, -1) if len(outputs) > 1 else outputs[0]
         states = tuple(F.stack(each) for each in zip(*last, strict=True))
         return x, states if is_lstm else states[0]
-
-    def __repr__(self) -> str:
-        sizes = f"{self.input_size}, {self.hidden_size}, layers={self.layers}"
-        return f"RNN({self.kind!r}, {sizes}, bidirectional={self.bidirectional})"

@@ -11,12 +11,12 @@ from flashlight_py.autograd import Variable, param
 from flashlight_py.autograd import functions as F
 from flashlight_py.autograd.functions.elementwise import check_ratio
 from flashlight_py.nn import init
-from flashlight_py.nn.layers import Linear, Sequential, check_sizes
+from flashlight_py.nn.layers import Linear, Plain, Sequential, check_sizes
 from flashlight_py.nn.module import Module
 from flashlight_py.nn.normalization import LayerNorm
 
 
-class MultiheadAttention(Module):
+class MultiheadAttention(Plain):
     """Attention of several heads between linear maps (Vaswani et al., 2017).
 
     ``layer(x)`` and ``layer(x, mask)`` attend to ``x`` ``[batch, positions, dim]`` itself;
@@ -47,11 +47,6 @@ class MultiheadAttention(Module):
         self.dim, self.heads, self.dropout, self.causal = dim, heads, dropout, causal
 
     def forward(self, *inputs: Any) -> Variable:
-        """Return the result, ``[batch, positions, dim]``.
-
-        Raises:
-            ValueError: an input has another shape, or a mask does not fit.
-        """
         others = inputs[1:3] if len(inputs) > 2 else ()
         mask = (*inputs, None)[1 + len(others)]
         for x in (inputs[0], *others):
@@ -74,9 +69,6 @@ class MultiheadAttention(Module):
         rows = F.linear(x, self.in_proj_weight[part], bias)
         split = F.reshape(rows, (*x.shape[:2], self.heads, self.dim // self.heads))
         return F.transpose(split, (0, 2, 1, 3))
-
-    def __repr__(self) -> str:
-        return f"MultiheadAttention({self.dim}, {self.heads})"
 
 
 _ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
@@ -118,7 +110,7 @@ class Transformer(Module):
     The state has the names of ``torch.nn.TransformerEncoder`` without a norm of its own.
 
     Args:
-        dim: size of the last dimension of input and result.
+        dim: size of the last dimension of ``x`` ``[batch, positions, dim]`` and of the result.
         heads: how many heads of attention it is divided among.
         hidden: size between the two linear maps of a block, by default ``4 * dim``.
         layers: how many blocks.
@@ -137,10 +129,8 @@ class Transformer(Module):
     ) -> None:  # fmt: skip
         hidden = 4 * dim if hidden is None else hidden
         check_sizes("Transformer", dim=dim, heads=heads, hidden=hidden, layers=layers)
-        for name, value, known in (
-            ("activation", activation, tuple(_ACTIVATIONS)),
-            ("norm", norm, ("pre", "post")),
-        ):
+        choices = ("activation", activation, (*_ACTIVATIONS,)), ("norm", norm, ("pre", "post"))
+        for name, value, known in choices:
             if value not in known:
                 raise ValueError(f"Transformer: {name} must be one of {known}, got {value!r}")
         options = hidden, dropout, causal, activation, norm
@@ -148,10 +138,7 @@ class Transformer(Module):
         self.layers = Sequential(*(TransformerLayer(dim, heads, *options) for _ in range(layers)))
 
     def forward(self, x: Variable, mask: Any = None) -> Variable:
-        """Return the last block's result, ``[batch, positions, dim]`` as ``x``.
-
-        ``mask``: as in ``functions.attention``, for all blocks.
-        """
+        """Return the last block's result; ``mask`` is for all, as in ``functions.attention``."""
         for _, layer in self.layers.children():
             x = layer(x) if mask is None else layer(x, mask)
         return x
@@ -161,11 +148,7 @@ class Transformer(Module):
 
 
 class PositionEmbedding(Module):
-    """A vector learned for each position, added to the input ``[batch, positions, dim]``.
-
-    Args:
-        positions: the most positions.
-        dim: size of the last dimension.
+    """A vector learned for each position, added to the input ``[batch, at most positions, dim]``.
 
     Raises:
         ValueError: a size is below 1; when called: the input has more positions, or another size.
@@ -176,11 +159,6 @@ class PositionEmbedding(Module):
         self.weight = param(init.normal((positions, dim), 0.0, 0.02))
 
     def forward(self, x: Variable) -> Variable:
-        """Return ``x`` with what belongs to its positions added.
-
-        Raises:
-            ValueError: the input has more positions, or another size.
-        """
         most, dim = self.weight.shape
         if x.ndim != 3 or x.shape[1] > most or x.shape[2] != dim:
             raise ValueError(
@@ -193,7 +171,7 @@ class PositionEmbedding(Module):
 class SinusoidalPositionEmbedding(PositionEmbedding):
     """Sines and cosines of each position, added to the input (Vaswani et al., 2017).
 
-    Arguments are those of ``PositionEmbedding``. Nothing is learned.
+    Nothing is learned.
 
     Raises:
         ValueError: a size is below 1, or ``dim`` is odd.

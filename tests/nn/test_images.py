@@ -274,7 +274,7 @@ def test_layers_begin_with_the_values_that_they_name() -> None:
     assert np.abs(layer.weight.array).max() <= np.sqrt(3 / fan_in)
     assert np.abs(layer.bias.array).max() <= 1 / np.sqrt(fan_in)
     assert repr(layer) == "Conv2D(8, 6, (3, 5), (2, 2), (1, 1), (1, 1), 2, bias=True)"
-    assert repr(Pool2D(3, 2)) == "Pool2D((3, 3), (2, 2), (0, 0), 'max')"
+    assert repr(Pool2D(3, 2)) == "Pool2D((3, 3), stride=(2, 2), padding=(0, 0), mode='max')"
     assert Conv2D(1, 1, 1, bias=False).bias is None
     x = fl.input(np.zeros((2, 8, 9, 9), "float32"))
     assert layer(x).shape == (2, 6, 5, 4)

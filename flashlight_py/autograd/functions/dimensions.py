@@ -536,28 +536,20 @@ def matmul(a: Operand, b: Operand) -> Variable:
 
 def _matmul(x: Variable, y: Variable) -> Variable:
     p, q = _to_keep(x), _to_keep(y)
-    if x.data.dtype.char in NARROW and not is_cupy(x.data):
-        return _matmul_narrow(x, y, p, q)
-    return record(
-        x.data @ y.data,
-        (x, lambda grad: grad @ (y.data if q is None else q).swapaxes(-1, -2)),
-        (y, lambda grad: (x.data if p is None else p).swapaxes(-1, -2) @ grad),
-    )
-
-
-def _matmul_narrow(x: Variable, y: Variable, p: Array | None, q: Array | None) -> Variable:
-    """Return the product computed in float32, from which the backward pass widens once more."""
-
-    def x_vjp(grad: Array) -> Any:
-        return grad @ widened(y.data if q is None else q).swapaxes(-1, -2)
-
-    def y_vjp(grad: Array) -> Any:
-        return widened(x.data if p is None else p).swapaxes(-1, -2) @ grad
-
+    if x.data.dtype.char not in NARROW or is_cupy(x.data):
+        return record(
+            x.data @ y.data,
+            (x, lambda grad: grad @ (y.data if q is None else q).swapaxes(-1, -2)),
+            (y, lambda grad: (x.data if p is None else p).swapaxes(-1, -2) @ grad),
+        )
+    # Computed in float32, and widened once more in the backward pass.
     out = widened(x.data) @ widened(y.data)
-    if y.data.dtype.char in NARROW:
-        out = narrowed(out, x.data)
-    return record_all(out, [(x, x_vjp), (y, y_vjp)], widened)
+    edges: list[tuple[Variable, Vjp]] = [
+        (x, lambda grad: grad @ widened(y.data if q is None else q).swapaxes(-1, -2)),
+        (y, lambda grad: widened(x.data if p is None else p).swapaxes(-1, -2) @ grad),
+    ]
+    out = narrowed(out, x.data) if y.data.dtype.char in NARROW else out
+    return record_all(out, edges, widened)
 
 
 def _to_keep(operand: Variable) -> Array | None:
@@ -580,65 +572,39 @@ def einsum(subscripts: str, *operands: Input) -> Variable:
         ValueError: the subscripts cannot be read, or do not fit the operands' shapes.
     """
     given = [as_half(operand) for operand in operands]
-    shapes = [variable.data.shape for variable in given]
-    terms, result, sizes = _read_subscripts(subscripts, shapes)
+    terms, result, sizes = _read_subscripts(subscripts, [each.data.shape for each in given])
     arrays, used = [], []
     for variable, term in zip(given, terms, strict=True):  # without what is to be stretched
-        own = [letter for letter, n in zip(term, variable.data.shape, strict=True)
-               if n == sizes[letter]]  # fmt: skip
-        arrays.append(widened(variable.data).reshape([sizes[letter] for letter in own]))
+        own = [x for x, n in zip(term, variable.data.shape, strict=True) if n == sizes[x]]
+        arrays.append(widened(variable.data).reshape([sizes[x] for x in own]))
         used.append("".join(own))
-    edges: list[tuple[Variable, Vjp]] = []
-    for place, variable in enumerate(given):
-        others = [*arrays[:place], *arrays[place + 1 :]], [*used[:place], *used[place + 1 :]]
-        edges.append((variable, _einsum(variable.data.shape, used[place], result, sizes, others)))
+
+    def vjp(place: int, grad: Array) -> Any:
+        """Return an operand's gradient: the same sum, with ``grad`` in its place.
+
+        A letter of it alone was summed over: its elements have equal gradients. Off a diagonal they
+        are 0.
+        """
+        xp, operands, others = array_module(grad), list(arrays), list(used)
+        operands[place], others[place] = widened(grad), result
+        term, letters = used[place], "".join(dict.fromkeys(used[place]))
+        own = "".join(x for x in letters if x in "".join(others))
+        found = xp.einsum(f"{','.join(others)}->{own}", *operands, optimize=True)
+        if len(own) < len(letters):
+            found = found.reshape([sizes[x] if x in own else 1 for x in letters])
+            found = xp.broadcast_to(found, [sizes[x] for x in letters])
+        if len(letters) < len(term):
+            spread = xp.zeros([sizes[x] for x in term], found.dtype)
+            behind = enumerate(reversed(letters))
+            along = {x: xp.arange(sizes[x]).reshape(-1, *(1,) * k) for k, x in behind}
+            spread[tuple(along[x] for x in term)] = found
+            found = spread
+        return found.reshape(given[place].data.shape)
+
     xp = array_module(arrays[0])
     out = xp.einsum(f"{','.join(used)}->{result}", *arrays, optimize=True)
-    return record(narrowed(out, given[0].data), *edges)
-
-
-def _present(wanted: str, terms: Sequence[str]) -> str:
-    return "".join(letter for letter in wanted if any(letter in term for term in terms))
-
-
-def _stretched(array: Array, own: str, wanted: str, sizes: dict[str, int]) -> Array:
-    """Return ``array`` repeated over the letters of ``wanted`` that ``own`` lacks."""
-    shape = [sizes[letter] if letter in own else 1 for letter in wanted]
-    full = [sizes[letter] for letter in wanted]
-    return array_module(array).broadcast_to(array.reshape(shape), full)  # type: ignore[no-any-return]
-
-
-def _einsum(
-    shape: tuple[int, ...],
-    term: str,
-    result: str,
-    sizes: dict[str, int],
-    others: tuple[Sequence[Array], Sequence[str]],
-) -> Vjp:
-    """Return the gradient of an operand of ``term``: the same sum, with the gradient in its place.
-
-    A letter of the operand alone was summed over, so that its elements have equal gradients; off a
-    diagonal they are 0.
-    """
-    arrays, terms = others
-    letters = "".join(dict.fromkeys(term))
-    own = _present(letters, [result, *terms])
-
-    def vjp(grad: Array) -> Any:
-        wide = widened(grad)
-        xp = array_module(wide)
-        found = xp.einsum(f"{','.join([result, *terms])}->{own}", wide, *arrays, optimize=True)
-        if len(own) < len(letters):
-            found = _stretched(found, own, letters, sizes)
-        if len(letters) < len(term):
-            spread = xp.zeros([sizes[letter] for letter in term], wide.dtype)
-            along = [xp.arange(sizes[x]).reshape(-1, *(1,) * (len(letters) - k - 1))
-                     for k, x in enumerate(letters)]  # fmt: skip
-            spread[tuple(along[letters.index(letter)] for letter in term)] = found
-            found = spread
-        return found.reshape(shape)
-
-    return vjp
+    vjps = [lambda grad, place=place: vjp(place, grad) for place in range(len(given))]
+    return record(narrowed(out, given[0].data), *zip(given, vjps, strict=True))
 
 
 def _read_subscripts(
