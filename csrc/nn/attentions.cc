@@ -12,12 +12,9 @@ namespace {
 #include "../common/each_set.inc"
 }  // namespace
 
-#define FL_BOTH(name, kernel, ...)                                        \
-  {name ":f", FL_CHOSEN(kernel<float __VA_ARGS__>), true},                \
-      {name ":d", FL_CHOSEN(kernel<double __VA_ARGS__>), true}
-const Row attentions[] = {FL_BOTH("attention", attention),
-                          FL_BOTH("attention_back", attention_back, , false),
-                          FL_BOTH("packed_attention_back", attention_back, , true),
+const Row attentions[] = {FL_BOTH("attention", true, attention),
+                          FL_BOTH("attention_back", true, attention_back, , false),
+                          FL_BOTH("packed_attention_back", true, attention_back, , true),
                           {nullptr, nullptr, false}};
 
 }  // namespace fl::nn

@@ -21,14 +21,10 @@ using namespace convolving;
 
 // Sizes: Windows.
 const Row convolutions[] = {
-    {"conv_forward:f", FL_CHOSEN(forward<float>), true},
-    {"conv_forward:d", FL_CHOSEN(forward<double>), true},
-    {"conv_to_input:f", FL_CHOSEN(to_input<float>), true},
-    {"conv_to_input:d", FL_CHOSEN(to_input<double>), true},
-    {"conv_to_weight:f", FL_CHOSEN(to_weight<float>), true},
-    {"conv_to_weight:d", FL_CHOSEN(to_weight<double>), true},
-    {"conv_to_bias:f", FL_CHOSEN(to_bias<float>), false},
-    {"conv_to_bias:d", FL_CHOSEN(to_bias<double>), false},
+    FL_BOTH("conv_forward", true, forward),
+    FL_BOTH("conv_to_input", true, to_input),
+    FL_BOTH("conv_to_weight", true, to_weight),
+    FL_BOTH("conv_to_bias", false, to_bias),
     {nullptr, nullptr, false}};
 
 }  // namespace fl::nn

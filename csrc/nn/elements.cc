@@ -38,26 +38,23 @@ void add_rows(char* const* arrays, const int64_t* sizes, const double*) {
 
 }  // namespace
 
-#define FL_BOTH(name, kernel, ...)                                 \
-  {name ":f", FL_CHOSEN(kernel<float __VA_ARGS__>), false},        \
-      {name ":d", FL_CHOSEN(kernel<double __VA_ARGS__>), false}
 const Row elements[] = {{"take_rows:f", take_rows<float>, false},
                         {"take_rows:d", take_rows<double>, false},
                         {"add_rows:f", add_rows<float>, false},
                         {"add_rows:d", add_rows<double>, false},
-                        FL_BOTH("dropout", dropout),
-                        FL_BOTH("gelu", gelu),
-                        FL_BOTH("gelu_back", gelu_back),
-                        FL_BOTH("gelu_by_tanh", gelu_by_tanh),
-                        FL_BOTH("gelu_by_tanh_back", gelu_by_tanh_back),
-                        FL_BOTH("silu", silu),
-                        FL_BOTH("silu_back", silu_back),
-                        FL_BOTH("sigmoid", sigmoid),
-                        FL_BOTH("sigmoid_back", sigmoid_back),
-                        FL_BOTH("softmax", softmax, , false),
-                        FL_BOTH("softmax_back", softmax_back, , false),
-                        FL_BOTH("log_softmax", softmax, , true),
-                        FL_BOTH("log_softmax_back", softmax_back, , true),
+                        FL_BOTH("dropout", false, dropout),
+                        FL_BOTH("gelu", false, gelu),
+                        FL_BOTH("gelu_back", false, gelu_back),
+                        FL_BOTH("gelu_by_tanh", false, gelu_by_tanh),
+                        FL_BOTH("gelu_by_tanh_back", false, gelu_by_tanh_back),
+                        FL_BOTH("silu", false, silu),
+                        FL_BOTH("silu_back", false, silu_back),
+                        FL_BOTH("sigmoid", false, sigmoid),
+                        FL_BOTH("sigmoid_back", false, sigmoid_back),
+                        FL_BOTH("softmax", false, softmax, , false),
+                        FL_BOTH("softmax_back", false, softmax_back, , false),
+                        FL_BOTH("log_softmax", false, softmax, , true),
+                        FL_BOTH("log_softmax_back", false, softmax_back, , true),
                         {nullptr, nullptr, false}};
 
 }  // namespace fl::nn

@@ -17,6 +17,11 @@ struct Row {
   bool needs_blas;
 };
 
+// The rows of a kernel, a template of the dtype and of what follows (after a comma), for float and double.
+#define FL_BOTH(name, needs_blas, kernel, ...)                  \
+  {name ":f", FL_CHOSEN(kernel<float __VA_ARGS__>), needs_blas}, \
+      {name ":d", FL_CHOSEN(kernel<double __VA_ARGS__>), needs_blas}
+
 // The rows of each file, up to one without a name.
 extern const Row convolutions[], pools[], norms[], attentions[], elements[];
 

@@ -12,17 +12,14 @@ namespace {
 #include "../common/each_set.inc"
 }  // namespace
 
-#define FL_BOTH(name, kernel, option)                            \
-  {name ":f", FL_CHOSEN(kernel<float, option>), false},          \
-      {name ":d", FL_CHOSEN(kernel<double, option>), false}
-const Row norms[] = {FL_BOTH("layer_norm", layer_norm, true),
-                     FL_BOTH("rms_norm", layer_norm, false),
-                     FL_BOTH("layer_norm_back", layer_norm_back, true),
-                     FL_BOTH("rms_norm_back", layer_norm_back, false),
-                     FL_BOTH("group_norm", group_norm, false),
-                     FL_BOTH("group_norm_back", group_norm_back, false),
-                     FL_BOTH("given_norm", group_norm, true),
-                     FL_BOTH("given_norm_back", group_norm_back, true),
+const Row norms[] = {FL_BOTH("layer_norm", false, layer_norm, , true),
+                     FL_BOTH("rms_norm", false, layer_norm, , false),
+                     FL_BOTH("layer_norm_back", false, layer_norm_back, , true),
+                     FL_BOTH("rms_norm_back", false, layer_norm_back, , false),
+                     FL_BOTH("group_norm", false, group_norm, , false),
+                     FL_BOTH("group_norm_back", false, group_norm_back, , false),
+                     FL_BOTH("given_norm", false, group_norm, , true),
+                     FL_BOTH("given_norm_back", false, group_norm_back, , true),
                      {nullptr, nullptr, false}};
 
 }  // namespace fl::nn

@@ -17,18 +17,12 @@ using namespace pooling;
 }  // namespace
 
 // Sizes: Windows.
-const Row pools[] = {{"pool_largest:f", FL_CHOSEN(largest<float>), false},
-                     {"pool_largest:d", FL_CHOSEN(largest<double>), false},
-                     {"pool_spread_largest:f", FL_CHOSEN(spread_largest<float>), false},
-                     {"pool_spread_largest:d", FL_CHOSEN(spread_largest<double>), false},
-                     {"pool_mean:f", FL_CHOSEN(mean<float, false>), false},
-                     {"pool_mean:d", FL_CHOSEN(mean<double, false>), false},
-                     {"pool_mean_of_all:f", FL_CHOSEN(mean<float, true>), false},
-                     {"pool_mean_of_all:d", FL_CHOSEN(mean<double, true>), false},
-                     {"pool_spread_mean:f", FL_CHOSEN(spread_mean<float, false>), false},
-                     {"pool_spread_mean:d", FL_CHOSEN(spread_mean<double, false>), false},
-                     {"pool_spread_mean_of_all:f", FL_CHOSEN(spread_mean<float, true>), false},
-                     {"pool_spread_mean_of_all:d", FL_CHOSEN(spread_mean<double, true>), false},
+const Row pools[] = {FL_BOTH("pool_largest", false, largest),
+                     FL_BOTH("pool_spread_largest", false, spread_largest),
+                     FL_BOTH("pool_mean", false, mean, , false),
+                     FL_BOTH("pool_mean_of_all", false, mean, , true),
+                     FL_BOTH("pool_spread_mean", false, spread_mean, , false),
+                     FL_BOTH("pool_spread_mean_of_all", false, spread_mean, , true),
                      {nullptr, nullptr, false}};
 
 }  // namespace fl::nn

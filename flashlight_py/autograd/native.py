@@ -138,13 +138,8 @@ def kept_at_random(
 ) -> Array:
     """Return truth values [rows, columns], False with probability ``ratio``: csrc/nn/random.inc.
 
-    Args:
-        seed: one int64, so that a captured step draws another one in each replay.
-        first: the number of the first row.
-        rows: how many rows.
-        columns: how many elements of a row.
-        block: how many of them have a key of their own.
-        ratio: from 0 to 1.
+    ``seed`` is one int64, an array, so that a captured step draws another one in each replay. Rows
+    are counted from ``first``; each ``block`` of their elements has a key of its own.
     """
     xp = array_module(seed)
     column = xp.arange(columns, dtype=np.uint64)

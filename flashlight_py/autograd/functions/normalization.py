@@ -192,17 +192,10 @@ def _normalized(
 ) -> tuple[Variable, Array, Array]:  # fmt: skip
     """Return what is normalized, and what it was normalized by.
 
-    Args:
-        name: of the function.
-        x: the input.
-        given: weight and bias.
-        eps: what is added to the variance.
-        sizes: what the kernel is given.
-        counts: how many means there are, and elements of a parameter.
-        parts: the shape in which elements of one mean are along ``axes`` of their own, and those
-            of one parameter along ``others``.
-        moments: constants that are used instead of the elements' own mean and variance.
-        is_last: whether channels are to lie last.
+    ``sizes`` are the kernel's; ``counts``: how many means there are, and elements of a parameter.
+    In the shape ``parts`` elements of one mean are along ``axes``, those of one parameter along
+    ``others``. ``moments`` are constants, used instead of the elements' own mean and variance;
+    ``is_last``: whether channels are to lie last.
     """
 
     def laid_out(array: Array) -> Array:
