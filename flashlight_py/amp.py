@@ -224,7 +224,7 @@ class DynamicScaler:
             self._set(new_scale, *[self.state_dict()[name] for name in _STATE[1:]])
         elif not self._found:
             raise RuntimeError(
-                "DynamicScaler.update: no gradients were looked at; call step() first"
+                "DynamicScaler.update: no gradients were looked at since the last; call step()"
             )
         elif not all(self._found.values()):
             self._scale, self._tracker = np.float32(float(self._scale) * self.backoff_factor), 0

@@ -11,16 +11,13 @@ import numpy as np
 from flashlight_py.device import Array, is_cupy
 from flashlight_py.nn.module import Module
 
-# What torch's BatchNorm counts, and ours has no need of.
-_IGNORED = "num_batches_tracked"
+_IGNORED = "num_batches_tracked"  # by torch's BatchNorm; ours has no need of it
 
 
 def load_torch(
-    module: Module,
-    state: Mapping[str, Any] | str | os.PathLike[str],
-    strict: bool = True,
+    module: Module, state: Mapping[str, Any] | str | os.PathLike[str], strict: bool = True,
     rename: Callable[[str], str] | None = None,
-) -> tuple[list[str], list[str]]:
+) -> tuple[list[str], list[str]]:  # fmt: skip
     """Copy a state dict of torch into the module's parameters and buffers, in place.
 
     The layers have torch's names and shapes. Floating dtypes are cast to the module's; torch itself
@@ -56,7 +53,9 @@ def load_torch(
     if not isinstance(module, Module):
         raise TypeError(f"load_torch takes a Module first, got {type(module).__name__}")
     if isinstance(state, (str, os.PathLike)):
-        state = _read(state)
+        from flashlight_py.checkpoint.tensors import from_bytes
+
+        state = from_bytes(np.fromfile(state, np.uint8))
     if not isinstance(state, Mapping):
         raise TypeError(
             "load_torch takes a state dict or the path of a .safetensors file, got "
@@ -77,12 +76,6 @@ def load_torch(
     unexpected = [name for name in arrays if name not in own]
     module.load_state_dict({name: arrays.get(name, array) for name, array in own.items()})
     return missing, unexpected
-
-
-def _read(path: str | os.PathLike[str]) -> Any:
-    from flashlight_py.checkpoint.tensors import from_bytes
-
-    return from_bytes(np.fromfile(path, np.uint8))
 
 
 def _as_array(name: str, value: Any) -> Array:

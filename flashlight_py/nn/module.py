@@ -10,14 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.variable import shards_of
-from flashlight_py.device import (
-    Array,
-    device_of,
-    floating,
-    is_floating,
-    may_become,
-    to_device,
-)
+from flashlight_py.device import Array, device_of, floating, is_floating, may_become, to_device
 from flashlight_py.nn.summary import summary
 from flashlight_py.structure import Structured
 

@@ -25,14 +25,13 @@ def summary(module: Module) -> str:
         shapes |= {name: getattr(each, name).shape for name in each._buffer_names}
         arrays = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
         rows.append((prefix[:-1], _words(each), arrays, f"{count:,}"))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    a, b, c, d = widths
+    a, b, c, d = (max(map(len, column)) for column in zip(*rows, strict=True))
     rows[1] = ("-" * a, "-" * b, "-" * c, "-" * d)
     lines = [f"{w:{a}}  {x:{b}}  {y:{c}}  {z:>{d}}" for w, x, y, z in rows]
     numbers = {variable: math.prod(shape) for variable, shape in seen.items()}
     nbytes = sum(count * variable.dtype.itemsize for variable, count in numbers.items())
-    size, in_buffers = (sum(b.size for b in module.buffers.values()),
-                        sum(b.nbytes for b in module.buffers.values()))  # fmt: skip
+    buffers = module.buffers.values()
+    size, in_buffers = sum(each.size for each in buffers), sum(each.nbytes for each in buffers)
     end = f"{sum(numbers.values()):,} numbers in {len(seen):,} parameters, {nbytes:,} bytes"
     return "\n".join([*lines, f"{end}; {size:,} in buffers, {in_buffers:,} bytes"])
 

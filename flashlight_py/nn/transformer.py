@@ -59,16 +59,16 @@ class MultiheadAttention(Plain):
         if not others:
             projected = F.linear(inputs[0], self.in_proj_weight, self.in_proj_bias)
             return self.out_proj(F.self_attention(projected, self.heads, *how))
-        q, k, v = (self._projected(n, x) for n, x in enumerate((inputs[0], *others)))
+        bias = self.in_proj_bias
+        biases = [None] * 3 if bias is None else F.split(bias, 3)
+        weights = F.split(self.in_proj_weight, 3)
+        q, k, v = map(self._projected, (inputs[0], *others), weights, biases)
         joined = F.transpose(F.attention(q, k, v, *how), (0, 2, 1, 3))
         return self.out_proj(F.reshape(joined, inputs[0].shape))
 
-    def _projected(self, number: int, x: Variable) -> Variable:
-        part = slice(number * self.dim, (number + 1) * self.dim)
-        bias = None if self.in_proj_bias is None else self.in_proj_bias[part]
-        rows = F.linear(x, self.in_proj_weight[part], bias)
-        split = F.reshape(rows, (*x.shape[:2], self.heads, self.dim // self.heads))
-        return F.transpose(split, (0, 2, 1, 3))
+    def _projected(self, x: Variable, weight: Variable, bias: Variable | None) -> Variable:
+        shape = *x.shape[:2], self.heads, self.dim // self.heads
+        return F.transpose(F.reshape(F.linear(x, weight, bias), shape), (0, 2, 1, 3))
 
 
 _ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}

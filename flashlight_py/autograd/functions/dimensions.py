@@ -109,11 +109,9 @@ def concatenate(variables: Sequence[Input], axis: int = 0) -> Variable:
 
 
 def stack(variables: Sequence[Input], axis: int = 0) -> Variable:
-    """Return the variables joined along a new dimension, as a new array.
+    """Return the variables, of equal shape, joined along a new dimension, as a new array.
 
-    Args:
-        variables: one or more, of equal shape.
-        axis: where the new dimension is in the result; negative counts from the end.
+    ``axis`` is where the new dimension is in the result; negative counts from the end.
 
     Raises:
         ValueError: no variables, unequal shapes, or no such axis.
@@ -133,10 +131,7 @@ def stack(variables: Sequence[Input], axis: int = 0) -> Variable:
 def split(x: Input, sections: int | Sequence[int], axis: int = 0) -> list[Variable]:
     """Return the parts of ``x`` along ``axis``, in order; views of its array.
 
-    Args:
-        x: any shape with at least one dimension.
-        sections: the number of equal parts, as in NumPy, or the size of each part, as in torch.
-        axis: the dimension to cut; negative counts from the end.
+    ``sections`` is the number of equal parts, as in NumPy, or the size of each part, as in torch.
 
     Raises:
         ValueError: the parts do not add up to the length along ``axis``, or no such axis.
@@ -145,7 +140,7 @@ def split(x: Input, sections: int | Sequence[int], axis: int = 0) -> list[Variab
     (place,) = _axes(axis, x.data.ndim)
     length = x.data.shape[place]
     if isinstance(sections, int):
-        sizes = [length // sections] * sections if sections > 0 else []
+        sizes = [length // builtins.max(sections, 1)] * sections
     else:
         sizes = list(sections)
     ends = [*accumulate(sizes, initial=0)]
@@ -158,9 +153,8 @@ def split(x: Input, sections: int | Sequence[int], axis: int = 0) -> list[Variab
 def tile(x: Input, repeats: int | Sequence[int]) -> Variable:
     """Return ``x`` repeated so often along each dimension, with NumPy's rules, as a new array.
 
-    Args:
-        x: any shape.
-        repeats: for the last dimensions, or for more than ``x`` has: then those are added in front.
+    ``repeats`` go with the last dimensions; where they are more than ``x`` has, some are added in
+    front.
 
     Raises:
         ValueError: a negative number.
@@ -171,11 +165,9 @@ def tile(x: Input, repeats: int | Sequence[int]) -> Variable:
     ndim = builtins.max(len(counts), len(shape))
     counts, sizes = (1,) * (ndim - len(counts)) + counts, (1,) * (ndim - len(shape)) + shape
     apart = [number for pair in zip(counts, sizes, strict=True) for number in pair]
-
-    def vjp(grad: Array) -> Array:
-        return total(grad.reshape(apart), tuple(range(0, 2 * ndim, 2))).reshape(shape)
-
-    return record(array_module(array).tile(array, counts), (x, vjp))
+    copies = tuple(range(0, 2 * ndim, 2))
+    out = array_module(array).tile(array, counts)
+    return record(out, (x, lambda grad: total(grad.reshape(apart), copies).reshape(shape)))
 
 
 def index(x: Input, where: Any) -> Variable:
@@ -295,10 +287,9 @@ def norm(x: Input, p: float = 2, axis: Axis = None, keepdims: bool = False) -> V
         return max(elementwise.abs(x), axis, keepdims)
     array, axes = widened(x.data), _axes(axis, x.data.ndim)
     xp = array_module(array)
-    if p == 2:
-        found = xp.sqrt(total(array * array, axes, keepdims=True))
-    else:
-        found = total(xp.abs(array) ** p, axes, keepdims=True) ** (1 / p)
+    powers = array * array if p == 2 else xp.abs(array) ** p
+    found = total(powers, axes, keepdims=True)
+    found = xp.sqrt(found) if p == 2 else found ** (1 / p)
 
     def vjp(grad: Array) -> Any:
         share = array / xp.where(found == 0, 1, found)
@@ -318,11 +309,8 @@ def cumsum(x: Input, axis: int) -> Variable:
     x = as_float32(x)
     (place,) = _axes(axis, x.data.ndim)
     back = (*(slice(None),) * place, slice(None, None, -1))
-
-    def vjp(grad: Array) -> Any:
-        return widened(grad)[back].cumsum(place)[back]
-
-    return record(narrowed(widened(x.data).cumsum(place), x.data), (x, vjp))
+    out = narrowed(widened(x.data).cumsum(place), x.data)
+    return record(out, (x, lambda grad: widened(grad)[back].cumsum(place)[back]))
 
 
 def max(x: Input, axis: Axis = None, keepdims: bool = False) -> Variable:
@@ -558,15 +546,12 @@ def _to_keep(operand: Variable) -> Array | None:
 
 
 def einsum(subscripts: str, *operands: Input) -> Variable:
-    """Return the sum of products that ``subscripts`` describe, with NumPy's rules.
+    """Return the sum of products that ``subscripts`` describe, with NumPy's rules, a new array.
 
+    Such as ``"bij,bjk->bik"`` or ``"...ii->...i"``, with an operand for each term before the arrow.
     Letters that are repeated take the diagonal, those that the result lacks are summed over, and an
     ellipsis stands for dimensions that broadcast. Without ``->`` the result has the letters that
     occur once, in the order of the alphabet, after the ellipsis.
-
-    Args:
-        subscripts: such as ``"bij,bjk->bik"`` or ``"...ii->...i"``.
-        operands: one for each term before the arrow.
 
     Raises:
         ValueError: the subscripts cannot be read, or do not fit the operands' shapes.
@@ -617,12 +602,12 @@ def _read_subscripts(
     if len(terms) != len(shapes):
         raise ValueError(f"{wrong}it has {len(terms)} terms")
     free = [letter for letter in string.ascii_letters if letter not in subscripts]
-    bare = [term.replace("...", "") for term in (*terms, result)]
-    counts = [len(shape) - len(own) for shape, own in zip(shapes, bare, strict=False)]
+    bare = [term.replace("...", "") for term in terms]
+    counts = [len(shape) - len(own) for shape, own in zip(shapes, bare, strict=True)]
     for count, term in zip(counts, terms, strict=True):
         if count < 0 or (count and "..." not in term):
             raise ValueError(f"{wrong}{term!r} has another number of dimensions")
-    most = builtins.max([n for n, term in zip(counts, terms, strict=True) if "..." in term] or [0])
+    most = builtins.max(counts)  # those without an ellipsis have 0
     dots = "".join(free[:most])
     full = [term.replace("...", dots[most - n :]) for n, term in zip(counts, terms, strict=True)]
     sizes: dict[str, int] = {}
@@ -632,8 +617,7 @@ def _read_subscripts(
                 raise ValueError(f"{wrong}{letter!r} stands for {sizes[letter]} and {n}")
             sizes[letter] = n if sizes[letter] == 1 else sizes[letter]
     if not arrow:
-        once = sorted(letter for letter in set("".join(bare)) if "".join(bare).count(letter) == 1)
-        result = "..." * any("..." in term for term in terms) + "".join(once)
+        result = "..." + "".join(sorted(x for x in sizes if "".join(bare).count(x) == 1))
     result = result.replace("...", dots)
     if len(set(result)) < len(result) or not sizes.keys() >= set(result):
         raise ValueError(f"{wrong}{result!r} has a letter twice, or one that no operand has")

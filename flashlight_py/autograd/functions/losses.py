@@ -15,15 +15,7 @@ from flashlight_py.autograd.functions.selecting import added, integers
 from flashlight_py.autograd.native import contiguous, kernel
 from flashlight_py.autograd.precision import as_float32
 from flashlight_py.autograd.variable import Input, Variable, record, record_all
-from flashlight_py.device import (
-    Array,
-    array_module,
-    constant,
-    is_cupy,
-    narrowed,
-    total,
-    widened,
-)
+from flashlight_py.device import Array, array_module, constant, is_cupy, narrowed, total, widened
 
 
 def softmax(x: Input, axis: int = -1) -> Variable:
@@ -130,12 +122,9 @@ def _mean_squared_error_on_gpu(prediction: Variable, target: Variable) -> Variab
 
 
 def categorical_cross_entropy(
-    log_probabilities: Input,
-    target: Input,
-    reduction: str = "mean",
-    ignore_index: int = -1,
+    log_probabilities: Input, target: Input, reduction: str = "mean", ignore_index: int = -1,
     label_smoothing: float = 0.0,
-) -> Variable:
+) -> Variable:  # fmt: skip
     """Return the negative log probability of the right classes.
 
     Args:
@@ -196,13 +185,10 @@ def categorical_cross_entropy(
 def mean_absolute_error(prediction: Input, target: Input, reduction: str = "mean") -> Variable:
     """Return ``abs(prediction - target)``, reduced; its slope is 0 where they are equal.
 
-    Args:
-        prediction: any shape, with at least one element for the mean.
-        target: the same shape.
-        reduction: ``"mean"``, ``"sum"``, or ``"none"`` for that shape.
+    Both have the same shape, which ``reduction="none"`` keeps.
 
     Raises:
-        ValueError: the shapes differ, there is no element, or an unknown reduction.
+        ValueError: the shapes differ, there is no element for a mean, or an unknown reduction.
     """
     return _of_pairs(
         *("mean_absolute_error", prediction, target, reduction),
@@ -276,14 +262,10 @@ def _reduced(losses: Variable, reduction: str, like: Variable) -> Variable:
 
 
 def connectionist_temporal_classification(
-    log_probabilities: Input,
-    targets: Input,
-    input_lengths: Input | None = None,
-    target_lengths: Input | None = None,
-    blank: int = 0,
-    reduction: str = "mean",
+    log_probabilities: Input, targets: Input, input_lengths: Input | None = None,
+    target_lengths: Input | None = None, blank: int = 0, reduction: str = "mean",
     zero_infinity: bool = False,
-) -> Variable:
+) -> Variable:  # fmt: skip
     """Return the negative log probability of all alignments of the inputs with the targets.
 
     Graves et al. (ICML 2006), in log space, the gradient by their forward and backward variables.
@@ -308,9 +290,8 @@ def connectionist_temporal_classification(
     """
     given = as_float32(log_probabilities)
     check_reduction(reduction)
-    labels, inputs, lengths = _check_sequences(
-        given.data, targets, input_lengths, target_lengths, blank
-    )
+    sequences = targets, input_lengths, target_lengths
+    labels, inputs, lengths = _check_sequences(given.data, *sequences, blank)
     logs = widened(given.data)
     xp = array_module(logs)
     batch, time, classes = logs.shape
@@ -345,8 +326,7 @@ def connectionist_temporal_classification(
             follow[t, :, :-2] = xp.where((inputs == t + 1)[:, None], start, both)
         likely = xp.where(found > -xp.inf, found, 0)[:, None]
         shares = xp.exp(forward[:, :, 2:] + follow[:, :, :-2] - likely) * -grad[:, None]
-        rows_of_classes = (rows[:, None] * time + xp.arange(time))[:, :, None] * classes
-        at = rows_of_classes + kinds[:, None]
+        at = (rows[:, None] * time + xp.arange(time))[:, :, None] * classes + kinds[:, None]
         return added(logs.shape, at, shares.transpose(1, 0, 2))
 
     losses = xp.where(found > -xp.inf, -found, 0 if zero_infinity else xp.inf)

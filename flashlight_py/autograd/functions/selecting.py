@@ -16,10 +16,7 @@ from flashlight_py.device import Array, array_module, is_cupy, narrowed, widened
 def where(condition: Input, a: Operand, b: Operand) -> Variable:
     """Return ``a`` where ``condition`` holds, else ``b``, elementwise and broadcast.
 
-    Args:
-        condition: truth values, an array or variable.
-        a: a variable, array or number; one of ``a`` and ``b`` is a variable.
-        b: as ``a``.
+    One of ``a`` and ``b`` is a variable, the other that, an array or a number.
 
     Raises:
         TypeError: the condition has no truth values, or neither is a variable.
@@ -29,27 +26,17 @@ def where(condition: Input, a: Operand, b: Operand) -> Variable:
     holds = _beside(condition, x.data)
     if holds.dtype != bool:
         raise TypeError(f"where: the condition needs dtype bool, got {holds.dtype}; compare it")
-    xp = array_module(holds)
-    return record(
-        xp.where(holds, x.data, y.data),
-        (x, lambda grad: xp.where(holds, grad, 0)),
-        (y, lambda grad: xp.where(holds, 0, grad)),
-    )
+    pick = array_module(holds).where
+    edges = (x, lambda grad: pick(holds, grad, 0)), (y, lambda grad: pick(holds, 0, grad))
+    return record(pick(holds, x.data, y.data), *edges)
 
 
 def gather(x: Input, index: Input, axis: int) -> Variable:
     """Return of each line of ``x`` along ``axis`` the elements that ``index`` names, as in torch.
 
     With ``axis`` 0 of two: ``result[i, j] = x[index[i, j], j]``. One that is picked more than once
-    collects the gradients of all its copies.
-
-    Args:
-        x: any shape with at least one dimension.
-        index: integers of as many dimensions; no longer than ``x`` in those other than ``axis``.
-        axis: the dimension; negative counts from the end.
-
-    Returns:
-        The shape of ``index``.
+    collects the gradients of all its copies. ``index`` holds integers and has as many dimensions as
+    ``x``, no longer than there in those other than ``axis``; the result has its shape.
 
     Raises:
         TypeError: ``index`` has no integers.
@@ -79,11 +66,8 @@ def scatter_add(x: Input, index: Input, source: Input, axis: int) -> Variable:
             f"{source.data.shape}"
         )
     sums = added(x.data.shape, places, source.data, widened(x.data))
-    return record(
-        narrowed(sums, x.data),
-        (x, lambda grad: grad),
-        (source, lambda grad: grad.reshape(-1)[places]),
-    )
+    edges = (x, lambda grad: grad), (source, lambda grad: grad.reshape(-1)[places])
+    return record(narrowed(sums, x.data), *edges)
 
 
 def embedding(weight: Input, indices: Input, padding_idx: int | None = None) -> Variable:
