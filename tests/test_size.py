@@ -15,7 +15,8 @@ FILES = [path for path in PACKAGE.rglob("*.py") if path.name != "_nccl.py"]  # t
 
 # At most so many lines and files. Blank lines, comments and docstrings count.
 BUDGETS = {
-    "": (44_820, 228),
+    # Layers, their functions, amp and the data loader are 3,600 of them.
+    "": (48_390, 245),
     # torch changes the timeouts of groups that are open; objects know two ways, native and not.
     "distributed": (16_490, 87),
     "distributed/rendezvous": (2_622, 9),
@@ -25,7 +26,8 @@ BUDGETS = {
     "launch": (3_410, 20),
     "engines": (910, 6),
     "tagi": (5_280, 21),
-    "tape": (2_800, 13),
+    # Kernels of layers are instructions, and bfloat16 is a dtype.
+    "tape": (2_810, 13),
     "torch": (1_210, 6),
 }
 
@@ -77,4 +79,4 @@ def test_few_files_tell_the_tape_of_what_they_do() -> None:
     hooks = re.compile(r"\b(as_one|here\.recorder|random\.stand_in|flashlight_py\.tape)\b")
     files = [str(path.relative_to(PACKAGE)) for path in FILES if hooks.search(path.read_text())]
     outside = [file for file in files if not file.startswith("tape/")]
-    assert len(outside) <= 8, outside
+    assert len(outside) <= 9, outside
