@@ -68,7 +68,7 @@ def test_wheel_serves_every_python_and_carries_gloo(wheel: Path) -> None:
     assert any("libgloo" in name for name in carried), names
     package_data = ("py.typed", "__init__.pyi", "distributed/api/group.pyi", "optim/rules.inc")
     assert {f"flashlight_py/{name}" for name in package_data} <= set(names)
-    assert "flashlight_py/_native/_optim.abi3.so" in names
+    assert {f"flashlight_py/_native/_{name}.abi3.so" for name in ("nn", "optim")} <= {*names}
     assert not any("missing.txt" in name or name.startswith("tests") for name in names)
 
 
