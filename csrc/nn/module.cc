@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <initializer_list>
+#include <new>
 
 #include "nn.h"
 
@@ -67,9 +68,15 @@ PyObject* call(PyObject*, PyObject* args) {
   }
   const auto kernel = reinterpret_cast<Kernel*>(PyLong_AsVoidPtr(address));
   if (kernel == nullptr) return nullptr;
+  bool has_room = true;
   Py_BEGIN_ALLOW_THREADS;
-  kernel(memory, size, number);
+  try {
+    kernel(memory, size, number);
+  } catch (const std::bad_alloc&) {
+    has_room = false;
+  }
   Py_END_ALLOW_THREADS;
+  if (!has_room) return PyErr_NoMemory();
   Py_RETURN_NONE;
 }
 

@@ -1,6 +1,7 @@
 // Instructions as Python describes them: tuples that begin with a name.
 
 #include <cstring>
+#include <new>
 #include <string>
 
 #include "program.h"
@@ -39,7 +40,14 @@ class Native final : public Instruction {
 
   Outcome run(Table table) override {
     for (size_t i = 0; i < at.size(); ++i) arrays_[i] = at[i] < 0 ? nullptr : table[at[i]];
-    kernel_(arrays_, sizes.data(), numbers.data());
+    try {
+      kernel_(arrays_, sizes.data(), numbers.data());
+    } catch (const std::bad_alloc&) {
+      const PyGILState_STATE state = PyGILState_Ensure();  // it may run without the interpreter
+      PyErr_NoMemory();
+      PyGILState_Release(state);
+      return Outcome::failed;
+    }
     return Outcome::done;
   }
   int64_t work() const override { return work_; }

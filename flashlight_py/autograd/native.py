@@ -34,10 +34,13 @@ class Kernel:
         ``sizes``, ``numbers`` and the order of arrays are the kernel's own; arrays are contiguous.
         """
         for each in arrays:
-            if each is not None and type(each) is not np.ndarray:
+            if each is None or type(each) is np.ndarray:
+                continue
+            if not issubclass(type(each), np.generic):
                 # It stands for an array, in a step that is recorded.
                 args = made, sizes, numbers, *arrays
                 return each.__array_function__(self, (), args, {})
+            arrays = tuple([x if x is None else np.asarray(x) for x in arrays])
         results = [np.empty(shape, dtype) for shape, dtype in made]
         self._call(self.address, (*results, *arrays), sizes, numbers)
         return results[0] if len(results) == 1 else tuple(results)

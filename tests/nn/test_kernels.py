@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
@@ -232,3 +234,40 @@ ERRORS: dict[str, Callable[[], Any]] = {
 def test_errors_name_the_layer_and_shapes(pattern: str) -> None:
     with pytest.raises(ValueError, match=pattern):
         ERRORS[pattern]()
+
+
+@pytest.mark.parametrize("function", [F.sigmoid, F.gelu, F.silu, lambda x: F.dropout(x, 0.5)])
+def test_the_gradient_of_no_dimensions_may_be_a_number_of_numpy(function: Any) -> None:
+    x = fl.param(np.ones((), np.float32))
+    (function(x) * fl.input(np.ones(3, np.float32))).sum().backward()
+    assert x.grad is not None
+    assert x.grad.shape == ()
+
+
+TOO_LARGE = """
+import resource
+import numpy as np
+import flashlight_py as fl
+
+conv2d = fl.autograd.functions.conv2d
+x, weight = np.ones((1, 2048, 4, 4), np.float32), np.zeros((2048, 2048, 3, 3), np.float32)
+conv2d(x[:, :16].copy(), weight[:16, :16].copy(), padding=1)
+step = fl.capture(lambda a, b: conv2d(fl.input(a), b, padding=1).array)
+for limited in (step, lambda a, b: conv2d(a, b, padding=1)):
+    if limited is step:
+        step(x, weight)
+    size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + 100 * 2**20, -1))
+    try:
+        limited(x, weight)
+    except MemoryError:
+        print("MemoryError")
+    resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+"""
+
+
+def test_a_kernel_without_memory_raises() -> None:
+    """Eagerly and captured; a limit of memory is the only way to it."""
+    command = [sys.executable, "-c", TOO_LARGE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout.split() == ["MemoryError"] * 2, done.stderr
