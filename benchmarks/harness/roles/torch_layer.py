@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness.role import Place, Prepared, Role
-from harness.roles import torch_process
+from harness.role import Place, Prepared
 from harness.roles.layer_works import WORKS, fill, input_of, sample, weights_of
+from harness.roles.torch_process import Rank
 
 
 class Attention(nn.Module):  # type: ignore[misc]
@@ -43,18 +43,8 @@ class Lstm(nn.Module):  # type: ignore[misc]
         return self.inner(x)[0]
 
 
-class Torch(Role):
+class Torch(Rank):
     """One process."""
-
-    def __init__(self, place: Place) -> None:
-        self.rank, self.size = place.rank, place.size
-        torch.set_num_threads(1)
-
-    def facts(self) -> dict[str, str]:
-        return torch_process.facts()
-
-    def barrier(self) -> None:
-        pass
 
     def prepare(self, task: Mapping[str, Any]) -> Prepared:
         work = WORKS[task["work"]]

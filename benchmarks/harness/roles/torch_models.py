@@ -7,12 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from harness.role import Place, Prepared, Role
-from harness.roles import torch_process
+from harness.role import Place, Prepared
 from harness.roles.model_works import (
     BLOCK,
     COMPARED,
@@ -24,6 +22,7 @@ from harness.roles.model_works import (
     batches,
     peak_of,
 )
+from harness.roles.torch_process import Rank
 
 
 class Attention(nn.MultiheadAttention):  # type: ignore[misc]
@@ -109,25 +108,8 @@ def _digits() -> Any:
 _MODELS = {"tiny_gpt": GPT, "digits_cnn": _digits, "cifar_resnet": _resnet18}
 
 
-class Torch(Role):
+class Torch(Rank):
     """One thread per rank; no process group where there is one rank."""
-
-    def __init__(self, place: Place) -> None:
-        self.rank, self.size = place.rank, place.size
-        torch.set_num_threads(1)
-        if self.size > 1:
-            torch_process.initialise(place)
-
-    def facts(self) -> dict[str, str]:
-        return torch_process.facts()
-
-    def barrier(self) -> None:
-        if self.size > 1:
-            dist.barrier()
-
-    def leave(self) -> None:
-        if self.size > 1:
-            dist.destroy_process_group()
 
     def prepare(self, task: Mapping[str, Any]) -> Prepared:
         name = task["work"]

@@ -8,23 +8,13 @@ from typing import Any
 
 import torch
 
-from harness.role import Place, Prepared, Refusal, Role
-from harness.roles import torch_process
+from harness.role import Place, Prepared, Refusal
 from harness.roles.optimizer_works import CHECKED, LR, RULES, WORKS, arrays
+from harness.roles.torch_process import Rank
 
 
-class Torch(Role):
+class Torch(Rank):
     """One process; ``kind`` is an option of torch's optimizers: "fused" or "foreach"."""
-
-    def __init__(self, place: Place) -> None:
-        self.rank, self.size = place.rank, place.size
-        torch.set_num_threads(1)
-
-    def facts(self) -> dict[str, str]:
-        return torch_process.facts()
-
-    def barrier(self) -> None:
-        pass
 
     def prepare(self, task: Mapping[str, Any]) -> Prepared:
         _, name, _, options = RULES[task["rule"]]

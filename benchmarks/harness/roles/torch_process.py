@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from harness.environments import ROOT
-from harness.role import Place
+from harness.role import Place, Role
 
-__all__ = ["facts", "initialise"]
+__all__ = ["Rank", "facts", "initialise"]
 
 
 def initialise(place: Place) -> None:
@@ -34,3 +34,24 @@ def initialise(place: Place) -> None:
 def facts() -> dict[str, str]:
     """Return the version."""
     return {"torch": str(torch.__version__)}
+
+
+class Rank(Role):
+    """One thread per rank; no process group where there is one rank."""
+
+    def __init__(self, place: Place) -> None:
+        self.rank, self.size = place.rank, place.size
+        torch.set_num_threads(1)
+        if self.size > 1:
+            initialise(place)
+
+    def facts(self) -> dict[str, str]:
+        return facts()
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+    def leave(self) -> None:
+        if self.size > 1:
+            dist.destroy_process_group()

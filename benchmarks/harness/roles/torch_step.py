@@ -6,32 +6,14 @@ import itertools
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from harness.role import Place
-from harness.roles import torch_process
 from harness.roles.perceptron import LR, MOMENTUM, Recipe, Step, StepRole, batches, parameters
+from harness.roles.torch_process import Rank
 
 
-class Torch(StepRole):
+class Torch(Rank, StepRole):
     """One thread per rank; no process group where there is one rank."""
-
-    def __init__(self, place: Place) -> None:
-        self.rank, self.size = place.rank, place.size
-        torch.set_num_threads(1)
-        if self.size > 1:
-            torch_process.initialise(place)
-
-    def facts(self) -> dict[str, str]:
-        return torch_process.facts()
-
-    def barrier(self) -> None:
-        if self.size > 1:
-            dist.barrier()
-
-    def leave(self) -> None:
-        if self.size > 1:
-            dist.destroy_process_group()
 
     def step(self, recipe: Recipe, kind: str) -> Step:
         model = _model(recipe)
