@@ -3,9 +3,8 @@
     mpirun -n 2 python examples/cifar_resnet.py --data cifar-10-batches-bin
     flrun -n 2 examples/cifar_resnet.py --width 16 --steps 300 --folder run --leaves 8
 
---data names a folder with the files of CIFAR-10's binary version. With --folder it saves
-checkpoints, and goes on from the last one when it is started again. With --leaves the parameters
-are the same on any number of ranks, bit for bit, and so is their SHA-256.
+--data names a folder with CIFAR-10's binary files. With --folder it saves checkpoints, and goes on
+from the last one. With --leaves the parameters have the same bits on any number of ranks.
 """
 
 from __future__ import annotations
@@ -25,16 +24,14 @@ from flashlight_py import nn
 Batch = tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]
 
 
-def convolution(before: int, after: int, kernel: int, stride: int) -> list[nn.Module]:
-    padding = kernel // 2
-    return [nn.Conv2D(before, after, kernel, stride, padding, bias=False), nn.BatchNorm(after)]
+def convolution(before: int, after: int, size: int, stride: int) -> list[nn.Module]:
+    return [nn.Conv2D(before, after, size, stride, size // 2, bias=False), nn.BatchNorm(after)]
 
 
 def block(before: int, after: int, stride: int) -> nn.Module:
     """Two convolutions beside a shortcut (He et al., CVPR 2016)."""
     inner = [*convolution(before, after, 3, stride), nn.ReLU(), *convolution(after, after, 3, 1)]
-    is_same = stride == 1 and before == after
-    shortcut = None if is_same else nn.Sequential(convolution(before, after, 1, stride))
+    shortcut = nn.Sequential(convolution(before, after, 1, stride)) if before != after else None
     return nn.Sequential(nn.Residual(nn.Sequential(inner), shortcut), nn.ReLU())
 
 
@@ -52,8 +49,7 @@ def main(options: argparse.Namespace) -> None:
     fl.distributed_init()
     fl.set_seed(options.seed)
     train, test = cifar(options.data) if options.data else digits()
-    model = resnet18(options.width)
-    fl.broadcast_parameters(model)
+    fl.broadcast_parameters(model := resnet18(options.width))
     fl.distribute_module_grads(model, leaves=options.leaves)
     optimizer = fl.optim.SGDOptimizer(model.params(), 0.1, 0.9, weight_decay=5e-4, nesterov=True)
     schedule = fl.optim.OneCycleLR(optimizer, 0.1, options.steps)
@@ -61,8 +57,7 @@ def main(options: argparse.Namespace) -> None:
 
     def step(images: npt.NDArray[np.float32], labels: npt.NDArray[np.int64]) -> fl.Variable:
         optimizer.zero_grad()
-        parts = fl.leaves(model, images, labels) if options.leaves else [(images, labels)]
-        for x, y in parts:
+        for x, y in fl.leaves(model, images, labels) if options.leaves else [(images, labels)]:
             loss = criterion(model(fl.input(x)), fl.no_grad(y))
             loss.backward()
         optimizer.step()
@@ -85,8 +80,8 @@ def main(options: argparse.Namespace) -> None:
             say("step {:5.0f}  loss {:.4f}  validation {:.4f}  accuracy {:.2%}", *history[-1])
             if options.folder:
                 fl.save(options.folder, rng=True, step=t + 1, extra=history, **state)
-    arrays = [array.tobytes() for array in model.state_dict().values()]
-    say("SHA-256 of the parameters: {}", hashlib.sha256(b"".join(arrays)).hexdigest())
+    arrays = b"".join(array.tobytes() for array in model.state_dict().values())
+    say("SHA-256 of the parameters: {}", hashlib.sha256(arrays).hexdigest())
 
 
 def batch(data: Batch, seed: list[int], size: int) -> Batch:
@@ -116,8 +111,8 @@ def cifar(folder: Path) -> tuple[Batch, Batch]:
     """Return CIFAR-10's images (n, 3, 32, 32), of mean 0 and deviation 1: to learn, to test."""
 
     def read(*names: str) -> Batch:
-        files = [np.fromfile(folder / name, np.uint8).reshape(-1, 3073) for name in names]
-        records = np.concatenate(files)
+        records = np.concatenate([np.fromfile(folder / name, np.uint8) for name in names])
+        records = records.reshape(-1, 3073)
         pixels = records[:, 1:].reshape(-1, 3, 32, 32).astype(np.float32)
         return (pixels - 120.7) / np.float32(63.9), records[:, 0].astype(np.int64)
 
@@ -129,8 +124,8 @@ def digits() -> tuple[Batch, Batch]:
     from sklearn.datasets import load_digits
 
     data: Any = load_digits()
-    images = ((data.images - 4.9) / 6).astype(np.float32).repeat(4, 1).repeat(4, 2)
-    images, labels = np.repeat(images[:, None], 3, 1), data.target.astype(np.int64)
+    images = ((data.images[:, None] - 4.9) / 6).astype(np.float32).repeat(3, 1)
+    images, labels = images.repeat(4, 2).repeat(4, 3), data.target.astype(np.int64)
     return (images[:1437], labels[:1437]), (images[1437:], labels[1437:])
 
 
@@ -143,7 +138,7 @@ def say(line: str, *values: Any) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Train a ResNet-18.")
     add = parser.add_argument
-    add("--data", type=Path, metavar="FOLDER", help="of CIFAR-10's binary version; else digits")
+    add("--data", type=Path, metavar="FOLDER", help="of CIFAR-10's binary files; else digits")
     add("--width", type=int, default=64, help="channels of the first layers")
     add("--steps", type=int, default=2_000)
     add("--batch-size", type=int, default=32, help="of all ranks together")
