@@ -358,7 +358,10 @@ class LeafBuffers(HoldsState):
     def begin(self) -> None:
         """Keep what the step begins with."""
         for name, value in self._now().items():
-            self._before[name][...] = value
+            if isinstance(value, np.ndarray):
+                self._before[name][...] = value  # where replays of a captured step have it
+            else:
+                self._before[name] = np.array(value)
         self._first: dict[str, Array] = {}  # what the first leaf, of rank 0, has made of others
 
     def restore(self) -> None:
