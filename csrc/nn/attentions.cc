@@ -3,6 +3,7 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <type_traits>
 
 #include "nn.h"
 
@@ -12,9 +13,9 @@ namespace {
 #include "../common/each_set.inc"
 }  // namespace
 
-const Row attentions[] = {FL_BOTH("attention", true, attention),
-                          FL_BOTH("attention_back", true, attention_back, , false),
-                          FL_BOTH("packed_attention_back", true, attention_back, , true),
+const Row attentions[] = {FL_BOTH("attention", false, attention),
+                          FL_BOTH("attention_back", false, attention_back, , false),
+                          FL_BOTH("packed_attention_back", false, attention_back, , true),
                           {nullptr, nullptr, false}};
 
 }  // namespace fl::nn

@@ -15,7 +15,7 @@ from flashlight_py.autograd.variable import Input, Variable
 from flashlight_py.device import Array, array_module, narrowed, widened
 from flashlight_py.random import generator
 
-_KEYS = 128  # of a tile, as in csrc/nn/attentions.inc
+_KEYS = 64  # of a tile, as in csrc/nn/attentions.inc
 
 
 def attention(
