@@ -61,6 +61,20 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
         (RANDOM.standard_normal((2, 150, 24)),),
     ),
 }
+OTHERS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
+    "conv": (
+        lambda x, w: F.conv2d(x, w, padding=1),
+        (IMAGES, RANDOM.standard_normal((6, 6, 3, 3))),
+    ),
+    "pool": (lambda x: F.pool2d(x, 3, 2, 1), (IMAGES,)),
+    "pool_mean": (lambda x: F.pool2d(x, 3, 2, 1, "average"), (IMAGES,)),
+    "linear": (F.linear, (ROWS, ROWS[0, :2])),
+    "recurrent": (
+        lambda x, *weights: F.recurrent("tanh", x, weights)[0],
+        (ROWS[..., :4], ROWS[0, :, :4], ROWS[1, :, :3], ROWS[0, :, 5], ROWS[0, :, 6]),
+    ),
+    "dropout": (lambda x: F.dropout(x, 0.3), (ROWS,)),
+}
 BY_NAME = pytest.mark.parametrize("name", FUNCTIONS)
 
 
@@ -86,6 +100,30 @@ def test_kernels_do_what_array_operations_do(
         assert one.dtype == other.dtype == dtype
         size = float(np.abs(other).max())
         np.testing.assert_allclose(one, other, rtol=digits, atol=digits * max(1, size))
+
+
+STRANGE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "swapped": lambda x: x.astype(x.dtype.newbyteorder()),
+    "unaligned": lambda x: (
+        np.frombuffer(b" " + x.tobytes(), "u1")[1:].view(x.dtype).reshape(x.shape)
+    ),
+}
+
+
+@pytest.mark.parametrize("way", STRANGE)
+@pytest.mark.parametrize("name", [*FUNCTIONS, *OTHERS])
+def test_arrays_may_be_unaligned_or_of_another_byte_order(name: str, way: str) -> None:
+    function, arrays = {**FUNCTIONS, **OTHERS}[name]
+    both = []
+    for each in (arrays, [STRANGE[way](array) for array in arrays]):
+        fl.set_seed(0)
+        variables = [fl.param(array) for array in each]
+        result = function(*variables)
+        result.backward(weights_of(result.array))
+        both.append([result.array, *(v.grad for v in variables)])
+    if name != "dropout" or way == "unaligned":  # without a kernel it draws other numbers
+        for one, other in zip(*both, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["batch_norm", "batch_norm_last", "group_norm_last", "silu_last"])

@@ -227,5 +227,5 @@ def _laid_out(x: Array) -> tuple[Array, tuple[int, int, int, int], bool]:
     _, heads, rows, width = x.shape
     across = x.transpose(0, 2, 1, 3)
     if across.flags.c_contiguous:
-        return across, (0, heads * rows * width, width, heads * width), True
+        return contiguous(across), (0, heads * rows * width, width, heads * width), True
     return contiguous(x), (0, heads * rows * width, rows * width, width), False
