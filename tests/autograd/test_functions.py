@@ -218,6 +218,10 @@ class TestCrossEntropy:
         (lambda x: F.sum(x, (0, -2)), "distinct"),
         (lambda x: F.mean(x[:0]), "nothing to reduce"),
         (lambda x: F.var(x[:1], 0, ddof=1), "more than ddof"),
+        (lambda x: F.softmax(x, 2), r"softmax: there is no axis 2 in shape \(3, 4\)"),
+        (lambda x: F.log_softmax(x, -3), r"log_softmax: there is no axis -3"),
+        (lambda x: F.softmax(x[:, :0]), r"softmax: expected no dimension of size 0.*\(3, 0\)"),
+        (lambda x: F.log_softmax(x[:0], 0), r"log_softmax: expected no dimension.*\(0, 4\)"),
         (lambda x: F.transpose(x, (0, 0)), r"permute 2 dimensions, got \(0, 0\)"),
         (lambda x: F.concatenate([]), "got none"),
         (lambda x: F.reshape(x, (5, 5)), "reshape"),
@@ -262,6 +266,15 @@ def test_indices_of_any_integers(dtype: str) -> None:
     F.sum(F.embedding(weight, index)).backward()
     assert weight.grad is not None
     assert weight.grad.sum(1)[[0, 150, 199]].tolist() == [3, 3, 3]
+
+
+@pytest.mark.parametrize(("function", "one"), [(F.softmax, 1), (F.log_softmax, 0)])
+def test_softmax_of_no_dimensions(function: Any, one: int) -> None:
+    for axis in (-1, 0):
+        x = param(np.array(3.0))
+        result = function(x, axis)
+        assert (result.shape, float(result.array)) == ((), one)
+        assert gradient(result, x) == 0
 
 
 def test_iterating_a_variable_ends() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from flashlight_py import kernels
 from flashlight_py.autograd.functions import dimensions
-from flashlight_py.autograd.functions.elementwise import div
+from flashlight_py.autograd.functions.elementwise import check_filled, div
 from flashlight_py.autograd.functions.selecting import added, integers
 from flashlight_py.autograd.native import contiguous, kernel
 from flashlight_py.autograd.precision import as_float32
@@ -19,57 +19,51 @@ from flashlight_py.device import Array, array_module, constant, is_cupy, narrowe
 
 
 def softmax(x: Input, axis: int = -1) -> Variable:
-    """Return ``exp(x) / sum(exp(x))`` along ``axis``, a new array of the same shape."""
-    x = as_float32(x)
-    found = _of_rows("softmax", x, axis)
-    if found is not None:
-        return found
-    array = widened(x.data)
-    out = array_module(array).exp(array - array.max(axis=axis, keepdims=True))
-    out /= out.sum(axis=axis, keepdims=True)
+    """Return ``exp(x) / sum(exp(x))`` along ``axis``, a new array of the same shape.
 
-    def vjp(grad: Array) -> Array:
-        weighted = grad * out
-        result: Array = weighted - out * weighted.sum(axis=axis, keepdims=True)
-        return result
-
-    return record(narrowed(out, x.data), (x, vjp))
+    Raises:
+        ValueError: there is no element or no such axis.
+    """
+    return _softmax("softmax", x, axis)
 
 
 def log_softmax(x: Input, axis: int = -1) -> Variable:
-    """Return ``log(softmax(x))`` along ``axis``, a new array of the same shape."""
+    """Return ``log(softmax(x))`` along ``axis``, a new array of the same shape.
+
+    Raises:
+        ValueError: there is no element or no such axis.
+    """
+    return _softmax("log_softmax", x, axis)
+
+
+def _softmax(name: str, x: Input, axis: int) -> Variable:
     x = as_float32(x)
-    found = _of_rows("log_softmax", x, axis)
-    if found is not None:
-        return found
-    array = widened(x.data)
-    xp = array_module(array)
-    shifted = array - array.max(axis=axis, keepdims=True)
-    out = shifted - xp.log(xp.exp(shifted).sum(axis=axis, keepdims=True))
+    check_filled(name, x)
+    array, ndim = x.data, max(x.ndim, 1)
+    if not -ndim <= axis < ndim:
+        raise ValueError(f"{name}: there is no axis {axis} in shape {array.shape}")
+    native = kernel(name, array) if axis in (-1, ndim - 1) else None
+    xp, is_log = array_module(array), name == "log_softmax"
+    width = array.shape[-1] if x.ndim else 1
+    made, sizes = ((array.shape, array.dtype),), (x.size // width, width)
+    if native is not None:
+        out = native(made, sizes, (), contiguous(array))
+    else:
+        wide = widened(array)
+        shifted = wide - wide.max(axis=axis, keepdims=True)
+        out = xp.exp(shifted)
+        sums = out.sum(axis=axis, keepdims=True)
+        out = shifted - xp.log(sums) if is_log else out / sums
 
-    def vjp(grad: Array) -> Array:
-        wide = widened(grad)
-        total = wide.sum(axis=axis, keepdims=True)
-        return wide - xp.exp(out) * total  # type: ignore[no-any-return]
-
-    return record(narrowed(out, x.data), (x, vjp))
-
-
-def _of_rows(name: str, x: Variable, axis: int) -> Variable | None:
-    """Return a function along the last dimension by its kernel, or None: there is none."""
-    array = x.data
-    native = kernel(name, array)
-    if native is None or axis not in (-1, array.ndim - 1) or not array.size:
-        return None
-    made, sizes = ((array.shape, array.dtype),), (array.size // array.shape[-1], array.shape[-1])
-    out = native(made, sizes, (), contiguous(array))
-
-    def vjp(grad: Array) -> Array:
-        found: Any = kernel(f"{name}_back", out)
-        return found(made, sizes, (), contiguous(grad), out)  # type: ignore[no-any-return]
+    def vjp(grad: Array) -> Any:
+        if native is not None:
+            found: Any = kernel(f"{name}_back", out)
+            return found(made, sizes, (), contiguous(grad), out)
+        grad = widened(grad) if is_log else grad * out
+        return grad - (xp.exp(out) if is_log else out) * grad.sum(axis=axis, keepdims=True)
 
     vjp.__qualname__ = name
-    return record(out, (x, vjp))
+    return record(narrowed(out, array), (x, vjp))
 
 
 def mean_squared_error(prediction: Input, target: Input) -> Variable:
