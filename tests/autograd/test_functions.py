@@ -250,6 +250,21 @@ def test_topk_says_where_the_largest_are() -> None:
     assert not indices.calc_grad
 
 
+@pytest.mark.parametrize(
+    ("x", "largest"),
+    [
+        (np.array([0, 5, 3, 5], "u1"), [1, 3, 2]),
+        (np.array([-(2**63), 0, 5]), [2, 1, 0]),
+        (np.array([0, 2**64 - 1, 1], "u8"), [1, 2, 0]),
+        (np.array([False, True, False]), [1, 0, 2]),
+    ],
+)
+def test_topk_of_integers(x: np.ndarray, largest: list[int]) -> None:
+    values, indices = F.topk(x, 3)
+    assert indices.array.tolist() == largest
+    np.testing.assert_array_equal(values.array, x[largest])
+
+
 def test_the_slope_of_a_norm_of_0_is_0() -> None:
     for p in (1, 2, 3.5, np.inf):
         x = param(np.zeros((2, 3)))

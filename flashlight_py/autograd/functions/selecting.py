@@ -114,7 +114,8 @@ def topk(x: Input, k: int, axis: int = -1) -> tuple[Variable, Variable]:
     if not -array.ndim <= axis < array.ndim or not 0 <= k <= array.shape[axis]:
         raise ValueError(f"topk: there are no {k} along axis {axis} of shape {array.shape}")
     before = (slice(None),) * (axis % array.ndim)
-    order = array_module(array).argsort(-array, axis=axis, kind="stable")
+    falling = ~array if array.dtype.kind in "iub" else -array  # the negative of least ones wraps
+    order = array_module(array).argsort(falling, axis=axis, kind="stable")
     index = order[(*before, slice(k))]
     return _gather(x, _flat(index, array, axis)), Variable(index)
 
