@@ -280,6 +280,13 @@ def test_layers_begin_with_the_values_that_they_name() -> None:
     assert layer(x).shape == (2, 6, 5, 4)
 
 
+@NATIVE_AND_NOT
+def test_padding_gets_no_gradient_of_a_maximum(way: str) -> None:
+    x = fl.param(np.full((1, 1, 1, 2), -np.inf))
+    F.sum(F.pool2d(x, 3, 1, 1)).backward()
+    np.testing.assert_array_equal(x.grad, [[[[2, 0]]]])
+
+
 def conv(x: Shape, weight: Shape, bias: Shape | None = None, **options: Any) -> Any:
     added = None if bias is None else fl.input(np.zeros(bias))
     return F.conv2d(fl.input(np.zeros(x)), fl.input(np.zeros(weight)), added, **options)

@@ -254,10 +254,11 @@ def _largest(w: _Windows, images: Array) -> Array:
 
 def _spread_largest(w: _Windows, grad: Array, images: Array, out: Array) -> Array:
     xp = array_module(grad)
+    is_inside = w.taken(xp.ones_like(images, dtype=np.bool_))
 
     def shares(left: Array) -> Iterator[Array]:
-        for _, part in w.taken(images, -np.inf):
-            hit = (part == out) | xp.isnan(part)
+        for (_, part), (_, inside) in zip(w.taken(images), is_inside, strict=True):
+            hit = ((part == out) | xp.isnan(part)) & inside
             yield xp.where(hit, left, 0)
             left = xp.where(hit, 0, left)
 
