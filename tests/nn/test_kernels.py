@@ -219,6 +219,35 @@ def test_attention_s_dropout_keeps_the_mean() -> None:
     assert abs(result[..., 0].std() - (0.4 / 0.6 / 200) ** 0.5) < 0.003
 
 
+@pytest.mark.parametrize("native_too", [True, False])
+@pytest.mark.parametrize("dtype", ["int64", "uint8", "bool"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(F.layer_norm, F.rms_norm, F.batch_norm),
+        lambda x: F.group_norm(x, 2),
+        lambda x: F.dropout(x, 0.5),
+        lambda x: F.pool2d(x, 2),
+        lambda x: F.pool2d(x, 2, mode="average"),
+        lambda x: F.mean_squared_error(x, x),
+        lambda x: F.mean_absolute_error(x[:1], x[1:2]),
+        lambda x: F.binary_cross_entropy_with_logits(x, x),
+        lambda x: F.categorical_cross_entropy(x, np.zeros((3, 6, 9), int)),
+    ],
+)
+def test_integers_count_as_float64(
+    function: Any, dtype: str, native_too: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not native_too:
+        monkeypatch.setattr(native, "_kernel", lambda name: None)
+    results = []
+    for x in (IMAGES.astype(dtype), IMAGES.astype(dtype).astype("float64")):
+        fl.set_seed(0)
+        results.append(function(fl.input(x)))
+    assert results[0].dtype == results[1].dtype == "float64"
+    np.testing.assert_array_equal(results[0].array, results[1].array)
+
+
 X = np.zeros((2, 6, 4), "float32")
 ERRORS: dict[str, Callable[[], Any]] = {
     r"layer_norm: expected input of shape \[\.\.\., 3\] .* got \(2, 6, 4\)": (

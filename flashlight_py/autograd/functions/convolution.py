@@ -16,7 +16,7 @@ import numpy as np
 from flashlight_py.autograd.functions.elementwise import as_variable
 from flashlight_py.autograd.graph import Vjp
 from flashlight_py.autograd.native import channels_last, channels_second, contiguous, kernel
-from flashlight_py.autograd.precision import as_half
+from flashlight_py.autograd.precision import as_half, real
 from flashlight_py.autograd.variable import Input, Variable, record, record_all
 from flashlight_py.device import Array, array_module, narrowed, widened
 
@@ -163,10 +163,9 @@ def pool2d(
         ValueError: the shapes or options do not fit together, or the batch is empty.
         TypeError: an option is no integer.
     """
-    x = as_variable(x)
+    x = real(as_variable(x))
     w = _windows_of_pool(x, kernel, stride, padding, mode)
-    array = x.data if x.data.dtype.kind not in "iub" else x.data.astype("float32")
-    images, of_all = _rows(array), "_of_all" if count_padding else ""
+    images, of_all = _rows(x.data), "_of_all" if count_padding else ""
 
     def mean(w: _Windows, images: Array) -> Array:
         return _sums(w, images) / _counts(w, images, count_padding)
@@ -188,7 +187,7 @@ def pool2d(
         found = _compute(f"pool_spread_mean{of_all}", spread_mean, w, w.inputs, rows)
         return channels_second(found)
 
-    return record(narrowed(channels_second(out), array), (x, vjp))
+    return record(narrowed(channels_second(out), x.data), (x, vjp))
 
 
 def _rows(images: Array) -> Array:

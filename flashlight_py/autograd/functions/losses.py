@@ -13,7 +13,7 @@ from flashlight_py.autograd.functions import dimensions
 from flashlight_py.autograd.functions.elementwise import check_filled, div
 from flashlight_py.autograd.functions.selecting import added, integers
 from flashlight_py.autograd.native import contiguous, kernel
-from flashlight_py.autograd.precision import as_float32
+from flashlight_py.autograd.precision import as_float32, real
 from flashlight_py.autograd.variable import Input, Variable, record, record_all
 from flashlight_py.device import Array, array_module, constant, is_cupy, narrowed, total, widened
 
@@ -76,7 +76,7 @@ def mean_squared_error(prediction: Input, target: Input) -> Variable:
     Raises:
         ValueError: the shapes differ, or there is no element.
     """
-    prediction, target = as_float32(prediction), as_float32(target)
+    prediction, target = real(as_float32(prediction)), real(as_float32(target))
     p, t = prediction.data, target.data
     _check_pair("mean_squared_error", p, t, "mean")
     size = p.size
@@ -136,7 +136,7 @@ def categorical_cross_entropy(
         ValueError: the shapes do not fit, a target names no class, an unknown reduction, or
             ``label_smoothing`` outside of 0 to 1.
     """
-    log_probabilities, target = as_float32(log_probabilities), as_float32(target)
+    log_probabilities, target = real(as_float32(log_probabilities)), as_float32(target)
     logs, labels = log_probabilities.data, target.data
     check_reduction(reduction)
     check_smoothing(label_smoothing)
@@ -241,7 +241,7 @@ def _of_pairs(
     name: str, prediction: Input, target: Input, reduction: str, value: Any, *vjps: Any
 ) -> Variable:
     """Return a loss of each element, reduced; ``vjps`` get both arrays before the gradient."""
-    prediction, target = as_float32(prediction), as_float32(target)
+    prediction, target = real(as_float32(prediction)), real(as_float32(target))
     _check_pair(name, prediction.data, target.data, reduction)
     p, t = widened(prediction.data), widened(target.data)
     xp = array_module(p)
@@ -282,7 +282,7 @@ def connectionist_temporal_classification(
         ValueError: the shapes do not fit, a target or length is out of range, an empty batch, or an
             unknown reduction.
     """
-    given = as_float32(log_probabilities)
+    given = real(as_float32(log_probabilities))
     check_reduction(reduction)
     sequences = targets, input_lengths, target_lengths
     labels, inputs, lengths = _check_sequences(given.data, *sequences, blank)

@@ -20,7 +20,7 @@ from flashlight_py.autograd.native import (
     kernel,
     record_jointly,
 )
-from flashlight_py.autograd.precision import as_float32
+from flashlight_py.autograd.precision import as_float32, real
 from flashlight_py.autograd.variable import Input, Variable
 from flashlight_py.device import Array, array_module, narrowed, widened
 
@@ -204,6 +204,7 @@ def _normalized(
     def as_given(array: Array) -> Array:
         return channels_second(array) if is_last else array
 
+    x = real(x)
     rows = laid_out(widened(x.data))
     of_kernel = "given_norm" if moments else name.replace("batch", "group")
     native, xp, shape, dtype = kernel(of_kernel, rows), array_module(rows), rows.shape, rows.dtype
