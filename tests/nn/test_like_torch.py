@@ -318,8 +318,12 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
     r"hardtanh: lower \(1\) must be below upper": (lambda: F.hardtanh(ONES, 1, 0), ValueError),
     r"mean_absolute_error: prediction has shape \(2, 3\), target \(3,\)": (
         lambda: F.mean_absolute_error(ONES, FLAT), ValueError),
-    r"binary_cross_entropy: probabilities must be 0 to 1": (
-        lambda: F.binary_cross_entropy(2 * ONES, ONES), ValueError),
+    r"binary_cross_entropy: probabilities must be 0 to 1, got 1.0 to 2.0 .* pass sigmoid": (
+        lambda: F.binary_cross_entropy(np.array([1.0, 2]), np.zeros(2)), ValueError),
+    r"binary_cross_entropy: probabilities must be 0 to 1, got nan to nan .* diverge": (
+        lambda: F.binary_cross_entropy(np.array([0.5, np.nan]), np.zeros(2)), ValueError),
+    r"binary_cross_entropy: targets must be 0 to 1, got 1.0 to 7.0 in shape \(2,\)": (
+        lambda: F.binary_cross_entropy(np.ones(2), np.array([1.0, 7])), ValueError),
     r"nothing to average in shape \(0, 3\)": (
         lambda: F.binary_cross_entropy(ONES[:0], ONES[:0]), ValueError),
     r"label_smoothing must be 0 to 1, got 2": (

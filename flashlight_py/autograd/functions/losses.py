@@ -198,7 +198,7 @@ def binary_cross_entropy(probabilities: Input, target: Input, reduction: str = "
     Arguments and errors are those of :func:`mean_absolute_error`; both are 0 to 1.
 
     Raises:
-        ValueError: a probability is outside of 0 to 1, as well.
+        ValueError: a probability or target is outside of 0 to 1, or nan, as well.
     """
 
     def logs(xp: Any, p: Array) -> tuple[Array, Array]:
@@ -208,11 +208,13 @@ def binary_cross_entropy(probabilities: Input, target: Input, reduction: str = "
         return xp.where(above, log, -100), xp.where(below, log_of_rest, -100)
 
     def value(xp: Any, p: Array, t: Array) -> Any:
-        if not ((p >= 0) & (p <= 1)).all():  # on a GPU it is waited for
-            raise ValueError(
-                "binary_cross_entropy: probabilities must be 0 to 1; pass sigmoid(x), or x itself "
-                "to binary_cross_entropy_with_logits"
-            )
+        for what, array in (("probabilities", p), ("targets", t)):
+            if not ((array >= 0) & (array <= 1)).all():  # on a GPU it is waited for
+                raise ValueError(
+                    f"binary_cross_entropy: {what} must be 0 to 1, got {float(array.min())} to "
+                    f"{float(array.max())} in shape {array.shape}; pass sigmoid(x), or x itself to "
+                    "binary_cross_entropy_with_logits; nan is of a model that diverges"
+                )
         log, log_of_rest = logs(xp, p)
         return (t - 1) * log_of_rest - t * log
 
