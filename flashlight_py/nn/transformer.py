@@ -9,7 +9,7 @@ import numpy as np
 
 from flashlight_py.autograd import Variable, param
 from flashlight_py.autograd import functions as F
-from flashlight_py.autograd.functions.elementwise import check_ratio
+from flashlight_py.autograd.functions.elementwise import check_filled, check_ratio
 from flashlight_py.nn import init
 from flashlight_py.nn.layers import Linear, Plain, Sequential, check_sizes
 from flashlight_py.nn.module import Module
@@ -165,6 +165,7 @@ class PositionEmbedding(Module):
                 f"{type(self).__name__}: expected input of shape [batch, at most {most}, {dim}], "
                 f"got {x.shape}"
             )
+        check_filled(type(self).__name__, x)
         return x + self.weight[: x.shape[1]]
 
 

@@ -211,7 +211,7 @@ class TestCrossEntropy:
         (lambda x: F.linear(x, input(np.ones(4))), r"weight of shape \[out, in\], got \(4,\)"),
         (lambda x: F.linear(input(np.array(1.0)), x), r"\[\.\.\., 4\].*got \(\)"),
         (lambda x: F.mean_squared_error(x, x[0]), r"\(3, 4\), target \(4,\)"),
-        (lambda x: F.mean_squared_error(x[:0], x[:0]), "nothing to average"),
+        (lambda x: F.mean_squared_error(x[:0], x[:0]), r"size 0.*\(0, 4\), \(0, 4\)"),
         (F.clamp, "got none"),
         (lambda x: F.clamp(x, 2, 1), "must not exceed"),
         (lambda x: F.sum(x, 2), "axis 2"),

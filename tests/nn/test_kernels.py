@@ -253,7 +253,9 @@ ERRORS: dict[str, Callable[[], Any]] = {
     r"layer_norm: expected input of shape \[\.\.\., 3\] .* got \(2, 6, 4\)": (
         lambda: F.layer_norm(X, np.ones(3))
     ),
-    r"layer_norm: nothing to normalize .* \(2, 0\)": lambda: F.layer_norm(np.ones((2, 0))),
+    r"layer_norm: nothing to normalize in the last 2 .* \(3,\)": (
+        lambda: F.layer_norm(np.ones(3), dimensions=2)
+    ),
     r"LayerNorm: size 0 must be at least 1, got 0": lambda: fl.nn.LayerNorm(0),
     r"group_norm: 6 channels of shape \(2, 6, 4\) .* 4 groups": lambda: F.group_norm(X, 4),
     r"GroupNorm: 6 channels are not divisible by 4 groups": lambda: fl.nn.GroupNorm(4, 6),
@@ -284,8 +286,11 @@ ERRORS: dict[str, Callable[[], Any]] = {
     r"a mask that broadcasts to .* = \(1, 2, 6, 6\), got shape \(6, 5\)": (
         lambda: F.attention(X[None], X[None], X[None], np.ones((6, 5), bool))
     ),
-    r"nothing to attend to in keys of shape \(1, 2, 0, 4\)": (
+    r"attention: .* size 0, .* got \(1, 2, 6, 4\), \(1, 2, 0, 4\), \(1, 2, 0, 4\)": (
         lambda: F.attention(X[None], X[None, :, :0], X[None, :, :0])
+    ),
+    r"attention: .* size 0, .* got \(1, 2, 6, 0\), \(1, 2, 6, 0\), ": (
+        lambda: F.attention(X[None, ..., :0], X[None, ..., :0], X[None])
     ),
     r"self_attention: expected .* for 3 heads, got \(2, 6, 4\)": lambda: F.self_attention(X, 3),
     r"Transformer: norm must be one of \('pre', 'post'\), got 'none'": (

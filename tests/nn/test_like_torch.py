@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
+from flashlight_py.autograd import native
 from tests.nn.oracle import Oracle, weights_of
 from tests.tape.steps import compare, training
 
@@ -324,8 +326,6 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
         lambda: F.binary_cross_entropy(np.array([0.5, np.nan]), np.zeros(2)), ValueError),
     r"binary_cross_entropy: targets must be 0 to 1, got 1.0 to 7.0 in shape \(2,\)": (
         lambda: F.binary_cross_entropy(np.ones(2), np.array([1.0, 7])), ValueError),
-    r"nothing to average in shape \(0, 3\)": (
-        lambda: F.binary_cross_entropy(ONES[:0], ONES[:0]), ValueError),
     r"label_smoothing must be 0 to 1, got 2": (
         lambda: fl.nn.CategoricalCrossEntropy(label_smoothing=2), ValueError),
     r"temporal_classification: targets must be of 0..3 and not 0": (
@@ -355,6 +355,44 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
     r"Residual: the module made shape \(2, 1\) of \(2, 3\), and its shortcut \(2, 3\)": (
         lambda: fl.nn.Residual(fl.nn.Linear(3, 1))(fl.input(ONES)), ValueError),
 }  # fmt: skip
+
+
+EMPTY: dict[str, Callable[..., Any]] = {
+    "softmax: (0, 4, 8)": F.softmax,
+    "log_softmax: (0, 4, 8)": fl.nn.LogSoftmax(),
+    "prelu: (0, 4, 8)": fl.nn.PReLU(),
+    "embedding: (0, 4, 8)": lambda x: fl.nn.Embedding(3, 2)(fl.input(x.array.astype(int))),
+    "layer_norm: (0, 4, 8)": fl.nn.LayerNorm(8),
+    "rms_norm: (0, 4, 8)": fl.nn.RMSNorm(8),
+    "group_norm: (0, 4, 8)": fl.nn.GroupNorm(2, 4),
+    "batch_norm: (0, 4, 8)": fl.nn.BatchNorm(4).eval(),
+    "self_attention: (0, 4, 24)": fl.nn.MultiheadAttention(8, 2),
+    "attention: (0, 2, 4, 4), (0, 2, 4, 4)": lambda x: fl.nn.MultiheadAttention(8, 2)(x, x, x),
+    "layer_norm:  (0, 4, 8)": fl.nn.Transformer(8, 2),
+    "PositionEmbedding: (0, 4, 8)": fl.nn.PositionEmbedding(4, 8),
+    "recurrent: (0, 4, 8)": fl.nn.RNN("lstm", 8, 2),
+    "conv2d: (0, 4, 8, 1)": lambda x: fl.nn.Conv2D(4, 4, 1)(F.reshape(x, (0, 4, 8, 1))),
+    "pool2d: (0, 4, 8, 1)": lambda x: fl.nn.Pool2D(1)(F.reshape(x, (0, 4, 8, 1))),
+    "mean_squared_error: (0, 4, 8), (0, 4, 8)": lambda x: fl.nn.MeanSquaredError()(x, x),
+    "mean_absolute_error: (0, 4, 8), (0, 4, 8)": lambda x: fl.nn.MeanAbsoluteError("sum")(x, x),
+    "binary_cross_entropy: (0, 4, 8), (0, 4, 8)": lambda x: fl.nn.BinaryCrossEntropy("none")(x, x),
+    "categorical_cross_entropy: (0, 4, 8)": (
+        lambda x: fl.nn.CategoricalCrossEntropy()(x, fl.input(np.zeros((0, 4), int)))),
+    "connectionist_temporal_classification: (0, 4, 8)": (
+        lambda x: fl.nn.ConnectionistTemporalClassification()(x, np.ones((0, 2), int))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("words", EMPTY)
+def test_an_empty_batch_is_an_error_with_its_shape(
+    words: str, kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not kernels:
+        monkeypatch.setattr(native, "_kernel", lambda name: None)
+    name, shape = words.split(": ")
+    with pytest.raises(ValueError, match=f"^{name}: .*{re.escape(shape.strip())}"):
+        EMPTY[words](fl.input(np.ones((0, 4, 8), np.float32)))
 
 
 @pytest.mark.parametrize("words", ERRORS)

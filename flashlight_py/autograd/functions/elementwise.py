@@ -277,9 +277,9 @@ def check_ratio(ratio: float) -> None:
         raise ValueError(f"dropout: the ratio must be at least 0 and below 1, got {ratio}")
 
 
-def check_filled(name: str, *given: Variable) -> None:
+def check_filled(name: str, *given: Input) -> None:
     """Raise a ValueError of the function ``name`` if one has no element."""
-    if not all(each.data.size for each in given):
+    if not all(each.size for each in given):
         shapes = ", ".join(str(each.shape) for each in given)
         raise ValueError(
             f"{name}: expected no dimension of size 0, as an empty batch has, got {shapes}"

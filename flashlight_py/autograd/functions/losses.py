@@ -78,7 +78,7 @@ def mean_squared_error(prediction: Input, target: Input) -> Variable:
     """
     prediction, target = real(as_float32(prediction)), real(as_float32(target))
     p, t = prediction.data, target.data
-    _check_pair("mean_squared_error", p, t, "mean")
+    _check_pair("mean_squared_error", prediction, target)
     size = p.size
     if is_cupy(p) and p.dtype == t.dtype and p.dtype.kind == "f":
         return _mean_squared_error_on_gpu(prediction, target)
@@ -93,15 +93,13 @@ def mean_squared_error(prediction: Input, target: Input) -> Variable:
     return record_all(mean, inputs)
 
 
-def _check_pair(name: str, p: Array, t: Array, reduction: str) -> None:
-    check_reduction(reduction)
+def _check_pair(name: str, p: Variable, t: Variable) -> None:
     if p.shape != t.shape:
         raise ValueError(
             f"{name}: prediction has shape {p.shape}, target {t.shape}; they must "
             "be equal (nothing is broadcast here)"
         )
-    if not p.size and reduction == "mean":
-        raise ValueError(f"{name}: nothing to average in shape {p.shape}")
+    check_filled(name, p, t)
 
 
 def _mean_squared_error_on_gpu(prediction: Variable, target: Variable) -> Variable:
@@ -133,8 +131,8 @@ def categorical_cross_entropy(
 
     Raises:
         TypeError: the targets are not integers.
-        ValueError: the shapes do not fit, a target names no class, an unknown reduction, or
-            ``label_smoothing`` outside of 0 to 1.
+        ValueError: the shapes do not fit or have no element, a target names no class, an unknown
+            reduction, or ``label_smoothing`` outside of 0 to 1.
     """
     log_probabilities, target = real(as_float32(log_probabilities)), as_float32(target)
     logs, labels = log_probabilities.data, target.data
@@ -147,6 +145,7 @@ def categorical_cross_entropy(
             "categorical_cross_entropy: log probabilities [..., classes] of shape "
             f"{logs.shape} need targets of shape {logs.shape[:-1]}, got {labels.shape}"
         )
+    check_filled("categorical_cross_entropy", log_probabilities)
     classes, xp = logs.shape[-1], array_module(logs)
     right = ((labels >= 0) & (labels < classes)) | (labels == ignore_index)
     if not right.all():  # on a GPU it is waited for
@@ -182,7 +181,7 @@ def mean_absolute_error(prediction: Input, target: Input, reduction: str = "mean
     Both have the same shape, which ``reduction="none"`` keeps.
 
     Raises:
-        ValueError: the shapes differ, there is no element for a mean, or an unknown reduction.
+        ValueError: the shapes differ, there is no element, or an unknown reduction.
     """
     return _of_pairs(
         *("mean_absolute_error", prediction, target, reduction),
@@ -244,7 +243,8 @@ def _of_pairs(
 ) -> Variable:
     """Return a loss of each element, reduced; ``vjps`` get both arrays before the gradient."""
     prediction, target = real(as_float32(prediction)), real(as_float32(target))
-    _check_pair(name, prediction.data, target.data, reduction)
+    check_reduction(reduction)
+    _check_pair(name, prediction, target)
     p, t = widened(prediction.data), widened(target.data)
     xp = array_module(p)
     edges = [(prediction, partial(vjps[0], xp, p, t)), (target, partial(vjps[1], xp, p, t))]

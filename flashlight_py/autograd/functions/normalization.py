@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-from flashlight_py.autograd.functions.elementwise import as_variable
+from flashlight_py.autograd.functions.elementwise import as_variable, check_filled
 from flashlight_py.autograd.native import (
     channels_last,
     channels_second,
@@ -71,11 +71,12 @@ def _of_rows(
                     f"{name}: expected input of shape [..., {', '.join(map(str, each.shape))}] for "
                     f"a weight or bias of shape {each.shape}, got {x.shape}"
                 )
-    width = math.prod(x.shape[-dimensions:])
-    if not 1 <= dimensions <= x.ndim or not width:
+    check_filled(name, x)
+    if not 1 <= dimensions <= x.ndim:
         raise ValueError(
             f"{name}: nothing to normalize in the last {dimensions} dimension(s) of shape {x.shape}"
         )
+    width = math.prod(x.shape[-dimensions:])
     parts = x.size // width, width
     return _normalized(name, x, given, eps, parts, parts, parts, (1,), (0,))[0]
 

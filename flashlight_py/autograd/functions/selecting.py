@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from flashlight_py.autograd.functions.elementwise import as_pair, as_variable
+from flashlight_py.autograd.functions.elementwise import as_pair, as_variable, check_filled
 from flashlight_py.autograd.variable import Input, Operand, Variable, record
 from flashlight_py.device import Array, array_module, is_cupy, narrowed, widened
 
@@ -77,7 +77,7 @@ def embedding(weight: Input, indices: Input, padding_idx: int | None = None) -> 
 
     Raises:
         TypeError: the indices are no integers.
-        ValueError: the weight has not two dimensions.
+        ValueError: the weight has not two dimensions, or there is no index.
         IndexError: an index is out of range.
     """
     weight = as_variable(weight)
@@ -85,6 +85,7 @@ def embedding(weight: Input, indices: Input, padding_idx: int | None = None) -> 
         raise ValueError(f"embedding: expected a weight [rows, dim], got {weight.data.shape}")
     rows, dim = weight.data.shape
     index = integers("embedding", indices, weight.data)
+    check_filled("embedding", index)
     _check_range("embedding", index, rows)
 
     def vjp(grad: Array) -> Array:
