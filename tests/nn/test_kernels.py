@@ -256,7 +256,13 @@ ERRORS: dict[str, Callable[[], Any]] = {
     r"layer_norm: nothing to normalize in the last 2 .* \(3,\)": (
         lambda: F.layer_norm(np.ones(3), dimensions=2)
     ),
-    r"LayerNorm: size 0 must be at least 1, got 0": lambda: fl.nn.LayerNorm(0),
+    r"LayerNorm: each size of shape must be at least 1, got 0": lambda: fl.nn.LayerNorm((2, 0)),
+    r"RMSNorm: size must be at least 1, got 0": lambda: fl.nn.RMSNorm(0),
+    r"GroupNorm: channels must be at least 1, got 0": lambda: fl.nn.GroupNorm(1, 0),
+    r"BatchNorm: channels must be at least 1, got 0": lambda: fl.nn.BatchNorm(0),
+    r"GroupNorm: expected input of shape \[N, 4, \.\.\.\], got \(2, 6, 4\)": (
+        lambda: fl.nn.GroupNorm(2, 4)(fl.input(X))
+    ),
     r"group_norm: 6 channels of shape \(2, 6, 4\) .* 4 groups": lambda: F.group_norm(X, 4),
     r"GroupNorm: 6 channels are not divisible by 4 groups": lambda: fl.nn.GroupNorm(4, 6),
     r"group_norm: expected input of shape \[N, C, \.\.\.\] .* got \(0, 6\)": (

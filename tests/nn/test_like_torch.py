@@ -293,14 +293,19 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
     r"where: the condition needs dtype bool, got float64": (
         lambda: F.where(ONES, fl.param(ONES), 0.0), TypeError),
     r"gather: indices must be integers, got float64": (lambda: F.gather(ONES, ONES, 0), TypeError),
-    r"gather: index 3 is none of 0..2": (lambda: F.gather(FLAT, np.array([3]), 0), IndexError),
+    r"gather: index 3 is none of 0..2, .* shape \(3,\), got indices of shape \(1,\)": (
+        lambda: F.gather(FLAT, np.array([3]), 0), IndexError),
     r"gather: .* shape \(2, 3\) along axis 0 .* got \(1, 4\)": (
         lambda: F.gather(ONES, np.zeros((1, 4), int), 0), ValueError),
     r"scatter_add: expected a source .* \(2,\), got \(3,\)": (
         lambda: F.scatter_add(FLAT, np.zeros(2, int), FLAT, 0), ValueError),
     r"embedding: index -1 is none of 0..1": (lambda: F.embedding(ONES, np.array(-1)), IndexError),
-    r"embedding: index 7 is none of 0..6": (
+    r"embedding: index 7 is none of 0..6, .* shape \(7, 2\), got indices of shape \(1,\)": (
         lambda: fl.nn.Embedding(7, 2)(fl.input(np.array([7]))), IndexError),
+    r"embedding: index 9223372036854775808 is": (
+        lambda: F.embedding(ONES, np.array([2**63], "u8")), IndexError),
+    r"categorical_cross_entropy: target 3 .* \(2, 3\), got targets of shape \(2,\)": (
+        lambda: F.categorical_cross_entropy(ONES, np.array([0, 3])), ValueError),
     r"embedding: expected a weight \[rows, dim\], got \(3,\)": (
         lambda: F.embedding(FLAT, np.zeros(1, int)), ValueError),
     r"topk: there are no 4 along axis -1 of shape \(2, 3\)": (lambda: F.topk(ONES, 4), ValueError),
@@ -328,10 +333,10 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
         lambda: F.binary_cross_entropy(np.ones(2), np.array([1.0, 7])), ValueError),
     r"label_smoothing must be 0 to 1, got 2": (
         lambda: fl.nn.CategoricalCrossEntropy(label_smoothing=2), ValueError),
-    r"temporal_classification: targets must be of 0..3 and not 0": (
+    r"temporal_classification: targets .* 0..3 and not 0, .* \(1, 2, 4\), got 0 in .* \(1, 1\)": (
         lambda: F.connectionist_temporal_classification(np.ones((1, 2, 4)), np.array([[0]])),
         ValueError),
-    r"target lengths must be 0 to 1": (
+    r"target lengths must be 0 to 1, got 2": (
         lambda: F.connectionist_temporal_classification(
             np.ones((1, 2, 4)), np.array([[1]]), None, np.array([2])), ValueError),
     r"need targets \[batch, longest\] of shape \(1, longest\), got \(2, 1\)": (
@@ -343,6 +348,8 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
     r"RNN: kind must be one of tanh, gru, lstm, got 'relu'": (
         lambda: fl.nn.RNN("relu", 1, 1), ValueError),
     r"RNN: hidden_size must be at least 1, got 0": (lambda: fl.nn.RNN("gru", 1, 0), ValueError),
+    r"RNN: expected \[batch, time, 4\], got \(\)": (
+        lambda: fl.nn.RNN("gru", 4, 2)(fl.input(np.ones(())), ONES), ValueError),
     r"RNN: expected \[batch, time, 4\], got \(3, 4\)": (
         lambda: fl.nn.RNN("gru", 4, 2)(fl.input(np.ones((3, 4)))), ValueError),
     r"none of them 0, .* got shape \(0, 3, 4\)": (
@@ -355,6 +362,21 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
     r"Residual: the module made shape \(2, 1\) of \(2, 3\), and its shortcut \(2, 3\)": (
         lambda: fl.nn.Residual(fl.nn.Linear(3, 1))(fl.input(ONES)), ValueError),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        fl.nn.BatchNorm(2), fl.nn.GroupNorm(1, 2), fl.nn.MultiheadAttention(2, 1),
+        fl.nn.RNN("gru", 2, 2), fl.nn.PositionEmbedding(2, 2), fl.nn.Transformer(2, 1),
+        fl.nn.PReLU(2), fl.nn.Linear(2, 2), fl.nn.Conv2D(2, 2, 1), fl.nn.LayerNorm(2),
+    ],
+)  # fmt: skip
+def test_lists_are_rejected_and_arrays_taken(layer: Any) -> None:
+    with pytest.raises(TypeError, match=r"got list; convert it with numpy.asarray"):
+        layer([[[1.0, 2.0]]])
+    shape = (2, 2, 2, 2) if isinstance(layer, fl.nn.Conv2D) else (2, 2, 2)
+    layer(np.ones(shape, "float32"))
 
 
 EMPTY: dict[str, Callable[..., Any]] = {

@@ -7,6 +7,7 @@ no native kernel, the same is computed by a matrix product for each place of the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
 from typing import Any, NamedTuple, TypeAlias
@@ -284,14 +285,14 @@ def as_two(name: str, value: Any, least: int) -> _Two:
 
     Raises:
         TypeError: it is neither an integer nor a pair of them.
-        ValueError: it is less than ``least``.
+        ValueError: it is less than ``least``, or 2 ** 31 or more.
     """
     two = (value, value) if isinstance(value, int) else value
     is_pair = isinstance(two, (tuple, list)) and len(two) == 2
     if not is_pair or not all(type(each) is int for each in two):
         raise TypeError(f"{name} must be an integer or a pair of them, got {value!r}")
-    if min(two) < least:
-        raise ValueError(f"{name} must be at least {least}, got {value!r}")
+    if min(two) < least or max(two) >= 2**31:
+        raise ValueError(f"{name} must be at least {least} and below 2**31, got {value!r}")
     return two[0], two[1]
 
 
@@ -381,5 +382,8 @@ def _windows(
     down, across = (rest // step + 1 for rest, step in zip(beyond, stride, strict=True))
     inputs = batch, size[0], size[1], channels
     outputs = batch, down, across, out_channels or channels
+    if math.prod(outputs) >= 2**60:
+        shape = batch, outputs[3], down, across
+        raise ValueError(f"{name}: results of shape {shape} are too large, of x of shape {x.shape}")
     numbers = *inputs, *outputs[1:], *kernel, *stride, *pad, *dilation, groups
     return _Windows(inputs, outputs, tuple(kernel), stride, pad, dilation, groups, numbers)

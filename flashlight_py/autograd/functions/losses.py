@@ -151,7 +151,8 @@ def categorical_cross_entropy(
     if not right.all():  # on a GPU it is waited for
         raise ValueError(
             f"categorical_cross_entropy: target {int(labels[~right][0])} is no class of "
-            f"0..{classes - 1} and not ignore_index ({ignore_index})"
+            f"0..{classes - 1} and not ignore_index ({ignore_index}), for log probabilities of "
+            f"shape {logs.shape}, got targets of shape {labels.shape}"
         )
     counted = labels != ignore_index
     picked = xp.where(counted, labels, 0)[..., None]
@@ -356,13 +357,18 @@ def _check_sequences(
         number = xp.full(batch, most) if given is None else integers(name, given, logs)
         if number.shape != (batch,):
             raise ValueError(f"{name}: expected {what} lengths ({batch},), got {number.shape}")
-        if not ((number >= least) & (number <= most)).all():
-            raise ValueError(f"{name}: {what} lengths must be {least} to {most}")
-        found.append(number)
+        right = (number >= least) & (number <= most)
+        if not right.all():
+            wrong = int(number[~right][0])
+            raise ValueError(f"{name}: {what} lengths must be {least} to {most}, got {wrong}")
+        found.append(number.astype("int64", copy=False))
     counted = xp.arange(labels.shape[1]) < found[1][:, None]
-    right = (labels >= 0) & (labels < classes) & (labels != blank)
-    if not (right | ~counted).all():
-        raise ValueError(f"{name}: targets must be of 0..{classes - 1} and not {blank}, the blank")
+    right = ((labels >= 0) & (labels < classes) & (labels != blank)) | ~counted
+    if not right.all():
+        raise ValueError(
+            f"{name}: targets must be of 0..{classes - 1} and not {blank}, the blank, for shape "
+            f"{logs.shape}, got {int(labels[~right][0])} in shape {labels.shape}"
+        )
     return xp.where(counted, labels, blank), found[0], found[1]
 
 

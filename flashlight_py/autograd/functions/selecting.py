@@ -86,7 +86,7 @@ def embedding(weight: Input, indices: Input, padding_idx: int | None = None) -> 
     rows, dim = weight.data.shape
     index = integers("embedding", indices, weight.data)
     check_filled("embedding", index)
-    _check_range("embedding", index, rows)
+    index = _in_range("embedding", index, weight.data.shape, 0)
 
     def vjp(grad: Array) -> Array:
         xp = array_module(grad)
@@ -130,17 +130,22 @@ def _beside(value: Input, array: Array) -> Array:
 
 
 def integers(name: str, value: Input, array: Array) -> Array:
-    """Return indices as int64 where ``array`` is, or raise a TypeError of the function ``name``."""
+    """Return indices where ``array`` is, or raise a TypeError of the function ``name``."""
     index = _beside(value, array)
     if index.dtype.kind not in "iu":
         raise TypeError(f"{name}: indices must be integers, got {index.dtype}; cast them")
-    return index.astype("int64", copy=False)  # in which places are counted
+    return index
 
 
-def _check_range(name: str, index: Array, count: int) -> None:
-    right = (index >= 0) & (index < count)
+def _in_range(name: str, index: Array, shape: tuple[int, ...], axis: int) -> Array:
+    """Return indices along an axis of ``shape`` as int64, in which places are counted."""
+    right = (index >= 0) & (index < shape[axis])
     if not right.all():  # on a GPU it is waited for
-        raise IndexError(f"{name}: index {int(index[~right][0])} is none of 0..{count - 1}")
+        raise IndexError(
+            f"{name}: index {int(index[~right][0])} is none of 0..{shape[axis] - 1}, axis {axis} "
+            f"of shape {shape}, got indices of shape {index.shape}"
+        )
+    return index.astype("int64", copy=False)
 
 
 def _places(name: str, array: Array, index: Input, axis: int) -> Array:
@@ -153,8 +158,7 @@ def _places(name: str, array: Array, index: Input, axis: int) -> Array:
             f"{name}: an index for shape {array.shape} along axis {axis} needs as many dimensions, "
             f"none longer but along the axis, got {index.shape}"
         )
-    _check_range(name, index, array.shape[axis])
-    return _flat(index, array, axis)
+    return _flat(_in_range(name, index, array.shape, axis), array, axis)
 
 
 def _flat(index: Array, array: Array, axis: int) -> Array:
