@@ -13,7 +13,7 @@ import numpy as np
 from flashlight_py.autograd import Variable, param
 from flashlight_py.autograd import functions as F
 from flashlight_py.autograd.functions.elementwise import as_variable
-from flashlight_py.autograd.functions.normalization import batch_norm_with_moments
+from flashlight_py.autograd.functions.normalization import batch_norm_with_moments, check_count
 from flashlight_py.autograd.variable import Input
 from flashlight_py.device import Array, array_module
 from flashlight_py.nn.layers import Plain, check_sizes
@@ -152,11 +152,8 @@ class BatchNorm(_Affine):
         wide = x if x.data.dtype.char in "fd" else F.astype(x, np.float32)
         own = x.size // self.channels
         # Not by the sum of all ranks' counts, which a captured step could not look at.
-        if own + import_module("flashlight_py.distributed").get_world_size() < 3:
-            raise ValueError(
-                f"BatchNorm: needs more than one value per channel, got input of shape {x.shape}; "
-                "train with larger batches, or call eval() on the module"
-            )
+        others = import_module("flashlight_py.distributed").get_world_size() - 1
+        check_count("BatchNorm", x, own + others)
         count = xp.full(1, own, wide.dtype)
         sums = all_reduce(F.concatenate([F.sum(wide, axes), count]))
         count = sums.data[-1:]

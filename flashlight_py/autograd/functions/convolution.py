@@ -67,14 +67,9 @@ class _Windows(NamedTuple):
 
 
 def conv2d(
-    x: Input,
-    weight: Input,
-    bias: Input | None = None,
-    stride: Pair = 1,
-    padding: Pair | str = 0,
-    dilation: Pair = 1,
-    groups: int = 1,
-) -> Variable:
+    x: Input, weight: Input, bias: Input | None = None, stride: Pair = 1, padding: Pair | str = 0,
+    dilation: Pair = 1, groups: int = 1,
+) -> Variable:  # fmt: skip
     """Return the cross-correlation of images with ``weight``, plus ``bias``, a new variable.
 
     ``y[n, o, i, j] = bias[o] + sum over c, p, q of weight[o, c, p, q] * x[n, c', i * stride +
@@ -136,13 +131,9 @@ def conv2d(
 
 
 def pool2d(
-    x: Input,
-    kernel: Pair,
-    stride: Pair | None = None,
-    padding: Pair = 0,
-    mode: str = "max",
+    x: Input, kernel: Pair, stride: Pair | None = None, padding: Pair = 0, mode: str = "max",
     count_padding: bool = True,
-) -> Variable:
+) -> Variable:  # fmt: skip
     """Return the largest element, or the mean, of each window of each channel, a new variable.
 
     Equal elements of a window: the first, row by row, gets the gradient of the maximum. float16
