@@ -66,13 +66,17 @@ def _kernel(name: str) -> Kernel | None:
 
 def kernel(name: str, array: Array) -> Kernel | None:
     """Return the kernel of a function for arrays like ``array``; None: there is none."""
-    letter = array.dtype.char
-    return _kernel(f"{name}:{letter}") if letter in "fd" and not is_cupy(array) else None
+    dtype = array.dtype
+    has_one = dtype.char in "fd" and dtype.isnative and not is_cupy(array)
+    return _kernel(f"{name}:{dtype.char}") if has_one else None
 
 
 def contiguous(array: Array) -> Array:
-    """Return ``array`` in C order: itself, if it is."""
-    return array if array.flags.c_contiguous else array_module(array).copy(array, order="C")
+    """Return ``array`` in C order, aligned and of native byte order: itself, if it is."""
+    flags, dtype = array.flags, array.dtype
+    if flags.c_contiguous and (is_cupy(array) or (flags.aligned and dtype.isnative)):
+        return array
+    return array.astype(dtype.newbyteorder("="), order="C")
 
 
 def channels_last(array: Array) -> Array:

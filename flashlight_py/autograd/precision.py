@@ -67,6 +67,11 @@ def as_float32(x: Input) -> Variable:
     return x if here.dtype is None else _cast(x, _FLOAT32)
 
 
+def real(x: Variable) -> Variable:
+    """Return ``x``, where it has integers or truth values as float64, which has no gradient."""
+    return Variable(x.data.astype(np.float64)) if x.data.dtype.kind in "iub" else x
+
+
 def _cast(x: Variable, dtype: np.dtype[Any]) -> Variable:
     array = x.data
     if array.dtype == dtype or array.dtype.char not in _CAST:

@@ -12,7 +12,9 @@ import numpy as np
 
 from flashlight_py.autograd import Variable, param
 from flashlight_py.autograd import functions as F
-from flashlight_py.autograd.functions.normalization import batch_norm_with_moments
+from flashlight_py.autograd.functions.elementwise import as_variable
+from flashlight_py.autograd.functions.normalization import batch_norm_with_moments, check_count
+from flashlight_py.autograd.variable import Input
 from flashlight_py.device import Array, array_module
 from flashlight_py.nn.layers import Plain, check_sizes
 
@@ -20,11 +22,25 @@ from flashlight_py.nn.layers import Plain, check_sizes
 class _Affine(Plain):
     """A layer with a weight of ones and a bias of zeros, or without them."""
 
-    def __init__(self, shape: Sequence[int], weight: bool, bias: bool, eps: float) -> None:
-        check_sizes(type(self).__name__, **{f"size {i}": n for i, n in enumerate(shape)})
+    channels: int
+
+    def __init__(
+        self, what: str, shape: Sequence[int], weight: bool, bias: bool, eps: float
+    ) -> None:
+        for size in shape:
+            check_sizes(type(self).__name__, **{what: size})
         self.weight = param(np.ones(shape, np.float32)) if weight else None
         self.bias = param(np.zeros(shape, np.float32)) if bias else None
         self.eps = eps
+
+    def _of_channels(self, x: Input) -> Variable:
+        x = as_variable(x)
+        if x.ndim < 2 or x.shape[1] != self.channels:
+            raise ValueError(
+                f"{type(self).__name__}: expected input of shape [N, {self.channels}, ...], got "
+                f"{x.shape}"
+            )
+        return x
 
 
 class LayerNorm(_Affine):
@@ -38,7 +54,7 @@ class LayerNorm(_Affine):
 
     def __init__(self, shape: int | Sequence[int], eps: float = 1e-5, bias: bool = True) -> None:
         self.shape = (shape,) if isinstance(shape, int) else tuple(shape)
-        super().__init__(self.shape, True, bias, eps)
+        super().__init__("each size of shape", self.shape, True, bias, eps)
 
     def forward(self, x: Variable) -> Variable:
         return F.layer_norm(x, self.weight, self.bias, self.eps)
@@ -55,7 +71,7 @@ class RMSNorm(_Affine):
 
     def __init__(self, size: int, eps: float = 1e-5) -> None:
         self.size = size
-        super().__init__((size,), True, False, eps)
+        super().__init__("size", (size,), True, False, eps)
 
     def forward(self, x: Variable) -> Variable:
         return F.rms_norm(x, self.weight, self.eps)
@@ -73,12 +89,12 @@ class GroupNorm(_Affine):
     def __init__(self, groups: int, channels: int, eps: float = 1e-5) -> None:
         check_sizes("GroupNorm", groups=groups)
         self.groups, self.channels = groups, channels
-        super().__init__((channels,), True, True, eps)
+        super().__init__("channels", (channels,), True, True, eps)
         if channels % groups:
             raise ValueError(f"GroupNorm: {channels} channels are not divisible by {groups} groups")
 
     def forward(self, x: Variable) -> Variable:
-        return F.group_norm(x, self.groups, self.weight, self.bias, self.eps)
+        return F.group_norm(self._of_channels(x), self.groups, self.weight, self.bias, self.eps)
 
 
 class BatchNorm(_Affine):
@@ -105,7 +121,7 @@ class BatchNorm(_Affine):
         track_statistics: bool = True, sync: bool = False,
     ) -> None:  # fmt: skip
         self.channels, self.momentum = channels, momentum
-        super().__init__((channels,), affine, affine, eps)
+        super().__init__("channels", (channels,), affine, affine, eps)
         self.track_statistics, self.sync = track_statistics, sync
         if track_statistics:
             self.add_buffer("running_mean", np.zeros(channels, np.float32))
@@ -118,10 +134,7 @@ class BatchNorm(_Affine):
 
     def forward(self, x: Variable) -> Variable:
         """Return ``x`` normalized; in training, running statistics are changed in place."""
-        if x.ndim < 2 or x.shape[1] != self.channels:
-            raise ValueError(
-                f"BatchNorm: expected input of shape [N, {self.channels}, ...], got {x.shape}"
-            )
+        x = self._of_channels(x)
         if not self.training and self.track_statistics:
             running = self.running_mean, self.running_var
             return F.batch_norm(x, self.weight, self.bias, *running, self.eps)
@@ -139,11 +152,8 @@ class BatchNorm(_Affine):
         wide = x if x.data.dtype.char in "fd" else F.astype(x, np.float32)
         own = x.size // self.channels
         # Not by the sum of all ranks' counts, which a captured step could not look at.
-        if own + import_module("flashlight_py.distributed").get_world_size() < 3:
-            raise ValueError(
-                f"BatchNorm: needs more than one value per channel, got input of shape {x.shape}; "
-                "train with larger batches, or call eval() on the module"
-            )
+        others = import_module("flashlight_py.distributed").get_world_size() - 1
+        check_count("BatchNorm", x, own + others)
         count = xp.full(1, own, wide.dtype)
         sums = all_reduce(F.concatenate([F.sum(wide, axes), count]))
         count = sums.data[-1:]

@@ -6,7 +6,7 @@ from typing import Any
 
 from flashlight_py.autograd import Variable, param
 from flashlight_py.autograd import functions as F
-from flashlight_py.autograd.functions.elementwise import check_ratio
+from flashlight_py.autograd.functions.elementwise import as_variable, check_ratio
 from flashlight_py.autograd.functions.recurrent import GATES
 from flashlight_py.nn import init
 from flashlight_py.nn.layers import Plain, check_sizes
@@ -64,6 +64,9 @@ class RNN(Plain):
         ``state``, given (None: zeros) and returned, is ``h`` of shape ``[layers * directions,
         batch, hidden_size]``, for "lstm" a tuple of ``h`` and ``c``.
         """
+        x = as_variable(x)
+        if x.ndim != 3 or x.shape[2] != self.input_size:
+            raise ValueError(f"RNN: expected [batch, time, {self.input_size}], got {x.shape}")
         is_lstm, ends = self.kind == "lstm", self._ends()
         first = () if state is None else tuple(state) if is_lstm else (state,)
         expected = self.layers * len(ends), x.shape[0], self.hidden_size
@@ -72,8 +75,6 @@ class RNN(Plain):
                 f"RNN: expected {1 + is_lstm} state(s) of shape {expected}, got "
                 f"{[each.shape for each in first]}"
             )
-        if len(x.shape) != 3 or x.shape[2] != self.input_size:
-            raise ValueError(f"RNN: expected [batch, time, {self.input_size}], got {x.shape}")
         last: list[tuple[Variable, ...]] = []
         for layer in range(self.layers):
             if layer and self.training:

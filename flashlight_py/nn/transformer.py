@@ -9,7 +9,7 @@ import numpy as np
 
 from flashlight_py.autograd import Variable, param
 from flashlight_py.autograd import functions as F
-from flashlight_py.autograd.functions.elementwise import check_ratio
+from flashlight_py.autograd.functions.elementwise import as_variable, check_filled, check_ratio
 from flashlight_py.nn import init
 from flashlight_py.nn.layers import Linear, Plain, Sequential, check_sizes
 from flashlight_py.nn.module import Module
@@ -47,9 +47,10 @@ class MultiheadAttention(Plain):
         self.dim, self.heads, self.dropout, self.causal = dim, heads, dropout, causal
 
     def forward(self, *inputs: Any) -> Variable:
-        others = inputs[1:3] if len(inputs) > 2 else ()
-        mask = (*inputs, None)[1 + len(others)]
-        for x in (inputs[0], *others):
+        count = 3 if len(inputs) > 2 else 1
+        mask = (*inputs, None)[count]
+        first, *others = given = [as_variable(x) for x in inputs[:count]]
+        for x in given:
             if x.ndim != 3 or x.shape[2] != self.dim:
                 raise ValueError(
                     "MultiheadAttention: expected inputs of shape [batch, positions, "
@@ -57,14 +58,14 @@ class MultiheadAttention(Plain):
                 )
         how = mask, self.causal, self.dropout if self.training else 0.0
         if not others:
-            projected = F.linear(inputs[0], self.in_proj_weight, self.in_proj_bias)
+            projected = F.linear(first, self.in_proj_weight, self.in_proj_bias)
             return self.out_proj(F.self_attention(projected, self.heads, *how))
         bias = self.in_proj_bias
         biases = [None] * 3 if bias is None else F.split(bias, 3)
         weights = F.split(self.in_proj_weight, 3)
-        q, k, v = map(self._projected, (inputs[0], *others), weights, biases)
+        q, k, v = map(self._projected, given, weights, biases)
         joined = F.transpose(F.attention(q, k, v, *how), (0, 2, 1, 3))
-        return self.out_proj(F.reshape(joined, inputs[0].shape))
+        return self.out_proj(F.reshape(joined, first.shape))
 
     def _projected(self, x: Variable, weight: Variable, bias: Variable | None) -> Variable:
         shape = *x.shape[:2], self.heads, self.dim // self.heads
@@ -159,12 +160,13 @@ class PositionEmbedding(Module):
         self.weight = param(init.normal((positions, dim), 0.0, 0.02))
 
     def forward(self, x: Variable) -> Variable:
-        most, dim = self.weight.shape
+        x, (most, dim) = as_variable(x), self.weight.shape
         if x.ndim != 3 or x.shape[1] > most or x.shape[2] != dim:
             raise ValueError(
                 f"{type(self).__name__}: expected input of shape [batch, at most {most}, {dim}], "
                 f"got {x.shape}"
             )
+        check_filled(type(self).__name__, x)
         return x + self.weight[: x.shape[1]]
 
 

@@ -211,13 +211,17 @@ class TestCrossEntropy:
         (lambda x: F.linear(x, input(np.ones(4))), r"weight of shape \[out, in\], got \(4,\)"),
         (lambda x: F.linear(input(np.array(1.0)), x), r"\[\.\.\., 4\].*got \(\)"),
         (lambda x: F.mean_squared_error(x, x[0]), r"\(3, 4\), target \(4,\)"),
-        (lambda x: F.mean_squared_error(x[:0], x[:0]), "nothing to average"),
+        (lambda x: F.mean_squared_error(x[:0], x[:0]), r"size 0.*\(0, 4\), \(0, 4\)"),
         (F.clamp, "got none"),
         (lambda x: F.clamp(x, 2, 1), "must not exceed"),
         (lambda x: F.sum(x, 2), "axis 2"),
         (lambda x: F.sum(x, (0, -2)), "distinct"),
         (lambda x: F.mean(x[:0]), "nothing to reduce"),
         (lambda x: F.var(x[:1], 0, ddof=1), "more than ddof"),
+        (lambda x: F.softmax(x, 2), r"softmax: there is no axis 2 in shape \(3, 4\)"),
+        (lambda x: F.log_softmax(x, -3), r"log_softmax: there is no axis -3"),
+        (lambda x: F.softmax(x[:, :0]), r"softmax: expected no dimension of size 0.*\(3, 0\)"),
+        (lambda x: F.log_softmax(x[:0], 0), r"log_softmax: expected no dimension.*\(0, 4\)"),
         (lambda x: F.transpose(x, (0, 0)), r"permute 2 dimensions, got \(0, 0\)"),
         (lambda x: F.concatenate([]), "got none"),
         (lambda x: F.reshape(x, (5, 5)), "reshape"),
@@ -246,6 +250,21 @@ def test_topk_says_where_the_largest_are() -> None:
     assert not indices.calc_grad
 
 
+@pytest.mark.parametrize(
+    ("x", "largest"),
+    [
+        (np.array([0, 5, 3, 5], "u1"), [1, 3, 2]),
+        (np.array([-(2**63), 0, 5]), [2, 1, 0]),
+        (np.array([0, 2**64 - 1, 1], "u8"), [1, 2, 0]),
+        (np.array([False, True, False]), [1, 0, 2]),
+    ],
+)
+def test_topk_of_integers(x: np.ndarray, largest: list[int]) -> None:
+    values, indices = F.topk(x, 3)
+    assert indices.array.tolist() == largest
+    np.testing.assert_array_equal(values.array, x[largest])
+
+
 def test_the_slope_of_a_norm_of_0_is_0() -> None:
     for p in (1, 2, 3.5, np.inf):
         x = param(np.zeros((2, 3)))
@@ -262,6 +281,15 @@ def test_indices_of_any_integers(dtype: str) -> None:
     F.sum(F.embedding(weight, index)).backward()
     assert weight.grad is not None
     assert weight.grad.sum(1)[[0, 150, 199]].tolist() == [3, 3, 3]
+
+
+@pytest.mark.parametrize(("function", "one"), [(F.softmax, 1), (F.log_softmax, 0)])
+def test_softmax_of_no_dimensions(function: Any, one: int) -> None:
+    for axis in (-1, 0):
+        x = param(np.array(3.0))
+        result = function(x, axis)
+        assert (result.shape, float(result.array)) == ((), one)
+        assert gradient(result, x) == 0
 
 
 def test_iterating_a_variable_ends() -> None:

@@ -280,6 +280,13 @@ def test_layers_begin_with_the_values_that_they_name() -> None:
     assert layer(x).shape == (2, 6, 5, 4)
 
 
+@NATIVE_AND_NOT
+def test_padding_gets_no_gradient_of_a_maximum(way: str) -> None:
+    x = fl.param(np.full((1, 1, 1, 2), -np.inf))
+    F.sum(F.pool2d(x, 3, 1, 1)).backward()
+    np.testing.assert_array_equal(x.grad, [[[[2, 0]]]])
+
+
 def conv(x: Shape, weight: Shape, bias: Shape | None = None, **options: Any) -> Any:
     added = None if bias is None else fl.input(np.zeros(bias))
     return F.conv2d(fl.input(np.zeros(x)), fl.input(np.zeros(weight)), added, **options)
@@ -319,7 +326,7 @@ BAD: list[tuple[Any, type[Exception], str]] = [
     (
         lambda: conv(IMAGES, WEIGHT, stride=0),
         ValueError,
-        "conv2d: stride must be at least 1, got 0",
+        "conv2d: stride must be at least 1 .* got 0",
     ),
     (
         lambda: conv(IMAGES, WEIGHT, stride=1.5),
@@ -327,6 +334,17 @@ BAD: list[tuple[Any, type[Exception], str]] = [
         "conv2d: stride must be an integer or a pair",
     ),
     (lambda: conv(IMAGES, WEIGHT, padding=-1), ValueError, "conv2d: padding must be at least 0"),
+    (
+        lambda: conv(IMAGES, WEIGHT, padding=10**9),
+        ValueError,
+        r"conv2d: results of shape \(2, 6, 2000000003, 2000000003\) .*x of shape \(2, 4, 5, 5\)",
+    ),
+    (
+        lambda: conv(IMAGES, WEIGHT, stride=2**63),
+        ValueError,
+        r"conv2d: stride must .* below 2\*\*31",
+    ),
+    (lambda: pool(IMAGES, 2, 2**63), ValueError, r"pool2d: stride must .* 2\*\*31, got 9223"),
     (
         lambda: conv(IMAGES, WEIGHT, padding="same", stride=2),
         ValueError,

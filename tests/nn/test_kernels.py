@@ -61,6 +61,20 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
         (RANDOM.standard_normal((2, 150, 24)),),
     ),
 }
+OTHERS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
+    "conv": (
+        lambda x, w: F.conv2d(x, w, padding=1),
+        (IMAGES, RANDOM.standard_normal((6, 6, 3, 3))),
+    ),
+    "pool": (lambda x: F.pool2d(x, 3, 2, 1), (IMAGES,)),
+    "pool_mean": (lambda x: F.pool2d(x, 3, 2, 1, "average"), (IMAGES,)),
+    "linear": (F.linear, (ROWS, ROWS[0, :2])),
+    "recurrent": (
+        lambda x, *weights: F.recurrent("tanh", x, weights)[0],
+        (ROWS[..., :4], ROWS[0, :, :4], ROWS[1, :, :3], ROWS[0, :, 5], ROWS[0, :, 6]),
+    ),
+    "dropout": (lambda x: F.dropout(x, 0.3), (ROWS,)),
+}
 BY_NAME = pytest.mark.parametrize("name", FUNCTIONS)
 
 
@@ -86,6 +100,30 @@ def test_kernels_do_what_array_operations_do(
         assert one.dtype == other.dtype == dtype
         size = float(np.abs(other).max())
         np.testing.assert_allclose(one, other, rtol=digits, atol=digits * max(1, size))
+
+
+STRANGE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "swapped": lambda x: x.astype(x.dtype.newbyteorder()),
+    "unaligned": lambda x: (
+        np.frombuffer(b" " + x.tobytes(), "u1")[1:].view(x.dtype).reshape(x.shape)
+    ),
+}
+
+
+@pytest.mark.parametrize("way", STRANGE)
+@pytest.mark.parametrize("name", [*FUNCTIONS, *OTHERS])
+def test_arrays_may_be_unaligned_or_of_another_byte_order(name: str, way: str) -> None:
+    function, arrays = {**FUNCTIONS, **OTHERS}[name]
+    both = []
+    for each in (arrays, [STRANGE[way](array) for array in arrays]):
+        fl.set_seed(0)
+        variables = [fl.param(array) for array in each]
+        result = function(*variables)
+        result.backward(weights_of(result.array))
+        both.append([result.array, *(v.grad for v in variables)])
+    if name != "dropout" or way == "unaligned":  # without a kernel it draws other numbers
+        for one, other in zip(*both, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["batch_norm", "batch_norm_last", "group_norm_last", "silu_last"])
@@ -181,13 +219,50 @@ def test_attention_s_dropout_keeps_the_mean() -> None:
     assert abs(result[..., 0].std() - (0.4 / 0.6 / 200) ** 0.5) < 0.003
 
 
+@pytest.mark.parametrize("native_too", [True, False])
+@pytest.mark.parametrize("dtype", ["int64", "uint8", "bool"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(F.layer_norm, F.rms_norm, F.batch_norm),
+        lambda x: F.group_norm(x, 2),
+        lambda x: F.dropout(x, 0.5),
+        lambda x: F.pool2d(x, 2),
+        lambda x: F.pool2d(x, 2, mode="average"),
+        lambda x: F.mean_squared_error(x, x),
+        lambda x: F.mean_absolute_error(x[:1], x[1:2]),
+        lambda x: F.binary_cross_entropy_with_logits(x, x),
+        lambda x: F.categorical_cross_entropy(x, np.zeros((3, 6, 9), int)),
+    ],
+)
+def test_integers_count_as_float64(
+    function: Any, dtype: str, native_too: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not native_too:
+        monkeypatch.setattr(native, "_kernel", lambda name: None)
+    results = []
+    for x in (IMAGES.astype(dtype), IMAGES.astype(dtype).astype("float64")):
+        fl.set_seed(0)
+        results.append(function(fl.input(x)))
+    assert results[0].dtype == results[1].dtype == "float64"
+    np.testing.assert_array_equal(results[0].array, results[1].array)
+
+
 X = np.zeros((2, 6, 4), "float32")
 ERRORS: dict[str, Callable[[], Any]] = {
     r"layer_norm: expected input of shape \[\.\.\., 3\] .* got \(2, 6, 4\)": (
         lambda: F.layer_norm(X, np.ones(3))
     ),
-    r"layer_norm: nothing to normalize .* \(2, 0\)": lambda: F.layer_norm(np.ones((2, 0))),
-    r"LayerNorm: size 0 must be at least 1, got 0": lambda: fl.nn.LayerNorm(0),
+    r"layer_norm: nothing to normalize in the last 2 .* \(3,\)": (
+        lambda: F.layer_norm(np.ones(3), dimensions=2)
+    ),
+    r"LayerNorm: each size of shape must be at least 1, got 0": lambda: fl.nn.LayerNorm((2, 0)),
+    r"RMSNorm: size must be at least 1, got 0": lambda: fl.nn.RMSNorm(0),
+    r"GroupNorm: channels must be at least 1, got 0": lambda: fl.nn.GroupNorm(1, 0),
+    r"BatchNorm: channels must be at least 1, got 0": lambda: fl.nn.BatchNorm(0),
+    r"GroupNorm: expected input of shape \[N, 4, \.\.\.\], got \(2, 6, 4\)": (
+        lambda: fl.nn.GroupNorm(2, 4)(fl.input(X))
+    ),
     r"group_norm: 6 channels of shape \(2, 6, 4\) .* 4 groups": lambda: F.group_norm(X, 4),
     r"GroupNorm: 6 channels are not divisible by 4 groups": lambda: fl.nn.GroupNorm(4, 6),
     r"group_norm: expected input of shape \[N, C, \.\.\.\] .* got \(0, 6\)": (
@@ -217,8 +292,11 @@ ERRORS: dict[str, Callable[[], Any]] = {
     r"a mask that broadcasts to .* = \(1, 2, 6, 6\), got shape \(6, 5\)": (
         lambda: F.attention(X[None], X[None], X[None], np.ones((6, 5), bool))
     ),
-    r"nothing to attend to in keys of shape \(1, 2, 0, 4\)": (
+    r"attention: .* size 0, .* got \(1, 2, 6, 4\), \(1, 2, 0, 4\), \(1, 2, 0, 4\)": (
         lambda: F.attention(X[None], X[None, :, :0], X[None, :, :0])
+    ),
+    r"attention: .* size 0, .* got \(1, 2, 6, 0\), \(1, 2, 6, 0\), ": (
+        lambda: F.attention(X[None, ..., :0], X[None, ..., :0], X[None])
     ),
     r"self_attention: expected .* for 3 heads, got \(2, 6, 4\)": lambda: F.self_attention(X, 3),
     r"Transformer: norm must be one of \('pre', 'post'\), got 'none'": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
+from flashlight_py.autograd import native
 from tests.nn.oracle import Oracle, weights_of
 from tests.tape.steps import compare, training
 
@@ -291,14 +293,19 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
     r"where: the condition needs dtype bool, got float64": (
         lambda: F.where(ONES, fl.param(ONES), 0.0), TypeError),
     r"gather: indices must be integers, got float64": (lambda: F.gather(ONES, ONES, 0), TypeError),
-    r"gather: index 3 is none of 0..2": (lambda: F.gather(FLAT, np.array([3]), 0), IndexError),
+    r"gather: index 3 is none of 0..2, .* shape \(3,\), got indices of shape \(1,\)": (
+        lambda: F.gather(FLAT, np.array([3]), 0), IndexError),
     r"gather: .* shape \(2, 3\) along axis 0 .* got \(1, 4\)": (
         lambda: F.gather(ONES, np.zeros((1, 4), int), 0), ValueError),
     r"scatter_add: expected a source .* \(2,\), got \(3,\)": (
         lambda: F.scatter_add(FLAT, np.zeros(2, int), FLAT, 0), ValueError),
     r"embedding: index -1 is none of 0..1": (lambda: F.embedding(ONES, np.array(-1)), IndexError),
-    r"embedding: index 7 is none of 0..6": (
+    r"embedding: index 7 is none of 0..6, .* shape \(7, 2\), got indices of shape \(1,\)": (
         lambda: fl.nn.Embedding(7, 2)(fl.input(np.array([7]))), IndexError),
+    r"embedding: index 9223372036854775808 is": (
+        lambda: F.embedding(ONES, np.array([2**63], "u8")), IndexError),
+    r"categorical_cross_entropy: target 3 .* \(2, 3\), got targets of shape \(2,\)": (
+        lambda: F.categorical_cross_entropy(ONES, np.array([0, 3])), ValueError),
     r"embedding: expected a weight \[rows, dim\], got \(3,\)": (
         lambda: F.embedding(FLAT, np.zeros(1, int)), ValueError),
     r"topk: there are no 4 along axis -1 of shape \(2, 3\)": (lambda: F.topk(ONES, 4), ValueError),
@@ -318,16 +325,18 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
     r"hardtanh: lower \(1\) must be below upper": (lambda: F.hardtanh(ONES, 1, 0), ValueError),
     r"mean_absolute_error: prediction has shape \(2, 3\), target \(3,\)": (
         lambda: F.mean_absolute_error(ONES, FLAT), ValueError),
-    r"binary_cross_entropy: probabilities must be 0 to 1": (
-        lambda: F.binary_cross_entropy(2 * ONES, ONES), ValueError),
-    r"nothing to average in shape \(0, 3\)": (
-        lambda: F.binary_cross_entropy(ONES[:0], ONES[:0]), ValueError),
+    r"binary_cross_entropy: probabilities must be 0 to 1, got 1.0 to 2.0 .* pass sigmoid": (
+        lambda: F.binary_cross_entropy(np.array([1.0, 2]), np.zeros(2)), ValueError),
+    r"binary_cross_entropy: probabilities must be 0 to 1, got nan to nan .* diverge": (
+        lambda: F.binary_cross_entropy(np.array([0.5, np.nan]), np.zeros(2)), ValueError),
+    r"binary_cross_entropy: targets must be 0 to 1, got 1.0 to 7.0 in shape \(2,\)": (
+        lambda: F.binary_cross_entropy(np.ones(2), np.array([1.0, 7])), ValueError),
     r"label_smoothing must be 0 to 1, got 2": (
         lambda: fl.nn.CategoricalCrossEntropy(label_smoothing=2), ValueError),
-    r"temporal_classification: targets must be of 0..3 and not 0": (
+    r"temporal_classification: targets .* 0..3 and not 0, .* \(1, 2, 4\), got 0 in .* \(1, 1\)": (
         lambda: F.connectionist_temporal_classification(np.ones((1, 2, 4)), np.array([[0]])),
         ValueError),
-    r"target lengths must be 0 to 1": (
+    r"target lengths must be 0 to 1, got 2": (
         lambda: F.connectionist_temporal_classification(
             np.ones((1, 2, 4)), np.array([[1]]), None, np.array([2])), ValueError),
     r"need targets \[batch, longest\] of shape \(1, longest\), got \(2, 1\)": (
@@ -339,6 +348,8 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
     r"RNN: kind must be one of tanh, gru, lstm, got 'relu'": (
         lambda: fl.nn.RNN("relu", 1, 1), ValueError),
     r"RNN: hidden_size must be at least 1, got 0": (lambda: fl.nn.RNN("gru", 1, 0), ValueError),
+    r"RNN: expected \[batch, time, 4\], got \(\)": (
+        lambda: fl.nn.RNN("gru", 4, 2)(fl.input(np.ones(())), ONES), ValueError),
     r"RNN: expected \[batch, time, 4\], got \(3, 4\)": (
         lambda: fl.nn.RNN("gru", 4, 2)(fl.input(np.ones((3, 4)))), ValueError),
     r"none of them 0, .* got shape \(0, 3, 4\)": (
@@ -351,6 +362,59 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
     r"Residual: the module made shape \(2, 1\) of \(2, 3\), and its shortcut \(2, 3\)": (
         lambda: fl.nn.Residual(fl.nn.Linear(3, 1))(fl.input(ONES)), ValueError),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        fl.nn.BatchNorm(2), fl.nn.GroupNorm(1, 2), fl.nn.MultiheadAttention(2, 1),
+        fl.nn.RNN("gru", 2, 2), fl.nn.PositionEmbedding(2, 2), fl.nn.Transformer(2, 1),
+        fl.nn.PReLU(2), fl.nn.Linear(2, 2), fl.nn.Conv2D(2, 2, 1), fl.nn.LayerNorm(2),
+    ],
+)  # fmt: skip
+def test_lists_are_rejected_and_arrays_taken(layer: Any) -> None:
+    with pytest.raises(TypeError, match=r"got list; convert it with numpy.asarray"):
+        layer([[[1.0, 2.0]]])
+    shape = (2, 2, 2, 2) if isinstance(layer, fl.nn.Conv2D) else (2, 2, 2)
+    layer(np.ones(shape, "float32"))
+
+
+EMPTY: dict[str, Callable[..., Any]] = {
+    "softmax: (0, 4, 8)": F.softmax,
+    "log_softmax: (0, 4, 8)": fl.nn.LogSoftmax(),
+    "prelu: (0, 4, 8)": fl.nn.PReLU(),
+    "embedding: (0, 4, 8)": lambda x: fl.nn.Embedding(3, 2)(fl.input(x.array.astype(int))),
+    "layer_norm: (0, 4, 8)": fl.nn.LayerNorm(8),
+    "rms_norm: (0, 4, 8)": fl.nn.RMSNorm(8),
+    "group_norm: (0, 4, 8)": fl.nn.GroupNorm(2, 4),
+    "batch_norm: (0, 4, 8)": fl.nn.BatchNorm(4).eval(),
+    "self_attention: (0, 4, 24)": fl.nn.MultiheadAttention(8, 2),
+    "attention: (0, 2, 4, 4), (0, 2, 4, 4)": lambda x: fl.nn.MultiheadAttention(8, 2)(x, x, x),
+    "layer_norm:  (0, 4, 8)": fl.nn.Transformer(8, 2),
+    "PositionEmbedding: (0, 4, 8)": fl.nn.PositionEmbedding(4, 8),
+    "recurrent: (0, 4, 8)": fl.nn.RNN("lstm", 8, 2),
+    "conv2d: (0, 4, 8, 1)": lambda x: fl.nn.Conv2D(4, 4, 1)(F.reshape(x, (0, 4, 8, 1))),
+    "pool2d: (0, 4, 8, 1)": lambda x: fl.nn.Pool2D(1)(F.reshape(x, (0, 4, 8, 1))),
+    "mean_squared_error: (0, 4, 8), (0, 4, 8)": lambda x: fl.nn.MeanSquaredError()(x, x),
+    "mean_absolute_error: (0, 4, 8), (0, 4, 8)": lambda x: fl.nn.MeanAbsoluteError("sum")(x, x),
+    "binary_cross_entropy: (0, 4, 8), (0, 4, 8)": lambda x: fl.nn.BinaryCrossEntropy("none")(x, x),
+    "categorical_cross_entropy: (0, 4, 8)": (
+        lambda x: fl.nn.CategoricalCrossEntropy()(x, fl.input(np.zeros((0, 4), int)))),
+    "connectionist_temporal_classification: (0, 4, 8)": (
+        lambda x: fl.nn.ConnectionistTemporalClassification()(x, np.ones((0, 2), int))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("words", EMPTY)
+def test_an_empty_batch_is_an_error_with_its_shape(
+    words: str, kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not kernels:
+        monkeypatch.setattr(native, "_kernel", lambda name: None)
+    name, shape = words.split(": ")
+    with pytest.raises(ValueError, match=f"^{name}: .*{re.escape(shape.strip())}"):
+        EMPTY[words](fl.input(np.ones((0, 4, 8), np.float32)))
 
 
 @pytest.mark.parametrize("words", ERRORS)

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from flashlight_py.autograd.functions.dimensions import reshape
-from flashlight_py.autograd.functions.elementwise import as_variable
+from flashlight_py.autograd.functions.elementwise import as_variable, check_filled
 from flashlight_py.autograd.native import record_mapped
 from flashlight_py.autograd.variable import Input, Variable, record
 from flashlight_py.device import Array, array_module, narrowed, widened
@@ -135,7 +135,7 @@ def prelu(x: Input, weight: Input) -> Variable:
         weight: shape ``[channels]`` or ``[1]``.
 
     Raises:
-        ValueError: the weight's shape is neither.
+        ValueError: the weight's shape is neither, or ``x`` has no element.
     """
     x, weight = as_variable(x), as_variable(weight)
     shape = x.data.shape
@@ -145,6 +145,7 @@ def prelu(x: Input, weight: Input) -> Variable:
             f"prelu: an input [batch, channels, ...] of shape {shape} needs a weight of shape "
             f"({channels},) or (1,), got {weight.data.shape}"
         )
+    check_filled("prelu", x)
     if weight.data.size > 1:
         weight = reshape(weight, (-1, *(1,) * (len(shape) - 2)))
     array, w = widened(x.data), widened(weight.data)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from flashlight_py.autograd.functions.elementwise import as_variable, check_ratio
+from flashlight_py.autograd.functions.elementwise import as_variable, check_filled, check_ratio
 from flashlight_py.autograd.native import contiguous, kept_at_random, kernel, record_jointly
 from flashlight_py.autograd.precision import as_half
 from flashlight_py.autograd.variable import Input, Variable
@@ -43,7 +43,7 @@ def attention(
         ``[batch, queries, heads, width of values]``.
 
     Raises:
-        ValueError: shapes that do not fit, there are no keys, or ``dropout`` is not in 0 <= p < 1.
+        ValueError: shapes that do not fit or have no element, or ``dropout`` not in 0 <= p < 1.
     """
     q, k, v = as_half(q), as_half(k), as_half(v)
     shapes = [x.shape for x in (q, k, v)]
@@ -56,6 +56,7 @@ def attention(
             "attention: expected q [batch, heads, queries, width], k [batch, heads, keys, width] "
             f"and v [batch, heads, keys, any width], got {shapes[0]}, {shapes[1]} and {shapes[2]}"
         )
+    check_filled("attention", q, k, v)
     arrays = [widened(x.data) for x in (q, k, v)]
     work = _Attention(arrays, mask, causal, dropout, scale)
     return record_jointly("attention", narrowed(work.forward(), q.data), work.backward, q, k, v)
@@ -83,6 +84,7 @@ def self_attention(
             f"self_attention: expected [batch, positions, 3 * width] with a width for {heads} "
             f"heads, got {x.shape}"
         )
+    check_filled("self_attention", x)
     batch, positions, width = x.shape
     packed = contiguous(widened(x.data))
     parts = packed.reshape(batch, positions, 3, heads, width // (3 * heads)).transpose(
@@ -111,8 +113,6 @@ class _Attention:
     ) -> None:  # fmt: skip
         check_ratio(dropout)
         q, k, v = arrays
-        if not k.shape[2]:
-            raise ValueError(f"attention: there is nothing to attend to in keys of shape {k.shape}")
         self.shape = *q.shape[:3], k.shape[2]
         self.mask = None if mask is None else self._masking(as_variable(mask).data, q.dtype)
         self.arrays, self.packed, self.causal = arrays, packed, causal
@@ -227,5 +227,5 @@ def _laid_out(x: Array) -> tuple[Array, tuple[int, int, int, int], bool]:
     _, heads, rows, width = x.shape
     across = x.transpose(0, 2, 1, 3)
     if across.flags.c_contiguous:
-        return across, (0, heads * rows * width, width, heads * width), True
+        return contiguous(across), (0, heads * rows * width, width, heads * width), True
     return contiguous(x), (0, heads * rows * width, rows * width, width), False

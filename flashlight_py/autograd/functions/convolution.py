@@ -7,6 +7,7 @@ no native kernel, the same is computed by a matrix product for each place of the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
 from typing import Any, NamedTuple, TypeAlias
@@ -16,7 +17,7 @@ import numpy as np
 from flashlight_py.autograd.functions.elementwise import as_variable
 from flashlight_py.autograd.graph import Vjp
 from flashlight_py.autograd.native import channels_last, channels_second, contiguous, kernel
-from flashlight_py.autograd.precision import as_half
+from flashlight_py.autograd.precision import as_half, real
 from flashlight_py.autograd.variable import Input, Variable, record, record_all
 from flashlight_py.device import Array, array_module, narrowed, widened
 
@@ -66,14 +67,9 @@ class _Windows(NamedTuple):
 
 
 def conv2d(
-    x: Input,
-    weight: Input,
-    bias: Input | None = None,
-    stride: Pair = 1,
-    padding: Pair | str = 0,
-    dilation: Pair = 1,
-    groups: int = 1,
-) -> Variable:
+    x: Input, weight: Input, bias: Input | None = None, stride: Pair = 1, padding: Pair | str = 0,
+    dilation: Pair = 1, groups: int = 1,
+) -> Variable:  # fmt: skip
     """Return the cross-correlation of images with ``weight``, plus ``bias``, a new variable.
 
     ``y[n, o, i, j] = bias[o] + sum over c, p, q of weight[o, c, p, q] * x[n, c', i * stride +
@@ -135,13 +131,9 @@ def conv2d(
 
 
 def pool2d(
-    x: Input,
-    kernel: Pair,
-    stride: Pair | None = None,
-    padding: Pair = 0,
-    mode: str = "max",
+    x: Input, kernel: Pair, stride: Pair | None = None, padding: Pair = 0, mode: str = "max",
     count_padding: bool = True,
-) -> Variable:
+) -> Variable:  # fmt: skip
     """Return the largest element, or the mean, of each window of each channel, a new variable.
 
     Equal elements of a window: the first, row by row, gets the gradient of the maximum. float16
@@ -163,10 +155,9 @@ def pool2d(
         ValueError: the shapes or options do not fit together, or the batch is empty.
         TypeError: an option is no integer.
     """
-    x = as_variable(x)
+    x = real(as_variable(x))
     w = _windows_of_pool(x, kernel, stride, padding, mode)
-    array = x.data if x.data.dtype.kind not in "iub" else x.data.astype("float32")
-    images, of_all = _rows(array), "_of_all" if count_padding else ""
+    images, of_all = _rows(x.data), "_of_all" if count_padding else ""
 
     def mean(w: _Windows, images: Array) -> Array:
         return _sums(w, images) / _counts(w, images, count_padding)
@@ -188,7 +179,7 @@ def pool2d(
         found = _compute(f"pool_spread_mean{of_all}", spread_mean, w, w.inputs, rows)
         return channels_second(found)
 
-    return record(narrowed(channels_second(out), array), (x, vjp))
+    return record(narrowed(channels_second(out), x.data), (x, vjp))
 
 
 def _rows(images: Array) -> Array:
@@ -254,10 +245,11 @@ def _largest(w: _Windows, images: Array) -> Array:
 
 def _spread_largest(w: _Windows, grad: Array, images: Array, out: Array) -> Array:
     xp = array_module(grad)
+    is_inside = w.taken(xp.ones_like(images, dtype=np.bool_))
 
     def shares(left: Array) -> Iterator[Array]:
-        for _, part in w.taken(images, -np.inf):
-            hit = (part == out) | xp.isnan(part)
+        for (_, part), (_, inside) in zip(w.taken(images), is_inside, strict=True):
+            hit = ((part == out) | xp.isnan(part)) & inside
             yield xp.where(hit, left, 0)
             left = xp.where(hit, 0, left)
 
@@ -284,14 +276,14 @@ def as_two(name: str, value: Any, least: int) -> _Two:
 
     Raises:
         TypeError: it is neither an integer nor a pair of them.
-        ValueError: it is less than ``least``.
+        ValueError: it is less than ``least``, or 2 ** 31 or more.
     """
     two = (value, value) if isinstance(value, int) else value
     is_pair = isinstance(two, (tuple, list)) and len(two) == 2
     if not is_pair or not all(type(each) is int for each in two):
         raise TypeError(f"{name} must be an integer or a pair of them, got {value!r}")
-    if min(two) < least:
-        raise ValueError(f"{name} must be at least {least}, got {value!r}")
+    if min(two) < least or max(two) >= 2**31:
+        raise ValueError(f"{name} must be at least {least} and below 2**31, got {value!r}")
     return two[0], two[1]
 
 
@@ -381,5 +373,8 @@ def _windows(
     down, across = (rest // step + 1 for rest, step in zip(beyond, stride, strict=True))
     inputs = batch, size[0], size[1], channels
     outputs = batch, down, across, out_channels or channels
+    if math.prod(outputs) >= 2**60:
+        shape = batch, outputs[3], down, across
+        raise ValueError(f"{name}: results of shape {shape} are too large, of x of shape {x.shape}")
     numbers = *inputs, *outputs[1:], *kernel, *stride, *pad, *dilation, groups
     return _Windows(inputs, outputs, tuple(kernel), stride, pad, dilation, groups, numbers)

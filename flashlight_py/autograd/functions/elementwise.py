@@ -14,7 +14,7 @@ import numpy as np
 from flashlight_py import kernels
 from flashlight_py.autograd.graph import Vjp
 from flashlight_py.autograd.native import kernel, mapped, record_mapped
-from flashlight_py.autograd.precision import as_float32
+from flashlight_py.autograd.precision import as_float32, real
 from flashlight_py.autograd.variable import Input, Operand, Variable, record
 from flashlight_py.device import Array, array_module, constant, is_cupy, is_floating, narrowed
 from flashlight_py.random import generator
@@ -256,6 +256,7 @@ def dropout(x: Input, ratio: float) -> Variable:
     check_ratio(ratio)
     if not ratio:
         return x
+    x = real(x)
     array = x.data
     if kernel("dropout", array) is not None:
         seed = generator().integers(0, 2**63 - 1, 1, dtype=np.int64)
@@ -274,3 +275,12 @@ def check_ratio(ratio: float) -> None:
     """Raise a ValueError unless ``0 <= ratio < 1``."""
     if not 0 <= ratio < 1:
         raise ValueError(f"dropout: the ratio must be at least 0 and below 1, got {ratio}")
+
+
+def check_filled(name: str, *given: Input) -> None:
+    """Raise a ValueError of the function ``name`` if one has no element."""
+    if not all(each.size for each in given):
+        shapes = ", ".join(str(each.shape) for each in given)
+        raise ValueError(
+            f"{name}: expected no dimension of size 0, as an empty batch has, got {shapes}"
+        )

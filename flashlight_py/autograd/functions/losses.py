@@ -10,66 +10,60 @@ from typing import Any
 
 from flashlight_py import kernels
 from flashlight_py.autograd.functions import dimensions
-from flashlight_py.autograd.functions.elementwise import div
+from flashlight_py.autograd.functions.elementwise import check_filled, div
 from flashlight_py.autograd.functions.selecting import added, integers
 from flashlight_py.autograd.native import contiguous, kernel
-from flashlight_py.autograd.precision import as_float32
+from flashlight_py.autograd.precision import as_float32, real
 from flashlight_py.autograd.variable import Input, Variable, record, record_all
 from flashlight_py.device import Array, array_module, constant, is_cupy, narrowed, total, widened
 
 
 def softmax(x: Input, axis: int = -1) -> Variable:
-    """Return ``exp(x) / sum(exp(x))`` along ``axis``, a new array of the same shape."""
-    x = as_float32(x)
-    found = _of_rows("softmax", x, axis)
-    if found is not None:
-        return found
-    array = widened(x.data)
-    out = array_module(array).exp(array - array.max(axis=axis, keepdims=True))
-    out /= out.sum(axis=axis, keepdims=True)
+    """Return ``exp(x) / sum(exp(x))`` along ``axis``, a new array of the same shape.
 
-    def vjp(grad: Array) -> Array:
-        weighted = grad * out
-        result: Array = weighted - out * weighted.sum(axis=axis, keepdims=True)
-        return result
-
-    return record(narrowed(out, x.data), (x, vjp))
+    Raises:
+        ValueError: there is no element or no such axis.
+    """
+    return _softmax("softmax", x, axis)
 
 
 def log_softmax(x: Input, axis: int = -1) -> Variable:
-    """Return ``log(softmax(x))`` along ``axis``, a new array of the same shape."""
+    """Return ``log(softmax(x))`` along ``axis``, a new array of the same shape.
+
+    Raises:
+        ValueError: there is no element or no such axis.
+    """
+    return _softmax("log_softmax", x, axis)
+
+
+def _softmax(name: str, x: Input, axis: int) -> Variable:
     x = as_float32(x)
-    found = _of_rows("log_softmax", x, axis)
-    if found is not None:
-        return found
-    array = widened(x.data)
-    xp = array_module(array)
-    shifted = array - array.max(axis=axis, keepdims=True)
-    out = shifted - xp.log(xp.exp(shifted).sum(axis=axis, keepdims=True))
+    check_filled(name, x)
+    array, ndim = x.data, max(x.ndim, 1)
+    if not -ndim <= axis < ndim:
+        raise ValueError(f"{name}: there is no axis {axis} in shape {array.shape}")
+    native = kernel(name, array) if axis in (-1, ndim - 1) else None
+    xp, is_log = array_module(array), name == "log_softmax"
+    width = array.shape[-1] if x.ndim else 1
+    made, sizes = ((array.shape, array.dtype),), (x.size // width, width)
+    if native is not None:
+        out = native(made, sizes, (), contiguous(array))
+    else:
+        wide = widened(array)
+        shifted = wide - wide.max(axis=axis, keepdims=True)
+        out = xp.exp(shifted)
+        sums = out.sum(axis=axis, keepdims=True)
+        out = shifted - xp.log(sums) if is_log else out / sums
 
-    def vjp(grad: Array) -> Array:
-        wide = widened(grad)
-        total = wide.sum(axis=axis, keepdims=True)
-        return wide - xp.exp(out) * total  # type: ignore[no-any-return]
-
-    return record(narrowed(out, x.data), (x, vjp))
-
-
-def _of_rows(name: str, x: Variable, axis: int) -> Variable | None:
-    """Return a function along the last dimension by its kernel, or None: there is none."""
-    array = x.data
-    native = kernel(name, array)
-    if native is None or axis not in (-1, array.ndim - 1) or not array.size:
-        return None
-    made, sizes = ((array.shape, array.dtype),), (array.size // array.shape[-1], array.shape[-1])
-    out = native(made, sizes, (), contiguous(array))
-
-    def vjp(grad: Array) -> Array:
-        found: Any = kernel(f"{name}_back", out)
-        return found(made, sizes, (), contiguous(grad), out)  # type: ignore[no-any-return]
+    def vjp(grad: Array) -> Any:
+        if native is not None:
+            found: Any = kernel(f"{name}_back", out)
+            return found(made, sizes, (), contiguous(grad), out)
+        grad = widened(grad) if is_log else grad * out
+        return grad - (xp.exp(out) if is_log else out) * grad.sum(axis=axis, keepdims=True)
 
     vjp.__qualname__ = name
-    return record(out, (x, vjp))
+    return record(narrowed(out, array), (x, vjp))
 
 
 def mean_squared_error(prediction: Input, target: Input) -> Variable:
@@ -82,9 +76,9 @@ def mean_squared_error(prediction: Input, target: Input) -> Variable:
     Raises:
         ValueError: the shapes differ, or there is no element.
     """
-    prediction, target = as_float32(prediction), as_float32(target)
+    prediction, target = real(as_float32(prediction)), real(as_float32(target))
     p, t = prediction.data, target.data
-    _check_pair("mean_squared_error", p, t, "mean")
+    _check_pair("mean_squared_error", prediction, target)
     size = p.size
     if is_cupy(p) and p.dtype == t.dtype and p.dtype.kind == "f":
         return _mean_squared_error_on_gpu(prediction, target)
@@ -99,15 +93,13 @@ def mean_squared_error(prediction: Input, target: Input) -> Variable:
     return record_all(mean, inputs)
 
 
-def _check_pair(name: str, p: Array, t: Array, reduction: str) -> None:
-    check_reduction(reduction)
+def _check_pair(name: str, p: Variable, t: Variable) -> None:
     if p.shape != t.shape:
         raise ValueError(
             f"{name}: prediction has shape {p.shape}, target {t.shape}; they must "
             "be equal (nothing is broadcast here)"
         )
-    if not p.size and reduction == "mean":
-        raise ValueError(f"{name}: nothing to average in shape {p.shape}")
+    check_filled(name, p, t)
 
 
 def _mean_squared_error_on_gpu(prediction: Variable, target: Variable) -> Variable:
@@ -139,10 +131,10 @@ def categorical_cross_entropy(
 
     Raises:
         TypeError: the targets are not integers.
-        ValueError: the shapes do not fit, a target names no class, an unknown reduction, or
-            ``label_smoothing`` outside of 0 to 1.
+        ValueError: the shapes do not fit or have no element, a target names no class, an unknown
+            reduction, or ``label_smoothing`` outside of 0 to 1.
     """
-    log_probabilities, target = as_float32(log_probabilities), as_float32(target)
+    log_probabilities, target = real(as_float32(log_probabilities)), as_float32(target)
     logs, labels = log_probabilities.data, target.data
     check_reduction(reduction)
     check_smoothing(label_smoothing)
@@ -153,12 +145,14 @@ def categorical_cross_entropy(
             "categorical_cross_entropy: log probabilities [..., classes] of shape "
             f"{logs.shape} need targets of shape {logs.shape[:-1]}, got {labels.shape}"
         )
+    check_filled("categorical_cross_entropy", log_probabilities)
     classes, xp = logs.shape[-1], array_module(logs)
     right = ((labels >= 0) & (labels < classes)) | (labels == ignore_index)
     if not right.all():  # on a GPU it is waited for
         raise ValueError(
             f"categorical_cross_entropy: target {int(labels[~right][0])} is no class of "
-            f"0..{classes - 1} and not ignore_index ({ignore_index})"
+            f"0..{classes - 1} and not ignore_index ({ignore_index}), for log probabilities of "
+            f"shape {logs.shape}, got targets of shape {labels.shape}"
         )
     counted = labels != ignore_index
     picked = xp.where(counted, labels, 0)[..., None]
@@ -188,7 +182,7 @@ def mean_absolute_error(prediction: Input, target: Input, reduction: str = "mean
     Both have the same shape, which ``reduction="none"`` keeps.
 
     Raises:
-        ValueError: the shapes differ, there is no element for a mean, or an unknown reduction.
+        ValueError: the shapes differ, there is no element, or an unknown reduction.
     """
     return _of_pairs(
         *("mean_absolute_error", prediction, target, reduction),
@@ -204,7 +198,7 @@ def binary_cross_entropy(probabilities: Input, target: Input, reduction: str = "
     Arguments and errors are those of :func:`mean_absolute_error`; both are 0 to 1.
 
     Raises:
-        ValueError: a probability is outside of 0 to 1, as well.
+        ValueError: a probability or target is outside of 0 to 1, or nan, as well.
     """
 
     def logs(xp: Any, p: Array) -> tuple[Array, Array]:
@@ -214,11 +208,13 @@ def binary_cross_entropy(probabilities: Input, target: Input, reduction: str = "
         return xp.where(above, log, -100), xp.where(below, log_of_rest, -100)
 
     def value(xp: Any, p: Array, t: Array) -> Any:
-        if not ((p >= 0) & (p <= 1)).all():  # on a GPU it is waited for
-            raise ValueError(
-                "binary_cross_entropy: probabilities must be 0 to 1; pass sigmoid(x), or x itself "
-                "to binary_cross_entropy_with_logits"
-            )
+        for what, array in (("probabilities", p), ("targets", t)):
+            if not ((array >= 0) & (array <= 1)).all():  # on a GPU it is waited for
+                raise ValueError(
+                    f"binary_cross_entropy: {what} must be 0 to 1, got {float(array.min())} to "
+                    f"{float(array.max())} in shape {array.shape}; pass sigmoid(x), or x itself to "
+                    "binary_cross_entropy_with_logits; nan is of a model that diverges"
+                )
         log, log_of_rest = logs(xp, p)
         return (t - 1) * log_of_rest - t * log
 
@@ -247,8 +243,9 @@ def _of_pairs(
     name: str, prediction: Input, target: Input, reduction: str, value: Any, *vjps: Any
 ) -> Variable:
     """Return a loss of each element, reduced; ``vjps`` get both arrays before the gradient."""
-    prediction, target = as_float32(prediction), as_float32(target)
-    _check_pair(name, prediction.data, target.data, reduction)
+    prediction, target = real(as_float32(prediction)), real(as_float32(target))
+    check_reduction(reduction)
+    _check_pair(name, prediction, target)
     p, t = widened(prediction.data), widened(target.data)
     xp = array_module(p)
     edges = [(prediction, partial(vjps[0], xp, p, t)), (target, partial(vjps[1], xp, p, t))]
@@ -288,7 +285,7 @@ def connectionist_temporal_classification(
         ValueError: the shapes do not fit, a target or length is out of range, an empty batch, or an
             unknown reduction.
     """
-    given = as_float32(log_probabilities)
+    given = real(as_float32(log_probabilities))
     check_reduction(reduction)
     sequences = targets, input_lengths, target_lengths
     labels, inputs, lengths = _check_sequences(given.data, *sequences, blank)
@@ -360,13 +357,18 @@ def _check_sequences(
         number = xp.full(batch, most) if given is None else integers(name, given, logs)
         if number.shape != (batch,):
             raise ValueError(f"{name}: expected {what} lengths ({batch},), got {number.shape}")
-        if not ((number >= least) & (number <= most)).all():
-            raise ValueError(f"{name}: {what} lengths must be {least} to {most}")
-        found.append(number)
+        right = (number >= least) & (number <= most)
+        if not right.all():
+            wrong = int(number[~right][0])
+            raise ValueError(f"{name}: {what} lengths must be {least} to {most}, got {wrong}")
+        found.append(number.astype("int64", copy=False))
     counted = xp.arange(labels.shape[1]) < found[1][:, None]
-    right = (labels >= 0) & (labels < classes) & (labels != blank)
-    if not (right | ~counted).all():
-        raise ValueError(f"{name}: targets must be of 0..{classes - 1} and not {blank}, the blank")
+    right = ((labels >= 0) & (labels < classes) & (labels != blank)) | ~counted
+    if not right.all():
+        raise ValueError(
+            f"{name}: targets must be of 0..{classes - 1} and not {blank}, the blank, for shape "
+            f"{logs.shape}, got {int(labels[~right][0])} in shape {labels.shape}"
+        )
     return xp.where(counted, labels, blank), found[0], found[1]
 
 

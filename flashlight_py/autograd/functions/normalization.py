@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-from flashlight_py.autograd.functions.elementwise import as_variable
+from flashlight_py.autograd.functions.elementwise import as_variable, check_filled
 from flashlight_py.autograd.native import (
     channels_last,
     channels_second,
@@ -20,7 +20,7 @@ from flashlight_py.autograd.native import (
     kernel,
     record_jointly,
 )
-from flashlight_py.autograd.precision import as_float32
+from flashlight_py.autograd.precision import as_float32, real
 from flashlight_py.autograd.variable import Input, Variable
 from flashlight_py.device import Array, array_module, narrowed, widened
 
@@ -71,11 +71,12 @@ def _of_rows(
                     f"{name}: expected input of shape [..., {', '.join(map(str, each.shape))}] for "
                     f"a weight or bias of shape {each.shape}, got {x.shape}"
                 )
-    width = math.prod(x.shape[-dimensions:])
-    if not 1 <= dimensions <= x.ndim or not width:
+    check_filled(name, x)
+    if not 1 <= dimensions <= x.ndim:
         raise ValueError(
             f"{name}: nothing to normalize in the last {dimensions} dimension(s) of shape {x.shape}"
         )
+    width = math.prod(x.shape[-dimensions:])
     parts = x.size // width, width
     return _normalized(name, x, given, eps, parts, parts, parts, (1,), (0,))[0]
 
@@ -144,13 +145,19 @@ def batch_norm_with_moments(
                 f"{x.shape}, got {shapes[0]} and {shapes[1]}"
             )
         moments = [mean, variance]
-    elif x.size // x.shape[1] < 2:
-        raise ValueError(
-            f"batch_norm: needs more than one value per channel, got input of shape {x.shape}; "
-            "train with larger batches, or call eval() on the module"
-        )
+    else:
+        check_count("batch_norm", x, x.size // x.shape[1])
     made = _of_channels("batch_norm", x, given, eps, 1, x.shape[1], moments)
     return made[0], made[1].reshape(-1), made[2].reshape(-1)
+
+
+def check_count(name: str, x: Variable, count: int) -> None:
+    """Raise a ValueError of the function ``name`` unless a channel has two values or more."""
+    if count < 2:
+        raise ValueError(
+            f"{name}: needs more than one value per channel, got input of shape {x.shape}; "
+            "train with larger batches, or call eval() on the module"
+        )
 
 
 def _checked(name: str, x: Variable, *given: Input | None) -> list[Variable | None]:
@@ -204,6 +211,7 @@ def _normalized(
     def as_given(array: Array) -> Array:
         return channels_second(array) if is_last else array
 
+    x = real(x)
     rows = laid_out(widened(x.data))
     of_kernel = "given_norm" if moments else name.replace("batch", "group")
     native, xp, shape, dtype = kernel(of_kernel, rows), array_module(rows), rows.shape, rows.dtype

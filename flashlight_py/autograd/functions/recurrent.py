@@ -22,12 +22,9 @@ _Prepare: TypeAlias = Callable[[], _Back]
 
 
 def recurrent(
-    kind: str,
-    x: Input,
-    weights: Sequence[Input],
-    state: Sequence[Input] = (),
+    kind: str, x: Input, weights: Sequence[Input], state: Sequence[Input] = (),
     reverse: bool = False,
-) -> tuple[Variable, ...]:
+) -> tuple[Variable, ...]:  # fmt: skip
     """Return the hidden state after each step of one layer in one direction, then the last state.
 
     With ``u = weight_ih @ x + bias_ih`` and ``v = weight_hh @ h + bias_hh``, cut into gates:

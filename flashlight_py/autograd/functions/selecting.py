@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from flashlight_py.autograd.functions.elementwise import as_pair, as_variable
+from flashlight_py.autograd.functions.elementwise import as_pair, as_variable, check_filled
 from flashlight_py.autograd.variable import Input, Operand, Variable, record
 from flashlight_py.device import Array, array_module, is_cupy, narrowed, widened
 
@@ -77,7 +77,7 @@ def embedding(weight: Input, indices: Input, padding_idx: int | None = None) -> 
 
     Raises:
         TypeError: the indices are no integers.
-        ValueError: the weight has not two dimensions.
+        ValueError: the weight has not two dimensions, or there is no index.
         IndexError: an index is out of range.
     """
     weight = as_variable(weight)
@@ -85,7 +85,8 @@ def embedding(weight: Input, indices: Input, padding_idx: int | None = None) -> 
         raise ValueError(f"embedding: expected a weight [rows, dim], got {weight.data.shape}")
     rows, dim = weight.data.shape
     index = integers("embedding", indices, weight.data)
-    _check_range("embedding", index, rows)
+    check_filled("embedding", index)
+    index = _in_range("embedding", index, weight.data.shape, 0)
 
     def vjp(grad: Array) -> Array:
         xp = array_module(grad)
@@ -114,7 +115,8 @@ def topk(x: Input, k: int, axis: int = -1) -> tuple[Variable, Variable]:
     if not -array.ndim <= axis < array.ndim or not 0 <= k <= array.shape[axis]:
         raise ValueError(f"topk: there are no {k} along axis {axis} of shape {array.shape}")
     before = (slice(None),) * (axis % array.ndim)
-    order = array_module(array).argsort(-array, axis=axis, kind="stable")
+    falling = ~array if array.dtype.kind in "iub" else -array  # the negative of least ones wraps
+    order = array_module(array).argsort(falling, axis=axis, kind="stable")
     index = order[(*before, slice(k))]
     return _gather(x, _flat(index, array, axis)), Variable(index)
 
@@ -128,17 +130,22 @@ def _beside(value: Input, array: Array) -> Array:
 
 
 def integers(name: str, value: Input, array: Array) -> Array:
-    """Return indices as int64 where ``array`` is, or raise a TypeError of the function ``name``."""
+    """Return indices where ``array`` is, or raise a TypeError of the function ``name``."""
     index = _beside(value, array)
     if index.dtype.kind not in "iu":
         raise TypeError(f"{name}: indices must be integers, got {index.dtype}; cast them")
-    return index.astype("int64", copy=False)  # in which places are counted
+    return index
 
 
-def _check_range(name: str, index: Array, count: int) -> None:
-    right = (index >= 0) & (index < count)
+def _in_range(name: str, index: Array, shape: tuple[int, ...], axis: int) -> Array:
+    """Return indices along an axis of ``shape`` as int64, in which places are counted."""
+    right = (index >= 0) & (index < shape[axis])
     if not right.all():  # on a GPU it is waited for
-        raise IndexError(f"{name}: index {int(index[~right][0])} is none of 0..{count - 1}")
+        raise IndexError(
+            f"{name}: index {int(index[~right][0])} is none of 0..{shape[axis] - 1}, axis {axis} "
+            f"of shape {shape}, got indices of shape {index.shape}"
+        )
+    return index.astype("int64", copy=False)
 
 
 def _places(name: str, array: Array, index: Input, axis: int) -> Array:
@@ -151,8 +158,7 @@ def _places(name: str, array: Array, index: Input, axis: int) -> Array:
             f"{name}: an index for shape {array.shape} along axis {axis} needs as many dimensions, "
             f"none longer but along the axis, got {index.shape}"
         )
-    _check_range(name, index, array.shape[axis])
-    return _flat(index, array, axis)
+    return _flat(_in_range(name, index, array.shape, axis), array, axis)
 
 
 def _flat(index: Array, array: Array, axis: int) -> Array:
