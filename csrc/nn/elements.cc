@@ -9,6 +9,7 @@
 
 namespace fl::nn {
 namespace {
+enum { GELU, GELU_BY_TANH, SILU, SIGMOID };
 #define FL_KERNELS "csrc/nn/elements.inc"
 #include "../common/each_set.inc"
 
@@ -43,14 +44,14 @@ const Row elements[] = {{"take_rows:f", take_rows<float>, false},
                         {"add_rows:f", add_rows<float>, false},
                         {"add_rows:d", add_rows<double>, false},
                         FL_BOTH("dropout", false, dropout),
-                        FL_BOTH("gelu", false, gelu),
-                        FL_BOTH("gelu_back", false, gelu_back),
-                        FL_BOTH("gelu_by_tanh", false, gelu_by_tanh),
-                        FL_BOTH("gelu_by_tanh_back", false, gelu_by_tanh_back),
-                        FL_BOTH("silu", false, silu),
-                        FL_BOTH("silu_back", false, silu_back),
-                        FL_BOTH("sigmoid", false, sigmoid),
-                        FL_BOTH("sigmoid_back", false, sigmoid_back),
+                        FL_BOTH("gelu", false, each, , GELU, false),
+                        FL_BOTH("gelu_with_slope", false, each, , GELU, true),
+                        FL_BOTH("gelu_by_tanh", false, each, , GELU_BY_TANH, false),
+                        FL_BOTH("gelu_by_tanh_with_slope", false, each, , GELU_BY_TANH, true),
+                        FL_BOTH("silu", false, each, , SILU, false),
+                        FL_BOTH("silu_with_slope", false, each, , SILU, true),
+                        FL_BOTH("sigmoid", false, each, , SIGMOID, false),
+                        FL_BOTH("sigmoid_with_slope", false, each, , SIGMOID, true),
                         FL_BOTH("softmax", false, softmax, , false),
                         FL_BOTH("softmax_back", false, softmax_back, , false),
                         FL_BOTH("log_softmax", false, softmax, , true),

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from flashlight_py import _native, libraries
+from flashlight_py.autograd.graph import recording
 from flashlight_py.autograd.variable import Variable, record_all
 from flashlight_py.device import Array, array_module, is_cupy
 
@@ -89,37 +90,48 @@ def channels_second(array: Array) -> Array:
     return array.transpose(0, array.ndim - 1, *range(1, array.ndim - 1))
 
 
-def mapped(name: str, first: Array, *others: Array, numbers: tuple[float, ...] = ()) -> Any:
-    """Return an elementwise kernel's result of arrays of one shape, or None: there is none.
+def lies_last(x: Array) -> bool:
+    """Return if these are images whose channels lie side by side, or nothing in order."""
+    return x.ndim > 2 and not x.flags.c_contiguous
 
-    ``others`` may have another dtype than ``first`` if they have one dimension: seeds. The result
-    has the memory layout of the last array with that shape, of which others are copied into it.
+
+def mapped(
+    name: str, x: Array, *seed: Array, numbers: tuple[float, ...] = (), results: int = 1,
+    is_last: bool | None = None,
+) -> Any:  # fmt: skip
+    """Return an elementwise kernel's results, or None: there is none.
+
+    Elements are counted, and lie in the results, with channels last if ``is_last``, by default if
+    they do in ``x``.
     """
-    native = kernel(name, first)
+    native = kernel(name, x)
     if native is None:
         return None
-    arrays = (first, *others)
-    like = [each for each in arrays if each.shape == first.shape][-1]
-    is_last = like.ndim > 2 and not like.flags.c_contiguous  # images: channels lie side by side
-    if is_last:
-        arrays = tuple(channels_last(x) if x.shape == first.shape else x for x in arrays)
-    arrays = tuple(map(contiguous, arrays))
-    out = native(((arrays[0].shape, first.dtype),), (first.size,), numbers, *arrays)
-    return channels_second(out) if is_last else out
+    is_last = lies_last(x) if is_last is None else is_last
+    x = contiguous(channels_last(x) if is_last else x)
+    out = native(((x.shape, x.dtype),) * results, (x.size,), numbers, x, *seed)
+    if not is_last:
+        return out
+    return channels_second(out) if results == 1 else tuple(map(channels_second, out))
 
 
 def record_mapped(name: str, x: Variable) -> Variable | None:
-    """Return a function whose kernels are ``name`` and ``name_back``, or None: there are none."""
-    array = x.data
-    out = mapped(name, array)
-    if out is None:
+    """Return a function with kernels ``name`` and ``name_with_slope``, or None: there are none."""
+    if not x.calc_grad or recording.is_outline:
+        out = mapped(name, x.data)
+        return None if out is None else record_all(out, ((x, lambda grad: grad),))  # never called
+    found = mapped(f"{name}_with_slope", x.data, results=2)
+    if found is None:
         return None
+    out, slope = found
 
     def vjp(grad: Array) -> Any:
-        return mapped(f"{name}_back", grad, array)
+        if lies_last(slope):  # NumPy's product would lie in order if one of them does
+            return channels_second(contiguous(channels_last(grad)) * channels_last(slope))
+        return grad * slope
 
     vjp.__qualname__ = name
-    return record_all(out, [(x, vjp)])
+    return record_all(out, ((x, vjp),))
 
 
 def record_jointly(

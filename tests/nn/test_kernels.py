@@ -211,6 +211,14 @@ def test_dropout_draws_as_often_as_it_should(shape: tuple[int, ...]) -> None:
     np.testing.assert_array_equal(x.grad, results[0].array)
 
 
+@pytest.mark.parametrize("axes", [(0, 3, 1, 2), (0, 2, 1, 3), (3, 2, 1, 0)])
+def test_dropout_s_gradient_may_lie_otherwise_than_its_input(axes: tuple[int, ...]) -> None:
+    x = fl.param(np.ones((2, 5, 4, 3), "float32").transpose(axes))
+    result = F.dropout(x, 0.5)
+    result.backward(np.ones(x.shape, "float32"))
+    np.testing.assert_array_equal(x.grad, result.array)
+
+
 def test_attention_s_dropout_keeps_the_mean() -> None:
     fl.set_seed(0)
     q, v = np.zeros((4, 4, 200, 8), "float32"), np.ones((4, 4, 200, 8), "float32")

@@ -99,7 +99,7 @@ _OTHERS = [
     *(work for size in ((12, 64, 128), (2, 512, 128), (12, 64, 512)) for work in _sequences(*size)),
     Work(
         "LSTM, 12 x 64 x 128",
-        "nn.RNN(128, 128, mode='lstm')",
+        "nn.RNN('lstm', 128, 128)",
         "Lstm(128)",
         (12, 64, 128),
         is_alike=False,

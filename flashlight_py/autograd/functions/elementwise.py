@@ -13,7 +13,7 @@ import numpy as np
 
 from flashlight_py import kernels
 from flashlight_py.autograd.graph import Vjp
-from flashlight_py.autograd.native import kernel, mapped, record_mapped
+from flashlight_py.autograd.native import kernel, lies_last, mapped, record_mapped
 from flashlight_py.autograd.precision import as_float32, real
 from flashlight_py.autograd.variable import Input, Operand, Variable, record
 from flashlight_py.device import Array, array_module, constant, is_cupy, is_floating, narrowed
@@ -260,9 +260,10 @@ def dropout(x: Input, ratio: float) -> Variable:
     array = x.data
     if kernel("dropout", array) is not None:
         seed = generator().integers(0, 2**63 - 1, 1, dtype=np.int64)
+        is_last = lies_last(array)
 
         def vjp(grad: Array) -> Any:  # whose name is in errors
-            return mapped("dropout", grad, seed, numbers=(ratio,))
+            return mapped("dropout", grad, seed, numbers=(ratio,), is_last=is_last)
 
         return record(vjp(array), (x, vjp))
     draw = generator(array_module(array)).random(array.shape, dtype=np.float32)

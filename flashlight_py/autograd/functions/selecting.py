@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 from flashlight_py.autograd.functions.elementwise import as_pair, as_variable, check_filled
+from flashlight_py.autograd.native import contiguous, kernel
 from flashlight_py.autograd.variable import Input, Operand, Variable, record
 from flashlight_py.device import Array, array_module, is_cupy, narrowed, widened
 
@@ -88,15 +89,27 @@ def embedding(weight: Input, indices: Input, padding_idx: int | None = None) -> 
     check_filled("embedding", index)
     index = _in_range("embedding", index, weight.data.shape, 0)
 
+    index = contiguous(index)
+
     def vjp(grad: Array) -> Array:
-        xp = array_module(grad)
-        places = index.reshape(-1, 1) * dim + xp.arange(dim)
-        sums = added((rows, dim), places, grad)
+        native = kernel("add_rows", grad)
+        if native is not None:
+            sizes, grad = (index.size, dim, rows), contiguous(grad)
+            sums = native((((rows, dim), grad.dtype),), sizes, (), grad, index)
+        else:
+            places = index.reshape(-1, 1) * dim + array_module(grad).arange(dim)
+            sums = added((rows, dim), places, grad)
         if padding_idx is not None:
             sums[padding_idx] = 0
-        return sums
+        return sums  # type: ignore[no-any-return]
 
-    return record(weight.data[index], (weight, vjp))
+    native, table = kernel("take_rows", weight.data), weight.data
+    if native is None:
+        out = table[index]
+    else:
+        made = (((*index.shape, dim), table.dtype),)
+        out = native(made, (index.size, dim), (), contiguous(table), index)
+    return record(out, (weight, vjp))
 
 
 def topk(x: Input, k: int, axis: int = -1) -> tuple[Variable, Variable]:
