@@ -259,4 +259,6 @@ class DynamicScaler:
                 f"DynamicScaler.load_state_dict: expected the entries {sorted(_STATE)}, got "
                 f"{sorted(state)}; a scaler that is not enabled has none"
             )
-        self._set(*[state[name] for name in _STATE])
+        scale, *others = (state[name] for name in _STATE)
+        self._set(scale or 1, *others)
+        self._scale = np.float32(scale)  # 0 after many steps in turn that were left out
