@@ -21,7 +21,6 @@ class _Affine(Plain):
     """A layer with a weight of ones and a bias of zeros, or without them."""
 
     def __init__(self, shape: Sequence[int], weight: bool, bias: bool, eps: float) -> None:
-        check_sizes(type(self).__name__, **{f"size {i}": n for i, n in enumerate(shape)})
         self.weight = param(np.ones(shape, np.float32)) if weight else None
         self.bias = param(np.zeros(shape, np.float32)) if bias else None
         self.eps = eps
@@ -37,7 +36,8 @@ class LayerNorm(_Affine):
     """
 
     def __init__(self, shape: int | Sequence[int], eps: float = 1e-5, bias: bool = True) -> None:
-        self.shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        sizes = (shape,) if isinstance(shape, (int, np.integer)) else shape
+        self.shape = check_sizes("LayerNorm", **{f"size {i}": n for i, n in enumerate(sizes)})
         super().__init__(self.shape, True, bias, eps)
 
     def forward(self, x: Variable) -> Variable:
@@ -54,8 +54,8 @@ class RMSNorm(_Affine):
     """
 
     def __init__(self, size: int, eps: float = 1e-5) -> None:
-        self.size = size
-        super().__init__((size,), True, False, eps)
+        (self.size,) = shape = check_sizes("RMSNorm", size=size)
+        super().__init__(shape, True, False, eps)
 
     def forward(self, x: Variable) -> Variable:
         return F.rms_norm(x, self.weight, self.eps)
@@ -71,7 +71,7 @@ class GroupNorm(_Affine):
     """
 
     def __init__(self, groups: int, channels: int, eps: float = 1e-5) -> None:
-        check_sizes("GroupNorm", groups=groups)
+        groups, channels = check_sizes("GroupNorm", groups=groups, channels=channels)
         self.groups, self.channels = groups, channels
         super().__init__((channels,), True, True, eps)
         if channels % groups:
@@ -104,8 +104,9 @@ class BatchNorm(_Affine):
         self, channels: int, momentum: float = 0.1, eps: float = 1e-5, affine: bool = True,
         track_statistics: bool = True, sync: bool = False,
     ) -> None:  # fmt: skip
+        (channels,) = shape = check_sizes("BatchNorm", channels=channels)
         self.channels, self.momentum = channels, momentum
-        super().__init__((channels,), affine, affine, eps)
+        super().__init__(shape, affine, affine, eps)
         self.track_statistics, self.sync = track_statistics, sync
         if track_statistics:
             self.add_buffer("running_mean", np.zeros(channels, np.float32))
