@@ -32,8 +32,7 @@ class autocast(ContextDecorator):
     return it; sums, means, exponentials, logarithms, powers, softmax and losses take and return
     float32; other functions compute in the widest dtype that they get. float64 and integers stay as
     they are. Parameters stay float32, and get gradients of float32; each is cast once a region,
-    and again where an optimizer or ``load_state_dict`` has changed it. What is written into its
-    array by hand, ``weight.array[...] = 0``, counts from the next region on.
+    and when an optimizer has stepped; ``weight.array[...] = 0`` is not seen until the next one.
 
     It holds for this thread, may be nested, and ``enabled=False`` inside makes functions take
     dtypes as they are. The backward pass needs no autocast. A captured step may enter it, or be

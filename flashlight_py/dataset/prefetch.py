@@ -142,10 +142,7 @@ class PrefetchDataset(Dataset):
         try:
             pickled = pickle.dumps(self, protocol=5)
         except Exception as error:
-            raise TypeError(
-                "PrefetchDataset: for processes, dataset and transform have to be pickled, which "
-                f"lambdas and functions in functions cannot be: {error}"
-            ) from error
+            raise TypeError(f"PrefetchDataset: processes get it pickled, but: {error}") from error
         return ProcessPoolExecutor(size, spawn, _begin, (pickled,)), _get
 
 

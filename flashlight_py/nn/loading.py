@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from flashlight_py.device import Array, is_cupy, to_device
+from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.nn.module import Module
 
 _IGNORED = "num_batches_tracked"  # by torch's BatchNorm; ours has no need of it
@@ -73,20 +73,15 @@ def load_torch(
         name = aliases.get(name, name)
         if name in own or name.rpartition(".")[2] != _IGNORED:
             array = _as_array(given, value)
-            if name in own and name in arrays and not _equal(arrays[name], array):
+            is_same = array_module(array).array_equal
+            if name in own and name in arrays and not is_same(arrays[name], array, equal_nan=True):
                 raise ValueError(f"load_torch: {given!r} differs from another value for {name!r}")
             arrays[name] = array
-    if strict:
-        module.load_state_dict(arrays)
-        return [], []
     missing = [name for name in own if name not in arrays]
     unexpected = [name for name in arrays if name not in own]
-    module.load_state_dict({name: arrays.get(name, array) for name, array in own.items()})
+    known = {name: arrays.get(name, array) for name, array in own.items()}
+    module.load_state_dict(arrays if strict else known)
     return missing, unexpected
-
-
-def _equal(one: Array, other: Array) -> bool:
-    return np.array_equal(to_device(one, "cpu"), to_device(other, "cpu"), equal_nan=True)
 
 
 def _as_array(name: str, value: Any) -> Array:

@@ -127,14 +127,8 @@ class Transformer(Module):
         self, dim: int, heads: int, hidden: int | None = None, layers: int = 1,
         dropout: float = 0.0, causal: bool = False, activation: str = "gelu", norm: str = "pre",
     ) -> None:  # fmt: skip
-        sizes = {
-            "dim": dim,
-            "heads": heads,
-            "hidden": dim if hidden is None else hidden,
-            "layers": layers,
-        }
-        dim, heads, inner, layers = check_sizes("Transformer", **sizes)
-        hidden = 4 * dim if hidden is None else inner
+        dim, heads, layers = check_sizes("Transformer", dim=dim, heads=heads, layers=layers)
+        (hidden,) = check_sizes("Transformer", hidden=4 * dim if hidden is None else hidden)
         choices = ("activation", activation, (*_ACTIVATIONS,)), ("norm", norm, ("pre", "post"))
         for name, value, known in choices:
             if value not in known:
