@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from flashlight_py.device import Array, array_module, is_cupy
+from flashlight_py.device import Array, is_cupy
 from flashlight_py.nn.module import Module
 
 _IGNORED = "num_batches_tracked"  # by torch's BatchNorm; ours has no need of it
@@ -73,8 +73,7 @@ def load_torch(
         name = aliases.get(name, name)
         if name in own or name.rpartition(".")[2] != _IGNORED:
             array = _as_array(given, value)
-            is_same = array_module(array).array_equal
-            if name in own and name in arrays and not is_same(arrays[name], array, equal_nan=True):
+            if name in own and name in arrays and not np.array_equal(arrays[name], array, True):
                 raise ValueError(f"load_torch: {given!r} differs from another value for {name!r}")
             arrays[name] = array
     missing = [name for name in own if name not in arrays]
