@@ -31,7 +31,8 @@ class autocast(ContextDecorator):
     Products (``matmul``, ``linear`` and what is made of them) take their inputs in ``dtype`` and
     return it; sums, means, exponentials, logarithms, powers, softmax and losses take and return
     float32; other functions compute in the widest dtype that they get. float64 and integers stay as
-    they are. Parameters stay float32, and get gradients of float32; each is cast once a region.
+    they are. Parameters stay float32, and get gradients of float32; each is cast once a region,
+    and when an optimizer has stepped; ``weight.array[...] = 0`` is not seen until the next one.
 
     It holds for this thread, may be nested, and ``enabled=False`` inside makes functions take
     dtypes as they are. The backward pass needs no autocast. A captured step may enter it, or be
@@ -259,4 +260,6 @@ class DynamicScaler:
                 f"DynamicScaler.load_state_dict: expected the entries {sorted(_STATE)}, got "
                 f"{sorted(state)}; a scaler that is not enabled has none"
             )
-        self._set(*[state[name] for name in _STATE])
+        scale, *others = (state[name] for name in _STATE)
+        self._set(scale or 1, *others)
+        self._scale = np.float32(scale)  # 0 after many steps in turn that were left out

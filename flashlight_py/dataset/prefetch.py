@@ -50,8 +50,9 @@ class PrefetchDataset(Dataset):
 
     Raises:
         ValueError: a number is below its limit, or ``workers`` is unknown.
+        TypeError: when an iteration begins: ``dataset`` or ``transform`` cannot be pickled.
         RuntimeError: while iterating: a process has ended, killed or out of memory, or could not
-            begin; or it has raised what cannot be pickled.
+            begin; or it has raised what cannot be pickled, or would end this one (``sys.exit``).
 
     Example:
         >>> def noisy(sample, rng):
@@ -138,7 +139,11 @@ class PrefetchDataset(Dataset):
         if self._workers == "threads":
             return ThreadPoolExecutor(self._threads, "flashlight-prefetch"), self.get
         size, spawn = max(1, min(self._threads, len(self))), multiprocessing.get_context("spawn")
-        return ProcessPoolExecutor(size, spawn, _begin, (pickle.dumps(self, protocol=5),)), _get
+        try:
+            pickled = pickle.dumps(self, protocol=5)
+        except Exception as error:
+            raise TypeError(f"PrefetchDataset: processes get it pickled, but: {error}") from error
+        return ProcessPoolExecutor(size, spawn, _begin, (pickled,)), _get
 
 
 # In a worker process: the dataset that it makes samples of.
@@ -157,10 +162,12 @@ def _get(index: int) -> Sample:
     """Return the sample at ``index``; errors are such that the parent can raise them."""
     try:
         return _own[0].get(index)
-    except Exception as error:
-        text = traceback.format_exc()
+    except BaseException as error:
         try:
             pickle.loads(pickle.dumps(error))
+            problem = "" if isinstance(error, Exception) else "would end this process"
         except Exception:  # noqa: BLE001 - whatever its class does
-            raise RuntimeError(f"sample {index} raised what cannot be pickled: {text}") from None
+            problem = "raised what cannot be pickled"
+        if problem:
+            raise RuntimeError(f"sample {index} {problem}: {traceback.format_exc()}") from None
         raise

@@ -71,8 +71,7 @@ class PReLU(Module):
     """
 
     def __init__(self, channels: int = 1, value: float = 0.25, dtype: Any = "float32") -> None:
-        check_sizes("PReLU", channels=channels)
-        self.weight = param(np.full(channels, value, dtype))
+        self.weight = param(np.full(check_sizes("PReLU", channels=channels), value, dtype))
 
     def forward(self, x: Variable) -> Variable:
         return F.prelu(x, self.weight)

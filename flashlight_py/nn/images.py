@@ -41,7 +41,7 @@ class Conv2D(Module):
         dtype: Any = "float32",
     ) -> None:  # fmt: skip
         sizes = {"in_channels": in_channels, "out_channels": out_channels, "groups": groups}
-        check_sizes("Conv2D", **sizes)
+        in_channels, out_channels, groups = check_sizes("Conv2D", **sizes)
         if in_channels % groups or out_channels % groups:
             raise ValueError(
                 f"Conv2D: groups must divide in_channels ({in_channels}) and out_channels "

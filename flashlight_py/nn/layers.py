@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from flashlight_py.autograd import Variable, param
 from flashlight_py.autograd import functions as F
 from flashlight_py.autograd.functions.elementwise import check_ratio
@@ -34,10 +36,9 @@ class Linear(Module):
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, dtype: Any = "float32"
     ) -> None:
-        check_sizes("Linear", in_features=in_features, out_features=out_features)
-        shape = (out_features, in_features)
+        shape = check_sizes("Linear", out_features=out_features, in_features=in_features)
         bound = 1 / math.sqrt(in_features)
-        self.weight = param(init.kaiming_uniform(shape, in_features, dtype))
+        self.weight = param(init.kaiming_uniform(shape, shape[1], dtype))
         self.bias = param(init.uniform(shape[:1], -bound, bound, dtype)) if bias else None
 
     def forward(self, x: Variable) -> Variable:
@@ -161,7 +162,7 @@ class Embedding(Module):
     def __init__(
         self, n: int, dim: int, padding_idx: int | None = None, dtype: Any = "float32"
     ) -> None:
-        check_sizes("Embedding", n=n, dim=dim)
+        n, dim = check_sizes("Embedding", n=n, dim=dim)
         if padding_idx is not None and not -n <= padding_idx < n:
             raise ValueError(f"Embedding: padding_idx {padding_idx} is none of {n} rows")
         self.padding_idx = None if padding_idx is None else padding_idx % n
@@ -179,13 +180,14 @@ class Embedding(Module):
         return f"Embedding({n}, {dim}{padding})"
 
 
-def check_sizes(layer: str, **sizes: Any) -> None:
-    """Raise a TypeError or ValueError that names the layer unless all are integers above 0."""
+def check_sizes(layer: str, **sizes: Any) -> tuple[int, ...]:
+    """Return the sizes; raise a TypeError or ValueError unless all are integers above 0."""
     for name, value in sizes.items():
-        if not isinstance(value, int) or isinstance(value, bool):
+        if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
             raise TypeError(f"{layer}: {name} must be an integer, got {type(value).__name__}")
         if value < 1:
             raise ValueError(f"{layer}: {name} must be at least 1, got {value}")
+    return tuple(map(int, sizes.values()))
 
 
 class Container(Module):

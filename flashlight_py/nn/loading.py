@@ -21,8 +21,8 @@ def load_torch(
     """Copy a state dict of torch into the module's parameters and buffers, in place.
 
     The layers have torch's names and shapes. Floating dtypes are cast to the module's; torch itself
-    is not imported. ``num_batches_tracked`` is left out, and so is a second name of a parameter
-    that is used twice. Nothing is changed unless everything fits. A sharded module is loaded on
+    is not imported. ``num_batches_tracked`` is left out. A parameter that is used twice is loaded
+    by any of its names. Nothing is changed unless everything fits. A sharded module is loaded on
     every rank, all from the same state.
 
     Args:
@@ -40,8 +40,8 @@ def load_torch(
     Raises:
         TypeError: ``module`` is no Module, ``state`` is no state dict, or an entry is no array, or
             cannot be cast, such as complex to float.
-        ValueError: names all entries that are missing, unexpected, or of another shape; or the file
-            is none of safetensors.
+        ValueError: names all entries that are missing, unexpected, or of another shape; or two that
+            are for one parameter or buffer, and differ; or the file is none of safetensors.
         OSError: the file cannot be read.
         BackendUnavailableError: the file holds bfloat16, and ml_dtypes is not installed.
 
@@ -61,20 +61,25 @@ def load_torch(
             "load_torch takes a state dict or the path of a .safetensors file, got "
             f"{type(state).__name__}; pass model.state_dict()"
         )
-    own = module.state_dict()
-    aliases = {prefix + name for prefix, each in module._walk() for name, _ in each._own_params()}
-    given = {rename(name) if rename else name: value for name, value in state.items()}
-    arrays = {
-        name: _as_array(name, value)
-        for name, value in given.items()
-        if name in own or not (name in aliases or name.rpartition(".")[2] == _IGNORED)
+    own, arrays = module.state_dict(), dict[str, Array]()
+    first = {variable: name for name, variable in module.named_params().items()}
+    aliases = {
+        prefix + name: first[variable]
+        for prefix, each in module._walk()
+        for name, variable in each._own_params()
     }
-    if strict:
-        module.load_state_dict(arrays)
-        return [], []
+    for given, value in state.items():
+        name = rename(given) if rename else given
+        name = aliases.get(name, name)
+        if name in own or name.rpartition(".")[2] != _IGNORED:
+            array = _as_array(given, value)
+            if name in own and name in arrays and not np.array_equal(arrays[name], array, True):
+                raise ValueError(f"load_torch: {given!r} differs from another value for {name!r}")
+            arrays[name] = array
     missing = [name for name in own if name not in arrays]
     unexpected = [name for name in arrays if name not in own]
-    module.load_state_dict({name: arrays.get(name, array) for name, array in own.items()})
+    known = {name: arrays.get(name, array) for name, array in own.items()}
+    module.load_state_dict(arrays if strict else known)
     return missing, unexpected
 
 

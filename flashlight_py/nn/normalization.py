@@ -24,11 +24,7 @@ class _Affine(Plain):
 
     channels: int
 
-    def __init__(
-        self, what: str, shape: Sequence[int], weight: bool, bias: bool, eps: float
-    ) -> None:
-        for size in shape:
-            check_sizes(type(self).__name__, **{what: size})
+    def __init__(self, shape: Sequence[int], weight: bool, bias: bool, eps: float) -> None:
         self.weight = param(np.ones(shape, np.float32)) if weight else None
         self.bias = param(np.zeros(shape, np.float32)) if bias else None
         self.eps = eps
@@ -53,8 +49,9 @@ class LayerNorm(_Affine):
     """
 
     def __init__(self, shape: int | Sequence[int], eps: float = 1e-5, bias: bool = True) -> None:
-        self.shape = (shape,) if isinstance(shape, int) else tuple(shape)
-        super().__init__("each size of shape", self.shape, True, bias, eps)
+        sizes = (shape,) if isinstance(shape, (int, np.integer)) else shape
+        self.shape = check_sizes("LayerNorm", **{f"shape[{i}]": n for i, n in enumerate(sizes)})
+        super().__init__(self.shape, True, bias, eps)
 
     def forward(self, x: Variable) -> Variable:
         return F.layer_norm(x, self.weight, self.bias, self.eps)
@@ -70,8 +67,8 @@ class RMSNorm(_Affine):
     """
 
     def __init__(self, size: int, eps: float = 1e-5) -> None:
-        self.size = size
-        super().__init__("size", (size,), True, False, eps)
+        (self.size,) = shape = check_sizes("RMSNorm", size=size)
+        super().__init__(shape, True, False, eps)
 
     def forward(self, x: Variable) -> Variable:
         return F.rms_norm(x, self.weight, self.eps)
@@ -87,9 +84,9 @@ class GroupNorm(_Affine):
     """
 
     def __init__(self, groups: int, channels: int, eps: float = 1e-5) -> None:
-        check_sizes("GroupNorm", groups=groups)
+        groups, channels = check_sizes("GroupNorm", groups=groups, channels=channels)
         self.groups, self.channels = groups, channels
-        super().__init__("channels", (channels,), True, True, eps)
+        super().__init__((channels,), True, True, eps)
         if channels % groups:
             raise ValueError(f"GroupNorm: {channels} channels are not divisible by {groups} groups")
 
@@ -120,8 +117,9 @@ class BatchNorm(_Affine):
         self, channels: int, momentum: float = 0.1, eps: float = 1e-5, affine: bool = True,
         track_statistics: bool = True, sync: bool = False,
     ) -> None:  # fmt: skip
+        (channels,) = shape = check_sizes("BatchNorm", channels=channels)
         self.channels, self.momentum = channels, momentum
-        super().__init__("channels", (channels,), affine, affine, eps)
+        super().__init__(shape, affine, affine, eps)
         self.track_statistics, self.sync = track_statistics, sync
         if track_statistics:
             self.add_buffer("running_mean", np.zeros(channels, np.float32))

@@ -42,7 +42,8 @@ class RNN(Plain):
     ) -> None:  # fmt: skip
         if kind not in GATES:
             raise ValueError(f"RNN: kind must be one of {', '.join(GATES)}, got {kind!r}")
-        check_sizes("RNN", input_size=input_size, hidden_size=hidden_size, layers=layers)
+        sizes = {"input_size": input_size, "hidden_size": hidden_size, "layers": layers}
+        input_size, hidden_size, layers = check_sizes("RNN", **sizes)
         check_ratio(dropout)
         self.kind, self.input_size, self.hidden_size = kind, input_size, hidden_size
         self.layers, self.bidirectional, self.dropout = layers, bidirectional, dropout

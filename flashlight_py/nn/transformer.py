@@ -37,7 +37,7 @@ class MultiheadAttention(Plain):
     def __init__(
         self, dim: int, heads: int, dropout: float = 0.0, causal: bool = False, bias: bool = True
     ) -> None:
-        check_sizes("MultiheadAttention", dim=dim, heads=heads)
+        dim, heads = check_sizes("MultiheadAttention", dim=dim, heads=heads)
         check_ratio(dropout)
         if dim % heads:
             raise ValueError(f"MultiheadAttention: dim {dim} is not divisible by {heads} heads")
@@ -128,8 +128,8 @@ class Transformer(Module):
         self, dim: int, heads: int, hidden: int | None = None, layers: int = 1,
         dropout: float = 0.0, causal: bool = False, activation: str = "gelu", norm: str = "pre",
     ) -> None:  # fmt: skip
-        hidden = 4 * dim if hidden is None else hidden
-        check_sizes("Transformer", dim=dim, heads=heads, hidden=hidden, layers=layers)
+        dim, heads, layers = check_sizes("Transformer", dim=dim, heads=heads, layers=layers)
+        (hidden,) = check_sizes("Transformer", hidden=4 * dim if hidden is None else hidden)
         choices = ("activation", activation, (*_ACTIVATIONS,)), ("norm", norm, ("pre", "post"))
         for name, value, known in choices:
             if value not in known:
@@ -156,8 +156,8 @@ class PositionEmbedding(Module):
     """
 
     def __init__(self, positions: int, dim: int) -> None:
-        check_sizes("PositionEmbedding", positions=positions, dim=dim)
-        self.weight = param(init.normal((positions, dim), 0.0, 0.02))
+        shape = check_sizes("PositionEmbedding", positions=positions, dim=dim)
+        self.weight = param(init.normal(shape, 0.0, 0.02))
 
     def forward(self, x: Variable) -> Variable:
         x, (most, dim) = as_variable(x), self.weight.shape
@@ -181,6 +181,7 @@ class SinusoidalPositionEmbedding(PositionEmbedding):
 
     def __init__(self, positions: int, dim: int) -> None:
         super().__init__(positions, dim)
+        positions, dim = self.weight.shape
         if dim % 2:
             raise ValueError(f"SinusoidalPositionEmbedding: dim must be even, got {dim}")
         angles = np.arange(positions)[:, None] * np.exp(np.arange(0, dim, 2) * -math.log(1e4) / dim)

@@ -142,6 +142,15 @@ def test_a_parameter_is_cast_once_until_it_changes() -> None:
             optimizer.step()
 
 
+def test_what_is_written_into_a_weight_counts_from_the_next_region() -> None:
+    x, weight = inputs(np.float32)
+    with fl.amp.autocast():
+        assert F.linear(x, weight).array.all()
+        weight.array[...] = 0
+    with fl.amp.autocast():
+        assert not F.linear(x, weight).array.any()
+
+
 def model_of(recomputed: bool = False) -> Any:
     fl.set_seed(0)
     block = fl.nn.Sequential(fl.nn.Linear(6, 8), fl.nn.Tanh(), fl.nn.Linear(8, 8))

@@ -37,10 +37,11 @@ def param(grad: float = 1, dtype: Any = np.float32) -> Any:
 
 # Steps, growth interval, share of gradients that are not finite, and if torch looks at gradients.
 RUNS = [
-    (100_000, 10, 0.04, False),
+    (20_000, 10, 0.04, False),
     (3_000, 10, 0.04, True),
     (600, 3, 0.0, True),
     (600, 5, 0.9, True),
+    (200, 3, 1.0, True),  # down to 0
 ]
 
 
@@ -151,3 +152,15 @@ def test_state_is_loaded() -> None:
         other.load_state_dict({"scale": 1.0})
     with pytest.raises(ValueError, match="finite and above 0"):
         other.load_state_dict({**one.state_dict(), "scale": -1.0})
+    for wrong in (0, -1, np.inf):
+        with pytest.raises(ValueError, match="finite and above 0"):
+            other.update(wrong)
+
+
+def test_a_scale_of_0_is_loaded() -> None:
+    one, other = fl.amp.DynamicScaler(1e-45, backoff_factor=0.4), fl.amp.DynamicScaler()
+    one.step(Bare(param(np.inf)))
+    one.update()
+    assert one.get_scale() == 0
+    other.load_state_dict(one.state_dict())
+    assert other.state_dict() == one.state_dict()

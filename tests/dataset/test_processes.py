@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
@@ -33,9 +34,7 @@ class Failing(Dataset):
 
     def get(self, index: int) -> Any:
         if index == self.bad:
-            {"raise": broken, "strange": strange, "kill": kill, "unpicklable": lambda: None}[
-                self.how
-            ]()
+            WAYS[self.how]()
         return (index, os.getpid(), threading.Lock() if self.how == "unpicklable" else None)
 
 
@@ -54,6 +53,15 @@ def strange() -> None:
 
 def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+WAYS: dict[str, Any] = {
+    "raise": broken,
+    "strange": strange,
+    "kill": kill,
+    "exit": lambda: sys.exit(3),
+    "unpicklable": lambda: None,
+}
 
 
 def noisy(sample: Any, rng: np.random.Generator) -> Any:
@@ -95,6 +103,7 @@ def test_processes_make_the_samples() -> None:
 ENDS: dict[str, tuple[type[Exception], str]] = {
     "raise": (LookupError, "broken"),
     "strange": (RuntimeError, "sample 3 raised what cannot be pickled: (?s:.*)StrangeError"),
+    "exit": (RuntimeError, "sample 3 would end this process: (?s:.*)<lambda>(?s:.*)SystemExit: 3"),
     "kill": (RuntimeError, "a worker process ended before sample"),
 }
 
@@ -120,8 +129,9 @@ def test_an_error_waits_for_its_turn() -> None:
 def test_samples_that_cannot_travel() -> None:
     with pytest.raises(TypeError, match="pickle"):
         list(PrefetchDataset(Failing(2, 9, "unpicklable"), 1, 1, "processes"))
-    with pytest.raises((AttributeError, TypeError), match="pickle"):
+    with pytest.raises(TypeError, match=r"PrefetchDataset: .* pickled.*lambda") as caught:
         list(PrefetchDataset(rows(), 1, 1, "processes", transform=lambda x, rng: x))
+    assert caught.value.__cause__ is not None
 
 
 def test_leaving_halfway_ends_the_processes() -> None:

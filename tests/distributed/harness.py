@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tests.distributed import fork_server
+from tests.distributed import fork_server, processes
 from tests.distributed.world import Environment, Outcome, World, mpirun_command
 
 if TYPE_CHECKING:
@@ -72,7 +72,10 @@ def run_outcomes(
 
 def living_processes() -> set[int]:
     """The processes that belong to pools which are open now, and the one that forks them."""
-    return fork_server.server_pids() | {pid for pool in _living for pid in pool.pids()}
+    worlds = [pool._world for pool in _living if pool._world is not None]
+    groups = {group for world in worlds for group in world.groups()}
+    started = {pid for world in worlds for pid in world.started()}
+    return fork_server.server_pids() | started | processes.members(groups)
 
 
 class RankPool:

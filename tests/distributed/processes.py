@@ -7,12 +7,11 @@ import os
 import signal
 import time
 from multiprocessing.connection import wait
-from pathlib import Path
 
 
 def running() -> list[int]:
     """Every process of this machine."""
-    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
 def members(groups: set[int]) -> set[int]:

@@ -20,7 +20,7 @@ def ranks_of(pool: Any, backend: str, size: int) -> Any:
 
 @pytest.mark.parametrize(("backend", "size"), TRIED)
 def test_random_messages_are_received_as_in_mpi(pool: Any, backend: str, size: int) -> None:
-    ranks_of(pool, backend, size).run_each(run_on_both, [(300, 8, 1), (300, 100, 2)])
+    ranks_of(pool, backend, size).run_each(run_on_both, [(100, 8, 1), (100, 100, 2)])
 
 
 @pytest.mark.slow

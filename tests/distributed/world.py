@@ -112,10 +112,17 @@ class World:
         self._groups: set[int] = set()
         self._seen = [0] * size
 
+    def started(self) -> set[int]:
+        """The processes that were started for this world and have not ended."""
+        return {starter.pid for starter in self._starters if starter.poll() is None}
+
+    def groups(self) -> set[int]:
+        """The process groups of this world."""
+        return self._groups | {starter.pid for starter in self._starters}
+
     def pids(self) -> set[int]:
         """Every process of the process groups of this world."""
-        running = {starter.pid for starter in self._starters if starter.poll() is None}
-        return running | processes.members(self._groups | {s.pid for s in self._starters})
+        return self.started() | processes.members(self.groups())
 
     def start(self, deadline: float) -> list[Outcome]:
         ends = time.monotonic() + deadline

@@ -36,7 +36,9 @@ def digest(text: str) -> str:
     return found[1]
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    "name", [pytest.param("digits_cnn", marks=pytest.mark.slow), "tiny_gpt", "cifar_resnet"]
+)
 def test_leaves_have_the_same_bits_on_any_number_of_ranks(name: str) -> None:
     """Captured and eager."""
     alone = digest(output(ALONE, name, "--leaves", 8))

@@ -264,7 +264,7 @@ ERRORS: dict[str, Callable[[], Any]] = {
     r"layer_norm: nothing to normalize in the last 2 .* \(3,\)": (
         lambda: F.layer_norm(np.ones(3), dimensions=2)
     ),
-    r"LayerNorm: each size of shape must be at least 1, got 0": lambda: fl.nn.LayerNorm((2, 0)),
+    r"LayerNorm: shape\[1\] must be at least 1, got 0": lambda: fl.nn.LayerNorm((2, 0)),
     r"RMSNorm: size must be at least 1, got 0": lambda: fl.nn.RMSNorm(0),
     r"GroupNorm: channels must be at least 1, got 0": lambda: fl.nn.GroupNorm(1, 0),
     r"BatchNorm: channels must be at least 1, got 0": lambda: fl.nn.BatchNorm(0),

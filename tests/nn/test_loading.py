@@ -102,6 +102,30 @@ def test_prefixes() -> None:
     check(module)
 
 
+def test_a_shared_parameter_has_any_of_its_names() -> None:
+    module, state = Tied(), {n: x for n, x in ARRAYS.items() if n != "one.weight"}
+    assert fl.nn.load_torch(module, state) == ([], [])
+    check(module)
+    assert fl.nn.load_torch(Tied(), state, strict=False) == ([], [])
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_two_values_for_one_entry_are_refused(strict: bool) -> None:
+    module, other = Tied(), {**ARRAYS, "other.weight": np.zeros((2, 2))}
+    before = module.one.weight.array.copy()
+    with pytest.raises(ValueError, match=r"'other.weight' differs from another .* 'one.weight'"):
+        fl.nn.load_torch(module, other, strict)
+    assert np.array_equal(module.one.weight.array, before)
+    layer, state = fl.nn.Linear(2, 2, bias=False), {"a.weight": np.eye(2), "b.weight": np.eye(2)}
+    last: Any = {"rename": lambda name: name.rpartition(".")[2]}
+    fl.nn.load_torch(layer, state, strict, **last)
+    assert np.array_equal(layer.weight.array, np.eye(2))
+    with pytest.raises(ValueError, match=r"'b.weight' differs from another value for 'weight'"):
+        fl.nn.load_torch(layer, {**state, "b.weight": np.ones((2, 2))}, strict, **last)
+    unused = {"a.more": np.ones(2), "b.more": np.zeros(3), **state}
+    assert fl.nn.load_torch(layer, unused, False, **last) == ([], ["more"])
+
+
 def test_what_is_missing_or_unexpected() -> None:
     module = Tied()
     state = {"one.bias": np.ones(2), "two.bias": np.ones(2)}

@@ -38,7 +38,7 @@ def test_function(case: Case, dtype: str) -> None:
 
     random = np.random.default_rng(1)
     shapes = [array.shape for array in case.arrays]
-    noise = [[np.asarray(random.random(s) / 100, dtype) for s in shapes] for _ in range(100)]
+    noise = [[np.asarray(random.random(s) / 100, dtype) for s in shapes] for _ in range(20)]
     compare(make, map(tuple, noise))
 
 
@@ -59,7 +59,7 @@ def test_optimizer(name: str, dtype: str) -> None:
         optimizer.lr = 1e-3 / (1 + number)  # read by every replay
 
     random = np.random.default_rng(1)
-    calls = [(random.random((4, 5)), random.integers(-1, 3, 4)) for _ in range(100)]
+    calls = [(random.random((4, 5)), random.integers(-1, 3, 4)) for _ in range(30)]
     compare(make, [(x.astype(dtype), y) for x, y in calls], change)
 
 

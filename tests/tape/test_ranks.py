@@ -300,8 +300,8 @@ def alike(rank: int, size: int, name: str) -> None:
         for size in case.sizes
     ],
 )
-def test_a_step(name: str, size: int) -> None:
-    run_ranks(alike, size, name, params={"BACKEND": CASES[name].backend})
+def test_a_step(name: str, size: int, pool: Any) -> None:
+    pool(size, params={"BACKEND": CASES[name].backend}).run(alike, name)
 
 
 def all_verbs(rank: int, size: int) -> None:

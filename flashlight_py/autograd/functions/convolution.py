@@ -278,13 +278,13 @@ def as_two(name: str, value: Any, least: int) -> _Two:
         TypeError: it is neither an integer nor a pair of them.
         ValueError: it is less than ``least``, or 2 ** 31 or more.
     """
-    two = (value, value) if isinstance(value, int) else value
+    two = (value, value) if isinstance(value, (int, np.integer)) else value
     is_pair = isinstance(two, (tuple, list)) and len(two) == 2
-    if not is_pair or not all(type(each) is int for each in two):
+    if not is_pair or not all(type(each) is int or isinstance(each, np.integer) for each in two):
         raise TypeError(f"{name} must be an integer or a pair of them, got {value!r}")
     if min(two) < least or max(two) >= 2**31:
         raise ValueError(f"{name} must be at least {least} and below 2**31, got {value!r}")
-    return two[0], two[1]
+    return int(two[0]), int(two[1])
 
 
 def pad_of(name: str, padding: Any, kernel: Sequence[int], stride: Any, dilation: Any) -> Any:
@@ -323,6 +323,7 @@ def _windows_of_conv(
             f"{shape}"
         )
     out, in_group, *kernel = shape
+    groups = int(groups) if isinstance(groups, np.integer) else groups
     if type(groups) is not int or groups < 1 or out % groups:
         raise ValueError(
             f"conv2d: groups must divide the {out} output channels of a weight of shape {shape}, "

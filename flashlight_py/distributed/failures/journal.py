@@ -253,14 +253,14 @@ class Journal(Ring):
         """Have native code write as well; ``clocks`` reads its clock, and ``time.monotonic_ns``."""
         self._clocks, self._zero = clocks, clocks()
 
-    def records(self) -> list[Record]:
-        """Return the calls of the ring, the oldest first."""
+    def records(self, most: int = _CALLS) -> list[Record]:
+        """Return the last calls, as the ring has them and at most so many, the oldest first."""
         written = self.header[_WRITTEN]
         calls, notes = self._calls.copy(), list(self.notes)
         ticks, nanoseconds = self._clocks()
         rate = (nanoseconds - self._zero[1]) / max(1, ticks - self._zero[0])
         found = []
-        for call in range(max(1, written - _CALLS + 1), written + 1):
+        for call in range(max(1, written - most + 1), written + 1):
             slot = (call - 1) % _CALLS
             if isinstance(note := notes[slot], Record) and note.id == call:
                 found.append(note)

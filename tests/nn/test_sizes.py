@@ -1,0 +1,77 @@
+"""Sizes are integers of any kind, those of NumPy too, and nothing else."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py import nn
+from flashlight_py.autograd import functions as F
+from flashlight_py.nn import Module
+
+# Made by a kind of integer: the layer, and the shape of an input.
+OF_SIZES: dict[str, tuple[Callable[[Any], Module], tuple[int, ...]]] = {
+    "Linear": (lambda i: nn.Linear(i(200), i(3)), (2, 200)),
+    "PReLU": (lambda i: nn.PReLU(i(4)), (2, 4)),
+    "LayerNorm": (lambda i: nn.LayerNorm(i(4)), (2, 4)),
+    "LayerNorm of two": (lambda i: nn.LayerNorm((i(2), i(4))), (3, 2, 4)),
+    "RMSNorm": (lambda i: nn.RMSNorm(i(4)), (2, 4)),
+    "GroupNorm": (lambda i: nn.GroupNorm(i(2), i(4)), (2, 4)),
+    "BatchNorm": (lambda i: nn.BatchNorm(i(4)), (2, 4)),
+    "Conv2D": (
+        lambda i: nn.Conv2D(i(4), i(6), i(3), i(2), i(1), i(1), i(2)),
+        (2, 4, 5, 5),
+    ),
+    "Conv2D of pairs": (
+        lambda i: nn.Conv2D(i(100), i(2), (i(1), i(3)), (i(1), i(2)), (0, i(1))),
+        (1, 100, 3, 5),
+    ),
+    "Pool2D": (lambda i: nn.Pool2D(i(2), i(1), i(1)), (1, 2, 4, 4)),
+    "RNN": (lambda i: nn.RNN("lstm", i(3), i(100), i(2)), (2, 3, 3)),
+    "MultiheadAttention": (lambda i: nn.MultiheadAttention(i(100), i(2)), (1, 3, 100)),
+    "Transformer": (lambda i: nn.Transformer(i(100), i(2), layers=i(1)), (1, 3, 100)),
+    "PositionEmbedding": (lambda i: nn.PositionEmbedding(i(20), i(20)), (1, 4, 20)),
+    "SinusoidalPositionEmbedding": (
+        lambda i: nn.SinusoidalPositionEmbedding(i(200), i(8)),
+        (1, 4, 8),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint8])
+@pytest.mark.parametrize("name", OF_SIZES)
+def test_sizes_are_integers_of_any_kind(name: str, kind: Any) -> None:
+    make, shape = OF_SIZES[name]
+    x, found = fl.input(np.linspace(-1, 1, math.prod(shape)).reshape(shape)), []
+    for each in (int, kind):
+        fl.set_seed(0)
+        module = make(each)
+        y = module(x)
+        found.append(
+            (
+                re.sub("0x[0-9a-f]+", "", repr(module)),
+                (y[0] if isinstance(y, tuple) else y).array.tolist(),
+            )
+        )
+    assert found[0] == found[1]
+    for wrong in (bool, float, np.bool_, np.float64):
+        with pytest.raises(TypeError, match=r"must be an integer|not iterable"):
+            make(wrong)
+
+
+def test_functions_take_integers_of_numpy() -> None:
+    x, weight = np.ones((1, 4, 5, 5), np.float32), np.ones((4, 2, 3, 3), np.float32)
+    two, one = np.int64(2), np.uint8(1)
+    options = (two, (one, np.int32(0)), one, two)
+    found = F.conv2d(x, weight, None, *options)
+    assert np.array_equal(found.array, F.conv2d(x, weight, None, 2, (1, 0), 1, 2).array)
+    assert np.array_equal(F.pool2d(x, two, one, one).array, F.pool2d(x, 2, 1, 1).array)
+    for wrong in (True, 2.0, np.float32(2), np.True_):
+        with pytest.raises(ValueError, match="groups must divide"):
+            F.conv2d(x, weight, groups=wrong)  # type: ignore[arg-type]
