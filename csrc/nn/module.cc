@@ -5,7 +5,6 @@
 #define NPY_NO_DEPRECATED_API NPY_1_25_API_VERSION
 #include <numpy/arrayobject.h>
 
-#include <cstdlib>
 #include <cstring>
 #include <initializer_list>
 #include <new>
@@ -102,9 +101,5 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_nn",   nullptr, -1,     metho
 
 PyMODINIT_FUNC PyInit__nn(void) {
   import_array();
-  // What is freed stays with the process from now on, up to twice this size. Else glibc returns it to the
-  // system, and takes every page of the next result anew: that took longer than computing a GELU of 1.5 MB.
-  void* volatile large = std::malloc((32 << 20) - (64 << 10));
-  std::free(large);
   return PyModule_Create(&fl::nn::definition);
 }
