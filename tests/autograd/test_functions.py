@@ -221,6 +221,7 @@ class TestCrossEntropy:
         (lambda x: F.softmax(x, 2), r"softmax: there is no axis 2 in shape \(3, 4\)"),
         (lambda x: F.log_softmax(x, -3), r"log_softmax: there is no axis -3"),
         (lambda x: F.softmax(x[:, :0]), r"softmax: expected no dimension of size 0.*\(3, 0\)"),
+        (lambda x: F.embedding(x, np.ones(1, int), 9), "embedding: padding_idx 9 is none of 3"),
         (lambda x: F.log_softmax(x[:0], 0), r"log_softmax: expected no dimension.*\(0, 4\)"),
         (lambda x: F.transpose(x, (0, 0)), r"permute 2 dimensions, got \(0, 0\)"),
         (lambda x: F.concatenate([]), "got none"),
@@ -281,6 +282,25 @@ def test_indices_of_any_integers(dtype: str) -> None:
     F.sum(F.embedding(weight, index)).backward()
     assert weight.grad is not None
     assert weight.grad.sum(1)[[0, 150, 199]].tolist() == [3, 3, 3]
+
+
+@pytest.mark.parametrize("function", [F.softmax, F.log_softmax])
+def test_softmax_of_no_rows_and_of_unsigned_numbers(function: Any) -> None:
+    x = Variable(np.ones((0, 4), np.float32), calc_grad=True)
+    function(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.shape == (0, 4)
+    for dtype in (np.uint8, np.uint64, np.bool_):
+        given = np.array([[3, 0, 1, 1]]).astype(dtype)
+        expected = function(input(given.astype(np.float64))).array
+        np.testing.assert_array_equal(function(input(given)).array, expected)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.bool_, np.int64])
+def test_the_mean_squared_error_of_integers_has_the_prediction_s_dtype(dtype: Any) -> None:
+    x = Variable(np.full(2, 0.5, np.float32), calc_grad=True)
+    loss = F.mean_squared_error(x, input(np.array([1, 0]).astype(dtype)))
+    assert (loss.dtype, loss.scalar()) == (np.float32, 0.25)
 
 
 @pytest.mark.parametrize(("function", "one"), [(F.softmax, 1), (F.log_softmax, 0)])

@@ -184,6 +184,16 @@ def test_a_mask_beside_torch(causal: bool, oracle: Oracle) -> None:
     np.testing.assert_array_equal(nothing, np.zeros_like(nothing))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("least", [0, -1e6, -1e9, -1e38])
+def test_scores_beside_which_a_logarithm_is_nothing(least: float, dtype: str) -> None:
+    """A row of one score each has the weights 1 / n, forward and backward."""
+    q, k = (fl.param(np.zeros((1, 1, 8, 4), dtype)) for _ in range(2))
+    v = fl.param(RANDOM.standard_normal((1, 1, 8, 4)).astype(dtype))
+    F.attention(q, k, v, np.full((8, 8), least, dtype)).sum().backward()
+    np.testing.assert_allclose(v.grad, np.ones_like(v.array), rtol=1e-6)
+
+
 def test_scores_are_never_kept_whole() -> None:
     """At 1,024 positions one head's scores in float32 take 4 MiB."""
     x = fl.param(RANDOM.standard_normal((1, 1024, 48)).astype("float32"))

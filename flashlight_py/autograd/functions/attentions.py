@@ -156,9 +156,9 @@ class _Attention:
             mask_steps = tuple(s if n > 1 else 0 for s, n in zip(dense, of, strict=True))  # type: ignore[assignment]
         begin = *self.shape, width, of_values, int(self.causal), kind
         self.sizes: tuple[int, ...] = *begin, *chain(*steps), *mask_steps
-        made = ((batch, queries, heads, of_values), q.dtype), ((batch, heads, queries), q.dtype)
+        made = ((batch, queries, heads, of_values), q.dtype), ((batch, heads, queries, 2), q.dtype)
         inputs = *self.given, mask, self.seed
-        self.out, self.logs = self.native(made, self.sizes, self.numbers, *inputs)
+        self.out, self.saved = self.native(made, self.sizes, self.numbers, *inputs)
         return self.out.transpose(0, 2, 1, 3)  # type: ignore[no-any-return]
 
     def backward(self, grad: Array) -> tuple[Array, ...]:
@@ -169,7 +169,7 @@ class _Attention:
         grad = contiguous(grad.transpose(0, 2, 1, 3))
         packed, q = self.packed, self.arrays[0]
         found: Any = kernel("attention_back" if packed is None else "packed_attention_back", q)
-        inputs = grad, self.out, self.logs, *self.given, self.mask, self.seed
+        inputs = grad, self.out, self.saved, *self.given, self.mask, self.seed
         if packed is not None:
             return (found(((packed.shape, q.dtype),), self.sizes, self.numbers, *inputs),)
         made = [(each.shape, q.dtype) for each in self.given]

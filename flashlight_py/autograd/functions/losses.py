@@ -38,10 +38,12 @@ def log_softmax(x: Input, axis: int = -1) -> Variable:
 
 def _softmax(name: str, x: Input, axis: int) -> Variable:
     x = as_float32(x)
-    check_filled(name, x)
+    x = real(x) if x.data.dtype.kind in "ub" else x  # differences of unsigned ones would wrap
     array, ndim = x.data, max(x.ndim, 1)
     if not -ndim <= axis < ndim:
         raise ValueError(f"{name}: there is no axis {axis} in shape {array.shape}")
+    if x.ndim and not array.shape[axis]:  # no rows are no error: a rank may have none
+        check_filled(name, x)
     native = kernel(name, array) if axis in (-1, ndim - 1) else None
     xp, is_log = array_module(array), name == "log_softmax"
     width = array.shape[-1] if x.ndim else 1
@@ -76,7 +78,9 @@ def mean_squared_error(prediction: Input, target: Input) -> Variable:
     Raises:
         ValueError: the shapes differ, or there is no element.
     """
-    prediction, target = real(as_float32(prediction)), real(as_float32(target))
+    prediction, target = real(as_float32(prediction)), as_float32(target)
+    if target.data.dtype.kind in "iub":
+        target = Variable(target.data.astype(prediction.data.dtype))
     p, t = prediction.data, target.data
     _check_pair("mean_squared_error", prediction, target)
     size = p.size

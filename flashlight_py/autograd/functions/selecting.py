@@ -78,13 +78,16 @@ def embedding(weight: Input, indices: Input, padding_idx: int | None = None) -> 
 
     Raises:
         TypeError: the indices are no integers.
-        ValueError: the weight has not two dimensions, or there is no index.
+        ValueError: the weight has not two dimensions, there is no index, or ``padding_idx`` is
+            out of range.
         IndexError: an index is out of range.
     """
     weight = as_variable(weight)
     if weight.data.ndim != 2:
         raise ValueError(f"embedding: expected a weight [rows, dim], got {weight.data.shape}")
     rows, dim = weight.data.shape
+    if padding_idx is not None and not -rows <= padding_idx < rows:
+        raise ValueError(f"embedding: padding_idx {padding_idx} is none of {rows} rows")
     index = integers("embedding", indices, weight.data)
     check_filled("embedding", index)
     index = _in_range("embedding", index, weight.data.shape, 0)
