@@ -125,8 +125,8 @@ def test_convolution_equals_torch(case: Conv, dtype: str, way: str, oracle: Orac
 
 @EVERY_CONVOLUTION
 def test_gradients_of_convolution_equal_central_differences(case: Conv) -> None:
-    if np.prod(case.x) > 2000:
-        pytest.skip("too many elements for differences of each")
+    if np.prod(case.x) > 500:
+        pytest.skip("too many elements for differences of each; equal to torch's, see above")
     gradcheck(lambda *variables: F.conv2d(*variables, **case.options), arrays_of(case))
 
 

@@ -21,7 +21,7 @@ from tests.distributed.harness import run_outcomes, run_ranks
 from tests.launch.launcher import launch, write
 from tests.tape.steps import assert_same_bits, compare, regression, training
 
-STEPS = 24
+STEPS = 12
 
 
 def data(rank: int) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -316,7 +316,7 @@ def joined(rank: int, size: int) -> None:
         model = network(9)
         fl.distribute_module_grads(model)
         optimizer = fl.optim.SGDOptimizer(model.params(), 0.1)
-        step, calls = wrap(regression(model, optimizer)), data(rank)[: STEPS - 9 * rank]
+        step, calls = wrap(regression(model, optimizer)), data(rank)[: STEPS - 4 * rank]
         fl.set_seed(rank)
         with warnings.catch_warnings(), fl.join(model, optimizer):
             warnings.filterwarnings("ignore", f".*{NO_ARRAY}")
