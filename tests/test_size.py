@@ -15,8 +15,8 @@ FILES = [path for path in PACKAGE.rglob("*.py") if path.name != "_nccl.py"]  # t
 
 # At most so many lines and files. Blank lines, comments and docstrings count.
 BUDGETS = {
-    # Layers, their functions, amp and the data loader are 3,600 of them.
-    "": (48_390, 245),
+    # Layers, their functions, amp and the data loader are 3,700 of them: errors name layer and shapes.
+    "": (48_480, 244),
     # torch changes the timeouts of groups that are open; objects know two ways, native and not.
     "distributed": (16_490, 87),
     "distributed/rendezvous": (2_622, 9),
