@@ -25,7 +25,7 @@ def test_open_messages_cost_no_thread_and_little_memory(
 ) -> None:
     if kind == "irecv of any" and ranks.size > 2:
         pytest.skip("any other rank may send here")
-    count = OPEN[ranks.size] // (4 if one_tag else 1)
+    count = OPEN[ranks.size]
     # Small messages that were sent lie with the receiver, over TCP in what has come as well.
     most = many_open.MOST_BYTES * (2 if kind == "isend" else 1)
     for held in ranks.run(many_open.hold_open, count, kind, one_tag, deadline=20.0):
