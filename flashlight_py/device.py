@@ -108,7 +108,10 @@ def floating(dtype: Any, what: str) -> np.dtype[Any]:
         TypeError: it is not a real floating one.
         BackendUnavailableError: bfloat16, and ml_dtypes is not installed.
     """
-    found = bfloat16() if dtype == "bfloat16" else np.dtype(dtype)
+    try:
+        found = bfloat16() if dtype == "bfloat16" else np.dtype(dtype)
+    except TypeError as error:
+        raise TypeError(f"{what} needs a real floating dtype, got {dtype!r}") from error
     if not is_floating(found):
         raise TypeError(f"{what} needs a real floating dtype, got {found}")
     return found

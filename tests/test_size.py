@@ -16,7 +16,7 @@ FILES = [path for path in PACKAGE.rglob("*.py") if path.name != "_nccl.py"]  # t
 # At most so many lines and files. Blank lines, comments and docstrings count.
 BUDGETS = {
     # Layers, their functions, amp and the data loader are 3,700 of them: errors name both shapes.
-    "": (48_480, 244),
+    "": (48_485, 244),
     # torch changes the timeouts of groups that are open; objects know two ways, native and not.
     "distributed": (16_490, 87),
     "distributed/rendezvous": (2_622, 9),

@@ -123,7 +123,7 @@ def test_a_region_is_of_its_thread() -> None:
 
 def test_other_dtypes_are_refused() -> None:
     for wrong, error in (("float32", ValueError), ("int8", TypeError), ("what", TypeError)):
-        with pytest.raises(error):
+        with pytest.raises(error, match=f"autocast.*{wrong}"):
             fl.amp.autocast(wrong)
 
 

@@ -212,12 +212,14 @@ def binary_cross_entropy(probabilities: Input, target: Input, reduction: str = "
         return xp.where(above, log, -100), xp.where(below, log_of_rest, -100)
 
     def value(xp: Any, p: Array, t: Array) -> Any:
-        for what, array in (("probabilities", p), ("targets", t)):
+        to_do = (
+            "; pass sigmoid(x), or x to binary_cross_entropy_with_logits; a model diverges if nan"
+        )
+        for what, array, hint in (("probabilities", p, to_do), ("targets", t, "")):
             if not ((array >= 0) & (array <= 1)).all():  # on a GPU it is waited for
                 raise ValueError(
                     f"binary_cross_entropy: {what} must be 0 to 1, got {float(array.min())} to "
-                    f"{float(array.max())} in shape {array.shape}; pass sigmoid(x), or x itself to "
-                    "binary_cross_entropy_with_logits; nan is of a model that diverges"
+                    f"{float(array.max())} in shape {array.shape}{hint}"
                 )
         log, log_of_rest = logs(xp, p)
         return (t - 1) * log_of_rest - t * log
