@@ -380,8 +380,6 @@ def test_lists_are_rejected_and_arrays_taken(layer: Any) -> None:
 
 
 EMPTY: dict[str, Callable[..., Any]] = {
-    "softmax: (0, 4, 8)": F.softmax,
-    "log_softmax: (0, 4, 8)": fl.nn.LogSoftmax(),
     "prelu: (0, 4, 8)": fl.nn.PReLU(),
     "embedding: (0, 4, 8)": lambda x: fl.nn.Embedding(3, 2)(fl.input(x.array.astype(int))),
     "layer_norm: (0, 4, 8)": fl.nn.LayerNorm(8),
