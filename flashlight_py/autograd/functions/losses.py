@@ -22,7 +22,7 @@ def softmax(x: Input, axis: int = -1) -> Variable:
     """Return ``exp(x) / sum(exp(x))`` along ``axis``, a new array of the same shape.
 
     Raises:
-        ValueError: there is no element or no such axis.
+        ValueError: there is no such axis, or it has no element.
     """
     return _softmax("softmax", x, axis)
 
@@ -31,7 +31,7 @@ def log_softmax(x: Input, axis: int = -1) -> Variable:
     """Return ``log(softmax(x))`` along ``axis``, a new array of the same shape.
 
     Raises:
-        ValueError: there is no element or no such axis.
+        ValueError: there is no such axis, or it has no element.
     """
     return _softmax("log_softmax", x, axis)
 
