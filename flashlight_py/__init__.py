@@ -53,7 +53,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 def __getattr__(name: str) -> Any:
     """Import a public name at its first use."""
     home = _HOME_OF.get(name)
-    if home == "":
+    if home == "" or name == "system":  # ``from flashlight_py import system`` asks here first
         return import_module(f"{__name__}.{name}")
     if name == "__all__":
         value: Any = [*_HOME_OF, *_verbs()]

@@ -27,7 +27,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "device": ("errors",),
     "structure": (),
     "cores": (),
-    "interfaces": (),
+    "system": (),
+    "interfaces": ("system",),
     "random": FRAMEWORK[:2],
     "kernels": FRAMEWORK[:2],
     "autograd": (*FRAMEWORK[:4], "structure", "libraries", "_native"),
@@ -36,9 +37,18 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "optim": (*FRAMEWORK[:6], "structure", "_native"),
     "dataset": ("errors", "device", "random"),
     "meter": ("device", "structure"),
-    "distributed.rendezvous": ("errors", "interfaces"),
+    "distributed.rendezvous": ("errors", "interfaces", "system"),
     "distributed": (
-        *("errors", "tracebacks", "device", "cores", "interfaces", "libraries", "_native"),
+        *(
+            "errors",
+            "tracebacks",
+            "device",
+            "cores",
+            "interfaces",
+            "libraries",
+            "_native",
+            "system",
+        ),
         "structure",
     ),
     "libraries": (),
@@ -57,8 +67,11 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "engines": ("launch", "", "interfaces", "distributed.rendezvous"),
     # The program of a rank imports the package (""), as the script of a user does.
     "launch.rank_main": ("launch", ""),
-    "launch.records": ("launch", "distributed.failures"),
-    "launch": ("_version", "errors", "tracebacks", "cores", "interfaces", "distributed.rendezvous"),
+    "launch.records": ("launch", "distributed.failures", "system"),
+    "launch": (
+        *("_version", "errors", "tracebacks", "cores", "interfaces", "system"),
+        "distributed.rendezvous",
+    ),
 }
 # Inside these, from the ground up: a part imports its own layer and those before it.
 LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -212,6 +225,45 @@ def test_optional_libraries_are_imported_where_they_are_used() -> None:
         if target.partition(".")[0] in OPTIONAL
         and not name_of(module).startswith("torch.")  # which torch has asked for
     ]
+    assert not wrong, "\n".join(wrong)
+
+
+# Of the control plane; what is about processes of this machine alone is left out.
+CONTROL_PLANE = (
+    *("interfaces", "distributed.rendezvous", "distributed.start", "distributed.memory.topology"),
+    *("distributed.failures.agreement", "distributed.failures.watchdog"),
+    *(f"launch.{name}" for name in ("agent", "channel", "failures", "hosts", "job", "loop")),
+    *(f"launch.{name}" for name in ("nodes", "output", "ranks", "records", "supervisor")),
+)
+# What asks the operating system for nothing.
+ASKS_NOTHING = {"inet_pton", "AddressFamily", "strftime", "localtime", "register_at_fork"}
+
+
+def asked_for(module: Path, taken: set[str]) -> Iterator[tuple[int, str]]:
+    """Where a module takes one of ``taken``, or classes and functions of the same libraries."""
+    libraries = {name.partition(".")[0] for name in taken} - {"os", "signal", "time"}
+    tree = ast.parse(module.read_text())
+    for line, name in imported(tree):
+        library, _, used = name.rpartition(".")
+        if library in libraries and used not in ASKS_NOTHING and not used.isupper():
+            yield line, name
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in taken:
+            yield node.lineno, ast.unparse(node)
+
+
+def test_the_control_plane_asks_one_module_for_the_operating_system() -> None:
+    seam = ast.parse((PACKAGE / "system.py").read_text())
+    libraries = {name for _, name in imported(seam)} - {"array", "struct"}
+    names = {ast.unparse(node).lstrip("_") for node in ast.walk(seam)}
+    taken = {name for name in names if "." in name and name.partition(".")[0] in libraries}
+    wrong = [
+        f"{module.relative_to(ROOT)}:{line}: {name}: take it from flashlight_py/system.py"
+        for module in MODULES
+        if any(within(name_of(module), part) for part in CONTROL_PLANE)
+        for line, name in asked_for(module, taken)
+    ]
+    assert taken
     assert not wrong, "\n".join(wrong)
 
 

@@ -7,20 +7,18 @@ standard input and output are the connection. See ``channel`` for the messages.
 from __future__ import annotations
 
 import math
-import os
-import socket
-import subprocess
 import sys
 import syslog
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
+from subprocess import DEVNULL
 from typing import Any
 
+from flashlight_py import system
 from flashlight_py.interfaces import listen_everywhere, own_addresses
-from flashlight_py.launch.channel import Outgoing, Reader, can_write, message, write_whole
+from flashlight_py.launch.channel import Outgoing, Reader, message, write_whole
 from flashlight_py.launch.front import die_with_parent, run_behind
 from flashlight_py.launch.loop import LOST_SECONDS, Loop, Pulse
 from flashlight_py.launch.output import RankOutput, Source
@@ -55,7 +53,7 @@ class Agent:
         self.grace, self._has_lost_output = 0.0, False
         # Of an attempt; what of it is open is closed by ``_ends``.
         self._ranks: RankProcesses | None = None
-        self._listener: socket.socket | None = None
+        self._listener: system.Socket | None = None
         self._input: Outgoing | None = None
         self._notes: Notes | None = None
         self._ends = ExitStack()
@@ -69,7 +67,7 @@ class Agent:
         self._listener = self._ends.enter_context(listen_everywhere(0, _BACKLOG))
         # Those first at which others have reached this host; one of them is that at which ssh came,
         # as sshd says (ssh(1)).
-        by_ssh, own = os.environ.get("SSH_CONNECTION", "").split()[2:3], own_addresses()
+        by_ssh, own = system.environ.get("SSH_CONNECTION", "").split()[2:3], own_addresses()
         reached = [each for each in (*self.reached, *by_ssh) if each in own]
         port = self._listener.getsockname()[1]
         self._report("ready", list(dict.fromkeys([*reached, *own])), port)
@@ -123,8 +121,8 @@ class Agent:
         """Show lines without an end that are due; returns when the next ones are."""
         if self.output is None:
             return math.inf
-        if time.monotonic() >= self.output.flush_at():
-            self.output.flush(time.monotonic())
+        if system.monotonic() >= self.output.flush_at():
+            self.output.flush(system.monotonic())
         if self.output.error and not self._has_lost_output:
             self._has_lost_output = True
             self._report("lost_output")
@@ -140,7 +138,7 @@ class Agent:
         if self._notes is not None:
             descriptors.append(self._notes.descriptor)
             meeting = {**meeting, RECORDS: self._notes.variable()}
-        environ = {**os.environ, **task["environ"]}
+        environ = {**system.environ, **task["environ"]}
         with self._input_of(slot, task["has_input"]) as stdin:
             process = self._ranks.start(
                 slot.rank,
@@ -148,7 +146,7 @@ class Agent:
                 environ_of(environ, slot, task["size"], task["restarts"], meeting),
                 stdin,
                 descriptors,
-                partial(die_with_parent, os.getpid()),
+                partial(die_with_parent, system.getpid()),
             )
         self._loop.child(process, partial(self._on_exit, self._ranks, slot.rank))
 
@@ -156,16 +154,16 @@ class Agent:
     def _input_of(self, slot: Slot, is_sent: bool) -> Iterator[int]:
         """Yield what a rank reads: our own input, what the launcher sends, or nothing."""
         if slot.rank != 0 or not (is_sent or self._stdin is not None):
-            yield subprocess.DEVNULL
+            yield DEVNULL
         elif self._stdin is not None:
             yield self._stdin
         else:
-            theirs, ours = os.pipe()
+            theirs, ours = system.pipe()
             self._input = Outgoing(self._loop, ours, partial(self._report, "more"))
             self._ends.callback(self._input.close)
-            os.close(ours)
+            system.close(ours)
             yield theirs
-            os.close(theirs)
+            system.close(theirs)
             self._report("more")
 
     def _on_output(self, source: Source, data: bytes) -> None:
@@ -190,7 +188,7 @@ class LauncherConnection:
 
     def __init__(self, loop: Loop, reading: int, writing: int, lost_after: float) -> None:
         self.has_ended, self.silence = False, ""
-        os.set_blocking(writing, False)
+        system.set_blocking(writing, False)
         self._loop, self._reading, self._writing = loop, reading, writing
         self._reader = Reader(reading)
         self._inbox: deque[tuple[str, list[Any]]] = deque()
@@ -250,7 +248,7 @@ class LauncherConnection:
             raise BrokenPipeError(self.silence)
 
     def _beat(self) -> None:
-        if not self._is_writing and can_write(self._writing):
+        if not self._is_writing and system.can_write(self._writing):
             self.report("pulse")
 
     def _on_silence(self, since: str) -> None:
@@ -272,7 +270,7 @@ def _work() -> int:
     if not launcher.silence:
         return 0
     line = (
-        f"flrun: agent on {os.uname().nodename}: nothing has come from the launcher "
+        f"flrun: agent on {system.gethostname()}: nothing has come from the launcher "
         f"{launcher.silence}; its ranks here were ended"
     )
     print(line, file=sys.stderr)

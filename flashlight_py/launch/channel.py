@@ -17,11 +17,10 @@ launcher waits for no agent, or each of the two might wait for the other.
 from __future__ import annotations
 
 import json
-import os
-import select
 from collections.abc import Callable
 from typing import Any
 
+from flashlight_py import system
 from flashlight_py.launch.loop import BEAT_SECONDS, Poll
 
 _CHUNK = 1 << 16
@@ -36,7 +35,7 @@ class Reader:
     """Reads messages from ``descriptor``, which is made not to block."""
 
     def __init__(self, descriptor: int) -> None:
-        os.set_blocking(descriptor, False)
+        system.set_blocking(descriptor, False)
         self._descriptor = descriptor
         self._rest = b""
         self.received = 0  # bytes
@@ -45,7 +44,7 @@ class Reader:
     def read(self) -> list[tuple[str, list[Any]]]:
         """Return (kind, values) of what is here, without pulses; sets ``has_ended`` at the end."""
         try:
-            data = os.read(self._descriptor, _CHUNK)
+            data = system.read(self._descriptor, _CHUNK)
         except BlockingIOError:
             return []
         except OSError:
@@ -72,17 +71,10 @@ def write_whole(descriptor: int, data: bytes, waited: Callable[[], object] = lam
     """
     while data:
         try:
-            data = data[os.write(descriptor, data) :]
+            data = data[system.write(descriptor, data) :]
         except BlockingIOError:  # noqa: PERF203 - where it waits anyway
-            if not can_write(descriptor, BEAT_SECONDS):
+            if not system.can_write(descriptor, BEAT_SECONDS):
                 waited()
-
-
-def can_write(descriptor: int, seconds: float = 0.0) -> bool:
-    """Wait up to ``seconds`` until ``descriptor`` can be written, and return whether it can."""
-    poll = select.poll()
-    poll.register(descriptor, select.POLLOUT)
-    return bool(poll.poll(1000 * seconds))
 
 
 class Outgoing:
@@ -98,8 +90,8 @@ class Outgoing:
         self._loop, self._emptied, self._rest = loop, emptied, b""
         self._is_busy = False
         # A copy, as a socket that is read from as well is watched for that already.
-        self._descriptor = os.dup(descriptor)
-        os.set_blocking(self._descriptor, False)
+        self._descriptor = system.dup(descriptor)
+        system.set_blocking(self._descriptor, False)
         self._is_open, self._is_watched = True, False
 
     def put(self, data: bytes) -> None:
@@ -119,12 +111,12 @@ class Outgoing:
         if self._is_open:
             self._is_open = False
             self._loop.forget(self._descriptor)
-            os.close(self._descriptor)
+            system.close(self._descriptor)
 
     def _write(self) -> None:
         self._is_busy = True
         try:
-            self._rest = self._rest[os.write(self._descriptor, self._rest) :]
+            self._rest = self._rest[system.write(self._descriptor, self._rest) :]
         except BlockingIOError:
             pass
         except OSError:  # nobody reads it any more
@@ -163,4 +155,4 @@ class Supply:
 
     def _read(self) -> None:
         self._loop.forget(self._descriptor)
-        self._deliver(os.read(self._descriptor, _CHUNK))
+        self._deliver(system.read(self._descriptor, _CHUNK))

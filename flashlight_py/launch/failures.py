@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import signal
-import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from flashlight_py import system
 from flashlight_py.errors import (
     CollectiveTimeoutError,
     GroupClosedError,
@@ -71,9 +71,9 @@ class Failure(NamedTuple):
         if code == 1 and error:
             kinds = (line.partition(":")[0].rpartition(".")[2] for line in errors)
             follows = max(_BY_NAME.get(kind, 0) for kind in kinds)
-            return cls(f"raised {error}", time.monotonic(), follows, exit_code=code)
+            return cls(f"raised {error}", system.monotonic(), follows, exit_code=code)
         before = f"; its last traceback ended with {error}" if error else ""
-        return cls(f"{describe_exit(code)}{before}", time.monotonic(), exit_code=code)
+        return cls(f"{describe_exit(code)}{before}", system.monotonic(), exit_code=code)
 
 
 class Tail:

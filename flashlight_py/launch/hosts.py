@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from subprocess import PIPE
 from typing import Any
 
+from flashlight_py import system
 from flashlight_py.launch.agent import Agent
 from flashlight_py.launch.channel import Outgoing, Reader, message
 from flashlight_py.launch.failures import describe_exit
@@ -62,7 +63,7 @@ class LocalHost(Host):
     def __init__(
         self, loop: Loop, slots: int, stdin: int | None, reached: Sequence[str] = ()
     ) -> None:
-        super().__init__(loop, os.uname().nodename, slots)
+        super().__init__(loop, system.gethostname(), slots)
         self._agent = Agent(loop, lambda kind, *values: self.on_message(kind, list(values)), stdin)
         self._agent.reached = reached
         self.is_open = True
@@ -142,7 +143,7 @@ class SshHost(ConnectedHost):
         super().__init__(loop, name, slots, options.lost_after)
         self._ssh, self.environ = options.ssh, environ
         self._silence = ""
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: system.Popen[bytes] | None = None
 
     def open(self) -> None:
         if self.is_open:
@@ -151,9 +152,7 @@ class SshHost(ConnectedHost):
         agent = f"exec {python} -m flashlight_py.launch.agent {self._lost_after:g}"
         command = [*self._ssh, self.name, f"cd {folder} && {agent}"]
         try:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-            )
+            self._process = system.Popen(command, stdin=PIPE, stdout=PIPE, start_new_session=True)
         except OSError as error:
             raise StartError(f"{command[0]}: {error}") from error
         assert self._process.stdin

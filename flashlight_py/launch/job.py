@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import secrets
 import signal
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from flashlight_py import system
 from flashlight_py.launch.channel import Supply
 from flashlight_py.launch.failures import Failure
 from flashlight_py.launch.hosts import Host, StartError
@@ -173,8 +173,8 @@ class Job:
             self._hosts[index].close()
 
     def _wait(self, is_needed: Callable[[], bool], seconds: float) -> None:
-        ends = time.monotonic() + seconds
-        while is_needed() and time.monotonic() < ends:
+        ends = system.monotonic() + seconds
+        while is_needed() and system.monotonic() < ends:
             self._loop.once(ends)
 
     # The agents' messages, see ``channel`` -------------------------------------------------------
@@ -245,7 +245,7 @@ class Job:
         """Nothing will be reported of the ranks of ``host`` any more."""
         self._awaited.discard(host)
         ranks = [slot.rank for slot in self._slots if slot.host == host]
-        self._attempt.on_lost(ranks, Failure(how, time.monotonic()))
+        self._attempt.on_lost(ranks, Failure(how, system.monotonic()))
 
 
 def may_restart(restarts: int, most: int | None, remaining: int, least: int | None) -> bool:

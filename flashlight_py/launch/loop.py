@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import os
-import selectors
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from selectors import EVENT_READ, EVENT_WRITE
 from typing import NoReturn
 
+from flashlight_py import system
+
 # What users and schedulers send to a job. Those that were ignored when we started stay ignored.
+
 FORWARDED = (
     signal.SIGINT,
     signal.SIGTERM,
@@ -35,7 +37,7 @@ class Poll:
     """Calls back when a descriptor can be read or written. Times are of ``time.monotonic``."""
 
     def __init__(self) -> None:
-        self._selector = selectors.DefaultSelector()
+        self._selector = system.Selector()
 
     def close(self) -> None:
         self._selector.close()
@@ -46,7 +48,7 @@ class Poll:
         Raises:
             PermissionError: it is a file, which always can.
         """
-        event = selectors.EVENT_WRITE if writing else selectors.EVENT_READ
+        event = EVENT_WRITE if writing else EVENT_READ
         self._selector.register(descriptor, event, callback)
 
     def forget(self, descriptor: int) -> None:
@@ -56,7 +58,7 @@ class Poll:
 
     def once(self, until: float = math.inf) -> None:
         """Wait until something has happened, or the time ``until``, and call back."""
-        seconds = None if until == math.inf else max(0.0, until - time.monotonic())
+        seconds = None if until == math.inf else max(0.0, until - system.monotonic())
         for key, _ in self._selector.select(seconds):
             if key.fd in self._selector.get_map():  # not forgotten by an earlier callback
                 key.data()
@@ -73,37 +75,37 @@ class Loop(Poll):
         super().__init__()
         self.on_signal: Callable[[signal.Signals], None] = lambda number: None
         self._pulses: list[Pulse] = []
-        self._children: dict[int, tuple[subprocess.Popen[bytes], Callable[[int], None]]] = {}
-        self._signals, self._woken = os.pipe()
+        self._children: dict[int, tuple[system.Popen[bytes], Callable[[int], None]]] = {}
+        self._signals, self._woken = system.pipe()
         for end in (self._signals, self._woken):
-            os.set_blocking(end, False)
+            system.set_blocking(end, False)
         self.watch(self._signals, self._on_signals)
-        signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
+        system.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
         for number in (signal.SIGCHLD, *FORWARDED):
-            if signal.getsignal(number) is not signal.SIG_IGN:
+            if system.getsignal(number) is not signal.SIG_IGN:
                 # A handler must be there for the signal to wake the loop.
-                signal.signal(number, lambda number, frame: None)
+                system.signal(number, lambda number, frame: None)
 
     def close(self) -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.set_wakeup_fd(-1)
+        system.setitimer(signal.ITIMER_REAL, 0)
+        system.set_wakeup_fd(-1)
         super().close()
-        os.close(self._signals)
-        os.close(self._woken)
+        system.close(self._signals)
+        system.close(self._woken)
 
     def keep(self, pulse: Pulse) -> None:
         """Have ``pulse`` beat from now on, also while this process waits in a system call."""
         self._pulses.append(pulse)
-        signal.signal(signal.SIGALRM, self._beat)
-        if signal.getitimer(signal.ITIMER_REAL)[1] == 0.0:
-            signal.setitimer(signal.ITIMER_REAL, BEAT_SECONDS, BEAT_SECONDS)
+        system.signal(signal.SIGALRM, self._beat)
+        if system.getitimer(signal.ITIMER_REAL)[1] == 0.0:
+            system.setitimer(signal.ITIMER_REAL, BEAT_SECONDS, BEAT_SECONDS)
 
     def stop(self, pulse: Pulse) -> None:
         """Have ``pulse`` beat no more; nothing happens if it did not."""
         with suppress(ValueError):
             self._pulses.remove(pulse)
 
-    def child(self, process: subprocess.Popen[bytes], callback: Callable[[int], None]) -> None:
+    def child(self, process: system.Popen[bytes], callback: Callable[[int], None]) -> None:
         """Call ``callback`` when ``process`` has ended, with its exit code or minus the signal.
 
         It is reaped before.
@@ -114,7 +116,7 @@ class Loop(Poll):
         """Take the ends of all children that have ended; True if there are others."""
         while True:
             try:
-                end = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG)
+                end = system.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG)
             except ChildProcessError:
                 return False
             if end is None:
@@ -125,7 +127,7 @@ class Loop(Poll):
                 callback(process.returncode)
 
     def _on_signals(self) -> None:
-        for number in set(os.read(self._signals, 4096)):
+        for number in set(system.read(self._signals, 4096)):
             if number == signal.SIGCHLD:
                 self.reap()
             elif number == signal.SIGALRM:
@@ -144,12 +146,12 @@ def code_of(end: os.waitid_result) -> int:
     return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
 
 
-def await_end(process: subprocess.Popen[bytes]) -> int:
+def await_end(process: system.Popen[bytes]) -> int:
     """Wait for the end of ``process`` and return its exit code, or minus the signal.
 
     It is not reaped, so that a signal still reaches what it has left in its group.
     """
-    end = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    end = system.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     assert end is not None, "waitid returns None only with WNOHANG"
     return code_of(end)
 
@@ -188,7 +190,7 @@ class Pulse:
             self._silent += BEAT_SECONDS
         if self._silent >= self._seconds:
             self.stop()
-            since = time.strftime("%H:%M:%S", time.localtime(time.time() - self._silent))
+            since = time.strftime("%H:%M:%S", time.localtime(system.wall_clock() - self._silent))
             self._on_silence(f"since {since} ({self._silent:g} s)")
 
     def stop(self) -> None:
@@ -213,12 +215,12 @@ def interruptible() -> Iterator[None]:
 
     ending = set(FORWARDED) - {signal.SIGUSR1, signal.SIGUSR2}
     before = {
-        number: signal.signal(number, interrupt)
+        number: system.signal(number, interrupt)
         for number in ending
-        if signal.getsignal(number) is not signal.SIG_IGN
+        if system.getsignal(number) is not signal.SIG_IGN
     }
     try:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            system.signal(number, handler)

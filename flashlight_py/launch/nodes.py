@@ -11,17 +11,17 @@ wait for 300 s for a job that has begun.
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import signal
-import socket
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from socket import IPPROTO_TCP, TCP_USER_TIMEOUT
 from typing import Any
 
+from flashlight_py import system
 from flashlight_py.distributed.rendezvous.file_store import FileStore
 from flashlight_py.distributed.rendezvous.meeting import MeetingPoint
 from flashlight_py.distributed.rendezvous.secret import REMEDY, proof
@@ -58,7 +58,7 @@ class NodeHost(ConnectedHost):
         slots: int,
         lost_after: float,
         node: int,
-        connection: socket.socket,
+        connection: system.Socket,
     ) -> None:
         super().__init__(loop, name, slots, lost_after)
         self._node, self._socket = node, connection
@@ -209,13 +209,13 @@ def meeting_of(options: Options) -> MeetingPoint:
 
 def _meet(
     options: Options, store: MeetingPoint
-) -> tuple[bytes, list[dict[str, Any]], dict[int, socket.socket]]:
+) -> tuple[bytes, list[dict[str, Any]], dict[int, system.Socket]]:
     """Return a key that all launchers know now, what each reports of itself, and connections.
 
     Those are of node 0 to the others, by node, and of these to node 0.
     """
     mine = {
-        "host": os.uname().nodename,
+        "host": system.gethostname(),
         "ranks": options.ranks,
         "nonce": secrets.token_hex(32),
     }
@@ -251,7 +251,7 @@ def secret_of_ranks(key: bytes, restarts: int) -> str:
     return proof(key, b"ranks", str(restarts).encode()).hex()
 
 
-def _keep_little(connection: socket.socket, lost_after: float) -> None:
+def _keep_little(connection: system.Socket, lost_after: float) -> None:
     """Have the kernel keep what it could not deliver no longer than need be: see ``Pulse``."""
     milliseconds = int(2000 * lost_after)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+    connection.setsockopt(IPPROTO_TCP, TCP_USER_TIMEOUT, milliseconds)

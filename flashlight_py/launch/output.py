@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, TextIO
 
+from flashlight_py import system
 from flashlight_py.launch.channel import write_whole
 from flashlight_py.launch.failures import Tail
 
@@ -53,7 +52,8 @@ class RankOutput:
         self._failed: dict[str, OSError] = {}
         self._width = len(str(size - 1))
         self._is_terminal = {
-            name: isinstance(sink, int) and os.isatty(sink) for name, sink in self._sinks.items()
+            name: isinstance(sink, int) and system.isatty(sink)
+            for name, sink in self._sinks.items()
         }
         self._rests: dict[Source, bytes] = {}
         self._read_at: dict[Source, float] = {}
@@ -68,7 +68,7 @@ class RankOutput:
         if len(data) - end > LONGEST_LINE:
             end = len(data)
         lines, self._rests[source] = data[:end], data[end:]
-        self._read_at[source] = time.monotonic()
+        self._read_at[source] = system.monotonic()
         if source.stream == "err":
             for line in lines.splitlines():
                 self._tails[source.rank].read(line)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from subprocess import DEVNULL
 from typing import NamedTuple
 
+from flashlight_py import system
 from flashlight_py.cores import thread_variables, usable_cores
 from flashlight_py.launch.front import children
 from flashlight_py.launch.loop import Loop, Poll, await_end
@@ -104,7 +103,7 @@ class RankProcesses:
         streams: Collection[str] = STREAMS,
     ) -> None:
         self._loop, self._on_output, self._streams = loop, on_output, streams
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._processes: dict[int, system.Popen[bytes]] = {}
         self._pipes: dict[Source, int] = {}
 
     def start(
@@ -112,10 +111,10 @@ class RankProcesses:
         rank: int,
         command: Sequence[str],
         environ: Mapping[str, str],
-        stdin: int = subprocess.DEVNULL,
+        stdin: int = DEVNULL,
         descriptors: Sequence[int] = (),
         before: Callable[[], None] | None = None,
-    ) -> subprocess.Popen[bytes]:
+    ) -> system.Popen[bytes]:
         """Start ``rank`` with the input ``stdin``; it inherits ``descriptors``.
 
         ``before`` runs in the new process, which is safe where this one has a single thread.
@@ -124,10 +123,10 @@ class RankProcesses:
         try:
             for stream in self._streams:
                 source = Source(rank, stream)
-                self._pipes[source], theirs[stream] = os.pipe()
-                os.set_blocking(self._pipes[source], False)
+                self._pipes[source], theirs[stream] = system.pipe()
+                system.set_blocking(self._pipes[source], False)
                 self._loop.watch(self._pipes[source], partial(self._read, source))
-            process = subprocess.Popen(
+            process = system.Popen(
                 command,
                 env=environ,
                 stdin=stdin,
@@ -135,11 +134,11 @@ class RankProcesses:
                 stderr=theirs.get("err"),
                 start_new_session=True,
                 pass_fds=descriptors,
-                preexec_fn=before,  # noqa: PLW1509 - see above
+                preexec_fn=before,
             )
         finally:
             for end in theirs.values():
-                os.close(end)
+                system.close(end)
         self._processes[rank] = process
         return process
 
@@ -148,7 +147,7 @@ class RankProcesses:
         for process in self._processes.values():
             if process.returncode is None:  # its number cannot be another's before it is reaped
                 with suppress(ProcessLookupError):
-                    os.killpg(process.pid, number)
+                    system.killpg(process.pid, number)
 
     def drain(self, rank: int) -> None:
         """Read what ``rank`` has written before now: call it when the rank has ended."""
@@ -172,7 +171,7 @@ class RankProcesses:
     def _read(self, source: Source) -> bool:
         """Pass on what can be read at once; False if nothing can."""
         try:
-            data = os.read(self._pipes[source], _CHUNK)
+            data = system.read(self._pipes[source], _CHUNK)
         except BlockingIOError:
             return False
         if not data:
@@ -191,7 +190,7 @@ class RankProcesses:
         descriptor = self._pipes.pop(source, None)
         if descriptor is not None:
             self._loop.forget(descriptor)
-            os.close(descriptor)
+            system.close(descriptor)
 
 
 def end_leftovers(loop: Loop, grace: float) -> list[int]:
@@ -200,16 +199,16 @@ def end_leftovers(loop: Loop, grace: float) -> list[int]:
     Returns the processes that are still there, because the kernel does not let them go.
     """
     asked: set[int] = set()
-    ends = time.monotonic() + grace
-    while loop.reap() and time.monotonic() < ends:
+    ends = system.monotonic() + grace
+    while loop.reap() and system.monotonic() < ends:
         for pid in set(children()) - asked:
             asked.add(pid)
-            os.kill(pid, signal.SIGTERM)
-            os.kill(pid, signal.SIGCONT)  # one that is stopped would not notice it
+            system.kill(pid, signal.SIGTERM)
+            system.kill(pid, signal.SIGCONT)  # one that is stopped would not notice it
         loop.once(ends)
-    ends = time.monotonic() + _KILLED_SECONDS
-    while loop.reap() and time.monotonic() < ends:
+    ends = system.monotonic() + _KILLED_SECONDS
+    while loop.reap() and system.monotonic() < ends:
         for pid in children():  # again and again: killed ones leave theirs to us
-            os.kill(pid, signal.SIGKILL)
+            system.kill(pid, signal.SIGKILL)
         loop.once(ends)
     return children()

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from flashlight_py import system
 from flashlight_py.launch.loop import Poll
 
 # Of a record, of which a usual one has 0.2 MB; and of all records of a host.
@@ -20,9 +21,9 @@ class Notes:
 
     def __init__(self, loop: Poll) -> None:
         self._loop = loop
-        self._reading, self.descriptor = os.pipe()
+        self._reading, self.descriptor = system.pipe()
         for end in (self._reading, self.descriptor):
-            os.set_blocking(end, False)
+            system.set_blocking(end, False)
         self._text, self._is_open = b"", True
         loop.watch(self._reading, self._read)
 
@@ -47,12 +48,12 @@ class Notes:
         if self._is_open:
             self._is_open = False
             self._loop.forget(self._reading)
-            os.close(self._reading)
-            os.close(self.descriptor)
+            system.close(self._reading)
+            system.close(self.descriptor)
 
     def _read(self) -> None:
         try:
-            while data := os.read(self._reading, 1 << 16):
+            while data := system.read(self._reading, 1 << 16):
                 self._text += data
         except BlockingIOError:
             pass
@@ -112,6 +113,6 @@ def store_records(found: Mapping[int, tuple[str, bytes]], size: int) -> str:
     except (OSError, UnicodeError) as error:
         return f"the flight records cannot be written to {folder}: {error}"
     return (
-        f"flight records of {len(found)} of {size} ranks are on {os.uname().nodename}; to compare "
+        f"flight records of {len(found)} of {size} ranks are on {system.gethostname()}; to compare "
         f"them: python -m flashlight_py.trace diff {folder}"
     )

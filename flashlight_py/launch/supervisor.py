@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import signal
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+from flashlight_py import system
 from flashlight_py.launch.failures import Failure, first_cause
 from flashlight_py.launch.loop import Poll
 from flashlight_py.launch.output import RankOutput
@@ -50,7 +50,7 @@ class Supervisor:
 
     def run(self, until: float = math.inf) -> None:
         """Block until all ranks have ended, or the time ``until`` while some are undecided."""
-        while self._running and (not self.undecided or time.monotonic() < until):
+        while self._running and (not self.undecided or system.monotonic() < until):
             times = (self._cause_until, self._kill_at, self._report_at, self._output.flush_at())
             self._loop.once(min(*times, until if self.undecided else math.inf))
             self._check_times()
@@ -73,7 +73,7 @@ class Supervisor:
             return  # by our signal, as far as anybody can know
         self.failures.update(new)
         if self.undecided and all(failure.follows for failure in new.values()):
-            self._cause_until = min(self._cause_until, time.monotonic() + CAUSE_SECONDS)
+            self._cause_until = min(self._cause_until, system.monotonic() + CAUSE_SECONDS)
         else:
             self.end(signal.SIGTERM)
 
@@ -109,7 +109,7 @@ class Supervisor:
     def on_end(self, ranks: Iterable[int]) -> None:
         """Record that ``ranks`` do not run, or not any more."""
         self._running.difference_update(ranks)
-        self._report_at = time.monotonic() + STAYING_SECONDS
+        self._report_at = system.monotonic() + STAYING_SECONDS
 
     def on_lost_output(self) -> None:
         """End all, as nobody can see what they write."""
@@ -131,12 +131,12 @@ class Supervisor:
         if self.is_ending:
             return
         self.is_ending = True
-        self._cause_until, self._kill_at = math.inf, time.monotonic() + self._grace
+        self._cause_until, self._kill_at = math.inf, system.monotonic() + self._grace
         self._send(number)
         self._send(signal.SIGCONT)  # one that is stopped would not notice it
 
     def _check_times(self) -> None:
-        now = time.monotonic()
+        now = system.monotonic()
         if now >= self._cause_until:
             self.end(signal.SIGTERM)
         if now >= self._kill_at:

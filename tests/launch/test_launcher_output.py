@@ -112,7 +112,7 @@ def test_a_question_is_shown_on_a_terminal_and_goes_on_in_its_line() -> None:
 
 def test_a_question_is_shown_while_another_rank_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr("flashlight_py.launch.output.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("flashlight_py.system.monotonic", lambda: clock[0])
 
     def steps(output: RankOutput) -> None:
         output.take(Source(0, "out"), b"go on? ")

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import struct
-import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from flashlight_py import system
 from flashlight_py.device import Array
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.calls.call import Call
@@ -109,7 +109,7 @@ class Agreement:
     def __init__(self, inside: Backend, between: Backend | None, flat: Backend) -> None:
         self._inside, self._between, self._flat = inside, between, flat
         self._is_ahead = False
-        self._last, self._last_at = "no call of this group", time.monotonic()
+        self._last, self._last_at = "no call of this group", system.monotonic()
 
     def reach(self, call: Call, number: int, load: Load) -> RankMessage:
         """Return once every rank has called what goes together with ``call``, with what they gave.
@@ -125,7 +125,7 @@ class Agreement:
         found = self.meet(call.key, load, call.seconds)
         if not any(found.digest):
             raise self._differences(call, number)
-        self._last, self._last_at = f"call {number}, {call.steps}", time.monotonic()
+        self._last, self._last_at = f"call {number}, {call.steps}", system.monotonic()
         return found
 
     def runs_ahead(self) -> None:
@@ -134,7 +134,7 @@ class Agreement:
 
     def last(self) -> str:
         """Say which call all ranks have joined last, and when."""
-        return f"All ranks joined {self._last}, {time.monotonic() - self._last_at:.1f} s ago"
+        return f"All ranks joined {self._last}, {system.monotonic() - self._last_at:.1f} s ago"
 
     def meet(self, key: str, load: Load, seconds: float | None) -> RankMessage:
         """Return what all ranks give, on all of them; with a digest of zeros where keys differ.

@@ -6,7 +6,6 @@ import json
 import os
 import secrets
 import shutil
-import socket
 import stat
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flashlight_py import system
 from flashlight_py.distributed.calls.call_site import PACKAGE, line_of
 from flashlight_py.distributed.failures import journal
 
@@ -70,11 +70,11 @@ def write_record(flight: Flight, reason: str, threads: Sequence[str] | None = No
     text = record_text(flight, reason, stacks() if threads is None else threads)
     path = store_record(flight, text)
     # A launcher that brings the records of several hosts together learns where this one is.
-    descriptor, _, inode = os.environ.get(RECORDS, "").partition(":")
+    descriptor, _, inode = system.environ.get(RECORDS, "").partition(":")
     with suppress(OSError, ValueError):  # there is none, or a program in between has closed it
         status = os.fstat(int(descriptor))
         if stat.S_ISFIFO(status.st_mode) and str(status.st_ino) == inode:
-            os.write(int(descriptor), f"{flight.rank} {path.absolute()}\n".encode())
+            system.write(int(descriptor), f"{flight.rank} {path.absolute()}\n".encode())
     return path
 
 
@@ -130,7 +130,7 @@ def _age(folder: Path) -> float | None:
     except FileNotFoundError:
         return None
     ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-    return time.time() - found.st_mtime if ours else None
+    return system.wall_clock() - found.st_mtime if ours else None
 
 
 def record_text(flight: Flight, reason: str, threads: Sequence[str]) -> str:
@@ -141,14 +141,14 @@ def record_text(flight: Flight, reason: str, threads: Sequence[str]) -> str:
         "job": flight.job,
         "rank": flight.rank,
         "size": flight.size,
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
+        "host": system.gethostname(),
+        "pid": system.getpid(),
         "time": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "reason": reason,
         "program": sys.argv,
         "stands_at": stands_at(),
         "now": now,
-        "wall": time.time(),
+        "wall": system.wall_clock(),
     }
     lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
     calls = [_readable(record.as_dict(), now) for record in journal.recent()]

@@ -14,15 +14,13 @@ import logging
 import math
 import os
 import re
-import select
 import signal
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+from flashlight_py import system
 from flashlight_py.distributed.failures import journal
 from flashlight_py.distributed.failures.flight_record import (
     Flight,
@@ -110,7 +108,7 @@ class Watchdog:
         self.flight = flight
         self._written, self._explained = -math.inf, -math.inf
         # The handler of a signal may dump while its thread is writing.
-        self._lock = threading.RLock()
+        self._lock = system.RLock()
         self._others = OtherRecords(flight)
         with contextlib.ExitStack() as undo:
             self._reader, self._writer = _pipe(os.O_CLOEXEC | os.O_NONBLOCK, undo)
@@ -120,22 +118,22 @@ class Watchdog:
             self._answers_signal = _take(signal.SIGUSR1, self._writer)
             undo.callback(self.release_signal)
             name = "flashlight-watchdog"
-            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+            self._thread = system.Thread(target=self._run, name=name, daemon=True)
             self._thread.start()
             undo.pop_all()
 
     def stop(self, is_child: bool = False) -> None:
         """End the thread, which does not run in a child that was forked, and let go of all else."""
         self.release_signal()
-        os.close(self._stop)
+        system.close(self._stop)
         if not is_child:
             self._thread.join()
         for end in (self._reader, self._writer, self._stopping):
-            os.close(end)
+            system.close(end)
 
     def release_signal(self) -> None:
         """Release SIGUSR1, unless somebody else has taken it meanwhile."""
-        if self._answers_signal and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        if self._answers_signal and system.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
             faulthandler.unregister(signal.SIGUSR1)
 
     def record(self, reason: str, threads: list[str] | None = None) -> Path:
@@ -145,7 +143,7 @@ class Watchdog:
             OSError: it cannot be written.
         """
         with self._alone():
-            self._written = time.time()  # nearly; it counts also where the writing fails
+            self._written = system.wall_clock()  # nearly; it counts also where the writing fails
             path = write_record(self.flight, reason, threads)
             self._written = path.stat().st_mtime  # by the clock that dates the others' files
             return path
@@ -177,9 +175,9 @@ class Watchdog:
         """Write the record for a failed call, and say in its message where it is."""
         if not isinstance(error, CollectiveTimeoutError | PeerLostError | MismatchError):
             return
-        if time.monotonic() - self._explained < _QUIET_SECONDS:
+        if system.monotonic() - self._explained < _QUIET_SECONDS:
             return
-        self._explained = time.monotonic()
+        self._explained = system.monotonic()
         reason = f"{type(error).__name__}: {error}"
         path = self.write(reason, level=logging.INFO)  # the error says where it is
         if path is not None and error.args:
@@ -191,7 +189,7 @@ class Watchdog:
     def _run(self) -> None:
         """Wait for the signal, for others' records and for the end."""
         while True:
-            ready, _, _ = select.select([self._reader, self._stopping], [], [], _LOOK_SECONDS)
+            ready, _, _ = system.select([self._reader, self._stopping], [], [], _LOOK_SECONDS)
             if self._stopping in ready:
                 return
             if ready:
@@ -204,16 +202,16 @@ class Watchdog:
     def _stacks(self) -> str:
         """Read what the signal's handler writes, which it may not have done yet."""
         text = b""
-        while select.select([self._reader], [], [], _WRITING_SECONDS)[0]:
-            text += os.read(self._reader, _PIPE_BYTES)
+        while system.select([self._reader], [], [], _WRITING_SECONDS)[0]:
+            text += system.read(self._reader, _PIPE_BYTES)
         return text.decode(errors="replace")
 
 
 def _pipe(flags: int, undo: contextlib.ExitStack) -> tuple[int, int]:
     """Return the reading and the writing end of a pipe, which ``undo`` closes."""
-    ends = os.pipe2(flags)
+    ends = system.pipe2(flags)
     for end in ends:
-        undo.callback(os.close, end)
+        undo.callback(system.close, end)
     return ends
 
 
@@ -223,7 +221,7 @@ def _take(number: signal.Signals, file: int) -> bool:
     MPICH does, to be notified of processes that have ended: its handler is called afterwards.
     """
     caught, ignored = _is_in("SigCgt", number), _is_in("SigIgn", number)
-    by_mpi = "mpi4py" in sys.modules and signal.getsignal(number) is signal.SIG_DFL
+    by_mpi = "mpi4py" in sys.modules and system.getsignal(number) is signal.SIG_DFL
     if ignored or (caught and not by_mpi):
         return False
     faulthandler.register(number, file, all_threads=True, chain=caught)
@@ -271,4 +269,4 @@ def dump(reason: str = "asked for") -> Path:
     """
     if current is not None:
         return current.record(reason)
-    return write_record(Flight(default_folder(f"alone-{os.getpid()}")), reason)
+    return write_record(Flight(default_folder(f"alone-{system.getpid()}")), reason)

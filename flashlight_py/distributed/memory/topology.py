@@ -12,13 +12,13 @@ import itertools
 import json
 import os
 import secrets
-import socket
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from socket import AF_INET, AF_INET6, AddressFamily
 from typing import Any, NamedTuple
 
-from flashlight_py import _native
+from flashlight_py import _native, system
 from flashlight_py.distributed.failures.wording import names
 from flashlight_py.distributed.memory.memory_file import (
     MemoryFile,
@@ -40,7 +40,7 @@ from flashlight_py.interfaces import (
     source_address,
 )
 
-_FAMILIES = {socket.AF_INET: "IPv4", socket.AF_INET6: "IPv6"}
+_FAMILIES = {AF_INET: "IPv4", AF_INET6: "IPv6"}
 _REMEDY = (
     "name an interface or an address of each host that the others reach, by params={'INTERFACE': "
     "...} or the variable FLASHLIGHT_INTERFACE"
@@ -106,9 +106,9 @@ def gpu_identity(cupy: Any, index: int) -> str:
     NCCL compares host and PCI address, and believes NCCL_HOSTID. From 2.30 on
     NCCL_MULTI_RANK_GPU_ENABLE=1 allows several ranks on one GPU: then none is another's.
     """
-    if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+    if system.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
         return ""
-    host = os.environ.get("NCCL_HOSTID") or host_identity().decode()
+    host = system.environ.get("NCCL_HOSTID") or host_identity().decode()
     return f"{host} {cupy.cuda.Device(index).pci_bus_id}"
 
 
@@ -123,7 +123,7 @@ def exchange_process_info(store: Store, checks: bool) -> None:
     Raises:
         UnavailableEverywhereError: ranks differ in ``checks``, whether to compare their calls.
     """
-    mine = [f"process {os.getpid()} on {socket.gethostname()}", process_space(), checks]
+    mine = [f"process {system.getpid()} on {system.gethostname()}", process_space(), checks]
     cards = [json.loads(card) for card in store.exchange(json.dumps(mine).encode())]
     store.processes, store.spaces, checked = zip(*cards, strict=True)
     without = [rank for rank, checked in enumerate(checked) if not checked]
@@ -144,7 +144,7 @@ def ranks_by_memory(store: Store) -> tuple[list[list[int]], str]:
     The reason is empty unless two ranks of one host, which could share memory, do not: it names
     the first rank that shares none with the first one of its host.
     """
-    nonce, domain = secrets.token_hex(16), os.environ.get("FLASHLIGHT_MEMORY_DOMAIN", "")
+    nonce, domain = secrets.token_hex(16), system.environ.get("FLASHLIGHT_MEMORY_DOMAIN", "")
     file, problem = None, ""
     try:
         try:
@@ -234,7 +234,7 @@ def address_between_hosts(
     targets = [address for address in own[peer] if address not in shared]
     card = Card(
         host=mine,
-        name=socket.gethostname(),
+        name=system.gethostname(),
         has=_interfaces(),
         own=own[store.rank],
         asked=interface,
@@ -346,7 +346,7 @@ def _shared(hosts: Iterable[tuple[str, Sequence[str]]]) -> set[str]:
     return {address for address in count if count[address] > 1}
 
 
-def _of_family(addresses: Iterable[str], family: socket.AddressFamily) -> list[str]:
+def _of_family(addresses: Iterable[str], family: AddressFamily) -> list[str]:
     return [address for address in addresses if family_of(address) == family]
 
 

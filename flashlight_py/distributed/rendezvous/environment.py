@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from flashlight_py import system
 from flashlight_py.errors import RendezvousError
 
 ALONE = "FLASHLIGHT_ALONE"
@@ -106,7 +106,7 @@ _OUTER = (
 )
 
 
-def detect(environ: Mapping[str, str] = os.environ) -> LaunchEnvironment | None:
+def detect(environ: Mapping[str, str] = system.environ) -> LaunchEnvironment | None:
     """Return what ``environ`` (default: ``os.environ``) says, or None if no launcher started us.
 
     The innermost launcher wins: torchrun or ours, then an MPI, Flux or jsrun, then a Slurm step,
@@ -317,12 +317,12 @@ _SCHEDULERS = (
 )
 
 
-def is_alone(environ: Mapping[str, str] = os.environ) -> bool:
+def is_alone(environ: Mapping[str, str] = system.environ) -> bool:
     """Return whether the user wants each process to be a world of its own."""
     return environ.get(ALONE) == "1"
 
 
-def started_as(environ: Mapping[str, str] = os.environ) -> str:
+def started_as(environ: Mapping[str, str] = system.environ) -> str:
     """Return as what a launcher has started this process, if as one of several; else "".
 
     "" as well where the user wants each process to be a world of its own.
@@ -331,7 +331,7 @@ def started_as(environ: Mapping[str, str] = os.environ) -> str:
     return f"this process was started as {said}" if said else _one_of_nodes(environ)
 
 
-def check_size_one(what: str, environ: Mapping[str, str] = os.environ) -> None:
+def check_size_one(what: str, environ: Mapping[str, str] = system.environ) -> None:
     """Refuse ``what``, which makes a world of one, to one of several ranks of a launcher.
 
     Raises:
@@ -346,7 +346,7 @@ def check_size_one(what: str, environ: Mapping[str, str] = os.environ) -> None:
         )
 
 
-def check_schedulers(environ: Mapping[str, str] = os.environ) -> None:
+def check_schedulers(environ: Mapping[str, str] = system.environ) -> None:
     """Refuse a world of one to a process that a scheduler has started on one of several nodes.
 
     Raises:
@@ -361,7 +361,7 @@ def check_schedulers(environ: Mapping[str, str] = os.environ) -> None:
         )
 
 
-def check_no_launcher(environ: Mapping[str, str] = os.environ) -> None:
+def check_no_launcher(environ: Mapping[str, str] = system.environ) -> None:
     """Refuse a world of one, where no launcher sets a rank, to what was started with others.
 
     A single process in a Slurm job of several tasks only gets a warning, as srun was perhaps

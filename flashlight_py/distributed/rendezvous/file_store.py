@@ -23,15 +23,14 @@ import json
 import os
 import re
 import secrets
-import socket
 import stat
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+from flashlight_py import system
 from flashlight_py.distributed.rendezvous.meeting import LONGEST_PAUSE, MeetingPoint
 from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, Secret
 from flashlight_py.distributed.rendezvous.store import Peer, check_member, this_process
@@ -246,7 +245,7 @@ class FileStore(MeetingPoint):
         self.name, self.run = str(self._directory.path), self._directory.nonce
         self.known = self._secret(secrets.token_hex(NONCE_BYTES))
         self.secret = self.known.common
-        self._listeners: list[socket.socket] = []
+        self._listeners: list[system.Socket] = []
         self._announced: Name | None = None
         self._announcement = Announcement(this_process(), [], "")
         self.next_look = 0.0
@@ -269,13 +268,13 @@ class FileStore(MeetingPoint):
 
     # Rank 0 ---------------------------------------------------------------------------------------
 
-    def listen(self, backlog: int) -> list[socket.socket]:
+    def listen(self, backlog: int) -> list[system.Socket]:
         """Listen on the loopback; see ``MeetingPoint``."""
         self._backlog = backlog
-        self._listeners.append(socket.create_server((LOOPBACK, 0), backlog=backlog))
+        self._listeners.append(system.create_server((LOOPBACK, 0), backlog=backlog))
         return list(self._listeners)
 
-    def look(self) -> socket.socket | None:
+    def look(self) -> system.Socket | None:
         """Keep our announcement whole, greet every rival, listen on more addresses if asked."""
         names = self._directory.names()
         if self._announced is None:
@@ -288,7 +287,7 @@ class FileStore(MeetingPoint):
             if offer.run not in self._greeted:
                 self._greeted.add(offer.run)
                 self._greet_rival(offer)
-        self.next_look = time.monotonic() + LONGEST_PAUSE
+        self.next_look = system.monotonic() + LONGEST_PAUSE
         is_asked = any(name.kind == "ask" and name.run == self.run for name in names)
         if not is_asked or len(self._listeners) > 1:
             return None

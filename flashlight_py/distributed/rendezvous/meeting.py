@@ -7,14 +7,13 @@ import errno
 import logging
 import math
 import os
-import selectors
-import socket
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from selectors import EVENT_READ
 
+from flashlight_py import system
 from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, REMEDY, Secret, nonce
 from flashlight_py.distributed.rendezvous.store import (
     ANY_RANK,
@@ -103,7 +102,7 @@ class MeetingPoint(Store):
             self._has_ended = True
             self._role.leave()
 
-    def hand_over(self) -> dict[int, socket.socket]:
+    def hand_over(self) -> dict[int, system.Socket]:
         """End after an exchange, and return the connections that are proven; collective.
 
         Those of rank 0 to every other rank, by rank, and of these to rank 0. They block, and are
@@ -142,14 +141,14 @@ class MeetingPoint(Store):
         """Return what to do about ranks that have not arrived."""
 
     @abc.abstractmethod
-    def listen(self, backlog: int) -> list[socket.socket]:
+    def listen(self, backlog: int) -> list[system.Socket]:
         """Return the sockets on which rank 0 listens for the others.
 
         Raises:
             OSError: it cannot listen there; says why.
         """
 
-    def look(self) -> socket.socket | None:
+    def look(self) -> system.Socket | None:
         """Do what rank 0 has to while ranks gather; may return one more listening socket.
 
         Raises:
@@ -184,7 +183,7 @@ class Client:
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Send ``payload`` and return everybody's, in rank order."""
-        deadline = time.monotonic() + self._place.timeout
+        deadline = system.monotonic() + self._place.timeout
         try:
             while (message := self._exchange(payload, deadline)) is None:
                 pass
@@ -203,8 +202,8 @@ class Client:
         connection.send(Kind.PAYLOAD, payload, deadline)
         message = self._take(connection, deadline)
         if message is None and not connection.has_ended:
-            connection.send(Kind.LATE, str(self._round).encode(), time.monotonic() + _ANSWER)
-            message = self._take(connection, time.monotonic() + _ANSWER)
+            connection.send(Kind.LATE, str(self._round).encode(), system.monotonic() + _ANSWER)
+            message = self._take(connection, system.monotonic() + _ANSWER)
         if message is not None:
             return message
         if not connection.has_ended:
@@ -235,7 +234,7 @@ class Client:
         pause = FIRST_PAUSE
         waiting = Waiting(f"rendezvous at {self._place.name}", self._place.first_report)
         try:
-            while (now := time.monotonic()) < deadline:
+            while (now := system.monotonic()) < deadline:
                 for offer in self._place.offers():
                     connection = self._greet(offer, deadline)
                     if connection is not None:
@@ -245,7 +244,7 @@ class Client:
                 # That rank 0 is merely late, it says itself once it is there.
                 says = self._problem or self._place.first_report is not None
                 waiting.look([0] if says else [], self._problem)
-                time.sleep(max(0.0, min(pause, deadline - now)))
+                system.sleep(max(0.0, min(pause, deadline - now)))
                 pause = min(pause * PAUSE_GROWTH, LONGEST_PAUSE)
         finally:
             self._place.clear()
@@ -253,7 +252,7 @@ class Client:
         raise self._place.error(f"{missing}{self._problem}; {self._place.remedy()}")
 
     def _greet(self, offer: Offer, deadline: float) -> Connection | None:
-        until = min(deadline, time.monotonic() + self._place.patience)
+        until = min(deadline, system.monotonic() + self._place.patience)
         try:
             connection = greet(offer, self._greeting, until)
         except NobodyError as error:
@@ -267,7 +266,7 @@ class Client:
 
     # The end --------------------------------------------------------------------------------------
 
-    def hand_over(self) -> dict[int, socket.socket]:
+    def hand_over(self) -> dict[int, system.Socket]:
         """Return the connection to rank 0."""
         wire = self.members.pop(0).wire
         wire.setblocking(True)
@@ -281,12 +280,12 @@ class Client:
         """Report the reason to rank 0, which notifies everybody."""
         if self._round == 0 and not self.members:  # the others wait for this rank to come
             with suppress(RendezvousError):
-                self.members[0] = self._connect(time.monotonic() + _SHORTLY)
+                self.members[0] = self._connect(system.monotonic() + _SHORTLY)
         self._send_last(Kind.FAILURE, reason.encode())
 
     def _send_last(self, kind: Kind, body: bytes) -> None:
         for connection in self.members.values():
-            connection.send(kind, body, time.monotonic() + _ANSWER)
+            connection.send(kind, body, system.monotonic() + _ANSWER)
         self._disconnect()
 
     def _disconnect(self) -> None:
@@ -307,8 +306,8 @@ class Server:
 
     def __init__(self, place: MeetingPoint) -> None:
         self._place, self._size = place, place.size
-        self.selector = selectors.EpollSelector()
-        self._listeners: list[socket.socket] = []
+        self.selector = system.Selector()
+        self._listeners: list[system.Socket] = []
         try:
             for listener in place.listen(self._size + _SPARE_CANDIDATES):
                 self._listen(listener)
@@ -349,11 +348,11 @@ class Server:
 
     def _await(self, kind: Kind) -> float:
         """Serve until every rank has sent a message of this ``kind``; return the deadline."""
-        deadline = time.monotonic() + self._place.timeout
+        deadline = system.monotonic() + self._place.timeout
         how = f"rendezvous at {self._place.name}{self._place.note}"
         waiting = Waiting(how, self._place.first_report)
         while absent := self._absent(kind):
-            if time.monotonic() >= self._place.next_look:
+            if system.monotonic() >= self._place.next_look:
                 try:
                     more = self._place.look()
                 except RendezvousError as error:
@@ -362,7 +361,7 @@ class Server:
                 if more is not None:
                     self._listen(more)
             is_over = not self._serve(min(deadline, waiting.due, self._place.next_look))
-            if is_over and time.monotonic() >= deadline and (absent := self._absent(kind)):
+            if is_over and system.monotonic() >= deadline and (absent := self._absent(kind)):
                 stuck = f"{name_ranks(absent)} joined and did not take leave"
                 raise self._failure(stuck if kind is Kind.GOODBYE else self._not_arrived(absent))
             waiting.look(absent)
@@ -391,14 +390,14 @@ class Server:
         strangers = f"processes on {hosts} were turned away, as they know another secret: {REMEDY}"
         return f"{sentence}{left}; {self._place.remedy()}{f'; {strangers}' if hosts else ''}"
 
-    def _listen(self, listener: socket.socket) -> None:
+    def _listen(self, listener: system.Socket) -> None:
         listener.setblocking(False)
         self._listeners.append(listener)
-        self.selector.register(listener, selectors.EVENT_READ, listener)
+        self.selector.register(listener, EVENT_READ, listener)
 
     def _serve(self, deadline: float) -> bool:
         """Deal with what has arrived; wait for something if need be. False: time is up."""
-        seconds = deadline - time.monotonic()
+        seconds = deadline - system.monotonic()
         # Strangers who never cease must not put off the end.
         return self.serve_ready(max(0.0, seconds)) and seconds > 0
 
@@ -406,20 +405,20 @@ class Server:
         """Deal with what arrives within ``seconds``; False: nothing has."""
         ready = self.selector.select(seconds)
         for key, _ in ready:
-            if isinstance(key.data, socket.socket):
+            if isinstance(key.data, system.Socket):
                 self._accept(key.data)
             elif key.data.wire.fileno() >= 0:  # by a message of another one
                 self._receive(key.data)
         return bool(ready)
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _accept(self, listener: system.Socket) -> None:
         try:
             connection = Connection(listener.accept()[0])
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE) and self._candidates:
                 self._drop(self._candidates[0])
             return  # whoever it was has gone again, or is still there at the next look
-        self.selector.register(connection.wire, selectors.EVENT_READ, connection)
+        self.selector.register(connection.wire, EVENT_READ, connection)
         self._candidates.append(connection)
         if len(self._candidates) > self._size + _SPARE_CANDIDATES:
             self._drop(self._candidates[0])
@@ -483,7 +482,7 @@ class Server:
         if kind is Kind.HELLO and candidate.handshake is None and len(body) == NONCE_BYTES:
             mine, key = nonce(), self._place.known.key(candidate.address)
             candidate.handshake = Handshake(key, body, mine)
-            candidate.send(Kind.CHALLENGE, mine, time.monotonic() + _SHORTLY)
+            candidate.send(Kind.CHALLENGE, mine, system.monotonic() + _SHORTLY)
             return
         if kind is not Kind.PROOF or candidate.handshake is None:
             raise WireError("no greeting")
@@ -492,7 +491,7 @@ class Server:
             raise WireError("a greeting of nonsense")
         if candidate.handshake.check_client(body):
             welcome = candidate.handshake.of_server()
-            candidate.send(Kind.WELCOME, welcome, time.monotonic() + _SHORTLY)
+            candidate.send(Kind.WELCOME, welcome, system.monotonic() + _SHORTLY)
             self._admit(candidate, greeting)
         else:
             self._turn_away(candidate, greeting)
@@ -553,13 +552,13 @@ class Server:
 
     def _refuse(self, candidate: Connection, kind: Kind, words: str) -> None:
         """Send the last message, which is there when the other side has read it and hangs up."""
-        candidate.send(kind, words.encode(), time.monotonic() + _SHORTLY)
+        candidate.send(kind, words.encode(), system.monotonic() + _SHORTLY)
         candidate.is_refused = True
         candidate.shut()
 
     # The end --------------------------------------------------------------------------------------
 
-    def hand_over(self) -> dict[int, socket.socket]:
+    def hand_over(self) -> dict[int, system.Socket]:
         """Return the connections of the members."""
         members, self.members = self.members, {}
         for member in members.values():
@@ -578,10 +577,10 @@ class Server:
 
     def abort(self, reason: str) -> None:
         """Send the reason to all that are connected, or are about to be, and stop listening."""
-        until = time.monotonic() + _SHORTLY
+        until = system.monotonic() + _SHORTLY
         with suppress(RendezvousError):  # a second failure is no news
             # Take in who has joined since, and those that are just doing so.
-            while (left := until - time.monotonic()) > 0:
+            while (left := until - system.monotonic()) > 0:
                 is_joining = any(not each.is_refused for each in self._candidates)
                 if not self.serve_ready(left if is_joining else 0.0):
                     break
@@ -606,7 +605,7 @@ class Server:
         if self._verdict:
             return error
         self._verdict = reason
-        deadline = time.monotonic() + _SHORTLY
+        deadline = system.monotonic() + _SHORTLY
         for member in self.members.values():
             member.send(Kind.FAILURE, reason.encode(), deadline)
         self._notified |= self.members.keys()
@@ -617,8 +616,8 @@ class Server:
         for connection in (*self.members.values(), *refused):
             connection.shut()
             with suppress(WireError):
-                while not connection.has_ended and time.monotonic() < deadline:
-                    connection.receive(deadline - time.monotonic())
+                while not connection.has_ended and system.monotonic() < deadline:
+                    connection.receive(deadline - system.monotonic())
         self.close()
         return error
 

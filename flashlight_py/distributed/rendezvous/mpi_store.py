@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-import os
 import secrets
-import socket
 import sys
 from typing import Any
 
 import numpy as np
 
+from flashlight_py import system
 from flashlight_py.distributed.rendezvous.environment import LaunchEnvironment, detect
 from flashlight_py.distributed.rendezvous.file_store import LOOPBACK, Announcement
 from flashlight_py.distributed.rendezvous.meeting import MeetingPoint
@@ -44,7 +43,7 @@ def load_mpi() -> Any:
             "install both with: pip install 'flashlight-py[mpi]'"
         ) from error
     if finalizes:
-        atexit.register(_finalize, MPI, os.getpid())
+        atexit.register(_finalize, MPI, system.getpid())
     if not MPI.Is_initialized():
         raise BackendUnavailableError(
             "MPI is not initialised: mpi4py.rc.initialize is False; leave it True, or call "
@@ -60,7 +59,7 @@ def load_mpi() -> Any:
 
 def _finalize(mpi: Any, pid: int) -> None:
     """At exit: end MPI, unless this is a child that was forked, whose parent goes on with it."""
-    if os.getpid() == pid and not mpi.Is_finalized():
+    if system.getpid() == pid and not mpi.Is_finalized():
         mpi.Finalize()
 
 
@@ -113,10 +112,10 @@ class MpiStore(MeetingPoint):
             world.Bcast(self._announced, 0)
         self.secret = self.known.given
 
-    def listen(self, backlog: int) -> list[socket.socket]:
+    def listen(self, backlog: int) -> list[system.Socket]:
         """Listen on the loopback, or for other hosts at all addresses; see ``MeetingPoint``."""
         if self._one_host:
-            listener, hosts = socket.create_server((LOOPBACK, 0), backlog=backlog), [LOOPBACK]
+            listener, hosts = system.create_server((LOOPBACK, 0), backlog=backlog), [LOOPBACK]
         else:
             listener, hosts = listen_everywhere(0, backlog), own_addresses()
             if not hosts:

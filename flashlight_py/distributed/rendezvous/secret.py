@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flashlight_py import system
 from flashlight_py.errors import RendezvousError
 from flashlight_py.interfaces import is_own
 
@@ -36,7 +37,7 @@ _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 # Ends in an empty line: an HTTP server would wait for the end of our greeting.
 def nonce() -> bytes:
     """Return fresh random bytes, which the other side's proof must be made of."""
-    return secrets.token_bytes(NONCE_BYTES - len(_LINE_END)) + _LINE_END
+    return system.random_bytes(NONCE_BYTES - len(_LINE_END)) + _LINE_END
 
 
 def proof(key: bytes, *facts: bytes) -> bytes:
@@ -59,7 +60,7 @@ class Secret:
     source: str = ""
 
     @classmethod
-    def find(cls, one_host: bool, environ: Mapping[str, str] = os.environ) -> Secret:
+    def find(cls, one_host: bool, environ: Mapping[str, str] = system.environ) -> Secret:
         """Return the secret that ``environ`` (default: ``os.environ``) or else the user's file has.
 
         Raises:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import abc
 import functools
 import logging
-import os
-import socket
-import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from flashlight_py import system
 from flashlight_py.errors import RendezvousError
 
 # The rank of a process that takes whichever is free.
@@ -123,15 +120,15 @@ class Peer(NamedTuple):
 
     def is_gone(self) -> bool:
         """Return whether this process is known to be dead; False where that cannot be known."""
-        is_of_this_machine = bool(self.machine) and self.machine == _machine()
+        is_of_this_machine = bool(self.machine) and self.machine == _machine(system.gethostname())
         return is_of_this_machine and self.started != _start_time(self.pid)
 
 
 def this_process() -> Peer:
     """Return the peer that this process is."""
-    machine = _machine()
-    started = _start_time(os.getpid())
-    return Peer(socket.gethostname(), os.getpid(), machine if started else "", started)
+    machine = _machine(system.gethostname())
+    started = _start_time(system.getpid())
+    return Peer(system.gethostname(), system.getpid(), machine if started else "", started)
 
 
 def host_identity() -> bytes:
@@ -140,20 +137,20 @@ def host_identity() -> bytes:
     Host names lie (containers share them, or have several on one machine). The kernel's boot id
     distinguishes machines, the network namespace containers.
     """
-    return (kernel_and("net") or socket.gethostname()).encode()
+    return (kernel_and("net") or system.gethostname()).encode()
 
 
 @functools.cache
-def _machine() -> str:
+def _machine(host: str) -> str:
     kernel = kernel_and("pid")
-    return kernel and f"{socket.gethostname()} {kernel}"
+    return kernel and f"{host} {kernel}"
 
 
 def kernel_and(namespace: str) -> str:
     """Return the kernel's boot id and our namespace of a kind; "" where /proc does not say."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink(f'/proc/self/ns/{namespace}')}"
+        boot = system.read_text("/proc/sys/kernel/random/boot_id").strip()
+        return f"{boot} {system.readlink(f'/proc/self/ns/{namespace}')}"
     except OSError:
         return ""
 
@@ -161,7 +158,7 @@ def kernel_and(namespace: str) -> str:
 def _start_time(pid: int) -> str:
     """Return when ``pid`` started, in the kernel's ticks, or "" if it has ended (proc(5), stat)."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        stat = system.read_text(f"/proc/{pid}/stat")
     except OSError:
         return ""
     # The second field is the command in parentheses and may hold spaces and parentheses.
@@ -218,7 +215,7 @@ def cannot_be_reached(who: str, seconds: float) -> str:
     """Return the sentence about ``who``, of whose host nothing has come for ``seconds``."""
     return (
         f"{who} cannot be reached for {seconds:g} s: its host, this one "
-        f"({socket.gethostname()}) or the network between them is down; hosts that may be silent "
+        f"({system.gethostname()}) or the network between them is down; hosts that may be silent "
         "for longer get params={'HOST_TIMEOUT': seconds}"
     )
 
@@ -230,12 +227,12 @@ class Waiting:
     """
 
     def __init__(self, how: str, first: float | None = None) -> None:
-        self._how, self._began = how, time.monotonic()
+        self._how, self._began = how, system.monotonic()
         self.due = self._began + (FIRST_SECONDS if first is None else first)
 
     def look(self, missing: Collection[int], why: str = "") -> None:
         """Log who is ``missing``, if it is time to, and ``why`` if that is known."""
-        now = time.monotonic()
+        now = system.monotonic()
         if now < self.due or not missing:
             return
         self.due += NEXT_SECONDS

@@ -13,12 +13,13 @@ from __future__ import annotations
 import errno
 import ipaddress
 import os
-import socket
 import stat
 from collections.abc import Sequence
 from contextlib import suppress
+from socket import SO_ACCEPTCONN, SOL_SOCKET
 from typing import Any
 
+from flashlight_py import system
 from flashlight_py.distributed.rendezvous.meeting import MeetingPoint
 from flashlight_py.distributed.rendezvous.secret import Secret
 from flashlight_py.distributed.rendezvous.store import check_member
@@ -69,7 +70,7 @@ class TcpStore(MeetingPoint):
         self._addresses = [(each, port) for each in dict.fromkeys([host, *also])]
         self.one_host, self.unnumbered = one_host, unnumbered
         self._is_strict = is_strict
-        self.known = Secret.find(one_host)
+        self.known = Secret.find(one_host, system.environ)
         self.secret = self.known.common
         super().__init__(rank, size, timeout)
 
@@ -87,13 +88,13 @@ class TcpStore(MeetingPoint):
             found = [each for address in self._addresses for each in resolved(*address)]
             if all(is_own(each[0], each[2:]) for each in found):
                 advice += (
-                    f". Here {self._host} is this host, {socket.gethostname()}, itself: if rank 0 "
+                    f". Here {self._host} is this host, {system.gethostname()}, itself: if rank 0 "
                     "runs on another one, set MASTER_ADDR to a name or an address of that one, on "
                     "every rank"
                 )
         return advice
 
-    def listen(self, backlog: int) -> list[socket.socket]:
+    def listen(self, backlog: int) -> list[system.Socket]:
         """Listen at the address, or for a name at all that this host has; see ``MeetingPoint``."""
         try:
             listeners = listen(self._host, self._port, backlog, self.one_host)
@@ -101,7 +102,7 @@ class TcpStore(MeetingPoint):
             rival = self._rival() if self._is_strict else ""
             raise OSError(f"{error}{rival}") from error
         if not self.one_host and all(is_local(each.getsockname()[0]) for each in listeners):
-            self.note = f", the loopback of {socket.gethostname()}, which no other host reaches"
+            self.note = f", the loopback of {system.gethostname()}, which no other host reaches"
         return listeners
 
     def _rival(self) -> str:
@@ -120,7 +121,7 @@ class TcpStore(MeetingPoint):
 # Where rank 0 listens ----------------------------------------------------------------------------
 
 
-def listen(host: str, port: int, backlog: int, one_host: bool) -> list[socket.socket]:
+def listen(host: str, port: int, backlog: int, one_host: bool) -> list[system.Socket]:
     """Return sockets that listen at ``port`` for who reaches this host as ``host``; to be closed.
 
     At an address, on the loopback, and where all ranks are on ``one_host``, they listen at nothing
@@ -147,7 +148,7 @@ def listen(host: str, port: int, backlog: int, one_host: bool) -> list[socket.so
         raise OSError(_explain_bind(error)) from error
 
 
-def _listen_at(addresses: Sequence[tuple[Any, ...]], backlog: int) -> list[socket.socket]:
+def _listen_at(addresses: Sequence[tuple[Any, ...]], backlog: int) -> list[system.Socket]:
     """Listen at those of ``addresses`` that are this host's."""
     listeners, problem = [], OSError(errno.EADDRNOTAVAIL, "")
     for address in addresses:
@@ -155,7 +156,7 @@ def _listen_at(addresses: Sequence[tuple[Any, ...]], backlog: int) -> list[socke
             # It sets SO_REUSEADDR, without which the port of a run that has just ended would stay
             # blocked for a minute.
             family = family_of(address[0])
-            listeners.append(socket.create_server(address, family=family, backlog=backlog))
+            listeners.append(system.create_server(address, family=family, backlog=backlog))
         except OSError as error:  # noqa: PERF203 - each for itself
             problem = error
             if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
@@ -181,21 +182,21 @@ def is_local(host: str) -> bool:
     return host == "localhost" or (_is_address(host) and is_loopback(host.partition("%")[0]))
 
 
-def _handed_over(port: int) -> socket.socket | None:
+def _handed_over(port: int) -> system.Socket | None:
     """Return a copy of the socket that the launcher has handed over, if there is one for ``port``.
 
     A copy, so that the port stays ours for a later ``distributed_init``. A process that inherited
     the variable alone has some other file under that number, or none.
     """
-    text = os.environ.get(LISTENER, "")
+    text = system.environ.get(LISTENER, "")
     descriptor = int(text) if text.isdecimal() else -1
     try:
         if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
             return None
     except OSError:
         return None
-    listener = socket.socket(fileno=os.dup(descriptor))
-    is_listening = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    listener = system.Socket(fileno=system.dup(descriptor))
+    is_listening = listener.getsockopt(SOL_SOCKET, SO_ACCEPTCONN)
     if is_listening and listener.getsockname()[1:2] == (port,):
         os.set_inheritable(descriptor, False)
         return listener

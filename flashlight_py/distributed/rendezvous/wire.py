@@ -13,15 +13,27 @@ import enum
 import errno
 import hmac
 import os
-import selectors
-import socket
 import struct
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from selectors import EVENT_WRITE
+from socket import (
+    IPPROTO_TCP,
+    SHUT_WR,
+    SO_ERROR,
+    SO_KEEPALIVE,
+    SOCK_STREAM,
+    SOL_SOCKET,
+    TCP_KEEPCNT,
+    TCP_KEEPIDLE,
+    TCP_KEEPINTVL,
+    TCP_NODELAY,
+    TCP_USER_TIMEOUT,
+    inet_pton,
+)
 from typing import Any, NamedTuple
 
+from flashlight_py import system
 from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, REMEDY, Secret, nonce, proof
 from flashlight_py.distributed.rendezvous.store import ANY_RANK, Peer, this_process
 from flashlight_py.interfaces import family_of, resolved
@@ -128,10 +140,10 @@ class Connection:
         OSError: the other end has hung up already; ``wire`` is closed.
     """
 
-    def __init__(self, wire: socket.socket) -> None:
+    def __init__(self, wire: system.Socket) -> None:
         try:
             address, here = wire.getpeername(), wire.getsockname()
-            wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            wire.setsockopt(IPPROTO_TCP, TCP_NODELAY, 1)
         except OSError:
             wire.close()
             raise
@@ -155,16 +167,16 @@ class Connection:
         self._limit = _MEMBER_LIMIT
         if host_timeout:
             interval = max(1, int(host_timeout / _PROBES))
-            self.wire.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            self.wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, interval)
-            self.wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval)
-            self.wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+            self.wire.setsockopt(SOL_SOCKET, SO_KEEPALIVE, 1)
+            self.wire.setsockopt(IPPROTO_TCP, TCP_KEEPIDLE, interval)
+            self.wire.setsockopt(IPPROTO_TCP, TCP_KEEPINTVL, interval)
+            self.wire.setsockopt(IPPROTO_TCP, TCP_KEEPCNT, _PROBES)
             milliseconds = int(host_timeout * 1000)
-            self.wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+            self.wire.setsockopt(IPPROTO_TCP, TCP_USER_TIMEOUT, milliseconds)
 
     def send(self, kind: Kind, body: bytes, deadline: float) -> bool:
         """Send a message; return whether it went out before the deadline and the peer's end."""
-        self.wire.settimeout(max(0.001, deadline - time.monotonic()))
+        self.wire.settimeout(max(0.001, deadline - system.monotonic()))
         try:
             self.wire.sendall(_HEADER.pack(_MAGIC, _VERSION, kind, len(body)) + body)
         except OSError:
@@ -199,7 +211,7 @@ class Connection:
             WireError: as ``receive``.
         """
         while not self.inbox and not self.has_ended:
-            left = deadline - time.monotonic()
+            left = deadline - system.monotonic()
             if left <= 0:
                 return None
             self.receive(left)
@@ -212,7 +224,7 @@ class Connection:
         lose what it has not read yet.
         """
         try:
-            self.wire.shutdown(socket.SHUT_WR)
+            self.wire.shutdown(SHUT_WR)
         except OSError:  # it has gone already
             self.has_ended = True
 
@@ -247,8 +259,11 @@ def user_of(theirs: tuple[Any, ...], ours: tuple[Any, ...]) -> int | None:
     there and is listed as root's.
     """
     wanted = [_in_hex(theirs), _in_hex(ours)]
-    table = Path("/proc/net/tcp6" if ":" in theirs[0] else "/proc/net/tcp")
-    for line in table.read_text().splitlines()[1:] if table.exists() else ():
+    try:
+        table = system.read_text("/proc/net/tcp6" if ":" in theirs[0] else "/proc/net/tcp")
+    except OSError:  # there is no /proc
+        return None
+    for line in table.splitlines()[1:]:
         _, *ends, _, _, _, _, user, _, inode = line.split()[:10]
         if ends == wanted and inode != "0":
             return int(user)
@@ -258,7 +273,7 @@ def user_of(theirs: tuple[Any, ...], ours: tuple[Any, ...]) -> int | None:
 def _in_hex(address: tuple[Any, ...]) -> str:
     """Return an address as net/tcp has it: words of 32 bits of the host's byte order."""
     host = address[0].partition("%")[0]
-    packed = socket.inet_pton(family_of(host), host)
+    packed = inet_pton(family_of(host), host)
     words = struct.unpack(f"={len(packed) // 4}I", packed)
     return f"{''.join(f'{word:08X}' for word in words)}:{address[1]:04X}"
 
@@ -320,9 +335,9 @@ def greet(offer: Offer, greeting: Greeting, deadline: float) -> Connection:
     """
     attempts = Attempts(offer.addresses)
     problems: list[NobodyError] = []
-    now = time.monotonic()
+    now = system.monotonic()
     for wire in attempts.connected(min(deadline, now + _LONGEST_CONNECT)):
-        now = time.monotonic()
+        now = system.monotonic()
         try:
             return _greet_at(wire, offer, greeting, now + (deadline - now) / (attempts.left + 1))
         except NobodyError as error:
@@ -333,7 +348,7 @@ def greet(offer: Offer, greeting: Greeting, deadline: float) -> Connection:
     raise max(problems, key=lambda problem: _TELLING.index(type(problem)))
 
 
-def _greet_at(wire: socket.socket, offer: Offer, greeting: Greeting, deadline: float) -> Connection:
+def _greet_at(wire: system.Socket, offer: Offer, greeting: Greeting, deadline: float) -> Connection:
     try:
         connection = Connection(wire)
     except OSError as error:
@@ -380,7 +395,7 @@ def claim(offer: Offer, size: int, seconds: float) -> str:
     Raises:
         NobodyError: as ``greet``.
     """
-    greeting, deadline = Greeting(0, size, this_process()), time.monotonic() + seconds
+    greeting, deadline = Greeting(0, size, this_process()), system.monotonic() + seconds
     connection = greet(offer, greeting, deadline)
     try:
         answer = connection.take(deadline)
@@ -411,18 +426,18 @@ class Attempts:
                 self.problems[host] = str(error)
         self.left = len(self._targets)
 
-    def connected(self, until: float) -> Iterator[socket.socket]:
+    def connected(self, until: float) -> Iterator[system.Socket]:
         """Yield what connects before ``until``, a time of ``time.monotonic``, the first one first.
 
         Each is the caller's to close. ``left`` is how many addresses have not been heard of then.
         """
-        due = time.monotonic()
+        due = system.monotonic()
         # All are tried in half of the time, however many do not answer.
         pause = min(_NEXT_SECONDS, (until - due) / (2 * max(1, len(self._targets))))
-        with selectors.DefaultSelector() as selector:
+        with system.Selector() as selector:
             try:
                 while self._targets or selector.get_map():
-                    now = time.monotonic()
+                    now = system.monotonic()
                     if self._targets and (now >= due or not selector.get_map()):
                         self._start(selector, self._targets.popleft())
                         due = now + pause
@@ -431,16 +446,16 @@ class Attempts:
                     for key, _ in ready:
                         wire, address = key.data
                         selector.unregister(wire)
-                        if error := wire.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                        if error := wire.getsockopt(SOL_SOCKET, SO_ERROR):
                             wire.close()
                             self._failed(address, OSError(error, os.strerror(error)))
                             due = 0.0  # nobody is there: the next one need not wait
-                            until = min(until, time.monotonic() + _REFUSED_SECONDS)
+                            until = min(until, system.monotonic() + _REFUSED_SECONDS)
                             continue
                         self.left -= 1
                         wire.setblocking(True)
                         yield wire
-                    if not ready and time.monotonic() >= until:
+                    if not ready and system.monotonic() >= until:
                         for key in selector.get_map().values():
                             self._failed(key.data[1], TimeoutError("timed out"))
                         return
@@ -448,16 +463,16 @@ class Attempts:
                 for key in list(selector.get_map().values()):
                     key.data[0].close()
 
-    def _start(self, selector: selectors.BaseSelector, address: tuple[Any, ...]) -> None:
+    def _start(self, selector: system.Selector, address: tuple[Any, ...]) -> None:
         try:
-            wire = socket.socket(family_of(address[0]), socket.SOCK_STREAM)
+            wire = system.Socket(family_of(address[0]), SOCK_STREAM)
         except OSError as error:  # a family that this host does not have
             self._failed(address, error)
             return
         wire.setblocking(False)
         problem = wire.connect_ex(address)
         if problem in (0, errno.EINPROGRESS):
-            selector.register(wire, selectors.EVENT_WRITE, (wire, address))
+            selector.register(wire, EVENT_WRITE, (wire, address))
         else:
             wire.close()
             self._failed(address, OSError(problem, os.strerror(problem)))

@@ -8,12 +8,11 @@ the library is asked, which works after it was loaded as well.
 from __future__ import annotations
 
 import ctypes
-import os
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from flashlight_py import libraries
+from flashlight_py import libraries, system
 
 # What OpenBLAS reads when it is loaded: whoever has set one has chosen.
 _VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
@@ -85,7 +84,7 @@ def restore() -> None:
 
 def chosen() -> str:
     """Return the setting by which somebody has chosen the threads; empty: nobody has."""
-    settings = (f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ)
+    settings = (f"{name}={system.environ[name]}" for name in _VARIABLES if name in system.environ)
     return next(settings, "")
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from flashlight_py import system
 from flashlight_py.distributed.constants import DistributedBackend, DistributedInit
 from flashlight_py.distributed.constants import DistributedConstants as Keys
 
@@ -77,8 +78,8 @@ class Settings:
         if not values.keys().isdisjoint(_MASTER):
             variables |= {name: name for name in _MASTER}
         for key, name in variables.items():
-            if key not in values and os.environ.get(name):
-                values[key], sources[key] = os.environ[name], name
+            if key not in values and system.environ.get(name):
+                values[key], sources[key] = system.environ[name], name
         for there, absent in (_MASTER, _MASTER[::-1]):
             if there in values and absent not in values:
                 raise ValueError(f"params have {there} and no {absent}; pass both")
@@ -88,21 +89,21 @@ class Settings:
                 fields[key.lower()] = read(values[key])
                 if not holds(fields[key.lower()]):
                     raise ValueError(f"{sources[key]} must be {must}, got {values[key]!r}")
-        folder = values.get(Keys.TRACE_DIR, os.environ.get("FLASHLIGHT_TRACE_DIR"))
+        folder = values.get(Keys.TRACE_DIR, system.environ.get("FLASHLIGHT_TRACE_DIR"))
         if folder:  # "" stays as it is, and so does the path, wherever this process goes
             folder = str(Path(os.fsdecode(os.fspath(folder))).absolute())
         return cls(
             **fields,
             interface=interface_asked(values.get(Keys.INTERFACE)),
-            checks=os.environ.get("FLASHLIGHT_CHECKS", "1") != "0",
-            compares_at_once=os.environ.get("FLASHLIGHT_CHECKS") == "sync",
+            checks=system.environ.get("FLASHLIGHT_CHECKS", "1") != "0",
+            compares_at_once=system.environ.get("FLASHLIGHT_CHECKS") == "sync",
             trace_dir=folder,
         )
 
 
 def interface_asked(value: Any = None) -> str:
     """Return the interface or address to use between hosts: of ``params``, else the environment."""
-    asked = (value, *map(os.environ.get, ("FLASHLIGHT_INTERFACE", "GLOO_SOCKET_IFNAME")))
+    asked = (value, *map(system.environ.get, ("FLASHLIGHT_INTERFACE", "GLOO_SOCKET_IFNAME")))
     return next((str(each) for each in asked if each), "")
 
 

@@ -1,0 +1,116 @@
+"""The operating system as the control plane sees it: clocks, sockets, threads, processes.
+
+Rendezvous, launcher, start and the handling of failures take these from here alone, and at each
+call by the module's name (``system.monotonic()``), so that tests/simulation can put others in
+their place: hosts, a network and a time of its own. Here they are the standard library's, and cost
+nothing. Constants, and functions that ask the system nothing, are taken from the library itself.
+"""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import os
+import select as _select
+import selectors
+import signal as _signal
+import socket
+import struct
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+# Time, in seconds.
+monotonic, wall_clock, sleep = time.monotonic, time.time, time.sleep
+
+# The network.
+Socket = socket.socket
+create_server, getaddrinfo, gethostname = (
+    socket.create_server,
+    socket.getaddrinfo,
+    socket.gethostname,
+)
+if_nameindex, has_dualstack_ipv6 = socket.if_nameindex, socket.has_dualstack_ipv6
+
+# Descriptors, and waiting for them. A selector has a descriptor itself.
+Selector = selectors.EpollSelector
+select = _select.select
+read, write, close, dup, set_blocking = os.read, os.write, os.close, os.dup, os.set_blocking
+pipe, pipe2, isatty = os.pipe, os.pipe2, os.isatty
+
+# This process, its threads, and others.
+environ, getpid, readlink, random_bytes = os.environ, os.getpid, os.readlink, os.urandom
+Thread = threading.Thread
+RLock = threading.RLock
+Popen = subprocess.Popen
+waitid, kill, killpg = os.waitid, os.kill, os.killpg
+
+# Signals of this process.
+signal, getsignal, set_wakeup_fd = _signal.signal, _signal.getsignal, _signal.set_wakeup_fd
+setitimer, getitimer = _signal.setitimer, _signal.getitimer
+
+# netdevice(7)
+_SIOCGIFCONF, _SIOCGIFFLAGS = 0x8912, 0x8913
+_IFF_UP, _IFF_RUNNING = 0x1, 0x40
+_IFREQ_BYTES, _MOST_ADDRESSES = 24 + 2 * struct.calcsize("l"), 1024
+# if_inet6: the scope of addresses that are valid beyond one link; those that cannot be used (yet).
+_GLOBAL, _IFA_F_UNUSABLE = "00", 0x08 | 0x40
+
+
+def can_write(descriptor: int, seconds: float = 0.0) -> bool:
+    """Wait up to ``seconds`` until ``descriptor`` can be written, and return whether it can."""
+    poll = _select.poll()
+    poll.register(descriptor, _select.POLLOUT)
+    return bool(poll.poll(1000 * seconds))
+
+
+def read_text(path: str) -> str:
+    """Return what a file of /proc says.
+
+    Raises:
+        OSError: it is not there.
+    """
+    return Path(path).read_text(errors="replace")
+
+
+def addresses() -> list[tuple[str, str, bool]]:
+    """Return interfaces with their addresses, without a zone, and whether they are up and running.
+
+    IPv4 before IPv6; of the latter only what is valid beyond one link, or the loopback's.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        found = [*_version_4(probe), *_version_6()]
+        running = {name for name in {name for name, _ in found} if _is_running(probe, name)}
+    return [(name, address, name in running) for name, address in found]
+
+
+def _version_4(probe: socket.socket) -> list[tuple[str, str]]:
+    room = array.array("B", bytes(_IFREQ_BYTES * _MOST_ADDRESSES))
+    request = struct.pack("iP", len(room), room.buffer_info()[0])
+    used, _ = struct.unpack("iP", fcntl.ioctl(probe.fileno(), _SIOCGIFCONF, request))
+    entries = (bytes(room[at : at + _IFREQ_BYTES]) for at in range(0, used, _IFREQ_BYTES))
+    return [
+        # An address with a label, as "eth0:1", is one of the same interface.
+        (entry[:16].partition(b"\0")[0].decode().partition(":")[0], address)
+        for entry in entries
+        for address in [socket.inet_ntoa(entry[20:24])]
+    ]
+
+
+def _version_6() -> list[tuple[str, str]]:
+    table, found = Path("/proc/net/if_inet6"), []
+    for line in table.read_text().splitlines() if table.exists() else ():
+        digits, _, _, scope, flags, name = line.split()
+        if (scope == _GLOBAL or name == "lo") and not int(flags, 16) & _IFA_F_UNUSABLE:
+            found.append((name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))))
+    return found
+
+
+def _is_running(probe: socket.socket, name: str) -> bool:
+    try:
+        reply = fcntl.ioctl(probe.fileno(), _SIOCGIFFLAGS, struct.pack("256s", name.encode()[:15]))
+    except OSError:  # it has gone meanwhile
+        return False
+    flags = int(struct.unpack_from("H", reply, 16)[0])
+    return bool(flags & _IFF_UP and flags & _IFF_RUNNING)
