@@ -48,7 +48,7 @@ class _Opening:
     peer: str
     host: str
     port: int
-    room: int = FAN
+    room: int
 
     def suits(self, address: str) -> bool:
         """Return whether who comes from ``address`` to rank 0 is likely to get here as well."""
@@ -64,7 +64,7 @@ class Places:
         self.left: dict[int, str] = {}  # those that were here and have gone, and which these were
         self._who: dict[int, bytes] = {}
         self._above: dict[int, int] = {}
-        self._root = _Opening(0, 0, str(peer), "", 0)
+        self._root = _Opening(0, 0, str(peer), "", 0, FAN)
         self._openings: dict[int, _Opening] = {}
         self._returns: Counter[int] = Counter()
 

@@ -122,7 +122,7 @@ class Node(Gate):
             self._serve(min(self._deadline, waiting.due, place.next_look))
             self._pass_on()
             if not self._roster:
-                if is_over:
+                if is_over and system.monotonic() >= self._deadline:  # it may have been moved
                     self._time_is_up()
                 if self._is_root:
                     self._look_around(waiting)
@@ -514,15 +514,17 @@ class Node(Gate):
             while self.members.keys() - self._gone:
                 is_over = system.monotonic() >= self._deadline
                 self._serve(self._deadline)
-                if not is_over or not (absent := self.members.keys() - self._gone):
+                absent = self.members.keys() - self._gone
+                if not is_over or not absent:
                     continue
                 if has_asked:
                     raise self._failure(f"{name_ranks(absent)} joined and did not take leave")
                 has_asked, self._deadline = True, system.monotonic() + _SETTLE / self._seat.depth
                 self._ask(self._gone)
-        except RendezvousError:
+        except RendezvousError:  # which rank 0 has been told
             if self._is_root:
                 raise
+            return
         if self._up is not None:
             self._up.send(Kind.GOODBYE, b"", system.monotonic() + _ANSWER)
         self.close()

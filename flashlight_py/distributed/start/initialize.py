@@ -30,6 +30,7 @@ from flashlight_py.distributed.groups.membership import Joiner
 from flashlight_py.distributed.memory import topology
 from flashlight_py.distributed.rendezvous import environment
 from flashlight_py.distributed.rendezvous.file_store import FileStore
+from flashlight_py.distributed.rendezvous.meeting import MeetingPoint
 from flashlight_py.distributed.rendezvous.mpi_store import MpiStore
 from flashlight_py.distributed.rendezvous.secret import nonce, proof
 from flashlight_py.distributed.rendezvous.store import (
@@ -286,10 +287,10 @@ def _by_environment(
     file = settings.file_path or found.file
     host, port = found.master_address, found.master_port
     if file is not None:
-        return lambda: FileStore(file, rank, size, timeout)
+        return lambda: _placed(FileStore(file, rank, size, timeout), found)
     if host is not None and port is not None:
-        one_host = found.local_size == size
-        return lambda: TcpStore(host, port, rank, size, timeout, one_host, found.addresses)
+        how = found.local_size == size, found.addresses
+        return lambda: _placed(TcpStore(host, port, rank, size, timeout, *how), found)
     if found.launcher in _MPI_LAUNCHERS:
         return lambda: MpiStore(timeout)
     raise RendezvousError(
@@ -297,6 +298,11 @@ def _by_environment(
         "MASTER_ADDR and MASTER_PORT, or pass params={'FILE_PATH': a path that all ranks see}; or "
         "DistributedInit.MPI, where the launcher starts processes of MPI"
     )
+
+
+def _placed(store: MeetingPoint, found: environment.LaunchEnvironment) -> Store:
+    store.local_rank = found.local_rank
+    return store
 
 
 def meet(create: StoreFactory, settings: Settings) -> World:
