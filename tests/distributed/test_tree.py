@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from tests.distributed.rendezvous_helpers import Rank, Ranks
-from tests.distributed.test_tcp_store import closed, port
 from tests.distributed.test_tcp_store import (
+    closed,
+    port,
     test_a_killed_rank_is_noticed_long_before_the_timeout,
     test_a_late_rank_is_waited_for,
     test_a_rank_may_die_and_start_again_while_others_are_awaited,
