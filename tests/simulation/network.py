@@ -29,7 +29,6 @@ from socket import (
     AF_INET6,
     SO_ACCEPTCONN,
     SO_ERROR,
-    SOCK_DGRAM,
     SOCK_STREAM,
     TCP_USER_TIMEOUT,
     gaierror,
@@ -135,12 +134,20 @@ class Socket(File):
     """One end of a connection, of a pipe, or what listens."""
 
     def __new__(
-        cls, family: int = AF_INET, kind: int = SOCK_STREAM, proto: int = 0, fileno: int | None = None
+        cls,
+        family: int = AF_INET,
+        kind: int = SOCK_STREAM,
+        proto: int = 0,
+        fileno: int | None = None,
     ) -> Any:
         return super().__new__(cls) if fileno is None else cls.world.files[fileno]
 
     def __init__(
-        self, family: int = AF_INET, kind: int = SOCK_STREAM, proto: int = 0, fileno: int | None = None
+        self,
+        family: int = AF_INET,
+        kind: int = SOCK_STREAM,
+        proto: int = 0,
+        fileno: int | None = None,
     ) -> None:
         if fileno is not None:
             return
@@ -505,9 +512,11 @@ class Selector(File):
         for file in list(self.ready):
             is_readable, is_writable = file.is_readable(), file.is_writable()
             is_wanted = False
-            for number in (n for n, each in numbers.items() if each is file) if (
-                file.references > 1
-            ) else (file.descriptor,):
+            for number in (
+                (n for n, each in numbers.items() if each is file)
+                if (file.references > 1)
+                else (file.descriptor,)
+            ):
                 key = self.keys.get(number)
                 if key is None:
                     continue
@@ -553,9 +562,9 @@ def divide(world: World, hosts: Iterable[Host], side: int) -> None:
     for host in moved:
         host.side = side
     for file in list(world.files.values()):
-        if isinstance(file, Socket) and file.peer is not None and file.patience:
-            if file.host.side != file.peer.host.side:
-                world.at(world.now + file.patience, file.fail_if_silent)
+        is_watched = isinstance(file, Socket) and file.peer is not None and file.patience
+        if is_watched and file.host.side != file.peer.host.side:
+            world.at(world.now + file.patience, file.fail_if_silent)
     stalled, world.stalled = world.stalled, []
     for end, data in stalled:
         world.at(world.now + RETRANSMITTED, end.arrive, data)
@@ -583,7 +592,11 @@ def network_of(world: World) -> dict[str, Any]:
 
     def getaddrinfo(host: str, port: int, **_: Any) -> list[tuple[Any, ...]]:
         named = {each.name: each.address for each in (me().host, world.hosts[0])}
-        if host.startswith("host") and host[4:].isdecimal() and 0 < int(host[4:]) <= len(world.hosts):
+        if (
+            host.startswith("host")
+            and host[4:].isdecimal()
+            and 0 < int(host[4:]) <= len(world.hosts)
+        ):
             named[host] = world.hosts[int(host[4:]) - 1].address
         meant = {"localhost": "127.0.0.1", **named}.get(host, host)
         if not meant.replace(".", "").isdecimal():

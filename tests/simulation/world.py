@@ -1,4 +1,4 @@
-"""Virtual time: hosts, processes and threads as fibers of this one, and what they ask of the system.
+"""Virtual time: hosts, processes, and threads that are fibers of this one.
 
 Events are a heap of (when, number, call). A fiber runs until it waits. What it does takes time on
 its own clock, which may so be ahead of the world's; whatever it then waits for, it sees no earlier
@@ -70,7 +70,11 @@ class Process:
     """A process of a host; ``main`` is its program, whose result its exit code."""
 
     def __init__(
-        self, host: Host, main: Callable[[], int | None], environ: Mapping[str, str], after: float = 0.0
+        self,
+        host: Host,
+        main: Callable[[], int | None],
+        environ: Mapping[str, str],
+        after: float = 0.0,
     ) -> None:
         self.host, self.world, self.environ = host, host.world, dict(environ)
         self.pid = next(host.world.pids)
@@ -84,8 +88,10 @@ class Process:
         self.error: BaseException | None = None
         self.is_stopped, self.held = False, list[Fiber]()
         self.connections = self.most_connections = self.messages = 0
+        self.computed = 0.0  # seconds
         self.bytes_sent = self.bytes_received = self.memory = self.most_memory = 0
         self.ended_at = self.started_at = math.nan
+        self.on_exchange: Callable[[], None] = lambda: None
         host.processes[self.pid] = host.world.processes[self.pid] = self
         self.main = main
         self.world.at(self.world.clock() + after, self._start)
@@ -244,8 +250,7 @@ class World:
             fiber.timer = until
             self.at(until, self._time_is_up, fiber, until)
         is_woken: bool = self.hub.switch()
-        if fiber.clock < self.now:
-            fiber.clock = self.now
+        fiber.clock = max(fiber.clock, self.now)
         return is_woken
 
     def _time_is_up(self, fiber: Fiber, when: float) -> None:
@@ -275,10 +280,13 @@ class World:
         if fiber.process.code is not None:
             raise GreenletExit
         seconds *= host.slowness
+        fiber.process.computed += seconds
         cores = host.cores
         if cores is None:
             fiber.clock += seconds
         else:
+            if fiber.clock > self.now:  # cores are given in the order of time
+                self.park(fiber.clock)
             free = min(range(len(cores)), key=cores.__getitem__)
             fiber.clock = cores[free] = max(fiber.clock, cores[free]) + seconds
 
@@ -309,10 +317,10 @@ class _Environ(Mapping[str, str]):
         return len(me().environ)
 
 
-# What production asks for, by the names of flashlight_py/system.py -----------------------------------
+# What production asks for, by the names of flashlight_py/system.py ----------------------------------
 
 
-def _system(world: World) -> dict[str, Any]:
+def _system(world: World) -> dict[str, Any]:  # noqa: PLR0915 - a table of small functions
     """Return time, processes and signals of ``world``."""
 
     def monotonic() -> float:
