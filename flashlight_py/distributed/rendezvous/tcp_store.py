@@ -191,7 +191,7 @@ def _handed_over(port: int) -> system.Socket | None:
     text = system.environ.get(LISTENER, "")
     descriptor = int(text) if text.isdecimal() else -1
     try:
-        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+        if not stat.S_ISSOCK(system.fstat(descriptor).st_mode):
             return None
     except OSError:
         return None
