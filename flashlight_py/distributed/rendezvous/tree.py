@@ -97,7 +97,8 @@ class Node(Seeker):
         self._pass_on()
         while not self._roster:
             is_over = system.monotonic() >= self._deadline
-            self._serve(min(self._deadline, waiting.due, place.next_look))
+            due = min(waiting.due, place.next_look) if self._is_root else math.inf
+            self._serve(min(self._deadline, due))
             self._pass_on()
             if not self._roster:
                 if is_over and system.monotonic() >= self._deadline:  # it may have been moved
