@@ -317,7 +317,7 @@ class _Environ(Mapping[str, str]):
         return len(me().environ)
 
 
-# What production asks for, by the names of flashlight_py/system.py ----------------------------------
+# What production asks for, by the names of flashlight_py/system.py --------------------------------
 
 
 def _system(world: World) -> dict[str, Any]:  # noqa: PLR0915 - a table of small functions
