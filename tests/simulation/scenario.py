@@ -94,7 +94,8 @@ class _JoinedByNetwork:
 def _unreadable(offer: Sequence[Any], own_domain: str) -> str:
     """Stand in for the attempt to open another's file."""
     me().world.spend(costs.OPEN)
-    return "" if offer[1] == f"/{me().host.name}" else "No such file or directory"
+    of_host = offer[1] == f"/{me().host.name}"
+    return "" if of_host else "[Errno 2] No such file or directory: '/proc/123456/fd/9'"
 
 
 @contextmanager
