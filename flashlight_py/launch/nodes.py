@@ -219,7 +219,7 @@ def _meet(
         "ranks": options.ranks,
         "nonce": secrets.token_hex(32),
     }
-    store.first_report, store.patience = _FIRST_REPORT, _PATIENCE
+    store.first_report, store.patience, store.hands_over = _FIRST_REPORT, _PATIENCE, True
     try:
         with _said_of_launchers():
             payloads = store.exchange(json.dumps(mine).encode())

@@ -15,13 +15,15 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from flashlight_py.distributed.rendezvous import places
 from flashlight_py.distributed.rendezvous.file_store import FileStore
-from flashlight_py.distributed.rendezvous.store import Store
+from flashlight_py.distributed.rendezvous.meeting import MeetingPoint
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
+from flashlight_py.distributed.rendezvous.tree import Node
 from flashlight_py.errors import RendezvousError
 
 Plan = dict[str, Any]
-STORES: dict[str, Callable[[Plan], Store]] = {
+STORES: dict[str, Callable[[Plan], MeetingPoint]] = {
     "file": lambda p: FileStore(p["path"], p["rank"], p["size"], p["timeout"]),
     "tcp": lambda p: TcpStore(p["host"], p["port"], p["rank"], p["size"], p["timeout"]),
 }
@@ -65,10 +67,24 @@ def hold(plan: Plan, moment: str) -> None:
             pass
 
 
+def report_places(plan: Plan) -> None:
+    """Say below whom this rank is, each time that it has a place."""
+    join = Node._join
+
+    def joined(node: Node) -> None:
+        join(node)
+        report(plan, f"below {node._seat.parent}")
+
+    Node._join = joined  # type: ignore[method-assign]
+
+
 def take_part(plan: Plan) -> None:
     rank, size = plan["rank"], plan["size"]
+    places.FAN = plan.get("fan", places.FAN)
+    report_places(plan)
     hold(plan, "started")
     store = STORES[plan["store"]](plan)
+    store.local_rank = plan.get("local_rank")
     hold(plan, "constructed")
     for number, length in enumerate(plan["lengths"]):
         got = store.exchange(payload(rank, number, length))

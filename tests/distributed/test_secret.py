@@ -152,7 +152,7 @@ class Stranger:
         self._wire = socket.create_connection((HERE, port), 10.0)
 
     def send(self, kind: int, body: bytes) -> None:
-        self._wire.sendall(HEADER.pack(b"FLrv", 3, kind, len(body)) + body)
+        self._wire.sendall(HEADER.pack(b"FLrv", 4, kind, len(body)) + body)
 
     def receive(self) -> tuple[int, bytes] | None:
         head = self._read(HEADER.size)
@@ -264,19 +264,19 @@ def test_the_kernel_says_whose_a_connection_is() -> None:
 
 
 # Each is sent at once, or with a pause between its parts.
-HELLO_BYTES = HEADER.pack(b"FLrv", 3, HELLO, 32) + bytes(32)
+HELLO_BYTES = HEADER.pack(b"FLrv", 4, HELLO, 32) + bytes(32)
 NOISE: dict[str, list[bytes]] = {
     "nesting": [b"[" * 100_000],
-    "nesting as a greeting": [HELLO_BYTES, HEADER.pack(b"FLrv", 3, PROOF, 4000) + b"[" * 4000],
+    "nesting as a greeting": [HELLO_BYTES, HEADER.pack(b"FLrv", 4, PROOF, 4000) + b"[" * 4000],
     "surrogates": [
         HELLO_BYTES,
-        HEADER.pack(b"FLrv", 3, PROOF, 38) + bytes(32) + b"\xed\xa0\x80\\ud",
+        HEADER.pack(b"FLrv", 4, PROOF, 38) + bytes(32) + b"\xed\xa0\x80\\ud",
     ],
-    "a negative length": [struct.pack("!4sHHq", b"FLrv", 3, HELLO, -1)],
-    "a huge length": [HEADER.pack(b"FLrv", 3, HELLO, 1 << 62) + bytes(100)],
+    "a negative length": [struct.pack("!4sHHq", b"FLrv", 4, HELLO, -1)],
+    "a huge length": [HEADER.pack(b"FLrv", 4, HELLO, 1 << 62) + bytes(100)],
     "two greetings": [HELLO_BYTES * 2],
-    "a flood of messages": [HEADER.pack(b"FLrv", 3, HELLO, 0) * 60_000],
-    "a proof without a challenge": [HEADER.pack(b"FLrv", 3, PROOF, 32) + bytes(32)],
+    "a flood of messages": [HEADER.pack(b"FLrv", 4, HELLO, 0) * 60_000],
+    "a proof without a challenge": [HEADER.pack(b"FLrv", 4, PROOF, 32) + bytes(32)],
     "half a message": [HELLO_BYTES[:20]],
     "an old greeting": [HEADER.pack(b"FLrv", 1, HELLO, 2) + b"{}"],
     "random": [np.random.default_rng(1).bytes(5000)],
@@ -303,7 +303,7 @@ def test_noise_neither_ends_nor_delays_a_meeting(ranks: Ranks, port: int) -> Non
 
 NONSENSE = [
     *(b"", b"\n" * 5, b"[" * 4000, b"\xff" * 100, b"1\n2\nh\n3\n\xed\xa0\x80"),
-    *(b"9" * 4000 + b"\n" * 5, b"-1\n2\na\n3\nb\nc", b"5\n2\na\n3\nb\nc"),
+    *(b"9" * 4000 + b"\n" * 5, b"-1\n2\na\n3\nb\nc\n\n-1", b"5\n2\na\n3\nb\nc\n\n-1"),
 ]
 
 
@@ -322,7 +322,7 @@ def test_a_greeting_of_nonsense_is_dropped_also_with_the_right_proof(
 
 
 def test_what_a_greeting_says_can_be_printed() -> None:
-    text = b"1\n2\n\x1b[2Jhost\n3\n\xed\xa0\x80\nc"
+    text = b"1\n2\n\x1b[2Jhost\n3\n\xed\xa0\x80\nc\n\n-1"
     greeting = Greeting.parse(text)
     assert greeting is not None
     assert str(greeting.peer).isprintable()

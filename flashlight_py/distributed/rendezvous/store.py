@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import abc
 import functools
+import itertools
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import struct
+from array import array
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex, TypeVar, overload
 
 from flashlight_py import system
-from flashlight_py.errors import RendezvousError
 
 # The rank of a process that takes whichever is free.
 ANY_RANK = -1
 # When rank 0 first says who is missing, and how often after that, in seconds.
 FIRST_SECONDS, NEXT_SECONDS = 10.0, 30.0
+# A message names at most so many ranks.
+_MOST_RANKS = 20
 _log = logging.getLogger("flashlight_py")
+_Made = TypeVar("_Made")
 
 
 class Store(abc.ABC):
@@ -31,6 +36,7 @@ class Store(abc.ABC):
     processes: Sequence[str] = ()  # which process each rank is, for messages; empty: not known yet
     numbers: Sequence[int] = ()  # the ranks' among ``total``, where these are part of more
     total: int = 0
+    hosts: Sequence[str] = ()  # identities of the ranks' hosts; empty: not known yet
     spaces: Sequence[str] = ("",)  # equal for those that see each other's processes; "": not known
     # Of each rank that is connected with this one for the rendezvous: the address and port of our
     # end, and of the other.
@@ -41,7 +47,7 @@ class Store(abc.ABC):
     near: Kin | None = None  # the same of those that share memory with this one; -1: does not
 
     @abc.abstractmethod
-    def exchange(self, payload: bytes) -> list[bytes]:
+    def exchange(self, payload: bytes) -> Sequence[bytes]:
         """Pass ``payload`` and return every rank's, in rank order. Collective, blocking.
 
         Raises:
@@ -61,6 +67,65 @@ class Store(abc.ABC):
 
     def abort(self, reason: str) -> None:  # noqa: B027  (optional: a store without waiters needs none)
         """Notify ranks that still wait in this store that this one aborts, and clean up."""
+
+
+# With many ranks most of what they exchange is never looked at, and what follows from all of it
+# alone is the same wherever the same bytes are.
+class Roster(Sequence[bytes]):
+    """The payloads of all ranks, in rank order, in one string of bytes, ``body``."""
+
+    def __init__(self, body: bytes) -> None:
+        self.body = body
+        self._found: dict[Hashable, Any] = {}
+
+    @classmethod
+    def of(cls, payloads: Sequence[bytes]) -> Roster:
+        """Pack ``payloads``: their number and their lengths precede them."""
+        count = len(payloads)
+        return cls(b"".join([struct.pack(f"!{count + 1}I", count, *map(len, payloads)), *payloads]))
+
+    @functools.cached_property
+    def _ends(self) -> Sequence[int]:
+        """Where each payload begins, and where the last one ends."""
+        (count,) = struct.unpack_from("!I", self.body)
+        lengths = struct.unpack_from(f"!{count}I", self.body, 4)
+        return array("Q", itertools.accumulate(lengths, initial=4 + 4 * count))
+
+    def __len__(self) -> int:
+        return int.from_bytes(self.body[:4], "big")
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[bytes]: ...
+    def __getitem__(self, index: SupportsIndex | slice) -> bytes | list[bytes]:
+        which = range(len(self))[index]  # which raises as a list does
+        if isinstance(which, range):
+            return [self[each] for each in which]
+        return self.body[self._ends[which] : self._ends[which + 1]]
+
+    def __iter__(self) -> Iterator[bytes]:
+        return (self.body[start:end] for start, end in itertools.pairwise(self._ends))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]  # as of a list
+
+    def derived(self, make: Callable[..., _Made], *more: Hashable) -> _Made:
+        """Return ``make(self, *more)``, which depends on nothing else, and is made once."""
+        key = make, more
+        if key not in self._found:
+            self._found[key] = make(self, *more)
+        made: _Made = self._found[key]
+        return made
+
+
+def derived(payloads: Sequence[bytes], make: Callable[..., _Made], *more: Hashable) -> _Made:
+    """Return ``make(payloads, *more)``; of a ``Roster`` what was made before."""
+    if isinstance(payloads, Roster):
+        return payloads.derived(make, *more)
+    return make(payloads, *more)
 
 
 class Kin(NamedTuple):
@@ -92,13 +157,14 @@ class SubStore(Store):
         self._ranks = list(ranks)
         self.rank, self.size = self._ranks.index(store.rank), len(self._ranks)
         self.processes = [store.processes[rank] for rank in self._ranks] if store.processes else ()
+        self.hosts = [store.hosts[rank] for rank in self._ranks] if store.hosts else ()
         self.numbers, self.total = self._ranks, store.size
         if len(store.spaces) == store.size:
             self.spaces = [store.spaces[rank] for rank in self._ranks]
         self.kin = store.kin and store.kin.among(self._ranks)
         self.near = store.near and store.near.among(self._ranks)
 
-    def exchange(self, payload: bytes) -> list[bytes]:
+    def exchange(self, payload: bytes) -> Sequence[bytes]:
         """Pass ``payload`` and return that of every rank of the sub-store; see ``Store``."""
         everyone = self._store.exchange(payload)
         return [everyone[rank] for rank in self._ranks]
@@ -181,27 +247,31 @@ def check_member(rank: int, size: int, timeout: float) -> None:
         raise ValueError(f"the timeout must be more than 0 seconds, got {timeout}")
 
 
-def check_apart(rank: int, peers: Sequence[Peer]) -> None:
-    """Refuse ranks that are one process, given the process of each.
+def why_not_apart(peers: Sequence[Peer]) -> str:
+    """Return which ranks are one process, as threads of it may be, given the process of each.
 
-    Raises:
-        RendezvousError: two are, as two threads of it may be; so on every rank.
+    "" if none are: this is an error on every rank.
     """
-    for peer in peers:
-        same = [other for other, each in enumerate(peers) if each == peer and peer.machine]
+    ranks: dict[Peer, list[int]] = {}
+    for rank, peer in enumerate(peers):
+        if peer.machine:
+            ranks.setdefault(peer, []).append(rank)
+    for peer, same in ranks.items():
         if len(same) > 1:
-            raise RendezvousError(
-                f"rank {rank} of {len(peers)}: {name_ranks(same)} are one process ({peer}), "
-                "as threads of a Dask worker may be: a rank is a process of its own, since there "
-                "is one world in each. Start one process for each rank, with Dask workers of one "
-                "thread (processes=True, threads_per_worker=1)"
+            return (
+                f"{name_ranks(same)} are one process ({peer}), as threads of a Dask worker may be: "
+                "a rank is a process of its own, since there is one world in each. Start one "
+                "process for each rank, with Dask workers of one thread (processes=True, "
+                "threads_per_worker=1)"
             )
+    return ""
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
-    """Return "rank 2" or "ranks 2, 3"."""
+    """Return "rank 2" or "ranks 2, 3"; of very many how many more they are."""
     numbers = sorted(ranks)
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+    named, more = ", ".join(map(str, numbers[:_MOST_RANKS])), len(numbers) - _MOST_RANKS
+    return f"rank{'s' if len(numbers) > 1 else ''} {named}{f' and {more} more' if more > 0 else ''}"
 
 
 def not_arrived(missing: Iterable[int], size: int, timeout: float) -> str:

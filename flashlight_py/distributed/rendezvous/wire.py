@@ -1,10 +1,10 @@
-"""Connections of rank 0 and the others: messages, and proofs that both know the run's secret.
+"""Connections between ranks: messages, and proofs that both know the run's secret.
 
 A message is a header (magic, version, kind, length) and a body. Nothing is unpickled, and nothing
 is believed before its header was checked. A connection begins with a handshake. Client: a nonce.
-Rank 0: a nonce. Client: a proof made of both, and who it is. Rank 0: its own proof. Before a proof
-was found right nothing but lengths is believed; and as a job may have no secret, a greeting is read
-in a way that no content can harm.
+Server, such as rank 0: a nonce. Client: a proof made of both, and who it is. Server: its own proof.
+Before a proof was found right nothing but lengths is believed; and as a job may have no secret, a
+greeting is read in a way that no content can harm.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import hmac
 import os
 import struct
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from selectors import EVENT_WRITE
 from socket import (
+    AF_UNIX,
     IPPROTO_TCP,
     SHUT_WR,
     SO_ERROR,
@@ -39,17 +40,21 @@ from flashlight_py.distributed.rendezvous.store import ANY_RANK, Peer, this_proc
 from flashlight_py.interfaces import family_of, resolved
 
 _MAGIC = b"FLrv"
-_VERSION = 3
+_VERSION = 4
 _HEADER = struct.Struct("!4sHHQ")
 _MAPPED = "::ffff:"
 # What a connection ends by whose other end is silent: it was not closed there.
 _UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN}
 _PROBES = 5
-_CHUNK_BYTES = 1 << 20  # that are read at a time
+_CHUNK_BYTES = 1 << 28  # that are read at a time, if they are there
+_SMALL_BYTES = 1 << 16  # a body to be copied behind its header, for one call instead of two
 PROOF_BYTES = 32
 # Who has proven nothing yet may send at most this many bytes; only a handshake precedes it.
 _UNPROVEN_LIMIT = 4096
 _MEMBER_LIMIT = 1 << 40
+# What stands for both ends of a connection inside a host that has no addresses.
+_HERE = ("127.0.0.1", 0)
+LEAF = "leaf"  # of a greeting: nobody connects to who sends it
 # Hosts that answer no connection request at all are asked anew after so many seconds.
 _LONGEST_CONNECT = 5.0
 # After so many seconds without an answer the next address is tried as well, as RFC 8305 says.
@@ -63,15 +68,21 @@ class Kind(enum.IntEnum):
     """The purpose of a message."""
 
     HELLO = 1  # client: its nonce
-    WELCOME = 2  # rank 0: its proof that it knows the secret; the client's was right
-    PAYLOAD = 3  # client: its payload of the next round
-    ROSTER = 4  # rank 0: everybody's payload
-    LATE = 5  # client: my time is up; its body: the round, as decimal text
+    WELCOME = 2  # server: its proof that it knows the secret; the client's was right
+    PAYLOAD = 3  # upwards: all that the sender, and those below it, have to give in this round
+    ROSTER = 4  # downwards: everybody's payload
+    LATE = 5  # upwards: my time is up; downwards: show what you have; the round, as decimal text
     FAILURE = 6  # either, after WELCOME: why the run fails, or has no place for the client, as text
-    GOODBYE = 7  # client: I leave
-    CHALLENGE = 8  # rank 0: its nonce
+    GOODBYE = 7  # upwards: the sender, and those below it, leave
+    CHALLENGE = 8  # server: its nonce
     PROOF = 9  # client: its proof that it knows the secret, and its greeting
-    SECRET = 10  # rank 0: the proof is none, made with another secret
+    SECRET = 10  # server: the proof is none, made with another secret
+    PLACE = 11  # server: where the client belongs, a ``Place``
+    PART = 12  # upwards: as PAYLOAD, and more may follow
+    LOST = 13  # upwards, while ranks gather: a rank, and the one above it, as decimal text
+
+
+_KINDS = {int(kind): kind for kind in Kind}
 
 
 class Packet(NamedTuple):
@@ -84,29 +95,49 @@ class WireError(Exception):
 
 
 class Greeting(NamedTuple):
-    """A client's rank, the world size that it was given, and its process."""
+    """A client's rank, the world size that it was given, and its process.
+
+    In a tree also its address and port for others, or ``LEAF``, and who was not there ``without``.
+    """
 
     rank: int
     size: int
     peer: Peer
+    at: str = ""
+    without: int = ANY_RANK
 
     def pack(self) -> bytes:
         """Return lines of text."""
-        lines = map(str, (self.rank, self.size, *self.peer))
+        lines = map(str, (self.rank, self.size, *self.peer, self.at, self.without))
         return "\n".join(lines).encode(errors="replace")
 
     @classmethod
     def parse(cls, text: bytes) -> Greeting | None:
         """Read what ``pack`` wrote; None if it is none. What cannot be printed is replaced."""
         try:
-            rank, size, host, pid, machine, started = (
+            rank, size, host, pid, machine, started, at, without = (
                 "".join(char if char.isprintable() else "?" for char in word)
                 for word in text.decode(errors="replace").split("\n")
             )
-            found = cls(int(rank), int(size), Peer(host, int(pid), machine, started))
+            peer = Peer(host, int(pid), machine, started)
+            found = cls(int(rank), int(size), peer, at, int(without))
         except ValueError:
             return None
         return found if ANY_RANK <= found.rank < found.size < 1 << 31 else None
+
+
+class Place(NamedTuple):
+    """The place of ``rank`` in the tree: below ``parent``, so many connections from rank 0.
+
+    ``peer`` is the process of ``parent``, who listens at ``host`` and ``port``; "": it says so.
+    """
+
+    rank: int
+    parent: int
+    depth: int
+    peer: str
+    host: str = ""
+    port: int = 0
 
 
 # Objects that ranks exchange can run code on their receiver, so who joins proves to know the
@@ -142,20 +173,26 @@ class Connection:
 
     def __init__(self, wire: system.Socket) -> None:
         try:
-            address, here = wire.getpeername(), wire.getsockname()
-            wire.setsockopt(IPPROTO_TCP, TCP_NODELAY, 1)
+            self.is_local = wire.family == AF_UNIX
+            ends = wire.getpeername(), wire.getsockname()
+            if self.is_local:
+                ends = _HERE, _HERE
+            else:
+                wire.setsockopt(IPPROTO_TCP, TCP_NODELAY, 1)
         except OSError:
             wire.close()
             raise
-        self.wire, self.address, self.here = wire, plain(address), plain(here)
+        self.wire, self.address, self.here = wire, *map(plain, ends)
         self.ends = self.here[:2], self.address[:2]  # ours, and the other
+        self.since = system.monotonic()
         self.handshake: Handshake | None = None
-        self.rank: int | None = None  # of rank 0's: the client's, once it is a member
+        self.rank: int | None = None  # the other's, once it is known to be a rank
         self.is_refused = False  # it has been sent its last message
         self.inbox: deque[Packet] = deque()  # what has arrived
         self.has_ended = False  # nothing more will
         self.is_unreachable = False  # has_ended, because nothing comes from the other host any more
-        self._buffer, self._end = bytearray(), _HEADER.size  # how many bytes are to be in it
+        self._kind: Kind | None = None  # of the message whose body is arriving; None: its header is
+        self._pieces, self._left = list[bytes](), _HEADER.size  # what is here, how much is not
         self._limit = _UNPROVEN_LIMIT
 
     def trust(self, host_timeout: float) -> None:
@@ -165,7 +202,7 @@ class Connection:
         unless it takes nothing for so long while its kernel has no more room.
         """
         self._limit = _MEMBER_LIMIT
-        if host_timeout:
+        if host_timeout and not self.is_local:
             interval = max(1, int(host_timeout / _PROBES))
             self.wire.setsockopt(SOL_SOCKET, SO_KEEPALIVE, 1)
             self.wire.setsockopt(IPPROTO_TCP, TCP_KEEPIDLE, interval)
@@ -177,8 +214,13 @@ class Connection:
     def send(self, kind: Kind, body: bytes, deadline: float) -> bool:
         """Send a message; return whether it went out before the deadline and the peer's end."""
         self.wire.settimeout(max(0.001, deadline - system.monotonic()))
+        data = _HEADER.pack(_MAGIC, _VERSION, kind, len(body))
         try:
-            self.wire.sendall(_HEADER.pack(_MAGIC, _VERSION, kind, len(body)) + body)
+            if len(body) > _SMALL_BYTES:
+                self.wire.sendall(data)
+                self.wire.sendall(body)
+            else:
+                self.wire.sendall(data + body)
         except OSError:
             # Either too late or the peer is gone; what it sent last may still be read.
             return False
@@ -194,15 +236,20 @@ class Connection:
         """
         self.wire.settimeout(max(0.001, timeout))
         try:
-            data = self.wire.recv(min(_CHUNK_BYTES, self._end - len(self._buffer)))
+            data = self.wire.recv(min(_CHUNK_BYTES, self._left))
         except OSError as error:
             if isinstance(error, TimeoutError) and error.errno is None:  # ours, not the kernel's
                 return
             self.is_unreachable = error.errno in _UNREACHABLE
             data = b""
         self.has_ended = not data
-        self._buffer += data
-        self._take_message()
+        self._pieces.append(data)
+        self._left -= len(data)
+        if self._kind is None:
+            self._take_header()
+        if self._kind is not None and self._left == 0:
+            self.inbox.append(Packet(self._kind, b"".join(self._pieces)))
+            self._kind, self._pieces, self._left = None, [], _HEADER.size
 
     def take(self, deadline: float) -> Packet | None:
         """Wait for a message and return it; None: the other side hung up, or time is up.
@@ -228,22 +275,20 @@ class Connection:
         except OSError:  # it has gone already
             self.has_ended = True
 
-    def _take_message(self) -> None:
-        if not _MAGIC.startswith(bytes(self._buffer[: len(_MAGIC)])):
+    def _take_header(self) -> None:
+        head = b"".join(self._pieces)
+        if not _MAGIC.startswith(head[: len(_MAGIC)]):
             raise WireError("no message of a flashlight_py rendezvous")
-        if len(self._buffer) < _HEADER.size:
+        if len(head) < _HEADER.size:
             return
-        _, version, kind, length = _HEADER.unpack_from(self._buffer)
+        _, version, kind, length = _HEADER.unpack(head)
         if version != _VERSION:
             raise WireError(f"protocol version {version}, this process has {_VERSION}")
         if length > self._limit:
             raise WireError(f"a message of {length} bytes where at most {self._limit} are taken")
-        if kind not in list(Kind):
+        if kind not in _KINDS:
             raise WireError(f"unknown kind of message {kind}")
-        self._end = _HEADER.size + length
-        if len(self._buffer) == self._end:
-            self.inbox.append(Packet(Kind(kind), bytes(self._buffer[_HEADER.size :])))
-            self._buffer, self._end = bytearray(), _HEADER.size
+        self._kind, self._pieces, self._left = _KINDS[kind], [], length
 
 
 def plain(address: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -276,21 +321,6 @@ def _in_hex(address: tuple[Any, ...]) -> str:
     packed = inet_pton(family_of(host), host)
     words = struct.unpack(f"={len(packed) // 4}I", packed)
     return f"{''.join(f'{word:08X}' for word in words)}:{address[1]:04X}"
-
-
-def join_payloads(payloads: Iterable[bytes]) -> bytes:
-    """Pack byte strings into one, each after its length."""
-    return b"".join(len(payload).to_bytes(8, "big") + payload for payload in payloads)
-
-
-def split_payloads(body: bytes) -> list[bytes]:
-    """Undo ``join_payloads``."""
-    payloads, start = [], 0
-    while start < len(body):
-        end = start + 8 + int.from_bytes(body[start : start + 8], "big")
-        payloads.append(body[start + 8 : end])
-        start = end
-    return payloads
 
 
 # How others reach rank 0 -------------------------------------------------------------------------
@@ -327,8 +357,12 @@ class SecretError(WrongServerError):
 _TELLING = (WrongServerError, NobodyError, SilentError, SecretError)
 
 
-def greet(offer: Offer, greeting: Greeting, deadline: float) -> Connection:
-    """Connect to the rank 0 of ``offer``; both sides prove that they know its secret.
+# Who a rank is, and where others reach it, may depend on the connection that it has to the other.
+Introduction = Callable[[Connection], Greeting]
+
+
+def greet(offer: Offer, introduce: Introduction, deadline: float) -> Connection:
+    """Connect to the rank of ``offer``; both sides prove that they know its secret.
 
     Raises:
         NobodyError: nobody who does answers at any of its addresses before the deadline.
@@ -339,7 +373,7 @@ def greet(offer: Offer, greeting: Greeting, deadline: float) -> Connection:
     for wire in attempts.connected(min(deadline, now + _LONGEST_CONNECT)):
         now = system.monotonic()
         try:
-            return _greet_at(wire, offer, greeting, now + (deadline - now) / (attempts.left + 1))
+            return _greet_at(wire, offer, introduce, now + (deadline - now) / (attempts.left + 1))
         except NobodyError as error:
             problems.append(error)
     if attempts.problems or not problems:
@@ -348,7 +382,9 @@ def greet(offer: Offer, greeting: Greeting, deadline: float) -> Connection:
     raise max(problems, key=lambda problem: _TELLING.index(type(problem)))
 
 
-def _greet_at(wire: system.Socket, offer: Offer, greeting: Greeting, deadline: float) -> Connection:
+def _greet_at(
+    wire: system.Socket, offer: Offer, introduce: Introduction, deadline: float
+) -> Connection:
     try:
         connection = Connection(wire)
     except OSError as error:
@@ -359,7 +395,7 @@ def _greet_at(wire: system.Socket, offer: Offer, greeting: Greeting, deadline: f
         if challenge.kind is not Kind.CHALLENGE or len(challenge.body) != NONCE_BYTES:
             raise WrongServerError(f"another program listens there{offer.advice}")
         handshake = Handshake(offer.secret.key(connection.address), mine, challenge.body)
-        answer = handshake.of_client(greeting.pack())
+        answer = handshake.of_client(introduce(connection).pack())
         welcome = _ask(connection, Kind.PROOF, answer, deadline, offer)
         is_proven = hmac.compare_digest(welcome.body, handshake.of_server())
         if welcome.kind is not Kind.WELCOME or not is_proven:
@@ -396,7 +432,7 @@ def claim(offer: Offer, size: int, seconds: float) -> str:
         NobodyError: as ``greet``.
     """
     greeting, deadline = Greeting(0, size, this_process()), system.monotonic() + seconds
-    connection = greet(offer, greeting, deadline)
+    connection = greet(offer, lambda _: greeting, deadline)
     try:
         answer = connection.take(deadline)
     except WireError as error:
@@ -413,6 +449,8 @@ def claim(offer: Offer, size: int, seconds: float) -> str:
 class Attempts:
     """Connections to ``addresses``, hosts and ports, a host being an address or a name.
 
+    Or the name of a socket inside this host, which begins with a NUL byte (unix(7): abstract).
+
     ``problems`` are why there is none to an address, by the address, in words.
     """
 
@@ -421,7 +459,7 @@ class Attempts:
         self._targets: deque[tuple[Any, ...]] = deque()
         for host, port in addresses:
             try:
-                self._targets.extend(resolved(host, port))
+                self._targets.extend([(host,)] if host[0] == "\0" else resolved(host, port))
             except OSError as error:  # noqa: PERF203 - each for itself
                 self.problems[host] = str(error)
         self.left = len(self._targets)
@@ -465,12 +503,13 @@ class Attempts:
 
     def _start(self, selector: system.Selector, address: tuple[Any, ...]) -> None:
         try:
-            wire = system.Socket(family_of(address[0]), SOCK_STREAM)
+            inside = len(address) == 1
+            wire = system.Socket(AF_UNIX if inside else family_of(address[0]), SOCK_STREAM)
         except OSError as error:  # a family that this host does not have
             self._failed(address, error)
             return
         wire.setblocking(False)
-        problem = wire.connect_ex(address)
+        problem = wire.connect_ex(address[0] if inside else address)
         if problem in (0, errno.EINPROGRESS):
             selector.register(wire, EVENT_WRITE, (wire, address))
         else:

@@ -1,0 +1,372 @@
+"""The gate of a rank: who connects to it and proves to be of this run; and its own way to a place.
+
+In a tree it asks rank 0 at the place of the meeting, and goes to whom that names; or, where another
+rank speaks for its host, to a socket inside the host.
+"""
+
+from __future__ import annotations
+
+import abc
+import errno
+import json
+import logging
+import math
+import os
+from functools import partial
+from selectors import EVENT_READ
+from socket import AF_UNIX, SOCK_STREAM
+from typing import TYPE_CHECKING
+
+from flashlight_py import system
+from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, REMEDY, Secret, nonce, proof
+from flashlight_py.distributed.rendezvous.store import (
+    ANY_RANK,
+    FIRST_SECONDS,
+    Waiting,
+    not_arrived,
+    this_process,
+)
+from flashlight_py.distributed.rendezvous.wire import (
+    LEAF,
+    PROOF_BYTES,
+    Connection,
+    Greeting,
+    Handshake,
+    Kind,
+    NobodyError,
+    Offer,
+    Place,
+    WireError,
+    WrongServerError,
+    greet,
+    user_of,
+)
+from flashlight_py.errors import RendezvousError
+from flashlight_py.interfaces import family_of
+
+if TYPE_CHECKING:
+    from flashlight_py.distributed.rendezvous.meeting import MeetingPoint
+
+# Between two looks for rank 0, in seconds: ranks that start together meet at once, and a long wait
+# costs a file server ten requests a second.
+FIRST_PAUSE, PAUSE_GROWTH, LONGEST_PAUSE = 0.002, 1.5, 0.1
+# For so many seconds for each rank, rank 0 may be busy with the others.
+_EACH = 0.001
+# How long a short message may take, and a reason for failing is kept readable, in seconds.
+SHORTLY = 2.0
+# Connections that have proven nothing yet, beyond one per rank; more are a flood.
+_SPARE_CANDIDATES = 64
+# In a tree there are at most so many, and the kernel keeps who else is there. One that has not
+# become a rank within so many seconds makes room.
+_TREE_CANDIDATES, _CANDIDATE_SECONDS = 40, 1.0
+# Of hosts whose processes were turned away so many are remembered, for the message of a failure.
+_MOST_NAMED = 8
+_log = logging.getLogger("flashlight_py")
+
+
+class Gate(abc.ABC):
+    """A rank that listens for others. It serves while it is in a call.
+
+    In between, the kernel accepts connections and keeps what they send; so no thread is needed.
+    A connection is a candidate until it has proven to be a rank and has its place here.
+    """
+
+    def __init__(self, place: MeetingPoint) -> None:
+        self._place, self._size = place, place.size
+        self._secret: Secret = place.known  # that who comes is to know
+        self.selector = system.Selector()
+        self._listeners: list[system.Socket] = []
+        self._is_open = True  # listeners are looked at
+        self._candidates: list[Connection] = []
+        self._turned_away: set[str] = set()  # hosts whose processes know another secret
+        self._round = 0
+        self._verdict = ""  # once this run has failed: why
+        self._notified: set[int] = set()  # and which ranks know it
+
+    @abc.abstractmethod
+    def _admit(self, candidate: Connection, greeting: Greeting) -> None:
+        """Give a process that knows the secret its place, or report why there is none for it."""
+
+    @abc.abstractmethod
+    def _heard(self, connection: Connection) -> None:
+        """Act on what a connection has sent, or on its end, which is no candidate any more."""
+
+    @abc.abstractmethod
+    def _disagreement(self, reason: str, rank: int, culprit: Connection) -> RendezvousError:
+        """Notify everybody that a greeting contradicts, and return the error to raise."""
+
+    def _listen(self, listener: system.Socket) -> None:
+        listener.setblocking(False)
+        self._listeners.append(listener)
+        self.selector.register(listener, EVENT_READ, listener)
+
+    @property
+    def _backlog(self) -> int:
+        return self._size + _SPARE_CANDIDATES
+
+    def _serve(self, deadline: float) -> None:
+        """Deal with what has arrived; wait for something until ``deadline`` if need be."""
+        self.serve_ready(max(0.0, deadline - system.monotonic()))
+
+    def serve_ready(self, seconds: float) -> bool:
+        """Deal with what arrives within ``seconds``; False: nothing has."""
+        if self._place.is_tree:
+            seconds = min(seconds, self._open_or_close())
+        ready = self.selector.select(seconds)
+        for key, _ in ready:
+            if not isinstance(key.data, Connection):
+                self._accept(key.data)
+            elif key.data.wire.fileno() >= 0:  # by a message of another one
+                self._receive(key.data)
+        return bool(ready)
+
+    def _open_or_close(self) -> float:
+        """Look at listeners only while there is room; return for how many seconds to, at most."""
+        oldest = self._candidates[0] if len(self._candidates) >= _TREE_CANDIDATES else None
+        left = oldest.since + _CANDIDATE_SECONDS - system.monotonic() if oldest else 0.0
+        if self._is_open != (left <= 0.0):
+            self._is_open = not self._is_open
+            for each in self._listeners:
+                if self._is_open:
+                    self.selector.register(each, EVENT_READ, each)
+                else:
+                    self.selector.unregister(each)
+        return left if left > 0.0 else 1e9
+
+    def _accept(self, listener: system.Socket) -> None:
+        most = _TREE_CANDIDATES if self._place.is_tree else self._backlog
+        try:
+            connection = Connection(listener.accept()[0])
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE) and self._candidates:
+                self._drop(self._candidates[0])
+            return  # whoever it was has gone again, or is still there at the next look
+        self.selector.register(connection.wire, EVENT_READ, connection)
+        self._candidates.append(connection)
+        if len(self._candidates) > most:
+            self._drop(self._candidates[0])
+
+    def _receive(self, connection: Connection) -> None:
+        try:
+            connection.receive(0.0)
+            if connection.is_refused:
+                connection.inbox.clear()
+            elif connection.rank is None and connection.inbox:
+                self._greet(connection)
+        except WireError as error:
+            self._spoilt(connection, error)
+            return
+        if connection.rank is not None:
+            self._heard(connection)
+        elif connection.has_ended:
+            self._drop(connection)
+
+    def _spoilt(self, connection: Connection, error: WireError) -> None:
+        """Deal with a connection on which something came that is no message."""
+        who = f"rendezvous at {self._place.name}: dropped a connection of"
+        _log.info("%s %s: %s", who, connection.address[0], error)
+        self._drop(connection)
+
+    def _drop(self, connection: Connection) -> None:
+        if connection in self._candidates:
+            self._candidates.remove(connection)
+        if connection.wire in self.selector.get_map():
+            self.selector.unregister(connection.wire)
+        connection.wire.close()
+
+    # Who joins ------------------------------------------------------------------------------------
+
+    def _greet(self, candidate: Connection) -> None:
+        """Do what a candidate's next message calls for.
+
+        Raises:
+            WireError: it is none of ours, and ought to be dropped without a word.
+        """
+        kind, body = candidate.inbox.popleft()
+        if kind is Kind.HELLO and candidate.handshake is None and len(body) == NONCE_BYTES:
+            mine, key = nonce(), self._secret.key(candidate.address)
+            candidate.handshake = Handshake(key, body, mine)
+            candidate.send(Kind.CHALLENGE, mine, system.monotonic() + SHORTLY)
+            return
+        if kind is not Kind.PROOF or candidate.handshake is None:
+            raise WireError("no greeting")
+        greeting = Greeting.parse(body[PROOF_BYTES:])
+        if greeting is None or (greeting.rank == ANY_RANK and not self._place.unnumbered):
+            raise WireError("a greeting of nonsense")
+        if candidate.handshake.check_client(body):
+            welcome = candidate.handshake.of_server()
+            candidate.send(Kind.WELCOME, welcome, system.monotonic() + SHORTLY)
+            self._admit(candidate, greeting)
+        else:
+            self._turn_away(candidate, greeting)
+
+    def _turn_away(self, candidate: Connection, greeting: Greeting) -> None:
+        """Answer who knows another secret, or none. Only a process of our own user is no enemy."""
+        if not self._place.is_common:  # it means another run, which once listened here
+            self._refuse(candidate, Kind.SECRET, "")
+            return
+        # Asked before the other side hangs up.
+        host, user = candidate.address[0], user_of(candidate.address, candidate.here)
+        self._refuse(candidate, Kind.SECRET, "")
+        reason = (
+            f"the secrets differ: a process on {host}, as rank {greeting.rank} ({greeting.peer}), "
+            f"knows another secret than rank 0, whose is from {self._secret.source}"
+        )
+        if user == os.geteuid() and self._round == 0 and not self._verdict:
+            raise self._disagreement(f"{reason}; {REMEDY}", greeting.rank, candidate)
+        if host not in self._turned_away and len(self._turned_away) < _MOST_NAMED:
+            self._turned_away.add(host)
+            place = self._place.name
+            _log.warning("rendezvous at %s: %s, and was turned away", place, reason)
+
+    def _refuse(self, candidate: Connection, kind: Kind, words: str) -> None:
+        """Send the last message, which is there when the other side has read it and hangs up."""
+        candidate.send(kind, words.encode(), system.monotonic() + SHORTLY)
+        candidate.is_refused = True
+        candidate.shut()
+
+
+class Seeker(Gate):
+    """A rank that looks for its place in the tree, where it may listen for others as well."""
+
+    def __init__(self, place: MeetingPoint) -> None:
+        super().__init__(place)
+        self._up: Connection | None = None  # to who is above
+        self._process = this_process()
+        self._seat = Place(place.rank, 0, 0, str(self._process))
+        self._without = ANY_RANK  # who was above this rank and is not there
+        self._deadline = math.inf
+        self._host, self._speaks = "", False  # where it listens for other hosts; for its own one
+
+    @abc.abstractmethod
+    def _failure(self, reason: str, joining: bool = False) -> RendezvousError:
+        """Notify all neighbours, and return the error to raise."""
+
+    @abc.abstractmethod
+    def _seated(self) -> None:
+        """Begin with what there is to be sent to who is above, who is new."""
+
+    def _join(self) -> None:
+        """Find this rank's place, trying again until the deadline, and have all sent there.
+
+        Nobody may be listening yet, or a rank 0 that is just ending. Where another rank speaks for
+        this host but has not come after a while, this one does.
+        """
+        place, pause = self._place, FIRST_PAUSE
+        waiting = Waiting(f"rendezvous at {place.name}", place.first_report)
+        patience = (
+            min(FIRST_SECONDS, place.timeout / 4) if place.is_tree and place.local_rank else 0
+        )
+        speaks_from, problem = system.monotonic() + patience, ""
+        try:
+            while (now := system.monotonic()) < self._deadline:
+                for offer in place.offers():
+                    try:
+                        return self._reach(offer, is_inside=now < speaks_from)
+                    except NobodyError as error:  # noqa: PERF203 - each for itself
+                        problem = f": {offer.who}{error}"
+                        if now < speaks_from:
+                            continue
+                        if isinstance(error, WrongServerError) and not place.moves:
+                            raise self._failure(str(error)) from error
+                        place.failed(offer)
+                # That rank 0 is merely late, it says itself once it is there.
+                says = problem or place.first_report is not None
+                waiting.look([0] if says else [], problem)
+                system.sleep(max(0.0, min(pause, self._deadline - now)))
+                pause = min(pause * PAUSE_GROWTH, LONGEST_PAUSE)
+        finally:
+            place.clear()
+        missing = not_arrived([0], self._size, place.timeout)
+        raise self._failure(f"{missing}{problem}; {place.remedy()}")
+
+    def _reach(self, offer: Offer, is_inside: bool, above: int = 0) -> None:
+        """Greet ``above`` and stay there, or go to whom it names.
+
+        Raises:
+            NobodyError: nobody who knows the secret is there, or whom rank 0 names is not.
+        """
+        place, at = self._place, offer.addresses
+        if is_inside:
+            at = [(self._name_inside(offer.secret), 0)]
+        patience = place.patience + (self._size * _EACH if place.is_tree else 0)
+        until = min(self._deadline, system.monotonic() + patience)
+        introduce = partial(self._introduce, is_asking=not (is_inside or above))
+        connection = greet(offer._replace(addresses=at), introduce, until)
+        place.secret = offer.secret.common
+        connection.trust(place.host_timeout)
+        if not (is_inside or above):
+            place.ends = {0: connection.ends}
+            self._speak(offer.secret)
+        try:
+            message = connection.take(until)
+        except WireError as error:
+            self._spoilt(connection, error)
+            raise NobodyError(str(error)) from error
+        if message is None or message.kind is not Kind.PLACE:
+            connection.wire.close()
+            if message is not None:
+                raise self._failure(message.body.decode(errors="replace"), joining=True)
+            raise NobodyError("who listens there has gone, or names no place")
+        seat = Place(*json.loads(message.body))
+        if not seat.host:
+            self._up, self._seat, self._without = connection, seat, ANY_RANK
+            connection.rank = seat.parent
+            self.selector.register(connection.wire, EVENT_READ, connection)
+            self._seated()
+            return
+        try:
+            there = Offer([(seat.host, seat.port)], offer.secret)
+            self._reach(there, is_inside=False, above=seat.parent)
+        except NobodyError as error:
+            self._without = seat.parent
+            where = f"rank {seat.parent} ({seat.peer}) at {seat.host}:{seat.port}"
+            raise NobodyError(f"{where}, whom rank 0 names: {error}") from error
+        finally:
+            connection.wire.close()
+
+    def _introduce(self, connection: Connection, is_asking: bool) -> Greeting:
+        """Return who this is, and to who is asked for a place, where others may be below it."""
+        at = ""
+        if self._place.is_tree:
+            at = self._listen_at(connection.here) if is_asking else LEAF
+        return Greeting(self._place.rank, self._size, self._process, at, self._without)
+
+    def _listen_at(self, here: tuple[str, int]) -> str:
+        """Listen at the address from which rank 0 was reached; return it and the port."""
+        host = here[0]
+        if not self._host.startswith(f"{host} "):
+            family = family_of(host)
+            try:
+                new = system.create_server(
+                    (host, 0, *here[2:]), family=family, backlog=self._backlog
+                )
+            except OSError as error:
+                raise self._place.error(
+                    f"cannot listen at {host}, for other hosts: {error}"
+                ) from error
+            self._listen(new)
+            self._host = f"{host} {new.getsockname()[1]}"
+        return self._host
+
+    def _speak(self, secret: Secret) -> None:
+        """Listen for the other ranks of this host, if it may have some and nobody else does."""
+        self._secret = secret
+        if self._speaks or not self._place.is_tree or self._place.local_rank is None:
+            return
+        listener = system.Socket(AF_UNIX, SOCK_STREAM)
+        try:
+            listener.bind(self._name_inside(secret))
+            listener.listen(self._backlog)
+        except OSError as error:
+            listener.close()
+            if error.errno != errno.EADDRINUSE:
+                raise self._place.error(f"cannot listen for ranks of this host: {error}") from error
+            return
+        self._listen(listener)
+        self._speaks = True
+
+    def _name_inside(self, secret: Secret) -> str:
+        """Return the name of the socket by which ranks of this host and run meet (unix(7))."""
+        facts = b"inside", self._place.name.encode(), str(self._size).encode()
+        return f"\0flashlight-{proof(secret.given or secret.of_user, *facts).hex()}"

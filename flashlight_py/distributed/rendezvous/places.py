@@ -1,0 +1,147 @@
+"""What rank 0 knows of the tree of ranks: what each has given, and who is below whom."""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from flashlight_py.distributed.rendezvous.store import ANY_RANK, Peer
+from flashlight_py.distributed.rendezvous.wire import Connection, Greeting, Place
+from flashlight_py.interfaces import family_of, is_loopback
+
+# So many hosts have one above them. With more, one card sends a roster more often, one after the
+# other; with fewer, the tree is deeper.
+FAN = 8
+
+# A rank, who is above it, how long what says which process it is, and how long its payload.
+_ENTRY = struct.Struct("!4I")
+
+
+def entry(rank: int, above: int, who: bytes, payload: bytes) -> bytes:
+    """Return what a rank sends up. Entries are joined, and not looked at, on their way."""
+    return _ENTRY.pack(rank, above, len(who), len(payload)) + who + payload
+
+
+def _entries(body: bytes) -> Iterator[tuple[int, int, bytes, bytes]]:
+    at = 0
+    while at < len(body):
+        rank, above, *lengths = _ENTRY.unpack_from(body, at)
+        middle = at + _ENTRY.size + lengths[0]
+        end = middle + lengths[1]
+        yield rank, above, body[at + _ENTRY.size : middle], body[middle:end]
+        at = end
+
+
+def identity(peer: Peer) -> bytes:
+    """Return which process ``peer`` is, the first line for people."""
+    return f"{peer}\n{peer.machine}\n{peer.started}".encode(errors="replace")
+
+
+@dataclass
+class _Opening:
+    """Room below a rank that listens for others."""
+
+    rank: int
+    depth: int
+    peer: str
+    host: str
+    port: int
+    room: int
+
+    def suits(self, address: str) -> bool:
+        """Return whether who comes from ``address`` to rank 0 is likely to get here as well."""
+        is_near = not is_loopback(self.host) or is_loopback(address)
+        return self.room > 0 and is_near and family_of(self.host) == family_of(address)
+
+
+class Places:
+    """The ranks below rank 0, a process ``peer``, and the places of hosts in order of arrival."""
+
+    def __init__(self, peer: Peer) -> None:
+        self.given: dict[int, bytes] = {}  # in this round, by rank
+        self.left: dict[int, str] = {}  # those that were here and have gone, and which these were
+        self._who: dict[int, bytes] = {}
+        self._above: dict[int, int] = {}
+        self._root = _Opening(0, 0, str(peer), "", 0, FAN)
+        self._openings: dict[int, _Opening] = {}
+        self._returns: Counter[int] = Counter()
+
+    def take(self, body: bytes) -> str:
+        """Note what entries say; returns why two of them contradict each other, or ""."""
+        for rank, above, who, payload in _entries(body):
+            if who:
+                if self.is_claimed(rank, who):
+                    one, other = self.process(rank), who.decode().partition("\n")[0]
+                    return f"two processes claim rank {rank}: {one} and {other}"
+                self._who[rank], self._above[rank] = who, above
+                self.left.pop(rank, None)
+            self.given[rank] = payload
+        return ""
+
+    def is_claimed(self, rank: int, who: bytes) -> bool:
+        """Return whether another process than ``who`` has given something as ``rank``."""
+        return rank in self.given and self._who.get(rank, who) != who
+
+    def process(self, rank: int) -> str:
+        """Return which process a rank is, for people."""
+        return self._who[rank].decode().partition("\n")[0] if rank in self._who else "unknown"
+
+    def lose(self, rank: int, above: int) -> None:
+        """Forget what ``rank``, last seen below ``above``, and those below it have given.
+
+        Those that live give it again, in another place.
+        """
+        if self._above.get(rank) != above:
+            return  # it has another place already
+        self.left[rank] = self.process(rank)
+        self._openings.pop(rank, None)
+        gone, more = set[int](), {rank}
+        while more:
+            gone |= more
+            more = {each for each, parent in self._above.items() if parent in more} - gone
+        for each in gone:
+            self.given.pop(each, None)
+        del self._above[rank]
+
+    def missing(self, size: int) -> list[int]:
+        """Return who has given nothing, but for those of whom only who is above them can tell."""
+        silent = set(range(size)) - self.given.keys()
+        return [rank for rank in sorted(silent) if self._above.get(rank) not in silent]
+
+    def admit(self, rank: int, peer: Peer) -> None:
+        """Note that ``rank``, a process ``peer``, is right below rank 0."""
+        self._above[rank], self._who[rank] = 0, identity(peer)
+
+    def place(self, rank: int, candidate: Connection, greeting: Greeting) -> Place:
+        """Return where ``candidate`` belongs, a rank that speaks for its host."""
+        found, address = self._root, candidate.address[0]
+        self._returns[rank] += greeting.without != ANY_RANK
+        if self._root.room <= 0 and self._returns[rank] < 2:
+            for opening in self._openings.values():
+                others = opening.rank not in (greeting.without, *self._below_itself(rank, opening))
+                if others and opening.suits(address):
+                    found = opening
+                    break
+        found.room -= 1
+        if found.room == 0 and found.rank:
+            del self._openings[found.rank]
+        self._above[rank] = found.rank
+        self._who[rank] = identity(greeting.peer)
+        # Behind a NAT it has another address than others know it by, and one of IPv6 may be valid
+        # on one link alone.
+        host, _, port = greeting.at.partition(" ")
+        if host == address and port.isdecimal() and not any(candidate.address[3:]):
+            old = self._openings.get(rank)
+            room = old.room if old else FAN
+            new = _Opening(rank, found.depth + 1, str(greeting.peer), host, int(port), room)
+            self._openings[rank] = new
+        return Place(rank, found.rank, found.depth + 1, found.peer, found.host, found.port)
+
+    def _below_itself(self, rank: int, opening: _Opening) -> tuple[int, ...]:
+        """Return the rank of ``opening`` if it is below ``rank``, which comes a second time."""
+        each = opening.rank
+        while each and each != rank:
+            each = self._above.get(each, 0)
+        return (opening.rank,) if each else ()

@@ -1,0 +1,171 @@
+"""Ranks meet in a tree: places, deaths of those in between, late and doubled ranks, hosts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.distributed.rendezvous_helpers import Rank, Ranks
+from tests.distributed.test_tcp_store import (
+    closed,
+    port,
+    test_a_killed_rank_is_noticed_long_before_the_timeout,
+    test_a_late_rank_is_waited_for,
+    test_a_rank_may_die_and_start_again_while_others_are_awaited,
+    test_every_rank_gets_all_payloads,
+    test_the_reason_of_an_abort_reaches_everybody,
+)
+
+__all__ = [
+    "port",
+    "test_a_killed_rank_is_noticed_long_before_the_timeout",
+    "test_a_late_rank_is_waited_for",
+    "test_a_rank_may_die_and_start_again_while_others_are_awaited",
+    "test_every_rank_gets_all_payloads",
+    "test_the_reason_of_an_abort_reaches_everybody",
+]
+
+SIZE = 8
+# In order of arrival, two below each.
+ABOVE = {1: 0, 2: 0, 3: 1, 4: 1, 5: 2, 6: 2, 7: 3}
+
+
+@pytest.fixture
+def ranks(port: int) -> Iterator[Ranks]:
+    """Ranks that meet in a tree, one below the other where a test does not say otherwise."""
+    how = {"env": {"FLASHLIGHT_TREE_FROM": "2"}, "fan": 1}
+    started = Ranks(store="tcp", host="127.0.0.1", port=port, **how)
+    try:
+        yield started
+    finally:
+        started.close()
+
+
+def in_order(ranks: Ranks, count: int = SIZE, plans: Any = None, **plan: Any) -> list[Rank]:
+    """Start ranks below each other as ``ABOVE`` says."""
+    started = []
+    for rank in range(count):
+        more = (plans or {}).get(rank, {})
+        started.append(ranks.start(rank, SIZE, fan=2, **{**plan, **more}))
+        started[-1].await_event(f"below {ABOVE[rank]}" if rank else "constructed")
+    return started
+
+
+def reasons(started: list[Rank]) -> set[str]:
+    """Why ranks failed, without who says it."""
+    return {re.sub("rank [0-9] of 8: ", "", rank.refusal(), count=1) for rank in started}
+
+
+def test_places_are_given_in_order_of_arrival(ranks: Ranks) -> None:
+    assert closed(in_order(ranks, lengths=[3, 0, 1_000_000, 1]))
+
+
+@pytest.mark.parametrize("victim", [1, 5])
+def test_who_loses_the_one_above_gets_another_place(ranks: Ranks, victim: int) -> None:
+    """What was given through it before is given again."""
+    count = 6
+    started = in_order(ranks, count)
+    started[victim].kill()
+    for rank in [child for child, above in ABOVE.items() if above == victim and child < count]:
+        started[rank].await_event(*(f"below {above}" for above in range(8) if above != victim))
+    started[victim] = ranks.start(victim, SIZE, fan=2)
+    assert closed([*started, *(ranks.start(rank, SIZE, fan=2) for rank in range(count, SIZE))])
+
+
+@pytest.mark.parametrize("victim", [1, 3, 7])
+def test_everybody_names_who_died_in_between(ranks: Ranks, victim: int) -> None:
+    plans = {victim: {"hold": "exchanged 0"}}
+    started = in_order(ranks, plans=plans, timeout=60.0)
+    started[victim].await_event("exchanged 0")
+    started[victim].kill()
+    del started[victim]
+    (reason,) = reasons(started)
+    assert f"rank {victim} of 8 (host " in reason
+    assert "has died or exited" in reason
+
+
+def test_who_does_not_come_is_named_by_all(ranks: Ranks) -> None:
+    started = in_order(ranks, 6, timeout=3.0)
+    (reason,) = reasons(started)
+    assert "ranks 6, 7 of 8 have not arrived within 3 s" in reason
+
+
+def test_who_is_late_in_a_later_exchange_is_named_by_all(ranks: Ranks) -> None:
+    late = {5: {"hold": "exchanged 0"}, 7: {"hold": "exchanged 0"}}
+    started = in_order(ranks, plans=late, timeout=2.0)
+    (reason,) = reasons([rank for number, rank in enumerate(started) if number not in late])
+    assert "ranks 5, 7 of 8 have not arrived within 2 s" in reason
+
+
+def test_who_is_below_a_late_rank_is_not_taken_for_late(ranks: Ranks) -> None:
+    started = in_order(ranks, plans={1: {"hold": "exchanged 0"}}, timeout=2.0)
+    del started[1]
+    assert all("rank 1 of 8 has not arrived within 2 s" in each for each in reasons(started))
+
+
+def test_two_processes_that_claim_one_rank_are_found_wherever_they_are(ranks: Ranks) -> None:
+    started = [*in_order(ranks, 7), ranks.start(5, SIZE, fan=2)]
+    assert all("two processes claim rank 5: host " in each for each in reasons(started))
+
+
+def test_another_world_size_fails_all(ranks: Ranks) -> None:
+    started = [*in_order(ranks, 6), ranks.start(6, 9, fan=2)]
+    for each in started:
+        assert "rank 6 (" in each.refusal()
+        assert "world size 9, rank 0 (" in each.refusal()
+
+
+def test_who_meets_in_no_tree_is_told_so(ranks: Ranks) -> None:
+    started = [*in_order(ranks, 3), ranks.start(3, SIZE, env={"FLASHLIGHT_TREE_FROM": "9"})]
+    for each in started:
+        assert "rank 3 (" in each.refusal()
+        assert "have different FLASHLIGHT_TREE_FROM" in each.refusal()
+
+
+def test_another_secret_is_known_nowhere_in_the_tree(ranks: Ranks) -> None:
+    env = {**ranks.defaults["env"], "MASTER_SECRET": "a"}
+    started = in_order(ranks, 5, env=env)
+    started.append(ranks.start(5, SIZE, env={**env, "MASTER_SECRET": "b"}))
+    assert all("the secrets differ" in each.refusal() for each in started)
+
+
+@pytest.mark.parametrize("who", [1, 7])
+def test_the_reason_of_an_abort_goes_all_ways(ranks: Ranks, who: int) -> None:
+    plans = {who: {"abort": "no network", "lengths": [3]}}
+    started = in_order(ranks, plans=plans)
+    assert started.pop(who).outcome() == "closed"
+    (reason,) = reasons(started)
+    assert f"rank {who} aborted: no network" in reason
+
+
+# Hosts --------------------------------------------------------------------------------------------
+
+
+def host(ranks: Ranks, first: int, count: int, size: int, **plan: Any) -> list[Rank]:
+    return [ranks.start(first + each, size, local_rank=each, **plan) for each in range(count)]
+
+
+def test_one_rank_speaks_for_its_host(ranks: Ranks) -> None:
+    started = host(ranks, 0, 4, 4, fan=2)
+    assert closed(started)
+    assert all("below 0" in rank.events for rank in started[1:])
+
+
+def test_ranks_wait_for_the_one_that_speaks_for_them(ranks: Ranks) -> None:
+    started = [ranks.start(rank, 3, local_rank=rank) for rank in (2, 1)]
+    for rank in started:
+        rank.await_event("constructed")
+    assert closed([ranks.start(0, 3, local_rank=0), *started])
+
+
+PLACES = [(0, None), (5, 1), (6, 2), (7, 3)]
+
+
+def test_a_rank_speaks_for_itself_where_nobody_does(ranks: Ranks) -> None:
+    """And who is missing is named alone."""
+    started = [ranks.start(rank, SIZE, local_rank=local, timeout=2.0) for rank, local in PLACES]
+    (reason,) = reasons(started)
+    assert "ranks 1, 2, 3, 4 of 8 have not arrived within 2 s" in reason
