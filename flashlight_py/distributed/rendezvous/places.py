@@ -1,4 +1,4 @@
-"""What rank 0 knows of the tree of ranks: what each has given, and who is below whom."""
+"""The tree of ranks as rank 0 knows it: what each has given, and who is below whom."""
 
 from __future__ import annotations
 
