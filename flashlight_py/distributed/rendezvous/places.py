@@ -70,8 +70,11 @@ class Places:
         self._openings: dict[int, _Opening] = {}
         self._returns: Counter[int] = Counter()
 
-    def begin(self, payload: bytes) -> None:
-        """Begin a round, in which rank 0 gives ``payload``."""
+    def begin(self, payload: bytes, is_first: bool) -> None:
+        """Begin a round, in which rank 0 gives ``payload``. After the first nobody joins."""
+        if not is_first:
+            self._who.clear()
+            self._openings.clear()
         self.given, self.asked = {0: payload}, False
 
     def ask(self) -> None:
