@@ -124,8 +124,11 @@ class Places:
 
         Whoever is there shows it when asked, so what does not come from below is held up there.
         """
-        named = set()
-        for rank in set(range(size)) - self.given.keys():
+        named, silent = set(), set(range(size)) - self.given.keys()
+        held = set[int]()
+        if self.asked and not silent <= self._above.keys():  # of some nobody has heard anything
+            held = self._above.keys() - self.shown
+        for rank in silent | held:
             each = rank
             while (above := self._above.get(each, 0)) and self.asked and above not in self.shown:
                 each = above

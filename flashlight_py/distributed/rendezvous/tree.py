@@ -428,7 +428,7 @@ class TreeNode(Seeker):
             while expected - self._notified and system.monotonic() < deadline:
                 self._serve(deadline)
         refused = (candidate for candidate in self._candidates if candidate.is_refused)
-        for connection in (*self.members.values(), *refused):
+        for connection in (*self._neighbours(), *refused):
             connection.shut()
             with suppress(WireError):
                 while not connection.has_ended and system.monotonic() < deadline:
