@@ -82,15 +82,16 @@ class File:
             return
         process.descriptors.discard(descriptor)
         self.references -= 1
-        if self.references == 0:
+        if descriptor == self.descriptor:
             self.descriptor = -1
+        if self.references == 0:
             self.closed()
 
     def fileno(self) -> int:
         return self.descriptor
 
     def close(self) -> None:
-        if self.descriptor >= 0:
+        if self.descriptor in me().descriptors:
             self.shut(me(), self.descriptor)
 
     def __enter__(self) -> Any:
@@ -150,6 +151,7 @@ class Socket(File):
         fileno: int | None = None,
     ) -> None:
         if fileno is not None:
+            self.descriptor = fileno
             return
         if family == AF_INET6:
             raise OSError(EAFNOSUPPORT, strerror(EAFNOSUPPORT))
@@ -605,6 +607,7 @@ def network_of(world: World) -> dict[str, Any]:
 
     def write(descriptor: int, data: bytes) -> int:
         if descriptor in (1, 2):
+            world.on_output(data)
             return len(data)
         return int(there(descriptor).send(data))
 
@@ -640,4 +643,5 @@ def network_of(world: World) -> dict[str, Any]:
         "pipe": pipe,
         "pipe2": pipe,
         "fstat": fstat,
+        "set_inheritable": lambda *_: None,
     }

@@ -23,6 +23,7 @@ from flashlight_py.distributed.rendezvous.store import Store, this_process
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
 from flashlight_py.distributed.start import initialize
 from flashlight_py.distributed.start.settings import Settings
+from flashlight_py.errors import RendezvousError
 from tests.simulation import costs
 from tests.simulation.world import Host, Process, World, installed, me
 
@@ -93,7 +94,8 @@ class _JoinedByNetwork:
 def _unreadable(offer: Sequence[Any], own_domain: str) -> str:
     """Stand in for the attempt to open another's file."""
     me().world.spend(costs.OPEN)
-    return "" if offer[1] == f"/{me().host.name}" else "No such file or directory"
+    of_host = offer[1] == f"/{me().host.name}"
+    return "" if of_host else "[Errno 2] No such file or directory: '/proc/123456/fd/9'"
 
 
 @contextmanager
@@ -183,6 +185,19 @@ def meet(rank: int, size: int, timeout: float) -> Any:
     me().world.spend(costs.FIRST)
     settings = Settings(timeout=timeout)
     return initialize.meet(lambda: _Counted("host1", PORT, rank, size, timeout), settings)
+
+
+def gather(rank: int, size: int, timeout: float) -> None:
+    """Meet, exchange three times and leave: what is left of ``meet`` where only messages count."""
+    store = _Counted("host1", PORT, rank, size, timeout)
+    store.host_timeout = Settings.host_timeout
+    try:
+        for _ in range(3):
+            store.exchange(b"rank %d" % rank * 40)
+        store.close()
+    except RendezvousError as error:
+        store.abort(str(error))
+        raise
 
 
 class _Counted(TcpStore):

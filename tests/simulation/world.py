@@ -23,7 +23,7 @@ from typing import Any
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from flashlight_py import system
-from tests.simulation.costs import FORK, RUNNING
+from tests.simulation.costs import FORK, IMPORT, RUNNING
 
 _DEADLY = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGKILL}
 
@@ -107,9 +107,6 @@ class Process:
             code = self.main() or 0
         except SystemExit as exit_:
             code = exit_.code if isinstance(exit_.code, int) else 1
-        except BaseException as error:
-            self.error = error
-            raise
         finally:
             if self.code is None:
                 self.end(code or 0)
@@ -186,7 +183,7 @@ class World:
         self.loss = 0.0  # of messages between hosts, the share that is sent twice
         self.program: Callable[[Process, Any], Callable[[], int | None]] | None = None
         self.stalled: list[Any] = []
-        self.is_over = False
+        self.on_output: Callable[[bytes], object] = lambda data: None  # on terminals
 
     def add_host(self) -> Host:
         host = Host(self, len(self.hosts) + 1)
@@ -299,8 +296,10 @@ class World:
 
 
 def me() -> Process:
-    """Return the process that runs."""
+    """Return the process that runs; one that has ended asks for nothing any more."""
     process: Process = getcurrent().process
+    if process.code is not None:
+        raise GreenletExit
     return process
 
 
@@ -317,7 +316,7 @@ class _Environ(Mapping[str, str]):
         return len(me().environ)
 
 
-# What production asks for, by the names of flashlight_py/system.py ----------------------------------
+# What production asks for, by the names of flashlight_py/system.py --------------------------------
 
 
 def _system(world: World) -> dict[str, Any]:  # noqa: PLR0915 - a table of small functions
@@ -347,16 +346,16 @@ def _system(world: World) -> dict[str, Any]:  # noqa: PLR0915 - a table of small
         parent, files = me(), world.files
         world.spend(FORK)
         assert world.program is not None
-        child = Process(parent.host, lambda: 0, parent.environ if env is None else env)
+        child = Process(*(parent.host, lambda: 0, parent.environ if env is None else env), IMPORT)
         child.main = world.program(child, command)
         child.parent = parent
         parent.children[child.pid] = child
-        given = {stream: how.get(name) for stream, name in ((1, "stdout"), (2, "stderr"))}
-        for stream, end in given.items():
-            if isinstance(end, int) and end in files:
-                child.environ[f"STREAM_{stream}"] = str(files[end].copy(child))
-        for end in how.get("pass_fds", ()):
-            child.environ.setdefault("PASSED", str(files[end].copy(child)))
+        passed = (how.get("stdout"), how.get("stderr"), *how.get("pass_fds", ()))
+        for number in (each for each in passed if each in files):
+            theirs = str(files[number].copy(child))
+            for name, value in child.environ.items():
+                if value == str(number):  # it says which descriptor it inherits
+                    child.environ[name] = theirs
         return SimpleNamespace(pid=child.pid, returncode=None)
 
     def waitid(_: int, __: int, options: int) -> SimpleNamespace | None:

@@ -198,7 +198,7 @@ def _handed_over(port: int) -> system.Socket | None:
     listener = system.Socket(fileno=system.dup(descriptor))
     is_listening = listener.getsockopt(SOL_SOCKET, SO_ACCEPTCONN)
     if is_listening and listener.getsockname()[1:2] == (port,):
-        os.set_inheritable(descriptor, False)
+        system.set_inheritable(descriptor, False)
         return listener
     listener.close()
     return None
