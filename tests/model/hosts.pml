@@ -119,14 +119,12 @@ inline explain(part) {
     if
     :: why == 0 && JOINS(part, me, q) && told[AT(part, me, q)] != 0 ->
       why = told[AT(part, me, q)];
-#ifndef BLAMED_PASSES_ON
       if
-      :: !(why & SAID) && (why & BIT(me)) -> blamed = true
-      :: else
-      fi;
+#ifdef NO_FOR_OTHERS
+      :: why & BIT(me) -> why = LOST | BIT(q)                      /* it gave up waiting for this rank */
+#else
+      :: why & BIT(me) -> why = LATE | BIT(me)                     /* as others are told: see for_others */
 #endif
-      if
-      :: !(why & SAID) && (why & BIT(me)) -> why = LOST | BIT(q)  /* it gave up waiting for this rank */
 #ifdef NO_REASONS
       :: else -> why = LOST | BIT(q)
 #else
