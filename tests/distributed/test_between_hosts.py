@@ -12,9 +12,10 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.distributed.backends.gloo import GlooBackend
 from flashlight_py.distributed.backends.hierarchical_calls import LargeCalls
+from flashlight_py.distributed.backends.shm import ShmBackend
 from flashlight_py.distributed.calls.combining import cut
 from flashlight_py.distributed.constants import ReduceOp
-from flashlight_py.distributed.verbs import REDUCE
+from flashlight_py.distributed.verbs import ALL_GATHER, REDUCE, Verb
 from tests.distributed.conformance import assert_equal, by_hosts, dtype_of, values
 from tests.distributed.harness import run_ranks
 
@@ -238,3 +239,30 @@ def test_a_rank_that_was_given_up_tells_the_others_that_it_was_late_itself() -> 
     for text in texts[1:]:
         assert "rank 0 did not join" in text, text
         assert "lost rank 2" not in text, text
+
+
+def stop_before_the_answer(rank: int, size: int) -> str:
+    """Rank 1 stops in the middle of a call, which the other host has ended."""
+    if rank == 1:
+        real = ShmBackend.step
+
+        def late(self: ShmBackend, verb: Verb, array: Any, seconds: float) -> Any:
+            if verb is ALL_GATHER:
+                time.sleep(5)
+            return real(self, verb, array, seconds)
+
+        ShmBackend.step = late  # type: ignore[method-assign]
+    try:
+        fl.barrier()
+        fl.barrier()
+    except fl.errors.DistributedError as error:
+        return str(error)
+    return "nothing was late"
+
+
+@pytest.mark.slow
+def test_a_rank_that_stops_before_the_answer_is_named_on_the_other_host() -> None:
+    """There the next call waited for rank 0 less long than that waited for rank 1."""
+    texts = run_ranks(stop_before_the_answer, 4, env=PLACED["aabb"], params={"TIMEOUT": 1})
+    for text in (texts[0], *texts[2:]):
+        assert "rank 1 did not join" in text, texts

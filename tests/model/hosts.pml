@@ -168,8 +168,15 @@ inline step(part, limit, content) {
   :: d_step { why == 0 && ALL_HAVE_CALLED(part) -> due[me] = NEVER }
   :: atomic { why == 0 && !ALL_HAVE_CALLED(part) && LOSS(part) -> explain(part); failed = part; goto raises }
   :: atomic { why == 0 && !ALL_HAVE_CALLED(part) && due[me] == 0 ->
-       why = LATE;
-       for (q : 0 .. N - 1) { why = why | (HAS(part, q) -> 0 : BIT(q)) }
+#ifdef NO_ASKING
+       why = 0;
+#else
+       explain(part);
+#endif
+       if
+       :: why == 0 -> why = LATE; for (q : 0 .. N - 1) { why = why | (HAS(part, q) -> 0 : BIT(q)) }
+       :: else
+       fi;
        failed = part; goto raises }
   :: why != 0 -> failed = part; goto raises
   fi
@@ -220,11 +227,12 @@ inline meet() {
     sent = 0
   :: else
   fi;
-#ifdef EQUAL_ANSWER
-  step(INSIDE, between_hosts(seconds, 1), digest);
+#ifndef PATIENT_LEADER
+  seconds = (LOCAL(me) == 0 -> T : between_hosts(seconds, 2));
 #else
-  step(INSIDE, between_hosts(seconds, 2), digest);                 /* ALL_GATHER of the answer */
+  seconds = between_hosts(seconds, 2);
 #endif
+  step(INSIDE, seconds, digest);                                   /* ALL_GATHER of the answer */
   digest = GAVE(INSIDE, HOST(me) * (SHAPE == 31 -> 1 : 2), number[INSIDE]);
   seconds = 0
 }
