@@ -12,6 +12,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.distributed.backends.gloo import GlooBackend
 from flashlight_py.distributed.backends.hierarchical_calls import LargeCalls
+from flashlight_py.distributed.backends.native import NativeBackend
 from flashlight_py.distributed.backends.shm import ShmBackend
 from flashlight_py.distributed.calls.combining import cut
 from flashlight_py.distributed.constants import ReduceOp
@@ -244,14 +245,14 @@ def test_a_rank_that_was_given_up_tells_the_others_that_it_was_late_itself() -> 
 def stop_before_the_answer(rank: int, size: int) -> str:
     """Rank 1 stops in the middle of a call, which the other host has ended."""
     if rank == 1:
-        real = ShmBackend.step
+        real = NativeBackend.step
 
-        def late(self: ShmBackend, verb: Verb, array: Any, seconds: float) -> Any:
-            if verb is ALL_GATHER:
+        def late(self: NativeBackend, verb: Verb, array: Any, seconds: float) -> Any:
+            if verb is ALL_GATHER and isinstance(self, ShmBackend):
                 time.sleep(5)
             return real(self, verb, array, seconds)
 
-        ShmBackend.step = late  # type: ignore[method-assign]
+        NativeBackend.step = late  # type: ignore[method-assign]
     try:
         fl.barrier()
         fl.barrier()

@@ -36,7 +36,9 @@
 #define LEADERS 1
 #endif
 
+#ifndef CALLS
 #define CALLS 2
+#endif
 #define T 4
 #define SKEW 1
 #ifdef NO_NESTING
@@ -45,6 +47,11 @@
 #define STEP 2
 #endif
 #define between_hosts(seconds, times) ((seconds) + (times) * STEP)
+#ifdef NO_TIMEOUT
+#define TIMES_OUT false
+#else
+#define TIMES_OUT true
+#endif
 #define FAR between_hosts(T, 3)
 #define NEVER 255
 
@@ -167,8 +174,8 @@ inline step(part, limit, content) {
   :: atomic { why == 0 && STRIKES(DIES) -> dies() }
   :: d_step { why == 0 && ALL_HAVE_CALLED(part) -> due[me] = NEVER }
   :: atomic { why == 0 && !ALL_HAVE_CALLED(part) && LOSS(part) -> explain(part); failed = part; goto raises }
-  :: atomic { why == 0 && !ALL_HAVE_CALLED(part) && due[me] == 0 ->
-#ifdef NO_ASKING
+  :: atomic { TIMES_OUT && why == 0 && !ALL_HAVE_CALLED(part) && due[me] == 0 ->
+#ifdef LATE_ANYWAY
        why = 0;
 #else
        explain(part);
@@ -337,12 +344,12 @@ init {
   do
   :: atomic { timeout ->
       waiting = 0;
-      for (r : 0 .. N - 1) { waiting = waiting + (due[r] != NEVER -> 1 : 0) }
+      for (r : 0 .. N - 1) { waiting = waiting + (due[r] != NEVER && due[r] != 0 -> 1 : 0) }
       if
       :: waiting == 0 -> break
       :: else
       fi;
-      for (r : 0 .. N - 1) { due[r] = (due[r] == NEVER -> NEVER : due[r] - 1) }
+      for (r : 0 .. N - 1) { due[r] = (due[r] == NEVER || due[r] == 0 -> due[r] : due[r] - 1) }
       if
       :: asleep -> asleep = false
       :: true
