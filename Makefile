@@ -29,7 +29,7 @@ DEV := .venv/.dev
 SOURCES := $(shell find csrc -type f -not -name '*.o' -not -name '*.so')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup example tiny test test-slow test-all tools tools-slow oracle torch engines test-gpu lint docs chaos sanitize wheel gpu-bundle bench clean
+.PHONY: help setup example tiny test test-slow test-all tools tools-slow oracle torch engines test-gpu lint docs chaos model-hosts sanitize wheel gpu-bundle bench clean
 
 help: ## show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -73,6 +73,9 @@ lint: $(DEV) ## ruff and mypy
 
 chaos: $(DEV) ## ranks that die, stop and raise, hundreds of rounds; and 1,000 worlds in a row
 	$(IN_VENV) python -m tests.chaos $(CHAOS)
+
+model-hosts: $(DEV) ## every state of the comparison between hosts, with Spin: some minutes
+	$(IN_VENV) python -m pytest -q -s tests/model/test_hosts.py
 
 docs: .venv/.docs ## build the documentation into build/site; warnings are errors
 	$(IN_VENV) NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
