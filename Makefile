@@ -30,7 +30,7 @@ DEV := .venv/.dev
 SOURCES := $(shell find csrc -type f -not -name '*.o' -not -name '*.so')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup example tiny test test-slow test-all tools tools-slow oracle torch engines test-gpu lint docs simulate simulate-night chaos sanitize wheel gpu-bundle bench clean
+.PHONY: help setup example tiny test test-slow test-all tools tools-slow oracle torch engines test-gpu lint docs simulate simulate-night chaos sanitize wheel gpu-bundle bench clean model-hosts
 
 help: ## show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -81,6 +81,9 @@ simulate-night: $(DEV) ## 10,000 schedules of faults at 64 to 256 ranks
 
 chaos: $(DEV) ## ranks that die, stop and raise, hundreds of rounds; and 1,000 worlds in a row
 	$(IN_VENV) python -m tests.chaos $(CHAOS)
+
+model-hosts: $(DEV) ## every state of the comparison between hosts, with Spin: some minutes
+	$(IN_VENV) python -m pytest -q -s tests/model/test_hosts.py
 
 docs: .venv/.docs ## build the documentation into build/site; warnings are errors
 	$(IN_VENV) NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet

@@ -14,7 +14,7 @@ void Transport::fail(const Failure& failure) noexcept {
     why_ = Failure(FL_CLOSED, names_itself ? std::vector<int>{} : failure.missing, failure.what());
     is_broken_.store(true, std::memory_order_release);
   }
-  give_up(failure);
+  give_up(failure.for_others != nullptr ? *failure.for_others : failure);
 }
 
 Failure Transport::why_broken() const {

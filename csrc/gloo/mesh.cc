@@ -329,7 +329,7 @@ Failure Mesh::explain(int peer, const std::string& what) {
       if (status == FL_HOST_LOST) {
         return {status, {r}, "it has given up the host of this rank: " + farewell->words};
       }
-      return {FL_PEER_LOST, {r}, "it gave up waiting for this rank: " + farewell->words};
+      return given_up_by(r, name(r), {status, theirs, farewell->words});
     }
     const std::string message = as_told(farewell->words, name(r));
     if (status == FL_RAISED || status == FL_HOST_LOST) return {status, theirs, farewell->words};

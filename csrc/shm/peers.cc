@@ -110,8 +110,7 @@ std::optional<Failure> Peers::farewell(const Concern& concern) const {
     if (status == FL_OK) return Failure(FL_PEER_LOST, {r}, "it has left the group");
     if (std::find(missing.begin(), missing.end(), rank_) != missing.end()) {
       if (status == FL_RAISED) return Failure(FL_CLOSED, {}, "this rank reported an exception");
-      return Failure(FL_PEER_LOST, {r},
-                     std::string("it gave up waiting for this rank: ") + farewell.message);
+      return given_up_by(r, name(r), {status, missing, farewell.message});
     }
     if (status == FL_RAISED) return Failure(status, missing, farewell.message);
     const bool is_about_others = status == FL_PEER_LOST || status == FL_TIMEOUT || status == FL_LEAVING;
