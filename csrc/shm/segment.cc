@@ -18,7 +18,7 @@ constexpr size_t kPage = sized(4096, 64);
 constexpr size_t kSlotBudget = 8 << 20;
 constexpr size_t kDataBudget = 2 << 20;
 // Chunks of this size leave room for the arrays themselves in a second-level cache.
-constexpr size_t kMaxChunk = sized(256 << 10, 512);
+constexpr size_t kMaxChunk = sized(256 << 10, 256);
 constexpr size_t kMostData = sized(256 << 10, 512), kLeastData = sized(1 << 10, 512);
 constexpr size_t kRecordBudget = 2 << 20;
 constexpr uint32_t kLeastRecords = sized(8, 4);
