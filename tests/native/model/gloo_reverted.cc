@@ -106,3 +106,16 @@ void large_calls(int rank) {
   }
 }
 
+const model::Case cases[] = {
+    {"gloo/small", kRanks, prepare, small_calls<Words::kPlain>},
+    {"gloo/small, atomic", kRanks, prepare, small_calls<Words::kRelaxed>},
+    {"gloo/small, mended", kRanks, prepare, small_calls<Words::kAcquired>},
+    {"gloo/large", kRanks, prepare, large_calls<Words::kPlain, false>},
+    {"gloo/large, atomic", kRanks, prepare, large_calls<Words::kRelaxed, false>},
+    {"gloo/large, acquired", kRanks, prepare, large_calls<Words::kAcquired, false>},
+    {"gloo/large, awaiting sums", kRanks, prepare, large_calls<Words::kRelaxed, true>},
+    {"gloo/large, mended", kRanks, prepare, large_calls<Words::kAcquired, true>},
+};
+const model::Table all{cases};
+
+}  // namespace
