@@ -76,7 +76,7 @@ bool has_failed = false, is_traced = false, in_prepare = false;
 
 // Ends ----------------------------------------------------------------------------------------
 
-void enter(Fiber* fiber) {
+void resume(Fiber* fiber) {
   auto* globals = static_cast<uintptr_t*>(__cxa_get_globals());
   std::memcpy(globals, fiber->exceptions, sizeof fiber->exceptions);
   here = watched = fiber;
@@ -91,7 +91,7 @@ void switch_to(Fiber* next) {
   std::memcpy(self->exceptions, __cxa_get_globals(), sizeof self->exceptions);
   here = watched = nullptr;
   model_switch(&self->stack, next->stack);
-  enter(self);
+  resume(self);
 }
 
 [[noreturn]] void to_host() {
@@ -248,7 +248,7 @@ void tick() { ++here->now.at[here->number]; }
 
 // The first function on a stack.
 void run_fiber() {
-  enter(arriving);
+  resume(arriving);
   here->entry(here->argument);
   if (is_quiet) stop("a case that does not begin()");
   Fiber& self = *here;
@@ -471,7 +471,7 @@ void begin() {
   std::memcpy(self.exceptions, __cxa_get_globals(), sizeof self.exceptions);
   here = watched = nullptr;
   model_switch(&self.stack, host_stack);
-  enter(&self);
+  resume(&self);
   // From here on any rank may be the first.
   decide(kYields);
 }
@@ -767,6 +767,7 @@ ssize_t read_memory(int32_t pid, uint64_t from, void* into, size_t bytes) {
   record("read memory", from, bytes, CALLER);
   errno = owner == gone ? ESRCH : EFAULT;
   if (owner == gone || !is_modelled(from) || area_of(from) != owner + 1) return -1;
+  if (current->reads_fail && bytes > sizeof(uint64_t) && one_of(2) == 1) return -1;
   const bool is_well = note_remote(from, bytes, CALLER);
   note(number(into), bytes, kWrite, CALLER);
   std::memcpy(into, reinterpret_cast<void*>(from), bytes);

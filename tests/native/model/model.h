@@ -8,7 +8,8 @@
 //     ...                                      // any std::atomic, std::thread, mutex, futex of common/atomic.h
 //     model::check(value == 7, "a lost store"); // what must hold
 //   }
-//   const model::Registered one{{"name", "what/2", 2, prepare, run, ...}};
+//   const model::Case cases[] = {{"name/2", 2, prepare, run, ...}};
+//   const model::Table all{cases};
 //
 // Memory that ranks share comes from model::shared(bytes) in prepare(), which runs before each execution: zeros, as a
 // new file has. All else that a rank allocates is its own, as in a process. Any two accesses that race are an error,
@@ -35,10 +36,16 @@ struct Case {
   bool late = false;        // a sleep may have to end by its time: somebody comes late, or never
   bool is_searched = true;  // all schedules within these bounds, if they are not too many; else at random
   int processors = 8;
+  bool reads_fail = false;  // out of other processes, now and then
 };
 
-struct Registered {
-  explicit Registered(const Case& one);
+// Cases that are to be tried.
+void enter(const Case& one);
+struct Table {
+  template <size_t count>
+  explicit Table(const Case (&cases)[count]) {
+    for (const Case& one : cases) enter(one);
+  }
 };
 
 // Of a case.

@@ -134,7 +134,7 @@ int choose(Kind kind, int n, const int8_t* fibers) {
   return path[place].taken;
 }
 
-Registered::Registered(const Case& one) { cases().push_back(one); }
+void enter(const Case& one) { cases().push_back(one); }
 
 // Places --------------------------------------------------------------------------------------
 
