@@ -37,6 +37,7 @@ struct Case {
   bool is_searched = true;  // all schedules within these bounds, if they are not too many; else at random
   int processors = 8;
   bool reads_fail = false;  // out of other processes, now and then
+  const char* refuted = nullptr;  // it is wrong: the model must say so, in words of which these are a part
 };
 
 // Cases that are to be tried.
