@@ -1,7 +1,5 @@
 #include "engine.h"
 
-#include <sched.h>
-
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -244,7 +242,7 @@ bool Engine::burn(const Awaited& awaited, Patience patience, int hot) {
       wire_.begin_looking(hot);
       looking.has_begun = true;
     }
-    look < patience.spins ? pause_after(look) : static_cast<void>(sched_yield());
+    look < patience.spins ? pause_after(look) : yield_processor();
   }
   looking.in_vain = true;
   return false;

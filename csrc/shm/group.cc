@@ -1,7 +1,5 @@
 #include "group.h"
 
-#include <sched.h>
-
 #include <numeric>
 #include <utility>
 
@@ -168,7 +166,7 @@ Progress ShmGroup::ready(int spins) {
   for (int look = 0;; ++look) {
     const Progress progress = collectives_.progress();
     if (progress != Progress::kAwaited || look >= looks) return progress;
-    yields ? static_cast<void>(sched_yield()) : pause_after(look);
+    yields ? yield_processor() : pause_after(look);
   }
 }
 

@@ -1,13 +1,9 @@
 #include "peers.h"
 
-#include <poll.h>
-#include <sched.h>
 #include <sys/stat.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <cstring>
 #include <unordered_map>
 #include <utility>
@@ -15,18 +11,16 @@
 namespace fl {
 namespace {
 
-// In place of a file descriptor: none can be had, the process had ended before.
-constexpr int kNone = -1, kGone = -2;
-
-int processors() {
-  cpu_set_t set;
-  return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
-}
+struct Known {
+  std::mutex mutex;
+  std::unordered_map<int32_t, std::weak_ptr<Process>> processes;
+};
 
 // With a core for each rank, what is waited for is some hundred nanoseconds away, and sleeping
 // and waking cost more than burning. With fewer cores the peer needs this one to get on.
 Patience patience_for(int ranks) {
-  return ranks <= processors() ? Patience{16000, 200} : Patience{0, 200};
+  constexpr int kSpins = sized(16000, 1), kYields = sized(200, 1);
+  return ranks <= processors() ? Patience{kSpins, kYields} : Patience{0, kYields};
 }
 
 uint64_t pid_namespace() {
@@ -39,26 +33,20 @@ uint64_t pid_namespace() {
 // Processes -----------------------------------------------------------------------------------
 
 std::shared_ptr<Process> Process::find(int32_t pid) {
-  static std::mutex mutex;
-  static std::unordered_map<int32_t, std::weak_ptr<Process>> known;
-  const std::lock_guard<std::mutex> lock(mutex);
-  auto& place = known[pid];
+  Known& known = one_per_process<Known>();
+  const std::lock_guard<std::mutex> lock(known.mutex);
+  auto& place = known.processes[pid];
   auto process = place.lock();
   if (process != nullptr && !process->has_ended()) return process;  // else it may be another by now
-  int fd = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
-  if (fd < 0) fd = errno == ESRCH ? kGone : kNone;
-  process = std::make_shared<Process>(fd);
+  process = std::make_shared<Process>(open_process(pid));
   place = process;
   return process;
 }
 
-bool Process::has_ended() const {
-  pollfd end{fd_, POLLIN, 0};
-  return fd_ == kGone || (fd_ >= 0 && poll(&end, 1, 0) == 1);
-}
+bool Process::has_ended() const { return process_has_ended(fd_); }
 
 void Process::close_file() noexcept {
-  if (fd_ >= 0) close(std::exchange(fd_, kNone));
+  if (fd_ >= 0) close(std::exchange(fd_, kNoProcess));
 }
 
 // Peers ---------------------------------------------------------------------------------------
@@ -69,7 +57,7 @@ Peers::Peers(const Segment& segment, int rank, int size, Futex& futex)
   RankBlock& mine = segment_.block(rank);
   mine.holds_lock = segment_.mapping().lock(rank) ? 1 : 0;
   mine.pid_namespace = space_;
-  mine.pid = getpid();
+  mine.pid = process_id();
 }
 
 Peers::~Peers() { close_files(); }

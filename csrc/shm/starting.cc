@@ -4,8 +4,6 @@
 // waits for this one any more, and no thread has to wake up. What is left is done by whoever comes
 // first: who waits for it, who calls the next, or after a millisecond a thread of the group. All others
 // run in their queue.
-#include <sched.h>
-
 #include <algorithm>
 #include <utility>
 
@@ -15,8 +13,8 @@ namespace fl {
 namespace {
 
 // Looks at the others' calls: of who calls the next, and of who waits.
-constexpr Patience kNoTime{0, 0}, kLittleTime{100, 0};
-constexpr int kSpins = 1000;
+constexpr Patience kNoTime{0, 0}, kLittleTime{sized(100, 1), 0};
+constexpr int kSpins = sized(1000, 1);
 
 // One of those that are counted, from here to its end.
 class Queued {
@@ -105,7 +103,7 @@ void ShmGroup::end_begun(Patience patience, bool or_hand_over) {
   Progress progress = collectives_.progress();
   for (int i = 0; progress == Progress::kAwaited && i < patience.spins + patience.yields; ++i) {
     if (peers_.has_ended()) break;
-    i < patience.spins ? pause_briefly() : static_cast<void>(sched_yield());
+    i < patience.spins ? pause_briefly() : yield_processor();
     progress = collectives_.progress();
   }
   if (progress == Progress::kComplete || peers_.has_ended()) {
