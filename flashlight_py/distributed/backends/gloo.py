@@ -138,16 +138,12 @@ class GlooBackend(NativeBackend):
         cards = [json.loads(text) for text in texts]
         self._peers = [Peer(*card["peer"]) for card in cards]
         addresses = b"".join(bytes.fromhex(card["address"]) for card in cards)
-        # What this rank shows each rank, and what that one must show, by turns, made with a key of
-        # this meeting alone. They are compared natively: two messages at the start of each
-        # connection, and no SHA-256 of our own in C++.
+        # Of this meeting alone: what both ends of each connection show at its start is made of it.
         key = proof(key, *texts)
-        ways = [way for peer in range(self.size) for way in ((self.rank, peer), (peer, self.rank))]
-        proofs = b"".join(proof(key, b"%d" % source, b"%d" % to) for source, to in ways)
         if len(set(hosts)) > 1:
-            self._watch_hosts(hosts, cards, addresses, len(mine), proofs)
+            self._watch_hosts(hosts, cards, addresses, len(mine), key)
         seconds = self._joining
-        op = self.lib.fl_gloo_connect(self.group, addresses, len(mine), proofs, lazily, seconds)
+        op = self.lib.fl_gloo_connect(self.group, addresses, len(mine), key, lazily, seconds)
         work = NativeWork(self, "connect", op, addresses, seconds)
         waiting = Waiting("connecting through Gloo")
         while True:
@@ -166,13 +162,15 @@ class GlooBackend(NativeBackend):
         self, hosts: Sequence[bytes], cards: Sequence[Mapping[str, Any]], *connecting: Any
     ) -> None:
         """Begin to watch; ``cards`` are of all ranks, the rest as for ``fl_gloo_connect``."""
-        numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
         limits = [card["host_timeout"] for card in cards]
-        texts = [self.ffi.new("char[]", peer.host.encode()) for peer in self._peers]
+        named = dict(zip(hosts, (peer.host for peer in self._peers), strict=True))
+        numbers = {host: number for number, host in enumerate(named)}
+        texts = [self.ffi.new("char[]", name.encode()) for name in named.values()]
         known = {
             "numbers": self.ffi.new("int[]", [numbers[host] for host in hosts]),
-            "names": self.ffi.new("char *[]", texts),
             "ports": self.ffi.new("int[]", [card["heartbeats"] for card in cards]),
+            "names": self.ffi.new("char *[]", texts),
+            "count": len(texts),
             "seconds": max(limits) if all(limits) else 0.0,
         }
         self.lib.fl_gloo_watch_hosts(self.group, self.ffi.new("fl_hosts *", known), *connecting)
