@@ -17,6 +17,9 @@ constexpr char kSilent = 'S', kStopped = 'A', kCutOff = 'C';
 // News are an event, and so many beats are not; more runs of hosts than so are further news; more bytes
 // nobody sends.
 constexpr size_t kLeastNews = 24, kMostRuns = 256, kMostNews = 8192;
+// After news nothing is passed on for so long, and then all that has come: where half of the hosts are lost
+// there are as many news.
+constexpr std::chrono::milliseconds kPause{10};
 
 // Who asks says which rank it is, and what that rank must show.
 constexpr size_t kRankBytes = sizeof(int32_t), kProofBytes = FL_PROOF_BYTES;
@@ -100,14 +103,17 @@ std::optional<Failure> Heartbeat::look() {
   if (asleep > kAsleep * interval_) {
     for (Watched& each : watched_) each.heard += asleep - interval_;
     for (auto& each : doubts_) each.second.since += asleep - interval_;
+    visited_ += asleep - interval_;
   }
   looked_ = now;
   accept_guests();
   listen();
   if (!lost_.count(own_)) judge();
   if (now >= beats_) ask_around();
+  talks_.remove_if([](const Talk& talk) { return talk.line.has_ended(); });
   tell();
   due_ = std::min(beats_, reports_);
+  if (!untold_.empty()) due_ = std::min(due_, tells_);
   for (const Watched& each : watched_) {
     if (each.heard + limit_ > now) due_ = std::min(due_, each.heard + limit_);
   }
@@ -151,13 +157,11 @@ void Heartbeat::accept_guests() {
 void Heartbeat::listen() {
   for (Talk& talk : talks_) {
     talk.line.look();
-    if (!talk.line.is_broken()) listen_to(talk);
+    listen_to(talk);
     if (!talk.is_ours || !talk.line.has_left()) continue;
     left_.insert(talk.peer);
     if (Watched* const each = watched(host(talk.peer))) each->heard = looked_;
   }
-  talks_.remove_if(
-      [](const Talk& talk) { return talk.line.has_left() || talk.line.is_broken(); });
 }
 
 void Heartbeat::listen_to(Talk& talk) {
@@ -168,6 +172,7 @@ void Heartbeat::listen_to(Talk& talk) {
   if (!talk.line.is_connected() || !meets(talk)) return;
   if (!has_beaten(talk)) return;
   if (talk.is_ours) return trust(talk);
+  if (host(talk.peer) != own_) visited_ = looked_;
   talk.line.send({kBeat});
 }
 
@@ -231,7 +236,7 @@ void Heartbeat::ask_around() {
   beats_ = looked_ + interval_;
   std::set<int> asked;
   for (const Talk& talk : talks_) {
-    if (talk.is_ours && !talk.line.is_broken()) asked.insert(host(talk.peer));
+    if (talk.is_ours && !talk.line.has_ended()) asked.insert(host(talk.peer));
   }
   watched_.remove_if([&](Watched& each) {
     const bool stays = each.host >= 0 && asked.count(each.host) && !lost_.count(each.host);
@@ -243,25 +248,26 @@ void Heartbeat::ask_around() {
     doubts = true;
     for (int peer : present(each.host)) ask_again(peer);
   }
-  if (doubts) {
-    for (int which : witnesses()) {
-      const std::vector<int> ranks = present(which);
-      if (!ranks.empty() && watched(which) == nullptr) ask_again(ranks[place_ % ranks.size()]);
-    }
-  } else {
-    doubts_.clear();
+  for (int which : witnesses()) {
+    const std::vector<int> ranks = present(which);
+    const auto doubt = doubts_.find(which);
+    const bool is_open = doubt != doubts_.end() && !doubt->second.has_answered;
+    if (ranks.empty() || watched(which) != nullptr || !(doubts || is_open)) continue;
+    doubts = true;
+    ask_again(ranks[place_ % ranks.size()]);
   }
+  if (!doubts) doubts_.clear();
   for (Talk& talk : talks_) {
     if (!doubts && talk.is_fresh) talk.line.give_up();
     if (talk.is_ours && talk.is_proven && host(talk.peer) != own_) talk.line.send({kBeat});
   }
 }
 
-// The first host from there on which somebody is, and there the rank in this one's place. Hosts beyond those
-// that another one of this host's ranks asks are theirs.
+// The rank in this one's place on that host. Where nobody is there any more, the next host is the first on which
+// somebody is, and others have none in their place: whoever lies behind many that are lost is not asked by all.
 bool Heartbeat::choose(Watched& each) {
   const int count = hosts_->count();
-  const int end = each.distance == 1 ? count : std::min(count, 2 * each.distance);
+  const int end = each.distance == 1 ? count : each.distance + 1;
   for (int step = each.distance; step < end; ++step) {
     const int next = (own_ + step) % count;
     Watched* const other = watched(next);
@@ -304,30 +310,41 @@ void Heartbeat::ask_again(int peer) {
 // Losses -------------------------------------------------------------------------------------
 
 void Heartbeat::judge() {
-  bool is_due = false, has_answer = false;
+  bool is_due = false, has_answer = looked_ - visited_ < doubt_;
   auto since = looked_;
   for (const Watched& each : watched_) {
     is_due |= is_silent(each, limit_);
     has_answer |= !is_silent(each, doubt_);
     since = std::min(since, each.heard);
   }
+  const auto is_open = [&](const auto& each) {
+    const auto& [which, doubt] = each;
+    return !doubt.has_answered && !lost_.count(which) && watched(which) == nullptr;
+  };
+  for (const auto& each : doubts_) {
+    has_answer |= each.second.has_answered;
+    is_due |= is_open(each) && looked_ - each.second.since >= limit_;
+  }
   if (!is_due) return;
-  for (const auto& each : doubts_) has_answer |= each.second.has_answered;
   if (!has_answer && hosts_->count() > 2) return learn(own_, {kCutOff, since});
   for (const Watched& each : watched_) {
     const auto doubt = doubts_.find(each.host);
     const bool answers = doubt != doubts_.end() && doubt->second.has_answered;
     if (is_silent(each, limit_)) learn(each.host, {answers ? kStopped : kSilent, each.heard});
   }
-  for (const auto& [which, doubt] : doubts_) {
-    const bool was_asked = looked_ - doubt.since >= limit_ - doubt_ - interval_;
-    const bool is_lost = was_asked && !doubt.has_answered && watched(which) == nullptr;
-    if (is_lost && !present(which).empty()) learn(which, {kSilent, since});
+  for (const auto& each : doubts_) {
+    const auto asked = each.second.since;
+    const bool is_lost = is_open(each) && looked_ - asked >= limit_;
+    if (is_lost && !present(each.first).empty()) learn(each.first, {kSilent, asked});
   }
 }
 
 void Heartbeat::learn(int which, const Loss& loss) {
-  if (!lost_.emplace(which, loss).second) return;
+  if (lost_.count(which)) return;
+  lost_.emplace(which, loss);
+  for (Talk& talk : talks_) {  // one that may answer is told
+    if (talk.is_ours && host(talk.peer) == which && !talk.line.is_connected()) talk.line.give_up();
+  }
   untold_.emplace(which, loss);
   unreported_.emplace(which, loss);
   reports_ = std::min(reports_, looked_ + (which == own_ ? Clock::duration{} : settling_));
@@ -365,7 +382,9 @@ void Heartbeat::tell() {
   if (!untold_.empty() && news_.empty()) {
     for (int peer : near()) ask(peer, false);
   }
-  while (!untold_.empty()) {
+  const bool tells = looked_ >= tells_;
+  if (tells && !untold_.empty()) tells_ = looked_ + kPause;
+  while (tells && !untold_.empty()) {
     const Loss loss = untold_.begin()->second;
     std::ostringstream text;
     text << kNews << loss.kind << in_milliseconds(looked_ - loss.since);

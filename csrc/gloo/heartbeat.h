@@ -83,7 +83,7 @@ class Heartbeat {
     size_t told = 0;  // bytes of the news
   };
   struct Watched {  // a host that is asked
-    int distance;   // from this one, or further where nobody is there
+    int distance;   // from this one; further, for 1, where nobody is there
     int host;
     Clock::time_point heard;  // when it has answered last
   };
@@ -130,12 +130,13 @@ class Heartbeat {
   int own_ = 0, place_ = 0;  // this host, and which of its ranks this is
   Clock::duration interval_{}, doubt_{}, limit_{}, settling_{};
   Clock::time_point looked_, beats_, due_;  // the last look, the next beats and look
+  Clock::time_point visited_;               // when another host has asked last
   std::list<Talk> talks_;
   std::list<Watched> watched_;
   std::map<int, Doubt> doubts_;  // by host: those asked anew, while one is silent
   std::set<int> left_;           // ranks that have left the group, or whose process has ended
   Losses lost_, untold_, unreported_;
-  Clock::time_point reports_ = kNever;
+  Clock::time_point tells_, reports_ = kNever;
   std::string news_;  // all that there have been, as they travel
 };
 

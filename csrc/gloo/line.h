@@ -34,7 +34,8 @@ class Line {
   bool is_connected() const { return is_connected_; }
   // The other end has closed it, or nobody listens there: a kernel says so, hence that host is there.
   bool has_left() const { return has_left_; }
-  bool is_broken() const { return is_broken_; }
+  // So it has, or it is of no use.
+  bool has_ended() const { return has_left_ || is_broken_; }
 
   // What has come and was not taken, at most some kilobytes.
   const std::string& come() const { return come_; }

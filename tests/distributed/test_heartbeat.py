@@ -7,7 +7,6 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,8 +26,11 @@ def output(folder: Path, name: str, *cases: Sequence[str]) -> list[str]:
     compiler = ["g++", "-std=c++17", "-Wall", "-Wextra", "-Werror", "-pthread"]
     file = ROOT / "tests/native/gloo" / f"{name}.cc"
     subprocess.run([*compiler, "-o", program, file, *sources], check=True)
-    how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 60, "check": True}
-    return [subprocess.run([program, *each], **how).stdout for each in cases]
+    runs = ([program, *each] for each in cases)
+    return [
+        subprocess.run(run, capture_output=True, text=True, timeout=60, check=True).stdout
+        for run in runs
+    ]
 
 
 def test_one_rank_answers_a_host_full_of_them(tmp_path: Path) -> None:
