@@ -42,6 +42,7 @@ Family::Family(int rank, int size, const std::string& host, const std::string& i
 
 Family::~Family() {
   is_going_ = true;
+  leave();
   if (heartbeat_ != nullptr) heartbeat_->ring();
   if (beats_.joinable()) beats_.join();
   engine.stop();

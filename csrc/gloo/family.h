@@ -50,6 +50,10 @@ class Family {
   // Notice when hosts cannot be reached any more: which ends the groups that are there, and have others end.
   int listen_for_hosts();
   void watch_hosts(std::shared_ptr<const Hosts> hosts);
+  // This rank may go from now on, and is not lost then.
+  void leave() {
+    if (heartbeat_ != nullptr) heartbeat_->leave();
+  }
   // Seconds in which it is known whether a host is lost; 0: that is not watched.
   double patience() const { return patience_; }
 

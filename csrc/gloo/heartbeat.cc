@@ -10,10 +10,12 @@ namespace fl {
 namespace {
 
 // What travels once both ends have shown who they are. News begin with theirs and end with a zero: the kind,
-// since how many milliseconds, and the first and the last host of each run of hosts.
-constexpr char kBeat = 1, kNews = 2;
-// Kinds of losses: nobody answers, a kernel does, and on the host that is cut off itself.
-constexpr char kSilent = 'S', kStopped = 'A', kCutOff = 'C';
+// since how many milliseconds, and the first and the last of each run of hosts, or of ranks, whose numbers
+// follow those of the hosts. Who says that it leaves is not lost when its connection ends.
+constexpr char kBeat = 1, kNews = 2, kLeave = 3;
+// Kinds of losses: nobody answers, a kernel does, and on the host that is cut off itself; and of a rank, its
+// process has ended.
+constexpr char kSilent = 'S', kStopped = 'A', kCutOff = 'C', kDead = 'D';
 // News are an event, and so many beats are not; more runs of hosts than so are further news; more bytes
 // nobody sends.
 constexpr size_t kLeastNews = 24, kMostRuns = 256, kMostNews = 8192;
@@ -97,7 +99,16 @@ void Heartbeat::begin(std::shared_ptr<const Hosts> hosts) {
   }
 }
 
+void Heartbeat::leave() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  is_leaving_ = true;
+  for (Talk& talk : talks_) {
+    if (talk.is_proven) talk.line.send({kLeave});
+  }
+}
+
 std::optional<Failure> Heartbeat::look() {
+  const std::lock_guard<std::mutex> lock(mutex_);
   const auto now = time_now();
   const auto asleep = now - looked_;
   if (asleep > kAsleep * interval_) {
@@ -120,6 +131,7 @@ std::optional<Failure> Heartbeat::look() {
   return report();
 }
 
+// Nobody else adds to the lines, or takes any away.
 void Heartbeat::await() {
   std::vector<const Line*> lines;
   for (const Talk& talk : talks_) lines.push_back(&talk.line);
@@ -160,6 +172,8 @@ void Heartbeat::listen() {
     listen_to(talk);
     if (!talk.is_ours || !talk.line.has_left()) continue;
     left_.insert(talk.peer);
+    const bool is_dead = talk.is_proven && !talk.is_leaving && !lost_.count(host(talk.peer));
+    if (is_dead && !lost_.count(own_)) learn(hosts_->count() + talk.peer, {kDead, looked_});
     if (Watched* const each = watched(host(talk.peer))) each->heard = looked_;
   }
 }
@@ -196,6 +210,7 @@ bool Heartbeat::meets(Talk& talk) {
     return false;
   }
   if (!talk.is_ours) talk.line.send(prover_.shown_to(talk.peer) + kBeat);
+  if (is_leaving_) talk.line.send({kLeave});
   talk.line.await_at_least(kLeastNews);
   return true;
 }
@@ -205,8 +220,9 @@ bool Heartbeat::has_beaten(Talk& talk) {
   const std::string& text = talk.line.come();
   bool has_beaten = false;
   for (;;) {
-    const size_t beats = std::min(text.find(kNews), text.size());
-    if (!talk.line.take(beats).empty()) has_beaten = true;
+    const std::string beats = talk.line.take(std::min(text.find(kNews), text.size()));
+    has_beaten |= beats.find(kBeat) != std::string::npos;
+    talk.is_leaving |= beats.find(kLeave) != std::string::npos;
     const size_t end = text.find('\0');
     if (text.empty() || end == std::string::npos) break;
     const std::string news = talk.line.take(end + 1);
@@ -217,7 +233,7 @@ bool Heartbeat::has_beaten(Talk& talk) {
   return has_beaten;
 }
 
-// One line to its host is enough.
+// One new line to its host is enough. That to one that is silent stays: its end says something.
 void Heartbeat::trust(Talk& answers) {
   Watched* const each = watched(host(answers.peer));
   if (each == nullptr) return;
@@ -225,7 +241,7 @@ void Heartbeat::trust(Talk& answers) {
   answers.is_fresh = false;
   if (doubts_.erase(each->host) == 0) return;
   for (Talk& talk : talks_) {
-    if (&talk != &answers && talk.is_ours && host(talk.peer) == each->host) talk.line.give_up();
+    if (talk.is_fresh && host(talk.peer) == each->host) talk.line.give_up();
   }
 }
 
@@ -263,7 +279,7 @@ void Heartbeat::ask_around() {
   }
 }
 
-// The rank in this one's place on that host. Where nobody is there any more, the next host is the first on which
+// The rank in this one's place on that host; of the next host each rank is asked by one of this. Where nobody is there any more, the next host is the first on which
 // somebody is, and others have none in their place: whoever lies behind many that are lost is not asked by all.
 bool Heartbeat::choose(Watched& each) {
   const int count = hosts_->count();
@@ -274,7 +290,10 @@ bool Heartbeat::choose(Watched& each) {
     const std::vector<int> ranks = present(next);
     if (ranks.empty() || lost_.count(next) || (other != nullptr && other != &each)) continue;
     if (std::exchange(each.host, next) != next) each.heard = looked_;
-    ask(ranks[place_ % ranks.size()], false);
+    const size_t first = place_ % ranks.size(), others = hosts_->ranks[own_].size();
+    for (size_t at = first; at < ranks.size(); at += others) {
+      if (at == first || each.distance == 1) ask(ranks[at], false);
+    }
     return true;
   }
   return false;
@@ -356,7 +375,8 @@ void Heartbeat::hear(const std::string& text) {
   int64_t ago;
   given >> kind >> ago;
   for (int first, last; given >> first >> last;) {
-    for (int which = first; which <= last && which < hosts_->count(); ++which) {
+    const int end = hosts_->count() + static_cast<int>(hosts_->numbers.size());
+    for (int which = first; which <= last && which < end; ++which) {
       learn(which, {kind, looked_ - std::chrono::milliseconds(ago)});
     }
   }
@@ -419,21 +439,32 @@ void Heartbeat::tell() {
   }
 }
 
+// Hosts, and else ranks: both at once is rare enough to be said one after the other.
 std::optional<Failure> Heartbeat::report() {
   if (looked_ < reports_) return std::nullopt;
-  reports_ = kNever;
-  Losses lost = std::exchange(unreported_, {});
+  const int count = hosts_->count();
+  const auto ranks = unreported_.lower_bound(count);
+  std::vector<int> missing;
+  if (ranks == unreported_.begin()) {
+    for (const auto& each : unreported_) missing.push_back(each.first - count);
+    unreported_.clear();
+    reports_ = kNever;
+    const bool is_one = missing.size() == 1;
+    return Failure(FL_PEER_LOST, missing, is_one ? "its process has ended" : "their processes have ended");
+  }
+  Losses lost(unreported_.begin(), ranks);
+  unreported_.erase(unreported_.begin(), ranks);
+  if (unreported_.empty()) reports_ = kNever;
   const auto own = lost.find(own_);
   const bool is_ours = own != lost.end();
   std::string words = in_words(is_ours ? Losses{*own} : lost);
   if (is_ours && own->second.kind != kCutOff) {
     words = "the other hosts have given up this one: " + words;
   }
-  std::vector<int> missing;
-  for (int which = 0; which < hosts_->count(); ++which) {
+  for (int which = 0; which < count; ++which) {
     if (is_ours ? which == own_ : !lost.count(which)) continue;
-    const std::vector<int>& ranks = hosts_->ranks[which];
-    missing.insert(missing.end(), ranks.begin(), ranks.end());
+    const std::vector<int>& there = hosts_->ranks[which];
+    missing.insert(missing.end(), there.begin(), there.end());
   }
   std::sort(missing.begin(), missing.end());
   return Failure(FL_HOST_LOST, missing, words);

@@ -6,6 +6,8 @@
 // ranks of that host are asked, by connections of their own: one that is stopped, or busy, does not stand for
 // its host. And some other hosts are asked too: where nobody answers, this host is the one that is cut off.
 //
+// And a connection that ends, of a rank that has not said that it leaves, says that its process has ended.
+//
 // What is found out goes at once to all that are connected, and to the ranks of this host: they pass it on,
 // and as hosts know others that are 1, 2, 4, ... hosts away it is everywhere in as many steps as their number
 // has bits. Each rank reports it a little later: hosts that are lost together are reported together.
@@ -18,6 +20,7 @@
 #include <list>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <set>
 #include <string>
@@ -60,12 +63,15 @@ class Heartbeat {
   // Before the first look.
   void begin(std::shared_ptr<const Hosts> hosts);
 
-  // Ask, answer, and judge. The ranks that are lost, and why: each once.
+  // Ask, answer, and judge. The ranks whose hosts are lost (FL_HOST_LOST), or whose processes have ended
+  // (FL_PEER_LOST), and why: each once.
   std::optional<Failure> look();
   // When to look again, at the latest.
   Clock::time_point due() const { return due_; }
   // Return when it is time for that, or something has come.
   void await();
+  // From any thread: this rank may go from now on, and is not lost then.
+  void leave();
   // From any thread, for good: do not wait any more.
   void ring() noexcept { listener_.ring(); }
 
@@ -80,6 +86,7 @@ class Heartbeat {
     int peer = -1;          // one that asks says so at first
     bool is_fresh = false;  // since a host is silent
     bool has_shown = false, is_proven = false;
+    bool is_leaving = false;  // as it says
     size_t told = 0;  // bytes of the news
   };
   struct Watched {  // a host that is asked
@@ -95,7 +102,7 @@ class Heartbeat {
     char kind;
     Clock::time_point since;
   };
-  using Losses = std::map<int, Loss>;  // by host
+  using Losses = std::map<int, Loss>;  // by host; and behind all hosts by rank
 
   int host(int rank) const { return hosts_->numbers[rank]; }
   std::vector<int> present(int host) const;  // of its ranks, those that have not left
@@ -125,6 +132,8 @@ class Heartbeat {
 
   const int rank_;
   Listener listener_;
+  std::mutex mutex_;  // of all that changes
+  bool is_leaving_ = false;
   std::shared_ptr<const Hosts> hosts_;
   Prover prover_;
   int own_ = 0, place_ = 0;  // this host, and which of its ranks this is

@@ -231,7 +231,9 @@ Mesh::Known Mesh::known(int peer) const {
 }
 
 void Mesh::leave() {
-  if (!is_leaving_.exchange(true)) family_->tell(*this, kLeaving);
+  if (is_leaving_.exchange(true)) return;
+  family_->tell(*this, kLeaving);
+  if (group == 0) family_->leave();
 }
 
 bool Mesh::has_left(int peer) {

@@ -55,7 +55,8 @@ struct Rank {
   Time wakes = fl::kNever, stopped{};
   std::vector<std::pair<Time, int>> guests;  // ends of connections, and when they are there
   int lines = 0;
-  std::map<int, Time> lost;  // hosts, and when it has reported them
+  Time died = fl::kNever;
+  std::map<int, Time> lost;  // hosts, and behind them ranks, and when it has reported them
 };
 
 struct Host {
@@ -86,7 +87,7 @@ class World {
   End& end(int number) { return connections[number / 2].ends[number % 2]; }
 
   void stop(int rank, Time until) { ranks[rank].stopped = std::max(ranks[rank].stopped, until); }
-  void die(int rank);
+  void die(int rank, bool leaves);
   void kill(int host);
   void part(int host, int side);
   // Whether one that asks it is left on the side of `own`, which is not slow either.
@@ -97,6 +98,13 @@ class World {
       if (!asks.is_silent && asks.side == hosts[own].side && asks.slow.count() == 0) return true;
     }
     return false;
+  }
+  // Whether the rank of the host before it that asks it is one of those, and has been so from the beginning.
+  bool is_asked(int rank, int own) const {
+    const int count = static_cast<int>(ranks.size()), asks = (rank + count - kRanksOfHost) % count;
+    const Host& there = hosts[host(asks)];
+    const bool is_there = ranks[asks].heartbeat != nullptr && !there.is_silent && ranks[asks].stopped < ranks[rank].died;
+    return is_there && there.gone == Time{} && hosts[own].gone == Time{} && hosts[host(rank)].gone == Time{};
   }
   bool check(const std::string& name);
 
@@ -183,7 +191,9 @@ void World::look(int number) {
   current = number;
   spent = {};
   if (const auto lost = rank.heartbeat->look()) {
-    for (int each : lost->missing) rank.lost.emplace(host(each), now);
+    const bool is_rank = lost->status == FL_PEER_LOST;
+    const int first = static_cast<int>(hosts.size());
+    for (int each : lost->missing) rank.lost.emplace(is_rank ? first + each : host(each), now);
   }
   const auto slow = hosts[host(number)].slow;
   const auto late = slow.count() > 0 ? milliseconds(random() % slow.count()) : milliseconds{};
@@ -253,8 +263,11 @@ void World::close(int from) {
   if (!end(from ^ 1).is_open) free_.push_back(from / 2);
 }
 
-void World::die(int rank) {
+void World::die(int rank, bool leaves) {
   current = rank;
+  if (ranks[rank].heartbeat == nullptr || hosts[host(rank)].is_silent) return;
+  if (leaves) ranks[rank].heartbeat->leave();
+  if (!leaves) ranks[rank].died = now;
   ranks[rank].heartbeat.reset();
   for (const auto& guest : ranks[rank].guests) close(guest.second);
   ranks[rank].guests.clear();
@@ -305,6 +318,16 @@ bool World::check(const std::string& name) {
       if (!is_gone || is_few || !is_watched(h, own)) continue;
       latest = std::max(latest, named->second - since);
       if (named->second - since > Seconds(kLimit)) wrong += " is late with h" + std::to_string(h);
+    }
+    for (size_t other = 0; other < ranks.size(); ++other) {
+      const auto named = ranks[r].lost.find(hosts.size() + other);
+      if (named == ranks[r].lost.end()) {
+        if (ranks[other].died != fl::kNever && is_asked(other, own)) wrong += " misses rank " + std::to_string(other);
+      } else if (ranks[other].died == fl::kNever) {
+        wrong += " names rank " + std::to_string(other);
+      } else {
+        latest = std::max(latest, named->second - std::max(ranks[other].died, ranks[r].stopped));
+      }
     }
     if (is_few && ranks[r].lost.empty()) wrong += " knows of nothing";
     if (wrong.empty()) continue;
@@ -424,7 +447,8 @@ const std::map<std::string, std::function<void(World&, int)>> kFaults = {
        w.at(w.now + milliseconds(w.random() % 2000), [&w, h] { w.part(h, 0); });
      }},
     {"stop", [](World& w, int h) { w.stop(h * kRanksOfHost, w.now + milliseconds(w.random() % 8000)); }},
-    {"death", [](World& w, int h) { w.die(h * kRanksOfHost); }},
+    {"death", [](World& w, int h) { w.die(h * kRanksOfHost, false); }},
+    {"leaving", [](World& w, int h) { w.die(h * kRanksOfHost, true); }},
     {"slow", [](World& w, int h) { w.hosts[h].slow = milliseconds(1 + w.random() % 1000); }},
     {"loss", [](World& w, int) { w.loss = 0.01; }},
     {"stranger", [](World& w, int h) {
