@@ -279,8 +279,9 @@ void Heartbeat::ask_around() {
   }
 }
 
-// The rank in this one's place on that host; of the next host each rank is asked by one of this. Where nobody is there any more, the next host is the first on which
-// somebody is, and others have none in their place: whoever lies behind many that are lost is not asked by all.
+// The rank in this one's place on that host; of the next host each rank is asked by one of this. Where nobody is
+// there any more, the next host is the first on which somebody is, and others have none in their place: whoever
+// lies behind many that are lost is not asked by all.
 bool Heartbeat::choose(Watched& each) {
   const int count = hosts_->count();
   const int end = each.distance == 1 ? count : each.distance + 1;
