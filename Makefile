@@ -30,7 +30,7 @@ DEV := .venv/.dev
 SOURCES := $(shell find csrc -type f -not -name '*.o' -not -name '*.so')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup example tiny test test-slow test-all tools tools-slow oracle torch engines test-gpu lint docs simulate simulate-night chaos sanitize wheel gpu-bundle bench clean model-hosts
+.PHONY: help setup example tiny test test-slow test-all tools tools-slow oracle torch engines test-gpu lint docs simulate simulate-night chaos sanitize wheel gpu-bundle bench clean model-hosts simulate-heartbeats
 
 help: ## show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -95,6 +95,10 @@ sanitize: ## stress the native code: plain, with Address- and UndefinedBehavior-
 	  $(MAKE) -s -j$$(nproc) -C tests/native/gloo OUT=$(CURDIR)/build/native/gloo $$way || exit; \
 	done
 	@$(IN_VENV) $(MAKE) -s -j$$(nproc) -C tests/native/tape OUT=$(CURDIR)/build/native/tape address
+
+simulate-heartbeats: ## the heartbeats of RANKS (10000) ranks in virtual time; SEED=, COUNT= seeds, FAULT=rack
+	@$(MAKE) -s -C tests/simulation OUT=$(CURDIR)/build/simulation
+	@build/simulation/heartbeats $(if $(filter file,$(origin RANKS)),10000,$(RANKS)) $(or $(SEED),7) $(or $(COUNT),1) $(FAULT)
 
 wheel: $(DEV) ## build a wheel that carries libgloo inside, into wheelhouse/
 	$(IN_VENV) scripts/build_wheel wheelhouse
