@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
+import signal
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 
+from flashlight_py.distributed.rendezvous.store import Roster, derived, name_ranks
 from tests.distributed.rendezvous_helpers import Rank, Ranks
 from tests.distributed.test_tcp_store import (
     closed,
@@ -106,6 +109,14 @@ def test_who_is_below_a_late_rank_is_not_taken_for_late(ranks: Ranks) -> None:
     assert all("rank 1 of 8 has not arrived within 2 s" in each for each in reasons(started))
 
 
+def test_who_holds_others_up_is_named_and_they_are_not(ranks: Ranks) -> None:
+    """What has come to a rank that is stopped goes no further."""
+    started = in_order(ranks, 6, timeout=3.0)
+    os.kill(started[1].pid, signal.SIGSTOP)
+    started += [ranks.start(rank, SIZE, fan=2, timeout=3.0) for rank in (6, 7)]
+    assert "rank 1 of 8 has not arrived within 3 s" in started[0].refusal()
+
+
 def test_two_processes_that_claim_one_rank_are_found_wherever_they_are(ranks: Ranks) -> None:
     started = [*in_order(ranks, 7), ranks.start(5, SIZE, fan=2)]
     assert all("two processes claim rank 5: host " in each for each in reasons(started))
@@ -169,3 +180,33 @@ def test_a_rank_speaks_for_itself_where_nobody_does(ranks: Ranks) -> None:
     started = [ranks.start(rank, SIZE, local_rank=local, timeout=2.0) for rank, local in PLACES]
     (reason,) = reasons(started)
     assert "ranks 1, 2, 3, 4 of 8 have not arrived within 2 s" in reason
+
+
+# What all get -------------------------------------------------------------------------------------
+
+
+def test_a_roster_is_a_list_that_keeps_what_was_made_of_it() -> None:
+    roster = Roster(Roster.of([b"one", b"", b"three"]).body)
+    assert roster == [b"one", b"", b"three"]
+    assert (len(roster), roster[-1], roster[1:], b"" in roster) == (
+        3,
+        b"three",
+        [b"", b"three"],
+        True,
+    )
+    with pytest.raises(IndexError):
+        roster[3]
+    made: list[int] = []
+
+    def total(payloads: Sequence[bytes], more: int) -> int:
+        made.append(more)
+        return sum(map(len, payloads)) + more
+
+    assert [derived(roster, total, more) for more in (1, 1, 2)] == [9, 9, 10]
+    assert made == [1, 2]
+    assert [derived(list(roster), total, 1) for _ in range(2)] == [9, 9]
+
+
+def test_a_message_names_no_more_ranks_than_one_can_read() -> None:
+    assert name_ranks(range(20)).endswith("18, 19")
+    assert name_ranks(range(100_000)) == f"{name_ranks(range(20))} and 99980 more"

@@ -1,4 +1,4 @@
-"""What rank 0 knows of the tree of ranks: what each has given, and who is below whom."""
+"""The tree of ranks as rank 0 knows it: what each has given, and who is below whom."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flashlight_py.distributed.rendezvous.store import ANY_RANK, Peer
-from flashlight_py.distributed.rendezvous.wire import Connection, Greeting, Place
+from flashlight_py.distributed.rendezvous.wire import Connection, Greeting, Seat
 from flashlight_py.interfaces import family_of, is_loopback
 
 # So many hosts have one above them. With more, one card sends a roster more often, one after the
@@ -61,12 +61,25 @@ class Places:
 
     def __init__(self, peer: Peer) -> None:
         self.given: dict[int, bytes] = {}  # in this round, by rank
+        # Whether all were asked what they have, and who has shown something since.
+        self.asked, self.shown = False, set[int]()
         self.left: dict[int, str] = {}  # those that were here and have gone, and which these were
         self._who: dict[int, bytes] = {}
         self._above: dict[int, int] = {}
         self._root = _Opening(0, 0, str(peer), "", 0, FAN)
         self._openings: dict[int, _Opening] = {}
         self._returns: Counter[int] = Counter()
+
+    def begin(self, payload: bytes, is_first: bool) -> None:
+        """Begin a round, in which rank 0 gives ``payload``. After the first nobody joins."""
+        if not is_first:
+            self._who.clear()
+            self._openings.clear()
+        self.given, self.asked = {0: payload}, False
+
+    def ask(self) -> None:
+        """Note that all are asked what they have."""
+        self.asked, self.shown = True, set()
 
     def take(self, body: bytes) -> str:
         """Note what entries say; returns why two of them contradict each other, or ""."""
@@ -78,6 +91,7 @@ class Places:
                 self._who[rank], self._above[rank] = who, above
                 self.left.pop(rank, None)
             self.given[rank] = payload
+            self.shown.add(rank)
         return ""
 
     def is_claimed(self, rank: int, who: bytes) -> bool:
@@ -106,15 +120,23 @@ class Places:
         del self._above[rank]
 
     def missing(self, size: int) -> list[int]:
-        """Return who has given nothing, but for those of whom only who is above them can tell."""
-        silent = set(range(size)) - self.given.keys()
-        return [rank for rank in sorted(silent) if self._above.get(rank) not in silent]
+        """Return who has given nothing. Of whom that is who is above: who has not ``shown`` that.
+
+        Whoever is there shows it when asked, so what does not come from below is held up there.
+        """
+        named = set()
+        for rank in set(range(size)) - self.given.keys():
+            each = rank
+            while (above := self._above.get(each, 0)) and self.asked and above not in self.shown:
+                each = above
+            named.add(each)
+        return sorted(named)
 
     def admit(self, rank: int, peer: Peer) -> None:
         """Note that ``rank``, a process ``peer``, is right below rank 0."""
         self._above[rank], self._who[rank] = 0, identity(peer)
 
-    def place(self, rank: int, candidate: Connection, greeting: Greeting) -> Place:
+    def place(self, rank: int, candidate: Connection, greeting: Greeting) -> Seat:
         """Return where ``candidate`` belongs, a rank that speaks for its host."""
         found, address = self._root, candidate.address[0]
         self._returns[rank] += greeting.without != ANY_RANK
@@ -137,7 +159,7 @@ class Places:
             room = old.room if old else FAN
             new = _Opening(rank, found.depth + 1, str(greeting.peer), host, int(port), room)
             self._openings[rank] = new
-        return Place(rank, found.rank, found.depth + 1, found.peer, found.host, found.port)
+        return Seat(rank, found.rank, found.depth + 1, found.peer, found.host, found.port)
 
     def _below_itself(self, rank: int, opening: _Opening) -> tuple[int, ...]:
         """Return the rank of ``opening`` if it is below ``rank``, which comes a second time."""

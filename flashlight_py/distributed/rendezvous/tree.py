@@ -36,7 +36,7 @@ from flashlight_py.distributed.rendezvous.wire import (
     Connection,
     Greeting,
     Kind,
-    Place,
+    Seat,
     WireError,
 )
 from flashlight_py.errors import RendezvousError
@@ -53,7 +53,7 @@ _SETTLE = 1.0
 _log = logging.getLogger("flashlight_py")
 
 
-class Node(Seeker):
+class TreeNode(Seeker):
     """This rank in the tree: below another one, but for rank 0, and above others perhaps.
 
     Raises:
@@ -90,7 +90,7 @@ class Node(Seeker):
         self._own, self._roster, self._complete = payload, b"", set()
         self._shows, self._is_late = self._round == 0, False
         self._pending = [(Kind.PART, self._entry())] if self._round else []
-        self._places.given = {0: payload}
+        self._places.begin(payload, self._round == 0)
         if self._is_root:
             self._speak(place.known)
         waiting = Waiting(f"rendezvous at {place.name}{place.note}", place.first_report)
@@ -205,6 +205,7 @@ class Node(Seeker):
             self._deadline = min(self._deadline, system.monotonic())
         elif is_up:
             self._shows = True
+            self._pending.append((Kind.PART, self._entry()))
             self._ask(self._complete)
         elif not self._is_late:
             self._time_is_up()
@@ -218,13 +219,14 @@ class Node(Seeker):
         self._drop(connection)
         if not (is_up or is_member):
             return
-        who = self._who(connection)
+        died = f"{self._who(connection)} has died or exited: it closed the connection"
         if is_up:
             self._up, self._without = None, rank or ANY_RANK
+            self._bereft = died if rank else ""  # another rank 0 may come at any time
         else:
             del self.members[rank]
         if self._round > 0 or (is_up and rank == 0 and not self._place.moves):
-            raise self._failure(f"{who} has died or exited: it closed the connection")
+            raise self._failure(died)
         if self._is_root:
             self._places.lose(rank, 0)
         elif is_member:
@@ -252,10 +254,11 @@ class Node(Seeker):
                 raise self._failure(not_arrived([above], self._size, place.timeout))
             self._up.send(Kind.LATE, str(self._round).encode(), now + _ANSWER)
             self._deadline = now + _ANSWER + _MORE * (self._seat.depth - 1)
-        elif self._is_late or self._round == 0 or not place.is_tree:
+        elif self._is_late or not place.is_tree:
             missing = self._places.missing(self._size) or [0]
             raise self._failure(self._not_arrived(missing))
         else:
+            self._places.ask()
             self._ask(self._complete)
             self._deadline = now + _SETTLE
         self._is_late = True
@@ -325,7 +328,7 @@ class Node(Seeker):
     def _settle(self, candidate: Connection, rank: int, greeting: Greeting) -> None:
         """Tell a process its place; it becomes a member if that is here."""
         place, me = self._place, self._seat
-        seat = Place(rank, me.rank, me.depth + 1, str(self._processes[place.rank]))
+        seat = Seat(rank, me.rank, me.depth + 1, str(self._processes[place.rank]))
         if self._is_root and place.is_tree and greeting.at != LEAF:
             seat = self._places.place(rank, candidate, greeting)
         elif self._is_root:
