@@ -125,7 +125,7 @@ def exchange_process_info(store: Store, checks: bool) -> None:
     process = f"process {system.getpid()} on {system.gethostname()}"
     host = host_identity().decode(errors="backslashreplace")
     texts = store.exchange(json.dumps([process, process_space(), host, checks]).encode())
-    store.processes, store.spaces, store.hosts, without = derived(texts, _processes)
+    store.processes, store.spaces, store.hosts, store.named, without = derived(texts, _processes)
     if 0 < len(without) < store.size:
         raise UnavailableEverywhereError(
             f"rank {store.rank} of {store.size}: FLASHLIGHT_CHECKS is 0 on {names(without)}, and "
@@ -133,9 +133,10 @@ def exchange_process_info(store: Store, checks: bool) -> None:
         )
 
 
-def _processes(texts: Sequence[bytes]) -> tuple[Sequence[Any], ...]:
-    *known, checked = zip(*map(json.loads, texts), strict=True)
-    return *known, [rank for rank, checks in enumerate(checked) if not checks]
+def _processes(texts: Sequence[bytes]) -> tuple[Any, ...]:
+    processes, spaces, hosts, checked = zip(*map(json.loads, texts), strict=True)
+    without = [rank for rank, checks in enumerate(checked) if not checks]
+    return processes, spaces, hosts, needs_names(spaces), without
 
 
 def ranks_by_memory(store: Store) -> tuple[list[list[int]], str]:
@@ -153,7 +154,7 @@ def ranks_by_memory(store: Store) -> tuple[list[list[int]], str]:
     try:
         try:
             _native.load("shm")
-            file = MemoryFile(needs_names(store.spaces))
+            file = MemoryFile(store.named)
             os.posix_fallocate(file.fd, 0, len(nonce))
             os.pwrite(file.fd, nonce.encode(), 0)
         except (OSError, BackendUnavailableError) as error:

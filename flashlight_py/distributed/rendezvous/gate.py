@@ -52,6 +52,9 @@ if TYPE_CHECKING:
 FIRST_PAUSE, PAUSE_GROWTH, LONGEST_PAUSE = 0.002, 1.5, 0.1
 # For so many seconds for each rank, rank 0 may be busy with the others.
 _EACH = 0.001
+# So long whom rank 0 has named may take to answer; and so long who has lost the one above it looks
+# for rank 0, which is gone where the run has failed meanwhile. In seconds.
+_ABOVE, _BEREFT = 5.0, 6.0
 # How long a short message may take, and a reason for failing is kept readable, in seconds.
 SHORTLY = 2.0
 # Connections that have proven nothing yet, beyond one per rank; more are a flood.
@@ -235,6 +238,7 @@ class Seeker(Gate):
         self._process = this_process()
         self._seat = Place(place.rank, 0, 0, str(self._process))
         self._without = ANY_RANK  # who was above this rank and is not there
+        self._bereft = ""  # and that it has died, if it was there
         self._deadline = math.inf
         self._host, self._speaks = "", False  # where it listens for other hosts; for its own one
 
@@ -277,7 +281,7 @@ class Seeker(Gate):
                 pause = min(pause * PAUSE_GROWTH, LONGEST_PAUSE)
         finally:
             place.clear()
-        missing = not_arrived([0], self._size, place.timeout)
+        missing = self._bereft or not_arrived([0], self._size, place.timeout)
         raise self._failure(f"{missing}{problem}; {place.remedy()}")
 
     def _reach(self, offer: Offer, is_inside: bool, above: int = 0) -> None:
@@ -289,7 +293,8 @@ class Seeker(Gate):
         place, at = self._place, offer.addresses
         if is_inside:
             at = [(self._name_inside(offer.secret), 0)]
-        patience = place.patience + (self._size * _EACH if place.is_tree else 0)
+        patience = _ABOVE if above else place.patience
+        patience += self._size * _EACH if place.is_tree else 0
         until = min(self._deadline, system.monotonic() + patience)
         introduce = partial(self._introduce, is_asking=not (is_inside or above))
         connection = greet(offer._replace(addresses=at), introduce, until)
@@ -306,11 +311,13 @@ class Seeker(Gate):
         if message is None or message.kind is not Kind.PLACE:
             connection.wire.close()
             if message is not None:
-                raise self._failure(message.body.decode(errors="replace"), joining=True)
+                before = f"{self._bereft}; " if self._bereft else ""
+                reason = message.body.decode(errors="replace")
+                raise self._failure(f"{before}{reason}", joining=True)
             raise NobodyError("who listens there has gone, or names no place")
         seat = Place(*json.loads(message.body))
         if not seat.host:
-            self._up, self._seat, self._without = connection, seat, ANY_RANK
+            self._up, self._seat, self._without, self._bereft = connection, seat, ANY_RANK, ""
             connection.rank = seat.parent
             self.selector.register(connection.wire, EVENT_READ, connection)
             self._seated()

@@ -38,6 +38,7 @@ class Store(abc.ABC):
     total: int = 0
     hosts: Sequence[str] = ()  # identities of the ranks' hosts; empty: not known yet
     spaces: Sequence[str] = ("",)  # equal for those that see each other's processes; "": not known
+    named = True  # memory that all might share is a file with a name, since not all are known to
     # Of each rank that is connected with this one for the rendezvous: the address and port of our
     # end, and of the other.
     ends: Mapping[int, tuple[Any, Any]] = MappingProxyType({})
@@ -128,6 +129,10 @@ def derived(payloads: Sequence[bytes], make: Callable[..., _Made], *more: Hashab
     return make(payloads, *more)
 
 
+def _part(payloads: Sequence[bytes], ranks: Sequence[int]) -> Roster:
+    return Roster.of([payloads[rank] for rank in ranks])
+
+
 class Kin(NamedTuple):
     """Ranks of a group that are to be one of their own, on connections that ``whole`` has.
 
@@ -166,8 +171,7 @@ class SubStore(Store):
 
     def exchange(self, payload: bytes) -> Sequence[bytes]:
         """Pass ``payload`` and return that of every rank of the sub-store; see ``Store``."""
-        everyone = self._store.exchange(payload)
-        return [everyone[rank] for rank in self._ranks]
+        return derived(self._store.exchange(payload), _part, tuple(self._ranks))
 
     def close(self) -> None:
         """Do nothing: the store that is wrapped is closed by whoever made it."""

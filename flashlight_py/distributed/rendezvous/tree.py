@@ -90,14 +90,15 @@ class Node(Seeker):
         self._own, self._roster, self._complete = payload, b"", set()
         self._shows, self._is_late = self._round == 0, False
         self._pending = [(Kind.PART, self._entry())] if self._round else []
-        self._places.given = {0: payload}
+        self._places.begin(payload)
         if self._is_root:
             self._speak(place.known)
         waiting = Waiting(f"rendezvous at {place.name}{place.note}", place.first_report)
         self._pass_on()
         while not self._roster:
             is_over = system.monotonic() >= self._deadline
-            self._serve(min(self._deadline, waiting.due, place.next_look))
+            due = min(waiting.due, place.next_look) if self._is_root else math.inf
+            self._serve(min(self._deadline, due))
             self._pass_on()
             if not self._roster:
                 if is_over and system.monotonic() >= self._deadline:  # it may have been moved
@@ -204,6 +205,7 @@ class Node(Seeker):
             self._deadline = min(self._deadline, system.monotonic())
         elif is_up:
             self._shows = True
+            self._pending.append((Kind.PART, self._entry()))
             self._ask(self._complete)
         elif not self._is_late:
             self._time_is_up()
@@ -217,13 +219,14 @@ class Node(Seeker):
         self._drop(connection)
         if not (is_up or is_member):
             return
-        who = self._who(connection)
+        died = f"{self._who(connection)} has died or exited: it closed the connection"
         if is_up:
             self._up, self._without = None, rank or ANY_RANK
+            self._bereft = died if rank else ""  # another rank 0 may come at any time
         else:
             del self.members[rank]
         if self._round > 0 or (is_up and rank == 0 and not self._place.moves):
-            raise self._failure(f"{who} has died or exited: it closed the connection")
+            raise self._failure(died)
         if self._is_root:
             self._places.lose(rank, 0)
         elif is_member:
@@ -251,10 +254,11 @@ class Node(Seeker):
                 raise self._failure(not_arrived([above], self._size, place.timeout))
             self._up.send(Kind.LATE, str(self._round).encode(), now + _ANSWER)
             self._deadline = now + _ANSWER + _MORE * (self._seat.depth - 1)
-        elif self._is_late or self._round == 0 or not place.is_tree:
+        elif self._is_late or not place.is_tree:
             missing = self._places.missing(self._size) or [0]
             raise self._failure(self._not_arrived(missing))
         else:
+            self._places.ask()
             self._ask(self._complete)
             self._deadline = now + _SETTLE
         self._is_late = True

@@ -496,7 +496,7 @@ def _shared(store: Store, settings: Settings, hosts: Sequence[Sequence[int]], ap
         except BackendUnavailableError as error:
             problem = str(error)
     problems = store.exchange(problem.encode(errors="backslashreplace"))
-    failed = next((text.decode() for text in problems if text), "")
+    failed = derived(problems, _first_text)
     if failed:
         inside.close()
         why = f"shared memory cannot be used: {failed}"
@@ -511,6 +511,10 @@ def _shared(store: Store, settings: Settings, hosts: Sequence[Sequence[int]], ap
     more = ", ..." if len(hosts) > _MOST_SIZES else ""
     why = f"{len(hosts)} hosts with {sizes}{more} ranks: shared memory inside, Gloo between"
     return Choice(backend, f"{why}{apart and f'; {apart}'}", apart)
+
+
+def _first_text(texts: Sequence[bytes]) -> str:
+    return next((text.decode() for text in texts if text), "")
 
 
 def _between(
@@ -543,7 +547,7 @@ def _gloo(
         backend: Backend = store.kin.whole.part(store, settings.timeout)
         return backend
     _native.load("gloo")
-    one_host = len(set(store.hosts)) == 1
+    one_host = all(host == store.hosts[0] for host in store.hosts)
     return GlooBackend(
         store,
         topology.address_inside(settings.interface) if one_host else settings.address,
