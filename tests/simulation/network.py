@@ -37,6 +37,8 @@ from socket import (
 from types import SimpleNamespace
 from typing import Any
 
+from greenlet import getcurrent
+
 from tests.simulation import costs
 from tests.simulation.world import Host, Process, World, me
 
@@ -92,8 +94,9 @@ class File:
         return self.descriptor
 
     def close(self) -> None:
-        if self.descriptor in me().descriptors:
-            self.shut(me(), self.descriptor)
+        process = getcurrent().process  # of one that has ended all is closed
+        if self.descriptor in process.descriptors:
+            self.shut(process, self.descriptor)
 
     def __enter__(self) -> Any:
         return self
@@ -113,8 +116,6 @@ class File:
 
     def wait(self, seconds: float | None) -> bool:
         """Wait for a change; False: time is up."""
-        from greenlet import getcurrent
-
         fiber = getcurrent()
         self.waiters.append(fiber)
         is_woken = self.world.park(math.inf if seconds is None else fiber.clock + seconds)
