@@ -7,7 +7,9 @@ was measured, and move nothing.
 from __future__ import annotations
 
 import json
+import math
 import os
+import signal
 import zlib
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Sequence
@@ -126,7 +128,8 @@ def native_stood_in_for() -> Iterator[None]:
 class Start:
     """``ranks`` of a job, ``per_host`` on each, which start at once, or within ``spread`` seconds.
 
-    ``begin`` is what a rank does: by default all that production does before it may compute.
+    ``begin`` is what a rank does: by default all that production does before it may compute;
+    ``environ`` is added to its environment.
     """
 
     def __init__(
@@ -138,17 +141,20 @@ class Start:
         timeout: float = 300.0,
         spread: float = 0.0,
         begin: Callable[[int, int, float], Any] | None = None,
+        **environ: str,
     ) -> None:
         self.world, self.ranks, self.timeout = World(seed, cores=cores), ranks, timeout
         self.up: dict[int, float] = {}  # when each rank was
         self.errors: dict[int, BaseException] = {}
         self.ended: dict[int, float] = {}
         self.progress = [0] * ranks  # exchanges that each rank has begun
+        self.dies, self.died = (-1, 0), math.nan  # a rank that is killed in an exchange, and when
         self._begin, self._per_host = begin or meet, per_host
         self.hosts = [self.world.add_host() for _ in range(-(-ranks // per_host))]
         self.processes = [
             Process(
-                *(self.hosts[rank // per_host], self._program(rank), {"FLASHLIGHT_SECRET": "s"}),
+                *(self.hosts[rank // per_host], self._program(rank)),
+                {"FLASHLIGHT_SECRET": "s", **environ},
                 self.world.random.uniform(0, spread),
             )
             for rank in range(ranks)
@@ -172,6 +178,9 @@ class Start:
 
     def _count(self, rank: int) -> None:
         self.progress[rank] += 1
+        if (rank, self.progress[rank]) == self.dies:
+            self.died = self.world.clock()
+            self.world.at(self.died, self.processes[rank].end, -signal.SIGKILL)
 
     def run(self, until: float = 1e4) -> Start:
         """Let it happen."""
