@@ -5,8 +5,7 @@
  * backends/hierarchical.py. The first call is small, a large reduce, or one that all ranks make together
  * (_flatly). One fault: a rank dies, calls something else, or stalls for ever or a while, at any moment.
  *
- *   -DSHAPE=22  2 hosts of 2 ranks; 31: 3 hosts of 1; 21: a host of 2 and one of 1
- *   -DCALLS=2   so many calls in a row
+ *   -DSHAPE=22  2 hosts of 2 ranks; 31: 3 hosts of 1; 21: a host of 2 and one of 1; -DCALLS=2 calls in a row
  *   -DMUTANT=   one that tests/model/test_hosts.py lists: the model without one of its parts
  *
  * Time goes on, by one, where nobody can do anything else: Promela's `timeout`. So whatever is on its way
@@ -67,11 +66,9 @@ mtype = { SMALL, REDUCE, FLATLY, NOTHING, DIES, STALLS, DIFFERS };
 mtype verb, fault;       /* of the first call; what has not struck yet */
 byte victim;             /* whom it strikes */
 byte odd;                /* in which call it differs */
-bool dead, asleep;       /* the victim */
-bool struck, open;       /* whether the fault has struck; whether it may in this moment */
+bool dead, asleep, struck, open;  /* the victim; whether the fault has struck, and may in this moment */
 
-byte due[N];             /* how long until a wait ends at the latest */
-byte entered[N];         /* calls */
+byte due[N], entered[N]; /* how long until a wait ends at the latest; calls */
 bool ended[N], gone[N];  /* a rank's program; its connections */
 
 /* What p knows of q in a part: how many calls have come, and the farewell; what q gave with its calls. */
@@ -83,11 +80,7 @@ bool connected[N * N];   /* in FLAT, which connects when it is used */
 #define IS_DEAD(q) (dead && victim == (q))
 #define HAS(part, q) (!JOINS(part, me, q) || came[AT(part, me, q)] >= number[part])
 #define IS_LOST(part, q) (JOINS(part, me, q) && (IS_DEAD(q) || told[AT(part, me, q)] != 0))
-#if N == 4
-#define LAST 3
-#else
-#define LAST 2
-#endif
+#define LAST (N - 1)
 #define ALL_HAVE_CALLED(part) (HAS(part, 0) && HAS(part, 1) && HAS(part, 2) && HAS(part, LAST))
 /* In memory whoever waits looks at all; over Gloo at the first that has not called. */
 #define LOSS_IN_MEMORY(part) \
@@ -108,8 +101,8 @@ inline moment(may_stall) {
   fi
 }
 
-/* farewell of peers.cc, explain of mesh.cc: the first in the order of ranks that has said why it gave up,
- * else who has gone. */
+/* farewell of peers.cc, explain of mesh.cc: the first in the order of ranks that has said why it gave up; 0:
+ * none has. */
 inline explain(part) {
   why = 0;
   for (q : 0 .. N - 1) {
@@ -124,7 +117,6 @@ inline explain(part) {
     :: else
     fi
   }
-  if :: why == 0 && dead -> why = LOST | BIT(victim) :: else fi;
   q = 0
 }
 
@@ -153,7 +145,10 @@ inline step(part, limit, content) {
   if
   :: atomic { why == 0 && STRIKES(DIES) -> dies() }
   :: d_step { why == 0 && ALL_HAVE_CALLED(part) -> due[me] = NEVER }
-  :: atomic { why == 0 && !ALL_HAVE_CALLED(part) && LOSS(part) -> explain(part); failed = part; goto raises }
+  :: atomic { why == 0 && !ALL_HAVE_CALLED(part) && LOSS(part) ->
+       explain(part);
+       why = (why == 0 -> LOST | BIT(victim) : why);               /* who has gone */
+       failed = part; goto raises }
   :: atomic { why == 0 && !ALL_HAVE_CALLED(part) && due[me] == 0 ->
        explain(part);
        why = (MUTANT == LATE_ANYWAY -> 0 : why);
@@ -259,7 +254,13 @@ raises: /* _run of HierarchicalBackend: who failed, what this host's ranks know 
   due[me] = NEVER;
   give_up(failed, why);
   atomic {
-    if :: why & LOST -> sent = why; explain(INSIDE); why = ((why & LOST) -> why : sent) :: else fi;
+    if
+    :: why & LOST ->
+      sent = why; explain(INSIDE);
+      why = (why == 0 && dead && JOINS(INSIDE, me, victim) -> LOST | BIT(victim) : why);
+      why = ((why & LOST) -> why : sent)
+    :: else
+    fi;
     assert(struck);                                                /* else all are well */
     assert(fault != DIFFERS);
     assert(victim == me || (why & NAMES) == BIT(victim))
