@@ -2,66 +2,55 @@
  *
  * What failures/agreement.py does (meet, reach, _one_of, _differences), and around it what decides how a
  * wait ends: csrc/shm/peers.cc inside a host, csrc/gloo/mesh.cc between hosts, _run and end of
- * backends/hierarchical.py. Two calls in a row, of which the first is small, a large reduce, or one that
- * all ranks make together (_flatly). One fault: a rank dies, calls something else, or stalls, for ever or
- * for a while, all at any moment.
+ * backends/hierarchical.py. The first call is small, a large reduce, or one that all ranks make together
+ * (_flatly). One fault: a rank dies, calls something else, or stalls for ever or a while, at any moment.
  *
- *   -DSHAPE=22  2 hosts of 2 ranks (default); 31: 3 hosts of 1; 21: a host of 2 and one of 1
- *   -DMUTANT    what tests/model/test_hosts.py lists: the model without one of its parts
+ *   -DSHAPE=22  2 hosts of 2 ranks; 31: 3 hosts of 1; 21: a host of 2 and one of 1; -DCALLS=2 calls in a row
+ *   -DMUTANT=   one that tests/model/test_hosts.py lists: the model without one of its parts
  *
- * Time. `now` goes on by one where nobody can do anything else, Promela's `timeout`. So whatever is on its
- * way arrives, in any order, before the next limit passes, but ranks that wait for something at the same
- * time see their limits pass in any order. A limit is T, and STEP more for each time that between_hosts is
- * applied; ranks that are well call up to SKEW apart, which is less than STEP. That is what the library
- * assumes, too: hosts further apart than between_hosts adds would name each other.
+ * Time goes on, by one, where nobody can do anything else: Promela's `timeout`. So whatever is on its way
+ * arrives, in any order, before the next limit passes; limits that pass in the same moment are noticed in any
+ * order. A limit is T, and STEP more for each time that between_hosts is applied; ranks that are well call up
+ * to SKEW apart, less than STEP. The library assumes that too: hosts that call further apart than
+ * between_hosts adds may name each other.
+ *
+ * Simpler than the code: what one rank sends to several over Gloo arrives at once unless the victim dies in
+ * between, or stalls there in FLAT, whose data takes time. Who stops among the announcements of a small call,
+ * some microseconds, may have others name ranks that wait as well. All are connected in FLAT, which in the code
+ * connects when it is used first: -DLAZY=1 does so, and finds that a rank which has given up before another one
+ * connects to it is taken for lost.
  */
 
-#ifndef SHAPE
-#define SHAPE 22
-#endif
 #if SHAPE == 22
 #define N 4
-#define HOST(r) ((r) / 2)
-#define LOCAL(r) ((r) % 2)
-#define LEADERS 2
-#elif SHAPE == 31
-#define N 3
-#define HOST(r) (r)
-#define LOCAL(r) 0
-#define LEADERS 1
 #else
 #define N 3
-#define HOST(r) ((r) / 2)
-#define LOCAL(r) ((r) % 2)
-#define LEADERS 1
 #endif
+#define SIZE (SHAPE == 31 -> 1 : 2)  /* ranks of the first host */
+#define HOST(r) ((r) / SIZE)
+#define LOCAL(r) ((r) % SIZE)
+#define LEADERS (SHAPE == 22 -> 2 : 1)
 
-#ifndef CALLS
-#define CALLS 2
+#ifndef LAZY
+#define LAZY false
 #endif
 #define T 4
 #define SKEW 1
-#ifdef NO_NESTING
-#define STEP 0
-#else
-#define STEP 2
+#ifndef MUTANT
+#define MUTANT NOTHING
 #endif
+#define STEP (MUTANT == NO_NESTING -> 0 : 2)
 #define between_hosts(seconds, times) ((seconds) + (times) * STEP)
-#ifdef NO_TIMEOUT
-#define TIMES_OUT false
-#else
-#define TIMES_OUT true
-#endif
 #define FAR between_hosts(T, 3)
 #define NEVER 255
 
 /* Parts of a hierarchical backend, and who is in them. */
-#define PARTS 3
 #define INSIDE 0
 #define BETWEEN 1
 #define FLAT 2
-#define JOINS(part, p, q)                                                        \
-  ((p) != (q) && ((part) == FLAT || ((part) == INSIDE && HOST(p) == HOST(q)) ||  \
+#define PARTS 3
+#define JOINS(part, p, q)                                                       \
+  ((p) != (q) && ((part) == FLAT || ((part) == INSIDE && HOST(p) == HOST(q)) || \
                   ((part) == BETWEEN && LOCAL(p) == LOCAL(q) && LOCAL(p) < LEADERS)))
 
 /* Why a wait ended, as a peer is told: with the set of ranks that it names. SAID: FL_RAISED, in words. */
@@ -71,15 +60,15 @@
 #define NAMES 31
 #define BIT(r) (1 << (r))
 
+mtype = { NO_NESTING, NEVER_AHEAD, PATIENT_LEADER, NOT_PASSED_ON, NO_REASONS, LATE_ANYWAY, NO_FOR_OTHERS,
+          NO_ZERO_INSIDE, NO_TIMEOUT };                            /* of MUTANT */
 mtype = { SMALL, REDUCE, FLATLY, NOTHING, DIES, STALLS, DIFFERS };
 mtype verb, fault;       /* of the first call; what has not struck yet */
 byte victim;             /* whom it strikes */
 byte odd;                /* in which call it differs */
-bool dead, asleep;       /* the victim */
-bool struck, open;       /* whether the fault has struck; whether it may in this moment */
+bool dead, asleep, struck, open;  /* the victim; whether the fault has struck, and may in this moment */
 
-byte due[N];             /* how long until a wait ends at the latest */
-byte entered[N];         /* calls */
+byte due[N], entered[N]; /* how long until a wait ends at the latest; calls */
 bool ended[N], gone[N];  /* a rank's program; its connections */
 
 /* What p knows of q in a part: how many calls have come, and the farewell; what q gave with its calls. */
@@ -91,20 +80,14 @@ bool connected[N * N];   /* in FLAT, which connects when it is used */
 #define IS_DEAD(q) (dead && victim == (q))
 #define HAS(part, q) (!JOINS(part, me, q) || came[AT(part, me, q)] >= number[part])
 #define IS_LOST(part, q) (JOINS(part, me, q) && (IS_DEAD(q) || told[AT(part, me, q)] != 0))
-#if N == 4
-#define HAS_3(part) HAS(part, 3)
-#define LOST_3(part, awaited) (IS_LOST(part, 3) && (!awaited || !HAS(part, 3)))
-#else
-#define HAS_3(part) true
-#define LOST_3(part, awaited) false
-#endif
-#define ALL_HAVE_CALLED(part) (HAS(part, 0) && HAS(part, 1) && HAS(part, 2) && HAS_3(part))
+#define LAST (N - 1)
+#define ALL_HAVE_CALLED(part) (HAS(part, 0) && HAS(part, 1) && HAS(part, 2) && HAS(part, LAST))
 /* In memory whoever waits looks at all; over Gloo at the first that has not called. */
 #define LOSS_IN_MEMORY(part) \
-  (IS_LOST(part, 0) || IS_LOST(part, 1) || IS_LOST(part, 2) || LOST_3(part, false))
-#define LOSS_BY_GLOO(part)                                                                     \
-  (!HAS(part, 0) -> IS_LOST(part, 0) : (!HAS(part, 1) -> IS_LOST(part, 1) :                    \
-   (!HAS(part, 2) -> IS_LOST(part, 2) : LOST_3(part, true))))
+  (IS_LOST(part, 0) || IS_LOST(part, 1) || IS_LOST(part, 2) || IS_LOST(part, LAST))
+#define LOSS_BY_GLOO(part)                                                  \
+  (!HAS(part, 0) -> IS_LOST(part, 0) : (!HAS(part, 1) -> IS_LOST(part, 1) : \
+   (!HAS(part, 2) -> IS_LOST(part, 2) : IS_LOST(part, LAST))))
 #define LOSS(part) ((part) == INSIDE -> LOSS_IN_MEMORY(part) : LOSS_BY_GLOO(part))
 
 /* The victim may die or stall here; see init for `open`. */
@@ -118,33 +101,22 @@ inline moment(may_stall) {
   fi
 }
 
-/* farewell of peers.cc, explain of mesh.cc: the first in the order of ranks that has said why it gave up,
- * else who has gone. */
+/* farewell of peers.cc, explain of mesh.cc: the first in the order of ranks that has said why it gave up; 0:
+ * none has. */
 inline explain(part) {
   why = 0;
   for (q : 0 .. N - 1) {
     if
     :: why == 0 && JOINS(part, me, q) && told[AT(part, me, q)] != 0 ->
       why = told[AT(part, me, q)];
+      why = why & ~SAID;
       if
-#ifdef NO_FOR_OTHERS
-      :: why & BIT(me) -> why = LOST | BIT(q)                      /* it gave up waiting for this rank */
-#else
-      :: why & BIT(me) -> why = LATE | BIT(me)                     /* as others are told: see for_others */
-#endif
-#ifdef NO_REASONS
-      :: else -> why = LOST | BIT(q)
-#else
-      :: else -> why = why & ~SAID
-#endif
+      :: MUTANT == NO_REASONS || (MUTANT == NO_FOR_OTHERS && (why & BIT(me))) -> why = LOST | BIT(q)
+      :: else -> why = (why & BIT(me) -> LATE | BIT(me) : why)     /* this rank is late: see for_others */
       fi
     :: else
     fi
   }
-  if
-  :: why == 0 && dead -> why = LOST | BIT(victim)
-  :: else
-  fi;
   q = 0
 }
 
@@ -167,19 +139,19 @@ inline step(part, limit, content) {
       :: else -> refused = q; explain(FLAT); why = (why == 0 -> LOST | BIT(refused) : why); refused = 0; break
       fi
     :: q < N && !JOINS(part, me, q) -> q++
-    :: q == N -> q = 0; due[me] = limit; break
+    :: q == N -> q = 0; due[me] = (MUTANT == NO_TIMEOUT -> NEVER : limit); break
     od
   };
   if
   :: atomic { why == 0 && STRIKES(DIES) -> dies() }
   :: d_step { why == 0 && ALL_HAVE_CALLED(part) -> due[me] = NEVER }
-  :: atomic { why == 0 && !ALL_HAVE_CALLED(part) && LOSS(part) -> explain(part); failed = part; goto raises }
-  :: atomic { TIMES_OUT && why == 0 && !ALL_HAVE_CALLED(part) && due[me] == 0 ->
-#ifdef LATE_ANYWAY
-       why = 0;
-#else
+  :: atomic { why == 0 && !ALL_HAVE_CALLED(part) && LOSS(part) ->
        explain(part);
-#endif
+       why = (why == 0 -> LOST | BIT(victim) : why);               /* who has gone */
+       failed = part; goto raises }
+  :: atomic { why == 0 && !ALL_HAVE_CALLED(part) && due[me] == 0 ->
+       explain(part);
+       why = (MUTANT == LATE_ANYWAY -> 0 : why);
        if
        :: why == 0 -> why = LATE; for (q : 0 .. N - 1) { why = why | (HAS(part, q) -> 0 : BIT(q)) }
        :: else
@@ -195,11 +167,13 @@ inline give_up(part, words) {
     q = (given & BIT(part) -> N : 0);
     given = given | BIT(part);
     do
-    :: q < N && JOINS(part, me, q) && (part != FLAT || connected[me * N + q]) ->
-      told[AT(part, q, me)] = words;
-      q++
-    :: q < N && !(JOINS(part, me, q) && (part != FLAT || connected[me * N + q])) -> q++
     :: q == N -> q = 0; break
+    :: else ->
+      if
+      :: JOINS(part, me, q) && (part != FLAT || connected[me * N + q]) -> told[AT(part, q, me)] = words
+      :: else
+      fi;
+      q++
     od
   }
 }
@@ -209,10 +183,7 @@ inline _one_of(part) {
   d_step {
     digest = GAVE(part, me, number[part]);
     for (q : 0 .. N - 1) {
-      if
-      :: JOINS(part, me, q) && GAVE(part, q, number[part]) != GAVE(part, me, number[part]) -> digest = 0
-      :: else
-      fi
+      digest = (JOINS(part, me, q) && GAVE(part, q, number[part]) != digest -> 0 : digest)
     }
     q = 0
   }
@@ -228,60 +199,40 @@ inline meet() {
     sent = digest;
     step(BETWEEN, between_hosts(seconds, 1), digest);              /* ALL_GATHER */
     _one_of(BETWEEN);
-#ifdef NO_ZERO_INSIDE
-    digest = sent;
-#endif
+    digest = (MUTANT == NO_ZERO_INSIDE -> sent : digest);
     sent = 0
   :: else
   fi;
-#ifndef PATIENT_LEADER
-  seconds = (LOCAL(me) == 0 -> T : between_hosts(seconds, 2));
-#else
-  seconds = between_hosts(seconds, 2);
-#endif
+  seconds = (LOCAL(me) == 0 && MUTANT != PATIENT_LEADER -> T : between_hosts(seconds, 2));
   step(INSIDE, seconds, digest);                                   /* ALL_GATHER of the answer */
-  digest = GAVE(INSIDE, HOST(me) * (SHAPE == 31 -> 1 : 2), number[INSIDE]);
+  digest = GAVE(INSIDE, HOST(me) * SIZE, number[INSIDE]);
   seconds = 0
 }
 
 /* Of a large reduce: only leaders wait for other hosts, the others are done. */
 inline reduce() {
   step(INSIDE, T, 1);
-  if
-  :: LOCAL(me) == 0 -> step(BETWEEN, FAR, 1)
-#ifndef NEVER_AHEAD
-  :: else -> is_ahead = true
-#else
-  :: else
-#endif
-  fi
+  if :: LOCAL(me) == 0 -> step(BETWEEN, FAR, 1) :: else -> is_ahead = (MUTANT != NEVER_AHEAD) fi
 }
 
 inline _flatly() {
   step(FLAT, FAR, 1);
-#ifndef NEVER_AHEAD
-  is_ahead = true
-#endif
+  is_ahead = (MUTANT != NEVER_AHEAD)
 }
 
 proctype rank(byte me) {
   byte number[PARTS], q, why, failed, given, digest, sent, seconds, call, refused;
-  bool is_ahead, blamed;
+  bool is_ahead;
   do
   :: call < CALLS ->
-    if
-    :: true
-    :: SKEW > 0 -> due[me] = SKEW; due[me] == 0
-    fi;
+    if :: true :: SKEW > 0 -> due[me] = SKEW; due[me] == 0 fi;
     atomic {
       due[me] = NEVER;
       moment(true);
       call++;
       entered[me] = call;
-      if
-      :: fault == DIFFERS && victim == me && odd == call -> digest = 2; struck = true
-      :: else -> digest = 1
-      fi
+      digest = (fault == DIFFERS && victim == me && odd == call -> 2 : 1);
+      struck = (struck || digest == 2)
     };
     meet();
     if
@@ -295,10 +246,7 @@ proctype rank(byte me) {
       :: call == 1 && verb == FLATLY -> _flatly()
       :: else
       fi;
-      d_step {
-        for (q : 0 .. N - 1) { assert(entered[q] >= call) }
-        q = 0
-      }
+      d_step { for (q : 0 .. N - 1) { assert(entered[q] >= call) }; q = 0 }
     fi
   :: else -> goto ends
   od;
@@ -307,18 +255,20 @@ raises: /* _run of HierarchicalBackend: who failed, what this host's ranks know 
   give_up(failed, why);
   atomic {
     if
-    :: why & LOST -> sent = why; explain(INSIDE); why = ((why & LOST) -> why : sent)
+    :: why & LOST ->
+      sent = why; explain(INSIDE);
+      why = (why == 0 && dead && JOINS(INSIDE, me, victim) -> LOST | BIT(victim) : why);
+      why = ((why & LOST) -> why : sent)
     :: else
     fi;
     assert(struck);                                                /* else all are well */
     assert(fault != DIFFERS);
     assert(victim == me || (why & NAMES) == BIT(victim))
   };
-#ifndef NOT_PASSED_ON
+  given = (MUTANT == NOT_PASSED_ON -> 7 : given);
   give_up(INSIDE, SAID | why);
   give_up(BETWEEN, SAID | why);
   give_up(FLAT, SAID | why);
-#endif
   gone[me] = true;
 ends:
   atomic { due[me] = NEVER; ended[me] = true }
@@ -329,35 +279,21 @@ init {
   byte r, waiting;
   atomic {
     for (r : 0 .. N - 1) { due[r] = NEVER }
-#ifndef LAZY
-    for (r : 0 .. N * N - 1) { connected[r] = true }
-#endif
+    for (r : 0 .. N * N - 1) { connected[r] = !LAZY }
     select(victim : 0 .. N - 1);
     if :: verb = SMALL :: verb = REDUCE :: verb = FLATLY fi;
     if :: fault = DIES :: fault = STALLS :: fault = DIFFERS; select(odd : 1 .. CALLS) fi;
     if :: open = true :: true fi;
-    run rank(0); run rank(1); run rank(2);
-#if N == 4
-    run rank(3);
-#endif
+    for (r : 0 .. N - 1) { run rank(r) }
   }
   do
   :: atomic { timeout ->
       waiting = 0;
-      for (r : 0 .. N - 1) { waiting = waiting + (due[r] != NEVER && due[r] != 0 -> 1 : 0) }
-      if
-      :: waiting == 0 -> break
-      :: else
-      fi;
-      for (r : 0 .. N - 1) { due[r] = (due[r] == NEVER || due[r] == 0 -> due[r] : due[r] - 1) }
-      if
-      :: asleep -> asleep = false
-      :: true
-      fi;
-      if
-      :: fault == DIES || fault == STALLS -> open = true
-      :: open = false
-      fi
+      for (r : 0 .. N - 1) { waiting = waiting + (due[r] != NEVER -> 1 : 0) }
+      if :: waiting == 0 -> break :: else fi;
+      for (r : 0 .. N - 1) { due[r] = (due[r] == NEVER -> NEVER : due[r] - 1) }
+      if :: asleep -> asleep = false :: true fi;
+      if :: fault == DIES || fault == STALLS -> open = true :: open = false fi
     }
   od;
   for (r : 0 .. N - 1) { assert(ended[r] || (asleep && victim == r)) }   /* nobody waits for ever */
