@@ -128,6 +128,24 @@ void in_two_threads(int rank) {
   other.join();
 }
 
+// Two threads receive what the other rank sends: each may end the other one's.
+template <size_t count>
+void two_receivers(int rank) {
+  Member me(rank, 2, 0);
+  begin();
+  if (rank == 0) {
+    for (int i = 0; i < 2; ++i) {
+      Letter* const letter = new Letter(me, FL_SEND, count, 1, i, i);
+      if (!letter->end(letter->run())) return;
+    }
+    return;
+  }
+  Letter* const letters[] = {new Letter(me, FL_RECV, count, 0, 0, 0), new Letter(me, FL_RECV, count, 0, 1, 1)};
+  std::thread other([&] { letters[1]->end(letters[1]->run()); });
+  letters[0]->end(letters[0]->run());
+  other.join();
+}
+
 // The ends call different things: the receiver is told, and the sender too, now or with its next call.
 template <size_t count>
 void mismatch(int rank) {
@@ -242,7 +260,9 @@ const Case messages[] = {
     MESSAGE("exchange_started", (exchange<kEager, true>), 4),
     MESSAGE("send_started", started<kTiny>, 4),
     MESSAGE("offers_started", started<kOffered>, 4),
-    MESSAGE("in_two_threads", in_two_threads, 4),
+    MESSAGE("in_two_threads", in_two_threads, 8),
+    MESSAGE("two_receivers_tiny", two_receivers<kTiny>, 8),
+    MESSAGE("two_receivers_offered", two_receivers<kOffered>, 8),
     MESSAGE("send_mismatch", mismatch<kTiny>, 2),
     MESSAGE("offer_mismatch", mismatch<kOffered>, 2),
     {"any_source/3", 3, nullptr, any_source, 4, 2, 1, 1, false, false, false},
