@@ -450,9 +450,15 @@ std::string source_of(const std::string& place) {
 }
 
 // Every order weakened and every wake dropped, one at a time: which case notices.
-int try_mutants(long schedules, int jobs, const std::string& only) {
+int try_mutants(long schedules, int jobs, const std::string& only, const std::vector<Case>& chosen) {
   std::vector<Mutant> mutants;
+  const auto is_chosen = [&](const Case* one) {
+    return std::any_of(chosen.begin(), chosen.end(), [&](const Case& c) { return std::strcmp(c.name, one->name) == 0; });
+  };
   for (Mutant& one : all_mutants()) {
+    for (auto at = one.cases.begin(); !chosen.empty() && at != one.cases.end();) {
+      at = is_chosen(*at) ? std::next(at) : one.cases.erase(at);
+    }
     if (one.place.rfind(only, 0) == 0) mutants.push_back(std::move(one));
   }
   std::printf("%zu mutants\n", mutants.size());
@@ -509,7 +515,7 @@ int start(int count, char** words) {
       }
     }
   }
-  if (mutates) return try_mutants(schedules, jobs, only);
+  if (mutates) return try_mutants(schedules, jobs, only, chosen);
   return try_all(chosen.empty() ? cases() : chosen, schedules, jobs);
 }
 
