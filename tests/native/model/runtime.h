@@ -45,6 +45,23 @@ extern Fiber* here;     // null: on the host's stack
 extern Fiber* watched;  // the same, where its accesses are looked at
 extern bool is_quiet;   // before begin()
 
+inline void tick(Fiber& fiber) { ++fiber.now.at[fiber.number]; }
+
+// Of the execution, for what fibers take from the system.
+extern const Case* current;
+extern int64_t now;      // nanoseconds
+extern int gone;         // the rank that has vanished; -1: none
+extern bool in_prepare;  // on the host's stack: memory is the ranks'
+enum Why { kAccess, kYields, kBlocks };
+void decide(Why why);    // who goes on
+// Sleep there, until a wake or a time; -1: no limit. And wake some, in the order in which they came.
+void block(const void* on, int64_t until, uint32_t bits = 0);
+int wake_all(const void* on, int most, uint32_t bits = 0);
+Fiber& spawn(int rank, void* (*entry)(void*), void* argument);
+void reset_system();
+void save_system();
+void restore_system();
+
 // Memory: an area that ranks share, and one of each of them: heap from below, stacks from above.
 constexpr uintptr_t kBase = 0x100000000000, kShadow = 0x200000000000, kMarks = 0x300000000000;
 constexpr size_t kArea = size_t{32} << 20;
@@ -62,8 +79,13 @@ void note(uintptr_t at, size_t bytes, int access, uintptr_t pc);
 bool note_remote(uintptr_t at, size_t bytes, uintptr_t pc);
 void taint(uintptr_t at, size_t bytes);
 
+// Both futex calls are full barriers, and the kernel reads the word behind one: as a seq_cst load.
+void full_fence();
+uint32_t kernel_load(uintptr_t at, uintptr_t pc);
+
 // An access at which others may come first: here another fiber may run.
-void point(uintptr_t at, uintptr_t pc);
+void point(uintptr_t at);
+bool is_common(uintptr_t at);  // to several fibers
 // Which of `count` stores, from the newest on, a load returns.
 int stores_back(int count);
 
@@ -73,6 +95,6 @@ bool has_given_up(int rank);
 bool is_mapped(uintptr_t at, int rank);
 
 void record(const char* what, uintptr_t at, uint64_t value, uintptr_t pc);
-bool is_dropped(uintptr_t pc);  // a wake that a mutant does not do
+bool is_dropped(uintptr_t at, uintptr_t pc);  // a wake that a mutant does not do
 
 }  // namespace model
