@@ -152,8 +152,9 @@ std::vector<int> Peers::not_called(const Concern& concern) const {
 }
 
 void Peers::give_up(const Failure& failure) noexcept {
+  // A thread that closes the group may do so while another one finds that its call has failed.
+  if (has_farewell_.exchange(true, std::memory_order_relaxed)) return;
   Farewell& farewell = segment_.block(rank_).farewell;
-  if (farewell.given.value() != 0) return;
   farewell.status = failure.status;
   farewell.missing_count = 0;
   for (int r : failure.missing) {

@@ -114,6 +114,7 @@ class Peers : public Transport {
   std::atomic<int> vain_{0};
   std::atomic<unsigned> waits_{0};  // while there were any in vain
   std::atomic<bool> stopped_{false};
+  std::atomic<bool> has_farewell_{false};  // or is about to have
   std::mutex mutex_;         // of what follows
   std::vector<std::shared_ptr<Process>> processes_;  // by rank; null: not asked for yet
 };

@@ -349,9 +349,10 @@ int stores_back(int count) {
   return back;
 }
 
-void point(uintptr_t at, uintptr_t) {
-  if (watched == nullptr || is_quiet) return;
-  if (area_of(at) != 0 && fibers_of(here->rank) == 1) return;
+bool is_common(uintptr_t at) { return area_of(at) == 0 || fibers_of(here->rank) > 1; }
+
+void point(uintptr_t at) {
+  if (watched == nullptr || is_quiet || !is_common(at)) return;
   ++accesses[here->rank];
   if (here->rank == left.victim && accesses[here->rank] == left.kill) vanish();
   decide(kAccess);
@@ -557,14 +558,14 @@ extern "C" {
 
 int pthread_mutex_lock(pthread_mutex_t* at) {
   if (!is_own(at)) return 0;
-  point(number(at), CALLER);
+  point(number(at));
   record("lock", number(at), 0, CALLER);
   take(mutex_of(at));
   return 0;
 }
 int pthread_mutex_trylock(pthread_mutex_t* at) {
   if (!is_own(at)) return 0;
-  point(number(at), CALLER);
+  point(number(at));
   record("try to lock", number(at), 0, CALLER);
   if (mutex_of(at).owner >= 0) return EBUSY;
   take(mutex_of(at));
@@ -589,13 +590,13 @@ int pthread_cond_destroy(pthread_cond_t*) { return 0; }
 
 // What the sources call instead of std::condition_variable's.
 void model_notify_one(void* at) {
-  if (watched == nullptr || is_dropped(CALLER)) return;
-  point(number(at), CALLER);
+  if (watched == nullptr || is_dropped(number(at), CALLER)) return;
+  point(number(at));
   record("notify one", number(at), static_cast<uint64_t>(wake_all(at, 1)), CALLER);
 }
 void model_notify_all(void* at) {
-  if (watched == nullptr || is_dropped(CALLER)) return;
-  point(number(at), CALLER);
+  if (watched == nullptr || is_dropped(number(at), CALLER)) return;
+  point(number(at));
   record("notify all", number(at), static_cast<uint64_t>(wake_all(at, kMostFibers)), CALLER);
 }
 
@@ -712,7 +713,10 @@ File& file_of(int fd) { return files[fd - kFirstFile]; }
 
 }  // namespace
 
-void reset_system() { std::memset(&kernel, 0, sizeof kernel); }
+void reset_system() {
+  std::memset(&kernel, 0, sizeof kernel);
+  mutex_count = 0;
+}
 void save_system() { kernel_at_beginning = kernel; }
 void restore_system() {
   kernel = kernel_at_beginning;
@@ -731,9 +735,9 @@ bool is_mapped(uintptr_t at, int rank) {
 namespace fl {
 
 void futex_wait(const void* word, uint32_t seen, int64_t nanoseconds, uint32_t bits, Among) {
-  point(number(word), CALLER);
-  note(number(word), 4, kRead | kAtomic, CALLER);
-  const uint32_t value = *static_cast<const volatile uint32_t*>(word);
+  point(number(word));
+  full_fence();
+  const uint32_t value = kernel_load(number(word), CALLER);
   record("futex wait", number(word), value, CALLER);
   if (value != seen) return;
   here->is_futex = true;
@@ -743,8 +747,9 @@ void futex_wait(const void* word, uint32_t seen, int64_t nanoseconds, uint32_t b
 }
 
 void futex_wake(const void* word, uint32_t bits, Among) {
-  if (is_dropped(CALLER)) return;
-  point(number(word), CALLER);
+  if (is_dropped(number(word), CALLER)) return;
+  point(number(word));
+  full_fence();
   record("futex wake", number(word), static_cast<uint64_t>(wake_all(word, kMostFibers, bits)), CALLER);
 }
 
@@ -763,7 +768,7 @@ bool process_has_ended(int process) { return process == kEndedProcess || process
 
 ssize_t read_memory(int32_t pid, uint64_t from, void* into, size_t bytes) {
   const int owner = pid - kFirstPid;
-  point(kBase, CALLER);
+  point(kBase);
   record("read memory", from, bytes, CALLER);
   errno = owner == gone ? ESRCH : EFAULT;
   if (owner == gone || !is_modelled(from) || area_of(from) != owner + 1) return -1;

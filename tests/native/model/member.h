@@ -61,19 +61,26 @@ inline fl::Mapping map(int number, int rank, size_t bytes) {
   return rank == 0 ? fl::Mapping::create(path, bytes) : fl::Mapping::open(path, bytes);
 }
 
+inline void free_group(fl::ShmGroup* group) { const std::unique_ptr<fl::ShmGroup> owned(group); }
+
 struct Member {
   // `choices`: as if each verb had been called so often.
-  Member(int rank, int ranks, int choices) : rank(rank), ranks(ranks) {
+  Member(int rank, int ranks, int choices) : rank(rank), ranks(ranks), group(nullptr) {
     group = std::make_unique<fl::ShmGroup>(map(0, rank, fl::Segment::bytes_for(ranks)), rank, ranks).release();
     if (choices == 0) return;
     fl::Collectives& collectives = group->*member_of(CollectivesOfGroup());
     collectives.*member_of(ChoiceOfCalls()) = fl::Choice(FL_VERBS, static_cast<uint32_t>(choices));
   }
 
+  // Without one of its own, yet.
+  Member(int rank, int ranks, fl::ShmGroup* group) : rank(rank), ranks(ranks), group(group) {}
+
   // Whether a rank goes on after a call; one that fails has to name who has vanished.
-  bool settle(const Outcome& outcome) const {
+  bool settle(const Outcome& outcome, fl_status or_else = FL_PEER_LOST) const {
     if (outcome.status == FL_OK) return true;
-    const bool is_lost = outcome.status == FL_PEER_LOST && outcome.missing == std::vector<int>{vanished()};
+    // What comes after a call of another thread that has failed says why that did.
+    const bool may_be = outcome.status == FL_PEER_LOST || outcome.status == FL_CLOSED || outcome.status == or_else;
+    const bool is_lost = may_be && outcome.missing == std::vector<int>{vanished() - first};
     if (vanished() < 0 || !is_lost) {
       std::string ranks;
       for (const int r : outcome.missing) ranks += " " + std::to_string(r);
@@ -86,6 +93,7 @@ struct Member {
 
   const int rank, ranks;
   fl::ShmGroup* group;  // never closed, unless a case does
+  int first = 0;        // of a part, as the whole knows it
 };
 
 }  // namespace model

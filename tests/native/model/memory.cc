@@ -240,7 +240,8 @@ Store& add(Location& location, uint64_t value, int order, const Store* read) {
 
 struct Known {
   Site site;
-  int weaker;  // -1: as it is
+  int weaker;       // -1: as it is
+  bool is_reached;  // by one of several fibers that may do so
 };
 constexpr size_t kMostSites = 1 << 12;
 Known sites[kMostSites];
@@ -256,15 +257,16 @@ size_t place_in(uintptr_t pc) {
   return place;
 }
 
-int order_at(uintptr_t pc, Site::Op op, int order) {
+int order_at(uintptr_t pc, Site::Op op, int order, uintptr_t at) {
   if (are_collected) {
     const size_t place = place_in(pc);
-    if (by_address[place] == 0 && here->rank >= 0 && sites_known < kMostSites) {
+    if (by_address[place] == 0 && sites_known < kMostSites) {
       Known& known = sites[sites_known];
-      known = {{{pc, 0, 0, 0}, op, order}, -1};
+      known = {{{pc, 0, 0, 0}, op, order}, -1, false};
       for (int i = 0; i < 3 && i < here->depth; ++i) known.site.at[i + 1] = here->calls[here->depth - 1 - i];
       by_address[place] = static_cast<uint16_t>(++sites_known);
     }
+    if (by_address[place] != 0 && is_common(at)) sites[by_address[place] - 1].is_reached = true;
   }
   if (!is_any_weaker) return order;
   const size_t found = by_address[place_in(pc)];
@@ -277,9 +279,9 @@ template <typename T>
 T load(const volatile T* place, int order, uintptr_t pc) {
   if (watched == nullptr || is_quiet) return *place;
   const auto at = reinterpret_cast<uintptr_t>(place);
-  order = order_at(pc, Site::kLoad, order);
   if (!is_modelled(at)) return *place;
-  point(at, pc);
+  order = order_at(pc, Site::kLoad, order, at);
+  point(at);
   note(at, sizeof(T), kRead | kAtomic, pc);
   Store& store = chosen(location_of(at, sizeof(T)), order);
   has_read(store, order);
@@ -298,8 +300,8 @@ T change(volatile T* place, int order, int otherwise, Site::Op op, const char* w
     if (change(next)) *place = next;
     return before;
   }
-  order = order_at(pc, op, order);
-  point(at, pc);
+  order = order_at(pc, op, order, at);
+  point(at);
   Location& location = location_of(at, sizeof(T));
   Store& last = *location.last;
   T next = static_cast<T>(last.value);
@@ -317,6 +319,28 @@ T change(volatile T* place, int order, int otherwise, Site::Op op, const char* w
 }
 
 }  // namespace
+
+void fence(int order) {
+  Fiber& self = *here;
+  if (acquires(order)) self.now.join(self.to_acquire);
+  if (releases(order)) self.released = self.now;
+  if (order == kSequential) {
+    fences.at[self.number] = self.now.at[self.number];
+    self.fenced.join(fences);
+    self.fenced_at = ++operations;
+  }
+  tick(self);
+}
+
+void full_fence() { fence(kSequential); }
+
+uint32_t kernel_load(uintptr_t at, uintptr_t pc) {
+  note(at, 4, kRead | kAtomic, pc);
+  Store& store = chosen(location_of(at, 4), kSequential);
+  has_read(store, kRelaxed);
+  tick(*here);
+  return static_cast<uint32_t>(store.value);
+}
 
 // Memory --------------------------------------------------------------------------------------
 
@@ -400,7 +424,14 @@ void restore() {
   for (Known& known : sites) known.weaker = -1;
   is_any_weaker = false;
 }
-bool is_dropped(uintptr_t pc) { return watched != nullptr && order_at(pc, Site::kWake, 1) == 0; }
+bool was_reached(size_t number) {
+  const bool was = sites[number].is_reached;
+  sites[number].is_reached = false;
+  return was;
+}
+bool is_dropped(uintptr_t at, uintptr_t pc) {
+  return watched != nullptr && !is_quiet && order_at(pc, Site::kWake, 1, at) == 0;
+}
 
 }  // namespace model
 
@@ -463,16 +494,9 @@ ATOMICS(64, uint64_t)
 
 void __tsan_atomic_thread_fence(int order) {
   if (watched == nullptr || model::is_quiet) return;
-  order = model::order_at(CALLER, model::Site::kChange, order);
-  model::point(model::kBase, CALLER);
-  if (model::acquires(order)) here->now.join(here->to_acquire);
-  if (model::releases(order)) here->released = here->now;
-  if (order == model::kSequential) {
-    model::fences.at[here->number] = here->now.at[here->number];
-    here->fenced.join(model::fences);
-    here->fenced_at = ++model::operations;
-  }
-  model::tick(*here);
+  order = model::order_at(CALLER, model::Site::kChange, order, model::kBase);
+  model::point(model::kBase);
+  model::fence(order);
 }
 void __tsan_atomic_signal_fence(int) {}
 

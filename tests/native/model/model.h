@@ -87,6 +87,7 @@ void collect_sites(bool on);
 size_t site_count();
 const Site& site(size_t number);
 void weaken(size_t number, int order);  // a wake: it does nothing
+bool was_reached(size_t number);  // since this was last asked, by one of several fibers that share it
 void restore();
 
 // `file:line` in csrc, by DWARF.

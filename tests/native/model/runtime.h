@@ -62,8 +62,13 @@ void note(uintptr_t at, size_t bytes, int access, uintptr_t pc);
 bool note_remote(uintptr_t at, size_t bytes, uintptr_t pc);
 void taint(uintptr_t at, size_t bytes);
 
+// Both futex calls are full barriers, and the kernel reads the word behind one: as a seq_cst load.
+void full_fence();
+uint32_t kernel_load(uintptr_t at, uintptr_t pc);
+
 // An access at which others may come first: here another fiber may run.
-void point(uintptr_t at, uintptr_t pc);
+void point(uintptr_t at);
+bool is_common(uintptr_t at);  // to several fibers
 // Which of `count` stores, from the newest on, a load returns.
 int stores_back(int count);
 
@@ -73,6 +78,6 @@ bool has_given_up(int rank);
 bool is_mapped(uintptr_t at, int rank);
 
 void record(const char* what, uintptr_t at, uint64_t value, uintptr_t pc);
-bool is_dropped(uintptr_t pc);  // a wake that a mutant does not do
+bool is_dropped(uintptr_t at, uintptr_t pc);  // a wake that a mutant does not do
 
 }  // namespace model

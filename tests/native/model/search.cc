@@ -2,7 +2,7 @@
 //
 //   model [CASE...] [--schedules N] [--jobs N]   try so many of all cases together, as their shares say
 //   model --replay 'CASE SCHEDULE'               once more, and tell of every access
-//   model --mutants [--schedules N]              weaken each order and drop each wake: who notices?
+//   model --mutants [FILE] [--schedules N]       weaken each order and drop each wake: which case notices?
 //   model --list
 #include <sys/wait.h>
 #include <unistd.h>
@@ -12,7 +12,9 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -141,6 +143,7 @@ void enter(const Case& one) { cases().push_back(one); }
 namespace {
 
 std::map<uintptr_t, std::string> places;  // by address: innermost in csrc, or the case's
+std::set<uintptr_t> foreign;              // in std::shared_ptr
 
 std::string executable() {
   char path[4096];
@@ -169,12 +172,18 @@ void resolve(const std::vector<uintptr_t>& addresses) {
         now = std::strtoul(line, nullptr, 16) + 1;
         continue;
       }
+      // How shared pointers count is the library's affair.
+      if (std::strstr(line, "/ext/atomicity.h") != nullptr || std::strstr(line, "shared_ptr") != nullptr) {
+        foreign.insert(now);
+      }
       std::string& place = places[now];
       for (const char* folder : {"csrc/", "model/"}) {
         const char* const found = std::strstr(line, folder);
         if (found == nullptr || !place.empty()) continue;
         place = found;
         place.resize(std::min(place.find('\n'), place.find(" (")));
+        const size_t up = place.find("/../");
+        if (up != std::string::npos) place.erase(place.rfind('/', up - 1), up + 3 - place.rfind('/', up - 1));
       }
     }
     if (pipe != nullptr) pclose(pipe);
@@ -254,7 +263,9 @@ Result try_case(const Case& one, long schedules) {
     return result;
   };
   long expected = 64, kills[kMostRanks] = {};
-  if (!one.vanishes && one.is_searched) {
+  // A search that ends early has seen only what happens late.
+  constexpr long kFewest = 3000;
+  if (!one.vanishes && one.is_searched && schedules >= kFewest) {
     mode = Mode::kTree;
     path_length = 0;
     do {
@@ -269,8 +280,7 @@ Result try_case(const Case& one, long schedules) {
         result.is_all = true;
         return result;
       }
-    } while (result.tried < schedules);
-    return result;
+    } while (result.tried < schedules / 2);
   }
   mode = Mode::kRandom;
   for (uint64_t seed = 1; result.tried < schedules; ++seed) {
@@ -356,9 +366,130 @@ int try_all(const std::vector<Case>& chosen, long schedules, int jobs) {
   return is_well ? 0 : 1;
 }
 
+// Mutants -------------------------------------------------------------------------------------
+
+const char* const kOrders[] = {"relaxed", "consume", "acquire", "release", "acq_rel", "seq_cst"};
+
+struct Mutant {
+  std::string place;
+  Site::Op op;
+  int order, weaker;  // a wake's: 1 and 0
+  std::vector<size_t> sites;
+  std::set<const Case*> cases;  // that reach one of them
+
+  std::string text() const {
+    return op == Site::kWake ? "wake -> none" : std::string(kOrders[order]) + " -> " + kOrders[weaker];
+  }
+};
+
+// One step weaker, in each direction.
+std::vector<int> weaker_than(Site::Op op, int order) {
+  enum { kRelaxed, kConsume, kAcquire, kRelease, kBoth, kSequential };
+  if (op == Site::kWake) return {0};
+  if (order == kSequential) {
+    if (op == Site::kLoad) return {kAcquire, kRelaxed};
+    if (op == Site::kStore) return {kRelease, kRelaxed};
+    return {kBoth, kAcquire, kRelease};
+  }
+  if (order == kBoth) return {kAcquire, kRelease};
+  return order == kRelaxed ? std::vector<int>{} : std::vector<int>{kRelaxed};
+}
+
+std::vector<Mutant> all_mutants() {
+  collect_sites(true);
+  std::map<size_t, std::set<const Case*>> reach;
+  for (const Case& one : cases()) {
+    try_case(one, 60);
+    for (size_t i = 0; i < site_count(); ++i) {
+      if (was_reached(i)) reach[i].insert(&one);
+    }
+  }
+  std::vector<uintptr_t> addresses;
+  for (size_t i = 0; i < site_count(); ++i) addresses.insert(addresses.end(), site(i).at, site(i).at + 4);
+  resolve(addresses);
+  std::map<std::pair<std::string, int>, Mutant> lines;
+  for (size_t i = 0; i < site_count(); ++i) {
+    const Site& one = site(i);
+    const std::string place = place_of(one.at);
+    if (foreign.count(one.at[0]) > 0 || place.rfind("csrc/", 0) != 0) continue;
+    Mutant& line = lines[{place, one.op}];
+    line.place = place;
+    line.op = one.op;
+    line.order = std::max(line.order, one.order);
+    line.sites.push_back(i);
+    line.cases.insert(reach[i].begin(), reach[i].end());
+  }
+  std::vector<Mutant> mutants;
+  for (auto& [place, line] : lines) {
+    for (const int weaker : weaker_than(line.op, line.order)) {
+      mutants.push_back(line);
+      mutants.back().weaker = weaker;
+    }
+  }
+  return mutants;
+}
+
+// The line of the source, and why a mutant of it is no worse: from equivalent.txt; empty: it must be noticed.
+std::string excuse_of(const Mutant& mutant, const std::string& source) {
+  std::ifstream list("equivalent.txt");
+  for (std::string file, line, change, reason; std::getline(list, file) && std::getline(list, line) &&
+                                               std::getline(list, change) && std::getline(list, reason);) {
+    std::string empty;
+    std::getline(list, empty);
+    const bool is_it = mutant.place.rfind(file + ":", 0) == 0 && source.find(line) != std::string::npos;
+    if (is_it && change == mutant.text()) return reason;
+  }
+  return "";
+}
+
+std::string source_of(const std::string& place) {
+  const size_t colon = place.find(':');
+  std::ifstream file("../../../" + place.substr(0, colon));
+  std::string line;
+  for (int i = std::atoi(place.c_str() + colon + 1); i > 0; --i) std::getline(file, line);
+  line.erase(0, line.find_first_not_of(' '));
+  return line;
+}
+
+// Every order weakened and every wake dropped, one at a time: which case notices.
+int try_mutants(long schedules, int jobs, const std::string& only) {
+  std::vector<Mutant> mutants;
+  for (Mutant& one : all_mutants()) {
+    if (one.place.rfind(only, 0) == 0) mutants.push_back(std::move(one));
+  }
+  std::printf("%zu mutants\n", mutants.size());
+  const bool is_well = in_parallel(mutants.size(), jobs, [&](size_t i) {
+    const Mutant& mutant = mutants[i];
+    const std::string source = source_of(mutant.place), excuse = excuse_of(mutant, source);
+    for (const size_t one : mutant.sites) weaken(one, mutant.weaker);
+    std::string killer;
+    long tried = 0;
+    // At first little of each case: most mutants are noticed at once.
+    const long each = schedules / static_cast<long>(mutant.cases.size() + 1);
+    for (const long most : {std::min(20L, each), std::min(200L, each), each}) {
+      for (const Case* const one : mutant.cases) {
+        if (!killer.empty()) break;
+        const Result result = try_case(*one, most);
+        tried += result.tried;
+        if (!result.is_well) killer = one->name;
+      }
+    }
+    const bool survives = killer.empty();
+    if (survives) killer = excuse.empty() ? "SURVIVES" : excuse;
+    if (mutant.cases.empty()) killer = "NOT REACHED";
+    std::printf("| %s | `%s` | %s | %s | %zu cases, %ld schedules |\n", mutant.place.c_str(), source.c_str(),
+                mutant.text().c_str(), killer.c_str(), mutant.cases.size(), tried);
+    return !survives || !excuse.empty();
+  });
+  std::printf(is_well ? "every mutant is noticed, or equivalent\n" : "mutants survive\n");
+  return is_well ? 0 : 1;
+}
+
 int start(int count, char** words) {
   long schedules = 100000;
   int jobs = 2;
+  bool mutates = false;
+  std::string only;
   std::vector<Case> chosen;
   for (int i = 1; i < count; ++i) {
     const std::string word = words[i];
@@ -367,7 +498,10 @@ int start(int count, char** words) {
       return 0;
     }
     if (word == "--replay") return replay(words[i + 1]);
-    if (word == "--schedules") {
+    if (word == "--mutants") {
+      mutates = true;
+      if (i + 1 < count && words[i + 1][0] != '-') only = words[++i];
+    } else if (word == "--schedules") {
       schedules = std::atol(words[++i]);
     } else if (word == "--jobs") {
       jobs = std::atoi(words[++i]);
@@ -377,6 +511,7 @@ int start(int count, char** words) {
       }
     }
   }
+  if (mutates) return try_mutants(schedules, jobs, only);
   return try_all(chosen.empty() ? cases() : chosen, schedules, jobs);
 }
 
