@@ -6,7 +6,7 @@
 #   PYTEST="-k gloo"    arguments of pytest in `make test`, test-slow and test-all
 #   SLOW=tests/native   what `make test-slow` runs the slow tests of
 #   KILLS=50            how often `make test-slow` kills examples/ResumableTraining.py
-#   ROUNDS=5000 SEED=2  of `make sanitize`: calls of a group, and which
+#   ROUNDS=5000 SEED=2  of `make sanitize` and `make arm`: calls of a group, and which
 #   SCHEDULES=1000000   of `make model`, all cases together; CASE="send part" for cases that begin so;
 #                       SCHEDULE='barrier/2x2 d3=1' one of them again, with every access
 #   CHAOS="--rounds 5"  arguments of `make chaos`; --help tells
@@ -32,7 +32,7 @@ DEV := .venv/.dev
 SOURCES := $(shell find csrc -type f -not -name '*.o' -not -name '*.so')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup example tiny test test-slow test-all tools tools-slow oracle torch engines test-gpu lint docs simulate simulate-night chaos sanitize wheel gpu-bundle bench clean model-hosts simulate-heartbeats model model-night model-mutants
+.PHONY: help setup example tiny test test-slow test-all tools tools-slow oracle torch engines test-gpu lint docs simulate simulate-night chaos sanitize wheel gpu-bundle bench clean model-hosts simulate-heartbeats model model-night model-mutants arm
 
 help: ## show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

@@ -1,6 +1,6 @@
-// The all_reduce through shared memory that gloo merged and took back in 2026, written again for one number (the
-// small way) and for one a rank (the large way): who announces which state, and who waits for which. Each fault of
-// it is a case by itself, which the model must refute; the mended ones must pass.
+// The all_reduce through shared memory that gloo merged and took back in 2026, written again for one number
+// (the small way) and for one a rank (the large way): who announces which state, and who waits for which.
+// Each fault of it is a case by itself, which the model must refute; the mended ones must pass.
 #include <array>
 #include <atomic>
 #include <new>
@@ -21,8 +21,8 @@ using Numbers = std::array<int, kRanks>;
 enum class Words { kPlain, kRelaxed, kAcquired };
 enum Way { kSmall, kLarge };
 
-// Of each rank, which alone writes it. Of two buffers each call takes the other one, so that a rank may be a call
-// ahead of those who still read.
+// Of each rank, which alone writes it. Of two buffers each call takes the other one, so that a rank may be a
+// call ahead of those who still read.
 struct Workspace {
   int words[2];
   std::atomic<int> states[2];
@@ -49,11 +49,14 @@ template <Words words>
 void await(int rank, Way way, int state, int or_else) {
   constexpr auto order = words == Words::kAcquired ? std::memory_order_acquire : std::memory_order_relaxed;
   for (int r = 0; r < kRanks; ++r) {
-    const auto look = [&, r] {
-      if constexpr (words == Words::kPlain) return *static_cast<const volatile int*>(&workspaces[r].words[way]);
-      return workspaces[r].states[way].load(order);
+    const Workspace& other = workspaces[r];
+    const auto has_come = [&] {
+      int seen;
+      if constexpr (words == Words::kPlain) seen = *static_cast<const volatile int*>(&other.words[way]);
+      else seen = other.states[way].load(order);
+      return seen == state || seen == or_else;
     };
-    for (int seen = look(); r != rank && seen != state && seen != or_else; seen = look()) fl::yield_processor();
+    while (r != rank && !has_come()) fl::yield_processor();
   }
 }
 
@@ -69,8 +72,8 @@ int small(int rank, int call, int value) {
   return sum;
 }
 
-// Each rank sums its slice, where it lies in its own buffer, and takes the others' from theirs. Gloo waits for the
-// same states twice: that condition holds before anybody has summed, and not any more for who is a call ahead.
+// Each rank sums its slice, where it lies in its own buffer, and takes the others' from theirs. Gloo waits
+// for the same states twice: that holds before anybody has summed, and not any more of who is ahead.
 template <Words words, bool awaits_sums>
 Numbers large(int rank, int call, const Numbers& values) {
   const int buffer = call % 2, copied = 1 + 2 * buffer, summed = copied + 1, next = 3 - 2 * buffer;
