@@ -22,6 +22,7 @@
 #include <cstdint>
 #include <cstring>
 #include <deque>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -343,7 +344,7 @@ class Engine {
   };
 
   struct Peer {
-    std::deque<Control> controls;     // that wait for room
+    std::list<Control> controls;      // that wait for room; most peers never have one
     Message* waiting = nullptr;       // sends that do, oldest first
     Message* last_waiting = nullptr;
     size_t charged = 0;               // bytes of ours that it may still keep

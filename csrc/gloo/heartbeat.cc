@@ -1,6 +1,8 @@
 #include "heartbeat.h"
 
 #include <algorithm>
+#include <cctype>
+#include <cstdlib>
 #include <cstring>
 #include <ctime>
 #include <sstream>
@@ -371,14 +373,14 @@ void Heartbeat::learn(int which, const Loss& loss) {
 }
 
 void Heartbeat::hear(const std::string& text) {
-  std::istringstream given(text);
-  char kind;
-  int64_t ago;
-  given >> kind >> ago;
-  for (int first, last; given >> first >> last;) {
+  char* at = nullptr;
+  const auto since = looked_ - std::chrono::milliseconds(std::strtoll(text.c_str() + 1, &at, 10));
+  while (*at == ' ' && std::isdigit(at[1])) {
+    const int first = static_cast<int>(std::strtol(at, &at, 10));
+    const int last = static_cast<int>(std::strtol(at, &at, 10));
     const int end = hosts_->count() + static_cast<int>(hosts_->numbers.size());
-    for (int which = first; which <= last && which < end; ++which) {
-      learn(which, {kind, looked_ - std::chrono::milliseconds(ago)});
+    for (int which = std::max(first, 0); which <= last && which < end; ++which) {
+      learn(which, {text[0], since});
     }
   }
 }
@@ -436,7 +438,8 @@ void Heartbeat::tell() {
   for (Talk& talk : talks_) {
     const bool is_known = talk.is_ours ? talk.has_shown : talk.is_proven;
     if (!is_known || talk.told == news_.size()) continue;
-    if (!stays_here || host(talk.peer) == own_) talk.told += talk.line.send(news_.substr(talk.told));
+    const bool is_near = host(talk.peer) == own_;  // then the other line, which is ours, has it
+    if (is_near ? talk.is_ours : !stays_here) talk.told += talk.line.send(news_.substr(talk.told));
   }
 }
 

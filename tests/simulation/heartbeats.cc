@@ -359,9 +359,10 @@ bool simulate(World& w, uint64_t seed, const std::string& fault) {
     const auto& [name, happens] = fault.empty() ? *drawn : *kFaults.find(fault);
     const int host = w.random() % w.size();
     story += " " + name + " h" + std::to_string(host);
-    w.at(kBegin + milliseconds(2000 + w.random() % 3000), [&w, &happens = happens, host] { happens(w, host); });
+    const milliseconds later(2000 + (fault.empty() ? w.random() % 3000 : 0));
+    w.at(kBegin + later, [&w, &happens = happens, host] { happens(w, host); });
   }
-  w.run(kBegin + milliseconds(fault.empty() ? 16000 : 11000));
+  w.run(kBegin + milliseconds(fault.empty() ? 16000 : 8000));
   return w.check(story);
 }
 
