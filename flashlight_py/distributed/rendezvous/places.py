@@ -67,6 +67,13 @@ class Places:
         self._root = _Opening(0, 0, str(peer), "", 0, FAN)
         self._openings: dict[int, _Opening] = {}
         self._returns: Counter[int] = Counter()
+        self._lowest = 1  # that may be free
+
+    def free(self) -> int:
+        """Return the first rank that has no place yet."""
+        while self._lowest in self._above:
+            self._lowest += 1
+        return self._lowest
 
     def take(self, body: bytes) -> str:
         """Note what entries say; returns why two of them contradict each other, or ""."""
@@ -104,6 +111,7 @@ class Places:
         for each in gone:
             self.given.pop(each, None)
         del self._above[rank]
+        self._lowest = min(self._lowest, rank)
 
     def missing(self, size: int) -> list[int]:
         """Return who has given nothing, but for those of whom only who is above them can tell."""

@@ -84,6 +84,8 @@ class Node(Gate):
         process = this_process()
         self._processes = {place.rank: process}
         self._seat = Place(place.rank, 0, 0, str(process))
+        self._number = place.rank  # or what rank 0 has given it
+        self._has_handed_over = False
         self._places = Places(process)  # of rank 0
         self._own, self._roster = b"", b""
         self._deadline = math.inf
@@ -306,6 +308,7 @@ class Node(Gate):
         this host but has not come after a while, this one does.
         """
         place, pause = self._place, FIRST_PAUSE
+        is_first = self._round == 0  # else who is rank 0 is known
         waiting = Waiting(f"rendezvous at {place.name}", place.first_report)
         patience = (
             min(FIRST_SECONDS, place.timeout / 4) if place.is_tree and place.local_rank else 0
@@ -313,7 +316,7 @@ class Node(Gate):
         speaks_from, problem = system.monotonic() + patience, ""
         try:
             while (now := system.monotonic()) < self._deadline:
-                for offer in place.offers():
+                for offer in place.offers() if is_first else [self._offer]:
                     try:
                         return self._reach(offer, is_inside=now < speaks_from)
                     except NobodyError as error:  # noqa: PERF203 - each for itself
@@ -322,7 +325,8 @@ class Node(Gate):
                             continue
                         if isinstance(error, WrongServerError) and not place.moves:
                             raise self._failure(str(error)) from error
-                        place.failed(offer)
+                        if is_first:
+                            place.failed(offer)
                 # That rank 0 is merely late, it says itself once it is there.
                 says = problem or place.first_report is not None
                 waiting.look([0] if says else [], problem)
@@ -349,7 +353,7 @@ class Node(Gate):
         place.secret = offer.secret.common
         connection.trust(place.host_timeout)
         if not (is_inside or above):
-            place.ends = {0: connection.ends}
+            place.ends, self._offer = {0: connection.ends}, offer
             self._speak(offer.secret)
         try:
             message = connection.take(until)
@@ -362,6 +366,7 @@ class Node(Gate):
                 raise self._failure(message.body.decode(errors="replace"), joining=True)
             raise NobodyError("who listens there has gone, or names no place")
         seat = Place(*json.loads(message.body))
+        self._number = seat.rank
         if not seat.host:
             self._up, self._seat, self._without = connection, seat, ANY_RANK
             connection.rank = seat.parent
@@ -385,7 +390,7 @@ class Node(Gate):
         process, at = self._processes[self._place.rank], ""
         if self._place.is_tree:
             at = self._listen_at(connection.here) if is_asking else LEAF
-        return Greeting(self._place.rank, self._size, process, at, self._without)
+        return Greeting(self._number, self._size, process, at, self._without)
 
     # Who is below ---------------------------------------------------------------------------------
 
@@ -436,7 +441,7 @@ class Node(Gate):
         """
         rank, size, peer, at, _ = greeting
         if rank == ANY_RANK:
-            rank = next((each for each in range(1, size) if each not in self.members), size - 1)
+            rank = min(self._places.free(), size - 1)
         reason, own = "", self._place.rank
         me = f"rank {own}: {self._processes[own]}"
         here = [self._processes[each] for each in (own, *self.members)]
@@ -450,6 +455,8 @@ class Node(Gate):
         if self._verdict:
             self._refuse(candidate, Kind.FAILURE, self._verdict)
             self._notified.add(rank)
+        elif self._round > 0 and self._may_return(greeting):
+            self._settle(candidate, rank, greeting)
         elif self._round > 0:
             reason += f"a run is under way at this {self._place.kind} already (its {me})"
             advice = f"wait for its end, or give every run a {self._place.own} of its own"
@@ -466,6 +473,12 @@ class Node(Gate):
             raise self._disagreement(f"{reason}; set the same on every rank", rank, candidate)
         else:
             self._settle(candidate, rank, greeting)
+
+    def _may_return(self, greeting: Greeting) -> bool:
+        """Return whether it is a rank of this run, whose connections were handed over."""
+        is_other = self._is_root and self._places.is_claimed(greeting.rank, identity(greeting.peer))
+        is_ours = self._has_handed_over and self._place.is_tree and greeting.size == self._size
+        return is_ours and greeting.rank not in (ANY_RANK, self._number) and not is_other
 
     def _settle(self, candidate: Connection, rank: int, greeting: Greeting) -> None:
         """Tell a process its place; it becomes a member if that is here."""
@@ -495,14 +508,38 @@ class Node(Gate):
 
     def hand_over(self) -> dict[int, system.Socket]:
         """Return the connections of rank 0 to the others, or of these to rank 0."""
-        found = {0: self._up} if self._up else dict(self.members)
-        self._up, self.members = None, {}
+        up, self._up, self._has_handed_over = self._up, None, True
+        found = self._take_out({self.above: up} if up else {})
+        self._place.clear()
+        if not self._place.is_tree and (self._place.moves or not self._is_root):
+            self.close()
+        return found
+
+    @property
+    def above(self) -> int:
+        return self._seat.parent
+
+    def take_in(self) -> dict[int, system.Socket]:
+        """Serve who has come since, and return connections to those who have a place here."""
+        for _ in range(self._size):  # who leaves makes room for who waits
+            if not self.serve_ready(0.0):
+                break
+        return self._take_out({})
+
+    def move(self, seconds: float) -> system.Socket:
+        """Get another place, as the rank above is gone; returns the connection to the new one."""
+        self._without, self._deadline = self.above, system.monotonic() + seconds
+        self._join()
+        return self.hand_over()[self.above]
+
+    def _take_out(self, found: dict[int, Connection]) -> dict[int, system.Socket]:
+        """Return the connections ``found`` and to members, which are the caller's from now on."""
+        found |= self.members
+        self.members = {}
         for each in found.values():
             if each.wire in self.selector.get_map():
                 self.selector.unregister(each.wire)
             each.wire.setblocking(True)
-        if self._place.moves or not self._is_root:
-            self.close()
         return {rank: each.wire for rank, each in found.items()}
 
     def leave(self) -> None:
