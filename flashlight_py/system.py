@@ -37,7 +37,8 @@ if_nameindex, has_dualstack_ipv6 = socket.if_nameindex, socket.has_dualstack_ipv
 Selector = selectors.EpollSelector
 select = _select.select
 read, write, close, dup, set_blocking = os.read, os.write, os.close, os.dup, os.set_blocking
-pipe, pipe2, isatty = os.pipe, os.pipe2, os.isatty
+pipe, pipe2, fstat, isatty = os.pipe, os.pipe2, os.fstat, os.isatty
+set_inheritable = os.set_inheritable
 
 # This process, its threads, and others.
 environ, getpid, readlink, random_bytes = os.environ, os.getpid, os.readlink, os.urandom

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import closing, suppress
 
+from flashlight_py import system
 from flashlight_py.errors import DistributedError
 from flashlight_py.launch.agent import Agent
 from flashlight_py.launch.front import run_behind
@@ -59,7 +60,7 @@ def _run(options: Options, folder: str, stdin: int | None) -> int:
                     )
                     file = f"{options.rdzv}.{secrets.token_hex(8)}" if options.rdzv else ""
                 else:
-                    here = [(os.uname().nodename, options.ranks)]
+                    here = [(system.gethostname(), options.ranks)]
                     hosts = Hosts(
                         loop, here, options.lost_after, lambda report: Agent(loop, report, stdin)
                     )

@@ -29,7 +29,7 @@ class Notes:
 
     def variable(self) -> str:
         """Return what ranks need to know: the descriptor, and how to recognise it."""
-        return f"{self.descriptor}:{os.fstat(self.descriptor).st_ino}"
+        return f"{self.descriptor}:{system.fstat(self.descriptor).st_ino}"
 
     def paths(self) -> Mapping[int, Path]:
         """Return where each rank has left its last record, of those that have."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.distributed.rendezvous_helpers import Rank, Ranks
-from tests.distributed.test_tcp_store import closed, port
 from tests.distributed.test_tcp_store import (
+    closed,
+    port,
     test_a_killed_rank_is_noticed_long_before_the_timeout,
     test_a_late_rank_is_waited_for,
     test_a_rank_may_die_and_start_again_while_others_are_awaited,
@@ -103,6 +106,14 @@ def test_who_is_below_a_late_rank_is_not_taken_for_late(ranks: Ranks) -> None:
     started = in_order(ranks, plans={1: {"hold": "exchanged 0"}}, timeout=2.0)
     del started[1]
     assert all("rank 1 of 8 has not arrived within 2 s" in each for each in reasons(started))
+
+
+def test_who_holds_others_up_is_named_and_they_are_not(ranks: Ranks) -> None:
+    """What has come to a rank that is stopped goes no further."""
+    started = in_order(ranks, 6, timeout=3.0)
+    os.kill(started[1].pid, signal.SIGSTOP)
+    started += [ranks.start(rank, SIZE, fan=2, timeout=3.0) for rank in (6, 7)]
+    assert "rank 1 of 8 has not arrived within 3 s" in started[0].refusal()
 
 
 def test_two_processes_that_claim_one_rank_are_found_wherever_they_are(ranks: Ranks) -> None:

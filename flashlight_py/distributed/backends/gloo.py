@@ -7,9 +7,11 @@ the group's own: collectives in turn, messages beside them.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import zlib
+from base64 import b64decode, b64encode
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from flashlight_py import _native
 from flashlight_py.distributed.backends.native import NativeBackend
@@ -17,7 +19,14 @@ from flashlight_py.distributed.backends.native_work import NativeWork
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.failures.wording import HOST_ADVICE, UNUSABLE, names, who_that_was
 from flashlight_py.distributed.rendezvous.secret import nonce, proof
-from flashlight_py.distributed.rendezvous.store import Kin, Peer, Store, Waiting, this_process
+from flashlight_py.distributed.rendezvous.store import (
+    Kin,
+    Peer,
+    Store,
+    Waiting,
+    derived,
+    this_process,
+)
 from flashlight_py.errors import (
     BackendUnavailableError,
     CollectiveTimeoutError,
@@ -32,6 +41,25 @@ _LOOK_SECONDS = 0.1
 _RANK_BITS = 24
 
 
+class _Cards(NamedTuple):
+    """What the ranks' cards say, each in rank order."""
+
+    peers: Sequence[Peer]
+    addresses: bytes  # joined
+    ports: Sequence[int]  # at which they hear of other hosts
+    limits: Sequence[float]  # for how long these may be silent
+
+    @classmethod
+    def read(cls, texts: Sequence[bytes]) -> _Cards:
+        peers, addresses, _, ports, limits = zip(*map(json.loads, texts), strict=True)
+        joined = b"".join(zlib.decompress(b64decode(address)) for address in addresses)
+        return cls([Peer(*peer) for peer in peers], joined, ports, limits)
+
+
+def _key(texts: Sequence[bytes], key: bytes) -> bytes:
+    return proof(key, *texts)
+
+
 class GlooBackend(NativeBackend):
     """The ranks of ``store``, which connect when they need each other; collective, blocking.
 
@@ -40,7 +68,7 @@ class GlooBackend(NativeBackend):
     ``joining`` connecting. Both ends of each connection prove that they know ``key``, which is that
     of the job.
 
-    ``hosts`` says which ranks share a host (equal bytes). Where there are several, it is noticed
+    ``hosts`` says which ranks share a host (equal words). Where there are several, it is noticed
     when one cannot be reached any more (csrc/gloo/heartbeat.h): one that is silent for
     ``host_timeout`` seconds is lost. The longest that any rank was given counts for all, and 0, for
     ever, of any. Where the group ``is_watched``, another one, of more ranks of these hosts, does
@@ -65,7 +93,7 @@ class GlooBackend(NativeBackend):
         timeout: float,
         joining: float,
         key: bytes,
-        hosts: Sequence[bytes] = (),
+        hosts: Sequence[str] = (),
         host_timeout: float = 0.0,
         lazily: bool = False,
         is_watched: bool = False,
@@ -83,8 +111,7 @@ class GlooBackend(NativeBackend):
             port = 0 if is_watched else self.lib.fl_gloo_listen_for_hosts(self.group, *self._reason)
             if port < 0:
                 raise BackendUnavailableError(self.reason())
-            watched = {"heartbeats": port, "host_timeout": host_timeout}
-            self._connect(store, key, hosts, watched, lazily)
+            self._connect(store, key, hosts, (port, host_timeout), lazily)
         except BaseException:
             self.close()
             raise
@@ -120,34 +147,30 @@ class GlooBackend(NativeBackend):
         self,
         store: Store,
         key: bytes,
-        hosts: Sequence[bytes],
-        watched: dict[str, float],
+        hosts: Sequence[str],
+        watched: tuple[int, float],
         lazily: bool,
     ) -> None:
         """Send the peers this rank's address, and connect to theirs."""
         count = self.lib.fl_gloo_address(self.group, *self._reason)
         assert count > 0
-        mine = bytes(self.ffi.buffer(self._reason[0], count))
-        card = {
-            "peer": this_process(),
-            "address": mine.hex(),
-            "nonce": nonce().hex(),
-            **watched,
-        }
+        address = bytes(self.ffi.buffer(self._reason[0], count))
+        mine = b64encode(zlib.compress(address)).decode()  # most of it are zeros
+        card = [this_process(), mine, nonce().hex(), *watched]
         texts = store.exchange(json.dumps(card).encode())
-        cards = [json.loads(text) for text in texts]
-        self._peers = [Peer(*card["peer"]) for card in cards]
-        addresses = b"".join(bytes.fromhex(card["address"]) for card in cards)
+        cards = derived(texts, _Cards.read)
+        self._peers = cards.peers
         # What this rank shows each rank, and what that one must show, by turns, made with a key of
         # this meeting alone. They are compared natively: two messages at the start of each
         # connection, and no SHA-256 of our own in C++.
-        key = proof(key, *texts)
+        key = derived(texts, _key, key)
         ways = [way for peer in range(self.size) for way in ((self.rank, peer), (peer, self.rank))]
         proofs = b"".join(proof(key, b"%d" % source, b"%d" % to) for source, to in ways)
+        addresses = cards.addresses
         if len(set(hosts)) > 1:
-            self._watch_hosts(hosts, cards, addresses, len(mine), proofs)
+            self._watch_hosts(hosts, cards, addresses, count, proofs)
         seconds = self._joining
-        op = self.lib.fl_gloo_connect(self.group, addresses, len(mine), proofs, lazily, seconds)
+        op = self.lib.fl_gloo_connect(self.group, addresses, count, proofs, lazily, seconds)
         work = NativeWork(self, "connect", op, addresses, seconds)
         waiting = Waiting("connecting through Gloo")
         while True:
@@ -162,18 +185,15 @@ class GlooBackend(NativeBackend):
             waiting.look([self.numbers[awaited]] if awaited >= 0 and self.rank == 0 else [])
         work.wait()
 
-    def _watch_hosts(
-        self, hosts: Sequence[bytes], cards: Sequence[Mapping[str, Any]], *connecting: Any
-    ) -> None:
+    def _watch_hosts(self, hosts: Sequence[str], cards: _Cards, *connecting: Any) -> None:
         """Begin to watch; ``cards`` are of all ranks, the rest as for ``fl_gloo_connect``."""
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
-        limits = [card["host_timeout"] for card in cards]
         texts = [self.ffi.new("char[]", peer.host.encode()) for peer in self._peers]
         known = {
             "numbers": self.ffi.new("int[]", [numbers[host] for host in hosts]),
             "names": self.ffi.new("char *[]", texts),
-            "ports": self.ffi.new("int[]", [card["heartbeats"] for card in cards]),
-            "seconds": max(limits) if all(limits) else 0.0,
+            "ports": self.ffi.new("int[]", cards.ports),
+            "seconds": max(cards.limits) if all(cards.limits) else 0.0,
         }
         self.lib.fl_gloo_watch_hosts(self.group, self.ffi.new("fl_hosts *", known), *connecting)
 

@@ -8,7 +8,6 @@ these are good. Other routes are asked for, nothing is sent.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import secrets
@@ -26,7 +25,7 @@ from flashlight_py.distributed.memory.memory_file import (
     open_memory,
     process_space,
 )
-from flashlight_py.distributed.rendezvous.store import Store, host_identity
+from flashlight_py.distributed.rendezvous.store import Store, derived, host_identity
 from flashlight_py.errors import (
     BackendUnavailableError,
     RendezvousError,
@@ -123,15 +122,21 @@ def exchange_process_info(store: Store, checks: bool) -> None:
     Raises:
         UnavailableEverywhereError: ranks differ in ``checks``, whether to compare their calls.
     """
-    mine = [f"process {system.getpid()} on {system.gethostname()}", process_space(), checks]
-    cards = [json.loads(card) for card in store.exchange(json.dumps(mine).encode())]
-    store.processes, store.spaces, checked = zip(*cards, strict=True)
-    without = [rank for rank, checked in enumerate(checked) if not checked]
+    process = f"process {system.getpid()} on {system.gethostname()}"
+    host = host_identity().decode(errors="backslashreplace")
+    texts = store.exchange(json.dumps([process, process_space(), host, checks]).encode())
+    store.processes, store.spaces, store.hosts, store.named, without = derived(texts, _processes)
     if 0 < len(without) < store.size:
         raise UnavailableEverywhereError(
             f"rank {store.rank} of {store.size}: FLASHLIGHT_CHECKS is 0 on {names(without)}, and "
             "not on the others; set it on all ranks, or on none"
         )
+
+
+def _processes(texts: Sequence[bytes]) -> tuple[Any, ...]:
+    processes, spaces, hosts, checked = zip(*map(json.loads, texts), strict=True)
+    without = [rank for rank, checks in enumerate(checked) if not checks]
+    return processes, spaces, hosts, needs_names(spaces), without
 
 
 def ranks_by_memory(store: Store) -> tuple[list[list[int]], str]:
@@ -149,38 +154,62 @@ def ranks_by_memory(store: Store) -> tuple[list[list[int]], str]:
     try:
         try:
             _native.load("shm")
-            file = MemoryFile(needs_names(store.spaces))
+            file = MemoryFile(store.named)
             os.posix_fallocate(file.fd, 0, len(nonce))
             os.pwrite(file.fd, nonce.encode(), 0)
         except (OSError, BackendUnavailableError) as error:
             problem = str(error)
-        host = [host_identity().decode(errors="backslashreplace"), domain]
-        offer = json.dumps([host, "" if file is None else file.path, nonce, problem])
-        offers = [json.loads(other) for other in store.exchange(offer.encode())]
-        unreadable = [_why_unreadable(other, domain) for other in offers]
-        readable = (rank for rank, why in enumerate(unreadable) if not why)
+        host = host_identity().decode(errors="backslashreplace")
+        path = "" if file is None else file.path
+        texts = store.exchange(json.dumps([host, domain, path, nonce, problem]).encode())
+        firsts, by_kernel = derived(texts, _by_place)
+        unreadable = {
+            rank: _why_unreadable(json.loads(texts[rank])[1:], domain)
+            for rank in by_kernel[_kernel(host)]
+        }
+        readable = (rank for rank, why in unreadable.items() if not why)
         first = store.rank if problem else next(readable, store.rank)
-        mine = json.dumps([first, unreadable])
-        answers = [json.loads(answer) for answer in store.exchange(mine.encode())]
+        first_here = firsts[host, domain]
+        answer = [first, first_here, problem or unreadable[first_here]]
+        answers = store.exchange(json.dumps(answer).encode())
     finally:
         if file is not None:
             file.close()
-    hosts, leaders = [host for host, *_ in offers], [leader for leader, _ in answers]
-    groups = [
-        [rank for rank, other in enumerate(leaders) if other == leader]
-        for leader in sorted(set(leaders))
-    ]
-    for rank, host in enumerate(hosts):
-        first = hosts.index(host)
-        if leaders[rank] != leaders[first]:
-            why = offers[rank][-1] or offers[first][-1] or answers[rank][1][first]
-            return groups, f"rank {rank} shares no memory with rank {first} of its host: {why}"
-    return groups, ""
+    return derived(answers, _by_leader)
 
 
-def _why_unreadable(offer: tuple[list[str], str, str, str], own_domain: str) -> str:
+def _kernel(host: str) -> str:
+    """Return what is the same for hosts that may share memory: see ``host_identity``."""
+    return host.partition(" ")[0]
+
+
+def _by_place(texts: Sequence[bytes]) -> tuple[dict[tuple[str, str], int], dict[str, list[int]]]:
+    """Return the first rank of each host and domain, and the ranks of each kernel."""
+    firsts: dict[tuple[str, str], int] = {}
+    by_kernel: dict[str, list[int]] = {}
+    for rank, (host, domain, *_) in enumerate(map(json.loads, texts)):
+        firsts.setdefault((host, domain), rank)
+        by_kernel.setdefault(_kernel(host), []).append(rank)
+    return firsts, by_kernel
+
+
+def _by_leader(texts: Sequence[bytes]) -> tuple[list[list[int]], str]:
+    """Return what ``ranks_by_memory`` does, given what the ranks have found."""
+    answers = [json.loads(text) for text in texts]
+    groups: dict[int, list[int]] = {}
+    for rank, (leader, _, _) in enumerate(answers):
+        groups.setdefault(leader, []).append(rank)
+    apart = ""
+    for rank, (leader, first, why) in enumerate(answers):
+        if leader != answers[first][0]:
+            apart = f"rank {rank} shares no memory with rank {first} of its host: {why}"
+            break
+    return [groups[leader] for leader in sorted(groups)], apart
+
+
+def _why_unreadable(offer: Sequence[str], own_domain: str) -> str:
     """Return "" if what another rank offers can be read here, else why not."""
-    (_, domain), path, nonce, problem = offer
+    domain, path, nonce, problem = offer
     if problem or domain != own_domain:
         return problem or f"FLASHLIGHT_MEMORY_DOMAIN is {domain!r} there"
     try:
@@ -218,19 +247,23 @@ class Card(NamedTuple):
 # addresses of all before anything connects, so an impossible route is an error at once, with its
 # reason.
 def address_between_hosts(
-    store: Store, hosts: Sequence[str], own: Sequence[Sequence[str]], interface: str
+    store: Store,
+    hosts: Sequence[str],
+    own: Sequence[Sequence[str]],
+    shared: Collection[str],
+    interface: str,
 ) -> str:
     """Return this rank's address for connections with other hosts. Collective, blocking.
 
     ``hosts`` are the identities of the ranks' hosts, of which there are several, ``own`` what
-    ``own_addresses`` returns on each; ``interface`` is what the user asks for here, or "".
+    ``own_addresses`` returns on each, and ``shared`` those of them that several hosts have;
+    ``interface`` is what the user asks for here, or "".
 
     Raises:
         RendezvousError: on every rank, where there is no address that other hosts could reach.
     """
     mine, first = hosts[store.rank], hosts[0]
     peer = next(rank for rank, host in enumerate(hosts) if (host == first) == (mine != first))
-    shared = _shared(zip(hosts, own, strict=True))
     targets = [address for address in own[peer] if address not in shared]
     card = Card(
         host=mine,
@@ -244,12 +277,16 @@ def address_between_hosts(
     )
     texts = store.exchange(json.dumps(card).encode())
     try:
-        return choose([Card(*json.loads(text)) for text in texts])[store.rank]
+        return derived(texts, _chosen)[store.rank]
     except ValueError as error:
         raise RendezvousError(
             f"rank {store.rank} of {store.size}: this job spans several hosts, and they cannot be "
             f"connected: {error}; {_REMEDY}"
         ) from error
+
+
+def _chosen(texts: Sequence[bytes]) -> list[str]:
+    return choose([Card(*json.loads(text)) for text in texts])
 
 
 def address_inside(interface: str) -> str:
@@ -280,11 +317,12 @@ def choose(cards: Sequence[Card]) -> list[str]:
     Raises:
         ValueError: there is none; says of which host, and why.
     """
-    shared = _shared((card.host, card.own) for card in cards)
+    shared = shared_addresses((card.host, card.own) for card in cards)
     by_host, translated = _connections(cards)
     proven = [card.wanted or by_host[card.host] for card in cards]
+    bad = {host: shared | seen.keys() if seen else shared for host, seen in translated.items()}
     usable = [
-        card.wanted or _usable(card, known, shared | translated[card.host].keys())
+        card.wanted or _usable(card, known, bad[card.host])
         for card, known in zip(cards, proven, strict=True)
     ]
     for rank, card in enumerate(cards):
@@ -339,7 +377,7 @@ def _connections(cards: Sequence[Card]) -> tuple[dict[str, list[str]], dict[str,
     return proven, translated
 
 
-def _shared(hosts: Iterable[tuple[str, Sequence[str]]]) -> set[str]:
+def shared_addresses(hosts: Iterable[tuple[str, Sequence[str]]]) -> set[str]:
     """Return the addresses that several hosts have."""
     owned = {(address, host) for host, addresses in hosts for address in addresses}
     count = Counter(address for address, _ in owned)
@@ -355,11 +393,15 @@ def _of_family(addresses: Iterable[str], family: AddressFamily) -> list[str]:
 
 def _check_wanted(cards: Sequence[Card], chosen: Sequence[str]) -> None:
     """Refuse equal addresses of different hosts where users have asked for them."""
-    places = list(zip(cards, chosen, strict=True))
-    for (card, address), (other, same) in itertools.product(places, places):
-        if card.asked and same == address and other.host != card.host:
+    having: dict[str, list[Card]] = {}
+    for card, address in zip(cards, chosen, strict=True):
+        having.setdefault(address, []).append(card)
+    for address, those in having.items():
+        asking = next((card for card in those if card.asked), None)
+        other = next((each for each in those if asking and each.host != asking.host), None)
+        if asking and other:
             raise ValueError(
-                f"{card.asked!r} is {address} on {card.name} and on {other.name}, so neither "
+                f"{asking.asked!r} is {address} on {asking.name} and on {other.name}, so neither "
                 "reaches the other by it"
             )
 

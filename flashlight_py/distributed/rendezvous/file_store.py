@@ -31,10 +31,10 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from flashlight_py import system
+from flashlight_py.distributed.rendezvous.gate import LONGEST_PAUSE
 from flashlight_py.distributed.rendezvous.meeting import MeetingPoint
 from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, Secret
 from flashlight_py.distributed.rendezvous.store import Peer, check_member, this_process
-from flashlight_py.distributed.rendezvous.tree import LONGEST_PAUSE
 from flashlight_py.distributed.rendezvous.wire import NobodyError, Offer, SilentError, claim
 from flashlight_py.errors import RendezvousError
 from flashlight_py.interfaces import listen_everywhere, own_addresses

@@ -1,31 +1,60 @@
-"""The gate of a rank: who connects to it, proves to be one of this run, and gets a place."""
+"""The gate of a rank: who connects to it and proves to be of this run; and its own way to a place.
+
+In a tree it asks rank 0 at the place of the meeting, and goes to whom that names; or, where another
+rank speaks for its host, to a socket inside the host.
+"""
 
 from __future__ import annotations
 
 import abc
 import errno
+import json
 import logging
+import math
 import os
+from functools import partial
 from selectors import EVENT_READ
+from socket import AF_UNIX, SOCK_STREAM
 from typing import TYPE_CHECKING
 
 from flashlight_py import system
-from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, REMEDY, Secret, nonce
-from flashlight_py.distributed.rendezvous.store import ANY_RANK
+from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, REMEDY, Secret, nonce, proof
+from flashlight_py.distributed.rendezvous.store import (
+    ANY_RANK,
+    FIRST_SECONDS,
+    Waiting,
+    not_arrived,
+    this_process,
+)
 from flashlight_py.distributed.rendezvous.wire import (
+    LEAF,
     PROOF_BYTES,
     Connection,
     Greeting,
     Handshake,
     Kind,
+    NobodyError,
+    Offer,
+    Place,
     WireError,
+    WrongServerError,
+    greet,
     user_of,
 )
 from flashlight_py.errors import RendezvousError
+from flashlight_py.interfaces import family_of
 
 if TYPE_CHECKING:
     from flashlight_py.distributed.rendezvous.meeting import MeetingPoint
 
+# Between two looks for rank 0, in seconds: ranks that start together meet at once, and a long wait
+# costs a file server ten requests a second.
+FIRST_PAUSE, PAUSE_GROWTH, LONGEST_PAUSE = 0.002, 1.5, 0.1
+# For so many seconds for each rank, rank 0 may be busy with the others.
+_EACH = 0.001
+# So long whom rank 0 has named may take to answer; and so long who has lost the one above it looks
+# for rank 0, which is gone where the run has failed meanwhile. In seconds.
+_ABOVE, _BEREFT = 5.0, 6.0
 # How long a short message may take, and a reason for failing is kept readable, in seconds.
 SHORTLY = 2.0
 # Connections that have proven nothing yet, beyond one per rank; more are a flood.
@@ -198,3 +227,157 @@ class Gate(abc.ABC):
         candidate.send(kind, words.encode(), system.monotonic() + SHORTLY)
         candidate.is_refused = True
         candidate.shut()
+
+
+class Seeker(Gate):
+    """A rank that looks for its place in the tree, where it may listen for others as well."""
+
+    def __init__(self, place: MeetingPoint) -> None:
+        super().__init__(place)
+        self._up: Connection | None = None  # to who is above
+        self._process = this_process()
+        self._seat = Place(place.rank, 0, 0, str(self._process))
+        self._number = place.rank  # or what rank 0 has given it
+        self._without = ANY_RANK  # who was above this rank and is not there
+        self._bereft = ""  # and that it has died, if it was there
+        self._deadline = math.inf
+        self._host, self._speaks = "", False  # where it listens for other hosts; for its own one
+
+    @abc.abstractmethod
+    def _failure(self, reason: str, joining: bool = False) -> RendezvousError:
+        """Notify all neighbours, and return the error to raise."""
+
+    @abc.abstractmethod
+    def _seated(self) -> None:
+        """Begin with what there is to be sent to who is above, who is new."""
+
+    def _join(self) -> None:
+        """Find this rank's place, trying again until the deadline, and have all sent there.
+
+        Nobody may be listening yet, or a rank 0 that is just ending. Where another rank speaks for
+        this host but has not come after a while, this one does.
+        """
+        place, pause = self._place, FIRST_PAUSE
+        is_first = self._round == 0  # else who is rank 0 is known
+        waiting = Waiting(f"rendezvous at {place.name}", place.first_report)
+        patience = (
+            min(FIRST_SECONDS, place.timeout / 4) if place.is_tree and place.local_rank else 0
+        )
+        speaks_from, problem = system.monotonic() + patience, ""
+        try:
+            while (now := system.monotonic()) < self._deadline:
+                for offer in place.offers() if is_first else [self._offer]:
+                    try:
+                        return self._reach(offer, is_inside=now < speaks_from)
+                    except NobodyError as error:  # noqa: PERF203 - each for itself
+                        problem = f": {offer.who}{error}"
+                        if now < speaks_from:
+                            continue
+                        if isinstance(error, WrongServerError) and not place.moves:
+                            raise self._failure(str(error)) from error
+                        if is_first:
+                            place.failed(offer)
+                # That rank 0 is merely late, it says itself once it is there.
+                says = problem or place.first_report is not None
+                waiting.look([0] if says else [], problem)
+                system.sleep(max(0.0, min(pause, self._deadline - now)))
+                pause = min(pause * PAUSE_GROWTH, LONGEST_PAUSE)
+        finally:
+            place.clear()
+        missing = self._bereft or not_arrived([0], self._size, place.timeout)
+        raise self._failure(f"{missing}{problem}; {place.remedy()}")
+
+    def _reach(self, offer: Offer, is_inside: bool, above: int = 0) -> None:
+        """Greet ``above`` and stay there, or go to whom it names.
+
+        Raises:
+            NobodyError: nobody who knows the secret is there, or whom rank 0 names is not.
+        """
+        place, at = self._place, offer.addresses
+        if is_inside:
+            at = [(self._name_inside(offer.secret), 0)]
+        patience = _ABOVE if above else place.patience
+        patience += self._size * _EACH if place.is_tree else 0
+        until = min(self._deadline, system.monotonic() + patience)
+        introduce = partial(self._introduce, is_asking=not (is_inside or above))
+        connection = greet(offer._replace(addresses=at), introduce, until)
+        place.secret = offer.secret.common
+        connection.trust(place.host_timeout)
+        if not (is_inside or above):
+            place.ends, self._offer = {0: connection.ends}, offer
+            self._speak(offer.secret)
+        try:
+            message = connection.take(until)
+        except WireError as error:
+            self._spoilt(connection, error)
+            raise NobodyError(str(error)) from error
+        if message is None or message.kind is not Kind.PLACE:
+            connection.wire.close()
+            if message is not None:
+                before = f"{self._bereft}; " if self._bereft else ""
+                reason = message.body.decode(errors="replace")
+                raise self._failure(f"{before}{reason}", joining=True)
+            raise NobodyError("who listens there has gone, or names no place")
+        seat = Place(*json.loads(message.body))
+        self._number = seat.rank
+        if not seat.host:
+            self._up, self._seat, self._without, self._bereft = connection, seat, ANY_RANK, ""
+            connection.rank = seat.parent
+            self.selector.register(connection.wire, EVENT_READ, connection)
+            self._seated()
+            return
+        try:
+            there = Offer([(seat.host, seat.port)], offer.secret)
+            self._reach(there, is_inside=False, above=seat.parent)
+        except NobodyError as error:
+            self._without = seat.parent
+            where = f"rank {seat.parent} ({seat.peer}) at {seat.host}:{seat.port}"
+            raise NobodyError(f"{where}, whom rank 0 names: {error}") from error
+        finally:
+            connection.wire.close()
+
+    def _introduce(self, connection: Connection, is_asking: bool) -> Greeting:
+        """Return who this is, and to who is asked for a place, where others may be below it."""
+        at = ""
+        if self._place.is_tree:
+            at = self._listen_at(connection.here) if is_asking else LEAF
+        return Greeting(self._number, self._size, self._process, at, self._without)
+
+    def _listen_at(self, here: tuple[str, int]) -> str:
+        """Listen at the address from which rank 0 was reached; return it and the port."""
+        host = here[0]
+        if not self._host.startswith(f"{host} "):
+            family = family_of(host)
+            try:
+                new = system.create_server(
+                    (host, 0, *here[2:]), family=family, backlog=self._backlog
+                )
+            except OSError as error:
+                raise self._place.error(
+                    f"cannot listen at {host}, for other hosts: {error}"
+                ) from error
+            self._listen(new)
+            self._host = f"{host} {new.getsockname()[1]}"
+        return self._host
+
+    def _speak(self, secret: Secret) -> None:
+        """Listen for the other ranks of this host, if it may have some and nobody else does."""
+        self._secret = secret
+        if self._speaks or not self._place.is_tree or self._place.local_rank is None:
+            return
+        listener = system.Socket(AF_UNIX, SOCK_STREAM)
+        try:
+            listener.bind(self._name_inside(secret))
+            listener.listen(self._backlog)
+        except OSError as error:
+            listener.close()
+            if error.errno != errno.EADDRINUSE:
+                raise self._place.error(f"cannot listen for ranks of this host: {error}") from error
+            return
+        self._listen(listener)
+        self._speaks = True
+
+    def _name_inside(self, secret: Secret) -> str:
+        """Return the name of the socket by which ranks of this host and run meet (unix(7))."""
+        facts = b"inside", self._place.name.encode(), str(self._size).encode()
+        return f"\0flashlight-{proof(secret.given or secret.of_user, *facts).hex()}"

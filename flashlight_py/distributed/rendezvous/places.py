@@ -61,6 +61,8 @@ class Places:
 
     def __init__(self, peer: Peer) -> None:
         self.given: dict[int, bytes] = {}  # in this round, by rank
+        # Whether all were asked what they have, and who has shown something since.
+        self.asked, self.shown = False, set[int]()
         self.left: dict[int, str] = {}  # those that were here and have gone, and which these were
         self._who: dict[int, bytes] = {}
         self._above: dict[int, int] = {}
@@ -75,6 +77,14 @@ class Places:
             self._lowest += 1
         return self._lowest
 
+    def begin(self, payload: bytes) -> None:
+        """Begin a round, in which rank 0 gives ``payload``."""
+        self.given, self.asked = {0: payload}, False
+
+    def ask(self) -> None:
+        """Note that all are asked what they have."""
+        self.asked, self.shown = True, set()
+
     def take(self, body: bytes) -> str:
         """Note what entries say; returns why two of them contradict each other, or ""."""
         for rank, above, who, payload in _entries(body):
@@ -85,6 +95,7 @@ class Places:
                 self._who[rank], self._above[rank] = who, above
                 self.left.pop(rank, None)
             self.given[rank] = payload
+            self.shown.add(rank)
         return ""
 
     def is_claimed(self, rank: int, who: bytes) -> bool:
@@ -114,9 +125,17 @@ class Places:
         self._lowest = min(self._lowest, rank)
 
     def missing(self, size: int) -> list[int]:
-        """Return who has given nothing, but for those of whom only who is above them can tell."""
-        silent = set(range(size)) - self.given.keys()
-        return [rank for rank in sorted(silent) if self._above.get(rank) not in silent]
+        """Return who has given nothing. Of whom that is who is above: who has not ``shown`` that.
+
+        Whoever is there shows it when asked, so what does not come from below is held up there.
+        """
+        named = set()
+        for rank in set(range(size)) - self.given.keys():
+            each = rank
+            while (above := self._above.get(each, 0)) and self.asked and above not in self.shown:
+                each = above
+            named.add(each)
+        return sorted(named)
 
     def admit(self, rank: int, peer: Peer) -> None:
         """Note that ``rank``, a process ``peer``, is right below rank 0."""

@@ -13,7 +13,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, SupportsIndex, TypeVar, overload
 
 from flashlight_py import system
-from flashlight_py.errors import RendezvousError
 
 # The rank of a process that takes whichever is free.
 ANY_RANK = -1
@@ -37,7 +36,9 @@ class Store(abc.ABC):
     processes: Sequence[str] = ()  # which process each rank is, for messages; empty: not known yet
     numbers: Sequence[int] = ()  # the ranks' among ``total``, where these are part of more
     total: int = 0
+    hosts: Sequence[str] = ()  # identities of the ranks' hosts; empty: not known yet
     spaces: Sequence[str] = ("",)  # equal for those that see each other's processes; "": not known
+    named = True  # memory that all might share is a file with a name, since not all are known to
     # Of each rank that is connected with this one for the rendezvous: the address and port of our
     # end, and of the other.
     ends: Mapping[int, tuple[Any, Any]] = MappingProxyType({})
@@ -128,6 +129,10 @@ def derived(payloads: Sequence[bytes], make: Callable[..., _Made], *more: Hashab
     return make(payloads, *more)
 
 
+def _part(payloads: Sequence[bytes], ranks: Sequence[int]) -> Roster:
+    return Roster.of([payloads[rank] for rank in ranks])
+
+
 class Kin(NamedTuple):
     """Ranks of a group that are to be one of their own, on connections that ``whole`` has.
 
@@ -157,6 +162,7 @@ class SubStore(Store):
         self._ranks = list(ranks)
         self.rank, self.size = self._ranks.index(store.rank), len(self._ranks)
         self.processes = [store.processes[rank] for rank in self._ranks] if store.processes else ()
+        self.hosts = [store.hosts[rank] for rank in self._ranks] if store.hosts else ()
         self.numbers, self.total = self._ranks, store.size
         if len(store.spaces) == store.size:
             self.spaces = [store.spaces[rank] for rank in self._ranks]
@@ -165,8 +171,7 @@ class SubStore(Store):
 
     def exchange(self, payload: bytes) -> Sequence[bytes]:
         """Pass ``payload`` and return that of every rank of the sub-store; see ``Store``."""
-        everyone = self._store.exchange(payload)
-        return [everyone[rank] for rank in self._ranks]
+        return derived(self._store.exchange(payload), _part, tuple(self._ranks))
 
     def close(self) -> None:
         """Do nothing: the store that is wrapped is closed by whoever made it."""
@@ -246,24 +251,24 @@ def check_member(rank: int, size: int, timeout: float) -> None:
         raise ValueError(f"the timeout must be more than 0 seconds, got {timeout}")
 
 
-def check_apart(rank: int, peers: Sequence[Peer]) -> None:
-    """Refuse ranks that are one process, given the process of each.
+def why_not_apart(peers: Sequence[Peer]) -> str:
+    """Return which ranks are one process, as threads of it may be, given the process of each.
 
-    Raises:
-        RendezvousError: two are, as two threads of it may be; so on every rank.
+    "" if none are: this is an error on every rank.
     """
     ranks: dict[Peer, list[int]] = {}
-    for other, peer in enumerate(peers):
+    for rank, peer in enumerate(peers):
         if peer.machine:
-            ranks.setdefault(peer, []).append(other)
+            ranks.setdefault(peer, []).append(rank)
     for peer, same in ranks.items():
         if len(same) > 1:
-            raise RendezvousError(
-                f"rank {rank} of {len(peers)}: {name_ranks(same)} are one process ({peer}), "
-                "as threads of a Dask worker may be: a rank is a process of its own, since there "
-                "is one world in each. Start one process for each rank, with Dask workers of one "
-                "thread (processes=True, threads_per_worker=1)"
+            return (
+                f"{name_ranks(same)} are one process ({peer}), as threads of a Dask worker may be: "
+                "a rank is a process of its own, since there is one world in each. Start one "
+                "process for each rank, with Dask workers of one thread (processes=True, "
+                "threads_per_worker=1)"
             )
+    return ""
 
 
 def name_ranks(ranks: Iterable[int]) -> str:

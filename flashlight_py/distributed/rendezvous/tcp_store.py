@@ -191,14 +191,14 @@ def _handed_over(port: int) -> system.Socket | None:
     text = system.environ.get(LISTENER, "")
     descriptor = int(text) if text.isdecimal() else -1
     try:
-        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+        if not stat.S_ISSOCK(system.fstat(descriptor).st_mode):
             return None
     except OSError:
         return None
     listener = system.Socket(fileno=system.dup(descriptor))
     is_listening = listener.getsockopt(SOL_SOCKET, SO_ACCEPTCONN)
     if is_listening and listener.getsockname()[1:2] == (port,):
-        os.set_inheritable(descriptor, False)
+        system.set_inheritable(descriptor, False)
         return listener
     listener.close()
     return None

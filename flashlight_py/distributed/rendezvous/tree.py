@@ -11,65 +11,49 @@ Whoever sees why the meeting fails tells all neighbours, and these theirs.
 
 from __future__ import annotations
 
-import errno
 import itertools
 import json
 import logging
 import math
 from contextlib import suppress
-from functools import partial
 from operator import itemgetter
-from selectors import EVENT_READ
-from socket import AF_UNIX, SOCK_STREAM
 from typing import TYPE_CHECKING, Any
 
 from flashlight_py import system
-from flashlight_py.distributed.rendezvous.gate import SHORTLY, Gate
+from flashlight_py.distributed.rendezvous.gate import SHORTLY, Seeker
 from flashlight_py.distributed.rendezvous.places import Places, entry, identity
-from flashlight_py.distributed.rendezvous.secret import REMEDY, Secret, proof
+from flashlight_py.distributed.rendezvous.secret import REMEDY
 from flashlight_py.distributed.rendezvous.store import (
     ANY_RANK,
-    FIRST_SECONDS,
     Roster,
     Waiting,
     cannot_be_reached,
     name_ranks,
     not_arrived,
-    this_process,
 )
 from flashlight_py.distributed.rendezvous.wire import (
     LEAF,
     Connection,
     Greeting,
     Kind,
-    NobodyError,
-    Offer,
     Place,
     WireError,
-    WrongServerError,
-    greet,
 )
 from flashlight_py.errors import RendezvousError
-from flashlight_py.interfaces import family_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from flashlight_py.distributed.rendezvous.meeting import MeetingPoint
 
-# Between two looks for rank 0, in seconds: ranks that start together meet at once, and a long wait
-# costs a file server ten requests a second.
-FIRST_PAUSE, PAUSE_GROWTH, LONGEST_PAUSE = 0.002, 1.5, 0.1
 # So long rank 0 may take to report who is missing, in seconds; and more for each rank in between.
 _ANSWER, _MORE = 2.0, 0.25
 # So long rank 0 waits until all have shown what they have, in seconds.
 _SETTLE = 1.0
-# For so many seconds for each rank, rank 0 may be busy with the others.
-_EACH = 0.001
 _log = logging.getLogger("flashlight_py")
 
 
-class Node(Gate):
+class Node(Seeker):
     """This rank in the tree: below another one, but for rank 0, and above others perhaps.
 
     Raises:
@@ -79,24 +63,17 @@ class Node(Gate):
     def __init__(self, place: MeetingPoint) -> None:
         super().__init__(place)
         self.members: dict[int, Connection] = {}  # right below
-        self._up: Connection | None = None
         self._is_root = place.rank == 0
-        process = this_process()
-        self._processes = {place.rank: process}
-        self._seat = Place(place.rank, 0, 0, str(process))
-        self._number = place.rank  # or what rank 0 has given it
-        self._has_handed_over = False
-        self._places = Places(process)  # of rank 0
+        self._processes = {place.rank: self._process}
+        self._places = Places(self._process)  # of rank 0
         self._own, self._roster = b"", b""
-        self._deadline = math.inf
         self._pending: list[tuple[Kind, bytes]] = []  # to be sent up
         self._log: list[tuple[int, Kind, bytes]] = []  # what has been, in the first round, by whom
         self._complete: set[int] = set()  # of members: those that have given all in this round
         self._shows = True  # what is there goes up before all is
         self._is_late = False  # time is up, and those above know it
         self._is_leaving, self._gone = False, set[int]()
-        self._without = ANY_RANK  # who was above this rank and is not there
-        self._host, self._inside = "", False  # where it listens for other hosts; for its own one
+        self._has_handed_over = False
         # Of rank 0: who has joined from where, and whom a stranger could have come before.
         self._ends: dict[int, tuple[Any, Any]] = {}
         self._unproven: set[int] = set()
@@ -114,14 +91,15 @@ class Node(Gate):
         self._own, self._roster, self._complete = payload, b"", set()
         self._shows, self._is_late = self._round == 0, False
         self._pending = [(Kind.PART, self._entry())] if self._round else []
-        self._places.given = {0: payload}
+        self._places.begin(payload)
         if self._is_root:
             self._speak(place.known)
         waiting = Waiting(f"rendezvous at {place.name}{place.note}", place.first_report)
         self._pass_on()
         while not self._roster:
             is_over = system.monotonic() >= self._deadline
-            self._serve(min(self._deadline, waiting.due, place.next_look))
+            due = min(waiting.due, place.next_look) if self._is_root else math.inf
+            self._serve(min(self._deadline, due))
             self._pass_on()
             if not self._roster:
                 if is_over and system.monotonic() >= self._deadline:  # it may have been moved
@@ -132,7 +110,7 @@ class Node(Gate):
         return Roster(self._roster)
 
     def _entry(self) -> bytes:
-        who = b"" if self._round else identity(self._processes[self._place.rank])
+        who = b"" if self._round else identity(self._process)
         return entry(self._seat.rank, self._seat.parent, who, self._own)
 
     def _pass_on(self) -> None:
@@ -228,6 +206,7 @@ class Node(Gate):
             self._deadline = min(self._deadline, system.monotonic())
         elif is_up:
             self._shows = True
+            self._pending.append((Kind.PART, self._entry()))
             self._ask(self._complete)
         elif not self._is_late:
             self._time_is_up()
@@ -241,13 +220,14 @@ class Node(Gate):
         self._drop(connection)
         if not (is_up or is_member):
             return
-        who = self._who(connection)
+        died = f"{self._who(connection)} has died or exited: it closed the connection"
         if is_up:
             self._up, self._without = None, rank or ANY_RANK
+            self._bereft = died if rank else ""  # another rank 0 may come at any time
         else:
             del self.members[rank]
         if self._round > 0 or (is_up and rank == 0 and not self._place.moves):
-            raise self._failure(f"{who} has died or exited: it closed the connection")
+            raise self._failure(died)
         if self._is_root:
             self._places.lose(rank, 0)
         elif is_member:
@@ -275,10 +255,11 @@ class Node(Gate):
                 raise self._failure(not_arrived([above], self._size, place.timeout))
             self._up.send(Kind.LATE, str(self._round).encode(), now + _ANSWER)
             self._deadline = now + _ANSWER + _MORE * (self._seat.depth - 1)
-        elif self._is_late or self._round == 0 or not place.is_tree:
+        elif self._is_late or not place.is_tree:
             missing = self._places.missing(self._size) or [0]
             raise self._failure(self._not_arrived(missing))
         else:
+            self._places.ask()
             self._ask(self._complete)
             self._deadline = now + _SETTLE
         self._is_late = True
@@ -299,139 +280,12 @@ class Node(Gate):
         strangers = f"processes on {hosts} were turned away, as they know another secret: {REMEDY}"
         return f"{sentence}{left}; {self._place.remedy()}{f'; {strangers}' if hosts else ''}"
 
-    # Who is above ---------------------------------------------------------------------------------
-
-    def _join(self) -> None:
-        """Find this rank's place, trying again until the deadline, and have all sent there.
-
-        Nobody may be listening yet, or a rank 0 that is just ending. Where another rank speaks for
-        this host but has not come after a while, this one does.
-        """
-        place, pause = self._place, FIRST_PAUSE
-        is_first = self._round == 0  # else who is rank 0 is known
-        waiting = Waiting(f"rendezvous at {place.name}", place.first_report)
-        patience = (
-            min(FIRST_SECONDS, place.timeout / 4) if place.is_tree and place.local_rank else 0
-        )
-        speaks_from, problem = system.monotonic() + patience, ""
-        try:
-            while (now := system.monotonic()) < self._deadline:
-                for offer in place.offers() if is_first else [self._offer]:
-                    try:
-                        return self._reach(offer, is_inside=now < speaks_from)
-                    except NobodyError as error:  # noqa: PERF203 - each for itself
-                        problem = f": {offer.who}{error}"
-                        if now < speaks_from:
-                            continue
-                        if isinstance(error, WrongServerError) and not place.moves:
-                            raise self._failure(str(error)) from error
-                        if is_first:
-                            place.failed(offer)
-                # That rank 0 is merely late, it says itself once it is there.
-                says = problem or place.first_report is not None
-                waiting.look([0] if says else [], problem)
-                system.sleep(max(0.0, min(pause, self._deadline - now)))
-                pause = min(pause * PAUSE_GROWTH, LONGEST_PAUSE)
-        finally:
-            place.clear()
-        missing = not_arrived([0], self._size, place.timeout)
-        raise self._failure(f"{missing}{problem}; {place.remedy()}")
-
-    def _reach(self, offer: Offer, is_inside: bool, above: int = 0) -> None:
-        """Greet ``above`` and stay there, or go to whom it names.
-
-        Raises:
-            NobodyError: nobody who knows the secret is there, or whom rank 0 names is not.
-        """
-        place, at = self._place, offer.addresses
-        if is_inside:
-            at = [(self._name_inside(offer.secret), 0)]
-        patience = place.patience + (self._size * _EACH if place.is_tree else 0)
-        until = min(self._deadline, system.monotonic() + patience)
-        introduce = partial(self._introduce, is_asking=not (is_inside or above))
-        connection = greet(offer._replace(addresses=at), introduce, until)
-        place.secret = offer.secret.common
-        connection.trust(place.host_timeout)
-        if not (is_inside or above):
-            place.ends, self._offer = {0: connection.ends}, offer
-            self._speak(offer.secret)
-        try:
-            message = connection.take(until)
-        except WireError as error:
-            self._spoilt(connection, error)
-            raise NobodyError(str(error)) from error
-        if message is None or message.kind is not Kind.PLACE:
-            connection.wire.close()
-            if message is not None:
-                raise self._failure(message.body.decode(errors="replace"), joining=True)
-            raise NobodyError("who listens there has gone, or names no place")
-        seat = Place(*json.loads(message.body))
-        self._number = seat.rank
-        if not seat.host:
-            self._up, self._seat, self._without = connection, seat, ANY_RANK
-            connection.rank = seat.parent
-            self.selector.register(connection.wire, EVENT_READ, connection)
-            if self._round == 0:
-                again = ((kind, body) for _, kind, body in self._log)
-                self._pending = [(Kind.PART, self._entry()), *again]
-            return
-        try:
-            there = Offer([(seat.host, seat.port)], offer.secret)
-            self._reach(there, is_inside=False, above=seat.parent)
-        except NobodyError as error:
-            self._without = seat.parent
-            where = f"rank {seat.parent} ({seat.peer}) at {seat.host}:{seat.port}"
-            raise NobodyError(f"{where}, whom rank 0 names: {error}") from error
-        finally:
-            connection.wire.close()
-
-    def _introduce(self, connection: Connection, is_asking: bool) -> Greeting:
-        """Return who this is, and to who is asked for a place, where others may be below it."""
-        process, at = self._processes[self._place.rank], ""
-        if self._place.is_tree:
-            at = self._listen_at(connection.here) if is_asking else LEAF
-        return Greeting(self._number, self._size, process, at, self._without)
+    def _seated(self) -> None:
+        if self._round == 0:
+            again = ((kind, body) for _, kind, body in self._log)
+            self._pending = [(Kind.PART, self._entry()), *again]
 
     # Who is below ---------------------------------------------------------------------------------
-
-    def _listen_at(self, here: tuple[str, int]) -> str:
-        """Listen at the address from which rank 0 was reached; return it and the port."""
-        host = here[0]
-        if not self._host.startswith(f"{host} "):
-            family = family_of(host)
-            try:
-                new = system.create_server(
-                    (host, 0, *here[2:]), family=family, backlog=self._backlog
-                )
-            except OSError as error:
-                raise self._place.error(
-                    f"cannot listen at {host}, for other hosts: {error}"
-                ) from error
-            self._listen(new)
-            self._host = f"{host} {new.getsockname()[1]}"
-        return self._host
-
-    def _speak(self, secret: Secret) -> None:
-        """Listen for the other ranks of this host, if it may have some and nobody else does."""
-        self._secret = secret
-        if self._inside or not self._place.is_tree or self._place.local_rank is None:
-            return
-        listener = system.Socket(AF_UNIX, SOCK_STREAM)
-        try:
-            listener.bind(self._name_inside(secret))
-            listener.listen(self._backlog)
-        except OSError as error:
-            listener.close()
-            if error.errno != errno.EADDRINUSE:
-                raise self._place.error(f"cannot listen for ranks of this host: {error}") from error
-            return
-        self._listen(listener)
-        self._inside = True
-
-    def _name_inside(self, secret: Secret) -> str:
-        """Return the name of the socket by which ranks of this host and run meet (unix(7))."""
-        facts = b"inside", self._place.name.encode(), str(self._size).encode()
-        return f"\0flashlight-{proof(secret.given or secret.of_user, *facts).hex()}"
 
     def _admit(self, candidate: Connection, greeting: Greeting) -> None:
         """Give a process its place, here or elsewhere, or report why there is none for it.

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -37,10 +37,11 @@ from flashlight_py.distributed.rendezvous.store import (
     Peer,
     Store,
     SubStore,
-    check_apart,
     check_member,
+    derived,
     host_identity,
     this_process,
+    why_not_apart,
 )
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
 from flashlight_py.distributed.start import blas
@@ -59,6 +60,7 @@ from flashlight_py.errors import (
 )
 from flashlight_py.interfaces import own_addresses
 
+_MOST_SIZES = 16  # of hosts, that ``describe`` tells
 _MPI_LAUNCHERS = ("openmpi", "pmi", "mvapich")
 _log = logging.getLogger("flashlight_py")
 
@@ -330,27 +332,49 @@ def meet(create: StoreFactory, settings: Settings) -> World:
     return world
 
 
+class _Cards(NamedTuple):
+    """What follows from the first cards of all ranks alone, as ``addresses`` of each."""
+
+    hosts: Sequence[str]
+    near: Mapping[str, Sequence[int]]  # the ranks of each host
+    cores: Sequence[str]  # bits of hexadecimal numbers
+    addresses: Sequence[Sequence[str]]
+    shared: Collection[str]  # addresses of several hosts
+    twins: str  # which ranks are one process
+    job: str  # its name is that which rank 0 has for it
+
+    @classmethod
+    def read(cls, texts: Sequence[bytes]) -> _Cards:
+        cards = [json.loads(text) for text in texts]
+        hosts, jobs, cores, _, peers, addresses = zip(*cards, strict=True)
+        near: dict[str, list[int]] = {}
+        for rank, host in enumerate(hosts):
+            near.setdefault(host, []).append(rank)
+        shared = topology.shared_addresses(zip(hosts, addresses, strict=True))
+        twins = why_not_apart([Peer(*peer) for peer in peers])
+        return cls(hosts, near, cores, addresses, shared, twins, jobs[0])
+
+
+def _job_key(texts: Sequence[bytes], secret: bytes) -> bytes:
+    return proof(secret, *texts)
+
+
 def _connect(store: Store, settings: Settings) -> World:
     host = host_identity().decode(errors="backslashreplace")
-    mine = {
-        "host": host,
-        "job": new_job(),
-        "cores": sorted(os.sched_getaffinity(0)),
-        "nonce": nonce().hex(),
-        "process": this_process(),
-        "addresses": own_addresses(),
-    }
+    bits = sum(1 << core for core in os.sched_getaffinity(0))
+    job = new_job() if store.rank == 0 else ""
+    mine = [host, job, f"{bits:x}", nonce().hex(), this_process(), own_addresses()]
     texts = store.exchange(json.dumps(mine).encode())
     # Also where the exchange can be overheard, nobody without the secret can make this key.
-    settings = replace(settings, job_key=proof(store.secret, *texts))
-    cards = [json.loads(text) for text in texts]
-    check_apart(store.rank, [Peer(*card["process"]) for card in cards])
-    hosts = [card["host"] for card in cards]
-    near = [rank for rank, other in enumerate(hosts) if other == host]
+    settings = replace(settings, job_key=derived(texts, _job_key, store.secret))
+    cards = derived(texts, _Cards.read)
+    if cards.twins:
+        raise RendezvousError(f"rank {store.rank} of {store.size}: {cards.twins}")
+    near = cards.near[host]
     local_rank, local_size = near.index(store.rank), len(near)
     if local_size < store.size:
-        everyones = [card["addresses"] for card in cards]
-        address = topology.address_between_hosts(store, hosts, everyones, settings.interface)
+        where = cards.hosts, cards.addresses, cards.shared
+        address = topology.address_between_hosts(store, *where, settings.interface)
         settings = replace(settings, address=address)
     connection = connect(store, settings)
     if connection.problem and store.rank == 0:
@@ -358,11 +382,14 @@ def _connect(store: Store, settings: Settings) -> World:
     rule = topology.DeviceRule(store.rank, local_rank, settings.max_device_per_node)
     group = ProcessGroup(connection.backend, None, _joiner(rule, settings))
     _join_gpus_at_once(group, settings)
-    cores = [{*cards[rank]["cores"]} for rank in near]
+    cores = [_numbers(cards.cores[rank]) for rank in near]
     threads = fair_share(local_rank, cores) if local_size > 1 else 0
-    # The job's name is that which rank 0 has for it.
-    job = cards[0]["job"]
-    return World(group, local_rank, local_size, connection.why, rule, job, threads=threads)
+    how = connection.why, rule, cards.job
+    return World(group, local_rank, local_size, *how, threads=threads)
+
+
+def _numbers(bits: str) -> set[int]:
+    return {number for number, bit in enumerate(f"{int(bits, 16):b}"[::-1]) if bit == "1"}
 
 
 def _joiner(rule: topology.DeviceRule, settings: Settings) -> Joiner:
@@ -469,7 +496,7 @@ def _shared(store: Store, settings: Settings, hosts: Sequence[Sequence[int]], ap
         except BackendUnavailableError as error:
             problem = str(error)
     problems = store.exchange(problem.encode(errors="backslashreplace"))
-    failed = next((text.decode() for text in problems if text), "")
+    failed = derived(problems, _first_text)
     if failed:
         inside.close()
         why = f"shared memory cannot be used: {failed}"
@@ -480,20 +507,25 @@ def _shared(store: Store, settings: Settings, hosts: Sequence[Sequence[int]], ap
     backend = HierarchicalBackend(
         store.rank, hosts, inside, between, flat, settings.timeout, settings.checks
     )
-    sizes = ", ".join(str(len(host)) for host in hosts)
-    why = f"{len(hosts)} hosts with {sizes} ranks: shared memory inside, Gloo between"
+    sizes = ", ".join(str(len(host)) for host in hosts[:_MOST_SIZES])
+    more = ", ..." if len(hosts) > _MOST_SIZES else ""
+    why = f"{len(hosts)} hosts with {sizes}{more} ranks: shared memory inside, Gloo between"
     return Choice(backend, f"{why}{apart and f'; {apart}'}", apart)
+
+
+def _first_text(texts: Sequence[bytes]) -> str:
+    return next((text.decode() for text in texts if text), "")
 
 
 def _between(
     store: Store, settings: Settings, hosts: Sequence[Sequence[int]], local: int
 ) -> tuple[Backend, Backend | None]:
-    """Join all ranks, and those that are number ``local`` on their hosts; three exchanges."""
+    """Join all ranks, and those that are number ``local`` on their hosts; two exchanges."""
     settings = replace(settings, timeout=between_hosts(settings.timeout))
     # What is refused late would reach half a call, of which a part was made elsewhere.
     flat = _gloo(store, settings, lazily=True, at_once=True)
     if local >= min(map(len, hosts)):
-        for _ in range(0 if store.kin else 2):
+        if store.kin is None:
             store.exchange(b"")
         return flat, None
     leading = SubStore(store, [host[local] for host in hosts])
@@ -507,7 +539,7 @@ def _gloo(
     is_watched: bool = False,
     at_once: bool = False,
 ) -> Backend:
-    """Connect through Gloo, on the loopback where that joins all; two exchanges.
+    """Connect through Gloo, on the loopback where that joins all; one exchange.
 
     None where the ranks are part of a group with connections.
     """
@@ -515,15 +547,14 @@ def _gloo(
         backend: Backend = store.kin.whole.part(store, settings.timeout)
         return backend
     _native.load("gloo")
-    identities = store.exchange(host_identity())
-    one_host = len(set(identities)) == 1
+    one_host = all(host == store.hosts[0] for host in store.hosts)
     return GlooBackend(
         store,
         topology.address_inside(settings.interface) if one_host else settings.address,
         settings.timeout,
         settings.joining_seconds,
         settings.job_key,
-        identities,
+        store.hosts,
         settings.host_timeout,
         lazily,
         is_watched,

@@ -1,0 +1,82 @@
+"""Simulates the start of a job, a death in the middle of it, and the faults of a seed.
+
+python -m tests.simulation --ranks 1000 --seed 7
+python -m tests.simulation --ranks 256 --seed 7 --faults       (replays one schedule)
+python -m tests.simulation --night 10000 --seed 0              (schedules at 64 to 256 ranks)
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import random
+import signal
+import sys
+
+from tests.simulation.faults import trial
+from tests.simulation.scenario import Start
+
+
+def report(ranks: int, seed: int) -> str:
+    """Return the line about a start of ``ranks``, and about another one in which a rank dies."""
+    start = Start(ranks, seed).run()
+    if start.errors:
+        raise next(iter(start.errors.values()))
+    up = max(start.up.values())
+    first, most = start.processes[0], max(each.most_connections for each in start.processes)
+    other = Start(ranks, seed)
+    victim = other.world.random.randrange(1, ranks)
+    died = up * other.world.random.uniform(0.5, 0.9)
+    other.world.at(died, other.processes[victim].end, -signal.SIGKILL)
+    other.run()
+    known = max(other.ended.values(), default=died) - died
+    return (
+        f"ranks {ranks} up {up:.3g} s, death known {known:.3g} s, connections {most}, "
+        f"rank 0 {first.most_memory / 1e6:.1f} MB, {start.world.messages:.2g} messages"
+    )
+
+
+def replay(seed: int, ranks: int) -> bool:
+    """Show a schedule and what came of it; True if all is well."""
+    start, faults, wrong = trial(seed, ranks)
+    for fault in sorted(faults):
+        print(f"{fault.at:8.3f} s  {fault.what}")
+    print(f"{start.world.loss:.0%} of messages are lost; {len(start.up)} of {ranks} ranks are up")
+    for words in sorted({str(error).partition(": ")[2] for error in start.errors.values()})[:3]:
+        print(f"  {words}")
+    for words in wrong:
+        print(f"WRONG: {words}")
+    return not wrong
+
+
+def night(first: int, count: int) -> int:
+    """Try schedules; return how many of them end wrongly."""
+    failed = 0
+    for seed in range(first, first + count):
+        ranks = random.Random(seed).choice((64, 64, 64, 128, 256))
+        _, _, wrong = trial(seed, ranks)
+        for words in wrong:
+            print(f"make simulate SEED={seed} RANKS={ranks}: {words}", flush=True)
+        failed += bool(wrong)
+    print(f"{count} schedules, {failed} of which end wrongly")
+    return failed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    parser.add_argument("--ranks", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--faults", action="store_true", help="replay the seed's schedule")
+    parser.add_argument("--night", type=int, metavar="COUNT", help="try so many schedules")
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)
+    if options.night:
+        return min(1, night(options.seed, options.night))
+    if options.faults:
+        return 0 if replay(options.seed, options.ranks) else 1
+    print(report(options.ranks, options.seed))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

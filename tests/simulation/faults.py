@@ -1,0 +1,162 @@
+"""What goes wrong in a start, as a seed decides, and what has to be true whatever does."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from flashlight_py.distributed.rendezvous import wire
+from flashlight_py.distributed.rendezvous.secret import nonce
+from tests.simulation.network import divide
+from tests.simulation.scenario import PORT, Start, gather, meet
+from tests.simulation.world import Process, me
+
+TIMEOUT = 30.0  # of the ranks, in seconds
+# So long a host or a process may be away without harm: hosts are lost after 5 s, and what was sent
+# meanwhile arrives a little later than they are back.
+HARMLESS = 2.0
+# After the last fault everybody has ended within the timeout and what it takes to say so.
+BOUND = TIMEOUT + 10.0
+
+
+class Fault(NamedTuple):
+    """What happens at a time, in words, and which ranks an error has to name; none: no error."""
+
+    at: float
+    what: str
+    happen: Callable[[], object]
+    culprits: Sequence[int] = ()
+
+
+def schedule(start: Start, most: int = 3) -> list[Fault]:
+    """Return what happens in ``start``: some harmless faults, and often one that is not."""
+    random, world = start.world.random, start.world
+    length = 1e-3 * start.ranks + 0.05  # about as long as it takes
+    world.loss = random.choice((0.0, 0.0, 0.01, 0.05))
+    faults = [
+        random.choice(_HARMLESS)(start, random.uniform(0, length))
+        for _ in range(random.randint(0, most))
+    ]
+    if random.random() < 0.8:
+        faults.append(random.choice(_HARMFUL)(start, random.uniform(0, length)))
+    for fault in faults:
+        world.at(fault.at, fault.happen)
+    return faults
+
+
+def _rank_dies(start: Start, at: float) -> Fault:
+    rank = start.world.random.randrange(start.ranks)
+    end = partial(start.processes[rank].end, -signal.SIGKILL)
+    return Fault(at, f"rank {rank} is killed", end, [rank])
+
+
+def _rank_stops(start: Start, at: float) -> Fault:
+    rank = start.world.random.randrange(start.ranks)
+    stop = partial(start.processes[rank].receive, signal.SIGSTOP)
+    return Fault(at, f"rank {rank} is stopped for good", stop, [rank])
+
+
+def _host_is_cut_off(start: Start, at: float) -> Fault:
+    host = start.world.random.choice(start.hosts)
+    ranks = [rank for rank in range(start.ranks) if start.host_of(rank) is host]
+    return Fault(at, f"{host.name} is cut off", partial(divide, start.world, [host], 1), ranks)
+
+
+def _rank_rests(start: Start, at: float) -> Fault:
+    rank, world = start.world.random.randrange(start.ranks), start.world
+    process, seconds = start.processes[rank], world.random.uniform(0, HARMLESS)
+    world.at(at + seconds, process.receive, signal.SIGCONT)
+    stop = partial(process.receive, signal.SIGSTOP)
+    return Fault(at, f"rank {rank} is stopped for {seconds:.2f} s", stop)
+
+
+def _hosts_part(start: Start, at: float) -> Fault:
+    world, seconds = start.world, start.world.random.uniform(0, HARMLESS)
+    some = world.random.sample(start.hosts, world.random.randint(1, max(1, len(start.hosts) // 2)))
+    world.at(at + seconds, divide, world, some, 0)
+    what = f"{len(some)} hosts are out of reach for {seconds:.2f} s"
+    return Fault(at, what, partial(divide, world, some, 2))
+
+
+def _host_is_slow(start: Start, at: float) -> Fault:
+    host, times = start.world.random.choice(start.hosts), start.world.random.uniform(2, 50)
+    return Fault(at, f"{host.name} is slow", partial(setattr, host, "slowness", times))
+
+
+def _stranger_comes(start: Start, at: float) -> Fault:
+    world = start.world
+    host, manner = world.random.choice(start.hosts), world.random.randrange(4)
+    garbage = world.random.randbytes(world.random.randint(1, 10_000))
+
+    def come() -> None:
+        Process(host, partial(_bother, manner, garbage), {})
+
+    return Fault(at, f"a stranger comes from {host.name} (manner {manner})", come)
+
+
+def _bother(manner: int, garbage: bytes) -> int:
+    """Connect to rank 0 and send garbage, half a message, no proof of the secret, or nothing."""
+    attempts = wire.Attempts([("host1", PORT)])
+    for wire_ in attempts.connected(me().world.clock() + 20.0):
+        wire_.settimeout(20.0)
+        hello = b"FLrv" + garbage[:40]
+        whole = wire._HEADER.pack(b"FLrv", wire._VERSION, wire.Kind.HELLO, 32) + nonce()
+        proof = wire._HEADER.pack(b"FLrv", wire._VERSION, wire.Kind.PROOF, len(garbage) % 4096)
+        messages = ([garbage], [hello], [whole, proof + garbage[: len(garbage) % 4096]], [])[manner]
+        try:
+            for message in messages:
+                wire_.sendall(message)
+            while wire_.recv(1000):
+                pass
+        except OSError:
+            pass
+        wire_.close()
+        break
+    return 0
+
+
+_HARMLESS = (_rank_rests, _hosts_part, _host_is_slow, _stranger_comes)
+_HARMFUL = (_rank_dies, _rank_dies, _rank_stops, _host_is_cut_off)
+
+
+def objections(start: Start, faults: Sequence[Fault]) -> list[str]:
+    """Return what should not have happened."""
+    culprits = {rank for fault in faults for rank in fault.culprits}
+    found = []
+    if not culprits and start.errors:
+        rank, error = next(iter(start.errors.items()))
+        found.append(f"nothing harmful has happened, and rank {rank} raises {error}")
+    ended, last = start.up.keys() | start.errors.keys(), max((f.at for f in faults), default=0.0)
+    hanging = [rank for rank in range(start.ranks) if rank not in ended | culprits]
+    if hanging:
+        found.append(f"ranks {hanging} have not ended at {start.world.now:.1f} s")
+    late = [rank for rank, when in (start.up | start.ended).items() if when > last + BOUND]
+    if late:
+        found.append(f"ranks {late} have ended later than {last + BOUND:.1f} s")
+    missing = [rank for rank in range(start.ranks) if start.progress[rank] < max(start.progress)]
+    if start.up and missing:
+        found.append(
+            f"ranks {list(start.up)[:5]} are up, and {missing} have not made all exchanges"
+        )
+    for rank, error in start.errors.items():
+        said = str(error).partition(": ")[2]
+        numbers = re.findall(r"\branks? (\d+(?:, \d+)*)", said)
+        named = {int(number) for list_ in numbers for number in list_.split(", ")}
+        # Who is cut off cannot know which side is: it names somebody on the other one.
+        to_name = culprits if rank not in culprits else {*range(start.ranks)} - culprits
+        if culprits and not named & to_name:
+            found.append(f"rank {rank} does not name one of {sorted(culprits)}: {error}")
+            break
+    return found
+
+
+def trial(seed: int, ranks: int = 64) -> tuple[Start, list[Fault], list[str]]:
+    """Run a schedule; return it with what is wrong about its end. Each fourth is a whole start."""
+    begin = gather if seed % 4 else meet
+    start = Start(ranks, seed, timeout=TIMEOUT, spread=0.05, begin=begin)
+    faults = schedule(start)
+    start.run(until=4 * BOUND)
+    return start, faults, objections(start, faults)

@@ -1,0 +1,214 @@
+"""Measures on the machine at hand: the constants of ``costs``, and a real start beside a simulated.
+
+python -m tests.simulation.measure [RANKS]
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from flashlight_py.distributed.memory import topology
+from flashlight_py.distributed.rendezvous import wire
+from flashlight_py.distributed.rendezvous.meeting import Kind, Server
+from flashlight_py.distributed.rendezvous.store import Peer, check_apart
+from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
+from flashlight_py.distributed.start import initialize
+from flashlight_py.distributed.start.settings import Settings
+from tests.simulation.scenario import Start
+
+CARD = (
+    b'{"host": "' + b"h" * 60 + b'", "process": ["host12345", 12345, "x", "1"], "addresses": ["10.0'
+)
+CARD += b'.48.57"], "cores": [' + b", ".join(b"%d" % core for core in range(96)) + b"]}"
+
+
+def seconds_of(call: Callable[[], Any], times: int = 300) -> float:
+    """Return how long ``call`` computes: the fastest of five rounds."""
+    rounds = []
+    for _ in range(5):
+        begun = time.process_time()
+        for _ in range(times):
+            call()
+        rounds.append((time.process_time() - begun) / times)
+    return min(rounds)
+
+
+def of_calls() -> dict[str, float]:
+    """Return the constants of calls and of bytes."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
+    address, until = listener.getsockname(), time.monotonic() + 1e6
+    clients: list[socket.socket] = []
+    accepted: list[wire.Connection] = []
+
+    def connect() -> None:
+        attempts = wire.Attempts([address])
+        clients.append(next(attempts.connected(until)))
+
+    connecting = seconds_of(connect, 100)
+    accepting = seconds_of(lambda: accepted.append(wire.Connection(listener.accept()[0])), 100)
+    one, other = wire.Connection(clients[0]), accepted[0]
+    other.trust(0.0)
+    one.trust(0.0)
+    selector = selectors.EpollSelector()
+    selector.register(other.wire, selectors.EVENT_READ, other)
+    found = {"CONNECT": connecting, "ACCEPT": accepting}
+    body = bytes(400)
+
+    def there() -> None:
+        one.send(Kind.PAYLOAD, body, until)
+        while not other.inbox:
+            other.receive(0.0)
+        other.inbox.clear()
+
+    both = seconds_of(there)
+    sending = seconds_of(lambda: one.send(Kind.PAYLOAD, body, until))
+    found["SEND"], found["RECEIVE"] = sending, (both - sending) / 2  # a header, and what follows
+    found["SELECT"] = seconds_of(lambda: selector.select(0.0))
+    while selector.select(0.0):
+        other.wire.recv(1 << 20)
+    size = 1 << 20
+    body = bytes(size)
+    thread = __import__("threading").Thread
+    begun = time.process_time()
+    for _ in range(50):
+        sender = thread(target=one.send, args=(Kind.PAYLOAD, body, until))
+        sender.start()
+        while not other.inbox:
+            other.receive(1.0)
+        other.inbox.clear()
+        sender.join()
+    found["BYTE"] = (time.process_time() - begun) / 50 / size / 2
+    return found
+
+
+def of_ranks(n: int = 256) -> dict[str, float]:
+    """Return the constants of what grows with the number of ranks."""
+    body = wire.join_payloads([CARD] * n)
+    peers = [Peer(f"host{rank}", rank, f"host{rank} boot", "1") for rank in range(n)]
+    members = {rank: SimpleNamespace(inbox=deque(), has_ended=False) for rank in range(1, n)}
+    server = SimpleNamespace(members=members, _size=n, _round=1, _processes=dict(enumerate(peers)))
+    cards = [
+        topology.Card(
+            f"h{r // 8}", f"h{r // 8}", "eth0", [f"10.0.0.{r // 8}"], "", (), ["10.0.0.1"]
+        )
+        for r in range(n)
+    ]
+
+    def admit() -> None:
+        here = [server._processes[each] for each in (0, *members)]
+        next((each for each in here if each.machine and each.machine == "none"), None)
+
+    few = cards[:64]
+    choose = {
+        64: seconds_of(lambda: topology.choose(few), 5),
+        n: seconds_of(lambda: topology.choose(cards), 5),
+    }
+    pair = (choose[n] / n - choose[64] / 64) / (n - 64)
+    hosts = [["host" * 8 + str(rank // 8), ""] for rank in range(n)]
+    short, loads = CARD[:19] + b'"}', initialize.json.loads
+    load = seconds_of(lambda: loads(CARD)), seconds_of(lambda: loads(short))
+    byte = (load[0] - load[1]) / (len(CARD) - 21)
+    return {
+        "SPLIT": seconds_of(lambda: wire.split_payloads(body)) / n,
+        "JOIN": seconds_of(lambda: wire.join_payloads([CARD] * n)) / n,
+        "ABSENT": seconds_of(lambda: Server._absent(server)) / n,  # type: ignore[arg-type]
+        "ADMIT": seconds_of(admit) / n,
+        "LOAD": load[1] - 21 * byte,
+        "LOAD_BYTE": byte,
+        "APART": seconds_of(lambda: check_apart(0, peers), 3) / n**2,
+        "CHOOSE": choose[64] / 64 - 64 * pair,
+        "CHOOSE_PAIR": pair,
+        "FIND": seconds_of(lambda: [hosts.index(host) for host in hosts], 3) / n**2,
+    }
+
+
+class Seen(NamedTuple):
+    """Of a start: seconds until all are up, and what rank 0 and another one compute, on average."""
+
+    up: float
+    first: float
+    other: float
+
+
+def real(ranks: int, begin: Callable[[int, int, int], Any], rounds: int = 5) -> Seen:
+    """Have ``ranks`` processes of this machine begin together, at a port; return the least."""
+    os.environ["FLASHLIGHT_SECRET"] = "s"
+    found = [_real(ranks, begin, 21000 + (os.getpid() + each) % 9000) for each in range(rounds)]
+    return Seen(*map(min, zip(*found, strict=True)))
+
+
+def _real(ranks: int, begin: Callable[[int, int, int], Any], port: int) -> Seen:
+    going, go = os.pipe()
+    results, result = os.pipe()
+    for rank in range(ranks):
+        if os.fork() == 0:
+            os.close(go)
+            os.read(going, 1)
+            cpu = time.process_time()
+            begin(rank, ranks, port)
+            up, cpu = time.monotonic(), time.process_time() - cpu
+            os.write(result, f"{rank} {up} {cpu}\n".encode())
+            os._exit(0)
+    time.sleep(0.5)  # until all wait
+    begun = time.monotonic()
+    for end in (going, go, result):
+        os.close(end)
+    for _ in range(ranks):
+        os.wait()
+    with open(results) as file:
+        rows = sorted(tuple(map(float, line.split())) for line in file)
+    assert len(rows) == ranks, f"{len(rows)} of {ranks} came up"
+    up = max(up for _, up, _ in rows) - begun
+    return Seen(up, rows[0][2], sum(cpu for *_, cpu in rows[1:]) / (ranks - 1))
+
+
+def meet(rank: int, size: int, port: int) -> None:
+    """Do what ``scenario.meet`` does, with native code."""
+    initialize.meet(lambda: TcpStore("127.0.0.1", port, rank, size, 300.0), Settings())
+
+
+def exchange(times: int) -> Callable[[int, int, int], None]:
+    """Return what makes so many exchanges."""
+
+    def begin(rank: int, size: int, port: int) -> None:
+        store = TcpStore("127.0.0.1", port, rank, size, 300.0)
+        for _ in range(times):
+            store.exchange(CARD)
+        store.close()
+
+    return begin
+
+
+def simulated(ranks: int, begin: Callable[[int, int, int], Any] | None = None) -> Seen:
+    """Return the same of the simulation: all on one host with as many cores as this one."""
+    there = None if begin is None else lambda rank, size, _: begin(rank, size, 29500)
+    start = Start(ranks, 0, per_host=ranks, cores=os.cpu_count(), begin=there).run()
+    computed = [process.computed for process in start.processes]
+    return Seen(max(start.up.values()), computed[0], sum(computed[1:]) / (ranks - 1))
+
+
+def main() -> None:
+    ranks = int(sys.argv[1]) if len(sys.argv) > 1 else 64
+    for name, value in {**of_calls(), **of_ranks()}.items():
+        print(f"{name} = {value:.3g}")
+    for name, begin in (("1 exchange", exchange(1)), ("9 exchanges", exchange(9)), ("start", None)):
+        for where, seen in (
+            ("real", real(ranks, begin or meet)),
+            ("simulated", simulated(ranks, begin)),
+        ):
+            print(
+                f"{name} of {ranks} ranks, {where}: {seen.up:.4f} s; "
+                f"rank 0 computes {seen.first:.5f} s, the others {seen.other:.5f} s"
+            )
+
+
+if __name__ == "__main__":
+    main()

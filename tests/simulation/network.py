@@ -1,0 +1,647 @@
+"""A virtual network: sockets, pipes and selectors between the fibers of a world.
+
+A message is passed by reference and takes the time of the wire: what lies before it in the cards of
+both hosts, the bytes at 10 Gbit/s, and the latency. Loss delays it by a retransmission. Between
+hosts of different sides nothing arrives; what was sent meanwhile does when they are joined again.
+"""
+
+from __future__ import annotations
+
+import math
+import stat
+from collections import deque
+from collections.abc import Iterable, Iterator
+from errno import (
+    EADDRINUSE,
+    EADDRNOTAVAIL,
+    EAFNOSUPPORT,
+    EBADF,
+    ECONNREFUSED,
+    ECONNRESET,
+    EINPROGRESS,
+    EPIPE,
+    ETIMEDOUT,
+)
+from os import strerror
+from selectors import EVENT_READ, EVENT_WRITE, SelectorKey
+from socket import (
+    AF_INET,
+    AF_INET6,
+    SO_ACCEPTCONN,
+    SO_ERROR,
+    SOCK_STREAM,
+    TCP_USER_TIMEOUT,
+    gaierror,
+)
+from types import SimpleNamespace
+from typing import Any
+
+from tests.simulation import costs
+from tests.simulation.world import Host, Process, World, me
+
+LOOPBACK, IN_RACK, ACROSS = 10e-6, 50e-6, 500e-6  # latencies, in seconds
+BYTE, LOCAL_BYTE = 8 / 10e9, 1 / 4e9  # seconds
+FRAME = 66  # bytes of headers
+RETRANSMITTED = 0.2  # after so many seconds what was lost is sent again
+WINDOW = 4 << 20  # bytes that are on the way or unread
+SOMAXCONN = 4096
+SYN_RETRIES = 6  # after 1, 2, 4 ... seconds
+
+
+def latency(one: Host, other: Host) -> float:
+    """Return the latency between two hosts, in seconds."""
+    if one is other:
+        return LOOPBACK
+    return IN_RACK if one.rack == other.rack else ACROSS
+
+
+class File:
+    """Behind descriptors, of which there may be several, in several processes."""
+
+    world: World
+
+    def __init__(self, process: Process | None) -> None:
+        self.references = 0
+        self.descriptor = -1
+        self.waiters: list[Any] = []  # fibers
+        self.selectors: list[Selector] = []
+        if process is not None:
+            self.descriptor = self.copy(process)
+
+    def copy(self, process: Process) -> int:
+        """Give ``process`` a descriptor of it."""
+        number = next(self.world.numbers)
+        self.world.files[number] = self
+        process.descriptors.add(number)
+        self.references += 1
+        return number
+
+    def shut(self, process: Process, descriptor: int) -> None:
+        """Close one descriptor."""
+        if self.world.files.pop(descriptor, None) is None:
+            return
+        process.descriptors.discard(descriptor)
+        self.references -= 1
+        if descriptor == self.descriptor:
+            self.descriptor = -1
+        if self.references == 0:
+            self.closed()
+
+    def fileno(self) -> int:
+        return self.descriptor
+
+    def close(self) -> None:
+        if self.descriptor in me().descriptors:
+            self.shut(me(), self.descriptor)
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def changed(self) -> None:
+        """Notify who waits for it."""
+        if self.waiters:
+            waiters, self.waiters = self.waiters, []
+            for fiber in waiters:
+                self.world.wake(fiber)
+        for selector in self.selectors:
+            selector.ready[self] = None
+            selector.changed()
+
+    def wait(self, seconds: float | None) -> bool:
+        """Wait for a change; False: time is up."""
+        from greenlet import getcurrent
+
+        fiber = getcurrent()
+        self.waiters.append(fiber)
+        is_woken = self.world.park(math.inf if seconds is None else fiber.clock + seconds)
+        if not is_woken and fiber in self.waiters:
+            self.waiters.remove(fiber)
+        return is_woken
+
+    def is_readable(self) -> bool:
+        raise NotImplementedError
+
+    def is_writable(self) -> bool:
+        return False
+
+    def closed(self) -> None:
+        """Nobody has a descriptor of it any more."""
+
+
+class Socket(File):
+    """One end of a connection, of a pipe, or what listens."""
+
+    def __new__(
+        cls,
+        family: int = AF_INET,
+        kind: int = SOCK_STREAM,
+        proto: int = 0,
+        fileno: int | None = None,
+    ) -> Any:
+        return super().__new__(cls) if fileno is None else cls.world.files[fileno]
+
+    def __init__(
+        self,
+        family: int = AF_INET,
+        kind: int = SOCK_STREAM,
+        proto: int = 0,
+        fileno: int | None = None,
+    ) -> None:
+        if fileno is not None:
+            self.descriptor = fileno
+            return
+        if family == AF_INET6:
+            raise OSError(EAFNOSUPPORT, strerror(EAFNOSUPPORT))
+        self._begin(me().host)
+        File.__init__(self, me())
+
+    def _begin(self, host: Host) -> None:
+        self.host = host
+        self.peer: Socket | None = None
+        self.local, self.remote = ("0.0.0.0", 0), ("", 0)
+        self.inbox: deque[bytes] = deque()
+        self.taken = 0  # bytes of the first one
+        self.unread, self.credit = 0, WINDOW
+        self.is_connected = self.is_listening = self.has_ended = self.is_starved = False
+        self.has_shut = self.is_closed = False
+        self.error = 0
+        self.timeout: float | None = None
+        self.patience = 0.0  # TCP_USER_TIMEOUT
+        self.arrival = 0.0  # of what was sent last
+        self.owner: Process | None = None
+
+    @classmethod
+    def made(cls, host: Host) -> Socket:
+        """Return one without a descriptor."""
+        new = object.__new__(cls)
+        new._begin(host)
+        File.__init__(new, None)
+        return new
+
+    @classmethod
+    def pair(cls, process: Process) -> tuple[Socket, Socket]:
+        """Return the reading and the writing end of a pipe."""
+        ends = cls.made(process.host), cls.made(process.host)
+        for end, other in zip(ends, ends[::-1], strict=True):
+            end.peer, end.is_connected = other, True
+            end.descriptor = end.copy(process)
+        return ends
+
+    def join(self, process: Process) -> None:
+        """Count it as a connection of ``process``."""
+        self.owner = process
+        process.connections += 1
+        process.most_connections = max(process.most_connections, process.connections)
+        self._keep(costs.CONNECTION_BYTES)
+
+    def _keep(self, size: int) -> None:
+        if (owner := self.owner) is not None:
+            owner.memory += size
+            owner.most_memory = max(owner.most_memory, owner.memory)
+
+    # What its owner may do -----------------------------------------------------------------------
+
+    def setblocking(self, blocking: bool) -> None:
+        self.timeout = None if blocking else 0.0
+
+    def settimeout(self, seconds: float | None) -> None:
+        self.timeout = seconds
+
+    def getpeername(self) -> tuple[str, int]:
+        if not self.is_connected:
+            raise OSError(EBADF, "not connected")
+        return self.remote
+
+    def getsockname(self) -> tuple[str, int]:
+        return self.local
+
+    def setsockopt(self, _: int, name: int, value: int) -> None:
+        if name == TCP_USER_TIMEOUT:
+            self.patience = value / 1000
+
+    def getsockopt(self, _: int, name: int) -> int:
+        if name == SO_ACCEPTCONN:
+            return int(self.is_listening)
+        assert name == SO_ERROR
+        return self.error
+
+    def bind(self, address: tuple[Any, ...]) -> None:
+        name = address[0] or "0.0.0.0"
+        if name not in ("0.0.0.0", "127.0.0.1", self.host.address):
+            raise OSError(EADDRNOTAVAIL, strerror(EADDRNOTAVAIL))
+        port = address[1] or next(self.host.ports)
+        if port in self.host.listeners:
+            raise OSError(EADDRINUSE, strerror(EADDRINUSE))
+        self.local = name, port
+
+    def listen(self, backlog: int) -> None:
+        self.is_listening, self.backlog = True, min(backlog, SOMAXCONN)
+        self.queue: deque[Socket] = deque()
+        self.host.listeners[self.local[1]] = self
+
+    def connect(self, address: tuple[str, int]) -> None:
+        """Choose the address from which packets leave: only of SOCK_DGRAM."""
+        self.local = self.host.address, 0
+
+    def connect_ex(self, address: tuple[str, int]) -> int:
+        self.world.spend(costs.CONNECT)
+        own = address[0].startswith("127.") or address[0] == self.host.address
+        target = self.host if own else self.world.by_address.get(address[0])
+        self.local = address[0] if own else self.host.address, next(self.host.ports)
+        self.remote = address
+        if target is not None:
+            when = self.world.clock() + latency(self.host, target)
+            self.world.at(when, self._ask, target, address, 0)
+        return EINPROGRESS
+
+    def accept(self) -> tuple[Socket, tuple[str, int]]:
+        self.world.spend(costs.ACCEPT)
+        if not self.queue:
+            raise BlockingIOError
+        new = self.queue.popleft()
+        new.descriptor = new.copy(me())
+        new.join(me())
+        return new, new.remote
+
+    def sendall(self, data: bytes) -> None:
+        end = None if self.timeout is None else self.world.clock() + self.timeout
+        sent = self._put(data)
+        while sent < len(data):
+            if not self.wait(None if end is None else max(0.0, end - self.world.clock())):
+                raise TimeoutError("timed out")
+            sent += self._put(data[sent:], 0.0)
+
+    def send(self, data: bytes) -> int:
+        if not (sent := self._put(data)) and data:
+            raise BlockingIOError
+        return sent
+
+    def put(self, data: bytes) -> None:
+        """Write as a kernel does, in no time."""
+        if not self.has_ended and not self.is_closed:
+            self._transmit(data)
+
+    def recv(self, most: int) -> bytes:
+        world = self.world
+        world.spend(costs.RECEIVE)
+        if self.is_closed:
+            raise OSError(EBADF, strerror(EBADF))
+        while not self.inbox:
+            if self.error:
+                raise OSError(self.error, strerror(self.error))
+            if self.has_ended:
+                return b""
+            if self.timeout == 0.0:
+                raise BlockingIOError
+            if not self.wait(self.timeout):
+                raise TimeoutError("timed out")
+        first, taken = self.inbox[0], self.taken
+        if len(first) - taken <= most:
+            self.inbox.popleft()
+            data = first[taken:] if taken else first
+            self.taken = 0
+        else:
+            data = first[taken : taken + most]
+            self.taken += most
+        size = len(data)
+        self.unread -= size
+        self._keep(-size)
+        world.spend(size * costs.BYTE)
+        process, peer = me(), self.peer
+        process.bytes_received += size
+        assert peer is not None
+        peer.credit += size
+        if peer.is_starved and peer.credit >= WINDOW // 4:
+            peer.is_starved = False
+            world.at(world.clock() + latency(self.host, peer.host), peer.changed)
+        return data
+
+    def shutdown(self, _: int) -> None:
+        if not self.is_connected or self.error:
+            raise OSError(EPIPE, strerror(EPIPE))
+        if not self.has_shut:
+            self.has_shut = True
+            self._transmit(None)
+
+    def is_readable(self) -> bool:
+        if self.is_listening:
+            return bool(self.queue)
+        return bool(self.inbox or self.has_ended or self.error)
+
+    def is_writable(self) -> bool:
+        return bool(self.error) or (self.is_connected and self.credit > 0)
+
+    def closed(self) -> None:
+        self.is_closed = True
+        if self.is_listening:
+            self.host.listeners.pop(self.local[1], None)
+            for waiting in self.queue:
+                waiting.closed()
+        elif self.peer is not None and not self.error:
+            if self.inbox:
+                self.world.at(self._arrives(FRAME), self.peer.fail, ECONNRESET)
+            elif not self.has_shut:
+                self._transmit(None)
+        if self.owner is not None:
+            self.owner.connections -= 1
+            self._keep(-costs.CONNECTION_BYTES - self.unread)
+            self.owner = None
+
+    # The wire ------------------------------------------------------------------------------------
+
+    def _put(self, data: bytes, cost: float = costs.SEND) -> int:
+        world, process = self.world, me()
+        size = min(len(data), self.credit)
+        world.spend(cost + size * costs.BYTE)
+        if self.is_closed:
+            raise OSError(EBADF, strerror(EBADF))
+        if self.error or self.peer is None or self.has_shut:
+            raise OSError(self.error or EPIPE, strerror(self.error or EPIPE))
+        if size < len(data):
+            self.is_starved = True
+            data = data[:size]
+        if size:
+            self.credit -= size
+            process.bytes_sent += size
+            process.messages += 1
+            world.messages += 1
+            self._transmit(data)
+        return size
+
+    def _arrives(self, size: int) -> float:
+        """Return when so many bytes, sent now, are there."""
+        assert self.peer is not None
+        world, one, other = self.world, self.host, self.peer.host
+        when = world.clock()
+        if one is other:
+            when += LOOPBACK + size * LOCAL_BYTE
+        else:
+            seconds = size * BYTE
+            begun = max(when, one.sent_until)
+            one.sent_until = begun + seconds
+            begun = max(begun + latency(one, other), other.received_until)
+            when = other.received_until = begun + seconds
+            if world.loss and world.random.random() < world.loss:
+                when += RETRANSMITTED
+        self.arrival = max(when, self.arrival)
+        return self.arrival
+
+    def _transmit(self, data: bytes | None) -> None:
+        """Send ``data``, or that nothing more comes."""
+        assert self.peer is not None
+        size = FRAME + (0 if data is None else len(data))
+        self.world.at(self._arrives(size), self.peer.arrive, data)
+
+    def arrive(self, data: bytes | None) -> None:
+        """Take what has arrived; None: the end."""
+        peer = self.peer
+        assert peer is not None
+        if self.host.side != peer.host.side:
+            self.world.stalled.append((self, data))
+        elif self.is_closed or self.error:
+            if data and not peer.error:
+                self.world.at(self._arrives(FRAME), peer.fail, ECONNRESET)
+        else:
+            if data is None:
+                self.has_ended = True
+            else:
+                self.inbox.append(data)
+                self.unread += len(data)
+                self._keep(len(data))
+            self.changed()
+
+    def fail(self, number: int) -> None:
+        """End by an error; what is unread is lost."""
+        if not self.is_closed and not self.error:
+            self.error = number
+            self.inbox.clear()
+            self.changed()
+
+    def fail_if_silent(self) -> None:
+        """Give up a peer that is still out of reach."""
+        if self.peer is not None and self.peer.host.side != self.host.side:
+            self.fail(ETIMEDOUT)
+
+    # How a connection begins ---------------------------------------------------------------------
+
+    def _ask(self, target: Host, address: tuple[str, int], tries: int) -> None:
+        """Arrive at ``target`` as the wish to connect."""
+        if self.is_closed:
+            return
+        world, listener = self.world, target.listeners.get(address[1])
+        back = world.now + latency(self.host, target)
+        is_full = listener is not None and len(listener.queue) > listener.backlog
+        if target.side != self.host.side or is_full:
+            if tries < SYN_RETRIES:
+                world.at(world.now + 2**tries, self._ask, target, address, tries + 1)
+            else:
+                self.fail(ETIMEDOUT)
+        elif listener is None or listener.local[0] not in ("0.0.0.0", address[0]):
+            world.at(back, self.fail, ECONNREFUSED)
+        else:
+            new = Socket.made(target)
+            new.is_connected, new.peer, self.peer = True, self, new
+            new.local, new.remote = address, self.local
+            listener.queue.append(new)
+            listener.changed()
+            world.at(back, self._connected)
+
+    def _connected(self) -> None:
+        if not self.is_closed and not self.error:
+            self.is_connected = True
+            self.join(self.world.processes[self.maker()])
+            self.changed()
+
+    def maker(self) -> int:
+        """Return the process whose descriptor it is."""
+        return next(
+            pid for pid, each in self.host.processes.items() if self.descriptor in each.descriptors
+        )
+
+
+class Selector(File):
+    """Waits for several."""
+
+    def __init__(self) -> None:
+        super().__init__(me())
+        self.keys: dict[int, SelectorKey] = {}
+        self.files: dict[int, File] = {}
+        self.ready: dict[File, None] = {}
+
+    def register(self, fileobj: Any, events: int, data: Any = None) -> SelectorKey:
+        number = fileobj if isinstance(fileobj, int) else fileobj.fileno()
+        if number in self.keys:
+            raise KeyError(f"{fileobj!r} is registered already")
+        file = self.world.files[number]
+        key = self.keys[number] = SelectorKey(fileobj, number, events, data)
+        self.files[number] = file
+        file.selectors.append(self)
+        self.ready[file] = None
+        return key
+
+    def unregister(self, fileobj: Any) -> SelectorKey:
+        number = self._number(fileobj)
+        key = self.keys.pop(number)
+        file = self.files.pop(number)
+        file.selectors.remove(self)
+        if self not in file.selectors:
+            self.ready.pop(file, None)
+        return key
+
+    def _number(self, fileobj: Any) -> int:
+        if isinstance(fileobj, int):
+            return fileobj
+        if fileobj.descriptor >= 0:
+            return int(fileobj.descriptor)
+        return next((number for number, key in self.keys.items() if key.fileobj is fileobj), -1)
+
+    def get_map(self) -> _Keys:
+        return _Keys(self)
+
+    def select(self, timeout: float | None = None) -> list[tuple[SelectorKey, int]]:
+        self.world.spend(costs.SELECT)
+        end = None if timeout is None else self.world.clock() + max(0.0, timeout)
+        while not (found := self._found()):
+            if not self.wait(None if end is None else max(0.0, end - self.world.clock())):
+                return self._found()
+        return found
+
+    def _found(self) -> list[tuple[SelectorKey, int]]:
+        found, numbers = [], self.files
+        for file in list(self.ready):
+            is_readable, is_writable = file.is_readable(), file.is_writable()
+            is_wanted = False
+            for number in (
+                (n for n, each in numbers.items() if each is file)
+                if (file.references > 1)
+                else (file.descriptor,)
+            ):
+                key = self.keys.get(number)
+                if key is None:
+                    continue
+                events = (EVENT_READ if is_readable else 0) | (EVENT_WRITE if is_writable else 0)
+                if events & key.events:
+                    found.append((key, events & key.events))
+                    is_wanted = True
+            if not is_wanted:
+                del self.ready[file]
+        return found
+
+    def is_readable(self) -> bool:
+        return bool(self._found())
+
+    def closed(self) -> None:
+        for file in self.files.values():
+            file.selectors.remove(self)
+        self.files, self.keys, self.ready = {}, {}, {}
+
+
+class _Keys:
+    """What a selector waits for."""
+
+    def __init__(self, selector: Selector) -> None:
+        self._selector = selector
+
+    def __contains__(self, fileobj: Any) -> bool:
+        return self._selector._number(fileobj) in self._selector.keys
+
+    def __len__(self) -> int:
+        return len(self._selector.keys)
+
+    def values(self) -> Iterable[SelectorKey]:
+        return self._selector.keys.values()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._selector.keys)
+
+
+def divide(world: World, hosts: Iterable[Host], side: int) -> None:
+    """Put ``hosts`` on another side: no packet passes until ``side`` is 0 again."""
+    moved = set(hosts)
+    for host in moved:
+        host.side = side
+    for file in list(world.files.values()):
+        is_watched = isinstance(file, Socket) and file.peer is not None and file.patience
+        if is_watched and file.host.side != file.peer.host.side:
+            world.at(world.now + file.patience, file.fail_if_silent)
+    stalled, world.stalled = world.stalled, []
+    for end, data in stalled:
+        world.at(world.now + RETRANSMITTED, end.arrive, data)
+
+
+def network_of(world: World) -> dict[str, Any]:
+    """Return what production asks for, by the names of flashlight_py/system.py."""
+    File.world = world
+    files = world.files
+
+    def there(descriptor: int) -> Any:
+        if descriptor not in me().descriptors:
+            raise OSError(EBADF, strerror(EBADF))
+        return files[descriptor]
+
+    def create_server(address: tuple[str, int], backlog: int = 128, **_: Any) -> Socket:
+        new = Socket()
+        try:
+            new.bind(address)
+        except OSError:
+            new.close()
+            raise
+        new.listen(backlog)
+        return new
+
+    def getaddrinfo(host: str, port: int, **_: Any) -> list[tuple[Any, ...]]:
+        named = {each.name: each.address for each in (me().host, world.hosts[0])}
+        if (
+            host.startswith("host")
+            and host[4:].isdecimal()
+            and 0 < int(host[4:]) <= len(world.hosts)
+        ):
+            named[host] = world.hosts[int(host[4:]) - 1].address
+        meant = {"localhost": "127.0.0.1", **named}.get(host, host)
+        if not meant.replace(".", "").isdecimal():
+            raise gaierror(-2, "Name or service not known")
+        return [(AF_INET, SOCK_STREAM, 6, "", (meant, port))]
+
+    def write(descriptor: int, data: bytes) -> int:
+        if descriptor in (1, 2):
+            world.on_output(data)
+            return len(data)
+        return int(there(descriptor).send(data))
+
+    def can_write(descriptor: int, seconds: float = 0.0) -> bool:
+        file = there(descriptor)
+        if not file.is_writable() and seconds:
+            file.wait(seconds)
+        return bool(file.is_writable())
+
+    def set_blocking(descriptor: int, blocking: bool) -> None:
+        there(descriptor).setblocking(blocking)
+
+    def pipe(_: int = 0) -> tuple[int, int]:
+        reading, writing = Socket.pair(me())
+        return reading.descriptor, writing.descriptor
+
+    def fstat(descriptor: int) -> SimpleNamespace:
+        kind = stat.S_IFSOCK if there(descriptor).local[1] else stat.S_IFIFO
+        return SimpleNamespace(st_mode=kind, st_ino=descriptor)
+
+    return {
+        "Socket": Socket,
+        "Selector": Selector,
+        "create_server": create_server,
+        "getaddrinfo": getaddrinfo,
+        "has_dualstack_ipv6": lambda: False,
+        "read": lambda descriptor, most: there(descriptor).recv(most),
+        "write": write,
+        "close": lambda descriptor: there(descriptor).shut(me(), descriptor),
+        "dup": lambda descriptor: there(descriptor).copy(me()),
+        "set_blocking": set_blocking,
+        "can_write": can_write,
+        "pipe": pipe,
+        "pipe2": pipe,
+        "fstat": fstat,
+        "set_inheritable": lambda *_: None,
+    }

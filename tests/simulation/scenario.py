@@ -1,0 +1,208 @@
+"""Ranks that start on virtual hosts: production's ``meet``, from the first look for rank 0 on.
+
+What is native has stand-ins, which exchange as much as production's backends do, take the time that
+was measured, and move nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from math import ceil, log2
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from flashlight_py import system
+from flashlight_py.distributed.backends import gloo
+from flashlight_py.distributed.memory import memory_file, topology
+from flashlight_py.distributed.rendezvous.secret import nonce
+from flashlight_py.distributed.rendezvous.store import Store, this_process
+from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
+from flashlight_py.distributed.start import initialize
+from flashlight_py.distributed.start.settings import Settings
+from flashlight_py.errors import RendezvousError
+from tests.simulation import costs
+from tests.simulation.world import Host, Process, World, installed, me
+
+PORT = 29500
+
+
+class _Memory:
+    """A file in memory that nobody maps; the descriptor is one for all."""
+
+    fd = os.memfd_create("simulated")
+
+    def __init__(self, named: bool) -> None:
+        self.path = self.own_path = f"/{me().host.name}"
+
+    def close(self) -> None:
+        """Keep the descriptor."""
+
+
+class _JoinedByMemory:
+    """In place of ``ShmBackend``."""
+
+    path, memory, near = "shared memory", None, ()
+
+    def __init__(self, store: Store, timeout: float, at_once: bool = False) -> None:
+        self.rank, self.size = store.rank, store.size
+        memory_file.map_together(store, lambda path, create: me().world.spend(costs.MAP), False)
+
+    def close(self) -> None:
+        """Hold nothing."""
+
+
+class _JoinedByNetwork:
+    """In place of ``GlooBackend``: its exchange of cards, and connections to its neighbours."""
+
+    path, network = "Gloo over TCP", None
+
+    def __init__(
+        self,
+        store: Store,
+        address: str,
+        timeout: float,
+        joining: float,
+        key: bytes,
+        hosts: Sequence[bytes] = (),
+        host_timeout: float = 0.0,
+        lazily: bool = False,
+        is_watched: bool = False,
+        at_once: bool = False,
+    ) -> None:
+        self.rank, self.size = store.rank, store.size
+        process, reader = me(), initialize.json
+        card = {"peer": this_process(), "address": "00" * 128, "nonce": nonce().hex()}
+        card |= {"heartbeats": 40000, "host_timeout": host_timeout}
+        texts = store.exchange(reader.dumps(card).encode())
+        for text in texts:
+            reader.loads(text)
+        gloo.proof(key, *texts[:2])
+        near = self.size if self.size <= costs.DIRECT else 2 * ceil(log2(self.size))
+        connected = 0 if lazily else near
+        process.world.spend(costs.PROVEN * 2 * self.size + costs.NATIVE_CONNECT * connected)
+        process.connections += connected
+        process.most_connections = max(process.most_connections, process.connections)
+
+    def close(self) -> None:
+        """Hold nothing."""
+
+
+def _unreadable(offer: Sequence[Any], own_domain: str) -> str:
+    """Stand in for the attempt to open another's file."""
+    me().world.spend(costs.OPEN)
+    of_host = offer[1] == f"/{me().host.name}"
+    return "" if of_host else "[Errno 2] No such file or directory: '/proc/123456/fd/9'"
+
+
+@contextmanager
+def native_stood_in_for() -> Iterator[None]:
+    """Have ``meet`` use the stand-ins."""
+    joined = lambda *_, **__: SimpleNamespace(size=0, close=lambda: None)  # noqa: E731
+    stand_ins: dict[tuple[Any, str], Any] = {
+        (initialize, "ShmBackend"): _JoinedByMemory,
+        (initialize, "GlooBackend"): _JoinedByNetwork,
+        (initialize, "HierarchicalBackend"): joined,
+        (initialize, "ProcessGroup"): joined,
+        (initialize, "World"): joined,
+        (initialize, "fair_share"): lambda *_: 1,
+        (initialize, "abort"): SimpleNamespace(install=lambda: None, uninstall=lambda: None),
+        (topology, "MemoryFile"): _Memory,
+        (memory_file, "MemoryFile"): _Memory,
+        (topology, "_why_unreadable"): _unreadable,
+        (topology, "process_space"): lambda: f"{system.gethostname()} pid",
+    }
+    with ExitStack() as ends:
+        for (module, name), value in stand_ins.items():
+            if hasattr(module, name):
+                ends.enter_context(mock.patch.object(module, name, value))
+        yield
+
+
+class Start:
+    """``ranks`` of a job, ``per_host`` on each, which start at once, or within ``spread`` seconds.
+
+    ``begin`` is what a rank does: by default all that production does before it may compute.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        seed: int,
+        per_host: int = 8,
+        cores: int | None = None,
+        timeout: float = 300.0,
+        spread: float = 0.0,
+        begin: Callable[[int, int, float], Any] | None = None,
+    ) -> None:
+        self.world, self.ranks, self.timeout = World(seed, cores=cores), ranks, timeout
+        self.up: dict[int, float] = {}  # when each rank was
+        self.errors: dict[int, BaseException] = {}
+        self.ended: dict[int, float] = {}
+        self.progress = [0] * ranks  # exchanges that each rank has begun
+        self._begin = begin or meet
+        self.hosts = [self.world.add_host() for _ in range(-(-ranks // per_host))]
+        self.processes = [
+            Process(
+                *(self.hosts[rank // per_host], self._program(rank), {"FLASHLIGHT_SECRET": "s"}),
+                self.world.random.uniform(0, spread),
+            )
+            for rank in range(ranks)
+        ]
+
+    def host_of(self, rank: int) -> Host:
+        return self.processes[rank].host
+
+    def _program(self, rank: int) -> Callable[[], int]:
+        def main() -> int:
+            me().on_exchange = partial(self._count, rank)
+            try:
+                self._begin(rank, self.ranks, self.timeout)
+            except Exception as error:  # noqa: BLE001 - what is reported is judged at the end
+                self.errors[rank], self.ended[rank] = error, self.world.clock()
+                return 1
+            self.up[rank] = self.world.clock()
+            return 0
+
+        return main
+
+    def _count(self, rank: int) -> None:
+        self.progress[rank] += 1
+
+    def run(self, until: float = 1e4) -> Start:
+        """Let it happen."""
+        with installed(self.world), native_stood_in_for(), costs.charged(self.world.spend):
+            done = lambda: len(self.up) + len(self.errors) == self.ranks  # noqa: E731
+            self.world.run(until, done)
+        return self
+
+
+def meet(rank: int, size: int, timeout: float) -> Any:
+    """Do what ``distributed_init`` does between choosing a rendezvous and having a world."""
+    me().world.spend(costs.FIRST)
+    settings = Settings(timeout=timeout)
+    return initialize.meet(lambda: _Counted("host1", PORT, rank, size, timeout), settings)
+
+
+def gather(rank: int, size: int, timeout: float) -> None:
+    """Meet, exchange three times and leave: what is left of ``meet`` where only messages count."""
+    store = _Counted("host1", PORT, rank, size, timeout)
+    store.host_timeout = Settings.host_timeout
+    try:
+        for _ in range(3):
+            store.exchange(b"rank %d" % rank * 40)
+        store.close()
+    except RendezvousError as error:
+        store.abort(str(error))
+        raise
+
+
+class _Counted(TcpStore):
+    """Tells of each exchange that it begins."""
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        me().on_exchange()
+        return super().exchange(payload)

@@ -1,0 +1,444 @@
+"""Virtual time: hosts, processes, and threads that are fibers of this one.
+
+Events are a heap of (when, number, call). A fiber runs until it waits. What it does takes time on
+its own clock, which may so be ahead of the world's; whatever it then waits for, it sees no earlier
+than its clock. So a busy rank costs no events, and 100,000 of them fit into one thread. The seed of
+``random`` decides everything that is left to chance.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from errno import ESRCH
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+from greenlet import GreenletExit, getcurrent, greenlet
+
+from flashlight_py import system
+from tests.simulation.costs import FORK, IMPORT, RUNNING
+
+_DEADLY = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGKILL}
+
+
+class Fiber(greenlet):
+    """A thread of a process."""
+
+    def __init__(self, process: Process, call: Callable[[], Any], at: float) -> None:
+        super().__init__(self._work, process.world.hub)
+        self.process, self.call = process, call
+        self.clock, self.deadline, self.timer = at, math.inf, math.inf
+        self.is_parked, self.is_woken = False, True  # its start is on its way
+        process.fibers.add(self)
+
+    def _work(self, _: bool) -> None:
+        try:
+            self.call()
+        except GreenletExit:
+            pass
+        except BaseException as error:  # noqa: BLE001 - it is the process's end, as outside
+            self.process.error = error
+        finally:
+            self.process.fibers.discard(self)
+            self.is_parked = False
+
+
+class Host:
+    """A machine with one network card; ``speed`` divides what its processes compute."""
+
+    def __init__(self, world: World, number: int) -> None:
+        self.world, self.number = world, number
+        self.name, self.rack = f"host{number}", number // world.rack
+        self.address = f"10.{number >> 16 & 255}.{number >> 8 & 255}.{number & 255}"
+        self.sent_until = self.received_until = 0.0  # when its card is free
+        self.listeners: dict[int, Any] = {}
+        self.ports = count(32768)
+        self.slowness = 1.0
+        self.processes: dict[int, Process] = {}
+        self.cores: list[float] | None = None  # when each is free; None: one for every thread
+        self.side = 0  # hosts of other sides are out of reach
+
+
+class Process:
+    """A process of a host; ``main`` is its program, whose result its exit code."""
+
+    def __init__(
+        self,
+        host: Host,
+        main: Callable[[], int | None],
+        environ: Mapping[str, str],
+        after: float = 0.0,
+    ) -> None:
+        self.host, self.world, self.environ = host, host.world, dict(environ)
+        self.pid = next(host.world.pids)
+        self.parent: Process | None = None
+        self.fibers: set[Fiber] = set()
+        self.descriptors: set[int] = set()
+        self.children: dict[int, Process] = {}
+        self.handlers: dict[int, Any] = {}
+        self.wakeup, self.interval = -1, 0.0
+        self.code: int | None = None
+        self.error: BaseException | None = None
+        self.is_stopped, self.held = False, list[Fiber]()
+        self.connections = self.most_connections = self.messages = 0
+        self.computed = 0.0  # seconds
+        self.bytes_sent = self.bytes_received = self.memory = self.most_memory = 0
+        self.ended_at = self.started_at = math.nan
+        self.on_exchange: Callable[[], None] = lambda: None
+        host.processes[self.pid] = host.world.processes[self.pid] = self
+        self.main = main
+        self.world.at(self.world.clock() + after, self._start)
+
+    def _start(self) -> None:
+        if self.code is None:
+            self.started_at = self.world.now
+            self.spawn(self._run)
+
+    def _run(self) -> None:
+        code: int | None = 1
+        try:
+            code = self.main() or 0
+        except SystemExit as exit_:
+            code = exit_.code if isinstance(exit_.code, int) else 1
+        finally:
+            if self.code is None:
+                self.end(code or 0)
+
+    def spawn(self, call: Callable[[], Any]) -> Fiber:
+        """Start a thread."""
+        at = self.world.clock()
+        fiber = Fiber(self, call, at)
+        self.world.at(at, self.world.resume, fiber, True)
+        return fiber
+
+    def end(self, code: int) -> None:
+        """End it as a kernel does: what it holds is closed, its parent hears of it."""
+        if self.code is not None:
+            return
+        self.code, self.ended_at = code, self.world.clock()
+        for descriptor in sorted(self.descriptors):
+            self.world.files[descriptor].shut(self, descriptor)
+        self.descriptors.clear()
+        self.host.processes.pop(self.pid, None)
+        for child in self.children.values():
+            child.parent = None
+            child.receive(signal.SIGKILL)  # as PR_SET_PDEATHSIG has it, which flrun asks for
+        if self.parent is not None:
+            self.parent.receive(signal.SIGCHLD)
+        self.world.at(self.world.clock(), self._reap)
+
+    def _reap(self) -> None:
+        for fiber in list(self.fibers):
+            self.world.unwind(fiber)
+
+    def receive(self, number: int) -> None:
+        """Take a signal."""
+        handler = self.handlers.get(number, signal.SIG_DFL)
+        if self.code is not None:
+            return
+        if number == signal.SIGSTOP:
+            self.is_stopped = True
+        elif number == signal.SIGCONT:
+            self.is_stopped, held, self.held = False, self.held, []
+            for fiber in held:
+                self.world.at(self.world.clock(), self.world.resume, fiber, True)
+        elif number == signal.SIGKILL or (handler is signal.SIG_DFL and number in _DEADLY):
+            self.end(-number)
+        elif callable(handler):
+            self.spawn(lambda: self._handle(number, handler))
+
+    def _handle(self, number: int, handler: Callable[..., Any]) -> None:
+        if self.wakeup >= 0:
+            self.world.files[self.wakeup].put(bytes([number]))
+        handler(number, None)
+
+    def tick(self, interval: float) -> None:
+        """Beat once, and again after ``interval`` as long as that is wanted."""
+        if self.code is None and self.interval == interval:
+            self.receive(signal.SIGALRM)
+            self.world.at(self.world.now + interval, self.tick, interval)
+
+
+class World:
+    """All hosts. ``rack`` is how many are in one, ``cores`` how many each has; None: enough."""
+
+    def __init__(self, seed: int = 0, rack: int = 32, cores: int | None = None) -> None:
+        self.random, self.rack, self.cores = random.Random(seed), rack, cores
+        self.now, self.hub = 0.0, getcurrent()
+        self.pids, self.numbers = count(1000), count(1000)
+        self._events: list[tuple[float, int, Callable[..., Any], tuple[Any, ...]]] = []
+        self._order = count()
+        self.hosts: list[Host] = []
+        self.by_address: dict[str, Host] = {}
+        self.processes: dict[int, Process] = {}
+        self.files: dict[int, Any] = {}  # by descriptor, which are unique in the world
+        self.messages = 0
+        self.loss = 0.0  # of messages between hosts, the share that is sent twice
+        self.program: Callable[[Process, Any], Callable[[], int | None]] | None = None
+        self.stalled: list[Any] = []
+        self.on_output: Callable[[bytes], object] = lambda data: None  # on terminals
+
+    def add_host(self) -> Host:
+        host = Host(self, len(self.hosts) + 1)
+        if self.cores is not None:
+            host.cores = [0.0] * self.cores
+        self.hosts.append(host)
+        self.by_address[host.address] = host
+        return host
+
+    # Events and fibers ---------------------------------------------------------------------------
+
+    def at(self, when: float, call: Callable[..., Any], *values: Any) -> None:
+        """Call at a time, not before now."""
+        heapq.heappush(self._events, (max(when, self.now), next(self._order), call, values))
+
+    def clock(self) -> float:
+        """Return the time of who runs now: a fiber's own, else the world's."""
+        fiber = getcurrent()
+        return fiber.clock if isinstance(fiber, Fiber) else self.now
+
+    def run(self, until: float = math.inf, is_done: Callable[[], bool] = lambda: False) -> None:
+        """Let time pass until nothing happens any more, it is ``until``, or all ``is_done``."""
+        events = self._events
+        while events and events[0][0] <= until and not is_done():
+            self.now, _, call, values = heapq.heappop(events)
+            call(*values)
+
+    def resume(self, fiber: Fiber, is_woken: bool) -> None:
+        """Let a fiber go on, unless its process is stopped or has ended."""
+        if fiber.dead:
+            return
+        if fiber.process.is_stopped:
+            fiber.process.held.append(fiber)
+            return
+        if fiber.process.code is not None:
+            self.unwind(fiber)
+            return
+        fiber.is_parked = False
+        fiber.switch(is_woken)
+
+    def unwind(self, fiber: Fiber) -> None:
+        """End a fiber whose process has ended; what it asks for on its way out is refused."""
+        if fiber is getcurrent() or fiber.dead:
+            return
+        if fiber.gr_frame is None:  # it has not begun
+            fiber.process.fibers.discard(fiber)
+            fiber.is_woken = True
+            return
+        fiber.is_parked = False
+        fiber.throw(GreenletExit)
+
+    def park(self, until: float = math.inf) -> bool:
+        """Wait until somebody wakes the fiber that calls (True), or a time (False)."""
+        fiber: Fiber = getcurrent()
+        process = fiber.process
+        if process.code is not None:
+            raise GreenletExit
+        until = max(until, fiber.clock)
+        fiber.deadline, fiber.is_parked, fiber.is_woken = until, True, False
+        if until < fiber.timer:
+            fiber.timer = until
+            self.at(until, self._time_is_up, fiber, until)
+        is_woken: bool = self.hub.switch()
+        fiber.clock = max(fiber.clock, self.now)
+        return is_woken
+
+    def _time_is_up(self, fiber: Fiber, when: float) -> None:
+        if fiber.timer != when:
+            return
+        fiber.timer = math.inf
+        if fiber.is_parked and not fiber.is_woken:
+            if fiber.deadline <= self.now:
+                fiber.is_woken = True
+                self.resume(fiber, False)
+            elif fiber.deadline < math.inf:
+                fiber.timer = fiber.deadline
+                self.at(fiber.deadline, self._time_is_up, fiber, fiber.deadline)
+
+    def wake(self, fiber: Fiber) -> None:
+        """Let a parked fiber go on, at its own time."""
+        if fiber.is_parked and not fiber.is_woken:
+            fiber.is_woken = True
+            self.at(fiber.clock, self.resume, fiber, True)
+
+    def spend(self, seconds: float) -> None:
+        """Have the fiber that calls compute for so long."""
+        fiber: Fiber = getcurrent()
+        if not isinstance(fiber, Fiber):
+            return
+        host = fiber.process.host
+        if fiber.process.code is not None:
+            raise GreenletExit
+        seconds *= host.slowness
+        fiber.process.computed += seconds
+        cores = host.cores
+        if cores is None:
+            fiber.clock += seconds
+        else:
+            if fiber.clock > self.now:  # cores are given in the order of time
+                self.park(fiber.clock)
+            free = min(range(len(cores)), key=cores.__getitem__)
+            fiber.clock = cores[free] = max(fiber.clock, cores[free]) + seconds
+
+    def close(self) -> None:
+        """End every process."""
+        for process in list(self.processes.values()):
+            process.end(-signal.SIGKILL)
+        for process in list(self.processes.values()):
+            process._reap()
+
+
+def me() -> Process:
+    """Return the process that runs; one that has ended asks for nothing any more."""
+    process: Process = getcurrent().process
+    if process.code is not None:
+        raise GreenletExit
+    return process
+
+
+class _Environ(Mapping[str, str]):
+    """The environment of whichever process asks."""
+
+    def __getitem__(self, name: str) -> str:
+        return me().environ[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(me().environ)
+
+    def __len__(self) -> int:
+        return len(me().environ)
+
+
+# What production asks for, by the names of flashlight_py/system.py --------------------------------
+
+
+def _system(world: World) -> dict[str, Any]:  # noqa: PLR0915 - a table of small functions
+    """Return time, processes and signals of ``world``."""
+
+    def monotonic() -> float:
+        fiber = getcurrent()
+        fiber.clock += RUNNING  # so that who only looks at the clock comes to an end
+        return float(fiber.clock)
+
+    def sleep(seconds: float) -> None:
+        world.park(world.clock() + seconds)
+
+    def read_text(path: str) -> str:
+        if path.endswith("boot_id"):
+            return f"{me().host.name:>36}\n"
+        pid = path.split("/")[2]
+        process = world.processes.get(int(pid)) if pid.isdecimal() else None
+        if process is None or process.host is not me().host or process.code is not None:
+            raise FileNotFoundError(path)
+        return f"{pid} (rank) R {' 0' * 18} {pid} 0"
+
+    def readlink(path: str) -> str:
+        return f"{path.rpartition('/')[2]}:[4026531836]"
+
+    def popen(command: Any, env: Mapping[str, str] | None = None, **how: Any) -> SimpleNamespace:
+        parent, files = me(), world.files
+        world.spend(FORK)
+        assert world.program is not None
+        child = Process(*(parent.host, lambda: 0, parent.environ if env is None else env), IMPORT)
+        child.main = world.program(child, command)
+        child.parent = parent
+        parent.children[child.pid] = child
+        passed = (how.get("stdout"), how.get("stderr"), *how.get("pass_fds", ()))
+        for number in (each for each in passed if each in files):
+            theirs = str(files[number].copy(child))
+            for name, value in child.environ.items():
+                if value == str(number):  # it says which descriptor it inherits
+                    child.environ[name] = theirs
+        return SimpleNamespace(pid=child.pid, returncode=None)
+
+    def waitid(_: int, __: int, options: int) -> SimpleNamespace | None:
+        children = me().children
+        for pid, child in children.items():
+            if child.code is not None:
+                if not options & os.WNOWAIT:
+                    del children[pid]
+                how = os.CLD_EXITED if child.code >= 0 else os.CLD_KILLED
+                return SimpleNamespace(si_pid=pid, si_status=abs(child.code), si_code=how)
+        if not children:
+            raise ChildProcessError
+        return None
+
+    def kill(pid: int, number: int) -> None:
+        process = me().host.processes.get(pid)
+        if process is None:
+            raise ProcessLookupError(ESRCH, "no such process")
+        world.at(world.clock(), process.receive, number)
+
+    def handle(number: int, handler: Any) -> Any:
+        before = me().handlers.get(number, signal.SIG_DFL)
+        me().handlers[number] = handler
+        return before
+
+    def setitimer(_: int, seconds: float, interval: float = 0.0) -> None:
+        process = me()
+        process.interval = interval
+        if seconds:
+            world.at(world.clock() + seconds, process.tick, interval)
+
+    def set_wakeup_fd(descriptor: int, warn_on_full_buffer: bool = True) -> None:
+        me().wakeup = descriptor
+
+    def thread(target: Callable[..., Any], args: tuple[Any, ...] = (), **_: Any) -> SimpleNamespace:
+        process, fibers = me(), list[Fiber]()
+        start = lambda: fibers.append(process.spawn(lambda: target(*args)))  # noqa: E731
+
+        def join(timeout: float = math.inf) -> None:
+            while not fibers[0].dead and timeout > 0:
+                sleep(0.001)
+                timeout -= 0.001
+
+        return SimpleNamespace(start=start, join=join, is_alive=lambda: not fibers[0].dead)
+
+    return {
+        "monotonic": monotonic,
+        "wall_clock": monotonic,
+        "sleep": sleep,
+        "read_text": read_text,
+        "readlink": readlink,
+        "environ": _Environ(),
+        "getpid": lambda: me().pid,
+        "gethostname": lambda: me().host.name,
+        "random_bytes": world.random.randbytes,
+        "addresses": lambda: [("lo", "127.0.0.1", True), ("eth0", me().host.address, True)],
+        "if_nameindex": lambda: [(1, "lo"), (2, "eth0")],
+        "isatty": lambda _: False,
+        "Popen": popen,
+        "waitid": waitid,
+        "kill": kill,
+        "killpg": kill,
+        "signal": handle,
+        "getsignal": lambda number: me().handlers.get(number, signal.SIG_DFL),
+        "setitimer": setitimer,
+        "getitimer": lambda _: (0.0, me().interval),
+        "set_wakeup_fd": set_wakeup_fd,
+        "Thread": thread,
+    }
+
+
+@contextmanager
+def installed(world: World) -> Iterator[World]:
+    """Have production ask ``world`` instead of the operating system."""
+    from tests.simulation.network import network_of
+
+    there = {**_system(world), **network_of(world)}
+    before = {name: getattr(system, name) for name in there}
+    for name, value in there.items():
+        setattr(system, name, value)
+    try:
+        yield world
+    finally:
+        world.close()
+        for name, value in before.items():
+            setattr(system, name, value)
