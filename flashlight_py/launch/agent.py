@@ -27,6 +27,7 @@ from flashlight_py.launch.output import RankOutput, Source
 from flashlight_py.launch.ranks import (
     LISTENER,
     RECORDS,
+    SECRET,
     RankProcesses,
     Slot,
     end_leftovers,
@@ -44,14 +45,17 @@ class Agent:
 
     Its public methods are the messages of the launcher. ``stdin`` is the input of rank 0, if any;
     ``output``, if any, shows what the ranks print, which is reported otherwise. ``reached`` are
-    addresses at which other hosts of the job have reached this one.
+    addresses at which other hosts of the job have reached this one. ``secret_of``, if any, makes
+    the ranks' secret for an attempt, which is sent otherwise.
     """
 
+    report: Callable[..., None]
     output: RankOutput | None = None
     reached: Sequence[str] = ()
+    secret_of: Callable[[int], str] | None = None
 
-    def __init__(self, loop: Loop, report: Callable[..., None], stdin: int | None = None) -> None:
-        self._loop, self._report, self._stdin = loop, report, stdin
+    def __init__(self, loop: Loop, stdin: int | None = None) -> None:
+        self._loop, self._stdin = loop, stdin
         self.grace, self._has_lost_output = 0.0, False
         self._task: Mapping[str, Any] = {}
         # Of an attempt; what of it is open is closed by ``_ends``.
@@ -64,7 +68,7 @@ class Agent:
     def prepare(self, needs_port: bool) -> None:
         """Report where ranks could meet on this host: its addresses, the best first, and a port."""
         if not needs_port:
-            self._report("ready", [], 0)
+            self.report("ready", [], 0)
             return
         # Rank 0 inherits it: a port that is merely reserved could be taken by somebody else.
         self._listener = self._ends.enter_context(listen_everywhere(0, _BACKLOG))
@@ -73,11 +77,14 @@ class Agent:
         by_ssh, own = system.environ.get("SSH_CONNECTION", "").split()[2:3], own_addresses()
         reached = [each for each in (*self.reached, *by_ssh) if each in own]
         port = self._listener.getsockname()[1]
-        self._report("ready", list(dict.fromkeys([*reached, *own])), port)
+        self.report("ready", list(dict.fromkeys([*reached, *own])), port)
 
     def task(self, task: Mapping[str, Any]) -> None:
         """Keep what the ranks of all hosts are: ``size`` of ``program``; see ``Job``."""
-        self._task, self.grace = task, task["grace"]
+        meeting = task["meeting"]
+        if self.secret_of and "MASTER_PORT" in meeting:
+            meeting = {**meeting, SECRET: self.secret_of(task["restarts"])}
+        self._task, self.grace = {**task, "meeting": meeting}, task["grace"]
 
     def start(self, slots: Sequence[Sequence[int]]) -> None:
         """Start the ranks of this host."""
@@ -91,7 +98,7 @@ class Agent:
             for slot in map(Slot._make, slots):
                 self._start(slot, task)
         except OSError as error:
-            self._report("cannot_run", f"{task['program'][0]}: {error}")
+            self.report("cannot_run", f"{task['program'][0]}: {error}")
         if self._listener is not None:
             self._listener.close()  # it is rank 0's alone, and ends with it
 
@@ -109,7 +116,7 @@ class Agent:
 
     def collect(self) -> None:
         if self._notes is not None:
-            send_records(self._notes.paths(), self._report)
+            send_records(self._notes.paths(), self.report)
 
     def finish(self, grace: float) -> None:
         """End what the ranks have left, by SIGKILL after ``grace`` seconds; blocks until then."""
@@ -119,7 +126,7 @@ class Agent:
         if self.output is not None:
             self.output.end()
         self.flush()
-        self._report("finished", stuck)
+        self.report("finished", stuck)
 
     def say(self, text: str) -> None:
         assert self.output
@@ -133,7 +140,7 @@ class Agent:
             self.output.flush(system.monotonic())
         if self.output.error and not self._has_lost_output:
             self._has_lost_output = True
-            self._report("lost_output")
+            self.report("lost_output")
             self.output.say(self.output.error)
         return self.output.flush_at()
 
@@ -167,16 +174,16 @@ class Agent:
             yield self._stdin
         else:
             theirs, ours = system.pipe()
-            self._input = Outgoing(self._loop, ours, partial(self._report, "more"))
+            self._input = Outgoing(self._loop, ours, partial(self.report, "more"))
             self._ends.callback(self._input.close)
             system.close(ours)
             yield theirs
             system.close(theirs)
-            self._report("more")
+            self.report("more")
 
     def _on_output(self, source: Source, data: bytes) -> None:
         if self.output is None:
-            self._report("output", *source, data)
+            self.report("output", *source, data)
         else:
             self.output.take(source, data)
 
@@ -185,7 +192,7 @@ class Agent:
             return  # one of an earlier attempt, which the kernel has let go of at last
         ranks.drain(rank)
         errors = [] if self.output is None else self.output.last_errors(rank)
-        self._report("exited", rank, code, errors)
+        self.report("exited", rank, code, errors)
 
 
 class LauncherConnection:
@@ -199,7 +206,7 @@ class LauncherConnection:
     def __init__(self, loop: Loop, branches: Branches, keeps: bool = False) -> None:
         self.has_ended, self.silence = True, ""
         self._loop, self._branches, self._keeps = loop, branches, keeps
-        self._lines: list[bytes] = []
+        self._lines: deque[bytes] = deque()
         self._inbox: deque[tuple[str, list[Any]]] = deque()
         self._is_writing = False
         branches.on_lines, branches.on_lost = self._on_lines, self._on_lost
@@ -210,7 +217,7 @@ class LauncherConnection:
         self.has_ended, self.silence = False, ""
         self._reading, self._writing = reading, writing
         self._reader = Reader(reading)
-        self._lines, self._inbox = [], deque()
+        self._lines, self._inbox = deque(), deque()
         self._loop.watch(reading, self._read)
         self._pulse = Pulse(self._loop, self._branches.lost_after, self._beat, self._on_silence)
         self.report("here")
@@ -267,8 +274,8 @@ class LauncherConnection:
 
     def _pass_on(self) -> None:
         """Pass on what is for others; does not block unless there are hosts to be reached."""
-        lines, self._lines = self._lines, []
-        for line in lines:
+        while self._lines:  # others may come meanwhile
+            line = self._lines.popleft()
             number, _, rest = (b"", b"", line) if line[:1] == b"[" else line.partition(b" ")
             if number not in (b"", b"*"):
                 self._branches.put(int(number), rest)
@@ -327,10 +334,11 @@ def main() -> int:
 def _work() -> int:
     lost_after = float(sys.argv[1]) if len(sys.argv) > 1 else LOST_SECONDS
     with closing(Loop()) as loop:
-        launcher = LauncherConnection(loop, Branches(loop, lost_after))
+        agent, launcher = Agent(loop), LauncherConnection(loop, Branches(loop, lost_after))
+        agent.report = launcher.report
         loop.on_signal = lambda number: launcher.end()
         launcher.connect(_IN, _OUT)
-        launcher.run(Agent(loop, launcher.report))
+        launcher.run(agent)
     if not launcher.silence:
         return 0
     line = (

@@ -61,9 +61,7 @@ def _run(options: Options, folder: str, stdin: int | None) -> int:
                     file = f"{options.rdzv}.{secrets.token_hex(8)}" if options.rdzv else ""
                 else:
                     here = [(system.gethostname(), options.ranks)]
-                    hosts = Hosts(
-                        loop, here, options.lost_after, lambda report: Agent(loop, report, stdin)
-                    )
+                    hosts = Hosts(loop, here, options.lost_after, Agent(loop, stdin))
                     file = os.path.join(folder, "meeting")
                 return Job(loop, hosts, options, stdin, file).run()
             from flashlight_py.launch.nodes import job_of_nodes, meeting_of, work_for_node_0

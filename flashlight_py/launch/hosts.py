@@ -18,27 +18,28 @@ class StartError(Exception):
 class Hosts:
     """The hosts of a job, by number: ``names``, how many ranks each takes, and ways to the agents.
 
-    ``local`` makes the agent of host 0, this one, if there is one. ``here`` are those whose agents
-    are there, ``lost`` those that are not any more, and why. ``on_message`` is called with what an
+    ``local`` is the agent of host 0, this one, if there is one. ``here`` are those whose agents are
+    there, ``lost`` those that are not any more, and why. ``on_message`` is called with what an
     agent reports, ``on_lost`` with what has become of a host that is gone, ``on_cut`` with what has
     become of the way to some: their ranks have ended, but they may come again.
 
-    ``are_launchers``: the other agents have users before them, to whom they show what the ranks
-    print, and who may send SIGUSR1; and agents make the ranks' secret themselves, so that this need
-    not be sent. ``environ`` is added to what ranks inherit on their hosts.
+    Those that come by themselves, for which they may take ``patience`` seconds, are launchers: they
+    have users before them, to whom they show what the ranks print, and who may send SIGUSR1; and
+    make the ranks' secret themselves, so that this need not be sent. ``environ`` is added to what
+    ranks inherit on their hosts.
     """
 
-    are_launchers = False
     environ: Mapping[str, str] = {}
-    patience = 0.0  # so long hosts that are not here may take to come by themselves, in seconds
 
     def __init__(
         self,
         loop: Loop,
         named: Sequence[tuple[str, int]],
         lost_after: float,
-        local: Callable[[Callable[..., None]], Agent] | None = None,
+        local: Agent | None = None,
+        patience: float = 0.0,
     ) -> None:
+        self.patience, self.are_launchers = patience, patience > 0.0
         self.names = [name for name, _ in named]
         self.slots = [slots for _, slots in named]
         self.here, self.lost = {0} if local else set[int](), dict[int, str]()
@@ -47,7 +48,9 @@ class Hosts:
         self.on_cut: Callable[[Collection[int], str], None]
         self.branches = Branches(loop, lost_after)
         self.branches.on_lines, self.branches.on_lost = self._on_lines, self._on_lost
-        self._local = local and local(lambda kind, *values: self.on_message(0, kind, [*values]))
+        self._local = local
+        if local:
+            local.report = lambda kind, *values: self.on_message(0, kind, list(values))
 
     def open(self, numbers: Sequence[int]) -> None:
         """Reach agents that are not here; they will be ``here`` or lost.

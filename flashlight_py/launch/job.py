@@ -261,7 +261,8 @@ class Job:
     def _on_cut(self, hosts: Collection[int], how: str) -> None:
         """The ranks of ``hosts`` have ended, as the way there is lost."""
         self._awaited.difference_update(hosts)
-        ranks = [slot.rank for slot in self._slots if slot.host in hosts]
+        cut = set(hosts)
+        ranks = [slot.rank for slot in self._slots if slot.host in cut]
         self._attempt.on_cut(ranks, Failure(how, system.monotonic(), LOST))
 
 

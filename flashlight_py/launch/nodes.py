@@ -17,7 +17,7 @@ import json
 import secrets
 import signal
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -39,7 +39,6 @@ from flashlight_py.launch.job import Job
 from flashlight_py.launch.loop import Loop, interruptible
 from flashlight_py.launch.options import Options
 from flashlight_py.launch.output import RankOutput
-from flashlight_py.launch.ranks import SECRET
 
 # How long launchers wait for each other, in seconds.
 MEETING_SECONDS = 300.0
@@ -51,52 +50,14 @@ _FIRST_REPORT, _PATIENCE = 4.0, 3.0
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
-class NodeHosts(Hosts):
-    """Hosts whose launchers have met; one that has lost the way to this one looks for another."""
-
-    are_launchers = True
-
-    def __init__(
-        self,
-        loop: Loop,
-        payloads: Sequence[bytes],
-        options: Options,
-        local: Callable[[Callable[..., None]], Agent],
-    ) -> None:
-        found = map(json.loads, payloads)
-        named = [(each["host"], each["ranks"]) for each in found]
-        super().__init__(loop, named, options.lost_after, local)
-        self.patience = RETURN_SECONDS + options.grace  # it ends its ranks first
-
-
-class KeyedAgent(Agent):
-    """An agent that makes the ranks' secret itself, of a ``key``."""
-
-    def __init__(
-        self,
-        loop: Loop,
-        report: Callable[..., None],
-        key: bytes,
-        stdin: int | None = None,
-        reached: Sequence[str] = (),
-    ) -> None:
-        super().__init__(loop, report, stdin)
-        self._key, self.reached = key, reached
-
-    def task(self, task: Mapping[str, Any]) -> None:
-        meeting = task["meeting"]
-        if "MASTER_PORT" in meeting:
-            meeting = {**meeting, SECRET: secret_of_ranks(self._key, task["restarts"])}
-        super().task({**task, "meeting": meeting})
-
-
-class NodeAgent(KeyedAgent):
+class NodeAgent(Agent):
     """The agent of a launcher of its own, which has a program and a user before it."""
 
     def __init__(
         self, loop: Loop, launcher: LauncherConnection, options: Options, key: bytes
     ) -> None:
-        super().__init__(loop, launcher.report, key)
+        super().__init__(loop)
+        self.report, self.secret_of = launcher.report, partial(secret_of_ranks, key)
         self._launcher, self._options = launcher, options
         self.output = RankOutput(1)
         self.interrupted: signal.Signals | None = None
@@ -116,7 +77,7 @@ class NodeAgent(KeyedAgent):
             self._launcher.end()
         else:
             self.interrupted = number
-            self._report("interrupt", number)
+            self.report("interrupt", number)
 
 
 @contextmanager
@@ -143,11 +104,13 @@ def job_of_nodes(
             file = f"{ends.enter_context(folder)}/meeting"
         with interruptible():
             key, payloads, connections = _meet(options, store)
-        reached = [plain(each.getsockname())[0] for each in connections.values()]
-        hosts = NodeHosts(
-            *(loop, payloads, options),
-            lambda report: KeyedAgent(loop, report, key, stdin, reached),
-        )
+        local = Agent(loop, stdin)
+        local.reached = [plain(each.getsockname())[0] for each in connections.values()]
+        local.secret_of = partial(secret_of_ranks, key)
+        found = [(each["host"], each["ranks"]) for each in map(json.loads, payloads)]
+        # Who looks for another way to this node ends its ranks first.
+        patience = RETURN_SECONDS + options.grace
+        hosts = Hosts(loop, found, options.lost_after, local, patience)
         ends.enter_context(_below(loop, store, hosts.branches, connections))
         yield Job(loop, hosts, options, stdin, file)
 

@@ -9,6 +9,20 @@ from pathlib import Path
 from typing import Any
 
 LAUNCH = (sys.executable, "-m", "flashlight_py.launch")
+# Each process has two hosts below it where there are more than two, launchers that meet from four.
+LAUNCH_TREE = (
+    sys.executable,
+    "-c",
+    """if True:
+    import sys
+    from flashlight_py.distributed.rendezvous import places
+    from flashlight_py.launch import command_line, hosts, nodes
+
+    places.FAN = hosts.FAN = hosts.TREE_FROM = 2
+    nodes.TREE_FROM = 4
+    sys.exit(command_line.main())
+    """,
+)
 
 
 def write(folder: Path, program: str, name: str = "program.py") -> Path:

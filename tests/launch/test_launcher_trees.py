@@ -9,25 +9,17 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.launch.launcher import write
+from tests.launch.launcher import LAUNCH_TREE, write
 from tests.launch.test_launcher_hosts import wait_for
 from tests.launch.test_launcher_nodes import free_port
 
-SMALL = """
-import sys
-from flashlight_py.distributed.rendezvous import places
-from flashlight_py.launch import hosts, nodes
-from flashlight_py.launch.command_line import main
-places.FAN = hosts.FAN = hosts.TREE_FROM = 2
-nodes.TREE_FROM = 4
-sys.exit(main())
-"""
+# Many processes take a while on few cores.
+SECONDS = 120.0
 # HOSTS in the order of the ranks. h0 and h4 are right below the launcher, then h1, h2, h5 and h6.
 HOSTS = ",".join(f"h{i}" for i in range(8))
 BEHIND = {"": {"h0", "h4"}, "h0": {"h1", "h2"}, "h2": {"h3"}, "h4": {"h5", "h6"}, "h6": {"h7"}}
@@ -68,7 +60,7 @@ def ssh(tmp_path: Path) -> str:
 
 def start(*arguments: object, stdin: int = subprocess.DEVNULL) -> Any:
     return subprocess.Popen(
-        [sys.executable, "-c", SMALL, *map(str, arguments)],
+        [*LAUNCH_TREE, *map(str, arguments)],
         stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -84,7 +76,7 @@ def edges(folder: Path) -> list[tuple[str, str]]:
 
 def wait_for_ranks(folder: Path, count: int) -> None:
     for rank in range(count):
-        wait_for(folder, f"ready-{rank}")
+        wait_for(folder, f"ready-{rank}", SECONDS)
 
 
 def copy_of(front: int) -> int:
@@ -95,7 +87,7 @@ def copy_of(front: int) -> int:
 def test_agents_reach_others(tmp_path: Path, ssh: str) -> None:
     program = write(tmp_path, SUM)
     process = start("--hosts", HOSTS, "--ssh", ssh, program, stdin=subprocess.PIPE)
-    output, errors = process.communicate("typed\n", timeout=60)
+    output, errors = process.communicate("typed\n", timeout=SECONDS)
     assert (process.returncode, errors) == (0, "")
     expected = ["[0] 0 8 typed", *(f"[{rank}] {rank} 8 " for rank in range(1, 8))]
     assert sorted(output.splitlines()) == expected
@@ -107,7 +99,7 @@ def test_agents_reach_others(tmp_path: Path, ssh: str) -> None:
 def test_all_that_is_printed_far_down_arrives(tmp_path: Path, ssh: str) -> None:
     text = "import os\nfor i in range(3000): print(os.environ['RANK'] * 500, i)\n"
     process = start("--hosts", HOSTS, "--ssh", ssh, write(tmp_path, text))
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=SECONDS)
     assert (process.returncode, errors) == (0, "")
     for rank in range(8):
         found = [line for line in output.splitlines() if line.startswith(f"[{rank}]")]
@@ -125,7 +117,7 @@ def test_a_rank_that_fails_far_down_is_named(tmp_path: Path, ssh: str) -> None:
         """,
     )
     process = start("--hosts", HOSTS, "--ssh", ssh, program)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=SECONDS)
     assert process.returncode == 7
     assert errors == "flrun: rank 7 of 8 on h7 exited with code 7; the other ranks were ended\n"
 
@@ -135,7 +127,7 @@ def test_signals_reach_all(tmp_path: Path, ssh: str, number: signal.Signals) -> 
     process = start("--hosts", HOSTS, "--ssh", ssh, write(tmp_path, STAYING), tmp_path)
     wait_for_ranks(tmp_path, 8)
     process.send_signal(number)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=SECONDS)
     if number == signal.SIGINT:
         assert process.returncode == 130
         assert "flrun: interrupted by SIGINT; all ranks were ended" in errors
@@ -148,7 +140,7 @@ def test_an_agent_in_between_is_killed(tmp_path: Path, ssh: str, name: str) -> N
     process = start("--hosts", HOSTS, "--ssh", ssh, "--min-n", 1, program, tmp_path)
     wait_for_ranks(tmp_path, 8)
     os.kill(copy_of(int((tmp_path / f"pid-{name}").read_text())), signal.SIGKILL)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=SECONDS)
     lines = [line for line in errors.splitlines() if line.startswith("flrun: rank")]
     assert lines[0].startswith(f"flrun: rank {name[1:]} of 8 on {name} is lost: ssh to {name} ")
     assert process.returncode == 0, errors
@@ -160,7 +152,7 @@ def test_a_job_whose_agent_in_between_is_killed_ends(tmp_path: Path, ssh: str) -
     process = start("--hosts", HOSTS, "--ssh", ssh, write(tmp_path, STAYING), tmp_path)
     wait_for_ranks(tmp_path, 8)
     os.kill(copy_of(int((tmp_path / "pid-h4").read_text())), signal.SIGKILL)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=SECONDS)
     assert process.returncode == 1
     assert "flrun: rank 4 of 8 on h4 is lost: ssh to h4 " in errors
 
@@ -169,7 +161,7 @@ def test_a_host_that_an_agent_cannot_reach(tmp_path: Path, ssh: str) -> None:
     """It is reached from the launcher; who was to be reached by it, from who was to reach it."""
     (tmp_path / "down-h2-from-h0").touch()
     process = start("--hosts", HOSTS, "--ssh", ssh, write(tmp_path, SUM))
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, errors
     assert output.count("\n") == 8
     words = "flrun: warning: host h0 cannot reach host h2 (ssh to h2 exited with code 255); it is "
@@ -183,7 +175,7 @@ def test_a_host_that_an_agent_cannot_reach(tmp_path: Path, ssh: str) -> None:
 def test_a_host_that_is_down(tmp_path: Path, ssh: str, name: str) -> None:
     (tmp_path / f"down-{name}").touch()
     process = start("--hosts", HOSTS, "--ssh", ssh, "--min-n", 1, write(tmp_path, SUM))
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, errors
     assert f"on {name} is lost: ssh to {name} exited with code 255" in errors
     assert errors.count("flrun: starting again") == 1
@@ -201,11 +193,11 @@ def start_nodes(rdzv: object, *arguments: object) -> list[Any]:
 
 def ends_of(nodes: list[Any]) -> list[Any]:
     """The code, output and errors of each."""
-    return [(*each.communicate(timeout=60), each.returncode) for each in nodes]
+    return [(*each.communicate(timeout=SECONDS), each.returncode) for each in nodes]
 
 
 def parents(nodes: list[Any]) -> dict[int, int]:
-    """The node above each, by its connections: sockets of both ends are here."""
+    """The node above each, by their connections, both ends of which are here."""
     owners: dict[str, int] = {}
     for node, each in enumerate(nodes):
         for file in Path(f"/proc/{copy_of(each.pid)}/fd").iterdir():
@@ -213,19 +205,16 @@ def parents(nodes: list[Any]) -> dict[int, int]:
     ends: dict[tuple[str, str], int] = {}
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
         words = line.split()
-        if words[3] == "01" and (node := owners.get(f"socket:[{words[9]}]")) is not None:
-            ends[words[1], words[2]] = node
-    above = {}
-    for (here, there), node in ends.items():
-        other = ends.get((there, here))
-        if other is not None and other != node:
-            above.setdefault(node, set()).add(other)
-    found, level = {}, {0}
+        if words[3] == "01" and f"socket:[{words[9]}]" in owners:  # established
+            ends[words[1], words[2]] = owners[f"socket:[{words[9]}]"]
+    joined = {(node, ends[there, here]) for (here, there), node in ends.items()}
+    above: dict[int, int] = {}
+    level = {0}
     while level:
-        below = {(n, at) for at in level for n in above.get(at, ()) if n and n not in found}
-        found.update(below)
-        level = {n for n, _ in below}
-    return found
+        new = {below: at for at, below in joined if at in level and below and below not in above}
+        above |= new
+        level = set(new)
+    return above
 
 
 def place_of(tmp_path: Path, way: str) -> object:

@@ -125,7 +125,8 @@ class Gate(abc.ABC):
 
     def _open_or_close(self) -> float:
         """Look at listeners only while there is room; return for how many seconds to, at most."""
-        oldest = self._candidates[0] if len(self._candidates) >= _TREE_CANDIDATES else None
+        is_full = len(self._candidates) >= _TREE_CANDIDATES and self._round == 0
+        oldest = self._candidates[0] if is_full else None
         left = oldest.since + _CANDIDATE_SECONDS - system.monotonic() if oldest else 0.0
         if self._is_open != (left <= 0.0):
             self._is_open = not self._is_open
