@@ -35,7 +35,7 @@ from flashlight_py.distributed.rendezvous.wire import (
     Kind,
     NobodyError,
     Offer,
-    Place,
+    Seat,
     WireError,
     WrongServerError,
     greet,
@@ -237,7 +237,7 @@ class Seeker(Gate):
         super().__init__(place)
         self._up: Connection | None = None  # to who is above
         self._process = this_process()
-        self._seat = Place(place.rank, 0, 0, str(self._process))
+        self._seat = Seat(place.rank, 0, 0, str(self._process))
         self._number = place.rank  # or what rank 0 has given it
         self._without = ANY_RANK  # who was above this rank and is not there
         self._bereft = ""  # and that it has died, if it was there
@@ -319,7 +319,7 @@ class Seeker(Gate):
                 reason = message.body.decode(errors="replace")
                 raise self._failure(f"{before}{reason}", joining=True)
             raise NobodyError("who listens there has gone, or names no place")
-        seat = Place(*json.loads(message.body))
+        seat = Seat(*json.loads(message.body))
         self._number = seat.rank
         if not seat.host:
             self._up, self._seat, self._without, self._bereft = connection, seat, ANY_RANK, ""

@@ -332,8 +332,8 @@ def meet(create: StoreFactory, settings: Settings) -> World:
     return world
 
 
-class _Cards(NamedTuple):
-    """What follows from the first cards of all ranks alone, as ``addresses`` of each."""
+class _FirstCards(NamedTuple):
+    """Facts that follow from the first cards of all ranks alone, as ``addresses`` of each."""
 
     hosts: Sequence[str]
     near: Mapping[str, Sequence[int]]  # the ranks of each host
@@ -344,7 +344,7 @@ class _Cards(NamedTuple):
     job: str  # its name is that which rank 0 has for it
 
     @classmethod
-    def read(cls, texts: Sequence[bytes]) -> _Cards:
+    def read(cls, texts: Sequence[bytes]) -> _FirstCards:
         cards = [json.loads(text) for text in texts]
         hosts, jobs, cores, _, peers, addresses = zip(*cards, strict=True)
         near: dict[str, list[int]] = {}
@@ -367,7 +367,7 @@ def _connect(store: Store, settings: Settings) -> World:
     texts = store.exchange(json.dumps(mine).encode())
     # Also where the exchange can be overheard, nobody without the secret can make this key.
     settings = replace(settings, job_key=derived(texts, _job_key, store.secret))
-    cards = derived(texts, _Cards.read)
+    cards = derived(texts, _FirstCards.read)
     if cards.twins:
         raise RendezvousError(f"rank {store.rank} of {store.size}: {cards.twins}")
     near = cards.near[host]
