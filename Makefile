@@ -6,7 +6,9 @@
 #   PYTEST="-k gloo"    arguments of pytest in `make test`, test-slow and test-all
 #   SLOW=tests/native   what `make test-slow` runs the slow tests of
 #   KILLS=50            how often `make test-slow` kills examples/ResumableTraining.py
-#   ROUNDS=5000 SEED=2  of `make sanitize`: calls of a group, and which
+#   ROUNDS=5000 SEED=2  of `make sanitize` and `make arm`: calls of a group, and which
+#   SCHEDULES=1000000   of `make model`, all cases together; CASE="send part" for cases that begin so;
+#                       SCHEDULE='barrier/2x2 d3=1' one of them again, with every access
 #   CHAOS="--rounds 5"  arguments of `make chaos`; --help tells
 #   BENCH=--quick       arguments of every script in `make bench`
 #   SEED=7 RANKS=256    of `make simulate`: which schedule of faults, and how many ranks; NIGHT=10000
@@ -30,7 +32,7 @@ DEV := .venv/.dev
 SOURCES := $(shell find csrc -type f -not -name '*.o' -not -name '*.so')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup example tiny test test-slow test-all tools tools-slow oracle torch engines test-gpu lint docs simulate simulate-night chaos sanitize wheel gpu-bundle bench clean
+.PHONY: help setup example tiny test test-slow test-all tools tools-slow oracle torch engines test-gpu lint docs simulate simulate-night chaos sanitize wheel gpu-bundle bench clean model-hosts simulate-heartbeats model model-night model-mutants arm
 
 help: ## show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -82,6 +84,9 @@ simulate-night: $(DEV) ## 10,000 schedules of faults at 64 to 256 ranks
 chaos: $(DEV) ## ranks that die, stop and raise, hundreds of rounds; and 1,000 worlds in a row
 	$(IN_VENV) python -m tests.chaos $(CHAOS)
 
+model-hosts: $(DEV) ## every state of the comparison between hosts, with Spin: some minutes
+	$(IN_VENV) python -m pytest -q -s tests/model/test_hosts.py
+
 docs: .venv/.docs ## build the documentation into build/site; warnings are errors
 	$(IN_VENV) NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
 	@echo "build/site/index.html"
@@ -92,6 +97,21 @@ sanitize: ## stress the native code: plain, with Address- and UndefinedBehavior-
 	  $(MAKE) -s -j$$(nproc) -C tests/native/gloo OUT=$(CURDIR)/build/native/gloo $$way || exit; \
 	done
 	@$(IN_VENV) $(MAKE) -s -j$$(nproc) -C tests/native/tape OUT=$(CURDIR)/build/native/tape address
+
+simulate-heartbeats: ## the heartbeats of RANKS (10000) ranks in virtual time; SEED=, COUNT= seeds, FAULT=rack
+	@$(MAKE) -s -C tests/simulation OUT=$(CURDIR)/build/simulation
+	@build/simulation/heartbeats $(if $(filter file,$(origin RANKS)),10000,$(RANKS)) $(or $(SEED),7) $(or $(COUNT),1) $(FAULT)
+
+MODEL := $(MAKE) -s -j$$(nproc) -C tests/native/model OUT=$(CURDIR)/build/native/model
+
+model: ## try schedules of shared memory with all that C++ lets memory do: 2 minutes on 2 cores
+	@$(MODEL) check
+
+model-night: ## the same, 10,000,000 of them
+	@$(MODEL) check SCHEDULES=10000000
+
+model-mutants: ## weaken each order of memory and drop each wake: a case of the model must notice
+	@$(MODEL) mutants
 
 wheel: $(DEV) ## build a wheel that carries libgloo inside, into wheelhouse/
 	$(IN_VENV) scripts/build_wheel wheelhouse

@@ -61,6 +61,8 @@ class PeerLostError(DistributedError):
     again.
     """
 
+    for_others = ""  # what they are told in its place: this rank was late, and they gave it up
+
 
 class CollectiveTimeoutError(DistributedError, TimeoutError):
     """Another rank did not join an operation in time; says what it joined last, and when.

@@ -1,11 +1,6 @@
 // The shared part of the C ABI.
 #include "capi.h"
 
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
-
 #include <algorithm>
 
 #include "../reduce/reduce.h"
@@ -66,9 +61,7 @@ void* fl_op_output(fl_op* op, size_t* bytes) {
 void fl_op_cancel(fl_op* op) { op->cancel(); }
 
 void fl_claim_wait(int32_t* claim, double seconds) {
-  const auto whole = static_cast<time_t>(seconds);
-  const timespec limit{whole, static_cast<long>((seconds - static_cast<double>(whole)) * 1e9)};
-  syscall(SYS_futex, claim, FUTEX_WAIT_PRIVATE, 0, &limit, nullptr, 0);
+  fl::futex_wait(claim, 0, static_cast<int64_t>(seconds * 1e9), fl::kAllBits, fl::Among::kThreads);
 }
 
 void fl_op_free(fl_op* op) {

@@ -22,6 +22,7 @@
 #include <cstdint>
 #include <cstring>
 #include <deque>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -274,7 +275,7 @@ class Port {
       const size_t more = record.bytes > kTinyMessage ? record.bytes : 0;
       auto* arrival = static_cast<Arrival*>(::operator new(sizeof(Arrival) + more));
       std::memcpy(static_cast<void*>(&arrival->record), &record, sizeof record);
-      arrival->record.number = static_cast<uint32_t>(from);
+      arrival->record.number.store(static_cast<uint32_t>(from), std::memory_order_relaxed);
       if (more > 0) std::memcpy(arrival->data, data, more);
       return arrival;
     }
@@ -343,7 +344,7 @@ class Engine {
   };
 
   struct Peer {
-    std::deque<Control> controls;     // that wait for room
+    std::list<Control> controls;      // that wait for room; most peers never have one
     Message* waiting = nullptr;       // sends that do, oldest first
     Message* last_waiting = nullptr;
     size_t charged = 0;               // bytes of ours that it may still keep
@@ -431,6 +432,7 @@ class Engine {
   std::vector<fl_site> sites_;
   std::unordered_map<std::string, uint16_t> site_numbers_;
   std::pair<const fl_site*, uint16_t> last_sites_[16] = {};
+  // What these count is guarded by the lock, or looked at again with the next tick.
   std::atomic<size_t> open_{0};       // messages that have not ended, and answers that wait for room
   std::atomic<int> callers_{0};       // threads that wait
   std::atomic<uint32_t> calls_{0};    // so far

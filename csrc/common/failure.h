@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <exception>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -33,6 +34,7 @@ struct Failure : std::runtime_error {
   fl_status status;
   std::vector<int> missing;
   Seen seen;  // of a timeout: the last calls
+  std::shared_ptr<const Failure> for_others;  // what they are told in its place
 };
 
 // What a rank has said of others, with who that was; it may have heard it itself.
@@ -41,6 +43,15 @@ inline std::string as_told(const std::string& message, const std::string& who) {
   const bool is_told = message.size() >= end.size() &&
                        message.compare(message.size() - end.size(), end.size(), end) == 0;
   return is_told ? message : message + ", as " + who + end;
+}
+
+// `rank`, who is `who`, gave up because of this rank, which is late and not lost: `theirs` says why, as others
+// hear it from both.
+inline Failure given_up_by(int rank, const std::string& who, Failure theirs) {
+  Failure failure(FL_PEER_LOST, {rank}, std::string("it gave up waiting for this rank: ") + theirs.what());
+  theirs = Failure(theirs.status, theirs.missing, as_told(theirs.what(), who));
+  failure.for_others = std::make_shared<const Failure>(std::move(theirs));
+  return failure;
 }
 
 // The ranks called different things; `seen` says what. The group lives on.

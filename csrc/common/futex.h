@@ -1,14 +1,10 @@
 // Wakes the threads of a rank that sleep until something has changed, whatever it is.
 #pragma once
 
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
-
 #include <atomic>
-#include <climits>
 #include <cstdint>
+
+#include "atomic.h"
 
 namespace fl {
 
@@ -23,7 +19,7 @@ class Futex {
   void wake(uint32_t bits) {
     if (waiters_.load(std::memory_order_seq_cst) == 0) return;
     wakes_.fetch_add(1, std::memory_order_seq_cst);
-    syscall(SYS_futex, word(), FUTEX_WAKE_BITSET, INT_MAX, nullptr, nullptr, bits);
+    futex_wake(&wakes_, bits, Among::kProcesses);
   }
 
   // From here on nothing is missed: wait(begin_wait(), ...) returns at once if wake() was called
@@ -36,17 +32,10 @@ class Futex {
   void end_wait() { waiters_.fetch_sub(1, std::memory_order_relaxed); }
 
   void wait(uint32_t wakes, uint32_t bits, long milliseconds) {
-    timespec end;
-    clock_gettime(CLOCK_MONOTONIC, &end);
-    end.tv_nsec += milliseconds * 1000000;
-    end.tv_sec += end.tv_nsec / 1000000000;
-    end.tv_nsec %= 1000000000;
-    syscall(SYS_futex, word(), FUTEX_WAIT_BITSET, wakes, &end, nullptr, bits);
+    futex_wait(&wakes_, wakes, int64_t{milliseconds} * 1000000, bits, Among::kProcesses);
   }
 
  private:
-  uint32_t* word() { return reinterpret_cast<uint32_t*>(&wakes_); }
-
   std::atomic<uint32_t> wakes_{0};
   std::atomic<uint32_t> waiters_{0};
 };

@@ -1,10 +1,5 @@
 // How messages go from rank to rank.
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <climits>
 #include <cstring>
 #include <utility>
 
@@ -15,8 +10,8 @@ namespace fl {
 namespace {
 
 // What a rank may have sent to another that this has not received yet, in bytes: it keeps as much.
-constexpr size_t kMostCredit = 1 << 20;
-constexpr size_t kReadAtOnce = 4 << 20, kLeastPiece = 8 << 10;
+constexpr size_t kMostCredit = sized(1 << 20, 512);
+constexpr size_t kReadAtOnce = sized(4 << 20, 128), kLeastPiece = sized(8 << 10, 64);
 constexpr size_t kMostWanted = 16;
 
 size_t bytes_of(const fl_signature& call) { return static_cast<size_t>(call.count) * call.itemsize; }
@@ -357,7 +352,7 @@ bool Engine::claim(const Message& message) {
   int32_t* const shared = message.match_ == nullptr ? nullptr : message.match_->claim;
   if (shared == nullptr) return true;
   if (__atomic_exchange_n(shared, 1, __ATOMIC_ACQ_REL) != 0) return false;
-  syscall(SYS_futex, shared, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+  futex_wake(shared, kAllBits, Among::kThreads);
   return true;
 }
 
@@ -502,6 +497,8 @@ void Engine::read_on(Message& message, Lock& lock) {
     taken.token = movement.offer.token;
     control(movement.from, taken);
     end(message, FL_OK);
+  } else if (callers_.load(std::memory_order_relaxed) > 0) {
+    wire_.wake(true);  // whoever saw it busy and sleeps reads on where this thread goes
   }
 }
 

@@ -1,6 +1,8 @@
 // How threads wait for what is likely to come soon.
 #pragma once
 
+#include "atomic.h"
+
 namespace fl {
 
 // How long a wait burns the processor before it gives it away, and then before it sleeps.
@@ -8,14 +10,6 @@ struct Patience {
   int spins;
   int yields;
 };
-
-inline void pause_briefly() {
-#if defined(__x86_64__) || defined(__i386__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
 
 // After look number `look` of a wait, from 0: an answer is most often some 100 ns away, and one pause
 // can take half of that.

@@ -53,7 +53,7 @@ void Message::cancel() {
   if (is_open()) port_->engine_.cancel(*this);
 }
 
-// Whom it is likely to hear of next, as the engine knows it.
+// Whom it is likely to hear of next, as the engine knows it; under its lock, as whoever delivers says who sends.
 int Message::hot() const { return peer_ < 0 ? kNobody : port_->ranks_[peer_]; }
 
 double Message::ended_at() const { return is_open() ? 0 : ended_; }
@@ -66,12 +66,14 @@ fl_status Message::wait(double seconds) {
     if (lock.owns_lock()) engine.progress(lock, kNobody);
     return status();
   }
+  int hot;
   {
     const Engine::Lock lock(engine.mutex_);
     flags_ |= kAwaited;
+    hot = this->hot();
   }
   Message* const self = this;
-  engine.wait(*port_, {&self, 1}, hot(), deadline_after(seconds), nullptr);
+  engine.wait(*port_, {&self, 1}, hot, deadline_after(seconds), nullptr);
   return status();
 }
 
@@ -170,14 +172,16 @@ Message* Port::unless_well(Message* message) {
 
 Handle Port::run(const Given& given, double seconds, Interrupt interrupt) {
   Message* message;
+  int hot = kNobody;
   {
     const Engine::Lock lock(engine_.mutex_);
     message = begin(given, seconds, true, take_refusal());
+    if (message != nullptr) hot = message->hot();
   }
   if (message == nullptr) return nullptr;
   const bool has_limit = given.match != nullptr && given.match->patience >= 0;
   const auto until = has_limit ? deadline_after(given.match->patience) : kNever;
-  engine_.wait(*this, {&message, 1}, message->hot(), until, interrupt);
+  engine_.wait(*this, {&message, 1}, hot, until, interrupt);
   if (message->is_open()) engine_.cancel(*message);
   return Handle(unless_well(message));
 }
@@ -208,7 +212,11 @@ Port::Posted Port::post(const fl_message* messages, int count, double seconds, i
 }
 
 std::vector<Handle> Port::finish(const Posted& posted, Interrupt interrupt) {
-  const int hot = posted.size() == 1 ? posted[0]->hot() : kNobody;
+  int hot = kNobody;
+  if (posted.size() == 1) {
+    const Engine::Lock lock(engine_.mutex_);
+    hot = posted[0]->hot();
+  }
   engine_.wait(*this, {posted.data(), posted.size()}, hot, kNever, interrupt);
   std::vector<Handle> handles;
   for (Message* message : posted) handles.emplace_back(unless_well(message));
@@ -225,7 +233,7 @@ std::vector<Handle> Port::start_exchange(const fl_message* messages, int count, 
   std::vector<Handle> handles;
   const Engine::Lock lock(engine_.mutex_);
   for (Message* message : begin_all(messages, count, seconds, false)) handles.emplace_back(message);
-  if (engine_.open_ > 0) engine_.ticker_.wind();
+  if (engine_.open_.load(std::memory_order_relaxed) > 0) engine_.ticker_.wind();
   return handles;
 }
 

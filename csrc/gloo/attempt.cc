@@ -60,33 +60,33 @@ void Attempt::serve() {
     getsockopt(socket, SOL_SOCKET, SO_ERROR, &error, &size);
     if (error != 0) fail(error);
     is_connected_ = true;
-    greet(links_.shown_to(peer));
+    greet();
     links_.listen_to(*this);
     return;
   }
   if (!receive()) return;
   if (is_ours) {
-    if (!is_proven()) throw std::runtime_error(kStranger);
+    if (!links_.prover_.is_shown_by(peer, theirs_.proof)) throw std::runtime_error(kStranger);
     calls = theirs_.calls;
   } else {
     peer = theirs_.rank;
     if (theirs_.asks != 0) asks_of = theirs_.group;
     if (peer < 0 || peer >= links_.size || peer == links_.rank) throw Refused("no rank");
-    if (!is_proven()) {
+    if (!links_.prover_.is_shown_by(peer, theirs_.proof)) {
       answer(Greeting{});  // who is mistaken finds no proof in it, and a stranger learns nothing
       throw Refused(kStranger);
     }
     if (!asks_of && !links_.has_place(*this)) throw Refused("there is one");
-    greet(links_.shown_to(peer));
+    greet();
   }
   if (!asks_of) links_.adopt(*this);
   links_.ended(*this, {}, false);
 }
 
-void Attempt::greet(const char* proof) {
+void Attempt::greet() {
   Greeting mine{links_.rank, asks_of ? 1 : 0, asks_of.value_or(0), 0, {}};
   if (!is_ours && asks_of) mine.calls = links_.calls_(*asks_of);
-  std::memcpy(mine.proof, proof, sizeof mine.proof);
+  std::memcpy(mine.proof, links_.prover_.shown_to(peer).data(), sizeof mine.proof);
   answer(mine);
 }
 
@@ -103,14 +103,6 @@ bool Attempt::receive() {
   if (count <= 0) throw Refused("the connection was closed");
   received_ += count;
   return received_ == sizeof theirs_;
-}
-
-// In the same time wherever they differ: how long it takes must not say how much is right.
-bool Attempt::is_proven() const {
-  const char* const proof = links_.expected_of(peer);
-  int difference = 0;
-  for (size_t i = 0; i < sizeof theirs_.proof; ++i) difference |= theirs_.proof[i] ^ proof[i];
-  return difference == 0;
 }
 
 }  // namespace fl

@@ -48,10 +48,9 @@ class Attempt : public gloo::transport::tcp::Handler {
 
  private:
   void serve();
-  void greet(const char* proof);
+  void greet();
   void answer(const Greeting& greeting);
   bool receive();
-  bool is_proven() const;
 
   Links& links_;
   bool is_connected_;

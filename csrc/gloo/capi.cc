@@ -48,9 +48,9 @@ int fl_gloo_listen_for_hosts(fl_group* group, char* message, size_t message_byte
 }
 
 void fl_gloo_watch_hosts(fl_group* group, const fl_hosts* hosts, const char* addresses,
-                         size_t address_bytes, const char* proofs) {
-  group->group.watch_hosts(fl::read_hosts(*hosts, group->group.size(), addresses, address_bytes,
-                                          proofs));
+                         size_t address_bytes, const char* key) {
+  group->group.watch_hosts(
+      fl::read_hosts(*hosts, group->group.size(), addresses, address_bytes, key));
 }
 
 void fl_gloo_take_along(fl_group* group, void (*give_up)(void* other, const char* why),
@@ -59,12 +59,11 @@ void fl_gloo_take_along(fl_group* group, void (*give_up)(void* other, const char
 }
 
 fl_op* fl_gloo_connect(fl_group* group, const char* addresses, size_t address_bytes,
-                       const char* proofs, int lazily, double seconds) {
+                       const char* key, int lazily, double seconds) {
   return fl::handle([&] {
     const size_t size = group->group.size();
     return group->group.connect({addresses, addresses + size * address_bytes}, address_bytes,
-                                {proofs, proofs + size * 2 * FL_PROOF_BYTES}, lazily != 0,
-                                seconds);
+                                {key, FL_KEY_BYTES}, lazily != 0, seconds);
   });
 }
 

@@ -113,6 +113,8 @@ void Collectives::meet(Call& call, const void* data, const Parts& give) {
     if (!are_one_call(call.seen.calls.data(), size_)) throw Mismatch(call.seen);
     if (common == 0) give_each(data, give);
   } catch (const TimedOut& failure) {
+    // A peer that has given up is not late itself; it was not the one that was waited for.
+    if (mesh_.has_farewell()) throw mesh_.explain(failure.missing[0], failure.what());
     const auto missing = not_arrived(call);
     throw Failure(FL_TIMEOUT, missing.empty() ? failure.missing : missing, failure.what());
   }

@@ -4,7 +4,7 @@
 #include <gloo/transport/tcp/address.h>
 
 #include <algorithm>
-#include <thread>
+#include <cstring>
 
 #include "mesh.h"
 
@@ -41,13 +41,17 @@ Family::Family(int rank, int size, const std::string& host, const std::string& i
       connections_(size) {}
 
 Family::~Family() {
+  is_going_ = true;
+  leave();
+  if (heartbeat_ != nullptr) heartbeat_->ring();
+  if (beats_.joinable()) beats_.join();
   engine.stop();
   links->close();
 }
 
-void Family::open(const char* addresses, size_t bytes, const char* proofs) {
+void Family::open(const char* addresses, size_t bytes, const char* key) {
   links->open(
-      addresses, bytes, proofs, [this](int peer, Pair& pair) { connected(peer, pair); },
+      addresses, bytes, key, [this](int peer, Pair& pair) { connected(peer, pair); },
       [this](int peer, uint64_t group, const std::string& text) { told(peer, group, text); },
       [this](uint64_t group) { return calls_of(group); }, wire);
 }
@@ -154,21 +158,19 @@ void Family::abandon() const noexcept {
 
 // Hosts -----------------------------------------------------------------------------------------
 
-Hosts read_hosts(const fl_hosts& given, int size, const char* addresses, size_t bytes,
-                 const char* proofs) {
-  Hosts hosts;
-  hosts.seconds = given.seconds;
+std::shared_ptr<const Hosts> read_hosts(const fl_hosts& given, int size, const char* addresses,
+                                        size_t bytes, const char* key) {
+  std::vector<sockaddr_in6> places(size);
   for (int r = 0; r < size; ++r) {
-    hosts.numbers.push_back(given.numbers[r]);
-    hosts.names.emplace_back(given.names[r]);
     const char* at = addresses + r * bytes;
-    hosts.addresses.push_back(gloo::transport::tcp::Address(std::vector<char>(at, at + bytes)).getSockaddr());
-    set_port(hosts.addresses.back(), given.ports[r]);
-    const char* mine = proofs + 2 * FL_PROOF_BYTES * r;
-    hosts.shown.emplace_back(mine, FL_PROOF_BYTES);
-    hosts.expected.emplace_back(mine + FL_PROOF_BYTES, FL_PROOF_BYTES);
+    sockaddr_storage address = gloo::transport::tcp::Address(std::vector<char>(at, at + bytes)).getSockaddr();
+    set_port(address, given.ports[r]);
+    std::memcpy(&places[r], &address, sizeof places[r]);
   }
-  return hosts;
+  return std::make_shared<const Hosts>(
+      std::vector<int>(given.numbers, given.numbers + size),
+      std::vector<std::string>(given.names, given.names + given.count), std::move(places),
+      std::string(key, FL_KEY_BYTES), given.seconds);
 }
 
 int Family::listen_for_hosts() {
@@ -177,15 +179,20 @@ int Family::listen_for_hosts() {
   return heartbeat_->port();
 }
 
-void Family::watch_hosts(Hosts hosts) {
-  if (!(hosts.seconds > 0)) return heartbeat_.reset();
-  links->keep_alive_for(patience_ = hosts.seconds);
+void Family::watch_hosts(std::shared_ptr<const Hosts> hosts) {
+  if (!(hosts->seconds > 0)) return heartbeat_.reset();
+  links->keep_alive_for(patience_ = hosts->seconds);
   if (heartbeat_ == nullptr) return;  // another group watches, and takes this one along
   heartbeat_->begin(std::move(hosts));
-  watch.also([this] {
-    if (const auto lost = heartbeat_->look()) lose(*lost);
-    return heartbeat_->due();
-  });
+  beats_ = std::thread(&Family::beat, this);
+}
+
+// On a thread of its own: news are passed on at once, whatever ends here because of them.
+void Family::beat() {
+  while (!is_going_) {
+    if (const auto lost = heartbeat_->look()) watch.soon([this, lost] { lose(*lost); });
+    heartbeat_->await();
+  }
 }
 
 // Of each group that has ranks there. To notify others takes time, in which a connection may break.

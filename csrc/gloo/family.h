@@ -2,10 +2,12 @@
 // their members tell each other of the groups.
 #pragma once
 
+#include <atomic>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -21,9 +23,9 @@ namespace fl {
 
 class Mesh;
 
-// What the C ABI knows of the hosts of `size` ranks; for addresses and proofs see fl_gloo_connect.
-Hosts read_hosts(const fl_hosts& given, int size, const char* addresses, size_t bytes,
-                 const char* proofs);
+// What the C ABI knows of the hosts of `size` ranks; for addresses and key see fl_gloo_connect.
+std::shared_ptr<const Hosts> read_hosts(const fl_hosts& given, int size, const char* addresses,
+                                        size_t bytes, const char* key);
 
 class Family {
  public:
@@ -32,7 +34,7 @@ class Family {
   Family(const Family&) = delete;
 
   // Begin to answer; see Links.
-  void open(const char* addresses, size_t bytes, const char* proofs);
+  void open(const char* addresses, size_t bytes, const char* key);
 
   // A group begins; and goes. Its members are told that, for it is not to be seen from their connections.
   void add(Mesh& group);
@@ -47,7 +49,11 @@ class Family {
 
   // Notice when hosts cannot be reached any more: which ends the groups that are there, and have others end.
   int listen_for_hosts();
-  void watch_hosts(Hosts hosts);
+  void watch_hosts(std::shared_ptr<const Hosts> hosts);
+  // This rank may go from now on, and is not lost then.
+  void leave() {
+    if (heartbeat_ != nullptr) heartbeat_->leave();
+  }
   // Seconds in which it is known whether a host is lost; 0: that is not watched.
   double patience() const { return patience_; }
 
@@ -64,6 +70,7 @@ class Family {
   void connected(int peer, Pair& pair);
   void told(int peer, uint64_t group, const std::string& text);
   int64_t calls_of(uint64_t group);
+  void beat();
   void lose(const Failure& failure);
   // Whether there is no group, or none that can be used; the lock is held.
   bool has_ended() const;
@@ -78,6 +85,8 @@ class Family {
   // What members have told of groups that this rank has not made yet.
   std::map<uint64_t, std::vector<std::pair<int, std::string>>> early_;
   std::unique_ptr<Heartbeat> heartbeat_;  // null: all are on one host
+  std::atomic<bool> is_going_{false};
+  std::thread beats_;
 
  public:
   Watch watch;  // last: it ends before what it looks at

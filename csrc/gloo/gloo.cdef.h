@@ -21,19 +21,20 @@ int fl_gloo_address(fl_group *group, char *address, size_t address_bytes);
    there. Returns the port, or -1 with a message. */
 int fl_gloo_listen_for_hosts(fl_group *group, char *message, size_t message_bytes);
 
-/* What is known of the hosts of a group; by rank, but for `seconds`. */
+/* What is known of the hosts of a group. */
 typedef struct {
-  const int *numbers;       /* which host it is on, from 0 without gaps */
-  const char *const *names; /* of its host */
-  const int *ports;         /* what it was given by fl_gloo_listen_for_hosts */
+  const int *numbers;       /* by rank: which host it is on, from 0 without gaps */
+  const int *ports;         /* by rank: what it was given by fl_gloo_listen_for_hosts */
+  const char *const *names; /* by host */
+  int count;                /* of hosts */
   double seconds;           /* a host that is silent for so long is lost; 0: none is ever */
 } fl_hosts;
 
 /* Then: notice when hosts cannot be reached any more. Operations end (FL_HOST_LOST), also the next one
    where none runs. Without fl_gloo_listen_for_hosts, a group that takes this one along notices that.
-   Addresses and proofs are those of fl_gloo_connect. */
+   Addresses and key are those of fl_gloo_connect. */
 void fl_gloo_watch_hosts(fl_group *group, const fl_hosts *hosts, const char *addresses,
-                         size_t address_bytes, const char *proofs);
+                         size_t address_bytes, const char *key);
 
 /* Where hosts are lost, call give_up of `other` too, with why, and then `advice`: another group, which
    must live at least as long. */
@@ -49,12 +50,12 @@ void fl_gloo_check_at_once(fl_group *group);
 
 /* Learn where the peers are, and connect to those that every collective needs, or `lazily` to none:
    the others are connected when they are needed first. `addresses` holds, in rank order, what each
-   rank gave for this one. `proofs` holds, for each rank, the FL_PROOF_BYTES that this one shows it
-   first of all, and then those that it must show; who shows others is none of the group. Returns at
-   once; never NULL. */
+   rank gave for this one. `key` holds FL_KEY_BYTES that only the ranks of this group know: with it both ends of
+   each connection prove, first of all, that they are of the group. Returns at once; never NULL. */
+#define FL_KEY_BYTES 32
 #define FL_PROOF_BYTES 32
 fl_op *fl_gloo_connect(fl_group *group, const char *addresses, size_t address_bytes,
-                       const char *proofs, int lazily, double seconds);
+                       const char *key, int lazily, double seconds);
 
 /* Which rank fl_gloo_connect waits for just now; -1: for none. */
 int fl_gloo_awaited(fl_group *group);

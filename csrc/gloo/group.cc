@@ -57,10 +57,10 @@ Group::Group(const Group& whole, const std::vector<int>& ranks, uint64_t number)
 }
 
 std::shared_ptr<Operation> Group::connect(std::vector<char> addresses, size_t bytes,
-                                          std::vector<char> proofs, bool lazily, double seconds) {
-  const auto connect = [this, addresses = std::move(addresses), bytes, proofs = std::move(proofs),
+                                          std::string key, bool lazily, double seconds) {
+  const auto connect = [this, addresses = std::move(addresses), bytes, key = std::move(key),
                         lazily](Operation& operation) {
-    mesh_->connect(addresses.data(), bytes, proofs.data(), lazily, operation.deadline);
+    mesh_->connect(addresses.data(), bytes, key.data(), lazily, operation.deadline);
     collectives_.open();
   };
   return queue_.submit(seconds, connect);

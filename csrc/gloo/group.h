@@ -26,13 +26,13 @@ class Group {
   void on_interrupt(InterruptCheck check) { interrupt_ = check; }
 
   std::shared_ptr<Operation> connect(std::vector<char> addresses, size_t bytes,
-                                     std::vector<char> proofs, bool lazily, double seconds);
+                                     std::string key, bool lazily, double seconds);
   // Which rank connect() waits for; -1: for none.
   int awaited() const { return mesh_->awaited(); }
   // See Mesh.
   void check_at_once() { mesh_->check_at_once(); }
   int listen_for_hosts() { return mesh_->listen_for_hosts(); }
-  void watch_hosts(Hosts hosts) { mesh_->watch_hosts(std::move(hosts)); }
+  void watch_hosts(std::shared_ptr<const Hosts> hosts) { mesh_->watch_hosts(std::move(hosts)); }
   void take_along(Companion companion) { mesh_->take_along(std::move(companion)); }
   // Whether `rank` has begun a collective that nobody has called here, and which.
   bool is_ahead(int rank, fl_signature& call);

@@ -1,41 +1,51 @@
 #include "heartbeat.h"
 
-#include <netinet/in.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
+#include <cctype>
+#include <cstdlib>
 #include <cstring>
 #include <ctime>
-#include <set>
 #include <sstream>
 #include <utility>
 
 namespace fl {
 namespace {
 
-// What travels once both ends have shown their proofs.
-constexpr char kBeat = 1, kNews = 2;  // news: the ranks that are lost, ";", why, and a zero
-constexpr size_t kProofBytes = FL_PROOF_BYTES;
-constexpr size_t kMostStrangers = 64;  // who have not proven anything yet, beyond one for each rank
+// What travels once both ends have shown who they are. News begin with theirs and end with a zero: the kind,
+// since how many milliseconds, and the first and the last of each run of hosts, or of ranks, whose numbers
+// follow those of the hosts. Who says that it leaves is not lost when its connection ends.
+constexpr char kBeat = 1, kNews = 2, kLeave = 3;
+// Kinds of losses: nobody answers, a kernel does, and on the host that is cut off itself; and of a rank, its
+// process has ended.
+constexpr char kSilent = 'S', kStopped = 'A', kCutOff = 'C', kDead = 'D';
+// News are an event, and so many beats are not; more runs of hosts than so are further news; more bytes
+// nobody sends.
+constexpr size_t kLeastNews = 24, kMostRuns = 256, kMostNews = 8192;
+// After news nothing is passed on for so long, and then all that has come: where half of the hosts are lost
+// there are as many news.
+constexpr std::chrono::milliseconds kPause{10};
 
-// Of the limit: how often to look, when to doubt and when to judge. What is left of it then is for
-// the looks in between, and for what ends the operations.
-constexpr double kLook = 0.05, kDoubt = 0.3, kJudge = 0.8;
+// Who asks says which rank it is, and what that rank must show.
+constexpr size_t kRankBytes = sizeof(int32_t), kProofBytes = FL_PROOF_BYTES;
+constexpr size_t kMostStrangers = 64;  // who have not proven anything yet, beyond one for each rank of a host
+
+// Of the limit: how often to look, when to doubt and when to judge. What is left of it then is for the news,
+// and for what ends the operations.
+constexpr double kLook = 0.05, kDoubt = 0.3, kJudge = 0.75;
 // Who has not looked for so many intervals was stopped itself, and has heard nobody for that reason.
 constexpr int kAsleep = 4;
+// So many other hosts are asked in doubt.
+constexpr int kWitnesses = 8;
+// So many ranks of a host are told of a loss by each other one; of more some, who pass it on.
+constexpr size_t kDirect = 8;
+constexpr size_t kMostNames = 20;
 
 Clock::duration seconds(double count) {
   return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(count));
 }
 
-double in_seconds(Clock::duration time) { return std::chrono::duration<double>(time).count(); }
-
-// In the same time wherever they differ.
-bool are_equal(const std::string& a, const std::string& b) {
-  int difference = a.size() == b.size() ? 0 : 1;
-  for (size_t i = 0; i < std::min(a.size(), b.size()); ++i) difference |= a[i] ^ b[i];
-  return difference == 0;
+int64_t in_milliseconds(Clock::duration time) {
+  return std::chrono::duration_cast<std::chrono::milliseconds>(time).count();
 }
 
 std::string when(Clock::duration ago) {
@@ -46,312 +56,450 @@ std::string when(Clock::duration ago) {
   localtime_r(&time, &parts);
   char text[64];
   const size_t end = std::strftime(text, sizeof text, "%H:%M:%S", &parts);
-  std::snprintf(text + end, sizeof text - end, " (for %.1f s)", in_seconds(ago));
+  std::snprintf(text + end, sizeof text - end, " (for %.1f s)", in_milliseconds(ago) / 1000.0);
   return text;
 }
 
 }  // namespace
 
-Heartbeat::Heartbeat(int rank, sockaddr_storage here) : rank_(rank) {
-  set_port(here, 0);
-  const auto address = reinterpret_cast<sockaddr*>(&here);
-  socklen_t size = here.ss_family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
-  listener_ = socket(here.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-  const bool listens = listener_ >= 0 && bind(listener_, address, size) == 0 &&
-                       listen(listener_, SOMAXCONN) == 0 &&
-                       getsockname(listener_, address, &size) == 0;
-  if (!listens) {
-    const std::string reason = std::strerror(errno);
-    if (listener_ >= 0) close(listener_);
-    throw std::runtime_error("cannot listen for heartbeats: " + reason);
+Hosts::Hosts(std::vector<int> numbers, std::vector<std::string> names,
+             std::vector<sockaddr_in6> addresses, std::string key, double seconds)
+    : numbers(std::move(numbers)),
+      names(std::move(names)),
+      addresses(std::move(addresses)),
+      key(std::move(key)),
+      seconds(seconds),
+      ranks(this->names.size()) {
+  for (size_t r = 0; r < this->numbers.size(); ++r) {
+    auto& there = ranks[this->numbers[r]];
+    there.push_back(static_cast<int>(r));
+    most = std::max(most, there.size());
   }
-  listening_ = Descriptor::of(listener_);
-  port_ = ntohs(here.ss_family == AF_INET ? reinterpret_cast<sockaddr_in&>(here).sin_port
-                                          : reinterpret_cast<sockaddr_in6&>(here).sin6_port);
 }
-
-Heartbeat::~Heartbeat() { close(listener_); }
 
 void Heartbeat::abandon() const noexcept {
-  listening_.close_if_same();
-  for (const Guest& guest : guests_) guest.line.abandon();
-  for (const Asked& asked : asked_) asked.line.abandon();
+  listener_.abandon();
+  for (const Talk& talk : talks_) talk.line.abandon();
 }
 
-void Heartbeat::begin(Hosts hosts) {
+void Heartbeat::begin(std::shared_ptr<const Hosts> hosts) {
   hosts_ = std::move(hosts);
-  interval_ = std::min<Clock::duration>(seconds(hosts_.seconds * kLook), kLongestInterval);
-  doubt_ = seconds(hosts_.seconds * kDoubt);
-  limit_ = seconds(hosts_.seconds * kJudge);
-  left_.assign(hosts_.numbers.size(), false);
-  reached_.assign(hosts_.numbers.size(), false);
-  looked_ = due_ = Clock::now();
-  choose();
-}
-
-std::vector<int> Heartbeat::ranks_of(int which) const {
-  std::vector<int> ranks;
-  for (size_t r = 0; r < hosts_.numbers.size(); ++r) {
-    if (host(r) == which) ranks.push_back(static_cast<int>(r));
+  prover_ = Prover(rank_, hosts_->key);
+  own_ = host(rank_);
+  const std::vector<int>& here = hosts_->ranks[own_];
+  place_ = static_cast<int>(std::find(here.begin(), here.end(), rank_) - here.begin());
+  interval_ = std::min<Clock::duration>(seconds(hosts_->seconds * kLook), kLongestInterval);
+  doubt_ = seconds(hosts_->seconds * kDoubt);
+  limit_ = seconds(hosts_->seconds * kJudge);
+  // Who asks a host hears its last answer at most two intervals before another one does.
+  settling_ = hosts_->count() > 2 ? 2 * interval_ : Clock::duration{};
+  looked_ = beats_ = due_ = time_now();
+  // The next host is asked by all ranks of this one, and of the others each by one.
+  const int ranks = static_cast<int>(here.size());
+  for (int bit = 0; 1 << bit < hosts_->count(); ++bit) {
+    if (bit == 0 || bit % ranks == place_ % ranks) watched_.push_back({1 << bit, -1, looked_});
   }
-  return ranks;
 }
 
-std::string Heartbeat::name(int which) const { return hosts_.names[ranks_of(which)[0]]; }
+void Heartbeat::leave() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  is_leaving_ = true;
+  for (Talk& talk : talks_) {
+    if (talk.is_proven) talk.line.send({kLeave});
+  }
+}
 
 std::optional<Failure> Heartbeat::look() {
-  const auto now = Clock::now();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto now = time_now();
   const auto asleep = now - looked_;
-  if (asleep > kAsleep * interval_) heard_ += asleep - interval_;
+  if (asleep > kAsleep * interval_) {
+    for (Watched& each : watched_) each.heard += asleep - interval_;
+    for (auto& each : doubts_) each.second.since += asleep - interval_;
+    visited_ += asleep - interval_;
+  }
   looked_ = now;
-  due_ = now + interval_;
   accept_guests();
-  Found found = serve_guests();
-  if (!found) found = listen_to_asked();
-  if (!found && target_ >= 0 && now - heard_ >= limit_) found = verdict();
-  if (found) {
-    notify(*found);
-    due_ = kNever;
-  } else if (target_ >= 0 && now - heard_ >= doubt_) {
-    suspect();
+  listen();
+  if (!lost_.count(own_)) judge();
+  if (now >= beats_) ask_around();
+  talks_.remove_if([](const Talk& talk) { return talk.line.has_ended(); });
+  tell();
+  due_ = std::min(beats_, reports_);
+  if (!untold_.empty()) due_ = std::min(due_, tells_);
+  for (const Watched& each : watched_) {
+    if (each.heard + limit_ > now) due_ = std::min(due_, each.heard + limit_);
   }
-  return found;
+  return report();
 }
 
-// Those who ask ------------------------------------------------------------------------------
-
-void Heartbeat::accept_guests() {
-  for (;;) {
-    const int socket = accept4(listener_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
-    if (socket < 0) break;  // nobody, or no room: they are there at the next look
-    guests_.push_back({Line(socket), looked_});
-  }
-  size_t strangers = std::count_if(guests_.begin(), guests_.end(),
-                                   [](const Guest& guest) { return !guest.is_proven; });
-  const size_t most = hosts_.numbers.size() + kMostStrangers;
-  guests_.remove_if([&](const Guest& guest) {
-    const bool goes =
-        !guest.is_proven && (strangers > most || looked_ - guest.since > limit_);
-    if (goes) --strangers;
-    return goes;
-  });
-}
-
-std::optional<Failure> Heartbeat::serve_guests() {
-  for (Guest& guest : guests_) {
-    guest.line.look();
-    if (const Found found = serve(guest)) return found;
-  }
-  guests_.remove_if(
-      [](const Guest& guest) { return guest.line.has_left() || guest.line.is_broken(); });
-  return std::nullopt;
-}
-
-std::optional<Failure> Heartbeat::serve(Guest& guest) {
-  if (!guest.is_proven) {
-    if (guest.line.come().size() < kProofBytes) return std::nullopt;
-    const std::string shown = guest.line.take(kProofBytes);
-    for (size_t peer = 0; peer < hosts_.expected.size(); ++peer) {
-      if (!are_equal(shown, hosts_.expected[peer])) continue;
-      guest.is_proven = true;
-      guest.line.send(hosts_.shown[peer] + kBeat);
-    }
-    if (!guest.is_proven) guest.line.give_up();
-  }
-  bool has_beaten = false;
-  Found found = read(guest.line, has_beaten);
-  if (has_beaten) guest.line.send({kBeat});
-  return found;
-}
-
-// Those who are asked ------------------------------------------------------------------------
-
-std::optional<Failure> Heartbeat::listen_to_asked() {
-  for (auto asked = asked_.begin(); asked != asked_.end();) {
-    asked->line.look();
-    if (const Found found = listen_to(*asked)) return found;
-    const bool has_left = asked->line.has_left();
-    if (has_left) left_[asked->peer] = true;
-    if (has_left && host(asked->peer) == target_) heard_ = looked_;
-    const bool goes = has_left || asked->line.is_broken();
-    asked = goes ? asked_.erase(asked) : std::next(asked);
-  }
-  const bool asks = std::any_of(asked_.begin(), asked_.end(), [&](const Asked& asked) {
-    return host(asked.peer) == target_;
-  });
-  if (!asks) choose();
-  return std::nullopt;
-}
-
-std::optional<Failure> Heartbeat::listen_to(Asked& asked) {
-  const int from = host(asked.peer);
-  const bool is_there = asked.line.is_connected() || asked.line.has_left();
-  if (asked.is_fresh && is_there) reached_[from] = true;
-  if (!asked.line.is_connected()) return std::nullopt;
-  if (!asked.has_shown) asked.line.send(hosts_.shown[asked.peer]);
-  asked.has_shown = true;
-  if (!asked.is_proven) {
-    if (asked.line.come().size() < kProofBytes) return std::nullopt;
-    asked.is_proven = are_equal(asked.line.take(kProofBytes), hosts_.expected[asked.peer]);
-    if (!asked.is_proven) {  // somebody else listens there now
-      left_[asked.peer] = true;
-      asked.line.give_up();
-      return std::nullopt;
-    }
-  }
-  bool has_beaten = false;
-  Found found = read(asked.line, has_beaten);
-  if (has_beaten && from == target_) trust(asked);
-  asked.line.send({kBeat});
-  return found;
-}
-
-// Nothing is the matter: one line is enough.
-void Heartbeat::trust(Asked& answers) {
-  heard_ = looked_;
-  answers.is_fresh = false;
-  reached_.assign(reached_.size(), false);
-  asked_.remove_if([&](const Asked& asked) { return &asked != &answers; });
-}
-
-std::optional<Failure> Heartbeat::read(Line& line, bool& has_beaten) {
-  const std::string& text = line.come();
-  has_beaten = text.find(kBeat) != std::string::npos;
-  const size_t at = text.find(kNews);
-  const size_t end = at == std::string::npos ? text.size() : text.find('\0', at);
-  if (end == std::string::npos) return std::nullopt;  // not all of it has come
-  Found found;
-  if (at != std::string::npos) found = news(text.substr(at + 1, end - at - 1));
-  line.take(end);
-  return found;
-}
-
-// Whom to ask --------------------------------------------------------------------------------
-
-// The next host on which somebody is, and there the rank in this one's place.
-void Heartbeat::choose() {
-  const std::set<int> all(hosts_.numbers.begin(), hosts_.numbers.end());
-  const int count = static_cast<int>(all.size()), own = host(rank_);
-  const std::vector<int> here = ranks_of(own);
-  const size_t place = std::find(here.begin(), here.end(), rank_) - here.begin();
-  const int before = std::exchange(target_, -1);
-  for (int step = 1; step < count && target_ < 0; ++step) {
-    const std::vector<int> ranks = present((own + step) % count);
-    if (ranks.empty()) continue;
-    target_ = host(ranks[0]);
-    ask(ranks[place % ranks.size()], false);
-  }
-  if (target_ != before) heard_ = looked_;
+// Nobody else adds to the lines, or takes any away.
+void Heartbeat::await() {
+  std::vector<const Line*> lines;
+  for (const Talk& talk : talks_) lines.push_back(&talk.line);
+  listener_.await(lines, due_);
 }
 
 std::vector<int> Heartbeat::present(int which) const {
-  std::vector<int> ranks = ranks_of(which);
-  ranks.erase(std::remove_if(ranks.begin(), ranks.end(), [&](int r) { return left_[r]; }),
-              ranks.end());
+  std::vector<int> ranks;
+  for (int rank : hosts_->ranks[which]) {
+    if (!left_.count(rank)) ranks.push_back(rank);
+  }
   return ranks;
 }
 
-void Heartbeat::ask(int peer, bool is_fresh) {
-  asked_.push_back({peer, Line(hosts_.addresses[peer]), looked_, is_fresh});
+Heartbeat::Watched* Heartbeat::watched(int which) {
+  const auto found = std::find_if(watched_.begin(), watched_.end(),
+                                  [&](const Watched& each) { return each.host == which; });
+  return found == watched_.end() ? nullptr : &*found;
 }
 
-// Every rank of the host that is silent, and one of each other host.
-void Heartbeat::suspect() {
-  const std::set<int> all(hosts_.numbers.begin(), hosts_.numbers.end());
-  for (int which : all) {
-    std::vector<int> ranks = present(which);
-    if (which == host(rank_)) continue;
-    if (which != target_ && !ranks.empty()) ranks.resize(1);
-    for (int peer : ranks) ask_again(peer);
+// Listening ----------------------------------------------------------------------------------
+
+void Heartbeat::accept_guests() {
+  while (auto line = listener_.accept()) talks_.push_back({std::move(*line), looked_, false});
+  const auto is_stranger = [](const Talk& talk) { return !talk.is_ours && !talk.is_proven; };
+  size_t strangers = std::count_if(talks_.begin(), talks_.end(), is_stranger);
+  for (Talk& talk : talks_) {
+    if (!is_stranger(talk)) continue;
+    if (strangers <= hosts_->most + kMostStrangers && looked_ - talk.since <= limit_) continue;
+    talk.line.give_up();
+    --strangers;
   }
+}
+
+void Heartbeat::listen() {
+  for (Talk& talk : talks_) {
+    talk.line.look();
+    listen_to(talk);
+    if (!talk.is_ours || !talk.line.has_left()) continue;
+    left_.insert(talk.peer);
+    const bool is_dead = talk.is_proven && !talk.is_leaving && !lost_.count(host(talk.peer));
+    if (is_dead && !lost_.count(own_)) learn(hosts_->count() + talk.peer, {kDead, looked_});
+    if (Watched* const each = watched(host(talk.peer))) each->heard = looked_;
+  }
+}
+
+void Heartbeat::listen_to(Talk& talk) {
+  const auto doubt = talk.is_fresh ? doubts_.find(host(talk.peer)) : doubts_.end();
+  if (doubt != doubts_.end() && (talk.line.is_connected() || talk.line.has_left())) {
+    doubt->second.has_answered = true;
+  }
+  if (!talk.line.is_connected() || !meets(talk)) return;
+  if (!has_beaten(talk)) return;
+  if (talk.is_ours) return trust(talk);
+  if (host(talk.peer) != own_) visited_ = looked_;
+  talk.line.send({kBeat});
+}
+
+// Whether both ends have shown who they are; who asks is the first.
+bool Heartbeat::meets(Talk& talk) {
+  if (talk.is_proven) return true;
+  int32_t rank = rank_;
+  if (talk.is_ours && !std::exchange(talk.has_shown, true)) {
+    std::string shown(reinterpret_cast<const char*>(&rank), kRankBytes);
+    talk.line.send(shown + prover_.shown_to(talk.peer));
+  }
+  const size_t before = talk.is_ours ? 0 : kRankBytes;
+  if (talk.line.come().size() < before + kProofBytes) return false;
+  std::memcpy(&rank, talk.line.take(before).data(), before);
+  const std::string proof = talk.line.take(kProofBytes);
+  if (!talk.is_ours && rank >= 0 && rank < static_cast<int>(hosts_->numbers.size())) talk.peer = rank;
+  talk.is_proven = talk.peer >= 0 && prover_.is_shown_by(talk.peer, proof.data());
+  if (!talk.is_proven) {
+    if (talk.is_ours) left_.insert(talk.peer);  // somebody else listens there now
+    talk.line.give_up();
+    return false;
+  }
+  if (!talk.is_ours) talk.line.send(prover_.shown_to(talk.peer) + kBeat);
+  if (is_leaving_) talk.line.send({kLeave});
+  talk.line.await_at_least(kLeastNews);
+  return true;
+}
+
+// And what the news are.
+bool Heartbeat::has_beaten(Talk& talk) {
+  const std::string& text = talk.line.come();
+  bool has_beaten = false;
+  for (;;) {
+    const std::string beats = talk.line.take(std::min(text.find(kNews), text.size()));
+    has_beaten |= beats.find(kBeat) != std::string::npos;
+    talk.is_leaving |= beats.find(kLeave) != std::string::npos;
+    const size_t end = text.find('\0');
+    if (text.empty() || end == std::string::npos) break;
+    const std::string news = talk.line.take(end + 1);
+    const bool is_near = host(talk.peer) == own_;
+    if (news[1] != kCutOff || is_near) hear(news.substr(1, end - 1));
+  }
+  if (text.size() > kMostNews) talk.line.give_up();
+  return has_beaten;
+}
+
+// One new line to its host is enough. That to one that is silent stays: its end says something.
+void Heartbeat::trust(Talk& answers) {
+  Watched* const each = watched(host(answers.peer));
+  if (each == nullptr) return;
+  each->heard = looked_;
+  answers.is_fresh = false;
+  if (doubts_.erase(each->host) == 0) return;
+  for (Talk& talk : talks_) {
+    if (talk.is_fresh && host(talk.peer) == each->host) talk.line.give_up();
+  }
+}
+
+// Asking -------------------------------------------------------------------------------------
+
+// Once in an interval.
+void Heartbeat::ask_around() {
+  beats_ = looked_ + interval_;
+  std::set<int> asked;
+  for (const Talk& talk : talks_) {
+    if (talk.is_ours && !talk.line.has_ended()) asked.insert(host(talk.peer));
+  }
+  watched_.remove_if([&](Watched& each) {
+    const bool stays = each.host >= 0 && asked.count(each.host) && !lost_.count(each.host);
+    return !stays && !choose(each);
+  });
+  bool doubts = false;
+  for (const Watched& each : watched_) {
+    if (!is_silent(each, doubt_)) continue;
+    doubts = true;
+    for (int peer : present(each.host)) ask_again(peer);
+  }
+  for (int which : witnesses()) {
+    const std::vector<int> ranks = present(which);
+    const auto doubt = doubts_.find(which);
+    const bool is_open = doubt != doubts_.end() && !doubt->second.has_answered;
+    if (ranks.empty() || watched(which) != nullptr || !(doubts || is_open)) continue;
+    doubts = true;
+    ask_again(ranks[place_ % ranks.size()]);
+  }
+  if (!doubts) doubts_.clear();
+  for (Talk& talk : talks_) {
+    if (!doubts && talk.is_fresh) talk.line.give_up();
+    if (talk.is_ours && talk.is_proven && host(talk.peer) != own_) talk.line.send({kBeat});
+  }
+}
+
+// The rank in this one's place on that host; of the next host each rank is asked by one of this. Where nobody is
+// there any more, the next host is the first on which somebody is, and others have none in their place: whoever
+// lies behind many that are lost is not asked by all.
+bool Heartbeat::choose(Watched& each) {
+  const int count = hosts_->count();
+  const int end = each.distance == 1 ? count : each.distance + 1;
+  for (int step = each.distance; step < end; ++step) {
+    const int next = (own_ + step) % count;
+    Watched* const other = watched(next);
+    const std::vector<int> ranks = present(next);
+    if (ranks.empty() || lost_.count(next) || (other != nullptr && other != &each)) continue;
+    if (std::exchange(each.host, next) != next) each.heard = looked_;
+    const size_t first = place_ % ranks.size(), others = hosts_->ranks[own_].size();
+    for (size_t at = first; at < ranks.size(); at += others) {
+      if (at == first || each.distance == 1) ask(ranks[at], false);
+    }
+    return true;
+  }
+  return false;
+}
+
+// Spread over all, and others for each rank of this host.
+std::vector<int> Heartbeat::witnesses() const {
+  const int count = hosts_->count(), most = std::min(kWitnesses, count - 1);
+  std::vector<int> found;
+  for (int i = 1; i <= most; ++i) {
+    const int64_t step = most == count - 1 ? i : int64_t{i} * count / (most + 1) + place_;
+    const int which = static_cast<int>((own_ + step) % count);
+    if (which != own_ && !lost_.count(which)) found.push_back(which);
+  }
+  return found;
+}
+
+void Heartbeat::ask(int peer, bool is_fresh) {
+  talks_.push_back({Line(hosts_->addresses[peer]), looked_, true, peer, is_fresh});
 }
 
 // Requests to connect that got lost are repeated by the kernel after ever longer pauses: too late
 // for a network that was gone for two seconds.
 void Heartbeat::ask_again(int peer) {
-  asked_.remove_if([&](const Asked& asked) {
-    return asked.peer == peer && asked.is_fresh && !asked.line.is_connected();
-  });
-  const bool is_asked = std::any_of(asked_.begin(), asked_.end(), [&](const Asked& asked) {
-    return asked.peer == peer && asked.is_fresh;
-  });
-  if (!is_asked) ask(peer, true);
+  doubts_.emplace(host(peer), Doubt{looked_});
+  const auto is_that = [&](const Talk& talk) {
+    return talk.is_ours && talk.peer == peer && talk.is_fresh;
+  };
+  talks_.remove_if([&](const Talk& talk) { return is_that(talk) && !talk.line.is_connected(); });
+  if (std::none_of(talks_.begin(), talks_.end(), is_that)) ask(peer, true);
 }
 
-// What to make of it -------------------------------------------------------------------------
+// Losses -------------------------------------------------------------------------------------
 
-Failure Heartbeat::verdict() const {
-  const std::set<int> all(hosts_.numbers.begin(), hosts_.numbers.end());
-  std::vector<int> missing, lost;
-  bool reaches_another = false;
-  for (int which : all) {
-    if (which == host(rank_)) continue;
-    const bool is_lost = which == target_ || (!reached_[which] && !present(which).empty());
-    reaches_another |= reached_[which];
-    if (!is_lost) continue;
-    lost.push_back(which);
-    const std::vector<int> ranks = ranks_of(which);
-    missing.insert(missing.end(), ranks.begin(), ranks.end());
+void Heartbeat::judge() {
+  bool is_due = false, has_answer = looked_ - visited_ < doubt_;
+  auto since = looked_;
+  for (const Watched& each : watched_) {
+    is_due |= is_silent(each, limit_);
+    has_answer |= !is_silent(each, doubt_);
+    since = std::min(since, each.heard);
   }
-  std::sort(missing.begin(), missing.end());
-  return {FL_HOST_LOST, missing, in_words(lost, reaches_another, all.size())};
-}
-
-std::string Heartbeat::in_words(const std::vector<int>& lost, bool reaches_another,
-                                size_t hosts) const {
-  const std::string since = " since " + when(looked_ - heard_);
-  const std::string here = "host " + name(host(rank_)) + ", where this rank runs,";
-  if (!reaches_another && hosts > 2) return here + " cannot reach any other host" + since;
-  std::string names;
-  for (int which : lost) names += (names.empty() ? "" : ", ") + name(which);
-  names = (lost.size() > 1 ? "hosts " : "host ") + names;
-  if (reached_[target_] && lost.size() == 1) {
-    return names + " answers, but none of its ranks does" + since +
-           ": they are stopped, or the machine hangs";
+  const auto is_open = [&](const auto& each) {
+    const auto& [which, doubt] = each;
+    return !doubt.has_answered && !lost_.count(which) && watched(which) == nullptr;
+  };
+  for (const auto& each : doubts_) {
+    has_answer |= each.second.has_answered;
+    is_due |= is_open(each) && looked_ - each.second.since >= limit_;
   }
-  const std::string words = names + " cannot be reached" + since;
-  if (hosts > 2) return words;
-  return words + "; it is the only other one, so " + here + " may be the one that is cut off";
-}
-
-// Those of this host too, whom nobody else may be about to notify: connections to them are made at once.
-void Heartbeat::notify(const Failure& found) {
-  std::ostringstream text;
-  for (int rank : found.missing) text << (rank == found.missing[0] ? "" : ",") << rank;
-  text << ";" << found.what();
-  const std::string bytes = kNews + text.str() + '\0';
-  for (Guest& guest : guests_) {
-    if (guest.is_proven) guest.line.send(bytes);
+  if (!is_due) return;
+  if (!has_answer && hosts_->count() > 2) return learn(own_, {kCutOff, since});
+  for (const Watched& each : watched_) {
+    const auto doubt = doubts_.find(each.host);
+    const bool answers = doubt != doubts_.end() && doubt->second.has_answered;
+    if (is_silent(each, limit_)) learn(each.host, {answers ? kStopped : kSilent, each.heard});
   }
-  for (Asked& asked : asked_) {
-    if (asked.has_shown) asked.line.send(bytes);
-  }
-  for (int peer : ranks_of(host(rank_))) {
-    if (peer == rank_) continue;
-    ask(peer, false);
-    asked_.back().line.send(hosts_.shown[peer] + bytes);
+  for (const auto& each : doubts_) {
+    const auto asked = each.second.since;
+    const bool is_lost = is_open(each) && looked_ - asked >= limit_;
+    if (is_lost && !present(each.first).empty()) learn(each.first, {kSilent, asked});
   }
 }
 
-std::optional<Failure> Heartbeat::news(const std::string& text) const {
-  std::istringstream given(text);
-  std::vector<int> missing;
-  int rank;
-  char comma;
-  while (given >> rank >> comma) {
-    missing.push_back(rank);
-    if (comma == ';') break;
+void Heartbeat::learn(int which, const Loss& loss) {
+  if (lost_.count(which)) return;
+  lost_.emplace(which, loss);
+  for (Talk& talk : talks_) {  // one that may answer is told
+    if (talk.is_ours && host(talk.peer) == which && !talk.line.is_connected()) talk.line.give_up();
   }
-  std::string words;
-  std::getline(given, words);
-  if (std::find(missing.begin(), missing.end(), rank_) != missing.end()) {
-    words = "the other hosts have given up this one: " + words;
-    missing.clear();
-    for (size_t r = 0; r < hosts_.numbers.size(); ++r) {
-      if (host(r) != host(rank_)) missing.push_back(static_cast<int>(r));
+  untold_.emplace(which, loss);
+  unreported_.emplace(which, loss);
+  reports_ = std::min(reports_, looked_ + (which == own_ ? Clock::duration{} : settling_));
+}
+
+void Heartbeat::hear(const std::string& text) {
+  char* at = nullptr;
+  const auto since = looked_ - std::chrono::milliseconds(std::strtoll(text.c_str() + 1, &at, 10));
+  while (*at == ' ' && std::isdigit(at[1])) {
+    const int first = static_cast<int>(std::strtol(at, &at, 10));
+    const int last = static_cast<int>(std::strtol(at, &at, 10));
+    const int end = hosts_->count() + static_cast<int>(hosts_->numbers.size());
+    for (int which = std::max(first, 0); which <= last && which < end; ++which) {
+      learn(which, {text[0], since});
     }
   }
+}
+
+// All those of this host, or some that pass it on.
+std::vector<int> Heartbeat::near() const {
+  const std::vector<int>& here = hosts_->ranks[own_];
+  const int count = static_cast<int>(here.size());
+  std::vector<int> found;
+  for (int step = 1; step < count; step += here.size() > kDirect ? step : 1) {
+    found.push_back(here[(place_ + step) % count]);
+    found.push_back(here[(place_ + count - step) % count]);
+  }
+  std::sort(found.begin(), found.end());
+  found.erase(std::unique(found.begin(), found.end()), found.end());
+  return found;
+}
+
+// Connections to those of this host are made at once. A host that is cut off tells nobody else: when it is
+// back, the others know better.
+void Heartbeat::tell() {
+  if (!untold_.empty() && news_.empty()) {
+    for (int peer : near()) ask(peer, false);
+  }
+  const bool tells = looked_ >= tells_;
+  if (tells && !untold_.empty()) tells_ = looked_ + kPause;
+  while (tells && !untold_.empty()) {
+    const Loss loss = untold_.begin()->second;
+    std::ostringstream text;
+    text << kNews << loss.kind << in_milliseconds(looked_ - loss.since);
+    int last = -1;
+    size_t runs = 0;
+    for (auto each = untold_.begin(); each != untold_.end();) {
+      const auto& [which, other] = *each;
+      const bool is_alike = other.kind == loss.kind && other.since == loss.since;
+      const bool is_next = runs > 0 && which == last + 1;
+      if (!is_alike || (!is_next && runs == kMostRuns)) {
+        ++each;
+        continue;
+      }
+      if (!is_next) {
+        if (runs++ > 0) text << ' ' << last;
+        text << ' ' << which;
+      }
+      last = which;
+      each = untold_.erase(each);
+    }
+    text << ' ' << last;
+    std::string news = text.str();
+    news.resize(std::max(news.size(), kLeastNews - 1), ' ');
+    news_ += news + '\0';
+  }
+  const auto own = lost_.find(own_);
+  const bool stays_here = own != lost_.end() && own->second.kind == kCutOff;
+  for (Talk& talk : talks_) {
+    const bool is_known = talk.is_ours ? talk.has_shown : talk.is_proven;
+    if (!is_known || talk.told == news_.size()) continue;
+    const bool is_near = host(talk.peer) == own_;  // then the other line, which is ours, has it
+    if (is_near ? talk.is_ours : !stays_here) talk.told += talk.line.send(news_.substr(talk.told));
+  }
+}
+
+// Hosts, and else ranks: both at once is rare enough to be said one after the other.
+std::optional<Failure> Heartbeat::report() {
+  if (looked_ < reports_) return std::nullopt;
+  const int count = hosts_->count();
+  const auto ranks = unreported_.lower_bound(count);
+  std::vector<int> missing;
+  if (ranks == unreported_.begin()) {
+    for (const auto& each : unreported_) missing.push_back(each.first - count);
+    unreported_.clear();
+    reports_ = kNever;
+    const bool is_one = missing.size() == 1;
+    return Failure(FL_PEER_LOST, missing, is_one ? "its process has ended" : "their processes have ended");
+  }
+  Losses lost(unreported_.begin(), ranks);
+  unreported_.erase(unreported_.begin(), ranks);
+  if (unreported_.empty()) reports_ = kNever;
+  const auto own = lost.find(own_);
+  const bool is_ours = own != lost.end();
+  std::string words = in_words(is_ours ? Losses{*own} : lost);
+  if (is_ours && own->second.kind != kCutOff) {
+    words = "the other hosts have given up this one: " + words;
+  }
+  for (int which = 0; which < count; ++which) {
+    if (is_ours ? which == own_ : !lost.count(which)) continue;
+    const std::vector<int>& there = hosts_->ranks[which];
+    missing.insert(missing.end(), there.begin(), there.end());
+  }
+  std::sort(missing.begin(), missing.end());
   return Failure(FL_HOST_LOST, missing, words);
+}
+
+std::string Heartbeat::in_words(const Losses& lost) const {
+  const std::string here = "host " + hosts_->names[own_] + ", where this rank runs,";
+  std::string words;
+  for (const char kind : {kSilent, kStopped, kCutOff}) {
+    std::string names;
+    size_t count = 0;
+    auto since = looked_;
+    for (const auto& [which, loss] : lost) {
+      if (loss.kind != kind) continue;
+      if (count++ < kMostNames) names += (count > 1 ? ", " : "") + hosts_->names[which];
+      since = std::min(since, loss.since);
+    }
+    if (count == 0) continue;
+    if (count > kMostNames) names += " and " + std::to_string(count - kMostNames) + " more";
+    words += words.empty() ? "" : "; ";
+    words += kind == kCutOff ? here : (count > 1 ? "hosts " : "host ") + names;
+    const std::string plural = count > 1 ? "" : "s";
+    if (kind == kStopped) words += " answer" + plural + ", but none of " + (count > 1 ? "their" : "its") +
+                                  " ranks does";
+    if (kind != kStopped) words += kind == kSilent ? " cannot be reached" : " cannot reach any other host";
+    words += " since " + when(looked_ - since);
+    if (kind == kStopped) words += ": they are stopped, or the machine hangs";
+  }
+  const auto& [which, loss] = *lost.begin();
+  if (hosts_->count() > 2 || loss.kind != kSilent || which == own_) return words;
+  return words + "; it is the only other one, so " + here + " may be the one that is cut off";
 }
 
 }  // namespace fl

@@ -2,11 +2,13 @@
 
 #include <netinet/in.h>
 #include <netinet/tcp.h>
-#include <poll.h>
+#include <sys/eventfd.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
+#include <stdexcept>
 #include <utility>
 
 namespace fl {
@@ -22,15 +24,21 @@ void set(int socket, int level, int option, int value) {
   setsockopt(socket, level, option, &value, sizeof value);
 }
 
+socklen_t size_of(int family) {
+  return family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
+}
+
 }  // namespace
+
+Clock::time_point time_now() { return Clock::now(); }
 
 Line::Line(int socket)
     : socket_(socket), known_(Descriptor::of(socket)), is_connected_(true) {
   set(socket_, IPPROTO_TCP, TCP_NODELAY, 1);
 }
 
-Line::Line(const sockaddr_storage& address)
-    : socket_(socket(address.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0)),
+Line::Line(const sockaddr_in6& address)
+    : socket_(socket(address.sin6_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0)),
       known_(Descriptor::of(socket_)),
       is_connected_(false) {
   if (socket_ < 0) {
@@ -38,8 +46,8 @@ Line::Line(const sockaddr_storage& address)
     return;
   }
   set(socket_, IPPROTO_TCP, TCP_NODELAY, 1);
-  const socklen_t size = address.ss_family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
-  if (connect(socket_, reinterpret_cast<const sockaddr*>(&address), size) != 0) fail(errno);
+  const auto* where = reinterpret_cast<const sockaddr*>(&address);
+  if (connect(socket_, where, size_of(address.sin6_family)) != 0) fail(errno);
 }
 
 Line::~Line() {
@@ -88,12 +96,60 @@ std::string Line::take(size_t bytes) {
   return taken;
 }
 
-void Line::send(const std::string& bytes) {
-  if (has_left_ || is_broken_) return;
+size_t Line::send(const std::string& bytes) {
+  if (has_left_ || is_broken_) return 0;
   const ssize_t count = ::send(socket_, bytes.data(), bytes.size(), MSG_NOSIGNAL);
-  if (count < 0 && !is_later(errno)) return fail(errno);
-  if (count != static_cast<ssize_t>(bytes.size())) is_broken_ = true;
+  if (count < 0) fail(errno);
+  return std::max<ssize_t>(count, 0);
 }
+
+void Line::await_at_least(int bytes) { set(socket_, SOL_SOCKET, SO_RCVLOWAT, bytes); }
+
+pollfd Line::awaited() const {
+  return {socket_, static_cast<short>(is_connected_ ? POLLIN : POLLOUT), 0};
+}
+
+Listener::Listener(sockaddr_storage here) {
+  set_port(here, 0);
+  const auto address = reinterpret_cast<sockaddr*>(&here);
+  socklen_t size = size_of(here.ss_family);
+  socket_ = socket(here.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  bell_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+  const bool listens = bell_ >= 0 && socket_ >= 0 && bind(socket_, address, size) == 0 &&
+                       listen(socket_, SOMAXCONN) == 0 &&
+                       getsockname(socket_, address, &size) == 0;
+  if (!listens) {
+    const std::string reason = std::strerror(errno);
+    for (int each : {socket_, bell_}) {
+      if (each >= 0) close(each);
+    }
+    throw std::runtime_error("cannot listen for heartbeats: " + reason);
+  }
+  known_ = Descriptor::of(socket_);
+  port_ = ntohs(here.ss_family == AF_INET ? reinterpret_cast<sockaddr_in&>(here).sin_port
+                                          : reinterpret_cast<sockaddr_in6&>(here).sin6_port);
+}
+
+Listener::~Listener() {
+  close(socket_);
+  close(bell_);
+}
+
+std::optional<Line> Listener::accept() {
+  const int made = accept4(socket_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+  has_room_ = made >= 0 || is_later(errno);
+  return made < 0 ? std::nullopt : std::make_optional<Line>(made);
+}
+
+// Whoever is left waiting would be an event that does not end.
+void Listener::await(const std::vector<const Line*>& lines, Clock::time_point end) {
+  std::vector<pollfd> events{{bell_, POLLIN, 0}, {has_room_ ? socket_ : -1, POLLIN, 0}};
+  for (const Line* line : lines) events.push_back(line->awaited());
+  const auto left = std::chrono::ceil<std::chrono::milliseconds>(end - Clock::now()).count();
+  poll(events.data(), events.size(), static_cast<int>(std::clamp<int64_t>(left, 0, 1000)));
+}
+
+void Listener::ring() noexcept { eventfd_write(bell_, 1); }
 
 void set_port(sockaddr_storage& address, int port) {
   auto& in_place = address.ss_family == AF_INET

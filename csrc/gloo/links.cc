@@ -87,12 +87,10 @@ Links::Links(std::shared_ptr<tcp::Device> device, int rank, int size, bool liste
 
 Links::~Links() { close(); }
 
-void Links::open(const char* addresses, size_t bytes, const char* proofs, Made made, Pair::Told told,
+void Links::open(const char* addresses, size_t bytes, const char* key, Made made, Pair::Told told,
                  Calls calls, Parcels& parcels) {
-  for (int peer = 0; peer < size; ++peer) {
-    addresses_.emplace_back(addresses + peer * bytes, addresses + (peer + 1) * bytes);
-  }
-  proofs_.assign(proofs, 2 * FL_PROOF_BYTES * size);
+  addresses_.assign(addresses, bytes * size);
+  prover_ = {rank, std::string(key, FL_KEY_BYTES)};
   made_ = std::move(made);
   told_ = std::move(told);
   calls_ = std::move(calls);
@@ -191,7 +189,8 @@ std::map<int, int64_t> Links::calls_of(const std::vector<int>& peers, uint64_t g
 
 // The lock is held.
 void Links::begin(int peer, std::optional<uint64_t> asks_of) {
-  const tcp::Address address(addresses_[peer]);
+  const auto at = addresses_.begin() + address_.size() * peer;
+  const tcp::Address address(std::vector<char>(at, at + address_.size()));
   const sockaddr_storage& where = address.getSockaddr();
   const int made = socket(where.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
   if (made < 0) fail("socket");

@@ -23,6 +23,7 @@
 #include "abi.h"
 #include "descriptors.h"
 #include "pair.h"
+#include "proof.h"
 
 namespace fl {
 
@@ -45,8 +46,8 @@ class Links : public gloo::transport::tcp::Context {
 
   // Before open(): have the kernel watch over the connections; see keep_alive.
   void keep_alive_for(double seconds) { seconds_ = seconds; }
-  // Begin to answer; for `addresses` and `proofs` see fl_gloo_connect.
-  void open(const char* addresses, size_t bytes, const char* proofs, Made made, Pair::Told told, Calls calls,
+  // Begin to answer; for `addresses` and `key` see fl_gloo_connect.
+  void open(const char* addresses, size_t bytes, const char* key, Made made, Pair::Told told, Calls calls,
             Parcels& parcels);
   // Close all connections, and make none any more; what the hooks need must live until then.
   void close() noexcept;
@@ -93,13 +94,11 @@ class Links : public gloo::transport::tcp::Context {
   void ended(Attempt& attempt, const std::string& problem, bool is_refused);
   void remove(int socket) const noexcept;
   void settle() const;
-  const char* shown_to(int peer) const { return &proofs_[2 * FL_PROOF_BYTES * peer]; }
-  const char* expected_of(int peer) const { return shown_to(peer) + FL_PROOF_BYTES; }
 
   const bool listens_on_;
   std::vector<char> address_;
-  std::vector<std::vector<char>> addresses_;
-  std::string proofs_;
+  std::string addresses_;  // of all ranks, one after the other
+  Prover prover_;
   Made made_;
   Pair::Told told_;
   Calls calls_;

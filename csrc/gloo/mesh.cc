@@ -22,8 +22,8 @@ constexpr milliseconds kGoodbye{500};
 
 constexpr const char* kHasClosed = "it has closed the group";
 
-// So long news take that a host is lost: to a rank of each host, which looks for them now and then, and
-// from there to the others, which look for them in every tick where they await them.
+// So long after another rank at most this one reports that a host is lost: news come at once, but whoever hears
+// of a loss waits a little for others.
 constexpr milliseconds kNewsTakes = 2 * Heartbeat::kLongestInterval;
 
 // What the kernel says of hosts, where of a process that has ended another kernel says so.
@@ -139,9 +139,9 @@ std::vector<int> Mesh::neighbours() const {
   return {found.begin(), found.end()};
 }
 
-void Mesh::connect(const char* addresses, size_t bytes, const char* proofs, bool lazily,
+void Mesh::connect(const char* addresses, size_t bytes, const char* key, bool lazily,
                    Clock::time_point deadline) {
-  family_->open(addresses, bytes, proofs);
+  family_->open(addresses, bytes, key);
   if (lazily) return;
   const Waiter waiter(*this, deadline, nullptr);
   const std::vector<int> peers = neighbours();
@@ -231,7 +231,9 @@ Mesh::Known Mesh::known(int peer) const {
 }
 
 void Mesh::leave() {
-  if (!is_leaving_.exchange(true)) family_->tell(*this, kLeaving);
+  if (is_leaving_.exchange(true)) return;
+  family_->tell(*this, kLeaving);
+  if (group == 0) family_->leave();
 }
 
 bool Mesh::has_left(int peer) {
@@ -302,7 +304,6 @@ void Mesh::await_reason(bool is_silent) {
   while (!is_explained()) {
     const auto now = Clock::now();
     if (now >= end || (waiter != nullptr && waiter->is_interrupted())) return;
-    watch.hurry();
     reason(std::min(end, now + kTick));
   }
 }
@@ -329,7 +330,7 @@ Failure Mesh::explain(int peer, const std::string& what) {
       if (status == FL_HOST_LOST) {
         return {status, {r}, "it has given up the host of this rank: " + farewell->words};
       }
-      return {FL_PEER_LOST, {r}, "it gave up waiting for this rank: " + farewell->words};
+      return given_up_by(r, name(r), {status, theirs, farewell->words});
     }
     const std::string message = as_told(farewell->words, name(r));
     if (status == FL_RAISED || status == FL_HOST_LOST) return {status, theirs, farewell->words};

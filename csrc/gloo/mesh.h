@@ -55,9 +55,9 @@ class Mesh : public Transport, public Connections, public Route {
 
   // Where peers connect to.
   const std::vector<char>& address() const { return family_->links->address(); }
-  // Throws Failure. `addresses` holds `size` addresses of `bytes` bytes each; for `proofs` see
+  // Throws Failure. `addresses` holds `size` addresses of `bytes` bytes each; for `key` see
   // fl_gloo_connect. `lazily`: the neighbours too are connected when they are needed first.
-  void connect(const char* addresses, size_t bytes, const char* proofs, bool lazily,
+  void connect(const char* addresses, size_t bytes, const char* key, bool lazily,
                Clock::time_point deadline);
   bool is_connected(int peer) const { return links_.is_connected(ranks_[peer]); }
   // Begin to connect to all of `peers`.
@@ -87,7 +87,9 @@ class Mesh : public Transport, public Connections, public Route {
   // Before connect(), in a group on several hosts: notice when hosts cannot be reached any more. The
   // first returns the port at which others are to ask this rank; throws.
   int listen_for_hosts() { return family_->listen_for_hosts(); }
-  void watch_hosts(Hosts hosts) { family_->watch_hosts(std::move(hosts)); }
+  void watch_hosts(std::shared_ptr<const Hosts> hosts) {
+    family_->watch_hosts(std::move(hosts));
+  }
   void take_along(Companion companion);
   // What is lost of a whole group, as this part of it has it: none where it has nothing.
   Failure as_its_own(const Failure& failure) const;

@@ -37,16 +37,9 @@ void Watch::remove(Waiter& waiter) noexcept {
   waiters_.erase(std::find(waiters_.begin(), waiters_.end(), &waiter));
 }
 
-void Watch::also(std::function<Clock::time_point()> chore) {
+void Watch::soon(std::function<void()> chore) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  chore_ = std::move(chore);
-  due_ = Clock::now();
-  changed_.notify_one();
-}
-
-void Watch::hurry() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (due_ != kNever) due_ = Clock::now();
+  chores_.push_back(std::move(chore));
   changed_.notify_one();
 }
 
@@ -57,22 +50,20 @@ void Watch::work() {
   while (!closing_) {
     if (waiters_.empty()) {
       ticking_ = false;
-      while (!closing_ && !ticking_ && Clock::now() < due_) changed_.wait_until(lock, due_);
+      changed_.wait(lock, [&] { return closing_ || ticking_ || !chores_.empty(); });
     }
-    const auto tick = std::min(Clock::now() + kTick, due_);
-    changed_.wait_until(lock, tick, [&] { return closing_; });
+    changed_.wait_for(lock, kTick, [&] { return closing_ || !chores_.empty(); });
     wake_those_who_should_know();
-    do_chore(lock);
+    do_chores(lock);
   }
 }
 
-// Without the mutex: it may end the waits.
-void Watch::do_chore(std::unique_lock<std::mutex>& lock) {
-  if (closing_ || Clock::now() < due_) return;
+// Without the mutex: they may end the waits.
+void Watch::do_chores(std::unique_lock<std::mutex>& lock) {
+  const auto chores = std::exchange(chores_, {});
   lock.unlock();
-  const auto due = chore_();
+  for (const auto& chore : chores) chore();
   lock.lock();
-  due_ = due;
 }
 
 void Watch::wake_those_who_should_know() {

@@ -35,10 +35,8 @@ class Watch {
   ~Watch();
   Watch(const Watch&) = delete;
 
-  // Do `chore` on this thread too, now and whenever it says; at most once.
-  void also(std::function<Clock::time_point()> chore);
-  // The chore is due, unless it has ended for good.
-  void hurry();
+  // Do `chore`, which may end waits, on this thread.
+  void soon(std::function<void()> chore);
 
  private:
   friend class Connections;
@@ -46,15 +44,14 @@ class Watch {
   void add(Waiter& waiter);
   void remove(Waiter& waiter) noexcept;
   void work();
-  void do_chore(std::unique_lock<std::mutex>& lock);
+  void do_chores(std::unique_lock<std::mutex>& lock);
   void wake_those_who_should_know();
 
   mutable std::mutex mutex_;
   mutable std::condition_variable ended_;
   std::condition_variable changed_;
   std::vector<Waiter*> waiters_;
-  std::function<Clock::time_point()> chore_;
-  Clock::time_point due_ = kNever;  // the chore
+  std::vector<std::function<void()>> chores_;
   bool closing_ = false;
   bool ticking_ = false;
   std::thread thread_;  // last: it begins when all else is there

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <atomic>
-#include <deque>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -53,7 +53,7 @@ class GlooWire final : public Wire, public Parcels {
   // With one peer.
   struct Ends {
     std::mutex mutex;            // of what has come; waits for nothing
-    std::deque<Come> come;
+    std::list<Come> come;        // of most peers nothing ever does, so it has no room before
     std::atomic<size_t> count{0};
     std::atomic<size_t> waits{0};  // bytes that are to be sent
     std::optional<Parcel> reserved;

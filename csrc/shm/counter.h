@@ -1,16 +1,10 @@
 // A counter in shared memory that one process raises and others wait for.
 #pragma once
 
-#include <linux/futex.h>
-#include <sched.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
-
 #include <atomic>
-#include <climits>
 #include <cstdint>
 
+#include "../common/atomic.h"
 #include "../common/patience.h"
 
 namespace fl {
@@ -33,7 +27,7 @@ class Counter {
   }
 
   void wake() {
-    syscall(SYS_futex, word(), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+    futex_wake(&value_, kAllBits, Among::kProcesses);
   }
 
   // Wait until the counter has reached `target` or `milliseconds` have passed, roughly. Returns
@@ -50,7 +44,7 @@ class Counter {
     }
     for (int i = 0; i < patience.yields; ++i) {
       if (reached(target)) return true;
-      sched_yield();
+      yield_processor();
     }
     return false;
   }
@@ -58,20 +52,15 @@ class Counter {
     sleepers_.fetch_add(1, std::memory_order_seq_cst);
     const uint32_t seen = value_.load(std::memory_order_seq_cst);
     if (static_cast<int32_t>(seen - target) < 0) {
-      const timespec limit{milliseconds / 1000, (milliseconds % 1000) * 1000000};
-      syscall(SYS_futex, word(), FUTEX_WAIT, seen, &limit, nullptr, 0);
+      futex_wait(&value_, seen, int64_t{milliseconds} * 1000000, kAllBits, Among::kProcesses);
     }
     sleepers_.fetch_sub(1, std::memory_order_relaxed);
     return reached(target);
   }
 
  private:
-  uint32_t* word() { return reinterpret_cast<uint32_t*>(&value_); }
-
   std::atomic<uint32_t> value_{0};
   std::atomic<uint32_t> sleepers_{0};
 };
-
-static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t), "a futex is a plain word");
 
 }  // namespace fl

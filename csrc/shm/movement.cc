@@ -8,7 +8,7 @@ namespace fl {
 namespace {
 
 constexpr size_t kPipelined = 4;
-constexpr size_t kLeastChunk = 32 << 10;
+constexpr size_t kLeastChunk = sized(32 << 10, 64);
 
 uint32_t chunks_of(size_t bytes, size_t chunk) {
   return static_cast<uint32_t>((bytes + chunk - 1) / chunk);

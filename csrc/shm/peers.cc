@@ -1,13 +1,9 @@
 #include "peers.h"
 
-#include <poll.h>
-#include <sched.h>
 #include <sys/stat.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <cstring>
 #include <unordered_map>
 #include <utility>
@@ -15,18 +11,16 @@
 namespace fl {
 namespace {
 
-// In place of a file descriptor: none can be had, the process had ended before.
-constexpr int kNone = -1, kGone = -2;
-
-int processors() {
-  cpu_set_t set;
-  return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
-}
+struct Known {
+  std::mutex mutex;
+  std::unordered_map<int32_t, std::weak_ptr<Process>> processes;
+};
 
 // With a core for each rank, what is waited for is some hundred nanoseconds away, and sleeping
 // and waking cost more than burning. With fewer cores the peer needs this one to get on.
 Patience patience_for(int ranks) {
-  return ranks <= processors() ? Patience{16000, 200} : Patience{0, 200};
+  constexpr int kSpins = sized(16000, 1), kYields = sized(200, 1);
+  return ranks <= processors() ? Patience{kSpins, kYields} : Patience{0, kYields};
 }
 
 uint64_t pid_namespace() {
@@ -39,26 +33,20 @@ uint64_t pid_namespace() {
 // Processes -----------------------------------------------------------------------------------
 
 std::shared_ptr<Process> Process::find(int32_t pid) {
-  static std::mutex mutex;
-  static std::unordered_map<int32_t, std::weak_ptr<Process>> known;
-  const std::lock_guard<std::mutex> lock(mutex);
-  auto& place = known[pid];
+  Known& known = one_per_process<Known>();
+  const std::lock_guard<std::mutex> lock(known.mutex);
+  auto& place = known.processes[pid];
   auto process = place.lock();
   if (process != nullptr && !process->has_ended()) return process;  // else it may be another by now
-  int fd = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
-  if (fd < 0) fd = errno == ESRCH ? kGone : kNone;
-  process = std::make_shared<Process>(fd);
+  process = std::make_shared<Process>(open_process(pid));
   place = process;
   return process;
 }
 
-bool Process::has_ended() const {
-  pollfd end{fd_, POLLIN, 0};
-  return fd_ == kGone || (fd_ >= 0 && poll(&end, 1, 0) == 1);
-}
+bool Process::has_ended() const { return process_has_ended(fd_); }
 
 void Process::close_file() noexcept {
-  if (fd_ >= 0) close(std::exchange(fd_, kNone));
+  if (fd_ >= 0) close(std::exchange(fd_, kNoProcess));
 }
 
 // Peers ---------------------------------------------------------------------------------------
@@ -67,9 +55,9 @@ Peers::Peers(const Segment& segment, int rank, int size, Futex& futex)
     : segment_(segment), rank_(rank), size_(size), futex_(futex), patience_(patience_for(size)),
       space_(pid_namespace()), processes_(size) {
   RankBlock& mine = segment_.block(rank);
-  mine.holds_lock = segment_.mapping().lock(rank) ? 1 : 0;
-  mine.pid_namespace = space_;
-  mine.pid = getpid();
+  mine.holds_lock.store(segment_.mapping().lock(rank) ? 1 : 0, std::memory_order_relaxed);
+  mine.pid_namespace.store(space_, std::memory_order_relaxed);
+  mine.pid.store(process_id(), std::memory_order_release);  // all is there: see Remote
 }
 
 Peers::~Peers() { close_files(); }
@@ -77,7 +65,7 @@ Peers::~Peers() { close_files(); }
 void Peers::close_files() noexcept { processes_.clear(); }
 
 std::optional<Failure> Peers::loss(const Concern& concern) {
-  if (stopped_) return why_ended();  // whatever others make of it
+  if (stopped_.load(std::memory_order_relaxed)) return why_ended();  // whatever others make of it
   // A rank that shuts down waits for all, so one that waits for a message of it would hold both
   // until the timeout: it ends after half a second, and a receive from any rank when all others
   // have left. Messages begun before arrive; to poll is not to wait.
@@ -110,8 +98,7 @@ std::optional<Failure> Peers::farewell(const Concern& concern) const {
     if (status == FL_OK) return Failure(FL_PEER_LOST, {r}, "it has left the group");
     if (std::find(missing.begin(), missing.end(), rank_) != missing.end()) {
       if (status == FL_RAISED) return Failure(FL_CLOSED, {}, "this rank reported an exception");
-      return Failure(FL_PEER_LOST, {r},
-                     std::string("it gave up waiting for this rank: ") + farewell.message);
+      return given_up_by(r, name(r), {status, missing, farewell.message});
     }
     if (status == FL_RAISED) return Failure(status, missing, farewell.message);
     const bool is_about_others = status == FL_PEER_LOST || status == FL_TIMEOUT || status == FL_LEAVING;
@@ -130,12 +117,16 @@ std::vector<int> Peers::dead(const Concern& concern) {
   return dead;
 }
 
-// A rank may not be there yet. Who is in another container holds a lock instead.
+// A rank may not be there yet, or not all that it says of itself: it is asked again. Who is in another container
+// holds a lock instead.
 bool Peers::is_dead(int r) {
   const RankBlock& block = segment_.block(r);
-  if (block.pid == 0) return false;
-  if (block.pid_namespace != space_) return block.holds_lock != 0 && !segment_.mapping().is_locked(r);
-  if (processes_[r] == nullptr) processes_[r] = Process::find(block.pid);
+  const int32_t pid = block.pid.load(std::memory_order_relaxed);
+  if (pid == 0) return false;
+  if (block.pid_namespace.load(std::memory_order_relaxed) != space_) {
+    return block.holds_lock.load(std::memory_order_relaxed) != 0 && !segment_.mapping().is_locked(r);
+  }
+  if (processes_[r] == nullptr) processes_[r] = Process::find(pid);
   return processes_[r]->has_ended();
 }
 
@@ -164,8 +155,9 @@ std::vector<int> Peers::not_called(const Concern& concern) const {
 }
 
 void Peers::give_up(const Failure& failure) noexcept {
+  // A thread that closes the group may do so while another one finds that its call has failed.
+  if (has_farewell_.exchange(true, std::memory_order_relaxed)) return;
   Farewell& farewell = segment_.block(rank_).farewell;
-  if (farewell.given.value() != 0) return;
   farewell.status = failure.status;
   farewell.missing_count = 0;
   for (int r : failure.missing) {
@@ -178,7 +170,7 @@ void Peers::give_up(const Failure& failure) noexcept {
 }
 
 void Peers::stop() {
-  stopped_ = true;
+  stopped_.store(true, std::memory_order_relaxed);
   futex_.wake(~0u);
 }
 

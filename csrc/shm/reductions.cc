@@ -9,7 +9,7 @@ namespace fl {
 namespace {
 
 // Parts of a chunk begin on lines of their own, so that ranks do not write to one line.
-constexpr size_t kPartElements = 64;
+constexpr size_t kPartElements = sized(64, 16);
 
 // Combining these takes longer than moving them, and should be done once, not by each of two.
 bool is_costly(int dtype) {

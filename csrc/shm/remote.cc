@@ -1,20 +1,10 @@
 #include "remote.h"
 
-#include <sys/uio.h>
-#include <unistd.h>
-
 #include <algorithm>
 
+#include "../common/atomic.h"
+
 namespace fl {
-namespace {
-
-// Bytes read, or -1.
-ssize_t read_from(int32_t pid, uint64_t from, void* into, size_t bytes) {
-  const iovec here{into, bytes}, there{reinterpret_cast<void*>(from), bytes};
-  return process_vm_readv(pid, &here, 1, &there, 1, 0);
-}
-
-}  // namespace
 
 Remote::Remote(const Segment& segment, int rank, int size)
     : segment_(segment),
@@ -24,7 +14,7 @@ Remote::Remote(const Segment& segment, int rank, int size)
       answers_(size, kUnknown) {
   RankBlock& mine = segment.block(rank);
   // Nobody else's memory holds this at this address by chance.
-  *token_ = reinterpret_cast<uintptr_t>(token_.get()) * 0x9e3779b97f4a7c15u + getpid();
+  *token_ = reinterpret_cast<uintptr_t>(token_.get()) * 0x9e3779b97f4a7c15u + process_id();
   mine.token = *token_;
   mine.token_at = reinterpret_cast<uintptr_t>(token_.get());
   answers_[rank] = kYes;
@@ -32,38 +22,39 @@ Remote::Remote(const Segment& segment, int rank, int size)
 
 Remote::Answer Remote::answer(int r) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (answers_[r] == kUnknown && segment_.block(r).pid != 0) {
+  if (answers_[r] == kUnknown && segment_.block(r).pid.load(std::memory_order_acquire) != 0) {
     answers_[r] = find_out(r) ? kYes : kNo;
   }
   return answers_[r];
 }
 
 bool Remote::can_read_all() {
-  if (all_ != kUnknown) return all_ == kYes;
+  const Answer known = all_.load(std::memory_order_relaxed);
+  if (known != kUnknown) return known == kYes;
   Answer all = kYes;
   for (int r = 0; r < size_ && all == kYes; ++r) all = answer(r);
-  all_ = all;
+  all_.store(all, std::memory_order_relaxed);
   return all == kYes;
 }
 
 bool Remote::find_out(int r) const {
   const RankBlock& theirs = segment_.block(r);
   uint64_t found = 0;
-  const ssize_t got = read_from(theirs.pid, theirs.token_at, &found, sizeof found);
+  const ssize_t got = read_memory(theirs.pid, theirs.token_at, &found, sizeof found);
   return got == sizeof found && found == theirs.token;
 }
 
 size_t Remote::read(int r, uint64_t from, void* into, size_t bytes) {
-  constexpr size_t kAtOnce = 16 << 20;  // a rank that gives up is noticed before long
+  constexpr size_t kAtOnce = sized(16 << 20, 128);  // a rank that gives up is noticed before long
   const RankBlock& theirs = segment_.block(r);
   char* to = static_cast<char*>(into);
   size_t done = 0;
   while (done < bytes) {
-    const ssize_t got = read_from(theirs.pid, from + done, to + done, std::min(kAtOnce, bytes - done));
+    const ssize_t got = read_memory(theirs.pid, from + done, to + done, std::min(kAtOnce, bytes - done));
     if (got <= 0 || theirs.farewell.given.value() != 0) {
       const std::lock_guard<std::mutex> lock(mutex_);
       answers_[r] = kNo;
-      all_ = kNo;
+      all_.store(kNo, std::memory_order_relaxed);
       return done;
     }
     done += static_cast<size_t>(got);

@@ -8,12 +8,13 @@
 #include <mutex>
 #include <vector>
 
+#include "../common/atomic.h"
 #include "segment.h"
 
 namespace fl {
 
 // From here on that may pay: a system call, and a wait at the end, for half the copying.
-constexpr size_t kReadBytes = 16 << 10;
+constexpr size_t kReadBytes = sized(16 << 10, 64);
 
 // Linux lets a process read another of the same user (process_vm_readv), unless it is configured not to:
 // by Yama, by a container, by different namespaces. So it is tried.

@@ -13,15 +13,15 @@
 namespace fl {
 namespace {
 
-constexpr size_t kPage = 4096;
+constexpr size_t kPage = sized(4096, 64);
 // Containers give 64 MB of /dev/shm, often less: a segment stays below about ten.
 constexpr size_t kSlotBudget = 8 << 20;
 constexpr size_t kDataBudget = 2 << 20;
 // Chunks of this size leave room for the arrays themselves in a second-level cache.
-constexpr size_t kMaxChunk = 256 << 10;
-constexpr size_t kMostData = 256 << 10, kLeastData = 1 << 10;
+constexpr size_t kMaxChunk = sized(256 << 10, 256);
+constexpr size_t kMostData = sized(256 << 10, 512), kLeastData = sized(1 << 10, 512);
 constexpr size_t kRecordBudget = 2 << 20;
-constexpr uint32_t kLeastRecords = 8;
+constexpr uint32_t kLeastRecords = sized(8, 4);
 
 size_t pages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 

@@ -49,10 +49,10 @@ class Mapping {
 
 constexpr size_t kLine = 64;
 constexpr size_t kTinyBytes = 16;
-constexpr size_t kInlineBytes = 16384;
-constexpr uint32_t kSlots = 4;
-constexpr uint32_t kCalls = 16;    // of a rank that the others can read
-constexpr uint32_t kPayloads = 4;  // data of a rank's calls that the others can read
+constexpr size_t kInlineBytes = sized(16384, 64);
+constexpr uint32_t kSlots = sized(4, 3);
+constexpr uint32_t kCalls = sized(16, 4);    // of a rank that the others can read
+constexpr uint32_t kPayloads = sized(4, 2);  // data of a rank's calls that the others can read
 
 // How many calls a rank may be ahead of another, each of which can then read what the other calls while it
 // makes one of those itself: see Collectives::find_room.
@@ -124,7 +124,7 @@ struct alignas(kLine) RankBlock {
   uint64_t token, token_at;  // a number, and where it also lies in the process: see remote.h
 };
 
-constexpr uint32_t kMostRecords = 128;  // of a channel; see records()
+constexpr uint32_t kMostRecords = sized(128, 4);  // of a channel; see records()
 
 // From one rank to another: a ring of records, and one of the data that comes with them, which lies in the
 // order of the records.

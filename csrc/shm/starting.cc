@@ -4,8 +4,6 @@
 // waits for this one any more, and no thread has to wake up. What is left is done by whoever comes
 // first: who waits for it, who calls the next, or after a millisecond a thread of the group. All others
 // run in their queue.
-#include <sched.h>
-
 #include <algorithm>
 #include <utility>
 
@@ -15,16 +13,16 @@ namespace fl {
 namespace {
 
 // Looks at the others' calls: of who calls the next, and of who waits.
-constexpr Patience kNoTime{0, 0}, kLittleTime{100, 0};
-constexpr int kSpins = 1000;
+constexpr Patience kNoTime{0, 0}, kLittleTime{sized(100, 1), 0};
+constexpr int kSpins = sized(1000, 1);
 
 // One of those that are counted, from here to its end.
 class Queued {
  public:
   explicit Queued(std::atomic<int>& count) : count_(count) {
-    count_.fetch_add(1, std::memory_order_acq_rel);
+    count_.fetch_add(1, std::memory_order_relaxed);
   }
-  ~Queued() { count_.fetch_sub(1, std::memory_order_acq_rel); }
+  ~Queued() { count_.fetch_sub(1, std::memory_order_relaxed); }
   Queued(const Queued&) = delete;
 
  private:
@@ -70,7 +68,7 @@ ShmGroup::Result ShmGroup::start_collective(const fl_signature& signature, void*
 // Where that can be: `result` is what became of it. `starting_` is held.
 bool ShmGroup::begin_small(const fl_signature& s, void* data, void* output, double seconds,
                            const fl_site& site, Result& result) {
-  if (queued_.load(std::memory_order_acquire) != 0) return false;
+  if (queued_.load(std::memory_order_relaxed) != 0) return false;
   if (peers_.has_ended() || !turn_.try_take()) return false;
   {
     const Running running(*this);
@@ -105,7 +103,7 @@ void ShmGroup::end_begun(Patience patience, bool or_hand_over) {
   Progress progress = collectives_.progress();
   for (int i = 0; progress == Progress::kAwaited && i < patience.spins + patience.yields; ++i) {
     if (peers_.has_ended()) break;
-    i < patience.spins ? pause_briefly() : static_cast<void>(sched_yield());
+    i < patience.spins ? pause_briefly() : yield_processor();
     progress = collectives_.progress();
   }
   if (progress == Progress::kComplete || peers_.has_ended()) {
@@ -125,7 +123,7 @@ bool ShmGroup::has_caught_up() {
   if (!starting_.try_take()) return false;
   const Turn::Held held(starting_);
   end_begun(kLittleTime, false);
-  return queued_.load(std::memory_order_acquire) == 0;
+  return queued_.load(std::memory_order_relaxed) == 0;
 }
 
 // Whoever has it does not have it for long.

@@ -1,6 +1,7 @@
 // Elementwise loops that NumPy has inside its casts and functions, out of reach: in the form of those
 // that its ufuncs have.
 
+#include <cmath>
 #include <cstring>
 #include <string>
 #include <type_traits>

@@ -1,7 +1,8 @@
 """The agent runs a host's ranks for the launcher: in it, or at the end of a pipe or a socket.
 
-``python -m flashlight_py.launch.agent`` is the one that a launcher elsewhere starts over ssh; its
-standard input and output are the connection. See ``channel`` for the messages.
+``python -m flashlight_py.launch.agent`` is the one that a launcher elsewhere starts over ssh, or
+another agent; its standard input and output are the connection. See ``channel`` for the messages,
+and ``branches`` for those of other agents, which an agent passes on.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ from typing import Any
 
 from flashlight_py import system
 from flashlight_py.interfaces import listen_everywhere, own_addresses
-from flashlight_py.launch.channel import Outgoing, Reader, message, write_whole
+from flashlight_py.launch.branches import Branches
+from flashlight_py.launch.channel import Outgoing, Reader, message, parsed, write_whole
 from flashlight_py.launch.front import die_with_parent, run_behind
 from flashlight_py.launch.loop import LOST_SECONDS, Loop, Pulse
 from flashlight_py.launch.output import RankOutput, Source
 from flashlight_py.launch.ranks import (
     LISTENER,
     RECORDS,
+    SECRET,
     RankProcesses,
     Slot,
     end_leftovers,
@@ -42,15 +45,19 @@ class Agent:
 
     Its public methods are the messages of the launcher. ``stdin`` is the input of rank 0, if any;
     ``output``, if any, shows what the ranks print, which is reported otherwise. ``reached`` are
-    addresses at which other hosts of the job have reached this one.
+    addresses at which other hosts of the job have reached this one. ``secret_of``, if any, makes
+    the ranks' secret for an attempt, which is sent otherwise.
     """
 
+    report: Callable[..., None]
     output: RankOutput | None = None
     reached: Sequence[str] = ()
+    secret_of: Callable[[int], str] | None = None
 
-    def __init__(self, loop: Loop, report: Callable[..., None], stdin: int | None = None) -> None:
-        self._loop, self._report, self._stdin = loop, report, stdin
+    def __init__(self, loop: Loop, stdin: int | None = None) -> None:
+        self._loop, self._stdin = loop, stdin
         self.grace, self._has_lost_output = 0.0, False
+        self._task: Mapping[str, Any] = {}
         # Of an attempt; what of it is open is closed by ``_ends``.
         self._ranks: RankProcesses | None = None
         self._listener: system.Socket | None = None
@@ -61,7 +68,7 @@ class Agent:
     def prepare(self, needs_port: bool) -> None:
         """Report where ranks could meet on this host: its addresses, the best first, and a port."""
         if not needs_port:
-            self._report("ready", [], 0)
+            self.report("ready", [], 0)
             return
         # Rank 0 inherits it: a port that is merely reserved could be taken by somebody else.
         self._listener = self._ends.enter_context(listen_everywhere(0, _BACKLOG))
@@ -70,20 +77,28 @@ class Agent:
         by_ssh, own = system.environ.get("SSH_CONNECTION", "").split()[2:3], own_addresses()
         reached = [each for each in (*self.reached, *by_ssh) if each in own]
         port = self._listener.getsockname()[1]
-        self._report("ready", list(dict.fromkeys([*reached, *own])), port)
+        self.report("ready", list(dict.fromkeys([*reached, *own])), port)
 
-    def start(self, task: Mapping[str, Any]) -> None:
-        """Start ranks: ``slots`` of ``size``, where ``meeting`` says; see ``Job``."""
-        self._ranks, self.grace = RankProcesses(self._loop, self._on_output), task["grace"]
+    def task(self, task: Mapping[str, Any]) -> None:
+        """Keep what the ranks of all hosts are: ``size`` of ``program``; see ``Job``."""
+        meeting = task["meeting"]
+        if self.secret_of and "MASTER_PORT" in meeting:
+            meeting = {**meeting, SECRET: self.secret_of(task["restarts"])}
+        self._task, self.grace = {**task, "meeting": meeting}, task["grace"]
+
+    def start(self, slots: Sequence[Sequence[int]]) -> None:
+        """Start the ranks of this host."""
+        task = self._task
+        self._ranks = RankProcesses(self._loop, self._on_output)
         self._ends.callback(self._ranks.close)
         if task["wants_records"]:
             self._notes = Notes(self._loop)
             self._ends.callback(self._notes.close)
         try:
-            for slot in map(Slot._make, task["slots"]):
+            for slot in map(Slot._make, slots):
                 self._start(slot, task)
         except OSError as error:
-            self._report("cannot_run", f"{task['program'][0]}: {error}")
+            self.report("cannot_run", f"{task['program'][0]}: {error}")
         if self._listener is not None:
             self._listener.close()  # it is rank 0's alone, and ends with it
 
@@ -101,7 +116,7 @@ class Agent:
 
     def collect(self) -> None:
         if self._notes is not None:
-            send_records(self._notes.paths(), self._report)
+            send_records(self._notes.paths(), self.report)
 
     def finish(self, grace: float) -> None:
         """End what the ranks have left, by SIGKILL after ``grace`` seconds; blocks until then."""
@@ -111,7 +126,7 @@ class Agent:
         if self.output is not None:
             self.output.end()
         self.flush()
-        self._report("finished", stuck)
+        self.report("finished", stuck)
 
     def say(self, text: str) -> None:
         assert self.output
@@ -125,7 +140,7 @@ class Agent:
             self.output.flush(system.monotonic())
         if self.output.error and not self._has_lost_output:
             self._has_lost_output = True
-            self._report("lost_output")
+            self.report("lost_output")
             self.output.say(self.output.error)
         return self.output.flush_at()
 
@@ -159,16 +174,16 @@ class Agent:
             yield self._stdin
         else:
             theirs, ours = system.pipe()
-            self._input = Outgoing(self._loop, ours, partial(self._report, "more"))
+            self._input = Outgoing(self._loop, ours, partial(self.report, "more"))
             self._ends.callback(self._input.close)
             system.close(ours)
             yield theirs
             system.close(theirs)
-            self._report("more")
+            self.report("more")
 
     def _on_output(self, source: Source, data: bytes) -> None:
         if self.output is None:
-            self._report("output", *source, data)
+            self.report("output", *source, data)
         else:
             self.output.take(source, data)
 
@@ -177,35 +192,40 @@ class Agent:
             return  # one of an earlier attempt, which the kernel has let go of at last
         ranks.drain(rank)
         errors = [] if self.output is None else self.output.last_errors(rank)
-        self._report("exited", rank, code, errors)
+        self.report("exited", rank, code, errors)
 
 
 class LauncherConnection:
-    """Our end of the connection of an agent to its launcher, two descriptors.
+    """The connection of an agent to its launcher, or to the agent that is its way there.
 
-    Once nothing has come from there for ``lost_after`` seconds, ``silence`` says since when.
+    What is for the agents of ``branches`` is passed on, and what they report. Once nothing has come
+    from above for a while, ``silence`` says since when. With the connection ends what is below;
+    where it ``keeps`` that, only the ranks there.
     """
 
-    def __init__(self, loop: Loop, reading: int, writing: int, lost_after: float) -> None:
-        self.has_ended, self.silence = False, ""
-        system.set_blocking(writing, False)
-        self._loop, self._reading, self._writing = loop, reading, writing
-        self._reader = Reader(reading)
+    def __init__(self, loop: Loop, branches: Branches, keeps: bool = False) -> None:
+        self.has_ended, self.silence = True, ""
+        self._loop, self._branches, self._keeps = loop, branches, keeps
+        self._lines: deque[bytes] = deque()
         self._inbox: deque[tuple[str, list[Any]]] = deque()
         self._is_writing = False
-        loop.watch(reading, self._read)
-        self._pulse = Pulse(loop, lost_after, self._beat, self._on_silence)
+        branches.on_lines, branches.on_lost = self._on_lines, self._on_lost
+
+    def connect(self, reading: int, writing: int) -> None:
+        """Use two descriptors from now on."""
+        system.set_blocking(writing, False)
+        self.has_ended, self.silence = False, ""
+        self._reading, self._writing = reading, writing
+        self._reader = Reader(reading)
+        self._lines, self._inbox = deque(), deque()
+        self._loop.watch(reading, self._read)
+        self._pulse = Pulse(self._loop, self._branches.lost_after, self._beat, self._on_silence)
+        self.report("here")
+        self._on_lines([(node, message("here")) for node in self._branches.nodes()])
 
     def report(self, kind: str, *values: Any) -> None:
         """Send a message to the launcher; blocks until it is written, or the launcher is lost."""
-        if self.silence:
-            return
-        self._is_writing = True
-        try:
-            write_whole(self._writing, message(kind, *values), self._wait)
-        except OSError:  # it is gone
-            self.end()
-        self._is_writing = False
+        self._send_up(message(kind, *values))
 
     def end(self) -> None:
         """Let ``run`` return."""
@@ -214,7 +234,8 @@ class LauncherConnection:
     def run(self, agent: Agent) -> int | None:
         """Have ``agent`` do what the launcher says, then end all ranks that are left.
 
-        Returns the exit code with which to leave; None if the connection has ended before.
+        Returns the exit code with which to leave, after all below have left; None if the connection
+        has ended before.
         """
         code: int | None = None
         while not self.has_ended:
@@ -228,28 +249,77 @@ class LauncherConnection:
                     getattr(agent, kind)(*values)
             if code is not None or self._reader.has_ended:
                 self.end()
-        agent.finish(agent.grace)
         self._pulse.stop()
+        self._loop.forget(self._reading)
+        if code is None and self._keeps:
+            self._branches.broadcast(message("finish", agent.grace))
+        elif code is None:
+            self._branches.close()
+        agent.finish(agent.grace)
+        if code is not None:
+            self._branches.wait_and_close()
         return code
 
     def _read(self) -> None:
-        before = self._reader.received
-        self._inbox.extend(self._reader.read())
-        if self._reader.received > before:
-            self._pulse.heard()
+        self._take_in()
         if self._reader.has_ended:
             self._loop.forget(self._reading)
+        self._pass_on()
+
+    def _take_in(self) -> None:
+        before = self._reader.received
+        self._lines += self._reader.lines()
+        if self._reader.received > before:
+            self._pulse.heard()
+
+    def _pass_on(self) -> None:
+        """Pass on what is for others; does not block unless there are hosts to be reached."""
+        while self._lines:  # others may come meanwhile
+            line = self._lines.popleft()
+            number, _, rest = (b"", b"", line) if line[:1] == b"[" else line.partition(b" ")
+            if number not in (b"", b"*"):
+                self._branches.put(int(number), rest)
+                continue
+            kind, values = parsed(rest)
+            self._branches.is_leaving |= kind == "leave"
+            if number or kind == "leave":
+                self._branches.broadcast(rest)
+            if kind == "reach":
+                self._branches.reach(*values)
+            else:
+                self._inbox.append((kind, values))
+
+    def _on_lines(self, lines: list[tuple[int, bytes]]) -> None:
+        self._send_up(b"".join(b"%d %s" % each for each in lines))
+
+    def _on_lost(self, node: int, how: str, behind: list[int], has_been_there: bool) -> None:
+        self.report(*(("lost", node, how, behind) if has_been_there else ("unreached", node, how)))
+
+    def _send_up(self, data: bytes) -> None:
+        if self.has_ended or self.silence:
+            return
+        self._write(data)
+        if self._lines:  # what has come meanwhile
+            self._pass_on()
+
+    def _write(self, data: bytes) -> None:
+        self._is_writing = True
+        try:
+            write_whole(self._writing, data, self._wait)
+        except OSError:  # it is gone
+            self.end()
+        self._is_writing = False
 
     def _wait(self) -> None:
         """While the launcher takes no messages: see whether it is there at all."""
-        self._read()
+        self._take_in()
         self._pulse.look()
         if self.silence:
             raise BrokenPipeError(self.silence)
 
     def _beat(self) -> None:
         if not self._is_writing and system.can_write(self._writing):
-            self.report("pulse")
+            self._write(message("pulse"))
 
     def _on_silence(self, since: str) -> None:
         self.silence = since
@@ -264,9 +334,11 @@ def main() -> int:
 def _work() -> int:
     lost_after = float(sys.argv[1]) if len(sys.argv) > 1 else LOST_SECONDS
     with closing(Loop()) as loop:
-        launcher = LauncherConnection(loop, _IN, _OUT, lost_after)
+        agent, launcher = Agent(loop), LauncherConnection(loop, Branches(loop, lost_after))
+        agent.report = launcher.report
         loop.on_signal = lambda number: launcher.end()
-        launcher.run(Agent(loop, launcher.report))
+        launcher.connect(_IN, _OUT)
+        launcher.run(agent)
     if not launcher.silence:
         return 0
     line = (

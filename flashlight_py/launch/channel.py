@@ -1,17 +1,17 @@
 """Messages between the launcher and its agents, one line of JSON each, and what descriptors need.
 
-To an agent: ``prepare`` for ranks, ``start`` them, send them a ``signal``, ``input`` for rank 0,
-``say`` a line to the user, ``collect`` flight records, ``finish`` what the ranks have left,
-``leave`` with an exit code. The end of the connection means leave, too: a launcher that was killed
-leaves no ranks behind.
-From an agent: it is ``ready``, or ``cannot_run`` the program; ``output`` of a rank, a rank has
-``exited``, ``more`` input can be taken; it has ``lost_output``, a signal is to ``interrupt`` the
-job; the ``record`` of a rank, or why it is ``left_out``; all is ``finished``, but for some
-processes.
-Both ways: a ``pulse`` of an end that is there.
+To an agent: ``reach`` other hosts; ``prepare`` for ranks of a ``task``, ``start`` them, send them a
+``signal``, ``input`` for rank 0, ``say`` a line to the user, ``collect`` flight records, ``finish``
+what the ranks have left, ``leave`` with an exit code. The end of the connection means leave, too: a
+launcher that was killed leaves no ranks behind.
+From an agent: it is ``here``, ``ready``, or ``cannot_run`` the program; ``output`` of a rank, a
+rank has ``exited``, ``more`` input can be taken; it has ``lost_output``, a signal is to
+``interrupt`` the job; the ``record`` of a rank, or why it is ``left_out``; all is ``finished``, but
+for some processes. An agent right below it is ``lost``, with others, or was ``unreached``.
+Both ways: a ``pulse`` of an end that is there, between neighbours; all else agents pass on.
 
-An agent waits until the launcher has taken its message; meanwhile its ranks wait to print. The
-launcher waits for no agent, or each of the two might wait for the other.
+An agent waits until who is above has taken its message; meanwhile its ranks wait to print. Nobody
+waits for an agent below, or each of the two might wait for the other.
 """
 
 from __future__ import annotations
@@ -25,10 +25,19 @@ from flashlight_py.launch.loop import BEAT_SECONDS, Poll
 
 _CHUNK = 1 << 16
 _WITH_BYTES = ("output", "input", "record")  # their last value; it travels as text of Latin-1
+_PULSE = b'["pulse"]\n'
 
 
 def message(kind: str, *values: Any) -> bytes:
     return json.dumps([kind, *values], default=lambda data: data.decode("latin-1")).encode() + b"\n"
+
+
+def parsed(line: bytes) -> tuple[str, list[Any]]:
+    """Return what ``message`` was called with."""
+    kind, *values = json.loads(line)
+    if kind in _WITH_BYTES:
+        values[-1] = values[-1].encode("latin-1")
+    return kind, values
 
 
 class Reader:
@@ -41,8 +50,8 @@ class Reader:
         self.received = 0  # bytes
         self.has_ended = False
 
-    def read(self) -> list[tuple[str, list[Any]]]:
-        """Return (kind, values) of what is here, without pulses; sets ``has_ended`` at the end."""
+    def lines(self) -> list[bytes]:
+        """Return the messages that are here, without pulses; sets ``has_ended`` at the end."""
         try:
             data = system.read(self._descriptor, _CHUNK)
         except BlockingIOError:
@@ -51,13 +60,8 @@ class Reader:
             data = b""  # a socket whose other end was killed, or cannot be reached any more
         self.has_ended = not data
         self.received += len(data)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        found = [(kind, values) for kind, *values in map(json.loads, lines)]
-        messages = [each for each in found if each[0] != "pulse"]
-        for kind, values in messages:
-            if kind in _WITH_BYTES:
-                values[-1] = values[-1].encode("latin-1")
-        return messages
+        whole, end, self._rest = (self._rest + data).rpartition(b"\n")
+        return [line for line in (whole + end).splitlines(keepends=True) if line != _PULSE]
 
 
 def write_whole(descriptor: int, data: bytes, waited: Callable[[], object] = lambda: None) -> None:

@@ -10,9 +10,11 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import closing, suppress
 
+from flashlight_py import system
 from flashlight_py.errors import DistributedError
+from flashlight_py.launch.agent import Agent
 from flashlight_py.launch.front import run_behind
-from flashlight_py.launch.hosts import Host, LocalHost, SshHost
+from flashlight_py.launch.hosts import Hosts, SshHosts
 from flashlight_py.launch.job import Job
 from flashlight_py.launch.loop import Interrupted, Loop
 from flashlight_py.launch.options import Options, read_options
@@ -47,16 +49,20 @@ def _run(options: Options, folder: str, stdin: int | None) -> int:
         # The loop is first: from here on no signal ends this process by itself.
         with closing(Loop()) as loop:
             if options.nnodes == 1:
-                hosts: list[Host] = [LocalHost(loop, options.ranks, stdin)]
-                file = os.path.join(folder, "meeting")
                 if options.hosts:
                     inherited = {
                         name: value
                         for name, value in os.environ.items()
                         if name.startswith(_INHERITED) or name in options.env
                     }
-                    hosts = [SshHost(loop, *host, options, inherited) for host in options.hosts]
+                    hosts: Hosts = SshHosts(
+                        loop, options.hosts, options.lost_after, options.ssh, inherited
+                    )
                     file = f"{options.rdzv}.{secrets.token_hex(8)}" if options.rdzv else ""
+                else:
+                    here = [(system.gethostname(), options.ranks)]
+                    hosts = Hosts(loop, here, options.lost_after, Agent(loop, stdin))
+                    file = os.path.join(folder, "meeting")
                 return Job(loop, hosts, options, stdin, file).run()
             from flashlight_py.launch.nodes import job_of_nodes, meeting_of, work_for_node_0
 

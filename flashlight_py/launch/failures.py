@@ -24,12 +24,12 @@ _HEADS = (b"Traceback (most recent call last)", b'  File "')  # the second: of a
 
 # How far from a cause is what a rank raises because of another one. Who has waited in vain may be
 # the first to fail, where ranks wait for each other; who has lost another rank is never the first.
-_WAITED, _LOST = 1, 2
+_WAITED, LOST = 1, 2
 CONSEQUENCES: Mapping[type[Exception], int] = {
     CollectiveTimeoutError: _WAITED,
     RendezvousError: _WAITED,
-    PeerLostError: _LOST,
-    GroupClosedError: _LOST,
+    PeerLostError: LOST,
+    GroupClosedError: LOST,
 }
 _BY_NAME = {error.__name__: distance for error, distance in CONSEQUENCES.items()}
 

@@ -1,185 +1,168 @@
-"""The hosts of a job. Each has an agent, here or connected to us, that runs its ranks."""
+"""The hosts of a job. Each has an agent, here or elsewhere, that runs its ranks."""
 
 from __future__ import annotations
 
-import os
-import shlex
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from subprocess import PIPE
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from flashlight_py import system
 from flashlight_py.launch.agent import Agent
-from flashlight_py.launch.channel import Outgoing, Reader, message
-from flashlight_py.launch.failures import describe_exit
-from flashlight_py.launch.loop import Loop, Pulse
-from flashlight_py.launch.options import Options
+from flashlight_py.launch.branches import FAN, MOST_LINKS, TREE_FROM, Branches
+from flashlight_py.launch.channel import message, parsed
+from flashlight_py.launch.loop import Loop
 
 
 class StartError(Exception):
     """A command cannot be run; says which and why."""
 
 
-class Host:
-    """A host that takes ``slots`` ranks, and the way to its agent.
+class Hosts:
+    """The hosts of a job, by number: ``names``, how many ranks each takes, and ways to the agents.
 
-    ``on_message`` is called with what the agent reports, ``on_lost`` with what has become of it
-    when it is gone. ``environ`` is added to what its ranks inherit there. ``is_launcher``: the
-    agent has a user before it, to whom it shows what the ranks print, and who may send SIGUSR1; and
-    it makes the ranks' secret itself, so that this need not be sent.
+    ``local`` is the agent of host 0, this one, if there is one. ``here`` are those whose agents are
+    there, ``lost`` those that are not any more, and why. ``on_message`` is called with what an
+    agent reports, ``on_lost`` with what has become of a host that is gone, ``on_cut`` with what has
+    become of the way to some: their ranks have ended, but they may come again.
+
+    Those that come by themselves, for which they may take ``patience`` seconds, are launchers: they
+    have users before them, to whom they show what the ranks print, and who may send SIGUSR1; and
+    make the ranks' secret themselves, so that this need not be sent. ``environ`` is added to what
+    ranks inherit on their hosts.
     """
 
     environ: Mapping[str, str] = {}
-    is_launcher = False
-
-    def __init__(self, loop: Loop, name: str, slots: int) -> None:
-        self.name, self.slots, self.is_open = name, slots, False
-        self.on_message: Callable[[str, list[Any]], None]
-        self.on_lost: Callable[[str], None]
-        self._loop = loop
-
-    def open(self) -> None:
-        """Connect to the agent, if that is not so already; may call ``on_lost``.
-
-        Raises:
-            StartError: the command that connects to it cannot be run.
-        """
-
-    def send(self, kind: str, *values: Any) -> None:
-        """Send a message to the agent; does not block, nothing happens if it is gone."""
-
-    def close(self) -> None:
-        """Close the connection; whatever is still there ends by it."""
-
-
-class LocalHost(Host):
-    """This host: its agent is a part of this process. ``stdin`` is the input of rank 0, if any.
-
-    ``reached`` are addresses at which the other hosts have reached this one.
-    """
-
-    def __init__(
-        self, loop: Loop, slots: int, stdin: int | None, reached: Sequence[str] = ()
-    ) -> None:
-        super().__init__(loop, system.gethostname(), slots)
-        self._agent = Agent(loop, lambda kind, *values: self.on_message(kind, list(values)), stdin)
-        self._agent.reached = reached
-        self.is_open = True
-
-    def send(self, kind: str, *values: Any) -> None:
-        # At once; blocks until it is done.
-        if kind == "leave":
-            self.close()
-        else:
-            getattr(self._agent, kind)(*values)
-
-    def close(self) -> None:
-        if self.is_open:
-            self._agent.finish(self._agent.grace)
-            self.is_open = False
-
-
-class ConnectedHost(Host):
-    """A host whose agent is at the other end of two descriptors.
-
-    It is lost once nothing has come from there for ``lost_after`` seconds.
-    """
-
-    def __init__(self, loop: Loop, name: str, slots: int, lost_after: float) -> None:
-        super().__init__(loop, name, slots)
-        self._lost_after = lost_after
-
-    def send(self, kind: str, *values: Any) -> None:
-        if self.is_open:
-            self._outgoing.put(message(kind, *values))
-
-    def close(self) -> None:
-        if self.is_open:
-            self.is_open = False
-            self._pulse.stop()
-            self._outgoing.close()
-            self._loop.forget(self._reading)
-
-    def _connect(self, reading: int, writing: int, is_there: bool) -> None:
-        self.is_open = True
-        self._reading, self._reader = reading, Reader(reading)
-        self._outgoing = Outgoing(self._loop, writing)
-        self._loop.watch(reading, self._read)
-        send = partial(self._outgoing.put_if_idle, message("pulse"))
-        self._pulse = Pulse(self._loop, self._lost_after, send, self._on_silence, is_there)
-
-    def _read(self) -> None:
-        self._pulse.heard()
-        for kind, values in self._reader.read():
-            self.on_message(kind, values)
-        if self._reader.has_ended:
-            self._loop.forget(self._reading)
-            self._on_end()
-
-    def _on_end(self) -> None:
-        """Nothing more arrives from the agent."""
-
-    def _on_silence(self, since: str) -> None:
-        """Nothing has arrived for too long; give the host up."""
-        raise NotImplementedError
-
-
-class SshHost(ConnectedHost):
-    """A host on which an agent is started by ``ssh``, a command that takes a host and a line.
-
-    On each host the same folder and the same Python are used as here.
-    """
 
     def __init__(
         self,
         loop: Loop,
-        name: str,
-        slots: int,
-        options: Options,
+        named: Sequence[tuple[str, int]],
+        lost_after: float,
+        local: Agent | None = None,
+        patience: float = 0.0,
+    ) -> None:
+        self.patience, self.are_launchers = patience, patience > 0.0
+        self.names = [name for name, _ in named]
+        self.slots = [slots for _, slots in named]
+        self.here, self.lost = {0} if local else set[int](), dict[int, str]()
+        self.on_message: Callable[[int, str, list[Any]], None]
+        self.on_lost: Callable[[int, str], None]
+        self.on_cut: Callable[[Collection[int], str], None]
+        self.branches = Branches(loop, lost_after)
+        self.branches.on_lines, self.branches.on_lost = self._on_lines, self._on_lost
+        self._local = local
+        if local:
+            local.report = lambda kind, *values: self.on_message(0, kind, list(values))
+
+    def open(self, numbers: Sequence[int]) -> None:
+        """Reach agents that are not here; they will be ``here`` or lost.
+
+        Raises:
+            StartError: the command that does it cannot be run.
+        """
+        for number in numbers:
+            if number in self.lost:
+                self.on_lost(number, self.lost[number])
+
+    def send(self, number: int, kind: str, *values: Any) -> None:
+        """Send a message to an agent: one elsewhere gets it later, the local one acts at once."""
+        if number == 0 and self._local:
+            getattr(self._local, kind)(*values)
+        else:
+            self.branches.put(number, message(kind, *values))
+
+    def send_all(self, kind: str, *values: Any) -> None:
+        """Send a message to all agents, the local one last."""
+        self.branches.broadcast(message(kind, *values))
+        if self._local:
+            getattr(self._local, kind)(*values)
+
+    def drop(self, numbers: Collection[int], seconds: float) -> None:
+        """Talk no more to agents that have not answered for so long."""
+        for number in numbers:
+            self.send(number, "leave", 1)
+            self._gone(number, f"its agent has not answered for {seconds:g} s", [])
+
+    def leave(self, code: int) -> None:
+        """End what is left here, and let all agents go."""
+        self.branches.is_leaving = True
+        self.branches.broadcast(message("leave", code))
+        if self._local:
+            self._local.finish(self._local.grace)
+        self.branches.wait_and_close()
+
+    def _on_lines(self, lines: list[tuple[int, bytes]]) -> None:
+        for number, line in lines:
+            kind, values = parsed(line)
+            if kind == "here":
+                if number in self.here:
+                    self.on_cut([number], "has lost its way to the launcher")
+                self.here.add(number)
+                self.lost.pop(number, None)
+            if kind == "lost":
+                node, how, behind = values
+                gone = self.branches.forget(number, [node, *behind])
+                if node in gone:
+                    self._gone(node, how, [each for each in gone if each != node])
+            elif kind == "unreached":
+                self._on_unreached(number, *values)
+            elif number in self.here:
+                self.on_message(number, kind, values)
+
+    def _on_lost(self, number: int, how: str, behind: list[int], has_been_there: bool) -> None:
+        self._gone(number, how, behind)
+
+    def _on_unreached(self, by: int, number: int, how: str) -> None:
+        """An agent cannot reach ``number``."""
+
+    def _gone(self, number: int, how: str, behind: Collection[int]) -> None:
+        self.here.difference_update((number, *behind))
+        self.lost[number] = f"is lost: {how}"
+        self.on_lost(number, self.lost[number])
+        if behind:
+            name = self.names[number]
+            self.on_cut(behind, f"cannot be reached: host {name}, on the way there, is lost")
+
+
+class SshHosts(Hosts):
+    """Hosts on which agents are started by ``ssh``."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        named: Sequence[tuple[str, int]],
+        lost_after: float,
+        ssh: Sequence[str],
         environ: Mapping[str, str],
     ) -> None:
-        super().__init__(loop, name, slots, options.lost_after)
-        self._ssh, self.environ = options.ssh, environ
-        self._silence = ""
-        self._process: system.Popen[bytes] | None = None
+        super().__init__(loop, named, lost_after)
+        self._ssh, self.environ, self._why = ssh, environ, ""
+        self._under_way: set[int] = set()
 
-    def open(self) -> None:
-        if self.is_open:
+    def open(self, numbers: Sequence[int]) -> None:
+        new = [number for number in numbers if number not in self._under_way]
+        self._under_way.update(new)
+        links, most = len(self.branches.links), len(new)
+        if links + most > TREE_FROM:
+            most = max(1, min(FAN, MOST_LINKS - links))
+        hosts = [(number, self.names[number]) for number in new]
+        self.branches.reach(hosts, self._ssh, FAN, most)
+        if not self.branches.links:
+            raise StartError(self._why)
+
+    def _on_lines(self, lines: list[tuple[int, bytes]]) -> None:
+        self._under_way.difference_update(number for number, _ in lines)
+        super()._on_lines(lines)
+
+    def _gone(self, number: int, how: str, behind: Collection[int]) -> None:
+        self._under_way.difference_update((number, *behind))
+        self._why = how
+        super()._gone(number, how, behind)
+
+    def _on_unreached(self, by: int, number: int, how: str) -> None:
+        if number in self.here or number in self.branches.links:
             return
-        folder, python = shlex.quote(os.getcwd()), shlex.quote(sys.executable)
-        agent = f"exec {python} -m flashlight_py.launch.agent {self._lost_after:g}"
-        command = [*self._ssh, self.name, f"cd {folder} && {agent}"]
-        try:
-            self._process = system.Popen(command, stdin=PIPE, stdout=PIPE, start_new_session=True)
-        except OSError as error:
-            raise StartError(f"{command[0]}: {error}") from error
-        assert self._process.stdin
-        assert self._process.stdout
-        with self._process.stdin as stdin:
-            self._connect(self._process.stdout.fileno(), stdin.fileno(), is_there=False)
-        self._loop.child(self._process, self._on_exit)
-
-    def close(self) -> None:
-        super().close()
-        if self._process is not None:
-            assert self._process.stdout
-            self._process.stdout.close()
-            if self._process.returncode is None:
-                self._process.kill()
-                self._process.wait()
-            self._process = None
-
-    def _on_exit(self, code: int) -> None:
-        while messages := self._reader.read():  # there may be more than one reading holds
-            for kind, values in messages:
-                self.on_message(kind, values)
-        self.close()
-        how, self._silence = self._silence or f"ssh to {self.name} {describe_exit(code)}", ""
-        self.on_lost(f"is lost: {how}")
-
-    def _on_silence(self, since: str) -> None:
-        assert self._process
-        self._silence = f"nothing has come from host {self.name} {since}"
-        self._process.kill()
+        words = f"host {self.names[by]} cannot reach host {self.names[number]} ({how})"
+        if len(self.branches.links) < MOST_LINKS:
+            self.on_message(by, "warning", [f"{words}; it is reached from here"])
+            self.branches.reach([(number, self.names[number])], self._ssh, FAN)
+        else:
+            self._gone(number, f"{words}, and this one has {MOST_LINKS} connections already", [])

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import secrets
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 from flashlight_py import system
-from flashlight_py.launch.channel import Supply
-from flashlight_py.launch.failures import Failure
-from flashlight_py.launch.hosts import Host, StartError
+from flashlight_py.launch.channel import Supply, message
+from flashlight_py.launch.failures import LOST, Failure
+from flashlight_py.launch.hosts import Hosts, StartError
 from flashlight_py.launch.loop import Loop
 from flashlight_py.launch.options import Options
 from flashlight_py.launch.output import RankOutput, Source
@@ -31,8 +33,8 @@ class Job:
     """Runs the program of ``options`` as ranks on ``hosts``.
 
     They meet at paths that begin with ``file``; or, where that is empty, at a free port of the
-    first host, which its agent opens, with the ``secret`` of that start. ``stdin`` is the input for
-    rank 0 where its host is another one.
+    first host, which its agent opens, with a secret of that start. ``stdin`` is the input for rank
+    0 where its host is another one.
     """
 
     _attempt: Supervisor
@@ -41,21 +43,20 @@ class Job:
     def __init__(
         self,
         loop: Loop,
-        hosts: Sequence[Host],
+        hosts: Hosts,
         options: Options,
         stdin: int | None,
         file: str,
-        secret: Callable[[int], str] = lambda restarts: secrets.token_hex(32),
     ) -> None:
         self._hosts, self._loop, self._options = hosts, loop, options
-        self._stdin, self._file, self._secret_of = stdin, file, secret
+        self._stdin, self._file = stdin, file
         self._slots: list[Slot] = []
         self._working: set[int] = set()  # hosts that take ranks of this attempt
+        self._unready: set[int] = set()  # those that are not ready
         self._awaited: set[int] = set()  # those that have not finished
         self._supply: Supply | None = None
-        for index, host in enumerate(hosts):
-            host.on_message = partial(self._on_message, index)
-            host.on_lost = partial(self._on_lost, index)
+        hosts.on_message, hosts.on_lost = self._on_message, self._on_lost
+        hosts.on_cut = self._on_cut
 
     def run(self) -> int:
         """Run the job and return its exit code: that of the rank that failed first, or 0.
@@ -66,16 +67,12 @@ class Job:
         try:
             code = self._run()
         finally:
-            for host in self._hosts:
-                host.send("leave", code)
-            self._wait(lambda: any(host.is_open for host in self._hosts), _FINISHING_SECONDS)
-            for host in self._hosts:
-                host.close()
+            self._hosts.leave(code)
         return code
 
     def _run(self) -> int:
         options, say = self._options, self._say
-        counts, restarts = [host.slots for host in self._hosts], 0
+        counts, restarts = self._hosts.slots, 0
         while True:
             size = sum(counts)
             self._output = output = RankOutput(size, options.output_dir)
@@ -103,7 +100,7 @@ class Job:
             if attempt.cause is None:
                 return 0
             rank, failure = attempt.cause
-            host = self._hosts[self._slots[rank].host].name
+            host = self._hosts.names[self._slots[rank].host]
             file = output.files_of(rank)
             where = f" (see {file})" if file else ""
             others = "; the other ranks were ended" if size > 1 else ""
@@ -123,16 +120,15 @@ class Job:
     def _say(self, text: str) -> None:
         """Write a line of the launcher's own wherever output of the ranks is shown."""
         self._output.say(text)
-        for host in self._hosts:
-            if host.is_launcher:
-                host.send("say", text)
+        if self._hosts.are_launchers:
+            self._hosts.branches.broadcast(message("say", text))
 
     def _start(self, counts: Sequence[int], restarts: int) -> None:
         self._slots, self._restarts = slots_of(counts), restarts
         self._first = self._slots[0].host
         self._working = {slot.host for slot in self._slots}
-        self._addresses: dict[int, tuple[list[str], int]] = {}  # of the hosts that are ready
-        self._secret = self._secret_of(restarts)
+        self._unready = set(self._working)
+        self._addresses, self._port = list[str](), 0  # of the first host
         self._is_started = False
         self._stuck: list[int] = []
         # By rank, a flight record with the folder it comes from; and which ones stay there, why.
@@ -140,18 +136,27 @@ class Job:
         self._left_out: list[str] = []
         self._supply = None
         if self._stdin is not None:
-            deliver = partial(self._hosts[self._first].send, "input")
+            deliver = partial(self._hosts.send, self._first, "input")
             self._supply = Supply(self._loop, self._stdin, deliver)
-        for index in sorted(self._working):
-            if not self._attempt.is_ending:
-                self._hosts[index].open()
-                self._hosts[index].send("prepare", index == self._first and not self._file)
+        missing = self._working - self._hosts.here
+        for index in sorted(self._working & self._hosts.here):
+            self._on_here(index)
+        if missing and not self._attempt.is_ending:
+            self._hosts.open(sorted(missing))
+        if patience := self._hosts.patience:
+            self._wait(lambda: not self._attempt.is_ending and bool(self._absent()), patience)
+            self._hosts.drop(self._absent(), patience)
+
+    def _absent(self) -> set[int]:
+        """Return hosts of this attempt that are not here, and may come by themselves."""
+        return self._working - self._hosts.here - self._hosts.lost.keys()
 
     def _signal(self, number: int) -> None:
         """Send ``number`` to every rank, and to what it has started; SIGUSR1 where it was sent."""
-        for host in self._hosts:
-            if not (host.is_launcher and number in (signal.SIGUSR1, signal.SIGUSR2)):
-                host.send("signal", number)
+        if self._hosts.are_launchers and number in (signal.SIGUSR1, signal.SIGUSR2):
+            self._hosts.send(0, "signal", number)
+        else:
+            self._hosts.send_all("signal", number)
         if self._attempt.is_ending and not self._is_started:
             self._attempt.on_end(slot.rank for slot in self._slots)
 
@@ -163,14 +168,12 @@ class Job:
         grace = self._options.grace
         if self._supply is not None:
             self._supply.stop()
-        self._awaited = {index for index in self._working if self._hosts[index].is_open}
-        for index in sorted(self._awaited, reverse=True):  # one in this process blocks: the last
-            if self._attempt.cause:
-                self._hosts[index].send("collect")
-            self._hosts[index].send("finish", grace)
+        self._awaited = self._working & self._hosts.here
+        if self._attempt.cause:
+            self._hosts.send_all("collect")
+        self._hosts.send_all("finish", grace)
         self._wait(lambda: bool(self._awaited), grace + _FINISHING_SECONDS)
-        for index in self._awaited:
-            self._hosts[index].close()
+        self._hosts.drop(sorted(self._awaited), grace + _FINISHING_SECONDS)
 
     def _wait(self, is_needed: Callable[[], bool], seconds: float) -> None:
         ends = system.monotonic() + seconds
@@ -182,34 +185,42 @@ class Job:
     def _on_message(self, host: int, kind: str, values: list[Any]) -> None:
         getattr(self, f"_on_{kind}")(host, *values)
 
-    def _on_ready(self, host: int, addresses: list[str], port: int) -> None:
-        self._addresses[host] = addresses or [self._hosts[host].name], port
-        if self._working <= self._addresses.keys() and not self._attempt.is_ending:
-            self._is_started = True
-            for index in sorted(self._working):
-                task = {
-                    "slots": [slot for slot in self._slots if slot.host == index],
-                    "size": len(self._slots),
-                    "program": self._options.program,
-                    "environ": self._hosts[index].environ,
-                    "restarts": self._restarts,
-                    "meeting": self._meeting(self._hosts[index].is_launcher),
-                    "grace": self._options.grace,
-                    "has_input": self._supply is not None,
-                    "wants_records": len(self._hosts) > 1,
-                }
-                self._hosts[index].send("start", task)
+    def _on_here(self, host: int) -> None:
+        if host in self._unready:
+            self._hosts.send(host, "prepare", host == self._first and not self._file)
 
-    def _meeting(self, is_launcher: bool) -> dict[str, str]:
+    def _on_ready(self, host: int, addresses: list[str], port: int) -> None:
+        if host == self._first:
+            self._addresses, self._port = addresses or [self._hosts.names[host]], port
+        self._unready.discard(host)
+        if not (self._unready or self._is_started or self._attempt.is_ending):
+            self._is_started = True
+            task = {
+                "size": len(self._slots),
+                "program": self._options.program,
+                "environ": self._hosts.environ,
+                "restarts": self._restarts,
+                "meeting": self._meeting(),
+                "grace": self._options.grace,
+                "has_input": self._supply is not None,
+                "wants_records": len(self._hosts.names) > 1,
+            }
+            self._hosts.send_all("task", task)
+            for index, slots in groupby(self._slots, attrgetter("host")):
+                self._hosts.send(index, "start", list(slots))
+
+    def _meeting(self) -> dict[str, str]:
         """Return the variables that say where the ranks meet, less a secret that is known there."""
         if self._file:
             return {"FLASHLIGHT_FILE": f"{self._file}-{self._restarts}"}
-        addresses, port = self._addresses[self._first]
         # It travels inside ssh, and never in a command line, which every user can read.
-        secret = {} if is_launcher else {SECRET: self._secret}
+        secret = {} if self._hosts.are_launchers else {SECRET: secrets.token_hex(32)}
         # Ranks try them all: which of them a host can reach, only that host knows.
-        where = {"MASTER_ADDR": addresses[0], ADDRESSES: ",".join(addresses)}
-        return {**where, "MASTER_PORT": str(port), **secret}
+        where = {"MASTER_ADDR": self._addresses[0], ADDRESSES: ",".join(self._addresses)}
+        return {**where, "MASTER_PORT": str(self._port), **secret}
+
+    def _on_warning(self, host: int, text: str) -> None:
+        self._say(f"warning: {text}")
 
     def _on_cannot_run(self, host: int, reason: str) -> None:
         raise StartError(reason)
@@ -234,7 +245,7 @@ class Job:
         self._records[rank] = folder, data
 
     def _on_left_out(self, host: int, rank: int, path: str, why: str) -> None:
-        where = f"on host {self._hosts[host].name}, at {path}"
+        where = f"on host {self._hosts.names[host]}, at {path}"
         self._left_out.append(f"the flight record of rank {rank} stays {where}: {why}")
 
     def _on_finished(self, host: int, stuck: list[int]) -> None:
@@ -246,6 +257,13 @@ class Job:
         self._awaited.discard(host)
         ranks = [slot.rank for slot in self._slots if slot.host == host]
         self._attempt.on_lost(ranks, Failure(how, system.monotonic()))
+
+    def _on_cut(self, hosts: Collection[int], how: str) -> None:
+        """The ranks of ``hosts`` have ended, as the way there is lost."""
+        self._awaited.difference_update(hosts)
+        cut = set(hosts)
+        ranks = [slot.rank for slot in self._slots if slot.host in cut]
+        self._attempt.on_cut(ranks, Failure(how, system.monotonic(), LOST))
 
 
 def may_restart(restarts: int, most: int | None, remaining: int, least: int | None) -> bool:

@@ -76,6 +76,7 @@ class Loop(Poll):
         self.on_signal: Callable[[signal.Signals], None] = lambda number: None
         self._pulses: list[Pulse] = []
         self._children: dict[int, tuple[system.Popen[bytes], Callable[[int], None]]] = {}
+        self._ours: dict[int, system.Popen[bytes]] = {}
         self._signals, self._woken = system.pipe()
         for end in (self._signals, self._woken):
             system.set_blocking(end, False)
@@ -105,12 +106,21 @@ class Loop(Poll):
         with suppress(ValueError):
             self._pulses.remove(pulse)
 
-    def child(self, process: system.Popen[bytes], callback: Callable[[int], None]) -> None:
+    def child(
+        self, process: system.Popen[bytes], callback: Callable[[int], None], is_ours: bool = False
+    ) -> None:
         """Call ``callback`` when ``process`` has ended, with its exit code or minus the signal.
 
-        It is reaped before.
+        It is reaped before. ``is_ours``: it is not of the ranks, and does not end with them.
         """
         self._children[process.pid] = process, callback
+        if is_ours:
+            self._ours[process.pid] = process
+
+    def ours(self) -> set[int]:
+        """Return the processes that are not of the ranks."""
+        self._ours = {pid: each for pid, each in self._ours.items() if each.returncode is None}
+        return set(self._ours)
 
     def reap(self) -> bool:
         """Take the ends of all children that have ended; True if there are others."""

@@ -6,6 +6,9 @@ agents of node 0's, which show themselves what their ranks print. So there is on
 end of a connection says at once that a launcher is gone. The ranks' own secret is made on each node
 of what was exchanged there. Node 0 listens on while the job runs, or one launcher too many would
 wait for 300 s for a job that has begun.
+
+Many launchers meet in a tree, which stays that of the job. Then all listen on, and one whose way to
+node 0 is lost asks that for another place, and keeps what is below it.
 """
 
 from __future__ import annotations
@@ -14,11 +17,10 @@ import json
 import secrets
 import signal
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from socket import IPPROTO_TCP, TCP_USER_TIMEOUT
 from typing import Any
 
 from flashlight_py import system
@@ -31,58 +33,21 @@ from flashlight_py.distributed.rendezvous.wire import plain
 from flashlight_py.errors import RendezvousError
 from flashlight_py.interfaces import addresses_of
 from flashlight_py.launch.agent import Agent, LauncherConnection
-from flashlight_py.launch.hosts import ConnectedHost, LocalHost
+from flashlight_py.launch.branches import TREE_FROM, Branches, keep_little
+from flashlight_py.launch.hosts import Hosts
 from flashlight_py.launch.job import Job
 from flashlight_py.launch.loop import Loop, interruptible
 from flashlight_py.launch.options import Options
 from flashlight_py.launch.output import RankOutput
-from flashlight_py.launch.ranks import SECRET
 
 # How long launchers wait for each other, in seconds.
 MEETING_SECONDS = 300.0
+# How long one whose way to node 0 is lost looks for another, in seconds.
+RETURN_SECONDS = 10.0
 # After so many they say whom they wait for. Who accepts a connection answers in less than the
 # latter, as no launcher does anything else meanwhile.
 _FIRST_REPORT, _PATIENCE = 4.0, 3.0
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
-
-
-class NodeHost(ConnectedHost):
-    """The host of another node, whose launcher is at the other end of ``connection``."""
-
-    is_launcher = True
-
-    def __init__(
-        self,
-        loop: Loop,
-        name: str,
-        slots: int,
-        lost_after: float,
-        node: int,
-        connection: system.Socket,
-    ) -> None:
-        super().__init__(loop, name, slots, lost_after)
-        self._node, self._socket = node, connection
-        _keep_little(connection, lost_after)
-        self._connect(connection.fileno(), connection.fileno(), is_there=True)
-
-    def open(self) -> None:
-        if not self.is_open:  # a launcher that is gone does not connect again
-            self._on_end()
-
-    def close(self) -> None:
-        if self.is_open:
-            super().close()
-            self._socket.close()
-
-    def _on_end(self) -> None:
-        self._give_up(f"the connection to its launcher (node {self._node}) has ended")
-
-    def _on_silence(self, since: str) -> None:
-        self._give_up(f"nothing has come from its launcher (node {self._node}) {since}")
-
-    def _give_up(self, why: str) -> None:
-        self.close()
-        self.on_lost(f"is lost: {why}")
 
 
 class NodeAgent(Agent):
@@ -91,19 +56,17 @@ class NodeAgent(Agent):
     def __init__(
         self, loop: Loop, launcher: LauncherConnection, options: Options, key: bytes
     ) -> None:
-        super().__init__(loop, launcher.report)
-        self._launcher, self._options, self._key = launcher, options, key
+        super().__init__(loop)
+        self.report, self.secret_of = launcher.report, partial(secret_of_ranks, key)
+        self._launcher, self._options = launcher, options
         self.output = RankOutput(1)
         self.interrupted: signal.Signals | None = None
         loop.on_signal = self._on_signal
 
-    def start(self, task: Mapping[str, Any]) -> None:
-        """Start ranks of this launcher's own program."""
+    def task(self, task: Mapping[str, Any]) -> None:
+        """Keep what the ranks are, but for the program: it is this launcher's own."""
         self.output = RankOutput(task["size"], self._options.output_dir)
-        meeting = task["meeting"]
-        if "MASTER_PORT" in meeting:
-            meeting = {**meeting, SECRET: secret_of_ranks(self._key, task["restarts"])}
-        super().start({**task, "program": self._options.program, "meeting": meeting})
+        super().task({**task, "program": self._options.program})
 
     def _on_signal(self, number: signal.Signals) -> None:
         """Have node 0 end the job; at a second signal, do not wait for it."""
@@ -114,7 +77,7 @@ class NodeAgent(Agent):
             self._launcher.end()
         else:
             self.interrupted = number
-            self._report("interrupt", number)
+            self.report("interrupt", number)
 
 
 @contextmanager
@@ -140,19 +103,16 @@ def job_of_nodes(
             )
             file = f"{ends.enter_context(folder)}/meeting"
         with interruptible():
-            key, found, connections = _meet(options, store)
-        if options.endpoint:
-            late = ends.enter_context(store.late())
-            loop.watch(*late)
-            ends.callback(loop.forget, late[0])
-        others = [
-            NodeHost(loop, each["host"], each["ranks"], options.lost_after, node, connections[node])
-            for node, each in enumerate(found)
-            if node in connections
-        ]
-        reached = [plain(each.getsockname())[0] for each in connections.values()]
-        hosts = [LocalHost(loop, options.ranks, stdin, reached), *others]
-        yield Job(loop, hosts, options, stdin, file, partial(secret_of_ranks, key))
+            key, payloads, connections = _meet(options, store)
+        local = Agent(loop, stdin)
+        local.reached = [plain(each.getsockname())[0] for each in connections.values()]
+        local.secret_of = partial(secret_of_ranks, key)
+        found = [(each["host"], each["ranks"]) for each in map(json.loads, payloads)]
+        # Who looks for another way to this node ends its ranks first.
+        patience = RETURN_SECONDS + options.grace
+        hosts = Hosts(loop, found, options.lost_after, local, patience)
+        ends.enter_context(_below(loop, store, hosts.branches, connections))
+        yield Job(loop, hosts, options, stdin, file)
 
 
 def work_for_node_0(loop: Loop, options: Options, store: MeetingPoint) -> int:
@@ -162,22 +122,59 @@ def work_for_node_0(loop: Loop, options: Options, store: MeetingPoint) -> int:
     """
     with interruptible():
         key, _, connections = _meet(options, store)
-    with connections[0] as connection:
-        _keep_little(connection, options.lost_after)
-        ends = (connection.fileno(), connection.fileno())
-        launcher = LauncherConnection(loop, *ends, options.lost_after)
-        agent = NodeAgent(loop, launcher, options, key)
-        code = launcher.run(agent)
+    branches = Branches(loop, options.lost_after)
+    launcher = LauncherConnection(loop, branches, keeps=True)
+    agent, problem = NodeAgent(loop, launcher, options, key), ""
+    above = connections.pop(store.above)
+    with _below(loop, store, branches, connections):
+        while True:
+            with above:
+                keep_little(above, options.lost_after)
+                launcher.connect(above.fileno(), above.fileno())
+                code = launcher.run(agent)
+            if code is not None or agent.interrupted or store.above == 0:
+                break
+            try:
+                above = store.move(RETURN_SECONDS)
+            except RendezvousError as error:
+                problem = f", and there is no other way to node 0: {error}"
+                branches.leave(1)
+                break
+        branches.close()
     if code is not None:
         return code
     if agent.interrupted:
         agent.say(f"interrupted by {agent.interrupted.name}; the ranks of this node were ended")
         return 128 + agent.interrupted
-    how = "the connection to the launcher of node 0 has ended"
+    who = f"the launcher of node {store.above}"
+    how = f"the connection to {who} has ended"
     if launcher.silence:
-        how = f"nothing has come from the launcher of node 0 {launcher.silence}"
-    agent.say(f"{how}; its ranks here were ended")
+        how = f"nothing has come from {who} {launcher.silence}"
+    agent.say(f"{how}{problem}; its ranks here were ended")
     return 1
+
+
+@contextmanager
+def _below(
+    loop: Loop, store: MeetingPoint, branches: Branches, connections: Mapping[int, system.Socket]
+) -> Iterator[None]:
+    """Have ``branches`` for nodes that are right below, and for those that come later."""
+    for node, connection in connections.items():
+        branches.adopt(node, connection)
+    if not (store.is_tree or (store.rank == 0 and not store.moves)):
+        yield
+        return
+    with store.late() as (descriptor, take_in):
+
+        def adopt() -> None:
+            for node, connection in take_in().items():
+                branches.adopt(node, connection)
+
+        loop.watch(descriptor, adopt)
+        try:
+            yield
+        finally:
+            loop.forget(descriptor)
 
 
 def meeting_of(options: Options) -> MeetingPoint:
@@ -209,17 +206,17 @@ def meeting_of(options: Options) -> MeetingPoint:
 
 def _meet(
     options: Options, store: MeetingPoint
-) -> tuple[bytes, list[dict[str, Any]], dict[int, system.Socket]]:
+) -> tuple[bytes, Sequence[bytes], dict[int, system.Socket]]:
     """Return a key that all launchers know now, what each reports of itself, and connections.
 
-    Those are of node 0 to the others, by node, and of these to node 0.
+    Those are of this node to the one above it, and to those right below.
     """
     mine = {
         "host": system.gethostname(),
         "ranks": options.ranks,
         "nonce": secrets.token_hex(32),
     }
-    store.first_report, store.patience, store.hands_over = _FIRST_REPORT, _PATIENCE, True
+    store.first_report, store.patience, store.tree_from = _FIRST_REPORT, _PATIENCE, TREE_FROM
     try:
         with _said_of_launchers():
             payloads = store.exchange(json.dumps(mine).encode())
@@ -231,7 +228,7 @@ def _meet(
     except BaseException as error:
         store.abort(str(error))
         raise
-    return proof(store.secret, *payloads), list(map(json.loads, payloads)), connections
+    return proof(store.secret, *payloads), payloads, connections
 
 
 @contextmanager
@@ -249,9 +246,3 @@ def _said_of_launchers() -> Iterator[None]:
 def secret_of_ranks(key: bytes, restarts: int) -> str:
     """Return what the ranks of an attempt prove to know; each launcher makes it of ``key``."""
     return proof(key, b"ranks", str(restarts).encode()).hex()
-
-
-def _keep_little(connection: system.Socket, lost_after: float) -> None:
-    """Have the kernel keep what it could not deliver no longer than need be: see ``Pulse``."""
-    milliseconds = int(2000 * lost_after)
-    connection.setsockopt(IPPROTO_TCP, TCP_USER_TIMEOUT, milliseconds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,7 +46,7 @@ class RankOutput:
         folder: Path | None = None,
         descriptors: tuple[int | TextIO, int | TextIO] = (1, 2),
     ) -> None:
-        self._tails = [Tail() for _ in range(size)]
+        self._tails: dict[int, Tail] = defaultdict(Tail)
         self._sinks = dict(zip(STREAMS, descriptors, strict=True))
         self._folder = folder
         self._files: dict[Source, BinaryIO] = {}

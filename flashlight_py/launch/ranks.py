@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -45,8 +46,8 @@ def slots_of(counts: Sequence[int]) -> list[Slot]:
 
 def counts_of_remaining(counts: Sequence[int], lost: Collection[int]) -> list[int]:
     """Return how many ranks each host has without those that are ``lost``."""
-    remaining = [slot.host for slot in slots_of(counts) if slot.rank not in lost]
-    return [remaining.count(host) for host in range(len(counts))]
+    remaining = Counter(slot.host for slot in slots_of(counts) if slot.rank not in lost)
+    return [remaining[host] for host in range(len(counts))]
 
 
 def rank_variables(rank: int, size: int, file: str) -> dict[str, str]:
@@ -198,17 +199,21 @@ def end_leftovers(loop: Loop, grace: float) -> list[int]:
 
     Returns the processes that are still there, because the kernel does not let them go.
     """
+
+    def left() -> set[int]:
+        return set(children()) - loop.ours() if loop.reap() else set()
+
     asked: set[int] = set()
     ends = system.monotonic() + grace
-    while loop.reap() and system.monotonic() < ends:
-        for pid in set(children()) - asked:
+    while (found := left()) and system.monotonic() < ends:
+        for pid in found - asked:
             asked.add(pid)
             system.kill(pid, signal.SIGTERM)
             system.kill(pid, signal.SIGCONT)  # one that is stopped would not notice it
         loop.once(ends)
     ends = system.monotonic() + _KILLED_SECONDS
-    while loop.reap() and system.monotonic() < ends:
-        for pid in children():  # again and again: killed ones leave theirs to us
+    while (found := left()) and system.monotonic() < ends:
+        for pid in found:  # again and again: killed ones leave theirs to us
             system.kill(pid, signal.SIGKILL)
         loop.once(ends)
-    return children()
+    return sorted(left())

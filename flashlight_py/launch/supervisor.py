@@ -39,6 +39,7 @@ class Supervisor:
     ) -> None:
         self.failures: dict[int, Failure] = {}
         self._gone: set[int] = set()  # with their host
+        self._cut: set[int] = set()  # from us, with their host
         self.interrupted = 0
         self.is_ending = False
         self._loop, self._send, self._output, self._grace = loop, send, output, grace
@@ -63,7 +64,7 @@ class Supervisor:
     def lost(self) -> set[int]:
         """The ranks that failed of themselves, or whose host is lost; the first one at least."""
         own = {rank for rank, failure in self.failures.items() if not failure.follows}
-        return own | self._gone or ({self.cause[0]} if self.cause else set())
+        return own | self._gone or ({self.cause[0]} if self.cause else set()) - self._cut
 
     def on_failure(self, failures: Mapping[int, Failure]) -> None:
         """Record how ranks failed that are undecided; end all, unless the cause may be another."""
@@ -86,6 +87,12 @@ class Supervisor:
         lost = {rank: failure for rank in ranks if rank in self.undecided}
         self.on_failure(lost)
         self.failures.update(lost)
+        self.on_end(ranks)
+
+    def on_cut(self, ranks: Collection[int], failure: Failure) -> None:
+        """Record that ``ranks``, all of some hosts, have ended as the way there is lost."""
+        self._cut.update(ranks)
+        self.on_failure(dict.fromkeys(ranks, failure))
         self.on_end(ranks)
 
     def on_return(self, rank: int) -> None:

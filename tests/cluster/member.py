@@ -47,6 +47,14 @@ def meet_when_told() -> None:
     (fl.recv if rank % 2 else fl.send)(np.ones(1), rank ^ 1)
 
 
+def meet_until_lost() -> None:
+    """Send to the other rank of this host, or receive from it, again and again."""
+    rank = fl.get_world_rank()
+    while True:
+        (fl.recv if rank % 2 else fl.send)(np.ones(1), rank ^ 1)
+        time.sleep(0.01)
+
+
 def send_when_told() -> None:
     """Rank 0 sends to the last rank, which waits, and to which it has had no connection."""
     last = fl.get_world_size() - 1
@@ -122,6 +130,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "huge": lambda: reduce_until_told(HUGE),
     "idle": call_when_told,
     "neighbours": meet_when_told,
+    "pairs": meet_until_lost,
     "message": send_when_told,
     "messages": send_without_end,
     "asynchronous": start_and_wait,

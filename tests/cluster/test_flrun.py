@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.hosts import Cluster, Host
-from tests.launch.launcher import LAUNCH, write
+from tests.launch.launcher import LAUNCH, LAUNCH_TREE, write
 
 PIPES: dict[str, Any] = {
     "stdin": subprocess.DEVNULL,
@@ -152,6 +152,38 @@ def test_all_ranks_of_a_lost_host_are_lost_at_once(cluster: Cluster, fate: str) 
     assert sorted(output.splitlines()) == [
         f"[{r}] {x}" for r in (0, 1) for x in ("begun 2", "sum 2")
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["ssh", "nnodes"])
+def test_a_host_on_the_way_to_another_is_lost(cluster: Cluster, way: str) -> None:
+    """Only its ranks are; the other host is reached without it."""
+    program = write(cluster.folder, CALLING)
+    again = ("--min-n", 2, "--max-restarts", 1)
+    if way == "ssh":  # the launcher reaches h0 and h1, and h1 reaches h2
+        command = ["--hosts", "h0:1,h1:1,h2:1", "--ssh", " ".join(cluster.ssh)]
+        nodes = [cluster[0].popen([*LAUNCH_TREE, *command, *again, program], **PIPES)]
+    else:  # one of h1 and h2 is right below h0, the other one below that
+        command = ["-n1", "--nnodes=3", "--rdzv", "h0:29515"]
+        environ = {"MASTER_SECRET": "of the job", "FAN": "1"}
+        nodes = [
+            each.popen([*LAUNCH_TREE, *command, *again, program], env=environ, **PIPES)
+            for each in cluster
+        ]
+    begin(nodes[0], 3 if way == "ssh" else 1)
+    cluster[1].cut()
+    try:
+        output, errors = nodes[0].communicate(timeout=60)
+    finally:
+        cluster[1].mend()
+        for node in nodes[1:]:
+            node.communicate(timeout=60)
+        for host in cluster:
+            wait_until_none(host, 20)
+    assert nodes[0].returncode == 0, errors
+    assert re.search(r"flrun: rank \d of 3 on h1 is lost: nothing has come from ", errors), errors
+    assert "flrun: starting again with 2 rank(s), for the 1st time" in errors
+    assert output.count("sum 2") == (2 if way == "ssh" else 1)
 
 
 @pytest.mark.slow

@@ -147,6 +147,17 @@ def test_a_rank_that_was_killed_in_a_large_call(params: str, rate: float | None)
         check(members.ends([0, 1, 3]), since, "rank 2")
 
 
+@BACKENDS
+def test_a_rank_that_was_killed_for_whom_nobody_waits(cluster: Cluster, params: str) -> None:
+    """Those of the other host have messages for each other alone; they hear of it all the same."""
+    env = {"FLASHLIGHT_HOST_TIMEOUT": "60", "PARAMS": params}
+    with Members(cluster, [2, 2], "pairs", **env) as members:
+        members.await_ready()
+        since = time.monotonic()
+        members.processes[2].kill()
+        check(members.ends([0, 1, 3]), since, "rank 2")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("is_cut", [True, False])
 def test_a_connection_on_which_nothing_happens(cluster: Cluster, is_cut: bool) -> None:

@@ -10,9 +10,13 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
+from flashlight_py.distributed.backends.gloo import GlooBackend
 from flashlight_py.distributed.backends.hierarchical_calls import LargeCalls
+from flashlight_py.distributed.backends.native import NativeBackend
+from flashlight_py.distributed.backends.shm import ShmBackend
 from flashlight_py.distributed.calls.combining import cut
 from flashlight_py.distributed.constants import ReduceOp
+from flashlight_py.distributed.verbs import ALL_GATHER, REDUCE, Verb
 from tests.distributed.conformance import assert_equal, by_hosts, dtype_of, values
 from tests.distributed.harness import run_ranks
 
@@ -207,3 +211,59 @@ def test_late_rank_is_named_on_other_hosts_after_any_verb(
     texts = run_ranks(late_after_all_to_all, 4, timeout, **world)
     for rank in (0, 2, 3):
         assert "rank 1 did not join within" in texts[rank], texts[rank]
+
+
+def wake_when_given_up(rank: int, size: int) -> str:
+    """Rank 0 goes on with a reduce once the other host has given it up; rank 1 waits for it."""
+    if rank == 0:
+        real = GlooBackend.start
+
+        def late(self: GlooBackend, call: Any) -> Any:
+            while call.verb is REDUCE and self.lost("reduce") is None:
+                time.sleep(0.01)
+            return real(self, call)
+
+        GlooBackend.start = late  # type: ignore[method-assign]
+    try:
+        fl.reduce(np.ones(200_000))
+        fl.barrier()
+    except fl.errors.DistributedError as error:
+        return str(error)
+    return "nothing was late"
+
+
+@pytest.mark.slow
+def test_a_rank_that_was_given_up_tells_the_others_that_it_was_late_itself() -> None:
+    """Rank 0 passed on that it had lost rank 2, which had waited for it in vain."""
+    texts = run_ranks(wake_when_given_up, 4, env=PLACED["aabb"], params={"TIMEOUT": 1})
+    assert "lost rank 2 (it gave up waiting for this rank" in texts[0], texts[0]
+    for text in texts[1:]:
+        assert "rank 0 did not join" in text, text
+        assert "lost rank 2" not in text, text
+
+
+def stop_before_the_answer(rank: int, size: int) -> str:
+    """Rank 1 stops in the middle of a call, which the other host has ended."""
+    if rank == 1:
+        real = NativeBackend.step
+
+        def late(self: NativeBackend, verb: Verb, array: Any, seconds: float) -> Any:
+            if verb is ALL_GATHER and isinstance(self, ShmBackend):
+                time.sleep(5)
+            return real(self, verb, array, seconds)
+
+        NativeBackend.step = late  # type: ignore[method-assign]
+    try:
+        fl.barrier()
+        fl.barrier()
+    except fl.errors.DistributedError as error:
+        return str(error)
+    return "nothing was late"
+
+
+@pytest.mark.slow
+def test_a_rank_that_stops_before_the_answer_is_named_on_the_other_host() -> None:
+    """There the next call waited for rank 0 less long than that waited for rank 1."""
+    texts = run_ranks(stop_before_the_answer, 4, env=PLACED["aabb"], params={"TIMEOUT": 1})
+    for text in (texts[0], *texts[2:]):
+        assert "rank 1 did not join" in text, texts

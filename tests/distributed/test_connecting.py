@@ -71,8 +71,8 @@ class Raw:
 
     def connect(self, rank: int, lazily: bool = False) -> None:
         given = self.addresses[rank]
-        proofs = bytes(2 * 32 * self.size)
-        kept = [self.ffi.from_buffer(bytes_) for bytes_ in (b"".join(given), proofs)]
+        key = bytes(32)
+        kept = [self.ffi.from_buffer(bytes_) for bytes_ in (b"".join(given), key)]
         op = self.lib.fl_gloo_connect(
             self.groups[rank], kept[0], len(given[0]), kept[1], lazily, 20
         )

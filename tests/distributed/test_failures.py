@@ -430,3 +430,26 @@ def test_a_forked_child_is_no_rank_and_leaves_its_parents_world_alone(
     pool: Any, params: Any
 ) -> None:
     assert pool(2, params=params).run(fork_a_child) == [(0, 2), (0, 2)]
+
+
+def wait_for_a_late_rank_beside_one_that_raised(rank: int, size: int) -> str:
+    if rank == 0:
+        time.sleep(2.5)
+    try:
+        if rank == 2:
+            with fl.abort_on_exception():
+                raise RuntimeError("on purpose")
+        fl.barrier()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing happened"
+
+
+@pytest.mark.slow
+def test_a_rank_that_has_said_why_it_ended_is_not_called_late() -> None:
+    """Rank 1, whose wait was for rank 0 first, named both."""
+    texts = run_ranks(
+        wait_for_a_late_rank_beside_one_that_raised, 3, params={"TIMEOUT": 1, "BACKEND": "gloo"}
+    )
+    assert "lost rank 2" in texts[1], texts
+    assert "on purpose" in texts[1], texts

@@ -240,9 +240,9 @@ def test_launchers_go_on_together_with_the_ranks_that_remain(tmp_path: Path) -> 
         assert reported[2].startswith("flrun: rank 1 of 2")
 
 
-def wait_for(folder: Path, pattern: str) -> Path:
+def wait_for(folder: Path, pattern: str, seconds: float = 20.0) -> Path:
     """Return the file below ``folder`` that has come."""
-    ends = time.monotonic() + 20
+    ends = time.monotonic() + seconds
     while time.monotonic() < ends:
         if found := list(folder.rglob(pattern)):
             return found[0]

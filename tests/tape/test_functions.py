@@ -286,7 +286,9 @@ def test_layouts(dtype: str) -> None:
     with np.errstate(all="ignore"):
         values = random.choice(SPECIAL, (2, 70 * 3)) + random.choice(SPECIAL, (2, 70 * 3)) * 1j
         x, y = (values.real if dtype not in "FD" else values).astype(dtype).reshape(2, 70, 3)
-        for ufunc in sorted(UFUNCS - {np.power}, key=lambda each: each.__name__):
+        # Of 0 as an integer, ARM gives what the loop's instructions make of infinity.
+        undefined = {np.power, *([] if dtype in "efdFD" else [np.reciprocal])}
+        for ufunc in sorted(UFUNCS - undefined, key=lambda each: each.__name__):
             parts = [x, y][: ufunc.nin]
 
             def step(*parts: Array, do: np.ufunc = ufunc) -> list[Any]:

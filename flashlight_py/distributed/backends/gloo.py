@@ -160,17 +160,12 @@ class GlooBackend(NativeBackend):
         texts = store.exchange(json.dumps(card).encode())
         cards = derived(texts, _GlooCards.read)
         self._know(cards.peers)
-        # What this rank shows each rank, and what that one must show, by turns, made with a key of
-        # this meeting alone. They are compared natively: two messages at the start of each
-        # connection, and no SHA-256 of our own in C++.
+        # Of this meeting alone: what both ends of each connection show at its start is made of it.
         key = derived(texts, _key, key)
-        ways = [way for peer in range(self.size) for way in ((self.rank, peer), (peer, self.rank))]
-        proofs = b"".join(proof(key, b"%d" % source, b"%d" % to) for source, to in ways)
-        addresses = cards.addresses
         if len(set(hosts)) > 1:
-            self._watch_hosts(hosts, cards, addresses, count, proofs)
+            self._watch_hosts(hosts, cards, cards.addresses, count, key)
         seconds = self._joining
-        op = self.lib.fl_gloo_connect(self.group, addresses, count, proofs, lazily, seconds)
+        op = self.lib.fl_gloo_connect(self.group, cards.addresses, count, key, lazily, seconds)
         work = NativeWork(self, "connect", op, addresses, seconds)
         waiting = Waiting("connecting through Gloo")
         while True:
@@ -193,12 +188,14 @@ class GlooBackend(NativeBackend):
 
     def _watch_hosts(self, hosts: Sequence[str], cards: _GlooCards, *connecting: Any) -> None:
         """Begin to watch; ``cards`` are of all ranks, the rest as for ``fl_gloo_connect``."""
-        numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
-        texts = [self.ffi.new("char[]", peer.host.encode()) for peer in self._peers]
+        named = dict(zip(hosts, (peer.host for peer in self._peers), strict=True))
+        numbers = {host: number for number, host in enumerate(named)}
+        texts = [self.ffi.new("char[]", name.encode()) for name in named.values()]
         known = {
             "numbers": self.ffi.new("int[]", [numbers[host] for host in hosts]),
-            "names": self.ffi.new("char *[]", texts),
             "ports": self.ffi.new("int[]", cards.ports),
+            "names": self.ffi.new("char *[]", texts),
+            "count": len(texts),
             "seconds": max(cards.limits) if all(cards.limits) else 0.0,
         }
         self.lib.fl_gloo_watch_hosts(self.group, self.ffi.new("fl_hosts *", known), *connecting)

@@ -38,6 +38,7 @@ from flashlight_py.errors import (
 _MAX_MISSING = 64
 # What words for others begin with: the class of error that they are.
 _LOST, _LATE, _DIFFERENT = "P", "T", "M"
+_GIVEN_UP = "it gave up waiting for this rank: "  # as csrc/common says it
 _VERBS = {code: verb for verb in VERBS for code in (verb.code, verb.uneven) if code}
 _WORDS_FOR_OTHERS = re.compile("^[PTM](?=lost |rank |ranks |all |a rank |the ranks )")
 
@@ -63,7 +64,10 @@ def failure(
     lost = {lib.FL_PEER_LOST: PEER_ADVICE, lib.FL_HOST_LOST: HOST_ADVICE}
     advice = (lost | {lib.FL_LEAVING: LEAVING_ADVICE}).get(status)
     if advice is not None:
-        return PeerLostError(f"{where}: lost {who} ({text}){those}. {advice}. {UNUSABLE}")
+        error = PeerLostError(f"{where}: lost {who} ({text}){those}. {advice}. {UNUSABLE}")
+        if text.startswith(_GIVEN_UP):
+            error.for_others = _late_itself(backend, who, text[len(_GIVEN_UP) :])
+        return error
     if status == lib.FL_TIMEOUT:
         limit, theirs = f"{seconds:g} seconds", waits_elsewhere(backend, missing)
         if theirs:
@@ -91,9 +95,18 @@ def words_of_traceback(backend: NativeGroup, traceback: str) -> str:
 
 def words_of(error: DistributedError) -> str:
     """Return what the others are to raise as well: ``error``, of this or of another group."""
+    if isinstance(error, PeerLostError) and error.for_others:
+        return _LATE + error.for_others
     kind = _LATE if isinstance(error, CollectiveTimeoutError) else _LOST
     kind = _DIFFERENT if isinstance(error, MismatchError) else kind
     return kind + re.split(r"\[\w+\] rank \d+ of \d+: ", str(error), maxsplit=1)[-1]
+
+
+def _late_itself(backend: NativeGroup, who: str, why: str) -> str:
+    """Return what others are told where ``who`` gave this rank up."""
+    those = who_that_was([backend.rank], backend.processes)
+    late = f"rank {backend.numbers[backend.rank]} did not join"
+    return did_not_join("", late, f"the limit of {who}", why, those).removeprefix(": ")
 
 
 def _as_told(where: str, words: str) -> DistributedError:

@@ -141,9 +141,12 @@ class Agreement:
 
         ``seconds`` is as for :meth:`reach`.
         """
-        if seconds is None:  # a local peer that is behind has three limits of other hosts itself
-            seconds = between_hosts(self.timeout, 4) if self._is_ahead else self.timeout
-        self._is_ahead = False
+        limit = self.timeout if seconds is None else seconds
+        # A local peer that is behind has three limits of other hosts itself.
+        ahead = seconds is None and self._is_ahead
+        seconds, self._is_ahead = between_hosts(limit, 4) if ahead else limit, False
+        # The rank that has the answer may wait for another host meanwhile, and is not late itself.
+        answered = between_hosts(seconds, 2)
         digest = hashlib.blake2b(key.encode(), digest_size=_KEY_BYTES).digest()
         mine = RankMessage(digest, (load.length,), load.data).packed()
         answer = _EMPTY
@@ -152,8 +155,9 @@ class Agreement:
             sent = _one_of(unpacked(local), load.inside)
             whole = self._between.step(ALL_GATHER, sent.packed(), between_hosts(seconds))
             answer = _one_of(unpacked(whole), load.between).packed()
-        # The rank that has it may wait for another host meanwhile, and is not late itself.
-        return unpacked(self._inside.step(ALL_GATHER, answer, between_hosts(seconds, 2)))[0]
+            # Its peers wait already; other hosts do for it, in their next call.
+            answered = limit
+        return unpacked(self._inside.step(ALL_GATHER, answer, answered))[0]
 
     def _differences(self, call: Call, number: int) -> MismatchError:
         mine = bytearray(text_at_site(str(call), _TEXT_BYTES).ljust(_TEXT_BYTES, b"\0"))

@@ -127,7 +127,8 @@ class Gate(abc.ABC):
 
     def _open_or_close(self) -> float:
         """Look at listeners only while there is room; return for how many seconds to, at most."""
-        oldest = self._candidates[0] if len(self._candidates) >= _TREE_CANDIDATES else None
+        is_full = len(self._candidates) >= _TREE_CANDIDATES and self._round == 0
+        oldest = self._candidates[0] if is_full else None
         left = oldest.since + _CANDIDATE_SECONDS - system.monotonic() if oldest else 0.0
         if self._is_open != (left <= 0.0):
             self._is_open = not self._is_open
@@ -239,6 +240,7 @@ class Seeker(Gate):
         self._up: Connection | None = None  # to who is above
         self._process = this_process()
         self._seat = Seat(place.rank, 0, 0, str(self._process))
+        self._number = place.rank  # or what rank 0 has given it
         self._without = ANY_RANK  # who was above this rank and is not there
         self._bereft = ""  # and what has become of it
         self._deadline = math.inf
@@ -259,6 +261,7 @@ class Seeker(Gate):
         this host but has not come after a while, this one does.
         """
         place, pause, problem = self._place, FIRST_PAUSE, ""
+        is_first = self._round == 0  # else who is rank 0 is known
         waiting = Waiting(f"rendezvous at {place.name}", place.first_report)
         speaks_from = system.monotonic()
         has_speaker = place.is_tree and bool(place.local_rank)
@@ -267,7 +270,8 @@ class Seeker(Gate):
         try:
             while (now := system.monotonic()) < self._deadline:
                 inside = [True] if now < speaks_from else [False, True][: 1 + has_speaker]
-                for offer, is_inside in itertools.product(place.offers(), inside):
+                offers = place.offers() if is_first else [self._offer]
+                for offer, is_inside in itertools.product(offers, inside):
                     try:
                         if self._reach(offer, max(speaks_from, now + 1.0) if is_inside else 0.0):
                             return
@@ -277,7 +281,8 @@ class Seeker(Gate):
                         problem = f": {offer.who}{error}"
                         if isinstance(error, WrongServerError) and not place.moves:
                             raise self._failure(str(error)) from error
-                        place.failed(offer)
+                        if is_first:
+                            place.failed(offer)
                         if self._bereft and not place.moves:  # the run has failed meanwhile
                             is_there = isinstance(error, SilentError)
                             until = speaks_from + _BEREFT if is_there else now
@@ -311,7 +316,7 @@ class Seeker(Gate):
         place.secret = offer.secret.common
         connection.trust(place.host_timeout)
         if is_asking:
-            place.ends = {0: connection.ends}
+            place.ends, self._offer = {0: connection.ends}, offer
             self._speak(offer.secret)
         try:
             message = connection.take(until)
@@ -326,6 +331,7 @@ class Seeker(Gate):
                 raise self._failure(f"{before}{reason}", joining=True)
             raise NobodyError("who listens there has gone, or names no place")
         seat = Seat(*json.loads(message.body))
+        self._number = seat.rank
         if not seat.host:
             self._up, self._seat, self._without, self._bereft = connection, seat, ANY_RANK, ""
             connection.rank = seat.parent
@@ -348,7 +354,7 @@ class Seeker(Gate):
         at = ""
         if self._place.is_tree:
             at = self._listen_at(connection.here) if is_asking else LEAF
-        return Greeting(self._place.rank, self._size, self._process, at, self._without)
+        return Greeting(self._number, self._size, self._process, at, self._without)
 
     def _listen_at(self, here: tuple[str, int]) -> str:
         """Listen at the address from which rank 0 was reached; return it and the port."""

@@ -6,7 +6,7 @@ import abc
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 
 from flashlight_py import system
 from flashlight_py.distributed.rendezvous.secret import Secret
@@ -17,7 +17,6 @@ from flashlight_py.errors import RendezvousError
 
 TREE_FROM = "FLASHLIGHT_TREE_FROM"
 """The environment variable with the number of ranks from which on they meet in a tree."""
-_TREE_FROM = 512
 
 
 class MeetingPoint(Store):
@@ -39,7 +38,7 @@ class MeetingPoint(Store):
     unnumbered = False
     one_host = False
     local_rank: int | None = None  # among the ranks of this host; None: not known
-    hands_over = False  # the connections of rank 0 to all others are wanted later: no tree
+    tree_from = 512  # so many ranks meet in a tree, unless the environment says otherwise
     # After so many seconds, not the usual ones, it is said who is missing, also with nobody there.
     first_report: float | None = None
 
@@ -51,10 +50,10 @@ class MeetingPoint(Store):
     @cached_property
     def is_tree(self) -> bool:
         """Whether ranks meet in a tree, one of each host for all of it. Equal on all of them."""
-        text = system.environ.get(TREE_FROM, str(_TREE_FROM))
+        text = system.environ.get(TREE_FROM, str(self.tree_from))
         if not text.isdecimal():
             raise self.error(f"{TREE_FROM} is to be a number of ranks, got {text!r}")
-        return self.size >= int(text) and not self.hands_over
+        return self.size >= int(text)
 
     def exchange(self, payload: bytes) -> Roster:
         """Pass ``payload`` and return every rank's, in rank order; see ``Store``."""
@@ -80,24 +79,40 @@ class MeetingPoint(Store):
     def hand_over(self) -> dict[int, system.Socket]:
         """End after an exchange, and return the connections that are proven; collective.
 
-        Those of rank 0 to every other rank, by rank, and of these to rank 0. They block, and are
-        the caller's to close. Rank 0 goes on listening where it says so: see ``late``. There are
-        all only where ``hands_over`` was set before the first exchange.
+        Those of rank 0 to every other rank, by rank, and of these to rank 0; in a tree those to
+        the neighbours, of which one is ``above``. They block, and are the caller's to close. Rank 0
+        goes on listening where it says so, and in a tree all do: see ``late``.
         """
         self._has_ended = True
         return self._node.hand_over()
 
-    @contextmanager
-    def late(self) -> Iterator[tuple[int, Callable[[], object]]]:
-        """After ``hand_over`` on rank 0: yield what can be read when somebody comes too late.
+    @property
+    def above(self) -> int:
+        """The rank above this one: rank 0, unless ranks meet in a tree."""
+        return self._node.above
 
-        And what to call then: it says that a run is under way, and does not block. At the end
-        nobody listens any more.
+    @contextmanager
+    def late(self) -> Iterator[tuple[int, Callable[[], dict[int, system.Socket]]]]:
+        """After ``hand_over``: yield what can be read when somebody comes later.
+
+        And what to call then: it says that a run is under way, and does not block. Who has lost
+        the rank above it in a tree gets another place; returns connections to those who have it
+        here, by rank. At the end nobody listens any more.
         """
         try:
-            yield self._node.selector.fileno(), partial(self._node.serve_ready, 0.0)
+            yield self._node.selector.fileno(), self._node.take_in
         finally:
             self._node.close()
+
+    def move(self, seconds: float) -> system.Socket:
+        """After ``hand_over`` in a tree: get another place, as the rank above is gone.
+
+        Returns the connection to the rank that is above now.
+
+        Raises:
+            RendezvousError: rank 0 does not name one that is there, for so many seconds.
+        """
+        return self._node.move(seconds)
 
     def abort(self, reason: str) -> None:
         """Notify the connected ranks that this one aborts; waits up to 2 s until they know."""

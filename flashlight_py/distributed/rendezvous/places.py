@@ -69,6 +69,13 @@ class Places:
         self._root = _Opening(0, 0, str(peer), "", 0, FAN)
         self._openings: dict[int, _Opening] = {}
         self._returns: Counter[int] = Counter()
+        self._lowest = 1  # that may be free
+
+    def free(self) -> int:
+        """Return the first rank that has no place yet."""
+        while self._lowest in self._above:
+            self._lowest += 1
+        return self._lowest
 
     def begin(self, payload: bytes, is_first: bool) -> None:
         """Begin a round, in which rank 0 gives ``payload``. After the first nobody joins."""
@@ -118,6 +125,7 @@ class Places:
         for each in gone:
             self.given.pop(each, None)
         del self._above[rank]
+        self._lowest = min(self._lowest, rank)
 
     def missing(self, size: int) -> list[int]:
         """Return who has given nothing. Of whom that is who is above: who has not ``shown`` that.

@@ -73,6 +73,7 @@ class TreeNode(Seeker):
         self._shows = True  # what is there goes up before all is
         self._is_late = False  # time is up, and those above know it
         self._is_leaving, self._gone = False, set[int]()
+        self._has_handed_over = False
         # Of rank 0: who has joined from where, and whom a stranger could have come before.
         self._ends: dict[int, tuple[Any, Any]] = {}
         self._unproven: set[int] = set()
@@ -294,7 +295,7 @@ class TreeNode(Seeker):
         """
         rank, size, peer, at, _ = greeting
         if rank == ANY_RANK:
-            rank = next((each for each in range(1, size) if each not in self.members), size - 1)
+            rank = min(self._places.free(), size - 1)
         reason, own = "", self._place.rank
         me = f"rank {own}: {self._processes[own]}"
         here = [self._processes[each] for each in (own, *self.members)]
@@ -308,6 +309,8 @@ class TreeNode(Seeker):
         if self._verdict:
             self._refuse(candidate, Kind.FAILURE, self._verdict)
             self._notified.add(rank)
+        elif self._round > 0 and self._may_return(greeting):
+            self._settle(candidate, rank, greeting)
         elif self._round > 0:
             reason += f"a run is under way at this {self._place.kind} already (its {me})"
             advice = f"wait for its end, or give every run a {self._place.own} of its own"
@@ -324,6 +327,12 @@ class TreeNode(Seeker):
             raise self._disagreement(f"{reason}; set the same on every rank", rank, candidate)
         else:
             self._settle(candidate, rank, greeting)
+
+    def _may_return(self, greeting: Greeting) -> bool:
+        """Return whether it is a rank of this run, whose connections were handed over."""
+        is_other = self._is_root and self._places.is_claimed(greeting.rank, identity(greeting.peer))
+        is_ours = self._has_handed_over and self._place.is_tree and greeting.size == self._size
+        return is_ours and greeting.rank not in (ANY_RANK, self._number) and not is_other
 
     def _settle(self, candidate: Connection, rank: int, greeting: Greeting) -> None:
         """Tell a process its place; it becomes a member if that is here."""
@@ -353,14 +362,38 @@ class TreeNode(Seeker):
 
     def hand_over(self) -> dict[int, system.Socket]:
         """Return the connections of rank 0 to the others, or of these to rank 0."""
-        found = {0: self._up} if self._up else dict(self.members)
-        self._up, self.members = None, {}
+        up, self._up, self._has_handed_over = self._up, None, True
+        found = self._take_out({self.above: up} if up else {})
+        self._place.clear()
+        if not self._place.is_tree and (self._place.moves or not self._is_root):
+            self.close()
+        return found
+
+    @property
+    def above(self) -> int:
+        return self._seat.parent
+
+    def take_in(self) -> dict[int, system.Socket]:
+        """Serve who has come since, and return connections to those who have a place here."""
+        for _ in range(self._size):  # who leaves makes room for who waits
+            if not self.serve_ready(0.0):
+                break
+        return self._take_out({})
+
+    def move(self, seconds: float) -> system.Socket:
+        """Get another place, as the rank above is gone; returns the connection to the new one."""
+        self._without, self._deadline = self.above, system.monotonic() + seconds
+        self._join()
+        return self.hand_over()[self.above]
+
+    def _take_out(self, found: dict[int, Connection]) -> dict[int, system.Socket]:
+        """Return the connections ``found`` and to members, which are the caller's from now on."""
+        found |= self.members
+        self.members = {}
         for each in found.values():
             if each.wire in self.selector.get_map():
                 self.selector.unregister(each.wire)
             each.wire.setblocking(True)
-        if self._place.moves or not self._is_root:
-            self.close()
         return {rank: each.wire for rank, each in found.items()}
 
     def leave(self) -> None:

@@ -37,6 +37,6 @@ int main() {
   fl::Heartbeat heartbeat(0, here);
   check("the listener", listener, [&] { heartbeat.abandon(); });
   const int connection = next_number();
-  fl::Line line(here);
+  fl::Line line(reinterpret_cast<const sockaddr_in6&>(here));
   check("a connection", connection, [&] { line.abandon(); });
 }

@@ -2,6 +2,7 @@
 // one thread. Prints how many connections that one has after a while.
 #include <arpa/inet.h>
 
+#include <cstring>
 #include <fstream>
 #include <iostream>
 #include <memory>
@@ -11,15 +12,10 @@
 
 namespace {
 
-using fl::Clock, fl::Heartbeat, fl::Hosts;
+using fl::Clock, fl::Heartbeat;
 
 constexpr double kLimit = 5.0;
 constexpr std::chrono::seconds kWhile{1};
-
-std::string proof(int source, int destination) {
-  const std::string text = std::to_string(source) + " to " + std::to_string(destination);
-  return text + std::string(FL_PROOF_BYTES - text.size(), '.');
-}
 
 sockaddr_storage loopback() {
   sockaddr_storage address{};
@@ -46,22 +42,18 @@ int connections(int port) {
 int main(int, char** arguments) {
   const int size = std::stoi(arguments[1]);
   std::vector<std::unique_ptr<Heartbeat>> ranks;
-  Hosts hosts{{}, {}, {}, {}, {}, kLimit};
+  std::vector<int> numbers(size);
+  std::vector<sockaddr_in6> addresses(size);
   for (int r = 0; r < size; ++r) {
     ranks.push_back(std::make_unique<Heartbeat>(r, loopback()));
-    hosts.numbers.push_back(r == size - 1);
-    hosts.names.emplace_back(r == size - 1 ? "b" : "a");
-    hosts.addresses.push_back(loopback());
-    fl::set_port(hosts.addresses.back(), ranks[r]->port());
+    numbers[r] = r == size - 1;
+    sockaddr_storage address = loopback();
+    fl::set_port(address, ranks[r]->port());
+    std::memcpy(&addresses[r], &address, sizeof addresses[r]);
   }
-  for (int r = 0; r < size; ++r) {
-    Hosts own = hosts;
-    for (int peer = 0; peer < size; ++peer) {
-      own.shown.push_back(proof(r, peer));
-      own.expected.push_back(proof(peer, r));
-    }
-    ranks[r]->begin(own);
-  }
+  const std::vector<std::string> names{"a", "b"};
+  const auto hosts = std::make_shared<const fl::Hosts>(numbers, names, addresses, "a key", kLimit);
+  for (const auto& each : ranks) each->begin(hosts);
   for (const auto end = Clock::now() + kWhile; Clock::now() < end;) {
     for (const auto& each : ranks) {
       if (Clock::now() < each->due()) continue;

@@ -33,11 +33,11 @@ struct Two {
     std::vector<char> addresses = asked->address();
     const size_t bytes = addresses.size();
     addresses.insert(addresses.end(), asking->address().begin(), asking->address().end());
-    const std::vector<char> proofs(4 * FL_PROOF_BYTES);
+    const std::vector<char> key(FL_KEY_BYTES);
     const auto told = [](int, uint64_t, const std::string&) {};
     const auto calls = [](uint64_t) { return int64_t{0}; };
-    asked->open(addresses.data(), bytes, proofs.data(), made, told, calls, nothing);
-    asking->open(addresses.data(), bytes, proofs.data(), [](int, fl::Pair&) {}, told, calls, nothing);
+    asked->open(addresses.data(), bytes, key.data(), made, told, calls, nothing);
+    asking->open(addresses.data(), bytes, key.data(), [](int, fl::Pair&) {}, told, calls, nothing);
   }
   ~Two() {
     asked->close();

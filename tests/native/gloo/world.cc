@@ -21,8 +21,8 @@ std::vector<char> Rank::address() {
 }
 
 void Rank::connect(const std::vector<char>& addresses, bool lazily) {
-  const std::vector<char> proofs(2 * size * FL_PROOF_BYTES);  // the same of all ranks
-  check_ok(fl_gloo_connect(group_, addresses.data(), addresses.size() / size, proofs.data(),
+  const std::vector<char> key(FL_KEY_BYTES);  // the same of all ranks
+  check_ok(fl_gloo_connect(group_, addresses.data(), addresses.size() / size, key.data(),
                            lazily, 60),
            "connect");
 }

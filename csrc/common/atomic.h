@@ -1,0 +1,126 @@
+// All that ranks and threads need of the system to wait for each other and to see each other's memory.
+//
+// The model checker (tests/native/model) runs the same sources with FL_MODEL: it defines what is only declared then.
+// Atomics and plain accesses it takes from the compiler; mutexes, conditions, threads and the clock's time, files and
+// mappings from calls of the C library. So nothing else may call the kernel to wait.
+#pragma once
+
+#include <linux/futex.h>
+#include <poll.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <climits>
+#include <cstddef>
+#include <cstdint>
+
+namespace fl {
+
+static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t), "a futex is a plain word");
+
+// Whose threads share a futex.
+enum class Among { kProcesses, kThreads };
+constexpr uint32_t kAllBits = ~0u;
+
+// In place of a descriptor of a process: none can be had, it had ended before.
+constexpr int kNoProcess = -1, kEndedProcess = -2;
+
+#ifdef FL_MODEL
+
+// A size or a number of tries: the model's is small, so that few accesses reach every part of the code.
+template <typename T>
+constexpr T sized(T, T model) {
+  return model;
+}
+
+void futex_wait(const void* word, uint32_t seen, int64_t nanoseconds, uint32_t bits, Among among);
+void futex_wake(const void* word, uint32_t bits, Among among);
+void pause_briefly();
+void yield_processor();
+int processors();
+int32_t process_id();
+int open_process(int32_t pid);
+bool process_has_ended(int process);
+ssize_t read_memory(int32_t pid, uint64_t from, void* into, size_t bytes);
+void* of_this_process(const void* type, void* (*make)());
+
+// The one object of this type that a process has.
+template <typename T>
+T& one_per_process() {
+  static const char type = 0;
+  return *static_cast<T*>(of_this_process(&type, [] { return static_cast<void*>(new T()); }));
+}
+
+#else
+
+template <typename T>
+constexpr T sized(T real, T) {
+  return real;
+}
+
+// Sleep while `word` is `seen`, until a wake that has one of the bits, or so long, or without a reason.
+inline void futex_wait(const void* word, uint32_t seen, int64_t nanoseconds, uint32_t bits, Among among) {
+  timespec end;
+  clock_gettime(CLOCK_MONOTONIC, &end);
+  const int64_t fraction = end.tv_nsec + nanoseconds % 1000000000;
+  end.tv_sec += nanoseconds / 1000000000 + fraction / 1000000000;
+  end.tv_nsec = fraction % 1000000000;
+  const int operation = FUTEX_WAIT_BITSET | (among == Among::kThreads ? FUTEX_PRIVATE_FLAG : 0);
+  syscall(SYS_futex, word, operation, seen, &end, nullptr, bits);
+}
+
+inline void futex_wake(const void* word, uint32_t bits, Among among) {
+  const int operation = FUTEX_WAKE_BITSET | (among == Among::kThreads ? FUTEX_PRIVATE_FLAG : 0);
+  syscall(SYS_futex, word, operation, INT_MAX, nullptr, nullptr, bits);
+}
+
+inline void pause_briefly() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+inline void yield_processor() { sched_yield(); }
+
+// That this process may use.
+inline int processors() {
+  cpu_set_t set;
+  return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
+}
+
+inline int32_t process_id() { return getpid(); }
+
+// A descriptor by which the end of a process is seen, or what stands in its place.
+inline int open_process(int32_t pid) {
+  const int process = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
+  if (process >= 0) return process;
+  return errno == ESRCH ? kEndedProcess : kNoProcess;
+}
+
+inline bool process_has_ended(int process) {
+  pollfd end{process, POLLIN, 0};
+  return process == kEndedProcess || (process >= 0 && poll(&end, 1, 0) == 1);
+}
+
+// Out of another process; returns how many bytes were read, or -1.
+inline ssize_t read_memory(int32_t pid, uint64_t from, void* into, size_t bytes) {
+  const iovec here{into, bytes}, there{reinterpret_cast<void*>(from), bytes};
+  return process_vm_readv(pid, &here, 1, &there, 1, 0);
+}
+
+template <typename T>
+T& one_per_process() {
+  static T one;
+  return one;
+}
+
+#endif
+
+}  // namespace fl

@@ -1,0 +1,267 @@
+"""The tree of hosts: connections to the agents right below, and which of them leads to whom.
+
+The launcher has one, and so has every agent. Few hosts are all right below the launcher. Of many it
+reaches some, which reach others, so that no process has more than some dozens of connections.
+A message to or from another agent than the neighbour has that one's number before it, or, on its
+way down, ``*``: for who gets it and all below. So it is passed on without being read. The ways are
+learned from what comes up: ``here`` is the first that does.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from socket import IPPROTO_TCP, TCP_USER_TIMEOUT
+from subprocess import PIPE
+
+from flashlight_py import system
+from flashlight_py.launch.channel import Outgoing, Reader, message
+from flashlight_py.launch.failures import describe_exit
+from flashlight_py.launch.loop import Loop, Pulse
+
+# From so many hosts on a tree takes over, in which ssh starts at most so many agents from one host.
+TREE_FROM, FAN = 48, 16
+# A process has at most so many connections to agents.
+MOST_LINKS = 64
+# So long agents may take to leave, in seconds.
+LEAVING_SECONDS = 10.0
+
+
+class Link:
+    """A connection to the agent of host ``node``, right below.
+
+    It is lost once nothing has come from there for as long as ``branches`` allow.
+    """
+
+    part: Sequence[tuple[int, str]] = ()  # hosts that are to be reached from there
+
+    def __init__(self, branches: Branches, node: int) -> None:
+        self.node, self.has_heard = node, False
+        self._branches, self._is_open = branches, False
+
+    def put(self, line: bytes) -> None:
+        """Send ``line``; does not block, nothing happens if nobody is there any more."""
+        self._outgoing.put(line)
+
+    def close(self) -> None:
+        """Close the connection; whatever is still there ends by it. May be called again."""
+        if self._is_open:
+            self._is_open = False
+            self._pulse.stop()
+            self._outgoing.close()
+            self._branches.loop.forget(self._reading)
+
+    def _connect(self, reading: int, writing: int, is_there: bool) -> None:
+        self._is_open, loop = True, self._branches.loop
+        self._reading, self._reader = reading, Reader(reading)
+        self._outgoing = Outgoing(loop, writing)
+        loop.watch(reading, self._read)
+        beat = partial(self._outgoing.put_if_idle, message("pulse"))
+        self._pulse = Pulse(loop, self._branches.lost_after, beat, self._on_silence, is_there)
+
+    def _read(self) -> None:
+        self._pulse.heard()
+        lines = self._reader.lines()
+        self.has_heard = self._reader.received > 0
+        self._branches.take(self, lines)
+        if self._reader.has_ended and self._is_open:
+            self._branches.loop.forget(self._reading)
+            self._on_end()
+
+    def _on_end(self) -> None:
+        """Nothing more arrives from the agent."""
+
+    def _on_silence(self, since: str) -> None:
+        """Nothing has arrived for too long; give the host up."""
+        raise NotImplementedError
+
+
+class NodeLink(Link):
+    """The connection to the launcher of another node, which has connected."""
+
+    def __init__(self, branches: Branches, node: int, connection: system.Socket) -> None:
+        super().__init__(branches, node)
+        self._socket = connection
+        keep_little(connection, branches.lost_after)
+        self._connect(connection.fileno(), connection.fileno(), is_there=True)
+
+    def close(self) -> None:
+        super().close()
+        self._socket.close()
+
+    def _on_end(self) -> None:
+        self._give_up(f"the connection to its launcher (node {self.node}) has ended")
+
+    def _on_silence(self, since: str) -> None:
+        self._give_up(f"nothing has come from its launcher (node {self.node}) {since}")
+
+    def _give_up(self, why: str) -> None:
+        self.close()
+        self._branches.lose(self, why)
+
+
+class SshLink(Link):
+    """An agent that is started by ``ssh``, a command that takes a host and a line.
+
+    It reaches the hosts of ``part``, all but the first, which is its own. On each the same folder
+    and the same Python are used as here.
+
+    Raises:
+        OSError: the command cannot be run.
+    """
+
+    def __init__(
+        self, branches: Branches, part: Sequence[tuple[int, str]], ssh: Sequence[str], fan: int
+    ) -> None:
+        (node, self._name), *self.part = part
+        super().__init__(branches, node)
+        self.ssh, self.fan, self._silence = ssh, fan, ""
+        folder, python = shlex.quote(os.getcwd()), shlex.quote(sys.executable)
+        agent = f"exec {python} -m flashlight_py.launch.agent {branches.lost_after:g}"
+        command = [*ssh, self._name, f"cd {folder} && {agent}"]
+        self._process = system.Popen(command, stdin=PIPE, stdout=PIPE, start_new_session=True)
+        assert self._process.stdin
+        assert self._process.stdout
+        with self._process.stdin as stdin:
+            self._connect(self._process.stdout.fileno(), stdin.fileno(), is_there=False)
+        branches.loop.child(self._process, self._on_exit, is_ours=True)
+        if self.part:
+            self.put(message("reach", self.part, ssh, fan))
+
+    def close(self) -> None:
+        super().close()
+        assert self._process.stdout
+        self._process.stdout.close()
+        if self._process.returncode is None:
+            self._process.kill()
+            self._process.wait()
+
+    def _on_exit(self, code: int) -> None:
+        before = -1
+        while self._reader.received > before:  # there may be more than one reading holds
+            before = self._reader.received
+            self._branches.take(self, self._reader.lines())
+        self.has_heard = before > 0
+        self.close()
+        how = self._silence or f"ssh to {self._name} {describe_exit(code)}"
+        self._branches.lose(self, how)
+
+    def _on_silence(self, since: str) -> None:
+        self._silence = f"nothing has come from host {self._name} {since}"
+        self._process.kill()
+
+
+class Branches:
+    """The agents below this process, by the numbers of their hosts.
+
+    ``on_lines`` is called with messages that have come, each with the number whose it is.
+    ``on_lost`` is called when a connection has ended: with the number of the host, what has become
+    of it, those that were reached by it, and whether anything had ever come from there.
+    """
+
+    def __init__(self, loop: Loop, lost_after: float) -> None:
+        self.loop, self.lost_after = loop, lost_after
+        self.links: dict[int, Link] = {}
+        self.is_leaving = False
+        self.on_lines: Callable[[list[tuple[int, bytes]]], None]
+        self.on_lost: Callable[[int, str, list[int], bool], None]
+        self._ways: dict[int, Link] = {}
+
+    def put(self, node: int, line: bytes) -> None:
+        """Send a message to one agent; nothing happens where no way to it is known."""
+        if (link := self._ways.get(node)) is not None:
+            link.put(line if node == link.node else b"%d %s" % (node, line))
+
+    def broadcast(self, line: bytes) -> None:
+        """Send a message to all, once on each connection."""
+        for link in self.links.values():
+            link.put(b"* " + line)
+
+    def take(self, link: Link, lines: list[bytes]) -> None:
+        """Take what has come on ``link``."""
+        found = []
+        for line in lines:
+            number, _, rest = (b"", b"", line) if line[:1] == b"[" else line.partition(b" ")
+            node = int(number) if number else link.node
+            self._ways[node] = link
+            found.append((node, rest))
+        if found:
+            self.on_lines(found)
+
+    def nodes(self) -> list[int]:
+        return list(self._ways)
+
+    def adopt(self, node: int, connection: system.Socket) -> None:
+        """Talk to the launcher of ``node`` on a connection that it has made."""
+        if (old := self.links.get(node)) is not None:
+            old.close()
+            self.lose(old, "its launcher has come again")
+        self.links[node] = NodeLink(self, node, connection)
+
+    def reach(
+        self, hosts: Sequence[tuple[int, str]], ssh: Sequence[str], fan: int, first: int = 0
+    ) -> None:
+        """Start agents on ``hosts``: ``first`` of them from here, or ``fan``, and more from these.
+
+        Calls ``on_lost`` where the command cannot be run.
+        """
+        count = min(first or fan, len(hosts))
+        for i in range(count):
+            part = hosts[i * len(hosts) // count : (i + 1) * len(hosts) // count]
+            try:
+                self.links[part[0][0]] = SshLink(self, part, ssh, fan)
+            except OSError as error:
+                for node, _ in part:
+                    self.on_lost(node, f"{ssh[0]}: {error}", [], False)
+
+    def lose(self, link: Link, how: str) -> None:
+        """Note that ``link`` has ended. Those who were to be reached by it, are from here."""
+        self.links = {node: each for node, each in self.links.items() if each is not link}
+        behind = {node for node, way in self._ways.items() if way is link}
+        for node in behind:
+            del self._ways[node]
+        behind |= {node for node, _ in link.part}
+        if isinstance(link, SshLink) and link.part and not (link.has_heard or self.is_leaving):
+            behind.clear()
+            self.reach(link.part, link.ssh, link.fan, 1)
+        self.on_lost(link.node, how, sorted(behind - {link.node}), link.has_heard)
+
+    def forget(self, by: int, nodes: Iterable[int]) -> list[int]:
+        """Forget the ways to ``nodes``, as host ``by`` says; returns those that had no other."""
+        link = self._ways.get(by)
+        gone = [
+            node for node in nodes if node not in self.links and self._ways.get(node, link) is link
+        ]
+        for node in gone:
+            self._ways.pop(node, None)
+        return gone
+
+    def leave(self, code: int) -> None:
+        """Have all exit with ``code``, and wait for that."""
+        self.is_leaving = True
+        self.broadcast(message("leave", code))
+        self.wait_and_close()
+
+    def wait_and_close(self) -> None:
+        """Wait until all have left, and close what is left after some seconds."""
+        ends = system.monotonic() + LEAVING_SECONDS
+        while self.links and system.monotonic() < ends:
+            self.loop.once(ends)
+        self.close()
+
+    def close(self) -> None:
+        """Close all connections; what is below ends by it, or looks for another place."""
+        self.is_leaving = True
+        for link in self.links.values():
+            link.close()
+        self.links.clear()
+        self._ways.clear()
+
+
+def keep_little(connection: system.Socket, lost_after: float) -> None:
+    """Have the kernel keep what it could not deliver no longer than need be: see ``Pulse``."""
+    milliseconds = int(2000 * lost_after)
+    connection.setsockopt(IPPROTO_TCP, TCP_USER_TIMEOUT, milliseconds)

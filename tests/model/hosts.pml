@@ -1,0 +1,300 @@
+/* The comparison between hosts: who waits for whom, how long, and who reports what to whom.
+ *
+ * What failures/agreement.py does (meet, reach, _one_of, _differences), and around it what decides how a
+ * wait ends: csrc/shm/peers.cc inside a host, csrc/gloo/mesh.cc between hosts, _run and end of
+ * backends/hierarchical.py. The first call is small, a large reduce, or one that all ranks make together
+ * (_flatly). One fault: a rank dies, calls something else, or stalls for ever or a while, at any moment.
+ *
+ *   -DSHAPE=22  2 hosts of 2 ranks; 31: 3 hosts of 1; 21: a host of 2 and one of 1; -DCALLS=2 calls in a row
+ *   -DMUTANT=   one that tests/model/test_hosts.py lists: the model without one of its parts
+ *
+ * Time goes on, by one, where nobody can do anything else: Promela's `timeout`. So whatever is on its way
+ * arrives, in any order, before the next limit passes; limits that pass in the same moment are noticed in any
+ * order. A limit is T, and STEP more for each time that between_hosts is applied; ranks that are well call up
+ * to SKEW apart, less than STEP. The library assumes that too: hosts that call further apart than
+ * between_hosts adds may name each other.
+ *
+ * Simpler than the code: what one rank sends to several over Gloo arrives at once unless the victim dies in
+ * between, or stalls there in FLAT, whose data takes time. Who stops among the announcements of a small call,
+ * some microseconds, may have others name ranks that wait as well. All are connected in FLAT, which in the code
+ * connects when it is used first: -DLAZY=1 does so, and finds that a rank which has given up before another one
+ * connects to it is taken for lost.
+ */
+
+#if SHAPE == 22
+#define N 4
+#else
+#define N 3
+#endif
+#define SIZE (SHAPE == 31 -> 1 : 2)  /* ranks of the first host */
+#define HOST(r) ((r) / SIZE)
+#define LOCAL(r) ((r) % SIZE)
+#define LEADERS (SHAPE == 22 -> 2 : 1)
+
+#ifndef LAZY
+#define LAZY false
+#endif
+#define T 4
+#define SKEW 1
+#ifndef MUTANT
+#define MUTANT NOTHING
+#endif
+#define STEP (MUTANT == NO_NESTING -> 0 : 2)
+#define between_hosts(seconds, times) ((seconds) + (times) * STEP)
+#define FAR between_hosts(T, 3)
+#define NEVER 255
+
+/* Parts of a hierarchical backend, and who is in them. */
+#define INSIDE 0
+#define BETWEEN 1
+#define FLAT 2
+#define PARTS 3
+#define JOINS(part, p, q)                                                       \
+  ((p) != (q) && ((part) == FLAT || ((part) == INSIDE && HOST(p) == HOST(q)) || \
+                  ((part) == BETWEEN && LOCAL(p) == LOCAL(q) && LOCAL(p) < LEADERS)))
+
+/* Why a wait ended, as a peer is told: with the set of ranks that it names. SAID: FL_RAISED, in words. */
+#define LOST 32
+#define LATE 64
+#define SAID 128
+#define NAMES 31
+#define BIT(r) (1 << (r))
+
+mtype = { NO_NESTING, NEVER_AHEAD, PATIENT_LEADER, NOT_PASSED_ON, NO_REASONS, LATE_ANYWAY, NO_FOR_OTHERS,
+          NO_ZERO_INSIDE, NO_TIMEOUT };                            /* of MUTANT */
+mtype = { SMALL, REDUCE, FLATLY, NOTHING, DIES, STALLS, DIFFERS };
+mtype verb, fault;       /* of the first call; what has not struck yet */
+byte victim;             /* whom it strikes */
+byte odd;                /* in which call it differs */
+bool dead, asleep, struck, open;  /* the victim; whether the fault has struck, and may in this moment */
+
+byte due[N], entered[N]; /* how long until a wait ends at the latest; calls */
+bool ended[N], gone[N];  /* a rank's program; its connections */
+
+/* What p knows of q in a part: how many calls have come, and the farewell; what q gave with its calls. */
+byte came[PARTS * N * N], told[PARTS * N * N], gave[PARTS * N * 2];
+bool connected[N * N];   /* in FLAT, which connects when it is used */
+#define AT(part, p, q) (((part) * N + (p)) * N + (q))
+#define GAVE(part, q, n) gave[((part) * N + (q)) * 2 + (n) % 2]
+
+#define IS_DEAD(q) (dead && victim == (q))
+#define HAS(part, q) (!JOINS(part, me, q) || came[AT(part, me, q)] >= number[part])
+#define IS_LOST(part, q) (JOINS(part, me, q) && (IS_DEAD(q) || told[AT(part, me, q)] != 0))
+#define LAST (N - 1)
+#define ALL_HAVE_CALLED(part) (HAS(part, 0) && HAS(part, 1) && HAS(part, 2) && HAS(part, LAST))
+/* In memory whoever waits looks at all; over Gloo at the first that has not called. */
+#define LOSS_IN_MEMORY(part) \
+  (IS_LOST(part, 0) || IS_LOST(part, 1) || IS_LOST(part, 2) || IS_LOST(part, LAST))
+#define LOSS_BY_GLOO(part)                                                  \
+  (!HAS(part, 0) -> IS_LOST(part, 0) : (!HAS(part, 1) -> IS_LOST(part, 1) : \
+   (!HAS(part, 2) -> IS_LOST(part, 2) : IS_LOST(part, LAST))))
+#define LOSS(part) ((part) == INSIDE -> LOSS_IN_MEMORY(part) : LOSS_BY_GLOO(part))
+
+/* The victim may die or stall here; see init for `open`. */
+#define STRIKES(how) (open && fault == how && victim == me)
+inline dies() { fault = NOTHING; struck = true; dead = true; goto ends }
+inline moment(may_stall) {
+  if
+  :: may_stall && STRIKES(STALLS) -> fault = NOTHING; struck = true; asleep = true; !asleep
+  :: STRIKES(DIES) -> dies()
+  :: true
+  fi
+}
+
+/* farewell of peers.cc, explain of mesh.cc: the first in the order of ranks that has said why it gave up; 0:
+ * none has. */
+inline explain(part) {
+  why = 0;
+  for (q : 0 .. N - 1) {
+    if
+    :: why == 0 && JOINS(part, me, q) && told[AT(part, me, q)] != 0 ->
+      why = told[AT(part, me, q)];
+      why = why & ~SAID;
+      if
+      :: MUTANT == NO_REASONS || (MUTANT == NO_FOR_OTHERS && (why & BIT(me))) -> why = LOST | BIT(q)
+      :: else -> why = (why & BIT(me) -> LATE | BIT(me) : why)     /* this rank is late: see for_others */
+      fi
+    :: else
+    fi
+  }
+  q = 0
+}
+
+/* Backend.step, of gloo and shm that compare at once: announce, and wait for all. Sets `why` on failure. */
+inline step(part, limit, content) {
+  atomic {
+    moment(true);
+    number[part]++;
+    GAVE(part, me, number[part]) = content;
+    q = 0;
+    do
+    :: q < N && JOINS(part, me, q) ->
+      moment(part == FLAT);
+      if
+      :: part != FLAT || connected[me * N + q] || !(gone[q] || IS_DEAD(q)) ->
+        connected[me * N + q] = (part == FLAT || connected[me * N + q]);
+        connected[q * N + me] = connected[me * N + q];
+        came[AT(part, q, me)]++;
+        q++
+      :: else -> refused = q; explain(FLAT); why = (why == 0 -> LOST | BIT(refused) : why); refused = 0; break
+      fi
+    :: q < N && !JOINS(part, me, q) -> q++
+    :: q == N -> q = 0; due[me] = (MUTANT == NO_TIMEOUT -> NEVER : limit); break
+    od
+  };
+  if
+  :: atomic { why == 0 && STRIKES(DIES) -> dies() }
+  :: d_step { why == 0 && ALL_HAVE_CALLED(part) -> due[me] = NEVER }
+  :: atomic { why == 0 && !ALL_HAVE_CALLED(part) && LOSS(part) ->
+       explain(part);
+       why = (why == 0 -> LOST | BIT(victim) : why);               /* who has gone */
+       failed = part; goto raises }
+  :: atomic { why == 0 && !ALL_HAVE_CALLED(part) && due[me] == 0 ->
+       explain(part);
+       why = (MUTANT == LATE_ANYWAY -> 0 : why);
+       if
+       :: why == 0 -> why = LATE; for (q : 0 .. N - 1) { why = why | (HAS(part, q) -> 0 : BIT(q)) }
+       :: else
+       fi;
+       failed = part; goto raises }
+  :: why != 0 -> failed = part; goto raises
+  fi
+}
+
+/* give_up of Transport::fail: tell every peer, once. In memory all see it at once. */
+inline give_up(part, words) {
+  atomic {
+    q = (given & BIT(part) -> N : 0);
+    given = given | BIT(part);
+    do
+    :: q == N -> q = 0; break
+    :: else ->
+      if
+      :: JOINS(part, me, q) && (part != FLAT || connected[me * N + q]) -> told[AT(part, q, me)] = words
+      :: else
+      fi;
+      q++
+    od
+  }
+}
+
+/* 0, no call's digest, where those that came with the last step differ, or one of them is 0. */
+inline _one_of(part) {
+  d_step {
+    digest = GAVE(part, me, number[part]);
+    for (q : 0 .. N - 1) {
+      digest = (JOINS(part, me, q) && GAVE(part, q, number[part]) != digest -> 0 : digest)
+    }
+    q = 0
+  }
+}
+
+inline meet() {
+  seconds = (is_ahead -> between_hosts(T, 4) : T);
+  is_ahead = false;
+  step(INSIDE, seconds, digest);                                   /* GATHER */
+  if
+  :: LOCAL(me) == 0 ->
+    _one_of(INSIDE);
+    sent = digest;
+    step(BETWEEN, between_hosts(seconds, 1), digest);              /* ALL_GATHER */
+    _one_of(BETWEEN);
+    digest = (MUTANT == NO_ZERO_INSIDE -> sent : digest);
+    sent = 0
+  :: else
+  fi;
+  seconds = (LOCAL(me) == 0 && MUTANT != PATIENT_LEADER -> T : between_hosts(seconds, 2));
+  step(INSIDE, seconds, digest);                                   /* ALL_GATHER of the answer */
+  digest = GAVE(INSIDE, HOST(me) * SIZE, number[INSIDE]);
+  seconds = 0
+}
+
+/* Of a large reduce: only leaders wait for other hosts, the others are done. */
+inline reduce() {
+  step(INSIDE, T, 1);
+  if :: LOCAL(me) == 0 -> step(BETWEEN, FAR, 1) :: else -> is_ahead = (MUTANT != NEVER_AHEAD) fi
+}
+
+inline _flatly() {
+  step(FLAT, FAR, 1);
+  is_ahead = (MUTANT != NEVER_AHEAD)
+}
+
+proctype rank(byte me) {
+  byte number[PARTS], q, why, failed, given, digest, sent, seconds, call, refused;
+  bool is_ahead;
+  do
+  :: call < CALLS ->
+    if :: true :: SKEW > 0 -> due[me] = SKEW; due[me] == 0 fi;
+    atomic {
+      due[me] = NEVER;
+      moment(true);
+      call++;
+      entered[me] = call;
+      digest = (fault == DIFFERS && victim == me && odd == call -> 2 : 1);
+      struck = (struck || digest == 2)
+    };
+    meet();
+    if
+    :: digest == 0 ->                                              /* reach raises _differences */
+      step(FLAT, between_hosts(T, 1), 0);
+      assert(fault == DIFFERS && odd == call)
+    :: else ->
+      assert(!(fault == DIFFERS && odd == call));                  /* nobody has a result */
+      if
+      :: call == 1 && verb == REDUCE -> reduce()
+      :: call == 1 && verb == FLATLY -> _flatly()
+      :: else
+      fi;
+      d_step { for (q : 0 .. N - 1) { assert(entered[q] >= call) }; q = 0 }
+    fi
+  :: else -> goto ends
+  od;
+raises: /* _run of HierarchicalBackend: who failed, what this host's ranks know of it, then end */
+  due[me] = NEVER;
+  give_up(failed, why);
+  atomic {
+    if
+    :: why & LOST ->
+      sent = why; explain(INSIDE);
+      why = (why == 0 && dead && JOINS(INSIDE, me, victim) -> LOST | BIT(victim) : why);
+      why = ((why & LOST) -> why : sent)
+    :: else
+    fi;
+    assert(struck);                                                /* else all are well */
+    assert(fault != DIFFERS);
+    assert(victim == me || (why & NAMES) == BIT(victim))
+  };
+  given = (MUTANT == NOT_PASSED_ON -> 7 : given);
+  give_up(INSIDE, SAID | why);
+  give_up(BETWEEN, SAID | why);
+  give_up(FLAT, SAID | why);
+  gone[me] = true;
+ends:
+  atomic { due[me] = NEVER; ended[me] = true }
+}
+
+/* At the beginning, and after each tick, it is decided whether the fault may strike in this moment. */
+init {
+  byte r, waiting;
+  atomic {
+    for (r : 0 .. N - 1) { due[r] = NEVER }
+    for (r : 0 .. N * N - 1) { connected[r] = !LAZY }
+    select(victim : 0 .. N - 1);
+    if :: verb = SMALL :: verb = REDUCE :: verb = FLATLY fi;
+    if :: fault = DIES :: fault = STALLS :: fault = DIFFERS; select(odd : 1 .. CALLS) fi;
+    if :: open = true :: true fi;
+    for (r : 0 .. N - 1) { run rank(r) }
+  }
+  do
+  :: atomic { timeout ->
+      waiting = 0;
+      for (r : 0 .. N - 1) { waiting = waiting + (due[r] != NEVER -> 1 : 0) }
+      if :: waiting == 0 -> break :: else fi;
+      for (r : 0 .. N - 1) { due[r] = (due[r] == NEVER -> NEVER : due[r] - 1) }
+      if :: asleep -> asleep = false :: true fi;
+      if :: fault == DIES || fault == STALLS -> open = true :: open = false fi
+    }
+  od;
+  for (r : 0 .. N - 1) { assert(ended[r] || (asleep && victim == r)) }   /* nobody waits for ever */
+}

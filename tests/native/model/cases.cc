@@ -1,0 +1,355 @@
+// Collectives in the model, and what must come of them: right results where nobody vanishes; else those, or a failure
+// that names who has.
+#include <cstring>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "member.h"
+
+namespace {
+
+using namespace model;
+
+// The element of one rank's array in one call.
+int32_t value(int rank, int call, size_t k) { return 1000 * (rank + 1) + 100 * call + static_cast<int32_t>(k % 50); }
+
+int32_t sum(int ranks, int call, size_t k) {
+  int32_t result = 0;
+  for (int r = 0; r < ranks; ++r) result += value(r, call, k);
+  return result;
+}
+
+// One collective call: its arrays, and what they must hold afterwards.
+struct Call {
+  Member& me;
+  const int verb, number, root;
+  const size_t count;  // for each rank, or each section
+  fl_signature s;
+  std::vector<int32_t> data, output, wanted;
+  std::vector<int64_t> sections;
+  fl_sections given{};
+  bool is_gathered = false;
+
+  Call(Member& me, int verb, size_t count, int number)
+      : me(me), verb(verb), number(number), root(me.ranks - 1), count(count), s(signature(verb, count)) {
+    const int rank = me.rank, ranks = me.ranks;
+    const auto fill = [&](size_t n) {
+      for (size_t k = 0; k < n; ++k) data.push_back(value(rank, number, k));
+    };
+    const auto want = [&](size_t n, auto make) {
+      for (size_t k = 0; k < n; ++k) wanted.push_back(make(k));
+    };
+    const auto set_count = [&](size_t n) { s.count = s.shape[0] = static_cast<int64_t>(n); };
+    const auto rooted = [&] { s.root = root; };
+    const auto row = [&](int r) { return count + static_cast<size_t>(r); };  // of those that may differ
+    switch (verb) {
+      case FL_BARRIER:
+        s.ndim = s.itemsize = 0;
+        s.dtype = 0;
+        break;
+      case FL_ALL_REDUCE:
+        fill(count);
+        want(count, [&](size_t k) { return sum(ranks, number, k); });
+        break;
+      case FL_REDUCE:
+        rooted();
+        fill(count);
+        if (rank == root) want(count, [&](size_t k) { return sum(ranks, number, k); });
+        break;
+      case FL_SCAN:
+        fill(count);
+        want(count, [&](size_t k) { return sum(rank + 1, number, k); });
+        break;
+      case FL_EXSCAN:
+        fill(count);
+        want(count, [&](size_t k) { return rank == 0 ? value(0, number, k) : sum(rank, number, k); });
+        break;
+      case FL_BROADCAST:
+        rooted();
+        fill(count);
+        want(count, [&](size_t k) { return value(root, number, k); });
+        break;
+      case FL_REDUCE_SCATTER:
+        set_count(count * ranks);
+        fill(count * ranks);
+        output.resize(count);
+        want(count, [&](size_t k) { return sum(ranks, number, count * rank + k); });
+        break;
+      case FL_REDUCE_SCATTER_UNEVEN: {
+        size_t all = 0, before = 0;
+        for (int source = 0; source < ranks; ++source) {
+          for (int r = 0; r < ranks; ++r) sections.push_back(static_cast<int64_t>(4 * row(r)));
+        }
+        for (int r = 0; r < ranks; ++r) {
+          if (r < rank) before += row(r);
+          all += row(r);
+        }
+        set_count(all);
+        fill(all);
+        output.resize(row(rank));
+        want(row(rank), [&](size_t k) { return sum(ranks, number, before + k); });
+        break;
+      }
+      case FL_GATHER:
+        rooted();
+        [[fallthrough]];
+      case FL_ALL_GATHER:
+        set_count(row(rank));
+        fill(row(rank));
+        is_gathered = verb == FL_ALL_GATHER || rank == root;
+        for (int r = 0; is_gathered && r < ranks; ++r) want(row(r), [&](size_t k) { return value(r, number, k); });
+        break;
+      case FL_SCATTER:
+        rooted();
+        if (rank == root) fill(count * ranks);
+        output.resize(count);
+        want(count, [&](size_t k) { return value(root, number, count * rank + k); });
+        break;
+      case FL_ALL_TO_ALL:
+        set_count(count * ranks);
+        fill(count * ranks);
+        output.resize(count * ranks);
+        for (int r = 0; r < ranks; ++r) want(count, [&](size_t k) { return value(r, number, count * rank + k); });
+        break;
+      case FL_ALL_TO_ALL_UNEVEN: {  // each gives row(destination)
+        size_t all = 0, before = 0;
+        for (int source = 0; source < ranks; ++source) {
+          for (int r = 0; r < ranks; ++r) sections.push_back(static_cast<int64_t>(4 * row(r)));
+        }
+        for (int r = 0; r < ranks; ++r) {
+          if (r < rank) before += row(r);
+          all += row(r);
+        }
+        set_count(all);
+        s.ndim = 1;
+        fill(all);
+        output.resize(row(rank) * ranks);
+        for (int r = 0; r < ranks; ++r) want(row(rank), [&](size_t k) { return value(r, number, before + k); });
+        break;
+      }
+    }
+    if (!sections.empty()) given = {data.data(), sections.data()};
+  }
+
+  void* in() { return sections.empty() ? static_cast<void*>(data.data()) : &given; }
+  void* out() { return output.empty() ? nullptr : output.data(); }
+
+  // Whether all is well; nobody may use what it has given any more.
+  bool end(const fl::Handle& handle) {
+    const bool goes_on = me.settle(outcome_of(handle));
+    if (goes_on) {
+      const int32_t* got = output.empty() ? data.data() : output.data();
+      if (is_gathered) {
+        check(handle != nullptr, "nothing was gathered");
+        check(handle->outcome().output.size == 4 * wanted.size(), "as many bytes were gathered as never given");
+        got = reinterpret_cast<const int32_t*>(handle->outcome().output.data.get());
+      }
+      for (size_t k = 0; k < wanted.size(); ++k) {
+        if (got[k] != wanted[k]) {
+          fail("element " + std::to_string(k) + " is " + std::to_string(got[k]) + " instead of " +
+               std::to_string(wanted[k]));
+        }
+      }
+    }
+    for (int32_t& one : data) one = -1;
+    for (int32_t& one : output) one = -1;
+    return goes_on;
+  }
+
+  fl::Handle run(const fl_site* site = &kHere) {
+    return me.group->run(s, in(), out(), -1, kForever, site);
+  }
+  fl::Handle start() { return me.group->start(s, in(), out(), -1, kForever, &kHere); }
+};
+
+// Calls of one verb after the other.
+template <int ranks, int verb, size_t count, int calls, int choices = 0>
+void collective(int rank) {
+  Member me(rank, ranks, choices);
+  begin();
+  for (int i = 0; i < calls; ++i) {
+    Call* const call = new Call(me, verb, count, i);
+    if (!call->end(call->run())) return;
+  }
+}
+
+// So many elements of four bytes: with the call, in its line; beside it; and in several chunks.
+constexpr size_t kTiny = 2, kInline = 6, kLarge = 200, kSome = 40;
+// As if there had been so many calls: the next one reads the others' memory.
+constexpr int kReads = 3;
+
+#define COLLECTIVE(name, verb, count, choices, two, three)                                                       \
+  {name "/2x2", 2, nullptr, collective<2, verb, count, 2, choices>, two},                                         \
+      {name "/3x1", 3, nullptr, collective<3, verb, count, 1, choices>, three},                                   \
+      {name "/vanish2", 2, nullptr, collective<2, verb, count, 2, choices>, 1, 2, 1, 2, true},                     \
+      {name "/vanish3", 3, nullptr, collective<3, verb, count, 1, choices>, 1, 2, 1, 2, true}
+const Case collectives[] = {
+    COLLECTIVE("barrier", FL_BARRIER, 0, 0, 1, 4),
+    COLLECTIVE("all_reduce_tiny", FL_ALL_REDUCE, kTiny, 0, 1, 2),
+    COLLECTIVE("all_reduce_inline", FL_ALL_REDUCE, kInline, 0, 1, 2),
+    COLLECTIVE("all_reduce_large", FL_ALL_REDUCE, kLarge, 0, 4, 4),
+    COLLECTIVE("reduce_inline", FL_REDUCE, kInline, 0, 1, 2),
+    COLLECTIVE("reduce_large", FL_REDUCE, kLarge, 0, 2, 2),
+    COLLECTIVE("reduce_read", FL_REDUCE, kSome, kReads, 2, 2),
+    COLLECTIVE("broadcast_inline", FL_BROADCAST, kInline, 0, 1, 2),
+    COLLECTIVE("broadcast_large", FL_BROADCAST, kLarge, 0, 2, 2),
+    COLLECTIVE("broadcast_read", FL_BROADCAST, kSome, kReads, 2, 2),
+    COLLECTIVE("scan_inline", FL_SCAN, kInline, 0, 1, 2),
+    COLLECTIVE("scan_large", FL_SCAN, kLarge, 0, 2, 2),
+    COLLECTIVE("exscan_large", FL_EXSCAN, kSome, 0, 1, 1),
+    COLLECTIVE("reduce_scatter_inline", FL_REDUCE_SCATTER, kTiny, 0, 1, 2),
+    COLLECTIVE("reduce_scatter_large", FL_REDUCE_SCATTER, kLarge / 2, 0, 2, 2),
+    COLLECTIVE("reduce_scatter_read", FL_REDUCE_SCATTER, kSome, kReads, 2, 2),
+    COLLECTIVE("reduce_scatter_uneven", FL_REDUCE_SCATTER_UNEVEN, kSome, 0, 2, 2),
+    COLLECTIVE("all_gather_inline", FL_ALL_GATHER, kInline, 0, 1, 2),
+    COLLECTIVE("all_gather_large", FL_ALL_GATHER, kLarge, 0, 2, 2),
+    COLLECTIVE("all_gather_read", FL_ALL_GATHER, kSome, kReads, 2, 2),
+    COLLECTIVE("gather_inline", FL_GATHER, kInline, 0, 1, 2),
+    COLLECTIVE("gather_large", FL_GATHER, kSome, 0, 2, 2),
+    COLLECTIVE("scatter_inline", FL_SCATTER, kTiny, 0, 1, 2),
+    COLLECTIVE("scatter_large", FL_SCATTER, kSome, 0, 2, 2),
+    COLLECTIVE("all_to_all_inline", FL_ALL_TO_ALL, kTiny, 0, 1, 2),
+    COLLECTIVE("all_to_all_large", FL_ALL_TO_ALL, kSome, 0, 2, 2),
+    COLLECTIVE("all_to_all_read", FL_ALL_TO_ALL, kSome, kReads, 2, 2),
+    COLLECTIVE("all_to_all_uneven", FL_ALL_TO_ALL_UNEVEN, kSome, 0, 2, 2),
+};
+
+// More calls than a rank may be ahead, some of which it need not wait in.
+void run_ahead(int rank) {
+  Member me(rank, 2, 0);
+  begin();
+  for (int i = 0; i < 6; ++i) {
+    Call* const call = new Call(me, i == 5 ? FL_BARRIER : i % 2 == 0 ? FL_BROADCAST : FL_GATHER, kInline, i);
+    if (!call->end(call->run())) return;
+  }
+}
+
+// What cannot be read of another's memory, it copies into a slot.
+void unreadable(int rank) {
+  Member me(rank, 2, kReads);
+  begin();
+  Call* const call = new Call(me, FL_ALL_GATHER, kSome, 0);
+  call->end(call->run());
+}
+
+// The first call as soon as a rank's own group is there: others may not be, or not be readable, yet.
+void made_late(int rank) {
+  fl::Mapping mapping = map(0, rank, fl::Segment::bytes_for(2));
+  Member me(rank, 2, static_cast<fl::ShmGroup*>(nullptr));
+  begin();
+  me.group = std::make_unique<fl::ShmGroup>(std::move(mapping), rank, 2).release();
+  Call* const call = new Call(me, FL_ALL_GATHER, kSome, 0);
+  call->end(call->run());
+}
+
+// In two steps, between which a caller does something else.
+void in_two_steps(int rank) {
+  Member me(rank, 2, 0);
+  begin();
+  for (int i = 0; i < 2; ++i) {
+    Call* const call = new Call(me, FL_ALL_REDUCE, kInline, i);
+    if (me.group->begin(call->s, call->in(), kForever, &kHere)) {
+      me.group->ready(1);
+      if (!call->end(fl::handle_of(me.group->finish(call->s, call->in(), call->out())))) return;
+    } else if (!call->end(call->run())) {
+      return;
+    }
+  }
+}
+
+// Started ones, waited for in order, or not at all before the next call.
+template <size_t count, int calls, int verb = FL_ALL_REDUCE>
+void started(int rank) {
+  Member me(rank, 2, 0);
+  begin();
+  Call* begun[calls];
+  fl::Handle* const handles = new fl::Handle[calls];
+  for (int i = 0; i < calls; ++i) {
+    begun[i] = new Call(me, verb, count, i);
+    handles[i] = begun[i]->start();
+  }
+  for (int i = 0; i < calls; ++i) {
+    if (!begun[i]->end(handles[i])) return;
+  }
+}
+
+void started_then_run(int rank) {
+  Member me(rank, 2, 0);
+  begin();
+  Call* const first = new Call(me, FL_ALL_REDUCE, kInline, 0);
+  Call* const second = new Call(me, FL_ALL_REDUCE, kTiny, 1);
+  const fl::Handle handle = first->start();
+  const bool goes_on = second->end(second->run());
+  if (first->end(handle)) check(goes_on, "the second call has failed, the first has not");
+}
+
+// Another thread waits for one, or calls beside it.
+void waited_for_elsewhere(int rank) {
+  Member me(rank, 2, 0);
+  begin();
+  Call* const call = new Call(me, FL_ALL_REDUCE, kInline, 0);
+  const fl::Handle handle = call->start();
+  std::thread other([&] { call->end(handle); });
+  other.join();
+}
+
+void two_threads(int rank) {
+  Member me(rank, 2, 0);
+  begin();
+  Call* const calls[] = {new Call(me, FL_BARRIER, 0, 0), new Call(me, FL_BARRIER, 0, 1)};
+  std::thread other([&] { calls[0]->end(calls[0]->run()); });
+  calls[1]->end(calls[1]->run());
+  other.join();
+}
+
+// Ranks call different things: all are told, and go on.
+template <int ranks, int first, int second>
+void mismatch(int rank) {
+  Member me(rank, ranks, 0);
+  begin();
+  Call* const wrong = new Call(me, rank == 0 ? first : second, kTiny, 0);
+  fl::Handle handle = wrong->run();
+  const Outcome outcome = outcome_of(handle);
+  const bool may_be_ahead = rank == 0 ? first == FL_BROADCAST || first == FL_GATHER || first == FL_SCAN
+                                      : second == FL_BROADCAST || second == FL_GATHER || second == FL_SCAN;
+  bool is_told = outcome.status == FL_MISMATCH;
+  if (!is_told && !(may_be_ahead && outcome.status == FL_OK) && !me.settle(outcome)) return;
+  check(is_told || may_be_ahead || vanished() >= 0, "a call that differs is not told of");
+  Call* const right = new Call(me, FL_BARRIER, 0, 1);
+  handle = right->run();
+  const Outcome after = outcome_of(handle);
+  if (after.status == FL_MISMATCH) {
+    is_told = true;
+  } else if (!me.settle(after)) {
+    return;
+  }
+  check(is_told || vanished() >= 0, "nobody has told this rank that the calls differ");
+}
+
+const Case others[] = {
+    {"run_ahead/2", 2, nullptr, run_ahead, 4},
+    {"run_ahead/vanish", 2, nullptr, run_ahead, 2, 2, 1, 2, true},
+    {"unreadable/2", 2, nullptr, unreadable, 2, 2, 1, 1, false, true, true, 8, true},
+    {"unreadable/vanish", 2, nullptr, unreadable, 1, 2, 1, 1, true, true, true, 8, true},
+    {"made_late/2", 2, nullptr, made_late, 2},
+    {"in_two_steps/2", 2, nullptr, in_two_steps, 1},
+    {"few_processors/2", 2, nullptr, collective<2, FL_ALL_REDUCE, kTiny, 2>, 1, 2, 1, 1, false, false, true, 1},
+    {"started/2", 2, nullptr, started<kInline, 1>, 4, 2, 1, 1, false, false, false},
+    {"started_two/2", 2, nullptr, started<kInline, 2>, 4, 2, 1, 1, false, false, false},
+    {"started_large/2", 2, nullptr, started<kSome, 2>, 4, 2, 1, 1, false, false, false},
+    {"started_barriers/2", 2, nullptr, started<0, 3, FL_BARRIER>, 4, 2, 1, 1, false, false, false},
+    {"started_then_run/2", 2, nullptr, started_then_run, 4, 2, 1, 1, false, false, false},
+    {"started/vanish", 2, nullptr, started<kInline, 2>, 2, 2, 1, 2, true},
+    {"waited_for_elsewhere/2", 2, nullptr, waited_for_elsewhere, 4, 2, 1, 1, false, false, false},
+    {"two_threads/2", 2, nullptr, two_threads, 4, 2, 1, 1, false, false, false},
+    {"mismatch/2", 2, nullptr, mismatch<2, FL_BARRIER, FL_ALL_REDUCE>, 2},
+    {"mismatch/3", 3, nullptr, mismatch<3, FL_BARRIER, FL_ALL_REDUCE>, 2},
+    {"mismatch_ahead/2", 2, nullptr, mismatch<2, FL_BROADCAST, FL_GATHER>, 2},
+    {"mismatch_ahead/3", 3, nullptr, mismatch<3, FL_SCAN, FL_BARRIER>, 2},
+    {"mismatch/vanish", 3, nullptr, mismatch<3, FL_BARRIER, FL_ALL_REDUCE>, 1, 2, 1, 2, true},
+};
+
+const Table all_collectives{collectives}, all_others{others};
+
+}  // namespace

@@ -1,0 +1,334 @@
+// Messages in the model, and groups that are made, left and closed.
+#include <atomic>
+#include <thread>
+#include <vector>
+
+#include "member.h"
+
+namespace {
+
+using namespace model;
+
+// Elements of four bytes: in the record; beside it; with the offer and after it.
+constexpr size_t kTiny = 2, kEager = 12, kOffered = 70;
+
+int32_t value(int from, int number, size_t k) { return 1000 * (from + 1) + 100 * number + static_cast<int32_t>(k); }
+
+// One message, whose data is no more used when it has ended.
+struct Letter {
+  Member& me;
+  const int verb, peer, number;
+  fl_signature s;
+  std::vector<int32_t> data;
+  fl_match match{-1, 0, 0, -1.0, nullptr};
+
+  Letter(Member& me, int verb, size_t count, int peer, int number, int tag = 5)
+      : me(me), verb(verb), peer(peer), number(number), s(signature(verb, count)), data(count, -1) {
+    s.root = tag;
+    for (size_t k = 0; verb == FL_SEND && k < count; ++k) data[k] = value(me.rank, number, k);
+  }
+
+  // A receive of any rank finds out which.
+  void* out() { return verb == FL_RECV && peer < 0 ? &match : nullptr; }
+  fl::Handle run(double seconds = kForever) { return me.group->run(s, data.data(), out(), peer, seconds, &kHere); }
+  fl::Handle start() { return me.group->start(s, data.data(), out(), peer, kForever, &kHere); }
+  fl_message message() { return {s, data.data(), peer, kHere, nullptr}; }
+
+  bool end(const fl::Handle& handle) {
+    const bool goes_on = me.settle(outcome_of(handle));
+    const int from = peer < 0 ? match.source : peer;
+    for (size_t k = 0; goes_on && verb == FL_RECV && k < data.size(); ++k) {
+      const int32_t wanted = value(from, number < 0 ? 0 : number, k);
+      if (data[k] != wanted) {
+        fail("element " + std::to_string(k) + " of message " + std::to_string(number) + " is " +
+             std::to_string(data[k]) + " instead of " + std::to_string(wanted));
+      }
+    }
+    for (int32_t& one : data) one = -2;
+    return goes_on;
+  }
+};
+
+// From rank 0 to rank 1, one after the other; `wait`: the sender hears that they are there.
+template <size_t count, int messages, bool syncs = false>
+void one_way(int rank) {
+  Member me(rank, 2, 0);
+  if (syncs) me.group->compare_at_once();
+  begin();
+  for (int i = 0; i < messages; ++i) {
+    Letter* const letter = new Letter(me, rank == 0 ? FL_SEND : FL_RECV, count, 1 - rank, i);
+    if (!letter->end(letter->run())) return;
+  }
+}
+
+// There and back.
+template <size_t count>
+void ping_pong(int rank) {
+  Member me(rank, 2, 0);
+  begin();
+  for (int i = 0; i < 2; ++i) {
+    Letter* const letter = new Letter(me, (rank == 0) == (i == 0) ? FL_SEND : FL_RECV, count, 1 - rank, i);
+    if (!letter->end(letter->run())) return;
+  }
+}
+
+// Each sends to the other and receives of it at the same time.
+template <size_t count, bool starts>
+void exchange(int rank) {
+  Member me(rank, 2, 0);
+  begin();
+  Letter* const there = new Letter(me, FL_SEND, count, 1 - rank, 0);
+  Letter* const back = new Letter(me, FL_RECV, count, 1 - rank, 0);
+  const fl_message messages[] = {there->message(), back->message()};
+  const auto handles = starts ? me.group->start_exchange(messages, 2, kForever) : me.group->exchange(messages, 2, kForever);
+  if (there->end(handles[0])) back->end(handles[1]);
+}
+
+// Two ranks send to rank 0, which takes what comes.
+void any_source(int rank) {
+  Member me(rank, 3, 0);
+  begin();
+  if (rank > 0) {
+    Letter* const letter = new Letter(me, FL_SEND, kTiny, 0, 0);
+    letter->end(letter->run());
+    return;
+  }
+  int seen = 0;
+  for (int i = 0; i < 2; ++i) {
+    Letter* const letter = new Letter(me, FL_RECV, kTiny, -1, 0);
+    if (!letter->end(letter->run())) return;
+    check((seen & 1 << letter->match.source) == 0, "two messages of a rank that has sent one");
+    seen |= 1 << letter->match.source;
+  }
+}
+
+// Started, and waited for in the other order; nobody of a rank waits meanwhile.
+template <size_t count>
+void started(int rank) {
+  Member me(rank, 2, 0);
+  begin();
+  Letter* letters[2];
+  fl::Handle* const handles = new fl::Handle[2];
+  for (int i = 0; i < 2; ++i) {
+    letters[i] = new Letter(me, rank == 0 ? FL_SEND : FL_RECV, count, 1 - rank, i, i);
+    handles[i] = letters[i]->start();
+  }
+  for (int i = 2; i-- > 0;) {
+    if (!letters[i]->end(handles[i])) return;
+  }
+}
+
+// Two threads of a rank, each with a message of its own.
+void in_two_threads(int rank) {
+  Member me(rank, 2, 0);
+  begin();
+  Letter* const letters[] = {new Letter(me, rank == 0 ? FL_SEND : FL_RECV, kTiny, 1 - rank, 0, 0),
+                             new Letter(me, rank == 0 ? FL_RECV : FL_SEND, kTiny, 1 - rank, 1, 1)};
+  std::thread other([&] { letters[1]->end(letters[1]->run()); });
+  letters[0]->end(letters[0]->run());
+  other.join();
+}
+
+// Two threads receive what the other rank sends: each may end the other one's.
+template <size_t count>
+void two_receivers(int rank) {
+  Member me(rank, 2, 0);
+  begin();
+  if (rank == 0) {
+    for (int i = 0; i < 2; ++i) {
+      Letter* const letter = new Letter(me, FL_SEND, count, 1, i, i);
+      if (!letter->end(letter->run())) return;
+    }
+    return;
+  }
+  Letter* const letters[] = {new Letter(me, FL_RECV, count, 0, 0, 0), new Letter(me, FL_RECV, count, 0, 1, 1)};
+  std::thread other([&] { letters[1]->end(letters[1]->run()); });
+  letters[0]->end(letters[0]->run());
+  other.join();
+}
+
+// Only the ticking thread of rank 1 takes what rank 0 offers, and again, when it may be about to sleep.
+std::atomic<uint32_t>* taken;
+void prepare_wound() { taken = static_cast<std::atomic<uint32_t>*>(shared(sizeof *taken)); }
+void wound_again(int rank) {
+  Member me(rank, 2, 0);
+  begin();
+  for (uint32_t i = 0; i < 2; ++i) {
+    Letter* const letter = new Letter(me, rank == 0 ? FL_SEND : FL_RECV, kOffered, 1 - rank, static_cast<int>(i));
+    const fl::Handle handle = letter->start();
+    if (rank == 1) {
+      constexpr int64_t kSlice = 50000000;
+      while (taken->load() == i) fl::futex_wait(taken, i, kSlice, fl::kAllBits, fl::Among::kProcesses);
+    }
+    if (!letter->end(handle)) return;
+    if (rank == 0) {
+      taken->store(i + 1);
+      fl::futex_wake(taken, fl::kAllBits, fl::Among::kProcesses);
+    }
+  }
+}
+
+// What runs is closed by another thread, when the other rank may have vanished.
+void closed_with_a_message(int rank) {
+  Member me(rank, 2, 0);
+  begin();
+  if (rank == 1) {
+    Letter* const letter = new Letter(me, FL_SEND, kTiny, 0, 0, 6);
+    const Outcome outcome = outcome_of(letter->run());
+    const bool is_lost = outcome.status == FL_PEER_LOST && outcome.missing == std::vector<int>{0};
+    check(outcome.status == FL_OK || is_lost, "a message to who has left ends with " + std::to_string(outcome.status));
+    return;
+  }
+  Letter* const letter = new Letter(me, FL_RECV, kTiny, 1, 0, 7);
+  std::thread other([&] {
+    const Outcome outcome = outcome_of(letter->run());
+    check(outcome.status == FL_CLOSED || (vanished() == 1 && outcome.status == FL_PEER_LOST),
+          "a message of a group that is closed ends with " + std::to_string(outcome.status));
+  });
+  me.group->close();
+  other.join();
+}
+
+// The ends call different things: the receiver is told, and the sender too, now or with its next call.
+template <size_t count>
+void mismatch(int rank) {
+  Member me(rank, 2, 0);
+  me.group->compare_at_once();
+  begin();
+  Letter* const letter = new Letter(me, rank == 0 ? FL_SEND : FL_RECV, rank == 0 ? count : count + 1, 1 - rank, 0);
+  const Outcome outcome = outcome_of(letter->run());
+  if (outcome.status != FL_MISMATCH && me.settle(outcome)) fail("a message that differs is not told of");
+}
+
+// Groups --------------------------------------------------------------------------------------
+
+// Who has vanished before it was there is late, as far as others can see.
+constexpr double kSeconds = 0.2;
+
+bool barrier(Member& me, fl::ShmGroup* group) {
+  fl_signature s = signature(FL_BARRIER, 0);
+  s.ndim = s.itemsize = s.dtype = 0;
+  return me.settle(outcome_of(group->run(s, nullptr, nullptr, -1, kSeconds, &kHere)), FL_TIMEOUT);
+}
+
+// All make one, use it and close it, as soon as they can.
+template <int ranks>
+void whole_life(int rank) {
+  fl::Mapping mapping = map(0, rank, fl::Segment::bytes_for(ranks));
+  Member me(rank, ranks, static_cast<fl::ShmGroup*>(nullptr));
+  begin();
+  me.group = new fl::ShmGroup(std::move(mapping), rank, ranks);
+  if (barrier(me, me.group)) free_group(me.group);
+}
+
+// Of a message that has arrived in time, too.
+void leaves_after_a_message(int rank) {
+  Member me(rank, 2, 0);
+  begin();
+  Letter* const letter = new Letter(me, rank == 0 ? FL_SEND : FL_RECV, kEager, 1 - rank, 0);
+  if (letter->end(letter->run())) free_group(me.group);
+}
+
+// One closes while the other waits for it.
+void closed_by_other(int rank) {
+  Member me(rank, 2, 0);
+  begin();
+  if (rank == 0) {
+    free_group(me.group);
+    return;
+  }
+  fl_signature s = signature(FL_BARRIER, 0);
+  const Outcome outcome = outcome_of(me.group->run(s, nullptr, nullptr, -1, kForever, &kHere));
+  check(outcome.status == FL_PEER_LOST && outcome.missing == std::vector<int>{0}, "who has left is not lost");
+}
+
+// A part of it, made, used and closed beside it.
+void part(int rank) {
+  Member me(rank, 3, 0);
+  fl::Mapping mapping;
+  if (rank > 0) mapping = map(1, rank - 1, fl::Segment::bytes_for(2, false));
+  begin();
+  if (rank > 0) {
+    Member mine(rank - 1, 2, new fl::ShmGroup(*me.group, std::move(mapping), rank - 1, {1, 2}, 7));
+    mine.first = 1;
+    Letter* const letter = new Letter(mine, rank == 1 ? FL_SEND : FL_RECV, kTiny, 2 - rank, 0);
+    if (!mine.settle(outcome_of(letter->run(kSeconds)), FL_TIMEOUT)) return;
+    if (!barrier(mine, mine.group)) return;
+    free_group(mine.group);
+  }
+  barrier(me, me.group);
+}
+
+// A thread waits in a collective, which another one closes.
+void closed_meanwhile(int rank) {
+  Member me(rank, 2, 0);
+  begin();
+  if (rank == 1) return;
+  std::thread other([&] {
+    fl_signature s = signature(FL_BARRIER, 0);
+    const Outcome outcome = outcome_of(me.group->run(s, nullptr, nullptr, -1, kForever, &kHere));
+    check(outcome.status == FL_CLOSED, "a call of a group that is closed ends with " + std::to_string(outcome.status));
+  });
+  me.group->close();
+  other.join();
+}
+
+// A rank gives up in its own words, which the others hear.
+void gives_up(int rank) {
+  Member me(rank, 2, 0);
+  begin();
+  if (rank == 0) {
+    me.group->give_up("enough");
+    return;
+  }
+  fl_signature s = signature(FL_BARRIER, 0);
+  const Outcome outcome = outcome_of(me.group->run(s, nullptr, nullptr, -1, kForever, &kHere));
+  check(outcome.status == FL_RAISED && outcome.missing == std::vector<int>{0} && outcome.message == "enough",
+        "the words of a rank that gives up are not heard: " + std::to_string(outcome.status));
+}
+
+#define MESSAGE(name, run, share)                       \
+  {name "/2", 2, nullptr, run, share, 2, 1, 1, false, false, false}, \
+      {name "/vanish", 2, nullptr, run, 1, 2, 1, 2, true}
+const Case messages[] = {
+    MESSAGE("send_tiny", (one_way<kTiny, 2>), 4),
+    MESSAGE("send_eager", (one_way<kEager, 3>), 4),
+    MESSAGE("send_many", (one_way<kEager, 6>), 4),
+    MESSAGE("send_sync", (one_way<kTiny, 2, true>), 4),
+    MESSAGE("send_offered", (one_way<kOffered, 2>), 4),
+    MESSAGE("ping_pong_tiny", ping_pong<kTiny>, 4),
+    MESSAGE("ping_pong_offered", ping_pong<kOffered>, 2),
+    MESSAGE("exchange_tiny", (exchange<kTiny, false>), 2),
+    MESSAGE("exchange_offered", (exchange<kOffered, false>), 2),
+    MESSAGE("exchange_started", (exchange<kEager, true>), 4),
+    MESSAGE("send_started", started<kTiny>, 4),
+    MESSAGE("offers_started", started<kOffered>, 4),
+    MESSAGE("in_two_threads", in_two_threads, 8),
+    MESSAGE("two_receivers_tiny", two_receivers<kTiny>, 8),
+    MESSAGE("two_receivers_offered", two_receivers<kOffered>, 8),
+    MESSAGE("send_mismatch", mismatch<kTiny>, 2),
+    MESSAGE("offer_mismatch", mismatch<kOffered>, 2),
+    {"wound_again/2", 2, prepare_wound, wound_again, 8, 2, 1, 3, false, false, false},
+    {"closed_with_a_message/2", 2, nullptr, closed_with_a_message, 4, 2, 1, 1, false, true, false},
+    {"closed_with_a_message/vanish", 2, nullptr, closed_with_a_message, 4, 2, 1, 1, true, true, false},
+    {"any_source/3", 3, nullptr, any_source, 4, 2, 1, 1, false, false, false},
+    // By pieces, where the other's memory cannot be read.
+    {"send_by_pieces/2", 2, nullptr, one_way<kOffered, 2>, 4, 2, 1, 1, false, false, false, 8, true},
+    {"send_by_pieces/vanish", 2, nullptr, one_way<kOffered, 2>, 2, 2, 1, 1, true, false, false, 8, true},
+};
+
+const Case groups[] = {
+    {"whole_life/2", 2, nullptr, whole_life<2>, 2, 2, 1, 1, false, true, false},
+    {"whole_life/3", 3, nullptr, whole_life<3>, 2, 2, 1, 1, false, true, false},
+    {"whole_life/vanish", 3, nullptr, whole_life<3>, 1, 2, 1, 1, true, true},
+    {"leaves_after_a_message/2", 2, nullptr, leaves_after_a_message, 2, 2, 1, 1, false, true, false},
+    {"closed_by_other/2", 2, nullptr, closed_by_other, 1, 2, 1, 1, false, true, false},
+    {"closed_meanwhile/2", 2, nullptr, closed_meanwhile, 2, 2, 1, 1, false, true, false},
+    {"gives_up/2", 2, nullptr, gives_up, 1, 2, 1, 1, false, true, false},
+    {"part/3", 3, nullptr, part, 4, 2, 1, 1, false, true, false},
+    {"part/vanish", 3, nullptr, part, 1, 2, 1, 1, true, true},
+};
+
+const Table all_messages{messages}, all_groups{groups};
+
+}  // namespace

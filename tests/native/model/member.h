@@ -1,0 +1,99 @@
+// A rank of a case of csrc/shm.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../../../csrc/common/capi.h"
+#include "../../../csrc/shm/group.h"
+#include "model.h"
+
+namespace model {
+
+struct Outcome {
+  fl_status status = FL_OK;
+  std::vector<int> missing;
+  std::string message;
+};
+
+inline Outcome outcome_of(const fl::Handle& handle) {
+  if (handle == nullptr) return {};
+  fl_status status;
+  while ((status = handle->wait(1.0)) == FL_PENDING) {
+  }
+  return {status, handle->outcome().missing, handle->outcome().message};
+}
+
+constexpr double kForever = 100;
+constexpr fl_site kHere{"here"};
+
+inline fl_signature signature(int verb, size_t count) {
+  fl_signature s{};
+  s.verb = verb;
+  s.dtype = 3;
+  s.scale = 1;
+  s.count = s.shape[0] = static_cast<int64_t>(count);
+  s.itemsize = 4;
+  s.ndim = 1;
+  return s;
+}
+
+// How private members are reached: access is not checked in explicit instantiations.
+template <typename Tag, typename Tag::Type member>
+struct Reach {
+  friend typename Tag::Type member_of(Tag) { return member; }
+};
+struct CollectivesOfGroup {
+  using Type = fl::Collectives fl::ShmGroup::*;
+  friend Type member_of(CollectivesOfGroup);
+};
+template struct Reach<CollectivesOfGroup, &fl::ShmGroup::collectives_>;
+struct ChoiceOfCalls {
+  using Type = fl::Choice fl::Collectives::*;
+  friend Type member_of(ChoiceOfCalls);
+};
+template struct Reach<ChoiceOfCalls, &fl::Collectives::choice_>;
+
+inline fl::Mapping map(int number, int rank, size_t bytes) {
+  const std::string path = "/model/" + std::to_string(number);
+  return rank == 0 ? fl::Mapping::create(path, bytes) : fl::Mapping::open(path, bytes);
+}
+
+inline void free_group(fl::ShmGroup* group) { const std::unique_ptr<fl::ShmGroup> owned(group); }
+
+struct Member {
+  // `choices`: as if each verb had been called so often.
+  Member(int rank, int ranks, int choices) : rank(rank), ranks(ranks), group(nullptr) {
+    group = std::make_unique<fl::ShmGroup>(map(0, rank, fl::Segment::bytes_for(ranks)), rank, ranks).release();
+    if (choices == 0) return;
+    fl::Collectives& collectives = group->*member_of(CollectivesOfGroup());
+    collectives.*member_of(ChoiceOfCalls()) = fl::Choice(FL_VERBS, static_cast<uint32_t>(choices));
+  }
+
+  // Without one of its own, yet.
+  Member(int rank, int ranks, fl::ShmGroup* group) : rank(rank), ranks(ranks), group(group) {}
+
+  // Whether a rank goes on after a call; one that fails has to name who has vanished.
+  bool settle(const Outcome& outcome, fl_status or_else = FL_PEER_LOST) const {
+    if (outcome.status == FL_OK) return true;
+    // What comes after a call of another thread that has failed says why that did.
+    const bool may_be = outcome.status == FL_PEER_LOST || outcome.status == FL_CLOSED || outcome.status == or_else;
+    const bool is_lost = may_be && outcome.missing == std::vector<int>{vanished() - first};
+    if (vanished() < 0 || !is_lost) {
+      std::string ranks;
+      for (const int r : outcome.missing) ranks += " " + std::to_string(r);
+      fail("a call ends with status " + std::to_string(outcome.status) + " about ranks" + ranks + ": " +
+           outcome.message);
+    }
+    gave_up();
+    return false;
+  }
+
+  const int rank, ranks;
+  fl::ShmGroup* group;  // never closed, unless a case does
+  int first = 0;        // of a part, as the whole knows it
+};
+
+}  // namespace model

@@ -1,0 +1,100 @@
+// What memory.cc and fibers.cc share. Neither may use what its sources instantiate, while a fiber runs.
+#pragma once
+
+#include <cstdint>
+
+#include "model.h"
+
+namespace model {
+
+// How far each fiber was when something happened: what happened before is not ahead of it in any place.
+struct Times {
+  uint32_t at[kMostFibers];
+  void join(const Times& other) {
+    for (int i = 0; i < kMostFibers; ++i) at[i] = at[i] < other.at[i] ? other.at[i] : at[i];
+  }
+};
+
+constexpr int kMostDepth = 256;
+
+struct Fiber {
+  enum State : uint8_t { kReady, kBlocked, kEnded, kGone };
+  int8_t number, rank;
+  State state;
+  bool is_main, has_yielded, has_begun, has_timed_out, is_futex;
+  // The order of memory.
+  Times now, to_acquire, released, fenced;
+  uint64_t fenced_at;
+  // What it waits for.
+  const void* on;
+  uint32_t bits;
+  int64_t until, slept;  // -1: no limit; how long it meant to
+  uint64_t since;
+  // Where it is.
+  void* stack;
+  void* (*entry)(void*);
+  void* argument;
+  uintptr_t exceptions[2];
+  int depth;
+  uintptr_t calls[kMostDepth];
+};
+
+extern Fiber fibers[kMostFibers];
+extern int fiber_count;
+extern Fiber* here;     // null: on the host's stack
+extern Fiber* watched;  // the same, where its accesses are looked at
+extern bool is_quiet;   // before begin()
+
+inline void tick(Fiber& fiber) { ++fiber.now.at[fiber.number]; }
+
+// Of the execution, for what fibers take from the system.
+extern const Case* current;
+extern int64_t now;      // nanoseconds
+extern int gone;         // the rank that has vanished; -1: none
+extern bool in_prepare;  // on the host's stack: memory is the ranks'
+enum Why { kAccess, kYields, kBlocks };
+void decide(Why why);    // who goes on
+// Sleep there, until a wake or a time; -1: no limit. And wake some, in the order in which they came.
+void block(const void* on, int64_t until, uint32_t bits = 0);
+int wake_all(const void* on, int most, uint32_t bits = 0);
+Fiber& spawn(int rank, void* (*entry)(void*), void* argument);
+void reset_system();
+void save_system();
+void restore_system();
+
+// Memory: an area that ranks share, and one of each of them: heap from below, stacks from above.
+constexpr uintptr_t kBase = 0x100000000000, kShadow = 0x200000000000, kMarks = 0x300000000000;
+constexpr size_t kArea = size_t{32} << 20;
+constexpr size_t kStack = size_t{128} << 10;
+inline bool is_modelled(uintptr_t at) { return at - kBase < (kMostRanks + 1) * kArea; }
+inline int area_of(uintptr_t at) { return static_cast<int>((at - kBase) / kArea); }  // 0, or rank + 1
+void reset_memory();
+void forget_order();  // all that was done until now is before all that is done from now on
+size_t& used_of(int area);
+void* allocate(int area, size_t bytes, size_t alignment);
+
+enum Access : uint8_t { kRead = 0, kWrite = 1, kAtomic = 2, kRemote = 4, kFreed = 8, kTainted = 16 };
+void note(uintptr_t at, size_t bytes, int access, uintptr_t pc);
+// Another process reads; false: what it reads may be changing, which it will find out.
+bool note_remote(uintptr_t at, size_t bytes, uintptr_t pc);
+void taint(uintptr_t at, size_t bytes);
+
+// Both futex calls are full barriers, and the kernel reads the word behind one: as a seq_cst load.
+void full_fence();
+uint32_t kernel_load(uintptr_t at, uintptr_t pc);
+
+// An access at which others may come first: here another fiber may run.
+void point(uintptr_t at);
+bool is_common(uintptr_t at);  // to several fibers
+// Which of `count` stores, from the newest on, a load returns.
+int stores_back(int count);
+
+// Errors end the execution.
+[[noreturn]] void stop(const char* format, ...) __attribute__((format(printf, 1, 2)));
+bool has_given_up(int rank);
+bool is_mapped(uintptr_t at, int rank);
+
+void record(const char* what, uintptr_t at, uint64_t value, uintptr_t pc);
+bool is_dropped(uintptr_t at, uintptr_t pc);  // a wake that a mutant does not do
+
+}  // namespace model

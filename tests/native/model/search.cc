@@ -1,0 +1,527 @@
+// Which schedules are tried: all within bounds, in the order of a depth-first search, or at random with priorities.
+//
+//   model [CASE...] [--schedules N] [--jobs N]   try so many of all cases together, as their shares say
+//   model --replay 'CASE SCHEDULE'               once more, and tell of every access
+//   model --mutants [FILE] [--schedules N]       weaken each order and drop each wake: which case notices?
+//   model --list
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <map>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "model.h"
+
+namespace model {
+namespace {
+
+std::vector<Case>& cases() {
+  static std::vector<Case> all;
+  return all;
+}
+
+uint64_t mixed(uint64_t& state) {
+  uint64_t z = state += 0x9e3779b97f4a7c15u;
+  z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+  z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+  return z ^ z >> 31;
+}
+
+// One schedule: its choices, or the seed of them; which rank vanishes where.
+struct Schedule {
+  bool is_random = false;
+  uint64_t seed = 0;
+  long expected = 1;                 // choices of who comes next, for the seed's
+  int victim = -1;
+  long kill = 0;
+  std::map<long, int> choices;       // those that are not the first
+
+  std::string text() const {
+    std::string text;
+    if (victim >= 0) text += "v" + std::to_string(victim) + "," + std::to_string(kill) + " ";
+    if (is_random) return text + "r" + std::to_string(seed) + "," + std::to_string(expected);
+    text += "d";
+    for (const auto& [at, taken] : choices) text += std::to_string(at) + "=" + std::to_string(taken) + ",";
+    return text;
+  }
+
+  static Schedule of(const std::string& text) {
+    Schedule schedule;
+    const char* at = text.c_str();
+    char* end;
+    if (*at == 'v') {
+      schedule.victim = static_cast<int>(std::strtol(at + 1, &end, 10));
+      schedule.kill = std::strtol(end + 1, &end, 10);
+      at = end + 1;
+    }
+    schedule.is_random = *at == 'r';
+    if (schedule.is_random) {
+      schedule.seed = std::strtoull(at + 1, &end, 10);
+      schedule.expected = std::strtol(end + 1, &end, 10);
+      return schedule;
+    }
+    for (++at; *at != '\0'; at = end + 1) {
+      const long place = std::strtol(at, &end, 10);
+      schedule.choices[place] = static_cast<int>(std::strtol(end + 1, &end, 10));
+      if (*end == '\0') break;
+    }
+    return schedule;
+  }
+};
+
+// Where choose() stands. In a search the choices so far, each with how many there were.
+struct Taken {
+  int8_t taken, of;
+};
+enum class Mode { kTree, kRandom, kReplay } mode;
+constexpr size_t kLongest = 1 << 16;
+Taken path[kLongest];  // not a vector: a fiber's memory is its rank's
+size_t path_length = 0, at_choice = 0;
+const Schedule* schedule_now = nullptr;
+
+// Random, with priorities (PCT): who has the highest runs, until it loses it at one of a few accesses.
+constexpr int kChanges = 2;
+uint64_t random_state;
+int priorities[kMostFibers], lowest;
+long decisions, changes[kChanges];
+
+void begin_random(const Schedule& schedule) {
+  random_state = schedule.seed * 0x2545f4914f6cdd1du + 1;
+  decisions = 0;
+  lowest = 0;
+  for (int i = 0; i < kMostFibers; ++i) priorities[i] = 1 + static_cast<int>(mixed(random_state) % 1000000);
+  for (long& one : changes) one = static_cast<long>(mixed(random_state) % static_cast<uint64_t>(schedule.expected));
+}
+
+int next_at_random(int n, const int8_t* fibers) {
+  const bool fires = mixed(random_state) % 64 == 0;
+  ++decisions;
+  if (std::find(changes, changes + kChanges, decisions) != changes + kChanges) priorities[fibers[0] & 15] = --lowest;
+  int best = -1, sleepers = 0;
+  for (int i = 0; i < n; ++i) {
+    if ((fibers[i] & 0x40) != 0) {
+      ++sleepers;
+    } else if (best < 0 || priorities[fibers[i]] > priorities[fibers[best]]) {
+      best = i;
+    }
+  }
+  if (sleepers > 0 && (fires || best < 0)) return n - 1 - static_cast<int>(mixed(random_state) % sleepers);
+  return best;
+}
+
+}  // namespace
+
+int choose(Kind kind, int n, const int8_t* fibers) {
+  if (n == 1) return 0;
+  const size_t place = at_choice++;
+  if (mode == Mode::kReplay) {
+    const auto found = schedule_now->choices.find(static_cast<long>(place));
+    return found == schedule_now->choices.end() ? 0 : std::min(found->second, n - 1);
+  }
+  if (mode == Mode::kRandom) {
+    if (kind == Kind::kSchedule) return next_at_random(n, fibers);
+    const bool is_first = kind == Kind::kStale && mixed(random_state) % 4 != 0;
+    return is_first ? 0 : static_cast<int>(mixed(random_state) % static_cast<uint64_t>(n));
+  }
+  if (place >= kLongest) return 0;
+  if (place == path_length) path[path_length++] = {0, static_cast<int8_t>(n)};
+  return path[place].taken;
+}
+
+void enter(const Case& one) { cases().push_back(one); }
+
+// Places --------------------------------------------------------------------------------------
+
+namespace {
+
+std::map<uintptr_t, std::string> places;  // by address: innermost in csrc, or the case's
+std::set<uintptr_t> foreign;              // in std::shared_ptr
+
+std::string executable() {
+  char path[4096];
+  const ssize_t bytes = readlink("/proc/self/exe", path, sizeof path - 1);
+  return {path, static_cast<size_t>(std::max<ssize_t>(bytes, 0))};
+}
+
+// Ask for many at once: the program reads all of its debugging information for each call.
+void resolve(const std::vector<uintptr_t>& addresses) {
+  std::vector<uintptr_t> unknown;
+  for (const uintptr_t one : addresses) {
+    if (one != 0 && places.try_emplace(one).second) unknown.push_back(one);
+  }
+  for (size_t begin = 0; begin < unknown.size(); begin += 500) {
+    std::string command = "addr2line -a -i -e " + executable();
+    for (size_t i = begin; i < std::min(begin + 500, unknown.size()); ++i) {
+      char text[32];
+      std::snprintf(text, sizeof text, " %lx", static_cast<unsigned long>(unknown[i] - 1));
+      command += text;
+    }
+    FILE* const pipe = popen(command.c_str(), "r");
+    char line[4096];
+    uintptr_t now = 0;
+    while (pipe != nullptr && std::fgets(line, sizeof line, pipe) != nullptr) {
+      if (std::strncmp(line, "0x", 2) == 0) {
+        now = std::strtoul(line, nullptr, 16) + 1;
+        continue;
+      }
+      // How shared pointers count is the library's affair.
+      if (std::strstr(line, "/ext/atomicity.h") != nullptr || std::strstr(line, "shared_ptr") != nullptr) {
+        foreign.insert(now);
+      }
+      std::string& place = places[now];
+      for (const char* folder : {"csrc/", "model/"}) {
+        const char* const found = std::strstr(line, folder);
+        if (found == nullptr || !place.empty()) continue;
+        place = found;
+        place.resize(std::min(place.find('\n'), place.find(" (")));
+        const size_t up = place.find("/../");
+        if (up != std::string::npos) place.erase(place.rfind('/', up - 1), up + 3 - place.rfind('/', up - 1));
+      }
+    }
+    if (pipe != nullptr) pclose(pipe);
+  }
+}
+
+// In a message, each <address>.
+std::string with_places(const std::string& text) {
+  std::string result;
+  for (size_t at = 0; at < text.size();) {
+    const size_t open = text.find('<', at), close = text.find('>', open);
+    if (open == std::string::npos || close == std::string::npos) return result + text.substr(at);
+    const uintptr_t address = std::strtoul(text.c_str() + open + 1, nullptr, 16);
+    resolve({address});
+    result += text.substr(at, open - at) + (places[address].empty() ? "?" : places[address]);
+    at = close + 1;
+  }
+  return result;
+}
+
+}  // namespace
+
+std::string place_of(const uintptr_t (&at)[4]) {
+  for (const uintptr_t one : at) {
+    const auto found = places.find(one);
+    if (found != places.end() && !found->second.empty()) return found->second;
+  }
+  return "?";
+}
+
+void resolve_places(const uintptr_t* addresses, size_t count) { resolve({addresses, addresses + count}); }
+
+// Trying --------------------------------------------------------------------------------------
+
+namespace {
+
+bool run(const Case& one, const Schedule& schedule, bool traced = false) {
+  Bounds bounds{one.preemptions, one.stale, one.timers, schedule.victim, schedule.kill};
+  if (schedule.is_random) {
+    bounds.preemptions = 1 << 30;
+    bounds.stale = one.stale == 0 ? 0 : one.stale + 2;
+    begin_random(schedule);
+  }
+  schedule_now = &schedule;
+  at_choice = 0;
+  return execute(one, bounds, traced);
+}
+
+// The next path of the search; false: there is none.
+bool advance() {
+  while (path_length > 0 && path[path_length - 1].taken + 1 >= path[path_length - 1].of) --path_length;
+  if (path_length == 0) return false;
+  ++path[path_length - 1].taken;
+  return true;
+}
+
+struct Result {
+  long tried = 0;
+  bool is_all = false;  // within the bounds
+  bool is_well = true;
+  Schedule failing;
+  std::string failure;
+};
+
+void take_path(Result& result) {
+  for (size_t i = 0; i < path_length; ++i) {
+    if (path[i].taken != 0) result.failing.choices[static_cast<long>(i)] = path[i].taken;
+  }
+}
+
+Result try_case(const Case& one, long schedules) {
+  Result result;
+  const auto fails = [&](const Schedule& schedule) {
+    result.is_well = false;
+    result.failing = schedule;
+    result.failure = failure();
+    return result;
+  };
+  long expected = 64, kills[kMostRanks] = {};
+  // A search that ends early has seen only what happens late.
+  constexpr long kFewest = 3000;
+  if (!one.vanishes && one.is_searched && schedules >= kFewest) {
+    mode = Mode::kTree;
+    path_length = 0;
+    do {
+      Schedule schedule;
+      ++result.tried;
+      if (!run(one, schedule)) {
+        fails(schedule);
+        take_path(result);
+        return result;
+      }
+      if (!advance()) {
+        result.is_all = true;
+        return result;
+      }
+    } while (result.tried < schedules / 2);
+  }
+  mode = Mode::kRandom;
+  for (uint64_t seed = 1; result.tried < schedules; ++seed) {
+    Schedule schedule;
+    schedule.is_random = true;
+    schedule.seed = seed;
+    schedule.expected = expected;
+    if (one.vanishes && seed > 4) {
+      schedule.victim = static_cast<int>(seed % static_cast<uint64_t>(one.ranks));
+      schedule.kill = 1 + static_cast<long>(seed / static_cast<uint64_t>(one.ranks) %
+                                            static_cast<uint64_t>(kills[schedule.victim] + 2));
+    }
+    ++result.tried;
+    if (!run(one, schedule)) return fails(schedule);
+    if (seed <= 4) expected = std::max(expected, decisions);
+    for (int r = 0; r < one.ranks && seed <= 4; ++r) kills[r] = std::max(kills[r], steps_of(r));
+  }
+  return result;
+}
+
+void tell_failure(const Case& one, const Result& result) {
+  std::printf("%s: %s\n", one.name, with_places(result.failure).c_str());
+  std::printf("  make model SCHEDULE='%s %s'\n", one.name, result.failing.text().c_str());
+}
+
+int replay(const std::string& text) {
+  const size_t space = text.find(' ');
+  const std::string name = text.substr(0, space);
+  const auto found = std::find_if(cases().begin(), cases().end(), [&](const Case& one) { return name == one.name; });
+  if (found == cases().end() || space == std::string::npos) {
+    std::fprintf(stderr, "model: there is no case %s; --list shows all\n", name.c_str());
+    return 2;
+  }
+  const Schedule schedule = Schedule::of(text.substr(space + 1));
+  mode = schedule.is_random ? Mode::kRandom : Mode::kReplay;
+  const bool is_well = run(*found, schedule, true);
+  std::printf("%s", trace(400).c_str());
+  std::printf("%s: %s\n", found->name, is_well ? "all right" : with_places(failure()).c_str());
+  return is_well ? 0 : 1;
+}
+
+// Run `work(i)` for each i below `count` in processes of their own, so many at a time; whether all were well.
+template <typename Work>
+bool in_parallel(size_t count, int jobs, Work work) {
+  bool is_well = true;
+  int running = 0;
+  const auto await = [&] {
+    int status = 0;
+    wait(&status);
+    --running;
+    is_well = is_well && WIFEXITED(status) && WEXITSTATUS(status) == 0;
+  };
+  for (size_t i = 0; i < count; ++i) {
+    if (running == jobs) await();
+    std::fflush(stdout);
+    if (fork() == 0) {
+      const bool was_well = work(i);
+      std::fflush(stdout);
+      std::_Exit(was_well ? 0 : 1);
+    }
+    ++running;
+  }
+  while (running > 0) await();
+  return is_well;
+}
+
+int try_all(const std::vector<Case>& chosen, long schedules, int jobs) {
+  long shares = 0;
+  for (const Case& one : chosen) shares += one.share;
+  const bool is_well = in_parallel(chosen.size(), jobs, [&](size_t i) {
+    const Case& one = chosen[i];
+    const auto started = std::chrono::steady_clock::now();
+    const Result result = try_case(one, std::max(1L, schedules * one.share / shares));
+    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
+    const bool is_refuted = one.refuted != nullptr && result.failure.find(one.refuted) != std::string::npos;
+    const bool is_well = one.refuted == nullptr ? result.is_well : is_refuted;
+    if (!is_well && !result.is_well) tell_failure(one, result);
+    std::printf("%-32s %9ld schedules%s %6.1f s%s\n", one.name, result.tried, result.is_all ? ", all" : "     ",
+                seconds, !is_well ? "  FAILS" : is_refuted ? "  refuted" : "");
+    return is_well;
+  });
+  std::printf(is_well ? "all right\n" : "the model has found something\n");
+  return is_well ? 0 : 1;
+}
+
+// Mutants -------------------------------------------------------------------------------------
+
+const char* const kOrders[] = {"relaxed", "consume", "acquire", "release", "acq_rel", "seq_cst"};
+
+struct Mutant {
+  std::string place;
+  Site::Op op;
+  int order, weaker;  // a wake's: 1 and 0
+  std::vector<size_t> sites;
+  std::set<const Case*> cases;  // that reach one of them
+
+  std::string text() const {
+    return op == Site::kWake ? "wake -> none" : std::string(kOrders[order]) + " -> " + kOrders[weaker];
+  }
+};
+
+// One step weaker, in each direction.
+std::vector<int> weaker_than(Site::Op op, int order) {
+  enum { kRelaxed, kConsume, kAcquire, kRelease, kBoth, kSequential };
+  if (op == Site::kWake) return {0};
+  if (order == kSequential) {
+    if (op == Site::kLoad) return {kAcquire, kRelaxed};
+    if (op == Site::kStore) return {kRelease, kRelaxed};
+    return {kBoth, kAcquire, kRelease};
+  }
+  if (order == kBoth) return {kAcquire, kRelease};
+  return order == kRelaxed ? std::vector<int>{} : std::vector<int>{kRelaxed};
+}
+
+std::vector<Mutant> all_mutants() {
+  collect_sites(true);
+  std::map<size_t, std::set<const Case*>> reach;
+  for (const Case& one : cases()) {
+    try_case(one, 60);
+    for (size_t i = 0; i < site_count(); ++i) {
+      if (was_reached(i)) reach[i].insert(&one);
+    }
+  }
+  std::vector<uintptr_t> addresses;
+  for (size_t i = 0; i < site_count(); ++i) addresses.insert(addresses.end(), site(i).at, site(i).at + 4);
+  resolve(addresses);
+  std::map<std::pair<std::string, int>, Mutant> lines;
+  for (size_t i = 0; i < site_count(); ++i) {
+    const Site& one = site(i);
+    const std::string place = place_of(one.at);
+    if (foreign.count(one.at[0]) > 0 || place.rfind("csrc/", 0) != 0) continue;
+    Mutant& line = lines[{place, one.op}];
+    line.place = place;
+    line.op = one.op;
+    line.order = std::max(line.order, one.order);
+    line.sites.push_back(i);
+    line.cases.insert(reach[i].begin(), reach[i].end());
+  }
+  std::vector<Mutant> mutants;
+  for (auto& [place, line] : lines) {
+    for (const int weaker : weaker_than(line.op, line.order)) {
+      mutants.push_back(line);
+      mutants.back().weaker = weaker;
+    }
+  }
+  return mutants;
+}
+
+// The line of the source, and why a mutant of it is no worse: from equivalent.txt; empty: it must be noticed.
+std::string excuse_of(const Mutant& mutant, const std::string& source) {
+  std::ifstream list("equivalent.txt");
+  for (std::string file, line, change, reason; std::getline(list, file) && std::getline(list, line) &&
+                                               std::getline(list, change) && std::getline(list, reason);) {
+    std::string empty;
+    std::getline(list, empty);
+    const bool is_it = mutant.place.rfind(file + ":", 0) == 0 && source.find(line) != std::string::npos;
+    if (is_it && change == mutant.text()) return reason;
+  }
+  return "";
+}
+
+std::string source_of(const std::string& place) {
+  const size_t colon = place.find(':');
+  std::ifstream file("../../../" + place.substr(0, colon));
+  std::string line;
+  for (int i = std::atoi(place.c_str() + colon + 1); i > 0; --i) std::getline(file, line);
+  line.erase(0, line.find_first_not_of(' '));
+  return line;
+}
+
+// Every order weakened and every wake dropped, one at a time: which case notices.
+int try_mutants(long schedules, int jobs, const std::string& only, const std::vector<Case>& chosen) {
+  std::vector<Mutant> mutants;
+  const auto is_chosen = [&](const Case* one) {
+    return std::any_of(chosen.begin(), chosen.end(), [&](const Case& c) { return std::strcmp(c.name, one->name) == 0; });
+  };
+  for (Mutant& one : all_mutants()) {
+    for (auto at = one.cases.begin(); !chosen.empty() && at != one.cases.end();) {
+      at = is_chosen(*at) ? std::next(at) : one.cases.erase(at);
+    }
+    if (one.place.rfind(only, 0) == 0) mutants.push_back(std::move(one));
+  }
+  std::printf("%zu mutants\n", mutants.size());
+  const bool is_well = in_parallel(mutants.size(), jobs, [&](size_t i) {
+    const Mutant& mutant = mutants[i];
+    const std::string source = source_of(mutant.place), excuse = excuse_of(mutant, source);
+    for (const size_t one : mutant.sites) weaken(one, mutant.weaker);
+    std::string killer;
+    long tried = 0;
+    // At first little of each case: most mutants are noticed at once.
+    const long each = schedules / static_cast<long>(mutant.cases.size() + 1);
+    for (const long most : {std::min(20L, each), std::min(200L, each), each}) {
+      for (const Case* const one : mutant.cases) {
+        if (!killer.empty()) break;
+        const Result result = try_case(*one, most);
+        tried += result.tried;
+        if (!result.is_well) killer = one->name;
+      }
+    }
+    const bool survives = killer.empty();
+    if (survives) killer = excuse.empty() ? "SURVIVES" : excuse;
+    if (mutant.cases.empty()) killer = "NOT REACHED";
+    std::printf("| %s | `%s` | %s | %s | %zu cases, %ld schedules |\n", mutant.place.c_str(), source.c_str(),
+                mutant.text().c_str(), killer.c_str(), mutant.cases.size(), tried);
+    return !survives || !excuse.empty();
+  });
+  std::printf(is_well ? "every mutant is noticed, or equivalent\n" : "mutants survive\n");
+  return is_well ? 0 : 1;
+}
+
+int start(int count, char** words) {
+  long schedules = 100000;
+  int jobs = 2;
+  bool mutates = false;
+  std::string only;
+  std::vector<Case> chosen;
+  for (int i = 1; i < count; ++i) {
+    const std::string word = words[i];
+    if (word == "--list") {
+      for (const Case& one : cases()) std::printf("%s\n", one.name);
+      return 0;
+    }
+    if (word == "--replay") return replay(words[i + 1]);
+    if (word == "--mutants") {
+      mutates = true;
+      if (i + 1 < count && words[i + 1][0] != '-') only = words[++i];
+    } else if (word == "--schedules") {
+      schedules = std::atol(words[++i]);
+    } else if (word == "--jobs") {
+      jobs = std::atoi(words[++i]);
+    } else {
+      for (const Case& one : cases()) {
+        if (std::strncmp(one.name, words[i], word.size()) == 0) chosen.push_back(one);
+      }
+    }
+  }
+  if (mutates) return try_mutants(schedules, jobs, only, chosen);
+  return try_all(chosen.empty() ? cases() : chosen, schedules, jobs);
+}
+
+}  // namespace
+}  // namespace model
+
+int main(int count, char** words) { return model::start(count, words); }
