@@ -166,7 +166,7 @@ class GlooBackend(NativeBackend):
             self._watch_hosts(hosts, cards, cards.addresses, count, key)
         seconds = self._joining
         op = self.lib.fl_gloo_connect(self.group, cards.addresses, count, key, lazily, seconds)
-        work = NativeWork(self, "connect", op, addresses, seconds)
+        work = NativeWork(self, "connect", op, cards.addresses, seconds)
         waiting = Waiting("connecting through Gloo")
         while True:
             with suppress(CollectiveTimeoutError):  # its own is raised by the next wait again
