@@ -16,10 +16,11 @@ FILES = [path for path in PACKAGE.rglob("*.py") if path.name != "_nccl.py"]  # t
 # At most so many lines and files. Blank lines, comments and docstrings count.
 BUDGETS = {
     # Layers, their functions, amp and the data loader are 3,700 of them: errors name both shapes.
-    "": (48_560, 245),
+    "": (49_320, 248),
     # torch changes the timeouts of groups that are open; objects know two ways, native and not.
-    "distributed": (16_495, 87),
-    "distributed/rendezvous": (2_632, 9),
+    "distributed": (17_255, 90),
+    # Ranks meet in a tree of hosts, and name who is lost or late wherever it is.
+    "distributed/rendezvous": (3_270, 12),
     # Not 1,200: last words need a communicator and a count of their own, or others get wrong sums.
     "distributed/backends/mpi": (1_260, 7),
     "parallel": (6_460, 30),

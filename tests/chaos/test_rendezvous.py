@@ -23,8 +23,17 @@ TIMEOUT = 1.0
 FAREWELL = 7.0
 
 
+ENV: dict[str, str] = {}
+
+
+@pytest.fixture(autouse=True, params=["512", "2"], ids=["flat", "tree"])
+def _shape(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENV, "FLASHLIGHT_TREE_FROM", request.param)
+
+
 def plan(folder: Path, **more: Any) -> dict[str, Any]:
-    place = {"path": str(folder / "meeting"), "log": str(folder.parent / "log"), "env": {}}
+    log = str(folder.parent / "log")
+    place = {"path": str(folder / "meeting"), "log": log, "env": dict(ENV)}
     params = {"TIMEOUT": TIMEOUT, "BACKEND": "shm"}
     return {"part": "compute", "init": "file", "seconds": 0.05, "params": params, **place, **more}
 

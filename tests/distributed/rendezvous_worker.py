@@ -19,7 +19,7 @@ from flashlight_py.distributed.rendezvous import places
 from flashlight_py.distributed.rendezvous.file_store import FileStore
 from flashlight_py.distributed.rendezvous.meeting import MeetingPoint
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
-from flashlight_py.distributed.rendezvous.tree import Node
+from flashlight_py.distributed.rendezvous.tree import TreeNode
 from flashlight_py.errors import RendezvousError
 
 Plan = dict[str, Any]
@@ -69,13 +69,13 @@ def hold(plan: Plan, moment: str) -> None:
 
 def report_places(plan: Plan) -> None:
     """Say below whom this rank is, each time that it has a place."""
-    join = Node._join
+    join = TreeNode._join
 
-    def joined(node: Node) -> None:
+    def joined(node: TreeNode) -> None:
         join(node)
         report(plan, f"below {node._seat.parent}")
 
-    Node._join = joined  # type: ignore[method-assign]
+    TreeNode._join = joined  # type: ignore[method-assign]
 
 
 def take_part(plan: Plan) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 
+from flashlight_py.distributed.rendezvous.store import Roster, derived, name_ranks
 from tests.distributed.rendezvous_helpers import Rank, Ranks
 from tests.distributed.test_tcp_store import (
     closed,
@@ -179,3 +180,33 @@ def test_a_rank_speaks_for_itself_where_nobody_does(ranks: Ranks) -> None:
     started = [ranks.start(rank, SIZE, local_rank=local, timeout=2.0) for rank, local in PLACES]
     (reason,) = reasons(started)
     assert "ranks 1, 2, 3, 4 of 8 have not arrived within 2 s" in reason
+
+
+# What all get -------------------------------------------------------------------------------------
+
+
+def test_a_roster_is_a_list_that_keeps_what_was_made_of_it() -> None:
+    roster = Roster(Roster.of([b"one", b"", b"three"]).body)
+    assert roster == [b"one", b"", b"three"]
+    assert (len(roster), roster[-1], roster[1:], b"" in roster) == (
+        3,
+        b"three",
+        [b"", b"three"],
+        True,
+    )
+    with pytest.raises(IndexError):
+        roster[3]
+    made: list[int] = []
+
+    def total(payloads: Sequence[bytes], more: int) -> int:
+        made.append(more)
+        return sum(map(len, payloads)) + more
+
+    assert [derived(roster, total, more) for more in (1, 1, 2)] == [9, 9, 10]
+    assert made == [1, 2]
+    assert [derived(list(roster), total, 1) for _ in range(2)] == [9, 9]
+
+
+def test_a_message_names_no_more_ranks_than_one_can_read() -> None:
+    assert name_ranks(range(20)).endswith("18, 19")
+    assert name_ranks(range(100_000)) == f"{name_ranks(range(20))} and 99980 more"

@@ -41,8 +41,8 @@ _LOOK_SECONDS = 0.1
 _RANK_BITS = 24
 
 
-class _Cards(NamedTuple):
-    """What the ranks' cards say, each in rank order."""
+class _GlooCards(NamedTuple):
+    """Facts of the ranks' cards, each in rank order."""
 
     peers: Sequence[Peer]
     addresses: bytes  # joined
@@ -50,7 +50,7 @@ class _Cards(NamedTuple):
     limits: Sequence[float]  # for how long these may be silent
 
     @classmethod
-    def read(cls, texts: Sequence[bytes]) -> _Cards:
+    def read(cls, texts: Sequence[bytes]) -> _GlooCards:
         peers, addresses, _, ports, limits = zip(*map(json.loads, texts), strict=True)
         joined = b"".join(zlib.decompress(b64decode(address)) for address in addresses)
         return cls([Peer(*peer) for peer in peers], joined, ports, limits)
@@ -158,8 +158,8 @@ class GlooBackend(NativeBackend):
         mine = b64encode(zlib.compress(address)).decode()  # most of it are zeros
         card = [this_process(), mine, nonce().hex(), *watched]
         texts = store.exchange(json.dumps(card).encode())
-        cards = derived(texts, _Cards.read)
-        self._peers = cards.peers
+        cards = derived(texts, _GlooCards.read)
+        self._know(cards.peers)
         # What this rank shows each rank, and what that one must show, by turns, made with a key of
         # this meeting alone. They are compared natively: two messages at the start of each
         # connection, and no SHA-256 of our own in C++.
@@ -185,7 +185,13 @@ class GlooBackend(NativeBackend):
             waiting.look([self.numbers[awaited]] if awaited >= 0 and self.rank == 0 else [])
         work.wait()
 
-    def _watch_hosts(self, hosts: Sequence[str], cards: _Cards, *connecting: Any) -> None:
+    def _know(self, peers: Sequence[Peer]) -> None:
+        """Note which processes the ranks are, and of whose end this machine would tell."""
+        machine = this_process().machine
+        self._peers, ranks = peers, range(len(peers))
+        self._of_machine = [rank for rank in ranks if machine and peers[rank].machine == machine]
+
+    def _watch_hosts(self, hosts: Sequence[str], cards: _GlooCards, *connecting: Any) -> None:
         """Begin to watch; ``cards`` are of all ranks, the rest as for ``fl_gloo_connect``."""
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
         texts = [self.ffi.new("char[]", peer.host.encode()) for peer in self._peers]
@@ -207,7 +213,7 @@ class GlooBackend(NativeBackend):
 
     def _dead(self, doing: str) -> PeerLostError | None:
         """Return which ranks of this machine have ended, if any: Gloo would wait in vain."""
-        dead = [rank for rank, peer in enumerate(self._peers) if peer.is_gone()]
+        dead = [rank for rank in self._of_machine if self._peers[rank].is_gone()]
         if not dead:
             return None
         return PeerLostError(
@@ -234,7 +240,7 @@ class _Part(GlooBackend):
         assert kin is not None
         store.processes = [whole.processes[rank] for rank in kin.ranks]
         NativeBackend.__init__(self, native, store, timeout)
-        self._peers = [whole._peers[rank] for rank in kin.ranks]
+        self._know([whole._peers[rank] for rank in kin.ranks])
         self.places = [whole.places[rank] for rank in kin.ranks]
         ranks = self.ffi.new("int[]", kin.ranks)
         made = self.lib.fl_gloo_part(whole._open("new_group"), ranks, self.size, kin.number)

@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from flashlight_py import system
 from flashlight_py.distributed.rendezvous.secret import Secret
 from flashlight_py.distributed.rendezvous.store import ANY_RANK, Roster, Store
-from flashlight_py.distributed.rendezvous.tree import Node
+from flashlight_py.distributed.rendezvous.tree import TreeNode
 from flashlight_py.distributed.rendezvous.wire import Offer
 from flashlight_py.errors import RendezvousError
 
@@ -45,7 +45,7 @@ class MeetingPoint(Store):
 
     def __init__(self, rank: int, size: int, timeout: float) -> None:
         self.rank, self.size, self.timeout = rank, size, timeout
-        self._node = Node(self)
+        self._node = TreeNode(self)
         self._has_ended = False
 
     @cached_property

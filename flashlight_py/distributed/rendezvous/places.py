@@ -1,4 +1,4 @@
-"""What rank 0 knows of the tree of ranks: what each has given, and who is below whom."""
+"""The tree of ranks as rank 0 knows it: what each has given, and who is below whom."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flashlight_py.distributed.rendezvous.store import ANY_RANK, Peer
-from flashlight_py.distributed.rendezvous.wire import Connection, Greeting, Place
+from flashlight_py.distributed.rendezvous.wire import Connection, Greeting, Seat
 from flashlight_py.interfaces import family_of, is_loopback
 
 # So many hosts have one above them. With more, one card sends a roster more often, one after the
@@ -70,8 +70,11 @@ class Places:
         self._openings: dict[int, _Opening] = {}
         self._returns: Counter[int] = Counter()
 
-    def begin(self, payload: bytes) -> None:
-        """Begin a round, in which rank 0 gives ``payload``."""
+    def begin(self, payload: bytes, is_first: bool) -> None:
+        """Begin a round, in which rank 0 gives ``payload``. After the first nobody joins."""
+        if not is_first:
+            self._who.clear()
+            self._openings.clear()
         self.given, self.asked = {0: payload}, False
 
     def ask(self) -> None:
@@ -133,7 +136,7 @@ class Places:
         """Note that ``rank``, a process ``peer``, is right below rank 0."""
         self._above[rank], self._who[rank] = 0, identity(peer)
 
-    def place(self, rank: int, candidate: Connection, greeting: Greeting) -> Place:
+    def place(self, rank: int, candidate: Connection, greeting: Greeting) -> Seat:
         """Return where ``candidate`` belongs, a rank that speaks for its host."""
         found, address = self._root, candidate.address[0]
         self._returns[rank] += greeting.without != ANY_RANK
@@ -156,7 +159,7 @@ class Places:
             room = old.room if old else FAN
             new = _Opening(rank, found.depth + 1, str(greeting.peer), host, int(port), room)
             self._openings[rank] = new
-        return Place(rank, found.rank, found.depth + 1, found.peer, found.host, found.port)
+        return Seat(rank, found.rank, found.depth + 1, found.peer, found.host, found.port)
 
     def _below_itself(self, rank: int, opening: _Opening) -> tuple[int, ...]:
         """Return the rank of ``opening`` if it is below ``rank``, which comes a second time."""

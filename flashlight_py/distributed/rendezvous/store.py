@@ -87,7 +87,7 @@ class Roster(Sequence[bytes]):
 
     @functools.cached_property
     def _ends(self) -> Sequence[int]:
-        """Where each payload begins, and where the last one ends."""
+        """The beginning of each payload, and the end of the last one."""
         (count,) = struct.unpack_from("!I", self.body)
         lengths = struct.unpack_from(f"!{count}I", self.body, 4)
         return array("Q", itertools.accumulate(lengths, initial=4 + 4 * count))

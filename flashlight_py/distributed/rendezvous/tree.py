@@ -36,7 +36,7 @@ from flashlight_py.distributed.rendezvous.wire import (
     Connection,
     Greeting,
     Kind,
-    Place,
+    Seat,
     WireError,
 )
 from flashlight_py.errors import RendezvousError
@@ -53,7 +53,7 @@ _SETTLE = 1.0
 _log = logging.getLogger("flashlight_py")
 
 
-class Node(Seeker):
+class TreeNode(Seeker):
     """This rank in the tree: below another one, but for rank 0, and above others perhaps.
 
     Raises:
@@ -90,7 +90,7 @@ class Node(Seeker):
         self._own, self._roster, self._complete = payload, b"", set()
         self._shows, self._is_late = self._round == 0, False
         self._pending = [(Kind.PART, self._entry())] if self._round else []
-        self._places.begin(payload)
+        self._places.begin(payload, self._round == 0)
         if self._is_root:
             self._speak(place.known)
         waiting = Waiting(f"rendezvous at {place.name}{place.note}", place.first_report)
@@ -328,7 +328,7 @@ class Node(Seeker):
     def _settle(self, candidate: Connection, rank: int, greeting: Greeting) -> None:
         """Tell a process its place; it becomes a member if that is here."""
         place, me = self._place, self._seat
-        seat = Place(rank, me.rank, me.depth + 1, str(self._processes[place.rank]))
+        seat = Seat(rank, me.rank, me.depth + 1, str(self._processes[place.rank]))
         if self._is_root and place.is_tree and greeting.at != LEAF:
             seat = self._places.place(rank, candidate, greeting)
         elif self._is_root:

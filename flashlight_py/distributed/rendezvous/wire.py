@@ -77,7 +77,7 @@ class Kind(enum.IntEnum):
     CHALLENGE = 8  # server: its nonce
     PROOF = 9  # client: its proof that it knows the secret, and its greeting
     SECRET = 10  # server: the proof is none, made with another secret
-    PLACE = 11  # server: where the client belongs, a ``Place``
+    PLACE = 11  # server: where the client belongs, a ``Seat``
     PART = 12  # upwards: as PAYLOAD, and more may follow
     LOST = 13  # upwards, while ranks gather: a rank, and the one above it, as decimal text
 
@@ -126,7 +126,7 @@ class Greeting(NamedTuple):
         return found if ANY_RANK <= found.rank < found.size < 1 << 31 else None
 
 
-class Place(NamedTuple):
+class Seat(NamedTuple):
     """The place of ``rank`` in the tree: below ``parent``, so many connections from rank 0.
 
     ``peer`` is the process of ``parent``, who listens at ``host`` and ``port``; "": it says so.

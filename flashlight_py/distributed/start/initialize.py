@@ -332,8 +332,8 @@ def meet(create: StoreFactory, settings: Settings) -> World:
     return world
 
 
-class _Cards(NamedTuple):
-    """What follows from the first cards of all ranks alone, as ``addresses`` of each."""
+class _FirstCards(NamedTuple):
+    """Facts that follow from the first cards of all ranks alone, as ``addresses`` of each."""
 
     hosts: Sequence[str]
     near: Mapping[str, Sequence[int]]  # the ranks of each host
@@ -344,15 +344,19 @@ class _Cards(NamedTuple):
     job: str  # its name is that which rank 0 has for it
 
     @classmethod
-    def read(cls, texts: Sequence[bytes]) -> _Cards:
-        cards = [json.loads(text) for text in texts]
-        hosts, jobs, cores, _, peers, addresses = zip(*cards, strict=True)
+    def read(cls, texts: Sequence[bytes]) -> _FirstCards:
         near: dict[str, list[int]] = {}
-        for rank, host in enumerate(hosts):
+        rows, known = [], dict[Any, Any]()  # of many ranks: values that are equal are kept once
+        for rank, text in enumerate(texts):
+            host, _, cores, _, (name, pid, machine, started), own = json.loads(text)
+            values = host, cores, tuple(own), name, machine
+            host, cores, own, name, machine = (known.setdefault(each, each) for each in values)
             near.setdefault(host, []).append(rank)
+            rows.append((host, cores, own, Peer(name, pid, machine, started)))
+        hosts, bits, addresses, peers = zip(*rows, strict=True)
         shared = topology.shared_addresses(zip(hosts, addresses, strict=True))
-        twins = why_not_apart([Peer(*peer) for peer in peers])
-        return cls(hosts, near, cores, addresses, shared, twins, jobs[0])
+        job = json.loads(texts[0])[1]
+        return cls(hosts, near, bits, addresses, shared, why_not_apart(peers), job)
 
 
 def _job_key(texts: Sequence[bytes], secret: bytes) -> bytes:
@@ -367,7 +371,7 @@ def _connect(store: Store, settings: Settings) -> World:
     texts = store.exchange(json.dumps(mine).encode())
     # Also where the exchange can be overheard, nobody without the secret can make this key.
     settings = replace(settings, job_key=derived(texts, _job_key, store.secret))
-    cards = derived(texts, _Cards.read)
+    cards = derived(texts, _FirstCards.read)
     if cards.twins:
         raise RendezvousError(f"rank {store.rank} of {store.size}: {cards.twins}")
     near = cards.near[host]
