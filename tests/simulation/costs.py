@@ -56,7 +56,7 @@ _growing = (
     Growing(store.Roster, "of", lambda made, *_: PACK * len(made)),
     Growing(store.Roster, "derived", _derived),
     Growing(places.Places, "take", lambda _, __, body: TAKE * (1 + len(body) // 600)),
-    Growing(tree.Node, "_admit", lambda *_: ADMITTED),
+    Growing(tree.TreeNode, "_admit", lambda *_: ADMITTED),
 )
 
 

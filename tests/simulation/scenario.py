@@ -82,7 +82,7 @@ class _JoinedByNetwork:
         process, address = me(), b64encode(zlib.compress(bytes(128) + b"10.1")).decode()
         card = [this_process(), address, nonce().hex(), 40000, host_timeout]
         texts = store.exchange(json.dumps(card).encode())
-        derived(texts, gloo._Cards.read)
+        derived(texts, gloo._GlooCards.read)
         derived(texts, gloo._key, key)
         near = self.size if self.size <= costs.DIRECT else 2 * ceil(log2(self.size))
         connected = 0 if lazily else near
