@@ -159,7 +159,7 @@ class GlooBackend(NativeBackend):
         card = [this_process(), mine, nonce().hex(), *watched]
         texts = store.exchange(json.dumps(card).encode())
         cards = derived(texts, _GlooCards.read)
-        self._peers = cards.peers
+        self._know(cards.peers)
         # What this rank shows each rank, and what that one must show, by turns, made with a key of
         # this meeting alone. They are compared natively: two messages at the start of each
         # connection, and no SHA-256 of our own in C++.
@@ -185,6 +185,12 @@ class GlooBackend(NativeBackend):
             waiting.look([self.numbers[awaited]] if awaited >= 0 and self.rank == 0 else [])
         work.wait()
 
+    def _know(self, peers: Sequence[Peer]) -> None:
+        """Note which processes the ranks are, and of whose end this machine would tell."""
+        machine = this_process().machine
+        self._peers, ranks = peers, range(len(peers))
+        self._of_machine = [rank for rank in ranks if machine and peers[rank].machine == machine]
+
     def _watch_hosts(self, hosts: Sequence[str], cards: _GlooCards, *connecting: Any) -> None:
         """Begin to watch; ``cards`` are of all ranks, the rest as for ``fl_gloo_connect``."""
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
@@ -207,7 +213,7 @@ class GlooBackend(NativeBackend):
 
     def _dead(self, doing: str) -> PeerLostError | None:
         """Return which ranks of this machine have ended, if any: Gloo would wait in vain."""
-        dead = [rank for rank, peer in enumerate(self._peers) if peer.is_gone()]
+        dead = [rank for rank in self._of_machine if self._peers[rank].is_gone()]
         if not dead:
             return None
         return PeerLostError(
@@ -234,7 +240,7 @@ class _Part(GlooBackend):
         assert kin is not None
         store.processes = [whole.processes[rank] for rank in kin.ranks]
         NativeBackend.__init__(self, native, store, timeout)
-        self._peers = [whole._peers[rank] for rank in kin.ranks]
+        self._know([whole._peers[rank] for rank in kin.ranks])
         self.places = [whole.places[rank] for rank in kin.ranks]
         ranks = self.ffi.new("int[]", kin.ranks)
         made = self.lib.fl_gloo_part(whole._open("new_group"), ranks, self.size, kin.number)

@@ -134,7 +134,12 @@ def exchange_process_info(store: Store, checks: bool) -> None:
 
 
 def _processes(texts: Sequence[bytes]) -> tuple[Any, ...]:
-    processes, spaces, hosts, checked = zip(*map(json.loads, texts), strict=True)
+    known = dict[str, str]()  # of many ranks: words that are equal are kept once
+    cards = (
+        (process, known.setdefault(space, space), known.setdefault(host, host), checked)
+        for process, space, host, checked in map(json.loads, texts)
+    )
+    processes, spaces, hosts, checked = zip(*cards, strict=True)
     without = [rank for rank, checks in enumerate(checked) if not checks]
     return processes, spaces, hosts, needs_names(spaces), without
 
@@ -286,7 +291,9 @@ def address_between_hosts(
 
 
 def _chosen(texts: Sequence[bytes]) -> list[str]:
-    return choose([Card(*json.loads(text)) for text in texts])
+    # Most of the ranks of a host say the same.
+    cards = {text: Card(*json.loads(text)) for text in dict.fromkeys(texts)}
+    return choose([cards[text] for text in texts])
 
 
 def address_inside(interface: str) -> str:

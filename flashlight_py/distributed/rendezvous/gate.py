@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import errno
+import itertools
 import json
 import logging
 import math
@@ -36,6 +37,7 @@ from flashlight_py.distributed.rendezvous.wire import (
     NobodyError,
     Offer,
     Seat,
+    SilentError,
     WireError,
     WrongServerError,
     greet,
@@ -52,8 +54,8 @@ if TYPE_CHECKING:
 FIRST_PAUSE, PAUSE_GROWTH, LONGEST_PAUSE = 0.002, 1.5, 0.1
 # For so many seconds for each rank, rank 0 may be busy with the others.
 _EACH = 0.001
-# So long whom rank 0 has named may take to answer; and so long who has lost the one above it looks
-# for rank 0, which is gone where the run has failed meanwhile. In seconds.
+# So long whom rank 0 has named may take to answer, and a second more for each one above that; and
+# so long who has nobody above it any more looks for a rank 0 that is silent. In seconds.
 _ABOVE, _BEREFT = 5.0, 6.0
 # How long a short message may take, and a reason for failing is kept readable, in seconds.
 SHORTLY = 2.0
@@ -240,7 +242,7 @@ class Seeker(Gate):
         self._seat = Seat(place.rank, 0, 0, str(self._process))
         self._number = place.rank  # or what rank 0 has given it
         self._without = ANY_RANK  # who was above this rank and is not there
-        self._bereft = ""  # and that it has died, if it was there
+        self._bereft = ""  # and what has become of it
         self._deadline = math.inf
         self._host, self._speaks = "", False  # where it listens for other hosts; for its own one
 
@@ -258,26 +260,33 @@ class Seeker(Gate):
         Nobody may be listening yet, or a rank 0 that is just ending. Where another rank speaks for
         this host but has not come after a while, this one does.
         """
-        place, pause = self._place, FIRST_PAUSE
+        place, pause, problem = self._place, FIRST_PAUSE, ""
         is_first = self._round == 0  # else who is rank 0 is known
         waiting = Waiting(f"rendezvous at {place.name}", place.first_report)
-        patience = (
-            min(FIRST_SECONDS, place.timeout / 4) if place.is_tree and place.local_rank else 0
-        )
-        speaks_from, problem = system.monotonic() + patience, ""
+        speaks_from = system.monotonic()
+        has_speaker = place.is_tree and bool(place.local_rank)
+        if has_speaker and not self._bereft:
+            speaks_from += min(FIRST_SECONDS, place.timeout / 8)
         try:
             while (now := system.monotonic()) < self._deadline:
-                for offer in place.offers() if is_first else [self._offer]:
+                inside = [True] if now < speaks_from else [False, True][: 1 + has_speaker]
+                offers = place.offers() if is_first else [self._offer]
+                for offer, is_inside in itertools.product(offers, inside):
                     try:
-                        return self._reach(offer, is_inside=now < speaks_from)
+                        if self._reach(offer, max(speaks_from, now + 1.0) if is_inside else 0.0):
+                            return
                     except NobodyError as error:  # noqa: PERF203 - each for itself
-                        problem = f": {offer.who}{error}"
-                        if now < speaks_from:
+                        if is_inside:
                             continue
+                        problem = f": {offer.who}{error}"
                         if isinstance(error, WrongServerError) and not place.moves:
                             raise self._failure(str(error)) from error
                         if is_first:
                             place.failed(offer)
+                        if self._bereft and is_first and not place.moves:  # the run has failed
+                            is_there = isinstance(error, SilentError)
+                            until = speaks_from + _BEREFT if is_there else now
+                            self._deadline = min(self._deadline, until)
                 # That rank 0 is merely late, it says itself once it is there.
                 says = problem or place.first_report is not None
                 waiting.look([0] if says else [], problem)
@@ -286,25 +295,27 @@ class Seeker(Gate):
         finally:
             place.clear()
         missing = self._bereft or not_arrived([0], self._size, place.timeout)
-        raise self._failure(f"{missing}{problem}; {place.remedy()}")
+        raise self._failure(f"{missing}{problem}; {place.remedy()}", joining=True)
 
-    def _reach(self, offer: Offer, is_inside: bool, above: int = 0) -> None:
-        """Greet ``above`` and stay there, or go to whom it names.
+    def _reach(self, offer: Offer, inside: float = 0.0, patience: float = 0.0) -> bool:
+        """Greet rank 0 and go to whom it names, which takes so much ``patience``.
+
+        Or, until ``inside``, the rank that speaks for this host. Returns False if whom rank 0 names
+        is not there.
 
         Raises:
-            NobodyError: nobody who knows the secret is there, or whom rank 0 names is not.
+            NobodyError: nobody who knows the secret is there.
         """
-        place, at = self._place, offer.addresses
-        if is_inside:
-            at = [(self._name_inside(offer.secret), 0)]
-        patience = _ABOVE if above else place.patience
-        patience += self._size * _EACH if place.is_tree else 0
-        until = min(self._deadline, system.monotonic() + patience)
-        introduce = partial(self._introduce, is_asking=not (is_inside or above))
-        connection = greet(offer._replace(addresses=at), introduce, until)
+        place, is_asking = self._place, not (inside or patience)
+        if inside:
+            offer = offer._replace(addresses=[(self._name_inside(offer.secret), 0)])
+        busy = self._size * _EACH if place.is_tree else 0.0
+        until = system.monotonic() + (patience or place.patience) + busy
+        until = min(self._deadline, inside or until)
+        connection = greet(offer, partial(self._introduce, is_asking=is_asking), until)
         place.secret = offer.secret.common
         connection.trust(place.host_timeout)
-        if not (is_inside or above):
+        if is_asking:
             place.ends, self._offer = {0: connection.ends}, offer
             self._speak(offer.secret)
         try:
@@ -326,14 +337,15 @@ class Seeker(Gate):
             connection.rank = seat.parent
             self.selector.register(connection.wire, EVENT_READ, connection)
             self._seated()
-            return
+            return True
         try:
             there = Offer([(seat.host, seat.port)], offer.secret)
-            self._reach(there, is_inside=False, above=seat.parent)
+            return self._reach(there, patience=_ABOVE + seat.depth)
         except NobodyError as error:
-            self._without = seat.parent
-            where = f"rank {seat.parent} ({seat.peer}) at {seat.host}:{seat.port}"
-            raise NobodyError(f"{where}, whom rank 0 names: {error}") from error
+            self._without, where = seat.parent, f"{seat.host}:{seat.port}"
+            who = f"rank {seat.parent} of {self._size} ({seat.peer})"
+            self._bereft = f"{who} is not at {where}, where rank 0 sees it: {error}"
+            return False
         finally:
             connection.wire.close()
 

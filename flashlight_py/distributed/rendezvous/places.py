@@ -77,8 +77,11 @@ class Places:
             self._lowest += 1
         return self._lowest
 
-    def begin(self, payload: bytes) -> None:
-        """Begin a round, in which rank 0 gives ``payload``."""
+    def begin(self, payload: bytes, is_first: bool) -> None:
+        """Begin a round, in which rank 0 gives ``payload``. After the first nobody joins."""
+        if not is_first:
+            self._who.clear()
+            self._openings.clear()
         self.given, self.asked = {0: payload}, False
 
     def ask(self) -> None:
@@ -129,8 +132,11 @@ class Places:
 
         Whoever is there shows it when asked, so what does not come from below is held up there.
         """
-        named = set()
-        for rank in set(range(size)) - self.given.keys():
+        named, silent = set(), set(range(size)) - self.given.keys()
+        held = set[int]()
+        if self.asked and not silent <= self._above.keys():  # of some nobody has heard anything
+            held = self._above.keys() - self.shown
+        for rank in silent | held:
             each = rank
             while (above := self._above.get(each, 0)) and self.asked and above not in self.shown:
                 each = above

@@ -91,7 +91,7 @@ class TreeNode(Seeker):
         self._own, self._roster, self._complete = payload, b"", set()
         self._shows, self._is_late = self._round == 0, False
         self._pending = [(Kind.PART, self._entry())] if self._round else []
-        self._places.begin(payload)
+        self._places.begin(payload, self._round == 0)
         if self._is_root:
             self._speak(place.known)
         waiting = Waiting(f"rendezvous at {place.name}{place.note}", place.first_report)
@@ -463,7 +463,7 @@ class TreeNode(Seeker):
             while expected - self._notified and system.monotonic() < deadline:
                 self._serve(deadline)
         refused = (candidate for candidate in self._candidates if candidate.is_refused)
-        for connection in (*self.members.values(), *refused):
+        for connection in (*self._neighbours(), *refused):
             connection.shut()
             with suppress(WireError):
                 while not connection.has_ended and system.monotonic() < deadline:

@@ -345,14 +345,18 @@ class _FirstCards(NamedTuple):
 
     @classmethod
     def read(cls, texts: Sequence[bytes]) -> _FirstCards:
-        cards = [json.loads(text) for text in texts]
-        hosts, jobs, cores, _, peers, addresses = zip(*cards, strict=True)
         near: dict[str, list[int]] = {}
-        for rank, host in enumerate(hosts):
+        rows, known = [], dict[Any, Any]()  # of many ranks: values that are equal are kept once
+        for rank, text in enumerate(texts):
+            host, _, cores, _, (name, pid, machine, started), own = json.loads(text)
+            values = host, cores, tuple(own), name, machine
+            host, cores, own, name, machine = (known.setdefault(each, each) for each in values)
             near.setdefault(host, []).append(rank)
+            rows.append((host, cores, own, Peer(name, pid, machine, started)))
+        hosts, bits, addresses, peers = zip(*rows, strict=True)
         shared = topology.shared_addresses(zip(hosts, addresses, strict=True))
-        twins = why_not_apart([Peer(*peer) for peer in peers])
-        return cls(hosts, near, cores, addresses, shared, twins, jobs[0])
+        job = json.loads(texts[0])[1]
+        return cls(hosts, near, bits, addresses, shared, why_not_apart(peers), job)
 
 
 def _job_key(texts: Sequence[bytes], secret: bytes) -> bytes:
