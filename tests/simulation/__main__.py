@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import logging
 import random
-import signal
 import sys
 
 from tests.simulation.faults import trial
@@ -25,11 +24,9 @@ def report(ranks: int, seed: int) -> str:
     up = max(start.up.values())
     first, most = start.processes[0], max(each.most_connections for each in start.processes)
     other = Start(ranks, seed)
-    victim = other.world.random.randrange(1, ranks)
-    died = up * other.world.random.uniform(0.5, 0.9)
-    other.world.at(died, other.processes[victim].end, -signal.SIGKILL)
+    other.dies = other.world.random.randrange(1, ranks), other.world.random.randint(2, 6)
     other.run()
-    known = max(other.ended.values(), default=died) - died
+    known = max(other.ended.values()) - other.died
     return (
         f"ranks {ranks} up {up:.3g} s, death known {known:.3g} s, connections {most}, "
         f"rank 0 {first.most_memory / 1e6:.1f} MB, {start.world.messages:.2g} messages"

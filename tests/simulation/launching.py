@@ -64,7 +64,9 @@ class Launch:
         def create() -> TcpStore:
             host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
             also = environ["FLASHLIGHT_ADDRESSES"].split(",")
-            return TcpStore(host, port, rank, size, self.timeout, also=also)
+            store = TcpStore(host, port, rank, size, self.timeout, also=also)
+            store.local_rank = int(environ["LOCAL_RANK"])
+            return store
 
         def main() -> int:
             me().world.spend(costs.FIRST)

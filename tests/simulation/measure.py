@@ -5,29 +5,28 @@ python -m tests.simulation.measure [RANKS]
 
 from __future__ import annotations
 
+import json
 import os
 import selectors
 import socket
 import sys
+import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from flashlight_py.distributed.memory import topology
 from flashlight_py.distributed.rendezvous import wire
-from flashlight_py.distributed.rendezvous.meeting import Kind, Server
-from flashlight_py.distributed.rendezvous.store import Peer, check_apart
+from flashlight_py.distributed.rendezvous.places import Places, entry, identity
+from flashlight_py.distributed.rendezvous.secret import proof
+from flashlight_py.distributed.rendezvous.store import Peer, Roster
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
+from flashlight_py.distributed.rendezvous.wire import Kind
 from flashlight_py.distributed.start import initialize
 from flashlight_py.distributed.start.settings import Settings
 from tests.simulation.scenario import Start
 
-CARD = (
-    b'{"host": "' + b"h" * 60 + b'", "process": ["host12345", 12345, "x", "1"], "addresses": ["10.0'
-)
-CARD += b'.48.57"], "cores": [' + b", ".join(b"%d" % core for core in range(96)) + b"]}"
+CARD = bytes(200)
 
 
 def seconds_of(call: Callable[[], Any], times: int = 300) -> float:
@@ -76,10 +75,9 @@ def of_calls() -> dict[str, float]:
         other.wire.recv(1 << 20)
     size = 1 << 20
     body = bytes(size)
-    thread = __import__("threading").Thread
     begun = time.process_time()
     for _ in range(50):
-        sender = thread(target=one.send, args=(Kind.PAYLOAD, body, until))
+        sender = threading.Thread(target=one.send, args=(Kind.PAYLOAD, body, until))
         sender.start()
         while not other.inbox:
             other.receive(1.0)
@@ -89,44 +87,31 @@ def of_calls() -> dict[str, float]:
     return found
 
 
-def of_ranks(n: int = 256) -> dict[str, float]:
-    """Return the constants of what grows with the number of ranks."""
-    body = wire.join_payloads([CARD] * n)
+def of_ranks(n: int = 512) -> dict[str, float]:
+    """Return the constants of what grows with the number of ranks: seconds for each."""
     peers = [Peer(f"host{rank}", rank, f"host{rank} boot", "1") for rank in range(n)]
-    members = {rank: SimpleNamespace(inbox=deque(), has_ended=False) for rank in range(1, n)}
-    server = SimpleNamespace(members=members, _size=n, _round=1, _processes=dict(enumerate(peers)))
     cards = [
-        topology.Card(
-            f"h{r // 8}", f"h{r // 8}", "eth0", [f"10.0.0.{r // 8}"], "", (), ["10.0.0.1"]
-        )
-        for r in range(n)
+        ["host" * 10, "", "ff", "0" * 64, each, [f"10.0.0.{each.pid % 250}"]] for each in peers
     ]
-
-    def admit() -> None:
-        here = [server._processes[each] for each in (0, *members)]
-        next((each for each in here if each.machine and each.machine == "none"), None)
-
-    few = cards[:64]
-    choose = {
-        64: seconds_of(lambda: topology.choose(few), 5),
-        n: seconds_of(lambda: topology.choose(cards), 5),
-    }
-    pair = (choose[n] / n - choose[64] / 64) / (n - 64)
-    hosts = [["host" * 8 + str(rank // 8), ""] for rank in range(n)]
-    short, loads = CARD[:19] + b'"}', initialize.json.loads
-    load = seconds_of(lambda: loads(CARD)), seconds_of(lambda: loads(short))
-    byte = (load[0] - load[1]) / (len(CARD) - 21)
+    texts = [json.dumps(card).encode() for card in cards]
+    body = Roster.of(texts).body
+    ends = {"0": [["10.0.0.1", 29500], ["10.0.0.2", 40000]]}
+    host = topology.Card("h0", "h", "eth0", ["10.0.0.1"], sources=["10.0.0.1"], ends=ends)
+    places = [host._replace(host=f"h{rank // 8}", own=[f"10.0.0.{rank // 8}"]) for rank in range(n)]
+    choices = [json.dumps(place).encode() for place in places]
+    entries = b"".join(entry(rank, 0, identity(peers[rank]), texts[rank]) for rank in range(n))
+    reading = seconds_of(lambda: initialize._FirstCards.read(Roster(body)), 5) / n
+    short, loads = json.dumps(cards[0][:1]).encode(), json.loads
+    byte = seconds_of(lambda: loads(texts[0])) - seconds_of(lambda: loads(short))
+    byte = max(byte, 0.0) / (len(texts[0]) - len(short))
     return {
-        "SPLIT": seconds_of(lambda: wire.split_payloads(body)) / n,
-        "JOIN": seconds_of(lambda: wire.join_payloads([CARD] * n)) / n,
-        "ABSENT": seconds_of(lambda: Server._absent(server)) / n,  # type: ignore[arg-type]
-        "ADMIT": seconds_of(admit) / n,
-        "LOAD": load[1] - 21 * byte,
+        "TAKE": seconds_of(lambda: Places(peers[0]).take(entries), 5) / n,
+        "PACK": seconds_of(lambda: Roster.of(texts), 20) / n,
+        "DERIVE": reading - byte * len(texts[0]),
+        "CHOOSE": seconds_of(lambda: topology._chosen(choices), 5) / n,
         "LOAD_BYTE": byte,
-        "APART": seconds_of(lambda: check_apart(0, peers), 3) / n**2,
-        "CHOOSE": choose[64] / 64 - 64 * pair,
-        "CHOOSE_PAIR": pair,
-        "FIND": seconds_of(lambda: [hosts.index(host) for host in hosts], 3) / n**2,
+        "PROVE_BYTE": seconds_of(lambda: proof(b"key", body), 20) / len(body),
+        "PROVEN": seconds_of(lambda: proof(b"key", b"12345", b"54321")),
     }
 
 

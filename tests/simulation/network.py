@@ -27,6 +27,7 @@ from selectors import EVENT_READ, EVENT_WRITE, SelectorKey
 from socket import (
     AF_INET,
     AF_INET6,
+    AF_UNIX,
     SO_ACCEPTCONN,
     SO_ERROR,
     SOCK_STREAM,
@@ -35,6 +36,8 @@ from socket import (
 )
 from types import SimpleNamespace
 from typing import Any
+
+from greenlet import getcurrent
 
 from tests.simulation import costs
 from tests.simulation.world import Host, Process, World, me
@@ -91,8 +94,9 @@ class File:
         return self.descriptor
 
     def close(self) -> None:
-        if self.descriptor in me().descriptors:
-            self.shut(me(), self.descriptor)
+        process = getcurrent().process  # of one that has ended all is closed
+        if self.descriptor in process.descriptors:
+            self.shut(process, self.descriptor)
 
     def __enter__(self) -> Any:
         return self
@@ -112,8 +116,6 @@ class File:
 
     def wait(self, seconds: float | None) -> bool:
         """Wait for a change; False: time is up."""
-        from greenlet import getcurrent
-
         fiber = getcurrent()
         self.waiters.append(fiber)
         is_woken = self.world.park(math.inf if seconds is None else fiber.clock + seconds)
@@ -156,10 +158,11 @@ class Socket(File):
         if family == AF_INET6:
             raise OSError(EAFNOSUPPORT, strerror(EAFNOSUPPORT))
         self._begin(me().host)
+        self.family = family
         File.__init__(self, me())
 
     def _begin(self, host: Host) -> None:
-        self.host = host
+        self.host, self.family = host, AF_INET
         self.peer: Socket | None = None
         self.local, self.remote = ("0.0.0.0", 0), ("", 0)
         self.inbox: deque[bytes] = deque()
@@ -228,7 +231,9 @@ class Socket(File):
         assert name == SO_ERROR
         return self.error
 
-    def bind(self, address: tuple[Any, ...]) -> None:
+    def bind(self, address: Any) -> None:
+        if self.family == AF_UNIX:
+            address = "127.0.0.1", address
         name = address[0] or "0.0.0.0"
         if name not in ("0.0.0.0", "127.0.0.1", self.host.address):
             raise OSError(EADDRNOTAVAIL, strerror(EADDRNOTAVAIL))
@@ -246,8 +251,10 @@ class Socket(File):
         """Choose the address from which packets leave: only of SOCK_DGRAM."""
         self.local = self.host.address, 0
 
-    def connect_ex(self, address: tuple[str, int]) -> int:
+    def connect_ex(self, address: Any) -> int:
         self.world.spend(costs.CONNECT)
+        if self.family == AF_UNIX:
+            address = "127.0.0.1", address
         own = address[0].startswith("127.") or address[0] == self.host.address
         target = self.host if own else self.world.by_address.get(address[0])
         self.local = address[0] if own else self.host.address, next(self.host.ports)
@@ -267,12 +274,22 @@ class Socket(File):
         return new, new.remote
 
     def sendall(self, data: bytes) -> None:
+        if len(data) > WINDOW:
+            self._send_whole(data)
+            return
         end = None if self.timeout is None else self.world.clock() + self.timeout
         sent = self._put(data)
         while sent < len(data):
             if not self.wait(None if end is None else max(0.0, end - self.world.clock())):
                 raise TimeoutError("timed out")
             sent += self._put(data[sent:], 0.0)
+
+    def _send_whole(self, data: bytes) -> None:
+        """Send more than fits on the way as one message, by reference, in its time."""
+        self.credit, kept = len(data), self.credit
+        self._put(data)
+        self.credit = kept - len(data)
+        self.world.sleep(max(0.0, self.host.sent_until - self.world.clock() - WINDOW * BYTE))
 
     def send(self, data: bytes) -> int:
         if not (sent := self._put(data)) and data:
@@ -443,6 +460,7 @@ class Socket(File):
             world.at(back, self.fail, ECONNREFUSED)
         else:
             new = Socket.made(target)
+            new.family = self.family
             new.is_connected, new.peer, self.peer = True, self, new
             new.local, new.remote = address, self.local
             listener.queue.append(new)

@@ -6,7 +6,12 @@ was measured, and move nothing.
 
 from __future__ import annotations
 
+import json
+import math
 import os
+import signal
+import zlib
+from base64 import b64encode
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -19,7 +24,7 @@ from flashlight_py import system
 from flashlight_py.distributed.backends import gloo
 from flashlight_py.distributed.memory import memory_file, topology
 from flashlight_py.distributed.rendezvous.secret import nonce
-from flashlight_py.distributed.rendezvous.store import Store, this_process
+from flashlight_py.distributed.rendezvous.store import Store, derived, this_process
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
 from flashlight_py.distributed.start import initialize
 from flashlight_py.distributed.start.settings import Settings
@@ -67,20 +72,18 @@ class _JoinedByNetwork:
         timeout: float,
         joining: float,
         key: bytes,
-        hosts: Sequence[bytes] = (),
+        hosts: Sequence[str] = (),
         host_timeout: float = 0.0,
         lazily: bool = False,
         is_watched: bool = False,
         at_once: bool = False,
     ) -> None:
         self.rank, self.size = store.rank, store.size
-        process, reader = me(), initialize.json
-        card = {"peer": this_process(), "address": "00" * 128, "nonce": nonce().hex()}
-        card |= {"heartbeats": 40000, "host_timeout": host_timeout}
-        texts = store.exchange(reader.dumps(card).encode())
-        for text in texts:
-            reader.loads(text)
-        gloo.proof(key, *texts[:2])
+        process, address = me(), b64encode(zlib.compress(bytes(128) + b"10.1")).decode()
+        card = [this_process(), address, nonce().hex(), 40000, host_timeout]
+        texts = store.exchange(json.dumps(card).encode())
+        derived(texts, gloo._GlooCards.read)
+        derived(texts, gloo._key, key)
         near = self.size if self.size <= costs.DIRECT else 2 * ceil(log2(self.size))
         connected = 0 if lazily else near
         process.world.spend(costs.PROVEN * 2 * self.size + costs.NATIVE_CONNECT * connected)
@@ -125,7 +128,8 @@ def native_stood_in_for() -> Iterator[None]:
 class Start:
     """``ranks`` of a job, ``per_host`` on each, which start at once, or within ``spread`` seconds.
 
-    ``begin`` is what a rank does: by default all that production does before it may compute.
+    ``begin`` is what a rank does: by default all that production does before it may compute;
+    ``environ`` is added to its environment.
     """
 
     def __init__(
@@ -137,17 +141,20 @@ class Start:
         timeout: float = 300.0,
         spread: float = 0.0,
         begin: Callable[[int, int, float], Any] | None = None,
+        **environ: str,
     ) -> None:
         self.world, self.ranks, self.timeout = World(seed, cores=cores), ranks, timeout
         self.up: dict[int, float] = {}  # when each rank was
         self.errors: dict[int, BaseException] = {}
         self.ended: dict[int, float] = {}
         self.progress = [0] * ranks  # exchanges that each rank has begun
-        self._begin = begin or meet
+        self.dies, self.died = (-1, 0), math.nan  # a rank that is killed in an exchange, and when
+        self._begin, self._per_host = begin or meet, per_host
         self.hosts = [self.world.add_host() for _ in range(-(-ranks // per_host))]
         self.processes = [
             Process(
-                *(self.hosts[rank // per_host], self._program(rank), {"FLASHLIGHT_SECRET": "s"}),
+                *(self.hosts[rank // per_host], self._program(rank)),
+                {"FLASHLIGHT_SECRET": "s", **environ},
                 self.world.random.uniform(0, spread),
             )
             for rank in range(ranks)
@@ -158,7 +165,7 @@ class Start:
 
     def _program(self, rank: int) -> Callable[[], int]:
         def main() -> int:
-            me().on_exchange = partial(self._count, rank)
+            me().on_exchange, me().local_rank = partial(self._count, rank), rank % self._per_host
             try:
                 self._begin(rank, self.ranks, self.timeout)
             except Exception as error:  # noqa: BLE001 - what is reported is judged at the end
@@ -171,6 +178,9 @@ class Start:
 
     def _count(self, rank: int) -> None:
         self.progress[rank] += 1
+        if (rank, self.progress[rank]) == self.dies:
+            self.died = self.world.clock()
+            self.world.at(self.died, self.processes[rank].end, -signal.SIGKILL)
 
     def run(self, until: float = 1e4) -> Start:
         """Let it happen."""
@@ -201,7 +211,11 @@ def gather(rank: int, size: int, timeout: float) -> None:
 
 
 class _Counted(TcpStore):
-    """Tells of each exchange that it begins."""
+    """Tells of each exchange that it begins, and knows the number of its rank on its host."""
+
+    def __init__(self, *values: Any) -> None:
+        self.local_rank = me().local_rank
+        super().__init__(*values)
 
     def exchange(self, payload: bytes) -> list[bytes]:
         me().on_exchange()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import signal
+from functools import partial
 
 import pytest
 
 from tests.simulation.faults import trial
+from tests.simulation.launching import Launch
+from tests.simulation.network import divide
 from tests.simulation.scenario import Start, gather, meet
 
 
@@ -32,25 +35,47 @@ def test_all_ranks_come_up_and_rank_0_is_connected_with_all() -> None:
     assert start.processes[0].most_connections >= 63
 
 
-def test_who_dies_between_two_exchanges_is_named_at_once() -> None:
-    start = Start(64, seed=2, begin=gather)
-    victim = start.processes[5]
-    whole = max(Start(64, seed=2, begin=gather).run().up.values())
-    start.world.at(0.65 * whole, victim.end, -signal.SIGKILL)
+@pytest.mark.parametrize("tree", ["2", "512"])
+def test_who_dies_between_two_exchanges_is_named_at_once(tree: str) -> None:
+    start = Start(64, seed=2, begin=gather, FLASHLIGHT_TREE_FROM=tree)
+    start.dies = 5, 3
     start.run()
     assert start.errors.keys() == set(range(64)) - {5}
     assert all("rank 5 of 64" in str(error) for error in start.errors.values())
-    assert max(start.ended.values()) < whole + 1.0
+    assert max(start.ended.values()) < start.died + 1.0
 
 
 def test_a_host_without_an_answer_is_lost_after_the_hosts_timeout() -> None:
-    from tests.simulation.network import divide
-
     start = Start(64, seed=3, begin=gather)
-    whole = max(Start(64, seed=3, begin=gather).run().up.values())
-    start.world.at(0.65 * whole, divide, start.world, [start.hosts[2]], 1)
+    start.world.at(0.033, partial(divide, start.world, [start.hosts[2]], 1))
     start.run()
     far = [rank for rank in range(64) if start.host_of(rank) is start.hosts[2]]
     assert all("cannot be reached for 5 s" in str(error) for error in start.errors.values())
     assert all("rank 0" in str(start.errors[rank]) for rank in far)
     assert max(start.ended.values()) < 6.0
+
+
+def test_in_a_tree_no_process_has_more_than_some_connections() -> None:
+    start = Start(128, seed=4, FLASHLIGHT_TREE_FROM="2").run()
+    assert start.up.keys() == set(range(128))
+    assert max(each.most_connections for each in start.processes) <= 64 + 8
+
+
+def test_flrun_ends_all_ranks_of_all_hosts_when_one_dies() -> None:
+    launch = Launch(nodes=8, seed=5)
+    launch.world.at(5.0, lambda: launch.ranks[61].end(-signal.SIGKILL))
+    launch.run()
+    assert launch.up.keys() == set(range(64))
+    ends = [each.ended_at for each in launch.ranks.values()]
+    assert 5.0 <= max(ends) < 5.1
+    assert {each.code for each in launch.launchers} == {128 + signal.SIGKILL}
+    assert b"rank 61 of 64 on host8 was killed by SIGKILL" in b"".join(launch.said)
+
+
+def test_flrun_ends_the_ranks_of_a_host_that_is_cut_off() -> None:
+    launch = Launch(nodes=4, seed=6)
+    launch.world.at(5.0, divide, launch.world, [launch.world.hosts[2]], 1)
+    launch.run()
+    assert launch.launchers[0].code == 1
+    assert all(each.code is not None for each in launch.ranks.values())
+    assert b"nothing has come from its launcher (node 2)" in b"".join(launch.said)

@@ -92,6 +92,7 @@ class Process:
         self.bytes_sent = self.bytes_received = self.memory = self.most_memory = 0
         self.ended_at = self.started_at = math.nan
         self.on_exchange: Callable[[], None] = lambda: None
+        self.local_rank: int | None = None
         host.processes[self.pid] = host.world.processes[self.pid] = self
         self.main = main
         self.world.at(self.world.clock() + after, self._start)
@@ -262,6 +263,10 @@ class World:
                 fiber.timer = fiber.deadline
                 self.at(fiber.deadline, self._time_is_up, fiber, fiber.deadline)
 
+    def sleep(self, seconds: float) -> None:
+        """Have the fiber that calls wait."""
+        self.park(self.clock() + seconds)
+
     def wake(self, fiber: Fiber) -> None:
         """Let a parked fiber go on, at its own time."""
         if fiber.is_parked and not fiber.is_woken:
@@ -326,9 +331,6 @@ def _system(world: World) -> dict[str, Any]:  # noqa: PLR0915 - a table of small
         fiber = getcurrent()
         fiber.clock += RUNNING  # so that who only looks at the clock comes to an end
         return float(fiber.clock)
-
-    def sleep(seconds: float) -> None:
-        world.park(world.clock() + seconds)
 
     def read_text(path: str) -> str:
         if path.endswith("boot_id"):
@@ -396,7 +398,7 @@ def _system(world: World) -> dict[str, Any]:  # noqa: PLR0915 - a table of small
 
         def join(timeout: float = math.inf) -> None:
             while not fibers[0].dead and timeout > 0:
-                sleep(0.001)
+                world.sleep(0.001)
                 timeout -= 0.001
 
         return SimpleNamespace(start=start, join=join, is_alive=lambda: not fibers[0].dead)
@@ -404,7 +406,7 @@ def _system(world: World) -> dict[str, Any]:  # noqa: PLR0915 - a table of small
     return {
         "monotonic": monotonic,
         "wall_clock": monotonic,
-        "sleep": sleep,
+        "sleep": world.sleep,
         "read_text": read_text,
         "readlink": readlink,
         "environ": _Environ(),
