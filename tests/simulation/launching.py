@@ -5,6 +5,7 @@ A rank is a process that starts as others do (``scenario.meet``) and then waits 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from typing import Any
@@ -23,14 +24,22 @@ from tests.simulation.world import Process, World, installed, me
 class Launch:
     """A job of ``nodes`` hosts with ``per_host`` ranks each, started by a launcher on every host.
 
-    Its ranks meet, unless the launchers alone are to be looked at.
+    Its ranks meet, unless the launchers alone are to be looked at. With ``min_n`` they start again
+    with those that are left; ``starts`` has how many ranks each start has had.
     """
 
     def __init__(
-        self, nodes: int, seed: int, per_host: int = 8, timeout: float = 300.0, meets: bool = True
+        self,
+        nodes: int,
+        seed: int,
+        per_host: int = 8,
+        timeout: float = 300.0,
+        meets: bool = True,
+        min_n: int | None = None,
     ) -> None:
         self.world, self.size, self.timeout = World(seed), nodes * per_host, timeout
-        self._meets = meets
+        self._meets, self._min_n = meets, min_n
+        self.starts: Counter[int] = Counter()
         self.world.program = self._program
         self.up: dict[int, float] = {}
         self.ranks: dict[int, Process] = {}
@@ -42,7 +51,7 @@ class Launch:
         self.world.on_output = self.said.append
 
     def _launcher(self, node: int, nodes: int, per_host: int) -> Callable[[], int]:
-        how = ((), (), (), nodes, node, "host1:29511", None, None, None, 5.0, LOST_SECONDS)
+        how = ((), (), (), nodes, node, "host1:29511", None, self._min_n, None, 5.0, LOST_SECONDS)
         options = Options(per_host, *how, ("rank",))
 
         def main() -> int:
@@ -60,6 +69,7 @@ class Launch:
         environ = process.environ
         rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
         self.ranks[rank] = process
+        self.starts[size] += 1
 
         def create() -> TcpStore:
             host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])

@@ -79,3 +79,18 @@ def test_flrun_ends_the_ranks_of_a_host_that_is_cut_off() -> None:
     assert launch.launchers[0].code == 1
     assert all(each.code is not None for each in launch.ranks.values())
     assert b"nothing has come from its launcher (node 2)" in b"".join(launch.said)
+
+
+@pytest.mark.parametrize("fate", ["kill", "cut"])
+def test_launchers_of_a_tree_go_on_without_those_on_their_way(fate: str) -> None:
+    """Node 0's connections: those below it, and at most 40 that have no place yet."""
+    launch = Launch(nodes=56, seed=7, per_host=1, meets=False, min_n=1)
+    for node in (1, 2, 9):  # some have others below them
+        if fate == "kill":
+            launch.world.at(1.0, launch.launchers[node].end, -signal.SIGKILL)
+        else:
+            launch.world.at(1.0, divide, launch.world, [launch.world.hosts[node]], 1)
+    launch.run(until=60.0)
+    assert launch.starts[56] == 56
+    assert launch.starts[53] == 53
+    assert max(each.most_connections for each in launch.launchers) <= 64

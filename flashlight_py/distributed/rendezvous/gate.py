@@ -283,7 +283,7 @@ class Seeker(Gate):
                             raise self._failure(str(error)) from error
                         if is_first:
                             place.failed(offer)
-                        if self._bereft and not place.moves:  # the run has failed meanwhile
+                        if self._bereft and is_first and not place.moves:  # the run has failed
                             is_there = isinstance(error, SilentError)
                             until = speaks_from + _BEREFT if is_there else now
                             self._deadline = min(self._deadline, until)

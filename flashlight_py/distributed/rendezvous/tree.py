@@ -351,6 +351,8 @@ class TreeNode(Seeker):
         if not seat.host:
             self._candidates.remove(candidate)
             self.members[rank] = candidate
+            if self._has_handed_over:  # what comes next is not for us
+                self.selector.unregister(candidate.wire)
         candidate.send(Kind.PLACE, json.dumps(seat).encode(), system.monotonic() + SHORTLY)
 
     def _spoilt(self, connection: Connection, error: WireError) -> None:
