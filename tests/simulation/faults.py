@@ -156,9 +156,9 @@ def objections(start: Start, faults: Sequence[Fault]) -> list[str]:
 def trial(seed: int, ranks: int = 64) -> tuple[Start, list[Fault], list[str]]:
     """Run a schedule; return it with what is wrong about its end.
 
-    Each fourth is a whole start, and in each second one the ranks are a tree of hosts.
+    Each eighth is a whole start, and in each second one the ranks are a tree of hosts.
     """
-    begin, tree = gather if seed % 8 > 1 else meet, "2" if seed % 2 else "512"
+    begin, tree = gather if seed % 16 > 1 else meet, "2" if seed % 2 else "512"
     how = {"timeout": TIMEOUT, "spread": 0.05, "begin": begin, "FLASHLIGHT_TREE_FROM": tree}
     start = Start(ranks, seed, **how)
     faults = schedule(start)
