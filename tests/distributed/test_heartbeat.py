@@ -26,7 +26,7 @@ def output(folder: Path, name: str, *cases: Sequence[str]) -> list[str]:
     compiler = ["g++", "-std=c++17", "-Wall", "-Wextra", "-Werror", "-pthread"]
     file = ROOT / "tests/native/gloo" / f"{name}.cc"
     subprocess.run([*compiler, "-o", program, file, *sources], check=True)
-    runs = ([program, *each] for each in cases)
+    runs = ([str(program), *each] for each in cases)
     return [
         subprocess.run(run, capture_output=True, text=True, timeout=60, check=True).stdout
         for run in runs

@@ -10,6 +10,7 @@
 #include <iostream>
 #include <queue>
 #include <random>
+#include <set>
 #include <tuple>
 
 #include "../../csrc/gloo/heartbeat.h"
@@ -100,7 +101,7 @@ struct World {
   void part(int which, int side);
   bool is_asked(int host, int own) const;
   bool is_asked_for(int rank, int own) const;
-  std::string wrong_on(int rank, bool is_few, bool is_alone);
+  std::string wrong_on(int rank, std::set<int> affected, bool is_few, bool is_alone);
   bool check(const std::string& story);
 
   Time now = kBegin;
@@ -282,11 +283,12 @@ bool World::is_asked_for(int rank, int own) const {
   return ranks[asks].heartbeat != nullptr && ranks[asks].stopped < ranks[rank].died;
 }
 
-std::string World::wrong_on(int rank, bool is_few, bool is_alone) {
-  const int own = host(rank), total = size() + static_cast<int>(ranks.size());
+std::string World::wrong_on(int rank, std::set<int> affected, bool is_few, bool is_alone) {
+  const int own = host(rank);
   const auto& lost = ranks[rank].lost;
+  for (const auto& each : lost) affected.insert(each.first);
   std::string wrong = is_few && lost.empty() ? " knows of nothing" : "";
-  for (int each = 0; each < total; ++each) {
+  for (int each : affected) {
     const bool is_host = each < size();
     const std::string who = is_host ? " h" + std::to_string(each) : " rank " + std::to_string(each - size());
     const bool is_apart = is_host && hosts[each].side != hosts[own].side;
@@ -312,11 +314,18 @@ std::string World::wrong_on(int rank, bool is_few, bool is_alone) {
 bool World::check(const std::string& story) {
   std::map<int, int> sides;
   for (const Host& each : hosts) sides[each.side] += !each.is_silent;
+  std::set<int> affected;  // hosts, and behind them ranks
+  for (int h = 0; h < size(); ++h) {
+    if (hosts[h].is_silent || sides.size() > 1) affected.insert(h);
+  }
+  for (size_t r = 0; r < ranks.size(); ++r) {
+    if (ranks[r].died != fl::kNever) affected.insert(size() + static_cast<int>(r));
+  }
   bool is_right = true;
   for (size_t r = 0; r < ranks.size(); ++r) {
     if (ranks[r].heartbeat == nullptr || now < ranks[r].stopped) continue;
     const int near = sides[hosts[host(r)].side];
-    const std::string wrong = wrong_on(r, 2 * near < size(), near == 1);
+    const std::string wrong = wrong_on(r, affected, 2 * near < size(), near == 1);
     if (!wrong.empty() && is_right) std::cout << story << ": rank " << r << wrong << "\n";
     is_right &= wrong.empty();
   }
