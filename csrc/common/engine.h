@@ -274,7 +274,7 @@ class Port {
       const size_t more = record.bytes > kTinyMessage ? record.bytes : 0;
       auto* arrival = static_cast<Arrival*>(::operator new(sizeof(Arrival) + more));
       std::memcpy(static_cast<void*>(&arrival->record), &record, sizeof record);
-      arrival->record.number = static_cast<uint32_t>(from);
+      arrival->record.number.store(static_cast<uint32_t>(from), std::memory_order_relaxed);
       if (more > 0) std::memcpy(arrival->data, data, more);
       return arrival;
     }
@@ -431,6 +431,7 @@ class Engine {
   std::vector<fl_site> sites_;
   std::unordered_map<std::string, uint16_t> site_numbers_;
   std::pair<const fl_site*, uint16_t> last_sites_[16] = {};
+  // What these count is guarded by the lock, or looked at again with the next tick.
   std::atomic<size_t> open_{0};       // messages that have not ended, and answers that wait for room
   std::atomic<int> callers_{0};       // threads that wait
   std::atomic<uint32_t> calls_{0};    // so far

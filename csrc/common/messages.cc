@@ -497,6 +497,8 @@ void Engine::read_on(Message& message, Lock& lock) {
     taken.token = movement.offer.token;
     control(movement.from, taken);
     end(message, FL_OK);
+  } else if (callers_.load(std::memory_order_relaxed) > 0) {
+    wire_.wake(true);  // whoever saw it busy and sleeps reads on where this thread goes
   }
 }
 

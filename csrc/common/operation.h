@@ -72,13 +72,13 @@ class Transport {
   // From any thread: this failure ends the group; the first one counts. Operations that still run,
   // on whatever thread, must end soon, those that come later with FL_CLOSED at once.
   void fail(const Failure& failure) noexcept;
-  bool is_broken() const { return is_broken_.load(std::memory_order_acquire); }
+  bool is_broken() const { return is_broken_.load(std::memory_order_relaxed); }
   // Why, and because of whom, as operations that come later are to say it.
   Failure why_broken() const;
 
  private:
   mutable std::mutex mutex_;
-  std::atomic<bool> is_broken_{false};
+  std::atomic<bool> is_broken_{false};  // why, the mutex guards
   Failure why_{FL_CLOSED, {}, ""};
   std::vector<int> numbers_;
 };

@@ -233,7 +233,7 @@ std::vector<Handle> Port::start_exchange(const fl_message* messages, int count, 
   std::vector<Handle> handles;
   const Engine::Lock lock(engine_.mutex_);
   for (Message* message : begin_all(messages, count, seconds, false)) handles.emplace_back(message);
-  if (engine_.open_ > 0) engine_.ticker_.wind();
+  if (engine_.open_.load(std::memory_order_relaxed) > 0) engine_.ticker_.wind();
   return handles;
 }
 

@@ -9,6 +9,8 @@
 #include <thread>
 #include <utility>
 
+#include "atomic.h"
+
 namespace fl {
 
 class Ticker {
@@ -38,7 +40,7 @@ class Ticker {
   }
 
  private:
-  static constexpr int kTicks = 50;
+  static constexpr int kTicks = sized(50, 3);
 
   void work() {
     std::unique_lock<std::mutex> lock(mutex_);

@@ -48,7 +48,7 @@ ShmGroup::~ShmGroup() { close(); }
 
 // Who leaves in the middle of a collective has not done its part of it, and says so.
 void ShmGroup::close() {
-  if (closed_.exchange(true)) return;
+  if (closed_.exchange(true, std::memory_order_relaxed)) return;
   Result begun;
   if (starting_.try_take_for(kLeavingMilliseconds)) {
     const Turn::Held held(starting_);
@@ -85,7 +85,7 @@ Handle ShmGroup::start(const fl_signature& signature, void* data, void* output, 
 // On the caller's own thread, unless operations are queued: they come first.
 ShmGroup::Result ShmGroup::run_collective(const fl_signature& signature, void* data, void* output,
                                           double seconds, const fl_site* site) {
-  if (queued_.load(std::memory_order_acquire) != 0 && !has_caught_up()) {
+  if (queued_.load(std::memory_order_relaxed) != 0 && !has_caught_up()) {
     return start_collective(signature, data, output, seconds, asked(site));
   }
   if (turn_.is_mine()) return ended(FL_FAILED, kInTheMiddle, {}, {});
@@ -110,7 +110,7 @@ fl_site ShmGroup::asked(const fl_site* site) const {
 bool ShmGroup::is_ahead(int rank, fl_signature& call) {
   if (!turn_.try_take()) return false;
   const Running running(*this);
-  return queued_ == 0 && collectives_.is_ahead(rank, call);
+  return queued_.load(std::memory_order_relaxed) == 0 && collectives_.is_ahead(rank, call);
 }
 
 ShmGroup::Result ShmGroup::lost() {
@@ -148,7 +148,7 @@ ShmGroup::Result ShmGroup::ended(fl_status status, const std::string& message,
 
 bool ShmGroup::begin(const fl_signature& signature, const void* data, double seconds,
                      const fl_site* site) {
-  if (queued_.load(std::memory_order_acquire) != 0 && !has_caught_up()) return false;
+  if (queued_.load(std::memory_order_relaxed) != 0 && !has_caught_up()) return false;
   if (port_.has_refusal()) return false;
   if (peers_.has_ended() || !turn_.try_take()) return false;
   if (is_begun_) {

@@ -136,7 +136,8 @@ class ShmGroup : private Helper, private Family::Ticking {
   WhereAmI where_ = nullptr;
   Turn turn_;                   // whoever runs a collective has it
   std::atomic<bool> closed_{false};
-  std::atomic<int> queued_{0};  // collectives that were started and have not ended
+  // Collectives that were started and have not ended; what they have done, whoever takes the turn sees.
+  std::atomic<int> queued_{0};
   Queue queue_{peers_, family_->crew};
   // See starting.cc.
   Turn starting_;             // whoever has it may use the next one

@@ -55,9 +55,9 @@ Peers::Peers(const Segment& segment, int rank, int size, Futex& futex)
     : segment_(segment), rank_(rank), size_(size), futex_(futex), patience_(patience_for(size)),
       space_(pid_namespace()), processes_(size) {
   RankBlock& mine = segment_.block(rank);
-  mine.holds_lock = segment_.mapping().lock(rank) ? 1 : 0;
-  mine.pid_namespace = space_;
-  mine.pid = process_id();
+  mine.holds_lock.store(segment_.mapping().lock(rank) ? 1 : 0, std::memory_order_relaxed);
+  mine.pid_namespace.store(space_, std::memory_order_relaxed);
+  mine.pid.store(process_id(), std::memory_order_release);  // all is there: see Remote
 }
 
 Peers::~Peers() { close_files(); }
@@ -65,7 +65,7 @@ Peers::~Peers() { close_files(); }
 void Peers::close_files() noexcept { processes_.clear(); }
 
 std::optional<Failure> Peers::loss(const Concern& concern) {
-  if (stopped_) return why_ended();  // whatever others make of it
+  if (stopped_.load(std::memory_order_relaxed)) return why_ended();  // whatever others make of it
   // A rank that shuts down waits for all, so one that waits for a message of it would hold both
   // until the timeout: it ends after half a second, and a receive from any rank when all others
   // have left. Messages begun before arrive; to poll is not to wait.
@@ -118,12 +118,16 @@ std::vector<int> Peers::dead(const Concern& concern) {
   return dead;
 }
 
-// A rank may not be there yet. Who is in another container holds a lock instead.
+// A rank may not be there yet, or not all that it says of itself: it is asked again. Who is in another container
+// holds a lock instead.
 bool Peers::is_dead(int r) {
   const RankBlock& block = segment_.block(r);
-  if (block.pid == 0) return false;
-  if (block.pid_namespace != space_) return block.holds_lock != 0 && !segment_.mapping().is_locked(r);
-  if (processes_[r] == nullptr) processes_[r] = Process::find(block.pid);
+  const int32_t pid = block.pid.load(std::memory_order_relaxed);
+  if (pid == 0) return false;
+  if (block.pid_namespace.load(std::memory_order_relaxed) != space_) {
+    return block.holds_lock.load(std::memory_order_relaxed) != 0 && !segment_.mapping().is_locked(r);
+  }
+  if (processes_[r] == nullptr) processes_[r] = Process::find(pid);
   return processes_[r]->has_ended();
 }
 
@@ -167,7 +171,7 @@ void Peers::give_up(const Failure& failure) noexcept {
 }
 
 void Peers::stop() {
-  stopped_ = true;
+  stopped_.store(true, std::memory_order_relaxed);
   futex_.wake(~0u);
 }
 

@@ -58,18 +58,18 @@ class Peers : public Transport {
   // The same whether or not an operation needs anybody: who has gone, other than in order and alive.
   std::optional<Failure> lost();
   // Whether operations of this rank must end: it has closed the group, or it broke.
-  bool has_ended() const { return stopped_ || is_broken(); }
+  bool has_ended() const { return stopped_.load(std::memory_order_relaxed) || is_broken(); }
   Failure why_ended() const {
     return is_broken() ? why_broken() : Failure(FL_CLOSED, {}, "the group was closed");
   }
   std::optional<Failure> loss_of(int rank) override { return loss(Concern{rank}); }
   bool has_left(int r) override {
-    const int64_t left_at = segment_.block(r).left_at;
+    const int64_t left_at = segment_.block(r).left_at.load(std::memory_order_relaxed);
     return left_at != 0 && coarse_now() - left_at > std::chrono::nanoseconds(kLastMessages).count();
   }
   bool has_given_up(int r) override { return segment_.block(r).farewell.given.value() != 0; }
   // Let the others know that this rank begins no more messages.
-  void leave() { segment_.block(rank_).left_at = coarse_now(); }
+  void leave() { segment_.block(rank_).left_at.store(coarse_now(), std::memory_order_relaxed); }
   // The ranks that have not called yet.
   std::vector<int> not_called(const Concern& concern) const;
 
@@ -113,7 +113,7 @@ class Peers : public Transport {
   const uint64_t space_;  // of process numbers
   std::atomic<int> vain_{0};
   std::atomic<unsigned> waits_{0};  // while there were any in vain
-  std::atomic<bool> stopped_{false};
+  std::atomic<bool> stopped_{false};  // says nothing else: whoever sees it late looks again
   std::atomic<bool> has_farewell_{false};  // or is about to have
   std::mutex mutex_;         // of what follows
   std::vector<std::shared_ptr<Process>> processes_;  // by rank; null: not asked for yet

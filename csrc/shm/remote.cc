@@ -22,17 +22,18 @@ Remote::Remote(const Segment& segment, int rank, int size)
 
 Remote::Answer Remote::answer(int r) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (answers_[r] == kUnknown && segment_.block(r).pid != 0) {
+  if (answers_[r] == kUnknown && segment_.block(r).pid.load(std::memory_order_acquire) != 0) {
     answers_[r] = find_out(r) ? kYes : kNo;
   }
   return answers_[r];
 }
 
 bool Remote::can_read_all() {
-  if (all_ != kUnknown) return all_ == kYes;
+  const Answer known = all_.load(std::memory_order_relaxed);
+  if (known != kUnknown) return known == kYes;
   Answer all = kYes;
   for (int r = 0; r < size_ && all == kYes; ++r) all = answer(r);
-  all_ = all;
+  all_.store(all, std::memory_order_relaxed);
   return all == kYes;
 }
 
@@ -53,7 +54,7 @@ size_t Remote::read(int r, uint64_t from, void* into, size_t bytes) {
     if (got <= 0 || theirs.farewell.given.value() != 0) {
       const std::lock_guard<std::mutex> lock(mutex_);
       answers_[r] = kNo;
-      all_ = kNo;
+      all_.store(kNo, std::memory_order_relaxed);
       return done;
     }
     done += static_cast<size_t>(got);

@@ -20,9 +20,9 @@ constexpr int kSpins = sized(1000, 1);
 class Queued {
  public:
   explicit Queued(std::atomic<int>& count) : count_(count) {
-    count_.fetch_add(1, std::memory_order_acq_rel);
+    count_.fetch_add(1, std::memory_order_relaxed);
   }
-  ~Queued() { count_.fetch_sub(1, std::memory_order_acq_rel); }
+  ~Queued() { count_.fetch_sub(1, std::memory_order_relaxed); }
   Queued(const Queued&) = delete;
 
  private:
@@ -68,7 +68,7 @@ ShmGroup::Result ShmGroup::start_collective(const fl_signature& signature, void*
 // Where that can be: `result` is what became of it. `starting_` is held.
 bool ShmGroup::begin_small(const fl_signature& s, void* data, void* output, double seconds,
                            const fl_site& site, Result& result) {
-  if (queued_.load(std::memory_order_acquire) != 0) return false;
+  if (queued_.load(std::memory_order_relaxed) != 0) return false;
   if (peers_.has_ended() || !turn_.try_take()) return false;
   {
     const Running running(*this);
@@ -123,7 +123,7 @@ bool ShmGroup::has_caught_up() {
   if (!starting_.try_take()) return false;
   const Turn::Held held(starting_);
   end_begun(kLittleTime, false);
-  return queued_.load(std::memory_order_acquire) == 0;
+  return queued_.load(std::memory_order_relaxed) == 0;
 }
 
 // Whoever has it does not have it for long.

@@ -233,6 +233,16 @@ void unreadable(int rank) {
   call->end(call->run());
 }
 
+// The first call as soon as a rank's own group is there: others may not be, or not be readable, yet.
+void made_late(int rank) {
+  fl::Mapping mapping = map(0, rank, fl::Segment::bytes_for(2));
+  Member me(rank, 2, static_cast<fl::ShmGroup*>(nullptr));
+  begin();
+  me.group = std::make_unique<fl::ShmGroup>(std::move(mapping), rank, 2).release();
+  Call* const call = new Call(me, FL_ALL_GATHER, kSome, 0);
+  call->end(call->run());
+}
+
 // In two steps, between which a caller does something else.
 void in_two_steps(int rank) {
   Member me(rank, 2, 0);
@@ -322,6 +332,7 @@ const Case others[] = {
     {"run_ahead/vanish", 2, nullptr, run_ahead, 2, 2, 1, 2, true},
     {"unreadable/2", 2, nullptr, unreadable, 2, 2, 1, 1, false, true, true, 8, true},
     {"unreadable/vanish", 2, nullptr, unreadable, 1, 2, 1, 1, true, true, true, 8, true},
+    {"made_late/2", 2, nullptr, made_late, 2},
     {"in_two_steps/2", 2, nullptr, in_two_steps, 1},
     {"few_processors/2", 2, nullptr, collective<2, FL_ALL_REDUCE, kTiny, 2>, 1, 2, 1, 1, false, false, true, 1},
     {"started/2", 2, nullptr, started<kInline, 1>, 4, 2, 1, 1, false, false, false},

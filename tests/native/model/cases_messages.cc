@@ -1,4 +1,5 @@
 // Messages in the model, and groups that are made, left and closed.
+#include <atomic>
 #include <thread>
 #include <vector>
 
@@ -146,6 +147,48 @@ void two_receivers(int rank) {
   other.join();
 }
 
+// Only the ticking thread of rank 1 takes what rank 0 offers, and again, when it may be about to sleep.
+std::atomic<uint32_t>* taken;
+void prepare_wound() { taken = static_cast<std::atomic<uint32_t>*>(shared(sizeof *taken)); }
+void wound_again(int rank) {
+  Member me(rank, 2, 0);
+  begin();
+  for (uint32_t i = 0; i < 2; ++i) {
+    Letter* const letter = new Letter(me, rank == 0 ? FL_SEND : FL_RECV, kOffered, 1 - rank, static_cast<int>(i));
+    const fl::Handle handle = letter->start();
+    if (rank == 1) {
+      constexpr int64_t kSlice = 50000000;
+      while (taken->load() == i) fl::futex_wait(taken, i, kSlice, fl::kAllBits, fl::Among::kProcesses);
+    }
+    if (!letter->end(handle)) return;
+    if (rank == 0) {
+      taken->store(i + 1);
+      fl::futex_wake(taken, fl::kAllBits, fl::Among::kProcesses);
+    }
+  }
+}
+
+// What runs is closed by another thread, when the other rank may have vanished.
+void closed_with_a_message(int rank) {
+  Member me(rank, 2, 0);
+  begin();
+  if (rank == 1) {
+    Letter* const letter = new Letter(me, FL_SEND, kTiny, 0, 0, 6);
+    const Outcome outcome = outcome_of(letter->run());
+    const bool is_lost = outcome.status == FL_PEER_LOST && outcome.missing == std::vector<int>{0};
+    check(outcome.status == FL_OK || is_lost, "a message to who has left ends with " + std::to_string(outcome.status));
+    return;
+  }
+  Letter* const letter = new Letter(me, FL_RECV, kTiny, 1, 0, 7);
+  std::thread other([&] {
+    const Outcome outcome = outcome_of(letter->run());
+    check(outcome.status == FL_CLOSED || (vanished() == 1 && outcome.status == FL_PEER_LOST),
+          "a message of a group that is closed ends with " + std::to_string(outcome.status));
+  });
+  me.group->close();
+  other.join();
+}
+
 // The ends call different things: the receiver is told, and the sender too, now or with its next call.
 template <size_t count>
 void mismatch(int rank) {
@@ -265,6 +308,9 @@ const Case messages[] = {
     MESSAGE("two_receivers_offered", two_receivers<kOffered>, 8),
     MESSAGE("send_mismatch", mismatch<kTiny>, 2),
     MESSAGE("offer_mismatch", mismatch<kOffered>, 2),
+    {"wound_again/2", 2, prepare_wound, wound_again, 8, 2, 1, 3, false, false, false},
+    {"closed_with_a_message/2", 2, nullptr, closed_with_a_message, 4, 2, 1, 1, false, true, false},
+    {"closed_with_a_message/vanish", 2, nullptr, closed_with_a_message, 4, 2, 1, 1, true, true, false},
     {"any_source/3", 3, nullptr, any_source, 4, 2, 1, 1, false, false, false},
     // By pieces, where the other's memory cannot be read.
     {"send_by_pieces/2", 2, nullptr, one_way<kOffered, 2>, 4, 2, 1, 1, false, false, false, 8, true},

@@ -214,8 +214,6 @@ Store& chosen(Location& location, int order) {
   return *store;
 }
 
-void tick(Fiber& fiber) { ++fiber.now.at[fiber.number]; }
-
 void has_read(Store& store, int order) {
   Fiber& fiber = *here;
   if (store.seen[fiber.number] == 0) store.seen[fiber.number] = fiber.now.at[fiber.number];

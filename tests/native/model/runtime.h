@@ -45,6 +45,23 @@ extern Fiber* here;     // null: on the host's stack
 extern Fiber* watched;  // the same, where its accesses are looked at
 extern bool is_quiet;   // before begin()
 
+inline void tick(Fiber& fiber) { ++fiber.now.at[fiber.number]; }
+
+// Of the execution, for what fibers take from the system.
+extern const Case* current;
+extern int64_t now;      // nanoseconds
+extern int gone;         // the rank that has vanished; -1: none
+extern bool in_prepare;  // on the host's stack: memory is the ranks'
+enum Why { kAccess, kYields, kBlocks };
+void decide(Why why);    // who goes on
+// Sleep there, until a wake or a time; -1: no limit. And wake some, in the order in which they came.
+void block(const void* on, int64_t until, uint32_t bits = 0);
+int wake_all(const void* on, int most, uint32_t bits = 0);
+Fiber& spawn(int rank, void* (*entry)(void*), void* argument);
+void reset_system();
+void save_system();
+void restore_system();
+
 // Memory: an area that ranks share, and one of each of them: heap from below, stacks from above.
 constexpr uintptr_t kBase = 0x100000000000, kShadow = 0x200000000000, kMarks = 0x300000000000;
 constexpr size_t kArea = size_t{32} << 20;
