@@ -102,6 +102,9 @@ simulate-heartbeats: ## the heartbeats of RANKS (10000) ranks in virtual time; S
 	@$(MAKE) -s -C tests/simulation OUT=$(CURDIR)/build/simulation
 	@build/simulation/heartbeats $(if $(filter file,$(origin RANKS)),10000,$(RANKS)) $(or $(SEED),7) $(or $(COUNT),1) $(FAULT)
 
+arm: $(DEV) ## compile all native code for aarch64 and run its tests in an emulator; needs `make tools-slow`
+	@$(IN_VENV) $(MAKE) -s -j$$(nproc) -C tests/native/arm OUT=$(CURDIR)/build/native/arm all
+
 MODEL := $(MAKE) -s -j$$(nproc) -C tests/native/model OUT=$(CURDIR)/build/native/model
 
 model: ## try schedules of shared memory with all that C++ lets memory do: 2 minutes on 2 cores

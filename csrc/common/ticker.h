@@ -40,7 +40,7 @@ class Ticker {
   }
 
  private:
-  static constexpr int kTicks = sized(50, 1);
+  static constexpr int kTicks = sized(50, 3);
 
   void work() {
     std::unique_lock<std::mutex> lock(mutex_);

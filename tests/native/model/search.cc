@@ -399,6 +399,7 @@ std::vector<Mutant> all_mutants() {
   collect_sites(true);
   std::map<size_t, std::set<const Case*>> reach;
   for (const Case& one : cases()) {
+    if (one.refuted != nullptr) continue;  // it fails whatever is weakened
     try_case(one, 60);
     for (size_t i = 0; i < site_count(); ++i) {
       if (was_reached(i)) reach[i].insert(&one);
@@ -471,10 +472,12 @@ int try_mutants(long schedules, int jobs, const std::string& only, const std::ve
     std::string killer;
     long tried = 0;
     // At first little of each case: most mutants are noticed at once.
+    // In the end more of the first, which are the simplest.
     const long each = schedules / static_cast<long>(mutant.cases.size() + 1);
-    for (const long most : {std::min(20L, each), std::min(200L, each), each}) {
+    for (const long most : {std::min(20L, each), std::min(200L, each), each, schedules}) {
+      long simple = 2;
       for (const Case* const one : mutant.cases) {
-        if (!killer.empty()) break;
+        if (!killer.empty() || (most == schedules && simple-- == 0)) break;
         const Result result = try_case(*one, most);
         tried += result.tried;
         if (!result.is_well) killer = one->name;
