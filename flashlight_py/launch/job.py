@@ -145,7 +145,8 @@ class Job:
             self._hosts.open(sorted(missing))
         if patience := self._hosts.patience:
             self._wait(lambda: not self._attempt.is_ending and bool(self._absent()), patience)
-            self._hosts.drop(self._absent(), patience)
+            if not self._attempt.is_ending:  # else the next start waits for them
+                self._hosts.drop(self._absent(), patience)
 
     def _absent(self) -> set[int]:
         """Return hosts of this attempt that are not here, and may come by themselves."""

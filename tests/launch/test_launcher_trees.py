@@ -96,6 +96,7 @@ def test_agents_reach_others(tmp_path: Path, ssh: str) -> None:
     assert len(found) == 8
 
 
+@pytest.mark.slow
 def test_all_that_is_printed_far_down_arrives(tmp_path: Path, ssh: str) -> None:
     text = "import os\nfor i in range(3000): print(os.environ['RANK'] * 500, i)\n"
     process = start("--hosts", HOSTS, "--ssh", ssh, write(tmp_path, text))
@@ -148,6 +149,7 @@ def test_an_agent_in_between_is_killed(tmp_path: Path, ssh: str, name: str) -> N
     assert sorted(output.splitlines()) == [f"[{rank}] again {rank} 7" for rank in range(7)]
 
 
+@pytest.mark.slow
 def test_a_job_whose_agent_in_between_is_killed_ends(tmp_path: Path, ssh: str) -> None:
     process = start("--hosts", HOSTS, "--ssh", ssh, write(tmp_path, STAYING), tmp_path)
     wait_for_ranks(tmp_path, 8)
@@ -171,6 +173,7 @@ def test_a_host_that_an_agent_cannot_reach(tmp_path: Path, ssh: str) -> None:
     assert ("h3", "h0") in found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["h0", "h2"])
 def test_a_host_that_is_down(tmp_path: Path, ssh: str, name: str) -> None:
     (tmp_path / f"down-{name}").touch()
@@ -221,7 +224,7 @@ def place_of(tmp_path: Path, way: str) -> object:
     return tmp_path / "run" if way == "path" else f"localhost:{free_port()}"
 
 
-@pytest.mark.parametrize("way", ["path", "port"])
+@pytest.mark.parametrize("way", [pytest.param("path", marks=pytest.mark.slow), "port"])
 def test_launchers_in_a_tree(tmp_path: Path, way: str) -> None:
     done = ends_of(start_nodes(place_of(tmp_path, way), write(tmp_path, SUM)))
     assert [(code, errors) for _, errors, code in done] == [(0, "")] * 7
@@ -238,7 +241,7 @@ def test_launchers_in_a_tree_number_themselves(tmp_path: Path) -> None:
     assert sorted(output for output, _, _ in done) == [f"[{rank}] {rank} 7 \n" for rank in range(7)]
 
 
-@pytest.mark.parametrize("way", ["path", "port"])
+@pytest.mark.parametrize("way", ["path", pytest.param("port", marks=pytest.mark.slow)])
 def test_a_launcher_in_between_is_killed(tmp_path: Path, way: str) -> None:
     program, rdzv = write(tmp_path, STAYING), place_of(tmp_path, way)
     nodes = start_nodes(rdzv, "--min-n", 1, program, tmp_path)
@@ -258,6 +261,7 @@ def test_a_launcher_in_between_is_killed(tmp_path: Path, way: str) -> None:
     assert lines == [f"again {rank} 6" for rank in range(6)]
 
 
+@pytest.mark.slow
 def test_node_0_of_a_tree_is_killed(tmp_path: Path) -> None:
     nodes = start_nodes(tmp_path / "run", write(tmp_path, STAYING), tmp_path)
     wait_for_ranks(tmp_path, 7)
@@ -266,6 +270,7 @@ def test_node_0_of_a_tree_is_killed(tmp_path: Path) -> None:
     assert [code for _, _, code in done] == [137, *[1] * 6]
 
 
+@pytest.mark.slow
 def test_a_signal_to_a_launcher_far_down_ends_all(tmp_path: Path) -> None:
     nodes = start_nodes(tmp_path / "run", write(tmp_path, STAYING), tmp_path)
     wait_for_ranks(tmp_path, 7)
