@@ -81,6 +81,7 @@ def test_flrun_ends_the_ranks_of_a_host_that_is_cut_off() -> None:
     assert b"nothing has come from its launcher (node 2)" in b"".join(launch.said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fate", ["kill", "cut"])
 def test_launchers_of_a_tree_go_on_without_those_on_their_way(fate: str) -> None:
     """Node 0's connections: those below it, and at most 40 that have no place yet."""
