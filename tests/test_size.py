@@ -16,7 +16,7 @@ FILES = [path for path in PACKAGE.rglob("*.py") if path.name != "_nccl.py"]  # t
 # At most so many lines and files. Blank lines, comments and docstrings count.
 BUDGETS = {
     # Layers, their functions, amp and the data loader are 3,700 of them: errors name both shapes.
-    "": (49_760, 249),
+    "": (49_770, 249),
     # torch changes the timeouts of groups that are open; objects know two ways, native and not.
     "distributed": (17_325, 90),
     # Ranks meet in a tree of hosts, and name who is lost or late wherever it is.

@@ -297,7 +297,8 @@ void Engine::tick() {
   const auto is_relieved = [this] {
     const uint32_t calls = calls_.load(std::memory_order_relaxed);
     const bool are_new = std::exchange(calls_seen_, calls) != calls;
-    return are_new || stopping_.load(std::memory_order_relaxed) || callers_.load(std::memory_order_relaxed) > 0 || open_.load(std::memory_order_relaxed) == 0;
+    constexpr auto order = std::memory_order_relaxed;
+    return are_new || stopping_.load(order) || callers_.load(order) > 0 || open_.load(order) == 0;
   };
   while (!is_relieved()) {
     if (!sleep(false, kSliceMilliseconds, {})) look_around();
