@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 # Whoever asks for something over the network anyway gets no answer.
 NO_NETWORK = dict.fromkeys(("http_proxy", "https_proxy", "PIP_INDEX_URL"), "http://127.0.0.1:9")
-STAGES = ["machine", "contact", "conformance", "training", "failures"]
+STAGES = ["machine", "contact", "conformance", "training", "layers", "failures"]
 STAGES += ["all_reduce", "overlap", "kernels", "streams"]
 
 
@@ -43,7 +43,7 @@ def test_bundle_is_complete_and_goes_as_far_as_it_can_without_a_gpu(
     results = tmp_path / "results"
     output = run(python, bundle / "run", OUT=str(results), HOME=str(home), **NO_NETWORK)
     page = (results / "report.md").read_text()
-    assert [line.split(":")[0] for line in output.splitlines()[1:10]] == STAGES
+    assert [line.split(":")[0] for line in output.splitlines()[1:11]] == STAGES
     assert page.count("| no GPU |") == len(STAGES), page
     assert "No stage has failed." in page
     assert "| BACKEND=shm | NumPy arrays: shared memory" in page

@@ -1,0 +1,144 @@
+"""Every function and layer computes on a GPU what it computes on the CPU, gradients included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.autograd import functions as F
+from flashlight_py.device import device_of, to_device
+from tests.autograd.cases import CASES, Case
+from tests.autograd.test_other_library import OWN_ARRAYS
+from tests.gpu import verbs
+from tests.nn.oracle import weights_of
+from tests.nn.test_images import CONVOLUTIONS, POOLS, Conv, arrays_of, convolved, images
+from tests.nn.test_like_torch import ROWS, Row, call, made, variables_of
+
+pytestmark = pytest.mark.gpu
+
+# Of an array's largest value: sums have another order, and a mean far from 0 loses digits.
+TOLERANCES = {"float32": 1e-4, "float64": 1e-11}
+EVERY_DTYPE = pytest.mark.parametrize("dtype", TOLERANCES)
+FUNCTIONS = [case for case in CASES if not case.name.startswith(OWN_ARRAYS)]
+
+
+def gpu() -> str:
+    verbs.cupy()
+    return fl.distributed.use_local_device()
+
+
+def run(function: Callable[..., Any], leaves: list[Any], device: str) -> list[np.ndarray]:
+    """Return the value of a function of the leaves, and all their gradients, from ``device``."""
+    given = [v if v.calc_grad else v.array for v in leaves]
+    for variable in leaves:
+        variable.data = to_device(variable.data, device)
+    result = function(*leaves)
+    result.backward(to_device(weights_of(result.numpy()), device))
+    found = [result.array, *(v.grad for v in given if isinstance(v, fl.Variable))]
+    for array in found:
+        assert array is not None
+        assert device_of(array) == device
+    return [to_device(array, "cpu") for array in found]
+
+
+def close(got: list[np.ndarray], expected: list[np.ndarray], dtype: str) -> None:
+    for one, other in zip(got, expected, strict=True):
+        assert one.dtype == other.dtype
+        most = TOLERANCES[dtype] * max(1.0, float(abs(other).max(initial=0)))
+        np.testing.assert_allclose(one, other, rtol=TOLERANCES[dtype], atol=most)
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("case", FUNCTIONS, ids=[case.name for case in FUNCTIONS])
+def test_functions(case: Case, dtype: str) -> None:
+    expected, got = (
+        run(case.ours, [fl.param(array.astype(dtype)) for array in case.arrays], device)
+        for device in ("cpu", gpu())
+    )
+    close(got, expected, dtype)
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
+def test_layers(row: Row, dtype: str) -> None:
+    found = []
+    for device in ("cpu", gpu()):
+        module = made(row, dtype).to(device)
+        inputs = variables_of(row, dtype)
+        leaves = [*inputs, *module.params()]
+        found.append(run(lambda *_, m=module, x=inputs: call(row, m, x), leaves, device))
+    close(found[1], found[0], dtype)
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("case", CONVOLUTIONS, ids=[case.name for case in CONVOLUTIONS])
+def test_convolutions(case: Conv, dtype: str) -> None:
+    expected, got = (
+        run(lambda *v: convolved([*v], case), [*map(fl.param, arrays_of(case, dtype))], device)
+        for device in ("cpu", gpu())
+    )
+    close(got, expected, dtype)
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("options", [options for options, _ in POOLS], ids=str)
+def test_pools(options: dict[str, Any], dtype: str) -> None:
+    expected, got = (
+        run(lambda x: F.pool2d(x, **options), [fl.param(images(dtype))], device)
+        for device in ("cpu", gpu())
+    )
+    close(got, expected, dtype)
+
+
+def gpt() -> tuple[fl.nn.Module, np.ndarray]:
+    """A decoder of 2 layers, with a linear layer that makes one number of each position."""
+    layers = fl.nn.Embedding(11, 16), fl.nn.Transformer(16, 2, layers=2, causal=True)
+    tokens = np.random.default_rng(2).integers(0, 11, (4, 9))
+    return fl.nn.Sequential(*layers, fl.nn.LayerNorm(16), fl.nn.Linear(16, 10)), tokens
+
+
+def convolutional() -> tuple[fl.nn.Module, np.ndarray]:
+    layers = fl.nn.Conv2D(1, 16, 3, padding=1), fl.nn.BatchNorm(16), fl.nn.ReLU(), fl.nn.Pool2D(2)
+    body = fl.nn.Conv2D(16, 16, 3, padding=1), fl.nn.GroupNorm(4, 16), fl.nn.GELU()
+    head = fl.nn.View((-1, 16 * 16)), fl.nn.Linear(16 * 16, 10)
+    x = np.random.default_rng(3).standard_normal((8, 1, 8, 8)).astype("float32")
+    return fl.nn.Sequential(*layers, fl.nn.Residual(fl.nn.Sequential(*body)), *head), x
+
+
+def losses(
+    make: Callable[[], tuple[fl.nn.Module, np.ndarray]], half: str | None, device: str
+) -> list[float]:
+    """Train for some steps, with a scale where ``half`` is a dtype; return the loss of each."""
+    fl.set_seed(0)
+    model, x = make()
+    labels = np.arange(x.size if x.ndim == 2 else len(x)) % 10
+    model.to(device)
+    optimizer = fl.optim.AdamOptimizer(model.params(), 1e-3, weight_decay=0.01)
+    scaler = fl.amp.DynamicScaler(256.0, enabled=half is not None)
+    given, targets = (to_device(each, device) for each in (x, labels))
+    found = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        with fl.amp.autocast(half or "float16", enabled=half is not None):
+            logits = F.reshape(model(fl.input(given)), (-1, 10))
+            loss = fl.nn.CategoricalCrossEntropy()(F.log_softmax(logits), fl.no_grad(targets))
+        scaler.scale(loss).backward()
+        scaler.unscale(optimizer)
+        fl.optim.clip_grad_norm(model.params(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        found.append(loss.scalar())
+    return found
+
+
+@pytest.mark.parametrize("half", [None, "float16"])
+@pytest.mark.parametrize("make", [gpt, convolutional])
+def test_models_train_as_on_the_cpu(make: Any, half: str | None) -> None:
+    """In half precision too: products are rounded at other places there."""
+    expected, got = (losses(make, half, device) for device in ("cpu", gpu()))
+    assert got[-1] < got[0]
+    np.testing.assert_allclose(got, expected, rtol=2e-2 if half else 2e-4)
