@@ -48,7 +48,7 @@ class Turn {
     Turn& turn_;
   };
 
-  bool is_mine() const { return owner_.load() == std::this_thread::get_id(); }
+  bool is_mine() const { return owner_.load(std::memory_order_relaxed) == std::this_thread::get_id(); }
 
  private:
   // These two in one order (seq_cst): who waits sees the turn given, or is seen by who gives it.
