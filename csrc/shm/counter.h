@@ -26,6 +26,9 @@ class Counter {
     if (sleepers_.load(std::memory_order_seq_cst) != 0) wake();
   }
 
+  // The same where nobody waits for it: others look now and then, or wait for what is raised next.
+  void set(uint32_t value) { value_.store(value, std::memory_order_release); }
+
   void wake() {
     futex_wake(&value_, kAllBits, Among::kProcesses);
   }

@@ -174,8 +174,8 @@ void collective(int rank) {
   }
 }
 
-// So many elements of four bytes: with the call, in its line; beside it; and in several chunks.
-constexpr size_t kTiny = 2, kInline = 6, kLarge = 200, kSome = 40;
+// So many elements of four bytes: with the call, in its line; beside it; in several chunks; and in more than slots.
+constexpr size_t kTiny = 2, kInline = 6, kSome = 40, kLarge = 200, kMany = 480;
 // As if there had been so many calls: the next one reads the others' memory.
 constexpr int kReads = 3;
 
@@ -225,12 +225,51 @@ void run_ahead(int rank) {
   }
 }
 
+// Arrays that all have mapped are combined where they lie.
+template <int ranks>
+void in_place(int rank) {
+  Member me(rank, ranks, 0);
+  constexpr size_t kStride = 1024;
+  auto mapping = std::make_shared<fl::Mapping>(map(1, rank, ranks * kStride));
+  auto* const array = static_cast<int32_t*>(me.group->add_region(std::move(mapping), kStride));
+  begin();
+  for (int call = 0; call < 2; ++call) {
+    for (size_t k = 0; k < kLarge; ++k) array[k] = value(rank, call, k);
+    const fl_signature s = signature(FL_ALL_REDUCE, kLarge);
+    if (!me.settle(outcome_of(me.group->run(s, array, nullptr, -1, kForever, &kHere)))) return;
+    for (size_t k = 0; k < kLarge; ++k) check(array[k] == sum(ranks, call, k), "a wrong sum in place");
+  }
+}
+
+// Who has little to give leaves a gather of much ahead of the others, and counts its chunks later.
+void passes_rows(int rank) {
+  Member me(rank, 2, 0);
+  begin();
+  Call* const call = new Call(me, FL_GATHER, rank == 0 ? kInline : kSome, 0);
+  call->wanted.clear();
+  for (size_t k = 0; rank == 1 && k < kInline; ++k) call->wanted.push_back(value(0, 0, k));
+  for (size_t k = 0; rank == 1 && k < kSome + 1; ++k) call->wanted.push_back(value(1, 0, k));
+  if (!call->end(call->run())) return;
+  Call* const next = new Call(me, FL_ALL_GATHER, kSome, 1);
+  next->end(next->run());
+}
+
 // What cannot be read of another's memory, it copies into a slot.
 void unreadable(int rank) {
   Member me(rank, 2, kReads);
   begin();
   Call* const call = new Call(me, FL_ALL_GATHER, kSome, 0);
   call->end(call->run());
+}
+
+// Only the first piece may take a slice, until who is asked looks.
+void soon_unreadable(int rank) {
+  Member me(rank, 2, kReads);
+  begin();
+  const auto started = fl::Clock::now();
+  Call* const call = new Call(me, FL_BROADCAST, kMany, 0);
+  call->end(call->run());
+  check(fl::Clock::now() - started < 2 * std::chrono::milliseconds(fl::kSliceMilliseconds), "each piece takes a slice");
 }
 
 // The first call as soon as a rank's own group is there: others may not be, or not be readable, yet.
@@ -328,10 +367,21 @@ void mismatch(int rank) {
 }
 
 const Case others[] = {
+    {"all_reduce_chunks/3x1", 3, nullptr, collective<3, FL_ALL_REDUCE, kMany, 1>, 2},
+    {"reduce_chunks/3x1", 3, nullptr, collective<3, FL_REDUCE, kMany, 1>, 2},
+    {"reduce_chunks/4x1", 4, nullptr, collective<4, FL_REDUCE, kMany, 1>, 2},
+    {"scan_chunks/3x1", 3, nullptr, collective<3, FL_SCAN, kMany, 1>, 2},
+    {"scan_chunks/4x1", 4, nullptr, collective<4, FL_SCAN, kMany, 1>, 2},
+    {"in_place/2", 2, nullptr, in_place<2>, 2},
+    {"in_place/3", 3, nullptr, in_place<3>, 2},
+    {"in_place/vanish", 3, nullptr, in_place<3>, 1, 2, 1, 2, true},
+    {"passes_rows/2", 2, nullptr, passes_rows, 2},
+    {"passes_rows/vanish", 2, nullptr, passes_rows, 1, 2, 1, 2, true},
     {"run_ahead/2", 2, nullptr, run_ahead, 4},
     {"run_ahead/vanish", 2, nullptr, run_ahead, 2, 2, 1, 2, true},
     {"unreadable/2", 2, nullptr, unreadable, 2, 2, 1, 1, false, true, true, 8, true},
     {"unreadable/vanish", 2, nullptr, unreadable, 1, 2, 1, 1, true, true, true, 8, true},
+    {"soon_unreadable/2", 2, nullptr, soon_unreadable, 1, 2, 1, 0, false, true, true, 8, true},
     {"made_late/2", 2, nullptr, made_late, 2},
     {"in_two_steps/2", 2, nullptr, in_two_steps, 1},
     {"few_processors/2", 2, nullptr, collective<2, FL_ALL_REDUCE, kTiny, 2>, 1, 2, 1, 1, false, false, true, 1},

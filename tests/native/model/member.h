@@ -63,6 +63,13 @@ inline fl::Mapping map(int number, int rank, size_t bytes) {
 
 inline void free_group(fl::ShmGroup* group) { const std::unique_ptr<fl::ShmGroup> owned(group); }
 
+// So many milliseconds pass, for threads that do something each.
+inline void let_pass(int ticks) {
+  constexpr int64_t kTick = 1000000;
+  uint32_t* const word = new uint32_t(0);
+  while (ticks-- > 0) fl::futex_wait(word, 0, kTick, fl::kAllBits, fl::Among::kThreads);
+}
+
 struct Member {
   // `choices`: as if each verb had been called so often.
   Member(int rank, int ranks, int choices) : rank(rank), ranks(ranks), group(nullptr) {
