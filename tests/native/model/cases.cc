@@ -179,11 +179,9 @@ constexpr size_t kTiny = 2, kInline = 6, kSome = 40, kLarge = 200, kMany = 480;
 // As if there had been so many calls: the next one reads the others' memory.
 constexpr int kReads = 3;
 
-#define COLLECTIVE(name, verb, count, choices, two, three)                                                       \
-  {name "/2x2", 2, nullptr, collective<2, verb, count, 2, choices>, two},                                         \
-      {name "/3x1", 3, nullptr, collective<3, verb, count, 1, choices>, three},                                   \
-      {name "/vanish2", 2, nullptr, collective<2, verb, count, 2, choices>, 1, 2, 1, 2, true},                     \
-      {name "/vanish3", 3, nullptr, collective<3, verb, count, 1, choices>, 1, 2, 1, 2, true}
+#define COLLECTIVE(title, verb, count, choices, two, three)                                                             \
+  {.name = title "/2x2", .ranks = 2, .run = collective<2, verb, count, 2, choices>, .share = two, .vanishing = 1},      \
+  {.name = title "/3x1", .ranks = 3, .run = collective<3, verb, count, 1, choices>, .share = three, .vanishing = 1}
 const Case collectives[] = {
     COLLECTIVE("barrier", FL_BARRIER, 0, 0, 1, 4),
     COLLECTIVE("all_reduce_tiny", FL_ALL_REDUCE, kTiny, 0, 1, 2),
@@ -367,37 +365,31 @@ void mismatch(int rank) {
 }
 
 const Case others[] = {
-    {"all_reduce_chunks/3x1", 3, nullptr, collective<3, FL_ALL_REDUCE, kMany, 1>, 2},
-    {"reduce_chunks/3x1", 3, nullptr, collective<3, FL_REDUCE, kMany, 1>, 2},
-    {"reduce_chunks/4x1", 4, nullptr, collective<4, FL_REDUCE, kMany, 1>, 2},
-    {"scan_chunks/3x1", 3, nullptr, collective<3, FL_SCAN, kMany, 1>, 2},
-    {"scan_chunks/4x1", 4, nullptr, collective<4, FL_SCAN, kMany, 1>, 2},
-    {"in_place/2", 2, nullptr, in_place<2>, 2},
-    {"in_place/3", 3, nullptr, in_place<3>, 2},
-    {"in_place/vanish", 3, nullptr, in_place<3>, 1, 2, 1, 2, true},
-    {"passes_rows/2", 2, nullptr, passes_rows, 2},
-    {"passes_rows/vanish", 2, nullptr, passes_rows, 1, 2, 1, 2, true},
-    {"run_ahead/2", 2, nullptr, run_ahead, 4},
-    {"run_ahead/vanish", 2, nullptr, run_ahead, 2, 2, 1, 2, true},
-    {"unreadable/2", 2, nullptr, unreadable, 2, 2, 1, 1, false, true, true, 8, true},
-    {"unreadable/vanish", 2, nullptr, unreadable, 1, 2, 1, 1, true, true, true, 8, true},
-    {"soon_unreadable/2", 2, nullptr, soon_unreadable, 1, 2, 1, 0, false, true, true, 8, true},
-    {"made_late/2", 2, nullptr, made_late, 2},
-    {"in_two_steps/2", 2, nullptr, in_two_steps, 1},
-    {"few_processors/2", 2, nullptr, collective<2, FL_ALL_REDUCE, kTiny, 2>, 1, 2, 1, 1, false, false, true, 1},
-    {"started/2", 2, nullptr, started<kInline, 1>, 4, 2, 1, 1, false, false, false},
-    {"started_two/2", 2, nullptr, started<kInline, 2>, 4, 2, 1, 1, false, false, false},
-    {"started_large/2", 2, nullptr, started<kSome, 2>, 4, 2, 1, 1, false, false, false},
-    {"started_barriers/2", 2, nullptr, started<0, 3, FL_BARRIER>, 4, 2, 1, 1, false, false, false},
-    {"started_then_run/2", 2, nullptr, started_then_run, 4, 2, 1, 1, false, false, false},
-    {"started/vanish", 2, nullptr, started<kInline, 2>, 2, 2, 1, 2, true},
-    {"waited_for_elsewhere/2", 2, nullptr, waited_for_elsewhere, 4, 2, 1, 1, false, false, false},
-    {"two_threads/2", 2, nullptr, two_threads, 4, 2, 1, 1, false, false, false},
-    {"mismatch/2", 2, nullptr, mismatch<2, FL_BARRIER, FL_ALL_REDUCE>, 2},
-    {"mismatch/3", 3, nullptr, mismatch<3, FL_BARRIER, FL_ALL_REDUCE>, 2},
-    {"mismatch_ahead/2", 2, nullptr, mismatch<2, FL_BROADCAST, FL_GATHER>, 2},
-    {"mismatch_ahead/3", 3, nullptr, mismatch<3, FL_SCAN, FL_BARRIER>, 2},
-    {"mismatch/vanish", 3, nullptr, mismatch<3, FL_BARRIER, FL_ALL_REDUCE>, 1, 2, 1, 2, true},
+    {.name = "all_reduce_chunks/3x1", .ranks = 3, .run = collective<3, FL_ALL_REDUCE, kMany, 1>, .share = 2},
+    {.name = "reduce_chunks/3x1", .ranks = 3, .run = collective<3, FL_REDUCE, kMany, 1>, .share = 2},
+    {.name = "reduce_chunks/4x1", .ranks = 4, .run = collective<4, FL_REDUCE, kMany, 1>, .share = 2},
+    {.name = "scan_chunks/3x1", .ranks = 3, .run = collective<3, FL_SCAN, kMany, 1>, .share = 2},
+    {.name = "scan_chunks/4x1", .ranks = 4, .run = collective<4, FL_SCAN, kMany, 1>, .share = 2},
+    {.name = "in_place/2", .ranks = 2, .run = in_place<2>, .share = 2},
+    {.name = "in_place/3", .ranks = 3, .run = in_place<3>, .share = 2, .vanishing = 1},
+    {.name = "passes_rows/2", .ranks = 2, .run = passes_rows, .share = 2, .vanishing = 1},
+    {.name = "run_ahead/2", .ranks = 2, .run = run_ahead, .share = 4, .vanishing = 2},
+    {.name = "unreadable/2", .ranks = 2, .run = unreadable, .share = 2, .late = true, .reads_fail = true, .vanishing = 1},
+    {.name = "soon_unreadable/2", .ranks = 2, .run = soon_unreadable, .timers = 0, .late = true, .reads_fail = true},
+    {.name = "made_late/2", .ranks = 2, .run = made_late, .share = 2},
+    {.name = "in_two_steps/2", .ranks = 2, .run = in_two_steps},
+    {.name = "few_processors/2", .ranks = 2, .run = collective<2, FL_ALL_REDUCE, kTiny, 2>, .processors = 1},
+    {.name = "started/2", .ranks = 2, .run = started<kInline, 1>, .share = 4, .is_searched = false},
+    {.name = "started_two/2", .ranks = 2, .run = started<kInline, 2>, .share = 4, .is_searched = false, .vanishing = 2},
+    {.name = "started_large/2", .ranks = 2, .run = started<kSome, 2>, .share = 4, .is_searched = false},
+    {.name = "started_barriers/2", .ranks = 2, .run = started<0, 3, FL_BARRIER>, .share = 4, .is_searched = false},
+    {.name = "started_then_run/2", .ranks = 2, .run = started_then_run, .share = 4, .is_searched = false},
+    {.name = "waited_for_elsewhere/2", .ranks = 2, .run = waited_for_elsewhere, .share = 4, .is_searched = false},
+    {.name = "two_threads/2", .ranks = 2, .run = two_threads, .share = 4, .is_searched = false},
+    {.name = "mismatch/2", .ranks = 2, .run = mismatch<2, FL_BARRIER, FL_ALL_REDUCE>, .share = 2},
+    {.name = "mismatch/3", .ranks = 3, .run = mismatch<3, FL_BARRIER, FL_ALL_REDUCE>, .share = 2, .vanishing = 1},
+    {.name = "mismatch_ahead/2", .ranks = 2, .run = mismatch<2, FL_BROADCAST, FL_GATHER>, .share = 2},
+    {.name = "mismatch_ahead/3", .ranks = 3, .run = mismatch<3, FL_SCAN, FL_BARRIER>, .share = 2},
 };
 
 const Table all_collectives{collectives}, all_others{others};

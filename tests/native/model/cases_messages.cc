@@ -347,9 +347,8 @@ void gives_up(int rank) {
         "the words of a rank that gives up are not heard: " + std::to_string(outcome.status));
 }
 
-#define MESSAGE(name, run, share)                       \
-  {name "/2", 2, nullptr, run, share, 2, 1, 1, false, false, false}, \
-      {name "/vanish", 2, nullptr, run, 1, 2, 1, 2, true}
+#define MESSAGE(title, function, part) \
+  {.name = title "/2", .ranks = 2, .run = function, .share = part, .is_searched = false, .vanishing = 1}
 const Case messages[] = {
     MESSAGE("send_tiny", (one_way<kTiny, 2>), 4),
     MESSAGE("send_eager", (one_way<kEager, 3>), 4),
@@ -369,29 +368,24 @@ const Case messages[] = {
     MESSAGE("two_receivers_at_once", (two_receivers<kOffered, true>), 8),
     MESSAGE("send_mismatch", mismatch<kTiny>, 2),
     MESSAGE("offer_mismatch", mismatch<kOffered>, 2),
-    {"wound_again/2", 2, prepare_wound, wound_again, 8, 2, 1, 3, false, false, false},
-    {"claimed/2", 2, nullptr, claimed, 2, 2, 1, 0, false, false, false},
-    {"freed_while_it_ticks/2", 2, nullptr, freed_while_it_ticks, 2, 2, 1, 0, false, false, false},
-    {"closed_while_it_reads/2", 2, nullptr, closed_while_it_reads, 4, 2, 1, 1, false, true, false},
-    {"closed_while_it_reads/vanish", 2, nullptr, closed_while_it_reads, 4, 2, 1, 1, true, true, false},
-    {"closed_with_a_message/2", 2, nullptr, closed_with_a_message, 4, 2, 1, 1, false, true, false},
-    {"closed_with_a_message/vanish", 2, nullptr, closed_with_a_message, 4, 2, 1, 1, true, true, false},
-    {"any_source/3", 3, nullptr, any_source, 4, 2, 1, 1, false, false, false},
+    {.name = "wound_again/2", .ranks = 2, .prepare = prepare_wound, .run = wound_again, .share = 8, .timers = 3, .is_searched = false},
+    {.name = "claimed/2", .ranks = 2, .run = claimed, .share = 2, .timers = 0, .is_searched = false},
+    {.name = "freed_while_it_ticks/2", .ranks = 2, .run = freed_while_it_ticks, .share = 2, .timers = 0, .is_searched = false},
+    {.name = "closed_while_it_reads/2", .ranks = 2, .run = closed_while_it_reads, .share = 4, .late = true, .is_searched = false, .vanishing = 4},
+    {.name = "closed_with_a_message/2", .ranks = 2, .run = closed_with_a_message, .share = 4, .late = true, .is_searched = false, .vanishing = 4},
+    {.name = "any_source/3", .ranks = 3, .run = any_source, .share = 4, .is_searched = false},
     // By pieces, where the other's memory cannot be read.
-    {"send_by_pieces/2", 2, nullptr, one_way<kOffered, 2>, 4, 2, 1, 1, false, false, false, 8, true},
-    {"send_by_pieces/vanish", 2, nullptr, one_way<kOffered, 2>, 2, 2, 1, 1, true, false, false, 8, true},
+    {.name = "send_by_pieces/2", .ranks = 2, .run = one_way<kOffered, 2>, .share = 4, .is_searched = false, .reads_fail = true, .vanishing = 2},
 };
 
 const Case groups[] = {
-    {"whole_life/2", 2, nullptr, whole_life<2>, 2, 2, 1, 1, false, true, false},
-    {"whole_life/3", 3, nullptr, whole_life<3>, 2, 2, 1, 1, false, true, false},
-    {"whole_life/vanish", 3, nullptr, whole_life<3>, 1, 2, 1, 1, true, true},
-    {"leaves_after_a_message/2", 2, nullptr, leaves_after_a_message, 2, 2, 1, 1, false, true, false},
-    {"closed_by_other/2", 2, nullptr, closed_by_other, 1, 2, 1, 1, false, true, false},
-    {"closed_meanwhile/2", 2, nullptr, closed_meanwhile, 2, 2, 1, 1, false, true, false},
-    {"gives_up/2", 2, nullptr, gives_up, 1, 2, 1, 1, false, true, false},
-    {"part/3", 3, nullptr, part, 4, 2, 1, 1, false, true, false},
-    {"part/vanish", 3, nullptr, part, 1, 2, 1, 1, true, true},
+    {.name = "whole_life/2", .ranks = 2, .run = whole_life<2>, .share = 2, .late = true, .is_searched = false},
+    {.name = "whole_life/3", .ranks = 3, .run = whole_life<3>, .share = 2, .late = true, .is_searched = false, .vanishing = 1},
+    {.name = "leaves_after_a_message/2", .ranks = 2, .run = leaves_after_a_message, .share = 2, .late = true, .is_searched = false},
+    {.name = "closed_by_other/2", .ranks = 2, .run = closed_by_other, .late = true, .is_searched = false},
+    {.name = "closed_meanwhile/2", .ranks = 2, .run = closed_meanwhile, .share = 2, .late = true, .is_searched = false},
+    {.name = "gives_up/2", .ranks = 2, .run = gives_up, .late = true, .is_searched = false},
+    {.name = "part/3", .ranks = 3, .run = part, .share = 4, .late = true, .is_searched = false, .vanishing = 1},
 };
 
 const Table all_messages{messages}, all_groups{groups};

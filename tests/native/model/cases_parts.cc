@@ -130,20 +130,13 @@ void ring(int rank) {
   }
 }
 
-Case one(const char* name, int ranks, void (*run)(int), int stale, int timers = 0, long share = 2) {
-  Case one{name, ranks, nullptr, run, share};
-  one.stale = stale;
-  one.timers = timers;
-  return one;
-}
-
 const Case parts[] = {
-    one("ticks/1", 1, ticks, 3, 1, 4),
-    one("turns/1", 1, turns, 1),
-    one("crew/1", 1, crew, 1),
-    one("queue/1", 1, queue, 1),
-    one("ring/2", 2, ring<0, 6>, 3, 0, 4),
-    one("ring_data/2", 2, ring<48, 9>, 3, 0, 4),
+    {.name = "ticks/1", .ranks = 1, .run = ticks, .share = 4, .stale = 3},
+    {.name = "turns/1", .ranks = 1, .run = turns, .timers = 0},
+    {.name = "crew/1", .ranks = 1, .run = crew, .timers = 0},
+    {.name = "queue/1", .ranks = 1, .run = queue, .timers = 0},
+    {.name = "ring/2", .ranks = 2, .run = ring<0, 6>, .share = 2, .stale = 3, .timers = 0},
+    {.name = "ring_data/2", .ranks = 2, .run = ring<48, 9>, .share = 2, .stale = 3, .timers = 0},
 };
 const Table all_parts{parts};
 

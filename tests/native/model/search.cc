@@ -142,6 +142,14 @@ int choose(Kind kind, int n, const int8_t* fibers) {
 
 void enter(const Case& one) { cases().push_back(one); }
 
+Case vanishing(Case one) {
+  one.name = strdup((std::string(one.name) + "/vanish").c_str());
+  one.share = one.vanishing;
+  one.vanishes = true;
+  one.timers = 2;
+  return one;
+}
+
 // Places --------------------------------------------------------------------------------------
 
 namespace {
