@@ -34,7 +34,10 @@ Engine::~Engine() {
 }
 
 void Engine::stop() {
-  stopping_.store(true, std::memory_order_relaxed);
+  {
+    const Lock lock(mutex_);  // the thread has seen it, or is seen to be about to sleep
+    stopping_.store(true, std::memory_order_relaxed);
+  }
   wire_.wake(false);
   ticker_.stop();
 }
@@ -280,12 +283,13 @@ void Engine::wait(Port& port, const Awaited& awaited, int hot, Clock::time_point
 // Until something has come, or for a while; whether anything went on.
 bool Engine::sleep(bool as_caller, long milliseconds, const Awaited& awaited) {
   const uint32_t since = wire_.begin_wait();
-  bool moved;
+  bool moved, stops;
   {
     Lock lock(mutex_);
     moved = progress(lock, kNobody);
+    stops = !as_caller && stopping_.load(std::memory_order_relaxed);
   }
-  if (!moved && !awaited.has_ended()) wire_.wait(since, as_caller, milliseconds);
+  if (!moved && !stops && !awaited.has_ended()) wire_.wait(since, as_caller, milliseconds);
   wire_.end_wait();
   return moved;
 }
@@ -389,7 +393,7 @@ void Engine::find_failures(Port& port, std::vector<Verdict>& found) {
 // Whether another receive has the message that this one shares the claim of.
 bool Engine::is_claimed(const Message& message) {
   return message.match_ != nullptr && message.match_->claim != nullptr &&
-         __atomic_load_n(message.match_->claim, __ATOMIC_ACQUIRE) != 0;
+         __atomic_load_n(message.match_->claim, __ATOMIC_RELAXED) != 0;
 }
 
 // Let the sender know what this rank waits for.

@@ -12,21 +12,23 @@ namespace fl {
 // its choice, and is woken by whoever wakes one of them.
 //
 // What is waited for is written, and read again between begin_wait() and wait(), in one order with
-// what happens here (seq_cst): either the waiter sees it, or the one who wakes sees the waiter.
+// `waiters_` (seq_cst): either the waiter sees it, or the one who wakes sees the waiter. `wakes_` needs no
+// order: who sees the waiter is behind its load of it, and adds before the kernel's full barrier.
 class Futex {
  public:
   // After a change. Costs next to nothing while nobody waits.
   void wake(uint32_t bits) {
     if (waiters_.load(std::memory_order_seq_cst) == 0) return;
-    wakes_.fetch_add(1, std::memory_order_seq_cst);
+    wakes_.fetch_add(1, std::memory_order_relaxed);
     futex_wake(&wakes_, bits, Among::kProcesses);
   }
 
   // From here on nothing is missed: wait(begin_wait(), ...) returns at once if wake() was called
   // between the two. end_wait() must follow.
   uint32_t begin_wait() {
+    const uint32_t wakes = wakes_.load(std::memory_order_relaxed);
     waiters_.fetch_add(1, std::memory_order_seq_cst);
-    return wakes_.load(std::memory_order_seq_cst);
+    return wakes;
   }
 
   void end_wait() { waiters_.fetch_sub(1, std::memory_order_relaxed); }

@@ -310,7 +310,7 @@ void Engine::handle(int from, const Wire::Room& room) {
   seen.sites[port.rank_] = sites_[mine];
   if (seen.calls[port.rank_].ndim == FL_REFUSED) return;  // this rank has raised, and knows why
   port.refusals_.push_back(std::move(seen));
-  port.has_refusal_ = true;
+  port.has_refusal_.store(true, std::memory_order_relaxed);
 }
 
 void Engine::arrive(int from, const Wire::Room& room) {
@@ -351,7 +351,7 @@ Message* Engine::first_for(Port& port, int peer, int32_t tag) {
 bool Engine::claim(const Message& message) {
   int32_t* const shared = message.match_ == nullptr ? nullptr : message.match_->claim;
   if (shared == nullptr) return true;
-  if (__atomic_exchange_n(shared, 1, __ATOMIC_ACQ_REL) != 0) return false;
+  if (__atomic_exchange_n(shared, 1, __ATOMIC_RELAXED) != 0) return false;  // it publishes nothing
   futex_wake(shared, kAllBits, Among::kThreads);
   return true;
 }

@@ -7,6 +7,8 @@
 namespace fl {
 namespace {
 
+const Outcome kNothing;
+
 Failure closed_by_this_rank() { return {FL_CLOSED, {}, "the group was closed"}; }
 
 // What was wrong with a call that no Message stands for.
@@ -45,8 +47,7 @@ void Message::release() noexcept {
 uint64_t Message::key() const { return key_of((flags_ & kAny) != 0 ? kNobody : peer_, mine_.root); }
 
 const Outcome& Message::outcome() const {
-  static const Outcome nothing;
-  return is_open() || (flags_ & kHasOutcome) == 0 ? nothing : *outcome_;
+  return is_open() || (flags_ & kHasOutcome) == 0 ? kNothing : *outcome_;
 }
 
 void Message::cancel() {
@@ -124,7 +125,6 @@ void Port::close() {
   engine_.ports_.erase(group_);
   engine_.end_all(*this, closed_by_this_rank(), nullptr, nullptr);
   arrivals_.clear([this](Arrival& arrival) { engine_.give_back(ranks_[arrival.from()], arrival); });
-  engine_.wire_.wake(true);
   engine_.idle_.wait(lock, [this] { return busy_ == 0; });
 }
 
@@ -248,7 +248,7 @@ std::optional<Seen> Port::take_refusal() {
   if (refusals_.empty()) return std::nullopt;
   std::optional<Seen> refusal(std::move(refusals_.front()));
   refusals_.pop_front();
-  has_refusal_ = !refusals_.empty();
+  has_refusal_.store(!refusals_.empty(), std::memory_order_relaxed);
   return refusal;
 }
 

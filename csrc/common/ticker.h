@@ -48,8 +48,8 @@ class Ticker {
       // Whoever winds meanwhile sees this thread asleep, or is seen here (seq_cst).
       is_awake_.store(false);
       wound_.wait(lock, [this] { return stopping_ || left_.load() > 0; });
-      is_awake_.store(true);
-      while (!stopping_ && left_.fetch_sub(1) > 0) {
+      is_awake_.store(true, std::memory_order_relaxed);  // seen late it costs a wake
+      while (!stopping_ && left_.fetch_sub(1, std::memory_order_acquire) > 0) {
         wound_.wait_for(lock, std::chrono::milliseconds(1), [this] { return stopping_; });
         if (stopping_) break;
         lock.unlock();

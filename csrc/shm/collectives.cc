@@ -56,7 +56,7 @@ void Collectives::ask_for(int r, size_t begin, char* into, size_t bytes) {
     request.begin = begin + done;
     request.bytes = size;
     const uint32_t number = request.asked.value() + 1;
-    request.asked.raise(number);
+    request.asked.set(number);
     watch_.wait_and(request.served, number, r, [this] { return serve(); });
     copy(into + done, segment_.slot(rank_, 0), size);
     done += size;
@@ -82,8 +82,8 @@ bool Collectives::serve() {
 void Collectives::end_reading() {
   RankBlock& own = segment_.block(rank_);
   const uint32_t done = ++chunks_;
-  own.filled.raise(done);
-  own.reduced.raise(done);
+  own.filled.set(done);
+  own.reduced.set(done);
   own.drained.raise(done);
   for (int r = 0; r < size_; ++r) {
     if (!reads(r)) continue;

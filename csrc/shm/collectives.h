@@ -24,7 +24,7 @@ constexpr uint32_t kAhead = 2;
 static_assert(kAhead < kSlots, "a slot is filled again only when its chunk was drained");
 
 // So many arrays one rank combines by itself; of more, everybody combines a part.
-constexpr int kFewRanks = 4;
+constexpr int kFewRanks = sized(4, 3);
 
 // Memory that holds one array of each rank, mapped by all: see Collectives::add_region.
 struct Region {

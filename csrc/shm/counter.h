@@ -21,10 +21,13 @@ class Counter {
 
   // Publish everything that was written before. Only the counter's owner calls it.
   void raise(uint32_t value) {
-    // In one order with wait(): a sleeper either sees the new value or is seen here.
+    // In one order with sleep(): a sleeper either sees the new value or is seen here.
     value_.exchange(value, std::memory_order_seq_cst);
     if (sleepers_.load(std::memory_order_seq_cst) != 0) wake();
   }
+
+  // The same where nobody waits for it: others look now and then, or wait for what is raised next.
+  void set(uint32_t value) { value_.store(value, std::memory_order_release); }
 
   void wake() {
     futex_wake(&value_, kAllBits, Among::kProcesses);
@@ -49,8 +52,9 @@ class Counter {
     return false;
   }
   bool sleep(uint32_t target, long milliseconds) {
-    sleepers_.fetch_add(1, std::memory_order_seq_cst);
-    const uint32_t seen = value_.load(std::memory_order_seq_cst);
+    // The kernel looks at the value again behind a full barrier: neither needs an order of its own.
+    sleepers_.fetch_add(1, std::memory_order_relaxed);
+    const uint32_t seen = value_.load(std::memory_order_relaxed);
     if (static_cast<int32_t>(seen - target) < 0) {
       futex_wait(&value_, seen, int64_t{milliseconds} * 1000000, kAllBits, Among::kProcesses);
     }

@@ -169,7 +169,7 @@ void Collectives::announce(const fl_signature& mine, const Given& given, const f
     call.kind |= kRunsAhead;
     if (needed_.count() == 0) {
       description.site = *site;
-      description.placed.raise(number);
+      description.placed.set(number);
     }
   }
   if (given.inline_bytes == 0) {

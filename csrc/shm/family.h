@@ -32,8 +32,7 @@ class Family {
       : segment(std::move(mapping), size),
         remote(segment, rank, size),
         rings(segment, remote, rank, size),
-        engine(rings, size),
-        futex(segment.block(rank).futex) {}
+        engine(rings, size) {}
   Family(const Family&) = delete;
 
   void join(Ticking& group) {
@@ -61,7 +60,6 @@ class Family {
   Remote remote;
   Rings rings;
   Engine engine;  // ranks are those of the segment
-  Futex& futex;   // of this rank's threads that wait for messages
   const std::shared_ptr<Crew> crew = std::make_shared<Crew>();  // for collectives that were started
 
  private:

@@ -45,7 +45,7 @@ void Collectives::stream(size_t chunks, bool produces, bool consumes, const Prod
                          const Consume& consume) {
   RankBlock& own = segment_.block(rank_);
   const uint32_t base = chunks_, number = static_cast<uint32_t>(chunks);
-  if (!produces) own.filled.raise(base + number);
+  if (!produces) own.filled.set(base + number);
   if (!consumes) own.drained.raise(base + number);
   for (uint32_t step = 0; step <= number; ++step) {
     if (produces && step < number) {
@@ -59,7 +59,7 @@ void Collectives::stream(size_t chunks, bool produces, bool consumes, const Prod
     }
   }
   chunks_ = base + number;
-  own.reduced.raise(chunks_);
+  own.reduced.set(chunks_);
 }
 
 Bytes Collectives::broadcast(const fl_signature& mine, void* data) {
@@ -159,8 +159,8 @@ void Collectives::pass_rows(uint32_t number) {
   const bool direct = choose_in(number, mine, largest, true) == kDirectly;
   chunks_ += direct ? 1 : chunks_of(largest, chunk_for(largest));
   RankBlock& own = segment_.block(rank_);
-  own.filled.raise(chunks_);
-  own.reduced.raise(chunks_);
+  own.filled.set(chunks_);
+  own.reduced.set(chunks_);
   own.drained.raise(chunks_);
 }
 

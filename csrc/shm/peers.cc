@@ -51,9 +51,9 @@ void Process::close_file() noexcept {
 
 // Peers ---------------------------------------------------------------------------------------
 
-Peers::Peers(const Segment& segment, int rank, int size, Futex& futex)
-    : segment_(segment), rank_(rank), size_(size), futex_(futex), patience_(patience_for(size)),
-      space_(pid_namespace()), processes_(size) {
+Peers::Peers(const Segment& segment, int rank, int size)
+    : segment_(segment), rank_(rank), size_(size), patience_(patience_for(size)), space_(pid_namespace()),
+      processes_(size) {
   RankBlock& mine = segment_.block(rank);
   mine.holds_lock.store(segment_.mapping().lock(rank) ? 1 : 0, std::memory_order_relaxed);
   mine.pid_namespace.store(space_, std::memory_order_relaxed);
@@ -166,12 +166,7 @@ void Peers::give_up(const Failure& failure) noexcept {
     }
   }
   std::strncpy(farewell.message, failure.what(), sizeof farewell.message - 1);
-  farewell.given.raise(1);
-}
-
-void Peers::stop() {
-  stopped_.store(true, std::memory_order_relaxed);
-  futex_.wake(~0u);
+  farewell.given.set(1);
 }
 
 // Watch ---------------------------------------------------------------------------------------

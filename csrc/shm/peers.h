@@ -48,8 +48,7 @@ class Process {
 // Of all operations; any thread may call.
 class Peers : public Transport {
  public:
-  // `futex`: of the threads of this rank that wait for messages.
-  Peers(const Segment& segment, int rank, int size, Futex& futex);
+  Peers(const Segment& segment, int rank, int size);
   ~Peers() override;
   Peers(const Peers&) = delete;
 
@@ -91,7 +90,7 @@ class Peers : public Transport {
   bool may_spin() const { return patience_.spins > 0; }
 
   void enforce_deadline() override {}
-  void stop() override;
+  void stop() override { stopped_.store(true, std::memory_order_relaxed); }
   // In a forked child, or where nothing uses them any more.
   void close_files() noexcept;
   Failure explain(const std::string& what) override { return {FL_FAILED, {}, what}; }
@@ -106,7 +105,6 @@ class Peers : public Transport {
 
   const Segment& segment_;
   const int rank_, size_;
-  Futex& futex_;
   static constexpr int kMostVain = 8;
   static constexpr unsigned kTryEvery = 8;
   const Patience patience_;

@@ -99,8 +99,8 @@ void Collectives::reduce_in_place(const fl_signature& mine, void*) {
   }
   RankBlock& block = segment_.block(rank_);
   const uint32_t done = ++chunks_;
-  block.filled.raise(done);
-  block.drained.raise(done);
+  block.filled.set(done);
+  block.drained.set(done);
   block.reduced.raise(done);
   for (int r = 0; r < size_; ++r) watch_.wait(segment_.block(r).reduced, done, r);
 }
@@ -164,7 +164,7 @@ void Collectives::exchange_two(const fl_signature& mine, char* data) {
     own.drained.raise(base + c + 1);
   }
   chunks_ = base + number;
-  own.reduced.raise(chunks_);
+  own.reduced.set(chunks_);
 }
 
 // More ranks: of each chunk every rank reduces one part and shows the result, which the others

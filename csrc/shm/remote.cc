@@ -39,18 +39,20 @@ bool Remote::can_read_all() {
 
 bool Remote::find_out(int r) const {
   const RankBlock& theirs = segment_.block(r);
+  const int32_t pid = theirs.pid.load(std::memory_order_relaxed);  // that answer() has seen
   uint64_t found = 0;
-  const ssize_t got = read_memory(theirs.pid, theirs.token_at, &found, sizeof found);
+  const ssize_t got = read_memory(pid, theirs.token_at, &found, sizeof found);
   return got == sizeof found && found == theirs.token;
 }
 
 size_t Remote::read(int r, uint64_t from, void* into, size_t bytes) {
   constexpr size_t kAtOnce = sized(16 << 20, 128);  // a rank that gives up is noticed before long
   const RankBlock& theirs = segment_.block(r);
+  const int32_t pid = theirs.pid.load(std::memory_order_relaxed);
   char* to = static_cast<char*>(into);
   size_t done = 0;
   while (done < bytes) {
-    const ssize_t got = read_memory(theirs.pid, from + done, to + done, std::min(kAtOnce, bytes - done));
+    const ssize_t got = read_memory(pid, from + done, to + done, std::min(kAtOnce, bytes - done));
     if (got <= 0 || theirs.farewell.given.value() != 0) {
       const std::lock_guard<std::mutex> lock(mutex_);
       answers_[r] = kNo;

@@ -15,6 +15,7 @@ class Turn {
  public:
   // False where a thread has it, also this one.
   bool try_take() {
+    // That it fails is what try_take_for() relies on, in one order; no failure may be stronger than a success.
     std::thread::id nobody;
     return owner_.compare_exchange_strong(nobody, std::this_thread::get_id());
   }
@@ -26,7 +27,7 @@ class Turn {
     ++waiting_;
     const auto limit = std::chrono::milliseconds(milliseconds);
     const bool taken = given_.wait_for(lock, limit, [this] { return try_take(); });
-    --waiting_;
+    waiting_.fetch_sub(1, std::memory_order_relaxed);
     return taken;
   }
 
@@ -48,7 +49,7 @@ class Turn {
     Turn& turn_;
   };
 
-  bool is_mine() const { return owner_.load() == std::this_thread::get_id(); }
+  bool is_mine() const { return owner_.load(std::memory_order_relaxed) == std::this_thread::get_id(); }
 
  private:
   // These two in one order (seq_cst): who waits sees the turn given, or is seen by who gives it.

@@ -20,7 +20,7 @@ struct Outcome {
 inline Outcome outcome_of(const fl::Handle& handle) {
   if (handle == nullptr) return {};
   fl_status status;
-  while ((status = fl_op_wait(handle.get(), 1.0)) == FL_PENDING) {
+  while ((status = handle->wait(1.0)) == FL_PENDING) {
   }
   return {status, handle->outcome().missing, handle->outcome().message};
 }

@@ -174,16 +174,14 @@ void collective(int rank) {
   }
 }
 
-// So many elements of four bytes: with the call, in its line; beside it; and in several chunks.
-constexpr size_t kTiny = 2, kInline = 6, kLarge = 200, kSome = 40;
+// So many elements of four bytes: with the call, in its line; beside it; in several chunks; and in more than slots.
+constexpr size_t kTiny = 2, kInline = 6, kSome = 40, kLarge = 200, kMany = 480;
 // As if there had been so many calls: the next one reads the others' memory.
 constexpr int kReads = 3;
 
-#define COLLECTIVE(name, verb, count, choices, two, three)                                                       \
-  {name "/2x2", 2, nullptr, collective<2, verb, count, 2, choices>, two},                                         \
-      {name "/3x1", 3, nullptr, collective<3, verb, count, 1, choices>, three},                                   \
-      {name "/vanish2", 2, nullptr, collective<2, verb, count, 2, choices>, 1, 2, 1, 2, true},                     \
-      {name "/vanish3", 3, nullptr, collective<3, verb, count, 1, choices>, 1, 2, 1, 2, true}
+#define COLLECTIVE(title, verb, count, choices, two, three)                                                             \
+  {.name = title "/2x2", .ranks = 2, .run = collective<2, verb, count, 2, choices>, .share = two, .vanishing = 1},      \
+  {.name = title "/3x1", .ranks = 3, .run = collective<3, verb, count, 1, choices>, .share = three, .vanishing = 1}
 const Case collectives[] = {
     COLLECTIVE("barrier", FL_BARRIER, 0, 0, 1, 4),
     COLLECTIVE("all_reduce_tiny", FL_ALL_REDUCE, kTiny, 0, 1, 2),
@@ -225,12 +223,51 @@ void run_ahead(int rank) {
   }
 }
 
+// Arrays that all have mapped are combined where they lie.
+template <int ranks>
+void in_place(int rank) {
+  Member me(rank, ranks, 0);
+  constexpr size_t kStride = 1024;
+  auto mapping = std::make_shared<fl::Mapping>(map(1, rank, ranks * kStride));
+  auto* const array = static_cast<int32_t*>(me.group->add_region(std::move(mapping), kStride));
+  begin();
+  for (int call = 0; call < 2; ++call) {
+    for (size_t k = 0; k < kLarge; ++k) array[k] = value(rank, call, k);
+    const fl_signature s = signature(FL_ALL_REDUCE, kLarge);
+    if (!me.settle(outcome_of(me.group->run(s, array, nullptr, -1, kForever, &kHere)))) return;
+    for (size_t k = 0; k < kLarge; ++k) check(array[k] == sum(ranks, call, k), "a wrong sum in place");
+  }
+}
+
+// Who has little to give leaves a gather of much ahead of the others, and counts its chunks later.
+void passes_rows(int rank) {
+  Member me(rank, 2, 0);
+  begin();
+  Call* const call = new Call(me, FL_GATHER, rank == 0 ? kInline : kSome, 0);
+  call->wanted.clear();
+  for (size_t k = 0; rank == 1 && k < kInline; ++k) call->wanted.push_back(value(0, 0, k));
+  for (size_t k = 0; rank == 1 && k < kSome + 1; ++k) call->wanted.push_back(value(1, 0, k));
+  if (!call->end(call->run())) return;
+  Call* const next = new Call(me, FL_ALL_GATHER, kSome, 1);
+  next->end(next->run());
+}
+
 // What cannot be read of another's memory, it copies into a slot.
 void unreadable(int rank) {
   Member me(rank, 2, kReads);
   begin();
   Call* const call = new Call(me, FL_ALL_GATHER, kSome, 0);
   call->end(call->run());
+}
+
+// Only the first piece may take a slice, until who is asked looks.
+void soon_unreadable(int rank) {
+  Member me(rank, 2, kReads);
+  begin();
+  const auto started = fl::Clock::now();
+  Call* const call = new Call(me, FL_BROADCAST, kMany, 0);
+  call->end(call->run());
+  check(fl::Clock::now() - started < 2 * std::chrono::milliseconds(fl::kSliceMilliseconds), "each piece takes a slice");
 }
 
 // The first call as soon as a rank's own group is there: others may not be, or not be readable, yet.
@@ -328,26 +365,31 @@ void mismatch(int rank) {
 }
 
 const Case others[] = {
-    {"run_ahead/2", 2, nullptr, run_ahead, 4},
-    {"run_ahead/vanish", 2, nullptr, run_ahead, 2, 2, 1, 2, true},
-    {"unreadable/2", 2, nullptr, unreadable, 2, 2, 1, 1, false, true, true, 8, true},
-    {"unreadable/vanish", 2, nullptr, unreadable, 1, 2, 1, 1, true, true, true, 8, true},
-    {"made_late/2", 2, nullptr, made_late, 2},
-    {"in_two_steps/2", 2, nullptr, in_two_steps, 1},
-    {"few_processors/2", 2, nullptr, collective<2, FL_ALL_REDUCE, kTiny, 2>, 1, 2, 1, 1, false, false, true, 1},
-    {"started/2", 2, nullptr, started<kInline, 1>, 4, 2, 1, 1, false, false, false},
-    {"started_two/2", 2, nullptr, started<kInline, 2>, 4, 2, 1, 1, false, false, false},
-    {"started_large/2", 2, nullptr, started<kSome, 2>, 4, 2, 1, 1, false, false, false},
-    {"started_barriers/2", 2, nullptr, started<0, 3, FL_BARRIER>, 4, 2, 1, 1, false, false, false},
-    {"started_then_run/2", 2, nullptr, started_then_run, 4, 2, 1, 1, false, false, false},
-    {"started/vanish", 2, nullptr, started<kInline, 2>, 2, 2, 1, 2, true},
-    {"waited_for_elsewhere/2", 2, nullptr, waited_for_elsewhere, 4, 2, 1, 1, false, false, false},
-    {"two_threads/2", 2, nullptr, two_threads, 4, 2, 1, 1, false, false, false},
-    {"mismatch/2", 2, nullptr, mismatch<2, FL_BARRIER, FL_ALL_REDUCE>, 2},
-    {"mismatch/3", 3, nullptr, mismatch<3, FL_BARRIER, FL_ALL_REDUCE>, 2},
-    {"mismatch_ahead/2", 2, nullptr, mismatch<2, FL_BROADCAST, FL_GATHER>, 2},
-    {"mismatch_ahead/3", 3, nullptr, mismatch<3, FL_SCAN, FL_BARRIER>, 2},
-    {"mismatch/vanish", 3, nullptr, mismatch<3, FL_BARRIER, FL_ALL_REDUCE>, 1, 2, 1, 2, true},
+    {.name = "all_reduce_chunks/3x1", .ranks = 3, .run = collective<3, FL_ALL_REDUCE, kMany, 1>, .share = 2},
+    {.name = "reduce_chunks/3x1", .ranks = 3, .run = collective<3, FL_REDUCE, kMany, 1>, .share = 2},
+    {.name = "reduce_chunks/4x1", .ranks = 4, .run = collective<4, FL_REDUCE, kMany, 1>, .share = 2},
+    {.name = "scan_chunks/3x1", .ranks = 3, .run = collective<3, FL_SCAN, kMany, 1>, .share = 2},
+    {.name = "scan_chunks/4x1", .ranks = 4, .run = collective<4, FL_SCAN, kMany, 1>, .share = 2},
+    {.name = "in_place/2", .ranks = 2, .run = in_place<2>, .share = 2},
+    {.name = "in_place/3", .ranks = 3, .run = in_place<3>, .share = 2, .vanishing = 1},
+    {.name = "passes_rows/2", .ranks = 2, .run = passes_rows, .share = 2, .vanishing = 1},
+    {.name = "run_ahead/2", .ranks = 2, .run = run_ahead, .share = 4, .vanishing = 2},
+    {.name = "unreadable/2", .ranks = 2, .run = unreadable, .share = 2, .late = true, .reads_fail = true, .vanishing = 1},
+    {.name = "soon_unreadable/2", .ranks = 2, .run = soon_unreadable, .timers = 0, .late = true, .reads_fail = true},
+    {.name = "made_late/2", .ranks = 2, .run = made_late, .share = 2},
+    {.name = "in_two_steps/2", .ranks = 2, .run = in_two_steps},
+    {.name = "few_processors/2", .ranks = 2, .run = collective<2, FL_ALL_REDUCE, kTiny, 2>, .processors = 1},
+    {.name = "started/2", .ranks = 2, .run = started<kInline, 1>, .share = 4, .is_searched = false},
+    {.name = "started_two/2", .ranks = 2, .run = started<kInline, 2>, .share = 4, .is_searched = false, .vanishing = 2},
+    {.name = "started_large/2", .ranks = 2, .run = started<kSome, 2>, .share = 4, .is_searched = false},
+    {.name = "started_barriers/2", .ranks = 2, .run = started<0, 3, FL_BARRIER>, .share = 4, .is_searched = false},
+    {.name = "started_then_run/2", .ranks = 2, .run = started_then_run, .share = 4, .is_searched = false},
+    {.name = "waited_for_elsewhere/2", .ranks = 2, .run = waited_for_elsewhere, .share = 4, .is_searched = false},
+    {.name = "two_threads/2", .ranks = 2, .run = two_threads, .share = 4, .is_searched = false},
+    {.name = "mismatch/2", .ranks = 2, .run = mismatch<2, FL_BARRIER, FL_ALL_REDUCE>, .share = 2},
+    {.name = "mismatch/3", .ranks = 3, .run = mismatch<3, FL_BARRIER, FL_ALL_REDUCE>, .share = 2, .vanishing = 1},
+    {.name = "mismatch_ahead/2", .ranks = 2, .run = mismatch<2, FL_BROADCAST, FL_GATHER>, .share = 2},
+    {.name = "mismatch_ahead/3", .ranks = 3, .run = mismatch<3, FL_SCAN, FL_BARRIER>, .share = 2},
 };
 
 const Table all_collectives{collectives}, all_others{others};

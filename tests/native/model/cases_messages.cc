@@ -104,18 +104,23 @@ void any_source(int rank) {
 
 // Started, and waited for in the other order; nobody of a rank waits meanwhile.
 template <size_t count>
-void started(int rank) {
-  Member me(rank, 2, 0);
-  begin();
+void started(Member& me) {
   Letter* letters[2];
   fl::Handle* const handles = new fl::Handle[2];
   for (int i = 0; i < 2; ++i) {
-    letters[i] = new Letter(me, rank == 0 ? FL_SEND : FL_RECV, count, 1 - rank, i, i);
+    letters[i] = new Letter(me, me.rank == 0 ? FL_SEND : FL_RECV, count, 1 - me.rank, i, i);
     handles[i] = letters[i]->start();
   }
   for (int i = 2; i-- > 0;) {
     if (!letters[i]->end(handles[i])) return;
   }
+}
+
+template <size_t count>
+void started(int rank) {
+  Member me(rank, 2, 0);
+  begin();
+  started<count>(me);
 }
 
 // Two threads of a rank, each with a message of its own.
@@ -129,11 +134,12 @@ void in_two_threads(int rank) {
   other.join();
 }
 
-// Two threads receive what the other rank sends: each may end the other one's.
-template <size_t count>
+// Two threads receive what the other rank sends, one after the other or both at once: each may end the other one's.
+template <size_t count, bool at_once = false>
 void two_receivers(int rank) {
   Member me(rank, 2, 0);
   begin();
+  if (rank == 0 && at_once) return started<count>(me);
   if (rank == 0) {
     for (int i = 0; i < 2; ++i) {
       Letter* const letter = new Letter(me, FL_SEND, count, 1, i, i);
@@ -145,6 +151,43 @@ void two_receivers(int rank) {
   std::thread other([&] { letters[1]->end(letters[1]->run()); });
   letters[0]->end(letters[0]->run());
   other.join();
+}
+
+// Of two receives that share a claim one has the message; whoever waits for either sleeps until then.
+void claimed(int rank) {
+  Member me(rank, 2, 0);
+  begin();
+  if (rank == 0) {
+    Letter* const letter = new Letter(me, FL_SEND, kTiny, 1, 0, 0);
+    letter->end(letter->run());
+    return;
+  }
+  int32_t* const claim = new int32_t(0);
+  Letter* const letters[] = {new Letter(me, FL_RECV, kTiny, -1, 0, 0), new Letter(me, FL_RECV, kTiny, -1, 0, 1)};
+  fl::Handle* const handles = new fl::Handle[2];
+  for (int i = 0; i < 2; ++i) {
+    letters[i]->match.claim = claim;
+    handles[i] = letters[i]->start();
+  }
+  constexpr int64_t kSlice = 50000000;
+  while (__atomic_load_n(claim, __ATOMIC_RELAXED) == 0) {
+    fl::futex_wait(claim, 0, kSlice, fl::kAllBits, fl::Among::kThreads);
+  }
+  handles[1]->cancel();
+  check(outcome_of(handles[1]).status == FL_OK && letters[1]->match.source < 0, "two receives have one message");
+  letters[0]->end(handles[0]);
+}
+
+// Nobody sleeps on: neither who waits for what the group's end ends, nor the thread that looks after it.
+void freed_while_it_ticks(int rank) {
+  Member me(rank, 2, 0);
+  begin();
+  if (rank == 1) return;
+  Letter* const letter = new Letter(me, FL_RECV, kTiny, 1, 0);
+  const fl::Handle handle = letter->start();
+  let_pass(one_of(5));
+  free_group(me.group);
+  check(outcome_of(handle).status == FL_CLOSED, "a message of a group that is closed has come");
 }
 
 // Only the ticking thread of rank 1 takes what rank 0 offers, and again, when it may be about to sleep.
@@ -185,6 +228,23 @@ void closed_with_a_message(int rank) {
     check(outcome.status == FL_CLOSED || (vanished() == 1 && outcome.status == FL_PEER_LOST),
           "a message of a group that is closed ends with " + std::to_string(outcome.status));
   });
+  me.group->close();
+  other.join();
+}
+
+// The same, while it is read out of the other rank's memory.
+void closed_while_it_reads(int rank) {
+  Member me(rank, 2, 0);
+  begin();
+  Letter* const letter = new Letter(me, rank == 0 ? FL_RECV : FL_SEND, kOffered, 1 - rank, 0);
+  const auto run = [=] {
+    const Outcome outcome = outcome_of(letter->run());
+    const bool is_lost = outcome.status == FL_PEER_LOST && outcome.missing == std::vector<int>{1 - rank};
+    check(outcome.status == FL_OK || (outcome.status == FL_CLOSED && rank == 0) || is_lost,
+          "a message ends with " + std::to_string(outcome.status));
+  };
+  if (rank == 1) return run();
+  std::thread other(run);
   me.group->close();
   other.join();
 }
@@ -287,9 +347,8 @@ void gives_up(int rank) {
         "the words of a rank that gives up are not heard: " + std::to_string(outcome.status));
 }
 
-#define MESSAGE(name, run, share)                       \
-  {name "/2", 2, nullptr, run, share, 2, 1, 1, false, false, false}, \
-      {name "/vanish", 2, nullptr, run, 1, 2, 1, 2, true}
+#define MESSAGE(title, function, part) \
+  {.name = title "/2", .ranks = 2, .run = function, .share = part, .is_searched = false, .vanishing = 1}
 const Case messages[] = {
     MESSAGE("send_tiny", (one_way<kTiny, 2>), 4),
     MESSAGE("send_eager", (one_way<kEager, 3>), 4),
@@ -306,27 +365,27 @@ const Case messages[] = {
     MESSAGE("in_two_threads", in_two_threads, 8),
     MESSAGE("two_receivers_tiny", two_receivers<kTiny>, 8),
     MESSAGE("two_receivers_offered", two_receivers<kOffered>, 8),
+    MESSAGE("two_receivers_at_once", (two_receivers<kOffered, true>), 8),
     MESSAGE("send_mismatch", mismatch<kTiny>, 2),
     MESSAGE("offer_mismatch", mismatch<kOffered>, 2),
-    {"wound_again/2", 2, prepare_wound, wound_again, 8, 2, 1, 3, false, false, false},
-    {"closed_with_a_message/2", 2, nullptr, closed_with_a_message, 4, 2, 1, 1, false, true, false},
-    {"closed_with_a_message/vanish", 2, nullptr, closed_with_a_message, 4, 2, 1, 1, true, true, false},
-    {"any_source/3", 3, nullptr, any_source, 4, 2, 1, 1, false, false, false},
+    {.name = "wound_again/2", .ranks = 2, .prepare = prepare_wound, .run = wound_again, .share = 8, .timers = 3, .is_searched = false},
+    {.name = "claimed/2", .ranks = 2, .run = claimed, .share = 2, .timers = 0, .is_searched = false},
+    {.name = "freed_while_it_ticks/2", .ranks = 2, .run = freed_while_it_ticks, .share = 2, .timers = 0, .is_searched = false},
+    {.name = "closed_while_it_reads/2", .ranks = 2, .run = closed_while_it_reads, .share = 4, .late = true, .is_searched = false, .vanishing = 4},
+    {.name = "closed_with_a_message/2", .ranks = 2, .run = closed_with_a_message, .share = 4, .late = true, .is_searched = false, .vanishing = 4},
+    {.name = "any_source/3", .ranks = 3, .run = any_source, .share = 4, .is_searched = false},
     // By pieces, where the other's memory cannot be read.
-    {"send_by_pieces/2", 2, nullptr, one_way<kOffered, 2>, 4, 2, 1, 1, false, false, false, 8, true},
-    {"send_by_pieces/vanish", 2, nullptr, one_way<kOffered, 2>, 2, 2, 1, 1, true, false, false, 8, true},
+    {.name = "send_by_pieces/2", .ranks = 2, .run = one_way<kOffered, 2>, .share = 4, .is_searched = false, .reads_fail = true, .vanishing = 2},
 };
 
 const Case groups[] = {
-    {"whole_life/2", 2, nullptr, whole_life<2>, 2, 2, 1, 1, false, true, false},
-    {"whole_life/3", 3, nullptr, whole_life<3>, 2, 2, 1, 1, false, true, false},
-    {"whole_life/vanish", 3, nullptr, whole_life<3>, 1, 2, 1, 1, true, true},
-    {"leaves_after_a_message/2", 2, nullptr, leaves_after_a_message, 2, 2, 1, 1, false, true, false},
-    {"closed_by_other/2", 2, nullptr, closed_by_other, 1, 2, 1, 1, false, true, false},
-    {"closed_meanwhile/2", 2, nullptr, closed_meanwhile, 2, 2, 1, 1, false, true, false},
-    {"gives_up/2", 2, nullptr, gives_up, 1, 2, 1, 1, false, true, false},
-    {"part/3", 3, nullptr, part, 4, 2, 1, 1, false, true, false},
-    {"part/vanish", 3, nullptr, part, 1, 2, 1, 1, true, true},
+    {.name = "whole_life/2", .ranks = 2, .run = whole_life<2>, .share = 2, .late = true, .is_searched = false},
+    {.name = "whole_life/3", .ranks = 3, .run = whole_life<3>, .share = 2, .late = true, .is_searched = false, .vanishing = 1},
+    {.name = "leaves_after_a_message/2", .ranks = 2, .run = leaves_after_a_message, .share = 2, .late = true, .is_searched = false},
+    {.name = "closed_by_other/2", .ranks = 2, .run = closed_by_other, .late = true, .is_searched = false},
+    {.name = "closed_meanwhile/2", .ranks = 2, .run = closed_meanwhile, .share = 2, .late = true, .is_searched = false},
+    {.name = "gives_up/2", .ranks = 2, .run = gives_up, .late = true, .is_searched = false},
+    {.name = "part/3", .ranks = 3, .run = part, .share = 4, .late = true, .is_searched = false, .vanishing = 1},
 };
 
 const Table all_messages{messages}, all_groups{groups};

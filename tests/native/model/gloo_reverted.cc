@@ -112,21 +112,15 @@ void large_calls(int rank) {
   }
 }
 
-model::Case one(const char* name, void (*run)(int), const char* refuted) {
-  model::Case one{name, kRanks, prepare, run};
-  one.refuted = refuted;
-  return one;
-}
-
 const model::Case cases[] = {
-    one("gloo_small_plain/2x3", small_calls<Words::kPlain>, "race"),
-    one("gloo_small_relaxed/2x3", small_calls<Words::kRelaxed>, "race"),
-    one("gloo_small_mended/2x3", small_calls<Words::kAcquired>, nullptr),
-    one("gloo_large_plain/2x3", large_calls<Words::kPlain, false>, "race"),
-    one("gloo_large_relaxed/2x3", large_calls<Words::kRelaxed, true>, "race"),
+    {"gloo_small_plain/2x3", kRanks, prepare, small_calls<Words::kPlain>, .refuted = "race"},
+    {"gloo_small_relaxed/2x3", kRanks, prepare, small_calls<Words::kRelaxed>, .refuted = "race"},
+    {"gloo_small_mended/2x3", kRanks, prepare, small_calls<Words::kAcquired>},
+    {"gloo_large_plain/2x3", kRanks, prepare, large_calls<Words::kPlain, false>, .refuted = "race"},
+    {"gloo_large_relaxed/2x3", kRanks, prepare, large_calls<Words::kRelaxed, true>, .refuted = "race"},
     // By a wrong sum, or a wait without end: whichever the search meets first.
-    one("gloo_large_early/2x3", large_calls<Words::kAcquired, false>, ""),
-    one("gloo_large_mended/2x3", large_calls<Words::kAcquired, true>, nullptr),
+    {"gloo_large_early/2x3", kRanks, prepare, large_calls<Words::kAcquired, false>, .refuted = ""},
+    {"gloo_large_mended/2x3", kRanks, prepare, large_calls<Words::kAcquired, true>},
 };
 const model::Table all{cases};
 

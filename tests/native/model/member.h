@@ -6,37 +6,21 @@
 #include <utility>
 #include <vector>
 
-#include "../../../csrc/common/capi.h"
 #include "../../../csrc/shm/group.h"
+#include "../member.h"
 #include "model.h"
 
 namespace model {
 
-struct Outcome {
-  fl_status status = FL_OK;
-  std::vector<int> missing;
-  std::string message;
-};
-
-inline Outcome outcome_of(const fl::Handle& handle) {
-  if (handle == nullptr) return {};
-  fl_status status;
-  while ((status = handle->wait(1.0)) == FL_PENDING) {
-  }
-  return {status, handle->outcome().missing, handle->outcome().message};
-}
+using stress::Outcome, stress::outcome_of;
 
 constexpr double kForever = 100;
 constexpr fl_site kHere{"here"};
 
 inline fl_signature signature(int verb, size_t count) {
-  fl_signature s{};
+  fl_signature s = stress::all_reduce_of(count);
   s.verb = verb;
   s.dtype = 3;
-  s.scale = 1;
-  s.count = s.shape[0] = static_cast<int64_t>(count);
-  s.itemsize = 4;
-  s.ndim = 1;
   return s;
 }
 
@@ -62,6 +46,13 @@ inline fl::Mapping map(int number, int rank, size_t bytes) {
 }
 
 inline void free_group(fl::ShmGroup* group) { const std::unique_ptr<fl::ShmGroup> owned(group); }
+
+// So many milliseconds pass, for threads that do something each.
+inline void let_pass(int ticks) {
+  constexpr int64_t kTick = 1000000;
+  uint32_t* const word = new uint32_t(0);
+  while (ticks-- > 0) fl::futex_wait(word, 0, kTick, fl::kAllBits, fl::Among::kThreads);
+}
 
 struct Member {
   // `choices`: as if each verb had been called so often.

@@ -1,6 +1,6 @@
 // The order of memory: which stores an atomic load may return, and which accesses race.
 //
-// Stores to one place are ordered as they are executed. A load returns any of them that C++20 allows: not older than
+// Stores to one place are ordered as they are executed, or before another thread's that nobody is behind yet. A load returns any of them that C++20 allows: not older than
 // what happened before it, than what a read that happened before it returned, or than what the single order of all
 // seq_cst operations, which is that of their execution, demands. Plain accesses are kept by granules of eight bytes.
 #include <cstdarg>
@@ -125,6 +125,7 @@ struct Store {
   uint32_t time;
   int8_t fiber;
   bool is_sequential, has_times;
+  bool is_fixed;  // nothing goes before it any more: it has changed what was there, or was read in the single order
   uint32_t seen[kMostFibers];  // by each fiber, since when; 0: not
   Times times;                 // what whoever acquires it gets
 };
@@ -214,23 +215,41 @@ Store& chosen(Location& location, int order) {
   return *store;
 }
 
+// The one before which a store may still go: C++ does not order those of several threads by their execution.
+Store* overtaken(Location& location, int order) {
+  int count = 1;
+  for (Store* one = location.last; one->before != nullptr && !one->is_fixed && !is_settled(*one, *here, order);
+       one = one->before) {
+    ++count;
+  }
+  if (count == 1) return nullptr;
+  int back = stores_back(count);
+  if (back == 0) return nullptr;
+  Store* one = location.last;
+  while (--back > 0) one = one->before;
+  return one;
+}
+
 void has_read(Store& store, int order) {
   Fiber& fiber = *here;
+  if (order == kSequential) store.is_fixed = true;
   if (store.seen[fiber.number] == 0) store.seen[fiber.number] = fiber.now.at[fiber.number];
   if (!store.has_times) return;
   (acquires(order) ? fiber.now : fiber.to_acquire).join(store.times);
 }
 
-Store& add(Location& location, uint64_t value, int order, const Store* read) {
+Store& add(Location& location, uint64_t value, int order, const Store* read, Store* after) {
   Fiber& fiber = *here;
-  Store& store = new_store(value, location.last);
+  Store*& place = after == nullptr ? location.last : after->before;
+  Store& store = new_store(value, place);
+  store.is_fixed = read != nullptr;
   store.time = fiber.now.at[fiber.number];
   store.fiber = fiber.number;
   store.is_sequential = order == kSequential;
   store.times = releases(order) ? fiber.now : fiber.released;
   store.has_times = true;
   if (read != nullptr && read->has_times) store.times.join(read->times);  // it goes on as that began
-  location.last = &store;
+  place = &store;
   return store;
 }
 
@@ -238,6 +257,7 @@ Store& add(Location& location, uint64_t value, int order, const Store* read) {
 
 struct Known {
   Site site;
+  uintptr_t key;
   int weaker;       // -1: as it is
   bool is_reached;  // by one of several fibers that may do so
 };
@@ -247,27 +267,37 @@ size_t sites_known = 0;
 uint16_t by_address[1 << 14];  // 0: none; else one more than its number
 bool are_collected = false, is_any_weaker = false;
 
-size_t place_in(uintptr_t pc) {
-  size_t place = (pc * 0x9e3779b97f4a7c15u >> 32) % std::size(by_address);
-  while (by_address[place] != 0 && sites[by_address[place] - 1].site.at[0] != pc) {
+size_t place_in(uintptr_t key) {
+  size_t place = (key * 0x9e3779b97f4a7c15u >> 32) % std::size(by_address);
+  while (by_address[place] != 0 && sites[by_address[place] - 1].key != key) {
     place = (place + 1) % std::size(by_address);
   }
   return place;
 }
 
+// A wake is that of its callers, up to whoever calls what all wake by.
+uintptr_t key_of(uintptr_t pc, Site::Op op) {
+  if (op != Site::kWake) return pc;
+  uintptr_t key = pc;
+  for (int i = 1; i <= 2 && i <= here->depth; ++i) key = key * 31 + here->calls[here->depth - i];
+  return key;
+}
+
 int order_at(uintptr_t pc, Site::Op op, int order, uintptr_t at) {
+  if (!are_collected && !is_any_weaker) return order;
+  const uintptr_t key = key_of(pc, op);
   if (are_collected) {
-    const size_t place = place_in(pc);
+    const size_t place = place_in(key);
     if (by_address[place] == 0 && sites_known < kMostSites) {
       Known& known = sites[sites_known];
-      known = {{{pc, 0, 0, 0}, op, order}, -1, false};
+      known = {{{pc, 0, 0, 0}, op, order}, key, -1, false};
       for (int i = 0; i < 3 && i < here->depth; ++i) known.site.at[i + 1] = here->calls[here->depth - 1 - i];
       by_address[place] = static_cast<uint16_t>(++sites_known);
     }
     if (by_address[place] != 0 && is_common(at)) sites[by_address[place] - 1].is_reached = true;
   }
   if (!is_any_weaker) return order;
-  const size_t found = by_address[place_in(pc)];
+  const size_t found = by_address[place_in(key)];
   return found == 0 || sites[found - 1].weaker < 0 ? order : sites[found - 1].weaker;
 }
 
@@ -301,15 +331,16 @@ T change(volatile T* place, int order, int otherwise, Site::Op op, const char* w
   order = order_at(pc, op, order, at);
   point(at);
   Location& location = location_of(at, sizeof(T));
-  Store& last = *location.last;
+  Store* const after = overtaken(location, order);
+  Store& last = after == nullptr ? *location.last : *after->before;
   T next = static_cast<T>(last.value);
   const bool changes = change(next);
   note(at, sizeof(T), (changes ? kWrite : kRead) | kAtomic, pc);
   if (op == Site::kChange) has_read(last, changes ? order : otherwise);
   if (changes) {
-    Store& store = add(location, next, order, op == Site::kChange ? &last : nullptr);
+    Store& store = add(location, next, order, op == Site::kChange ? &last : nullptr, after);
     store.seen[here->number] = here->now.at[here->number];
-    *place = next;
+    if (after == nullptr) *place = next;
   }
   tick(*here);
   record(what, at, changes ? next : last.value, pc);
@@ -336,6 +367,7 @@ uint32_t kernel_load(uintptr_t at, uintptr_t pc) {
   note(at, 4, kRead | kAtomic, pc);
   Store& store = chosen(location_of(at, 4), kSequential);
   has_read(store, kRelaxed);
+  store.is_fixed = true;
   tick(*here);
   return static_cast<uint32_t>(store.value);
 }

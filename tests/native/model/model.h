@@ -8,7 +8,7 @@
 //     ...                                      // any std::atomic, std::thread, mutex, futex of common/atomic.h
 //     model::check(value == 7, "a lost store"); // what must hold
 //   }
-//   const model::Case cases[] = {{"name/2", 2, prepare, run, ...}};
+//   const model::Case cases[] = {{.name = "name/2", .ranks = 2, .run = run}};
 //   const model::Table all{cases};
 //
 // Memory that ranks share comes from model::shared(bytes) in prepare(), which runs before each execution: zeros, as a
@@ -27,7 +27,7 @@ constexpr int kMostRanks = 4, kMostFibers = 16;
 struct Case {
   const char* name;
   int ranks;
-  void (*prepare)();      // null: nothing
+  void (*prepare)() = nullptr;
   void (*run)(int rank);  // must return, unless the rank vanishes
   long share = 1;         // of all schedules that are tried
   // The most of each in one schedule.
@@ -38,14 +38,19 @@ struct Case {
   int processors = 8;
   bool reads_fail = false;  // out of other processes, now and then
   const char* refuted = nullptr;  // it is wrong: the model must say so, in words of which these are a part
+  long vanishing = 0;  // the share of a case more, NAME/vanish, in which any one rank does
 };
 
 // Cases that are to be tried.
 void enter(const Case& one);
+Case vanishing(Case one);
 struct Table {
   template <size_t count>
   explicit Table(const Case (&cases)[count]) {
-    for (const Case& one : cases) enter(one);
+    for (const Case& one : cases) {
+      enter(one);
+      if (one.vanishing > 0) enter(vanishing(one));
+    }
   }
 };
 

@@ -4,6 +4,7 @@
 //   model --replay 'CASE SCHEDULE'               once more, and tell of every access
 //   model --mutants [FILE] [--schedules N]       weaken each order and drop each wake: which case notices?
 //   model --list
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -14,8 +15,11 @@
 #include <cstring>
 #include <fstream>
 #include <map>
+#include <regex>
 #include <set>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "model.h"
@@ -138,12 +142,35 @@ int choose(Kind kind, int n, const int8_t* fibers) {
 
 void enter(const Case& one) { cases().push_back(one); }
 
+Case vanishing(Case one) {
+  one.name = strdup((std::string(one.name) + "/vanish").c_str());
+  one.share = one.vanishing;
+  one.vanishes = true;
+  one.timers = 2;
+  return one;
+}
+
 // Places --------------------------------------------------------------------------------------
 
 namespace {
 
-std::map<uintptr_t, std::string> places;  // by address: innermost in csrc, or the case's
-std::set<uintptr_t> foreign;              // in std::shared_ptr
+// Of csrc or a case: the function, and `file:line`.
+struct Place {
+  std::string function, at;
+};
+std::map<uintptr_t, std::vector<Place>> places;  // by address: with all that it is inlined into, innermost first
+std::set<uintptr_t> foreign;                     // in std::shared_ptr
+
+// Without arguments, and what it is a part of.
+std::string short_name(std::string name) {
+  name = name.substr(0, name.find("::{lambda"));
+  for (const char* space : {"fl::", "(anonymous namespace)::"}) {
+    for (size_t at; (at = name.find(space)) != std::string::npos;) name.erase(at, std::strlen(space));
+  }
+  name = name.substr(0, name.find('('));
+  name = name.substr(0, name.find('<'));
+  return name.substr(name.rfind(' ') + 1);
+}
 
 std::string executable() {
   char path[4096];
@@ -158,7 +185,7 @@ void resolve(const std::vector<uintptr_t>& addresses) {
     if (one != 0 && places.try_emplace(one).second) unknown.push_back(one);
   }
   for (size_t begin = 0; begin < unknown.size(); begin += 500) {
-    std::string command = "addr2line -a -i -e " + executable();
+    std::string command = "addr2line -a -i -f -C -e " + executable();
     for (size_t i = begin; i < std::min(begin + 500, unknown.size()); ++i) {
       char text[32];
       std::snprintf(text, sizeof text, " %lx", static_cast<unsigned long>(unknown[i] - 1));
@@ -167,24 +194,33 @@ void resolve(const std::vector<uintptr_t>& addresses) {
     FILE* const pipe = popen(command.c_str(), "r");
     char line[4096];
     uintptr_t now = 0;
+    std::string function;
     while (pipe != nullptr && std::fgets(line, sizeof line, pipe) != nullptr) {
       if (std::strncmp(line, "0x", 2) == 0) {
         now = std::strtoul(line, nullptr, 16) + 1;
+        function.clear();
         continue;
       }
       // How shared pointers count is the library's affair.
       if (std::strstr(line, "/ext/atomicity.h") != nullptr || std::strstr(line, "shared_ptr") != nullptr) {
         foreign.insert(now);
       }
-      std::string& place = places[now];
+      if (function.empty()) {
+        function = line;
+        function.pop_back();
+        continue;
+      }
       for (const char* folder : {"csrc/", "model/"}) {
         const char* const found = std::strstr(line, folder);
-        if (found == nullptr || !place.empty()) continue;
-        place = found;
+        if (found == nullptr) continue;
+        std::string place = found;
         place.resize(std::min(place.find('\n'), place.find(" (")));
         const size_t up = place.find("/../");
         if (up != std::string::npos) place.erase(place.rfind('/', up - 1), up + 3 - place.rfind('/', up - 1));
+        places[now].push_back({short_name(function), place});
+        break;
       }
+      function.clear();
     }
     if (pipe != nullptr) pclose(pipe);
   }
@@ -198,7 +234,7 @@ std::string with_places(const std::string& text) {
     if (open == std::string::npos || close == std::string::npos) return result + text.substr(at);
     const uintptr_t address = std::strtoul(text.c_str() + open + 1, nullptr, 16);
     resolve({address});
-    result += text.substr(at, open - at) + (places[address].empty() ? "?" : places[address]);
+    result += text.substr(at, open - at) + (places[address].empty() ? "?" : places[address].front().at);
     at = close + 1;
   }
   return result;
@@ -209,7 +245,7 @@ std::string with_places(const std::string& text) {
 std::string place_of(const uintptr_t (&at)[4]) {
   for (const uintptr_t one : at) {
     const auto found = places.find(one);
-    if (found != places.end() && !found->second.empty()) return found->second;
+    if (found != places.end() && !found->second.empty()) return found->second.front().at;
   }
   return "?";
 }
@@ -254,6 +290,9 @@ void take_path(Result& result) {
   }
 }
 
+// A search that ends early has seen only what happens late.
+constexpr long kFewest = 3000;
+
 Result try_case(const Case& one, long schedules) {
   Result result;
   const auto fails = [&](const Schedule& schedule) {
@@ -263,8 +302,6 @@ Result try_case(const Case& one, long schedules) {
     return result;
   };
   long expected = 64, kills[kMostRanks] = {};
-  // A search that ends early has seen only what happens late.
-  constexpr long kFewest = 3000;
   if (!one.vanishes && one.is_searched && schedules >= kFewest) {
     mode = Mode::kTree;
     path_length = 0;
@@ -369,22 +406,30 @@ int try_all(const std::vector<Case>& chosen, long schedules, int jobs) {
 // Mutants -------------------------------------------------------------------------------------
 
 const char* const kOrders[] = {"relaxed", "consume", "acquire", "release", "acq_rel", "seq_cst"};
+enum { kRelaxed, kConsume, kAcquire, kRelease, kBoth, kSequential };
 
 struct Mutant {
-  std::string place;
+  Place place;
   Site::Op op;
   int order, weaker;  // a wake's: 1 and 0
   std::vector<size_t> sites;
   std::set<const Case*> cases;  // that reach one of them
 
-  std::string text() const {
+  std::string change() const {
     return op == Site::kWake ? "wake -> none" : std::string(kOrders[order]) + " -> " + kOrders[weaker];
+  }
+  std::string file() const { return place.at.substr(0, place.at.find(':')); }
+  std::string source() const {
+    std::ifstream file("../../../" + this->file());
+    std::string line;
+    for (int i = std::atoi(place.at.c_str() + place.at.find(':') + 1); i > 0; --i) std::getline(file, line);
+    line.erase(0, line.find_first_not_of(' '));
+    return line;
   }
 };
 
 // One step weaker, in each direction.
 std::vector<int> weaker_than(Site::Op op, int order) {
-  enum { kRelaxed, kConsume, kAcquire, kRelease, kBoth, kSequential };
   if (op == Site::kWake) return {0};
   if (order == kSequential) {
     if (op == Site::kLoad) return {kAcquire, kRelaxed};
@@ -395,30 +440,86 @@ std::vector<int> weaker_than(Site::Op op, int order) {
   return order == kRelaxed ? std::vector<int>{} : std::vector<int>{kRelaxed};
 }
 
+// Where in csrc it is; a wake: where that is called by which all wake.
+Place place_in_csrc(const Site& site) {
+  for (const uintptr_t one : site.at) {
+    for (const Place& place : places[one]) {
+      const auto is_in = [&](const char* start) { return place.at.rfind(start, 0) == 0; };
+      const bool is_wake = site.op == Site::kWake && (is_in("csrc/common/futex.h") || is_in("csrc/shm/counter.h") ||
+                                                      is_in("csrc/shm/rings.h"));
+      if (!is_wake) return is_in("csrc/") ? place : Place{};
+    }
+  }
+  return {};
+}
+
+// All atomics and wakes that the program has, reached or not. Its order, where the machine code says it nearby.
+std::vector<Site> sites_in_code() {
+  std::vector<Site> found;
+  FILE* const pipe = popen(("objdump -d --no-show-raw-insn " + executable()).c_str(), "r");
+  char line[4096];
+  std::map<std::string, int> constants;  // by register
+  bool is_next = false;
+  while (pipe != nullptr && std::fgets(line, sizeof line, pipe) != nullptr) {
+    char* instruction;
+    const uintptr_t address = std::strtoul(line, &instruction, 16);
+    if (*instruction != ':') {
+      constants.clear();
+      continue;
+    }
+    if (std::exchange(is_next, false)) found.back().at[0] = address;
+    char into[16];
+    int value;
+    if (std::sscanf(instruction, ": mov $0x%x,%%%15s", &value, into) == 2) constants[into] = value;
+    if (std::sscanf(instruction, ": xor %%%*[a-z0-9],%%%15s", into) == 1) constants[into] = kRelaxed;
+    const char* const call = std::strstr(instruction, "call ");
+    const auto calls = [&](const char* name) { return call != nullptr && std::strstr(call, name) != nullptr; };
+    const bool is_wake = calls("<model_notify_") || calls("futex_wake");
+    if (!is_wake && !calls("<__tsan_atomic")) continue;
+    const Site::Op op = is_wake ? Site::kWake : calls("_load") ? Site::kLoad : calls("_store") ? Site::kStore : Site::kChange;
+    const char* const order = op == Site::kLoad ? "esi" : calls("compare") ? "ecx" : "edx";
+    found.push_back({{}, op, is_wake ? 1 : constants.count(order) > 0 ? constants[order] : kSequential});
+    is_next = true;
+  }
+  if (pipe != nullptr) pclose(pipe);
+  return found;
+}
+
 std::vector<Mutant> all_mutants() {
   collect_sites(true);
   std::map<size_t, std::set<const Case*>> reach;
   for (const Case& one : cases()) {
     if (one.refuted != nullptr) continue;  // it fails whatever is weakened
-    try_case(one, 60);
+    try_case(one, 300);
     for (size_t i = 0; i < site_count(); ++i) {
       if (was_reached(i)) reach[i].insert(&one);
     }
   }
+  const std::vector<Site> in_code = sites_in_code();
   std::vector<uintptr_t> addresses;
   for (size_t i = 0; i < site_count(); ++i) addresses.insert(addresses.end(), site(i).at, site(i).at + 4);
+  for (const Site& one : in_code) addresses.push_back(one.at[0]);
   resolve(addresses);
-  std::map<std::pair<std::string, int>, Mutant> lines;
-  for (size_t i = 0; i < site_count(); ++i) {
-    const Site& one = site(i);
-    const std::string place = place_of(one.at);
-    if (foreign.count(one.at[0]) > 0 || place.rfind("csrc/", 0) != 0) continue;
-    Mutant& line = lines[{place, one.op}];
+  std::map<std::tuple<std::string, int, int>, Mutant> lines;  // by file, line and what is done
+  const auto line_of = [&](const Site& one) -> Mutant* {
+    const Place place = place_in_csrc(one);
+    if (place.at.empty() || foreign.count(one.at[0]) > 0) return nullptr;
+    const size_t colon = place.at.find(':');
+    Mutant& line = lines[{place.at.substr(0, colon), std::atoi(place.at.c_str() + colon + 1), one.op}];
     line.place = place;
     line.op = one.op;
-    line.order = std::max(line.order, one.order);
-    line.sites.push_back(i);
-    line.cases.insert(reach[i].begin(), reach[i].end());
+    return &line;
+  };
+  for (size_t i = 0; i < site_count(); ++i) {
+    if (Mutant* const line = line_of(site(i))) {
+      line->order = std::max(line->order, site(i).order);
+      line->sites.push_back(i);
+      line->cases.insert(reach[i].begin(), reach[i].end());
+    }
+  }
+  for (const Site& one : in_code) {
+    Mutant* const line = line_of(one);
+    if (line != nullptr && line->sites.empty()) line->order = std::max(line->order, one.order);
   }
   std::vector<Mutant> mutants;
   for (auto& [place, line] : lines) {
@@ -430,29 +531,54 @@ std::vector<Mutant> all_mutants() {
   return mutants;
 }
 
-// The line of the source, and why a mutant of it is no worse: from equivalent.txt; empty: it must be noticed.
-std::string excuse_of(const Mutant& mutant, const std::string& source) {
+// Why a mutant is no worse: from equivalent.txt; empty: it must be noticed.
+std::string excuse_of(const Mutant& mutant) {
   std::ifstream list("equivalent.txt");
   for (std::string file, line, change, reason; std::getline(list, file) && std::getline(list, line) &&
                                                std::getline(list, change) && std::getline(list, reason);) {
     std::string empty;
     std::getline(list, empty);
-    const bool is_it = mutant.place.rfind(file + ":", 0) == 0 && source.find(line) != std::string::npos;
-    if (is_it && change == mutant.text()) return reason;
+    const bool is_it = mutant.file() == file && mutant.source().find(line) != std::string::npos;
+    if (is_it && (change == mutant.change() || change == "*")) return reason;
   }
   return "";
 }
 
-std::string source_of(const std::string& place) {
-  const size_t colon = place.find(':');
-  std::ifstream file("../../../" + place.substr(0, colon));
-  std::string line;
-  for (int i = std::atoi(place.c_str() + colon + 1); i > 0; --i) std::getline(file, line);
-  line.erase(0, line.find_first_not_of(' '));
-  return line;
+struct Verdict {
+  long tried;
+  char killer[64];  // the first case that notices; empty: none does
+};
+
+// At first little of each case: most mutants are noticed at once. In the end more of the first, which are the simplest.
+Verdict verdict_of(const Mutant& mutant, long schedules) {
+  Verdict verdict{};
+  for (const size_t one : mutant.sites) weaken(one, mutant.weaker);
+  const long each = schedules / static_cast<long>(mutant.cases.size() + 1);
+  for (const long most : {std::min(20L, each), std::min(200L, each), each, schedules}) {
+    long simple = 3;
+    for (const Case* const one : mutant.cases) {
+      if (most == schedules && simple-- == 0) break;
+      const Result result = try_case(*one, most);
+      verdict.tried += result.tried;
+      if (result.is_well) continue;
+      std::snprintf(verdict.killer, sizeof verdict.killer, "%s", one->name);
+      return verdict;
+    }
+  }
+  return verdict;
 }
 
-// Every order weakened and every wake dropped, one at a time: which case notices.
+// Of a line of the source that changes: what the table calls it.
+std::string operation_of(const Mutant& mutant) {
+  const std::string source = mutant.source();
+  static const std::regex atomic(R"([\w.>\-\[\]]+(\.|->)(load|store|exchange|fetch_add|fetch_sub|compare_exchange_\w+)(?=\())");
+  static const std::regex wake(R"([\w.>\-\[\]]+(\.|->)(notify_one|notify_all|wake|raise|give)(?=\())");
+  std::smatch found;
+  if (std::regex_search(source, found, mutant.op == Site::kWake ? wake : atomic)) return found.str();
+  return source;
+}
+
+// Every order weakened and every wake dropped, one at a time: which case notices. As docs/reliability.md has it.
 int try_mutants(long schedules, int jobs, const std::string& only, const std::vector<Case>& chosen) {
   std::vector<Mutant> mutants;
   const auto is_chosen = [&](const Case* one) {
@@ -462,35 +588,40 @@ int try_mutants(long schedules, int jobs, const std::string& only, const std::ve
     for (auto at = one.cases.begin(); !chosen.empty() && at != one.cases.end();) {
       at = is_chosen(*at) ? std::next(at) : one.cases.erase(at);
     }
-    if (one.place.rfind(only, 0) == 0) mutants.push_back(std::move(one));
+    if (one.place.at.rfind(only, 0) == 0) mutants.push_back(std::move(one));
   }
-  std::printf("%zu mutants\n", mutants.size());
-  const bool is_well = in_parallel(mutants.size(), jobs, [&](size_t i) {
-    const Mutant& mutant = mutants[i];
-    const std::string source = source_of(mutant.place), excuse = excuse_of(mutant, source);
-    for (const size_t one : mutant.sites) weaken(one, mutant.weaker);
-    std::string killer;
-    long tried = 0;
-    // At first little of each case: most mutants are noticed at once.
-    // In the end more of the first, which are the simplest.
-    const long each = schedules / static_cast<long>(mutant.cases.size() + 1);
-    for (const long most : {std::min(20L, each), std::min(200L, each), each, schedules}) {
-      long simple = 2;
-      for (const Case* const one : mutant.cases) {
-        if (!killer.empty() || (most == schedules && simple-- == 0)) break;
-        const Result result = try_case(*one, most);
-        tried += result.tried;
-        if (!result.is_well) killer = one->name;
-      }
+  std::fprintf(stderr, "%zu mutants\n", mutants.size());
+  void* const room = mmap(nullptr, mutants.size() * sizeof(Verdict) + 1, PROT_READ | PROT_WRITE,
+                          MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  auto* const verdicts = static_cast<Verdict*>(room);
+  in_parallel(mutants.size(), jobs, [&](size_t i) {
+    if (!excuse_of(mutants[i]).empty()) return true;
+    verdicts[i] = verdict_of(mutants[i], schedules);
+    if (verdicts[i].killer[0] == '\0') {
+      std::fprintf(stderr, "%s, %s: %s %s in %zu cases, %ld schedules\n", mutants[i].place.at.c_str(),
+                   mutants[i].change().c_str(), mutants[i].source().c_str(),
+                   mutants[i].cases.empty() ? "NOT REACHED" : "SURVIVES", mutants[i].cases.size(), verdicts[i].tried);
     }
-    const bool survives = killer.empty();
-    if (survives) killer = excuse.empty() ? "SURVIVES" : excuse;
-    if (mutant.cases.empty()) killer = "NOT REACHED";
-    std::printf("| %s | `%s` | %s | %s | %zu cases, %ld schedules |\n", mutant.place.c_str(), source.c_str(),
-                mutant.text().c_str(), killer.c_str(), mutant.cases.size(), tried);
-    return !survives || !excuse.empty();
+    return true;
   });
-  std::printf(is_well ? "every mutant is noticed, or equivalent\n" : "mutants survive\n");
+  bool is_well = true;
+  std::printf("| file | function | what | order | weaker, and what notices |\n|---|---|---|---|---|\n");
+  std::string row, file;
+  for (size_t i = 0; i < mutants.size(); ++i) {
+    const Mutant& one = mutants[i];
+    const std::string excuse = excuse_of(one), killer = verdicts[i].killer;
+    is_well = is_well && !(killer.empty() && excuse.empty());
+    const std::string order = one.op == Site::kWake ? "wake" : kOrders[one.order];
+    const std::string next = " | `" + one.place.function + "` | `" + operation_of(one) + "` | " + order + " | ";
+    if (next != row || file != one.file()) std::printf("%s| %s%s", row.empty() ? "" : " |\n", one.file().c_str(), next.c_str());
+    else std::printf("; ");
+    row = next;
+    file = one.file();
+    if (one.op != Site::kWake) std::printf("%s: ", kOrders[one.weaker]);
+    std::printf("%s", killer.empty() ? excuse.empty() ? "NOBODY" : excuse.c_str() : ("`" + killer + "`").c_str());
+  }
+  std::printf(" |\n");
+  std::fprintf(stderr, is_well ? "every mutant is noticed, or equivalent\n" : "mutants survive\n");
   return is_well ? 0 : 1;
 }
 

@@ -1,0 +1,143 @@
+// The smallest parts by themselves, with few accesses: all schedules of most can be tried.
+#include <atomic>
+#include <condition_variable>
+#include <cstring>
+#include <mutex>
+#include <thread>
+
+#include "../../../csrc/common/queue.h"
+#include "../../../csrc/common/ticker.h"
+#include "../../../csrc/shm/rings.h"
+#include "../../../csrc/shm/turn.h"
+#include "member.h"
+
+namespace {
+
+using namespace model;
+
+// Longer than any wait that a missing wake would not be seen by.
+constexpr long kMilliseconds = 100;
+
+// What one thread does and another one waits for.
+struct Event {
+  std::mutex mutex;
+  std::condition_variable came;
+  int count = 0;
+
+  void reach(int number) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (count < number) count = number;
+    came.notify_all();
+  }
+  void await(int number) {
+    std::unique_lock<std::mutex> lock(mutex);
+    came.wait(lock, [&] { return count >= number; });
+  }
+};
+
+// After each wind() a tick comes that sees what was done before, also where the thread sleeps, or is about to.
+void ticks(int) {
+  begin();
+  Event* const seen = new Event;
+  std::atomic<int>* const wound = new std::atomic<int>(0);
+  int* const last = new int(0);  // of the ticks
+  fl::Ticker* const ticker = new fl::Ticker([=] {
+    const int number = wound->load(std::memory_order_relaxed);
+    if (number > *last) seen->reach(*last = number);
+  });
+  for (int number = 1; number <= 2; ++number) {
+    wound->store(number, std::memory_order_relaxed);
+    ticker->wind();
+    seen->await(number);
+    let_pass(one_of(5));
+  }
+  ticker->stop();
+}
+
+// Two threads, one at a time.
+void turns(int) {
+  begin();
+  fl::Turn* const turn = new fl::Turn;
+  int* const taken = new int(0);
+  const auto take = [=] {
+    check(turn->try_take_for(kMilliseconds), "a turn that is given cannot be had");
+    const fl::Turn::Held held(*turn);
+    check(turn->is_mine() && !turn->try_take_for(kMilliseconds), "a turn is not its thread's own");
+    ++*taken;
+  };
+  std::thread other(take);
+  take();
+  other.join();
+  check(*taken == 2, "two threads have had the turn at a time");
+}
+
+// A crew that goes when it has nothing to do.
+void crew(int) {
+  begin();
+  Event* const done = new Event;
+  fl::Crew* const crew = new fl::Crew;
+  check(crew->run([=] { done->reach(1); }), "no thread");
+  done->await(1);
+  const std::unique_ptr<fl::Crew> owned(crew);
+}
+
+struct Nothing : fl::Transport {
+  void enforce_deadline() override {}
+  void stop() override {}
+  fl::Failure explain(const std::string& what) override { return {FL_FAILED, {}, what}; }
+  void give_up(const fl::Failure&) noexcept override {}
+};
+
+// A queue that is closed while it runs: nothing of it runs afterwards.
+void queue(int) {
+  begin();
+  Nothing* const transport = new Nothing;
+  fl::Queue* const queue = new fl::Queue(*transport);
+  int* const ran = new int(0);
+  const auto first = queue->submit(1, [=](fl::Operation&) { ++*ran; });
+  queue->close();
+  ++*ran;
+}
+
+// A ring in which there is room for fewer than are sent.
+template <size_t bytes, int records>
+void ring(int rank) {
+  fl::Segment* const segment = new fl::Segment(map(0, rank, fl::Segment::bytes_for(2)), 2);
+  fl::Remote* const remote = new fl::Remote(*segment, rank, 2);
+  fl::Rings* const rings = new fl::Rings(*segment, *remote, rank, 2);
+  const auto sleep_until = [=](auto try_to) {
+    while (!try_to()) {
+      const uint32_t since = rings->begin_wait();
+      const bool is_done = try_to();
+      if (!is_done) rings->wait(since, true, kMilliseconds);
+      rings->end_wait();
+      if (is_done) return;
+    }
+  };
+  begin();
+  for (int i = 0; i < records; ++i) {
+    fl::Wire::Room room;
+    if (rank == 0) {
+      sleep_until([&] { return (room = rings->reserve(1, bytes)).record != nullptr; });
+      room.record->bytes = bytes;
+      if (bytes > 0) std::memset(room.data, i, bytes);
+      rings->send(1, room);
+    } else {
+      sleep_until([&] { return (room = rings->next(0)).record != nullptr; });
+      for (size_t k = 0; k < bytes; ++k) check(room.data[k] == i, "another record's data");
+      rings->drop(0);
+    }
+  }
+}
+
+const Case parts[] = {
+    {.name = "ticks/1", .ranks = 1, .run = ticks, .share = 4, .stale = 3},
+    {.name = "turns/1", .ranks = 1, .run = turns, .timers = 0},
+    {.name = "crew/1", .ranks = 1, .run = crew, .timers = 0},
+    {.name = "queue/1", .ranks = 1, .run = queue, .timers = 0},
+    {.name = "ring/2", .ranks = 2, .run = ring<0, 6>, .share = 2, .stale = 3, .timers = 0},
+    {.name = "ring_data/2", .ranks = 2, .run = ring<48, 9>, .share = 2, .stale = 3, .timers = 0},
+};
+const Table all_parts{parts};
+
+}  // namespace
