@@ -223,11 +223,10 @@ void Mesh::hear(int peer, const std::string& text) {
     if (text == kClosed) known.closed_at = Clock::now();
     if (text[0] == Farewell::kMark) known.farewell = std::make_shared<Farewell>(Farewell::of(text));
     if (text != kLeaving && !is_hearsay) has_news_ = true;
-    is_first = !first_ && (is_hearsay || text[0] == Farewell::kMark);
+    is_first = first_.second == nullptr && (is_hearsay || text[0] == Farewell::kMark);
     if (is_first) {
       const size_t words = hearsay.find(Farewell::kMark);
-      first_.emplace(std::stoi(hearsay.substr(1)),
-                     std::make_shared<Farewell>(Farewell::of(hearsay.substr(words))));
+      first_ = {std::stoi(hearsay.substr(1)), std::make_shared<Farewell>(Farewell::of(hearsay.substr(words)))};
       has_farewell_ = true;
     }
   }
@@ -241,19 +240,15 @@ void Mesh::pass_on(const std::string& text) noexcept {
   connect_neighbours(all_of(size));  // they are told where they are connected
 }
 
-std::map<int, std::shared_ptr<const Mesh::Farewell>> Mesh::farewells() const {
-  std::map<int, std::shared_ptr<const Farewell>> found;
-  const std::lock_guard<std::mutex> lock(mutex_);
-  for (int r = 0; r < size; ++r) {
-    if (known_[r].farewell != nullptr) found.emplace(r, known_[r].farewell);
-  }
-  if (found.empty() && first_) found.insert(*first_);
-  return found;
-}
-
 Mesh::Known Mesh::known(int peer) const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return known_[peer];
+}
+
+// Later ones may be of ranks that found nobody any more.
+Mesh::Said Mesh::first_farewell() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return first_;
 }
 
 void Mesh::leave() {
@@ -347,10 +342,11 @@ Failure Mesh::explain(int peer, const std::string& what) {
     await_reason(is_silent);
   }
   if (const auto why = reason()) return *why;
-  for (const auto& [r, farewell] : farewells()) {
+  if (has_farewell()) {
+    const auto [r, farewell] = first_farewell();
     const auto status = static_cast<fl_status>(farewell->status);
     const std::vector<int>& theirs = farewell->missing;
-    if (std::find(theirs.begin(), theirs.end(), rank) != theirs.end()) {
+    if (place_in(theirs, rank) >= 0) {
       if (status == FL_HOST_LOST) {
         return {status, {r}, "it has given up the host of this rank: " + farewell->words};
       }

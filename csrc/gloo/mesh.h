@@ -164,8 +164,9 @@ class Mesh : public Transport, public Connections, public Route {
     Clock::time_point closed_at = kNever;      // it has closed the group
   };
   Known known(int peer) const;
-  // Why peers gave up, by the first ranks.
-  std::map<int, std::shared_ptr<const Farewell>> farewells() const;
+  // Who gave up, and why.
+  using Said = std::pair<int, std::shared_ptr<const Farewell>>;
+  Said first_farewell() const;
   void connect_neighbours(const std::vector<int>& missing) noexcept;
   // Whose connections are broken, or who has closed the group, and why.
   std::map<int, std::string> broken_peers();
@@ -192,8 +193,7 @@ class Mesh : public Transport, public Connections, public Route {
 
   mutable std::mutex mutex_;  // of what follows
   std::vector<Known> known_;  // by rank
-  // Which rank was the first to give up, as far as this one has heard, and why; many ranks are not connected.
-  std::optional<std::pair<int, std::shared_ptr<const Farewell>>> first_;
+  Said first_{};              // of all that this rank has heard of, also from others: many are not connected
   std::vector<Companion> companions_;
 };
 

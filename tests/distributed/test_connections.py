@@ -229,3 +229,38 @@ def test_a_first_message_to_a_rank_that_gave_up_finds_the_reason(
     late = re.compile(rf"rank {1 if part else ranks[1]} did not join")
     for rank in (ranks[0], ranks[2]):
         assert late.search(texts[rank]), texts
+
+
+def come_back(rank: int, size: int, folder: Path) -> str:
+    """Rank 0 stops as a whole until rank 4 has given it up, and asks that for a message then."""
+    gave_up, over, pid = folder / "gave-up", folder / "over", folder / "pid"
+    text = ""
+    try:
+        if rank == 0:
+            pid.write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+            fl.recv(np.empty(3), 4)
+        elif rank == 4:
+            fl.recv(np.empty(3), 0)
+        elif rank == 1:
+            await_file(gave_up)
+            os.kill(int(pid.read_text()), signal.SIGCONT)
+        elif rank == 2:
+            await_file(over)
+            fl.recv(np.empty(3), 0)
+    except fl.errors.DistributedError as error:
+        text = str(error)
+    if rank in (0, 4):
+        (over if rank == 0 else gave_up).touch()
+    await_file(over)
+    with suppress(fl.errors.DistributedError):
+        fl.distributed_shutdown()
+    return text
+
+
+@pytest.mark.slow
+def test_the_first_rank_that_gave_up_has_the_reason(tmp_path: Path) -> None:
+    """Rank 0 said that it had lost rank 4, which had given it up."""
+    how = {"params": {"TIMEOUT": 1}, "env": in_places("aabbc")}
+    texts = run_ranks(come_back, 5, tmp_path, **how)
+    assert "rank 0 did not join" in texts[2], texts

@@ -30,6 +30,11 @@ MUTANTS = {
     "NO_FOR_OTHERS": (31, NAMES),  # who was given up passes on that it has lost the other
     "NO_ZERO_INSIDE": (31, "odd==call"),  # a host hears of its own ranks' calls alone
     "NO_TIMEOUT": (31, "ended"),  # no wait has a limit
+    "NO_NEIGHBOURS": (31, NAMES),  # who gives up tells those alone with whom it is connected
+    "IN_ORDER_OF_RANKS": (
+        31,
+        NAMES,
+    ),  # of several that gave up, the first in this order has the reason
 }
 QUICK = ("NO_REASONS", "NO_ZERO_INSIDE")
 
