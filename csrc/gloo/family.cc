@@ -66,9 +66,9 @@ void Family::add(Mesh& group) {
 }
 
 void Family::remove(Mesh& group) noexcept {
+  const std::lock_guard<std::mutex> losing(losing_);
   tell(group, Mesh::kClosed);
   engine.forget(group.group);
-  const std::lock_guard<std::mutex> losing(losing_);
   bool has_ended;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -105,6 +105,19 @@ void Family::tell(Mesh& group, const std::string& text) noexcept {
   for (Pair* pair : connections) {
     if (pair != nullptr) tell_one(*pair, group.group, text);
   }
+}
+
+void Family::soon_pass_on(const Mesh& group, std::string text) {
+  watch.soon([this, number = group.group, text = std::move(text)] {
+    const std::lock_guard<std::mutex> losing(losing_);
+    Mesh* group;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      const auto found = groups_.find(number);
+      group = found == groups_.end() ? nullptr : found->second;
+    }
+    if (group != nullptr) group->pass_on(text);
+  });
 }
 
 // A connection that is closed while something comes from the other end drops what is on its way there.

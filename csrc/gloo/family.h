@@ -44,6 +44,8 @@ class Family {
 
   // Tell the members of `group`, also those that connect later.
   void tell(Mesh& group, const std::string& text) noexcept;
+  // Have it pass `text` on, unless it is gone by then; its lock may be held.
+  void soon_pass_on(const Mesh& group, std::string text);
   // Return when what was told has got there, or will not for half a second.
   void deliver() const noexcept;
 
@@ -76,7 +78,7 @@ class Family {
   bool has_ended() const;
 
   double patience_ = 0;
-  std::mutex losing_;  // held where groups are told that hosts are lost: none goes meanwhile
+  std::mutex losing_;  // held where groups hear of losses: none goes meanwhile
   std::mutex mutex_;   // of what follows; a pair may be locked before, and never after
   std::map<uint64_t, Mesh*> groups_;
   std::vector<Pair*> connections_;  // by rank; null: there is none yet

@@ -211,23 +211,44 @@ std::vector<int> Mesh::not_called(const std::vector<int>& ranks, int64_t calls) 
 
 // What the members tell each other ---------------------------------------------------------------
 
-// On Gloo's thread, or one that reads.
+// On Gloo's thread, or one that reads, with a pair locked: others are told by another thread.
 void Mesh::hear(int peer, const std::string& text) {
+  const bool is_hearsay = text[0] == kHearsay;
+  bool is_first = false;
+  const std::string hearsay = is_hearsay ? text : kHearsay + std::to_string(peer) + ' ' + text;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     Known& known = known_[peer];
     if (text == kLeaving) known.left_at = Clock::now();
     if (text == kClosed) known.closed_at = Clock::now();
     if (text[0] == Farewell::kMark) known.farewell = std::make_shared<Farewell>(Farewell::of(text));
-    if (known.farewell != nullptr) has_farewell_ = true;
-    if (text != kLeaving) has_news_ = true;
+    if (text != kLeaving && !is_hearsay) has_news_ = true;
+    is_first = first_.second == nullptr && (is_hearsay || text[0] == Farewell::kMark);
+    if (is_first) {
+      const size_t words = hearsay.find(Farewell::kMark);
+      first_ = {std::stoi(hearsay.substr(1)), std::make_shared<Farewell>(Farewell::of(hearsay.substr(words)))};
+      has_farewell_ = true;
+    }
   }
+  if (is_first && size > kDirect) family_->soon_pass_on(*this, hearsay);
   if (text != kLeaving) wake_those_who_should_know();
+}
+
+void Mesh::pass_on(const std::string& text) noexcept {
+  if (has_reported_) return;
+  family_->tell(*this, text);
+  connect_neighbours(all_of(size));  // they are told where they are connected
 }
 
 Mesh::Known Mesh::known(int peer) const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return known_[peer];
+}
+
+// Later ones may be of ranks that found nobody any more.
+Mesh::Said Mesh::first_farewell() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return first_;
 }
 
 void Mesh::leave() {
@@ -321,12 +342,11 @@ Failure Mesh::explain(int peer, const std::string& what) {
     await_reason(is_silent);
   }
   if (const auto why = reason()) return *why;
-  for (int r = 0; r < size; ++r) {
-    const auto farewell = known(r).farewell;
-    if (farewell == nullptr) continue;
+  if (has_farewell()) {
+    const auto [r, farewell] = first_farewell();
     const auto status = static_cast<fl_status>(farewell->status);
     const std::vector<int>& theirs = farewell->missing;
-    if (std::find(theirs.begin(), theirs.end(), rank) != theirs.end()) {
+    if (place_in(theirs, rank) >= 0) {
       if (status == FL_HOST_LOST) {
         return {status, {r}, "it has given up the host of this rank: " + farewell->words};
       }
@@ -394,11 +414,32 @@ std::vector<int> Mesh::await_cause(std::vector<int> missing) {
   return missing;
 }
 
+// Of a loss that the heartbeats have found all know.
 void Mesh::give_up(const Failure& failure) noexcept {
   report_to_others(failure);
+  if (!reason()) connect_neighbours(failure.missing);
   family_->deliver();
   end(failure);
   family_->end(*this);
+}
+
+// Who wants to connect to this rank later would find nobody, and call it lost. `missing` are not waited for.
+void Mesh::connect_neighbours(const std::vector<int>& missing) noexcept {
+  const auto end = Clock::now() + kGoodbye;
+  const std::vector<int> peers = neighbours();
+  const auto each = [&](const auto& connect) {
+    for (int peer : peers) {
+      try {
+        connect(peer);
+      } catch (const std::exception&) {
+        // It has gone, or all has ended here.
+      }
+    }
+  };
+  each([&](int peer) { reach({peer}); });
+  each([&](int peer) {
+    if (place_in(missing, peer) < 0) links_.await(ranks_[peer], end);
+  });
 }
 
 // Once: others ask for no second reason.

@@ -142,9 +142,11 @@ class Mesh : public Transport, public Connections, public Route {
   void report_to_others(const Failure& failure) noexcept;
 
   // For its family: what the members are told of it, one after the other, and hear from each other.
-  static constexpr char kLeaving[] = "L", kClosed[] = "C";
+  static constexpr char kLeaving[] = "L", kClosed[] = "C", kHearsay = 'H';
   static bool is_last(const std::string& text) { return text == kClosed; }
   void hear(int peer, const std::string& text);
+  // Tell the neighbours, who are connected for that, unless they are told by this rank why it gives up.
+  void pass_on(const std::string& text) noexcept;
   const std::vector<int>& members() const { return ranks_; }  // as the whole counts them
   int place_of(int member) const;                             // -1: it is none
   std::vector<std::string> told;
@@ -162,6 +164,10 @@ class Mesh : public Transport, public Connections, public Route {
     Clock::time_point closed_at = kNever;      // it has closed the group
   };
   Known known(int peer) const;
+  // Who gave up, and why.
+  using Said = std::pair<int, std::shared_ptr<const Farewell>>;
+  Said first_farewell() const;
+  void connect_neighbours(const std::vector<int>& missing) noexcept;
   // Whose connections are broken, or who has closed the group, and why.
   std::map<int, std::string> broken_peers();
   Clock::time_point end_of(int peer) const;
@@ -187,6 +193,7 @@ class Mesh : public Transport, public Connections, public Route {
 
   mutable std::mutex mutex_;  // of what follows
   std::vector<Known> known_;  // by rank
+  Said first_{};              // of all that this rank has heard of, also from others: many are not connected
   std::vector<Companion> companions_;
 };
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -163,3 +166,101 @@ def test_who_is_gone_is_named_among_many() -> None:
     outcomes = run_outcomes(disappear, RANKS, **begin())
     assert outcomes[GONE].signal == signal.SIGKILL
     assert all(outcome.ok for rank, outcome in enumerate(outcomes) if rank != GONE), outcomes
+
+
+def first_message(
+    rank: int, size: int, folder: Path, ranks: list[int], part: bool, shuts_down: bool
+) -> str:
+    """Have the first of ``ranks`` give up the second, which stalls, and the third ask the first."""
+    gave_up, over = folder / "gave-up", folder / "over"
+    group = fl.new_group(ranks) if part else None
+    place = ranks.index(rank) if rank in ranks else -1
+    text = ""
+    if place == 2:
+        await_file(gave_up)
+    if place in (0, 2):
+        source = 1 if place == 0 else 0
+        try:
+            fl.recv(np.empty(3), source if part else ranks[source], group=group)
+        except fl.errors.DistributedError as error:
+            text = str(error)
+        if shuts_down:
+            with suppress(fl.errors.DistributedError):
+                fl.distributed_shutdown()
+        (gave_up if place == 0 else over).touch()
+    await_file(over)
+    with suppress(fl.errors.DistributedError):
+        fl.distributed_shutdown()
+    return text
+
+
+def await_file(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
+
+
+def in_places(places: str) -> Any:
+    return lambda rank: {"FLASHLIGHT_MEMORY_DOMAIN": places[rank]}
+
+
+QUICK = [("aabb", False, True), ("abcdefghijkl", False, False)]
+FIRST_MESSAGES = {
+    "aabb": [0, 2, 3],
+    "aabbc": [1, 3, 4],
+    "abcd": [0, 1, 2],
+    "abcdefghijkl": [0, 5, 7],  # who are no neighbours
+}
+
+
+@pytest.mark.parametrize(
+    ("places", "part", "shuts_down"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for case in itertools.product(FIRST_MESSAGES, (False, True), (False, True))
+    ],
+)
+def test_a_first_message_to_a_rank_that_gave_up_finds_the_reason(
+    tmp_path: Path, places: str, part: bool, shuts_down: bool
+) -> None:
+    """Nobody listened there any more, and the well rank was named."""
+    ranks = FIRST_MESSAGES[places]
+    how = {"params": {"TIMEOUT": 1}, "env": in_places(places)}
+    texts = run_ranks(first_message, len(places), tmp_path, ranks, part, shuts_down, **how)
+    late = re.compile(rf"rank {1 if part else ranks[1]} did not join")
+    for rank in (ranks[0], ranks[2]):
+        assert late.search(texts[rank]), texts
+
+
+def come_back(rank: int, size: int, folder: Path) -> str:
+    """Rank 0 stops as a whole until rank 4 has given it up, and asks that for a message then."""
+    gave_up, over, pid = folder / "gave-up", folder / "over", folder / "pid"
+    text = ""
+    try:
+        if rank == 0:
+            pid.write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+            fl.recv(np.empty(3), 4)
+        elif rank == 4:
+            fl.recv(np.empty(3), 0)
+        elif rank == 1:
+            await_file(gave_up)
+            os.kill(int(pid.read_text()), signal.SIGCONT)
+        elif rank == 2:
+            await_file(over)
+            fl.recv(np.empty(3), 0)
+    except fl.errors.DistributedError as error:
+        text = str(error)
+    if rank in (0, 4):
+        (over if rank == 0 else gave_up).touch()
+    await_file(over)
+    with suppress(fl.errors.DistributedError):
+        fl.distributed_shutdown()
+    return text
+
+
+@pytest.mark.slow
+def test_the_first_rank_that_gave_up_has_the_reason(tmp_path: Path) -> None:
+    """Rank 0 said that it had lost rank 4, which had given it up."""
+    how = {"params": {"TIMEOUT": 1}, "env": in_places("aabbc")}
+    texts = run_ranks(come_back, 5, tmp_path, **how)
+    assert "rank 0 did not join" in texts[2], texts

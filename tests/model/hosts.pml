@@ -16,9 +16,7 @@
  *
  * Simpler than the code: what one rank sends to several over Gloo arrives at once unless the victim dies in
  * between, or stalls there in FLAT, whose data takes time. Who stops among the announcements of a small call,
- * some microseconds, may have others name ranks that wait as well. All are connected in FLAT, which in the code
- * connects when it is used first: -DLAZY=1 does so, and finds that a rank which has given up before another one
- * connects to it is taken for lost.
+ * some microseconds, may have others name ranks that wait as well.
  */
 
 #if SHAPE == 22
@@ -31,9 +29,6 @@
 #define LOCAL(r) ((r) % SIZE)
 #define LEADERS (SHAPE == 22 -> 2 : 1)
 
-#ifndef LAZY
-#define LAZY false
-#endif
 #define T 4
 #define SKEW 1
 #ifndef MUTANT
@@ -61,7 +56,7 @@
 #define BIT(r) (1 << (r))
 
 mtype = { NO_NESTING, NEVER_AHEAD, PATIENT_LEADER, NOT_PASSED_ON, NO_REASONS, LATE_ANYWAY, NO_FOR_OTHERS,
-          NO_ZERO_INSIDE, NO_TIMEOUT };                            /* of MUTANT */
+          NO_ZERO_INSIDE, NO_TIMEOUT, NO_NEIGHBOURS, IN_ORDER_OF_RANKS };  /* of MUTANT */
 mtype = { SMALL, REDUCE, FLATLY, NOTHING, DIES, STALLS, DIFFERS };
 mtype verb, fault;       /* of the first call; what has not struck yet */
 byte victim;             /* whom it strikes */
@@ -73,11 +68,22 @@ bool ended[N], gone[N];  /* a rank's program; its connections */
 
 /* What p knows of q in a part: how many calls have come, and the farewell; what q gave with its calls. */
 byte came[PARTS * N * N], told[PARTS * N * N], gave[PARTS * N * 2];
+byte first[PARTS * N];   /* which rank was the first to say farewell to p: its number and 1 */
 bool connected[N * N];   /* in FLAT, which connects when it is used */
 #define AT(part, p, q) (((part) * N + (p)) * N + (q))
 #define GAVE(part, q, n) gave[((part) * N + (q)) * 2 + (n) % 2]
 
+#define FIRST(part, p) first[(part) * N + (p)]
+#define CONNECTED(part, q) ((part) != FLAT || connected[me * N + (q)])
+inline connects(part, peer) {
+  if
+  :: part == FLAT -> connected[me * N + peer] = true; connected[peer * N + me] = true
+  :: else
+  fi
+}
+
 #define IS_DEAD(q) (dead && victim == (q))
+#define IS_ASLEEP(q) (asleep && victim == (q))
 #define HAS(part, q) (!JOINS(part, me, q) || came[AT(part, me, q)] >= number[part])
 #define IS_LOST(part, q) (JOINS(part, me, q) && (IS_DEAD(q) || told[AT(part, me, q)] != 0))
 #define LAST (N - 1)
@@ -101,13 +107,14 @@ inline moment(may_stall) {
   fi
 }
 
-/* farewell of peers.cc, explain of mesh.cc: the first in the order of ranks that has said why it gave up; 0:
- * none has. */
+/* farewell of peers.cc, explain of mesh.cc: the first that has said why it gave up, in the order of ranks, or
+ * over Gloo in that of time; 0: none has. */
 inline explain(part) {
   why = 0;
   for (q : 0 .. N - 1) {
     if
-    :: why == 0 && JOINS(part, me, q) && told[AT(part, me, q)] != 0 ->
+    :: why == 0 && JOINS(part, me, q) && told[AT(part, me, q)] != 0 &&
+       (part == INSIDE || MUTANT == IN_ORDER_OF_RANKS || FIRST(part, me) == q + 1) ->
       why = told[AT(part, me, q)];
       why = why & ~SAID;
       if
@@ -131,9 +138,8 @@ inline step(part, limit, content) {
     :: q < N && JOINS(part, me, q) ->
       moment(part == FLAT);
       if
-      :: part != FLAT || connected[me * N + q] || !(gone[q] || IS_DEAD(q)) ->
-        connected[me * N + q] = (part == FLAT || connected[me * N + q]);
-        connected[q * N + me] = connected[me * N + q];
+      :: CONNECTED(part, q) || !(gone[q] || IS_DEAD(q)) ->
+        connects(part, q);
         came[AT(part, q, me)]++;
         q++
       :: else -> refused = q; explain(FLAT); why = (why == 0 -> LOST | BIT(refused) : why); refused = 0; break
@@ -161,7 +167,10 @@ inline step(part, limit, content) {
   fi
 }
 
-/* give_up of Transport::fail: tell every peer, once. In memory all see it at once. */
+/* give_up of Transport::fail, and connect_neighbours: tell every peer, once. In memory all see it at once. A
+ * rank that is stopped as a whole answers nobody who connects. */
+#define REACHES(part, q)                                                                            \
+  (JOINS(part, me, q) && (CONNECTED(part, q) || (MUTANT != NO_NEIGHBOURS && !gone[q] && !IS_DEAD(q))))
 inline give_up(part, words) {
   atomic {
     q = (given & BIT(part) -> N : 0);
@@ -170,7 +179,11 @@ inline give_up(part, words) {
     :: q == N -> q = 0; break
     :: else ->
       if
-      :: JOINS(part, me, q) && (part != FLAT || connected[me * N + q]) -> told[AT(part, q, me)] = words
+      :: REACHES(part, q) ->
+        told[AT(part, q, me)] = words;
+        connects(part, q);
+        first[part * N + q] = (FIRST(part, q) == 0 -> me + 1 : FIRST(part, q))
+      :: JOINS(part, me, q) && !CONNECTED(part, q) && IS_ASLEEP(q)
       :: else
       fi;
       q++
@@ -279,7 +292,6 @@ init {
   byte r, waiting;
   atomic {
     for (r : 0 .. N - 1) { due[r] = NEVER }
-    for (r : 0 .. N * N - 1) { connected[r] = !LAZY }
     select(victim : 0 .. N - 1);
     if :: verb = SMALL :: verb = REDUCE :: verb = FLATLY fi;
     if :: fault = DIES :: fault = STALLS :: fault = DIFFERS; select(odd : 1 .. CALLS) fi;

@@ -27,9 +27,14 @@ MUTANTS = {
     "NOT_PASSED_ON": (31, NAMES),  # a rank that ends does not end the other parts
     "NO_REASONS": (31, NAMES),  # whoever gave up is lost, whatever it said
     "LATE_ANYWAY": (31, NAMES),  # also at the limit
-    "NO_FOR_OTHERS": (31, NAMES),  # who was given up passes on that it has lost the other
+    "NO_FOR_OTHERS": (21, NAMES),  # who was given up passes on that it has lost the other
     "NO_ZERO_INSIDE": (31, "odd==call"),  # a host hears of its own ranks' calls alone
     "NO_TIMEOUT": (31, "ended"),  # no wait has a limit
+    "NO_NEIGHBOURS": (31, NAMES),  # who gives up tells those alone with whom it is connected
+    "IN_ORDER_OF_RANKS": (
+        31,
+        NAMES,
+    ),  # of several that gave up, the first in this order has the reason
 }
 QUICK = ("NO_REASONS", "NO_ZERO_INSIDE")
 
