@@ -5,7 +5,6 @@ The ranks of an attempt start when every host that takes some has reported to be
 
 from __future__ import annotations
 
-import secrets
 import signal
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -215,7 +214,7 @@ class Job:
         if self._file:
             return {"FLASHLIGHT_FILE": f"{self._file}-{self._restarts}"}
         # It travels inside ssh, and never in a command line, which every user can read.
-        secret = {} if self._hosts.are_launchers else {SECRET: secrets.token_hex(32)}
+        secret = {} if self._hosts.are_launchers else {SECRET: system.random_bytes(32).hex()}
         # Ranks try them all: which of them a host can reach, only that host knows.
         where = {"MASTER_ADDR": self._addresses[0], ADDRESSES: ",".join(self._addresses)}
         return {**where, "MASTER_PORT": str(self._port), **secret}

@@ -14,7 +14,6 @@ node 0 is lost asks that for another place, and keeps what is below it.
 from __future__ import annotations
 
 import json
-import secrets
 import signal
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -214,7 +213,7 @@ def _meet(
     mine = {
         "host": system.gethostname(),
         "ranks": options.ranks,
-        "nonce": secrets.token_hex(32),
+        "nonce": system.random_bytes(32).hex(),
     }
     store.first_report, store.patience, store.tree_from = _FIRST_REPORT, _PATIENCE, TREE_FROM
     try:

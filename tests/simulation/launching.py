@@ -13,6 +13,7 @@ from typing import Any
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
 from flashlight_py.distributed.start import initialize
 from flashlight_py.distributed.start.settings import Settings
+from flashlight_py.errors import RendezvousError
 from flashlight_py.launch.loop import LOST_SECONDS, Loop
 from flashlight_py.launch.nodes import job_of_nodes, meeting_of, work_for_node_0
 from flashlight_py.launch.options import Options
@@ -89,13 +90,19 @@ class Launch:
         return main
 
     def run(self, until: float = 1e3, are_up: bool = False) -> Launch:
-        """Let it happen until all launchers have ended, or all ranks ``are_up``."""
+        """Let it happen until all launchers have ended, or all ranks ``are_up``.
+
+        Raises what a launcher has raised, unless it is what its user would be told.
+        """
         is_done = lambda: are_up and len(self.up) == self.size  # noqa: E731
         with installed(self.world), native_stood_in_for(), costs.charged(self.world.spend):
             over = lambda: is_done() or self.launchers[0].code is not None  # noqa: E731
             self.world.run(until, over)
             if not is_done():
                 self.world.run(self.world.now + 30.0)
+        for each in self.launchers:
+            if each.error is not None and not isinstance(each.error, RendezvousError):
+                raise each.error
         return self
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import signal
 from functools import partial
+from hashlib import sha256
+from subprocess import Popen
 
 import pytest
 
 from tests.simulation.faults import trial
 from tests.simulation.launching import Launch
-from tests.simulation.network import divide
+from tests.simulation.network import Socket, divide
 from tests.simulation.scenario import Start, gather, meet
 
 
@@ -26,6 +28,32 @@ def test_a_seed_decides_everything() -> None:
     assert first.up == again.up
     assert first.world.messages == again.world.messages
     assert (first.up, first.ended) != (other.up, other.ended)
+
+
+def test_nothing_of_this_process_decides_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child of it once was one that each launcher had to end, and could not."""
+    sent = list[bytes]()
+
+    def transmit(end: Socket, data: bytes | None) -> None:
+        sent.append(f"{end.world.clock()!r} {end.host.name} {data!r}".encode())
+        plain(end, data)
+
+    plain = Socket._transmit
+    monkeypatch.setattr(Socket, "_transmit", transmit)
+
+    def run() -> str:
+        sent.clear()
+        launch = Launch(nodes=4, seed=8, per_host=2, min_n=1)
+        launch.world.at(2.0, launch.launchers[3].end, -signal.SIGKILL)
+        assert launch.run(until=60.0).starts == {8: 8, 6: 6}
+        return sha256(b"\n".join(sent)).hexdigest()
+
+    first = run()
+    with Popen(["sleep", "60"]) as child:
+        monkeypatch.setenv("FLASHLIGHT_TREE_FROM", "2")
+        again = run()
+        child.kill()
+    assert first == again
 
 
 def test_all_ranks_come_up_and_rank_0_is_connected_with_all() -> None:
@@ -81,7 +109,6 @@ def test_flrun_ends_the_ranks_of_a_host_that_is_cut_off() -> None:
     assert b"nothing has come from its launcher (node 2)" in b"".join(launch.said)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fate", ["kill", "cut"])
 def test_launchers_of_a_tree_go_on_without_those_on_their_way(fate: str) -> None:
     """Node 0's connections: those below it, and at most 40 that have no place yet."""
