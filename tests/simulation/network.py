@@ -320,6 +320,8 @@ class Socket(File):
             self.inbox.popleft()
             data = first[taken:] if taken else first
             self.taken = 0
+            while self.inbox and len(data) + len(self.inbox[0]) <= most:
+                data += self.inbox.popleft()
         else:
             data = first[taken : taken + most]
             self.taken += most
