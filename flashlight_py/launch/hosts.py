@@ -10,6 +10,8 @@ from flashlight_py.launch.branches import FAN, MOST_LINKS, TREE_FROM, Branches
 from flashlight_py.launch.channel import message, parsed
 from flashlight_py.launch.loop import Loop
 
+_MOVED = "has lost its way to the launcher"
+
 
 class StartError(Exception):
     """A command cannot be run; says which and why."""
@@ -79,7 +81,7 @@ class Hosts:
         """Talk no more to agents that have not answered for so long."""
         for number in numbers:
             self.send(number, "leave", 1)
-            self._gone(number, f"its agent has not answered for {seconds:g} s", [])
+            self._gone(number, f"its agent has not answered for {seconds:g} s", [number])
 
     def leave(self, code: int) -> None:
         """End what is left here, and let all agents go."""
@@ -94,32 +96,32 @@ class Hosts:
             kind, values = parsed(line)
             if kind == "here":
                 if number in self.here:
-                    self.on_cut([number], "has lost its way to the launcher")
+                    self.on_cut([number], _MOVED)
                 self.here.add(number)
                 self.lost.pop(number, None)
             if kind == "lost":
-                node, how, behind = values
-                gone = self.branches.forget(number, [node, *behind])
-                if node in gone:
-                    self._gone(node, how, [each for each in gone if each != node])
+                self._gone(*values)
             elif kind == "unreached":
                 self._on_unreached(number, *values)
             elif number in self.here:
                 self.on_message(number, kind, values)
 
-    def _on_lost(self, number: int, how: str, behind: list[int], has_been_there: bool) -> None:
-        self._gone(number, how, behind)
+    def _on_lost(self, number: int, how: str, gone: list[int], has_been_there: bool) -> None:
+        self._gone(number, how, gone)
 
     def _on_unreached(self, by: int, number: int, how: str) -> None:
         """An agent cannot reach ``number``."""
 
-    def _gone(self, number: int, how: str, behind: Collection[int]) -> None:
-        self.here.difference_update((number, *behind))
-        self.lost[number] = f"is lost: {how}"
-        self.on_lost(number, self.lost[number])
-        if behind:
-            name = self.names[number]
-            self.on_cut(behind, f"cannot be reached: host {name}, on the way there, is lost")
+    def _gone(self, number: int, how: str, gone: Collection[int]) -> None:
+        """Note that no way leads to hosts any more; ``number``, if it is one of them, is lost."""
+        self.here.difference_update(gone)
+        why = _MOVED
+        if number in gone:
+            self.lost[number] = f"is lost: {how}"
+            self.on_lost(number, self.lost[number])
+            why = f"cannot be reached: host {self.names[number]}, on the way there, is lost"
+        if cut := [each for each in gone if each != number]:
+            self.on_cut(cut, why)
 
 
 class SshHosts(Hosts):
@@ -152,10 +154,10 @@ class SshHosts(Hosts):
         self._under_way.difference_update(number for number, _ in lines)
         super()._on_lines(lines)
 
-    def _gone(self, number: int, how: str, behind: Collection[int]) -> None:
-        self._under_way.difference_update((number, *behind))
+    def _gone(self, number: int, how: str, gone: Collection[int]) -> None:
+        self._under_way.difference_update(gone)
         self._why = how
-        super()._gone(number, how, behind)
+        super()._gone(number, how, gone)
 
     def _on_unreached(self, by: int, number: int, how: str) -> None:
         if number in self.here or number in self.branches.links:
@@ -165,4 +167,5 @@ class SshHosts(Hosts):
             self.on_message(by, "warning", [f"{words}; it is reached from here"])
             self.branches.reach([(number, self.names[number])], self._ssh, FAN)
         else:
-            self._gone(number, f"{words}, and this one has {MOST_LINKS} connections already", [])
+            most = f"this one has {MOST_LINKS} connections already"
+            self._gone(number, f"{words}, and {most}", [number])

@@ -185,11 +185,14 @@ class Job:
     def _on_message(self, host: int, kind: str, values: list[Any]) -> None:
         getattr(self, f"_on_{kind}")(host, *values)
 
-    def _on_here(self, host: int) -> None:
+    def _on_here(self, host: int, moves: int = 0) -> None:
         if host in self._unready:
-            self._hosts.send(host, "prepare", host == self._first and not self._file)
+            needs_port = host == self._first and not self._file
+            self._hosts.send(host, "prepare", self._restarts, needs_port)
 
-    def _on_ready(self, host: int, addresses: list[str], port: int) -> None:
+    def _on_ready(self, host: int, attempt: int, addresses: list[str], port: int) -> None:
+        if attempt != self._restarts:
+            return  # it was asked before the way there was lost
         if host == self._first:
             self._addresses, self._port = addresses or [self._hosts.names[host]], port
         self._unready.discard(host)
@@ -229,7 +232,8 @@ class Job:
         self._output.take(Source(rank, stream), data)
 
     def _on_exited(self, host: int, rank: int, code: int, errors: list[str]) -> None:
-        self._attempt.on_exit(rank, code, errors)
+        if host not in self._unready:  # else it is of the last attempt, and the way there was lost
+            self._attempt.on_exit(rank, code, errors)
 
     def _on_more(self, host: int) -> None:
         if self._supply is not None:

@@ -131,8 +131,9 @@ def work_for_node_0(loop: Loop, options: Options, store: MeetingPoint) -> int:
                 keep_little(above, options.lost_after)
                 launcher.connect(above.fileno(), above.fileno())
                 code = launcher.run(agent)
-            if code is not None or agent.interrupted or store.above == 0:
-                break
+                if code is not None or agent.interrupted or store.above == 0:
+                    break
+                launcher.leave_for_another()
             try:
                 above = store.move(RETURN_SECONDS)
             except RendezvousError as error:
