@@ -41,7 +41,7 @@ class Link:
     """
 
     part: Sequence[tuple[int, str]] = ()  # hosts that are to be reached from there
-    moves = False  # it looks for another place
+    moves = False  # it looks for another place, or may do so
 
     def __init__(self, branches: Branches, node: int) -> None:
         self.node, self.has_heard = node, False
@@ -50,6 +50,10 @@ class Link:
     def put(self, line: bytes) -> None:
         """Send ``line``; does not block, nothing happens if nobody is there any more."""
         self._outgoing.put(line)
+
+    def doubt(self) -> None:
+        """Note that this process has been out of reach: if the other end is silent, it may move."""
+        self.moves |= self._pulse.is_silent
 
     def close(self) -> None:
         """Close the connection; whatever is still there ends by it. May be called again."""
@@ -68,9 +72,11 @@ class Link:
         self._pulse = Pulse(loop, self._branches.lost_after, beat, self._on_silence, is_there)
 
     def _read(self) -> None:
-        self._pulse.heard()
+        before = self._reader.received
         lines = self._reader.lines()
-        self.has_heard = self._reader.received > 0
+        if self._reader.received > before:
+            self.has_heard, self.moves = True, False
+            self._pulse.heard()
         self._branches.take(self, lines)
         if self._reader.has_ended and self._is_open:
             self._branches.loop.forget(self._reading)
@@ -160,7 +166,7 @@ class SshLink(Link):
 
 
 class Branches:
-    """The agents below this process, by the numbers of their hosts.
+    """The agents below this process, by the numbers of their hosts; ``own`` is this one's, if any.
 
     ``on_lines`` is called with messages that have come, each with the number whose it is.
     ``on_lost`` is called when a connection has ended: with the number of the host, what has become
@@ -168,8 +174,8 @@ class Branches:
     number is ``MOVING`` where the host looks for another place.
     """
 
-    def __init__(self, loop: Loop, lost_after: float) -> None:
-        self.loop, self.lost_after = loop, lost_after
+    def __init__(self, loop: Loop, lost_after: float, own: int | None = None) -> None:
+        self.loop, self.lost_after, self._own = loop, lost_after, own
         self.links: dict[int, Link] = {}
         self.is_leaving = False
         self.on_lines: Callable[[list[tuple[int, bytes]]], None]
@@ -195,7 +201,7 @@ class Branches:
             node, kind = int(number or link.node), rest[:8]
             if kind == _HERE:
                 moves = parsed(rest)[1][0]
-                if moves < self._moves.get(node, 0):
+                if node == self._own or moves < self._moves.get(node, 0):
                     continue
                 self._moves[node], self._ways[node] = moves, link
             elif kind == _MOVES:
@@ -213,8 +219,10 @@ class Branches:
             self.on_lines(found)
 
     def here(self) -> list[tuple[int, bytes]]:
-        """Return what those who are here have said of that."""
+        """Return what those who are here have said of that, as this process has another place."""
         moves = self._moves
+        for link in self.links.values():
+            link.doubt()
         return [(node, message("here", moves[node])) for node in self._ways if node in moves]
 
     def adopt(self, node: int, connection: system.Socket) -> None:
@@ -254,8 +262,12 @@ class Branches:
             self.on_lost(MOVING if link.moves else link.node, how, gone, link.has_heard)
 
     def _forget(self, link: Link, nodes: Sequence[int]) -> list[int]:
-        """Forget that ``nodes`` are reached by ``link``; returns those that have no other way."""
-        gone = [node for node in nodes if self._ways.get(node, link) is link]
+        """Forget that ``nodes`` are reached by ``link``; returns those that have no other way.
+
+        Not this one: it was below somebody who is below it now, and has not noticed that.
+        """
+        ways = self._ways
+        gone = [node for node in nodes if node != self._own and ways.get(node, link) is link]
         for node in gone:
             self._ways.pop(node, None)
         return gone

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from flashlight_py import system
 from flashlight_py.launch.agent import Agent
 from flashlight_py.launch.branches import FAN, MOST_LINKS, TREE_FROM, Branches
 from flashlight_py.launch.channel import message, parsed
@@ -21,9 +22,10 @@ class Hosts:
     """The hosts of a job, by number: ``names``, how many ranks each takes, and ways to the agents.
 
     ``local`` is the agent of host 0, this one, if there is one. ``here`` are those whose agents are
-    there, ``lost`` those that are not any more, and why. ``on_message`` is called with what an
-    agent reports, ``on_lost`` with what has become of a host that is gone, ``on_cut`` with what has
-    become of the way to some: their ranks have ended, but they may come again.
+    there, ``lost`` those that are not any more, and why; ``since`` is when each was last here.
+    ``on_message`` is called with what an agent reports, ``on_lost`` with what has become of a host
+    that is gone, ``on_cut`` with what has become of the way to some: their ranks have ended, but
+    they may come again.
 
     Those that come by themselves, for which they may take ``patience`` seconds, are launchers: they
     have users before them, to whom they show what the ranks print, and who may send SIGUSR1; and
@@ -45,6 +47,7 @@ class Hosts:
         self.names = [name for name, _ in named]
         self.slots = [slots for _, slots in named]
         self.here, self.lost = {0} if local else set[int](), dict[int, str]()
+        self.since = dict.fromkeys(range(len(named)), system.monotonic())
         self.on_message: Callable[[int, str, list[Any]], None]
         self.on_lost: Callable[[int, str], None]
         self.on_cut: Callable[[Collection[int], str], None]
@@ -81,7 +84,7 @@ class Hosts:
         """Talk no more to agents that have not answered for so long."""
         for number in numbers:
             self.send(number, "leave", 1)
-            self._gone(number, f"its agent has not answered for {seconds:g} s", [number])
+            self._gone(number, f"its agent has not answered for {seconds:.3g} s", [number])
 
     def leave(self, code: int) -> None:
         """End what is left here, and let all agents go."""
@@ -115,6 +118,7 @@ class Hosts:
     def _gone(self, number: int, how: str, gone: Collection[int]) -> None:
         """Note that no way leads to hosts any more; ``number``, if it is one of them, is lost."""
         self.here.difference_update(gone)
+        self.since.update(dict.fromkeys(gone, system.monotonic()))
         why = _MOVED
         if number in gone:
             self.lost[number] = f"is lost: {how}"

@@ -142,14 +142,16 @@ class Job:
             self._on_here(index)
         if missing and not self._attempt.is_ending:
             self._hosts.open(sorted(missing))
-        if patience := self._hosts.patience:
-            self._wait(lambda: not self._attempt.is_ending and bool(self._absent()), patience)
-            if not self._attempt.is_ending:  # else the next start waits for them
-                self._hosts.drop(self._absent(), patience)
-
-    def _absent(self) -> set[int]:
-        """Return hosts of this attempt that are not here, and may come by themselves."""
-        return self._working - self._hosts.here - self._hosts.lost.keys()
+        patience, since = self._hosts.patience, self._hosts.since
+        while patience and not self._attempt.is_ending:  # else the next start waits for them
+            absent = self._working - self._hosts.here - self._hosts.lost.keys()
+            late = [each for each in absent if system.monotonic() >= since[each] + patience]
+            if not absent:
+                break
+            if late:
+                self._hosts.drop(late, patience)
+            else:
+                self._loop.once(min(since[each] for each in absent) + patience)
 
     def _signal(self, number: int) -> None:
         """Send ``number`` to every rank, and to what it has started; SIGUSR1 where it was sent."""

@@ -41,8 +41,6 @@ from flashlight_py.launch.output import RankOutput
 
 # How long launchers wait for each other, in seconds.
 MEETING_SECONDS = 300.0
-# How long one whose way to node 0 is lost looks for another, in seconds.
-RETURN_SECONDS = 10.0
 # After so many they say whom they wait for. Who accepts a connection answers in less than the
 # latter, as no launcher does anything else meanwhile.
 _FIRST_REPORT, _PATIENCE = 4.0, 3.0
@@ -107,8 +105,8 @@ def job_of_nodes(
         local.reached = [plain(each.getsockname())[0] for each in connections.values()]
         local.secret_of = partial(secret_of_ranks, key)
         found = [(each["host"], each["ranks"]) for each in map(json.loads, payloads)]
-        # Who looks for another way to this node ends its ranks first.
-        patience = RETURN_SECONDS + options.grace
+        # Another node may notice later than this one that the way is lost. It ends its ranks first.
+        patience = options.lost_after + options.grace + store.moving_seconds
         hosts = Hosts(loop, found, options.lost_after, local, patience)
         ends.enter_context(_below(loop, store, hosts.branches, connections))
         yield Job(loop, hosts, options, stdin, file)
@@ -121,7 +119,7 @@ def work_for_node_0(loop: Loop, options: Options, store: MeetingPoint) -> int:
     """
     with interruptible():
         key, _, connections = _meet(options, store)
-    branches = Branches(loop, options.lost_after)
+    branches = Branches(loop, options.lost_after, store.number)
     launcher = LauncherConnection(loop, branches, keeps=True)
     agent, problem = NodeAgent(loop, launcher, options, key), ""
     above = connections.pop(store.above)
@@ -135,7 +133,7 @@ def work_for_node_0(loop: Loop, options: Options, store: MeetingPoint) -> int:
                     break
                 launcher.leave_for_another()
             try:
-                above = store.move(RETURN_SECONDS)
+                above = store.move()
             except RendezvousError as error:
                 problem = f", and there is no other way to node 0: {error}"
                 branches.leave(1)
