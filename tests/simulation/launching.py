@@ -172,7 +172,7 @@ def objections(launch: Launch, losses: Sequence[Loss]) -> str:
     return "" if set(seen.values()) == {len(seen)} else f"{losses} end with ranks of {seen}"
 
 
-def trial(seed: int) -> str:
+def lose(seed: int) -> str:
     """Let launchers of a deep tree be lost; return what is wrong in the end."""
     with mock.patch.object(places, "FAN", FAN):
         how = {"per_host": 1, "meets": False, "min_n": 1, "FLASHLIGHT_TREE_FROM": "2"}
