@@ -18,6 +18,7 @@ import socket
 import struct
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +86,18 @@ def read_text(path: str) -> str:
         OSError: it is not there.
     """
     return Path(path).read_text(errors="replace")
+
+
+def children() -> list[int]:
+    """Return the processes whose parent is this one, also those that have ended just now."""
+    me, found = os.getpid(), []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            stat = Path(f"/proc/{pid}/stat").read_bytes()
+            # The name, in brackets, may itself have brackets and spaces; state and parent follow.
+            if int(stat.rpartition(b")")[2].split()[1]) == me:
+                found.append(int(pid))
+    return found
 
 
 def addresses() -> list[tuple[str, str, bool]]:

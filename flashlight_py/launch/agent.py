@@ -20,7 +20,7 @@ from typing import Any
 from flashlight_py import system
 from flashlight_py.interfaces import listen_everywhere, own_addresses
 from flashlight_py.launch.branches import Branches
-from flashlight_py.launch.channel import Outgoing, Reader, message, parsed, write_whole
+from flashlight_py.launch.channel import Outgoing, Reader, addressed, message, parsed, write_whole
 from flashlight_py.launch.front import die_with_parent, run_behind
 from flashlight_py.launch.loop import LOST_SECONDS, Loop, Pulse
 from flashlight_py.launch.output import RankOutput, Source
@@ -65,10 +65,10 @@ class Agent:
         self._notes: Notes | None = None
         self._ends = ExitStack()
 
-    def prepare(self, needs_port: bool) -> None:
+    def prepare(self, attempt: int, needs_port: bool) -> None:
         """Report where ranks could meet on this host: its addresses, the best first, and a port."""
         if not needs_port:
-            self.report("ready", [], 0)
+            self.report("ready", attempt, [], 0)
             return
         # Rank 0 inherits it: a port that is merely reserved could be taken by somebody else.
         self._listener = self._ends.enter_context(listen_everywhere(0, _BACKLOG))
@@ -77,7 +77,7 @@ class Agent:
         by_ssh, own = system.environ.get("SSH_CONNECTION", "").split()[2:3], own_addresses()
         reached = [each for each in (*self.reached, *by_ssh) if each in own]
         port = self._listener.getsockname()[1]
-        self.report("ready", list(dict.fromkeys([*reached, *own])), port)
+        self.report("ready", attempt, list(dict.fromkeys([*reached, *own])), port)
 
     def task(self, task: Mapping[str, Any]) -> None:
         """Keep what the ranks of all hosts are: ``size`` of ``program``; see ``Job``."""
@@ -208,7 +208,7 @@ class LauncherConnection:
         self._loop, self._branches, self._keeps = loop, branches, keeps
         self._lines: deque[bytes] = deque()
         self._inbox: deque[tuple[str, list[Any]]] = deque()
-        self._is_writing = False
+        self._is_writing, self._places = False, 0
         branches.on_lines, branches.on_lost = self._on_lines, self._on_lost
 
     def connect(self, reading: int, writing: int) -> None:
@@ -220,8 +220,9 @@ class LauncherConnection:
         self._lines, self._inbox = deque(), deque()
         self._loop.watch(reading, self._read)
         self._pulse = Pulse(self._loop, self._branches.lost_after, self._beat, self._on_silence)
-        self.report("here")
-        self._on_lines([(node, message("here")) for node in self._branches.nodes()])
+        self._places += 1
+        self.report("here", self._places)
+        self._on_lines(self._branches.here())
 
     def report(self, kind: str, *values: Any) -> None:
         """Send a message to the launcher; blocks until it is written, or the launcher is lost."""
@@ -230,6 +231,11 @@ class LauncherConnection:
     def end(self) -> None:
         """Let ``run`` return."""
         self.has_ended = True
+
+    def leave_for_another(self) -> None:
+        """Say that this agent is not lost, to who is above and may merely have been stopped."""
+        if system.can_write(self._writing):
+            self._write(message("moves"))
 
     def run(self, agent: Agent) -> int | None:
         """Have ``agent`` do what the launcher says, then end all ranks that are left.
@@ -276,7 +282,7 @@ class LauncherConnection:
         """Pass on what is for others; does not block unless there are hosts to be reached."""
         while self._lines:  # others may come meanwhile
             line = self._lines.popleft()
-            number, _, rest = (b"", b"", line) if line[:1] == b"[" else line.partition(b" ")
+            number, rest = addressed(line)
             if number not in (b"", b"*"):
                 self._branches.put(int(number), rest)
                 continue
@@ -292,8 +298,8 @@ class LauncherConnection:
     def _on_lines(self, lines: list[tuple[int, bytes]]) -> None:
         self._send_up(b"".join(b"%d %s" % each for each in lines))
 
-    def _on_lost(self, node: int, how: str, behind: list[int], has_been_there: bool) -> None:
-        self.report(*(("lost", node, how, behind) if has_been_there else ("unreached", node, how)))
+    def _on_lost(self, node: int, how: str, gone: list[int], has_been_there: bool) -> None:
+        self.report(*(("lost", node, how, gone) if has_been_there else ("unreached", node, how)))
 
     def _send_up(self, data: bytes) -> None:
         if self.has_ended or self.silence:

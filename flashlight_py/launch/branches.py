@@ -4,7 +4,8 @@ The launcher has one, and so has every agent. Few hosts are all right below the 
 reaches some, which reach others, so that no process has more than some dozens of connections.
 A message to or from another agent than the neighbour has that one's number before it, or, on its
 way down, ``*``: for who gets it and all below. So it is passed on without being read. The ways are
-learned from what comes up: ``here`` is the first that does.
+learned from ``here``, which comes up first, and says how often an agent has looked for a place:
+what still comes by a way that it had before is dropped, and nobody is lost who has another one.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from socket import IPPROTO_TCP, TCP_USER_TIMEOUT
 from subprocess import PIPE
 
 from flashlight_py import system
-from flashlight_py.launch.channel import Outgoing, Reader, message
+from flashlight_py.launch.channel import Outgoing, Reader, addressed, message, parsed
 from flashlight_py.launch.failures import describe_exit
 from flashlight_py.launch.loop import Loop, Pulse
 
@@ -28,6 +29,9 @@ TREE_FROM, FAN = 48, 16
 MOST_LINKS = 64
 # So long agents may take to leave, in seconds.
 LEAVING_SECONDS = 10.0
+# In place of the number of an agent that is not lost, but looks for another place.
+MOVING = -1
+_HERE, _LOST, _MOVES = b'["here",', b'["lost",', b'["moves"'
 
 
 class Link:
@@ -37,6 +41,7 @@ class Link:
     """
 
     part: Sequence[tuple[int, str]] = ()  # hosts that are to be reached from there
+    moves = False  # it looks for another place, or may do so
 
     def __init__(self, branches: Branches, node: int) -> None:
         self.node, self.has_heard = node, False
@@ -45,6 +50,10 @@ class Link:
     def put(self, line: bytes) -> None:
         """Send ``line``; does not block, nothing happens if nobody is there any more."""
         self._outgoing.put(line)
+
+    def doubt(self) -> None:
+        """Note that this process has been out of reach: if the other end is silent, it may move."""
+        self.moves |= self._pulse.is_silent
 
     def close(self) -> None:
         """Close the connection; whatever is still there ends by it. May be called again."""
@@ -63,9 +72,11 @@ class Link:
         self._pulse = Pulse(loop, self._branches.lost_after, beat, self._on_silence, is_there)
 
     def _read(self) -> None:
-        self._pulse.heard()
+        before = self._reader.received
         lines = self._reader.lines()
-        self.has_heard = self._reader.received > 0
+        if self._reader.received > before:
+            self.has_heard, self.moves = True, False
+            self._pulse.heard()
         self._branches.take(self, lines)
         if self._reader.has_ended and self._is_open:
             self._branches.loop.forget(self._reading)
@@ -155,20 +166,22 @@ class SshLink(Link):
 
 
 class Branches:
-    """The agents below this process, by the numbers of their hosts.
+    """The agents below this process, by the numbers of their hosts; ``own`` is this one's, if any.
 
     ``on_lines`` is called with messages that have come, each with the number whose it is.
     ``on_lost`` is called when a connection has ended: with the number of the host, what has become
-    of it, those that were reached by it, and whether anything had ever come from there.
+    of it, to whom there is no way any more, and whether anything had ever come from there. The
+    number is ``MOVING`` where the host looks for another place.
     """
 
-    def __init__(self, loop: Loop, lost_after: float) -> None:
-        self.loop, self.lost_after = loop, lost_after
+    def __init__(self, loop: Loop, lost_after: float, own: int | None = None) -> None:
+        self.loop, self.lost_after, self._own = loop, lost_after, own
         self.links: dict[int, Link] = {}
         self.is_leaving = False
         self.on_lines: Callable[[list[tuple[int, bytes]]], None]
         self.on_lost: Callable[[int, str, list[int], bool], None]
         self._ways: dict[int, Link] = {}
+        self._moves: dict[int, int] = {}  # of agents that have been here: how often they have moved
 
     def put(self, node: int, line: bytes) -> None:
         """Send a message to one agent; nothing happens where no way to it is known."""
@@ -181,25 +194,44 @@ class Branches:
             link.put(b"* " + line)
 
     def take(self, link: Link, lines: list[bytes]) -> None:
-        """Take what has come on ``link``."""
+        """Take what has come on ``link``, but for what is of a way that an agent had before."""
         found = []
         for line in lines:
-            number, _, rest = (b"", b"", line) if line[:1] == b"[" else line.partition(b" ")
-            node = int(number) if number else link.node
-            self._ways[node] = link
+            number, rest = addressed(line)
+            node, kind = int(number or link.node), rest[:8]
+            if kind == _HERE:
+                moves = parsed(rest)[1][0]
+                if node == self._own or moves < self._moves.get(node, 0):
+                    continue
+                self._moves[node], self._ways[node] = moves, link
+            elif kind == _MOVES:
+                link.moves = True
+                continue
+            elif self._ways.get(node) is not link:
+                continue
+            elif kind == _LOST:
+                lost, how, gone = parsed(rest)[1]
+                if not (gone := self._forget(link, gone)):
+                    continue
+                rest = message("lost", lost, how, gone)
             found.append((node, rest))
         if found:
             self.on_lines(found)
 
-    def nodes(self) -> list[int]:
-        return list(self._ways)
+    def here(self) -> list[tuple[int, bytes]]:
+        """Return what those who are here have said of that, as this process has another place."""
+        moves = self._moves
+        for link in self.links.values():
+            link.doubt()
+        return [(node, message("here", moves[node])) for node in self._ways if node in moves]
 
     def adopt(self, node: int, connection: system.Socket) -> None:
         """Talk to the launcher of ``node`` on a connection that it has made."""
         if (old := self.links.get(node)) is not None:
             old.close()
+            old.moves = True
             self.lose(old, "its launcher has come again")
-        self.links[node] = NodeLink(self, node, connection)
+        self.links[node] = self._ways[node] = NodeLink(self, node, connection)
 
     def reach(
         self, hosts: Sequence[tuple[int, str]], ssh: Sequence[str], fan: int, first: int = 0
@@ -211,30 +243,31 @@ class Branches:
         count = min(first or fan, len(hosts))
         for i in range(count):
             part = hosts[i * len(hosts) // count : (i + 1) * len(hosts) // count]
+            node = part[0][0]
             try:
-                self.links[part[0][0]] = SshLink(self, part, ssh, fan)
+                self.links[node] = self._ways[node] = SshLink(self, part, ssh, fan)
             except OSError as error:
                 for node, _ in part:
-                    self.on_lost(node, f"{ssh[0]}: {error}", [], False)
+                    self.on_lost(node, f"{ssh[0]}: {error}", [node], False)
 
     def lose(self, link: Link, how: str) -> None:
         """Note that ``link`` has ended. Those who were to be reached by it, are from here."""
         self.links = {node: each for node, each in self.links.items() if each is not link}
         behind = {node for node, way in self._ways.items() if way is link}
-        for node in behind:
-            del self._ways[node]
-        behind |= {node for node, _ in link.part}
+        gone = self._forget(link, sorted(behind | {node for node, _ in link.part}))
         if isinstance(link, SshLink) and link.part and not (link.has_heard or self.is_leaving):
-            behind.clear()
+            gone = [link.node]
             self.reach(link.part, link.ssh, link.fan, 1)
-        self.on_lost(link.node, how, sorted(behind - {link.node}), link.has_heard)
+        if gone:
+            self.on_lost(MOVING if link.moves else link.node, how, gone, link.has_heard)
 
-    def forget(self, by: int, nodes: Iterable[int]) -> list[int]:
-        """Forget the ways to ``nodes``, as host ``by`` says; returns those that had no other."""
-        link = self._ways.get(by)
-        gone = [
-            node for node in nodes if node not in self.links and self._ways.get(node, link) is link
-        ]
+    def _forget(self, link: Link, nodes: Sequence[int]) -> list[int]:
+        """Forget that ``nodes`` are reached by ``link``; returns those that have no other way.
+
+        Not this one: it was below somebody who is below it now, and has not noticed that.
+        """
+        ways = self._ways
+        gone = [node for node in nodes if node != self._own and ways.get(node, link) is link]
         for node in gone:
             self._ways.pop(node, None)
         return gone

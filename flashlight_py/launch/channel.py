@@ -7,7 +7,8 @@ launcher that was killed leaves no ranks behind.
 From an agent: it is ``here``, ``ready``, or ``cannot_run`` the program; ``output`` of a rank, a
 rank has ``exited``, ``more`` input can be taken; it has ``lost_output``, a signal is to
 ``interrupt`` the job; the ``record`` of a rank, or why it is ``left_out``; all is ``finished``, but
-for some processes. An agent right below it is ``lost``, with others, or was ``unreached``.
+for some processes. An agent right below it is ``lost``, with others, or was ``unreached``. It
+``moves`` to another place, which the one above it alone is told.
 Both ways: a ``pulse`` of an end that is there, between neighbours; all else agents pass on.
 
 An agent waits until who is above has taken its message; meanwhile its ranks wait to print. Nobody
@@ -38,6 +39,14 @@ def parsed(line: bytes) -> tuple[str, list[Any]]:
     if kind in _WITH_BYTES:
         values[-1] = values[-1].encode("latin-1")
     return kind, values
+
+
+def addressed(line: bytes) -> tuple[bytes, bytes]:
+    """Return whose a message is, or whom it is for, and the rest; nothing: the neighbour's."""
+    if line[:1] == b"[":
+        return b"", line
+    number, _, rest = line.partition(b" ")
+    return number, rest
 
 
 class Reader:

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Collection
 from contextlib import suppress
 
+from flashlight_py import system
 from flashlight_py.launch.failures import describe_exit
 from flashlight_py.launch.loop import FORWARDED
 
@@ -32,7 +33,7 @@ def run_behind(work: Callable[[], int], clean_up: Callable[[], None]) -> int:
     adopt_orphans()
     front = os.getpid()
     # A shell that started others and then became this process has left them to us.
-    strangers = children() if has_children() else []
+    strangers = system.children() if has_children() else []
     # No signal may arrive between the copy's birth and our readiness to hand it on.
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     pid = os.fork()
@@ -78,7 +79,7 @@ def _be_the_copy(front: int, work: Callable[[], int]) -> None:
             os._exit(code)
 
 
-# What the kernel does: bind lives together, hand orphans over, list children -----------------
+# What the kernel does: bind lives together, hand orphans over ---------------------------------
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
@@ -93,20 +94,6 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def children() -> list[int]:
-    """Return the processes whose parent is this one, also those that have ended just now."""
-    me, found = os.getpid(), []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        with (
-            suppress(FileNotFoundError, ProcessLookupError),
-            open(f"/proc/{pid}/stat", "rb") as file,
-        ):
-            # The name, in brackets, may itself have brackets and spaces; state and parent follow.
-            if int(file.read().rpartition(b")")[2].split()[1]) == me:
-                found.append(int(pid))
-    return found
-
-
 def has_children() -> bool:
     """Return whether this process has any child."""
     try:
@@ -118,7 +105,7 @@ def has_children() -> bool:
 
 def end_children(spare: Collection[int] = ()) -> None:
     """Kill all children but ``spare``, then those that they leave to us. Blocks until none is."""
-    while has_children() and (pids := set(children()).difference(spare)):
+    while has_children() and (pids := set(system.children()).difference(spare)):
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         for pid in pids:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from flashlight_py import system
 from flashlight_py.launch.agent import Agent
 from flashlight_py.launch.branches import FAN, MOST_LINKS, TREE_FROM, Branches
 from flashlight_py.launch.channel import message, parsed
 from flashlight_py.launch.loop import Loop
+
+_MOVED = "has lost its way to the launcher"
 
 
 class StartError(Exception):
@@ -19,9 +22,10 @@ class Hosts:
     """The hosts of a job, by number: ``names``, how many ranks each takes, and ways to the agents.
 
     ``local`` is the agent of host 0, this one, if there is one. ``here`` are those whose agents are
-    there, ``lost`` those that are not any more, and why. ``on_message`` is called with what an
-    agent reports, ``on_lost`` with what has become of a host that is gone, ``on_cut`` with what has
-    become of the way to some: their ranks have ended, but they may come again.
+    there, ``lost`` those that are not any more, and why; ``since`` is when each was last here.
+    ``on_message`` is called with what an agent reports, ``on_lost`` with what has become of a host
+    that is gone, ``on_cut`` with what has become of the way to some: their ranks have ended, but
+    they may come again.
 
     Those that come by themselves, for which they may take ``patience`` seconds, are launchers: they
     have users before them, to whom they show what the ranks print, and who may send SIGUSR1; and
@@ -43,6 +47,7 @@ class Hosts:
         self.names = [name for name, _ in named]
         self.slots = [slots for _, slots in named]
         self.here, self.lost = {0} if local else set[int](), dict[int, str]()
+        self.since = dict.fromkeys(range(len(named)), system.monotonic())
         self.on_message: Callable[[int, str, list[Any]], None]
         self.on_lost: Callable[[int, str], None]
         self.on_cut: Callable[[Collection[int], str], None]
@@ -79,7 +84,7 @@ class Hosts:
         """Talk no more to agents that have not answered for so long."""
         for number in numbers:
             self.send(number, "leave", 1)
-            self._gone(number, f"its agent has not answered for {seconds:g} s", [])
+            self._gone(number, f"its agent has not answered for {seconds:.3g} s", [number])
 
     def leave(self, code: int) -> None:
         """End what is left here, and let all agents go."""
@@ -94,32 +99,33 @@ class Hosts:
             kind, values = parsed(line)
             if kind == "here":
                 if number in self.here:
-                    self.on_cut([number], "has lost its way to the launcher")
+                    self.on_cut([number], _MOVED)
                 self.here.add(number)
                 self.lost.pop(number, None)
             if kind == "lost":
-                node, how, behind = values
-                gone = self.branches.forget(number, [node, *behind])
-                if node in gone:
-                    self._gone(node, how, [each for each in gone if each != node])
+                self._gone(*values)
             elif kind == "unreached":
                 self._on_unreached(number, *values)
             elif number in self.here:
                 self.on_message(number, kind, values)
 
-    def _on_lost(self, number: int, how: str, behind: list[int], has_been_there: bool) -> None:
-        self._gone(number, how, behind)
+    def _on_lost(self, number: int, how: str, gone: list[int], has_been_there: bool) -> None:
+        self._gone(number, how, gone)
 
     def _on_unreached(self, by: int, number: int, how: str) -> None:
         """An agent cannot reach ``number``."""
 
-    def _gone(self, number: int, how: str, behind: Collection[int]) -> None:
-        self.here.difference_update((number, *behind))
-        self.lost[number] = f"is lost: {how}"
-        self.on_lost(number, self.lost[number])
-        if behind:
-            name = self.names[number]
-            self.on_cut(behind, f"cannot be reached: host {name}, on the way there, is lost")
+    def _gone(self, number: int, how: str, gone: Collection[int]) -> None:
+        """Note that no way leads to hosts any more; ``number``, if it is one of them, is lost."""
+        self.here.difference_update(gone)
+        self.since.update(dict.fromkeys(gone, system.monotonic()))
+        why = _MOVED
+        if number in gone:
+            self.lost[number] = f"is lost: {how}"
+            self.on_lost(number, self.lost[number])
+            why = f"cannot be reached: host {self.names[number]}, on the way there, is lost"
+        if cut := [each for each in gone if each != number]:
+            self.on_cut(cut, why)
 
 
 class SshHosts(Hosts):
@@ -152,10 +158,10 @@ class SshHosts(Hosts):
         self._under_way.difference_update(number for number, _ in lines)
         super()._on_lines(lines)
 
-    def _gone(self, number: int, how: str, behind: Collection[int]) -> None:
-        self._under_way.difference_update((number, *behind))
+    def _gone(self, number: int, how: str, gone: Collection[int]) -> None:
+        self._under_way.difference_update(gone)
         self._why = how
-        super()._gone(number, how, behind)
+        super()._gone(number, how, gone)
 
     def _on_unreached(self, by: int, number: int, how: str) -> None:
         if number in self.here or number in self.branches.links:
@@ -165,4 +171,5 @@ class SshHosts(Hosts):
             self.on_message(by, "warning", [f"{words}; it is reached from here"])
             self.branches.reach([(number, self.names[number])], self._ssh, FAN)
         else:
-            self._gone(number, f"{words}, and this one has {MOST_LINKS} connections already", [])
+            most = f"this one has {MOST_LINKS} connections already"
+            self._gone(number, f"{words}, and {most}", [number])

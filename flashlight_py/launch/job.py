@@ -5,7 +5,6 @@ The ranks of an attempt start when every host that takes some has reported to be
 
 from __future__ import annotations
 
-import secrets
 import signal
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -143,14 +142,16 @@ class Job:
             self._on_here(index)
         if missing and not self._attempt.is_ending:
             self._hosts.open(sorted(missing))
-        if patience := self._hosts.patience:
-            self._wait(lambda: not self._attempt.is_ending and bool(self._absent()), patience)
-            if not self._attempt.is_ending:  # else the next start waits for them
-                self._hosts.drop(self._absent(), patience)
-
-    def _absent(self) -> set[int]:
-        """Return hosts of this attempt that are not here, and may come by themselves."""
-        return self._working - self._hosts.here - self._hosts.lost.keys()
+        patience, since = self._hosts.patience, self._hosts.since
+        while patience and not self._attempt.is_ending:  # else the next start waits for them
+            absent = self._working - self._hosts.here - self._hosts.lost.keys()
+            late = [each for each in absent if system.monotonic() >= since[each] + patience]
+            if not absent:
+                break
+            if late:
+                self._hosts.drop(late, patience)
+            else:
+                self._loop.once(min(since[each] for each in absent) + patience)
 
     def _signal(self, number: int) -> None:
         """Send ``number`` to every rank, and to what it has started; SIGUSR1 where it was sent."""
@@ -186,11 +187,14 @@ class Job:
     def _on_message(self, host: int, kind: str, values: list[Any]) -> None:
         getattr(self, f"_on_{kind}")(host, *values)
 
-    def _on_here(self, host: int) -> None:
+    def _on_here(self, host: int, moves: int = 0) -> None:
         if host in self._unready:
-            self._hosts.send(host, "prepare", host == self._first and not self._file)
+            needs_port = host == self._first and not self._file
+            self._hosts.send(host, "prepare", self._restarts, needs_port)
 
-    def _on_ready(self, host: int, addresses: list[str], port: int) -> None:
+    def _on_ready(self, host: int, attempt: int, addresses: list[str], port: int) -> None:
+        if attempt != self._restarts:
+            return  # it was asked before the way there was lost
         if host == self._first:
             self._addresses, self._port = addresses or [self._hosts.names[host]], port
         self._unready.discard(host)
@@ -215,7 +219,7 @@ class Job:
         if self._file:
             return {"FLASHLIGHT_FILE": f"{self._file}-{self._restarts}"}
         # It travels inside ssh, and never in a command line, which every user can read.
-        secret = {} if self._hosts.are_launchers else {SECRET: secrets.token_hex(32)}
+        secret = {} if self._hosts.are_launchers else {SECRET: system.random_bytes(32).hex()}
         # Ranks try them all: which of them a host can reach, only that host knows.
         where = {"MASTER_ADDR": self._addresses[0], ADDRESSES: ",".join(self._addresses)}
         return {**where, "MASTER_PORT": str(self._port), **secret}
@@ -230,7 +234,8 @@ class Job:
         self._output.take(Source(rank, stream), data)
 
     def _on_exited(self, host: int, rank: int, code: int, errors: list[str]) -> None:
-        self._attempt.on_exit(rank, code, errors)
+        if host not in self._unready:  # else it is of the last attempt, and the way there was lost
+            self._attempt.on_exit(rank, code, errors)
 
     def _on_more(self, host: int) -> None:
         if self._supply is not None:

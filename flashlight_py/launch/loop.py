@@ -194,6 +194,11 @@ class Pulse:
     def heard(self) -> None:
         self._is_there, self._silent = True, 0.0
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether more is missing than a beat that is on its way."""
+        return self._silent > BEAT_SECONDS
+
     def look(self) -> None:
         """Count a beat in which nothing has arrived, after reading what was there."""
         if self._is_there:

@@ -14,7 +14,6 @@ node 0 is lost asks that for another place, and keeps what is below it.
 from __future__ import annotations
 
 import json
-import secrets
 import signal
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,8 +41,6 @@ from flashlight_py.launch.output import RankOutput
 
 # How long launchers wait for each other, in seconds.
 MEETING_SECONDS = 300.0
-# How long one whose way to node 0 is lost looks for another, in seconds.
-RETURN_SECONDS = 10.0
 # After so many they say whom they wait for. Who accepts a connection answers in less than the
 # latter, as no launcher does anything else meanwhile.
 _FIRST_REPORT, _PATIENCE = 4.0, 3.0
@@ -108,8 +105,8 @@ def job_of_nodes(
         local.reached = [plain(each.getsockname())[0] for each in connections.values()]
         local.secret_of = partial(secret_of_ranks, key)
         found = [(each["host"], each["ranks"]) for each in map(json.loads, payloads)]
-        # Who looks for another way to this node ends its ranks first.
-        patience = RETURN_SECONDS + options.grace
+        # Another node may notice later than this one that the way is lost. It ends its ranks first.
+        patience = options.lost_after + options.grace + store.moving_seconds
         hosts = Hosts(loop, found, options.lost_after, local, patience)
         ends.enter_context(_below(loop, store, hosts.branches, connections))
         yield Job(loop, hosts, options, stdin, file)
@@ -122,7 +119,7 @@ def work_for_node_0(loop: Loop, options: Options, store: MeetingPoint) -> int:
     """
     with interruptible():
         key, _, connections = _meet(options, store)
-    branches = Branches(loop, options.lost_after)
+    branches = Branches(loop, options.lost_after, store.number)
     launcher = LauncherConnection(loop, branches, keeps=True)
     agent, problem = NodeAgent(loop, launcher, options, key), ""
     above = connections.pop(store.above)
@@ -132,10 +129,11 @@ def work_for_node_0(loop: Loop, options: Options, store: MeetingPoint) -> int:
                 keep_little(above, options.lost_after)
                 launcher.connect(above.fileno(), above.fileno())
                 code = launcher.run(agent)
-            if code is not None or agent.interrupted or store.above == 0:
-                break
+                if code is not None or agent.interrupted or store.above == 0:
+                    break
+                launcher.leave_for_another()
             try:
-                above = store.move(RETURN_SECONDS)
+                above = store.move()
             except RendezvousError as error:
                 problem = f", and there is no other way to node 0: {error}"
                 branches.leave(1)
@@ -214,7 +212,7 @@ def _meet(
     mine = {
         "host": system.gethostname(),
         "ranks": options.ranks,
-        "nonce": secrets.token_hex(32),
+        "nonce": system.random_bytes(32).hex(),
     }
     store.first_report, store.patience, store.tree_from = _FIRST_REPORT, _PATIENCE, TREE_FROM
     try:

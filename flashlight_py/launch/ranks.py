@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from flashlight_py import system
 from flashlight_py.cores import thread_variables, usable_cores
-from flashlight_py.launch.front import children
 from flashlight_py.launch.loop import Loop, Poll, await_end
 from flashlight_py.launch.output import STREAMS, Source
 
@@ -201,7 +200,7 @@ def end_leftovers(loop: Loop, grace: float) -> list[int]:
     """
 
     def left() -> set[int]:
-        return set(children()) - loop.ours() if loop.reap() else set()
+        return set(system.children()) - loop.ours() if loop.reap() else set()
 
     asked: set[int] = set()
     ends = system.monotonic() + grace

@@ -5,18 +5,25 @@ A rank is a process that starts as others do (``scenario.meet``) and then waits 
 
 from __future__ import annotations
 
+import math
+import signal
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
+from unittest import mock
 
+from flashlight_py.distributed.rendezvous import places
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
 from flashlight_py.distributed.start import initialize
 from flashlight_py.distributed.start.settings import Settings
+from flashlight_py.errors import RendezvousError
 from flashlight_py.launch.loop import LOST_SECONDS, Loop
 from flashlight_py.launch.nodes import job_of_nodes, meeting_of, work_for_node_0
 from flashlight_py.launch.options import Options
 from tests.simulation import costs
+from tests.simulation.network import divide
 from tests.simulation.scenario import native_stood_in_for
 from tests.simulation.world import Process, World, installed, me
 
@@ -36,6 +43,7 @@ class Launch:
         timeout: float = 300.0,
         meets: bool = True,
         min_n: int | None = None,
+        **environ: str,
     ) -> None:
         self.world, self.size, self.timeout = World(seed), nodes * per_host, timeout
         self._meets, self._min_n = meets, min_n
@@ -45,7 +53,10 @@ class Launch:
         self.ranks: dict[int, Process] = {}
         self.said: list[bytes] = []  # by launchers, on their terminals
         self.launchers = [
-            Process(self.world.add_host(), self._launcher(node, nodes, per_host), _ENVIRON)
+            Process(
+                *(self.world.add_host(), self._launcher(node, nodes, per_host)),
+                {"FLASHLIGHT_SECRET": "s", **environ},
+            )
             for node in range(nodes)
         ]
         self.world.on_output = self.said.append
@@ -88,15 +99,94 @@ class Launch:
 
         return main
 
-    def run(self, until: float = 1e3, are_up: bool = False) -> Launch:
-        """Let it happen until all launchers have ended, or all ranks ``are_up``."""
-        is_done = lambda: are_up and len(self.up) == self.size  # noqa: E731
+    def running(self) -> dict[int, int]:
+        """Return the nodes on which a rank runs, and how many ranks its start has."""
+        return {
+            each.host.number - 1: int(each.environ["WORLD_SIZE"])
+            for each in self.world.processes.values()
+            if each.code is None and each not in self.launchers
+        }
+
+    def run(self, until: float = 1e3, is_done: Callable[[], bool] = lambda: False) -> Launch:
+        """Let it happen until all launchers have ended, or what is waited for ``is_done``.
+
+        Raises what a launcher has raised, unless it is what its user would be told.
+        """
         with installed(self.world), native_stood_in_for(), costs.charged(self.world.spend):
             over = lambda: is_done() or self.launchers[0].code is not None  # noqa: E731
             self.world.run(until, over)
-            if not is_done():
+            if not is_done() and self.world.now < until:
                 self.world.run(self.world.now + 30.0)
+        for each in self.launchers:
+            if each.error is not None and not isinstance(each.error, RendezvousError):
+                raise each.error
         return self
 
 
-_ENVIRON = {"FLASHLIGHT_SECRET": "s"}
+# Hosts that are silent for 6 s are lost. Two that are away one after the other are not, either.
+BRIEF, LONG = (0.1, 2.7), (7.0, 15.0)
+FAN = 2  # of a tree of 14 hosts that is as deep as one of some hundreds
+
+_STOP_AND_GO = signal.SIGSTOP, signal.SIGCONT
+
+
+class Loss(NamedTuple):
+    """What becomes of the launcher of a node, and for how many seconds."""
+
+    at: float
+    what: str
+    node: int
+    seconds: float
+
+
+def losses(launch: Launch, most: int = 5) -> list[Loss]:
+    """Choose what becomes of some launchers while all ranks run, or start again."""
+    world, random = launch.world, launch.world.random
+    begin, found = random.uniform(1.0, 1.1), list[Loss]()
+    for node in random.sample(range(1, len(launch.launchers)), random.randint(1, most)):
+        process, host = launch.launchers[node], world.hosts[node]
+        what, *calls = random.choice(
+            (
+                ("killed", partial(process.end, -signal.SIGKILL)),
+                ("stopped", *(partial(process.receive, each) for each in _STOP_AND_GO)),
+                ("cut off", *(partial(divide, world, [host], side) for side in (node, 0))),
+            )
+        )
+        at = begin + random.choice((0.0, random.uniform(0, 0.1), random.uniform(0, 8.0)))
+        seconds = random.choice((math.inf, random.uniform(*BRIEF), random.uniform(*LONG)))
+        for when, call in zip((at, at + seconds), calls, strict=False):
+            world.at(when, call)
+        found.append(Loss(at, what, node, seconds if len(calls) > 1 else math.inf))
+    return found
+
+
+def objections(launch: Launch, losses: Sequence[Loss]) -> str:
+    """Say if not every node that is not lost has a rank of the same start."""
+    running, nodes = launch.running(), range(len(launch.launchers))
+    lost = {
+        loss.node
+        for loss in losses
+        if loss.seconds == math.inf or (loss.seconds > BRIEF[1] and loss.node not in running)
+    }
+    seen = {node: running.get(node, 0) for node in nodes if node not in lost}
+    return "" if set(seen.values()) == {len(seen)} else f"{losses} end with ranks of {seen}"
+
+
+def lose(seed: int) -> str:
+    """Let launchers of a deep tree be lost; return what is wrong in the end."""
+    with mock.patch.object(places, "FAN", FAN):
+        how = {"per_host": 1, "meets": False, "min_n": 1, "FLASHLIGHT_TREE_FROM": "2"}
+        launch = Launch(14, seed, **how)
+        happens, wrong = losses(launch), ""
+
+        def is_over() -> bool:
+            nonlocal wrong, look
+            if launch.world.now < look:
+                return False
+            wrong, look = objections(launch, happens), look + 10.0
+            return not wrong or look > 100.0
+
+        look = max(at for at, *_ in happens) + LONG[1] + 10.0
+        launch.run(120.0, is_over)
+    most = max(each.most_connections for each in launch.launchers)
+    return wrong or (f"a launcher had {most} connections" if most > 64 else "")

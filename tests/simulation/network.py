@@ -320,6 +320,8 @@ class Socket(File):
             self.inbox.popleft()
             data = first[taken:] if taken else first
             self.taken = 0
+            while self.inbox and len(data) + len(self.inbox[0]) <= most:
+                data += self.inbox.popleft()
         else:
             data = first[taken : taken + most]
             self.taken += most
@@ -437,9 +439,9 @@ class Socket(File):
             self.inbox.clear()
             self.changed()
 
-    def fail_if_silent(self) -> None:
+    def fail_if_silent(self, *sides: int) -> None:
         """Give up a peer that is still out of reach."""
-        if self.peer is not None and self.peer.host.side != self.host.side:
+        if self.peer is not None and (self.host.side, self.peer.host.side) == sides:
             self.fail(ETIMEDOUT)
 
     # How a connection begins ---------------------------------------------------------------------
@@ -584,7 +586,8 @@ def divide(world: World, hosts: Iterable[Host], side: int) -> None:
     for file in list(world.files.values()):
         is_watched = isinstance(file, Socket) and file.peer is not None and file.patience
         if is_watched and file.host.side != file.peer.host.side:
-            world.at(world.now + file.patience, file.fail_if_silent)
+            sides = file.host.side, file.peer.host.side
+            world.at(world.now + file.patience, file.fail_if_silent, *sides)
     stalled, world.stalled = world.stalled, []
     for end, data in stalled:
         world.at(world.now + RETRANSMITTED, end.arrive, data)

@@ -373,7 +373,7 @@ def _system(world: World) -> dict[str, Any]:  # noqa: PLR0915 - a table of small
         return None
 
     def kill(pid: int, number: int) -> None:
-        process = me().host.processes.get(pid)
+        process = me().children.get(pid) or me().host.processes.get(pid)
         if process is None:
             raise ProcessLookupError(ESRCH, "no such process")
         world.at(world.clock(), process.receive, number)
@@ -411,6 +411,7 @@ def _system(world: World) -> dict[str, Any]:  # noqa: PLR0915 - a table of small
         "readlink": readlink,
         "environ": _Environ(),
         "getpid": lambda: me().pid,
+        "children": lambda: list(me().children),
         "gethostname": lambda: me().host.name,
         "random_bytes": world.random.randbytes,
         "addresses": lambda: [("lo", "127.0.0.1", True), ("eth0", me().host.address, True)],

@@ -51,7 +51,8 @@ class Flight:
 
 def new_job() -> str:
     """Return a name that no other job has: the time, and what nobody can guess."""
-    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
+    begun = time.strftime("%Y%m%d-%H%M%S", time.localtime(system.wall_clock()))
+    return f"{begun}-{system.random_bytes(4).hex()}"
 
 
 def default_folder(job: str) -> Path:

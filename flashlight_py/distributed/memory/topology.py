@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -154,7 +153,8 @@ def ranks_by_memory(store: Store) -> tuple[list[list[int]], str]:
     The reason is empty unless two ranks of one host, which could share memory, do not: it names
     the first rank that shares none with the first one of its host.
     """
-    nonce, domain = secrets.token_hex(16), system.environ.get("FLASHLIGHT_MEMORY_DOMAIN", "")
+    nonce = system.random_bytes(16).hex()
+    domain = system.environ.get("FLASHLIGHT_MEMORY_DOMAIN", "")
     file, problem = None, ""
     try:
         try:

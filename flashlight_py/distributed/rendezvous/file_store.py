@@ -22,7 +22,6 @@ import itertools
 import json
 import os
 import re
-import secrets
 import stat
 from collections import Counter
 from collections.abc import Iterator
@@ -125,7 +124,7 @@ class SharedDirectory:
         self._prefix = ("flashlight" if inside else self.path.name) + "."
         forms = "|".join(f"{kind}-{_NONCE}{rest}" for kind, rest in _FORMS.items())
         self._names = re.compile(re.escape(self._prefix) + f"({forms})", re.ASCII)
-        self.nonce = secrets.token_hex(8)
+        self.nonce = system.random_bytes(8).hex()
         self._counter = itertools.count()
         self._cache: dict[Name, Announcement] = {}
         self.ignored: dict[str, str] = {}
@@ -239,7 +238,7 @@ class FileStore(MeetingPoint):
         check_member(rank, size, timeout)
         self._directory = SharedDirectory(path)
         self.name, self.run = str(self._directory.path), self._directory.nonce
-        self.known = self._secret(secrets.token_hex(NONCE_BYTES))
+        self.known = self._secret(system.random_bytes(NONCE_BYTES).hex())
         self.secret = self.known.common
         self._listeners: list[system.Socket] = []
         self._announced: Name | None = None

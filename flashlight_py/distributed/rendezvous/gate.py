@@ -240,7 +240,7 @@ class Seeker(Gate):
         self._up: Connection | None = None  # to who is above
         self._process = this_process()
         self._seat = Seat(place.rank, 0, 0, str(self._process))
-        self._number = place.rank  # or what rank 0 has given it
+        self.number = place.rank  # or what rank 0 has given it
         self._without = ANY_RANK  # who was above this rank and is not there
         self._bereft = ""  # and what has become of it
         self._deadline = math.inf
@@ -309,8 +309,7 @@ class Seeker(Gate):
         place, is_asking = self._place, not (inside or patience)
         if inside:
             offer = offer._replace(addresses=[(self._name_inside(offer.secret), 0)])
-        busy = self._size * _EACH if place.is_tree else 0.0
-        until = system.monotonic() + (patience or place.patience) + busy
+        until = system.monotonic() + (patience or place.patience) + self._busy
         until = min(self._deadline, inside or until)
         connection = greet(offer, partial(self._introduce, is_asking=is_asking), until)
         place.secret = offer.secret.common
@@ -331,7 +330,7 @@ class Seeker(Gate):
                 raise self._failure(f"{before}{reason}", joining=True)
             raise NobodyError("who listens there has gone, or names no place")
         seat = Seat(*json.loads(message.body))
-        self._number = seat.rank
+        self.number = seat.rank
         if not seat.host:
             self._up, self._seat, self._without, self._bereft = connection, seat, ANY_RANK, ""
             connection.rank = seat.parent
@@ -349,12 +348,24 @@ class Seeker(Gate):
         finally:
             connection.wire.close()
 
+    @property
+    def _busy(self) -> float:
+        return self._size * _EACH if self._place.is_tree else 0.0
+
+    @property
+    def moving_seconds(self) -> float:
+        """How long it takes to find another place: with rank 0, a rank that is silent, and rank 0.
+
+        The tree has no more levels than the logarithm of its size.
+        """
+        return 2 * self._place.patience + _ABOVE + math.log2(self._size) + 3 * self._busy
+
     def _introduce(self, connection: Connection, is_asking: bool) -> Greeting:
         """Return who this is, and to who is asked for a place, where others may be below it."""
         at = ""
         if self._place.is_tree:
             at = self._listen_at(connection.here) if is_asking else LEAF
-        return Greeting(self._number, self._size, self._process, at, self._without)
+        return Greeting(self.number, self._size, self._process, at, self._without)
 
     def _listen_at(self, here: tuple[str, int]) -> str:
         """Listen at the address from which rank 0 was reached; return it and the port."""

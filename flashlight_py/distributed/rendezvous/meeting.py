@@ -87,6 +87,11 @@ class MeetingPoint(Store):
         return self._node.hand_over()
 
     @property
+    def number(self) -> int:
+        """The rank of this process, also where rank 0 has chosen it."""
+        return self._node.number
+
+    @property
     def above(self) -> int:
         """The rank above this one: rank 0, unless ranks meet in a tree."""
         return self._node.above
@@ -104,15 +109,20 @@ class MeetingPoint(Store):
         finally:
             self._node.close()
 
-    def move(self, seconds: float) -> system.Socket:
+    def move(self) -> system.Socket:
         """After ``hand_over`` in a tree: get another place, as the rank above is gone.
 
         Returns the connection to the rank that is above now.
 
         Raises:
-            RendezvousError: rank 0 does not name one that is there, for so many seconds.
+            RendezvousError: rank 0 names none that is there, for ``moving_seconds``.
         """
-        return self._node.move(seconds)
+        return self._node.move()
+
+    @property
+    def moving_seconds(self) -> float:
+        """How long ``move`` may take: rank 0 may name a rank that is silent, and then itself."""
+        return self._node.moving_seconds
 
     def abort(self, reason: str) -> None:
         """Notify the connected ranks that this one aborts; waits up to 2 s until they know."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-import secrets
 import sys
 from typing import Any
 
@@ -106,7 +105,7 @@ class MpiStore(MeetingPoint):
         is_here = np.all(hosts == mine, axis=1)
         self._one_host, self.local_rank = bool(np.all(is_here)), int(is_here[:rank].sum())
         self._announced = np.zeros(1 << 16, np.uint8)  # more than one takes
-        self.known = Secret(secrets.token_hex(NONCE_BYTES).encode(), source=self.name)
+        self.known = Secret(system.random_bytes(NONCE_BYTES).hex().encode(), source=self.name)
         try:
             super().__init__(rank, size, timeout)
         finally:  # else the others would wait for ever

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import struct
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from flashlight_py import system
 from flashlight_py.distributed.rendezvous.store import ANY_RANK, Peer
 from flashlight_py.distributed.rendezvous.wire import Connection, Greeting, Seat
 from flashlight_py.interfaces import family_of, is_loopback
@@ -14,6 +15,9 @@ from flashlight_py.interfaces import family_of, is_loopback
 # So many hosts have one above them. With more, one card sends a roster more often, one after the
 # other; with fewer, the tree is deeper.
 FAN = 8
+
+# Who comes twice in so many seconds has not found the rank that it was sent to.
+_SOON = 30.0
 
 # A rank, who is above it, how long what says which process it is, and how long its payload.
 _ENTRY = struct.Struct("!4I")
@@ -68,7 +72,7 @@ class Places:
         self._above: dict[int, int] = {}
         self._root = _Opening(0, 0, str(peer), "", 0, FAN)
         self._openings: dict[int, _Opening] = {}
-        self._returns: Counter[int] = Counter()
+        self._returned: dict[int, float] = {}  # when who has lost the one above it came again
         self._lowest = 1  # that may be free
 
     def free(self) -> int:
@@ -150,8 +154,11 @@ class Places:
     def place(self, rank: int, candidate: Connection, greeting: Greeting) -> Seat:
         """Return where ``candidate`` belongs, a rank that speaks for its host."""
         found, address = self._root, candidate.address[0]
-        self._returns[rank] += greeting.without != ANY_RANK
-        if self._root.room <= 0 and self._returns[rank] < 2:
+        now, is_again = system.monotonic(), False
+        if greeting.without != ANY_RANK:
+            is_again = now < self._returned.get(rank, -math.inf) + _SOON
+            self._returned[rank] = now
+        if self._root.room <= 0 and not is_again:
             for opening in self._openings.values():
                 others = opening.rank not in (greeting.without, *self._below_itself(rank, opening))
                 if others and opening.suits(address):

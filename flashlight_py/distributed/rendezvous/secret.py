@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hmac
 import os
-import secrets
 import stat
 import tempfile
 from collections.abc import Mapping
@@ -135,11 +134,11 @@ def _not_ours(status: os.stat_result, is_kind: Any) -> str:
 def _read_or_create(file: Path) -> bytes:
     """Return what ``file`` holds. Whoever is first makes it; it appears whole or not at all."""
     if not os.path.lexists(file):
-        temporary = file.with_name(f"{file.name}.{secrets.token_hex(8)}")
+        temporary = file.with_name(f"{file.name}.{system.random_bytes(8).hex()}")
         try:
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600)
             with open(descriptor, "w") as new:
-                new.write(secrets.token_hex(NONCE_BYTES))
+                new.write(system.random_bytes(NONCE_BYTES).hex())
             with suppress(FileExistsError):  # another process was first
                 os.link(temporary, file)
         finally:

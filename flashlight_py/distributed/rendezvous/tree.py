@@ -332,7 +332,7 @@ class TreeNode(Seeker):
         """Return whether it is a rank of this run, whose connections were handed over."""
         is_other = self._is_root and self._places.is_claimed(greeting.rank, identity(greeting.peer))
         is_ours = self._has_handed_over and self._place.is_tree and greeting.size == self._size
-        return is_ours and greeting.rank not in (ANY_RANK, self._number) and not is_other
+        return is_ours and greeting.rank not in (ANY_RANK, self.number) and not is_other
 
     def _settle(self, candidate: Connection, rank: int, greeting: Greeting) -> None:
         """Tell a process its place; it becomes a member if that is here."""
@@ -382,9 +382,11 @@ class TreeNode(Seeker):
                 break
         return self._take_out({})
 
-    def move(self, seconds: float) -> system.Socket:
+    def move(self) -> system.Socket:
         """Get another place, as the rank above is gone; returns the connection to the new one."""
+        seconds = self.moving_seconds
         self._without, self._deadline = self.above, system.monotonic() + seconds
+        self._bereft = f"rank 0 of {self._size} has named no place for {seconds:.3g} s"
         self._join()
         return self.hand_over()[self.above]
 
