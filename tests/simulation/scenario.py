@@ -15,6 +15,7 @@ from base64 import b64encode
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import count
 from math import ceil, log2
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ from flashlight_py import system
 from flashlight_py.distributed.backends import gloo
 from flashlight_py.distributed.memory import memory_file, topology
 from flashlight_py.distributed.rendezvous.secret import nonce
-from flashlight_py.distributed.rendezvous.store import Store, derived, this_process
+from flashlight_py.distributed.rendezvous.store import Roster, Store, derived, this_process
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
 from flashlight_py.distributed.start import initialize
 from flashlight_py.distributed.start.settings import Settings
@@ -104,13 +105,14 @@ def _unreadable(offer: Sequence[Any], own_domain: str) -> str:
 @contextmanager
 def native_stood_in_for() -> Iterator[None]:
     """Have ``meet`` use the stand-ins."""
-    joined = lambda *_, **__: SimpleNamespace(size=0, close=lambda: None)  # noqa: E731
+    group = SimpleNamespace(size=0, close=lambda: None)
+    joined = lambda *_, **__: group  # noqa: E731
     stand_ins: dict[tuple[Any, str], Any] = {
         (initialize, "ShmBackend"): _JoinedByMemory,
         (initialize, "GlooBackend"): _JoinedByNetwork,
         (initialize, "HierarchicalBackend"): joined,
         (initialize, "ProcessGroup"): joined,
-        (initialize, "World"): joined,
+        (initialize, "World"): lambda *_, **__: SimpleNamespace(group=group),
         (initialize, "fair_share"): lambda *_: 1,
         (initialize, "abort"): SimpleNamespace(install=lambda: None, uninstall=lambda: None),
         (topology, "MemoryFile"): _Memory,
@@ -147,6 +149,8 @@ class Start:
         self.up: dict[int, float] = {}  # when each rank was
         self.errors: dict[int, BaseException] = {}
         self.ended: dict[int, float] = {}
+        self.rosters: list[Roster] = []  # of its exchanges, with what was made of them
+        self.partings = count()  # of hosts, for a while
         self.progress = [0] * ranks  # exchanges that each rank has begun
         self.dies, self.died = (-1, 0), math.nan  # a rank that is killed in an exchange, and when
         self._begin, self._per_host = begin or meet, per_host
@@ -184,7 +188,8 @@ class Start:
 
     def run(self, until: float = 1e4) -> Start:
         """Let it happen."""
-        with installed(self.world), native_stood_in_for(), costs.charged(self.world.spend):
+        charged = costs.charged(self.world.spend)
+        with installed(self.world), native_stood_in_for(), charged as self.rosters:
             done = lambda: len(self.up) + len(self.errors) == self.ranks  # noqa: E731
             self.world.run(until, done)
         return self

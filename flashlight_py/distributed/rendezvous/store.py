@@ -150,6 +150,21 @@ class Kin(NamedTuple):
         return Kin(self.whole, [self.ranks[rank] for rank in ranks], self.number + 1, self.is_all)
 
 
+class _Picked(Sequence[str]):
+    """Of ``values`` those at ``places``: many ranks have many of them, and look at few."""
+
+    def __init__(self, values: Sequence[str], places: Sequence[int]) -> None:
+        self._values, self._places = values, places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return _Picked(self._values, self._places[index])
+        return self._values[self._places[index]]
+
+
 class SubStore(Store):
     """The ranks ``ranks`` of ``store`` (this one among them) as a store of their own.
 
@@ -159,19 +174,19 @@ class SubStore(Store):
 
     def __init__(self, store: Store, ranks: Sequence[int]) -> None:
         self._store = store
-        self._ranks = list(ranks)
+        self._ranks = tuple(ranks)
         self.rank, self.size = self._ranks.index(store.rank), len(self._ranks)
-        self.processes = [store.processes[rank] for rank in self._ranks] if store.processes else ()
-        self.hosts = [store.hosts[rank] for rank in self._ranks] if store.hosts else ()
+        self.processes = _Picked(store.processes, self._ranks) if store.processes else ()
+        self.hosts = _Picked(store.hosts, self._ranks) if store.hosts else ()
         self.numbers, self.total = self._ranks, store.size
         if len(store.spaces) == store.size:
-            self.spaces = [store.spaces[rank] for rank in self._ranks]
+            self.spaces = _Picked(store.spaces, self._ranks)
         self.kin = store.kin and store.kin.among(self._ranks)
         self.near = store.near and store.near.among(self._ranks)
 
     def exchange(self, payload: bytes) -> Sequence[bytes]:
         """Pass ``payload`` and return that of every rank of the sub-store; see ``Store``."""
-        return derived(self._store.exchange(payload), _part, tuple(self._ranks))
+        return derived(self._store.exchange(payload), _part, self._ranks)
 
     def close(self) -> None:
         """Do nothing: the store that is wrapped is closed by whoever made it."""

@@ -469,7 +469,8 @@ def connect(store: Store, settings: Settings) -> Choice:
 def _by_cpu(store: Store, settings: Settings) -> Choice:
     if settings.backend == "gloo":
         return Choice(_gloo(store, settings), "BACKEND is gloo")
-    hosts, apart = topology.ranks_by_memory(store)
+    sharing = topology.ranks_by_memory(store)
+    hosts, apart = sharing.groups, sharing.apart
     if settings.backend == "shm":
         if len(hosts) > 1:
             raise UnavailableEverywhereError(
@@ -481,12 +482,13 @@ def _by_cpu(store: Store, settings: Settings) -> Choice:
     if len(hosts) == store.size:
         why = f"no two ranks share memory{apart and f': {apart}'}"
         return Choice(_gloo(store, settings), why, apart)
-    return _shared(store, settings, hosts, apart)
+    return _shared(store, settings, sharing)
 
 
-def _shared(store: Store, settings: Settings, hosts: Sequence[Sequence[int]], apart: str) -> Choice:
+def _shared(store: Store, settings: Settings, sharing: topology.Sharing) -> Choice:
     """Use the memory that ranks share; where that fails on any host, all use Gloo alone."""
-    near = next(host for host in hosts if store.rank in host)
+    hosts, apart = sharing.groups, sharing.apart
+    near = hosts[sharing.of[store.rank]]
     inside: Backend = SingleBackend()
     problem = ""
     if len(near) == 1:  # two exchanges, as the others make
@@ -507,7 +509,7 @@ def _shared(store: Store, settings: Settings, hosts: Sequence[Sequence[int]], ap
         return Choice(_gloo(store, settings), why, failed)
     if len(hosts) == 1:
         return Choice(inside, "all ranks share this host's memory")
-    flat, between = _between(store, settings, hosts, near.index(store.rank))
+    flat, between = _between(store, settings, sharing, near.index(store.rank))
     backend = HierarchicalBackend(
         store.rank, hosts, inside, between, flat, settings.timeout, settings.checks
     )
@@ -522,17 +524,17 @@ def _first_text(texts: Sequence[bytes]) -> str:
 
 
 def _between(
-    store: Store, settings: Settings, hosts: Sequence[Sequence[int]], local: int
+    store: Store, settings: Settings, sharing: topology.Sharing, local: int
 ) -> tuple[Backend, Backend | None]:
     """Join all ranks, and those that are number ``local`` on their hosts; two exchanges."""
     settings = replace(settings, timeout=between_hosts(settings.timeout))
     # What is refused late would reach half a call, of which a part was made elsewhere.
     flat = _gloo(store, settings, lazily=True, at_once=True)
-    if local >= min(map(len, hosts)):
+    if local >= len(sharing.across):
         if store.kin is None:
             store.exchange(b"")
         return flat, None
-    leading = SubStore(store, [host[local] for host in hosts])
+    leading = SubStore(store, sharing.across[local])
     return flat, _gloo(leading, settings, is_watched=True, at_once=True)
 
 
