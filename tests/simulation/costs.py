@@ -61,14 +61,14 @@ _growing = (
 
 
 @contextmanager
-def charged(spend: Callable[[float], None]) -> Iterator[list[store.Roster]]:
-    """Charge what production computes, by ``spend``; have equal rosters be one. Yields them."""
-    rosters: list[store.Roster] = []
+def charged(spend: Callable[[float], None]) -> Iterator[None]:
+    """Charge what production computes, by ``spend``; have equal rosters be one."""
+    last: list[store.Roster] = []
 
     def shared(body: bytes) -> store.Roster:
-        if not rosters or (rosters[-1].body is not body and rosters[-1].body != body):
-            rosters.append(store.Roster(body))
-        return rosters[-1]
+        if not last or (last[0].body is not body and last[0].body != body):
+            last[:] = [store.Roster(body)]
+        return last[0]
 
     with ExitStack() as ends:
         for module, name, seconds in _growing:
@@ -77,7 +77,7 @@ def charged(spend: Callable[[float], None]) -> Iterator[list[store.Roster]]:
                 stand_in = staticmethod(stand_in)
             ends.enter_context(mock.patch.object(module, name, stand_in))
         ends.enter_context(mock.patch.object(tree, "Roster", _Rosters(shared)))
-        yield rosters
+        yield
 
 
 class _Rosters:

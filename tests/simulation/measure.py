@@ -119,7 +119,7 @@ def of_ranks(n: int = 512) -> dict[str, float]:
 
 
 class Kept(NamedTuple):
-    """Of one rank of a start: the most bytes that it has at a time, those that stay, and seconds."""
+    """Of one rank of a start: the most bytes that it has at a time, those that stay; seconds."""
 
     most: int
     stays: int
@@ -179,7 +179,9 @@ class _Replayed(Store):
             self._places.take(b"".join([entry(each, 0, who, texts[each]) for each in part]))
         del texts
         given = self._places.given
-        return Roster(Roster.of([given[each] for each in range(self.size)]).body)
+        roster = Roster(Roster.of([given[each] for each in range(self.size)]).body)
+        self._places.end()
+        return roster
 
     def close(self) -> None:
         """Hold nothing."""

@@ -371,7 +371,7 @@ class Socket(File):
             self._keep(-costs.CONNECTION_BYTES - self.unread)
             self.owner = None
         if self.peer is not None and self.peer.is_closed:
-            self.peer.peer = self.peer = None  # no cycle is left behind
+            self.peer.peer, self.peer = None, None  # no cycle is left behind
 
     # The wire ------------------------------------------------------------------------------------
 
@@ -410,8 +410,7 @@ class Socket(File):
             when = other.received_until = begun + seconds
             if world.loss and world.random.random() < world.loss:
                 when += RETRANSMITTED
-        if when > self.arrival:
-            self.arrival = when
+        self.arrival = max(self.arrival, when)
         return self.arrival
 
     def _transmit(self, data: bytes | None) -> None:
@@ -548,11 +547,10 @@ class Selector(File):
     def _found(self) -> list[tuple[SelectorKey, int]]:
         found, ready, numbers = [], self.ready, self.files
         for file in tuple(ready):
-            is_wanted = False
-            several = file.references > 1
-            for number in (
-                [n for n, each in numbers.items() if each is file] if several else (file.descriptor,)
-            ):
+            is_wanted, its = False, [file.descriptor]
+            if file.references > 1:
+                its = [number for number, each in numbers.items() if each is file]
+            for number in its:
                 key = self.keys.get(number)
                 if key is None:
                     continue

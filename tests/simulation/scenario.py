@@ -149,7 +149,7 @@ class Start:
         self.up: dict[int, float] = {}  # when each rank was
         self.errors: dict[int, BaseException] = {}
         self.ended: dict[int, float] = {}
-        self.rosters: list[Roster] = []  # of its exchanges, with what was made of them
+        self.bodies: list[bytes] = []  # of the roster of each exchange
         self.partings = count()  # of hosts, for a while
         self.progress = [0] * ranks  # exchanges that each rank has begun
         self.dies, self.died = (-1, 0), math.nan  # a rank that is killed in an exchange, and when
@@ -170,6 +170,8 @@ class Start:
     def _program(self, rank: int) -> Callable[[], int]:
         def main() -> int:
             me().on_exchange, me().local_rank = partial(self._count, rank), rank % self._per_host
+            if rank == 0:
+                me().on_roster = self.bodies.append
             try:
                 self._begin(rank, self.ranks, self.timeout)
             except Exception as error:  # noqa: BLE001 - what is reported is judged at the end
@@ -188,8 +190,7 @@ class Start:
 
     def run(self, until: float = 1e4) -> Start:
         """Let it happen."""
-        charged = costs.charged(self.world.spend)
-        with installed(self.world), native_stood_in_for(), charged as self.rosters:
+        with installed(self.world), native_stood_in_for(), costs.charged(self.world.spend):
             done = lambda: len(self.up) + len(self.errors) == self.ranks  # noqa: E731
             self.world.run(until, done)
         return self
@@ -222,6 +223,8 @@ class _Counted(TcpStore):
         self.local_rank = me().local_rank
         super().__init__(*values)
 
-    def exchange(self, payload: bytes) -> list[bytes]:
+    def exchange(self, payload: bytes) -> Roster:
         me().on_exchange()
-        return super().exchange(payload)
+        roster = super().exchange(payload)
+        me().on_roster(roster.body)
+        return roster

@@ -7,10 +7,13 @@ from functools import partial
 
 import pytest
 
+from flashlight_py import system
+from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
 from tests.simulation.faults import trial
 from tests.simulation.launching import Launch
 from tests.simulation.network import divide
-from tests.simulation.scenario import Start, gather, meet
+from tests.simulation.scenario import PORT, Start, gather, meet
+from tests.simulation.world import Process, World, installed, me
 
 
 @pytest.mark.parametrize("tens", range(10))
@@ -59,6 +62,52 @@ def test_in_a_tree_no_process_has_more_than_some_connections() -> None:
     start = Start(128, seed=4, FLASHLIGHT_TREE_FROM="2").run()
     assert start.up.keys() == set(range(128))
     assert max(each.most_connections for each in start.processes) <= 64 + 8
+
+
+def test_rank_0_names_who_does_not_leave_a_tree() -> None:
+    """It stops in the middle of the tree, or below it, when all has been exchanged."""
+    for stopped in (8, 12, 32):
+
+        def begin(rank: int, size: int, timeout: float, stopped: int = stopped) -> None:
+            store = TcpStore("host1", PORT, rank, size, timeout)
+            store.local_rank = rank % 8
+            store.exchange(b"")
+            if rank == stopped:
+                me().world.park()
+            store.close()
+
+        start = Start(64, seed=2, begin=begin, timeout=5.0, FLASHLIGHT_TREE_FROM="2")
+        start.run(until=20.0)
+        assert set(start.up) == set(range(1, 64)) - {stopped}
+        assert f"rank {stopped} joined and did not take leave" in str(start.errors[0])
+
+
+def test_what_is_sent_while_hosts_are_apart_arrives_in_its_order() -> None:
+    world, taken = World(), list[bytes]()
+
+    def listen() -> None:
+        with system.create_server(("", PORT)) as listener:
+            wire, _ = listener.accept() if listener.wait(None) else (None, None)
+            while data := wire.recv(100):
+                taken.append(data)
+
+    def send() -> None:
+        wire = system.Socket()
+        wire.connect_ex(("10.0.0.1", PORT))
+        system.sleep(1.0)
+        for number in range(60):
+            wire.sendall(b"%d" % number)
+            system.sleep(0.05)
+        wire.close()
+
+    with installed(world):
+        hosts = [world.add_host(), world.add_host()]
+        for host, main in zip(hosts, (listen, send), strict=True):
+            Process(host, main, {})
+        for when, side in ((1.5, 1), (2.5, 2), (2.8, 1), (3.3, 2)):
+            world.at(when, divide, world, hosts[1:], side)
+        world.run()
+    assert taken == [b"%d" % number for number in range(60)]
 
 
 def test_flrun_ends_all_ranks_of_all_hosts_when_one_dies() -> None:

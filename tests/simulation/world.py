@@ -94,6 +94,7 @@ class Process:
         self.bytes_sent = self.bytes_received = self.memory = self.most_memory = 0
         self.ended_at = self.started_at = math.nan
         self.on_exchange: Callable[[], None] = lambda: None
+        self.on_roster: Callable[[bytes], object] = lambda body: None
         self.local_rank: int | None = None
         host.processes[self.pid] = host.world.processes[self.pid] = self
         self.main = main
@@ -262,8 +263,7 @@ class World:
             fiber.timer = until
             self.at(until, self._time_is_up, fiber, until)
         is_woken: bool = self.hub.switch()
-        if fiber.clock < self.now:
-            fiber.clock = self.now
+        fiber.clock = max(fiber.clock, self.now)
         return is_woken
 
     def _time_is_up(self, fiber: Fiber, when: float) -> None:

@@ -135,12 +135,13 @@ def exchange_process_info(store: Store, checks: bool) -> None:
 
 def _processes(texts: Sequence[bytes]) -> tuple[Any, ...]:
     known = dict[str, str]()  # of many ranks: words that are equal are kept once
-    cards = (
-        (process, known.setdefault(space, space), known.setdefault(host, host), checked)
-        for process, space, host, checked in map(json.loads, texts)
-    )
-    processes, spaces, hosts, checked = zip(*cards, strict=True)
-    without = [rank for rank, checks in enumerate(checked) if not checks]
+    processes, spaces, hosts, without = list[str](), list[str](), list[str](), list[int]()
+    for rank, (process, space, host, checks) in enumerate(map(json.loads, texts)):
+        processes.append(process)
+        spaces.append(known.setdefault(space, space))
+        hosts.append(known.setdefault(host, host))
+        if not checks:
+            without.append(rank)
     return processes, spaces, hosts, needs_names(spaces), without
 
 

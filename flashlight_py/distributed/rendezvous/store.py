@@ -82,6 +82,8 @@ class Roster(Sequence[bytes]):
     @classmethod
     def of(cls, payloads: Sequence[bytes]) -> Roster:
         """Pack ``payloads``: their number and their lengths precede them."""
+        if isinstance(payloads, cls):
+            return payloads
         count = len(payloads)
         return cls(b"".join([struct.pack(f"!{count + 1}I", count, *map(len, payloads)), *payloads]))
 
@@ -266,7 +268,7 @@ def check_member(rank: int, size: int, timeout: float) -> None:
         raise ValueError(f"the timeout must be more than 0 seconds, got {timeout}")
 
 
-def why_not_apart(peers: Sequence[Peer]) -> str:
+def why_not_apart(peers: Iterable[Peer]) -> str:
     """Return which ranks are one process, as threads of it may be, given the process of each.
 
     "" if none are: this is an error on every rank.

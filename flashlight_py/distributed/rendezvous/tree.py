@@ -118,6 +118,7 @@ class TreeNode(Seeker):
         if self._is_root:
             if len(given := self._places.given) == self._size:
                 self._roster = Roster.of([given[rank] for rank in range(self._size)]).body
+                self._places.end()
             return
         if self._up is None:
             self._join()

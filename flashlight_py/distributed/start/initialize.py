@@ -35,6 +35,7 @@ from flashlight_py.distributed.rendezvous.mpi_store import MpiStore
 from flashlight_py.distributed.rendezvous.secret import nonce, proof
 from flashlight_py.distributed.rendezvous.store import (
     Peer,
+    Roster,
     Store,
     SubStore,
     check_member,
@@ -346,21 +347,28 @@ class _FirstCards(NamedTuple):
     @classmethod
     def read(cls, texts: Sequence[bytes]) -> _FirstCards:
         near: dict[str, list[int]] = {}
-        rows, known = [], dict[Any, Any]()  # of many ranks: values that are equal are kept once
+        known = dict[Any, Any]()  # of many ranks: values that are equal are kept once
+        hosts, bits, addresses = list[str](), list[str](), list[Sequence[str]]()
+        # Processes are compared by their hashes: those of all ranks take much memory.
+        apart, count = set[int](), 0
         for rank, text in enumerate(texts):
-            host, _, cores, _, (name, pid, machine, started), own = json.loads(text)
-            values = host, cores, tuple(own), name, machine
-            host, cores, own, name, machine = (known.setdefault(each, each) for each in values)
+            host, _, cores, _, process, own = json.loads(text)
+            host, cores, own = (known.setdefault(each, each) for each in (host, cores, tuple(own)))
             near.setdefault(host, []).append(rank)
-            rows.append((host, cores, own, Peer(name, pid, machine, started)))
-        hosts, bits, addresses, peers = zip(*rows, strict=True)
+            for column, value in ((hosts, host), (bits, cores), (addresses, own)):
+                column.append(value)
+            peer = Peer(*process)
+            if peer.machine:
+                apart.add(hash(peer))
+                count += 1
         shared = topology.shared_addresses(zip(hosts, addresses, strict=True))
-        job = json.loads(texts[0])[1]
-        return cls(hosts, near, bits, addresses, shared, why_not_apart(peers), job)
+        peers = (Peer(*json.loads(text)[4]) for text in texts)
+        twins = "" if len(apart) == count else why_not_apart(peers)
+        return cls(hosts, near, bits, addresses, shared, twins, json.loads(texts[0])[1])
 
 
 def _job_key(texts: Sequence[bytes], secret: bytes) -> bytes:
-    return proof(secret, *texts)
+    return proof(secret, Roster.of(texts).body)
 
 
 def _connect(store: Store, settings: Settings) -> World:
@@ -372,6 +380,7 @@ def _connect(store: Store, settings: Settings) -> World:
     # Also where the exchange can be overheard, nobody without the secret can make this key.
     settings = replace(settings, job_key=derived(texts, _job_key, store.secret))
     cards = derived(texts, _FirstCards.read)
+    del texts  # 20 MB of 100,000 ranks
     if cards.twins:
         raise RendezvousError(f"rank {store.rank} of {store.size}: {cards.twins}")
     near = cards.near[host]
