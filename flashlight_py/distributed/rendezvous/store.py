@@ -19,7 +19,7 @@ ANY_RANK = -1
 # When rank 0 first says who is missing, and how often after that, in seconds.
 FIRST_SECONDS, NEXT_SECONDS = 10.0, 30.0
 # A message names at most so many ranks.
-_MOST_RANKS = 20
+MOST_RANKS = 20
 _log = logging.getLogger("flashlight_py")
 _Made = TypeVar("_Made")
 
@@ -291,7 +291,7 @@ def why_not_apart(peers: Iterable[Peer]) -> str:
 def name_ranks(ranks: Iterable[int]) -> str:
     """Return "rank 2" or "ranks 2, 3"; of very many how many more they are."""
     numbers = sorted(ranks)
-    named, more = ", ".join(map(str, numbers[:_MOST_RANKS])), len(numbers) - _MOST_RANKS
+    named, more = ", ".join(map(str, numbers[:MOST_RANKS])), len(numbers) - MOST_RANKS
     return f"rank{'s' if len(numbers) > 1 else ''} {named}{f' and {more} more' if more > 0 else ''}"
 
 
