@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from flashlight_py import system
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
 from tests.simulation.faults import trial
+from tests.simulation.grouping import Grouping
 from tests.simulation.launching import Launch
 from tests.simulation.network import divide
 from tests.simulation.scenario import PORT, Start, gather, meet
@@ -108,6 +110,25 @@ def test_what_is_sent_while_hosts_are_apart_arrives_in_its_order() -> None:
             world.at(when, divide, world, hosts[1:], side)
         world.run()
     assert taken == [b"%d" % number for number in range(60)]
+
+
+@pytest.mark.parametrize("members", [range(72), range(0, 72, 8), range(8), [70, 3, 31], [5]])
+def test_a_group_is_made_with_few_connections(members: Sequence[int]) -> None:
+    """Seven for each digit of the number of members to the base 8, and one to who is above."""
+    grouping = Grouping(72, 1, list(members)).run()
+    assert grouping.errors == {}
+    assert grouping.up.keys() == set(range(72))
+    made = grouping.made()
+    assert made.seconds < 0.1
+    assert made.connections <= 15
+
+
+def test_ranks_that_ask_for_different_groups_of_very_many_are_told() -> None:
+    grouping = Grouping(72, 1, list(range(72)))
+    grouping.members_of[5] = [*range(70), 71, 70]
+    error = str(grouping.run().errors[71])
+    assert "rank 5: new_group [0, 1, 2" in error
+    assert "of 72 ranks (digest" in error
 
 
 def test_flrun_ends_all_ranks_of_all_hosts_when_one_dies() -> None:
