@@ -6,10 +6,13 @@ import os
 import re
 import signal
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from flashlight_py import _native
+from flashlight_py.distributed.backends.native_errors import failure
 from flashlight_py.distributed.rendezvous.store import Roster, derived, name_ranks
 from tests.distributed.rendezvous_helpers import Rank, Ranks
 from tests.distributed.test_tcp_store import (
@@ -210,3 +213,26 @@ def test_a_roster_is_a_list_that_keeps_what_was_made_of_it() -> None:
 def test_a_message_names_no_more_ranks_than_one_can_read() -> None:
     assert name_ranks(range(20)).endswith("18, 19")
     assert name_ranks(range(100_000)) == f"{name_ranks(range(20))} and 99980 more"
+
+
+def test_an_error_about_very_many_ranks_says_how_many_more_they_are() -> None:
+    """Of a rack that is lost, or of all others: also more than there is room for words."""
+    size, native = 100_000, _native.load("shm")
+
+    def missing(_: Any, room: Any, capacity: int) -> int:
+        room[0 : size - 1] = range(1, size)
+        return min(capacity, size - 1)
+
+    library = SimpleNamespace(
+        fl_op_message=lambda _: native.ffi.new("char[]", b"why"),
+        fl_op_missing=missing,
+        **{name: getattr(native.lib, name) for name in dir(native.lib) if name.startswith("FL_")},
+    )
+    backend: Any = SimpleNamespace(
+        ffi=native.ffi, lib=library, name="rank 0", size=size, numbers=range(size)
+    )
+    backend.processes = [f"process {rank} on host" for rank in range(size)]
+    error = failure(backend, None, library.FL_HOST_LOST, "all_reduce", 1.0, 1)
+    assert "rank 0: lost ranks 1, 2, 3" in str(error)
+    assert "19, 20 and 99979 more (why), which are process 1 on host, process 2" in str(error)
+    assert "process 20 on host and 99979 more. Look at that host" in str(error)

@@ -8,28 +8,47 @@ python -m tests.simulation --night 10000 --seed 0              (schedules at 64 
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import random
 import sys
 
 from tests.simulation.faults import trial
+from tests.simulation.measure import of_one_rank
 from tests.simulation.scenario import Start
 
 
-def report(ranks: int, seed: int) -> str:
-    """Return the line about a start of ``ranks``, and about another one in which a rank dies."""
+def report(ranks: int, seed: int) -> None:
+    """Show a start of ``ranks``, and how soon the death of one in another start is known."""
     start = Start(ranks, seed).run()
     if start.errors:
         raise next(iter(start.errors.values()))
-    up = max(start.up.values())
-    first, most = start.processes[0], max(each.most_connections for each in start.processes)
+    first, *others = start.processes
+    busiest = max(others, key=lambda each: each.bytes_sent + each.bytes_received)
+    for name, each in (("rank 0", first), ("the busiest other rank", busiest)):
+        print(
+            f"{name}: {each.messages} messages, {each.most_connections} connections, "
+            f"{each.bytes_sent / 1e6:.3g} MB sent, {each.bytes_received / 1e6:.3g} MB received"
+        )
+    up, messages = max(start.up.values()), start.world.messages
+    connections = max(each.most_connections for each in start.processes)
+    bodies, memory = start.bodies, first.most_memory
+    del start, first, others, busiest, each  # two of 100,000 ranks are too many
+    gc.collect()
+    for name, rank in (("rank 0", 0), ("another one", ranks - 1)):
+        takes = of_one_rank(bodies, rank)
+        memory += takes.most if rank == 0 else 0
+        print(
+            f"of all cards {name} computes {takes.computes:.3g} s, has at most "
+            f"{takes.most / 1e6:.3g} MB, and keeps {takes.stays / 1e6:.3g} MB"
+        )
     other = Start(ranks, seed)
     other.dies = other.world.random.randrange(1, ranks), other.world.random.randint(2, 6)
     other.run()
     known = max(other.ended.values()) - other.died
-    return (
-        f"ranks {ranks} up {up:.3g} s, death known {known:.3g} s, connections {most}, "
-        f"rank 0 {first.most_memory / 1e6:.1f} MB, {start.world.messages:.2g} messages"
+    print(
+        f"ranks {ranks} up {up:.3g} s, death known {known:.3g} s, connections {connections}, "
+        f"rank 0 {memory / 1e6:.3g} MB, {messages:.2g} messages"
     )
 
 
@@ -71,7 +90,7 @@ def main() -> int:
         return min(1, night(options.seed, options.night))
     if options.faults:
         return 0 if replay(options.seed, options.ranks) else 1
-    print(report(options.ranks, options.seed))
+    report(options.ranks, options.seed)
     return 0
 
 

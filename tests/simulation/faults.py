@@ -76,9 +76,9 @@ def _rank_rests(start: Start, at: float) -> Fault:
 def _hosts_part(start: Start, at: float) -> Fault:
     world, seconds = start.world, start.world.random.uniform(0, HARMLESS)
     some = world.random.sample(start.hosts, world.random.randint(1, max(1, len(start.hosts) // 2)))
-    world.at(at + seconds, divide, world, some, 0)
-    what = f"{len(some)} hosts are out of reach for {seconds:.2f} s"
-    return Fault(at, what, partial(divide, world, some, 2))
+    parting = partial(divide, world, some, 2 << next(start.partings))
+    world.at(at + seconds, parting)
+    return Fault(at, f"{len(some)} hosts are out of reach for {seconds:.2f} s", parting)
 
 
 def _host_is_slow(start: Start, at: float) -> Fault:

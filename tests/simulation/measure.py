@@ -12,21 +12,24 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+import tracemalloc
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from flashlight_py.distributed.memory import topology
 from flashlight_py.distributed.rendezvous import wire
-from flashlight_py.distributed.rendezvous.places import Places, entry, identity
+from flashlight_py.distributed.rendezvous.places import FAN, Places, entry, identity
 from flashlight_py.distributed.rendezvous.secret import proof
-from flashlight_py.distributed.rendezvous.store import Peer, Roster
+from flashlight_py.distributed.rendezvous.store import Peer, Roster, Store, this_process
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
 from flashlight_py.distributed.rendezvous.wire import Kind
 from flashlight_py.distributed.start import initialize
 from flashlight_py.distributed.start.settings import Settings
-from tests.simulation.scenario import Start
+from tests.simulation.scenario import Start, native_stood_in_for
+from tests.simulation.world import Host, Process, World, installed
 
 CARD = bytes(200)
+_PIECE = 1 << 20  # bytes that a socket gives at a time
 
 
 def seconds_of(call: Callable[[], Any], times: int = 300) -> float:
@@ -113,6 +116,75 @@ def of_ranks(n: int = 512) -> dict[str, float]:
         "PROVE_BYTE": seconds_of(lambda: proof(b"key", body), 20) / len(body),
         "PROVEN": seconds_of(lambda: proof(b"key", b"12345", b"54321")),
     }
+
+
+class Kept(NamedTuple):
+    """Of one rank of a start: the most bytes that it has at a time, those that stay; seconds."""
+
+    most: int
+    stays: int
+    computes: float
+
+
+def of_one_rank(bodies: Sequence[bytes], rank: int, per_host: int = 8) -> Kept:
+    """Have production do what ``rank`` does of the rosters of a start, and return what it takes.
+
+    Its connections are not counted.
+    """
+    world, found = World(), list[int | float]()
+    host = Host(world, rank // per_host + 1)
+
+    def begin() -> None:
+        begun = time.process_time()
+        _connected(_Replayed(bodies, rank))
+        found.append(time.process_time() - begun)
+        tracemalloc.start()
+        kept = _connected(_Replayed(bodies, rank))
+        found.extend(tracemalloc.get_traced_memory())
+        tracemalloc.stop()
+        del kept
+
+    with installed(world), native_stood_in_for():
+        Process(host, begin, {"FLASHLIGHT_SECRET": "s"})
+        world.run()
+    computes, stays, most = found
+    return Kept(int(most), int(stays), computes)
+
+
+def _connected(store: Store) -> Any:
+    return initialize._connect(store, Settings()), store
+
+
+class _Replayed(Store):
+    """Gives ``bodies``, one after the other, as if they came off the wire."""
+
+    def __init__(self, bodies: Sequence[bytes], rank: int) -> None:
+        self.rank, self.size = rank, len(Roster(bodies[0]))
+        self.host_timeout = Settings.host_timeout
+        self._bodies, self._round = bodies, 0
+        self._places = Places(this_process())
+
+    def exchange(self, payload: bytes) -> Roster:
+        body, is_first = self._bodies[self._round], self._round == 0
+        self._round += 1
+        if self.rank:
+            # It comes in pieces, which are joined.
+            pieces = [body[at : at + _PIECE] for at in range(0, len(body), _PIECE)]
+            return Roster(b"".join(pieces))
+        who = identity(this_process()) if is_first else b""
+        self._places.begin(payload, is_first)
+        texts = Roster(body)
+        for first in range(1, self.size, self.size // FAN + 1):
+            part = range(first, min(self.size, first + self.size // FAN + 1))
+            self._places.take(b"".join([entry(each, 0, who, texts[each]) for each in part]))
+        del texts
+        given = self._places.given
+        roster = Roster(Roster.of([given[each] for each in range(self.size)]).body)
+        self._places.end()
+        return roster
+
+    def close(self) -> None:
+        """Hold nothing."""
 
 
 class Seen(NamedTuple):

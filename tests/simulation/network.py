@@ -167,6 +167,7 @@ class Socket(File):
         self.local, self.remote = ("0.0.0.0", 0), ("", 0)
         self.inbox: deque[bytes] = deque()
         self.taken = 0  # bytes of the first one
+        self.held: list[bytes | None] = []  # what is sent again and again until it arrives
         self.unread, self.credit = 0, WINDOW
         self.is_connected = self.is_listening = self.has_ended = self.is_starved = False
         self.has_shut = self.is_closed = False
@@ -302,10 +303,12 @@ class Socket(File):
             self._transmit(data)
 
     def recv(self, most: int) -> bytes:
-        world = self.world
-        world.spend(costs.RECEIVE)
+        world, seconds = self.world, costs.RECEIVE
         if self.is_closed:
             raise OSError(EBADF, strerror(EBADF))
+        if not self.inbox:
+            world.spend(seconds)
+            seconds = 0.0
         while not self.inbox:
             if self.error:
                 raise OSError(self.error, strerror(self.error))
@@ -326,12 +329,13 @@ class Socket(File):
             data = first[taken : taken + most]
             self.taken += most
         size = len(data)
-        self.unread -= size
-        self._keep(-size)
-        world.spend(size * costs.BYTE)
-        process, peer = me(), self.peer
+        world.spend(seconds + size * costs.BYTE)
+        process, peer = getcurrent().process, self.peer
         process.bytes_received += size
         assert peer is not None
+        self.unread -= size
+        if self.owner is not None:
+            self.owner.memory -= size
         peer.credit += size
         if peer.is_starved and peer.credit >= WINDOW // 4:
             peer.is_starved = False
@@ -368,12 +372,14 @@ class Socket(File):
             self.owner.connections -= 1
             self._keep(-costs.CONNECTION_BYTES - self.unread)
             self.owner = None
+        if self.peer is not None and self.peer.is_closed:
+            self.peer.peer, self.peer = None, None  # no cycle is left behind
 
     # The wire ------------------------------------------------------------------------------------
 
     def _put(self, data: bytes, cost: float = costs.SEND) -> int:
         world, process = self.world, me()
-        size = min(len(data), self.credit)
+        size = len(data) if len(data) < self.credit else self.credit
         world.spend(cost + size * costs.BYTE)
         if self.is_closed:
             raise OSError(EBADF, strerror(EBADF))
@@ -399,13 +405,14 @@ class Socket(File):
             when += LOOPBACK + size * LOCAL_BYTE
         else:
             seconds = size * BYTE
-            begun = max(when, one.sent_until)
+            begun = when if when > one.sent_until else one.sent_until
             one.sent_until = begun + seconds
-            begun = max(begun + latency(one, other), other.received_until)
+            begun += latency(one, other)
+            begun = begun if begun > other.received_until else other.received_until
             when = other.received_until = begun + seconds
             if world.loss and world.random.random() < world.loss:
                 when += RETRANSMITTED
-        self.arrival = max(when, self.arrival)
+        self.arrival = max(self.arrival, when)
         return self.arrival
 
     def _transmit(self, data: bytes | None) -> None:
@@ -417,9 +424,11 @@ class Socket(File):
     def arrive(self, data: bytes | None) -> None:
         """Take what has arrived; None: the end."""
         peer = self.peer
-        assert peer is not None
-        if self.host.side != peer.host.side:
-            self.world.stalled.append((self, data))
+        if peer is None:  # both have been closed
+            return
+        if self.held or self.host.side != peer.host.side:
+            self.held.append(data)
+            self.world.stalled[self] = None
         elif self.is_closed or self.error:
             if data and not peer.error:
                 self.world.at(self._arrives(FRAME), peer.fail, ECONNRESET)
@@ -431,6 +440,14 @@ class Socket(File):
                 self.unread += len(data)
                 self._keep(len(data))
             self.changed()
+
+    def resend(self) -> None:
+        """Take what could not arrive before, in its order."""
+        if self.held and (self.peer is None or self.host.side == self.peer.host.side):
+            held, self.held = self.held, []
+            self.world.stalled.pop(self, None)
+            for data in held:
+                self.arrive(data)
 
     def fail(self, number: int) -> None:
         """End by an error; what is unread is lost."""
@@ -530,24 +547,23 @@ class Selector(File):
         return found
 
     def _found(self) -> list[tuple[SelectorKey, int]]:
-        found, numbers = [], self.files
-        for file in list(self.ready):
-            is_readable, is_writable = file.is_readable(), file.is_writable()
-            is_wanted = False
-            for number in (
-                (n for n, each in numbers.items() if each is file)
-                if (file.references > 1)
-                else (file.descriptor,)
-            ):
+        found, ready, numbers = [], self.ready, self.files
+        for file in tuple(ready):
+            is_wanted, its = False, [file.descriptor]
+            if file.references > 1:
+                its = [number for number, each in numbers.items() if each is file]
+            for number in its:
                 key = self.keys.get(number)
                 if key is None:
                     continue
-                events = (EVENT_READ if is_readable else 0) | (EVENT_WRITE if is_writable else 0)
-                if events & key.events:
-                    found.append((key, events & key.events))
+                events = EVENT_READ if key.events & EVENT_READ and file.is_readable() else 0
+                if key.events & EVENT_WRITE and file.is_writable():
+                    events |= EVENT_WRITE
+                if events:
+                    found.append((key, events))
                     is_wanted = True
             if not is_wanted:
-                del self.ready[file]
+                del ready[file]
         return found
 
     def is_readable(self) -> bool:
@@ -579,18 +595,19 @@ class _Keys:
 
 
 def divide(world: World, hosts: Iterable[Host], side: int) -> None:
-    """Put ``hosts`` on another side: no packet passes until ``side`` is 0 again."""
-    moved = set(hosts)
-    for host in moved:
-        host.side = side
+    """Part ``hosts`` from all others, or join them again: no packet passes between two sides.
+
+    A host is on several, if it was parted several times: ``side`` is a power of 2.
+    """
+    for host in set(hosts):
+        host.side ^= side
     for file in list(world.files.values()):
         is_watched = isinstance(file, Socket) and file.peer is not None and file.patience
         if is_watched and file.host.side != file.peer.host.side:
             sides = file.host.side, file.peer.host.side
             world.at(world.now + file.patience, file.fail_if_silent, *sides)
-    stalled, world.stalled = world.stalled, []
-    for end, data in stalled:
-        world.at(world.now + RETRANSMITTED, end.arrive, data)
+    for end in world.stalled:
+        world.at(world.now + RETRANSMITTED, end.resend)
 
 
 def network_of(world: World) -> dict[str, Any]:

@@ -15,19 +15,24 @@ from base64 import b64encode
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import count
 from math import ceil, log2
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 from flashlight_py import system
+from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends import gloo
+from flashlight_py.distributed.calls.call import Call
+from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.memory import memory_file, topology
 from flashlight_py.distributed.rendezvous.secret import nonce
-from flashlight_py.distributed.rendezvous.store import Store, derived, this_process
+from flashlight_py.distributed.rendezvous.store import Roster, Store, derived, this_process
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
 from flashlight_py.distributed.start import initialize
 from flashlight_py.distributed.start.settings import Settings
+from flashlight_py.distributed.work import Work
 from flashlight_py.errors import RendezvousError
 from tests.simulation import costs
 from tests.simulation.world import Host, Process, World, installed, me
@@ -47,23 +52,34 @@ class _Memory:
         """Keep the descriptor."""
 
 
-class _JoinedByMemory:
-    """In place of ``ShmBackend``."""
+class Joined(Backend):
+    """In place of a backend that has joined ``rank`` with all of ``size``."""
 
-    path, memory, near = "shared memory", None, ()
+    kind, path = DistributedBackend.GLOO, "stands in"
 
-    def __init__(self, store: Store, timeout: float, at_once: bool = False) -> None:
-        self.rank, self.size = store.rank, store.size
-        memory_file.map_together(store, lambda path, create: me().world.spend(costs.MAP), False)
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def start(self, call: Call) -> Work:
+        raise NotImplementedError
+
+    def synchronize(self) -> None:
+        """Wait for nothing."""
 
     def close(self) -> None:
         """Hold nothing."""
 
 
-class _JoinedByNetwork:
-    """In place of ``GlooBackend``: its exchange of cards, and connections to its neighbours."""
+class _JoinedByMemory(Joined):
+    """In place of ``ShmBackend``."""
 
-    path, network = "Gloo over TCP", None
+    def __init__(self, store: Store, timeout: float, at_once: bool = False) -> None:
+        super().__init__(store.rank, store.size)
+        memory_file.map_together(store, lambda path, create: me().world.spend(costs.MAP), False)
+
+
+class _JoinedByNetwork(Joined):
+    """In place of ``GlooBackend``: its exchange of cards, and connections to its neighbours."""
 
     def __init__(
         self,
@@ -78,7 +94,7 @@ class _JoinedByNetwork:
         is_watched: bool = False,
         at_once: bool = False,
     ) -> None:
-        self.rank, self.size = store.rank, store.size
+        super().__init__(store.rank, store.size)
         process, address = me(), b64encode(zlib.compress(bytes(128) + b"10.1")).decode()
         card = [this_process(), address, nonce().hex(), 40000, host_timeout]
         texts = store.exchange(json.dumps(card).encode())
@@ -89,9 +105,6 @@ class _JoinedByNetwork:
         process.world.spend(costs.PROVEN * 2 * self.size + costs.NATIVE_CONNECT * connected)
         process.connections += connected
         process.most_connections = max(process.most_connections, process.connections)
-
-    def close(self) -> None:
-        """Hold nothing."""
 
 
 def _unreadable(offer: Sequence[Any], own_domain: str) -> str:
@@ -104,13 +117,16 @@ def _unreadable(offer: Sequence[Any], own_domain: str) -> str:
 @contextmanager
 def native_stood_in_for() -> Iterator[None]:
     """Have ``meet`` use the stand-ins."""
-    joined = lambda *_, **__: SimpleNamespace(size=0, close=lambda: None)  # noqa: E731
+    group = SimpleNamespace(size=0, close=lambda: None)
+    joined = lambda *_, **__: group  # noqa: E731
     stand_ins: dict[tuple[Any, str], Any] = {
         (initialize, "ShmBackend"): _JoinedByMemory,
         (initialize, "GlooBackend"): _JoinedByNetwork,
-        (initialize, "HierarchicalBackend"): joined,
+        (initialize, "HierarchicalBackend"): lambda rank, hosts, inside, between, flat, *_: Joined(
+            rank, flat.size
+        ),
         (initialize, "ProcessGroup"): joined,
-        (initialize, "World"): joined,
+        (initialize, "World"): lambda *_, **__: SimpleNamespace(group=group),
         (initialize, "fair_share"): lambda *_: 1,
         (initialize, "abort"): SimpleNamespace(install=lambda: None, uninstall=lambda: None),
         (topology, "MemoryFile"): _Memory,
@@ -147,6 +163,8 @@ class Start:
         self.up: dict[int, float] = {}  # when each rank was
         self.errors: dict[int, BaseException] = {}
         self.ended: dict[int, float] = {}
+        self.bodies: list[bytes] = []  # of the roster of each exchange
+        self.partings = count()  # of hosts, for a while
         self.progress = [0] * ranks  # exchanges that each rank has begun
         self.dies, self.died = (-1, 0), math.nan  # a rank that is killed in an exchange, and when
         self._begin, self._per_host = begin or meet, per_host
@@ -166,6 +184,8 @@ class Start:
     def _program(self, rank: int) -> Callable[[], int]:
         def main() -> int:
             me().on_exchange, me().local_rank = partial(self._count, rank), rank % self._per_host
+            if rank == 0:
+                me().on_roster = self.bodies.append
             try:
                 self._begin(rank, self.ranks, self.timeout)
             except Exception as error:  # noqa: BLE001 - what is reported is judged at the end
@@ -217,6 +237,8 @@ class _Counted(TcpStore):
         self.local_rank = me().local_rank
         super().__init__(*values)
 
-    def exchange(self, payload: bytes) -> list[bytes]:
+    def exchange(self, payload: bytes) -> Roster:
         me().on_exchange()
-        return super().exchange(payload)
+        roster = super().exchange(payload)
+        me().on_roster(roster.body)
+        return roster

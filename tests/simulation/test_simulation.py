@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from functools import partial
 from hashlib import sha256
 from subprocess import Popen
 
 import pytest
 
+from flashlight_py import system
+from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
 from tests.simulation.faults import trial
+from tests.simulation.grouping import Grouping
 from tests.simulation.launching import Launch, lose
 from tests.simulation.network import Socket, divide
-from tests.simulation.scenario import Start, gather, meet
+from tests.simulation.scenario import PORT, Start, gather, meet
+from tests.simulation.world import Process, World, installed, me
 
 
 @pytest.mark.parametrize("tens", range(10))
@@ -87,6 +92,71 @@ def test_in_a_tree_no_process_has_more_than_some_connections() -> None:
     start = Start(128, seed=4, FLASHLIGHT_TREE_FROM="2").run()
     assert start.up.keys() == set(range(128))
     assert max(each.most_connections for each in start.processes) <= 64 + 8
+
+
+def test_rank_0_names_who_does_not_leave_a_tree() -> None:
+    """It stops in the middle of the tree, or below it, when all has been exchanged."""
+    for stopped in (8, 12, 32):
+
+        def begin(rank: int, size: int, timeout: float, stopped: int = stopped) -> None:
+            store = TcpStore("host1", PORT, rank, size, timeout)
+            store.local_rank = rank % 8
+            store.exchange(b"")
+            if rank == stopped:
+                me().world.park()
+            store.close()
+
+        start = Start(64, seed=2, begin=begin, timeout=5.0, FLASHLIGHT_TREE_FROM="2")
+        start.run(until=20.0)
+        assert set(start.up) == set(range(1, 64)) - {stopped}
+        assert f"rank {stopped} joined and did not take leave" in str(start.errors[0])
+
+
+def test_what_is_sent_while_hosts_are_apart_arrives_in_its_order() -> None:
+    world, taken = World(), list[bytes]()
+
+    def listen() -> None:
+        with system.create_server(("", PORT)) as listener:
+            wire, _ = listener.accept() if listener.wait(None) else (None, None)
+            while data := wire.recv(100):
+                taken.append(data)
+
+    def send() -> None:
+        wire = system.Socket()
+        wire.connect_ex(("10.0.0.1", PORT))
+        system.sleep(1.0)
+        for number in range(60):
+            wire.sendall(b"%d" % number)
+            system.sleep(0.05)
+        wire.close()
+
+    with installed(world):
+        hosts = [world.add_host(), world.add_host()]
+        for host, main in zip(hosts, (listen, send), strict=True):
+            Process(host, main, {})
+        for when, side in ((1.5, 1), (2.5, 2), (2.8, 1), (3.3, 2)):
+            world.at(when, divide, world, hosts[1:], side)
+        world.run()
+    assert taken == [b"%d" % number for number in range(60)]
+
+
+@pytest.mark.parametrize("members", [range(72), range(0, 72, 8), range(8), [70, 3, 31], [5]])
+def test_a_group_is_made_with_few_connections(members: Sequence[int]) -> None:
+    """Seven for each digit of the number of members to the base 8, and one to who is above."""
+    grouping = Grouping(72, 1, list(members)).run()
+    assert grouping.errors == {}
+    assert grouping.up.keys() == set(range(72))
+    made = grouping.made()
+    assert made.seconds < 0.1
+    assert made.connections <= 15
+
+
+def test_ranks_that_ask_for_different_groups_of_very_many_are_told() -> None:
+    grouping = Grouping(72, 1, list(range(72)))
+    grouping.members_of[5] = [*range(70), 71, 70]
+    error = str(grouping.run().errors[71])
+    assert "rank 5: new_group [0, 1, 2" in error
+    assert "of 72 ranks (digest" in error
 
 
 def test_flrun_ends_all_ranks_of_all_hosts_when_one_dies() -> None:

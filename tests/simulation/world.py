@@ -8,11 +8,13 @@ than its clock. So a busy rank costs no events, and 100,000 of them fit into one
 
 from __future__ import annotations
 
+import gc
 import heapq
 import math
 import os
 import random
 import signal
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from errno import ESRCH
@@ -63,7 +65,7 @@ class Host:
         self.slowness = 1.0
         self.processes: dict[int, Process] = {}
         self.cores: list[float] | None = None  # when each is free; None: one for every thread
-        self.side = 0  # hosts of other sides are out of reach
+        self.side = 0  # hosts of other sides are out of reach: see ``network.divide``
 
 
 class Process:
@@ -92,6 +94,7 @@ class Process:
         self.bytes_sent = self.bytes_received = self.memory = self.most_memory = 0
         self.ended_at = self.started_at = math.nan
         self.on_exchange: Callable[[], None] = lambda: None
+        self.on_roster: Callable[[bytes], object] = lambda body: None
         self.local_rank: int | None = None
         host.processes[self.pid] = host.world.processes[self.pid] = self
         self.main = main
@@ -176,6 +179,7 @@ class World:
         self.pids, self.numbers = count(1000), count(1000)
         self._events: list[tuple[float, int, Callable[..., Any], tuple[Any, ...]]] = []
         self._order = count()
+        self._ready: deque[Fiber] = deque()  # those that go on now
         self.hosts: list[Host] = []
         self.by_address: dict[str, Host] = {}
         self.processes: dict[int, Process] = {}
@@ -183,7 +187,7 @@ class World:
         self.messages = 0
         self.loss = 0.0  # of messages between hosts, the share that is sent twice
         self.program: Callable[[Process, Any], Callable[[], int | None]] | None = None
-        self.stalled: list[Any] = []
+        self.stalled: dict[Any, None] = {}  # ends of connections that packets do not reach
         self.on_output: Callable[[bytes], object] = lambda data: None  # on terminals
 
     def add_host(self) -> Host:
@@ -198,28 +202,39 @@ class World:
 
     def at(self, when: float, call: Callable[..., Any], *values: Any) -> None:
         """Call at a time, not before now."""
-        heapq.heappush(self._events, (max(when, self.now), next(self._order), call, values))
+        when = when if when > self.now else self.now
+        heapq.heappush(self._events, (when, next(self._order), call, values))
 
     def clock(self) -> float:
         """Return the time of who runs now: a fiber's own, else the world's."""
         fiber = getcurrent()
-        return fiber.clock if isinstance(fiber, Fiber) else self.now
+        return self.now if fiber is self.hub else float(fiber.clock)
 
     def run(self, until: float = math.inf, is_done: Callable[[], bool] = lambda: False) -> None:
         """Let time pass until nothing happens any more, it is ``until``, or all ``is_done``."""
-        events = self._events
-        while events and events[0][0] <= until and not is_done():
-            self.now, _, call, values = heapq.heappop(events)
-            call(*values)
+        events, ready, pop = self._events, self._ready, heapq.heappop
+        usual = gc.get_threshold()
+        gc.set_threshold(100_000, 100, 1000)  # ranks keep most, and to look at all of it is slow
+        try:
+            while True:
+                while ready:
+                    self.resume(ready.popleft(), True)
+                if not events or events[0][0] > until or is_done():
+                    return
+                self.now, _, call, values = pop(events)
+                call(*values)
+        finally:
+            gc.set_threshold(*usual)
 
     def resume(self, fiber: Fiber, is_woken: bool) -> None:
         """Let a fiber go on, unless its process is stopped or has ended."""
+        process = fiber.process
         if fiber.dead:
             return
-        if fiber.process.is_stopped:
-            fiber.process.held.append(fiber)
+        if process.is_stopped:
+            process.held.append(fiber)
             return
-        if fiber.process.code is not None:
+        if process.code is not None:
             self.unwind(fiber)
             return
         fiber.is_parked = False
@@ -242,7 +257,7 @@ class World:
         process = fiber.process
         if process.code is not None:
             raise GreenletExit
-        until = max(until, fiber.clock)
+        until = until if until > fiber.clock else fiber.clock
         fiber.deadline, fiber.is_parked, fiber.is_woken = until, True, False
         if until < fiber.timer:
             fiber.timer = until
@@ -271,19 +286,22 @@ class World:
         """Let a parked fiber go on, at its own time."""
         if fiber.is_parked and not fiber.is_woken:
             fiber.is_woken = True
-            self.at(fiber.clock, self.resume, fiber, True)
+            if fiber.clock > self.now:
+                self.at(fiber.clock, self.resume, fiber, True)
+            else:
+                self._ready.append(fiber)
 
     def spend(self, seconds: float) -> None:
         """Have the fiber that calls compute for so long."""
         fiber: Fiber = getcurrent()
-        if not isinstance(fiber, Fiber):
+        if fiber is self.hub:
             return
-        host = fiber.process.host
-        if fiber.process.code is not None:
+        process = fiber.process
+        if process.code is not None:
             raise GreenletExit
-        seconds *= host.slowness
-        fiber.process.computed += seconds
-        cores = host.cores
+        seconds *= process.host.slowness
+        process.computed += seconds
+        cores = process.host.cores
         if cores is None:
             fiber.clock += seconds
         else:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-import pickle
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, cast
 
@@ -16,7 +16,8 @@ from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.checks import check_rank, check_seconds, whole
 from flashlight_py.distributed.groups import membership
 from flashlight_py.distributed.groups.membership import Membership, groups_so_far, of
-from flashlight_py.distributed.rendezvous.store import Store
+from flashlight_py.distributed.rendezvous.places import FAN
+from flashlight_py.distributed.rendezvous.store import Roster, Store
 from flashlight_py.distributed.verbs import BARRIER, RECV, SEND
 from flashlight_py.errors import MismatchError
 
@@ -27,6 +28,8 @@ __all__ = ["barrier", "new_group", "split", "sync_distributed"]
 
 # Users' tags begin at 0: this one is for members that are about to become a group.
 _TAG = -1
+# All ranks of the parent tell each other whom they mean: in so many characters.
+_MOST_WORDS = 200
 
 
 def new_group(
@@ -65,7 +68,7 @@ def new_group(
         seconds = check_seconds("new_group", timeout)
         steps = Steps(parent.backend(), "new_group")
         with parent.journal.recording("new_group"):
-            mine = json.dumps([f"new_group {members}", seconds, next(groups_so_far)]).encode()
+            mine = json.dumps([_in_words(members), seconds, next(groups_so_far)]).encode()
             asked = list(map(json.loads, exchange_bytes(steps, mine)))
             _require_same(parent, "new_group", [(words, limit) for words, limit, _ in asked])
             return _founded(parent, steps, members, seconds, [count for *_, count in asked])
@@ -121,6 +124,15 @@ def _require_same(parent: Membership, verb: str, asked: Iterable[tuple[str, floa
         )
 
 
+def _in_words(members: Sequence[int]) -> str:
+    """Return which ``members`` a new group has; of very many the first, and a digest of all."""
+    words = f"new_group {list(members)}"
+    if len(words) <= _MOST_WORDS:
+        return words
+    digest = hashlib.sha256(words.encode()).hexdigest()[:16]
+    return f"{words[:_MOST_WORDS]}... of {len(members)} ranks (digest {digest})"
+
+
 def _founded(
     parent: Membership,
     steps: Backend,
@@ -139,23 +151,32 @@ def _founded(
 class MemberStore(Store):
     """Some ranks of a joined backend as a store; the others have nothing to do with it.
 
-    The first of ``members`` receives from all and sends to all, by messages.
+    They are a tree, by the digits of their numbers to the base FAN: each is below the one that has
+    0 in the place of its last digit that is not 0. So none has many connections.
     """
 
     def __init__(self, backend: Backend, members: Sequence[int]) -> None:
         self._backend, self._members = backend, list(members)
         self.rank, self.size = self._members.index(backend.rank), len(self._members)
+        span, self._below = 1, list[int]()
+        while span < self.size and self.rank % (span * FAN) == 0:
+            end = min(self.rank + span * FAN, self.size)
+            self._below += self._members[self.rank + span : end : span]
+            span *= FAN
+        self._above = self._members[self.rank - self.rank % (span * FAN)]
 
-    def exchange(self, payload: bytes) -> list[bytes]:
+    def exchange(self, payload: bytes) -> Roster:
         """Pass ``payload`` and return every member's; collective among them, blocking."""
-        hub, *others = self._members
-        if self.rank != 0:
-            self._send(hub, payload)
-            return pickle.loads(self._receive(hub))
-        payloads = [payload, *(self._receive(member) for member in others)]
-        for member in others:
-            self._send(member, pickle.dumps(payloads))
-        return payloads
+        payloads = [payload]  # of this rank and those below it, which follow it
+        for member in self._below:
+            payloads += Roster(self._receive(member))
+        roster = Roster.of(payloads)
+        if self.rank:
+            self._send(self._above, roster.body)
+            roster = Roster(self._receive(self._above))
+        for member in self._below:
+            self._send(member, roster.body)
+        return roster
 
     def close(self) -> None:
         """Do nothing: the backend goes on."""

@@ -142,10 +142,10 @@ def _array_of_host(store: Store, load: Callable[..., Any], layout: Layout | None
     With a ``layout`` it fills the array that it is given, else it returns one.
     """
     exchange_process_info(store, checks=True)  # all ranks have agreed on that already
-    hosts, apart = ranks_by_memory(store)
-    if apart and store.rank == 0:
-        _log.warning("host_array: there is more than one copy on a host: %s", apart)
-    loader = next(host[0] for host in hosts if store.rank in host)
+    sharing = ranks_by_memory(store)
+    if sharing.apart and store.rank == 0:
+        _log.warning("host_array: there is more than one copy on a host: %s", sharing.apart)
+    loader = sharing.groups[sharing.of[store.rank]][0]
     named = needs_names(store.spaces)
     file, path, error, words = None, "", None, ""
     try:

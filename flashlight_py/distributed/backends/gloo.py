@@ -22,6 +22,7 @@ from flashlight_py.distributed.rendezvous.secret import nonce, proof
 from flashlight_py.distributed.rendezvous.store import (
     Kin,
     Peer,
+    Roster,
     Store,
     Waiting,
     derived,
@@ -51,13 +52,18 @@ class _GlooCards(NamedTuple):
 
     @classmethod
     def read(cls, texts: Sequence[bytes]) -> _GlooCards:
-        peers, addresses, _, ports, limits = zip(*map(json.loads, texts), strict=True)
-        joined = b"".join(zlib.decompress(b64decode(address)) for address in addresses)
-        return cls([Peer(*peer) for peer in peers], joined, ports, limits)
+        known = dict[Any, Any]()  # of many ranks: values that are equal are kept once
+        peers, ports, limits, joined = list[Peer](), list[int](), list[float](), bytearray()
+        for process, address, _, port, limit in map(json.loads, texts):
+            peers.append(Peer(*(known.setdefault(each, each) for each in process)))
+            ports.append(known.setdefault(port, port))
+            limits.append(known.setdefault(limit, limit))
+            joined += zlib.decompress(b64decode(address))
+        return cls(peers, bytes(joined), ports, limits)
 
 
 def _key(texts: Sequence[bytes], key: bytes) -> bytes:
-    return proof(key, *texts)
+    return proof(key, Roster.of(texts).body)
 
 
 class GlooBackend(NativeBackend):

@@ -26,6 +26,7 @@ from flashlight_py.distributed.failures.wording import (
     raised,
     who_that_was,
 )
+from flashlight_py.distributed.rendezvous.store import MOST_RANKS
 from flashlight_py.distributed.verbs import BARRIER, VERBS
 from flashlight_py.errors import (
     CollectiveTimeoutError,
@@ -35,7 +36,8 @@ from flashlight_py.errors import (
     PeerLostError,
 )
 
-_MAX_MISSING = 64
+# Of so many ranks that are missing it is said what they have called elsewhere.
+_MOST_ASKED = 64
 # What words for others begin with: the class of error that they are.
 _LOST, _LATE, _DIFFERENT = "P", "T", "M"
 _GIVEN_UP = "it gave up waiting for this rank: "  # as csrc/common says it
@@ -53,8 +55,8 @@ def failure(
     ffi, lib = backend.ffi, backend.lib
     where = f"[{verb}] {backend.name}"
     text = ffi.string(lib.fl_op_message(handle)).decode(errors="replace")
-    room = ffi.new("int[]", _MAX_MISSING)
-    missing = sorted(room[0 : lib.fl_op_missing(handle, room, _MAX_MISSING)])
+    room = ffi.new("int[]", backend.size)
+    missing = sorted(room[0 : lib.fl_op_missing(handle, room, backend.size)])
     who = names(backend.numbers[rank] for rank in missing) if missing else "another rank"
     those = who_that_was(missing, backend.processes)
     if status == lib.FL_MISMATCH:
@@ -69,7 +71,7 @@ def failure(
             error.for_others = _late_itself(backend, who, text[len(_GIVEN_UP) :])
         return error
     if status == lib.FL_TIMEOUT:
-        limit, theirs = f"{seconds:g} seconds", waits_elsewhere(backend, missing)
+        limit, theirs = f"{seconds:g} seconds", waits_elsewhere(backend, missing[:_MOST_ASKED])
         if theirs:
             apart = _apart(where, backend, handle, theirs, limit)
             return MismatchError(apart, group_lives=False)
@@ -169,7 +171,7 @@ def _last_calls(backend: NativeGroup, handle: Any, missing: Sequence[int], numbe
     mine = signatures[backend.rank]
     extra = mine.sequence - number if number else 0  # steps, which users do not count
     found = [f"Call {mine.sequence - extra} of this group is {call_in_words(lib, mine)}"]
-    for rank in missing:
+    for rank in missing[:MOST_RANKS]:
         who = f"rank {backend.numbers[rank]}"
         theirs, ago = signatures[rank], f"{lib.fl_op_age(handle, rank):.1f} s ago"
         if theirs.sequence == 0:
@@ -179,6 +181,8 @@ def _last_calls(backend: NativeGroup, handle: Any, missing: Sequence[int], numbe
         else:
             last = _call_and_site(backend, handle, rank, theirs)
             found.append(f"{who} last joined call {theirs.sequence - extra}, {last}, {ago}")
+    if (more := len(missing) - MOST_RANKS) > 0:
+        found.append(f"{more} more are missing")
     return f"{'; '.join(found)}. "
 
 

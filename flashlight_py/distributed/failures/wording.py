@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from flashlight_py.distributed.rendezvous.store import name_ranks
+from flashlight_py.distributed.rendezvous.store import MOST_RANKS, name_ranks
 
 names = name_ranks
 UNUSABLE = "This group cannot be used again"
@@ -25,12 +25,16 @@ HOST_ADVICE = (
 def who_that_was(ranks: Sequence[int], processes: Sequence[str]) -> str:
     """Complete a sentence about ``ranks``: which processes they were, if that is known.
 
+    Of very many how many more they are.
+
     Example:
         >>> who_that_was([1], ["process 7 on a", "process 8 on a"])
         ', which is process 8 on a'
     """
     known = [processes[rank] for rank in ranks if rank < len(processes)]
-    return f", which {'are' if len(known) > 1 else 'is'} {', '.join(known)}" if known else ""
+    named, more = ", ".join(known[:MOST_RANKS]), len(known) - MOST_RANKS
+    named += f" and {more} more" if more > 0 else ""
+    return f", which {'are' if len(known) > 1 else 'is'} {named}" if known else ""
 
 
 def different_calls(

@@ -134,17 +134,49 @@ def exchange_process_info(store: Store, checks: bool) -> None:
 
 def _processes(texts: Sequence[bytes]) -> tuple[Any, ...]:
     known = dict[str, str]()  # of many ranks: words that are equal are kept once
-    cards = (
-        (process, known.setdefault(space, space), known.setdefault(host, host), checked)
-        for process, space, host, checked in map(json.loads, texts)
-    )
-    processes, spaces, hosts, checked = zip(*cards, strict=True)
-    without = [rank for rank, checks in enumerate(checked) if not checks]
+    processes, spaces, hosts, without = list[str](), list[str](), list[str](), list[int]()
+    for rank, (process, space, host, checks) in enumerate(map(json.loads, texts)):
+        processes.append(process)
+        spaces.append(known.setdefault(space, space))
+        hosts.append(known.setdefault(host, host))
+        if not checks:
+            without.append(rank)
     return processes, spaces, hosts, needs_names(spaces), without
 
 
-def ranks_by_memory(store: Store) -> tuple[list[list[int]], str]:
-    """Return the groups of ranks that share memory with each other, and why no more. Collective.
+class Sharing(NamedTuple):
+    """The groups of ranks that share memory with each other, in the order of their first ranks.
+
+    ``of`` is the number of each rank's group. ``across`` are ranks with the same number in their
+    groups: those of number 0, 1 and so on, as long as all groups have one. ``apart`` says why there
+    are no fewer groups.
+    """
+
+    groups: Sequence[Sequence[int]]
+    of: Sequence[int]
+    across: Sequence[tuple[int, ...]]
+    apart: str
+
+    @classmethod
+    def read(cls, texts: Sequence[bytes]) -> Sharing:
+        """Return it, given what the ranks have found."""
+        answers = [json.loads(text) for text in texts]
+        by_leader: dict[int, list[int]] = {}
+        for rank, (leader, _, _) in enumerate(answers):
+            by_leader.setdefault(leader, []).append(rank)
+        apart = ""
+        for rank, (leader, first, why) in enumerate(answers):
+            if leader != answers[first][0]:
+                apart = f"rank {rank} shares no memory with rank {first} of its host: {why}"
+                break
+        groups = [by_leader[leader] for leader in sorted(by_leader)]
+        numbers = {rank: number for number, group in enumerate(groups) for rank in group}
+        of = [numbers[rank] for rank in range(len(numbers))]
+        return cls(groups, of, list(zip(*groups, strict=False)), apart)
+
+
+def ranks_by_memory(store: Store) -> Sharing:
+    """Return which ranks share memory with each other, and why no more. Collective.
 
     Each rank puts a secret into a small file in shared memory; who can read it shares it. The
     files are gone on return. A rank that cannot make one is alone. Ranks whose environment has
@@ -180,7 +212,7 @@ def ranks_by_memory(store: Store) -> tuple[list[list[int]], str]:
     finally:
         if file is not None:
             file.close()
-    return derived(answers, _by_leader)
+    return derived(answers, Sharing.read)
 
 
 def _kernel(host: str) -> str:
@@ -196,20 +228,6 @@ def _by_place(texts: Sequence[bytes]) -> tuple[dict[tuple[str, str], int], dict[
         firsts.setdefault((host, domain), rank)
         by_kernel.setdefault(_kernel(host), []).append(rank)
     return firsts, by_kernel
-
-
-def _by_leader(texts: Sequence[bytes]) -> tuple[list[list[int]], str]:
-    """Return what ``ranks_by_memory`` does, given what the ranks have found."""
-    answers = [json.loads(text) for text in texts]
-    groups: dict[int, list[int]] = {}
-    for rank, (leader, _, _) in enumerate(answers):
-        groups.setdefault(leader, []).append(rank)
-    apart = ""
-    for rank, (leader, first, why) in enumerate(answers):
-        if leader != answers[first][0]:
-            apart = f"rank {rank} shares no memory with rank {first} of its host: {why}"
-            break
-    return [groups[leader] for leader in sorted(groups)], apart
 
 
 def _why_unreadable(offer: Sequence[str], own_domain: str) -> str:

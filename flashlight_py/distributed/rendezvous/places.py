@@ -88,6 +88,10 @@ class Places:
             self._openings.clear()
         self.given, self.asked = {0: payload}, False
 
+    def end(self) -> None:
+        """End the round: who has given something is known, what it was is in the roster."""
+        self.given = dict.fromkeys(self.given, b"")
+
     def ask(self) -> None:
         """Note that all are asked what they have."""
         self.asked, self.shown = True, set()

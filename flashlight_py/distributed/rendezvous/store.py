@@ -19,7 +19,7 @@ ANY_RANK = -1
 # When rank 0 first says who is missing, and how often after that, in seconds.
 FIRST_SECONDS, NEXT_SECONDS = 10.0, 30.0
 # A message names at most so many ranks.
-_MOST_RANKS = 20
+MOST_RANKS = 20
 _log = logging.getLogger("flashlight_py")
 _Made = TypeVar("_Made")
 
@@ -82,6 +82,8 @@ class Roster(Sequence[bytes]):
     @classmethod
     def of(cls, payloads: Sequence[bytes]) -> Roster:
         """Pack ``payloads``: their number and their lengths precede them."""
+        if isinstance(payloads, cls):
+            return payloads
         count = len(payloads)
         return cls(b"".join([struct.pack(f"!{count + 1}I", count, *map(len, payloads)), *payloads]))
 
@@ -150,6 +152,21 @@ class Kin(NamedTuple):
         return Kin(self.whole, [self.ranks[rank] for rank in ranks], self.number + 1, self.is_all)
 
 
+class _Picked(Sequence[str]):
+    """Of ``values`` those at ``places``: many ranks have many of them, and look at few."""
+
+    def __init__(self, values: Sequence[str], places: Sequence[int]) -> None:
+        self._values, self._places = values, places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return _Picked(self._values, self._places[index])
+        return self._values[self._places[index]]
+
+
 class SubStore(Store):
     """The ranks ``ranks`` of ``store`` (this one among them) as a store of their own.
 
@@ -159,19 +176,19 @@ class SubStore(Store):
 
     def __init__(self, store: Store, ranks: Sequence[int]) -> None:
         self._store = store
-        self._ranks = list(ranks)
+        self._ranks = tuple(ranks)
         self.rank, self.size = self._ranks.index(store.rank), len(self._ranks)
-        self.processes = [store.processes[rank] for rank in self._ranks] if store.processes else ()
-        self.hosts = [store.hosts[rank] for rank in self._ranks] if store.hosts else ()
+        self.processes = _Picked(store.processes, self._ranks) if store.processes else ()
+        self.hosts = _Picked(store.hosts, self._ranks) if store.hosts else ()
         self.numbers, self.total = self._ranks, store.size
         if len(store.spaces) == store.size:
-            self.spaces = [store.spaces[rank] for rank in self._ranks]
+            self.spaces = _Picked(store.spaces, self._ranks)
         self.kin = store.kin and store.kin.among(self._ranks)
         self.near = store.near and store.near.among(self._ranks)
 
     def exchange(self, payload: bytes) -> Sequence[bytes]:
         """Pass ``payload`` and return that of every rank of the sub-store; see ``Store``."""
-        return derived(self._store.exchange(payload), _part, tuple(self._ranks))
+        return derived(self._store.exchange(payload), _part, self._ranks)
 
     def close(self) -> None:
         """Do nothing: the store that is wrapped is closed by whoever made it."""
@@ -251,7 +268,7 @@ def check_member(rank: int, size: int, timeout: float) -> None:
         raise ValueError(f"the timeout must be more than 0 seconds, got {timeout}")
 
 
-def why_not_apart(peers: Sequence[Peer]) -> str:
+def why_not_apart(peers: Iterable[Peer]) -> str:
     """Return which ranks are one process, as threads of it may be, given the process of each.
 
     "" if none are: this is an error on every rank.
@@ -274,7 +291,7 @@ def why_not_apart(peers: Sequence[Peer]) -> str:
 def name_ranks(ranks: Iterable[int]) -> str:
     """Return "rank 2" or "ranks 2, 3"; of very many how many more they are."""
     numbers = sorted(ranks)
-    named, more = ", ".join(map(str, numbers[:_MOST_RANKS])), len(numbers) - _MOST_RANKS
+    named, more = ", ".join(map(str, numbers[:MOST_RANKS])), len(numbers) - MOST_RANKS
     return f"rank{'s' if len(numbers) > 1 else ''} {named}{f' and {more} more' if more > 0 else ''}"
 
 

@@ -118,6 +118,7 @@ class TreeNode(Seeker):
         if self._is_root:
             if len(given := self._places.given) == self._size:
                 self._roster = Roster.of([given[rank] for rank in range(self._size)]).body
+                self._places.end()
             return
         if self._up is None:
             self._join()
@@ -414,7 +415,9 @@ class TreeNode(Seeker):
                     continue
                 if has_asked:
                     raise self._failure(f"{name_ranks(absent)} joined and did not take leave")
-                has_asked, self._deadline = True, system.monotonic() + _SETTLE / self._seat.depth
+                # Who is further from rank 0 gives up earlier, and says whom it waits for.
+                settle = _SETTLE / (self._seat.depth or 0.5)
+                has_asked, self._deadline = True, system.monotonic() + settle
                 self._ask(self._gone)
         except RendezvousError:  # which rank 0 has been told
             if self._is_root:

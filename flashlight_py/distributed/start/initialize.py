@@ -35,6 +35,7 @@ from flashlight_py.distributed.rendezvous.mpi_store import MpiStore
 from flashlight_py.distributed.rendezvous.secret import nonce, proof
 from flashlight_py.distributed.rendezvous.store import (
     Peer,
+    Roster,
     Store,
     SubStore,
     check_member,
@@ -346,21 +347,28 @@ class _FirstCards(NamedTuple):
     @classmethod
     def read(cls, texts: Sequence[bytes]) -> _FirstCards:
         near: dict[str, list[int]] = {}
-        rows, known = [], dict[Any, Any]()  # of many ranks: values that are equal are kept once
+        known = dict[Any, Any]()  # of many ranks: values that are equal are kept once
+        hosts, bits, addresses = list[str](), list[str](), list[Sequence[str]]()
+        # Processes are compared by their hashes: those of all ranks take much memory.
+        apart, count = set[int](), 0
         for rank, text in enumerate(texts):
-            host, _, cores, _, (name, pid, machine, started), own = json.loads(text)
-            values = host, cores, tuple(own), name, machine
-            host, cores, own, name, machine = (known.setdefault(each, each) for each in values)
+            host, _, cores, _, process, own = json.loads(text)
+            host, cores, own = (known.setdefault(each, each) for each in (host, cores, tuple(own)))
             near.setdefault(host, []).append(rank)
-            rows.append((host, cores, own, Peer(name, pid, machine, started)))
-        hosts, bits, addresses, peers = zip(*rows, strict=True)
+            for column, value in ((hosts, host), (bits, cores), (addresses, own)):
+                column.append(value)
+            peer = Peer(*process)
+            if peer.machine:
+                apart.add(hash(peer))
+                count += 1
         shared = topology.shared_addresses(zip(hosts, addresses, strict=True))
-        job = json.loads(texts[0])[1]
-        return cls(hosts, near, bits, addresses, shared, why_not_apart(peers), job)
+        peers = (Peer(*json.loads(text)[4]) for text in texts)
+        twins = "" if len(apart) == count else why_not_apart(peers)
+        return cls(hosts, near, bits, addresses, shared, twins, json.loads(texts[0])[1])
 
 
 def _job_key(texts: Sequence[bytes], secret: bytes) -> bytes:
-    return proof(secret, *texts)
+    return proof(secret, Roster.of(texts).body)
 
 
 def _connect(store: Store, settings: Settings) -> World:
@@ -372,6 +380,7 @@ def _connect(store: Store, settings: Settings) -> World:
     # Also where the exchange can be overheard, nobody without the secret can make this key.
     settings = replace(settings, job_key=derived(texts, _job_key, store.secret))
     cards = derived(texts, _FirstCards.read)
+    del texts  # 20 MB of 100,000 ranks
     if cards.twins:
         raise RendezvousError(f"rank {store.rank} of {store.size}: {cards.twins}")
     near = cards.near[host]
@@ -469,7 +478,8 @@ def connect(store: Store, settings: Settings) -> Choice:
 def _by_cpu(store: Store, settings: Settings) -> Choice:
     if settings.backend == "gloo":
         return Choice(_gloo(store, settings), "BACKEND is gloo")
-    hosts, apart = topology.ranks_by_memory(store)
+    sharing = topology.ranks_by_memory(store)
+    hosts, apart = sharing.groups, sharing.apart
     if settings.backend == "shm":
         if len(hosts) > 1:
             raise UnavailableEverywhereError(
@@ -481,12 +491,13 @@ def _by_cpu(store: Store, settings: Settings) -> Choice:
     if len(hosts) == store.size:
         why = f"no two ranks share memory{apart and f': {apart}'}"
         return Choice(_gloo(store, settings), why, apart)
-    return _shared(store, settings, hosts, apart)
+    return _shared(store, settings, sharing)
 
 
-def _shared(store: Store, settings: Settings, hosts: Sequence[Sequence[int]], apart: str) -> Choice:
+def _shared(store: Store, settings: Settings, sharing: topology.Sharing) -> Choice:
     """Use the memory that ranks share; where that fails on any host, all use Gloo alone."""
-    near = next(host for host in hosts if store.rank in host)
+    hosts, apart = sharing.groups, sharing.apart
+    near = hosts[sharing.of[store.rank]]
     inside: Backend = SingleBackend()
     problem = ""
     if len(near) == 1:  # two exchanges, as the others make
@@ -507,7 +518,7 @@ def _shared(store: Store, settings: Settings, hosts: Sequence[Sequence[int]], ap
         return Choice(_gloo(store, settings), why, failed)
     if len(hosts) == 1:
         return Choice(inside, "all ranks share this host's memory")
-    flat, between = _between(store, settings, hosts, near.index(store.rank))
+    flat, between = _between(store, settings, sharing, near.index(store.rank))
     backend = HierarchicalBackend(
         store.rank, hosts, inside, between, flat, settings.timeout, settings.checks
     )
@@ -522,17 +533,17 @@ def _first_text(texts: Sequence[bytes]) -> str:
 
 
 def _between(
-    store: Store, settings: Settings, hosts: Sequence[Sequence[int]], local: int
+    store: Store, settings: Settings, sharing: topology.Sharing, local: int
 ) -> tuple[Backend, Backend | None]:
     """Join all ranks, and those that are number ``local`` on their hosts; two exchanges."""
     settings = replace(settings, timeout=between_hosts(settings.timeout))
     # What is refused late would reach half a call, of which a part was made elsewhere.
     flat = _gloo(store, settings, lazily=True, at_once=True)
-    if local >= min(map(len, hosts)):
+    if local >= len(sharing.across):
         if store.kin is None:
             store.exchange(b"")
         return flat, None
-    leading = SubStore(store, [host[local] for host in hosts])
+    leading = SubStore(store, sharing.across[local])
     return flat, _gloo(leading, settings, is_watched=True, at_once=True)
 
 
