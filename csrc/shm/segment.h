@@ -51,7 +51,7 @@ constexpr size_t kLine = 64;
 constexpr size_t kTinyBytes = 16;
 constexpr size_t kInlineBytes = sized(16384, 64);
 constexpr uint32_t kSlots = sized(4, 3);
-constexpr uint32_t kCalls = sized(16, 4);    // of a rank that the others can read
+constexpr uint32_t kCalls = sized(16, 5);    // of a rank that the others can read
 constexpr uint32_t kPayloads = sized(4, 2);  // data of a rank's calls that the others can read
 
 // How many calls a rank may be ahead of another, each of which can then read what the other calls while it

@@ -167,8 +167,13 @@ std::string short_name(std::string name) {
   for (const char* space : {"fl::", "(anonymous namespace)::"}) {
     for (size_t at; (at = name.find(space)) != std::string::npos;) name.erase(at, std::strlen(space));
   }
+  name = name.substr(0, name.find("operator()"));
+  for (size_t end; (end = name.find('>')) != std::string::npos;) {
+    const size_t begin = name.rfind('<', end);
+    if (begin == std::string::npos) break;
+    name.erase(begin, end + 1 - begin);
+  }
   name = name.substr(0, name.find('('));
-  name = name.substr(0, name.find('<'));
   return name.substr(name.rfind(' ') + 1);
 }
 
@@ -201,14 +206,14 @@ void resolve(const std::vector<uintptr_t>& addresses) {
         function.clear();
         continue;
       }
-      // How shared pointers count is the library's affair.
-      if (std::strstr(line, "/ext/atomicity.h") != nullptr || std::strstr(line, "shared_ptr") != nullptr) {
-        foreign.insert(now);
-      }
       if (function.empty()) {
         function = line;
         function.pop_back();
         continue;
+      }
+      // How shared pointers count is the library's affair.
+      if (std::strstr(line, "/ext/atomicity.h") != nullptr || std::strstr(line, "/shared_ptr") != nullptr) {
+        foreign.insert(now);
       }
       for (const char* folder : {"csrc/", "model/"}) {
         const char* const found = std::strstr(line, folder);
@@ -216,7 +221,10 @@ void resolve(const std::vector<uintptr_t>& addresses) {
         std::string place = found;
         place.resize(std::min(place.find('\n'), place.find(" (")));
         const size_t up = place.find("/../");
-        if (up != std::string::npos) place.erase(place.rfind('/', up - 1), up + 3 - place.rfind('/', up - 1));
+        if (up != std::string::npos) {
+          const size_t folder_at = place.rfind('/', up - 1) + 1;  // 0 where there is none before
+          place.erase(folder_at, up + 4 - folder_at);
+        }
         places[now].push_back({short_name(function), place});
         break;
       }
@@ -440,17 +448,25 @@ std::vector<int> weaker_than(Site::Op op, int order) {
   return order == kRelaxed ? std::vector<int>{} : std::vector<int>{kRelaxed};
 }
 
-// Where in csrc it is; a wake: where that is called by which all wake.
+// Where in csrc it is; a wake: where that is called by which all wake. Without a name of its own, in the next that has.
 Place place_in_csrc(const Site& site) {
+  Place found;
   for (const uintptr_t one : site.at) {
     for (const Place& place : places[one]) {
       const auto is_in = [&](const char* start) { return place.at.rfind(start, 0) == 0; };
+      if (!found.at.empty()) {
+        found.function = place.function;
+        if (!found.function.empty()) return found;
+        continue;
+      }
       const bool is_wake = site.op == Site::kWake && (is_in("csrc/common/futex.h") || is_in("csrc/shm/counter.h") ||
                                                       is_in("csrc/shm/rings.h"));
-      if (!is_wake) return is_in("csrc/") ? place : Place{};
+      if (is_wake) continue;
+      if (!is_in("csrc/") || !place.function.empty()) return is_in("csrc/") ? place : Place{};
+      found = place;
     }
   }
-  return {};
+  return found;
 }
 
 // All atomics and wakes that the program has, reached or not. Its order, where the machine code says it nearby.
@@ -571,8 +587,8 @@ Verdict verdict_of(const Mutant& mutant, long schedules) {
 // Of a line of the source that changes: what the table calls it.
 std::string operation_of(const Mutant& mutant) {
   const std::string source = mutant.source();
-  static const std::regex atomic(R"([\w.>\-\[\]]+(\.|->)(load|store|exchange|fetch_add|fetch_sub|compare_exchange_\w+)(?=\())");
-  static const std::regex wake(R"([\w.>\-\[\]]+(\.|->)(notify_one|notify_all|wake|raise|give)(?=\())");
+  static const std::regex atomic(R"(\w+(\.|->)(load|store|exchange|fetch_add|fetch_sub|compare_exchange_\w+)(?=\())");
+  static const std::regex wake(R"((\w+(\.|->))?(futex_wake|notify_one|notify_all|wake|raise|give)(?=\())");
   std::smatch found;
   if (std::regex_search(source, found, mutant.op == Site::kWake ? wake : atomic)) return found.str();
   return source;
