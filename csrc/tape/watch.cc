@@ -16,11 +16,18 @@ namespace {
 // Memory is freed, and may be allocated again, as in a step that nobody watches. So each piece has a
 // second address that no other one ever has: an array there stands for one that is gone. Addresses are all
 // that is needed of this memory, which nobody writes to; who reads finds zeros.
-constexpr uintptr_t LINE = 64, RESERVED = uintptr_t(1) << 40;
+// Where so many are not to be had, as under a limit of the shell, fewer are taken, which leaves others some.
+constexpr uintptr_t LINE = 64, MOST = uintptr_t(1) << 40, FEWEST = uintptr_t(1) << 28;
 
 uintptr_t reserved() {
   constexpr int FLAGS = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-  static void* const begin = mmap(nullptr, RESERVED, PROT_READ, FLAGS, -1, 0);
+  static void* const begin = [] {
+    void* found = MAP_FAILED;
+    for (uintptr_t size = MOST; found == MAP_FAILED && size >= FEWEST; size /= 4) {
+      found = mmap(nullptr, size, PROT_READ, FLAGS, -1, 0);
+    }
+    return found;
+  }();
   return begin == MAP_FAILED ? uintptr_t(1) << 62 : reinterpret_cast<uintptr_t>(begin);
 }
 

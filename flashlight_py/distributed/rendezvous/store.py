@@ -245,7 +245,8 @@ def kernel_and(namespace: str) -> str:
 def _start_time(pid: int) -> str:
     """Return when ``pid`` started, in the kernel's ticks, or "" if it has ended (proc(5), stat)."""
     try:
-        stat = system.read_text(f"/proc/{pid}/stat")
+        # Of its first thread: emulators say another start of the process that they run.
+        stat = system.read_text(f"/proc/{pid}/task/{pid}/stat")
     except OSError:
         return ""
     # The second field is the command in parentheses and may hold spaces and parentheses.
