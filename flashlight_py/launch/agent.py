@@ -216,10 +216,10 @@ class LauncherConnection:
         system.set_blocking(writing, False)
         self.has_ended, self.silence = False, ""
         self._reading, self._writing = reading, writing
-        self._reader = Reader(reading)
         self._lines, self._inbox = deque(), deque()
         self._loop.watch(reading, self._read)
         self._pulse = Pulse(self._loop, self._branches.lost_after, self._beat, self._on_silence)
+        self._reader = Reader(reading, self._pulse.heard)
         self._places += 1
         self.report("here", self._places)
         self._on_lines(self._branches.here())
@@ -267,16 +267,10 @@ class LauncherConnection:
         return code
 
     def _read(self) -> None:
-        self._take_in()
+        self._lines += self._reader.lines()
         if self._reader.has_ended:
             self._loop.forget(self._reading)
         self._pass_on()
-
-    def _take_in(self) -> None:
-        before = self._reader.received
-        self._lines += self._reader.lines()
-        if self._reader.received > before:
-            self._pulse.heard()
 
     def _pass_on(self) -> None:
         """Pass on what is for others; does not block unless there are hosts to be reached."""
@@ -318,7 +312,7 @@ class LauncherConnection:
 
     def _wait(self) -> None:
         """While the launcher takes no messages: see whether it is there at all."""
-        self._take_in()
+        self._lines += self._reader.lines()
         self._pulse.look()
         if self.silence:
             raise BrokenPipeError(self.silence)

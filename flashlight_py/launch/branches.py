@@ -21,7 +21,7 @@ from subprocess import PIPE
 from flashlight_py import system
 from flashlight_py.launch.channel import Outgoing, Reader, addressed, message, parsed
 from flashlight_py.launch.failures import describe_exit
-from flashlight_py.launch.loop import Loop, Pulse
+from flashlight_py.launch.loop import BEAT_SECONDS, Loop, Pulse
 
 # From so many hosts on a tree takes over, in which ssh starts at most so many agents from one host.
 TREE_FROM, FAN = 48, 16
@@ -51,36 +51,31 @@ class Link:
         """Send ``line``; does not block, nothing happens if nobody is there any more."""
         self._outgoing.put(line)
 
-    def doubt(self) -> None:
-        """Note that this process has been out of reach: if the other end is silent, it may move."""
-        self.moves |= self._pulse.is_silent
-
     def close(self) -> None:
         """Close the connection; whatever is still there ends by it. May be called again."""
         if self._is_open:
             self._is_open = False
-            self._pulse.stop()
+            self.pulse.stop()
             self._outgoing.close()
             self._branches.loop.forget(self._reading)
 
     def _connect(self, reading: int, writing: int, is_there: bool) -> None:
         self._is_open, loop = True, self._branches.loop
-        self._reading, self._reader = reading, Reader(reading)
+        self._reading, self._reader = reading, Reader(reading, self._heard)
         self._outgoing = Outgoing(loop, writing)
         loop.watch(reading, self._read)
         beat = partial(self._outgoing.put_if_idle, message("pulse"))
-        self._pulse = Pulse(loop, self._branches.lost_after, beat, self._on_silence, is_there)
+        self.pulse = Pulse(loop, self._branches.lost_after, beat, self._on_silence, is_there)
 
     def _read(self) -> None:
-        before = self._reader.received
-        lines = self._reader.lines()
-        if self._reader.received > before:
-            self.has_heard, self.moves = True, False
-            self._pulse.heard()
-        self._branches.take(self, lines)
+        self._branches.take(self, self._reader.lines())
         if self._reader.has_ended and self._is_open:
             self._branches.loop.forget(self._reading)
             self._on_end()
+
+    def _heard(self) -> None:
+        self.has_heard, self.moves = True, False
+        self.pulse.heard()
 
     def _on_end(self) -> None:
         """Nothing more arrives from the agent."""
@@ -155,7 +150,6 @@ class SshLink(Link):
         while self._reader.received > before:  # there may be more than one reading holds
             before = self._reader.received
             self._branches.take(self, self._reader.lines())
-        self.has_heard = before > 0
         self.close()
         how = self._silence or f"ssh to {self._name} {describe_exit(code)}"
         self._branches.lose(self, how)
@@ -221,8 +215,8 @@ class Branches:
     def here(self) -> list[tuple[int, bytes]]:
         """Return what those who are here have said of that, as this process has another place."""
         moves = self._moves
-        for link in self.links.values():
-            link.doubt()
+        for link in self.links.values():  # it may have been out of reach itself
+            link.moves |= link.pulse.silent > BEAT_SECONDS
         return [(node, message("here", moves[node])) for node in self._ways if node in moves]
 
     def adopt(self, node: int, connection: system.Socket) -> None:

@@ -6,7 +6,7 @@ The ranks of an attempt start when every host that takes some has reported to be
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -174,13 +174,10 @@ class Job:
         if self._attempt.cause:
             self._hosts.send_all("collect")
         self._hosts.send_all("finish", grace)
-        self._wait(lambda: bool(self._awaited), grace + _FINISHING_SECONDS)
-        self._hosts.drop(sorted(self._awaited), grace + _FINISHING_SECONDS)
-
-    def _wait(self, is_needed: Callable[[], bool], seconds: float) -> None:
-        ends = system.monotonic() + seconds
-        while is_needed() and system.monotonic() < ends:
+        ends = system.monotonic() + grace + _FINISHING_SECONDS
+        while self._awaited and system.monotonic() < ends:
             self._loop.once(ends)
+        self._hosts.drop(sorted(self._awaited), grace + _FINISHING_SECONDS)
 
     # The agents' messages, see ``channel`` -------------------------------------------------------
 
