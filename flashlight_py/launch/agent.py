@@ -208,7 +208,7 @@ class LauncherConnection:
         self._loop, self._branches, self._keeps = loop, branches, keeps
         self._lines: deque[bytes] = deque()
         self._inbox: deque[tuple[str, list[Any]]] = deque()
-        self._is_writing, self._places = False, 0
+        self._is_writing = False
         branches.on_lines, branches.on_lost = self._on_lines, self._on_lost
 
     def connect(self, reading: int, writing: int) -> None:
@@ -220,8 +220,8 @@ class LauncherConnection:
         self._loop.watch(reading, self._read)
         self._pulse = Pulse(self._loop, self._branches.lost_after, self._beat, self._on_silence)
         self._reader = Reader(reading, self._pulse.heard)
-        self._places += 1
-        self.report("here", self._places)
+        self._branches.places += 1
+        self.report("here", self._branches.places)
         self._on_lines(self._branches.here())
 
     def report(self, kind: str, *values: Any) -> None:

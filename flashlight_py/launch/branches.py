@@ -4,8 +4,9 @@ The launcher has one, and so has every agent. Few hosts are all right below the 
 reaches some, which reach others, so that no process has more than some dozens of connections.
 A message to or from another agent than the neighbour has that one's number before it, or, on its
 way down, ``*``: for who gets it and all below. So it is passed on without being read. The ways are
-learned from ``here``, which comes up first, and says how often an agent has looked for a place:
-what still comes by a way that it had before is dropped, and nobody is lost who has another one.
+learned from ``here``, which comes up first, and says how many places an agent has had, and each
+above it: the greater of two lists is the newer way. What still comes by the other one is dropped,
+and nobody is lost who has another one.
 """
 
 from __future__ import annotations
@@ -99,13 +100,10 @@ class NodeLink(Link):
         self._socket.close()
 
     def _on_end(self) -> None:
-        self._give_up(f"the connection to its launcher (node {self.node}) has ended")
+        self._branches.lose(self, f"the connection to its launcher (node {self.node}) has ended")
 
     def _on_silence(self, since: str) -> None:
-        self._give_up(f"nothing has come from its launcher (node {self.node}) {since}")
-
-    def _give_up(self, why: str) -> None:
-        self.close()
+        why = f"nothing has come from its launcher (node {self.node}) {since}"
         self._branches.lose(self, why)
 
 
@@ -150,9 +148,7 @@ class SshLink(Link):
         while self._reader.received > before:  # there may be more than one reading holds
             before = self._reader.received
             self._branches.take(self, self._reader.lines())
-        self.close()
-        how = self._silence or f"ssh to {self._name} {describe_exit(code)}"
-        self._branches.lose(self, how)
+        self._branches.lose(self, self._silence or f"ssh to {self._name} {describe_exit(code)}")
 
     def _on_silence(self, since: str) -> None:
         self._silence = f"nothing has come from host {self._name} {since}"
@@ -175,7 +171,8 @@ class Branches:
         self.on_lines: Callable[[list[tuple[int, bytes]]], None]
         self.on_lost: Callable[[int, str, list[int], bool], None]
         self._ways: dict[int, Link] = {}
-        self._moves: dict[int, int] = {}  # of agents that have been here: how often they have moved
+        self.places = 0  # that this process has had in the tree
+        self._places: dict[int, list[int]] = {}  # of who is or was here, and of those between
 
     def put(self, node: int, line: bytes) -> None:
         """Send a message to one agent; nothing happens where no way to it is known."""
@@ -194,10 +191,11 @@ class Branches:
             number, rest = addressed(line)
             node, kind = int(number or link.node), rest[:8]
             if kind == _HERE:
-                moves = parsed(rest)[1][0]
-                if node == self._own or moves < self._moves.get(node, 0):
+                places = parsed(rest)[1]
+                if node == self._own or places < self._places.get(node, []):
                     continue
-                self._moves[node], self._ways[node] = moves, link
+                self._places[node], self._ways[node] = places, link
+                rest = message("here", *places, self.places)
             elif kind == _MOVES:
                 link.moves = True
                 continue
@@ -214,15 +212,15 @@ class Branches:
 
     def here(self) -> list[tuple[int, bytes]]:
         """Return what those who are here have said of that, as this process has another place."""
-        moves = self._moves
+        before = self._places
         for link in self.links.values():  # it may have been out of reach itself
             link.moves |= link.pulse.silent > BEAT_SECONDS
-        return [(node, message("here", moves[node])) for node in self._ways if node in moves]
+        there = [node for node in self._ways if node in before]
+        return [(node, message("here", *before[node], self.places)) for node in there]
 
     def adopt(self, node: int, connection: system.Socket) -> None:
         """Talk to the launcher of ``node`` on a connection that it has made."""
         if (old := self.links.get(node)) is not None:
-            old.close()
             old.moves = True
             self.lose(old, "its launcher has come again")
         self.links[node] = self._ways[node] = NodeLink(self, node, connection)
@@ -245,7 +243,8 @@ class Branches:
                     self.on_lost(node, f"{ssh[0]}: {error}", [node], False)
 
     def lose(self, link: Link, how: str) -> None:
-        """Note that ``link`` has ended. Those who were to be reached by it, are from here."""
+        """Close ``link``, which has ended. Those who were to be reached by it, are from here."""
+        link.close()
         self.links = {node: each for node, each in self.links.items() if each is not link}
         behind = {node for node, way in self._ways.items() if way is link}
         gone = self._forget(link, sorted(behind | {node for node, _ in link.part}))

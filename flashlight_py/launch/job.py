@@ -184,7 +184,7 @@ class Job:
     def _on_message(self, host: int, kind: str, values: list[Any]) -> None:
         getattr(self, f"_on_{kind}")(host, *values)
 
-    def _on_here(self, host: int, moves: int = 0) -> None:
+    def _on_here(self, host: int, *places: int) -> None:
         if host in self._unready:
             needs_port = host == self._first and not self._file
             self._hosts.send(host, "prepare", self._restarts, needs_port)

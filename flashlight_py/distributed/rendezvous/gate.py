@@ -19,6 +19,7 @@ from socket import AF_UNIX, SOCK_STREAM
 from typing import TYPE_CHECKING
 
 from flashlight_py import system
+from flashlight_py.distributed.rendezvous.places import FAN
 from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, REMEDY, Secret, nonce, proof
 from flashlight_py.distributed.rendezvous.store import (
     ANY_RANK,
@@ -349,11 +350,9 @@ class Gate(abc.ABC):
 
     @property
     def moving_seconds(self) -> float:
-        """How long it takes to find another place: with rank 0, a rank that is silent, and rank 0.
-
-        The tree has no more levels than the logarithm of its size.
-        """
-        return 2 * self._place.patience + _ABOVE + math.log2(self._size) + 3 * self._busy
+        """How long a move may take: rank 0, then whom it names, who is silent, then rank 0."""
+        levels = 1 + math.log(self._size, FAN)
+        return 2 * self._place.patience + _ABOVE + levels + 3 * self._busy
 
     def _introduce(self, connection: Connection, is_asking: bool) -> Greeting:
         """Return who this is, and to who is asked for a place, where others may be below it."""
