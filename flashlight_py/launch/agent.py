@@ -208,7 +208,7 @@ class LauncherConnection:
         self._loop, self._branches, self._keeps = loop, branches, keeps
         self._lines: deque[bytes] = deque()
         self._inbox: deque[tuple[str, list[Any]]] = deque()
-        self._is_writing, self._places = False, 0
+        self._is_writing = False
         branches.on_lines, branches.on_lost = self._on_lines, self._on_lost
 
     def connect(self, reading: int, writing: int) -> None:
@@ -216,12 +216,12 @@ class LauncherConnection:
         system.set_blocking(writing, False)
         self.has_ended, self.silence = False, ""
         self._reading, self._writing = reading, writing
-        self._reader = Reader(reading)
         self._lines, self._inbox = deque(), deque()
         self._loop.watch(reading, self._read)
         self._pulse = Pulse(self._loop, self._branches.lost_after, self._beat, self._on_silence)
-        self._places += 1
-        self.report("here", self._places)
+        self._reader = Reader(reading, self._pulse.heard)
+        self._branches.places += 1
+        self.report("here", self._branches.places)
         self._on_lines(self._branches.here())
 
     def report(self, kind: str, *values: Any) -> None:
@@ -267,16 +267,10 @@ class LauncherConnection:
         return code
 
     def _read(self) -> None:
-        self._take_in()
+        self._lines += self._reader.lines()
         if self._reader.has_ended:
             self._loop.forget(self._reading)
         self._pass_on()
-
-    def _take_in(self) -> None:
-        before = self._reader.received
-        self._lines += self._reader.lines()
-        if self._reader.received > before:
-            self._pulse.heard()
 
     def _pass_on(self) -> None:
         """Pass on what is for others; does not block unless there are hosts to be reached."""
@@ -318,7 +312,7 @@ class LauncherConnection:
 
     def _wait(self) -> None:
         """While the launcher takes no messages: see whether it is there at all."""
-        self._take_in()
+        self._lines += self._reader.lines()
         self._pulse.look()
         if self.silence:
             raise BrokenPipeError(self.silence)

@@ -4,8 +4,9 @@ The launcher has one, and so has every agent. Few hosts are all right below the 
 reaches some, which reach others, so that no process has more than some dozens of connections.
 A message to or from another agent than the neighbour has that one's number before it, or, on its
 way down, ``*``: for who gets it and all below. So it is passed on without being read. The ways are
-learned from ``here``, which comes up first, and says how often an agent has looked for a place:
-what still comes by a way that it had before is dropped, and nobody is lost who has another one.
+learned from ``here``, which comes up first, and says how many places an agent has had, and each
+above it: the greater of two lists is the newer way. What still comes by the other one is dropped,
+and nobody is lost who has another one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from subprocess import PIPE
 from flashlight_py import system
 from flashlight_py.launch.channel import Outgoing, Reader, addressed, message, parsed
 from flashlight_py.launch.failures import describe_exit
-from flashlight_py.launch.loop import Loop, Pulse
+from flashlight_py.launch.loop import BEAT_SECONDS, Loop, Pulse
 
 # From so many hosts on a tree takes over, in which ssh starts at most so many agents from one host.
 TREE_FROM, FAN = 48, 16
@@ -51,36 +52,31 @@ class Link:
         """Send ``line``; does not block, nothing happens if nobody is there any more."""
         self._outgoing.put(line)
 
-    def doubt(self) -> None:
-        """Note that this process has been out of reach: if the other end is silent, it may move."""
-        self.moves |= self._pulse.is_silent
-
     def close(self) -> None:
         """Close the connection; whatever is still there ends by it. May be called again."""
         if self._is_open:
             self._is_open = False
-            self._pulse.stop()
+            self.pulse.stop()
             self._outgoing.close()
             self._branches.loop.forget(self._reading)
 
     def _connect(self, reading: int, writing: int, is_there: bool) -> None:
         self._is_open, loop = True, self._branches.loop
-        self._reading, self._reader = reading, Reader(reading)
+        self._reading, self._reader = reading, Reader(reading, self._heard)
         self._outgoing = Outgoing(loop, writing)
         loop.watch(reading, self._read)
         beat = partial(self._outgoing.put_if_idle, message("pulse"))
-        self._pulse = Pulse(loop, self._branches.lost_after, beat, self._on_silence, is_there)
+        self.pulse = Pulse(loop, self._branches.lost_after, beat, self._on_silence, is_there)
 
     def _read(self) -> None:
-        before = self._reader.received
-        lines = self._reader.lines()
-        if self._reader.received > before:
-            self.has_heard, self.moves = True, False
-            self._pulse.heard()
-        self._branches.take(self, lines)
+        self._branches.take(self, self._reader.lines())
         if self._reader.has_ended and self._is_open:
             self._branches.loop.forget(self._reading)
             self._on_end()
+
+    def _heard(self) -> None:
+        self.has_heard, self.moves = True, False
+        self.pulse.heard()
 
     def _on_end(self) -> None:
         """Nothing more arrives from the agent."""
@@ -104,13 +100,10 @@ class NodeLink(Link):
         self._socket.close()
 
     def _on_end(self) -> None:
-        self._give_up(f"the connection to its launcher (node {self.node}) has ended")
+        self._branches.lose(self, f"the connection to its launcher (node {self.node}) has ended")
 
     def _on_silence(self, since: str) -> None:
-        self._give_up(f"nothing has come from its launcher (node {self.node}) {since}")
-
-    def _give_up(self, why: str) -> None:
-        self.close()
+        why = f"nothing has come from its launcher (node {self.node}) {since}"
         self._branches.lose(self, why)
 
 
@@ -155,10 +148,7 @@ class SshLink(Link):
         while self._reader.received > before:  # there may be more than one reading holds
             before = self._reader.received
             self._branches.take(self, self._reader.lines())
-        self.has_heard = before > 0
-        self.close()
-        how = self._silence or f"ssh to {self._name} {describe_exit(code)}"
-        self._branches.lose(self, how)
+        self._branches.lose(self, self._silence or f"ssh to {self._name} {describe_exit(code)}")
 
     def _on_silence(self, since: str) -> None:
         self._silence = f"nothing has come from host {self._name} {since}"
@@ -181,7 +171,8 @@ class Branches:
         self.on_lines: Callable[[list[tuple[int, bytes]]], None]
         self.on_lost: Callable[[int, str, list[int], bool], None]
         self._ways: dict[int, Link] = {}
-        self._moves: dict[int, int] = {}  # of agents that have been here: how often they have moved
+        self.places = 0  # that this process has had in the tree
+        self._places: dict[int, list[int]] = {}  # of who is or was here, and of those between
 
     def put(self, node: int, line: bytes) -> None:
         """Send a message to one agent; nothing happens where no way to it is known."""
@@ -200,10 +191,11 @@ class Branches:
             number, rest = addressed(line)
             node, kind = int(number or link.node), rest[:8]
             if kind == _HERE:
-                moves = parsed(rest)[1][0]
-                if node == self._own or moves < self._moves.get(node, 0):
+                places = parsed(rest)[1]
+                if node == self._own or places < self._places.get(node, []):
                     continue
-                self._moves[node], self._ways[node] = moves, link
+                self._places[node], self._ways[node] = places, link
+                rest = message("here", *places, self.places)
             elif kind == _MOVES:
                 link.moves = True
                 continue
@@ -220,15 +212,15 @@ class Branches:
 
     def here(self) -> list[tuple[int, bytes]]:
         """Return what those who are here have said of that, as this process has another place."""
-        moves = self._moves
-        for link in self.links.values():
-            link.doubt()
-        return [(node, message("here", moves[node])) for node in self._ways if node in moves]
+        before = self._places
+        for link in self.links.values():  # it may have been out of reach itself
+            link.moves |= link.pulse.silent > BEAT_SECONDS
+        there = [node for node in self._ways if node in before]
+        return [(node, message("here", *before[node], self.places)) for node in there]
 
     def adopt(self, node: int, connection: system.Socket) -> None:
         """Talk to the launcher of ``node`` on a connection that it has made."""
         if (old := self.links.get(node)) is not None:
-            old.close()
             old.moves = True
             self.lose(old, "its launcher has come again")
         self.links[node] = self._ways[node] = NodeLink(self, node, connection)
@@ -251,7 +243,8 @@ class Branches:
                     self.on_lost(node, f"{ssh[0]}: {error}", [node], False)
 
     def lose(self, link: Link, how: str) -> None:
-        """Note that ``link`` has ended. Those who were to be reached by it, are from here."""
+        """Close ``link``, which has ended. Those who were to be reached by it, are from here."""
+        link.close()
         self.links = {node: each for node, each in self.links.items() if each is not link}
         behind = {node for node, way in self._ways.items() if way is link}
         gone = self._forget(link, sorted(behind | {node for node, _ in link.part}))

@@ -50,11 +50,11 @@ def addressed(line: bytes) -> tuple[bytes, bytes]:
 
 
 class Reader:
-    """Reads messages from ``descriptor``, which is made not to block."""
+    """Reads messages from ``descriptor``, which is made not to block; ``heard`` is of each read."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, heard: Callable[[], object] = lambda: None) -> None:
         system.set_blocking(descriptor, False)
-        self._descriptor = descriptor
+        self._descriptor, self._heard = descriptor, heard
         self._rest = b""
         self.received = 0  # bytes
         self.has_ended = False
@@ -68,7 +68,9 @@ class Reader:
         except OSError:
             data = b""  # a socket whose other end was killed, or cannot be reached any more
         self.has_ended = not data
-        self.received += len(data)
+        if data:
+            self.received += len(data)
+            self._heard()
         whole, end, self._rest = (self._rest + data).rpartition(b"\n")
         return [line for line in (whole + end).splitlines(keepends=True) if line != _PULSE]
 

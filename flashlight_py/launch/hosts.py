@@ -52,7 +52,7 @@ class Hosts:
         self.on_lost: Callable[[int, str], None]
         self.on_cut: Callable[[Collection[int], str], None]
         self.branches = Branches(loop, lost_after)
-        self.branches.on_lines, self.branches.on_lost = self._on_lines, self._on_lost
+        self.branches.on_lines, self.branches.on_lost = self._on_lines, self._gone
         self._local = local
         if local:
             local.report = lambda kind, *values: self.on_message(0, kind, list(values))
@@ -109,13 +109,10 @@ class Hosts:
             elif number in self.here:
                 self.on_message(number, kind, values)
 
-    def _on_lost(self, number: int, how: str, gone: list[int], has_been_there: bool) -> None:
-        self._gone(number, how, gone)
-
     def _on_unreached(self, by: int, number: int, how: str) -> None:
         """An agent cannot reach ``number``."""
 
-    def _gone(self, number: int, how: str, gone: Collection[int]) -> None:
+    def _gone(self, number: int, how: str, gone: Collection[int], has_come: bool = True) -> None:
         """Note that no way leads to hosts any more; ``number``, if it is one of them, is lost."""
         self.here.difference_update(gone)
         self.since.update(dict.fromkeys(gone, system.monotonic()))
@@ -158,7 +155,7 @@ class SshHosts(Hosts):
         self._under_way.difference_update(number for number, _ in lines)
         super()._on_lines(lines)
 
-    def _gone(self, number: int, how: str, gone: Collection[int]) -> None:
+    def _gone(self, number: int, how: str, gone: Collection[int], has_come: bool = True) -> None:
         self._under_way.difference_update(gone)
         self._why = how
         super()._gone(number, how, gone)

@@ -6,7 +6,7 @@ The ranks of an attempt start when every host that takes some has reported to be
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -174,20 +174,17 @@ class Job:
         if self._attempt.cause:
             self._hosts.send_all("collect")
         self._hosts.send_all("finish", grace)
-        self._wait(lambda: bool(self._awaited), grace + _FINISHING_SECONDS)
-        self._hosts.drop(sorted(self._awaited), grace + _FINISHING_SECONDS)
-
-    def _wait(self, is_needed: Callable[[], bool], seconds: float) -> None:
-        ends = system.monotonic() + seconds
-        while is_needed() and system.monotonic() < ends:
+        ends = system.monotonic() + grace + _FINISHING_SECONDS
+        while self._awaited and system.monotonic() < ends:
             self._loop.once(ends)
+        self._hosts.drop(sorted(self._awaited), grace + _FINISHING_SECONDS)
 
     # The agents' messages, see ``channel`` -------------------------------------------------------
 
     def _on_message(self, host: int, kind: str, values: list[Any]) -> None:
         getattr(self, f"_on_{kind}")(host, *values)
 
-    def _on_here(self, host: int, moves: int = 0) -> None:
+    def _on_here(self, host: int, *places: int) -> None:
         if host in self._unready:
             needs_port = host == self._first and not self._file
             self._hosts.send(host, "prepare", self._restarts, needs_port)

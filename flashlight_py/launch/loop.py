@@ -174,8 +174,9 @@ class Pulse:
     while the process waits for a terminal that somebody has stopped. Silence is counted only while
     this process reads, so that one that was stopped itself first takes what has arrived meanwhile.
 
-    ``on_silence`` is called, with words for how long, once nothing was heard for ``seconds``. They
-    count from now on, or, unless ``is_there``, once the other end was heard for the first time.
+    ``on_silence`` is called, with words for how long, once nothing was heard for ``seconds``, and
+    ``silent`` is how long that is. They count from now on, or, unless ``is_there``, once the other
+    end was heard for the first time.
     """
 
     def __init__(
@@ -188,25 +189,20 @@ class Pulse:
     ) -> None:
         self.beat = beat
         self._loop, self._seconds, self._on_silence = loop, seconds, on_silence
-        self._is_there, self._silent = is_there, 0.0
+        self._is_there, self.silent = is_there, 0.0
         loop.keep(self)
 
     def heard(self) -> None:
-        self._is_there, self._silent = True, 0.0
-
-    @property
-    def is_silent(self) -> bool:
-        """Whether more is missing than a beat that is on its way."""
-        return self._silent > BEAT_SECONDS
+        self._is_there, self.silent = True, 0.0
 
     def look(self) -> None:
         """Count a beat in which nothing has arrived, after reading what was there."""
         if self._is_there:
-            self._silent += BEAT_SECONDS
-        if self._silent >= self._seconds:
+            self.silent += BEAT_SECONDS
+        if self.silent >= self._seconds:
             self.stop()
-            since = time.strftime("%H:%M:%S", time.localtime(system.wall_clock() - self._silent))
-            self._on_silence(f"since {since} ({self._silent:g} s)")
+            since = time.strftime("%H:%M:%S", time.localtime(system.wall_clock() - self.silent))
+            self._on_silence(f"since {since} ({self.silent:g} s)")
 
     def stop(self) -> None:
         """Beat and count no more; may be called again."""

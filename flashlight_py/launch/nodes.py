@@ -106,7 +106,7 @@ def job_of_nodes(
         local.secret_of = partial(secret_of_ranks, key)
         found = [(each["host"], each["ranks"]) for each in map(json.loads, payloads)]
         # Another node may notice later than this one that the way is lost. It ends its ranks first.
-        patience = options.lost_after + options.grace + store.moving_seconds
+        patience = options.lost_after + options.grace + store.node.moving_seconds
         hosts = Hosts(loop, found, options.lost_after, local, patience)
         ends.enter_context(_below(loop, store, hosts.branches, connections))
         yield Job(loop, hosts, options, stdin, file)
@@ -119,21 +119,22 @@ def work_for_node_0(loop: Loop, options: Options, store: MeetingPoint) -> int:
     """
     with interruptible():
         key, _, connections = _meet(options, store)
-    branches = Branches(loop, options.lost_after, store.number)
+    tree = store.node
+    branches = Branches(loop, options.lost_after, tree.number)
     launcher = LauncherConnection(loop, branches, keeps=True)
     agent, problem = NodeAgent(loop, launcher, options, key), ""
-    above = connections.pop(store.above)
+    above = connections.pop(tree.above)
     with _below(loop, store, branches, connections):
         while True:
             with above:
                 keep_little(above, options.lost_after)
                 launcher.connect(above.fileno(), above.fileno())
                 code = launcher.run(agent)
-                if code is not None or agent.interrupted or store.above == 0:
+                if code is not None or agent.interrupted or tree.above == 0:
                     break
                 launcher.leave_for_another()
             try:
-                above = store.move()
+                above = tree.move()
             except RendezvousError as error:
                 problem = f", and there is no other way to node 0: {error}"
                 branches.leave(1)
@@ -144,7 +145,7 @@ def work_for_node_0(loop: Loop, options: Options, store: MeetingPoint) -> int:
     if agent.interrupted:
         agent.say(f"interrupted by {agent.interrupted.name}; the ranks of this node were ended")
         return 128 + agent.interrupted
-    who = f"the launcher of node {store.above}"
+    who = f"the launcher of node {tree.above}"
     how = f"the connection to {who} has ended"
     if launcher.silence:
         how = f"nothing has come from {who} {launcher.silence}"
@@ -162,17 +163,17 @@ def _below(
     if not (store.is_tree or (store.rank == 0 and not store.moves)):
         yield
         return
-    with store.late() as (descriptor, take_in):
 
-        def adopt() -> None:
-            for node, connection in take_in().items():
-                branches.adopt(node, connection)
+    def adopt() -> None:
+        for node, connection in store.node.take_in().items():
+            branches.adopt(node, connection)
 
-        loop.watch(descriptor, adopt)
-        try:
-            yield
-        finally:
-            loop.forget(descriptor)
+    loop.watch(descriptor := store.node.selector.fileno(), adopt)
+    try:
+        yield
+    finally:
+        loop.forget(descriptor)
+        store.node.close()
 
 
 def meeting_of(options: Options) -> MeetingPoint:
@@ -222,7 +223,7 @@ def _meet(
             raise RendezvousError(
                 f"--rdzv {options.rdzv}: whoever reaches that port could join; {REMEDY}"
             )
-        connections = store.hand_over()
+        connections = store.node.hand_over()
     except BaseException as error:
         store.abort(str(error))
         raise

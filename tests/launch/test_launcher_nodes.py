@@ -21,7 +21,7 @@ def test_the_connections_of_a_meeting_outlive_it(tmp_path: Path) -> None:
     def meet(rank: int) -> dict[int, socket.socket]:
         store = FileStore(tmp_path / "run", rank, 3, timeout=20.0)
         store.exchange(b"")
-        found = store.hand_over()
+        found = store.node.hand_over()
         for each in found.values() if rank == 0 else ():
             each.sendall(b"first")
         return found

@@ -19,6 +19,7 @@ from socket import AF_UNIX, SOCK_STREAM
 from typing import TYPE_CHECKING
 
 from flashlight_py import system
+from flashlight_py.distributed.rendezvous.places import FAN
 from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, REMEDY, Secret, nonce, proof
 from flashlight_py.distributed.rendezvous.store import (
     ANY_RANK,
@@ -70,7 +71,7 @@ _log = logging.getLogger("flashlight_py")
 
 
 class Gate(abc.ABC):
-    """A rank that listens for others. It serves while it is in a call.
+    """A rank that looks for its place in the tree, and listens for others while it is in a call.
 
     In between, the kernel accepts connections and keeps what they send; so no thread is needed.
     A connection is a candidate until it has proven to be a rank and has its place here.
@@ -87,6 +88,22 @@ class Gate(abc.ABC):
         self._round = 0
         self._verdict = ""  # once this run has failed: why
         self._notified: set[int] = set()  # and which ranks know it
+        self._up: Connection | None = None  # to who is above
+        self._process = this_process()
+        self._seat = Seat(place.rank, 0, 0, str(self._process))
+        self.number = place.rank  # or what rank 0 has given it
+        self._without = ANY_RANK  # who was above this rank and is not there
+        self._bereft = ""  # and what has become of it
+        self._deadline = math.inf
+        self._host, self._speaks = "", False  # where it listens for other hosts; for its own one
+
+    @abc.abstractmethod
+    def _failure(self, reason: str, joining: bool = False) -> RendezvousError:
+        """Notify all neighbours, and return the error to raise."""
+
+    @abc.abstractmethod
+    def _seated(self) -> None:
+        """Begin with what there is to be sent to who is above, who is new."""
 
     @abc.abstractmethod
     def _admit(self, candidate: Connection, greeting: Greeting) -> None:
@@ -231,28 +248,7 @@ class Gate(abc.ABC):
         candidate.is_refused = True
         candidate.shut()
 
-
-class Seeker(Gate):
-    """A rank that looks for its place in the tree, where it may listen for others as well."""
-
-    def __init__(self, place: MeetingPoint) -> None:
-        super().__init__(place)
-        self._up: Connection | None = None  # to who is above
-        self._process = this_process()
-        self._seat = Seat(place.rank, 0, 0, str(self._process))
-        self.number = place.rank  # or what rank 0 has given it
-        self._without = ANY_RANK  # who was above this rank and is not there
-        self._bereft = ""  # and what has become of it
-        self._deadline = math.inf
-        self._host, self._speaks = "", False  # where it listens for other hosts; for its own one
-
-    @abc.abstractmethod
-    def _failure(self, reason: str, joining: bool = False) -> RendezvousError:
-        """Notify all neighbours, and return the error to raise."""
-
-    @abc.abstractmethod
-    def _seated(self) -> None:
-        """Begin with what there is to be sent to who is above, who is new."""
+    # Its own place -------------------------------------------------------------------------------
 
     def _join(self) -> None:
         """Find this rank's place, trying again until the deadline, and have all sent there.
@@ -354,11 +350,9 @@ class Seeker(Gate):
 
     @property
     def moving_seconds(self) -> float:
-        """How long it takes to find another place: with rank 0, a rank that is silent, and rank 0.
-
-        The tree has no more levels than the logarithm of its size.
-        """
-        return 2 * self._place.patience + _ABOVE + math.log2(self._size) + 3 * self._busy
+        """How long a move may take: rank 0, then whom it names, who is silent, then rank 0."""
+        levels = 1 + math.log(self._size, FAN)
+        return 2 * self._place.patience + _ABOVE + levels + 3 * self._busy
 
     def _introduce(self, connection: Connection, is_asking: bool) -> Greeting:
         """Return who this is, and to who is asked for a place, where others may be below it."""

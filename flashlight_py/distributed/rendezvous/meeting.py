@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from functools import cached_property
 
 from flashlight_py import system
@@ -44,7 +43,7 @@ class MeetingPoint(Store):
 
     def __init__(self, rank: int, size: int, timeout: float) -> None:
         self.rank, self.size, self.timeout = rank, size, timeout
-        self._node = TreeNode(self)
+        self.node = TreeNode(self)  # whose connections may be taken over after an exchange
         self._has_ended = False
 
     @cached_property
@@ -62,7 +61,7 @@ class MeetingPoint(Store):
         if self.size == 1:
             return Roster.of([payload])
         try:
-            return self._node.exchange(bytes(payload))
+            return self.node.exchange(bytes(payload))
         except RendezvousError:
             self._has_ended = True
             raise
@@ -74,61 +73,13 @@ class MeetingPoint(Store):
         """
         if not self._has_ended:
             self._has_ended = True
-            self._node.leave()
-
-    def hand_over(self) -> dict[int, system.Socket]:
-        """End after an exchange, and return the connections that are proven; collective.
-
-        Those of rank 0 to every other rank, by rank, and of these to rank 0; in a tree those to
-        the neighbours, of which one is ``above``. They block, and are the caller's to close. Rank 0
-        goes on listening where it says so, and in a tree all do: see ``late``.
-        """
-        self._has_ended = True
-        return self._node.hand_over()
-
-    @property
-    def number(self) -> int:
-        """The rank of this process, also where rank 0 has chosen it."""
-        return self._node.number
-
-    @property
-    def above(self) -> int:
-        """The rank above this one: rank 0, unless ranks meet in a tree."""
-        return self._node.above
-
-    @contextmanager
-    def late(self) -> Iterator[tuple[int, Callable[[], dict[int, system.Socket]]]]:
-        """After ``hand_over``: yield what can be read when somebody comes later.
-
-        And what to call then: it says that a run is under way, and does not block. Who has lost
-        the rank above it in a tree gets another place; returns connections to those who have it
-        here, by rank. At the end nobody listens any more.
-        """
-        try:
-            yield self._node.selector.fileno(), self._node.take_in
-        finally:
-            self._node.close()
-
-    def move(self) -> system.Socket:
-        """After ``hand_over`` in a tree: get another place, as the rank above is gone.
-
-        Returns the connection to the rank that is above now.
-
-        Raises:
-            RendezvousError: rank 0 names none that is there, for ``moving_seconds``.
-        """
-        return self._node.move()
-
-    @property
-    def moving_seconds(self) -> float:
-        """How long ``move`` may take: rank 0 may name a rank that is silent, and then itself."""
-        return self._node.moving_seconds
+            self.node.leave()
 
     def abort(self, reason: str) -> None:
         """Notify the connected ranks that this one aborts; waits up to 2 s until they know."""
         if not self._has_ended:
             self._has_ended = True
-            self._node.abort(f"{self._who} aborted: {reason}")
+            self.node.abort(f"{self._who} aborted: {reason}")
 
     @property
     def _who(self) -> str:

@@ -164,8 +164,10 @@ class Places:
             self._returned[rank] = now
         if self._root.room <= 0 and not is_again:
             for opening in self._openings.values():
-                others = opening.rank not in (greeting.without, *self._below_itself(rank, opening))
-                if others and opening.suits(address):
+                is_other = opening.rank != greeting.without and not self._is_below(
+                    rank, opening.rank
+                )
+                if is_other and opening.suits(address):
                     found = opening
                     break
         found.room -= 1
@@ -183,9 +185,7 @@ class Places:
             self._openings[rank] = new
         return Seat(rank, found.rank, found.depth + 1, found.peer, found.host, found.port)
 
-    def _below_itself(self, rank: int, opening: _Opening) -> tuple[int, ...]:
-        """Return the rank of ``opening`` if it is below ``rank``, which comes a second time."""
-        each = opening.rank
+    def _is_below(self, rank: int, each: int) -> bool:
         while each and each != rank:
             each = self._above.get(each, 0)
-        return (opening.rank,) if each else ()
+        return each != 0

@@ -20,7 +20,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from flashlight_py import system
-from flashlight_py.distributed.rendezvous.gate import SHORTLY, Seeker
+from flashlight_py.distributed.rendezvous.gate import SHORTLY, Gate
 from flashlight_py.distributed.rendezvous.places import Places, entry, identity
 from flashlight_py.distributed.rendezvous.secret import REMEDY
 from flashlight_py.distributed.rendezvous.store import (
@@ -53,7 +53,7 @@ _SETTLE = 1.0
 _log = logging.getLogger("flashlight_py")
 
 
-class TreeNode(Seeker):
+class TreeNode(Gate):
     """This rank in the tree: below another one, but for rank 0, and above others perhaps.
 
     Raises:
@@ -364,7 +364,13 @@ class TreeNode(Seeker):
     # The end --------------------------------------------------------------------------------------
 
     def hand_over(self) -> dict[int, system.Socket]:
-        """Return the connections of rank 0 to the others, or of these to rank 0."""
+        """End after an exchange, and return the connections that are proven; collective.
+
+        Those of rank 0 to every other rank, by rank, and of these to rank 0; in a tree those to
+        the neighbours, of which one is ``above``. They block, and are the caller's to close. Rank 0
+        goes on listening where it says so, and in a tree all do until ``close``: who comes later
+        can be read from ``selector``, see ``take_in``.
+        """
         up, self._up, self._has_handed_over = self._up, None, True
         found = self._take_out({self.above: up} if up else {})
         self._place.clear()
@@ -374,17 +380,26 @@ class TreeNode(Seeker):
 
     @property
     def above(self) -> int:
+        """The rank above this one: rank 0, unless ranks meet in a tree."""
         return self._seat.parent
 
     def take_in(self) -> dict[int, system.Socket]:
-        """Serve who has come since, and return connections to those who have a place here."""
+        """Serve who has come since; does not block. Others than these hear that a run is under way.
+
+        Who has lost the rank above it in a tree gets another place. Returns connections to those
+        who have it here, by rank.
+        """
         for _ in range(self._size):  # who leaves makes room for who waits
             if not self.serve_ready(0.0):
                 break
         return self._take_out({})
 
     def move(self) -> system.Socket:
-        """Get another place, as the rank above is gone; returns the connection to the new one."""
+        """Get another place in a tree, as the rank above is gone; returns the connection to it.
+
+        Raises:
+            RendezvousError: rank 0 names none that is there, for ``moving_seconds``.
+        """
         seconds = self.moving_seconds
         self._without, self._deadline = self.above, system.monotonic() + seconds
         self._bereft = f"rank 0 of {self._size} has named no place for {seconds:.3g} s"
