@@ -3,6 +3,7 @@
 python -m tests.simulation --ranks 1000 --seed 7
 python -m tests.simulation --ranks 256 --seed 7 --faults       (replays one schedule)
 python -m tests.simulation --night 10000 --seed 0              (schedules at 64 to 256 ranks)
+python -m tests.simulation --ranks 1000 --groups               (ranks that are joined make groups)
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import random
 import sys
 
 from tests.simulation.faults import trial
+from tests.simulation.grouping import Grouping
 from tests.simulation.measure import of_one_rank
 from tests.simulation.scenario import Start
 
@@ -52,6 +54,16 @@ def report(ranks: int, seed: int) -> None:
     )
 
 
+def make_groups(ranks: int, seed: int) -> None:
+    """Show how long ``ranks`` take for a group of all, of one of each host, and of 8."""
+    for members in (range(ranks), range(0, ranks, 8), range(min(8, ranks))):
+        made = Grouping(ranks, seed, list(members)).run().made()
+        print(
+            f"{ranks} ranks make a group of {len(members)} in {made.seconds:.3g} s, with "
+            f"{made.messages:.2g} messages, at most {made.connections} connections"
+        )
+
+
 def replay(seed: int, ranks: int) -> bool:
     """Show a schedule and what came of it; True if all is well."""
     start, faults, wrong = trial(seed, ranks)
@@ -83,6 +95,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--faults", action="store_true", help="replay the seed's schedule")
+    parser.add_argument("--groups", action="store_true", help="make groups, instead of a start")
     parser.add_argument("--night", type=int, metavar="COUNT", help="try so many schedules")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
@@ -90,7 +103,10 @@ def main() -> int:
         return min(1, night(options.seed, options.night))
     if options.faults:
         return 0 if replay(options.seed, options.ranks) else 1
-    report(options.ranks, options.seed)
+    if options.groups:
+        make_groups(options.ranks, options.seed)
+    else:
+        report(options.ranks, options.seed)
     return 0
 
 

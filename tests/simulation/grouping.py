@@ -53,7 +53,7 @@ class _World(Joined):
         super().__init__(rank, size)
         self.network = self.memory = self
         self.places, self.near = range(size), _Near(rank // _PER_HOST)
-        self._listener = system.create_server(("", _PORT + rank % _PER_HOST), backlog=100)
+        self._listener = system.create_server(("", _PORT + rank % _PER_HOST), backlog=4096)
         self._wires: dict[int, Any] = {}
 
     def kin(self, ranks: Sequence[int], count: int, *_: Any) -> Kin:

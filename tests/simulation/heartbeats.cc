@@ -25,8 +25,8 @@ using Seconds = std::chrono::duration<double>;
 
 constexpr int kRanksOfHost = 8, kHostsOfRack = 16;
 // One way: inside of a host, of a rack, and between racks. From an event until a thread runs, and from one
-// message that it sends to the next. What got lost is sent again.
-constexpr microseconds kNear{20}, kRack{50}, kFar{500}, kWake{50}, kSend{10};
+// message that it sends to the next, as measure.py has measured it. What got lost is sent again.
+constexpr microseconds kNear{20}, kRack{50}, kFar{500}, kWake{7}, kSend{3};
 constexpr milliseconds kAgain{200};
 constexpr double kLimit = 5.0;  // seconds
 constexpr Time kBegin{std::chrono::hours{1}};

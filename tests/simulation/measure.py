@@ -90,6 +90,28 @@ def of_calls() -> dict[str, float]:
     return found
 
 
+def of_heartbeats(rounds: int = 2000) -> dict[str, float]:
+    """Return kWake and kSend of heartbeats.cc: from a message until another process has it."""
+    ours, theirs = socket.socketpair()
+    if os.fork() == 0:
+        ours.close()
+        while data := theirs.recv(64):
+            theirs.send(data)
+        os._exit(0)
+    theirs.close()
+    took = []
+    for _ in range(rounds):
+        begun = time.perf_counter()
+        ours.send(bytes(48))
+        sent = time.perf_counter()
+        ours.recv(64)
+        took.append((time.perf_counter() - begun, sent - begun))
+    ours.close()
+    os.wait()
+    both, sending = (sorted(each)[rounds // 2] for each in zip(*took, strict=True))
+    return {"kWake": both / 2 - sending, "kSend": sending}
+
+
 def of_ranks(n: int = 512) -> dict[str, float]:
     """Return the constants of what grows with the number of ranks: seconds for each."""
     peers = [Peer(f"host{rank}", rank, f"host{rank} boot", "1") for rank in range(n)]
@@ -254,7 +276,7 @@ def simulated(ranks: int, begin: Callable[[int, int, int], Any] | None = None) -
 
 def main() -> None:
     ranks = int(sys.argv[1]) if len(sys.argv) > 1 else 64
-    for name, value in {**of_calls(), **of_ranks()}.items():
+    for name, value in {**of_calls(), **of_heartbeats(), **of_ranks()}.items():
         print(f"{name} = {value:.3g}")
     for name, begin in (("1 exchange", exchange(1)), ("9 exchanges", exchange(9)), ("start", None)):
         for where, seen in (
