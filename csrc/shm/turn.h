@@ -15,7 +15,7 @@ class Turn {
  public:
   // False where a thread has it, also this one.
   bool try_take() {
-    // That it fails is what try_take_for() relies on, in one order; no failure may be stronger than a success.
+    // Its failure is what must be in one order, see below, and may not be stronger than its success.
     std::thread::id nobody;
     return owner_.compare_exchange_strong(nobody, std::this_thread::get_id());
   }

@@ -179,8 +179,8 @@ constexpr size_t kTiny = 2, kInline = 6, kSome = 40, kLarge = 200, kMany = 480;
 // As if there had been so many calls: the next one reads the others' memory.
 constexpr int kReads = 3;
 
-#define COLLECTIVE(title, verb, count, choices, two, three)                                                             \
-  {.name = title "/2x2", .ranks = 2, .run = collective<2, verb, count, 2, choices>, .share = two, .vanishing = 1},      \
+#define COLLECTIVE(title, verb, count, choices, two, three)                                                     \
+  {.name = title "/2x2", .ranks = 2, .run = collective<2, verb, count, 2, choices>, .share = two, .vanishing = 1}, \
   {.name = title "/3x1", .ranks = 3, .run = collective<3, verb, count, 1, choices>, .share = three, .vanishing = 1}
 const Case collectives[] = {
     COLLECTIVE("barrier", FL_BARRIER, 0, 0, 1, 4),
@@ -374,20 +374,26 @@ const Case others[] = {
     {.name = "in_place/3", .ranks = 3, .run = in_place<3>, .share = 2, .vanishing = 1},
     {.name = "passes_rows/2", .ranks = 2, .run = passes_rows, .share = 2, .vanishing = 1},
     {.name = "run_ahead/2", .ranks = 2, .run = run_ahead, .share = 4, .vanishing = 2},
-    {.name = "unreadable/2", .ranks = 2, .run = unreadable, .share = 2, .late = true, .reads_fail = true, .vanishing = 1},
-    {.name = "soon_unreadable/2", .ranks = 2, .run = soon_unreadable, .timers = 0, .late = true, .reads_fail = true},
+    {.name = "unreadable/2", .ranks = 2, .run = unreadable,
+     .share = 2, .late = true, .reads_fail = true, .vanishing = 1},
+    {.name = "soon_unreadable/2", .ranks = 2, .run = soon_unreadable, .timers = 0, .late = true,
+     .reads_fail = true},
     {.name = "made_late/2", .ranks = 2, .run = made_late, .share = 2},
     {.name = "in_two_steps/2", .ranks = 2, .run = in_two_steps},
     {.name = "few_processors/2", .ranks = 2, .run = collective<2, FL_ALL_REDUCE, kTiny, 2>, .processors = 1},
     {.name = "started/2", .ranks = 2, .run = started<kInline, 1>, .share = 4, .is_searched = false},
-    {.name = "started_two/2", .ranks = 2, .run = started<kInline, 2>, .share = 4, .is_searched = false, .vanishing = 2},
+    {.name = "started_two/2", .ranks = 2, .run = started<kInline, 2>,
+     .share = 4, .is_searched = false, .vanishing = 2},
     {.name = "started_large/2", .ranks = 2, .run = started<kSome, 2>, .share = 4, .is_searched = false},
-    {.name = "started_barriers/2", .ranks = 2, .run = started<0, 3, FL_BARRIER>, .share = 4, .is_searched = false},
+    {.name = "started_barriers/2", .ranks = 2, .run = started<0, 3, FL_BARRIER>,
+     .share = 4, .is_searched = false},
     {.name = "started_then_run/2", .ranks = 2, .run = started_then_run, .share = 4, .is_searched = false},
-    {.name = "waited_for_elsewhere/2", .ranks = 2, .run = waited_for_elsewhere, .share = 4, .is_searched = false},
+    {.name = "waited_for_elsewhere/2", .ranks = 2, .run = waited_for_elsewhere,
+     .share = 4, .is_searched = false},
     {.name = "two_threads/2", .ranks = 2, .run = two_threads, .share = 4, .is_searched = false},
     {.name = "mismatch/2", .ranks = 2, .run = mismatch<2, FL_BARRIER, FL_ALL_REDUCE>, .share = 2},
-    {.name = "mismatch/3", .ranks = 3, .run = mismatch<3, FL_BARRIER, FL_ALL_REDUCE>, .share = 2, .vanishing = 1},
+    {.name = "mismatch/3", .ranks = 3, .run = mismatch<3, FL_BARRIER, FL_ALL_REDUCE>,
+     .share = 2, .vanishing = 1},
     {.name = "mismatch_ahead/2", .ranks = 2, .run = mismatch<2, FL_BROADCAST, FL_GATHER>, .share = 2},
     {.name = "mismatch_ahead/3", .ranks = 3, .run = mismatch<3, FL_SCAN, FL_BARRIER>, .share = 2},
 };

@@ -1,8 +1,9 @@
 // The order of memory: which stores an atomic load may return, and which accesses race.
 //
-// Stores to one place are ordered as they are executed, or before another thread's that nobody is behind yet. A load returns any of them that C++20 allows: not older than
-// what happened before it, than what a read that happened before it returned, or than what the single order of all
-// seq_cst operations, which is that of their execution, demands. Plain accesses are kept by granules of eight bytes.
+// Stores to one place are ordered as they are executed, or before another thread's that nobody is behind yet. A load
+// returns any of them that C++20 allows: not older than what happened before it, than what a read that happened before
+// it returned, or than what the single order of all seq_cst operations, which is that of their execution, demands.
+// Plain accesses are kept by granules of eight bytes.
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
