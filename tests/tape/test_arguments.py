@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -47,19 +45,6 @@ FORMS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 @pytest.mark.parametrize("form", FORMS)
 def test_forms(form: str) -> None:
     compare(lambda: several, map(FORMS[form], X[:8]))
-
-
-LIMITED = """
-import resource
-resource.setrlimit(resource.RLIMIT_AS, (1 << 34, 1 << 34))
-from tests.tape.test_arguments import test_forms
-test_forms("unaligned")
-"""
-
-
-def test_a_limit_of_addresses() -> None:
-    """Those that stand for arrays were not to be read where a terabyte could not be reserved."""
-    subprocess.run([sys.executable, "-c", LIMITED], check=True, timeout=60)
 
 
 ALIASES: dict[str, Callable[[Any, Any], Any]] = {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from io import BytesIO
@@ -162,6 +164,19 @@ def test_calls(case: Callable[[Array], Any], action: Any) -> None:
                 return isinstance(error, TypeError)
 
     compare(lambda: step, X, told=None)
+
+
+LIMITED = """
+import resource
+resource.setrlimit(resource.RLIMIT_AS, (1 << 34, 1 << 34))
+from tests.tape.test_functions import CALLS, test_calls
+test_calls(CALLS["sum with list of sums"], "ignore")
+"""
+
+
+def test_a_limit_of_addresses() -> None:
+    """Those that stand for arrays were not to be read where a terabyte could not be reserved."""
+    subprocess.run([sys.executable, "-c", LIMITED], check=True, timeout=60)
 
 
 RANDOM = np.random.default_rng(0)
