@@ -236,6 +236,8 @@ class Branches:
         for i in range(count):
             part = hosts[i * len(hosts) // count : (i + 1) * len(hosts) // count]
             node = part[0][0]
+            for each, _ in part:  # new agents, which count anew
+                self._places.pop(each, None)
             try:
                 self.links[node] = self._ways[node] = SshLink(self, part, ssh, fan)
             except OSError as error:
