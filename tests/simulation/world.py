@@ -352,7 +352,7 @@ def _system(world: World) -> dict[str, Any]:  # noqa: PLR0915 - a table of small
 
     def read_text(path: str) -> str:
         if path.endswith("boot_id"):
-            return f"{me().host.name:>36}\n"
+            return f"{me().host.name:0>36}\n"
         pid = path.split("/")[2]
         process = world.processes.get(int(pid)) if pid.isdecimal() else None
         if process is None or process.host is not me().host or process.code is not None:

@@ -265,7 +265,8 @@ class Gate(abc.ABC):
             speaks_from += min(FIRST_SECONDS, place.timeout / 8)
         try:
             while (now := system.monotonic()) < self._deadline:
-                inside = [True] if now < speaks_from else [False, True][: 1 + has_speaker]
+                goes_inside = has_speaker and not self._speaks
+                inside = [True] if now < speaks_from else [False, True][: 1 + goes_inside]
                 offers = place.offers() if is_first else [self._offer]
                 for offer, is_inside in itertools.product(offers, inside):
                     try:
@@ -307,6 +308,8 @@ class Gate(abc.ABC):
             offer = offer._replace(addresses=[(self._name_inside(offer.secret), 0)])
         until = system.monotonic() + (patience or place.patience) + self._busy
         until = min(self._deadline, inside or until)
+        if is_asking and offer.secret is place.known:  # others of this host wait, and need not ask
+            self._speak(offer.secret)
         connection = greet(offer, partial(self._introduce, is_asking=is_asking), until)
         place.secret = offer.secret.common
         connection.trust(place.host_timeout)
