@@ -166,7 +166,7 @@ void Peers::give_up(const Failure& failure) noexcept {
     }
   }
   std::strncpy(farewell.message, failure.what(), sizeof farewell.message - 1);
-  farewell.given.set(1);
+  farewell.given.raise(1);  // before what the caller then does to its memory: more than set() orders
 }
 
 // Watch ---------------------------------------------------------------------------------------
