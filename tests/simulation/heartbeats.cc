@@ -288,6 +288,8 @@ std::string World::wrong_on(int rank, std::set<int> affected, bool is_few, bool 
   const auto& lost = ranks[rank].lost;
   for (const auto& each : lost) affected.insert(each.first);
   std::string wrong = is_few && lost.empty() ? " knows of nothing" : "";
+  // A host that is cut off has no answer of those that it asks; others on its side may be none of them.
+  const bool is_cut_off = is_few && std::distance(lost.begin(), lost.lower_bound(size())) == size() - 1;
   for (int each : affected) {
     const bool is_host = each < size();
     const std::string who = is_host ? " h" + std::to_string(each) : " rank " + std::to_string(each - size());
@@ -300,7 +302,7 @@ std::string World::wrong_on(int rank, std::set<int> affected, bool is_few, bool 
       if (is_gone && is_known) wrong += " misses" + who;
       continue;
     }
-    if (!is_gone) wrong += " names" + who;
+    if (!is_gone && !(is_cut_off && is_host)) wrong += " names" + who;
     if (!is_gone || is_few || (is_host && !is_asked(each, own))) continue;
     const Time apart = is_apart ? hosts[own].gone : Time{};
     const auto took = named->second - std::max({died, apart, ranks[rank].stopped});
