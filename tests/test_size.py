@@ -16,16 +16,16 @@ FILES = [path for path in PACKAGE.rglob("*.py") if path.name != "_nccl.py"]  # t
 # At most so many lines and files. Blank lines, comments and docstrings count.
 BUDGETS = {
     # Layers, their functions, amp and the data loader are 3,700 of them: errors name both shapes.
-    "": (49_770, 249),
+    "": (49_895, 249),
     # torch changes the timeouts of groups that are open; objects know two ways, native and not.
-    "distributed": (17_325, 90),
+    "distributed": (17_405, 90),
     # Ranks meet in a tree of hosts, and name who is lost or late wherever it is.
-    "distributed/rendezvous": (3_335, 12),
+    "distributed/rendezvous": (3_350, 12),
     # Not 1,200: last words need a communicator and a count of their own, or others get wrong sums.
     "distributed/backends/mpi": (1_260, 7),
     "parallel": (6_460, 30),
     # Agents reach others in a tree, and pass on what is for these.
-    "launch": (3_765, 21),
+    "launch": (3_795, 21),
     "engines": (910, 6),
     "tagi": (5_280, 21),
     # Kernels of layers are instructions, and bfloat16 is a dtype.

@@ -166,7 +166,8 @@ void Peers::give_up(const Failure& failure) noexcept {
     }
   }
   std::strncpy(farewell.message, failure.what(), sizeof farewell.message - 1);
-  farewell.given.raise(1);  // before what the caller then does to its memory: more than set() orders
+  farewell.given.set(1);
+  full_fence();  // before what the caller then does to memory that others read; as in Remote::read()
 }
 
 // Watch ---------------------------------------------------------------------------------------

@@ -53,6 +53,7 @@ size_t Remote::read(int r, uint64_t from, void* into, size_t bytes) {
   size_t done = 0;
   while (done < bytes) {
     const ssize_t got = read_memory(pid, from + done, to + done, std::min(kAtOnce, bytes - done));
+    full_fence();  // what was read is as it was before the farewell that is looked for
     if (got <= 0 || theirs.farewell.given.value() != 0) {
       const std::lock_guard<std::mutex> lock(mutex_);
       answers_[r] = kNo;

@@ -282,6 +282,10 @@ void yield_processor() {
   decide(kYields);
 }
 
+void full_fence() {
+  if (!is_quiet) model::full_fence();
+}
+
 int processors() { return current->processors; }
 int32_t process_id() { return kFirstPid + here->rank; }
 int open_process(int32_t pid) { return pid - kFirstPid == gone ? kEndedProcess : pid; }
