@@ -62,9 +62,9 @@ def many_groups(rank: int, size: int, count: int) -> None:
     tasks, descriptors = tasks_and_descriptors()
     assert tasks == before[0]
     assert descriptors <= before[1] + size - 1  # of each other process one, at the first long wait
-    for group in groups:  # one thread after the other: it may not have seen yet that it is idle
+    for group in groups:  # a thread that has done its call is in use until it runs again
         assert group.all_reduce(np.ones(1, int), async_op=True).wait()[0] == size
-    assert tasks_and_descriptors()[0] <= before[0] + 3
+    assert tasks_and_descriptors()[0] <= before[0] + 10
     for group in groups[::2]:
         group.close()
     assert all(total(group) == size for group in groups[1::2])

@@ -149,7 +149,7 @@ def losses(launch: Launch, most: int = 5) -> list[Loss]:
             (
                 ("killed", partial(process.end, -signal.SIGKILL)),
                 ("stopped", *(partial(process.receive, each) for each in _STOP_AND_GO)),
-                ("cut off", *(partial(divide, world, [host], side) for side in (node, 0))),
+                ("cut off", *[partial(divide, world, [host], 1 << node)] * 2),
             )
         )
         at = begin + random.choice((0.0, random.uniform(0, 0.1), random.uniform(0, 8.0)))
