@@ -136,13 +136,7 @@ class File:
 class Socket(File):
     """One end of a connection, of a pipe, or what listens."""
 
-    def __new__(
-        cls,
-        family: int = AF_INET,
-        kind: int = SOCK_STREAM,
-        proto: int = 0,
-        fileno: int | None = None,
-    ) -> Any:
+    def __new__(cls, *_: Any, fileno: int | None = None) -> Any:
         return super().__new__(cls) if fileno is None else cls.world.files[fileno]
 
     def __init__(

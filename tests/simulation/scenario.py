@@ -81,20 +81,9 @@ class _JoinedByMemory(Joined):
 class _JoinedByNetwork(Joined):
     """In place of ``GlooBackend``: its exchange of cards, and connections to its neighbours."""
 
-    def __init__(
-        self,
-        store: Store,
-        address: str,
-        timeout: float,
-        joining: float,
-        key: bytes,
-        hosts: Sequence[str] = (),
-        host_timeout: float = 0.0,
-        lazily: bool = False,
-        is_watched: bool = False,
-        at_once: bool = False,
-    ) -> None:
+    def __init__(self, store: Store, *given: Any) -> None:
         super().__init__(store.rank, store.size)
+        _, _, _, key, _, host_timeout, lazily, _, _ = given
         process, address = me(), b64encode(zlib.compress(bytes(128) + b"10.1")).decode()
         card = [this_process(), address, nonce().hex(), 40000, host_timeout]
         texts = store.exchange(json.dumps(card).encode())
