@@ -18,7 +18,8 @@ TIMEOUT = 30.0  # of the ranks, in seconds
 # So long a host or a process may be away without harm: hosts are lost after 5 s, and what was sent
 # meanwhile arrives a little later than they are back.
 HARMLESS = 2.0
-# After the last fault everybody has ended within the timeout and what it takes to say so.
+# After the last fault, or the begin of the last exchange (each has the timeout for itself), everybody
+# has ended within the timeout and what it takes to say so.
 BOUND = TIMEOUT + 10.0
 
 
@@ -129,7 +130,7 @@ def objections(start: Start, faults: Sequence[Fault]) -> list[str]:
     if not culprits and start.errors:
         rank, error = next(iter(start.errors.items()))
         found.append(f"nothing harmful has happened, and rank {rank} raises {error}")
-    ended, last = start.up.keys() | start.errors.keys(), max((f.at for f in faults), default=0.0)
+    ended, last = start.up.keys() | start.errors.keys(), max([start.begun, *(f.at for f in faults)])
     hanging = [rank for rank in range(start.ranks) if rank not in ended | culprits]
     if hanging:
         found.append(f"ranks {hanging} have not ended at {start.world.now:.1f} s")

@@ -155,6 +155,7 @@ class Start:
         self.bodies: list[bytes] = []  # of the roster of each exchange
         self.partings = count()  # of hosts, for a while
         self.progress = [0] * ranks  # exchanges that each rank has begun
+        self.begun = 0.0  # when anybody began the last one
         self.dies, self.died = (-1, 0), math.nan  # a rank that is killed in an exchange, and when
         self._begin, self._per_host = begin or meet, per_host
         self.hosts = [self.world.add_host() for _ in range(-(-ranks // per_host))]
@@ -187,6 +188,7 @@ class Start:
 
     def _count(self, rank: int) -> None:
         self.progress[rank] += 1
+        self.begun = max(self.begun, self.world.clock())
         if (rank, self.progress[rank]) == self.dies:
             self.died = self.world.clock()
             self.world.at(self.died, self.processes[rank].end, -signal.SIGKILL)
