@@ -18,8 +18,8 @@ TIMEOUT = 30.0  # of the ranks, in seconds
 # So long a host or a process may be away without harm: hosts are lost after 5 s, and what was sent
 # meanwhile arrives a little later than they are back.
 HARMLESS = 2.0
-# After the last fault, or the begin of the last exchange (each has the timeout for itself), everybody
-# has ended within the timeout and what it takes to say so.
+# After the last fault, or the begin of the last exchange, as each has the timeout for itself,
+# everybody has ended within the timeout and what it takes to say so.
 BOUND = TIMEOUT + 10.0
 
 
