@@ -54,6 +54,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def pytest_collection_finish() -> None:
+    # What has been collected stays: the garbage collector need not look at it during each test.
+    gc.collect()
+    gc.freeze()
+
+
 def _why_no_gpu() -> str:
     if importlib.util.find_spec("cupy") is None:
         return "needs CuPy: pip install 'flashlight-py[cuda12]'"

@@ -637,6 +637,7 @@ int try_mutants(long schedules, int jobs, const std::string& only, const std::ve
     std::printf("%s", killer.empty() ? excuse.empty() ? "NOBODY" : excuse.c_str() : ("`" + killer + "`").c_str());
   }
   std::printf(" |\n");
+  std::fflush(stdout);  // the table first, where both go to one file
   std::fprintf(stderr, is_well ? "every mutant is noticed, or equivalent\n" : "mutants survive\n");
   return is_well ? 0 : 1;
 }
