@@ -6,34 +6,39 @@ import re
 import signal
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flashlight_py.distributed.rendezvous import wire
 from flashlight_py.distributed.rendezvous.secret import nonce
+from flashlight_py.errors import RendezvousError
 from tests.simulation.network import divide
 from tests.simulation.scenario import PORT, Start, gather, meet
 from tests.simulation.world import Process, me
 
 TIMEOUT = 30.0  # of the ranks, in seconds
-# So long a host or a process may be away without harm: hosts are lost after 5 s, and what was sent
-# meanwhile arrives a little later than they are back.
-HARMLESS = 2.0
+# So long hosts may be out of reach without harm: they are lost after 5 s, and what was sent meanwhile
+# arrives a little later than they are back. A process that rests is slow: the timeout counts.
+APART, RESTING = 2.0, TIMEOUT / 2
 # After the last fault, or the begin of the last exchange, as each has the timeout for itself,
 # everybody has ended within the timeout and what it takes to say so.
 BOUND = TIMEOUT + 10.0
 
 
 class Fault(NamedTuple):
-    """What happens at a time, in words, and which ranks an error has to name; none: no error."""
+    """What happens at a time, in words, and which ranks an error has to name; none: no error.
+
+    Those that are cut off live, and name others.
+    """
 
     at: float
     what: str
     happen: Callable[[], object]
     culprits: Sequence[int] = ()
+    are_cut_off: bool = False
 
 
 def schedule(start: Start, most: int = 3) -> list[Fault]:
-    """Return what happens in ``start``: some harmless faults, and often one that is not."""
+    """Return what happens in ``start``: some harmless faults, and often one or two that are not."""
     random, world = start.world.random, start.world
     length = 1e-3 * start.ranks + 0.05  # about as long as it takes
     world.loss = random.choice((0.0, 0.0, 0.01, 0.05))
@@ -42,7 +47,11 @@ def schedule(start: Start, most: int = 3) -> list[Fault]:
         for _ in range(random.randint(0, most))
     ]
     if random.random() < 0.8:
-        faults.append(random.choice(_HARMFUL)(start, random.uniform(0, length)))
+        at = random.uniform(0, length)
+        faults.append(random.choice(_HARMFUL)(start, at))
+        if random.random() < 0.3:  # another one at once, or soon
+            at += random.choice((0.0, random.uniform(0, 1e-3), random.uniform(0, length)))
+            faults.append(random.choice(_HARMFUL)(start, at))
     for fault in faults:
         world.at(fault.at, fault.happen)
     return faults
@@ -63,19 +72,21 @@ def _rank_stops(start: Start, at: float) -> Fault:
 def _host_is_cut_off(start: Start, at: float) -> Fault:
     host = start.world.random.choice(start.hosts)
     ranks = [rank for rank in range(start.ranks) if start.host_of(rank) is host]
-    return Fault(at, f"{host.name} is cut off", partial(divide, start.world, [host], 1), ranks)
+    cut = partial(divide, start.world, [host], 2 << next(start.partings))
+    return Fault(at, f"{host.name} is cut off", cut, ranks, are_cut_off=True)
 
 
 def _rank_rests(start: Start, at: float) -> Fault:
     rank, world = start.world.random.randrange(start.ranks), start.world
-    process, seconds = start.processes[rank], world.random.uniform(0, HARMLESS)
+    process, most = start.processes[rank], world.random.choice((APART, APART, RESTING))
+    seconds = world.random.uniform(0, most)
     world.at(at + seconds, process.receive, signal.SIGCONT)
     stop = partial(process.receive, signal.SIGSTOP)
     return Fault(at, f"rank {rank} is stopped for {seconds:.2f} s", stop)
 
 
 def _hosts_part(start: Start, at: float) -> Fault:
-    world, seconds = start.world, start.world.random.uniform(0, HARMLESS)
+    world, seconds = start.world, start.world.random.uniform(0, APART)
     some = world.random.sample(start.hosts, world.random.randint(1, max(1, len(start.hosts) // 2)))
     parting = partial(divide, world, some, 2 << next(start.partings))
     world.at(at + seconds, parting)
@@ -91,16 +102,21 @@ def _stranger_comes(start: Start, at: float) -> Fault:
     world = start.world
     host, manner = world.random.choice(start.hosts), world.random.randrange(4)
     garbage = world.random.randbytes(world.random.randint(1, 10_000))
+    inner = world.random.random() < 0.6  # to whoever listens by then, also inside the host
 
     def come() -> None:
-        Process(host, partial(_bother, manner, garbage), {})
+        doors = [(other.name, name) for other in start.hosts for name in other.listeners]
+        doors = [door for door in doors if isinstance(door[1], int) or door[0] == host.name]
+        door = world.random.choice(doors) if inner and doors else ("host1", PORT)
+        Process(host, partial(_bother, door, manner, garbage), {})
 
-    return Fault(at, f"a stranger comes from {host.name} (manner {manner})", come)
+    return Fault(at, f"a stranger comes from {host.name} (manner {manner}, inner {inner})", come)
 
 
-def _bother(manner: int, garbage: bytes) -> int:
-    """Connect to rank 0 and send garbage, half a message, no proof of the secret, or nothing."""
-    attempts = wire.Attempts([("host1", PORT)])
+def _bother(door: tuple[str, Any], manner: int, garbage: bytes) -> int:
+    """Connect to a rank and send garbage, half a message, no proof of the secret, or nothing."""
+    host, name = door
+    attempts = wire.Attempts([(host, name) if isinstance(name, int) else (name, 0)])
     for wire_ in attempts.connected(me().world.clock() + 20.0):
         wire_.settimeout(20.0)
         hello = b"FLrv" + garbage[:40]
@@ -143,15 +159,31 @@ def objections(start: Start, faults: Sequence[Fault]) -> list[str]:
             f"ranks {list(start.up)[:5]} are up, and {missing} have not made all exchanges"
         )
     for rank, error in start.errors.items():
+        if not isinstance(error, RendezvousError):
+            found.append(f"rank {rank} raises {error!r}")
+            break
         said = str(error).partition(": ")[2]
         numbers = re.findall(r"\branks? (\d+(?:, \d+)*)", said)
         named = {int(number) for list_ in numbers for number in list_.split(", ")}
-        # Who is cut off cannot know which side is: it names somebody on the other one.
-        to_name = culprits if rank not in culprits else {*range(start.ranks)} - culprits
-        if culprits and not named & to_name:
-            found.append(f"rank {rank} does not name one of {sorted(culprits)}: {error}")
+        to_name = _to_name(start.ranks, faults, rank)
+        if to_name and not (named and named <= to_name):
+            found.append(f"rank {rank} is to name some of {sorted(to_name)[:9]} alone: {error}")
             break
     return found
+
+
+def _to_name(ranks: int, faults: Sequence[Fault], rank: int) -> set[int]:
+    """Return whom ``rank`` may name: those that were hit, and, if it is cut off, the other side.
+
+    It cannot know which side is cut off.
+    """
+    hit = {each for fault in faults for each in fault.culprits}
+    for fault in faults:
+        if fault.are_cut_off and rank in fault.culprits:
+            hit |= {*range(ranks)} - {*fault.culprits}
+            dead = {each for other in faults if not other.are_cut_off for each in other.culprits}
+            hit -= {*fault.culprits} - dead
+    return hit
 
 
 def trial(seed: int, ranks: int = 64) -> tuple[Start, list[Fault], list[str]]:

@@ -14,7 +14,7 @@ import zlib
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from itertools import count
 from math import ceil, log2
 from types import SimpleNamespace
@@ -174,8 +174,7 @@ class Start:
     def _program(self, rank: int) -> Callable[[], int]:
         def main() -> int:
             me().on_exchange, me().local_rank = partial(self._count, rank), rank % self._per_host
-            if rank == 0:
-                me().on_roster = self.bodies.append
+            me().on_roster = partial(self._check, rank)
             try:
                 self._begin(rank, self.ranks, self.timeout)
             except Exception as error:  # noqa: BLE001 - what is reported is judged at the end
@@ -192,6 +191,14 @@ class Start:
         if (rank, self.progress[rank]) == self.dies:
             self.died = self.world.clock()
             self.world.at(self.died, self.processes[rank].end, -signal.SIGKILL)
+
+    def _check(self, rank: int, body: bytes) -> None:
+        """See that all get the same in an exchange."""
+        number = self.progress[rank] - 1
+        if number == len(self.bodies):
+            self.bodies.append(body)
+        expected = self.bodies[number]
+        assert body is expected or body == expected, f"exchange {number}: not what others have"
 
     def run(self, until: float = 1e4) -> Start:
         """Let it happen."""
@@ -213,12 +220,23 @@ def gather(rank: int, size: int, timeout: float) -> None:
     store = _Counted("host1", PORT, rank, size, timeout)
     store.host_timeout = Settings.host_timeout
     try:
-        for _ in range(3):
-            store.exchange(b"rank %d" % rank * 40)
+        for number in range(3):
+            roster = store.exchange(_payload(number, rank))
+            assert roster.body == _given(number, size), f"exchange {number}: not what was given"
         store.close()
     except RendezvousError as error:
         store.abort(str(error))
         raise
+
+
+def _payload(number: int, rank: int) -> bytes:
+    return b"exchange %d, rank %d; " % (number, rank) * 10
+
+
+@lru_cache
+def _given(number: int, size: int) -> bytes:
+    """Return the roster of an exchange of ``gather``."""
+    return Roster.of([_payload(number, rank) for rank in range(size)]).body
 
 
 class _Counted(TcpStore):
@@ -231,5 +249,6 @@ class _Counted(TcpStore):
     def exchange(self, payload: bytes) -> Roster:
         me().on_exchange()
         roster = super().exchange(payload)
+        assert len(roster) == self.size and roster[self.rank] == payload, "not what was given"
         me().on_roster(roster.body)
         return roster
