@@ -16,8 +16,9 @@ from tests.simulation.scenario import PORT, Start, gather, meet
 from tests.simulation.world import Process, me
 
 TIMEOUT = 30.0  # of the ranks, in seconds
-# So long hosts may be out of reach without harm: they are lost after 5 s, and what was sent meanwhile
-# arrives a little later than they are back. A process that rests is slow: the timeout counts.
+# So long hosts may be out of reach without harm: they are lost after 5 s, and what was sent
+# meanwhile arrives a little later than they are back. A process that rests is slow: the timeout
+# counts.
 APART, RESTING = 2.0, TIMEOUT / 2
 # After the last fault, or the begin of the last exchange, as each has the timeout for itself,
 # everybody has ended within the timeout and what it takes to say so.
@@ -27,7 +28,8 @@ BOUND = TIMEOUT + 10.0
 class Fault(NamedTuple):
     """What happens at a time, in words, and which ranks an error has to name; none: no error.
 
-    Those that are cut off live, and name others.
+    Those that are cut off live, and name others. A rank that ``rests`` until a time may find, then,
+    that all is over, or ends, and rank 0 is not there.
     """
 
     at: float
@@ -35,6 +37,7 @@ class Fault(NamedTuple):
     happen: Callable[[], object]
     culprits: Sequence[int] = ()
     are_cut_off: bool = False
+    rests: tuple[int, float] = (-1, 0.0)
 
 
 def schedule(start: Start, most: int = 3) -> list[Fault]:
@@ -82,7 +85,8 @@ def _rank_rests(start: Start, at: float) -> Fault:
     seconds = world.random.uniform(0, most)
     world.at(at + seconds, process.receive, signal.SIGCONT)
     stop = partial(process.receive, signal.SIGSTOP)
-    return Fault(at, f"rank {rank} is stopped for {seconds:.2f} s", stop)
+    what = f"rank {rank} is stopped for {seconds:.2f} s"
+    return Fault(at, what, stop, rests=(rank, at + seconds))
 
 
 def _hosts_part(start: Start, at: float) -> Fault:
@@ -165,14 +169,14 @@ def objections(start: Start, faults: Sequence[Fault]) -> list[str]:
         said = str(error).partition(": ")[2]
         numbers = re.findall(r"\branks? (\d+(?:, \d+)*)", said)
         named = {int(number) for list_ in numbers for number in list_.split(", ")}
-        to_name = _to_name(start.ranks, faults, rank)
+        to_name = _to_name(start, faults, rank)
         if to_name and not (named and named <= to_name):
             found.append(f"rank {rank} is to name some of {sorted(to_name)[:9]} alone: {error}")
             break
     return found
 
 
-def _to_name(ranks: int, faults: Sequence[Fault], rank: int) -> set[int]:
+def _to_name(start: Start, faults: Sequence[Fault], rank: int) -> set[int]:
     """Return whom ``rank`` may name: those that were hit, and, if it is cut off, the other side.
 
     It cannot know which side is cut off.
@@ -180,18 +184,23 @@ def _to_name(ranks: int, faults: Sequence[Fault], rank: int) -> set[int]:
     hit = {each for fault in faults for each in fault.culprits}
     for fault in faults:
         if fault.are_cut_off and rank in fault.culprits:
-            hit |= {*range(ranks)} - {*fault.culprits}
             dead = {each for other in faults if not other.are_cut_off for each in other.culprits}
-            hit -= {*fault.culprits} - dead
+            hit = (hit | {*range(start.ranks)}) - ({*fault.culprits} - dead)
+        rests, until = fault.rests
+        if hit and rests == rank and until > min(start.ended.values()):
+            hit |= {0}
     return hit
 
 
 def trial(seed: int, ranks: int = 64) -> tuple[Start, list[Fault], list[str]]:
     """Run a schedule; return it with what is wrong about its end.
 
-    Each eighth is a whole start, and in each second one the ranks are a tree of hosts.
+    Each eighth is a whole start, another eighth exchanges more than kernels keep inside a host, and
+    in each second one the ranks are a tree of hosts.
     """
     begin, tree = gather if seed % 16 > 1 else meet, "2" if seed % 2 else "512"
+    if seed % 16 in (2, 3):
+        begin = partial(gather, most=8000)
     how = {"timeout": TIMEOUT, "spread": 0.05, "begin": begin, "FLASHLIGHT_TREE_FROM": tree}
     start = Start(ranks, seed, **how)
     faults = schedule(start)

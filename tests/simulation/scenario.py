@@ -215,28 +215,32 @@ def meet(rank: int, size: int, timeout: float) -> Any:
     return initialize.meet(lambda: _Counted("host1", PORT, rank, size, timeout), settings)
 
 
-def gather(rank: int, size: int, timeout: float) -> None:
-    """Meet, exchange three times and leave: what is left of ``meet`` where only messages count."""
+def gather(rank: int, size: int, timeout: float, most: int = 200) -> None:
+    """Meet, exchange three times and leave: what is left of ``meet`` where only messages count.
+
+    Payloads have about ``most`` bytes.
+    """
     store = _Counted("host1", PORT, rank, size, timeout)
     store.host_timeout = Settings.host_timeout
     try:
         for number in range(3):
-            roster = store.exchange(_payload(number, rank))
-            assert roster.body == _given(number, size), f"exchange {number}: not what was given"
+            roster = store.exchange(_payload(number, rank, most))
+            is_right = roster.body == _given(number, size, most)
+            assert is_right, f"exchange {number}: not what was given"
         store.close()
     except RendezvousError as error:
         store.abort(str(error))
         raise
 
 
-def _payload(number: int, rank: int) -> bytes:
-    return b"exchange %d, rank %d; " % (number, rank) * 10
+def _payload(number: int, rank: int, most: int) -> bytes:
+    return b"exchange %d, rank %d; " % (number, rank) * (most // 20)
 
 
 @lru_cache
-def _given(number: int, size: int) -> bytes:
+def _given(number: int, size: int, most: int) -> bytes:
     """Return the roster of an exchange of ``gather``."""
-    return Roster.of([_payload(number, rank) for rank in range(size)]).body
+    return Roster.of([_payload(number, rank, most) for rank in range(size)]).body
 
 
 class _Counted(TcpStore):
@@ -249,6 +253,6 @@ class _Counted(TcpStore):
     def exchange(self, payload: bytes) -> Roster:
         me().on_exchange()
         roster = super().exchange(payload)
-        assert len(roster) == self.size and roster[self.rank] == payload, "not what was given"
+        assert roster[self.rank] == payload, "not what was given"
         me().on_roster(roster.body)
         return roster
