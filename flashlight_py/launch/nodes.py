@@ -28,7 +28,6 @@ from flashlight_py.distributed.rendezvous.meeting import MeetingPoint
 from flashlight_py.distributed.rendezvous.secret import REMEDY, proof
 from flashlight_py.distributed.rendezvous.store import ANY_RANK
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
-from flashlight_py.distributed.rendezvous.wire import plain
 from flashlight_py.errors import RendezvousError
 from flashlight_py.interfaces import addresses_of
 from flashlight_py.launch.agent import Agent, LauncherConnection
@@ -102,7 +101,7 @@ def job_of_nodes(
         with interruptible():
             key, payloads, connections = _meet(options, store)
         local = Agent(loop, stdin)
-        local.reached = [plain(each.getsockname())[0] for each in connections.values()]
+        local.reached = [ours[0] for ours, _ in store.ends.values()]
         local.secret_of = partial(secret_of_ranks, key)
         found = [(each["host"], each["ranks"]) for each in map(json.loads, payloads)]
         # Another node may notice later than this one that the way is lost. It ends its ranks first.

@@ -122,7 +122,7 @@ class Places:
 
         Those that live give it again, in another place.
         """
-        if self._above.get(rank) != above:
+        if not self.is_below(rank, above):
             return  # it has another place already
         self.left[rank] = self.process(rank)
         self._openings.pop(rank, None)
@@ -134,6 +134,10 @@ class Places:
             self.given.pop(each, None)
         del self._above[rank]
         self._lowest = min(self._lowest, rank)
+
+    def is_below(self, rank: int, above: int) -> bool:
+        """Return whether ``above`` is where ``rank`` was seen last."""
+        return self._above.get(rank) == above
 
     def missing(self, size: int) -> list[int]:
         """Return who has given nothing. Of whom that is who is above: who has not ``shown`` that.
@@ -164,9 +168,7 @@ class Places:
             self._returned[rank] = now
         if self._root.room <= 0 and not is_again:
             for opening in self._openings.values():
-                is_other = opening.rank != greeting.without and not self._is_below(
-                    rank, opening.rank
-                )
+                is_other = opening.rank != greeting.without and not self._holds(rank, opening.rank)
                 if is_other and opening.suits(address):
                     found = opening
                     break
@@ -185,7 +187,8 @@ class Places:
             self._openings[rank] = new
         return Seat(rank, found.rank, found.depth + 1, found.peer, found.host, found.port)
 
-    def _is_below(self, rank: int, each: int) -> bool:
+    def _holds(self, rank: int, each: int) -> bool:
+        """Return whether ``each`` is ``rank``, or somewhere below it."""
         while each and each != rank:
             each = self._above.get(each, 0)
         return each != 0

@@ -100,7 +100,8 @@ class TreeNode(Gate):
             is_over = system.monotonic() >= self._deadline
             due = min(waiting.due, place.next_look) if self._is_root else math.inf
             self._serve(min(self._deadline, due))
-            self._pass_on()
+            if not self._roster:  # which is the last message upwards or downwards
+                self._pass_on()
             if not self._roster:
                 if is_over and system.monotonic() >= self._deadline:  # it may have been moved
                     self._time_is_up()
@@ -165,6 +166,9 @@ class TreeNode(Gate):
     def _heard(self, connection: Connection) -> None:
         messages, is_up = connection.inbox, connection is self._up
         is_member = not is_up and self.members.get(connection.rank or 0) is connection
+        if is_member and self._has_handed_over:
+            self._heard_last(connection)
+            return
         while messages and not self._verdict:
             kind, body = messages.popleft()
             if kind is Kind.FAILURE:
@@ -187,17 +191,30 @@ class TreeNode(Gate):
             return
         if kind is Kind.PAYLOAD:
             self._complete.add(rank)
-        if self._is_root:
+        if kind is Kind.LOST and self._round > 0 and self._up is not None:
+            self._up.send(kind, body, self._deadline)
+        elif self._is_root:
             if kind is Kind.LOST:
-                for line in body.decode().splitlines():
-                    self._places.lose(*map(int, line.split()))
+                self._heard_lost(body)
             elif claim := self._places.take(body):
                 advice = f"give every process a rank of its own, and every run a {self._place.own}"
                 raise self._failure(f"{claim}; {advice} of its own", joining=True)
-            return
-        self._pending.append((Kind.LOST if kind is Kind.LOST else Kind.PART, body))
-        if self._round == 0:
-            self._log.append((rank, *self._pending[-1]))
+        else:
+            self._pending.append((Kind.LOST if kind is Kind.LOST else Kind.PART, body))
+            if self._round == 0:
+                self._log.append((rank, *self._pending[-1]))
+
+    def _heard_lost(self, body: bytes) -> None:
+        """Act as rank 0 on the ends of connections of others: of whom has another place, on none.
+
+        Whoever has given up a rank that was stopped is such a one.
+        """
+        for line in body.decode().splitlines():
+            rank, above, died = line.split(" ", 2)
+            if self._round == 0:
+                self._places.lose(int(rank), int(above))
+            elif self._places.is_below(int(rank), int(above)):
+                raise self._failure(died)
 
     def _heard_late(self, is_up: bool, body: bytes) -> None:
         """Act on that time is up, unless the roster has crossed this on its way."""
@@ -222,17 +239,19 @@ class TreeNode(Gate):
         if not (is_up or is_member):
             return
         died = f"{self._who(connection)} has died or exited: it closed the connection"
+        lost = Kind.LOST, f"{rank} {self._seat.rank} {died}\n".encode()
         if is_up:
             self._up, self._without = None, rank or ANY_RANK
             self._bereft = died if rank else ""  # another rank 0 may come at any time
         else:
             del self.members[rank]
-        if self._round > 0 or (is_up and rank == 0 and not self._place.moves):
+        if is_member and self._round > 0 and self._up is not None:
+            self._up.send(*lost, self._deadline)
+        elif self._round > 0 or (is_up and rank == 0 and not self._place.moves):
             raise self._failure(died)
-        if self._is_root:
+        elif self._is_root:
             self._places.lose(rank, 0)
         elif is_member:
-            lost = Kind.LOST, f"{rank} {self._seat.rank}\n".encode()
             self._pending.append(lost)
             self._log = [(ANY_RANK, *lost), *(each for each in self._log if each[0] != rank)]
 
@@ -297,6 +316,8 @@ class TreeNode(Gate):
         rank, size, peer, at, _ = greeting
         if rank == ANY_RANK:
             rank = min(self._places.free(), size - 1)
+        if self._round == 0 and rank in self.members and self._processes[rank] == peer:
+            self._heard_end(self.members[rank], False, True)  # it is read later that it has ended
         reason, own = "", self._place.rank
         me = f"rank {own}: {self._processes[own]}"
         here = [self._processes[each] for each in (own, *self.members)]
@@ -352,9 +373,10 @@ class TreeNode(Gate):
         if not seat.host:
             self._candidates.remove(candidate)
             self.members[rank] = candidate
-            if self._has_handed_over:  # what comes next is not for us
-                self.selector.unregister(candidate.wire)
-        candidate.send(Kind.PLACE, json.dumps(seat).encode(), system.monotonic() + SHORTLY)
+        until = system.monotonic() + SHORTLY
+        candidate.send(Kind.PLACE, json.dumps(seat).encode(), until)
+        if not seat.host and self._has_handed_over:
+            candidate.send(Kind.ROSTER, self._roster, until)
 
     def _spoilt(self, connection: Connection, error: WireError) -> None:
         if connection.rank is not None and connection not in self._candidates:
@@ -367,11 +389,14 @@ class TreeNode(Gate):
         """End after an exchange, and return the connections that are proven; collective.
 
         Those of rank 0 to every other rank, by rank, and of these to rank 0; in a tree those to
-        the neighbours, of which one is ``above``. They block, and are the caller's to close. Rank 0
-        goes on listening where it says so, and in a tree all do until ``close``: who comes later
-        can be read from ``selector``, see ``take_in``.
+        the neighbours that have said, by GOODBYE, that nothing of the meeting follows, of which one
+        is ``above``. They block, and are the caller's to close. Rank 0 goes on listening where it
+        says so, and in a tree all do until ``close``: who says so or comes later can be read from
+        ``selector``, see ``take_in``.
         """
         up, self._up, self._has_handed_over = self._up, None, True
+        if up is not None and self._place.is_tree:
+            up.send(Kind.GOODBYE, b"", system.monotonic() + _ANSWER)
         found = self._take_out({self.above: up} if up else {})
         self._place.clear()
         if not self._place.is_tree and (self._place.moves or not self._is_root):
@@ -403,13 +428,33 @@ class TreeNode(Gate):
         seconds = self.moving_seconds
         self._without, self._deadline = self.above, system.monotonic() + seconds
         self._bereft = f"rank 0 of {self._size} has named no place for {seconds:.3g} s"
-        self._join()
+        while True:
+            self._join()
+            up = self._up
+            assert up is not None
+            last = up.take(self._deadline)
+            if last is not None and last.kind is Kind.ROSTER:  # as all get it who come now
+                break
+            self._drop(up)
+            self._up, self._without = None, self.above
         return self.hand_over()[self.above]
 
+    def _heard_last(self, member: Connection) -> None:
+        """Let go of who has ended, or has sent the last that is of the meeting."""
+        kinds = {packet.kind for packet in member.inbox}
+        member.inbox.clear()
+        if member.has_ended or kinds & {Kind.GOODBYE, Kind.FAILURE}:
+            self._gone.add(member.rank or 0)
+            self.selector.unregister(member.wire)
+
     def _take_out(self, found: dict[int, Connection]) -> dict[int, system.Socket]:
-        """Return the connections ``found`` and to members, which are the caller's from now on."""
-        found |= self.members
-        self.members = {}
+        """Return the connections ``found``, and to members of whom nothing of the meeting follows.
+
+        They are the caller's from now on.
+        """
+        for rank in self._gone & self.members.keys() if self._place.is_tree else [*self.members]:
+            found[rank] = self.members.pop(rank)
+        self._gone.clear()
         for each in found.values():
             if each.wire in self.selector.get_map():
                 self.selector.unregister(each.wire)
