@@ -78,10 +78,25 @@ def report_places(plan: Plan) -> None:
     TreeNode._join = joined  # type: ignore[method-assign]
 
 
+def stop_before_reading(plan: Plan) -> None:
+    """Stop, as by SIGSTOP, when all has been sent that others wait for in exchange ``stop``."""
+    serve = TreeNode._serve
+
+    def stopped(node: TreeNode, deadline: float) -> None:
+        if node._round == plan["stop"] and not node.members:
+            plan["stop"] = None
+            os.kill(os.getpid(), signal.SIGSTOP)
+        serve(node, deadline)
+
+    TreeNode._serve = stopped  # type: ignore[method-assign]
+
+
 def take_part(plan: Plan) -> None:
     rank, size = plan["rank"], plan["size"]
     places.FAN = plan.get("fan", places.FAN)
     report_places(plan)
+    if "stop" in plan:
+        stop_before_reading(plan)
     hold(plan, "started")
     store = STORES[plan["store"]](plan)
     store.local_rank = plan.get("local_rank")

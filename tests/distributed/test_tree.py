@@ -62,7 +62,7 @@ def in_order(ranks: Ranks, count: int = SIZE, plans: Any = None, **plan: Any) ->
 
 def reasons(started: list[Rank]) -> set[str]:
     """Why ranks failed, without who says it."""
-    return {re.sub("rank [0-9] of 8: ", "", rank.refusal(), count=1) for rank in started}
+    return {re.sub("rank [0-9] of [0-9]: ", "", rank.refusal(), count=1) for rank in started}
 
 
 def test_places_are_given_in_order_of_arrival(ranks: Ranks) -> None:
@@ -118,6 +118,25 @@ def test_who_holds_others_up_is_named_and_they_are_not(ranks: Ranks) -> None:
     os.kill(started[1].pid, signal.SIGSTOP)
     started += [ranks.start(rank, SIZE, fan=2, timeout=3.0) for rank in (6, 7)]
     assert "rank 1 of 8 has not arrived within 3 s" in started[0].refusal()
+
+
+def test_who_takes_no_roster_holds_nobody_up(ranks: Ranks) -> None:
+    """There is no room for it in the kernel: it was sent to one after the other."""
+    plan = {"lengths": [3, 600_000, 5], "timeout": 3.0}
+    started = [ranks.start(rank, 4, local_rank=rank, **plan) for rank in (0, 2, 3)]
+    ranks.start(1, 4, local_rank=1, stop=1, **plan)
+    (reason,) = reasons(started)
+    assert "rank 1 of 4 has not arrived within 3 s" in reason
+
+
+def test_who_goes_on_gets_the_rest_of_a_roster(ranks: Ranks) -> None:
+    plan = {"lengths": [3, 600_000, 5]}
+    started = [ranks.start(rank, 4, local_rank=rank, **plan) for rank in (0, 2, 3)]
+    stopped = ranks.start(1, 4, local_rank=1, stop=1, **plan)
+    for each in started:
+        each.await_event("exchanged 1")
+    os.kill(stopped.pid, signal.SIGCONT)
+    assert closed([*started, stopped])
 
 
 def test_two_processes_that_claim_one_rank_are_found_wherever_they_are(ranks: Ranks) -> None:

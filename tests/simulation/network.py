@@ -620,6 +620,10 @@ class Selector(File):
             return int(fileobj.descriptor)
         return next((number for number, key in self.keys.items() if key.fileobj is fileobj), -1)
 
+    def modify(self, fileobj: Any, events: int, data: Any = None) -> SelectorKey:
+        self.unregister(fileobj)
+        return self.register(fileobj, events, data)
+
     def get_map(self) -> _Keys:
         return _Keys(self)
 

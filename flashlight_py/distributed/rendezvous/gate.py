@@ -14,7 +14,7 @@ import logging
 import math
 import os
 from functools import partial
-from selectors import EVENT_READ
+from selectors import EVENT_READ, EVENT_WRITE
 from socket import AF_UNIX, SOCK_STREAM
 from typing import TYPE_CHECKING
 
@@ -135,11 +135,14 @@ class Gate(abc.ABC):
         if self._place.is_tree:
             seconds = min(seconds, self._open_or_close())
         ready = self.selector.select(seconds)
-        for key, _ in ready:
+        for key, mask in ready:
             if not isinstance(key.data, Connection):
                 self._accept(key.data)
-            elif key.data.wire.fileno() >= 0:  # by a message of another one
-                self._receive(key.data)
+            elif key.data.wire.fileno() >= 0:  # else it was closed by a message of another one
+                if mask & EVENT_WRITE and key.data.flush():
+                    self.selector.modify(key.data.wire, EVENT_READ, key.data)
+                if mask & EVENT_READ:
+                    self._receive(key.data)
         return bool(ready)
 
     def _open_or_close(self) -> float:

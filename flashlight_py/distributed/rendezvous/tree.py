@@ -17,6 +17,7 @@ import logging
 import math
 from contextlib import suppress
 from operator import itemgetter
+from selectors import EVENT_READ, EVENT_WRITE
 from typing import TYPE_CHECKING, Any
 
 from flashlight_py import system
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
 _ANSWER, _MORE = 2.0, 0.25
 # So long rank 0 waits until all have shown what they have, in seconds.
 _SETTLE = 1.0
+# Who takes nothing of a roster for so many seconds is not waited for.
+_STALLED = 0.5
 _log = logging.getLogger("flashlight_py")
 
 
@@ -145,7 +148,11 @@ class TreeNode(Gate):
             waiting.look(self._places.missing(self._size))
 
     def _finish(self) -> None:
-        """Send everybody's payload down. Who cannot be reached any more is noticed later."""
+        """Send everybody's payload down.
+
+        Who takes nothing for a while gets the rest later, and holds nobody else up. Who cannot be
+        reached any more is noticed then.
+        """
         self._round += 1
         if self._round == 1 and self._is_root:
             self._place.next_look, self._place.ends = math.inf, self._ends
@@ -158,8 +165,16 @@ class TreeNode(Gate):
                     REMEDY,
                 )
         self._log.clear()
-        for member in self.members.values():
-            member.send(Kind.ROSTER, self._roster, self._deadline)
+        left = [each for each in self.members.values() if not each.put(Kind.ROSTER, self._roster)]
+        with system.Selector() as selector:
+            for member in left:
+                selector.register(member.wire, EVENT_WRITE, member)
+            while ready := selector.get_map() and selector.select(_STALLED):
+                for key, _ in ready:
+                    if key.data.flush():
+                        selector.unregister(key.data.wire)
+            for key in selector.get_map().values():
+                self.selector.modify(key.data.wire, EVENT_READ | EVENT_WRITE, key.data)
 
     # What others say ------------------------------------------------------------------------------
 

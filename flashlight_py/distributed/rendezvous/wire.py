@@ -194,6 +194,7 @@ class Connection:
         self._kind: Kind | None = None  # of the message whose body is arriving; None: its header is
         self._pieces, self._left = list[bytes](), _HEADER.size  # what is here, how much is not
         self._limit = _UNPROVEN_LIMIT
+        self._unsent: deque[bytes | memoryview] = deque()  # of what was ``put``
 
     def trust(self, host_timeout: float) -> None:
         """Accept long messages from now on; end when the other host is silent for so many seconds.
@@ -213,18 +214,36 @@ class Connection:
 
     def send(self, kind: Kind, body: bytes, deadline: float) -> bool:
         """Send a message; return whether it went out before the deadline and the peer's end."""
+        if not self.flush():  # it has not taken yet what comes first
+            return False
         self.wire.settimeout(max(0.001, deadline - system.monotonic()))
-        data = _HEADER.pack(_MAGIC, _VERSION, kind, len(body))
         try:
-            if len(body) > _SMALL_BYTES:
+            for data in _packed(kind, body):
                 self.wire.sendall(data)
-                self.wire.sendall(body)
-            else:
-                self.wire.sendall(data + body)
         except OSError:
             # Either too late or the peer is gone; what it sent last may still be read.
             return False
         return True
+
+    def put(self, kind: Kind, body: bytes) -> bool:
+        """Send a message as far as it is taken at once, for ``flush`` to go on; does not block."""
+        self._unsent += _packed(kind, body)
+        return self.flush()
+
+    def flush(self) -> bool:
+        """Send what is left of messages; return whether nothing is any more. Does not block."""
+        if self._unsent:
+            self.wire.settimeout(0.0)
+        try:
+            while self._unsent:
+                data = self._unsent.popleft()
+                if (sent := self.wire.send(data)) < len(data):
+                    self._unsent.appendleft(memoryview(data)[sent:])
+        except BlockingIOError:
+            self._unsent.appendleft(data)
+        except OSError:  # the peer is gone; what it sent last may still be read
+            self._unsent.clear()
+        return not self._unsent
 
     def receive(self, timeout: float) -> None:
         """Take what arrives within ``timeout`` seconds; a message that is whole goes to the inbox.
@@ -289,6 +308,11 @@ class Connection:
         if kind not in _KINDS:
             raise WireError(f"unknown kind of message {kind}")
         self._kind, self._pieces, self._left = _KINDS[kind], [], length
+
+
+def _packed(kind: Kind, body: bytes) -> Sequence[bytes]:
+    head = _HEADER.pack(_MAGIC, _VERSION, kind, len(body))
+    return (head, body) if len(body) > _SMALL_BYTES else (head + body,)
 
 
 def plain(address: tuple[Any, ...]) -> tuple[Any, ...]:
