@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import zlib
 from base64 import b64encode
@@ -241,6 +242,13 @@ def _payload(number: int, rank: int, most: int) -> bytes:
 def _given(number: int, size: int, most: int) -> bytes:
     """Return the roster of an exchange of ``gather``."""
     return Roster.of([_payload(number, rank, most) for rank in range(size)]).body
+
+
+def named_in(error: BaseException) -> set[int]:
+    """Return the ranks that an error of a rendezvous names, besides its own."""
+    said = str(error).partition(": ")[2]
+    numbers = re.findall(r"\branks? (\d+(?:, \d+)*)", said)
+    return {int(number) for list_ in numbers for number in list_.split(", ")}
 
 
 class _Counted(TcpStore):
