@@ -208,4 +208,4 @@ def lose(seed: int) -> str:
 
         look = max(at for at, *_ in happens) + LONG[1] + 10.0
         launch.run(420.0, is_over)
-        return objections(launch, happens) if wrong else ""
+        return wrong or ("" if launch.starts else objections(launch, happens))
