@@ -1,8 +1,9 @@
 """The operating system as the control plane sees it: clocks, sockets, threads, processes.
 
-Rendezvous, launcher, start and the handling of failures take these from here alone, and at each
-call by the module's name (``system.monotonic()``), so that tests/simulation can put others in
-their place: hosts, a network and a time of its own. Here they are the standard library's, and cost
+Rendezvous, launcher, start and the handling of failures take these from here alone, but for files
+and what only ``spawn`` and the main thread of flrun do; and at each call by the module's name
+(``system.monotonic()``), so that tests/simulation can put others in their place: hosts, a network
+and a time of its own. Here they are the standard library's, and cost
 nothing. Constants, and functions that ask the system nothing, are taken from the library itself.
 """
 

@@ -62,7 +62,7 @@ def test_nothing_of_this_process_decides_anything(monkeypatch: pytest.MonkeyPatc
 
 
 def test_all_ranks_come_up_and_rank_0_is_connected_with_all() -> None:
-    start = Start(64, seed=1, begin=meet).run()
+    start = Start(64, seed=1, begin=meet, FLASHLIGHT_TREE_FROM="512").run()
     assert start.up.keys() == set(range(64))
     assert max(start.up.values()) < 1.0
     assert start.processes[0].most_connections >= 63

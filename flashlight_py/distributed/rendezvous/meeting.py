@@ -37,7 +37,7 @@ class MeetingPoint(Store):
     unnumbered = False
     one_host = False
     local_rank: int | None = None  # among the ranks of this host; None: not known
-    tree_from = 512  # so many ranks meet in a tree, unless the environment says otherwise
+    tree_from = 64  # so many ranks meet in a tree, unless the environment says otherwise
     # After so many seconds, not the usual ones, it is said who is missing, also with nobody there.
     first_report: float | None = None
 

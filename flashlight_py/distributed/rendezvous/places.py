@@ -16,8 +16,9 @@ from flashlight_py.interfaces import family_of, is_loopback
 # other; with fewer, the tree is deeper.
 FAN = 8
 
-# Who comes twice in so many seconds has not found the rank that it was sent to.
-_SOON = 30.0
+# Who comes again within so many seconds has not found the rank that it was sent to. From the second
+# time on it gets a place below rank 0, of which there are so many beyond ``FAN``; the fourth anyhow.
+_SOON, _SPARE, _ANY = 30.0, 16, 1 << 31
 
 # A rank, who is above it, how long what says which process it is, and how long its payload.
 _ENTRY = struct.Struct("!4I")
@@ -72,7 +73,8 @@ class Places:
         self._above: dict[int, int] = {}
         self._root = _Opening(0, 0, str(peer), "", 0, FAN)
         self._openings: dict[int, _Opening] = {}
-        self._returned: dict[int, float] = {}  # when who has lost the one above it came again
+        # When who has lost the one above it came again, and how often.
+        self._returned: dict[int, tuple[float, int]] = {}
         self._lowest = 1  # that may be free
 
     def free(self) -> int:
@@ -162,11 +164,16 @@ class Places:
     def place(self, rank: int, candidate: Connection, greeting: Greeting) -> Seat:
         """Return where ``candidate`` belongs, a rank that speaks for its host."""
         found, address = self._root, candidate.address[0]
-        now, is_again = system.monotonic(), False
+        room = self._root.room
         if greeting.without != ANY_RANK:
-            is_again = now < self._returned.get(rank, -math.inf) + _SOON
-            self._returned[rank] = now
-        if self._root.room <= 0 and not is_again:
+            now = system.monotonic()
+            before, times = self._returned.get(rank, (-math.inf, 0))
+            times = times + 1 if now < before + _SOON else 1
+            self._returned[rank] = now, times
+            room += (0, _SPARE, _SPARE, _ANY)[min(times, 4) - 1]
+            if silent := self._openings.pop(greeting.without, None):
+                self._openings[silent.rank] = silent  # others are sent there last
+        if room <= 0:
             for opening in self._openings.values():
                 is_other = opening.rank != greeting.without and not self._holds(rank, opening.rank)
                 if is_other and opening.suits(address):
