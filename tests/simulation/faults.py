@@ -161,14 +161,13 @@ def objections(start: Start, faults: Sequence[Fault]) -> list[str]:
         found.append(
             f"ranks {list(start.up)[:5]} are up, and {missing} have not made all exchanges"
         )
+    held_up = _held_up(start, faults)
     for rank, error in start.errors.items():
         if not isinstance(error, RendezvousError):
             found.append(f"rank {rank} raises {error!r}")
             break
         named, to_name = named_in(error), _to_name(start, faults, rank)
-        # Of whom a stopped rank of their host keeps the payload, rank 0 has never heard.
-        also = _hosts_of_stopped(start, faults) if max(start.progress) == 1 else set()
-        if to_name and not (named & to_name and named <= to_name | also):
+        if to_name and not (named & to_name and named <= to_name | held_up):
             found.append(f"rank {rank} is to name some of {sorted(to_name)[:9]} alone: {error}")
             break
     return found
@@ -190,10 +189,17 @@ def _to_name(start: Start, faults: Sequence[Fault], rank: int) -> set[int]:
     return hit
 
 
-def _hosts_of_stopped(start: Start, faults: Sequence[Fault]) -> set[int]:
-    stopped = {start.processes[each] for fault in faults for each in fault.culprits}
-    hosts = {each.host for each in stopped if each.is_stopped}
-    return {rank for rank in range(start.ranks) if start.host_of(rank) in hosts}
+def _held_up(start: Start, faults: Sequence[Fault]) -> set[int]:
+    """Return the ranks that say themselves that a stopped one has not passed on what they gave.
+
+    If that was their first payload, rank 0 has never heard of them.
+    """
+    hit = {each for fault in faults for each in fault.culprits}
+    stopped = {each for each in hit if start.processes[each].is_stopped}
+    if max(start.progress) > 1 or not stopped:
+        return set()
+    told = ((rank, named_in(error)) for rank, error in start.errors.items())
+    return {rank for rank, named in told if named <= hit and named & stopped}
 
 
 def trial(seed: int, ranks: int = 64) -> tuple[Start, list[Fault], list[str]]:
