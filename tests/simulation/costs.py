@@ -9,7 +9,8 @@ two cores of an AMD EPYC, with Python 3.11.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
@@ -63,31 +64,32 @@ _growing = (
 @contextmanager
 def charged(spend: Callable[[float], None]) -> Iterator[None]:
     """Charge what production computes, by ``spend``; have equal rosters be one."""
-    last: list[store.Roster] = []
-
-    def shared(body: bytes) -> store.Roster:
-        if not last or (last[0].body is not body and last[0].body != body):
-            last[:] = [store.Roster(body)]
-        return last[0]
-
     with ExitStack() as ends:
         for module, name, seconds in _growing:
             stand_in = _charging(getattr(module, name), seconds, spend)
             if isinstance(vars(module)[name], classmethod):
                 stand_in = staticmethod(stand_in)
             ends.enter_context(mock.patch.object(module, name, stand_in))
-        ends.enter_context(mock.patch.object(tree, "Roster", _Rosters(shared)))
+        ends.enter_context(mock.patch.object(tree, "Roster", Rosters()))
         yield
 
 
-class _Rosters:
-    """In place of the class where rosters come off the wire."""
+class Rosters:
+    """In place of the class: of the last ones equal ones are one, and what follows is made once."""
 
-    def __init__(self, shared: Callable[[bytes], store.Roster]) -> None:
-        self._shared, self.of = shared, store.Roster.of
+    def __init__(self, last: int = 1) -> None:
+        self._last = deque[store.Roster](maxlen=last)
 
     def __call__(self, body: bytes) -> store.Roster:
-        return self._shared(body)
+        for each in self._last:
+            if each.body is body or each.body == body:
+                return each
+        self._last.append(store.Roster(body))
+        return self._last[-1]
+
+    def of(self, payloads: Sequence[bytes]) -> store.Roster:
+        """Pack ``payloads``, as the class does."""
+        return store.Roster.of(payloads)
 
 
 def _charging(

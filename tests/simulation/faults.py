@@ -2,38 +2,45 @@
 
 from __future__ import annotations
 
-import re
 import signal
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flashlight_py.distributed.rendezvous import wire
 from flashlight_py.distributed.rendezvous.secret import nonce
+from flashlight_py.errors import RendezvousError
 from tests.simulation.network import divide
-from tests.simulation.scenario import PORT, Start, gather, meet
+from tests.simulation.scenario import PORT, Start, gather, meet, named_in
 from tests.simulation.world import Process, me
 
 TIMEOUT = 30.0  # of the ranks, in seconds
-# So long a host or a process may be away without harm: hosts are lost after 5 s, and what was sent
-# meanwhile arrives a little later than they are back.
-HARMLESS = 2.0
+# So long hosts may be out of reach without harm: they are lost after 5 s, and what was sent
+# meanwhile arrives a little later than they are back. A process that rests is slow: the timeout
+# counts.
+APART, RESTING = 2.0, TIMEOUT / 2
 # After the last fault, or the begin of the last exchange, as each has the timeout for itself,
 # everybody has ended within the timeout and what it takes to say so.
 BOUND = TIMEOUT + 10.0
 
 
 class Fault(NamedTuple):
-    """What happens at a time, in words, and which ranks an error has to name; none: no error."""
+    """What happens at a time, in words, and which ranks an error has to name; none: no error.
+
+    Those that are cut off live, and name others. A rank that ``rests`` until a time may find, then,
+    that all is over, or ends, and rank 0 is not there.
+    """
 
     at: float
     what: str
     happen: Callable[[], object]
     culprits: Sequence[int] = ()
+    are_cut_off: bool = False
+    rests: tuple[int, float] = (-1, 0.0)
 
 
 def schedule(start: Start, most: int = 3) -> list[Fault]:
-    """Return what happens in ``start``: some harmless faults, and often one that is not."""
+    """Return what happens in ``start``: some harmless faults, and often one or two that are not."""
     random, world = start.world.random, start.world
     length = 1e-3 * start.ranks + 0.05  # about as long as it takes
     world.loss = random.choice((0.0, 0.0, 0.01, 0.05))
@@ -42,7 +49,11 @@ def schedule(start: Start, most: int = 3) -> list[Fault]:
         for _ in range(random.randint(0, most))
     ]
     if random.random() < 0.8:
-        faults.append(random.choice(_HARMFUL)(start, random.uniform(0, length)))
+        at = random.uniform(0, length)
+        faults.append(random.choice(_HARMFUL)(start, at))
+        if random.random() < 0.3:  # another one at once, or soon
+            at += random.choice((0.0, random.uniform(0, 1e-3), random.uniform(0, length)))
+            faults.append(random.choice(_HARMFUL)(start, at))
     for fault in faults:
         world.at(fault.at, fault.happen)
     return faults
@@ -63,19 +74,22 @@ def _rank_stops(start: Start, at: float) -> Fault:
 def _host_is_cut_off(start: Start, at: float) -> Fault:
     host = start.world.random.choice(start.hosts)
     ranks = [rank for rank in range(start.ranks) if start.host_of(rank) is host]
-    return Fault(at, f"{host.name} is cut off", partial(divide, start.world, [host], 1), ranks)
+    cut = partial(divide, start.world, [host], 2 << next(start.partings))
+    return Fault(at, f"{host.name} is cut off", cut, ranks, are_cut_off=True)
 
 
 def _rank_rests(start: Start, at: float) -> Fault:
     rank, world = start.world.random.randrange(start.ranks), start.world
-    process, seconds = start.processes[rank], world.random.uniform(0, HARMLESS)
+    process, most = start.processes[rank], world.random.choice((APART, APART, RESTING))
+    seconds = world.random.uniform(0, most)
     world.at(at + seconds, process.receive, signal.SIGCONT)
     stop = partial(process.receive, signal.SIGSTOP)
-    return Fault(at, f"rank {rank} is stopped for {seconds:.2f} s", stop)
+    what = f"rank {rank} is stopped for {seconds:.2f} s"
+    return Fault(at, what, stop, rests=(rank, at + seconds))
 
 
 def _hosts_part(start: Start, at: float) -> Fault:
-    world, seconds = start.world, start.world.random.uniform(0, HARMLESS)
+    world, seconds = start.world, start.world.random.uniform(0, APART)
     some = world.random.sample(start.hosts, world.random.randint(1, max(1, len(start.hosts) // 2)))
     parting = partial(divide, world, some, 2 << next(start.partings))
     world.at(at + seconds, parting)
@@ -91,16 +105,21 @@ def _stranger_comes(start: Start, at: float) -> Fault:
     world = start.world
     host, manner = world.random.choice(start.hosts), world.random.randrange(4)
     garbage = world.random.randbytes(world.random.randint(1, 10_000))
+    inner = world.random.random() < 0.6  # to whoever listens by then, also inside the host
 
     def come() -> None:
-        Process(host, partial(_bother, manner, garbage), {})
+        doors = [(other.name, name) for other in start.hosts for name in other.listeners]
+        doors = [door for door in doors if isinstance(door[1], int) or door[0] == host.name]
+        door = world.random.choice(doors) if inner and doors else ("host1", PORT)
+        Process(host, partial(_bother, door, manner, garbage), {})
 
-    return Fault(at, f"a stranger comes from {host.name} (manner {manner})", come)
+    return Fault(at, f"a stranger comes from {host.name} (manner {manner}, inner {inner})", come)
 
 
-def _bother(manner: int, garbage: bytes) -> int:
-    """Connect to rank 0 and send garbage, half a message, no proof of the secret, or nothing."""
-    attempts = wire.Attempts([("host1", PORT)])
+def _bother(door: tuple[str, Any], manner: int, garbage: bytes) -> int:
+    """Connect to a rank and send garbage, half a message, no proof of the secret, or nothing."""
+    host, name = door
+    attempts = wire.Attempts([(host, name) if isinstance(name, int) else (name, 0)])
     for wire_ in attempts.connected(me().world.clock() + 20.0):
         wire_.settimeout(20.0)
         hello = b"FLrv" + garbage[:40]
@@ -142,24 +161,56 @@ def objections(start: Start, faults: Sequence[Fault]) -> list[str]:
         found.append(
             f"ranks {list(start.up)[:5]} are up, and {missing} have not made all exchanges"
         )
+    held_up = _held_up(start, faults)
     for rank, error in start.errors.items():
-        said = str(error).partition(": ")[2]
-        numbers = re.findall(r"\branks? (\d+(?:, \d+)*)", said)
-        named = {int(number) for list_ in numbers for number in list_.split(", ")}
-        # Who is cut off cannot know which side is: it names somebody on the other one.
-        to_name = culprits if rank not in culprits else {*range(start.ranks)} - culprits
-        if culprits and not named & to_name:
-            found.append(f"rank {rank} does not name one of {sorted(culprits)}: {error}")
+        if not isinstance(error, RendezvousError):
+            found.append(f"rank {rank} raises {error!r}")
+            break
+        named, to_name = named_in(error), _to_name(start, faults, rank)
+        if to_name and not (named & to_name and named <= to_name | held_up):
+            found.append(f"rank {rank} is to name some of {sorted(to_name)[:9]} alone: {error}")
             break
     return found
+
+
+def _to_name(start: Start, faults: Sequence[Fault], rank: int) -> set[int]:
+    """Return whom ``rank`` may name: those that were hit, and, if it is cut off, the other side.
+
+    It cannot know which side is cut off.
+    """
+    hit = {each for fault in faults for each in fault.culprits}
+    for fault in faults:
+        if fault.are_cut_off and rank in fault.culprits:
+            dead = {each for other in faults if not other.are_cut_off for each in other.culprits}
+            hit = (hit | {*range(start.ranks)}) - ({*fault.culprits} - dead)
+        rests, until = fault.rests
+        if hit and rests == rank and until > min(start.ended.values()):
+            hit |= {0}
+    return hit
+
+
+def _held_up(start: Start, faults: Sequence[Fault]) -> set[int]:
+    """Return the ranks that say themselves that a stopped one has not passed on what they gave.
+
+    If that was their first payload, rank 0 has never heard of them.
+    """
+    hit = {each for fault in faults for each in fault.culprits}
+    stopped = {each for each in hit if start.processes[each].is_stopped}
+    if max(start.progress) > 1 or not stopped:
+        return set()
+    told = ((rank, named_in(error)) for rank, error in start.errors.items())
+    return {rank for rank, named in told if named <= hit and named & stopped}
 
 
 def trial(seed: int, ranks: int = 64) -> tuple[Start, list[Fault], list[str]]:
     """Run a schedule; return it with what is wrong about its end.
 
-    Each eighth is a whole start, and in each second one the ranks are a tree of hosts.
+    Each eighth is a whole start, another eighth exchanges more than kernels keep inside a host, and
+    in each second one the ranks are a tree of hosts.
     """
     begin, tree = gather if seed % 16 > 1 else meet, "2" if seed % 2 else "512"
+    if seed % 16 in (2, 3):
+        begin = partial(gather, most=8000)
     how = {"timeout": TIMEOUT, "spread": 0.05, "begin": begin, "FLASHLIGHT_TREE_FROM": tree}
     start = Start(ranks, seed, **how)
     faults = schedule(start)

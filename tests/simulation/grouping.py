@@ -24,7 +24,7 @@ from flashlight_py.distributed.api import groups
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.groups.membership import Joiner, Membership
-from flashlight_py.distributed.rendezvous.store import Kin, Roster, Store
+from flashlight_py.distributed.rendezvous.store import Kin, Store
 from flashlight_py.distributed.start import initialize
 from flashlight_py.distributed.start.settings import Settings
 from flashlight_py.distributed.verbs import RECV, SEND
@@ -151,7 +151,7 @@ class Grouping(Start):
             for name, value in (
                 ("exchange_bytes", self._compare),
                 ("json", cached),
-                ("Roster", _Rosters()),
+                ("Roster", costs.Rosters(64)),
             ):
                 ends.enter_context(mock.patch.object(groups, name, value))
             super().run(until)
@@ -161,15 +161,3 @@ class Grouping(Start):
         """Return what it took."""
         most = max(each.most_connections for each in self.processes)
         return Made(max(self.up.values()), self.world.messages, most)
-
-
-class _Rosters:
-    """In place of the class: equal rosters are one, so that what follows is found once."""
-
-    of = Roster.of
-
-    def __init__(self) -> None:
-        self._known = lru_cache(64)(Roster)
-
-    def __call__(self, body: bytes) -> Roster:
-        return self._known(body)

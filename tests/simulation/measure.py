@@ -9,17 +9,21 @@ import json
 import os
 import selectors
 import socket
+import subprocess
 import sys
 import threading
 import time
 import tracemalloc
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from flashlight_py.distributed.memory import topology
+from flashlight_py.distributed.backends.gloo import GlooBackend
+from flashlight_py.distributed.backends.shm import ShmBackend
+from flashlight_py.distributed.memory import memory_file, topology
 from flashlight_py.distributed.rendezvous import wire
 from flashlight_py.distributed.rendezvous.places import FAN, Places, entry, identity
-from flashlight_py.distributed.rendezvous.secret import proof
+from flashlight_py.distributed.rendezvous.secret import nonce, proof
 from flashlight_py.distributed.rendezvous.store import Peer, Roster, Store, this_process
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
 from flashlight_py.distributed.rendezvous.wire import Kind
@@ -30,6 +34,7 @@ from tests.simulation.world import Host, Process, World, installed
 
 CARD = bytes(200)
 _PIECE = 1 << 20  # bytes that a socket gives at a time
+_MANY = 8  # ranks of a host
 
 
 def seconds_of(call: Callable[[], Any], times: int = 300) -> float:
@@ -140,6 +145,144 @@ def of_ranks(n: int = 512) -> dict[str, float]:
     }
 
 
+def of_beginnings() -> dict[str, float]:
+    """Return the constants of processes that begin, and of what they join with."""
+    first, second = of_first_and_second()  # before this process has loaded anything
+    program = "import flashlight_py.launch.rank_main, flashlight_py.distributed.start.initialize"
+    took = []
+    for _ in range(5):
+        begun = time.perf_counter()
+        child = subprocess.Popen([sys.executable, "-c", program])
+        forked = time.perf_counter()
+        child.wait()
+        took.append((forked - begun, time.perf_counter() - forked))
+    file = memory_file.MemoryFile(False)
+    os.pwrite(file.fd, b"x" * 32, 0)
+    alone, many = (
+        of_joining(size, lambda store: GlooBackend(store, "127.0.0.1", 9.0, 9.0, b"", store.hosts))
+        for size in (1, _MANY)
+    )
+    return {
+        "FORK": min(each for each, _ in took),
+        "IMPORT": min(each for _, each in took),
+        "FIRST": first - second,
+        "ADMITTED": of_admitting(),
+        "MAP": of_joining(_MANY, lambda store: ShmBackend(store, 9.0)),
+        "JOINED": alone,
+        "NATIVE_CONNECT": (many - alone) / (_MANY - 1),
+        "OPEN": seconds_of(lambda: topology._why_unreadable(("", file.path, "x" * 32, ""), "")),
+    }
+
+
+class _Threads(Store):
+    """Ranks of one host that are threads of this process."""
+
+    def __init__(self, rank: int, cards: list[bytes], barrier: threading.Barrier) -> None:
+        self.rank, self.size, self.hosts = rank, len(cards), ["h"] * len(cards)
+        self._cards, self.barrier = cards, barrier
+
+    def exchange(self, payload: bytes) -> Roster:
+        self._cards[self.rank] = payload
+        self.barrier.wait()
+        roster = Roster.of(list(self._cards))
+        self.barrier.wait()
+        return roster
+
+    def close(self) -> None:
+        """Hold nothing."""
+
+
+def of_joining(size: int, join: Callable[[Store], Any], rounds: int = 20) -> float:
+    """Return how long one of ``size`` ranks computes to ``join``; the median."""
+    barrier, cards, took = threading.Barrier(size), [b""] * size, list[float]()
+
+    def work(rank: int) -> None:
+        for _ in range(rounds):
+            barrier.wait()
+            begun = time.process_time()
+            barrier.wait()
+            joined = join(_Threads(rank, cards, barrier))
+            barrier.wait()
+            if rank == 0:
+                took.append((time.process_time() - begun) / size)
+            barrier.wait()
+            joined.close()
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    return sorted(took)[rounds // 2]
+
+
+def of_admitting(ranks: int = 1000) -> float:
+    """Return how long rank 0 computes to let a rank in, besides what it asks the system."""
+    os.environ["FLASHLIGHT_SECRET"] = "s"
+    node = TcpStore("127.0.0.1", _port(), 0, ranks, 9.0).node
+    candidates = [_Candidate(rank, ranks) for rank in range(1, ranks)]
+    node._candidates += candidates
+    begun = time.process_time()
+    for each in candidates:
+        node._greet(each)
+        asked = time.process_time()
+        each.answer()
+        begun += time.process_time() - asked  # that is the client's
+        node._greet(each)
+    seconds = time.process_time() - begun
+    node.members.clear()
+    node._candidates.clear()
+    node.close()
+    return seconds / len(candidates)
+
+
+class _Candidate:
+    """In place of a connection on which a rank asks for its place; nothing is sent."""
+
+    address = here = "127.0.0.1", 1
+    ends = here, address
+    handshake: wire.Handshake | None = None
+    rank: int | None = None
+    is_refused = False
+
+    def __init__(self, rank: int, size: int) -> None:
+        peer = this_process()._replace(pid=rank)
+        self._greeting = wire.Greeting(rank, size, peer, "127.0.0.1 999").pack()
+        self.inbox = deque([wire.Packet(Kind.HELLO, nonce())])
+
+    def answer(self) -> None:
+        assert self.handshake
+        self.inbox.append(wire.Packet(Kind.PROOF, self.handshake.of_client(self._greeting)))
+
+    def send(self, *_: Any) -> None:
+        """Send nothing."""
+
+    def trust(self, _: float) -> None:
+        """Trust nothing."""
+
+
+def of_first_and_second() -> tuple[float, float]:
+    """Return what a process that was forked computes for its first start, and for the next one."""
+    os.environ["FLASHLIGHT_SECRET"] = "s"
+    results, result = os.pipe()
+    ports = _port(), _port()
+    for rank in range(2):
+        if os.fork() == 0:
+            took = []
+            for each in range(2):
+                begun = time.process_time()
+                meet(rank, 2, ports[each])
+                took.append(time.process_time() - begun)
+            os.write(result, f"{took[0]} {took[1]}\n".encode())
+            os._exit(0)
+    os.close(result)
+    for _ in range(2):
+        os.wait()
+    with open(results) as file:
+        one, other = zip(*(map(float, line.split()) for line in file), strict=True)
+    return sum(one) / 2, sum(other) / 2
+
+
 class Kept(NamedTuple):
     """Of one rank of a start: the most bytes that it has at a time, those that stay; seconds."""
 
@@ -217,10 +360,15 @@ class Seen(NamedTuple):
     other: float
 
 
+def _port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
 def real(ranks: int, begin: Callable[[int, int, int], Any], rounds: int = 5) -> Seen:
     """Have ``ranks`` processes of this machine begin together, at a port; return the least."""
     os.environ["FLASHLIGHT_SECRET"] = "s"
-    found = [_real(ranks, begin, 21000 + (os.getpid() + each) % 9000) for each in range(rounds)]
+    found = [_real(ranks, begin, _port()) for _ in range(rounds)]
     return Seen(*map(min, zip(*found, strict=True)))
 
 
@@ -276,7 +424,8 @@ def simulated(ranks: int, begin: Callable[[int, int, int], Any] | None = None) -
 
 def main() -> None:
     ranks = int(sys.argv[1]) if len(sys.argv) > 1 else 64
-    for name, value in {**of_calls(), **of_heartbeats(), **of_ranks()}.items():
+    begins = of_beginnings()  # before anything has been joined here
+    for name, value in {**begins, **of_calls(), **of_heartbeats(), **of_ranks()}.items():
         print(f"{name} = {value:.3g}")
     for name, begin in (("1 exchange", exchange(1)), ("9 exchanges", exchange(9)), ("start", None)):
         for where, seen in (

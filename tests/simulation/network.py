@@ -3,6 +3,7 @@
 A message is passed by reference and takes the time of the wire: what lies before it in the cards of
 both hosts, the bytes at 10 Gbit/s, and the latency. Loss delays it by a retransmission. Between
 hosts of different sides nothing arrives; what was sent meanwhile does when they are joined again.
+Who sends more than the window holds waits until the other end reads, as long as its timeout allows.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ LOOPBACK, IN_RACK, ACROSS = 10e-6, 50e-6, 500e-6  # latencies, in seconds
 BYTE, LOCAL_BYTE = 8 / 10e9, 1 / 4e9  # seconds
 FRAME = 66  # bytes of headers
 RETRANSMITTED = 0.2  # after so many seconds what was lost is sent again
-WINDOW = 4 << 20  # bytes that are on the way or unread
+# Bytes that are on the way or unread: of TCP, of a socket inside a host, of a pipe, as of Linux.
+WINDOW, WINDOW_INSIDE, WINDOW_OF_PIPE = 4 << 20, 208 << 10, 64 << 10
 SOMAXCONN = 4096
 SYN_RETRIES = 6  # after 1, 2, 4 ... seconds
 
@@ -133,6 +135,21 @@ class File:
         """Nobody has a descriptor of it any more."""
 
 
+class _Large:
+    """A message of more bytes than the window: passed by reference, when all of it would be there.
+
+    Its sender goes on once all but a window of it has gone, where the other end reads it meanwhile
+    (``is_read``), and else when that takes it. ``sent`` bytes of it fit at first.
+    """
+
+    def __init__(self, data: bytes, sent: int) -> None:
+        self.data, self.sent = data, sent
+        self.is_read = self.has_arrived = False
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
 class Socket(File):
     """One end of a connection, of a pipe, or what listens."""
 
@@ -151,18 +168,20 @@ class Socket(File):
             return
         if family == AF_INET6:
             raise OSError(EAFNOSUPPORT, strerror(EAFNOSUPPORT))
-        self._begin(me().host)
-        self.family = family
+        self._begin(me().host, family)
         File.__init__(self, me())
 
-    def _begin(self, host: Host) -> None:
-        self.host, self.family = host, AF_INET
+    def _begin(self, host: Host, family: int, window: int = WINDOW) -> None:
+        self.host, self.family = host, family
+        self.window = WINDOW_INSIDE if family == AF_UNIX else window
         self.peer: Socket | None = None
         self.local, self.remote = ("0.0.0.0", 0), ("", 0)
-        self.inbox: deque[bytes] = deque()
+        self.inbox: deque[bytes | _Large] = deque()
         self.taken = 0  # bytes of the first one
-        self.held: list[bytes | None] = []  # what is sent again and again until it arrives
-        self.unread, self.credit = 0, WINDOW
+        self.held: list[bytes | _Large | None] = []  # is sent again and again until it arrives
+        self.unread, self.credit = 0, self.window
+        self.large: _Large | None = None  # is being sent
+        self.read, self.is_watched = 0, False  # bytes by the other end; whether it does read
         self.is_connected = self.is_listening = self.has_ended = self.is_starved = False
         self.has_shut = self.is_closed = False
         self.error = 0
@@ -172,21 +191,21 @@ class Socket(File):
         self.owner: Process | None = None
 
     @classmethod
-    def made(cls, host: Host) -> Socket:
+    def made(cls, host: Host, family: int, window: int = WINDOW) -> Socket:
         """Return one without a descriptor."""
         new = object.__new__(cls)
-        new._begin(host)
+        new._begin(host, family, window)
         File.__init__(new, None)
         return new
 
     @classmethod
     def pair(cls, process: Process) -> tuple[Socket, Socket]:
         """Return the reading and the writing end of a pipe."""
-        ends = cls.made(process.host), cls.made(process.host)
+        ends = [cls.made(process.host, AF_INET, WINDOW_OF_PIPE) for _ in range(2)]
         for end, other in zip(ends, ends[::-1], strict=True):
             end.peer, end.is_connected = other, True
             end.descriptor = end.copy(process)
-        return ends
+        return ends[0], ends[1]
 
     def join(self, process: Process) -> None:
         """Count it as a connection of ``process``."""
@@ -219,6 +238,7 @@ class Socket(File):
     def setsockopt(self, _: int, name: int, value: int) -> None:
         if name == TCP_USER_TIMEOUT:
             self.patience = value / 1000
+            self.watch()
 
     def getsockopt(self, _: int, name: int) -> int:
         if name == SO_ACCEPTCONN:
@@ -269,22 +289,13 @@ class Socket(File):
         return new, new.remote
 
     def sendall(self, data: bytes) -> None:
-        if len(data) > WINDOW:
-            self._send_whole(data)
-            return
         end = None if self.timeout is None else self.world.clock() + self.timeout
-        sent = self._put(data)
-        while sent < len(data):
+        left, cost = data, costs.SEND
+        while (sent := self._put(left, cost)) < len(left):
+            left, cost = (memoryview(left) if self.large else left)[sent:], 0.0
             if not self.wait(None if end is None else max(0.0, end - self.world.clock())):
+                self._cut()
                 raise TimeoutError("timed out")
-            sent += self._put(data[sent:], 0.0)
-
-    def _send_whole(self, data: bytes) -> None:
-        """Send more than fits on the way as one message, by reference, in its time."""
-        self.credit, kept = len(data), self.credit
-        self._put(data)
-        self.credit = kept - len(data)
-        self.world.sleep(max(0.0, self.host.sent_until - self.world.clock() - WINDOW * BYTE))
 
     def send(self, data: bytes) -> int:
         if not (sent := self._put(data)) and data:
@@ -312,13 +323,14 @@ class Socket(File):
                 raise BlockingIOError
             if not self.wait(self.timeout):
                 raise TimeoutError("timed out")
-        first, taken = self.inbox[0], self.taken
+        first, taken = self._whole(), self.taken
         if len(first) - taken <= most:
             self.inbox.popleft()
             data = first[taken:] if taken else first
             self.taken = 0
             while self.inbox and len(data) + len(self.inbox[0]) <= most:
-                data += self.inbox.popleft()
+                data += self._whole()
+                self.inbox.popleft()
         else:
             data = first[taken : taken + most]
             self.taken += most
@@ -331,15 +343,25 @@ class Socket(File):
         if self.owner is not None:
             self.owner.memory -= size
         peer.credit += size
-        if peer.is_starved and peer.credit >= WINDOW // 4:
+        peer.read += size
+        if peer.is_starved and peer.credit >= peer.window // 4:
             peer.is_starved = False
             world.at(world.clock() + latency(self.host, peer.host), peer.changed)
         return data
+
+    def _whole(self) -> bytes:
+        """Return what is to be read next; what is large is read to its end."""
+        first = self.inbox[0]
+        if isinstance(first, _Large):
+            first.is_read = True
+            first = self.inbox[0] = first.data
+        return first
 
     def shutdown(self, _: int) -> None:
         if not self.is_connected or self.error:
             raise OSError(EPIPE, strerror(EPIPE))
         if not self.has_shut:
+            self._cut()
             self.has_shut = True
             self._transmit(None)
 
@@ -349,9 +371,11 @@ class Socket(File):
         return bool(self.inbox or self.has_ended or self.error)
 
     def is_writable(self) -> bool:
-        return bool(self.error) or (self.is_connected and self.credit > 0)
+        has_room = self.credit > 0 if self.large is None else self.large.is_read
+        return bool(self.error) or (self.is_connected and has_room)
 
     def closed(self) -> None:
+        self._cut()
         self.is_closed = True
         if self.is_listening:
             self.host.listeners.pop(self.local[1], None)
@@ -371,9 +395,15 @@ class Socket(File):
 
     # The wire ------------------------------------------------------------------------------------
 
-    def _put(self, data: bytes, cost: float = costs.SEND) -> int:
-        world, process = self.world, me()
-        size = len(data) if len(data) < self.credit else self.credit
+    def _put(self, data: bytes | memoryview, cost: float = costs.SEND) -> int:
+        world, process, large = self.world, me(), self.large
+        if large is not None and len(data) != len(large) - large.sent:  # it is another message
+            self._cut()
+            large = None
+        if large is not None:
+            size = len(data) if large.is_read else 0
+        else:
+            size = max(0, min(len(data), self.credit))
         world.spend(cost + size * costs.BYTE)
         if self.is_closed:
             raise OSError(EBADF, strerror(EBADF))
@@ -381,14 +411,78 @@ class Socket(File):
             raise OSError(self.error or EPIPE, strerror(self.error or EPIPE))
         if size < len(data):
             self.is_starved = True
-            data = data[:size]
-        if size:
-            self.credit -= size
-            process.bytes_sent += size
+            self.watch()
+        if large is not None:
+            self.large = None if size else large
+        elif size:
             process.messages += 1
             world.messages += 1
-            self._transmit(data)
+            if len(data) > self.window:
+                self._begin_large(data, size)
+            else:
+                self.credit -= size
+                self._transmit(bytes(data[:size]))
+        process.bytes_sent += size
         return size
+
+    def _begin_large(self, data: bytes | memoryview, sent: int) -> None:
+        assert self.peer is not None
+        whole = data if isinstance(data, bytes) else data.obj
+        assert isinstance(whole, bytes)
+        assert len(whole) == len(data), "a part of a message"
+        self.large = _Large(whole, sent)
+        self.credit -= len(whole)
+        there = self._transmit(self.large)
+        byte = LOCAL_BYTE if self.host is self.peer.host else BYTE
+        last = there - latency(self.host, self.peer.host) - self.window * byte
+        self.world.at(last, self._look, self.large)
+
+    def _look(self, large: _Large) -> None:
+        """See whether the other end reads what is being sent: all but a window of it has gone."""
+        if self.large is large and self.peer is not None and self.peer.reads(self.host):
+            large.is_read, self.is_starved = True, False
+            self.changed()
+
+    def reads(self, sender: Host) -> bool:
+        """Return whether its process waits for what comes, and is neither stopped nor cut off."""
+        process = self.owner
+        can = process is not None and not process.is_stopped and self.host.side == sender.side
+        return can and bool(self.waiters or any(each.waiters for each in self.selectors))
+
+    def _cut(self) -> None:
+        """Send no more of what is being sent than has been."""
+        large, self.large = self.large, None
+        if large is not None and not large.is_read:
+            rest = len(large) - large.sent
+            large.data = large.data[: large.sent]
+            self.credit += rest
+            if large.has_arrived and self.peer is not None:
+                self.peer.unread -= rest
+                self.peer._keep(-rest)
+
+    def watch(self) -> None:
+        """End by ``TCP_USER_TIMEOUT`` where nothing more can be sent, or arrives, for so long."""
+        if not self.patience or self.peer is None:
+            return
+        if self.is_starved and not self.is_watched:
+            self.is_watched = True
+            self.world.at(self.world.clock() + self.patience, self._fail_if_full, self.read)
+        sides = self.host.side, self.peer.host.side
+        if sides[0] != sides[1]:
+            self.world.at(self.world.clock() + self.patience, self._fail_if_silent, *sides)
+
+    def _fail_if_full(self, read: int) -> None:
+        self.is_watched = False
+        if self.is_starved and not self.is_closed:
+            if self.read == read:
+                self.fail(ETIMEDOUT)
+            else:
+                self.watch()
+
+    def _fail_if_silent(self, *sides: int) -> None:
+        """Give up a peer that is still out of reach."""
+        if self.peer is not None and (self.host.side, self.peer.host.side) == sides:
+            self.fail(ETIMEDOUT)
 
     def _arrives(self, size: int) -> float:
         """Return when so many bytes, sent now, are there."""
@@ -409,13 +503,14 @@ class Socket(File):
         self.arrival = max(self.arrival, when)
         return self.arrival
 
-    def _transmit(self, data: bytes | None) -> None:
-        """Send ``data``, or that nothing more comes."""
+    def _transmit(self, data: bytes | _Large | None) -> float:
+        """Send ``data``, or that nothing more comes; returns when it is there."""
         assert self.peer is not None
-        size = FRAME + (0 if data is None else len(data))
-        self.world.at(self._arrives(size), self.peer.arrive, data)
+        there = self._arrives(FRAME + (0 if data is None else len(data)))
+        self.world.at(there, self.peer.arrive, data)
+        return there
 
-    def arrive(self, data: bytes | None) -> None:
+    def arrive(self, data: bytes | _Large | None) -> None:
         """Take what has arrived; None: the end."""
         peer = self.peer
         if peer is None:  # both have been closed
@@ -430,6 +525,8 @@ class Socket(File):
             if data is None:
                 self.has_ended = True
             else:
+                if isinstance(data, _Large):
+                    data.has_arrived = True
                 self.inbox.append(data)
                 self.unread += len(data)
                 self._keep(len(data))
@@ -450,11 +547,6 @@ class Socket(File):
             self.inbox.clear()
             self.changed()
 
-    def fail_if_silent(self, *sides: int) -> None:
-        """Give up a peer that is still out of reach."""
-        if self.peer is not None and (self.host.side, self.peer.host.side) == sides:
-            self.fail(ETIMEDOUT)
-
     # How a connection begins ---------------------------------------------------------------------
 
     def _ask(self, target: Host, address: tuple[str, int], tries: int) -> None:
@@ -472,8 +564,7 @@ class Socket(File):
         elif listener is None or listener.local[0] not in ("0.0.0.0", address[0]):
             world.at(back, self.fail, ECONNREFUSED)
         else:
-            new = Socket.made(target)
-            new.family = self.family
+            new = Socket.made(target, self.family)
             new.is_connected, new.peer, self.peer = True, self, new
             new.local, new.remote = address, self.local
             listener.queue.append(new)
@@ -600,10 +691,8 @@ def divide(world: World, hosts: Iterable[Host], side: int) -> None:
     for host in set(hosts):
         host.side ^= side
     for file in list(world.files.values()):
-        is_watched = isinstance(file, Socket) and file.peer is not None and file.patience
-        if is_watched and file.host.side != file.peer.host.side:
-            sides = file.host.side, file.peer.host.side
-            world.at(world.now + file.patience, file.fail_if_silent, *sides)
+        if isinstance(file, Socket):
+            file.watch()
     for end in world.stalled:
         world.at(world.now + RETRANSMITTED, end.resend)
 

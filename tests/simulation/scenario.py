@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import zlib
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from itertools import count
 from math import ceil, log2
 from types import SimpleNamespace
@@ -174,8 +175,7 @@ class Start:
     def _program(self, rank: int) -> Callable[[], int]:
         def main() -> int:
             me().on_exchange, me().local_rank = partial(self._count, rank), rank % self._per_host
-            if rank == 0:
-                me().on_roster = self.bodies.append
+            me().on_roster = partial(self._check, rank)
             try:
                 self._begin(rank, self.ranks, self.timeout)
             except Exception as error:  # noqa: BLE001 - what is reported is judged at the end
@@ -193,6 +193,14 @@ class Start:
             self.died = self.world.clock()
             self.world.at(self.died, self.processes[rank].end, -signal.SIGKILL)
 
+    def _check(self, rank: int, body: bytes) -> None:
+        """See that all get the same in an exchange."""
+        number = self.progress[rank] - 1
+        if number == len(self.bodies):
+            self.bodies.append(body)
+        expected = self.bodies[number]
+        assert body is expected or body == expected, f"exchange {number}: not what others have"
+
     def run(self, until: float = 1e4) -> Start:
         """Let it happen."""
         with installed(self.world), native_stood_in_for(), costs.charged(self.world.spend):
@@ -208,17 +216,39 @@ def meet(rank: int, size: int, timeout: float) -> Any:
     return initialize.meet(lambda: _Counted("host1", PORT, rank, size, timeout), settings)
 
 
-def gather(rank: int, size: int, timeout: float) -> None:
-    """Meet, exchange three times and leave: what is left of ``meet`` where only messages count."""
+def gather(rank: int, size: int, timeout: float, most: int = 200) -> None:
+    """Meet, exchange three times and leave: what is left of ``meet`` where only messages count.
+
+    Payloads have about ``most`` bytes.
+    """
     store = _Counted("host1", PORT, rank, size, timeout)
     store.host_timeout = Settings.host_timeout
     try:
-        for _ in range(3):
-            store.exchange(b"rank %d" % rank * 40)
+        for number in range(3):
+            roster = store.exchange(_payload(number, rank, most))
+            is_right = roster.body == _given(number, size, most)
+            assert is_right, f"exchange {number}: not what was given"
         store.close()
     except RendezvousError as error:
         store.abort(str(error))
         raise
+
+
+def _payload(number: int, rank: int, most: int) -> bytes:
+    return b"exchange %d, rank %d; " % (number, rank) * (most // 20)
+
+
+@lru_cache
+def _given(number: int, size: int, most: int) -> bytes:
+    """Return the roster of an exchange of ``gather``."""
+    return Roster.of([_payload(number, rank, most) for rank in range(size)]).body
+
+
+def named_in(error: BaseException) -> set[int]:
+    """Return the ranks that an error of a rendezvous names, besides its own."""
+    said = str(error).partition(": ")[2]
+    numbers = re.findall(r"\branks? (\d+(?:, \d+)*)", said)
+    return {int(number) for list_ in numbers for number in list_.split(", ")}
 
 
 class _Counted(TcpStore):
@@ -231,5 +261,6 @@ class _Counted(TcpStore):
     def exchange(self, payload: bytes) -> Roster:
         me().on_exchange()
         roster = super().exchange(payload)
+        assert roster[self.rank] == payload, "not what was given"
         me().on_roster(roster.body)
         return roster

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from hashlib import sha256
+from socket import AF_INET, AF_UNIX, IPPROTO_TCP, TCP_USER_TIMEOUT
 from subprocess import Popen
 
 import pytest
@@ -15,7 +16,7 @@ from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
 from tests.simulation.faults import trial
 from tests.simulation.grouping import Grouping
 from tests.simulation.launching import Launch, lose
-from tests.simulation.network import Socket, divide
+from tests.simulation.network import WINDOW, WINDOW_INSIDE, Socket, divide
 from tests.simulation.scenario import PORT, Start, gather, meet
 from tests.simulation.world import Process, World, installed, me
 
@@ -138,6 +139,106 @@ def test_what_is_sent_while_hosts_are_apart_arrives_in_its_order() -> None:
             world.at(when, divide, world, hosts[1:], side)
         world.run()
     assert b"".join(taken) == b"".join(b"%d" % number for number in range(60))
+
+
+def _between_two(
+    serve: Callable[[Socket], object], ask: Callable[[Socket], object], inside: bool, stopped: float
+) -> World:
+    """Have two processes talk, of which the one that serves is stopped for a while from 1 s on."""
+    world, name = World(), "\0name" if inside else ("10.0.0.1", PORT)
+
+    def listen() -> None:
+        listener = Socket(AF_UNIX if inside else AF_INET)
+        listener.bind(name)
+        listener.listen(1)
+        listener.wait(None)
+        serve(listener.accept()[0])
+
+    def connect() -> None:
+        system.sleep(0.5)
+        wire = Socket(AF_UNIX if inside else AF_INET)
+        wire.connect_ex(name)
+        system.sleep(1.0)  # the other one has been stopped
+        ask(wire)
+
+    with installed(world):
+        one = world.add_host()
+        server = Process(one, listen, {})
+        client = Process(one if inside else world.add_host(), connect, {})
+        world.at(1.0, server.receive, signal.SIGSTOP)
+        world.at(stopped, server.receive, signal.SIGCONT)
+        world.run()
+    for each in (server, client):
+        if each.error is not None:
+            raise each.error
+    return world
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("large", [True, False])
+def test_who_sends_more_than_the_window_waits_until_it_is_read(inside: bool, large: bool) -> None:
+    window = WINDOW_INSIDE if inside else WINDOW
+    sent, taken = bytes(3 * window) if large else bytes(window // 2), list[bytes]()
+    count, waited = 1 if large else 3, list[float]()
+
+    def serve(wire: Socket) -> None:
+        while data := wire.recv(1 << 30):
+            taken.append(data)
+
+    def ask(wire: Socket) -> None:
+        wire.settimeout(10.0)
+        for _ in range(count):
+            wire.sendall(sent)
+            waited.append(system.monotonic())
+        wire.close()
+
+    _between_two(serve, ask, inside, stopped=4.0)
+    assert b"".join(taken) == count * sent
+    assert all(when < 1.6 for when in waited[: count - 1])
+    assert 4.0 < waited[-1] < 4.1
+
+
+@pytest.mark.parametrize("size", [WINDOW + 1, 3 * WINDOW])
+def test_of_a_message_that_is_not_read_in_time_the_window_arrives(size: int) -> None:
+    taken = list[bytes]()
+
+    def serve(wire: Socket) -> None:
+        while data := wire.recv(1 << 30):
+            taken.append(data)
+
+    def ask(wire: Socket) -> None:
+        wire.settimeout(1.0)
+        with pytest.raises(TimeoutError):
+            wire.sendall(bytes(size))
+        assert 2.5 < system.monotonic() < 2.6
+        wire.settimeout(10.0)
+        wire.sendall(b"and more")
+        wire.close()
+
+    _between_two(serve, ask, inside=False, stopped=4.0)
+    assert b"".join(taken) == bytes(WINDOW) + b"and more"
+
+
+def test_a_window_that_stays_full_ends_the_connection() -> None:
+    """By ``TCP_USER_TIMEOUT``, which is of what is not taken, too; not where there is room."""
+    ended = list[float]()
+
+    def serve(wire: Socket) -> None:
+        with pytest.raises(ConnectionResetError):
+            while True:
+                wire.sendall(b"still here")
+                system.sleep(0.1)
+
+    def ask(wire: Socket) -> None:
+        wire.setsockopt(IPPROTO_TCP, TCP_USER_TIMEOUT, 5000)
+        wire.sendall(bytes(WINDOW))
+        system.sleep(10.0)
+        with pytest.raises(TimeoutError, match="timed out"):
+            wire.sendall(b"more")
+        ended.append(system.monotonic())
+
+    _between_two(serve, ask, inside=False, stopped=30.0)
+    assert 16.4 < ended[0] < 16.6
 
 
 @pytest.mark.parametrize("members", [range(72), range(0, 72, 8), range(8), [70, 3, 31], [5]])
