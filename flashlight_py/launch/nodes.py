@@ -215,6 +215,7 @@ def _meet(
         "nonce": system.random_bytes(32).hex(),
     }
     store.first_report, store.patience, store.tree_from = _FIRST_REPORT, _PATIENCE, TREE_FROM
+    store.lost_after = max(options.lost_after, store.node.moving_seconds)  # when it does no more
     try:
         with _said_of_launchers():
             payloads = store.exchange(json.dumps(mine).encode())

@@ -31,6 +31,8 @@ class MeetingPoint(Store):
     is_common = False
     moves = False  # while ranks gather, another rank 0 may take the place of one that died
     patience = math.inf  # so many seconds a client waits for the answer of one offer
+    # In a tree, while ranks gather: a neighbour that is silent for so many seconds has gone.
+    lost_after = math.inf
     next_look = math.inf  # when ``look`` has something to do, by ``time.monotonic``
     note = ""  # what rank 0 adds when it reports whom it waits for
     # Rank 0 numbers who asks for ``ANY_RANK``, one process of each host unless all have one.

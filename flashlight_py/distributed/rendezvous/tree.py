@@ -53,6 +53,8 @@ _ANSWER, _MORE = 2.0, 0.25
 _SETTLE = 1.0
 # Who takes nothing of a roster for so many seconds is not waited for.
 _STALLED = 0.5
+# So often neighbours show that they are there until one that does not has gone.
+_BEATS = 10
 _log = logging.getLogger("flashlight_py")
 
 
@@ -75,6 +77,7 @@ class TreeNode(Gate):
         self._complete: set[int] = set()  # of members: those that have given all in this round
         self._shows = True  # what is there goes up before all is
         self._is_late = False  # time is up, and those above know it
+        self._next_beat = math.inf
         self._is_leaving, self._gone = False, set[int]()
         self._has_handed_over = False
         # Of rank 0: who has joined from where, and whom a stranger could have come before.
@@ -97,13 +100,16 @@ class TreeNode(Gate):
         self._places.begin(payload, self._round == 0)
         if self._is_root:
             self._speak(place.known)
+        if self._round == 0 and place.is_tree and place.lost_after < math.inf:
+            self._next_beat = system.monotonic()
         waiting = Waiting(f"rendezvous at {place.name}{place.note}", place.first_report)
         self._pass_on()
         while not self._roster:
             is_over = system.monotonic() >= self._deadline
             due = min(waiting.due, place.next_look) if self._is_root else math.inf
-            self._serve(min(self._deadline, due))
+            self._serve(min(self._deadline, due, self._next_beat))
             if not self._roster:  # which is the last message upwards or downwards
+                self._beat()
                 self._pass_on()
             if not self._roster:
                 if is_over and system.monotonic() >= self._deadline:  # it may have been moved
@@ -147,6 +153,19 @@ class TreeNode(Gate):
         if system.monotonic() >= waiting.due:
             waiting.look(self._places.missing(self._size))
 
+    def _beat(self) -> None:
+        """Show neighbours that this rank is there, from time to time, and see who shows nothing."""
+        now, most = system.monotonic(), self._place.lost_after
+        if now < self._next_beat:
+            return
+        self._next_beat = now + most / _BEATS
+        for each in self._neighbours():
+            if now < each.heard + most:
+                each.put(Kind.PULSE, b"")
+            else:
+                each.is_silent = each.has_ended = True
+                self._heard(each)
+
     def _finish(self) -> None:
         """Send everybody's payload down.
 
@@ -154,6 +173,7 @@ class TreeNode(Gate):
         reached any more is noticed then.
         """
         self._round += 1
+        self._next_beat = math.inf
         if self._round == 1 and self._is_root:
             self._place.next_look, self._place.ends = math.inf, self._ends
             if self._unproven:  # nothing keeps strangers out
@@ -192,7 +212,7 @@ class TreeNode(Gate):
                 self._heard_late(is_up, body)
             elif kind is Kind.ROSTER and is_up:
                 self._roster = body
-            elif is_member:
+            elif is_member and kind is not Kind.PULSE:
                 self._heard_below(connection.rank or 0, kind, body)
         messages.clear()
         if (is_up or is_member) and connection.is_unreachable and not self._verdict:
@@ -253,7 +273,10 @@ class TreeNode(Gate):
         self._drop(connection)
         if not (is_up or is_member):
             return
-        died = f"{self._who(connection)} has died or exited: it closed the connection"
+        how = "has died or exited: it closed the connection"
+        if connection.is_silent:
+            how = f"is lost: nothing has come from it for {self._place.lost_after:.3g} s"
+        died = f"{self._who(connection)} {how}"
         lost = Kind.LOST, f"{rank} {self._seat.rank} {died}\n".encode()
         if is_up:
             self._up, self._without = None, rank or ANY_RANK
@@ -448,6 +471,8 @@ class TreeNode(Gate):
             up = self._up
             assert up is not None
             last = up.take(self._deadline)
+            while last is not None and last.kind is Kind.PULSE:
+                last = up.take(self._deadline)
             if last is not None and last.kind is Kind.ROSTER:  # as all get it who come now
                 break
             self._drop(up)
