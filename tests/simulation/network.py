@@ -1,4 +1,4 @@
-"""A virtual network: sockets, pipes and selectors between the fibers of a world.
+"""A virtual network: sockets and pipes between the fibers of a world.
 
 A message is passed by reference and takes the time of the wire: what lies before it in the cards of
 both hosts, the bytes at 10 Gbit/s, and the latency. Loss delays it by a retransmission. Between
@@ -8,10 +8,9 @@ Who sends more than the window holds waits until the other end reads, as long as
 
 from __future__ import annotations
 
-import math
 import stat
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from errno import (
     EADDRINUSE,
     EADDRNOTAVAIL,
@@ -24,7 +23,6 @@ from errno import (
     ETIMEDOUT,
 )
 from os import strerror
-from selectors import EVENT_READ, EVENT_WRITE, SelectorKey
 from socket import (
     AF_INET,
     AF_INET6,
@@ -41,6 +39,7 @@ from typing import Any
 from greenlet import getcurrent
 
 from tests.simulation import costs
+from tests.simulation.files import File, Selector
 from tests.simulation.world import Host, Process, World, me
 
 LOOPBACK, IN_RACK, ACROSS = 10e-6, 50e-6, 500e-6  # latencies, in seconds
@@ -58,81 +57,6 @@ def latency(one: Host, other: Host) -> float:
     if one is other:
         return LOOPBACK
     return IN_RACK if one.rack == other.rack else ACROSS
-
-
-class File:
-    """Behind descriptors, of which there may be several, in several processes."""
-
-    world: World
-
-    def __init__(self, process: Process | None) -> None:
-        self.references = 0
-        self.descriptor = -1
-        self.waiters: list[Any] = []  # fibers
-        self.selectors: list[Selector] = []
-        if process is not None:
-            self.descriptor = self.copy(process)
-
-    def copy(self, process: Process) -> int:
-        """Give ``process`` a descriptor of it."""
-        number = next(self.world.numbers)
-        self.world.files[number] = self
-        process.descriptors.add(number)
-        self.references += 1
-        return number
-
-    def shut(self, process: Process, descriptor: int) -> None:
-        """Close one descriptor."""
-        if self.world.files.pop(descriptor, None) is None:
-            return
-        process.descriptors.discard(descriptor)
-        self.references -= 1
-        if descriptor == self.descriptor:
-            self.descriptor = -1
-        if self.references == 0:
-            self.closed()
-
-    def fileno(self) -> int:
-        return self.descriptor
-
-    def close(self) -> None:
-        process = getcurrent().process  # of one that has ended all is closed
-        if self.descriptor in process.descriptors:
-            self.shut(process, self.descriptor)
-
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def changed(self) -> None:
-        """Notify who waits for it."""
-        if self.waiters:
-            waiters, self.waiters = self.waiters, []
-            for fiber in waiters:
-                self.world.wake(fiber)
-        for selector in self.selectors:
-            selector.ready[self] = None
-            selector.changed()
-
-    def wait(self, seconds: float | None) -> bool:
-        """Wait for a change; False: time is up."""
-        fiber = getcurrent()
-        self.waiters.append(fiber)
-        is_woken = self.world.park(math.inf if seconds is None else fiber.clock + seconds)
-        if not is_woken and fiber in self.waiters:
-            self.waiters.remove(fiber)
-        return is_woken
-
-    def is_readable(self) -> bool:
-        raise NotImplementedError
-
-    def is_writable(self) -> bool:
-        return False
-
-    def closed(self) -> None:
-        """Nobody has a descriptor of it any more."""
 
 
 class _Large:
@@ -582,105 +506,6 @@ class Socket(File):
         return next(
             pid for pid, each in self.host.processes.items() if self.descriptor in each.descriptors
         )
-
-
-class Selector(File):
-    """Waits for several."""
-
-    def __init__(self) -> None:
-        super().__init__(me())
-        self.keys: dict[int, SelectorKey] = {}
-        self.files: dict[int, File] = {}
-        self.ready: dict[File, None] = {}
-
-    def register(self, fileobj: Any, events: int, data: Any = None) -> SelectorKey:
-        number = fileobj if isinstance(fileobj, int) else fileobj.fileno()
-        if number in self.keys:
-            raise KeyError(f"{fileobj!r} is registered already")
-        file = self.world.files[number]
-        key = self.keys[number] = SelectorKey(fileobj, number, events, data)
-        self.files[number] = file
-        file.selectors.append(self)
-        self.ready[file] = None
-        return key
-
-    def unregister(self, fileobj: Any) -> SelectorKey:
-        number = self._number(fileobj)
-        key = self.keys.pop(number)
-        file = self.files.pop(number)
-        file.selectors.remove(self)
-        if self not in file.selectors:
-            self.ready.pop(file, None)
-        return key
-
-    def _number(self, fileobj: Any) -> int:
-        if isinstance(fileobj, int):
-            return fileobj
-        if fileobj.descriptor >= 0:
-            return int(fileobj.descriptor)
-        return next((number for number, key in self.keys.items() if key.fileobj is fileobj), -1)
-
-    def modify(self, fileobj: Any, events: int, data: Any = None) -> SelectorKey:
-        self.unregister(fileobj)
-        return self.register(fileobj, events, data)
-
-    def get_map(self) -> _Keys:
-        return _Keys(self)
-
-    def select(self, timeout: float | None = None) -> list[tuple[SelectorKey, int]]:
-        self.world.spend(costs.SELECT)
-        end = None if timeout is None else self.world.clock() + max(0.0, timeout)
-        while not (found := self._found()):
-            if not self.wait(None if end is None else max(0.0, end - self.world.clock())):
-                return self._found()
-        return found
-
-    def _found(self) -> list[tuple[SelectorKey, int]]:
-        found, ready, numbers = [], self.ready, self.files
-        for file in tuple(ready):
-            is_wanted, its = False, [file.descriptor]
-            if file.references > 1:
-                its = [number for number, each in numbers.items() if each is file]
-            for number in its:
-                key = self.keys.get(number)
-                if key is None:
-                    continue
-                events = EVENT_READ if key.events & EVENT_READ and file.is_readable() else 0
-                if key.events & EVENT_WRITE and file.is_writable():
-                    events |= EVENT_WRITE
-                if events:
-                    found.append((key, events))
-                    is_wanted = True
-            if not is_wanted:
-                del ready[file]
-        return found
-
-    def is_readable(self) -> bool:
-        return bool(self._found())
-
-    def closed(self) -> None:
-        for file in self.files.values():
-            file.selectors.remove(self)
-        self.files, self.keys, self.ready = {}, {}, {}
-
-
-class _Keys:
-    """What a selector waits for."""
-
-    def __init__(self, selector: Selector) -> None:
-        self._selector = selector
-
-    def __contains__(self, fileobj: Any) -> bool:
-        return self._selector._number(fileobj) in self._selector.keys
-
-    def __len__(self) -> int:
-        return len(self._selector.keys)
-
-    def values(self) -> Iterable[SelectorKey]:
-        return self._selector.keys.values()
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._selector.keys)
 
 
 def divide(world: World, hosts: Iterable[Host], side: int) -> None:
