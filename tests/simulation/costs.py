@@ -22,9 +22,9 @@ from flashlight_py.distributed.rendezvous import places, store, tree
 CONNECT, ACCEPT, SEND, RECEIVE, SELECT = 86e-6, 30e-6, 16e-6, 16e-6, 5e-6
 BYTE = 1e-9
 RUNNING = 0.1e-6  # between two looks at the clock
-FORK, IMPORT = 2e-3, 0.25  # to start a process, and until its program has imported the package
-FIRST = 12e-3  # what a process computes once, when it joins for the first time: libraries, pages
-ADMITTED = 200e-6  # for each that is let in: both proofs, and the greeting
+FORK, IMPORT = 0.35e-3, 0.4  # to start a process, and until its program has imported the package
+FIRST = 11e-3  # what its first start computes and no later one: libraries, pages
+ADMITTED = 70e-6  # for each that is let in: both proofs, and the greeting
 # Bytes of a connection in its owner's memory and in its kernel.
 CONNECTION_BYTES = 6000
 
@@ -33,9 +33,9 @@ CONNECTION_BYTES = 6000
 TAKE, PACK, DERIVE, CHOOSE = 1.5e-6, 0.2e-6, 3e-6, 10e-6
 LOAD_BYTE, PROVE_BYTE = 10e-9, 2e-9
 
-# Of the stand-ins for native code: to map memory, to prove a connection, to connect one, to look at
-# another rank's file; how many are all joined with each other.
-MAP, PROVEN, NATIVE_CONNECT, OPEN, DIRECT = 200e-6, 2e-6, 150e-6, 6e-6, 8
+# Of the stand-ins for native code: to map memory, to begin with a network, to connect one rank and
+# to prove that, to look at another one's file; how many are all joined with each other.
+MAP, JOINED, NATIVE_CONNECT, PROVEN, OPEN, DIRECT = 0.8e-3, 1.25e-3, 0.1e-3, 2e-6, 10e-6, 8
 
 
 class Growing(NamedTuple):

@@ -125,7 +125,8 @@ class Launch:
 
 # Hosts that are silent for 6 s are lost. Two that are away one after the other are not, either.
 BRIEF, LONG = (0.1, 2.7), (7.0, 15.0)
-MEETING, RUNNING = (0.25, 0.262), (1.0, 1.1)  # when launchers do, in seconds
+# When launchers meet, and when they run ranks, in seconds.
+MEETING, RUNNING = (costs.IMPORT, costs.IMPORT + 0.012), (1.0, 1.1)
 FAN = 2  # of a tree of 14 hosts that is as deep as one of some hundreds
 
 _STOP_AND_GO = signal.SIGSTOP, signal.SIGCONT

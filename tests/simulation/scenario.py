@@ -92,7 +92,8 @@ class _JoinedByNetwork(Joined):
         derived(texts, gloo._key, key)
         near = self.size if self.size <= costs.DIRECT else 2 * ceil(log2(self.size))
         connected = 0 if lazily else near
-        process.world.spend(costs.PROVEN * 2 * self.size + costs.NATIVE_CONNECT * connected)
+        proven, made = costs.PROVEN * 2 * self.size, costs.NATIVE_CONNECT * connected
+        process.world.spend(costs.JOINED + proven + made)
         process.connections += connected
         process.most_connections = max(process.most_connections, process.connections)
 
