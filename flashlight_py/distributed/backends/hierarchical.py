@@ -288,12 +288,14 @@ class HierarchicalBackend(Backend):
         """Return that hosts are lost, if that is why the parts have ended; else ``error``.
 
         What waits inside of this host ends with the part that watches over the hosts. And a part
-        may have ended by another operation, for whose failure nobody has waited yet.
+        may have ended by another operation, for whose failure nobody has waited yet. Once this rank
+        has closed the group, others leave because of that.
         """
+        if self._is_closed:
+            return error
         found = self._flat.lost(doing)
         cause = found if isinstance(found, PeerLostError) else error
-        if not self._is_closed:
-            self.end(cause)
+        self.end(cause)
         return cause
 
     def is_calling(self) -> bool:

@@ -345,7 +345,7 @@ class Gate(abc.ABC):
         except NobodyError as error:
             self._without, where = seat.parent, f"{seat.host}:{seat.port}"
             who = f"rank {seat.parent} of {self._size} ({seat.peer})"
-            self._bereft = f"{who} is not at {where}, where rank 0 sees it: {error}"
+            self._bereft = self._bereft or f"{who} is not at {where}, where rank 0 sees it: {error}"
             return False
         finally:
             connection.wire.close()

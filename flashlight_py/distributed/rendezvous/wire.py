@@ -40,7 +40,7 @@ from flashlight_py.distributed.rendezvous.store import ANY_RANK, Peer, this_proc
 from flashlight_py.interfaces import family_of, resolved
 
 _MAGIC = b"FLrv"
-_VERSION = 4
+_VERSION = 5
 _HEADER = struct.Struct("!4sHHQ")
 _MAPPED = "::ffff:"
 # What a connection ends by whose other end is silent: it was not closed there.
