@@ -247,7 +247,7 @@ def _given(number: int, size: int, most: int) -> bytes:
 
 def named_in(error: BaseException) -> set[int]:
     """Return the ranks that an error of a rendezvous names, besides its own."""
-    said = str(error).partition(": ")[2]
+    said = str(error).partition(": ")[2].replace("where rank 0 sees it", "")
     numbers = re.findall(r"\branks? (\d+(?:, \d+)*)", said)
     return {int(number) for list_ in numbers for number in list_.split(", ")}
 
