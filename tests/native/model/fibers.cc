@@ -166,8 +166,7 @@ int earliest() {
   }
   if (found < 0) deadlock();
   const Fiber& one = fibers[found];
-  // Unless another's time, which was over early, has taken the clock there.
-  if (!current->late && gone < 0 && one.slept > kTicks && one.until > now) {
+  if (!current->late && gone < 0 && one.slept > kTicks) {
     stop("rank %d (fiber %d) sleeps until its time is over, and nobody else can go on: a wake is missing, at <%lx>",
          one.rank, found, one.depth > 0 ? one.calls[one.depth - 1] : 0);
   }
@@ -231,6 +230,9 @@ void decide(Why why) {
     next = options[taken] & ~kSleeps;
     if ((options[taken] & kSleeps) != 0) {
       --left.timers;
+      // Its time is over early, but not what the others sleep for.
+      const int64_t early = fibers[next].until - now;
+      for (int i = 0; i < fiber_count; ++i) fibers[i].until += i != next && fibers[i].until >= 0 ? early : 0;
       wake(fibers[next], true);
     } else if (why == kAccess && next != self) {
       --left.preemptions;
@@ -242,10 +244,11 @@ void decide(Why why) {
 void block(const void* on, int64_t until, uint32_t bits) {
   if (is_quiet) stop("rank %d waits before it begins", here->rank);
   Fiber& self = *here;
+  if (until >= 0) happens(self, kClock, false);
   self.state = Fiber::kBlocked;
   self.on = on;
   self.until = until;
-  self.slept = until < 0 ? 0 : until - now;
+  self.slept = until < 0 ? 0 : until - clock_of(self);
   self.bits = bits;
   self.since = ++sleeps;
   decide(kBlocks);

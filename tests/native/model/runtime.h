@@ -52,6 +52,7 @@ inline void tick(Fiber& fiber) { ++fiber.now.at[fiber.number]; }
 // Of the execution, for what fibers take from the system.
 extern const Case* current;
 extern int64_t now;      // nanoseconds
+inline int64_t clock_of(const Fiber& fiber) { return now + 50 * fiber.looked; }  // that others look does not matter
 extern int gone;         // the rank that has vanished; -1: none
 extern bool in_prepare;  // on the host's stack: memory is the ranks'
 enum Why { kAccess, kYields, kBlocks };

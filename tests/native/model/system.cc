@@ -157,7 +157,8 @@ pthread_t pthread_self() { return here == nullptr ? 999 : static_cast<pthread_t>
 int clock_gettime(clockid_t clock, timespec* time) {
   if (here == nullptr) return static_cast<int>(syscall(SYS_clock_gettime, clock, time));
   happens(*here, kClock, false);
-  const int64_t since = now + 50 * ++here->looked;
+  ++here->looked;
+  const int64_t since = clock_of(*here);
   time->tv_sec = since / 1000000000;
   time->tv_nsec = since % 1000000000;
   return 0;
@@ -275,7 +276,7 @@ void futex_wait(const void* word, uint32_t seen, int64_t nanoseconds, uint32_t b
   const uint32_t value = kernel_load(number(word), CALLER);
   record("futex wait", number(word), value, CALLER);
   if (value != seen) return;
-  block(word, now + nanoseconds, bits);
+  block(word, clock_of(*here) + nanoseconds, bits);
   record(here->has_timed_out ? "its time is over" : "wakes", number(word), value, CALLER);
 }
 
