@@ -110,10 +110,10 @@ MODEL := $(MAKE) -s -j$$(nproc) -C tests/native/model OUT=$(CURDIR)/build/native
 model: ## try schedules of shared memory with all that C++ lets memory do: 2 minutes on 2 cores
 	@$(MODEL) check
 
-model-night: ## the same, 10,000,000 of them
+model-night: ## the same, 10,000,000 of them, and longer searches
 	@$(MODEL) check SCHEDULES=10000000
 
-model-mutants: ## weaken each order of memory and drop each wake: a case of the model must notice
+model-mutants: ## weaken each order of memory, drop each wake and fence: a case of the model must notice
 	@$(MODEL) mutants
 
 wheel: $(DEV) ## build a wheel that carries libgloo inside, into wheelhouse/

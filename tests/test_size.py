@@ -19,8 +19,8 @@ BUDGETS = {
     "": (50_025, 249),
     # torch changes the timeouts of groups that are open; objects know two ways, native and not.
     "distributed": (17_535, 90),
-    # Ranks meet in a tree of hosts, and name who is lost or late wherever it is; one that is stopped
-    # holds nobody up, and launchers show each other that they are there.
+    # Ranks meet in a tree of hosts, and name who is lost or late wherever it is; one that is
+    # stopped holds nobody up, and launchers show each other that they are there.
     "distributed/rendezvous": (3_475, 12),
     # Not 1,200: last words need a communicator and a count of their own, or others get wrong sums.
     "distributed/backends/mpi": (1_260, 7),

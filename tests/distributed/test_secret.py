@@ -18,7 +18,7 @@ import pytest
 from flashlight_py.distributed.rendezvous import secret
 from flashlight_py.distributed.rendezvous.secret import Secret, nonce
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
-from flashlight_py.distributed.rendezvous.wire import Greeting, Handshake, user_of
+from flashlight_py.distributed.rendezvous.wire import _VERSION, Greeting, Handshake, user_of
 from flashlight_py.errors import PeerLostError, RendezvousError
 from tests.distributed.rendezvous_helpers import Rank, Ranks
 from tests.distributed.threads import connected
@@ -152,7 +152,7 @@ class Stranger:
         self._wire = socket.create_connection((HERE, port), 10.0)
 
     def send(self, kind: int, body: bytes) -> None:
-        self._wire.sendall(HEADER.pack(b"FLrv", 4, kind, len(body)) + body)
+        self._wire.sendall(HEADER.pack(b"FLrv", _VERSION, kind, len(body)) + body)
 
     def receive(self) -> tuple[int, bytes] | None:
         head = self._read(HEADER.size)

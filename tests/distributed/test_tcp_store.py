@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
+from flashlight_py.distributed.rendezvous.wire import _VERSION
 from flashlight_py.errors import RendezvousError
 from tests.distributed.rendezvous_helpers import Rank, Ranks
 
@@ -151,11 +152,11 @@ STRANGERS = {
     "a browser": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
     "zeros": bytes(100),
     "half a header": b"FLrv\x00",
-    "oversized": struct.pack("!4sHHQ", b"FLrv", 4, 1, 1 << 50),
-    "no greeting": struct.pack("!4sHHQ", b"FLrv", 4, 3, 4) + b"data",
-    "greeting of garbage": struct.pack("!4sHHQ", b"FLrv", 4, 1, 4) + b"\xff{]}",
-    "greeting of nonsense": struct.pack("!4sHHQ", b"FLrv", 4, 1, 11) + b'{"rank": 9}',
-    "unknown kind": struct.pack("!4sHHQ", b"FLrv", 4, 99, 0),
+    "oversized": struct.pack("!4sHHQ", b"FLrv", _VERSION, 1, 1 << 50),
+    "no greeting": struct.pack("!4sHHQ", b"FLrv", _VERSION, 3, 4) + b"data",
+    "greeting of garbage": struct.pack("!4sHHQ", b"FLrv", _VERSION, 1, 4) + b"\xff{]}",
+    "greeting of nonsense": struct.pack("!4sHHQ", b"FLrv", _VERSION, 1, 11) + b'{"rank": 9}',
+    "unknown kind": struct.pack("!4sHHQ", b"FLrv", _VERSION, 99, 0),
     "another version": struct.pack("!4sHHQ", b"FLrv", 7, 1, 0),
 }
 

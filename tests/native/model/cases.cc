@@ -180,8 +180,10 @@ constexpr size_t kTiny = 2, kInline = 6, kSome = 40, kLarge = 200, kMany = 480;
 constexpr int kReads = 3;
 
 #define COLLECTIVE(title, verb, count, choices, two, three)                                                     \
-  {.name = title "/2x2", .ranks = 2, .run = collective<2, verb, count, 2, choices>, .share = two, .vanishing = 1}, \
-  {.name = title "/3x1", .ranks = 3, .run = collective<3, verb, count, 1, choices>, .share = three, .vanishing = 1}
+  {.name = title "/2x2", .ranks = 2, .run = collective<2, verb, count, 2, choices>, .share = two,               \
+   .is_small = count <= kInline, .vanishing = 1},                                                               \
+  {.name = title "/3x1", .ranks = 3, .run = collective<3, verb, count, 1, choices>, .share = three,             \
+   .is_small = count <= kInline, .vanishing = choices > 0 ? 4 : 1}
 const Case collectives[] = {
     COLLECTIVE("barrier", FL_BARRIER, 0, 0, 1, 4),
     COLLECTIVE("all_reduce_tiny", FL_ALL_REDUCE, kTiny, 0, 1, 2),

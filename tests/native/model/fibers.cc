@@ -66,6 +66,17 @@ constexpr int64_t kTicks = 1000000;  // nanoseconds: waits of no more are for th
 Bounds left;
 int waiting_to_begin = 0;
 long steps = 0, accesses[kMostRanks];
+
+// What has happened to a place in an execution: what has changed it last, and the sum of what has seen that since.
+struct Object {
+  uintptr_t place;
+  uint64_t execution, changed, seen;
+};
+constexpr size_t kMostObjects = 1 << 14;
+Object objects[kMostObjects];
+size_t object_count = 0;
+uint64_t executions = 0, happened = 0;  // the sum of all
+
 uint64_t sleeps = 0;
 bool have_given_up[kMostRanks];
 void* host_stack;
@@ -118,6 +129,8 @@ void wake(Fiber& fiber, bool by_time) {
   fiber.on = nullptr;
   fiber.has_timed_out = by_time;
   fiber.has_yielded = false;
+  if (by_time) happens(fiber, kClock, true);
+  else fiber.past += 3 * here->past;
   if (by_time && fiber.until > now) now = fiber.until;
 }
 
@@ -146,12 +159,14 @@ int earliest() {
   for (int i = 0; i < fiber_count; ++i) {
     const Fiber& one = fibers[i];
     if (one.state != Fiber::kBlocked || one.until < 0) continue;
-    if (found < 0 || one.until < fibers[found].until) found = i;
+    // At one moment a tick comes first: it may be what goes on.
+    const bool is_first = found < 0 || one.until < fibers[found].until ||
+                          (one.until == fibers[found].until && one.slept <= kTicks);
+    if (is_first) found = i;
   }
   if (found < 0) deadlock();
   const Fiber& one = fibers[found];
-  // Unless another's time, which was over early, has taken the clock there.
-  if (!current->late && gone < 0 && one.slept > kTicks && one.until > now) {
+  if (!current->late && gone < 0 && one.slept > kTicks) {
     stop("rank %d (fiber %d) sleeps until its time is over, and nobody else can go on: a wake is missing, at <%lx>",
          one.rank, found, one.depth > 0 ? one.calls[one.depth - 1] : 0);
   }
@@ -159,6 +174,21 @@ int earliest() {
 }
 
 }  // namespace
+
+void happens(Fiber& fiber, uintptr_t place, bool changes) {
+  if (is_quiet) return;
+  size_t at = (place * 0x9e3779b97f4a7c15u >> 40) % kMostObjects;
+  while (objects[at].execution == executions && objects[at].place != place) at = (at + 1) % kMostObjects;
+  Object& object = objects[at];
+  if (object.execution != executions) {
+    if (++object_count > kMostObjects / 2) stop("too many places");
+    object = {place, executions, 0, 0};
+  }
+  fiber.past = mixed(fiber.past + 3 * place + 5 * object.changed + (changes ? 7 * object.seen + 1 : 0));
+  happened += fiber.past;
+  object.seen = changes ? 0 : object.seen + fiber.past;
+  if (changes) object.changed = fiber.past;
+}
 
 void decide(Why why) {
   int8_t options[2 * kMostFibers];
@@ -191,10 +221,18 @@ void decide(Why why) {
     next = earliest();
     wake(fibers[next], true);
   } else {
+      if (count > 1) {
+      uint64_t state = happened + static_cast<uint64_t>(steps) * 64 + static_cast<uint64_t>(self) * 4 + why;
+      for (int i = 0; i < fiber_count; ++i) state = mixed(state) + fibers[i].state * 2u + fibers[i].has_yielded;
+      if (was_there(state, left)) to_host();
+    }
     const int taken = count == 1 ? 0 : choose(Kind::kSchedule, count, options);
     next = options[taken] & ~kSleeps;
     if ((options[taken] & kSleeps) != 0) {
       --left.timers;
+      // Its time is over early, but not what the others sleep for.
+      const int64_t early = fibers[next].until - now;
+      for (int i = 0; i < fiber_count; ++i) fibers[i].until += i != next && fibers[i].until >= 0 ? early : 0;
       wake(fibers[next], true);
     } else if (why == kAccess && next != self) {
       --left.preemptions;
@@ -206,10 +244,11 @@ void decide(Why why) {
 void block(const void* on, int64_t until, uint32_t bits) {
   if (is_quiet) stop("rank %d waits before it begins", here->rank);
   Fiber& self = *here;
+  if (until >= 0) happens(self, kClock, false);
   self.state = Fiber::kBlocked;
   self.on = on;
   self.until = until;
-  self.slept = until < 0 ? 0 : until - now;
+  self.slept = until < 0 ? 0 : until - clock_of(self);
   self.bits = bits;
   self.since = ++sleeps;
   decide(kBlocks);
@@ -255,6 +294,7 @@ void run_fiber() {
   self.state = Fiber::kEnded;
   tick(*here);
   if (all_have_ended()) to_host();
+  happens(self, reinterpret_cast<uintptr_t>(&self), true);
   wake_all(&self, kMostFibers);
   decide(kBlocks);
   std::abort();
@@ -270,6 +310,7 @@ Fiber& spawn(int rank, void* (*entry)(void*), void* argument) {
   fiber.rank = static_cast<int8_t>(rank);
   fiber.state = Fiber::kReady;
   fiber.now.at[fiber.number] = 1;
+  fiber.past = (here == nullptr ? 0 : here->past) + fiber.number + 1;
   fiber.entry = entry;
   fiber.argument = argument;
   const uintptr_t top = kBase + (rank + 2) * kArea - fiber.number * kStack;
@@ -350,6 +391,7 @@ long steps_of(int rank) { return accesses[rank]; }
 int stores_back(int count) {
   const int back = left.stale > 0 ? choose(Kind::kStale, count) : 0;
   if (back > 0) --left.stale;
+  here->past = here->past * 31 + back;
   return back;
 }
 
@@ -456,6 +498,8 @@ bool execute(const Case& one, const Bounds& bounds, bool traced) {
   gone = -1;
   is_traced = traced;
   event_count = 0;
+  ++executions;
+  object_count = happened = 0;
   is_quiet = false;
   std::memset(accesses, 0, sizeof accesses);
   std::memset(have_given_up, 0, sizeof have_given_up);
@@ -468,7 +512,6 @@ bool execute(const Case& one, const Bounds& bounds, bool traced) {
 
 void begin() {
   Fiber& self = *here;
-  self.has_begun = true;
   if (--waiting_to_begin > 0) {
     switch_to(&fibers[self.number + 1]);
     return;
@@ -496,6 +539,10 @@ void* shared(size_t bytes) {
 int vanished() { return gone; }
 void gave_up() { have_given_up[here->rank] = true; }
 
-int one_of(int n) { return choose(Kind::kCase, n); }
+int one_of(int n) {
+  const int taken = choose(Kind::kCase, n);
+  here->past = here->past * 31 + taken;
+  return taken;
+}
 
 }  // namespace model

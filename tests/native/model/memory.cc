@@ -313,6 +313,8 @@ T load(const volatile T* place, int order, uintptr_t pc) {
   point(at);
   note(at, sizeof(T), kRead | kAtomic, pc);
   Store& store = chosen(location_of(at, sizeof(T)), order);
+  happens(*here, at, false);
+  if (order == kSequential) happens(*here, kFences, false);
   has_read(store, order);
   tick(*here);
   record("load", at, store.value, pc);
@@ -333,6 +335,8 @@ T change(volatile T* place, int order, int otherwise, Site::Op op, const char* w
   point(at);
   Location& location = location_of(at, sizeof(T));
   Store* const after = overtaken(location, order);
+  happens(*here, at, true);
+  if (order == kSequential) happens(*here, kFences, false);
   Store& last = after == nullptr ? *location.last : *after->before;
   T next = static_cast<T>(last.value);
   const bool changes = change(next);
@@ -355,6 +359,7 @@ void fence(int order) {
   if (acquires(order)) self.now.join(self.to_acquire);
   if (releases(order)) self.released = self.now;
   if (order == kSequential) {
+    happens(self, kFences, true);
     fences.at[self.number] = self.now.at[self.number];
     self.fenced.join(fences);
     self.fenced_at = ++operations;
@@ -367,6 +372,7 @@ void full_fence() { fence(kSequential); }
 uint32_t kernel_load(uintptr_t at, uintptr_t pc) {
   note(at, 4, kRead | kAtomic, pc);
   Store& store = chosen(location_of(at, 4), kSequential);
+  happens(*here, at, false);
   has_read(store, kRelaxed);
   store.is_fixed = true;
   tick(*here);
@@ -412,6 +418,7 @@ size_t& used_of(int area) { return heap_used[area]; }
 
 void* allocate(int area, size_t bytes, size_t alignment) {
   size_t& used = heap_used[area];
+  if (here != nullptr) happens(*here, kHeap + area, true);
   used = (used + alignment - 1) / alignment * alignment;
   void* const at = reinterpret_cast<void*>(kBase + area * kArea + used);
   used += bytes;
@@ -460,8 +467,8 @@ bool was_reached(size_t number) {
   sites[number].is_reached = false;
   return was;
 }
-bool is_dropped(uintptr_t at, uintptr_t pc) {
-  return watched != nullptr && !is_quiet && order_at(pc, Site::kWake, 1, at) == 0;
+bool is_dropped(uintptr_t at, uintptr_t pc, Site::Op op) {
+  return watched != nullptr && !is_quiet && order_at(pc, op, 1, at) == 0;
 }
 
 }  // namespace model

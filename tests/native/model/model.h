@@ -35,6 +35,7 @@ struct Case {
   bool vanishes = false;    // any one rank, at any access
   bool late = false;        // a sleep may have to end by its time: somebody comes late, or never
   bool is_searched = true;  // all schedules within these bounds, if they are not too many; else at random
+  bool is_small = false;    // they are not too many: to the end, whatever its share
   int processors = 8;
   bool reads_fail = false;  // out of other processes, now and then
   const char* refuted = nullptr;  // it is wrong: the model must say so, in words of which these are a part
@@ -75,6 +76,13 @@ struct Bounds {
   int victim = -1;  // vanishes at its access number `kill`, from 1
   long kill = 0;
 };
+// Whether a search has been there, with no less left; else it has, from now on.
+bool was_there(uint64_t state, const Bounds& left);
+inline uint64_t mixed(uint64_t z) {
+  z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+  z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+  return z ^ z >> 31;
+}
 bool execute(const Case& one, const Bounds& bounds, bool traced);
 const std::string& failure();
 long steps_of(int rank);  // accesses at which it could have vanished
@@ -83,7 +91,7 @@ std::string trace(size_t last);
 
 // Orders that were seen, and one that is weakened.
 struct Site {
-  enum Op : uint8_t { kLoad, kStore, kChange, kWake };
+  enum Op : uint8_t { kLoad, kStore, kChange, kWake, kFence };
   uintptr_t at[4];  // the call, and what called that
   Op op;
   int order;
@@ -91,7 +99,7 @@ struct Site {
 void collect_sites(bool on);
 size_t site_count();
 const Site& site(size_t number);
-void weaken(size_t number, int order);  // a wake: it does nothing
+void weaken(size_t number, int order);  // a wake or a fence: it does nothing
 bool was_reached(size_t number);  // since this was last asked, by one of several fibers that share it
 void restore();
 

@@ -21,7 +21,7 @@ struct Fiber {
   enum State : uint8_t { kReady, kBlocked, kEnded, kGone };
   int8_t number, rank;
   State state;
-  bool is_main, has_yielded, has_begun, has_timed_out, is_futex;
+  bool is_main, has_yielded, has_timed_out;
   // The order of memory.
   Times now, to_acquire, released, fenced;
   uint64_t fenced_at;
@@ -30,6 +30,8 @@ struct Fiber {
   uint32_t bits;
   int64_t until, slept;  // -1: no limit; how long it meant to
   uint64_t since;
+  int64_t looked;  // so often at the clock
+  uint64_t past;  // a hash of all that it has seen
   // Where it is.
   void* stack;
   void* (*entry)(void*);
@@ -50,6 +52,7 @@ inline void tick(Fiber& fiber) { ++fiber.now.at[fiber.number]; }
 // Of the execution, for what fibers take from the system.
 extern const Case* current;
 extern int64_t now;      // nanoseconds
+inline int64_t clock_of(const Fiber& fiber) { return now + 50 * fiber.looked; }  // that others look does not matter
 extern int gone;         // the rank that has vanished; -1: none
 extern bool in_prepare;  // on the host's stack: memory is the ranks'
 enum Why { kAccess, kYields, kBlocks };
@@ -61,6 +64,11 @@ Fiber& spawn(int rank, void* (*entry)(void*), void* argument);
 void reset_system();
 void save_system();
 void restore_system();
+
+// What a fiber does to a place comes after what has changed that, and before what changes it later. All of this, but
+// not the order of what has none, decides all that is to come: by it a search knows states that it has been in.
+enum Common : uintptr_t { kFences = 1, kClock, kKernel, kHeap };  // and kHeap + area, and addresses
+void happens(Fiber& fiber, uintptr_t place, bool changes);
 
 // Memory: an area that ranks share, and one of each of them: heap from below, stacks from above.
 constexpr uintptr_t kBase = 0x100000000000, kShadow = 0x200000000000, kMarks = 0x300000000000;
@@ -95,6 +103,6 @@ bool has_given_up(int rank);
 bool is_mapped(uintptr_t at, int rank);
 
 void record(const char* what, uintptr_t at, uint64_t value, uintptr_t pc);
-bool is_dropped(uintptr_t at, uintptr_t pc);  // a wake that a mutant does not do
+bool is_dropped(uintptr_t at, uintptr_t pc, Site::Op op = Site::kWake);  // what a mutant does not do
 
 }  // namespace model

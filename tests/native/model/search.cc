@@ -2,7 +2,7 @@
 //
 //   model [CASE...] [--schedules N] [--jobs N]   try so many of all cases together, as their shares say
 //   model --replay 'CASE SCHEDULE'               once more, and tell of every access
-//   model --mutants [FILE] [--schedules N]       weaken each order and drop each wake: which case notices?
+//   model --mutants [FILE] [--schedules N]       weaken each order and drop each wake and fence: which case notices?
 //   model --list
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -30,13 +30,6 @@ namespace {
 std::vector<Case>& cases() {
   static std::vector<Case> all;
   return all;
-}
-
-uint64_t mixed(uint64_t& state) {
-  uint64_t z = state += 0x9e3779b97f4a7c15u;
-  z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
-  z = (z ^ z >> 27) * 0x94d049bb133111ebu;
-  return z ^ z >> 31;
 }
 
 // One schedule: its choices, or the seed of them; which rank vanishes where.
@@ -91,9 +84,18 @@ Taken path[kLongest];  // not a vector: a fiber's memory is its rank's
 size_t path_length = 0, at_choice = 0;
 const Schedule* schedule_now = nullptr;
 
+// Hashes of the states that the search has been in, with what was left: nothing new comes of one of them.
+constexpr size_t kMostStates = size_t{1} << 26;
+void* const room_for_states = mmap(nullptr, kMostStates * sizeof(uint64_t), PROT_READ | PROT_WRITE,
+                                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+auto* const states = static_cast<uint64_t*>(room_for_states);
+size_t state_count = 0;
+Bounds most;  // at the beginning
+
 // Random, with priorities (PCT): who has the highest runs, until it loses it at one of a few accesses.
 constexpr int kChanges = 2;
 uint64_t random_state;
+uint64_t next_random() { return mixed(random_state += 0x9e3779b97f4a7c15u); }
 int priorities[kMostFibers], lowest;
 long decisions, changes[kChanges];
 
@@ -101,12 +103,12 @@ void begin_random(const Schedule& schedule) {
   random_state = schedule.seed * 0x2545f4914f6cdd1du + 1;
   decisions = 0;
   lowest = 0;
-  for (int i = 0; i < kMostFibers; ++i) priorities[i] = 1 + static_cast<int>(mixed(random_state) % 1000000);
-  for (long& one : changes) one = static_cast<long>(mixed(random_state) % static_cast<uint64_t>(schedule.expected));
+  for (int i = 0; i < kMostFibers; ++i) priorities[i] = 1 + static_cast<int>(next_random() % 1000000);
+  for (long& one : changes) one = static_cast<long>(next_random() % static_cast<uint64_t>(schedule.expected));
 }
 
 int next_at_random(int n, const int8_t* fibers) {
-  const bool fires = mixed(random_state) % 64 == 0;
+  const bool fires = next_random() % 64 == 0;
   ++decisions;
   if (std::find(changes, changes + kChanges, decisions) != changes + kChanges) priorities[fibers[0] & 15] = --lowest;
   int best = -1, sleepers = 0;
@@ -117,7 +119,7 @@ int next_at_random(int n, const int8_t* fibers) {
       best = i;
     }
   }
-  if (sleepers > 0 && (fires || best < 0)) return n - 1 - static_cast<int>(mixed(random_state) % sleepers);
+  if (sleepers > 0 && (fires || best < 0)) return n - 1 - static_cast<int>(next_random() % sleepers);
   return best;
 }
 
@@ -132,12 +134,34 @@ int choose(Kind kind, int n, const int8_t* fibers) {
   }
   if (mode == Mode::kRandom) {
     if (kind == Kind::kSchedule) return next_at_random(n, fibers);
-    const bool is_first = kind == Kind::kStale && mixed(random_state) % 4 != 0;
-    return is_first ? 0 : static_cast<int>(mixed(random_state) % static_cast<uint64_t>(n));
+    const bool is_first = kind == Kind::kStale && next_random() % 4 != 0;
+    return is_first ? 0 : static_cast<int>(next_random() % static_cast<uint64_t>(n));
   }
   if (place >= kLongest) return 0;
   if (place == path_length) path[path_length++] = {0, static_cast<int8_t>(n)};
   return path[place].taken;
+}
+
+bool was_there(uint64_t state, const Bounds& left) {
+  if (mode != Mode::kTree || at_choice < path_length) return false;
+  uint64_t key = 0;
+  size_t place = 0;
+  for (int p = most.preemptions; p >= left.preemptions; --p) {
+    for (int s = most.stale; s >= left.stale; --s) {
+      for (int t = most.timers; t >= left.timers; --t) {
+        key = mixed(state + (p * 8 + s) * 8 + t) | 1;
+        size_t at = key % kMostStates;
+        while (states[at] != 0 && states[at] != key) at = (at + 1) % kMostStates;
+        if (states[at] == key) return true;
+        place = at;
+      }
+    }
+  }
+  if (state_count < kMostStates / 2) {
+    states[place] = key;
+    ++state_count;
+  }
+  return false;
 }
 
 void enter(const Case& one) { cases().push_back(one); }
@@ -271,6 +295,7 @@ bool run(const Case& one, const Schedule& schedule, bool traced = false) {
     bounds.stale = one.stale == 0 ? 0 : one.stale + 2;
     begin_random(schedule);
   }
+  most = bounds;
   schedule_now = &schedule;
   at_choice = 0;
   return execute(one, bounds, traced);
@@ -298,10 +323,9 @@ void take_path(Result& result) {
   }
 }
 
-// A search that ends early has seen only what happens late.
-constexpr long kFewest = 3000;
-
-Result try_case(const Case& one, long schedules) {
+// So many at random, unless a search of no more than `searched` comes to its end first. One that does not has seen only
+// what happens late.
+Result try_case(const Case& one, long schedules, long searched) {
   Result result;
   const auto fails = [&](const Schedule& schedule) {
     result.is_well = false;
@@ -310,9 +334,11 @@ Result try_case(const Case& one, long schedules) {
     return result;
   };
   long expected = 64, kills[kMostRanks] = {};
-  if (!one.vanishes && one.is_searched && schedules >= kFewest) {
+  if (!one.vanishes && one.is_searched && searched > 0) {
     mode = Mode::kTree;
     path_length = 0;
+    madvise(room_for_states, kMostStates * sizeof(uint64_t), MADV_DONTNEED);
+    state_count = 0;
     do {
       Schedule schedule;
       ++result.tried;
@@ -325,7 +351,8 @@ Result try_case(const Case& one, long schedules) {
         result.is_all = true;
         return result;
       }
-    } while (result.tried < schedules / 2);
+    } while (result.tried < searched);
+    schedules += result.tried;
   }
   mode = Mode::kRandom;
   for (uint64_t seed = 1; result.tried < schedules; ++seed) {
@@ -393,14 +420,16 @@ bool in_parallel(size_t count, int jobs, Work work) {
 }
 
 int try_all(const std::vector<Case>& chosen, long schedules, int jobs) {
+  constexpr long kAll = 1L << 40, kNight = 1000000;
+  const long searched = schedules < kNight ? 0 : schedules / 10;  // of each that is not small
   long shares = 0;
   for (const Case& one : chosen) shares += one.share;
   const bool is_well = in_parallel(chosen.size(), jobs, [&](size_t i) {
     const Case& one = chosen[i];
     const auto started = std::chrono::steady_clock::now();
-    const Result result = try_case(one, std::max(1L, schedules * one.share / shares));
+    const Result result = try_case(one, std::max(1L, schedules * one.share / shares), one.is_small ? kAll : searched);
     const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
-    const bool is_refuted = one.refuted != nullptr && result.failure.find(one.refuted) != std::string::npos;
+    const bool is_refuted = one.refuted != nullptr && !result.is_well && result.failure.find(one.refuted) != std::string::npos;
     const bool is_well = one.refuted == nullptr ? result.is_well : is_refuted;
     if (!is_well && !result.is_well) tell_failure(one, result);
     std::printf("%-32s %9ld schedules%s %6.1f s%s\n", one.name, result.tried, result.is_all ? ", all" : "     ",
@@ -416,15 +445,18 @@ int try_all(const std::vector<Case>& chosen, long schedules, int jobs) {
 const char* const kOrders[] = {"relaxed", "consume", "acquire", "release", "acq_rel", "seq_cst"};
 enum { kRelaxed, kConsume, kAcquire, kRelease, kBoth, kSequential };
 
+bool is_dropped(Site::Op op) { return op == Site::kWake || op == Site::kFence; }
+
 struct Mutant {
   Place place;
   Site::Op op;
-  int order, weaker;  // a wake's: 1 and 0
+  int order, weaker;  // of what can only be dropped: 1 and 0
   std::vector<size_t> sites;
   std::set<const Case*> cases;  // that reach one of them
 
+  std::string order_name() const { return op == Site::kWake ? "wake" : op == Site::kFence ? "fence" : kOrders[order]; }
   std::string change() const {
-    return op == Site::kWake ? "wake -> none" : std::string(kOrders[order]) + " -> " + kOrders[weaker];
+    return order_name() + " -> " + (is_dropped(op) ? "none" : kOrders[weaker]);
   }
   std::string file() const { return place.at.substr(0, place.at.find(':')); }
   std::string source() const {
@@ -438,7 +470,7 @@ struct Mutant {
 
 // One step weaker, in each direction.
 std::vector<int> weaker_than(Site::Op op, int order) {
-  if (op == Site::kWake) return {0};
+  if (is_dropped(op)) return {0};
   if (order == kSequential) {
     if (op == Site::kLoad) return {kAcquire, kRelaxed};
     if (op == Site::kStore) return {kRelease, kRelaxed};
@@ -469,7 +501,7 @@ Place place_in_csrc(const Site& site) {
   return found;
 }
 
-// All atomics and wakes that the program has, reached or not. Its order, where the machine code says it nearby.
+// All atomics, wakes and fences that the program has, reached or not. Its order, where the machine code says it nearby.
 std::vector<Site> sites_in_code() {
   std::vector<Site> found;
   FILE* const pipe = popen(("objdump -d --no-show-raw-insn " + executable()).c_str(), "r");
@@ -491,10 +523,11 @@ std::vector<Site> sites_in_code() {
     const char* const call = std::strstr(instruction, "call ");
     const auto calls = [&](const char* name) { return call != nullptr && std::strstr(call, name) != nullptr; };
     const bool is_wake = calls("<model_notify_") || calls("futex_wake");
-    if (!is_wake && !calls("<__tsan_atomic")) continue;
-    const Site::Op op = is_wake ? Site::kWake : calls("_load") ? Site::kLoad : calls("_store") ? Site::kStore : Site::kChange;
+    const bool is_fence = calls("<_ZN2fl10full_fenceEv>");
+    if (!is_wake && !is_fence && !calls("<__tsan_atomic")) continue;
+    const Site::Op op = is_wake ? Site::kWake : is_fence ? Site::kFence : calls("_load") ? Site::kLoad : calls("_store") ? Site::kStore : Site::kChange;
     const char* const order = op == Site::kLoad ? "esi" : calls("compare") ? "ecx" : "edx";
-    found.push_back({{}, op, is_wake ? 1 : constants.count(order) > 0 ? constants[order] : kSequential});
+    found.push_back({{}, op, is_dropped(op) ? 1 : constants.count(order) > 0 ? constants[order] : kSequential});
     is_next = true;
   }
   if (pipe != nullptr) pclose(pipe);
@@ -506,7 +539,7 @@ std::vector<Mutant> all_mutants() {
   std::map<size_t, std::set<const Case*>> reach;
   for (const Case& one : cases()) {
     if (one.refuted != nullptr) continue;  // it fails whatever is weakened
-    try_case(one, 300);
+    try_case(one, 300, 0);
     for (size_t i = 0; i < site_count(); ++i) {
       if (was_reached(i)) reach[i].insert(&one);
     }
@@ -574,7 +607,7 @@ Verdict verdict_of(const Mutant& mutant, long schedules) {
     long simple = 3;
     for (const Case* const one : mutant.cases) {
       if (most == schedules && simple-- == 0) break;
-      const Result result = try_case(*one, most);
+      const Result result = try_case(*one, most, most < 3000 ? 0 : most / 2);
       verdict.tried += result.tried;
       if (result.is_well) continue;
       std::snprintf(verdict.killer, sizeof verdict.killer, "%s", one->name);
@@ -588,13 +621,13 @@ Verdict verdict_of(const Mutant& mutant, long schedules) {
 std::string operation_of(const Mutant& mutant) {
   const std::string source = mutant.source();
   static const std::regex atomic(R"(\w+(\.|->)(load|store|exchange|fetch_add|fetch_sub|compare_exchange_\w+)(?=\())");
-  static const std::regex wake(R"((\w+(\.|->))?(futex_wake|notify_one|notify_all|wake|raise|give)(?=\())");
+  static const std::regex dropped(R"((\w+(\.|->))?(full_fence|futex_wake|notify_one|notify_all|wake|raise|give)(?=\())");
   std::smatch found;
-  if (std::regex_search(source, found, mutant.op == Site::kWake ? wake : atomic)) return found.str();
+  if (std::regex_search(source, found, is_dropped(mutant.op) ? dropped : atomic)) return found.str();
   return source;
 }
 
-// Every order weakened and every wake dropped, one at a time: which case notices. As docs/reliability.md has it.
+// Every order weakened, every wake and fence dropped, one at a time: which case notices. As docs/reliability.md has it.
 int try_mutants(long schedules, int jobs, const std::string& only, const std::vector<Case>& chosen) {
   std::vector<Mutant> mutants;
   const auto is_chosen = [&](const Case* one) {
@@ -627,13 +660,12 @@ int try_mutants(long schedules, int jobs, const std::string& only, const std::ve
     const Mutant& one = mutants[i];
     const std::string excuse = excuse_of(one), killer = verdicts[i].killer;
     is_well = is_well && !(killer.empty() && excuse.empty());
-    const std::string order = one.op == Site::kWake ? "wake" : kOrders[one.order];
-    const std::string next = " | `" + one.place.function + "` | `" + operation_of(one) + "` | " + order + " | ";
+    const std::string next = " | `" + one.place.function + "` | `" + operation_of(one) + "` | " + one.order_name() + " | ";
     if (next != row || file != one.file()) std::printf("%s| %s%s", row.empty() ? "" : " |\n", one.file().c_str(), next.c_str());
     else std::printf("; ");
     row = next;
     file = one.file();
-    if (one.op != Site::kWake) std::printf("%s: ", kOrders[one.weaker]);
+    if (!is_dropped(one.op)) std::printf("%s: ", kOrders[one.weaker]);
     std::printf("%s", killer.empty() ? excuse.empty() ? "NOBODY" : excuse.c_str() : ("`" + killer + "`").c_str());
   }
   std::printf(" |\n");

@@ -28,6 +28,7 @@ constexpr int kMostMutexes = 256;
 Mutex mutexes[kMostMutexes];
 int mutex_count = 0;
 
+uintptr_t number(const void* at) { return reinterpret_cast<uintptr_t>(at); }
 bool is_own(const void* at) { return watched != nullptr && is_modelled(reinterpret_cast<uintptr_t>(at)); }
 
 Mutex& mutex_of(const void* at) {
@@ -43,12 +44,17 @@ Mutex& mutex_of(const void* at) {
 }
 
 void take(Mutex& mutex) {
-  while (mutex.owner >= 0) block(&mutex, -1);
+  happens(*here, number(mutex.at), true);
+  while (mutex.owner >= 0) {
+    block(&mutex, -1);
+    happens(*here, number(mutex.at), true);
+  }
   mutex.owner = here->number;
   here->now.join(mutex.times);
 }
 
 void give(Mutex& mutex) {
+  happens(*here, number(mutex.at), true);
   mutex.times = here->now;
   tick(*here);
   mutex.owner = -1;
@@ -58,6 +64,7 @@ void give(Mutex& mutex) {
 int wait_on(const void* condition, const void* at, int64_t until) {
   Mutex& mutex = mutex_of(at);
   give(mutex);
+  happens(*here, number(condition), true);
   block(condition, until);
   const bool is_late = here->has_timed_out;
   take(mutex);
@@ -65,8 +72,6 @@ int wait_on(const void* condition, const void* at, int64_t until) {
 }
 
 int64_t nanoseconds(const timespec* time) { return int64_t{time->tv_sec} * 1000000000 + time->tv_nsec; }
-
-uintptr_t number(const void* at) { return reinterpret_cast<uintptr_t>(at); }
 
 }  // namespace
 }  // namespace model
@@ -88,6 +93,7 @@ int pthread_mutex_trylock(pthread_mutex_t* at) {
   if (!is_own(at)) return 0;
   point(number(at));
   record("try to lock", number(at), 0, CALLER);
+  happens(*here, number(at), true);
   if (mutex_of(at).owner >= 0) return EBUSY;
   take(mutex_of(at));
   return 0;
@@ -113,11 +119,13 @@ int pthread_cond_destroy(pthread_cond_t*) { return 0; }
 void model_notify_one(void* at) {
   if (watched == nullptr || is_dropped(number(at), CALLER)) return;
   point(number(at));
+  happens(*here, number(at), true);
   record("notify one", number(at), static_cast<uint64_t>(wake_all(at, 1)), CALLER);
 }
 void model_notify_all(void* at) {
   if (watched == nullptr || is_dropped(number(at), CALLER)) return;
   point(number(at));
+  happens(*here, number(at), true);
   record("notify all", number(at), static_cast<uint64_t>(wake_all(at, kMostFibers)), CALLER);
 }
 
@@ -135,7 +143,11 @@ int pthread_create(pthread_t* thread, const pthread_attr_t*, void* (*entry)(void
 }
 int pthread_join(pthread_t thread, void**) {
   Fiber& other = fibers[thread - 1];
-  while (other.state != Fiber::kEnded) block(&other, -1);
+  happens(*here, number(&other), true);
+  while (other.state != Fiber::kEnded) {
+    block(&other, -1);
+    happens(*here, number(&other), true);
+  }
   here->now.join(other.now);
   return 0;
 }
@@ -144,9 +156,11 @@ pthread_t pthread_self() { return here == nullptr ? 999 : static_cast<pthread_t>
 
 int clock_gettime(clockid_t clock, timespec* time) {
   if (here == nullptr) return static_cast<int>(syscall(SYS_clock_gettime, clock, time));
-  now += 50;
-  time->tv_sec = now / 1000000000;
-  time->tv_nsec = now % 1000000000;
+  happens(*here, kClock, false);
+  ++here->looked;
+  const int64_t since = clock_of(*here);
+  time->tv_sec = since / 1000000000;
+  time->tv_nsec = since % 1000000000;
   return 0;
 }
 
@@ -257,19 +271,19 @@ namespace fl {
 
 void futex_wait(const void* word, uint32_t seen, int64_t nanoseconds, uint32_t bits, Among) {
   point(number(word));
+  happens(*here, number(word), true);
   full_fence();
   const uint32_t value = kernel_load(number(word), CALLER);
   record("futex wait", number(word), value, CALLER);
   if (value != seen) return;
-  here->is_futex = true;
-  block(word, now + nanoseconds, bits);
-  here->is_futex = false;
+  block(word, clock_of(*here) + nanoseconds, bits);
   record(here->has_timed_out ? "its time is over" : "wakes", number(word), value, CALLER);
 }
 
 void futex_wake(const void* word, uint32_t bits, Among) {
   if (is_dropped(number(word), CALLER)) return;
   point(number(word));
+  happens(*here, number(word), true);
   full_fence();
   record("futex wake", number(word), static_cast<uint64_t>(wake_all(word, kMostFibers, bits)), CALLER);
 }
@@ -283,7 +297,7 @@ void yield_processor() {
 }
 
 void full_fence() {
-  if (!is_quiet) model::full_fence();
+  if (!is_quiet && !is_dropped(kBase, CALLER, Site::kFence)) model::full_fence();
 }
 
 int processors() { return current->processors; }
@@ -321,6 +335,7 @@ void* of_this_process(const void* type, void* (*make)()) {
 extern "C" {
 
 int model_open(const char* path, int, ...) {
+  happens(*here, kKernel, true);
   const int name = std::atoi(std::strrchr(path, '/') + 1);
   int found = 0;
   while (found < segment_count && segments[found].name != name) ++found;
@@ -334,6 +349,7 @@ int model_open(const char* path, int, ...) {
 }
 
 int model_ftruncate(int fd, off_t bytes) {
+  happens(*here, kKernel, true);
   Segment& segment = segments[file_of(fd).segment];
   segment.bytes = static_cast<size_t>(bytes);
   segment.at = number(allocate(0, segment.bytes, 4096));
@@ -351,12 +367,14 @@ int model_fstat(int fd, struct stat* status) {
 }
 
 void* model_mmap(void*, size_t, int, int, int fd, off_t) {
+  happens(*here, kKernel, true);
   Segment& segment = segments[file_of(fd).segment];
   ++segment.users[here->rank];
   return reinterpret_cast<void*>(segment.at);
 }
 
 int model_munmap(void* at, size_t) {
+  happens(*here, kKernel, true);
   for (int i = 0; i < segment_count; ++i) {
     if (segments[i].at == number(at)) --segments[i].users[here->rank];
   }
@@ -364,6 +382,7 @@ int model_munmap(void* at, size_t) {
 }
 
 int model_fcntl(int fd, int command, ...) {
+  happens(*here, kKernel, true);
   va_list arguments;
   va_start(arguments, command);
   auto* const range = va_arg(arguments, struct flock*);
@@ -381,6 +400,7 @@ int model_fcntl(int fd, int command, ...) {
 
 int model_close(int fd) {
   if (fd < kFirstFile) return 0;  // a process's
+  happens(*here, kKernel, true);
   for (int8_t& lock : segments[file_of(fd).segment].locks) {
     if (lock == file_of(fd).rank) lock = -1;
   }
