@@ -272,7 +272,7 @@ namespace fl {
 void futex_wait(const void* word, uint32_t seen, int64_t nanoseconds, uint32_t bits, Among) {
   point(number(word));
   happens(*here, number(word), true);
-  full_fence();
+  if (!is_quiet) model::full_fence();  // the kernel's, no mutant
   const uint32_t value = kernel_load(number(word), CALLER);
   record("futex wait", number(word), value, CALLER);
   if (value != seen) return;
@@ -284,7 +284,7 @@ void futex_wake(const void* word, uint32_t bits, Among) {
   if (is_dropped(number(word), CALLER)) return;
   point(number(word));
   happens(*here, number(word), true);
-  full_fence();
+  if (!is_quiet) model::full_fence();  // the kernel's, no mutant
   record("futex wake", number(word), static_cast<uint64_t>(wake_all(word, kMostFibers, bits)), CALLER);
 }
 
