@@ -176,7 +176,7 @@ def objections(start: Start, faults: Sequence[Fault]) -> list[str]:
 def _to_name(start: Start, faults: Sequence[Fault], rank: int) -> set[int]:
     """Return whom ``rank`` may name: those that were hit, and, if it is cut off, the other side.
 
-    It cannot know which side is cut off.
+    It cannot know which side is cut off. Who rests meanwhile finds that others have ended.
     """
     hit = {each for fault in faults for each in fault.culprits}
     for fault in faults:
@@ -185,7 +185,7 @@ def _to_name(start: Start, faults: Sequence[Fault], rank: int) -> set[int]:
             hit = (hit | {*range(start.ranks)}) - ({*fault.culprits} - dead)
         rests, until = fault.rests
         if hit and rests == rank and until > min(start.ended.values()):
-            hit |= {0}
+            hit |= {each for each, when in start.ended.items() if when < start.ended[rank]}
     return hit
 
 

@@ -284,9 +284,13 @@ class Gate(abc.ABC):
                         if is_first:
                             place.failed(offer)
                         if self._bereft and is_first and not place.moves:  # the run has failed
-                            is_there = isinstance(error, SilentError)
-                            until = speaks_from + _BEREFT if is_there else now
-                            self._deadline = min(self._deadline, until)
+                            if not isinstance(error, SilentError):
+                                self._bereft = (
+                                    f"rank 0 of {self._size} is not there any more: the run"
+                                )
+                                self._bereft += " has failed, and errors of other ranks say why"
+                                self._deadline = now
+                            self._deadline = min(self._deadline, speaks_from + _BEREFT)
                 # That rank 0 is merely late, it says itself once it is there.
                 says = problem or place.first_report is not None
                 waiting.look([0] if says else [], problem)

@@ -325,7 +325,7 @@ class TreeNode(Gate):
     def _ask(self, done: set[int]) -> None:
         """Have members that are not ``done`` show what they have, or say whom they wait for."""
         for rank in self.members.keys() - done:
-            self.members[rank].send(Kind.LATE, str(self._round).encode(), self._deadline)
+            self.members[rank].put(Kind.LATE, str(self._round).encode())
 
     def _not_arrived(self, missing: list[int]) -> str:
         known = self._places.left
@@ -561,7 +561,7 @@ class TreeNode(Gate):
         self._verdict = reason
         deadline = system.monotonic() + SHORTLY
         for each in self._neighbours():
-            each.send(Kind.FAILURE, reason.encode(), deadline)
+            each.put(Kind.FAILURE, reason.encode())
         self._notified |= self.members.keys()
         if joining and self._round == 0 and self._listeners:
             expected = set(range(self._size)) - {self._place.rank} - self._places.given.keys()
@@ -569,6 +569,7 @@ class TreeNode(Gate):
                 self._serve(deadline)
         refused = (candidate for candidate in self._candidates if candidate.is_refused)
         for connection in (*self._neighbours(), *refused):
+            connection.drain(deadline)
             connection.shut()
             with suppress(WireError):
                 while not connection.has_ended and system.monotonic() < deadline:

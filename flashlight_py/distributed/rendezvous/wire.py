@@ -247,6 +247,11 @@ class Connection:
             self._unsent.clear()
         return not self._unsent
 
+    def drain(self, deadline: float) -> None:
+        """Send what is left of messages, as far as it is taken before the deadline."""
+        while not self.flush() and (left := deadline - system.monotonic()) > 0.0:
+            system.can_write(self.wire.fileno(), left)
+
     def receive(self, timeout: float) -> None:
         """Take what arrives within ``timeout`` seconds; a message that is whole goes to the inbox.
 
