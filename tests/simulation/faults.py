@@ -161,8 +161,11 @@ def objections(start: Start, faults: Sequence[Fault]) -> list[str]:
         found.append(
             f"ranks {list(start.up)[:5]} are up, and {missing} have not made all exchanges"
         )
-    held_up = _held_up(start, faults)
-    for rank, error in start.errors.items():
+    held_up, knows_none = _held_up(start, faults), "the run has failed, and other ranks say why"
+    told = {rank: error for rank, error in start.errors.items() if knows_none not in str(error)}
+    if start.errors and not told:
+        found.append(f"all ranks say that {knows_none}")
+    for rank, error in told.items():
         if not isinstance(error, RendezvousError):
             found.append(f"rank {rank} raises {error!r}")
             break

@@ -94,6 +94,7 @@ class Gate(abc.ABC):
         self.number = place.rank  # or what rank 0 has given it
         self._without = ANY_RANK  # who was above this rank and is not there
         self._bereft = ""  # and what has become of it
+        self._missed = ""  # whom rank 0 has named, and why that one was not to be had
         self._deadline = math.inf
         self._host, self._speaks = "", False  # where it listens for other hosts; for its own one
 
@@ -283,12 +284,10 @@ class Gate(abc.ABC):
                             raise self._failure(str(error)) from error
                         if is_first:
                             place.failed(offer)
-                        if self._bereft and is_first and not place.moves:  # the run has failed
+                        has_been = self._bereft or self._missed
+                        if has_been and is_first and not place.moves:  # the run has failed
                             if not isinstance(error, SilentError):
-                                self._bereft = (
-                                    f"rank 0 of {self._size} is not there any more: the run"
-                                )
-                                self._bereft += " has failed, and errors of other ranks say why"
+                                self._missed = "the run has failed, and other ranks say why"
                                 self._deadline = now
                             self._deadline = min(self._deadline, speaks_from + _BEREFT)
                 # That rank 0 is merely late, it says itself once it is there.
@@ -298,7 +297,7 @@ class Gate(abc.ABC):
                 pause = min(pause * PAUSE_GROWTH, LONGEST_PAUSE)
         finally:
             place.clear()
-        missing = self._bereft or not_arrived([0], self._size, place.timeout)
+        missing = self._bereft or self._missed or not_arrived([0], self._size, place.timeout)
         raise self._failure(f"{missing}{problem}; {place.remedy()}", joining=True)
 
     def _reach(self, offer: Offer, inside: float = 0.0, patience: float = 0.0) -> bool:
@@ -338,7 +337,8 @@ class Gate(abc.ABC):
         seat = Seat(*json.loads(message.body))
         self.number = seat.rank
         if not seat.host:
-            self._up, self._seat, self._without, self._bereft = connection, seat, ANY_RANK, ""
+            self._up, self._seat, self._without = connection, seat, ANY_RANK
+            self._bereft = self._missed = ""
             connection.rank = seat.parent
             self.selector.register(connection.wire, EVENT_READ, connection)
             self._seated()
@@ -349,7 +349,7 @@ class Gate(abc.ABC):
         except NobodyError as error:
             self._without, where = seat.parent, f"{seat.host}:{seat.port}"
             who = f"rank {seat.parent} of {self._size} ({seat.peer})"
-            self._bereft = self._bereft or f"{who} is not at {where}, where rank 0 sees it: {error}"
+            self._missed = f"{who} is not at {where}, where rank 0 sees it: {error}"
             return False
         finally:
             connection.wire.close()
