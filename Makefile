@@ -8,6 +8,7 @@
 #   KILLS=50            how often `make test-slow` kills examples/ResumableTraining.py
 #   ROUNDS=5000 SEED=2  of `make sanitize` and `make arm`: calls of a group, and which
 #   SCHEDULES=1000000   of `make model`, all cases together; CASE="send part" for cases that begin so;
+#                       SEARCH=1000000 at most for a search of each other case with one thread a rank;
 #                       SCHEDULE='barrier/2x2 d3=1' one of them again, with every access
 #   CHAOS="--rounds 5"  arguments of `make chaos`; --help tells
 #   BENCH=--quick       arguments of every script in `make bench`
@@ -110,7 +111,7 @@ MODEL := $(MAKE) -s -j$$(nproc) -C tests/native/model OUT=$(CURDIR)/build/native
 model: ## try schedules of shared memory with all that C++ lets memory do: 2 minutes on 2 cores
 	@$(MODEL) check
 
-model-night: ## the same, 10,000,000 of them, and longer searches
+model-night: ## the same, 10,000,000 of them
 	@$(MODEL) check SCHEDULES=10000000
 
 model-mutants: ## weaken each order of memory, drop each wake and fence: a case of the model must notice

@@ -132,11 +132,11 @@ void ring(int rank) {
 
 const Case parts[] = {
     {.name = "ticks/1", .ranks = 1, .run = ticks, .share = 4, .stale = 3},
-    {.name = "turns/1", .ranks = 1, .run = turns, .timers = 0},
-    {.name = "crew/1", .ranks = 1, .run = crew, .timers = 0},
-    {.name = "queue/1", .ranks = 1, .run = queue, .timers = 0},
-    {.name = "ring/2", .ranks = 2, .run = ring<0, 6>, .share = 2, .stale = 3, .timers = 0},
-    {.name = "ring_data/2", .ranks = 2, .run = ring<48, 9>, .share = 2, .stale = 3, .timers = 0},
+    {.name = "turns/1", .ranks = 1, .run = turns, .timers = 0, .is_small = true},
+    {.name = "crew/1", .ranks = 1, .run = crew, .timers = 0, .is_small = true},
+    {.name = "queue/1", .ranks = 1, .run = queue, .timers = 0, .is_small = true},
+    {.name = "ring/2", .ranks = 2, .run = ring<0, 6>, .share = 2, .stale = 3, .timers = 0, .is_small = true},
+    {.name = "ring_data/2", .ranks = 2, .run = ring<48, 9>, .share = 2, .stale = 3, .timers = 0, .is_small = true},
 };
 const Table all_parts{parts};
 

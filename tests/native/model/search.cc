@@ -419,9 +419,9 @@ bool in_parallel(size_t count, int jobs, Work work) {
   return is_well;
 }
 
-int try_all(const std::vector<Case>& chosen, long schedules, int jobs) {
-  constexpr long kAll = 1L << 40, kNight = 1000000;
-  const long searched = schedules < kNight ? 0 : schedules / 10;  // of each that is not small
+// `searched`: so many at most of a search of each case that is not small.
+int try_all(const std::vector<Case>& chosen, long schedules, long searched, int jobs) {
+  constexpr long kAll = 1L << 40;
   long shares = 0;
   for (const Case& one : chosen) shares += one.share;
   const bool is_well = in_parallel(chosen.size(), jobs, [&](size_t i) {
@@ -675,7 +675,7 @@ int try_mutants(long schedules, int jobs, const std::string& only, const std::ve
 }
 
 int start(int count, char** words) {
-  long schedules = 100000;
+  long schedules = 100000, searched = 0;
   int jobs = 2;
   bool mutates = false;
   std::string only;
@@ -692,6 +692,8 @@ int start(int count, char** words) {
       if (i + 1 < count && words[i + 1][0] != '-') only = words[++i];
     } else if (word == "--schedules") {
       schedules = std::atol(words[++i]);
+    } else if (word == "--search") {
+      searched = std::atol(words[++i]);
     } else if (word == "--jobs") {
       jobs = std::atoi(words[++i]);
     } else {
@@ -701,7 +703,7 @@ int start(int count, char** words) {
     }
   }
   if (mutates) return try_mutants(schedules, jobs, only, chosen);
-  return try_all(chosen.empty() ? cases() : chosen, schedules, jobs);
+  return try_all(chosen.empty() ? cases() : chosen, schedules, searched, jobs);
 }
 
 }  // namespace
