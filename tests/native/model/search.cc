@@ -1,6 +1,7 @@
 // Which schedules are tried: all within bounds, in the order of a depth-first search, or at random with priorities.
 //
 //   model [CASE...] [--schedules N] [--jobs N]   try so many of all cases together, as their shares say
+//         [--search N]                           and so many at most of a search of each one that is not small
 //   model --replay 'CASE SCHEDULE'               once more, and tell of every access
 //   model --mutants [FILE] [--schedules N]       weaken each order and drop each wake and fence: which case notices?
 //   model --list
@@ -23,6 +24,7 @@
 #include <vector>
 
 #include "model.h"
+#include "places.h"
 
 namespace model {
 namespace {
@@ -173,116 +175,6 @@ Case vanishing(Case one) {
   one.timers = 2;
   return one;
 }
-
-// Places --------------------------------------------------------------------------------------
-
-namespace {
-
-// Of csrc or a case: the function, and `file:line`.
-struct Place {
-  std::string function, at;
-};
-std::map<uintptr_t, std::vector<Place>> places;  // by address: with all that it is inlined into, innermost first
-std::set<uintptr_t> foreign;                     // in std::shared_ptr
-
-// Without arguments, and what it is a part of.
-std::string short_name(std::string name) {
-  name = name.substr(0, name.find("::{lambda"));
-  for (const char* space : {"fl::", "(anonymous namespace)::"}) {
-    for (size_t at; (at = name.find(space)) != std::string::npos;) name.erase(at, std::strlen(space));
-  }
-  name = name.substr(0, name.find("operator()"));
-  for (size_t end; (end = name.find('>')) != std::string::npos;) {
-    const size_t begin = name.rfind('<', end);
-    if (begin == std::string::npos) break;
-    name.erase(begin, end + 1 - begin);
-  }
-  name = name.substr(0, name.find('('));
-  return name.substr(name.rfind(' ') + 1);
-}
-
-std::string executable() {
-  char path[4096];
-  const ssize_t bytes = readlink("/proc/self/exe", path, sizeof path - 1);
-  return {path, static_cast<size_t>(std::max<ssize_t>(bytes, 0))};
-}
-
-// Ask for many at once: the program reads all of its debugging information for each call.
-void resolve(const std::vector<uintptr_t>& addresses) {
-  std::vector<uintptr_t> unknown;
-  for (const uintptr_t one : addresses) {
-    if (one != 0 && places.try_emplace(one).second) unknown.push_back(one);
-  }
-  for (size_t begin = 0; begin < unknown.size(); begin += 500) {
-    std::string command = "addr2line -a -i -f -C -e " + executable();
-    for (size_t i = begin; i < std::min(begin + 500, unknown.size()); ++i) {
-      char text[32];
-      std::snprintf(text, sizeof text, " %lx", static_cast<unsigned long>(unknown[i] - 1));
-      command += text;
-    }
-    FILE* const pipe = popen(command.c_str(), "r");
-    char line[4096];
-    uintptr_t now = 0;
-    std::string function;
-    while (pipe != nullptr && std::fgets(line, sizeof line, pipe) != nullptr) {
-      if (std::strncmp(line, "0x", 2) == 0) {
-        now = std::strtoul(line, nullptr, 16) + 1;
-        function.clear();
-        continue;
-      }
-      if (function.empty()) {
-        function = line;
-        function.pop_back();
-        continue;
-      }
-      // How shared pointers count is the library's affair.
-      if (std::strstr(line, "/ext/atomicity.h") != nullptr || std::strstr(line, "/shared_ptr") != nullptr) {
-        foreign.insert(now);
-      }
-      for (const char* folder : {"csrc/", "model/"}) {
-        const char* const found = std::strstr(line, folder);
-        if (found == nullptr) continue;
-        std::string place = found;
-        place.resize(std::min(place.find('\n'), place.find(" (")));
-        const size_t up = place.find("/../");
-        if (up != std::string::npos) {
-          const size_t folder_at = place.rfind('/', up - 1) + 1;  // 0 where there is none before
-          place.erase(folder_at, up + 4 - folder_at);
-        }
-        places[now].push_back({short_name(function), place});
-        break;
-      }
-      function.clear();
-    }
-    if (pipe != nullptr) pclose(pipe);
-  }
-}
-
-// In a message, each <address>.
-std::string with_places(const std::string& text) {
-  std::string result;
-  for (size_t at = 0; at < text.size();) {
-    const size_t open = text.find('<', at), close = text.find('>', open);
-    if (open == std::string::npos || close == std::string::npos) return result + text.substr(at);
-    const uintptr_t address = std::strtoul(text.c_str() + open + 1, nullptr, 16);
-    resolve({address});
-    result += text.substr(at, open - at) + (places[address].empty() ? "?" : places[address].front().at);
-    at = close + 1;
-  }
-  return result;
-}
-
-}  // namespace
-
-std::string place_of(const uintptr_t (&at)[4]) {
-  for (const uintptr_t one : at) {
-    const auto found = places.find(one);
-    if (found != places.end() && !found->second.empty()) return found->second.front().at;
-  }
-  return "?";
-}
-
-void resolve_places(const uintptr_t* addresses, size_t count) { resolve({addresses, addresses + count}); }
 
 // Trying --------------------------------------------------------------------------------------
 
@@ -484,7 +376,7 @@ std::vector<int> weaker_than(Site::Op op, int order) {
 Place place_in_csrc(const Site& site) {
   Place found;
   for (const uintptr_t one : site.at) {
-    for (const Place& place : places[one]) {
+    for (const Place& place : places_of(one)) {
       const auto is_in = [&](const char* start) { return place.at.rfind(start, 0) == 0; };
       if (!found.at.empty()) {
         found.function = place.function;
@@ -552,7 +444,7 @@ std::vector<Mutant> all_mutants() {
   std::map<std::tuple<std::string, int, int>, Mutant> lines;  // by file, line and what is done
   const auto line_of = [&](const Site& one) -> Mutant* {
     const Place place = place_in_csrc(one);
-    if (place.at.empty() || foreign.count(one.at[0]) > 0) return nullptr;
+    if (place.at.empty() || is_foreign(one.at[0])) return nullptr;
     const size_t colon = place.at.find(':');
     Mutant& line = lines[{place.at.substr(0, colon), std::atoi(place.at.c_str() + colon + 1), one.op}];
     line.place = place;
