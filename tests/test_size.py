@@ -16,12 +16,12 @@ FILES = [path for path in PACKAGE.rglob("*.py") if path.name != "_nccl.py"]  # t
 # At most so many lines and files. Blank lines, comments and docstrings count.
 BUDGETS = {
     # Layers, their functions, amp and the data loader are 3,700 of them: errors name both shapes.
-    "": (50_025, 249),
+    "": (50_045, 249),
     # torch changes the timeouts of groups that are open; objects know two ways, native and not.
-    "distributed": (17_535, 90),
+    "distributed": (17_555, 90),
     # Ranks meet in a tree of hosts, and name who is lost or late wherever it is; one that is
     # stopped holds nobody up, and launchers show each other that they are there.
-    "distributed/rendezvous": (3_475, 12),
+    "distributed/rendezvous": (3_495, 12),
     # Not 1,200: last words need a communicator and a count of their own, or others get wrong sums.
     "distributed/backends/mpi": (1_260, 7),
     "parallel": (6_460, 30),
