@@ -31,6 +31,12 @@ def test_no_schedule_of_faults_ends_wrongly(tens: int) -> None:
     assert {seed: wrong for seed, wrong in found.items() if wrong} == {}
 
 
+@pytest.mark.parametrize(("seed", "ranks"), [(8636, 64), (227, 128), (5363, 256)])
+def test_a_schedule_that_once_ended_wrongly(seed: int, ranks: int) -> None:
+    """Of nights: some came when the run had failed, and waited for rank 0, or named another one."""
+    assert trial(seed, ranks)[2] == []
+
+
 def test_a_seed_decides_everything() -> None:
     first, again, other = (trial(seed)[0] for seed in (8, 8, 12))
     assert first.ended == again.ended

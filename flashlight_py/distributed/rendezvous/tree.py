@@ -216,7 +216,8 @@ class TreeNode(Gate):
                 self._heard_below(connection.rank or 0, kind, body)
         messages.clear()
         if (is_up or is_member) and connection.is_unreachable and not self._verdict:
-            raise self._failure(cannot_be_reached(self._who(connection), self._place.host_timeout))
+            seconds = self._place.host_timeout
+            raise self._failure(cannot_be_reached(self._who(connection), seconds), joining=True)
         if connection.has_ended:
             self._heard_end(connection, is_up, is_member)
 
