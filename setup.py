@@ -259,7 +259,7 @@ FAST = numpy_extension(
     "fast",
     [
         f"csrc/fast/{name}.c"
-        for name in ("fast", "call", "place", "plain", "uneven", "batch", "objects", "works")
+        for name in ("fast", "call", "alone", "place", "plain", "uneven", "batch", "objects", "works")
     ],
     [
         *(f"csrc/fast/{name}.h" for name in ("binding", "plain", "ring")),

@@ -109,6 +109,13 @@ static int is_hurried(const Binding *binding, uint64_t before, int64_t now) {
   return calls->number >= FIRST_CALLS && now - calls->calls[(before - 1) % RING_CALLS].started < SOON_TICKS;
 }
 
+recorded record_alone(Binding *binding, const fl_signature *shown) {
+  const int is_soon = is_hurried(binding, binding->calls->written, fl_ticks());
+  const recorded made = record(binding, shown, -1, 0, NULL);
+  if (!is_soon) note_place(binding, made.row);
+  return made;
+}
+
 /* A call notes its line if it has to wait anyway, or if it takes so long that nobody will notice. */
 fl_op *finish_collective(Binding *binding, const plain_call *call, ring_call *row) {
   const int64_t bytes = call->signature.count * call->signature.itemsize;
@@ -197,6 +204,11 @@ int run_at_once(Binding *binding, const plain_call *call, const fl_signature *sh
 static PyObject *run_collective(Binding *binding, PyObject *x, PyObject *out, plain_call *call) {
   fl_op *op;
   recorded made;
+  if (is_alone(binding)) {
+    made = record_alone(binding, &call->signature);
+    run_alone(call);
+    return end(binding, NULL, x, out, call, made);
+  }
   const int has_run = binding->begin != NULL
                           ? run_in_steps(binding, call, &call->signature, &op, &made)
                           : run_at_once(binding, call, &call->signature, &op, &made);
@@ -297,18 +309,25 @@ static PyObject *kept_room(plain_call *call) {
 static PyObject *start(PyObject *self, PyObject *x, PyObject *out, plain_call *call) {
   Binding *binding = binding_of(self);
   const fl_signature *s = &call->signature;
-  PyObject *place, *room = kept_room(call);
+  PyObject *place = NULL, *room = kept_room(call);
   const fl_site *site;
-  if (room == NULL || !place_and_site(binding, &place, &site)) {
+  if (room == NULL || (!is_alone(binding) && !place_and_site(binding, &place, &site))) {
     Py_XDECREF(call->result);
     Py_XDECREF(room);
     return NULL;
   }
-  const recorded made = record(binding, s, call->peer, RING_ASYNC, place);
-  fl_op *op;
-  Py_BEGIN_ALLOW_THREADS;
-  op = binding->run(binding->group, s, call->data, call->output, call->peer, binding->seconds, 1, site);
-  Py_END_ALLOW_THREADS;
+  recorded made;
+  fl_op *op = NULL;
+  if (is_alone(binding)) {
+    made = record_alone(binding, s);
+    made.row->flags |= RING_ASYNC;
+    run_alone(call);
+  } else {
+    made = record(binding, s, call->peer, RING_ASYNC, place);
+    Py_BEGIN_ALLOW_THREADS;
+    op = binding->run(binding->group, s, call->data, call->output, call->peer, binding->seconds, 1, site);
+    Py_END_ALLOW_THREADS;
+  }
   if (op == NULL) {
     ring_end(made.row, made.id, 0);
   } else {
@@ -378,6 +397,10 @@ PyObject *native_call(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   }
   const int plain = inside ? 0 : plain_read(args, binding->rank, binding->size, &call);
   if (plain < 0) return NULL;
+  if (plain && is_alone(binding) && !can_run_alone(&call, args[2])) {
+    Py_XDECREF(call.result);
+    Py_RETURN_NOTIMPLEMENTED;
+  }
   if (!plain) Py_RETURN_NOTIMPLEMENTED;
   PyObject *x = args[1], *out = args[2];
   call.seconds = seconds;
@@ -419,7 +442,7 @@ PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t coun
     PyErr_SetString(PyExc_TypeError, "expected (x, dst, out, src, tag, recv_tag), or (ops)");
     return NULL;
   }
-  if (is_left_to_python(binding)) Py_RETURN_NOTIMPLEMENTED;
+  if (is_left_to_python(binding) || is_alone(binding)) Py_RETURN_NOTIMPLEMENTED;
   const int inside = is_inside(binding);
   if (inside < 0) return NULL;
   if (count == 1 && !inside) return native_batch(self, args[0]);

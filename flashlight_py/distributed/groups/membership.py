@@ -109,6 +109,25 @@ class Membership:
         for name, way in zip(_SHORT_WAYS, ways, strict=True):
             setattr(self, name, way)
 
+    def begin_with(self, first_use: Callable[[], None]) -> None:
+        """Have ``first_use`` called by the first call; those after it take short ways."""
+        self.on_first_use = first_use
+        self._bind((left_to_python,) * len(_SHORT_WAYS))
+
+    def take_short_ways(self) -> None:
+        """Take the backend's short ways as they are now."""
+        self.on_first_use = None
+        with _diverting:
+            for name, way in zip(_SHORT_WAYS, self.backend().bind(self.journal), strict=True):
+                if name == "native_barrier" and self.gpus is not None:
+                    continue
+                is_diverted = isinstance(getattr(self, name), functools.partial)
+                setattr(self, name, _diverted(way) if is_diverted else way)
+                if name == "native" and self.size > 1:
+                    self.native_again = way
+            if self is _world:
+                use_as_world(self)
+
     @property
     def is_member(self) -> bool:
         """Whether this process is one of the group's ranks."""
@@ -127,7 +146,8 @@ class Membership:
         if dropped:
             close_dropped()
         if self.on_first_use is not None:
-            first_use, self.on_first_use = self.on_first_use, None
+            first_use = self.on_first_use
+            self.take_short_ways()
             first_use()
         if self._backend is None:
             raise self._unusable()
@@ -214,21 +234,12 @@ class Membership:
 
         It is the timeout of groups that are made of this one later, too.
         """
-        backend = self.backend()
+        self.backend()
         if self._joiner is not None:
             self._joiner = self._joiner.limited(seconds)
         for joined in self._joined:
             joined.limit(seconds)
-        with _diverting:
-            for name, way in zip(_SHORT_WAYS, backend.bind(self.journal), strict=True):
-                if name == "native_barrier" and self.gpus is not None:
-                    continue
-                is_diverted = isinstance(getattr(self, name), functools.partial)
-                setattr(self, name, _diverted(way) if is_diverted else way)
-                if name == "native" and self.size > 1:
-                    self.native_again = way
-            if self is of(None):
-                use_as_world(self)
+        self.take_short_ways()
 
     def run(self, call: Call) -> Work:
         """Start ``call``, and wait for its end if it is blocking; the journal has it."""
