@@ -88,6 +88,8 @@ from flashlight_py.distributed import all_gather_object as all_gather_object
 from flashlight_py.distributed import broadcast_object as broadcast_object
 from flashlight_py.distributed import gather_object as gather_object
 from flashlight_py.distributed import scatter_object as scatter_object
+from flashlight_py.distributed import recv_object as recv_object
+from flashlight_py.distributed import send_object as send_object
 from flashlight_py.distributed import all_reduce as all_reduce
 from flashlight_py.distributed import reduce as reduce
 from flashlight_py.distributed import reduce_scatter as reduce_scatter

@@ -47,6 +47,8 @@ from flashlight_py.distributed.api import all_gather_object as all_gather_object
 from flashlight_py.distributed.api import broadcast_object as broadcast_object
 from flashlight_py.distributed.api import gather_object as gather_object
 from flashlight_py.distributed.api import scatter_object as scatter_object
+from flashlight_py.distributed.api import recv_object as recv_object
+from flashlight_py.distributed.api import send_object as send_object
 from flashlight_py.distributed.api import all_reduce as all_reduce
 from flashlight_py.distributed.api import reduce as reduce
 from flashlight_py.distributed.api import reduce_scatter as reduce_scatter

@@ -7,7 +7,14 @@ from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
 from flashlight_py.device import Array, is_cupy
-from flashlight_py.distributed.api.verb_call import Group, Output, finish, refusing
+from flashlight_py.distributed.api.verb_call import (
+    Group,
+    Output,
+    finish,
+    packed_natively,
+    refuse_names,
+    refusing,
+)
 from flashlight_py.distributed.calls.arrays import as_array, may_overlap, pack
 from flashlight_py.distributed.calls.call import ANY_RANK, Call, Matched, P2POp
 from flashlight_py.distributed.calls.checks import Apart, check_rank
@@ -22,7 +29,7 @@ __all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send", "send
 X = TypeVar("X")
 
 
-def send(x: Any, dst: int, tag: int = 0, group: Group = None) -> None:
+def send(x: Any, dst: int, tag: int = 0, group: Group = None, **unknown: Any) -> None:
     """Send array ``x`` (any shape and dtype) to rank ``dst``. Blocks until ``x`` may be changed.
 
     That is when it has been copied, where it is small (up to 16 KB on a host) and the world has
@@ -38,13 +45,17 @@ def send(x: Any, dst: int, tag: int = 0, group: Group = None) -> None:
             call of the group where the send had ended.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
+    if unknown:
+        refuse_names(send, unknown, group)
     if (membership.world_native if group is None else of(group).native)(
         SEND.code, x, None, None, None, dst, tag, False
     ) is NotImplemented:
         _message(send, x, dst, tag, group)
 
 
-def recv(x: X, src: int | None, tag: int = 0, group: Group = None, partial: bool = False) -> X:
+def recv(
+    x: X, src: int | None, tag: int = 0, group: Group = None, partial: bool = False, **unknown: Any
+) -> X:
     """Fill array ``x``, in place, with what rank ``src`` sends under ``tag``. Blocks; returns x.
 
     Shape and dtype must be those of the array that is sent. NumPy arrays only can be received from
@@ -73,13 +84,15 @@ def recv(x: X, src: int | None, tag: int = 0, group: Group = None, partial: bool
         MismatchError: ``src`` sends another shape or dtype; raised on both.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
+    if unknown:
+        refuse_names(recv, unknown, group)
     y = (membership.world_native if group is None else of(group).native)(
         RECV.code, x, None, partial, None, src, tag, False
     )
     return _message(recv, x, src, tag, group, partial) if y is NotImplemented else y
 
 
-def isend(x: X, dst: int, tag: int = 0, group: Group = None) -> Work[X]:
+def isend(x: X, dst: int, tag: int = 0, group: Group = None, **unknown: Any) -> Work[X]:
     """Begin to send array ``x`` to rank ``dst``, and return a ``Work`` at once.
 
     As :func:`send`, but it runs beside collectives and other messages. ``x`` must not change until
@@ -90,6 +103,8 @@ def isend(x: X, dst: int, tag: int = 0, group: Group = None) -> Work[X]:
     Raises:
         TypeError, ValueError, DistributedError: as for :func:`send`.
     """
+    if unknown:
+        refuse_names(isend, unknown, group)
     y = (membership.world_native if group is None else of(group).native)(
         SEND.code, x, None, None, None, dst, tag, True
     )
@@ -97,7 +112,7 @@ def isend(x: X, dst: int, tag: int = 0, group: Group = None) -> Work[X]:
 
 
 def irecv(
-    x: X, src: int | None, tag: int = 0, group: Group = None, partial: bool = False
+    x: X, src: int | None, tag: int = 0, group: Group = None, partial: bool = False, **unknown: Any
 ) -> Work[X]:
     """Begin to fill array ``x`` with what rank ``src`` sends, and return a ``Work`` at once.
 
@@ -109,6 +124,8 @@ def irecv(
     Raises:
         TypeError, ValueError, DistributedError: as for :func:`recv`.
     """
+    if unknown:
+        refuse_names(irecv, unknown, group)
     y = (membership.world_native if group is None else of(group).native)(
         RECV.code, x, None, partial, None, src, tag, True
     )
@@ -123,6 +140,7 @@ def sendrecv(
     tag: int = 0,
     recv_tag: int | None = None,
     group: Group = None,
+    **unknown: Any,
 ) -> X:
     """Send ``x`` to rank ``dst`` and fill ``out``, in place, with what rank ``src`` sends.
 
@@ -150,6 +168,8 @@ def sendrecv(
         >>> fl.sendrecv(x, (rank + 1) % size, out, (rank - 1) % size)  # a ring of one
         array([0, 1, 2])
     """
+    if unknown:
+        refuse_names(sendrecv, unknown, group)
     other = tag if recv_tag is None else recv_tag
     y = (membership.world_native_sendrecv if group is None else of(group).native_sendrecv)(
         x, dst, out, src, tag, other
@@ -225,6 +245,11 @@ def _message(
     """Do what a public ``function`` does for one message, where there is no short way."""
     verb, members = function.__name__, of(group)
     op = P2POp("recv" if verb.endswith("recv") else "send", x, peer, tag, partial)
+    if verb == op.kind and not partial:
+        row = SEND if op.sends else RECV
+        y = packed_natively(members, row, x, None, None, None, op.peer, op.tag)
+        if y is not NotImplemented:
+            return y
     with refusing(members, verb, [op], [x]):
         message = _prepare(members, verb, op, blocking=verb == op.kind)
         if not message.call.blocking:
