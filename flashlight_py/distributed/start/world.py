@@ -46,8 +46,7 @@ def _warn_of_forgotten_init() -> None:
 
 
 # Before distributed_init, and after distributed_shutdown, a process is a world of its own.
-_ALONE = World()
-_ALONE.group.begin_with(_warn_of_forgotten_init)
+_ALONE = World(ProcessGroup(SingleBackend(), first_use=_warn_of_forgotten_init))
 _world: World | None = None
 membership.use_as_world(_ALONE.group)
 
