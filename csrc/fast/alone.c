@@ -11,6 +11,7 @@
 #include "binding.h"
 
 enum { CODE_FLOAT32 = 11, CODE_FLOAT64 = 12 };
+enum { LARGE_BYTES = 64 << 10 }; /* other threads go on meanwhile */
 
 static int is_float(const fl_signature *s) { return s->dtype == CODE_FLOAT32 || s->dtype == CODE_FLOAT64; }
 
@@ -36,6 +37,8 @@ void run_alone(const plain_call *call) {
   const fl_signature *s = &call->signature;
   void *to = is_gather(s) ? call->room.data : call->output;
   const size_t bytes = (size_t)(s->count * s->itemsize);
+  PyThreadState *others = bytes >= LARGE_BYTES ? PyEval_SaveThread() : NULL;
   if (to != NULL && bytes != 0) memmove(to, call->data, bytes); /* `out` may be what is given */
   if (s->scale != 1.0 && s->verb != FL_EXSCAN) scale(s, to == NULL ? call->data : to);
+  if (others != NULL) PyEval_RestoreThread(others);
 }
