@@ -66,7 +66,9 @@ from flashlight_py.checkpoint import save as save
 from flashlight_py.checkpoint import load as load
 from flashlight_py.checkpoint import Checkpoint as Checkpoint
 from flashlight_py.launch import spawn as spawn
+from flashlight_py.distributed import Grid as Grid
 from flashlight_py.distributed import barrier as barrier
+from flashlight_py.distributed import grid as grid
 from flashlight_py.distributed import new_group as new_group
 from flashlight_py.distributed import split as split
 from flashlight_py.distributed import sync_distributed as sync_distributed

@@ -432,8 +432,8 @@ PyObject *native_barrier(PyObject *self, PyObject *const *args, Py_ssize_t count
   return run_collective(binding, Py_None, Py_None, &call);
 }
 
-/* native_sendrecv(x, dst, out, src, tag, recv_tag): out, or NotImplemented; native_sendrecv(ops): the Work of
-   all of them. */
+/* native_sendrecv(x, dst, out, src, tag, recv_tag): out, or NotImplemented, where a rank that is None is nobody;
+   native_sendrecv(ops): the Work of all of them. */
 PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   Binding *binding = binding_of(self);
   plain_call sent, received;
@@ -447,23 +447,29 @@ PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t coun
   if (inside < 0) return NULL;
   if (count == 1 && !inside) return native_batch(self, args[0]);
   const int rank = binding->rank, size = binding->size;
-  if (inside || args[3] == Py_None ||
-      !plain_message(FL_SEND, args[0], args[1], args[4], Py_False, rank, size, &sent) ||
-      !plain_message(FL_RECV, args[2], args[3], args[5], Py_False, rank, size, &received) ||
-      plain_overlap(&sent, &received)) {
+  const int sends = args[1] != Py_None, receives = args[3] != Py_None, is_pair = sends && receives;
+  if (inside ||
+      (sends && !plain_message(FL_SEND, args[0], args[1], args[4], Py_False, rank, size, &sent)) ||
+      (receives && !plain_message(FL_RECV, args[2], args[3], args[5], Py_False, rank, size, &received)) ||
+      (is_pair && plain_overlap(&sent, &received))) {
     Py_RETURN_NOTIMPLEMENTED;
+  }
+  if (!sends && !receives) {
+    Py_INCREF(args[2]);
+    return args[2];
   }
   PyObject *place;
   const fl_site *site;
   if (!place_and_site(binding, &place, &site)) return NULL;
-  fl_signature shown = sent.signature;
-  shown.verb = RING_SENDRECV;
-  const recorded made = record(binding, &shown, sent.peer, 0, place);
+  const plain_call *first = sends ? &sent : &received; /* as somebody waits for it */
+  fl_signature shown = first->signature;
+  if (is_pair) shown.verb = RING_SENDRECV;
+  const recorded made = record(binding, &shown, first->peer, 0, place);
   fl_message messages[2];
-  fl_op *ops[2];
-  fill_message(&messages[0], &sent, site); /* first, as somebody waits for it */
-  fill_message(&messages[1], &received, site);
-  if (!exchange(binding, messages, 2, ops)) {
+  fl_op *ops[2] = {NULL, NULL};
+  fill_message(&messages[0], first, site);
+  if (is_pair) fill_message(&messages[1], &received, site);
+  if (!exchange(binding, messages, sends + receives, ops)) {
     ring_end(made.row, made.id, 1);
     return NULL;
   }

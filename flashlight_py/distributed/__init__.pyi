@@ -25,7 +25,9 @@ from flashlight_py.distributed.reducers.half import Float16Compression as Float1
 from flashlight_py.distributed.reducers.half import Bfloat16Compression as Bfloat16Compression
 from flashlight_py.distributed.reducers.top_k import TopKCompression as TopKCompression
 from flashlight_py.distributed.reducers.power_sgd import PowerSGDCompression as PowerSGDCompression
+from flashlight_py.distributed.api import Grid as Grid
 from flashlight_py.distributed.api import barrier as barrier
+from flashlight_py.distributed.api import grid as grid
 from flashlight_py.distributed.api import new_group as new_group
 from flashlight_py.distributed.api import split as split
 from flashlight_py.distributed.api import sync_distributed as sync_distributed

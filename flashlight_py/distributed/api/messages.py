@@ -134,9 +134,9 @@ def irecv(
 
 def sendrecv(
     x: Any,
-    dst: int,
+    dst: int | None,
     out: X,
-    src: int,
+    src: int | None,
     tag: int = 0,
     recv_tag: int | None = None,
     group: Group = None,
@@ -145,13 +145,15 @@ def sendrecv(
     """Send ``x`` to rank ``dst`` and fill ``out``, in place, with what rank ``src`` sends.
 
     Both at once, so that rings and exchanges need no order; blocks until both have ended. ``dst``
-    and ``src`` may be this rank itself, and ``out`` may share memory with ``x``.
+    and ``src`` may be this rank itself, and ``out`` may share memory with ``x``. None in place of a
+    rank is nobody, as MPI's PROC_NULL: that half does nothing, and ``out`` stays as it is. So the
+    edges of a :func:`grid` need no case of their own.
 
     Args:
         x: array to send.
-        dst: rank in the group that gets it.
+        dst: rank in the group that gets it; None: nobody.
         out: array to fill, of the shape and dtype that ``src`` sends.
-        src: rank in the group that sends it.
+        src: rank in the group that sends it; None: nobody.
         tag: of what is sent.
         recv_tag: of what is received; default ``tag``.
         group: the process group, default the world.
@@ -176,18 +178,21 @@ def sendrecv(
     )
     if y is not NotImplemented:
         return y
-    members, sending = of(group), P2POp("send", x, dst, tag)
-    receiving = P2POp("recv", out, src, other)
-    with refusing(members, "sendrecv", [sending, receiving], [x, out]):
-        check_rank(members.size, "sendrecv", "src", src)
-        both = [_prepare(members, "sendrecv", op, True) for op in (sending, receiving)]
+    members, both_ops = of(group), (P2POp("send", x, dst, tag), P2POp("recv", out, src, other))
+    ops = [op for op in both_ops if op.peer is not None]
+    with refusing(members, "sendrecv", ops, [x, out]):
+        members.backend()  # a closed group has no neighbours, not even nobody
+        both = [_prepare(members, "sendrecv", op, True) for op in ops]
         calls = [message.call for message in both]
-        if may_overlap(calls[0].array, both[1].array):
+        is_pair = len(both) == 2
+        if is_pair and may_overlap(calls[0].array, both[1].array):
             calls[0].array = calls[0].array.copy()
-        if members.rank in (dst, src) or any(is_cupy(message.array) for message in both):
+        on_gpu = any(is_cupy(message.array) for message in both)
+        if not is_pair or members.rank in (dst, src) or on_gpu:
             for call in calls:
                 call.blocking = False
-            return AllOf(_begin_all(members, both[::-1])).wait()[0]
+            ended = AllOf(_begin_all(members, both[::-1])).wait()
+            return out if src is None else ended[0]
         y = members.native_sendrecv(calls[0].array, dst, calls[1].array, src, tag, other)
         work = members.run_many(calls, "sendrecv") if y is NotImplemented else Done(y)
         return _home(members, both[1], work)
@@ -199,7 +204,8 @@ def batch_isend_irecv(ops: Sequence[P2POp], group: Group = None) -> Work[list[An
     Every one is checked before any begins.
 
     Args:
-        ops: sends and receives, in any order; receives begin in that of the list.
+        ops: sends and receives, in any order; receives begin in that of the list. One whose
+            ``peer`` is None, nobody, does nothing, and its array stays as it is.
         group: the process group, default the world.
 
     Raises:
@@ -214,9 +220,8 @@ def batch_isend_irecv(ops: Sequence[P2POp], group: Group = None) -> Work[list[An
         return work
     members, ops = of(group), list(ops)
     given = [getattr(op, "x", None) for op in ops]
-    # Nobody in particular waits for a receive from any rank.
     known = all(isinstance(op, P2POp) for op in ops)
-    begun = [op for op in ops if op.sends or op.peer is not None] if known else []
+    begun = [op for op in ops if op.peer is not None] if known else []
     with refusing(members, "batch_isend_irecv", begun, given):
         for op in ops:
             if not isinstance(op, P2POp):
@@ -224,11 +229,13 @@ def batch_isend_irecv(ops: Sequence[P2POp], group: Group = None) -> Work[list[An
                     "batch_isend_irecv takes flashlight_py.P2POp('send' or 'recv', x, peer), got "
                     f"{type(op).__name__}"
                 )
-        messages = [_prepare(members, f"i{op.kind}", op, blocking=False) for op in ops]
+        members.backend()
+        messages = [_prepare(members, f"i{op.kind}", op, blocking=False) for op in begun]
         apart = Apart("batch_isend_irecv")
         for message in messages:
             apart.add(message.array, writes=not message.op.sends)
-        return AllOf(_begin_all(members, messages))
+        works = iter(_begin_all(members, messages))
+        return AllOf([Done(op.x) if op.peer is None else next(works) for op in ops])
 
 
 class _Message(NamedTuple):
@@ -325,7 +332,12 @@ def _home(members: Membership, message: _Message, work: Work) -> Any:
 def _prepare(members: Membership, verb: str, op: P2POp, blocking: bool) -> _Message:
     """Check everything that a message is given, and return it."""
     array = as_array(verb, op.x, writes=not op.sends, of_any_dtype=True, anew=True)
-    if op.peer is not None or op.sends:
+    if op.sends and op.peer is None:
+        raise ValueError(
+            f"{verb}: dst must be a rank of this group, 0 to {members.size - 1}; got None, which "
+            "is nobody in sendrecv and in a P2POp of batch_isend_irecv only"
+        )
+    if op.peer is not None:
         check_rank(members.size, verb, "dst" if op.sends else "src", op.peer)
     elif members.size == 1:
         raise ValueError(f"{verb}: src=None is any other rank, and this group has one rank")
