@@ -47,9 +47,9 @@ def main(options: argparse.Namespace) -> None:
     model.to(options.device)
     criterion = fl.nn.MeanSquaredError()
 
-    # All processes start from the same parameters, and the gradients that backward() leaves
+    # All processes start from the parameters of rank 0, and the gradients that backward() leaves
     # behind are the mean over all processes: the parameters stay the same everywhere.
-    fl.all_reduce_parameters(model)
+    fl.broadcast_parameters(model)
     fl.distribute_module_grads(model, scale=1 / world_size)
 
     optimizer = fl.optim.SGDOptimizer(model.params(), LEARNING_RATE, momentum=MOMENTUM)
