@@ -1,8 +1,8 @@
 """Native kernels of differentiable functions (csrc/nn), where they were built.
 
 A kernel is a function of contiguous arrays of one dtype that makes others. It is called as it is,
-and is one instruction of a captured step. Whoever calls one computes the same in array operations
-where there is none: for CuPy's arrays, other dtypes, and a package without extensions.
+and is one instruction of a captured step. Callers compute the same in array operations where there
+is none: for CuPy's arrays, other dtypes, and a package without extensions.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class Backend(abc.ABC):
     """Moves arrays between the ``size`` ranks of one group, of which this one is ``rank``.
 
     Collectives run in the order in which they are started; messages between two ranks run beside
-    them, those of one direction and tag in order. What ranks get wrong against each other raises on
+    them, those of one direction and tag in order. A mistake of ranks against each other raises on
     all of them: see ``Work``.
     """
 

@@ -189,8 +189,8 @@ def folder(path: Path) -> Iterator[Finding]:
     """Report which file system ``path`` is on, and whether it keeps each promise, tried out there.
 
     The rendezvous by file needs no locks and no links: a file is created exclusively, becomes
-    visible by a rename, whole, and is found by listing. What hosts see of each other's files cannot
-    be tried from one; a network file system is named, so that it is known.
+    visible by a rename, whole, and is found by listing. One host cannot try what others see of its
+    files; a network file system is named, so that it is known.
     """
     try:
         with tempfile.TemporaryDirectory(prefix=".flashlight-doctor-", dir=path) as inside:

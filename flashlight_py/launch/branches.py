@@ -5,8 +5,8 @@ reaches some, which reach others, so that no process has more than some dozens o
 A message to or from another agent than the neighbour has that one's number before it, or, on its
 way down, ``*``: for who gets it and all below. So it is passed on without being read. The ways are
 learned from ``here``, which comes up first, and says how many places an agent has had, and each
-above it: the greater of two lists is the newer way. What still comes by the other one is dropped,
-and nobody is lost who has another one.
+above it: the greater of two lists is the newer way. Messages that still come by the other one are
+dropped, and nobody is lost who has another one.
 """
 
 from __future__ import annotations

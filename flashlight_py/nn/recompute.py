@@ -26,8 +26,8 @@ def recompute(module: SomeModule) -> SomeModule:
     forward pass of each. Modules inside may be recomputed themselves.
 
     Gradients are the same to the last bit, hooks fire once for each parameter and when they would
-    have, and gradients are added up in place as ever. What is drawn from ``fl.random``, by dropout
-    for example, is drawn again; buffers that the module changes (running statistics) are changed
+    have, and gradients are added up in place as ever. Random numbers from ``fl.random``, by dropout
+    for example, are drawn again; buffers that the module changes (running statistics) are changed
     by the first forward pass alone. Where nothing needs a gradient, as after ``eval()``, nothing is
     computed twice.
 

@@ -5,10 +5,10 @@ they are gathered, and in the meantime those that were read next in the last pas
 before is let go of. A backward pass reads them again. The gradients of a module are reduced as soon
 as they are complete, and each rank keeps its part of them.
 
-Nothing is wrapped: reading a parameter is what gathers it, so any module will do. What is saved by
-it depends on operations that read their operands again in the backward pass instead of keeping
-them: ``linear``, ``linear_relu`` and ``matmul`` do. After others, such as a product with a vector,
-the module's parameters stay until the backward pass has used them; the numbers are the same.
+Nothing is wrapped: reading a parameter is what gathers it, so any module will do. The saving
+depends on operations that read their operands again in the backward pass instead of keeping them:
+``linear``, ``linear_relu`` and ``matmul`` do. After others, such as a product with a vector, the
+module's parameters stay until the backward pass has used them; the numbers are the same.
 
 The arrays may be NumPy's or CuPy's: what is done with them here, both can.
 """

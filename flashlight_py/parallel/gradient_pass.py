@@ -2,8 +2,8 @@
 
 Ranks may finish their gradients in different orders, or not have some at all; what is sent must
 be the same sequence everywhere. So gradients are cut into units by a plan that all ranks share,
-and a unit that is complete waits until those before it were given. What no hook has completed is
-given when all is computed; then the pass waits for the sums.
+and a unit that is complete waits until those before it were given. Gradients that no hook has
+completed are given when all is computed; then the pass waits for the sums.
 
 The kinds of passes differ in what a unit is and where its sum goes: reduced in place
 (``data_parallel``), into the memory of a host (``sharder``), scattered to the ranks

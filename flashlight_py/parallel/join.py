@@ -119,8 +119,8 @@ def join(
 
     Every rank must use it, and in its body start no collectives but those of the module's own
     backward passes. Each synchronised pass takes one more ``all_reduce``, of 16 bytes and
-    blocking, before its first bucket; buckets travel while the pass goes on, as ever. What was
-    accumulated in ``no_sync`` when a loop ends is not used.
+    blocking, before its first bucket; buckets travel while the pass goes on, as ever. Gradients
+    that were accumulated in ``no_sync`` when a loop ends are not used.
 
     The end of the ``with`` is collective and blocks; the beginning sends nothing. If the body
     raises, this rank leaves at once, without waiting for the others, which then raise

@@ -2,7 +2,7 @@
 
 The global batch is cut into leaves by index. Each rank computes the gradients of its leaves one by
 one, each into a row of its own, and the rows are added up in the order of a tree (``leaf_tree``),
-the same for any number of ranks. What a leaf computes depends on its rows of the batch, on the
+the same for any number of ranks. The results of a leaf depend on its rows of the batch, on the
 parameters and buffers at the beginning of the step, and on random numbers of its own: on nothing
 that another leaf has left behind.
 """

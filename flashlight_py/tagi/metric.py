@@ -1,6 +1,6 @@
 """How good predictions are, of arrays of one shape, or flat, of any dtype.
 
-What is NaN or masked (``np.ma``) among observations and labels counts as not observed.
+Values that are NaN or masked (``np.ma``) among observations and labels count as not observed.
 """
 
 from __future__ import annotations

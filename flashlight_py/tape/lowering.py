@@ -1,6 +1,6 @@
 """From notes to native instructions: which function of NumPy is which loop.
 
-What has no native instruction stays a call of the very same function of NumPy.
+An operation without a native instruction stays a call of the very same function of NumPy.
 """
 
 from __future__ import annotations

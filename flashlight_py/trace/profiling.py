@@ -130,8 +130,8 @@ def profile(path: str | os.PathLike[str] = "trace.json") -> Profile:
     each call the verb, bytes, dtype, shape, line of user code, how long the rank waited for others,
     and what ran beside the program. ``span(name)`` marks a part of the program.
 
-    Meanwhile every call takes the way through Python: some 10 us each, in place of one. What
-    ran on a GPU is timed by the host, to within half a millisecond.
+    Meanwhile every call takes the way through Python: some 10 us each, in place of one. The host
+    times work on a GPU, to within half a millisecond.
 
     Args:
         path: of the file; another one that is there is replaced.

@@ -1,6 +1,6 @@
 """Any Python object that can be pickled, between ranks that trust each other.
 
-What one rank pickles the others unpickle, which can run any code: the members of a group are the
+The others unpickle what one rank pickles, which can run any code: the members of a group are the
 processes of one job and one user. Objects travel as bytes through the group's NumPy backend.
 """
 
@@ -56,7 +56,7 @@ def broadcast_object(obj: Any = None, root: int = 0, group: Group = None) -> Any
     Raises:
         ValueError: ``root`` is no rank of the group.
         TypeError: the object cannot be pickled; raised on every rank, and nobody is given
-            anything. What unpickling raises is raised where it does, with a note that names the
+            anything. An error of unpickling is raised where it happens, with a note that names the
             ranks.
         DistributedError: as for :func:`all_reduce`.
     """
@@ -162,8 +162,8 @@ def _pickled(objs: Sequence[Any]) -> list[Array]:
 class _Move:
     """A call of ``verb`` on this rank, which has the frames ``mine`` for others.
 
-    It is one collective. What a backend or a root cannot take so is announced, and a second one
-    brings it.
+    It is one collective. A frame that a backend or a root cannot take so is announced, and a second
+    one brings it.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """The place of each rank: its host, its GPU, who shares memory with it, and its address for others.
 
 Shared memory is found by trying, since names lie about it in containers. They lie about addresses
-too: a name may be the loopback's, and behind a NAT many hosts have one address. What is known is
-the connection between a rank and rank 0 of the rendezvous: where both ends see the same addresses,
-these are good. Other routes are asked for, nothing is sent.
+too: a name may be the loopback's, and behind a NAT many hosts have one address. The connection
+between a rank and rank 0 of the rendezvous is known: where both ends see the same addresses, these
+are good. Other routes are asked for, nothing is sent.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def add_up(arrays: Sequence[Array], scale: float, out: Array) -> Array:
 def map_zeros(group: ProcessGroup, nbytes: int) -> Array:
     """Return ``nbytes`` zeros (uint8) that all ranks of ``group`` map. Collective, blocking.
 
-    The ranks must share memory. What one writes the others read; nothing orders the two but what
+    The ranks must share memory. The others read what one writes; nothing orders the two but what
     the ranks do besides.
 
     Raises:

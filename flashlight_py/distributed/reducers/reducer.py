@@ -266,7 +266,7 @@ class CoalescingReducer(_Pending):
         super().finalize()
 
     def abandon(self) -> None:
-        """Forget what was collected. What is on its way cannot be called back."""
+        """Forget what was collected. Arrays that are on their way cannot be called back."""
         self._filling.take()
         super().abandon()
 

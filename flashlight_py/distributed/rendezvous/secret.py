@@ -132,7 +132,7 @@ def _not_ours(status: os.stat_result, is_kind: Any) -> str:
 
 
 def _read_or_create(file: Path) -> bytes:
-    """Return what ``file`` holds. Whoever is first makes it; it appears whole or not at all."""
+    """Return what ``file`` holds. The first process makes it; it appears whole or not at all."""
     if not os.path.lexists(file):
         temporary = file.with_name(f"{file.name}.{system.random_bytes(8).hex()}")
         try:

@@ -6,7 +6,7 @@ rank 0 for their places, in order of arrival, and connect to whom it names. So n
 than some dozens of connections, besides those of its host. In the first exchange payloads go up as
 they arrive, in batches, and who loses the one above it asks for another place and gives them again.
 From then on each node sends all that is below it at once, and the end of a connection is a death.
-Whoever sees why the meeting fails tells all neighbours, and these theirs.
+A rank that sees why the meeting fails tells all neighbours, and these theirs.
 """
 
 from __future__ import annotations
@@ -169,8 +169,8 @@ class TreeNode(Gate):
     def _finish(self) -> None:
         """Send everybody's payload down.
 
-        Who takes nothing for a while gets the rest later, and holds nobody else up. Who cannot be
-        reached any more is noticed then.
+        Who takes nothing for a while gets the rest later, and holds nobody else up. A rank that
+        cannot be reached any more is noticed then.
         """
         self._round += 1
         self._next_beat = math.inf

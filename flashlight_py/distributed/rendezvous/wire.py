@@ -114,7 +114,7 @@ class Greeting(NamedTuple):
 
     @classmethod
     def parse(cls, text: bytes) -> Greeting | None:
-        """Read what ``pack`` wrote; None if it is none. What cannot be printed is replaced."""
+        """Read what ``pack`` wrote; None if it is none. Unprintable characters are replaced."""
         try:
             rank, size, host, pid, machine, started, at, without = (
                 "".join(char if char.isprintable() else "?" for char in word)

@@ -379,7 +379,7 @@ class MpiBackend(Backend):
         return len(self._queue) + len(self._beside)
 
     def close(self) -> None:
-        """Leave, and notify the others; may be repeated. What runs fails."""
+        """Leave, and notify the others; may be repeated. A running operation fails."""
         with self.progress.lock:
             if self._unusable == _CLOSED:
                 return

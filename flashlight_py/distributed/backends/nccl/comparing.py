@@ -1,8 +1,8 @@
 """Calls compared over the group's backend for NumPy arrays, as NCCL compares nothing.
 
-What reduces or broadcasts is given to the device at once, and compared meanwhile: where calls
-differ, or a rank is missing, NCCL's kernels would wait for ever, and the communicator is aborted.
-Of all else the host has to know sizes or peers, so that it is compared before NCCL begins.
+A call that reduces or broadcasts is given to the device at once, and compared meanwhile: where
+calls differ, or a rank is missing, NCCL's kernels would wait for ever, and the communicator is
+aborted. Of all else the host has to know sizes or peers, so that it is compared before NCCL begins.
 """
 
 from __future__ import annotations
