@@ -53,7 +53,7 @@ class Link:
         self._outgoing.put(line)
 
     def close(self) -> None:
-        """Close the connection; whatever is still there ends by it. May be called again."""
+        """Close the connection; processes that are still there end by it. May be called again."""
         if self._is_open:
             self._is_open = False
             self.pulse.stop()
@@ -281,7 +281,7 @@ class Branches:
         self.close()
 
     def close(self) -> None:
-        """Close all connections; what is below ends by it, or looks for another place."""
+        """Close all connections; agents below end by it, or look for another place."""
         self.is_leaving = True
         for link in self.links.values():
             link.close()

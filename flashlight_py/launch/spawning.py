@@ -79,7 +79,7 @@ def spawn(
             failure before the last is logged as a warning.
 
     Returns:
-        What each rank's call returned, in rank order.
+        The results of the ranks' calls, in rank order.
 
     Raises:
         TypeError: ``fn`` cannot be called, or ``fn`` or ``args`` cannot be pickled. No process

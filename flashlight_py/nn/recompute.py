@@ -31,10 +31,10 @@ def recompute(module: SomeModule) -> SomeModule:
     by the first forward pass alone. Where nothing needs a gradient, as after ``eval()``, nothing is
     computed twice.
 
-    The module must do the same the second time: what else it reads must not change between the
-    forward and the backward pass, and it must not leave a variable in an attribute for later use in
-    a loss, but return it. ``before_forward`` of the module is called in the first pass only, that
-    of modules in it in both.
+    The module must do the same the second time: anything else that it reads must not change between
+    the forward and the backward pass, and it must not leave a variable in an attribute for later
+    use in a loss, but return it. ``before_forward`` of the module is called in the first pass only,
+    that of modules in it in both.
 
     Args:
         module: its ``forward`` returns a variable, or a tuple, list or dict of them.

@@ -1,7 +1,7 @@
 """One pass in which ranks add up gradients: in a fixed order, while the backward pass goes on.
 
-Ranks may finish their gradients in different orders, or not have some at all; what is sent must
-be the same sequence everywhere. So gradients are cut into units by a plan that all ranks share,
+Ranks may finish their gradients in different orders, or not have some at all; the sequence that is
+sent must be the same everywhere. So gradients are cut into units by a plan that all ranks share,
 and a unit that is complete waits until those before it were given. Gradients that no hook has
 completed are given when all is computed; then the pass waits for the sums.
 

@@ -17,7 +17,7 @@ def capture(
     Also a decorator, with or without arguments. The first call with arguments of some shapes,
     strides and dtypes is recorded: what NumPy computes, gradient hooks, reductions, the optimizer
     and meters. Later calls are one call into native code, with the same results to the bit. **They
-    read and write memory, and run no Python**: what else the step does happens once.
+    read and write memory, and run no Python**: everything else in the step happens once.
 
     Arguments are arrays, variables without gradients, and values that are compared, such as
     numbers. Other arrays are read and written where they lie: those of modules, optimizers and

@@ -299,7 +299,7 @@ def _with_waiting(events: Iterable[_Event]) -> Iterator[_Event]:
 def _summary(events: Iterable[_Event]) -> dict[str, Any]:
     """Return what each verb took, and microseconds of communication and of blocking.
 
-    What is ``overlapped`` is communication during which the program went on.
+    ``overlapped`` is communication during which the program went on.
     """
     own = [event for event in events if event.kind != "span"]
     calls = [event for event in own if event.kind != "wait"]

@@ -420,7 +420,7 @@ def _living() -> list[Journal]:
 
 
 def _forget_in_child() -> None:
-    """After a fork: what the parent has called is not the child's."""
+    """After a fork: the parent's calls are not the child's."""
     global _forks  # noqa: PLW0603  (a process is forked once)
     _forks += 1
     _latest.clear()

@@ -178,8 +178,8 @@ class Sharing(NamedTuple):
 def ranks_by_memory(store: Store) -> Sharing:
     """Return which ranks share memory with each other, and why no more. Collective.
 
-    Each rank puts a secret into a small file in shared memory; who can read it shares it. The
-    files are gone on return. A rank that cannot make one is alone. Ranks whose environment has
+    Each rank puts a secret into a small file in shared memory; a rank that can read it shares it.
+    The files are gone on return. A rank that cannot make one is alone. Ranks whose environment has
     different values of FLASHLIGHT_MEMORY_DOMAIN are kept apart, as if on different hosts.
 
     The reason is empty unless two ranks of one host, which could share memory, do not: it names

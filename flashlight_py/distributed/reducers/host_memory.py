@@ -36,7 +36,7 @@ def hosts_of(group: ProcessGroup) -> list[list[int]]:
 def meet(group: ProcessGroup, doing: str) -> None:
     """Wait until all ranks are at the same place of what they do, one of ``COMPOSED``. Collective.
 
-    What a rank has written to common memory before, the others read afterwards.
+    The others read afterwards what a rank has written to common memory before.
 
     Raises:
         MismatchError: a rank does something else; the group is closed then.

@@ -144,7 +144,8 @@ class Places:
     def missing(self, size: int) -> list[int]:
         """Return who has given nothing. Of whom that is who is above: who has not ``shown`` that.
 
-        Whoever is there shows it when asked, so what does not come from below is held up there.
+        A rank that is there shows it when asked, so a payload that does not come from below is held
+        up there.
         """
         named, silent = set(), set(range(size)) - self.given.keys()
         held = set[int]()

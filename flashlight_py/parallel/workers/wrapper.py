@@ -59,7 +59,7 @@ class DataParallel(Module):
     pickled; all with the batch as their first dimension, of any dtype but object. Other values
     reach every share as they are. A batch that does not divide has shares that differ by one row;
     one smaller than the number of processes leaves some idle. Results are joined along their first
-    dimension, in order; what is neither array nor Variable is taken from the first share.
+    dimension, in order; anything but arrays and Variables is taken from the first share.
 
     An exception leaves it usable: a call that finds its workers ended starts new ones. Where it is
     dropped and not closed, the next use of another one ends its workers. Nothing stays behind when

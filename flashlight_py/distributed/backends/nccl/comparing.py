@@ -70,7 +70,7 @@ class Comparisons:
     def refuse(self, call: Call) -> None:
         """Have the others raise (of a message: its peer), and this communicator end if theirs do.
 
-        What NCCL has begun there ends this group.
+        A call that NCCL has begun there ends this group.
         """
         if call.verb.is_message:
             self._cpu.start(call)

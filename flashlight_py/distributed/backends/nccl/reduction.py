@@ -71,8 +71,8 @@ def form_of(dtype: str, op: ReduceOp) -> NcclForm:
 class ReducedArray:
     """``target = scale * (op over the ranks' source)``; ``target`` may be ``source`` itself.
 
-    What must be converted is converted on ``stream``, in order with the collective, and belongs
-    to that stream.
+    Arrays that must be converted are converted on ``stream``, in order with the collective, and
+    belong to that stream.
     """
 
     def __init__(
