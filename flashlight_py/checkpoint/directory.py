@@ -30,7 +30,8 @@ from flashlight_py._version import __version__
 from flashlight_py.device import Array
 
 PIECE_BYTES = 8 << 20
-# What may wait for its digest: enough to compute and write at once, and little to hold in memory.
+# So much may wait for its digest: enough to compute and write at once, and little to hold in
+# memory.
 WAITING_BYTES = 2 * PIECE_BYTES
 
 

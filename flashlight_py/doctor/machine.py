@@ -42,7 +42,7 @@ _PACKAGES = {
 _DRIVER = Path("/proc/driver/nvidia/version")
 # Containers have 64 MB by default. The channels of some ranks fit, gradients do not.
 ENOUGH_BYTES = 256 << 20
-# Whoever records a start can try out shorter secrets at home.
+# A listener who records a start can try out shorter secrets at home.
 _SHORTEST = 16
 
 

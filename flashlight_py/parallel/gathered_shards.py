@@ -384,7 +384,7 @@ class GatheringSharder(Sharder[Flat]):
         self._reductions.append(flat.opened)
         flat.opened = None
         self._given += 1
-        # What reads the parameters for the last time may be in the middle of it.
+        # The last reader of the parameters may be in the middle of it.
         after_node(functools.partial(self._settle, but=1))
 
     def _give_rest(self) -> None:

@@ -254,7 +254,7 @@ def gradient_of(param: Variable) -> Array:
     if param.grad is None:
         param.grad = array_module(param.data).zeros_like(param.data)
     elif not param.grad.shape or param.grad.dtype != param.dtype:
-        # What NumPy has computed of an array without dimensions is a scalar.
+        # NumPy's result of an array without dimensions is a scalar.
         param.grad = array_module(param.grad).asarray(param.grad, param.dtype)
     return param.grad
 

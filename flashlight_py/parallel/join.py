@@ -34,7 +34,8 @@ class Trained(Protocol):
         """Give all ranks what ``root`` has. Collective, blocking."""
 
 
-# Whatever has a ``GradientPass`` can join: modules by their gradients, TAGI networks by their sums.
+# Anything with a ``GradientPass`` can join: modules by their gradients, TAGI networks by their
+# sums.
 class Joined:
     """The object that :func:`flashlight_py.join` yields to the body of its ``with``."""
 

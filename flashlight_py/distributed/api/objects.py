@@ -37,7 +37,7 @@ __all__ = ["all_gather_object", "broadcast_object", "gather_object", "scatter_ob
 
 T = TypeVar("T")
 
-# What is longer goes to the root of a gather alone, in a second collective; csrc/fast/objects.c has
+# Longer frames go to the root of a gather alone, in a second collective; csrc/fast/objects.c has
 # the same numbers.
 _SHORT_BYTES = 1024
 # A scatter fills up short frames unless that is so much, and more than the frames.

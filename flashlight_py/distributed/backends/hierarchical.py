@@ -133,8 +133,8 @@ class HierarchicalBackend(Backend):
 
     def _allow(self, seconds: float) -> None:
         self.timeout = self._agreement.timeout = seconds
-        # What ranks do after they have agreed takes longer than agreeing, and a local peer may wait
-        # for another host that does it: whoever waits for the late rank itself reports it first.
+        # Work after agreeing takes longer than agreeing, and a local peer may wait for another host
+        # that does it: a rank that waits for the late rank itself reports it first.
         self._far = self._large.far = between_hosts(seconds, 3 if self._checked else 1)
 
     def start(self, call: Call) -> Work:

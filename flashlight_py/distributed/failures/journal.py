@@ -65,8 +65,8 @@ on_failure: Callable[[BaseException], None] | None = None
 
 
 # The verb and its arguments. The number counts the group's calls, and is 0 for messages; the bytes
-# are given where they do not follow from dtype and shape. What a call has no use for is None, and
-# is left out at the end.
+# are given where they do not follow from dtype and shape. A field that a call has no use for is
+# None, and is left out at the end.
 _FIELDS = ("group", "number", "verb", "dtype", "shape", "op", "root", "peer", "tag", "bytes")
 
 

@@ -16,8 +16,9 @@ from flashlight_py.interfaces import family_of, is_loopback
 # other; with fewer, the tree is deeper.
 FAN = 8
 
-# Who comes again within so many seconds has not found the rank that it was sent to. From the second
-# time on it gets a place below rank 0, which has so many beyond ``FAN``; at the fourth anyhow.
+# A rank that comes again within so many seconds has not found the one that it was sent to. From the
+# second time on it gets a place below rank 0, which has so many beyond ``FAN``; at the fourth
+# anyhow.
 _SOON, _SPARE, _ANY = 30.0, 16, 1 << 31
 
 # A rank, who is above it, how long what says which process it is, and how long its payload.

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 _ANSWER, _MORE = 2.0, 0.25
 # So long rank 0 waits until all have shown what they have, in seconds.
 _SETTLE = 1.0
-# Who takes nothing of a roster for so many seconds is not waited for.
+# Nobody waits for a rank that takes nothing of a roster for so many seconds.
 _STALLED = 0.5
 # So often neighbours show that they are there until one that does not has gone.
 _BEATS = 10
@@ -516,7 +516,7 @@ class TreeNode(Gate):
                     continue
                 if has_asked:
                     raise self._failure(f"{name_ranks(absent)} joined and did not take leave")
-                # Who is further from rank 0 gives up earlier, and says whom it waits for.
+                # A rank that is further from rank 0 gives up earlier, and says whom it waits for.
                 settle = _SETTLE / (self._seat.depth or 0.5)
                 has_asked, self._deadline = True, system.monotonic() + settle
                 self._ask(self._gone)
