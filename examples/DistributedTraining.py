@@ -3,8 +3,8 @@
 Two processes started by MPI, whose steps Python computes, or native code that has recorded them;
 one process; or two that find each other through a shared file:
 
-    mpirun -n 2 python examples/DistributedTraining.py            # 35 s on two cores
-    mpirun -n 2 python examples/DistributedTraining.py --capture  # 3.3 s, the same losses
+    mpirun -n 2 python examples/DistributedTraining.py            # 24 s on two cores
+    mpirun -n 2 python examples/DistributedTraining.py --capture  # 2.5 s, the same losses
     python examples/DistributedTraining.py --capture
     python examples/DistributedTraining.py --init file --file /shared/run --world-size 2 --rank 0
     python examples/DistributedTraining.py --init file --file /shared/run --world-size 2 --rank 1
