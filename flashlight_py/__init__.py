@@ -3,8 +3,8 @@
 Variables and modules to train with, and collectives that let one script run on one process, on
 every core of a machine or on many hosts. See ``distributed_init`` and ``all_reduce`` first.
 
-A name is imported when it is first used: the launcher, which uses none, starts without NumPy, and
-who only reduces arrays does not wait for modules and optimizers.
+A name is imported when it is first used: the launcher, which uses none, starts without NumPy, and a
+program that only reduces arrays does not wait for modules and optimizers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Mixed precision: half dtypes for products of matrices, float32 for the rest, and a loss scale.
 
 CPUs have no arithmetic in half precision that NumPy would use. There a half dtype is storage and
-wire: products are computed in float32 and rounded once; what is kept for the backward pass, and
-what travels, is half as large, and the casts take time. See docs/mixed-precision.md.
+wire: products are computed in float32 and rounded once; arrays that are kept for the backward pass,
+or travel, are half as large, and the casts take time. See docs/mixed-precision.md.
 """
 
 from __future__ import annotations

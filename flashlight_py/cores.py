@@ -19,7 +19,7 @@ def usable_cores() -> int:
 
 
 def thread_variables(environ: Mapping[str, str], processes: int, cores: int) -> dict[str, str]:
-    """Return the settings with which ``processes`` share ``cores``; what the user set stands.
+    """Return the settings with which ``processes`` share ``cores``; values that the user set stand.
 
     OpenBLAS and MKL follow OMP_NUM_THREADS where they have no setting of their own.
     """

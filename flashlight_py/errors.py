@@ -1,9 +1,9 @@
 """Every exception that flashlight_py raises on purpose.
 
 Wrong arguments raise ``ValueError`` or ``TypeError`` before any array is sent, on the rank that
-passed them, and ``MismatchError`` with its reason on the others. What goes wrong between processes
-raises one of these; the class says whose fault it is, the message says what was being done, on
-which rank of how many, what was expected, what was received, and what to do next.
+passed them, and ``MismatchError`` with its reason on the others. Failures between processes raise
+one of these; the class says whose fault it is, the message says what was being done, on which rank
+of how many, what was expected, what was received, and what to do next.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Kernels for CuPy arrays that do in one launch what takes several, each some microseconds long.
 
-They are compiled by CuPy when first used. What is narrower than float32 is computed in float32.
+They are compiled by CuPy when first used. Narrower types than float32 are computed in float32.
 """
 
 from __future__ import annotations

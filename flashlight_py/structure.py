@@ -1,7 +1,7 @@
 """The structure of a step and its parts, for captured steps (``fl.capture``).
 
-A replay finds arrays where they lie. What no array shows is its structure: which
-modules there are, in which modes, with which hooks and options. Their owners say when it changes.
+A replay finds arrays where they lie. Its structure shows in no array: which modules there are, in
+which modes, with which hooks and options. Their owners say when it changes.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ here = _Here()
 def as_one(function: Function) -> Function:
     """Let replays repeat ``function`` as one operation, not the operations in it.
 
-    For what does more with arrays than compute others from them. What it returns, unless arrays,
-    has to be the same each time.
+    For what does more with arrays than compute others from them. Its results, unless arrays, have
+    to be the same each time.
     """
 
     @functools.wraps(function)

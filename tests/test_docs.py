@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import functools
 import importlib
 import inspect
@@ -16,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
 import flashlight_py as fl
@@ -221,6 +223,35 @@ def test_links_between_documents_lead_somewhere(document: str) -> None:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+# A clause beginning with one of these is a question, or comes after its verb: subject first.
+INVERTED = re.compile(
+    r"(?:^\s*|[.:;!?]\s+|^\s*- |\| |\*\*)Wh(?:at|o|om|ose|ich|atever|oever|ichever)\b"
+    r"(?![^.!?]*\?)[^.!?]*",
+    re.MULTILINE,
+)
+
+
+def sentences() -> Iterator[tuple[str, str]]:
+    """The text of every page, and of every docstring of the package: (where, text)."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]:
+        text = page.read_text()
+        yield page.name, re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    for file in sorted((ROOT / "flashlight_py").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, kinds) and (text := ast.get_docstring(node) or ""):
+                yield f"{file.relative_to(ROOT)}, {getattr(node, 'name', 'module')}", text
+
+
+def test_sentences_begin_with_their_subject() -> None:
+    wrong = [
+        f"{where}: {found[0].strip()}"
+        for where, text in sentences()
+        for found in INVERTED.finditer(text)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 # What the pages for newcomers call besides the package: objects of the reader's program, built-ins.
 LOCAL = {"len", "optimizer", "loss", "sampler", "joined", "group"}
 LOCAL |= {"model", "criterion", "sgd", "l", "meter", "var", "module", "train", "eval"}
@@ -271,3 +302,147 @@ def test_thresholds_are_found_at_all() -> None:
 def test_every_error_is_explained() -> None:
     explained = (ROOT / "docs" / "errors.md").read_text()
     assert not [name for name in fl.errors.__all__ if f"| `{name}` |" not in explained]
+
+
+def offered(module: Any, names: str) -> list[str]:
+    return [name for name in names.split() if hasattr(module, name)]
+
+
+def arguments(function: Any, names: str) -> list[str]:
+    return [name for name in names.split() if name in inspect.signature(function).parameters]
+
+
+def read_only(x: Any) -> Any:
+    x.flags.writeable = False
+    return x
+
+
+def within(context: Any) -> None:
+    with context:
+        pass
+
+
+def perceptron() -> fl.nn.Sequential:
+    return fl.nn.Sequential(fl.nn.Linear(4, 3), fl.nn.ReLU(), fl.nn.Linear(3, 2))
+
+
+def sharded(**options: Any) -> fl.nn.Sequential:
+    """A module whose parameters all ranks share: small ones do so only by an option."""
+    module = perceptron() if options else fl.nn.Sequential(fl.nn.Linear(1800, 1800))
+    fl.fully_shard(module, **options)
+    return module
+
+
+def distributed(**options: Any) -> fl.nn.Sequential:
+    module = perceptron()
+    fl.distribute_module_grads(module, **options)
+    return module
+
+
+def reduce_with(hook: Any, x: Any) -> None:
+    reducer = fl.CoalescingReducer(1.0, hook=hook)
+    reducer.add(x)
+    reducer.finalize()
+
+
+def sgd(module: Any) -> Any:
+    return fl.optim.SGDOptimizer(module.params(), 0.1)
+
+
+# What the pages say is not there or is refused: the page and its words; then what raises which
+# error, or lists the names of the kind that are offered.
+ABSENT = re.findall(
+    r"^(\S+): (.*)\n    (?:(\w+Error): )?(.*)$",
+    """
+from-pytorch: (`torch.distributed.rpc`) are not here
+    offered(fl, "rpc")
+from-pytorch: it is no context
+    TypeError: within(fl.no_grad(np.ones(3)))
+from-pytorch: no `last_epoch` argument
+    arguments(fl.optim.StepLR, "last_epoch")
+from-pytorch: leaves momentum as it is (`cycle_momentum=False`)
+    arguments(fl.optim.OneCycleLR, "cycle_momentum")
+from-mpi4py: one-sided communication, parallel files, graph topologies, derived datatypes, probes
+    offered(fl, "Win put get File dist_graph Datatype probe send_init")
+from-mpi4py: no `ANY_TAG`
+    ValueError: fl.recv(np.ones(3), 0, tag=None)
+reliability: No probes, no cancelled, buffered, ready or persistent requests, no communicators
+    offered(fl, "probe bsend rsend send_init intercomm")
+reliability: No Adasum
+    ValueError: fl.all_reduce(np.ones(3), op="adasum")
+verbs: To oneself only `isend`, `irecv` and `sendrecv` can send
+    ValueError: fl.send(np.ones(3), 0)
+verbs: bit by bit; no `scale`
+    ValueError: fl.all_reduce(np.ones(3, int), scale=2, op="and")
+verbs: numbers but complex ones
+    TypeError: fl.all_reduce(np.ones(3, complex), op="min")
+verbs: The other verbs return arrays: pass `np.asarray(x)`
+    TypeError: fl.all_gather(3.5)
+verbs: arrays of any dtype without objects
+    TypeError: fl.all_gather(np.array([None, 1], object))
+sharp-bits: Masked arrays are refused
+    TypeError: fl.all_reduce(np.ma.ones(3))
+sharp-bits: A read-only array is refused where it would be changed
+    ValueError: fl.all_reduce(read_only(np.ones(3)))
+sharp-bits: Averages of integers are refused
+    TypeError: fl.all_reduce(np.ones(3, int), op="avg")
+models: An empty batch is an error
+    ValueError: fl.nn.Conv2D(1, 2, 3)(fl.input(np.zeros((0, 1, 8, 8), np.float32)))
+differentiable-collectives: `op` is `"sum"` or `"avg"`
+    ValueError: fl.functional.all_reduce(fl.param(np.ones(3)), op="max")
+differentiable-collectives: Verbs that work in place refuse a Variable with a history
+    ValueError: fl.all_reduce(fl.param(np.ones(3)) * 2)
+uneven-inputs: `throw_on_early_termination=True` | not offered
+    arguments(fl.join, "throw_on_early_termination")
+compression: take float32 and float64 and refuse other dtypes
+    TypeError: reduce_with(fl.Float16Compression(), np.ones(3, np.float16))
+from-lux: both together are refused
+    ValueError: fl.DistributedOptimizer(sgd(distributed()))
+sharding: `all_reduce_parameters`
+    ValueError: fl.all_reduce_parameters(sharded())
+sharding: `all_reduce_gradients`
+    ValueError: fl.all_reduce_gradients(sharded())
+sharding: `PeriodicAveraging` have nothing to do here, and are refused
+    ValueError: fl.PeriodicAveraging(sharded(), 2)
+sharding: `DistributedOptimizer` is refused for both
+    ValueError: fl.DistributedOptimizer(sgd(sharded()))
+sharding: It excludes `clip_grad_norm`
+    ValueError: fl.optim.clip_grad_norm(sharded(step_in_backward=True).params(), 1.0)
+sharding: `no_sync` and several passes before a step, which raise `ValueError`
+    ValueError: within(fl.no_sync(sharded(step_in_backward=True)))
+leaves: `reducer`, `hook`, `scale` or `bucket_bytes` beside `leaves`
+    ValueError: distributed(leaves=2, scale=0.5)
+leaves: `no_sync` and `join` refuse such a module
+    ValueError: within(fl.no_sync(distributed(leaves=2)))
+tagi: layers that are not here, such as attention
+    offered(fl.tagi, "MultiheadAttention Attention Transformer")
+from-pytagi: without `set_size`, `set_input_x`, `get_name`
+    offered(fl.tagi.nn.BaseHiddenStates, "set_size set_input_x get_name")
+""",
+    re.MULTILINE,
+)
+
+
+@pytest.mark.parametrize(("page", "words", "error", "attempt"), ABSENT)
+def test_absences_are_what_the_pages_say(page: str, words: str, error: str, attempt: str) -> None:
+    text = " ".join((ROOT / "docs" / f"{page}.md").read_text().split())
+    assert words in text, "the page has changed: so must the table"
+    if error:
+        with pytest.raises(getattr(builtins, error)):
+            eval(attempt, {**globals(), "np": np})
+    else:
+        assert eval(attempt, {**globals(), "np": np}) == []
+
+
+def test_absences_are_tried_or_dated() -> None:
+    """A sentence that says that something is not there stands above, or says when it was so."""
+    claims = re.compile(r"\b(not here|not yet|yet:|not supported|not offered|nothing has run)\b")
+    tried = [words for _, words, _, _ in ABSENT]
+    wrong = []
+    for page in [ROOT / "README.md", *DOCS]:
+        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for sentence in re.split(r"(?<=[.;:])\s|\n\n|\n[|-]", text):
+            flat = " ".join(sentence.split())
+            if claims.search(flat) and not re.search(r"[Aa]s of 20\d\d-\d\d", flat):
+                wrong += [] if any(words in flat for words in tried) else [f"{page.name}: {flat}"]
+    assert not wrong, "\n".join(wrong)

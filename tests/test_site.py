@@ -34,6 +34,14 @@ def test_every_page_is_in_the_navigation_once() -> None:
     assert sorted(IN_NAV) == sorted([*pages, *examples, "contributing.md", "changelog.md"])
 
 
+@pytest.mark.parametrize(("front", "folder"), [("README.md", "docs/"), ("docs/index.md", "")])
+def test_front_pages_lead_to_every_page(front: str, folder: str) -> None:
+    linked = set(re.findall(r"\]\(([^)#]+\.md)", (ROOT / front).read_text()))
+    pages = {f"{folder}{page}" for page in IN_NAV if "/" not in page}
+    pages -= {f"{folder}{page}" for page in ("index.md", "contributing.md", "changelog.md")}
+    assert not pages - linked
+
+
 def test_every_public_name_is_described() -> None:
     names = {f.rpartition(".")[2] for f in DESCRIBED}
     public = [name for name in fl.__all__ if callable(getattr(fl, name))]

@@ -26,10 +26,10 @@ struct Costs {
 // Where cores are near each other and chunks many, ordinary stores are up to twice as fast; where
 // they are far apart, or lines still lie in the reader's cache, streaming is up to ten times as
 // fast. Reading directly saves one of two copies, but waits for each line that the other has just
-// written. Which is best depends on where the scheduler, and a hypervisor, has put the ranks, on the
-// size, and on who wrote the array when. So it is measured: for every size class each rank keeps
-// what the ways have cost, and announces it with its calls; all go by the cost of the slowest rank.
-// Now and then a few calls try another way.
+// written. The best one depends on where the scheduler, and a hypervisor, has put the ranks, on the size, and
+// on who wrote the array when. So it is measured: for every size class each rank keeps what the ways have
+// cost, and announces it with its calls; all go by the cost of the slowest rank. Now and then a few calls try
+// another way.
 class Choice {
   struct Kind;
 
@@ -89,8 +89,8 @@ class Choice {
     const double seconds = std::chrono::duration<double>(Clock::now() - trial.started).count();
     double& cost = trial.kind->cost[trial.way];
     const double now = seconds / static_cast<double>(trial.bytes);
-    // What took less time than before was not disturbed, and counts more. One that took much more probably
-    // was: by itself it must not make another way the best, which would be gone for many calls.
+    // A call that took less time than before was not disturbed, and counts more. One that took much more
+    // probably was: by itself it must not make another way the best, which would be gone for many calls.
     if (cost == 0) cost = now;
     cost += now < cost ? 0.75 * (now - cost) : std::min(0.25 * (now - cost), cost / 16);
   }
@@ -100,7 +100,7 @@ class Choice {
   static constexpr uint32_t kFirst = 9;  // calls that take turns, to begin with
   static constexpr uint32_t kRun = 3;    // calls in a row that go a way which is tried
   static constexpr uint32_t kTryEvery = 256;
-  // What takes so many times as long is tried again only now and then.
+  // A way that takes so many times as long is tried again only now and then.
   static constexpr int kHopeless = 3;
   static constexpr uint32_t kTryHopeless = 9;  // odd: each in its turn
 

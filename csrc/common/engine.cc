@@ -195,7 +195,7 @@ const fl_site& Engine::site_of(int from, uint16_t number) const {
 }
 
 
-// What this rank has received others learn of, also where it leaves at once; unless they do not look.
+// Others learn of what this rank has received, also where it leaves at once; unless they do not look.
 void Engine::send_answers(Port& port) {
   const auto is_waited_for = [&](const Control& control) {
     return control.group == port.group_ && control.kind != kCredit && control.kind != kWanted;
@@ -251,7 +251,7 @@ bool Engine::burn(const Awaited& awaited, Patience patience, int hot) {
   return false;
 }
 
-// Until it is done, or `until`. What fails ends the messages of its group.
+// Until it is done, or `until`. A failure ends the messages of its group.
 void Engine::wait(Port& port, const Awaited& awaited, int hot, Clock::time_point until, Port::Interrupt interrupt) {
   const struct Caller {
     Engine& engine;
@@ -294,7 +294,7 @@ bool Engine::sleep(bool as_caller, long milliseconds, const Awaited& awaited) {
   return moved;
 }
 
-// The thread's part. What callers come for again and again they see to themselves.
+// The thread's part. Callers see themselves to messages that they come for again and again.
 void Engine::tick() {
   if (open_.load(std::memory_order_relaxed) == 0) return;
   ticker_.wind();
@@ -309,7 +309,7 @@ void Engine::tick() {
   }
 }
 
-// Find what will never end, and end it. What has come until now counts more.
+// Find what will never end, and end it. News that has come until now counts more.
 void Engine::look_around() {
   std::vector<Verdict> found;
   {

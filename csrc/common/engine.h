@@ -1,9 +1,9 @@
 // The progress engine of a family of groups: messages from one rank to another, matched by source and
 // tag in the order in which they were posted, as in MPI.
 //
-// What is open is an entry, a Message: 192 bytes, in a table by (source, tag). Entries are advanced by
-// whoever waits for one, by the next call, and where nobody does by one thread that sleeps until
-// something comes. A transport carries records between ranks (Wire); all else is here, once.
+// An open message is an entry, a Message: 192 bytes, in a table by (source, tag). Entries are advanced by
+// whoever waits for one, by the next call, and where nobody does by one thread that sleeps until something
+// comes. A transport carries records between ranks (Wire); all else is here, once.
 //
 //   sender                                  receiver
 //   kMessage: tag, call, data         ->    copied to where the receive wants it, or kept until there is one
@@ -94,7 +94,7 @@ class Wire {
   // The next record of `peer`, which stays until it is dropped.
   virtual Room next(int peer) = 0;
   virtual void drop(int peer) = 0;
-  // What comes for that group from now on is for one that was left.
+  // Records that come for that group from now on are for one that was left.
   virtual void forget(uint64_t /* group */) {}
 
   // Data that moves from memory to memory in pieces, of which the wire has some on their way. Each one that has
@@ -432,7 +432,7 @@ class Engine {
   std::vector<fl_site> sites_;
   std::unordered_map<std::string, uint16_t> site_numbers_;
   std::pair<const fl_site*, uint16_t> last_sites_[16] = {};
-  // What these count is guarded by the lock, or looked at again with the next tick.
+  // These counts are guarded by the lock, or looked at again with the next tick.
   std::atomic<size_t> open_{0};       // messages that have not ended, and answers that wait for room
   std::atomic<int> callers_{0};       // threads that wait
   std::atomic<uint32_t> calls_{0};    // so far

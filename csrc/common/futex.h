@@ -11,7 +11,7 @@ namespace fl {
 // A thread may wait for several things at once, which a Counter does not allow: each sets bits of
 // its choice, and is woken by whoever wakes one of them.
 //
-// What is waited for is written, and read again between begin_wait() and wait(), in one order with
+// The value that is waited for is written, and read again between begin_wait() and wait(), in one order with
 // `waiters_` (seq_cst): either the waiter sees it, or the one who wakes sees the waiter. `wakes_` needs no
 // order: who sees the waiter is behind its load of it, and adds before the kernel's full barrier.
 class Futex {

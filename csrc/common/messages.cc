@@ -34,7 +34,7 @@ uint64_t digest_of(const fl_signature& s) {
   return digest;
 }
 
-// What a receiver keeps until the message is received counts; offers without data are counted by their
+// Bytes that a receiver keeps until the message is received count; offers without data are counted by their
 // sender, which waits for each.
 size_t charge_of(Kind kind, size_t bytes) {
   return kind == kMessage || bytes > kTinyMessage ? bytes + 64 : 0;
@@ -298,7 +298,7 @@ void Engine::handle(int from, const Wire::Room& room) {
     if (wanted.size() < kMostWanted) wanted.push_back(record.tag);
     return;
   }
-  // What this rank has sent comes back with it.
+  // The credit of what this rank has sent comes back with it.
   Seen seen;
   seen.reset(static_cast<int>(port.ranks_.size()));
   seen.ago = 1;
@@ -381,7 +381,7 @@ void Engine::forget(uint64_t group) {
   early_.erase(early);
 }
 
-// `from` is its rank in the group. What comes with the record, or all there is to know, is here.
+// `from` is its rank in the group. The data of the record, or all there is to know, is here.
 void Engine::deliver(Message& message, int from, const Record& record, const char* data) {
   Port& port = *message.port_;
   const int source = port.ranks_[from];

@@ -184,8 +184,8 @@ inline Handle handle_of(std::shared_ptr<Operation> operation) {
 // `seconds` from now, or the end of time where that is nearer.
 Clock::time_point deadline_after(double seconds);
 
-// Run `operation` on this thread to its end, unless the transport is broken. What it throws becomes
-// its status; anything but Mismatch breaks the transport.
+// Run `operation` on this thread to its end, unless the transport is broken. An exception of it becomes its
+// status; anything but Mismatch breaks the transport.
 void execute(Transport& transport, Operation& operation) noexcept;
 
 // End `operation` without running it.

@@ -57,8 +57,8 @@ class Queue {
   Queue(const Queue&) = delete;
 
   // Stop the transport, end what is queued with FL_CLOSED, and return when nothing runs on a thread of
-  // the queue any more. What callers run on theirs ends soon; it is not waited for, as it may be the
-  // caller's own: a signal handler interrupts an operation, and closes the group.
+  // the queue any more. An operation that callers run on theirs ends soon; it is not waited for, as it may be
+  // the caller's own: a signal handler interrupts an operation, and closes the group.
   void close();
   // Whether nothing runs, on whatever thread.
   bool is_idle();

@@ -45,7 +45,7 @@ class Ticker {
   void work() {
     std::unique_lock<std::mutex> lock(mutex_);
     while (!stopping_) {
-      // Whoever winds meanwhile sees this thread asleep, or is seen here (seq_cst).
+      // A thread that winds meanwhile sees this one asleep, or is seen here (seq_cst).
       is_awake_.store(false);
       wound_.wait(lock, [this] { return stopping_ || left_.load() > 0; });
       is_awake_.store(true, std::memory_order_relaxed);  // seen late it costs a wake

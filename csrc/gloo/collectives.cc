@@ -164,7 +164,7 @@ void Collectives::announce(const Call& call, const void* data, const Parts& give
     const size_t bytes = give[r].bytes <= kInlineBytes ? give[r].bytes : 0;
     if (bytes > 0) std::memcpy(frame.rest + frame.site_bytes, source + give[r].begin, bytes);
     for (uint32_t number = asked_; number != read;) post_header(r, ++number + kTurns, false);
-    // Who gives more to a gather than goes with its call waits for all.
+    // A rank that gives more to a gather than goes with its call waits for all.
     const bool may_wait = how == kWaits || first_dimension_is_free(call.mine.verb);
     const bool is_needed = may_wait || fl::needed_by(r, size_, call.mine).has(rank_);
     const bool at_leisure = !is_needed && calls_ % kHurryEvery != 0;
@@ -182,7 +182,7 @@ void Collectives::await_leaving(int r) {
   for (; leaving_[r] == kLeaving; --leaving_[r]) waiter_->sent(*outgoing_buffers_[r], r);
 }
 
-// Who has left in order may have done its part before. Whoever waits for more finds it lost.
+// A rank that has left in order may have done its part before. A rank that waits for more finds it lost.
 template <typename Send>
 void Collectives::unless_left(int r, Send send) {
   try {

@@ -88,7 +88,7 @@ class Collectives {
   static constexpr uint32_t kMostAhead = 31, kTurns = 2 * (kMostAhead + 1);
   // Of how many calls what this rank sends may wait for the kernel to take it.
   static constexpr uint32_t kLeaving = 8;
-  // What nobody waits for goes at leisure, but for one of so many calls.
+  // Headers that nobody waits for go at leisure, but for one of so many calls.
   static constexpr uint32_t kHurryEvery = 16;
   // How a rank has called: it waits for all others, or may return before they have called.
   enum How : uint32_t { kWaits, kRunsAhead };

@@ -13,7 +13,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// What cannot be delivered in this time is not worth waiting for; and how often that is looked at.
+// News that cannot be delivered in this time is not worth waiting for; and how often that is looked at.
 constexpr milliseconds kGoodbye{500}, kDeliveryTick{2};
 
 std::shared_ptr<gloo::transport::tcp::Device> create_device(const std::string& host,
@@ -25,7 +25,7 @@ std::shared_ptr<gloo::transport::tcp::Device> create_device(const std::string& h
       gloo::transport::tcp::CreateDevice(attributes));
 }
 
-// Whoever has gone needs to be told nothing.
+// A rank that has gone needs to be told nothing.
 void tell_one(Pair& pair, uint64_t group, const std::string& text) noexcept {
   try {
     pair.tell(group, text, Mesh::is_last(text));
@@ -94,7 +94,7 @@ bool Family::has_ended() const {
   return std::all_of(groups_.begin(), groups_.end(), [](const auto& each) { return each.second->has_ended; });
 }
 
-// Who connects just now is told by this or by connected().
+// A rank that connects just now is told by this or by connected().
 void Family::tell(Mesh& group, const std::string& text) noexcept {
   std::vector<Pair*> connections;
   {

@@ -26,7 +26,7 @@ bool waits_in(const Failure& timeout, const fl_signature& call) {
          timeout.seen.calls[timeout.missing[0]].sequence == call.sequence;
 }
 
-// Do `work` of `operation`, which waits for peers. What Gloo throws is explained while there still is a
+// Do `work` of `operation`, which waits for peers. An exception of Gloo's is explained while there still is a
 // waiter, which says how long that may take.
 template <typename Work>
 void with_waiter(Mesh& mesh, Operation& operation, InterruptCheck interrupt, const Work& work) {

@@ -42,8 +42,8 @@ class Group {
   void leave() { mesh_->leave(); }
   // End, and report to the others why.
   void give_up(const std::string& why);
-  // End what runs and what is queued; the destructor closes the sockets. What runs on the calling
-  // thread itself (a signal handler has interrupted it) ends when that goes on.
+  // End what runs and what is queued; the destructor closes the sockets. An operation on the calling thread
+  // itself (a signal handler has interrupted it) ends when that goes on.
   void close();
 
   // In a forked child: close the descriptors, without any lock.

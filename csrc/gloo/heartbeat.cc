@@ -13,7 +13,7 @@ namespace {
 
 // What travels once both ends have shown who they are. News begin with theirs and end with a zero: the kind,
 // since how many milliseconds, and the first and the last of each run of hosts, or of ranks, whose numbers
-// follow those of the hosts. Who says that it leaves is not lost when its connection ends.
+// follow those of the hosts. A rank that says that it leaves is not lost when its connection ends.
 constexpr char kBeat = 1, kNews = 2, kLeave = 3;
 // Kinds of losses: nobody answers, a kernel does, and on the host that is cut off itself; and of a rank, its
 // process has ended.
@@ -25,14 +25,14 @@ constexpr size_t kLeastNews = 24, kMostRuns = 256, kMostNews = 8192;
 // there are as many news.
 constexpr std::chrono::milliseconds kPause{10};
 
-// Who asks says which rank it is, and what that rank must show.
+// A rank that asks says which rank it is, and what that rank must show.
 constexpr size_t kRankBytes = sizeof(int32_t), kProofBytes = FL_PROOF_BYTES;
 constexpr size_t kMostStrangers = 64;  // who have not proven anything yet, beyond one for each rank of a host
 
-// Of the limit: how often to look, when to doubt and when to judge. What is left of it then is for the news,
-// and for what ends the operations.
+// Of the limit: how often to look, when to doubt and when to judge. The rest of it is for the news, and for
+// what ends the operations.
 constexpr double kLook = 0.05, kDoubt = 0.3, kJudge = 0.75;
-// Who has not looked for so many intervals was stopped itself, and has heard nobody for that reason.
+// A rank that has not looked for so many intervals was stopped itself, and has heard nobody for that reason.
 constexpr int kAsleep = 4;
 // So many other hosts are asked in doubt.
 constexpr int kWitnesses = 8;
@@ -91,7 +91,7 @@ void Heartbeat::begin(std::shared_ptr<const Hosts> hosts) {
   interval_ = std::min<Clock::duration>(seconds(hosts_->seconds * kLook), kLongestInterval);
   doubt_ = seconds(hosts_->seconds * kDoubt);
   limit_ = seconds(hosts_->seconds * kJudge);
-  // Who asks a host hears its last answer at most two intervals before another one does.
+  // A rank that asks a host hears its last answer at most two intervals before another one does.
   settling_ = hosts_->count() > 2 ? 2 * interval_ : Clock::duration{};
   looked_ = beats_ = due_ = time_now();
   // The next host is asked by all ranks of this one, and of the others each by one.

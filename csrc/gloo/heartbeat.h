@@ -8,9 +8,9 @@
 //
 // And a connection that ends, of a rank that has not said that it leaves, says that its process has ended.
 //
-// What is found out goes at once to all that are connected, and to the ranks of this host: they pass it on,
-// and as hosts know others that are 1, 2, 4, ... hosts away it is everywhere in as many steps as their number
-// has bits. Each rank reports it a little later: hosts that are lost together are reported together.
+// News goes at once to all that are connected, and to the ranks of this host: they pass it on, and as hosts
+// know others that are 1, 2, 4, ... hosts away it is everywhere in as many steps as their number has bits.
+// Each rank reports it a little later: hosts that are lost together are reported together.
 #pragma once
 
 #include <netinet/in.h>

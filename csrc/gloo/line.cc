@@ -141,7 +141,7 @@ std::optional<Line> Listener::accept() {
   return made < 0 ? std::nullopt : std::make_optional<Line>(made);
 }
 
-// Whoever is left waiting would be an event that does not end.
+// A waiter that is left would be an event that does not end.
 void Listener::await(const std::vector<const Line*>& lines, Clock::time_point end) {
   std::vector<pollfd> events{{bell_, POLLIN, 0}, {has_room_ ? socket_ : -1, POLLIN, 0}};
   for (const Line* line : lines) events.push_back(line->awaited());

@@ -208,7 +208,7 @@ void Links::begin(int peer, std::optional<uint64_t> asks_of) {
   device_->registerDescriptor(made, EPOLLOUT, begun);
 }
 
-// Who has not proven itself here gives up and goes: that it has gone is not the reason.
+// A peer that has not proven itself here gives up and goes: that it has gone is not the reason.
 void Links::explain(int peer, const std::string& problem) {
   if (problems_[peer] != Attempt::kStranger) problems_[peer] = problem;
 }

@@ -31,8 +31,8 @@ class Attempt;
 
 class Links : public gloo::transport::tcp::Context {
  public:
-  // Of a peer: a connection to it was made, on Gloo's thread, which nobody else has yet. Who fails to read
-  // from one that others have keeps it locked until that thread has gone round.
+  // Of a peer: a connection to it was made, on Gloo's thread, which nobody else has yet. A thread that fails
+  // to read from one that others have keeps it locked until that thread has gone round.
   using Made = std::function<void(int peer, Pair& pair)>;
   // What this rank answers who asks how many collectives it has begun in a group.
   using Calls = std::function<int64_t(uint64_t group)>;

@@ -26,7 +26,7 @@ constexpr const char* kHasClosed = "it has closed the group";
 // of a loss waits a little for others.
 constexpr milliseconds kNewsTakes = 2 * Heartbeat::kLongestInterval;
 
-// What the kernel says of hosts, where of a process that has ended another kernel says so.
+// Errors of the kernel about hosts, where of a process that has ended another kernel says so.
 constexpr int kSilence[] = {ETIMEDOUT, EHOSTUNREACH, EHOSTDOWN, ENETUNREACH, ENETDOWN};
 
 // Whether `what`, all that Gloo keeps of an error, is that.
@@ -186,7 +186,7 @@ void Mesh::ask(gloo::transport::UnboundBuffer& buffer, int peer, uint64_t slot, 
   try {
     buffer.recv(peer, slot, offset, bytes);
   } catch (const std::exception&) {
-    // Whatever is sent there says so.
+    // Anything that is sent there says so.
   }
 }
 
@@ -373,8 +373,8 @@ std::map<int, std::string> Mesh::broken_peers() {
   return broken;
 }
 
-// Who gives up because of another closes later: when the reason has come through, or not for so long. One
-// that has left as planned is no cause, unless it is waited for or nobody else has gone.
+// A rank that gives up because of another closes later: when the reason has come through, or not for so long.
+// One that has left as planned is no cause, unless it is waited for or nobody else has gone.
 std::vector<int> Mesh::first_of(const std::map<int, std::string>& broken, int peer) const {
   std::vector<int> suspects, found;
   for (const auto& each : broken) {
@@ -423,7 +423,8 @@ void Mesh::give_up(const Failure& failure) noexcept {
   family_->end(*this);
 }
 
-// Who wants to connect to this rank later would find nobody, and call it lost. `missing` are not waited for.
+// A rank that wants to connect to this one later would find nobody, and call it lost. `missing` are not
+// waited for.
 void Mesh::connect_neighbours(const std::vector<int>& missing) noexcept {
   const auto end = Clock::now() + kGoodbye;
   const std::vector<int> peers = neighbours();

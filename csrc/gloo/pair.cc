@@ -360,7 +360,7 @@ bool Pair::read() {
   return true;
 }
 
-// As far as something has come; as recv(2). What comes after it is read in the same call.
+// As far as something has come; as recv(2). Bytes that come after it are read in the same call.
 ssize_t Pair::fill(const iovec& room) {
   if (beyond_begin_ < beyond_end_) {
     const size_t bytes = std::min(room.iov_len, beyond_end_ - beyond_begin_);

@@ -1,6 +1,6 @@
 // A connection of Gloo's, with what Gloo has no name for, and with messages of many groups.
 //
-// Gloo has the socket, its thread and the queue of what is to be sent. What travels is our own: a receiver
+// Gloo has the socket, its thread and the queue of what is to be sent. The protocol is our own: a receiver
 // says that it is ready, and the sender sends; Gloo's sender says before that it will, which is of use only
 // to who receives from any rank, and it searches all slots with every message. And what was begun in a group
 // that has ended must not stand in the way of others: see release.
@@ -100,8 +100,8 @@ class Pair : public gloo::transport::tcp::Pair {
   std::string problem();
   // Whether the kernel has all that was sent; also where the connection has ended.
   bool has_written();
-  // Whether the peer's kernel has all that was sent, or has said nothing for as long as `silence`. What it
-  // has, the peer gets, also where this end closes now.
+  // Whether the peer's kernel has all that was sent, or has said nothing for as long as `silence`. The peer
+  // gets what it has, also where this end closes now.
   bool has_delivered(std::chrono::milliseconds silence);
 
  private:

@@ -65,9 +65,9 @@ Parts even_parts(const fl_signature& mine, int ranks, int without = -1) {
 // A direct reduce-scatter (rank p gets part p of every rank and reduces in rank order), after
 // which every part goes to those who want it.
 //
-// The next pieces of every part are on the wire while one is being reduced. Who collects gets a
-// reduced piece into the place it came from: its owner can only send it after it has received that
-// place's old contents from everybody, so nothing unsent is lost.
+// The next pieces of every part are on the wire while one is being reduced. A collecting rank gets a reduced
+// piece into the place it came from: its owner can only send it after it has received that place's old
+// contents from everybody, so nothing unsent is lost.
 class Collectives::ReductionInParts {
  public:
   // `output` takes this rank's reduced part; null: it only passes through, on its way to the

@@ -10,8 +10,8 @@
 namespace fl {
 
 // In step k each rank sends the rank 2^k after it all that it holds, so that each holds twice as much
-// (Bruck et al., 1997): log2(n) messages instead of n-1. What reaches a rank is the same, and arrives in
-// blocks that are not changed on their way. One thread at a time may call.
+// (Bruck et al., 1997): log2(n) messages instead of n-1. The same reaches each rank, in blocks that are not
+// changed on their way. One thread at a time may call.
 class Relay {
  public:
   // What all payloads may have together.
@@ -37,7 +37,7 @@ class Relay {
   bool is_ahead(int rank, fl_signature& call) const;
 
  private:
-  // Whoever waits to be asked for a message waits half a round trip longer: the next one is asked for
+  // A rank that waits to be asked for a message waits half a round trip longer: the next one is asked for
   // before this rank sends the last.
   static constexpr size_t kTurns = 2;
   struct Head {

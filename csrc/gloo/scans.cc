@@ -13,7 +13,7 @@ namespace {
 // Pieces that are on the wire or being combined.
 constexpr size_t kDepth = 2;
 
-// What goes from rank to rank has not been rounded: of 16-bit floats it is float32.
+// Partial results go from rank to rank before they are rounded: of 16-bit floats as float32.
 bool is_narrow(int dtype) { return dtype == kFloat16 || dtype == kBfloat16; }
 
 template <typename T>

@@ -35,7 +35,7 @@ Wire::Room GlooWire::reserve(int peer, size_t bytes) {
     try {
       links_.reach(peer);
     } catch (const std::exception&) {
-      // Whoever looks around finds it lost.
+      // A look around finds it lost.
     }
     return {};
   }

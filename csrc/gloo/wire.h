@@ -13,8 +13,8 @@
 
 namespace fl {
 
-// What comes is read by Gloo's thread, or for a moment by one that looks for it, and kept until the engine
-// takes it.
+// Gloo's thread reads what comes, or for a moment one that looks for it, and keeps it until the engine takes
+// it.
 class GlooWire final : public Wire, public Parcels {
  public:
   explicit GlooWire(Links& links);

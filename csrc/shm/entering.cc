@@ -4,7 +4,7 @@
 // returns ahead of the others: it compares their calls when they have come, in its next calls, and may be
 // kMostAhead of its own ahead of the latest. Where they differ, whoever sees it at once raises at once;
 // then also the next call in which every rank waits for every other does nothing and raises on all, as
-// some have not been told. Which calls are such, all ranks find in the same way: by what was announced.
+// some have not been told. All ranks find in the same way which calls are such: by what was announced.
 #include <algorithm>
 #include <cstring>
 
@@ -72,7 +72,7 @@ void Collectives::call(const fl_signature& mine, const void* data, const fl_site
   const Given given = given_in(mine, data);
   needed_ = needed_by(rank_, mine);
   const size_t bytes = static_cast<size_t>(mine.count) * mine.itemsize;
-  // Who needs nobody is gone when others find that they differ: it must say beforehand where it is.
+  // A rank that needs nobody is gone when others find that they differ: it must say beforehand where it is.
   const bool is_lost = needed_.count() == 0 && site == nullptr;
   if (compares_at_once_ || is_lost || (bytes > kAheadBytes && peers_.may_spin())) needed_ = {0, size_};
   is_shown_ = find_room(given.inline_bytes);
@@ -129,9 +129,9 @@ Ranks Collectives::needed_by(int rank, const fl_signature& call) const {
   return travels && !is_compared(call) ? fl::needed_by(rank, size_, call) : Ranks{0, size_};
 }
 
-// Who makes call k has compared all calls up to k - kMostAhead, and so read what came with them; and its own
-// call k takes the place of k - kCalls, which nobody reads any more. A payload is free when all ranks have
-// gone on from its call.
+// A rank that makes call k has compared all calls up to k - kMostAhead, and so read what came with them; and
+// its own call k takes the place of k - kCalls, which nobody reads any more. A payload is free when all ranks
+// have gone on from its call.
 bool Collectives::find_room(size_t inline_bytes) {
   while (calls_ + 1 - compared_ > kMostAhead || (inline_bytes > kTinyBytes && !find_payload())) {
     if (!all_have_called(compared_ + 1)) return false;

@@ -46,7 +46,7 @@ ShmGroup::ShmGroup(std::shared_ptr<Family> family, Mapping mapping, int rank, co
 
 ShmGroup::~ShmGroup() { close(); }
 
-// Who leaves in the middle of a collective has not done its part of it, and says so.
+// A rank that leaves in the middle of a collective has not done its part of it, and says so.
 void ShmGroup::close() {
   if (closed_.exchange(true, std::memory_order_relaxed)) return;
   Result begun;

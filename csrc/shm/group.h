@@ -34,8 +34,8 @@ class ShmGroup : private Helper, private Family::Ticking {
   ShmGroup(const ShmGroup& whole, Mapping mapping, int rank, const std::vector<int>& ranks, uint32_t number)
       : ShmGroup(whole.family_, std::move(mapping), rank, ranks, number) {}
   ~ShmGroup();
-  // End what runs and what is queued, and leave. What runs on the calling thread itself (a signal
-  // handler has interrupted it, and closes the group) ends when that goes on.
+  // End what runs and what is queued, and leave. An operation on the calling thread itself (a signal handler
+  // has interrupted it, and closes the group) ends when that goes on.
   void close();
 
   // `site` is the caller's; null: it is asked for where that matters.

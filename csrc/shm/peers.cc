@@ -117,8 +117,8 @@ std::vector<int> Peers::dead(const Concern& concern) {
   return dead;
 }
 
-// A rank may not be there yet, or not all that it says of itself: it is asked again. Who is in another container
-// holds a lock instead.
+// A rank may not be there yet, or not all that it says of itself: it is asked again. A rank in another
+// container holds a lock instead.
 bool Peers::is_dead(int r) {
   const RankBlock& block = segment_.block(r);
   const int32_t pid = block.pid.load(std::memory_order_relaxed);

@@ -153,7 +153,7 @@ class Watch {
     }
   }
 
-  // For whoever sleeps by other means: why a wait that began at `since` should end. What has come
+  // For whoever sleeps by other means: why a wait that began at `since` should end. A result that has come
   // meanwhile counts more than `loss`, so that it is asked for first.
   std::optional<Failure> loss() { return peers_->loss(concern_); }
   void check(Clock::time_point since, int peer);

@@ -124,8 +124,8 @@ void Collectives::collect_on_root(const fl_signature& mine, char* data) {
   stream(chunks.number(), !is_root, is_root, fill, combine);
 }
 
-// Combine `count` elements of all ranks, which begin at byte `begin` of their arrays. What the
-// others have is read in steps that stay in a second-level cache.
+// Combine `count` elements of all ranks, which begin at byte `begin` of their arrays. The others' data is
+// read in steps that stay in a second-level cache.
 void Collectives::reduce_read(const fl_signature& mine, size_t begin, const char* own,
                               size_t count, char* into) {
   const size_t item = mine.itemsize;

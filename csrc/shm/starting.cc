@@ -1,9 +1,9 @@
 // Collectives that are started and do not block.
 //
 // One whose data travels with its call is begun at once, on the caller's thread: then no other rank
-// waits for this one any more, and no thread has to wake up. What is left is done by whoever comes
-// first: who waits for it, who calls the next, or after a millisecond a thread of the group. All others
-// run in their queue.
+// waits for this one any more, and no thread has to wake up. The first of three does the rest: the thread
+// that waits for it, that which calls the next, or after a millisecond one of the group. All others run in
+// their queue.
 #include <algorithm>
 #include <utility>
 
@@ -126,7 +126,7 @@ bool ShmGroup::has_caught_up() {
   return queued_.load(std::memory_order_relaxed) == 0;
 }
 
-// Whoever has it does not have it for long.
+// Its owner does not have it for long.
 void ShmGroup::help(const Operation& operation, bool waits) {
   if (!starting_.try_take()) return;
   const Turn::Held held(starting_);

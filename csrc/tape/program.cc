@@ -318,7 +318,7 @@ Outcome Program::run(Py_ssize_t* count) {
 
 PyObject* Program::replay(PyObject* args, PyObject* kwargs, bool* is_left) {
   *is_left = false;
-  // What is used where it lies must not go while other threads run; and until the result is there,
+  // Arrays that are used where they lie must not go while other threads run; and until the result is there,
   // none may begin a replay.
   const Owned kept_args = share(args), kept_kwargs = share(kwargs);
   is_busy_ = true;

@@ -180,8 +180,8 @@ class Walk:
         """Put into ``counts``, which is empty, how many edges lead to each target below ``roots``.
 
         Not below ``ends``; roots and ends that no edge leads to have 0. ``counts`` is complete even
-        if this raises: whoever waits for a gradient is told of the failure by it. The walk takes
-        note of the parts on the way.
+        if this raises: it tells of the failure to all that wait for a gradient. The walk takes note
+        of the parts on the way.
         """
         wrong, now = "", Changes.count
         for root in roots:

@@ -1,8 +1,8 @@
 """Native kernels of differentiable functions (csrc/nn), where they were built.
 
 A kernel is a function of contiguous arrays of one dtype that makes others. It is called as it is,
-and is one instruction of a captured step. Whoever calls one computes the same in array operations
-where there is none: for CuPy's arrays, other dtypes, and a package without extensions.
+and is one instruction of a captured step. Callers compute the same in array operations where there
+is none: for CuPy's arrays, other dtypes, and a package without extensions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flashlight_py.autograd.graph import recording
 from flashlight_py.autograd.variable import Variable, record_all
 from flashlight_py.device import Array, array_module, is_cupy
 
-# What is freed stays with the process from now on, up to twice this size. Else glibc returns it to
+# Freed memory stays with the process from now on, up to twice this size. Else glibc returns it to
 # the system, and takes every page of the next result anew: as long as computing a GELU of 1.5 MB.
 np.empty((32 << 20) - (64 << 10), np.uint8)
 

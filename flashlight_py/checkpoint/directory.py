@@ -4,8 +4,8 @@ Each is a directory ``<number>-step-<step>`` with two files. Numbers count up, s
 highest, also where a run went back to an earlier step. One that is being written, or removed, has
 a name that begins with a full stop; if we are killed then, the next ``save`` removes it.
 
-What a file must hold is known by its length and its SHA-256. Computing the digest takes as long as
-writing to a fast disk, so it happens meanwhile, in a thread: hashlib releases the GIL. All raise
+The contents of a file are known by its length and its SHA-256. Computing the digest takes as long
+as writing to a fast disk, so it happens meanwhile, in a thread: hashlib releases the GIL. All raise
 the OSErrors of the system; a ValueError says what differs from what was written.
 """
 
@@ -30,7 +30,8 @@ from flashlight_py._version import __version__
 from flashlight_py.device import Array
 
 PIECE_BYTES = 8 << 20
-# What may wait for its digest: enough to compute and write at once, and little to hold in memory.
+# So much may wait for its digest: enough to compute and write at once, and little to hold in
+# memory.
 WAITING_BYTES = 2 * PIECE_BYTES
 
 

@@ -178,11 +178,10 @@ def load(
 ) -> Checkpoint | None:
     """Go on from the newest whole checkpoint in the directory ``path``; None: there is none.
 
-    Collective, blocking. Rank 0 alone reads, and what it has read is broadcast: all ranks go on
-    from the same checkpoint, and ``path`` need not be seen by the others. A checkpoint that is
-    truncated or damaged is skipped, with a warning of the logger ``flashlight_py`` that says why,
-    and the one before is used. The path of a single checkpoint is taken as well; then it must be
-    whole.
+    Collective, blocking. Rank 0 alone reads, and broadcasts what it has read: all ranks go on from
+    the same checkpoint, and ``path`` need not be seen by the others. A checkpoint that is truncated
+    or damaged is skipped, with a warning of the logger ``flashlight_py`` that says why, and the one
+    before is used. The path of a single checkpoint is taken as well; then it must be whole.
 
     Arrays are copied into those of the module and the optimizer, in place, across devices if need
     be. Another number of ranks may load than has saved; then a rank beyond those keeps the random

@@ -4,10 +4,10 @@ Written here and not by the library of that name, so that one pass writes, diges
 without a second copy of the arrays, bfloat16 can be read, and nothing need be installed. The tests
 read our files with that library, and its files with ours. https://huggingface.co/docs/safetensors
 
-A tree is JSON with the arrays beside it. What JSON lacks is an object with one key that begins with
-``$``: ``{"$array": name}`` stands for an array, ``$scalar`` for a NumPy scalar, ``$tuple`` for a
-tuple, ``$complex`` for a complex number, and ``$dict`` for a dict that JSON cannot hold as it is.
-Nothing is ever pickled.
+A tree is JSON with the arrays beside it. A value that JSON lacks is an object with one key that
+begins with ``$``: ``{"$array": name}`` stands for an array, ``$scalar`` for a NumPy scalar,
+``$tuple`` for a tuple, ``$complex`` for a complex number, and ``$dict`` for a dict that JSON cannot
+hold as it is. Nothing is ever pickled.
 """
 
 from __future__ import annotations

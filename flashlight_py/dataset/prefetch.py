@@ -33,11 +33,11 @@ class PrefetchDataset(Dataset):
     for.
 
     Threads suffice where ``get`` waits for files or computes in NumPy; it must bear calls from
-    several threads at once. Processes, for what computes in Python, get a copy of ``dataset`` when
-    an iteration begins: it and ``transform`` are pickled, and so are samples on their way back.
-    They are started anew ("spawn"), in some tenths of a second, and import the program's main
-    module, so that this has to start its work under ``if __name__ == "__main__":``. In them no
-    world is initialised.
+    several threads at once. Processes, for samples that are computed in Python, get a copy of
+    ``dataset`` when an iteration begins: it and ``transform`` are pickled, and so are samples on
+    their way back. They are started anew ("spawn"), in some tenths of a second, and import the
+    program's main module, so that this has to start its work under ``if __name__ == "__main__":``.
+    In them no world is initialised.
 
     Args:
         dataset: makes the samples. If it has ``set_epoch``, ours calls it.

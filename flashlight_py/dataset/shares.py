@@ -61,11 +61,11 @@ def partition_by_round_robin(
 ) -> Indices:
     """Return the indices, of ``n`` samples, that belong to ``partition`` of ``partitions``.
 
-    Batches of ``batch_size`` successive samples are dealt in turn. What does not fill a last
-    round is shared out evenly if it suffices for one sample each, and dropped otherwise: so
-    every partition has the same number of batches, and processes that reduce something per
-    batch stay together. With ``allow_empty`` nothing is dropped, and some partitions may have
-    one batch less. The rule is that of flashlight's ``partitionByRoundRobin``.
+    Batches of ``batch_size`` successive samples are dealt in turn. Samples that do not fill a last
+    round are shared out evenly if they suffice for one each, and dropped otherwise: so every
+    partition has the same number of batches, and processes that reduce something per batch stay
+    together. With ``allow_empty`` nothing is dropped, and some partitions may have one batch less.
+    The rule is that of flashlight's ``partitionByRoundRobin``.
 
     Returns:
         A new int64 array with shape (samples of the partition,), ascending.

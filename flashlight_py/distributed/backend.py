@@ -28,7 +28,7 @@ class Backend(abc.ABC):
     """Moves arrays between the ``size`` ranks of one group, of which this one is ``rank``.
 
     Collectives run in the order in which they are started; messages between two ranks run beside
-    them, those of one direction and tag in order. What ranks get wrong against each other raises on
+    them, those of one direction and tag in order. A mistake of ranks against each other raises on
     all of them: see ``Work``.
     """
 
@@ -101,7 +101,7 @@ class Backend(abc.ABC):
     def leave(self) -> None:  # noqa: B027  (where no rank waits for another)
         """Let the others know that this rank begins no more messages, as it is about to shut down.
 
-        Who waits for one that it has not begun raises. Not collective; does not block.
+        A rank that waits for one that it has not begun raises. Not collective; does not block.
         """
 
     @abc.abstractmethod
@@ -111,7 +111,8 @@ class Backend(abc.ABC):
     def abandon(self) -> None:  # noqa: B027  (optional: where there is nothing to let go of)
         """Close the descriptors and nothing else, in a child that was forked from a rank.
 
-        What it shares with other ranks is not this process's to change. Only this is called there.
+        Things that it shares with other ranks are not this process's to change. Only this is called
+        there.
         """
 
     def is_busy(self) -> bool:

@@ -2,7 +2,7 @@
 
 One row describes a verb to everything that has to do with verbs in general: preparing arguments
 (``verb_call.py``), the native signature, the flight record, comparing the calls of ranks, wording
-(``call.py``), the methods of ``ProcessGroup``, tests and benchmarks. What verbs mean is in
+(``call.py``), the methods of ``ProcessGroup``, tests and benchmarks. The meaning of verbs is in
 ``combining.py``.
 """
 

@@ -25,8 +25,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m flashlight_py.doctor",
         description="Report what this installation and this machine can do, and why not.",
-        epilog="The exit code is 1 if something that should work does not. What is not installed, "
-        "or not there, is no failure.",
+        epilog="The exit code is 1 if something that should work does not. A part that is not "
+        "installed, or not there, is no failure.",
     )
     add = parser.add_argument
     add("--run", action="store_true", help="try each way with a short all_reduce")

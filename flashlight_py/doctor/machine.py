@@ -42,7 +42,7 @@ _PACKAGES = {
 _DRIVER = Path("/proc/driver/nvidia/version")
 # Containers have 64 MB by default. The channels of some ranks fit, gradients do not.
 ENOUGH_BYTES = 256 << 20
-# Whoever records a start can try out shorter secrets at home.
+# A listener who records a start can try out shorter secrets at home.
 _SHORTEST = 16
 
 
@@ -189,8 +189,8 @@ def folder(path: Path) -> Iterator[Finding]:
     """Report which file system ``path`` is on, and whether it keeps each promise, tried out there.
 
     The rendezvous by file needs no locks and no links: a file is created exclusively, becomes
-    visible by a rename, whole, and is found by listing. What hosts see of each other's files cannot
-    be tried from one; a network file system is named, so that it is known.
+    visible by a rename, whole, and is found by listing. One host cannot try what others see of its
+    files; a network file system is named, so that it is known.
     """
     try:
         with tempfile.TemporaryDirectory(prefix=".flashlight-doctor-", dir=path) as inside:

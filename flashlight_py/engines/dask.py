@@ -31,7 +31,7 @@ def run(
     """Run ``fn(rank, *args)`` on workers of a Dask cluster, as :func:`flashlight_py.spawn` does.
 
     Each rank is a task on a worker process of its own, however many threads that has; all run at
-    once. What they print is the worker's output. Blocks until every rank has returned.
+    once. Their output is the worker's. Blocks until every rank has returned.
 
     Args:
         client: a ``distributed.Client`` that is not asynchronous.

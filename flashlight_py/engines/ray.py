@@ -268,7 +268,7 @@ class _TrainerWorld:
         ray.get(joins)
 
     def on_shutdown(self, workers: Any, _: _TrainerConfig) -> None:
-        """Have them leave it; what cannot is ended by Ray, with its process."""
+        """Have them leave it; Ray ends those that cannot, with their processes."""
         import ray
 
         tasks = workers.execute_async(_leave)

@@ -1,7 +1,7 @@
 """``run`` where the program is: what Ray, Dask and Spark have in common there.
 
 An engine brings a function that starts every rank once, in processes that go on to live afterwards;
-what happens there is in ``rank``.
+their side is in ``rank``.
 """
 
 from __future__ import annotations

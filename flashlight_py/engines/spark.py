@@ -43,7 +43,7 @@ def run(
     """Run ``fn(rank, *args)`` in a barrier stage of Spark, as :func:`flashlight_py.spawn` does.
 
     Uses the active ``SparkContext``; each rank is a task, and as many slots must be free as there
-    are ranks. What they print is the executor's output. Blocks until every rank has returned.
+    are ranks. Their output is the executor's. Blocks until every rank has returned.
 
     Args:
         fn, args, params, timeout, max_restarts: as of ``spawn``; cloudpickle sends what a worker

@@ -198,7 +198,7 @@ class Agent:
 class LauncherConnection:
     """The connection of an agent to its launcher, or to the agent that is its way there.
 
-    What is for the agents of ``branches`` is passed on, and what they report. Once nothing has come
+    Messages to the agents of ``branches`` are passed on, and their reports. Once nothing has come
     from above for a while, ``silence`` says since when. With the connection ends what is below;
     where it ``keeps`` that, only the ranks there.
     """

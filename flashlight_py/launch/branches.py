@@ -5,8 +5,8 @@ reaches some, which reach others, so that no process has more than some dozens o
 A message to or from another agent than the neighbour has that one's number before it, or, on its
 way down, ``*``: for who gets it and all below. So it is passed on without being read. The ways are
 learned from ``here``, which comes up first, and says how many places an agent has had, and each
-above it: the greater of two lists is the newer way. What still comes by the other one is dropped,
-and nobody is lost who has another one.
+above it: the greater of two lists is the newer way. Messages that still come by the other one are
+dropped, and nobody is lost who has another one.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Link:
         self._outgoing.put(line)
 
     def close(self) -> None:
-        """Close the connection; whatever is still there ends by it. May be called again."""
+        """Close the connection; processes that are still there end by it. May be called again."""
         if self._is_open:
             self._is_open = False
             self.pulse.stop()
@@ -281,7 +281,7 @@ class Branches:
         self.close()
 
     def close(self) -> None:
-        """Close all connections; what is below ends by it, or looks for another place."""
+        """Close all connections; agents below end by it, or look for another place."""
         self.is_leaving = True
         for link in self.links.values():
             link.close()

@@ -78,8 +78,8 @@ class Reader:
 def write_whole(descriptor: int, data: bytes, waited: Callable[[], object] = lambda: None) -> None:
     """Write ``data``; blocks until it is written, also where the descriptor itself would not.
 
-    Whoever shares it, a rank on our terminal for one, may have made it non-blocking for all. Then
-    ``waited`` is called every ``BEAT_SECONDS`` until something can be written.
+    A process that shares it, a rank on our terminal for one, may have made it non-blocking for all.
+    Then ``waited`` is called every ``BEAT_SECONDS`` until something can be written.
 
     Raises:
         OSError: the system says so; ``BrokenPipeError`` if nobody is at the other end.
@@ -96,7 +96,7 @@ class Outgoing:
     """Writes what is put to a copy of ``descriptor``, without blocking, as the other end reads.
 
     ``emptied`` is called whenever all of it has been written. Once nobody is at the other end,
-    what is put is dropped.
+    further bytes are dropped.
     """
 
     def __init__(

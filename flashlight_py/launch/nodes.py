@@ -40,8 +40,8 @@ from flashlight_py.launch.output import RankOutput
 
 # How long launchers wait for each other, in seconds.
 MEETING_SECONDS = 300.0
-# After so many they say whom they wait for. Who accepts a connection answers in less than the
-# latter, as no launcher does anything else meanwhile.
+# After so many they say whom they wait for. A launcher that accepts a connection answers in less
+# than the latter, as none does anything else meanwhile.
 _FIRST_REPORT, _PATIENCE = 4.0, 3.0
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 

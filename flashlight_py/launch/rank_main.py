@@ -79,7 +79,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def _leave_in_order(number: int, _: object) -> NoReturn:
-    """Answer SIGTERM by an exception: what is half done, such as memory with a name, is undone."""
+    """Answer SIGTERM by an exception: half-done work, such as memory with a name, is undone."""
     sys.exit(128 + number)
 
 

@@ -34,7 +34,7 @@ class Notes:
     def paths(self) -> Mapping[int, Path]:
         """Return where each rank has left its last record, of those that have."""
         self._read()
-        # What is behind the last end of a line has not been written whole.
+        # Text behind the last end of a line has not been written whole.
         lines = os.fsdecode(self._text).split("\n")[:-1]
         notes = (line.partition(" ") for line in lines)
         return {

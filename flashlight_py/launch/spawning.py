@@ -57,11 +57,11 @@ def spawn(
 
     Blocks until every rank has returned. Each process is a fresh interpreter that imports this
     program's script, as under another name, without running what stands under
-    ``if __name__ == "__main__":``; there the call of ``spawn`` belongs. What the ranks print goes
-    to this process's standard output and error; where ``sys.stdout`` or ``sys.stderr`` is replaced,
-    as in a notebook, it is written there, line by line behind ``[rank]``, as it arrives.
-    No process is left behind, also when a rank or this process is killed: the ranks end with this
-    process. It may itself be a rank of another world.
+    ``if __name__ == "__main__":``; there the call of ``spawn`` belongs. The ranks print to this
+    process's standard output and error; where ``sys.stdout`` or ``sys.stderr`` is replaced, as in a
+    notebook, it is written there, line by line behind ``[rank]``, as it arrives. No process is left
+    behind, also when a rank or this process is killed: the ranks end with this process. It may
+    itself be a rank of another world.
 
     Unless the environment says otherwise, OMP_, OPENBLAS_ and MKL_NUM_THREADS of each rank are
     the number of usable cores divided by ``nprocs``.
@@ -79,7 +79,7 @@ def spawn(
             failure before the last is logged as a warning.
 
     Returns:
-        What each rank's call returned, in rank order.
+        The results of the ranks' calls, in rank order.
 
     Raises:
         TypeError: ``fn`` cannot be called, or ``fn`` or ``args`` cannot be pickled. No process
@@ -272,8 +272,8 @@ class Worker:
 
     A fresh interpreter, as the ranks of ``spawn``, but in no world. It ends with this process, and
     Ctrl-C on a terminal does not reach it. ``descriptors`` are inherited under the same numbers,
-    ``variables`` are added to the environment. Does not wait until it has started. What the methods
-    find to have ended is a RankFailedError.
+    ``variables`` are added to the environment. Does not wait until it has started. A rank that the
+    methods find to have failed is a RankFailedError.
 
     Raises:
         TypeError: ``fn`` or ``args`` cannot be pickled.

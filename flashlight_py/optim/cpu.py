@@ -40,7 +40,7 @@ def native() -> Any | None:
 def change(rule: str, numbers: Sequence[float], piece: Sequence[Any], grad_scale: float) -> None:
     """Change the arrays of ``piece`` in place by NumPy or CuPy, to the bit as csrc/optim does.
 
-    What is narrower than float32 is computed in float32, and rounded once. ``numbers`` are those of
+    Narrower types than float32 are computed in float32, and rounded once. ``numbers`` are those of
     the rule's fields. A piece is (parameter, gradients, *states), all of one shape: the gradients
     count as their sum, added in their order, times ``grad_scale``, and stay as they are.
     """

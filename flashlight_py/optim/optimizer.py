@@ -95,8 +95,8 @@ class Placement(HoldsState, ABC):
     def pieces(self, variable: Variable, states: Sequence[Array]) -> Sequence[tuple[Array, ...]]:
         """Return what this process steps: each piece is (parameter, gradient, *states).
 
-        All arrays of a piece are contiguous, of one dimension and of one length. They are views:
-        what is written to them is written to the parameter.
+        All arrays of a piece are contiguous, of one dimension and of one length. They are views: a
+        write to them is one to the parameter.
         """
 
     def sum_of_squares(self, variable: Variable) -> float:

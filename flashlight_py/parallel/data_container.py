@@ -60,9 +60,9 @@ class DistributedDataContainer(Dataset):
     tuples of arrays the container is a dataset like others, to be batched or prefetched.
 
     Not collective: every rank cuts its own ``data``, so the length must be the same everywhere.
-    Which samples a step takes depends on the number of ranks here; with
-    :class:`flashlight_py.ShardedDataset` it does not. The name is that of Lux.jl, where the
-    last share alone is shorter.
+    The samples of a step depend on the number of ranks here; with
+    :class:`flashlight_py.ShardedDataset` they do not. The name is that of Lux.jl, where the last
+    share alone is shorter.
 
     Args:
         data: its length is asked for once.

@@ -25,9 +25,9 @@ from flashlight_py.parallel.data_container import Share
 class InEpochs:
     """``n`` samples in an order for each epoch, which is 0 at first, and how much of it is used.
 
-    What all ranks together have used of an epoch is always a beginning of its order, so its
-    length, ``consumed``, describes it for any number of ranks. ``_begin`` is where the epoch begins
-    here: 0, or what was consumed when its state was saved; ``_left`` samples follow.
+    All ranks together have always used a beginning of the epoch's order, so its length,
+    ``consumed``, describes it for any number of ranks. ``_begin`` is where the epoch begins here:
+    0, or what was consumed when its state was saved; ``_left`` samples follow.
     """
 
     _what: str  # what messages call it
@@ -184,8 +184,8 @@ class DistributedSampler(InEpochs):
     that is given ``list(sampler)``, ``set_consumed`` corrects the count.
 
     ``state_dict`` returns the epoch and how many of its samples all ranks have consumed, and
-    ``load_state_dict`` goes on from there, on any number of ranks: what is left of the epoch is
-    dealt out again, so that each sample comes once.
+    ``load_state_dict`` goes on from there, on any number of ranks: the rest of the epoch is dealt
+    out again, so that each sample comes once.
 
     Args:
         n: number of samples, the same on every rank.

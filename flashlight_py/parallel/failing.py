@@ -66,8 +66,8 @@ def refuse_message(group: ProcessGroup, verb: Verb, peer: int, tag: int) -> None
 def end_together(group: ProcessGroup) -> None:
     """Wait until all ranks have ended the pass: what they call next is in step again.
 
-    What another rank had begun before differs from this call, which is repeated then. Where the
-    group ends, that is for its next call to say.
+    A call that another rank had begun before differs from this one, which is repeated then. Where
+    the group ends, that is for its next call to say.
     """
     while True:
         try:

@@ -1,16 +1,16 @@
 """Sharding by gathering (ZeRO-3): each rank keeps a part of everything, and gathers what it uses.
 
 For ranks that cannot read each other's memory, such as GPUs. When a module reads its parameters
-they are gathered, and in the meantime those that were read next in the last pass; what was read
-before is let go of. A backward pass reads them again. The gradients of a module are reduced as soon
-as they are complete, and each rank keeps its part of them.
+they are gathered, and in the meantime those that were read next in the last pass; parameters that
+were read before are let go of. A backward pass reads them again. The gradients of a module are
+reduced as soon as they are complete, and each rank keeps its part of them.
 
-Nothing is wrapped: reading a parameter is what gathers it, so any module will do. What is saved by
-it depends on operations that read their operands again in the backward pass instead of keeping
-them: ``linear``, ``linear_relu`` and ``matmul`` do. After others, such as a product with a vector,
-the module's parameters stay until the backward pass has used them; the numbers are the same.
+Nothing is wrapped: reading a parameter is what gathers it, so any module will do. The saving
+depends on operations that read their operands again in the backward pass instead of keeping them:
+``linear``, ``linear_relu`` and ``matmul`` do. After others, such as a product with a vector, the
+module's parameters stay until the backward pass has used them; the numbers are the same.
 
-The arrays may be NumPy's or CuPy's: what is done with them here, both can.
+The arrays may be NumPy's or CuPy's: both can do all that is done with them here.
 """
 
 from __future__ import annotations
@@ -384,7 +384,7 @@ class GatheringSharder(Sharder[Flat]):
         self._reductions.append(flat.opened)
         flat.opened = None
         self._given += 1
-        # What reads the parameters for the last time may be in the middle of it.
+        # The last reader of the parameters may be in the middle of it.
         after_node(functools.partial(self._settle, but=1))
 
     def _give_rest(self) -> None:

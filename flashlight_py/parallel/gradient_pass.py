@@ -1,9 +1,9 @@
 """One pass in which ranks add up gradients: in a fixed order, while the backward pass goes on.
 
-Ranks may finish their gradients in different orders, or not have some at all; what is sent must
-be the same sequence everywhere. So gradients are cut into units by a plan that all ranks share,
-and a unit that is complete waits until those before it were given. What no hook has completed is
-given when all is computed; then the pass waits for the sums.
+Ranks may finish their gradients in different orders, or not have some at all; the sequence that is
+sent must be the same everywhere. So gradients are cut into units by a plan that all ranks share,
+and a unit that is complete waits until those before it were given. Gradients that no hook has
+completed are given when all is computed; then the pass waits for the sums.
 
 The kinds of passes differ in what a unit is and where its sum goes: reduced in place
 (``data_parallel``), into the memory of a host (``sharder``), scattered to the ranks
@@ -254,7 +254,7 @@ def gradient_of(param: Variable) -> Array:
     if param.grad is None:
         param.grad = array_module(param.data).zeros_like(param.data)
     elif not param.grad.shape or param.grad.dtype != param.dtype:
-        # What NumPy has computed of an array without dimensions is a scalar.
+        # NumPy's result of an array without dimensions is a scalar.
         param.grad = array_module(param.grad).asarray(param.grad, param.dtype)
     return param.grad
 

@@ -34,7 +34,8 @@ class Trained(Protocol):
         """Give all ranks what ``root`` has. Collective, blocking."""
 
 
-# Whatever has a ``GradientPass`` can join: modules by their gradients, TAGI networks by their sums.
+# Anything with a ``GradientPass`` can join: modules by their gradients, TAGI networks by their
+# sums.
 class Joined:
     """The object that :func:`flashlight_py.join` yields to the body of its ``with``."""
 
@@ -119,8 +120,8 @@ def join(
 
     Every rank must use it, and in its body start no collectives but those of the module's own
     backward passes. Each synchronised pass takes one more ``all_reduce``, of 16 bytes and
-    blocking, before its first bucket; buckets travel while the pass goes on, as ever. What was
-    accumulated in ``no_sync`` when a loop ends is not used.
+    blocking, before its first bucket; buckets travel while the pass goes on, as ever. Gradients
+    that were accumulated in ``no_sync`` when a loop ends are not used.
 
     The end of the ``with`` is collective and blocks; the beginning sends nothing. If the body
     raises, this rank leaves at once, without waiting for the others, which then raise

@@ -2,7 +2,7 @@
 
 The global batch is cut into leaves by index. Each rank computes the gradients of its leaves one by
 one, each into a row of its own, and the rows are added up in the order of a tree (``leaf_tree``),
-the same for any number of ranks. What a leaf computes depends on its rows of the batch, on the
+the same for any number of ranks. The results of a leaf depend on its rows of the batch, on the
 parameters and buffers at the beginning of the step, and on random numbers of its own: on nothing
 that another leaf has left behind.
 """
@@ -54,11 +54,11 @@ def leaves(module: Module, *arrays: Array) -> Iterator[Any]:
     The body of the loop calls ``backward()`` once for each leaf, on a loss that is a mean over the
     leaf's rows: means are weighed by numbers of rows. The pass of a rank's last leaf ends with the
     reduction, collective and blocking: then every gradient is that of the mean over the global
-    batch, with the same bits for any number of ranks, and what was there before is gone. In the
-    body, the package's random numbers (dropout, ``flashlight_py.random.generator()``) are the
-    leaf's own; after it they go on as if one number had been drawn. Each leaf finds the module's
-    buffers as they were when the loop began; after it they are the mean over the leaves (integers
-    and the like: what the first leaf made of them).
+    batch, with the same bits for any number of ranks, and former gradients are gone. In the body,
+    the package's random numbers (dropout, ``flashlight_py.random.generator()``) are the leaf's own;
+    after it they go on as if one number had been drawn. Each leaf finds the module's buffers as
+    they were when the loop began; after it they are the mean over the leaves (integers and the
+    like: what the first leaf made of them).
 
     Args:
         module: passed to ``distribute_module_grads`` with ``leaves`` before.

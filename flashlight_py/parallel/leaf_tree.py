@@ -3,8 +3,8 @@
 Leaf i is a contiguous part of the batch. The tree's nodes are the aligned blocks of 1, 2, 4, ...
 leaves; where the number of leaves is no power of two, a node with one child is that child. A rank
 works through its neighbouring leaves as a stack machine: it pushes each, and replaces the two on
-top by their sum where both children of a node are there. What is left on its stack are complete
-subtrees, which go into the sums above them: so the additions are the same for any number of ranks.
+top by their sum where both children of a node are there. Complete subtrees are left on its stack,
+which go into the sums above them: so the additions are the same for any number of ranks.
 """
 
 from __future__ import annotations

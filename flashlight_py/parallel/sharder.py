@@ -217,7 +217,7 @@ class HostSharder(Sharder[HostUnit]):
         self.install()
 
     def _fill(self, unit: HostUnit) -> None:
-        """Set a unit's parameters on this host; what they were before is free, if nobody has it."""
+        """Set a unit's parameters on this host; former arrays are free, if nobody has them."""
         memory, flat = self.memory, self.memory.params[unit.name]
         for param, place in _places([unit]) if memory.host == 0 else ():
             place.view(flat)[...] = param.data

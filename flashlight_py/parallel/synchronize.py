@@ -46,8 +46,8 @@ def synchronize(tree: SomeTree, root: int = 0, group: ProcessGroup | None = None
     tuples, namedtuples and frozen dataclasses with numbers in them are made anew. Of a
     ``fl.nn.Module``, or one of PyTorch, parameters and buffers are meant, of a ``fl.Variable`` its
     array, of an optimizer of ``fl.optim`` its state and settings, but not its parameters; of a
-    schedule of learning rates how far it is, and its optimizer. Whatever else is in the tree, such
-    as None, strings and functions, stays as it is and need not be alike.
+    schedule of learning rates how far it is, and its optimizer. Other objects in the tree, such as
+    None, strings and functions, stay as they are and need not be alike.
 
     All of it travels in one packed transfer, or one on the CPU and one on the GPU; it takes as much
     memory as the arrays. An array or a container that is met twice is taken once.

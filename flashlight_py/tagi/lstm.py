@@ -4,10 +4,10 @@ Both take samples ``[rows, steps * width]``, time steps one after the other. Nat
 sample by sample, with loops of its own for matrices, where they are small; otherwise the time steps
 of all samples are computed together, one after the other, and matrices are the BLAS's.
 
-Gates are in pytagi's order f, i, g, o. What a step needs of the matrices are sums over the inputs
-``x_j`` of products of two gates' weights, ``sum_j W_p[k, j] W_q[k, j] var(x_j)``: for a gate with
-itself it is a part of the variance, for two gates the covariance before their functions. ``PAIRS``
-are these p and q, in the order in which arrays have them:
+Gates are in pytagi's order f, i, g, o. Of the matrices a step needs sums over the inputs ``x_j`` of
+products of two gates' weights, ``sum_j W_p[k, j] W_q[k, j] var(x_j)``: for a gate with itself it is
+a part of the variance, for two gates the covariance before their functions. ``PAIRS`` are these p
+and q, in the order in which arrays have them:
 
     ff ii gg oo   the variances, completed by those of the weights
     ig            for the mean and variance of i g
@@ -100,7 +100,7 @@ def cell_backward(
 
     Args:
         dh, eh: the deltas of h, from the output and from the next step, ``[rows, n]``.
-        dc, ec: those of c that the next step sends; None: there is none. What h sends to c is
+        dc, ec: those of c that the next step sends; None: there is none. The deltas from h to c are
             added here.
         slopes: as :func:`cell_forward` has written them.
         dz: ``[rows, 4, n]``, is written: the deltas of the gates' means.

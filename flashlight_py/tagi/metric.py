@@ -1,6 +1,6 @@
 """How good predictions are, of arrays of one shape, or flat, of any dtype.
 
-What is NaN or masked (``np.ma``) among observations and labels counts as not observed.
+Values that are NaN or masked (``np.ma``) among observations and labels count as not observed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class HRCSoftmaxMetric:
 
 
 def mse(prediction: Any, observation: Any) -> float:
-    """Return the mean of the squared errors; what is NaN or masked in either array is left out.
+    """Return the mean of the squared errors; pairs with a NaN or masked value are left out.
 
     Raises:
         ValueError: the arrays have different shapes, and none is flat with as many elements; one
@@ -76,8 +76,8 @@ def rmse(prediction: Any, observation: Any) -> float:
 
 
 def log_likelihood(prediction: Any, observation: Any, std: Any) -> float:
-    """Return the mean logarithm of the density of the observations; what is NaN or masked in any
-    array is left out.
+    """Return the mean logarithm of the density of the observations; those with a NaN or masked
+    value are left out.
 
     Args:
         prediction: means of the predicted distributions.

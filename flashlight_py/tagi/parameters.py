@@ -3,7 +3,7 @@
 A layer knows its own :class:`Parameter` objects. A network gathers those of all layers into
 :class:`ParameterBucket` objects, in the order in which a backward pass ends: one array of all
 means, one of all variances, one of the sums that a backward pass has made for both. So a step is
-one call of a kernel, and what other processes add travels as it lies.
+one call of a kernel, and sums of other processes travel as they lie.
 """
 
 from __future__ import annotations

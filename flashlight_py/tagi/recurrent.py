@@ -35,7 +35,7 @@ class LSTM(BaseLayer):
     units y computed from it of ``k d_y`` and ``k**2 e_y``, with ``k = cov(u, y) / var(u)``, as in
     every layer. h_t is read by the output at t and, through all gates of the next step, by c_{t+1}
     and h_{t+1}. c_t is read by h_t, with ``k = o / cosh(c_t)**2``, and by c_{t+1}, with ``k =
-    f_{t+1}``. An input x_t is read by the same units as h_{t-1}. What it does to h_t goes through
+    f_{t+1}``. An input x_t is read by the same units as h_{t-1}. Its effect on h_t goes through
     four gates and is added before it is squared; so is what it does to c_t, beside h_t, through
     three. The means' deltas are the gradient of the linearised network; the variances' take what
     comes by h_t and by c_{t+1} for independent, as those of two outputs of a linear layer are.
@@ -333,7 +333,8 @@ class SLinear(Linear):
     def smooth(self, hidden: BaseHiddenStates) -> BaseHiddenStates:
         """Return the outputs of a whole series, ``[time steps, output_size]``.
 
-        By the parameters that it has now. What is kept for a backward pass stays as it is.
+        By the parameters that it has now. Arrays that are kept for a backward pass stay as they
+        are.
         """
         training, self.training = self.training, False
         try:

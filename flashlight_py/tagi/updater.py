@@ -84,8 +84,8 @@ class OutputUpdater:
     Each method writes them into ``delta_states``, for the network's ``backward()``. Arrays have the
     batch first, ``[batch, outputs]``, or are flat, of any dtype and any strides. ``var_obs`` may
     also be one number, or an array that is longer and all of one value, none masked, as scripts
-    pass it for the smaller batch at the end of an epoch. What is NaN in ``mu_obs``, or masked
-    (``np.ma``) in it or in ``var_obs``, was not observed: it teaches nothing.
+    pass it for the smaller batch at the end of an epoch. Values that are NaN in ``mu_obs``, or
+    masked (``np.ma``) in it or in ``var_obs``, were not observed: they teach nothing.
 
     Args:
         model_device: where the network is, such as its attribute ``device``.

@@ -258,7 +258,7 @@ class Utils:
         """Return what a window sees, and what follows it, as it moves over a time series.
 
         Args:
-            data: shape ``[steps, num_features]`` or flat; what is masked becomes NaN.
+            data: shape ``[steps, num_features]`` or flat; masked values become NaN.
             output_col: which features are to be predicted, from 0.
             input_seq_len, output_seq_len: steps of the window, and of what follows.
             num_features: of a step.

@@ -1,6 +1,6 @@
 """From notes to native instructions: which function of NumPy is which loop.
 
-What has no native instruction stays a call of the very same function of NumPy.
+An operation without a native instruction stays a call of the very same function of NumPy.
 """
 
 from __future__ import annotations
@@ -433,8 +433,8 @@ def _dtype_of(value: Any) -> Any:
     return type(value) if type(value) in (int, float, complex) else np.asarray(value).dtype
 
 
-# Whose loops write to wrong elements where these are not side by side (NumPy 2.4.6): only NumPy
-# itself makes the same ones wrong.
+# Functions whose loops write to wrong elements where these are not side by side (NumPy 2.4.6):
+# only NumPy itself makes the same ones wrong.
 _FAULTY = {np.isfinite, np.isinf, np.isnan, np.signbit}
 _CLIP: np.ufunc = (np._core if hasattr(np, "_core") else np.core).umath.clip
 # NumPy is slow with one number. Of 0.0 and -0.0 it takes the limit where our loop does it.

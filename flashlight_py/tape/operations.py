@@ -23,7 +23,7 @@ are_numbers: Any = lambda x: x.dtype.char in _NUMBERS and x.dtype.isnative and x
 
 
 class Draws:
-    """Draws as ``generator``, for which it stands; what this thread draws, replays draw too."""
+    """Draws as ``generator``, for which it stands; replays draw too what this thread draws."""
 
     def __init__(self, recording: Recording) -> None:
         self.recording: Recording | None = recording  # until it has ended: users may keep this

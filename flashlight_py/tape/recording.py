@@ -1,10 +1,10 @@
 """The notes of one run of a step: what NumPy computed, from what, and where the results are.
 
 Arrays are known by their memory. An operand that lies in the memory of another one is part of it,
-however it was made; so views need no notes, and what is written in place is seen by all readers.
-Memory that was there before is state, or an argument. That which NumPy has allocated since has a
-number for as long as it lives, and notes have arrays that stand for it: so a recording keeps no
-memory, and uses as much as the step.
+however it was made; so views need no notes, and all readers see writes in place. Memory that was
+there before is state, or an argument. That which NumPy has allocated since has a number for as long
+as it lives, and notes have arrays that stand for it: so a recording keeps no memory, and uses as
+much as the step.
 """
 
 from __future__ import annotations
@@ -296,7 +296,7 @@ class Recording:
         return _tape.find_memory(self._memory, array) is not None
 
     def wrap(self, result: Any, made: list[Array]) -> Any:
-        """Return what stands for a result; what of it is new is added to ``made``."""
+        """Return what stands for a result; new parts of it are added to ``made``."""
         kind = type(result)
         if kind is tuple or kind is list:
             return kind([self.wrap(each, made) for each in result])

@@ -124,7 +124,7 @@ class State:
                 self._meet(holder, name, (path, _ATTRIBUTE, name), value)
 
     def _meet(self, holder: Any, key: Any, path: Any, value: Any, how: int = _FOUND) -> None:
-        """Note a value that was found; what is in it comes later."""
+        """Note a value that was found; its contents come later."""
         way, arrays = self._way(value), plain_arrays(value)
         is_followed = callable(way)
         if is_followed:

@@ -18,7 +18,7 @@ NAME = "flashlight"
 def register() -> None:
     """Let torch.distributed know of the backend; nothing else is imported before it is used.
 
-    ``import torch`` calls it, which must not fail because of us: what goes wrong is a warning.
+    ``import torch`` calls it, which must not fail because of us: an error of ours is a warning.
     """
     try:
         import torch.distributed as dist

@@ -80,7 +80,7 @@ def _adopted(rank: int, size: int) -> ProcessGroup:
 
 
 def _end(group: ProcessGroup, is_world: bool, ours: bool) -> Callable[[], None]:
-    """Return what ends ``group`` when torch destroys it; what we have not begun goes on."""
+    """Return what ends ``group`` when torch destroys it; a world that we have not begun goes on."""
     if not ours:
         return lambda: None
     if not is_world:

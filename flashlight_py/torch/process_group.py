@@ -1,7 +1,7 @@
 """A process group of torch.distributed, whose collectives are ours.
 
 Its methods are called by torch's functions (in Python), and by DDP and the functional collectives
-(in C++); what they mean is torch's. A tensor in one piece goes straight to native code; lists of
+(in C++); their meaning is torch's. A tensor in one piece goes straight to native code; lists of
 tensors travel as one piece of memory.
 """
 

@@ -18,7 +18,7 @@ Address = tuple[int, int, Sequence[int], torch.Tensor]
 
 CODES = {getattr(torch, name): code for code, name in enumerate(DTYPES) if hasattr(torch, name)}
 COMPLEX = DTYPES.index("complex64")
-# What only moves may be of any dtype: it travels as one that is as wide.
+# Tensors that only move may be of any dtype: they travel as one that is as wide.
 _AS_WIDE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN, _STRIDED = {torch.Tensor, torch.nn.Parameter}, torch.strided
 

@@ -18,10 +18,11 @@ from flashlight_py.errors import DistributedError
 
 # How long who completes futures waits for the first of several before it looks at the others.
 _LOOK_SECONDS = 0.005
-# Who asks for a future of so few bytes waits for so many seconds, as a thread takes longer to wake.
+# A caller that asks for a future of so few bytes waits for so many seconds, as a thread takes
+# longer to wake.
 _SMALL_BYTES, _MOMENT = 64 << 10, 1e-4
 _types: dict[type[DistributedError], Any] = {}
-# Who waits in C++ does not keep what a process group in Python has returned, before torch 2.7.
+# Waiters in C++ do not keep what a process group in Python has returned, before torch 2.7.
 _kept: set[TensorWork] | None = set() if torch.__version__ < "2.7" else None
 
 
@@ -122,7 +123,7 @@ class TensorWork(dist.Work):
                 self._future = begun
                 begun.set_result(list(self.tensors))
                 return begun
-            # What raises there fails this future in C++, too, where DDP waits for it.
+            # An exception there fails this future in C++, too, where DDP waits for it.
             self._future = begun.then(lambda _: self.result())
             if has_ended:
                 begun.set_result(None)

@@ -130,8 +130,8 @@ def profile(path: str | os.PathLike[str] = "trace.json") -> Profile:
     each call the verb, bytes, dtype, shape, line of user code, how long the rank waited for others,
     and what ran beside the program. ``span(name)`` marks a part of the program.
 
-    Meanwhile every call takes the way through Python: some 10 us each, in place of one. What
-    ran on a GPU is timed by the host, to within half a millisecond.
+    Meanwhile every call takes the way through Python: some 10 us each, in place of one. The host
+    times work on a GPU, to within half a millisecond.
 
     Args:
         path: of the file; another one that is there is replaced.
@@ -299,7 +299,7 @@ def _with_waiting(events: Iterable[_Event]) -> Iterator[_Event]:
 def _summary(events: Iterable[_Event]) -> dict[str, Any]:
     """Return what each verb took, and microseconds of communication and of blocking.
 
-    What is ``overlapped`` is communication during which the program went on.
+    ``overlapped`` is communication during which the program went on.
     """
     own = [event for event in events if event.kind != "span"]
     calls = [event for event in own if event.kind != "wait"]

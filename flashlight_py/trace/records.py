@@ -15,8 +15,8 @@ class RankTimeline:
     """The calls and spans of one rank. Times are in nanoseconds of its own clock.
 
     ``offset`` added to them makes them those of a clock that all ranks have. ``calls`` are as
-    ``Record.as_dict`` returns them; what has not ended has lasted ``until`` then. ``spans`` are the
-    program's own: (name, from, to).
+    ``Record.as_dict`` returns them; calls that have not ended have lasted ``until`` then. ``spans``
+    are the program's own: (name, from, to).
     """
 
     rank: int

@@ -452,7 +452,7 @@ def _linear(x: Input, weight: Input, bias: Input | None, with_relu: bool) -> Var
 
 
 def _widening(slope: Vjp | None) -> Vjp:
-    """Return ``slope``, if there is one, with a float32 result: what follows computes in it."""
+    """Return ``slope``, if there is one, with a float32 result, for the functions after it."""
     return widened if slope is None else lambda grad: widened(slope(grad))
 
 

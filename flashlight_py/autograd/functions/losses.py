@@ -277,8 +277,8 @@ def connectionist_temporal_classification(
     Args:
         log_probabilities: shape ``[batch, time, classes]``, as ``log_softmax`` returns it: the
             batch first, unlike in torch.
-        targets: integers ``[batch, longest]``, classes other than ``blank``; what follows a
-            target's length does not count.
+        targets: integers ``[batch, longest]``, classes other than ``blank``; those beyond
+            a target's length do not count.
         input_lengths: integers ``[batch]``, 1 to time; None: all are of full length.
         target_lengths: integers ``[batch]``, 0 to longest; None: all are of full length.
         blank: the class between the others.

@@ -26,7 +26,7 @@ from flashlight_py.errors import RankFailedError
 
 __all__ = ["host_array", "shared_empty"]
 
-# What is copied at once: large for a disk, small beside a data set.
+# So much is copied at once: large for a disk, small beside a data set.
 _PIECE_BYTES = 16 << 20
 
 _log = logging.getLogger("flashlight_py")

@@ -66,7 +66,7 @@ def recv(
         src: rank in the group; None: any other one. A message goes to the receive that was called
             first of those that it fits, whether they name its sender or not; of messages that
             have come before, a receive from any takes the oldest with ``tag`` of one rank, of
-            each in turn. Who it was is said by :func:`irecv`: ``work = fl.irecv(x, None)``,
+            each in turn. :func:`irecv` tells the sender: ``work = fl.irecv(x, None)``,
             ``work.wait()``, ``work.source``. All ranks must stay until it has ended.
         tag: a number from 0 to 2**31 - 1.
         group: the process group, default the world.

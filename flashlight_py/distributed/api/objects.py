@@ -1,6 +1,6 @@
 """Any Python object that can be pickled, between ranks that trust each other.
 
-What one rank pickles the others unpickle, which can run any code: the members of a group are the
+The others unpickle what one rank pickles, which can run any code: the members of a group are the
 processes of one job and one user. Objects travel as bytes through the group's NumPy backend.
 """
 
@@ -39,7 +39,7 @@ __all__ += ["recv_object", "send_object"]
 
 T = TypeVar("T")
 
-# What is longer goes to the root of a gather alone, in a second collective; csrc/fast/objects.c has
+# Longer frames go to the root of a gather alone, in a second collective; csrc/fast/objects.c has
 # the same numbers.
 _SHORT_BYTES = 1024
 # A scatter fills up short frames unless that is so much, and more than the frames.
@@ -58,7 +58,7 @@ def broadcast_object(obj: Any = None, root: int = 0, group: Group = None, **unkn
     Raises:
         ValueError: ``root`` is no rank of the group.
         TypeError: the object cannot be pickled; raised on every rank, and nobody is given
-            anything. What unpickling raises is raised where it does, with a note that names the
+            anything. An error of unpickling is raised where it happens, with a note that names the
             ranks.
         DistributedError: as for :func:`all_reduce`.
     """
@@ -220,8 +220,8 @@ def _pickled(objs: Sequence[Any]) -> list[Array]:
 class _Move:
     """A call of ``verb`` on this rank, which has the frames ``mine`` for others.
 
-    It is one collective. What a backend or a root cannot take so is announced, and a second one
-    brings it.
+    It is one collective. A frame that a backend or a root cannot take so is announced, and a second
+    one brings it.
     """
 
     def __init__(

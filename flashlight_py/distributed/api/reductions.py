@@ -72,7 +72,7 @@ def all_reduce(
             operations on bits and truth values.
         op: ``"sum"``, ``"avg"``, ``"prod"``, ``"min"``, ``"max"``; ``"and"``, ``"or"``, ``"xor"``
             of the bits of integers and bool; ``"land"``, ``"lor"``, ``"lxor"`` of truth values: 1
-            or 0 in the dtype of ``x``, whatever is not zero being true. Also in upper case, and
+            or 0 in the dtype of ``x``, true being any number but zero. Also in upper case, and
             the functions of NumPy that mean the same, such as ``np.add`` and ``np.maximum``.
         async_op: return a ``Work`` at once; its ``wait()`` returns ``x``.
         group: the process group, default the world.

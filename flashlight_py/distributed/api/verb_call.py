@@ -1,10 +1,9 @@
 """From the arguments of a verb to a ``Call``, and from its end to what the user gets.
 
-Whatever is wrong with arguments is found before anything is sent. A rank that refuses its
-arguments makes the call all the same, as one that equals no other rank's, and raises its own error
-at once: the others raise ``MismatchError`` with its reason instead of waiting for it, and the group
-lives on. A message whose other end or tag is wrong itself is no part of any call: nobody is
-notified.
+Wrong arguments are found before anything is sent. A rank that refuses its arguments makes the call
+all the same, as one that equals no other rank's, and raises its own error at once: the others raise
+``MismatchError`` with its reason instead of waiting for it, and the group lives on. A message whose
+other end or tag is wrong itself is no part of any call: nobody is notified.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ SITE_BYTES = 255  # and a zero: the text of an fl_site
 class Callers:
     """The threads that are in a blocking call of a backend, or about to begin one.
 
-    A signal handler runs in the midst of what its thread does. What it has interrupted goes on only
+    A signal handler runs in the midst of what its thread does. The interrupted call goes on only
     when it returns, so that a call of the same backend would wait for itself; nor could the ranks
     agree on the order of the two. Leaving the group is not refused. Of a thread that ``check`` has
     let through, this is how it calls, and how a handler that raises anywhere in between leaves

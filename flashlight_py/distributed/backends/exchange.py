@@ -25,7 +25,7 @@ CONTENT, PROBLEM, LATER = range(3)
 class Steps(Backend):
     """``backend`` for calls that are steps of ``part_of``, or may take ``seconds`` each.
 
-    What a call itself says counts; what it does not say is written into it.
+    A call's own words count; those that it lacks are written into it.
     """
 
     def __init__(self, backend: Backend, part_of: str = "", seconds: float | None = None) -> None:

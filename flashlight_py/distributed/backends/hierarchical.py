@@ -133,8 +133,8 @@ class HierarchicalBackend(Backend):
 
     def _allow(self, seconds: float) -> None:
         self.timeout = self._agreement.timeout = seconds
-        # What ranks do after they have agreed takes longer than agreeing, and a local peer may wait
-        # for another host that does it: whoever waits for the late rank itself reports it first.
+        # Work after agreeing takes longer than agreeing, and a local peer may wait for another host
+        # that does it: a rank that waits for the late rank itself reports it first.
         self._far = self._large.far = between_hosts(seconds, 3 if self._checked else 1)
 
     def start(self, call: Call) -> Work:
@@ -237,7 +237,7 @@ class HierarchicalBackend(Backend):
             return self._run(call, number, run)
 
     def _run(self, call: Call, number: int, run: Callable[[], Any]) -> Any:
-        """Run; what breaks one backend ends the others, on which other hosts would wait."""
+        """Run; an error that breaks one backend ends the others, where other hosts would wait."""
         try:
             if not self._checked:
                 return run()
@@ -271,7 +271,7 @@ class HierarchicalBackend(Backend):
             raise
 
     def guarded(self, doing: str, wait: Callable[[], Any]) -> Any:
-        """Return what ``wait`` does for a part; what breaks that one ends the others as well."""
+        """Return what ``wait`` does for a part; an error that breaks it ends the others as well."""
         try:
             return wait()
         except GroupClosedError as error:
@@ -287,9 +287,9 @@ class HierarchicalBackend(Backend):
     def of_lost_hosts(self, doing: str, error: GroupClosedError) -> DistributedError:
         """Return that hosts are lost, if that is why the parts have ended; else ``error``.
 
-        What waits inside of this host ends with the part that watches over the hosts. And a part
-        may have ended by another operation, for whose failure nobody has waited yet. Once this rank
-        has closed the group, others leave because of that.
+        Waits inside of this host end with the part that watches over the hosts. And a part may have
+        ended by another operation, for whose failure nobody has waited yet. Once this rank has
+        closed the group, others leave because of that.
         """
         if self._is_closed:
             return error
@@ -326,7 +326,7 @@ class HierarchicalBackend(Backend):
     def lost(self, doing: str) -> DistributedError | None:
         """Return why the group cannot be used any more; see ``Backend``.
 
-        Not all ranks are connected: who learns it notifies those that it is connected with.
+        Not all ranks are connected: a rank that learns it notifies those that it is connected with.
         """
         found = {part: part.lost(doing) for part in self._parts if part not in self._notified}
         why = next(filter(None, found.values()), None)
@@ -390,7 +390,7 @@ class FutureWork(Work):
 
 
 class _GuardedWork(Work):
-    """``call``, a message; what breaks the backend that carries it ends the others as well."""
+    """``call``, a message; an error of the backend that carries it ends the others as well."""
 
     def __init__(self, work: Work, owner: HierarchicalBackend, call: Call) -> None:
         self._work, self._owner, self._call = work, owner, call

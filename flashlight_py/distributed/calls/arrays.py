@@ -72,7 +72,7 @@ _OPS: dict[object, ReduceOp] = {
 }
 _EXTREMES = (ReduceOp.MIN, ReduceOp.MAX)
 _BITWISE = (ReduceOp.AND, ReduceOp.OR, ReduceOp.XOR)
-# What logical operations are of truth values, which they reduce as bytes: no kernels of their own
+# Logical operations are these of truth values, which they reduce as bytes: no kernels of their own
 # on any backend, and an eighth of the bytes.
 LOGICAL = dict(zip((ReduceOp.LAND, ReduceOp.LOR, ReduceOp.LXOR), _BITWISE, strict=True))
 

@@ -55,8 +55,8 @@ def is_narrow(dtype: np.dtype[Any]) -> bool:
 def factors(dtype: np.dtype[Any], op: ReduceOp, scale: float) -> tuple[float, float]:
     """Return by what the results of the hosts are multiplied, and by what that of all of them.
 
-    What leaves a host in 16 bits is made smaller before it is rounded: a mean does not overflow on
-    its way.
+    Numbers that leave a host in 16 bits are made smaller before they are rounded: a mean does not
+    overflow on its way.
     """
     first = is_narrow(dtype) and op is ReduceOp.SUM and abs(scale) <= 1
     return (scale, 1.0) if first else (1.0, scale)

@@ -90,7 +90,7 @@ def store_record(flight: Flight, text: str) -> Path:
     part = flight.folder / f".rank{flight.rank}-{secrets.token_hex(6)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     try:
-        # Whatever the locale; half a character, as in a file's name, is written as JSON writes it.
+        # In any locale; half a character, as in a file's name, is written as JSON writes it.
         with open(
             os.open(part, flags, 0o600), "w", encoding="utf-8", errors="backslashreplace"
         ) as file:

@@ -65,8 +65,8 @@ on_failure: Callable[[BaseException], None] | None = None
 
 
 # The verb and its arguments. The number counts the group's calls, and is 0 for messages; the bytes
-# are given where they do not follow from dtype and shape. What a call has no use for is None, and
-# is left out at the end.
+# are given where they do not follow from dtype and shape. A field that a call has no use for is
+# None, and is left out at the end.
 _FIELDS = ("group", "number", "verb", "dtype", "shape", "op", "root", "peer", "tag", "bytes")
 
 
@@ -420,7 +420,7 @@ def _living() -> list[Journal]:
 
 
 def _forget_in_child() -> None:
-    """After a fork: what the parent has called is not the child's."""
+    """After a fork: the parent's calls are not the child's."""
     global _forks  # noqa: PLW0603  (a process is forked once)
     _forks += 1
     _latest.clear()

@@ -69,7 +69,7 @@ def raised(who: str, those: str, traceback: str) -> str:
 def indented_traceback(words: str) -> str:
     """Return ``words`` with the traceback of another rank, if one is in them, indented.
 
-    Whoever reads what this process prints, as the launcher does, takes it for no error of this one.
+    A reader of this process's output, such as the launcher, takes it for no error of this one.
     """
     before, mark, rest = words.partition("\n\nThe traceback of ")
     who, newline, lines = rest.partition("\n")

@@ -52,7 +52,7 @@ _LEAST_UNFINISHED = 8
 # How many groups this process has made of others, or has been asked for.
 groups_so_far = itertools.count(1)
 
-# What a child that was forked has from its parent: kept, since nothing of it may be destroyed here.
+# A forked child keeps what it has from its parent, since nothing of it may be destroyed here.
 _inherited: list[list[Backend]] = []
 
 

@@ -47,7 +47,7 @@ def needs_names(spaces: Sequence[str]) -> bool:
 class MemoryFile:
     """An empty file in memory, for this user alone, until :meth:`close`.
 
-    Others of this user open it at ``path``; who has made it also at ``own_path``.
+    Others of this user open it at ``path``; its maker also at ``own_path``.
 
     Raises:
         OSError: it cannot be made.

@@ -1,9 +1,9 @@
 """The place of each rank: its host, its GPU, who shares memory with it, and its address for others.
 
 Shared memory is found by trying, since names lie about it in containers. They lie about addresses
-too: a name may be the loopback's, and behind a NAT many hosts have one address. What is known is
-the connection between a rank and rank 0 of the rendezvous: where both ends see the same addresses,
-these are good. Other routes are asked for, nothing is sent.
+too: a name may be the loopback's, and behind a NAT many hosts have one address. The connection
+between a rank and rank 0 of the rendezvous is known: where both ends see the same addresses, these
+are good. Other routes are asked for, nothing is sent.
 """
 
 from __future__ import annotations
@@ -178,8 +178,8 @@ class Sharing(NamedTuple):
 def ranks_by_memory(store: Store) -> Sharing:
     """Return which ranks share memory with each other, and why no more. Collective.
 
-    Each rank puts a secret into a small file in shared memory; who can read it shares it. The
-    files are gone on return. A rank that cannot make one is alone. Ranks whose environment has
+    Each rank puts a secret into a small file in shared memory; a rank that can read it shares it.
+    The files are gone on return. A rank that cannot make one is alone. Ranks whose environment has
     different values of FLASHLIGHT_MEMORY_DOMAIN are kept apart, as if on different hosts.
 
     The reason is empty unless two ranks of one host, which could share memory, do not: it names

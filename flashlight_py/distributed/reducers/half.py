@@ -41,7 +41,7 @@ class CastCompression(Compression):
         return Then(bucket.all_reduce(narrow), lambda _: self._widen(narrow, bucket.flat))
 
     def _narrow(self, flat: Array) -> Array:
-        """Round to the dtype. What is finite stays so; infinities and NaN stay what they are."""
+        """Round to the dtype. Finite numbers stay finite; infinities and NaN stay what they are."""
         with np.errstate(over="ignore", under="ignore"):
             narrow: Array = flat.astype(self._dtype)
         bits = narrow.view(np.uint16)
@@ -58,8 +58,8 @@ class Float16Compression(CastCompression):
     """Sends arrays as float16: half the bytes of float32, a quarter of float64.
 
     Each value is rounded to 11 bits before it is sent (a relative error of 2**-11), summed over
-    the ranks and scaled in float32, and rounded so once more. Nothing is scaled before. What is
-    finite and too large for float16 is sent as +-65504, its largest number, so that one outlier
+    the ranks and scaled in float32, and rounded so once more. Nothing is scaled before. A finite
+    number that is too large for float16 is sent as +-65504, its largest number, so that one outlier
     cannot make parameters infinite; infinities and NaN are sent as they are, for whoever looks for
     them. Below 6e-5 digits are lost, below 3e-8 everything: for such gradients, take
     ``Bfloat16Compression`` or multiply the loss by a constant.
@@ -125,8 +125,8 @@ class Bfloat16Compression(CastCompression):
 def to_half(flat: Array) -> NDArray[np.float16]:
     """Return an array of one dimension, float32 or float64, rounded to the nearest float16.
 
-    Ties go to even; float64 is rounded to float32 before. What is finite and too large becomes
-    the largest number, infinities and NaN stay.
+    Ties go to even; float64 is rounded to float32 before. A finite number that is too large becomes
+    the largest one, infinities and NaN stay.
     """
     half = np.empty(flat.shape, np.float16)
     bits = half.view(np.uint16)

@@ -98,7 +98,7 @@ class Compression(abc.ABC):
     """A communication hook that sends less than it is given: float32 or float64 arrays.
 
     Its result is the same on every rank, bit for bit. Every rank makes it with the same arguments,
-    and one instance serves one reducer or module: what it remembers belongs to their buckets.
+    and one instance serves one reducer or module: its memory belongs to their buckets.
     """
 
     # What is remembered of a bucket, under "<name>.<index>" and "<name>.<index>.<part>".

@@ -36,7 +36,7 @@ def hosts_of(group: ProcessGroup) -> list[list[int]]:
 def meet(group: ProcessGroup, doing: str) -> None:
     """Wait until all ranks are at the same place of what they do, one of ``COMPOSED``. Collective.
 
-    What a rank has written to common memory before, the others read afterwards.
+    The others read afterwards what a rank has written to common memory before.
 
     Raises:
         MismatchError: a rank does something else; the group is closed then.
@@ -65,7 +65,7 @@ def add_up(arrays: Sequence[Array], scale: float, out: Array) -> Array:
 def map_zeros(group: ProcessGroup, nbytes: int) -> Array:
     """Return ``nbytes`` zeros (uint8) that all ranks of ``group`` map. Collective, blocking.
 
-    The ranks must share memory. What one writes the others read; nothing orders the two but what
+    The ranks must share memory. The others read what one writes; nothing orders the two but what
     the ranks do besides.
 
     Raises:

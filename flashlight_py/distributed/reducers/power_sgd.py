@@ -34,8 +34,8 @@ class PowerSGDCompression(Compression):
     Optimization (2019), algorithms 1 and 2.
 
     All ranks get the same bits also where their processors or BLAS libraries differ. Takes memory
-    for one more gradient. A matrix with NaN or infinities on one rank becomes NaN on all, and what
-    is remembered of its bucket is forgotten.
+    for one more gradient. A matrix with NaN or infinities on one rank becomes NaN on all, and the
+    memory of its bucket is dropped.
 
     Args:
         rank: columns of the thin matrices, at least 1. More is closer, and more bytes.

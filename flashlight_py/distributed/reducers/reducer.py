@@ -104,7 +104,7 @@ class Reducer(HoldsState, abc.ABC):
         """Block until every array that was added holds the reduced values."""
 
     def abandon(self) -> None:
-        """Forget what was added and not yet sent: whoever added it has failed."""
+        """Forget what was added and not yet sent: the pass that added it has failed."""
 
 
 class InlineReducer(Reducer):
@@ -144,7 +144,7 @@ class _Pending(Reducer):
             work.wait()
 
     def abandon(self) -> None:
-        """Forget what was added; what is on its way cannot be called back."""
+        """Forget what was added; arrays on their way cannot be called back."""
         self._works: list[Work] = []
         self._apart = Apart(f"{type(self).__name__}.add")
         self._hooked = 0  # buckets that a hook was given
@@ -266,7 +266,7 @@ class CoalescingReducer(_Pending):
         super().finalize()
 
     def abandon(self) -> None:
-        """Forget what was collected. What is on its way cannot be called back."""
+        """Forget what was collected. Arrays that are on their way cannot be called back."""
         self._filling.take()
         super().abandon()
 

@@ -18,10 +18,10 @@ _SAMPLES = 1 << 13
 class TopKCompression(Compression):
     """Sends the values of largest magnitude of each array, with their indices.
 
-    What a rank leaves out is added to its next gradient (error feedback), so that nothing is lost,
-    only late: at any time the sum of what was sent and of what is left over is the sum of the
-    gradients. Values are exact. Each rank chooses its own; all gather them all and add them up in
-    rank order.
+    Values that a rank leaves out are added to its next gradient (error feedback), so that nothing
+    is lost, only late: at any time the sum of what was sent and of what is left over is the sum of
+    the gradients. Values are exact. Each rank chooses its own; all gather them all and add them up
+    in rank order.
 
     Stich, Cordonnier, Jaggi: Sparsified SGD with Memory (2018). Lin, Han, Mao, Wang, Dally: Deep
     Gradient Compression (2018); its momentum correction is not here. Late values arrive in large
@@ -30,7 +30,7 @@ class TopKCompression(Compression):
 
     A rank sends ``k * (itemsize + 4)`` bytes to each other one: with n ranks this pays while
     ``ratio`` is well below ``1 / n``. Takes memory for one more gradient. A gradient with NaN or
-    infinities arrives as such on every rank, and what that step has left over is forgotten.
+    infinities arrives as such on every rank, and the rest of that step is forgotten.
 
     Args:
         ratio: share of the values of each array that is sent, above 0, at most 1; at least one is.

@@ -1,18 +1,19 @@
 """Ranks that see one file system meet at a path: a file there says where rank 0 listens.
 
 Rank 0 listens on the loopback and announces its run, under a fresh random name: address, process,
-and a secret of this run. The file is for its user alone, so who proves to know the secret is a
-rank, and who answers at the address and knows it is the rank 0 that is meant. All the rest goes
-over that connection, as at a port. A rank that nobody answers, as it may be on another host, leaves
-a file that asks rank 0 to listen on its other addresses as well, and to announce them.
+and a secret of this run. The file is for its user alone, so a process that proves to know the
+secret is a rank, and one that answers at the address and knows it is the rank 0 that is meant. All
+the rest goes over that connection, as at a port. A rank that nobody answers, as it may be on
+another host, leaves a file that asks rank 0 to listen on its other addresses as well, and to
+announce them.
 
 Leftovers of a dead run cannot disturb: its process is known to be dead, or its address refuses, or
-whoever listens there by now does not know the secret. Rank 0 removes them at its end. Whoever finds
-no rank 0 goes on looking, so a rank 0 that died while ranks gathered may be started again, and one
-whose announcement was spoilt or removed announces anew. Rank 0 connects to every other announced
-one itself, as a rank 0: if that lives, it answers that two claim this rank, or that its run is
-under way. A rank has one connection, so of two runs at one path only one can become complete. No
-file's time is looked at, so clocks may differ.
+the listener there by now does not know the secret. Rank 0 removes them at its end. A rank that
+finds no rank 0 goes on looking, so a rank 0 that died while ranks gathered may be started again,
+and one whose announcement was spoilt or removed announces anew. Rank 0 connects to every other
+announced one itself, as a rank 0: if that lives, it answers that two claim this rank, or that its
+run is under way. A rank has one connection, so of two runs at one path only one can become
+complete. No file's time is looked at, so clocks may differ.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class MeetingPoint(Store):
     kind: str  # what the place is
     own: str  # what every run needs one of for itself
     known: Secret  # what rank 0 expects its clients to know
-    # Whoever knows the place ought to know that too: a process of this user that does not was
+    # A process that knows the place ought to know that too: one of this user that does not was
     # started wrongly.
     is_common = False
     moves = False  # while ranks gather, another rank 0 may take the place of one that died

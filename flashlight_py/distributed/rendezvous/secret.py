@@ -2,7 +2,8 @@
 
 A job's secret is what its environment says: FLASHLIGHT_SECRET, which launchers set, or
 MASTER_SECRET. Without one, processes of one host have the user's: a file that nobody else may read.
-Processes of several hosts have none in common then, and whoever reaches rank 0's port can join.
+Processes of several hosts have none in common then, and any process that reaches rank 0's port can
+join.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ def _not_ours(status: os.stat_result, is_kind: Any) -> str:
 
 
 def _read_or_create(file: Path) -> bytes:
-    """Return what ``file`` holds. Whoever is first makes it; it appears whole or not at all."""
+    """Return what ``file`` holds. The first process makes it; it appears whole or not at all."""
     if not os.path.lexists(file):
         temporary = file.with_name(f"{file.name}.{system.random_bytes(8).hex()}")
         try:

@@ -3,7 +3,7 @@
 Where MASTER_ADDR is an address rank 0 listens there alone, where it is a name at all addresses of
 its host, and the others connect, again and again until it is there, to whichever they can reach.
 Both sides prove that they know the job's secret, which never travels; then a greeting says rank
-and world size. Whatever else arrives is dropped without an answer, and nothing is unpickled.
+and world size. Anything else that arrives is dropped without an answer, and nothing is unpickled.
 Between hosts, a job that was given no secret has none: then whoever can reach the port can take
 part.
 """
@@ -125,8 +125,8 @@ def listen(host: str, port: int, backlog: int, one_host: bool) -> list[system.So
     """Return sockets that listen at ``port`` for who reaches this host as ``host``; to be closed.
 
     At an address, on the loopback, and where all ranks are on ``one_host``, they listen at nothing
-    but what ``host`` means here. What another host takes a name for, only that host knows: then
-    they listen at all addresses, of both families.
+    but what ``host`` means here. Only another host knows what it takes a name for: then they listen
+    at all addresses, of both families.
 
     Raises:
         OSError: ``host`` is not this host, or the port is in use; says what to do.

@@ -4,9 +4,9 @@ Where they are few, all are below rank 0. From some number on (``MeetingPoint.is
 host speaks for it: the others connect to that one alone, by a socket inside the host. Speakers ask
 rank 0 for their places, in order of arrival, and connect to whom it names. So no process has more
 than some dozens of connections, besides those of its host. In the first exchange payloads go up as
-they arrive, in batches, and who loses the one above it asks for another place and gives them again.
-From then on each node sends all that is below it at once, and the end of a connection is a death.
-Whoever sees why the meeting fails tells all neighbours, and these theirs.
+they arrive, in batches, and a rank that loses the one above it asks for another place and gives
+them again. From then on each node sends all that is below it at once, and the end of a connection
+is a death. A rank that sees why the meeting fails tells all neighbours, and these theirs.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 _ANSWER, _MORE = 2.0, 0.25
 # So long rank 0 waits until all have shown what they have, in seconds.
 _SETTLE = 1.0
-# Who takes nothing of a roster for so many seconds is not waited for.
+# Nobody waits for a rank that takes nothing of a roster for so many seconds.
 _STALLED = 0.5
 # So often neighbours show that they are there until one that does not has gone.
 _BEATS = 10
@@ -169,8 +169,8 @@ class TreeNode(Gate):
     def _finish(self) -> None:
         """Send everybody's payload down.
 
-        Who takes nothing for a while gets the rest later, and holds nobody else up. Who cannot be
-        reached any more is noticed then.
+        A rank that takes nothing for a while gets the rest later, and holds nobody else up. A rank
+        that cannot be reached any more is noticed then.
         """
         self._round += 1
         self._next_beat = math.inf
@@ -243,7 +243,7 @@ class TreeNode(Gate):
     def _heard_lost(self, body: bytes) -> None:
         """Act as rank 0 on the ends of connections of others: of whom has another place, on none.
 
-        Whoever has given up a rank that was stopped is such a one.
+        A rank that has given up another one, which was stopped, is such a one.
         """
         for line in body.decode().splitlines():
             rank, above, died = line.split(" ", 2)
@@ -430,8 +430,8 @@ class TreeNode(Gate):
         Those of rank 0 to every other rank, by rank, and of these to rank 0; in a tree those to
         the neighbours that have said, by GOODBYE, that nothing of the meeting follows, of which one
         is ``above``. They block, and are the caller's to close. Rank 0 goes on listening where it
-        says so, and in a tree all do until ``close``: who says so or comes later can be read from
-        ``selector``, see ``take_in``.
+        says so, and in a tree all do until ``close``: a rank that says so or comes later can be
+        read from ``selector``, see ``take_in``.
         """
         up, self._up, self._has_handed_over = self._up, None, True
         if up is not None and self._place.is_tree:
@@ -450,8 +450,8 @@ class TreeNode(Gate):
     def take_in(self) -> dict[int, system.Socket]:
         """Serve who has come since; does not block. Others than these hear that a run is under way.
 
-        Who has lost the rank above it in a tree gets another place. Returns connections to those
-        who have it here, by rank.
+        A rank that has lost the one above it in a tree gets another place. Returns connections to
+        those who have it here, by rank.
         """
         for _ in range(self._size):  # who leaves makes room for who waits
             if not self.serve_ready(0.0):
@@ -516,7 +516,7 @@ class TreeNode(Gate):
                     continue
                 if has_asked:
                     raise self._failure(f"{name_ranks(absent)} joined and did not take leave")
-                # Who is further from rank 0 gives up earlier, and says whom it waits for.
+                # A rank that is further from rank 0 gives up earlier, and says whom it waits for.
                 settle = _SETTLE / (self._seat.depth or 0.5)
                 has_asked, self._deadline = True, system.monotonic() + settle
                 self._ask(self._gone)

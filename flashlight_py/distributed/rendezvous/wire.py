@@ -49,7 +49,7 @@ _PROBES = 5
 _CHUNK_BYTES = 1 << 28  # that are read at a time, if they are there
 _SMALL_BYTES = 1 << 16  # a body to be copied behind its header, for one call instead of two
 PROOF_BYTES = 32
-# Who has proven nothing yet may send at most this many bytes; only a handshake precedes it.
+# A peer that has proven nothing yet may send at most this many bytes; only a handshake precedes it.
 _UNPROVEN_LIMIT = 4096
 _MEMBER_LIMIT = 1 << 40
 # What stands for both ends of a connection inside a host that has no addresses.
@@ -114,7 +114,7 @@ class Greeting(NamedTuple):
 
     @classmethod
     def parse(cls, text: bytes) -> Greeting | None:
-        """Read what ``pack`` wrote; None if it is none. What cannot be printed is replaced."""
+        """Read what ``pack`` wrote; None if it is none. Unprintable characters are replaced."""
         try:
             rank, size, host, pid, machine, started, at, without = (
                 "".join(char if char.isprintable() else "?" for char in word)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from flashlight_py import libraries, system
 
-# What OpenBLAS reads when it is loaded: whoever has set one has chosen.
+# OpenBLAS reads these when it is loaded: a user who has set one has chosen.
 _VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
 # Names of its functions: those of NumPy's and SciPy's wheels first; 64_ is for 64-bit integers.
 _SPELLINGS = ("scipy_openblas_{}64_", "scipy_openblas_{}", "openblas_{}64_", "openblas_{}")

@@ -505,7 +505,7 @@ def _shared(store: Store, settings: Settings, sharing: topology.Sharing) -> Choi
         store.exchange(b"")
     else:
         try:
-            # What ranks of several hosts compare must be known before they go on to another host.
+            # Ranks of several hosts must know what they compare before they go on to another host.
             at_once = settings.compares_at_once or len(hosts) > 1
             inside = ShmBackend(SubStore(store, near), settings.timeout, at_once)
         except BackendUnavailableError as error:
@@ -537,7 +537,7 @@ def _between(
 ) -> tuple[Backend, Backend | None]:
     """Join all ranks, and those that are number ``local`` on their hosts; two exchanges."""
     settings = replace(settings, timeout=between_hosts(settings.timeout))
-    # What is refused late would reach half a call, of which a part was made elsewhere.
+    # A late refusal would reach half a call, of which a part was made elsewhere.
     flat = _gloo(store, settings, lazily=True, at_once=True)
     if local >= len(sharing.across):
         if store.kin is None:

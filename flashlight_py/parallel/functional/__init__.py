@@ -1,10 +1,10 @@
 """Collectives between the forward and the backward pass: differentiable, out of place, blocking.
 
-**The convention.** Every rank computes a loss of its own and calls ``backward()`` on it; what all
-of them differentiate is J, the sum of the ranks' losses. So the gradient that a rank's variable x
-gets is dJ/dx: it counts what x does to the losses of all ranks. Where g_r stands below, it is the
-gradient of J with respect to rank r's result. A loss that every rank computes alike is in J once
-for each rank; divide it by their number where that is not meant.
+**The convention.** Every rank computes a loss of its own and calls ``backward()`` on it; all of
+them differentiate J, the sum of the ranks' losses. So the gradient that a rank's variable x gets is
+dJ/dx: it counts what x does to the losses of all ranks. Where g_r stands below, it is the gradient
+of J with respect to rank r's result. A loss that every rank computes alike is in J once for each
+rank; divide it by their number where that is not meant.
 
 **The gradient of a collective is a collective.** So ``backward()`` must reach a result on every
 rank if it does on one. A rank whose loss does not depend on its result adds ``0 * sum(result)``.

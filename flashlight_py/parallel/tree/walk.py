@@ -123,7 +123,7 @@ class Walker:
         self._kept: list[Any] = []  # objects are identified by address, so none may be freed
 
     def walk(self) -> Plan:
-        """Walk through the tree, once; what ``look`` raises gets the path."""
+        """Walk through the tree, once; an error of ``look`` gets the path."""
         plan = self._plan
         waiting: list[_Entry] = [(b"", *self._here, plan.nodes[0][2][0])]
         while waiting:

@@ -85,7 +85,7 @@ def lay_out(arrays: Sequence[Array]) -> tuple[list[ArrayPlace], int]:
 
 
 class WorkerMemory:
-    """Bytes that grow as needed; who has inherited the descriptor ``fd`` makes it with that."""
+    """Bytes that grow as needed; a process that has inherited ``fd`` makes it with that."""
 
     def __init__(self, fd: int | None = None) -> None:
         self.fd = os.memfd_create("flashlight workers") if fd is None else fd

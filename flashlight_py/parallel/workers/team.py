@@ -79,9 +79,9 @@ def _end(team: weakref.ref[Team]) -> None:
 class Team:
     """``count`` workers, which share ``cores`` with this process, and map the arrays of ``params``.
 
-    One request at a time: :meth:`ask`, then :meth:`answers`. Whatever goes wrong in between ends
-    the workers. They end with this process, and by the next use of a team when nothing refers to
-    this one any more.
+    One request at a time: :meth:`ask`, then :meth:`answers`. Any error in between ends the workers.
+    They end with this process, and by the next use of a team when nothing refers to this one any
+    more.
     """
 
     def __init__(self, count: int, params: Sequence[Variable], cores: int) -> None:
@@ -182,7 +182,8 @@ class Team:
     def answers(self) -> list[ShareResult]:
         """Return leaves and arrays of each worker that was asked; blocks until they are there.
 
-        The arrays are valid until the next request. What a worker raised is the cause of an error.
+        The arrays are valid until the next request. The exception of a worker is the cause of an
+        error.
         """
         with self._ending_on_errors():
             found = [self._workers[number].receive() for number in range(self._waiting)]

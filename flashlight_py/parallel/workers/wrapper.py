@@ -50,16 +50,16 @@ class DataParallel(Module):
     This process computes the first share. The others are computed by workers: fresh interpreters,
     started by the first call, as by :func:`flashlight_py.spawn`, so a script makes that call under
     ``if __name__ == "__main__":``. Parameters and gradients lie in memory that all of them map: a
-    step of an optimizer, in place, is seen by the workers at once. Whatever else the module
-    consists of (modes, ratios, buffers) is sent where it has changed. Each share has its own random
-    numbers, from this process's seed. What a forward pass changes in the module, such as running
-    statistics, stays as the first share has changed it.
+    step of an optimizer, in place, is seen by the workers at once. The other parts of the module
+    (modes, ratios, buffers) are sent where they have changed. Each share has its own random
+    numbers, from this process's seed. Changes of the module by a forward pass, such as running
+    statistics, stay as the first share has made them.
 
     Inputs are NumPy arrays and Variables, also inside tuples, lists, dicts and objects that can be
     pickled; all with the batch as their first dimension, of any dtype but object. Other values
     reach every share as they are. A batch that does not divide has shares that differ by one row;
     one smaller than the number of processes leaves some idle. Results are joined along their first
-    dimension, in order; what is neither array nor Variable is taken from the first share.
+    dimension, in order; anything but arrays and Variables is taken from the first share.
 
     An exception leaves it usable: a call that finds its workers ended starts new ones. Where it is
     dropped and not closed, the next use of another one ends its workers. Nothing stays behind when
@@ -104,7 +104,7 @@ class DataParallel(Module):
             TypeError: an array is CuPy's or holds Python objects, or the module, the inputs or a
                 worker's result cannot be pickled.
             RankFailedError: a worker raised, with its traceback and, as the cause, its exception
-                where that can be sent, or was killed. What this process's own share raises is
+                where that can be sent, or was killed. An exception of this process's own share is
                 raised as it is. So in ``backward()``.
             RuntimeError: a worker calls it while it imports the script: the call is not under
                 ``if __name__ == "__main__":``. In ``backward()``: the workers have ended since.

@@ -74,7 +74,7 @@ _abandoned: list[Any] = []
 class Operation(Work):
     """An operation called ``name``, its ``steps``, and the ``comparison`` that is first of them.
 
-    What MPI does after it may take ``seconds``.
+    MPI's part after it may take ``seconds``.
     """
 
     def __init__(self, group: MpiBackend, name: str, seconds: float) -> None:
@@ -315,7 +315,7 @@ class MpiBackend(Backend):
     def interrupt(self, operation: Operation, error: BaseException) -> None:
         """Break the group: a wait was ended from outside, by Ctrl-C or another signal.
 
-        ``error`` is raised where it was; whoever else waits learns that the group is closed.
+        ``error`` is raised where it was; others that wait learn that the group is closed.
         """
         with self.progress.lock:
             if not operation.ended:
@@ -379,7 +379,7 @@ class MpiBackend(Backend):
         return len(self._queue) + len(self._beside)
 
     def close(self) -> None:
-        """Leave, and notify the others; may be repeated. What runs fails."""
+        """Leave, and notify the others; may be repeated. A running operation fails."""
         with self.progress.lock:
             if self._unusable == _CLOSED:
                 return

@@ -50,7 +50,7 @@ class MpiGpuBackend(Backend):
         if call.verb is SEND:
             return work
         work = Then(work, functools.partial(self._bring_back, call, given))
-        # What is still to be copied back is so also if nobody waits for it.
+        # Arrays that are still to be copied back are so also if nobody waits for them.
         self._unfinished = [other for other in self._unfinished if not other.is_finished()]
         self._unfinished.append(work)
         return work

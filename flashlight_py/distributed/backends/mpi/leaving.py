@@ -2,8 +2,8 @@
 
 A rank that raises ends the job: else the others, and MPI_Finalize, would wait for it. While a group
 is open, an exception that nobody catches is printed and reported, the others have a moment to raise
-and print theirs as well, and then MPI ends all processes of the job, with exit code 1. What mpirun
-has not read by then is lost with them: so that is waited for.
+and print theirs as well, and then MPI ends all processes of the job, with exit code 1. Output that
+mpirun has not read by then is lost with them: so that is waited for.
 """
 
 from __future__ import annotations

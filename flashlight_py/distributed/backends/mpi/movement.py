@@ -40,7 +40,7 @@ def settle(array: Array | None) -> None:
 def on_device(array: Any, steps: Steps) -> Steps:
     """Return ``steps``, each taken with the GPU of ``array``, if it is on one, as the current one.
 
-    Whichever thread takes a step: MPI and CuPy both go by the thread's current device.
+    Any thread may take a step: MPI and CuPy both go by the thread's current device.
     """
     if not is_cupy(array):
         return (yield from steps)

@@ -316,7 +316,7 @@ class NcclBackend(Backend):
             self.communicator.require(verb)
             if not kept:
                 return Done(result)
-            # What comes next waits for all that the caller's current stream has so far.
+            # The next work waits for all that the caller's current stream has so far.
             self._ready.record(self.current_stream())
             self._stream.wait_event(self._ready)
             begin()

@@ -199,7 +199,7 @@ class Communicator:
         NCCL allows no other call before that, and nothing on the stream (ncclCommGetAsyncError).
         """
         if status == self.lib.ncclInProgress:
-            # Who looks knows more of a rank that is late, at about the same time.
+            # ``look`` knows more of a rank that is late, at about the same time.
             patience = 0 if self.look is None else 3 * _LOOK_INTERVAL
             status = self._settle(self.timeout + patience, self.look)
         if self.broken is not None:

@@ -1,8 +1,8 @@
 """Calls compared over the group's backend for NumPy arrays, as NCCL compares nothing.
 
-What reduces or broadcasts is given to the device at once, and compared meanwhile: where calls
-differ, or a rank is missing, NCCL's kernels would wait for ever, and the communicator is aborted.
-Of all else the host has to know sizes or peers, so that it is compared before NCCL begins.
+A call that reduces or broadcasts is given to the device at once, and compared meanwhile: where
+calls differ, or a rank is missing, NCCL's kernels would wait for ever, and the communicator is
+aborted. Of all else the host has to know sizes or peers, so that it is compared before NCCL begins.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Comparisons:
     def refuse(self, call: Call) -> None:
         """Have the others raise (of a message: its peer), and this communicator end if theirs do.
 
-        What NCCL has begun there ends this group.
+        A call that NCCL has begun there ends this group.
         """
         if call.verb.is_message:
             self._cpu.start(call)

@@ -85,7 +85,7 @@ def load() -> NcclLibrary:
 def candidates() -> Iterator[tuple[str, str]]:
     """Yield (place in words, path or soname), in the order of preference.
 
-    What the variable names stands alone: falling back from it would hide a typing error.
+    The variable's library stands alone: falling back from it would hide a typing error.
     """
     named = os.environ.get(VARIABLE)
     if named:

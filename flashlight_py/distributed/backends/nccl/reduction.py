@@ -1,7 +1,7 @@
 """How arrays are given to NCCL: as the type that it is to see, converted where there is none.
 
-What is only moved (broadcast, gathers, messages) travels as bytes, whatever its dtype. What is
-reduced needs a type that NCCL calculates with; some dtypes are seen as another one.
+Arrays that are only moved (broadcast, gathers, messages) travel as bytes, whatever their dtype. A
+reduction needs a type that NCCL calculates with; some dtypes are seen as another one.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def form_of(dtype: str, op: ReduceOp) -> NcclForm:
 class ReducedArray:
     """``target = scale * (op over the ranks' source)``; ``target`` may be ``source`` itself.
 
-    What must be converted is converted on ``stream``, in order with the collective, and belongs
-    to that stream.
+    Arrays that must be converted are converted on ``stream``, in order with the collective, and
+    belong to that stream.
     """
 
     def __init__(

@@ -154,7 +154,7 @@ class NcclWatchdog:
         """
         with self._communicator.lock:
             self._comparisons.look()
-            # What an aborted communicator leaves behind looks as if it had ended well.
+            # The remains of an aborted communicator look as if it had ended well.
             if self._communicator.broken is not None:
                 return
             oldest = self._flights.oldest()
@@ -163,7 +163,7 @@ class NcclWatchdog:
                 self._next = now + _INTERVAL_OF_LOSSES
                 self._comparisons.find_lost("NCCL" if oldest is None else oldest.verb)
             if oldest is not None:
-                # Which cannot end if CUDA itself has failed.
+                # The event cannot end if CUDA itself has failed.
                 status = self._runtime.eventQuery(oldest.event.ptr)
                 error = self._runtime.CUDARuntimeError
                 failure = "" if status in _NO_FAILURES else str(error(status))

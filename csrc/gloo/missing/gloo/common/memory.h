@@ -1,6 +1,6 @@
 // Debian's libgloo-dev lacks this file, which Gloo's headers of TCP include: looked for last, after a
-// complete Gloo's. What has these pointers is laid out as there; who shares itself by one is made and
-// destroyed in the library.
+// complete Gloo's. A class with these pointers is laid out as there; one that shares itself by one is made
+// and destroyed in the library.
 #pragma once
 
 #include <memory>
