@@ -142,10 +142,14 @@ def model(width: int) -> Any:
     return fl.nn.Linear(width, width)
 
 
+def must_not_be_called(out: Any) -> None:
+    raise AssertionError("there is nothing to fill")
+
+
 # What takes more than 64 MB on a host of two ranks, and the name that its error has.
 TAKES: dict[str, Callable[[], object]] = {
     "shared_empty": lambda: fl.shared_empty((9, MB)),
-    "host_array": lambda: fl.host_array(lambda out: pytest.fail("called"), shape=(17, MB)),
+    "host_array": lambda: fl.host_array(must_not_be_called, shape=(17, MB)),
     "buckets of gradients": lambda: fl.distribute_module_grads(model(3000)),
     "in fully_shard": lambda: fl.fully_shard(model(3000)),
 }
@@ -172,11 +176,12 @@ def test_every_rank_raises_where_its_host_lacks_memory(
 
 
 def take_more_than_any_machine_has(rank: int, size: int) -> None:
-    for take in (
+    takes: list[Callable[[], object]] = [
         lambda: fl.shared_empty(10**15, np.float64),
-        lambda: fl.host_array(lambda out: None, shape=10**15, dtype=np.float64),
+        lambda: fl.host_array(zeros, shape=10**15, dtype=np.float64),
         lambda: map_zeros(group_or_world(None), 10**15, "zeros"),
-    ):
+    ]
+    for take in takes:
         with pytest.raises(MemoryError, match="000,000,000,000,000 bytes are needed"):
             take()
     assert fl.all_reduce(np.ones(1)) == size
@@ -189,7 +194,8 @@ def test_what_no_machine_has_is_refused_before_anything_is_taken(pool: Any, size
 
 def lack_on_one_host(rank: int, size: int, folder: str) -> None:
     assert len(hosts_of(group_or_world(None))) == 2
-    for name, take in {**TAKES, "host_array": lambda: fl.host_array(zeros, (17, MB))}.items():
+    takes = {**TAKES, "host_array": lambda: fl.host_array(zeros, (17, MB))}
+    for name, take in takes.items():
         lacking = little_memory(f"{folder}/{rank}") if rank >= 2 else contextlib.nullcontext()
         with lacking, pytest.raises(fl.errors.OutOfMemoryError, match="MemAvailable") as caught:
             take()

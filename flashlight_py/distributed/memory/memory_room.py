@@ -29,7 +29,7 @@ _PIECE = 256 << 20
 
 
 class _Controller(NamedTuple):
-    """Where a version of control groups says what a group may have, has, and could do without."""
+    """Files of a version of control groups: what a group may have, has, and could do without."""
 
     mounts: tuple[str, ...]
     limit: str
