@@ -77,14 +77,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "distributed": (
         *(("constants", "work"), ("calls", "verbs"), ("rendezvous",)),
-        *(
-            ("backend", "failures", "memory"),
-            ("backends",),
-            ("groups",),
-            ("api",),
-            ("start",),
-            ("reducers",),
-        ),
+        *(("backend", "failures", "memory"), ("backends",), ("groups",), ("api",)),
+        *(("start",), ("reducers",)),
     ),
     "parallel": (
         ("agreement", "data_container", "failing"),

@@ -194,7 +194,8 @@ def test_what_no_machine_has_is_refused_before_anything_is_taken(pool: Any, size
 
 def lack_on_one_host(rank: int, size: int, folder: str) -> None:
     assert len(hosts_of(group_or_world(None))) == 2
-    takes = {**TAKES, "host_array": lambda: fl.host_array(zeros, (17, MB))}
+    one: Callable[[], object] = lambda: fl.host_array(zeros, (17, MB))  # noqa: E731
+    takes = {**TAKES, "host_array": one}
     for name, take in takes.items():
         lacking = little_memory(f"{folder}/{rank}") if rank >= 2 else contextlib.nullcontext()
         with lacking, pytest.raises(fl.errors.OutOfMemoryError, match="MemAvailable") as caught:
