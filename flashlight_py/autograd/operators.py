@@ -1,16 +1,141 @@
-"""Functions as Python's operators on variables, and as the methods that NumPy's users expect."""
+"""Functions as Python's operators on variables, and as the methods that NumPy's users expect.
+
+NumPy's own functions call the like of them here, so that they are differentiated as well.
+"""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
-from flashlight_py.autograd.functions import dimensions, elementwise
+import numpy as np
+
+from flashlight_py.autograd.functions import activations, dimensions, elementwise, selecting
 from flashlight_py.autograd.variable import Operand, Variable
+from flashlight_py.device import Array
 
 
 def _reversed(function: Callable[[Operand, Operand], Variable]) -> Callable[..., Variable]:
     return lambda self, other: function(other, self)
+
+
+def _comparing(compare: Callable[[Any, Any], Any]) -> Callable[..., Array]:
+    return lambda self, other: compare(self.data, _arrays_of(other))
+
+
+def _reshape(self: Variable, *shape: Any) -> Variable:
+    """Return it with another shape, one number of which may be -1; a view where possible."""
+    return dimensions.reshape(self, shape[0] if len(shape) == 1 else shape)
+
+
+def _where(condition: Any, *others: Any) -> Any:
+    if Variable in map(type, others):
+        return selecting.where(condition, *others)
+    return np.where(condition.data, *others)
+
+
+def _dot(a: Operand, b: Operand) -> Variable:
+    if np.ndim(b) > 2:
+        raise TypeError("numpy.dot of a Variable takes no second operand of more than 2 dimensions")
+    return dimensions.matmul(a, b)
+
+
+# Ufuncs, with how they are called on variables.
+_UFUNCS: dict[Any, Callable[..., Variable]] = {
+    np.negative: elementwise.negative,
+    np.absolute: elementwise.abs,
+    np.add: elementwise.add,
+    np.subtract: elementwise.sub,
+    np.multiply: elementwise.mul,
+    np.divide: elementwise.div,
+    np.power: elementwise.pow,
+    np.square: lambda x: elementwise.mul(x, x),
+    np.maximum: elementwise.maximum,
+    np.minimum: elementwise.minimum,
+    np.exp: elementwise.exp,
+    np.log: elementwise.log,
+    np.log1p: activations.log1p,
+    np.sqrt: elementwise.sqrt,
+    np.sin: elementwise.sin,
+    np.cos: elementwise.cos,
+    np.tanh: elementwise.tanh,
+    np.matmul: dimensions.matmul,
+}
+# Other functions: how many arguments by position, and which by name, mean the same here.
+_FUNCTIONS: dict[Any, tuple[Callable[..., Variable], int, set[str]]] = {
+    np.sum: (dimensions.sum, 2, {"axis", "keepdims"}),
+    np.mean: (dimensions.mean, 2, {"axis", "keepdims"}),
+    np.var: (dimensions.var, 2, {"axis", "keepdims", "ddof"}),
+    **dict.fromkeys((np.max, np.amax), (dimensions.max, 2, {"axis", "keepdims"})),
+    **dict.fromkeys((np.min, np.amin), (dimensions.min, 2, {"axis", "keepdims"})),
+    np.cumsum: (dimensions.cumsum, 2, {"axis"}),
+    np.linalg.norm: (dimensions.norm, 1, {"axis", "keepdims"}),
+    np.reshape: (dimensions.reshape, 2, {"shape"}),
+    np.ravel: (dimensions.flat, 1, set()),
+    np.transpose: (dimensions.transpose, 2, {"axes"}),
+    np.concatenate: (dimensions.concatenate, 2, {"axis"}),
+    np.stack: (dimensions.stack, 2, {"axis"}),
+    np.tile: (dimensions.tile, 2, set()),
+    np.dot: (_dot, 2, set()),
+    np.einsum: (dimensions.einsum, 99, set()),
+    np.clip: (elementwise.clip, 3, set()),
+    np.where: (_where, 3, set()),
+}
+# Those that have no derivative to lose: of truth values, indices, shapes and types.
+_CONSTANT = {np.argmax, np.argmin, np.argsort, np.any, np.all, np.isclose, np.allclose, np.shape,
+             np.array_equal, np.count_nonzero, np.nonzero, np.ndim, np.size, np.result_type,
+             np.zeros_like, np.ones_like, np.empty_like, np.full_like}  # fmt: skip
+
+
+def _call_ufunc(self: Variable, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+    """Return what NumPy's ``ufunc`` returns of variables, or of their arrays if none learns.
+
+    Raises:
+        TypeError: a gradient is needed, and the ufunc has no derivative here.
+    """
+    if ufunc in _UFUNCS and method == "__call__" and not options:
+        return _UFUNCS[ufunc](*inputs)
+    if Variable in map(type, options.get("out", ())):
+        raise TypeError(f"numpy.{ufunc.__name__} cannot write to a Variable; name its array")
+    is_test = all(types[-1] == "?" for types in ufunc.types if "O" not in types)
+    with_options = f" with {', '.join(options)}=" if options else ""
+    name = ".".join(["numpy", ufunc.__name__, *[method] * (method != "__call__")]) + with_options
+    arrays = _arrays_of(inputs, "" if is_test else name)
+    return getattr(ufunc, method)(*arrays, **options)
+
+
+def _call_function(self: Variable, function: Any, _: Any, args: Any, options: Any) -> Any:
+    """Return what NumPy's ``function`` returns, as :func:`_call_ufunc`."""
+    ours, most, names = _FUNCTIONS.get(function, (None, 0, set()))
+    if ours is not None and len(args) <= most and names.issuperset(options):
+        return ours(*args, **options)
+    known = f" with more than {most} arguments and {sorted(names)}" if ours else ""
+    name = f"{function.__module__}.{function.__name__}{known}"
+    args, options = _arrays_of((args, options), "" if function in _CONSTANT else name)
+    return function(*args, **options)
+
+
+def _arrays_of(value: Any, function: str = "") -> Any:
+    """Return ``value`` with arrays in the place of variables.
+
+    Raises:
+        TypeError: ``function`` is named, and a variable needs a gradient.
+    """
+    if isinstance(value, Variable):
+        if function and value.calc_grad:
+            raise TypeError(
+                f"{function} cannot be differentiated here, and it gets a Variable that needs a "
+                f"gradient (shape {value.shape}). Use the functions of fl.autograd.functions, or "
+                "make one by fl.autograd.function; where no gradient is meant, pass variable.array "
+                "(from a GPU variable.numpy())"
+            )
+        return value.data
+    if type(value) in (list, tuple):
+        return type(value)(_arrays_of(each, function) for each in value)
+    if type(value) is dict:
+        return {name: _arrays_of(each, function) for name, each in value.items()}
+    return value
 
 
 _OPERATORS: dict[str, Any] = {
@@ -28,9 +153,16 @@ _OPERATORS: dict[str, Any] = {
     "__rpow__": _reversed(elementwise.pow),
     "__matmul__": dimensions.matmul,
     "__rmatmul__": _reversed(dimensions.matmul),
+    "__lt__": _comparing(operator.lt),
+    "__le__": _comparing(operator.le),
+    "__gt__": _comparing(operator.gt),
+    "__ge__": _comparing(operator.ge),
+    "__array_ufunc__": _call_ufunc,
+    "__array_function__": _call_function,
     "__getitem__": dimensions.index,
     "sum": dimensions.sum,
     "mean": dimensions.mean,
+    "reshape": _reshape,
     "T": property(dimensions.transpose),
 }
 

@@ -47,6 +47,11 @@ class Variable(Leaf):
 
     Arrays must not be changed between a forward pass and its backward pass, which is not noticed.
 
+    NumPy's functions take variables where ``fl.autograd.functions`` has the like of them; others
+    refuse those that need a gradient. ``<``, ``<=``, ``>`` and ``>=`` return arrays of truth
+    values. ``==`` asks whether two variables are one object, as sets, dicts and lists of them need
+    it; ``np.equal(x, y)`` compares elements.
+
     Args:
         array: the value, any shape; a real floating dtype, or bfloat16, where ``calc_grad`` is set.
         calc_grad: whether ``backward()`` computes a gradient for it.
@@ -56,9 +61,6 @@ class Variable(Leaf):
     """
 
     __slots__ = ()
-
-    # NumPy arrays leave `array + variable` to the variable instead of looping over elements.
-    __array_ufunc__ = None
 
     def __init__(self, array: Array, calc_grad: bool = False) -> None:
         if array.__class__ is not np.ndarray:
@@ -198,8 +200,10 @@ class Variable(Leaf):
             ValueError: there is not exactly one element.
         """
         if self.data.size != 1:
-            raise ValueError(f"scalar() needs exactly one element, got shape {self.shape}")
+            raise ValueError(f"a number needs exactly one element, got shape {self.shape}")
         return self.data.item()  # type: ignore[no-any-return]
+
+    item = scalar  # NumPy's name, and torch's
 
     def zero_grad(self) -> None:
         """Drop the gradient: ``grad`` is None until the next backward pass."""
@@ -277,6 +281,10 @@ class Variable(Leaf):
     def __repr__(self) -> str:
         return f"Variable({self.data!r}, calc_grad={self._calc_grad})"
 
+    def __format__(self, spec: str) -> str:
+        """Return the only element in the format ``spec``; without one, what ``str`` does."""
+        return format(self.scalar(), spec) if spec else str(self)
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         """Return the array, for ``np.asarray(variable)`` and NumPy's functions.
 
@@ -326,7 +334,14 @@ class Variable(Leaf):
         __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __add__
         __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = __add__
 
+        def __lt__(self, other: Operand) -> Array: ...
+
+        __le__ = __gt__ = __ge__ = __lt__
+
+        def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any: ...
+        def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any: ...
         def __getitem__(self, index: Any) -> Variable: ...
+        def reshape(self, *shape: Any) -> Variable: ...
         def sum(self, axis: Any = None, keepdims: bool = False) -> Variable: ...
         def mean(self, axis: Any = None, keepdims: bool = False) -> Variable: ...
         @property
