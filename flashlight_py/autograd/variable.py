@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -432,6 +433,88 @@ def record_in_order(array: Array | np.generic, *inputs: tuple[Variable, Vjp]) ->
     elif result.node is not None:
         result.node = OrderedNode(result.node)
     return result
+
+
+def function(forward: Callable[..., tuple[Any, Callable[[Array], Any]]]) -> Callable[..., Variable]:
+    """Return an operation of your own on variables, with its derivative; a decorator.
+
+    Both parts compute with arrays, NumPy's or CuPy's, and never see a variable. ``forward`` is
+    called with the arrays of the variables that the operation is called with, in their places. It
+    returns its result, one array, and ``backward``, a function that may use whatever ``forward``
+    has computed. A backward pass calls that once with the gradient of the result, which it must not
+    change, and it returns a gradient for each variable or array that was passed by position, in
+    order: in a tuple if there are several, None for those that need none. Gradients have the shapes
+    of the arrays; other arguments have none.
+
+    It can be used more than once, in ``fl.recompute``, and in a captured step, whose replays repeat
+    what NumPy has computed in both. ``fl.gradcheck`` compares the derivative with differences.
+
+    Raises:
+        TypeError: ``forward`` is not callable; when called: it does not return an array and a
+            function, or a variable is passed by name; in ``backward()``: a gradient is no array.
+        ValueError: in ``backward()``: another number of gradients, or another shape.
+
+    Example:
+        >>> @fl.autograd.function
+        ... def softplus(x):
+        ...     e = np.exp(x)
+        ...     return np.log1p(e), lambda grad: grad * e / (1 + e)
+        >>> x = fl.param(np.zeros(2))
+        >>> softplus(x).sum().backward()
+        >>> x.grad
+        array([0.5, 0.5])
+    """
+    if not callable(forward):
+        raise TypeError(f"function takes a function, got {type(forward).__name__}")
+    name = getattr(forward, "__name__", type(forward).__name__)
+
+    @functools.wraps(forward)
+    def operation(*args: Any, **options: Any) -> Variable:
+        if Variable in map(type, options.values()):
+            raise TypeError(f"{name}: pass variables by position; options have no gradient")
+        given = [each.data if isinstance(each, Variable) else each for each in args]
+        made = forward(*given, **options)
+        if not (isinstance(made, tuple) and len(made) == 2 and callable(made[1])):
+            raise TypeError(
+                f"{name} must return an array and the function that computes gradients, got "
+                f"{type(made).__name__}"
+            )
+        result, backward = _as_array(made[0]), made[1]
+        places = [at for at, x in enumerate(given) if isinstance(x, np.ndarray) or is_cupy(x)]
+        learning = {at: x for at, x in enumerate(args) if isinstance(x, Variable) and x._calc_grad}
+        shapes = {at: x.shape for at, x in learning.items()}
+        if learning:
+            _require_floating(result)
+
+        def gradients(grad: Array) -> Any:
+            found = backward(grad)
+            found = found if isinstance(found, tuple) else (found,)
+            if len(found) != len(places):
+                raise ValueError(
+                    f"the gradients of {name}: expected {len(places)}, one for each variable or "
+                    f"array that was passed by position, got {len(found)}"
+                )
+            of_place = dict(zip(places, found, strict=True))
+            for at, expected in shapes.items():
+                shape = getattr(of_place[at], "shape", None)
+                if shape != expected:
+                    raise (TypeError if shape is None else ValueError)(
+                        f"the gradients of {name}: expected an array of shape {expected} for "
+                        f"argument {at}, got {shape or type(of_place[at]).__name__}"
+                    )
+            # Views, of which the pass makes copies: the function may keep what it has returned.
+            return {at: of_place[at][...] for at in shapes}
+
+        def edge(at: int) -> tuple[Variable, Vjp]:
+            def vjp(found: Any) -> Any:
+                return found[at]
+
+            vjp.__qualname__ = name  # for errors
+            return learning[at], vjp
+
+        return record_all(result, [edge(at) for at in learning], gradients)
+
+    return operation
 
 
 def _as_array(value: object) -> Array:

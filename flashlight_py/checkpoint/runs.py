@@ -67,13 +67,14 @@ class _Several:
 
     def load_state_dict(self, state: Any) -> None:
         if state.keys() != self.parts.keys():
-            raise ValueError(f"expected {sorted(self.parts)}, got {sorted(state)}; load what was saved")
-        for name, part in self.parts.items():
-            try:
+            raise ValueError(f"expected {sorted(self.parts)}, it has {sorted(state)}")
+        name = ""
+        try:
+            for name, part in self.parts.items():
                 part.load_state_dict(state[name])
-            except ValueError as error:
-                error.args = (f"{name!r}: {error}",)
-                raise
+        except ValueError as error:
+            error.args = (f"{name!r}: {error}",)
+            raise
 
 
 Part: TypeAlias = Stateful | Mapping[str, Stateful] | Sequence[Stateful]
@@ -299,7 +300,9 @@ def _restore(
     except ValueError as error:
         error.args = (f"load: the {name} of {path}: {error}",)
         raise
-    whose, of_ranks = 0 if is_leaf_by_leaf(parts.get("module")) else members.rank, tree["ranks"]
+    module, of_ranks = parts.get("module"), tree["ranks"]
+    modules = module.parts.values() if isinstance(module, _Several) else [module]
+    whose = 0 if any(map(is_leaf_by_leaf, modules)) else members.rank
     if not rng:
         return
     if whose >= len(of_ranks):
@@ -327,9 +330,11 @@ def checked_parts(what: str, rng: object, **parts: Part | None) -> dict[str, Sta
             generator, or a list, tuple or dict of generators.
     """
     given: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
-    several = {n: _Several(p) for n, p in given.items() if isinstance(p, (list, tuple, dict))}
-    inside = {f"{n}[{at}]": one for n, all_of_it in several.items() for at, one in all_of_it.parts.items()}
-    given |= several
+    inside: dict[str, Any] = {}
+    for name, part in list(given.items()):
+        if part and isinstance(part, (list, tuple, dict)):
+            given[name] = _Several(part)
+            inside |= {f"{name} {at!r}": each for at, each in given[name].parts.items()}
     for name, part in {**given, **inside}.items():
         for method in ("state_dict", "load_state_dict"):
             if not callable(getattr(part, method, None)):

@@ -7,14 +7,13 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Protocol, TypeAlias
-from weakref import WeakKeyDictionary
+
+import numpy as np
 
 from flashlight_py.optim.optimizer import check_at_least_zero
 
 # From the base rate and the number of steps to the rate.
 Formula: TypeAlias = Callable[[float, int], float]
-# The rate that a schedule has set last, and its base rate: who sets another one begins anew.
-_last_set: WeakKeyDictionary[Any, tuple[float, float]] = WeakKeyDictionary()
 
 
 class HasRate(Protocol):
@@ -49,8 +48,8 @@ class LearningRateSchedule:
             )
         self.optimizer = optimizer
         self._formula = formula
-        rate, base = _last_set.get(optimizer, (None, 0.0))
-        self._go_to(base if rate == optimizer.lr else float(optimizer.lr), 0)
+        rate, base = getattr(optimizer, "_scheduled", (None, None))
+        self._go_to(float(optimizer.lr if base is None or rate != optimizer.lr else base), 0)
 
     @property
     def last_lr(self) -> float:
@@ -95,7 +94,8 @@ class LearningRateSchedule:
     def _go_to(self, base: float, step: int) -> None:
         self.optimizer.lr = self._formula(base, step)  # both may refuse it
         self.base_lr, self.last_step = base, step
-        _last_set[self.optimizer] = self.optimizer.lr, base
+        if hasattr(self.optimizer, "__dict__"):  # in an array, as the rate: no change of structure
+            vars(self.optimizer).setdefault("_scheduled", np.empty(2))[:] = self.optimizer.lr, base
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(step {self.last_step}, lr {self.last_lr:g})"
