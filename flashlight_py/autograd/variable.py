@@ -496,11 +496,12 @@ def function(forward: Callable[..., tuple[Any, Callable[[Array], Any]]]) -> Call
                 )
             of_place = dict(zip(places, found, strict=True))
             for at, expected in shapes.items():
-                shape = getattr(of_place[at], "shape", None)
-                if shape != expected:
-                    raise (TypeError if shape is None else ValueError)(
+                one = of_place[at]
+                if getattr(one, "shape", None) != expected:
+                    got = getattr(one, "shape", type(one).__name__)
+                    raise (ValueError if hasattr(one, "shape") else TypeError)(
                         f"the gradients of {name}: expected an array of shape {expected} for "
-                        f"argument {at}, got {shape or type(of_place[at]).__name__}"
+                        f"argument {at}, got {got}"
                     )
             # Views, of which the pass makes copies: the function may keep what it has returned.
             return {at: of_place[at][...] for at in shapes}
