@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import numpy as np
 
-from flashlight_py.autograd.functions import activations, dimensions, elementwise, selecting
+from flashlight_py.autograd import functions
+from flashlight_py.autograd.functions import dimensions, elementwise, selecting
 from flashlight_py.autograd.variable import Operand, Variable
 from flashlight_py.device import Array
 
@@ -41,46 +43,19 @@ def _dot(a: Operand, b: Operand) -> Variable:
     return dimensions.matmul(a, b)
 
 
-# Ufuncs, with how they are called on variables.
+_SAME = "add negative maximum minimum exp log log1p sqrt sin cos tanh matmul"
 _UFUNCS: dict[Any, Callable[..., Variable]] = {
-    np.negative: elementwise.negative,
-    np.absolute: elementwise.abs,
-    np.add: elementwise.add,
-    np.subtract: elementwise.sub,
-    np.multiply: elementwise.mul,
-    np.divide: elementwise.div,
-    np.power: elementwise.pow,
-    np.square: lambda x: elementwise.mul(x, x),
-    np.maximum: elementwise.maximum,
-    np.minimum: elementwise.minimum,
-    np.exp: elementwise.exp,
-    np.log: elementwise.log,
-    np.log1p: activations.log1p,
-    np.sqrt: elementwise.sqrt,
-    np.sin: elementwise.sin,
-    np.cos: elementwise.cos,
-    np.tanh: elementwise.tanh,
-    np.matmul: dimensions.matmul,
+    **{getattr(np, name): getattr(functions, name) for name in _SAME.split()},
+    **{np.subtract: elementwise.sub, np.multiply: elementwise.mul, np.divide: elementwise.div},
+    **{np.power: elementwise.pow, np.square: lambda x: x * x, np.absolute: elementwise.abs},
 }
-# Other functions: how many arguments by position, and which by name, mean the same here.
-_FUNCTIONS: dict[Any, tuple[Callable[..., Variable], int, set[str]]] = {
-    np.sum: (dimensions.sum, 2, {"axis", "keepdims"}),
-    np.mean: (dimensions.mean, 2, {"axis", "keepdims"}),
-    np.var: (dimensions.var, 2, {"axis", "keepdims", "ddof"}),
-    **dict.fromkeys((np.max, np.amax), (dimensions.max, 2, {"axis", "keepdims"})),
-    **dict.fromkeys((np.min, np.amin), (dimensions.min, 2, {"axis", "keepdims"})),
-    np.cumsum: (dimensions.cumsum, 2, {"axis"}),
-    np.linalg.norm: (dimensions.norm, 1, {"axis", "keepdims"}),
-    np.reshape: (dimensions.reshape, 2, {"shape"}),
-    np.ravel: (dimensions.flat, 1, set()),
-    np.transpose: (dimensions.transpose, 2, {"axes"}),
-    np.concatenate: (dimensions.concatenate, 2, {"axis"}),
-    np.stack: (dimensions.stack, 2, {"axis"}),
-    np.tile: (dimensions.tile, 2, set()),
-    np.dot: (_dot, 2, set()),
-    np.einsum: (dimensions.einsum, 99, set()),
-    np.clip: (elementwise.clip, 3, set()),
-    np.where: (_where, 3, set()),
+# Other functions; the second number is how many arguments by position mean the same here.
+_AS_HERE = "sum mean var max min cumsum concatenate stack transpose reshape tile"
+_FUNCTIONS: dict[Any, tuple[Callable[..., Variable], int]] = {
+    **{getattr(np, name): (getattr(functions, name), 2) for name in _AS_HERE.split()},
+    **{np.amax: (dimensions.max, 2), np.amin: (dimensions.min, 2), np.dot: (_dot, 2)},
+    **{np.ravel: (dimensions.flat, 1), np.linalg.norm: (dimensions.norm, 1)},
+    **{np.clip: (elementwise.clip, 3), np.where: (_where, 3), np.einsum: (dimensions.einsum, 99)},
 }
 # Those that have no derivative to lose: of truth values, indices, shapes and types.
 _CONSTANT = {np.argmax, np.argmin, np.argsort, np.any, np.all, np.isclose, np.allclose, np.shape,
@@ -89,39 +64,33 @@ _CONSTANT = {np.argmax, np.argmin, np.argsort, np.any, np.all, np.isclose, np.al
 
 
 def _call_ufunc(self: Variable, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
-    """Return what NumPy's ``ufunc`` returns of variables, or of their arrays if none learns.
-
-    Raises:
-        TypeError: a gradient is needed, and the ufunc has no derivative here.
-    """
+    """Return what NumPy's ``ufunc`` does of variables, or of their arrays where none learns."""
     if ufunc in _UFUNCS and method == "__call__" and not options:
         return _UFUNCS[ufunc](*inputs)
     if Variable in map(type, options.get("out", ())):
         raise TypeError(f"numpy.{ufunc.__name__} cannot write to a Variable; name its array")
     is_test = all(types[-1] == "?" for types in ufunc.types if "O" not in types)
-    with_options = f" with {', '.join(options)}=" if options else ""
-    name = ".".join(["numpy", ufunc.__name__, *[method] * (method != "__call__")]) + with_options
-    arrays = _arrays_of(inputs, "" if is_test else name)
+    name = f"numpy.{ufunc.__name__}" + (f".{method}" if method != "__call__" else "")
+    arrays = _arrays_of(inputs, "" if is_test else _with_names(name, options))
     return getattr(ufunc, method)(*arrays, **options)
 
 
 def _call_function(self: Variable, function: Any, _: Any, args: Any, options: Any) -> Any:
-    """Return what NumPy's ``function`` returns, as :func:`_call_ufunc`."""
-    ours, most, names = _FUNCTIONS.get(function, (None, 0, set()))
-    if ours is not None and len(args) <= most and names.issuperset(options):
+    """Return what NumPy's ``function`` does of variables, or of their arrays where none learns."""
+    ours, most = _FUNCTIONS.get(function, (None, 0))
+    if ours and len(args) <= most and options.keys() <= signature(ours).parameters.keys():
         return ours(*args, **options)
-    known = f" with more than {most} arguments and {sorted(names)}" if ours else ""
-    name = f"{function.__module__}.{function.__name__}{known}"
+    name = _with_names(f"{function.__module__}.{function.__name__}", options)
     args, options = _arrays_of((args, options), "" if function in _CONSTANT else name)
     return function(*args, **options)
 
 
-def _arrays_of(value: Any, function: str = "") -> Any:
-    """Return ``value`` with arrays in the place of variables.
+def _with_names(name: str, options: dict[str, Any]) -> str:
+    return name + (f" with {', '.join(options)}=" if options else "")
 
-    Raises:
-        TypeError: ``function`` is named, and a variable needs a gradient.
-    """
+
+def _arrays_of(value: Any, function: str = "") -> Any:
+    """Return ``value`` with arrays for variables, which ``function``, if named, must not lose."""
     if isinstance(value, Variable):
         if function and value.calc_grad:
             raise TypeError(

@@ -438,21 +438,19 @@ def record_in_order(array: Array | np.generic, *inputs: tuple[Variable, Vjp]) ->
 def function(forward: Callable[..., tuple[Any, Callable[[Array], Any]]]) -> Callable[..., Variable]:
     """Return an operation of your own on variables, with its derivative; a decorator.
 
-    Both parts compute with arrays, NumPy's or CuPy's, and never see a variable. ``forward`` is
-    called with the arrays of the variables that the operation is called with, in their places. It
-    returns its result, one array, and ``backward``, a function that may use whatever ``forward``
-    has computed. A backward pass calls that once with the gradient of the result, which it must not
-    change, and it returns a gradient for each variable or array that was passed by position, in
-    order: in a tuple if there are several, None for those that need none. Gradients have the shapes
-    of the arrays; other arguments have none.
+    Both parts compute with arrays, NumPy's or CuPy's. ``forward`` is called as the operation is,
+    with arrays in the place of variables, and returns an array and ``backward``. A backward pass
+    calls that once with the gradient of the result, which it must not change. It returns a gradient
+    for each variable or array that was passed by position, in a tuple if there are several, of
+    their shapes; None where none is needed. It may use whatever ``forward`` has computed.
 
-    It can be used more than once, in ``fl.recompute``, and in a captured step, whose replays repeat
-    what NumPy has computed in both. ``fl.gradcheck`` compares the derivative with differences.
+    ``fl.recompute`` and captured steps, whose replays repeat what NumPy has computed, take it as
+    any other; ``fl.gradcheck`` compares its derivative with differences.
 
     Raises:
-        TypeError: ``forward`` is not callable; when called: it does not return an array and a
-            function, or a variable is passed by name; in ``backward()``: a gradient is no array.
-        ValueError: in ``backward()``: another number of gradients, or another shape.
+        TypeError: when called: ``forward`` does not return an array and a function, or a variable
+            is passed by name.
+        ValueError: in ``backward()``: gradients in another number, or of other shapes.
 
     Example:
         >>> @fl.autograd.function
@@ -464,56 +462,40 @@ def function(forward: Callable[..., tuple[Any, Callable[[Array], Any]]]) -> Call
         >>> x.grad
         array([0.5, 0.5])
     """
-    if not callable(forward):
-        raise TypeError(f"function takes a function, got {type(forward).__name__}")
-    name = getattr(forward, "__name__", type(forward).__name__)
+    name = getattr(forward, "__name__", "the operation")
 
     @functools.wraps(forward)
     def operation(*args: Any, **options: Any) -> Variable:
         if Variable in map(type, options.values()):
             raise TypeError(f"{name}: pass variables by position; options have no gradient")
-        given = [each.data if isinstance(each, Variable) else each for each in args]
+        given = [x.data if isinstance(x, Variable) else x for x in args]
         made = forward(*given, **options)
         if not (isinstance(made, tuple) and len(made) == 2 and callable(made[1])):
-            raise TypeError(
-                f"{name} must return an array and the function that computes gradients, got "
-                f"{type(made).__name__}"
-            )
+            raise TypeError(f"{name} must return an array, and a function from its gradient on")
         result, backward = _as_array(made[0]), made[1]
         places = [at for at, x in enumerate(given) if isinstance(x, np.ndarray) or is_cupy(x)]
         learning = {at: x for at, x in enumerate(args) if isinstance(x, Variable) and x._calc_grad}
-        shapes = {at: x.shape for at, x in learning.items()}
+        ends = set(learning)
+        shapes = [learning[at].shape if at in learning else None for at in places]
         if learning:
             _require_floating(result)
 
         def gradients(grad: Array) -> Any:
             found = backward(grad)
             found = found if isinstance(found, tuple) else (found,)
-            if len(found) != len(places):
+            got = [getattr(each, "shape", type(each).__name__) for each in found]
+            if len(got) != len(shapes) or any(
+                shape not in (None, one) for shape, one in zip(shapes, got, strict=True)
+            ):
                 raise ValueError(
-                    f"the gradients of {name}: expected {len(places)}, one for each variable or "
-                    f"array that was passed by position, got {len(found)}"
+                    f"the gradients of {name}: expected one for each variable or array that was "
+                    f"passed by position, of the shapes {shapes} (None: any), got {got}"
                 )
-            of_place = dict(zip(places, found, strict=True))
-            for at, expected in shapes.items():
-                one = of_place[at]
-                if getattr(one, "shape", None) != expected:
-                    got = getattr(one, "shape", type(one).__name__)
-                    raise (ValueError if hasattr(one, "shape") else TypeError)(
-                        f"the gradients of {name}: expected an array of shape {expected} for "
-                        f"argument {at}, got {got}"
-                    )
             # Views, of which the pass makes copies: the function may keep what it has returned.
-            return {at: of_place[at][...] for at in shapes}
+            return {at: each[...] for at, each in zip(places, found, strict=True) if at in ends}
 
-        def edge(at: int) -> tuple[Variable, Vjp]:
-            def vjp(found: Any) -> Any:
-                return found[at]
-
-            vjp.__qualname__ = name  # for errors
-            return learning[at], vjp
-
-        return record_all(result, [edge(at) for at in learning], gradients)
+        edges = [(x, lambda found, at=at: found[at]) for at, x in learning.items()]
+        return record_all(result, edges, gradients)
 
     return operation
 
