@@ -11,6 +11,7 @@ from flashlight_py import meter as meter
 from flashlight_py import nn as nn
 from flashlight_py import optim as optim
 from flashlight_py import parallel as parallel
+from flashlight_py import random as random
 from flashlight_py import tagi as tagi
 from flashlight_py import trace as trace
 from flashlight_py.autograd import Variable as Variable
