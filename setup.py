@@ -258,8 +258,8 @@ def numpy_extension(name: str, sources: list[str], depends: list[str]) -> Extens
 FAST = numpy_extension(
     "fast",
     [
-        f"csrc/fast/{name}.c"
-        for name in ("fast", "call", "place", "plain", "uneven", "batch", "objects", "works")
+        *(f"csrc/fast/{name}.c" for name in ("fast", "call", "alone", "place", "plain")),
+        *(f"csrc/fast/{name}.c" for name in ("uneven", "batch", "objects", "works")),
     ],
     [
         *(f"csrc/fast/{name}.h" for name in ("binding", "plain", "ring")),

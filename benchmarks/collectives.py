@@ -8,8 +8,9 @@ there and back between ranks 0 and 1, sendrecv a step around a ring. The root of
 done before the others; as everywhere it is the slowest rank's time for a batch of calls that
 counts. Where a result is not in place, everybody writes it into an array that was made before; of
 the verbs of objects, to which the array (or a dict of whole numbers as long) is an object, it is
-new. torch has no unequal all_gather. A copy of the argument by one core, beside them, shows what is
-a matter of memory alone.
+new. Of a number it is a Python float that goes in and comes out, of every second element a view
+that is not contiguous, which users of mpi4py pack themselves. torch has no unequal all_gather. A
+copy of the argument by one core, beside them, shows what is a matter of memory alone.
 
 A halo is 4 fields, the parts of the argument, that go to both neighbours around a ring: as one
 batch, or one sendrecv after another. In a row of tasks rank 0 gives 100 of them, one at a time, to
@@ -63,6 +64,8 @@ class Row(NamedTuple):
 
 VERBS: dict[str, Row] = {
     "all_reduce": Row(lambda ranks: 2),
+    "all_reduce, number": Row(lambda ranks: 2, (4,)),
+    "all_reduce, every second": Row(lambda ranks: 3),
     "broadcast": Row(lambda ranks: 2),
     "reduce": Row(lambda ranks: 2),
     "all_gather": Row(lambda ranks: 2 + 2 * ranks),

@@ -20,7 +20,7 @@ _HOMES = {
     "_version": ["__version__"],
     "": [
         *("amp", "autograd", "checkpoint", "dataset", "device", "distributed", "errors", "launch"),
-        *("meter", "nn", "optim", "parallel", "tagi", "trace"),
+        *("meter", "nn", "optim", "parallel", "random", "tagi", "trace"),
     ],
     "autograd": ["Variable", "input", "no_grad", "param"],
     "autograd.gradcheck": ["gradcheck"],

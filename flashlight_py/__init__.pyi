@@ -11,6 +11,7 @@ from flashlight_py import meter as meter
 from flashlight_py import nn as nn
 from flashlight_py import optim as optim
 from flashlight_py import parallel as parallel
+from flashlight_py import random as random
 from flashlight_py import tagi as tagi
 from flashlight_py import trace as trace
 from flashlight_py.autograd import Variable as Variable
@@ -66,7 +67,9 @@ from flashlight_py.checkpoint import save as save
 from flashlight_py.checkpoint import load as load
 from flashlight_py.checkpoint import Checkpoint as Checkpoint
 from flashlight_py.launch import spawn as spawn
+from flashlight_py.distributed import Grid as Grid
 from flashlight_py.distributed import barrier as barrier
+from flashlight_py.distributed import grid as grid
 from flashlight_py.distributed import new_group as new_group
 from flashlight_py.distributed import split as split
 from flashlight_py.distributed import sync_distributed as sync_distributed
@@ -88,6 +91,8 @@ from flashlight_py.distributed import all_gather_object as all_gather_object
 from flashlight_py.distributed import broadcast_object as broadcast_object
 from flashlight_py.distributed import gather_object as gather_object
 from flashlight_py.distributed import scatter_object as scatter_object
+from flashlight_py.distributed import recv_object as recv_object
+from flashlight_py.distributed import send_object as send_object
 from flashlight_py.distributed import all_reduce as all_reduce
 from flashlight_py.distributed import reduce as reduce
 from flashlight_py.distributed import reduce_scatter as reduce_scatter

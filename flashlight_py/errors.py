@@ -19,6 +19,7 @@ __all__ = [
     "CollectiveTimeoutError",
     "BackendUnavailableError",
     "UnavailableEverywhereError",
+    "OutOfMemoryError",
     "GroupClosedError",
     "RankFailedError",
     "CheckpointError",
@@ -77,6 +78,15 @@ class BackendUnavailableError(DistributedError):
 
 class UnavailableEverywhereError(BackendUnavailableError):
     """The same, found out together: every rank raises it, so nobody needs to be notified."""
+
+
+class OutOfMemoryError(UnavailableEverywhereError, MemoryError):
+    """There is not enough memory for what ranks make together; says for what, and what limits it.
+
+    Raised on every rank. No rank has made anything, and the group goes on.
+    """
+
+    lack = ""  # what and where, for those who tell others
 
 
 class GroupClosedError(DistributedError):

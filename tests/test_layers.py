@@ -76,8 +76,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 # Inside these, from the ground up: a part imports its own layer and those before it.
 LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "distributed": (
-        *(("constants", "work"), ("calls", "verbs"), ("rendezvous",), ("backend", "failures")),
-        *(("memory",), ("backends",), ("groups",), ("api",), ("start",), ("reducers",)),
+        *(("constants", "work"), ("calls", "verbs"), ("rendezvous",)),
+        *(("backend", "failures", "memory"), ("backends",), ("groups",), ("api",)),
+        *(("start",), ("reducers",)),
     ),
     "parallel": (
         ("agreement", "data_container", "failing"),

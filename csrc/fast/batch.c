@@ -25,12 +25,12 @@ int batch_names(void) {
 }
 
 typedef struct {
-  PyObject *arrays; /* a list: the array of each message */
+  PyObject *arrays; /* a list: the array of each P2POp */
   PyObject *matches; /* bytes: the fl_match of each, of those that need one; or NULL */
+  started_op *ops;   /* of each; without a peer where that is nobody */
   fl_message *messages;
-  started_op *ops;
   fl_op **results;
-  int count;
+  int count, sent; /* P2POps, and those of them that are messages */
 } batch;
 
 /* Give the message that comes next a copy of `match`, which lives as long as its operation; 0 with an
@@ -43,7 +43,7 @@ static int add_match(batch *all, const fl_match *match, Py_ssize_t count) {
   }
   fl_match *own = (fl_match *)(void *)PyBytes_AsString(all->matches) + all->count;
   *own = *match;
-  all->messages[all->count].match = own;
+  all->messages[all->sent].match = own;
   return 1;
 }
 
@@ -53,22 +53,28 @@ static int read_message(const Binding *binding, PyObject *op, batch *all, Py_ssi
   PyObject *tag = PyObject_GetAttr(op, name_tag), *partial = PyObject_GetAttr(op, name_partial);
   PyObject *x = PyObject_GetAttr(op, name_x);
   plain_call call;
-  int plain = 0;
-  if (kind != NULL && peer != NULL && tag != NULL && x != NULL && partial != NULL && PyUnicode_Check(kind)) {
+  int plain = 0, is_message = peer != Py_None;
+  started_op *one = &all->ops[all->count];
+  if (!is_message) {
+    *one = (started_op){.verb = FL_SEND, .peer = -1};
+    plain = x != NULL;
+  } else if (kind != NULL && peer != NULL && tag != NULL && x != NULL && partial != NULL && PyUnicode_Check(kind)) {
     const int sends = kind == text_send || PyUnicode_Compare(kind, text_send) == 0;
     const int rank = binding->rank, verb = sends ? FL_SEND : FL_RECV;
     plain = plain_message(verb, x, peer, tag, partial, rank, binding->size, &call);
   }
   plain = plain && PyList_Append(all->arrays, x) == 0;
-  if (plain) {
-    fl_message *message = &all->messages[all->count];
+  if (plain && is_message) {
+    fl_message *message = &all->messages[all->sent];
     message->signature = call.signature;
     message->data = call.data;
     message->peer = call.peer;
     message->match = NULL;
+    *one = (started_op){.verb = call.signature.verb, .root = call.signature.root, .peer = call.peer};
     plain = call.output == NULL || add_match(all, &call.match, count);
-    ++all->count;
+    ++all->sent;
   }
+  ++all->count;
   Py_XDECREF(kind);
   Py_XDECREF(peer);
   Py_XDECREF(tag);
@@ -102,10 +108,10 @@ static int by_address(const void *one, const void *other) {
 /* Whether an array that is filled shares memory with another one, which is an error that Python words. */
 static int is_mixed_up(const batch *all) {
   const fl_message **sorted = (const fl_message **)(void *)all->results; /* not yet used */
-  for (int i = 0; i < all->count; ++i) sorted[i] = &all->messages[i];
-  qsort(sorted, (size_t)all->count, sizeof *sorted, by_address);
+  for (int i = 0; i < all->sent; ++i) sorted[i] = &all->messages[i];
+  qsort(sorted, (size_t)all->sent, sizeof *sorted, by_address);
   const char *end = NULL, *end_filled = NULL;
-  for (int i = 0; i < all->count; ++i) {
+  for (int i = 0; i < all->sent; ++i) {
     const fl_signature *s = &sorted[i]->signature;
     const char *begin = sorted[i]->data, *own_end = begin + s->count * s->itemsize;
     if (own_end == begin) continue;
@@ -121,20 +127,25 @@ static PyObject *begin_all(PyObject *self, Binding *binding, batch *all) {
   PyObject *place;
   const fl_site *site;
   if (!place_and_site(binding, &place, &site)) return NULL;
-  for (int i = 0; i < all->count; ++i) {
-    fl_message *message = &all->messages[i];
-    const fl_signature *s = &message->signature;
-    message->site = *site;
-    const recorded made = record(binding, s, message->peer, RING_ASYNC, place);
-    all->ops[i] = (started_op){NULL, made.id, binding->calls->number, s->verb, s->root, message->peer};
-  }
-  Py_BEGIN_ALLOW_THREADS;
-  binding->exchange(binding->group, all->messages, all->count, binding->seconds, 1, all->results);
-  Py_END_ALLOW_THREADS;
+  fl_message *message = all->messages;
   for (int i = 0; i < all->count; ++i) {
     started_op *one = &all->ops[i];
+    if (one->peer < 0) continue;
+    message->site = *site;
+    one->id = record(binding, &message++->signature, one->peer, RING_ASYNC, place).id;
+    one->number = binding->calls->number;
+  }
+  if (all->sent > 0) { /* else a refusal would be told of in nobody's message */
+    Py_BEGIN_ALLOW_THREADS;
+    binding->exchange(binding->group, all->messages, all->sent, binding->seconds, 1, all->results);
+    Py_END_ALLOW_THREADS;
+  }
+  fl_op **result = all->results;
+  for (int i = 0; i < all->count; ++i) {
+    started_op *one = &all->ops[i];
+    if (one->peer < 0) continue;
     ring_call *row = &binding->calls->calls[(one->id - 1) % RING_CALLS];
-    one->op = all->results[i];
+    one->op = *result++;
     if (one->op == NULL) {
       ring_end(row, one->id, 0);
     } else {

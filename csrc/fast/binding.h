@@ -31,7 +31,7 @@ typedef struct {
   void *group;
   int rank, size;
   double seconds;
-  fl_run run;
+  fl_run run; /* NULL: the group has one rank, and no library */
   fl_exchange exchange;
   void (*stamp)(fl_op *, int64_t *, int64_t);
   fl_status (*wait)(fl_op *, double);
@@ -76,6 +76,12 @@ int is_left_to_python(const Binding *binding);
 /* Whether this thread is in the middle of a call: it runs a signal handler, which Python answers; -1: an
    exception. */
 int is_inside(const Binding *binding);
+
+/* Of a group of one rank. A result is in its place after run_alone, of a call that can_run_alone. */
+static inline int is_alone(const Binding *binding) { return binding->run == NULL; }
+int can_run_alone(const plain_call *call, PyObject *out);
+void run_alone(const plain_call *call);
+recorded record_alone(Binding *binding, const fl_signature *shown);
 
 recorded record(const Binding *binding, const fl_signature *signature, int peer, int flags,
                 PyObject *place);

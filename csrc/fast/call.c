@@ -109,6 +109,13 @@ static int is_hurried(const Binding *binding, uint64_t before, int64_t now) {
   return calls->number >= FIRST_CALLS && now - calls->calls[(before - 1) % RING_CALLS].started < SOON_TICKS;
 }
 
+recorded record_alone(Binding *binding, const fl_signature *shown) {
+  const int is_soon = is_hurried(binding, binding->calls->written, fl_ticks());
+  const recorded made = record(binding, shown, -1, 0, NULL);
+  if (!is_soon) note_place(binding, made.row);
+  return made;
+}
+
 /* A call notes its line if it has to wait anyway, or if it takes so long that nobody will notice. */
 fl_op *finish_collective(Binding *binding, const plain_call *call, ring_call *row) {
   const int64_t bytes = call->signature.count * call->signature.itemsize;
@@ -197,6 +204,11 @@ int run_at_once(Binding *binding, const plain_call *call, const fl_signature *sh
 static PyObject *run_collective(Binding *binding, PyObject *x, PyObject *out, plain_call *call) {
   fl_op *op;
   recorded made;
+  if (is_alone(binding)) {
+    made = record_alone(binding, &call->signature);
+    run_alone(call);
+    return end(binding, NULL, x, out, call, made);
+  }
   const int has_run = binding->begin != NULL
                           ? run_in_steps(binding, call, &call->signature, &op, &made)
                           : run_at_once(binding, call, &call->signature, &op, &made);
@@ -297,18 +309,25 @@ static PyObject *kept_room(plain_call *call) {
 static PyObject *start(PyObject *self, PyObject *x, PyObject *out, plain_call *call) {
   Binding *binding = binding_of(self);
   const fl_signature *s = &call->signature;
-  PyObject *place, *room = kept_room(call);
+  PyObject *place = NULL, *room = kept_room(call);
   const fl_site *site;
-  if (room == NULL || !place_and_site(binding, &place, &site)) {
+  if (room == NULL || (!is_alone(binding) && !place_and_site(binding, &place, &site))) {
     Py_XDECREF(call->result);
     Py_XDECREF(room);
     return NULL;
   }
-  const recorded made = record(binding, s, call->peer, RING_ASYNC, place);
-  fl_op *op;
-  Py_BEGIN_ALLOW_THREADS;
-  op = binding->run(binding->group, s, call->data, call->output, call->peer, binding->seconds, 1, site);
-  Py_END_ALLOW_THREADS;
+  recorded made;
+  fl_op *op = NULL;
+  if (is_alone(binding)) {
+    made = record_alone(binding, s);
+    made.row->flags |= RING_ASYNC;
+    run_alone(call);
+  } else {
+    made = record(binding, s, call->peer, RING_ASYNC, place);
+    Py_BEGIN_ALLOW_THREADS;
+    op = binding->run(binding->group, s, call->data, call->output, call->peer, binding->seconds, 1, site);
+    Py_END_ALLOW_THREADS;
+  }
   if (op == NULL) {
     ring_end(made.row, made.id, 0);
   } else {
@@ -378,6 +397,10 @@ PyObject *native_call(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   }
   const int plain = inside ? 0 : plain_read(args, binding->rank, binding->size, &call);
   if (plain < 0) return NULL;
+  if (plain && is_alone(binding) && !can_run_alone(&call, args[2])) {
+    Py_XDECREF(call.result);
+    Py_RETURN_NOTIMPLEMENTED;
+  }
   if (!plain) Py_RETURN_NOTIMPLEMENTED;
   PyObject *x = args[1], *out = args[2];
   call.seconds = seconds;
@@ -409,8 +432,8 @@ PyObject *native_barrier(PyObject *self, PyObject *const *args, Py_ssize_t count
   return run_collective(binding, Py_None, Py_None, &call);
 }
 
-/* native_sendrecv(x, dst, out, src, tag, recv_tag): out, or NotImplemented; native_sendrecv(ops): the Work of
-   all of them. */
+/* native_sendrecv(x, dst, out, src, tag, recv_tag): out, or NotImplemented, where a rank that is None is nobody;
+   native_sendrecv(ops): the Work of all of them. */
 PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   Binding *binding = binding_of(self);
   plain_call sent, received;
@@ -419,28 +442,34 @@ PyObject *native_sendrecv(PyObject *self, PyObject *const *args, Py_ssize_t coun
     PyErr_SetString(PyExc_TypeError, "expected (x, dst, out, src, tag, recv_tag), or (ops)");
     return NULL;
   }
-  if (is_left_to_python(binding)) Py_RETURN_NOTIMPLEMENTED;
+  if (is_left_to_python(binding) || is_alone(binding)) Py_RETURN_NOTIMPLEMENTED;
   const int inside = is_inside(binding);
   if (inside < 0) return NULL;
   if (count == 1 && !inside) return native_batch(self, args[0]);
   const int rank = binding->rank, size = binding->size;
-  if (inside || args[3] == Py_None ||
-      !plain_message(FL_SEND, args[0], args[1], args[4], Py_False, rank, size, &sent) ||
-      !plain_message(FL_RECV, args[2], args[3], args[5], Py_False, rank, size, &received) ||
-      plain_overlap(&sent, &received)) {
+  const int sends = args[1] != Py_None, receives = args[3] != Py_None, is_pair = sends && receives;
+  if (inside ||
+      (sends && !plain_message(FL_SEND, args[0], args[1], args[4], Py_False, rank, size, &sent)) ||
+      (receives && !plain_message(FL_RECV, args[2], args[3], args[5], Py_False, rank, size, &received)) ||
+      (is_pair && plain_overlap(&sent, &received))) {
     Py_RETURN_NOTIMPLEMENTED;
+  }
+  if (!sends && !receives) {
+    Py_INCREF(args[2]);
+    return args[2];
   }
   PyObject *place;
   const fl_site *site;
   if (!place_and_site(binding, &place, &site)) return NULL;
-  fl_signature shown = sent.signature;
-  shown.verb = RING_SENDRECV;
-  const recorded made = record(binding, &shown, sent.peer, 0, place);
+  const plain_call *first = sends ? &sent : &received; /* as somebody waits for it */
+  fl_signature shown = first->signature;
+  if (is_pair) shown.verb = RING_SENDRECV;
+  const recorded made = record(binding, &shown, first->peer, 0, place);
   fl_message messages[2];
-  fl_op *ops[2];
-  fill_message(&messages[0], &sent, site); /* first, as somebody waits for it */
-  fill_message(&messages[1], &received, site);
-  if (!exchange(binding, messages, 2, ops)) {
+  fl_op *ops[2] = {NULL, NULL};
+  fill_message(&messages[0], first, site);
+  if (is_pair) fill_message(&messages[1], &received, site);
+  if (!exchange(binding, messages, sends + receives, ops)) {
     ring_end(made.row, made.id, 1);
     return NULL;
   }

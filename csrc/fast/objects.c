@@ -353,8 +353,11 @@ static PyObject *result_of(const object_call *call) {
   received all = {.binding = call->binding};
   recorded made = {NULL, 0};
   PyObject *result = NULL;
-  if (run(call, &all, &made)) {
-    if (!gathers(call) && is_root(call)) {
+  const int alone = is_alone(call->binding);
+  const fl_signature shown = shown_of(call);
+  if (alone) made = record_alone(call->binding, &shown);
+  if (alone || run(call, &all, &made)) {
+    if (alone || (!gathers(call) && is_root(call))) {
       const int own = call->binding->rank;
       result = list_of(call->verb == SCATTER ? PyList_GetItem(call->object, own) : call->object);
     } else {

@@ -89,10 +89,11 @@ Mapping Mapping::create(const std::string& path, size_t bytes, bool reserve) {
   Descriptor descriptor(fd);
   // Reserved now, a file system that is too small is an error here; later it would be a SIGBUS.
   const auto size = static_cast<off_t>(bytes);
-  const int error = reserve ? posix_fallocate(fd, 0, size) : ftruncate(fd, size) == 0 ? 0 : errno;
+  int error = EINTR;  // of posix_fallocate, when a signal arrives
+  while (error == EINTR) error = reserve ? posix_fallocate(fd, 0, size) : ftruncate(fd, size) == 0 ? 0 : errno;
   if (error != 0) {
     if (named) ::unlink(path.c_str());
-    fail("reserve", error);
+    fail(("reserve " + std::to_string(bytes) + " bytes").c_str(), error);
   }
   char* const data = map(fd, bytes);
   return Mapping(descriptor.release(), data, bytes);

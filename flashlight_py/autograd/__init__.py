@@ -10,13 +10,14 @@ from __future__ import annotations
 from flashlight_py.autograd import functions, operators  # operators: completes Variable
 from flashlight_py.autograd.engine import on_backward_end
 from flashlight_py.autograd.gradcheck import gradcheck
-from flashlight_py.autograd.variable import Variable, input, no_grad, param
+from flashlight_py.autograd.variable import Variable, function, input, no_grad, param
 
 __all__ = [
     "Variable",
     "input",
     "no_grad",
     "param",
+    "function",
     "functions",
     "gradcheck",
     "on_backward_end",

@@ -1,16 +1,110 @@
-"""Functions as Python's operators on variables, and as the methods that NumPy's users expect."""
+"""Functions as Python's operators on variables, and as the methods that NumPy's users expect.
+
+NumPy's own functions call the like of them here, so that they are differentiated as well.
+"""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
-from flashlight_py.autograd.functions import dimensions, elementwise
+import numpy as np
+
+from flashlight_py.autograd import functions
+from flashlight_py.autograd.functions import dimensions, elementwise, selecting
 from flashlight_py.autograd.variable import Operand, Variable
+from flashlight_py.device import Array
 
 
 def _reversed(function: Callable[[Operand, Operand], Variable]) -> Callable[..., Variable]:
     return lambda self, other: function(other, self)
+
+
+def _comparing(compare: Callable[[Any, Any], Any]) -> Callable[..., Array]:
+    return lambda self, other: compare(self.data, _arrays_of(other))
+
+
+def _reshape(self: Variable, *shape: Any) -> Variable:
+    """Return it with another shape, one number of which may be -1; a view where possible."""
+    return dimensions.reshape(self, shape[0] if len(shape) == 1 else shape)
+
+
+def _where(condition: Any, *others: Any) -> Any:
+    if Variable in map(type, others):
+        return selecting.where(condition, *others)
+    return np.where(condition.data, *others)
+
+
+def _dot(a: Operand, b: Operand) -> Variable:
+    if np.ndim(b) > 2:
+        raise TypeError("numpy.dot of a Variable takes no second operand of more than 2 dimensions")
+    return dimensions.matmul(a, b)
+
+
+_SAME = "add negative maximum minimum exp log log1p sqrt sin cos tanh matmul"
+_UFUNCS: dict[Any, Callable[..., Variable]] = {
+    **{getattr(np, name): getattr(functions, name) for name in _SAME.split()},
+    **{np.subtract: elementwise.sub, np.multiply: elementwise.mul, np.divide: elementwise.div},
+    **{np.power: elementwise.pow, np.square: lambda x: x * x, np.absolute: elementwise.abs},
+}
+# Other functions; the second number is how many arguments by position mean the same here.
+_AS_HERE = "sum mean var max min cumsum concatenate stack transpose reshape tile"
+_FUNCTIONS: dict[Any, tuple[Callable[..., Variable], int]] = {
+    **{getattr(np, name): (getattr(functions, name), 2) for name in _AS_HERE.split()},
+    **{np.amax: (dimensions.max, 2), np.amin: (dimensions.min, 2), np.dot: (_dot, 2)},
+    **{np.ravel: (dimensions.flat, 1), np.linalg.norm: (dimensions.norm, 1)},
+    **{np.clip: (elementwise.clip, 3), np.where: (_where, 3), np.einsum: (dimensions.einsum, 99)},
+}
+# Those that have no derivative to lose: of truth values, indices, shapes and types.
+_CONSTANT = {np.argmax, np.argmin, np.argsort, np.any, np.all, np.isclose, np.allclose, np.shape,
+             np.array_equal, np.count_nonzero, np.nonzero, np.ndim, np.size, np.result_type,
+             np.zeros_like, np.ones_like, np.empty_like, np.full_like}  # fmt: skip
+
+
+def _call_ufunc(self: Variable, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+    """Return what NumPy's ``ufunc`` does of variables, or of their arrays where none learns."""
+    if ufunc in _UFUNCS and method == "__call__" and not options:
+        return _UFUNCS[ufunc](*inputs)
+    if Variable in map(type, options.get("out", ())):
+        raise TypeError(f"numpy.{ufunc.__name__} cannot write to a Variable; name its array")
+    is_test = all(types[-1] == "?" for types in ufunc.types if "O" not in types)
+    name = f"numpy.{ufunc.__name__}" + (f".{method}" if method != "__call__" else "")
+    arrays = _arrays_of(inputs, "" if is_test else _with_names(name, options))
+    return getattr(ufunc, method)(*arrays, **options)
+
+
+def _call_function(self: Variable, function: Any, _: Any, args: Any, options: Any) -> Any:
+    """Return what NumPy's ``function`` does of variables, or of their arrays where none learns."""
+    ours, most = _FUNCTIONS.get(function, (None, 0))
+    if ours and len(args) <= most and options.keys() <= signature(ours).parameters.keys():
+        return ours(*args, **options)
+    name = _with_names(f"{function.__module__}.{function.__name__}", options)
+    args, options = _arrays_of((args, options), "" if function in _CONSTANT else name)
+    return function(*args, **options)
+
+
+def _with_names(name: str, options: dict[str, Any]) -> str:
+    return name + (f" with {', '.join(options)}=" if options else "")
+
+
+def _arrays_of(value: Any, function: str = "") -> Any:
+    """Return ``value`` with arrays for variables, which ``function``, if named, must not lose."""
+    if isinstance(value, Variable):
+        if function and value.calc_grad:
+            raise TypeError(
+                f"{function} cannot be differentiated here, and it gets a Variable that needs a "
+                f"gradient (shape {value.shape}). Use the functions of fl.autograd.functions, or "
+                "make one by fl.autograd.function; where no gradient is meant, pass variable.array "
+                "(from a GPU variable.numpy())"
+            )
+        return value.data
+    if type(value) in (list, tuple):
+        return type(value)(_arrays_of(each, function) for each in value)
+    if type(value) is dict:
+        return {name: _arrays_of(each, function) for name, each in value.items()}
+    return value
 
 
 _OPERATORS: dict[str, Any] = {
@@ -28,9 +122,16 @@ _OPERATORS: dict[str, Any] = {
     "__rpow__": _reversed(elementwise.pow),
     "__matmul__": dimensions.matmul,
     "__rmatmul__": _reversed(dimensions.matmul),
+    "__lt__": _comparing(operator.lt),
+    "__le__": _comparing(operator.le),
+    "__gt__": _comparing(operator.gt),
+    "__ge__": _comparing(operator.ge),
+    "__array_ufunc__": _call_ufunc,
+    "__array_function__": _call_function,
     "__getitem__": dimensions.index,
     "sum": dimensions.sum,
     "mean": dimensions.mean,
+    "reshape": _reshape,
     "T": property(dimensions.transpose),
 }
 

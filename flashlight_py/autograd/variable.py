@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -47,6 +48,11 @@ class Variable(Leaf):
 
     Arrays must not be changed between a forward pass and its backward pass, which is not noticed.
 
+    NumPy's functions take variables where ``fl.autograd.functions`` has the like of them; others
+    refuse those that need a gradient. ``<``, ``<=``, ``>`` and ``>=`` return arrays of truth
+    values. ``==`` asks whether two variables are one object, as sets, dicts and lists of them need
+    it; ``np.equal(x, y)`` compares elements.
+
     Args:
         array: the value, any shape; a real floating dtype, or bfloat16, where ``calc_grad`` is set.
         calc_grad: whether ``backward()`` computes a gradient for it.
@@ -56,9 +62,6 @@ class Variable(Leaf):
     """
 
     __slots__ = ()
-
-    # NumPy arrays leave `array + variable` to the variable instead of looping over elements.
-    __array_ufunc__ = None
 
     def __init__(self, array: Array, calc_grad: bool = False) -> None:
         if array.__class__ is not np.ndarray:
@@ -198,8 +201,10 @@ class Variable(Leaf):
             ValueError: there is not exactly one element.
         """
         if self.data.size != 1:
-            raise ValueError(f"scalar() needs exactly one element, got shape {self.shape}")
+            raise ValueError(f"a number needs exactly one element, got shape {self.shape}")
         return self.data.item()  # type: ignore[no-any-return]
+
+    item = scalar  # NumPy's name, and torch's
 
     def zero_grad(self) -> None:
         """Drop the gradient: ``grad`` is None until the next backward pass."""
@@ -277,6 +282,10 @@ class Variable(Leaf):
     def __repr__(self) -> str:
         return f"Variable({self.data!r}, calc_grad={self._calc_grad})"
 
+    def __format__(self, spec: str) -> str:
+        """Return the only element in the format ``spec``; without one, what ``str`` does."""
+        return format(self.scalar(), spec) if spec else str(self)
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         """Return the array, for ``np.asarray(variable)`` and NumPy's functions.
 
@@ -326,7 +335,14 @@ class Variable(Leaf):
         __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __add__
         __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = __add__
 
+        def __lt__(self, other: Operand) -> Array: ...
+
+        __le__ = __gt__ = __ge__ = __lt__
+
+        def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any: ...
+        def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any: ...
         def __getitem__(self, index: Any) -> Variable: ...
+        def reshape(self, *shape: Any) -> Variable: ...
         def sum(self, axis: Any = None, keepdims: bool = False) -> Variable: ...
         def mean(self, axis: Any = None, keepdims: bool = False) -> Variable: ...
         @property
@@ -417,6 +433,71 @@ def record_in_order(array: Array | np.generic, *inputs: tuple[Variable, Vjp]) ->
     elif result.node is not None:
         result.node = OrderedNode(result.node)
     return result
+
+
+def function(forward: Callable[..., tuple[Any, Callable[[Array], Any]]]) -> Callable[..., Variable]:
+    """Return an operation of your own on variables, with its derivative; a decorator.
+
+    Both parts compute with arrays, NumPy's or CuPy's. ``forward`` is called as the operation is,
+    with arrays in the place of variables, and returns an array and ``backward``. A backward pass
+    calls that once with the gradient of the result, which it must not change. It returns a gradient
+    for each variable or array that was passed by position, in a tuple if there are several, of
+    their shapes; None where none is needed. It may use whatever ``forward`` has computed.
+
+    ``fl.recompute`` and captured steps, whose replays repeat what NumPy has computed, take it as
+    any other; ``fl.gradcheck`` compares its derivative with differences.
+
+    Raises:
+        TypeError: when called: ``forward`` does not return an array and a function, or a variable
+            is passed by name.
+        ValueError: in ``backward()``: gradients in another number, or of other shapes.
+
+    Example:
+        >>> @fl.autograd.function
+        ... def softplus(x):
+        ...     e = np.exp(x)
+        ...     return np.log1p(e), lambda grad: grad * e / (1 + e)
+        >>> x = fl.param(np.zeros(2))
+        >>> softplus(x).sum().backward()
+        >>> x.grad
+        array([0.5, 0.5])
+    """
+    name = getattr(forward, "__name__", "the operation")
+
+    @functools.wraps(forward)
+    def operation(*args: Any, **options: Any) -> Variable:
+        if Variable in map(type, options.values()):
+            raise TypeError(f"{name}: pass variables by position; options have no gradient")
+        given = [x.data if isinstance(x, Variable) else x for x in args]
+        made = forward(*given, **options)
+        if not (isinstance(made, tuple) and len(made) == 2 and callable(made[1])):
+            raise TypeError(f"{name} must return an array, and a function from its gradient on")
+        result, backward = _as_array(made[0]), made[1]
+        places = [at for at, x in enumerate(given) if isinstance(x, np.ndarray) or is_cupy(x)]
+        learning = {at: x for at, x in enumerate(args) if isinstance(x, Variable) and x._calc_grad}
+        ends = set(learning)
+        shapes = [learning[at].shape if at in learning else None for at in places]
+        if learning:
+            _require_floating(result)
+
+        def gradients(grad: Array) -> Any:
+            found = backward(grad)
+            found = found if isinstance(found, tuple) else (found,)
+            got = [getattr(each, "shape", type(each).__name__) for each in found]
+            if len(got) != len(shapes) or any(
+                shape not in (None, one) for shape, one in zip(shapes, got, strict=True)
+            ):
+                raise ValueError(
+                    f"the gradients of {name}: expected one for each variable or array that was "
+                    f"passed by position, of the shapes {shapes} (None: any), got {got}"
+                )
+            # Views, of which the pass makes copies: the function may keep what it has returned.
+            return {at: each[...] for at, each in zip(places, found, strict=True) if at in ends}
+
+        edges = [(x, lambda found, at=at: found[at]) for at, x in learning.items()]
+        return record_all(result, edges, gradients)
+
+    return operation
 
 
 def _as_array(value: object) -> Array:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -55,13 +55,38 @@ class Stateful(Protocol):
         """Go on from ``state``."""
 
 
+class _Several:
+    """Parts of one kind, such as the optimizers of two networks, by name or position."""
+
+    def __init__(self, parts: Mapping[Any, Stateful] | Sequence[Stateful]) -> None:
+        items = parts.items() if isinstance(parts, Mapping) else enumerate(parts)
+        self.parts = {str(name): part for name, part in items}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: part.state_dict() for name, part in self.parts.items()}
+
+    def load_state_dict(self, state: Any) -> None:
+        if state.keys() != self.parts.keys():
+            raise ValueError(f"expected {sorted(self.parts)}, it has {sorted(state)}")
+        name = ""
+        try:
+            for name, part in self.parts.items():
+                part.load_state_dict(state[name])
+        except ValueError as error:
+            error.args = (f"{name!r}: {error}",)
+            raise
+
+
+Part: TypeAlias = Stateful | Mapping[str, Stateful] | Sequence[Stateful]
+
+
 def save(
     path: str | os.PathLike[str],
-    module: Stateful | None = None,
+    module: Part | None = None,
     *,
-    optimizer: Stateful | None = None,
-    sampler: Stateful | None = None,
-    schedule: Stateful | None = None,
+    optimizer: Part | None = None,
+    sampler: Part | None = None,
+    schedule: Part | None = None,
     rng: Any = None,
     step: int = 0,
     extra: Any = None,
@@ -82,8 +107,9 @@ def save(
 
     Args:
         path: the directory, made if there is none; that of rank 0 counts.
-        module: has ``state_dict()`` and ``load_state_dict()``, as have the next three; arrays of
-            any shape, dtype boolean, integer, floating up to 64 bits, bfloat16 or complex.
+        module: has ``state_dict()`` and ``load_state_dict()``, as have the next three, or a list,
+            tuple or dict of such, as for two networks; arrays of any shape, dtype boolean, integer,
+            floating up to 64 bits, bfloat16 or complex.
         optimizer: such as ``fl.optim.AdamOptimizer`` or ``fl.DistributedOptimizer``.
         sampler: such as ``fl.DistributedSampler``; equally far on all ranks.
         schedule: such as ``fl.optim.CosineAnnealingLR``.
@@ -168,11 +194,11 @@ class _Found(NamedTuple):
 
 def load(
     path: str | os.PathLike[str],
-    module: Stateful | None = None,
+    module: Part | None = None,
     *,
-    optimizer: Stateful | None = None,
-    sampler: Stateful | None = None,
-    schedule: Stateful | None = None,
+    optimizer: Part | None = None,
+    sampler: Part | None = None,
+    schedule: Part | None = None,
     rng: Any = None,
     group: ProcessGroup | None = None,
 ) -> Checkpoint | None:
@@ -273,7 +299,9 @@ def _restore(
     except ValueError as error:
         error.args = (f"load: the {name} of {path}: {error}",)
         raise
-    whose, of_ranks = 0 if is_leaf_by_leaf(parts.get("module")) else members.rank, tree["ranks"]
+    module, of_ranks = parts.get("module"), tree["ranks"]
+    modules = module.parts.values() if isinstance(module, _Several) else [module]
+    whose = 0 if any(map(is_leaf_by_leaf, modules)) else members.rank
     if not rng:
         return
     if whose >= len(of_ranks):
@@ -293,15 +321,20 @@ def _restore(
     random.load_state_dict(of_ranks[whose]["package"])
 
 
-def checked_parts(what: str, rng: object, **parts: Stateful | None) -> dict[str, Stateful]:
+def checked_parts(what: str, rng: object, **parts: Part | None) -> dict[str, Stateful]:
     """Return the parts that are not None.
 
     Raises:
         TypeError: one lacks ``state_dict`` or ``load_state_dict``; or ``rng`` is not None, True, a
             generator, or a list, tuple or dict of generators.
     """
-    given = {name: part for name, part in parts.items() if part is not None}
-    for name, part in given.items():
+    given: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
+    inside: dict[str, Any] = {}
+    for name, part in list(given.items()):
+        if part and isinstance(part, (list, tuple, dict)):
+            given[name] = _Several(part)
+            inside |= {f"{name} {at!r}": each for at, each in given[name].parts.items()}
+    for name, part in {**given, **inside}.items():
         for method in ("state_dict", "load_state_dict"):
             if not callable(getattr(part, method, None)):
                 raise TypeError(f"{what}: {name}, a {type(part).__name__}, has no {method}()")

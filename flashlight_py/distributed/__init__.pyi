@@ -25,7 +25,9 @@ from flashlight_py.distributed.reducers.half import Float16Compression as Float1
 from flashlight_py.distributed.reducers.half import Bfloat16Compression as Bfloat16Compression
 from flashlight_py.distributed.reducers.top_k import TopKCompression as TopKCompression
 from flashlight_py.distributed.reducers.power_sgd import PowerSGDCompression as PowerSGDCompression
+from flashlight_py.distributed.api import Grid as Grid
 from flashlight_py.distributed.api import barrier as barrier
+from flashlight_py.distributed.api import grid as grid
 from flashlight_py.distributed.api import new_group as new_group
 from flashlight_py.distributed.api import split as split
 from flashlight_py.distributed.api import sync_distributed as sync_distributed
@@ -47,6 +49,8 @@ from flashlight_py.distributed.api import all_gather_object as all_gather_object
 from flashlight_py.distributed.api import broadcast_object as broadcast_object
 from flashlight_py.distributed.api import gather_object as gather_object
 from flashlight_py.distributed.api import scatter_object as scatter_object
+from flashlight_py.distributed.api import recv_object as recv_object
+from flashlight_py.distributed.api import send_object as send_object
 from flashlight_py.distributed.api import all_reduce as all_reduce
 from flashlight_py.distributed.api import reduce as reduce
 from flashlight_py.distributed.api import reduce_scatter as reduce_scatter

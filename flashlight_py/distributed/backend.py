@@ -16,7 +16,8 @@ from flashlight_py.device import Array
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.failures.journal import Journal
-from flashlight_py.distributed.verbs import BARRIER, Verb
+from flashlight_py.distributed.memory.memory_room import ordinary_empty
+from flashlight_py.distributed.verbs import Verb
 from flashlight_py.distributed.work import AllOf, Work
 from flashlight_py.errors import DistributedError
 
@@ -67,9 +68,12 @@ class Backend(abc.ABC):
         return AllOf([self.start(replace(call, blocking=False)) for call in calls])
 
     def shared_empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return a new NumPy array, not initialised, that is cheap to reduce. Collective."""
-        self.start(Call(BARRIER, part_of="shared_empty")).wait()
-        return np.empty(shape, dtype)
+        """Return a new NumPy array, not initialised, that is cheap to reduce. Collective.
+
+        A MemoryError, of this rank or host alone, where there is no memory for it: whoever calls
+        this has all ranks know of it.
+        """
+        return ordinary_empty(shape, dtype)
 
     def shared_by_all(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> list[Array]:
         """Return what ``shared_empty`` does on each rank, in rank order; collective.

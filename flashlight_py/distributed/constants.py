@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from typing import Literal, TypeAlias
 
+import numpy as np
+
 
 class DistributedInit(enum.IntEnum):
     """How processes find each other."""
@@ -40,7 +42,8 @@ class DistributedConstants:
     MAX_DEVICE_PER_NODE = "MAX_DEVICE_PER_NODE"
     """GPUs per host; a rank uses device ``rank % MAX_DEVICE_PER_NODE``."""
     TIMEOUT = "TIMEOUT"
-    """Seconds that initialisation and each operation may take (default 300)."""
+    """Seconds that initialisation and each operation may take; by default what FLASHLIGHT_TIMEOUT
+    says, else 300."""
     BACKEND = "BACKEND"
     """``auto`` (default), ``gloo``, ``shm``, ``mpi``; ``nccl`` is ``auto``, with GPUs required."""
     MPI_CUDA_AWARE = "MPI_CUDA_AWARE"
@@ -62,11 +65,13 @@ class DistributedConstants:
     """Bytes that ``CoalescingReducer`` collects before it reduces them: 20 MiB."""
 
 
-# What users write for a ReduceOp.
-Op: TypeAlias = Literal[
-    "sum", "avg", "prod", "min", "max", "and", "or", "xor", "land", "lor", "lxor"
-]
-LinearOp: TypeAlias = Literal["sum", "avg"]  # those that have a gradient
+# What users write for a ReduceOp, beside such a function of NumPy.
+Op: TypeAlias = (
+    np.ufunc
+    | Literal["sum", "avg", "prod", "min", "max", "and", "or", "xor", "land", "lor", "lxor"]
+    | Literal["SUM", "AVG", "PROD", "MIN", "MAX", "AND", "OR", "XOR", "LAND", "LOR", "LXOR"]
+)
+LinearOp: TypeAlias = Literal["sum", "avg", "SUM", "AVG"] | np.ufunc  # those with a gradient
 
 
 class ReduceOp(enum.IntEnum):

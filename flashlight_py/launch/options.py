@@ -43,6 +43,7 @@ class Options(NamedTuple):
     max_restarts: int | None
     min_n: int | None
     output_dir: Path | None
+    timeout: float | None
     grace: float
     lost_after: float
     program: tuple[str, ...]
@@ -152,6 +153,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--min-n", type=_positive, metavar="M", help="start again with the ranks that remain, if M")
     add("--output-dir", type=Path, metavar="DIR", help="write rank-R.out and rank-R.err there")
+    add(
+        "--timeout",
+        type=_some_seconds,
+        metavar="SECONDS",
+        help="that each call of the ranks may take: sets FLASHLIGHT_TIMEOUT (default 300)",
+    )
     add("--grace", type=_seconds, default=5.0, help="seconds from SIGTERM to SIGKILL (default 5)")
     add(
         "--lost-after",
@@ -257,4 +264,11 @@ def _seconds(text: str) -> float:
     if not 0 <= seconds <= MOST_SECONDS:
         limit = f"from 0 to {MOST_SECONDS:.0f}"
         raise argparse.ArgumentTypeError(f"expected a number of seconds {limit}, got {text!r}")
+    return seconds
+
+
+def _some_seconds(text: str) -> float:
+    seconds = _seconds(text)
+    if not seconds:
+        raise argparse.ArgumentTypeError(f"expected more than 0 seconds, got {text!r}")
     return seconds

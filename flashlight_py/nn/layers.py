@@ -200,6 +200,8 @@ class Container(Module):
         TypeError: a member is not a module.
     """
 
+    _unsearched = ("_members", *Module._unsearched)
+
     def __init__(self, *modules: Module | Sequence[Module]) -> None:
         self._members: list[Module] = []
         for given in modules:

@@ -16,6 +16,8 @@ from flashlight_py.structure import Structured
 
 SomeModule = TypeVar("SomeModule", bound="Module")
 Result_co = TypeVar("Result_co", covariant=True)
+Kind = TypeVar("Kind")
+_CONTAINERS = list, tuple, dict
 
 
 class _Forward(Protocol[Result_co]):
@@ -32,9 +34,12 @@ class Module(Structured, ABC):
 
     A subclass assigns its parameters (variables) and its submodules to attributes and writes
     ``forward``. They are found there in the order of assignment and named by their attributes:
-    ``"weight"``, ``"decoder.bias"``. Arrays that belong to the state without being learned are
-    given to ``add_buffer``. Calling the module calls ``forward``, after ``before_forward`` with
-    the module where that is set: one slot, which copies and pickles do not keep.
+    ``"weight"``, ``"decoder.bias"``. Those in lists, tuples and dicts are found as well, as in
+    torch's ``ModuleList`` and ``ModuleDict``: ``"layers.0.weight"``; results of operations kept
+    there are no parameters. Arrays that belong to the state without being learned are given to
+    ``add_buffer``. Calling the module calls ``forward`` with all arguments, after
+    ``before_forward`` with the module where that is set: one slot, which copies and pickles do not
+    keep.
     """
 
     training = True
@@ -42,6 +47,7 @@ class Module(Structured, ABC):
     before_forward: Callable[[Module], None] | None = None
     _instead: Callable[..., Any] | None = None  # called in place of forward, with the module first
     _paused: tuple[Variable, ...] = ()  # own parameters whose calc_grad eval() switched off
+    _unsearched: tuple[str, ...] = ("_paused",)  # containers whose items have names elsewhere
 
     @abstractmethod
     def forward(self, *inputs: Any, **options: Any) -> Any:
@@ -51,13 +57,13 @@ class Module(Structured, ABC):
             ValueError: an input does not fit, as the class says.
         """
 
-    def __call__(self: _Forward[Result_co], *inputs: Any) -> Result_co:
-        """Return ``forward(*inputs)``, or of what :func:`recompute` put in its place."""
+    def __call__(self: _Forward[Result_co], *inputs: Any, **options: Any) -> Result_co:
+        """Return what ``forward`` does, or what :func:`recompute` has put in its place."""
         if self.before_forward is not None:
             self.before_forward(self)  # type: ignore[arg-type]  # self is a Module
         if self._instead is not None:
-            return self._instead(self, *inputs)  # type: ignore[no-any-return]
-        return self.forward(*inputs)
+            return self._instead(self, *inputs, **options)  # type: ignore[no-any-return]
+        return self.forward(*inputs, **options)
 
     def _is_plain(self) -> bool:
         """Return whether calling the module calls its class's ``forward``, and nothing else."""
@@ -70,9 +76,7 @@ class Module(Structured, ABC):
 
     def children(self) -> Iterator[tuple[str, Module]]:
         """Yield the direct submodules with their names."""
-        for name, value in vars(self).items():
-            if isinstance(value, Module):
-                yield name, value
+        return self._held(Module)  # type: ignore[type-abstract]
 
     def params(self) -> list[Variable]:
         """Return every parameter once: own ones first, then the submodules' in order."""
@@ -233,9 +237,15 @@ class Module(Structured, ABC):
             yield from child._walk(f"{prefix}{name}.")
 
     def _own_params(self) -> Iterator[tuple[str, Variable]]:
+        return self._held(Variable)
+
+    def _held(self, kind: type[Kind]) -> Iterator[tuple[str, Kind]]:
+        """Yield what attributes hold of ``kind``, also in containers, with its name."""
         for name, value in vars(self).items():
-            if isinstance(value, Variable):
+            if isinstance(value, kind):
                 yield name, value
+            elif isinstance(value, _CONTAINERS) and name not in self._unsearched:
+                yield from _held_in(value, name, kind)
 
     def _replace_arrays(self, change: Callable[[Array], Array]) -> None:
         if shards_of(self.params()):
@@ -249,6 +259,20 @@ class Module(Structured, ABC):
         for _, module in self._walk():
             for name in module._buffer_names:
                 setattr(module, name, change(getattr(module, name)))
+
+
+def _held_in(container: Any, path: str, kind: type[Kind]) -> Iterator[tuple[str, Kind]]:
+    items = container.items() if isinstance(container, dict) else enumerate(container)
+    for key, value in items:
+        if isinstance(value, _CONTAINERS):
+            yield from _held_in(value, f"{path}.{key}", kind)
+        elif isinstance(value, kind) and not _is_result(value):
+            yield f"{path}.{key}", value
+
+
+def _is_result(value: object) -> bool:
+    """Return whether it is the result of an operation, such as an RNN's state."""
+    return isinstance(value, Variable) and (value.node is not None or not hasattr(value, "changed"))
 
 
 def _check_state(state: Mapping[str, Array], own: Mapping[str, Variable | Array]) -> None:

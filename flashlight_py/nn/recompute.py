@@ -55,10 +55,10 @@ def recompute(module: SomeModule) -> SomeModule:
     return module
 
 
-def _run(module: Module, *inputs: Any) -> Any:
-    """Return ``module.forward(*inputs)``, without what it has computed on the way."""
+def _run(module: Module, *inputs: Any, **options: Any) -> Any:
+    """Return what ``module.forward`` does, without what it has computed on the way."""
     if recording.is_outline:  # for a module around this one, which computes this one again
-        return module.forward(*inputs)
+        return module.forward(*inputs, **options)
     inside = [each for _, each in module._walk()]
     modes = [each.training for each in inside]
     buffers: dict[tuple[Module, str], Array] = {
@@ -68,7 +68,7 @@ def _run(module: Module, *inputs: Any) -> Any:
     recording.is_outline = True
     try:
         with random.noting() as drawn, precision.casting(dtype):
-            result = module.forward(*inputs)
+            result = module.forward(*inputs, **options)
     finally:
         recording.is_outline = False
     before = {place: array for place, array in buffers.items() if _has_changed(array, *place)}
@@ -88,7 +88,7 @@ def _run(module: Module, *inputs: Any) -> Any:
         with random.replaying(drawn), precision.casting(dtype):
             try:
                 set_buffers({place: array.copy() for place, array in before.items()})
-                return _variables(module.forward(*inputs))
+                return _variables(module.forward(*inputs, **options))
             finally:
                 set_buffers(now)
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Protocol, TypeAlias
 
+import numpy as np
+
 from flashlight_py.optim.optimizer import check_at_least_zero
 
 # From the base rate and the number of steps to the rate.
@@ -23,8 +25,9 @@ class HasRate(Protocol):
 class LearningRateSchedule:
     """Sets ``optimizer.lr`` as a function of how often ``step()`` was called.
 
-    The base rate is the one that the optimizer has when the schedule is made; the rate of step 0 is
-    set at once. Momentum stays as it is. In all schedules rates, factors and ``gamma`` are at least
+    The base rate is the one that the optimizer has when the schedule is made, or where an earlier
+    schedule has set that, this one's base rate (torch's ``initial_lr``); the rate of step 0 is set
+    at once. Momentum stays as it is. In all schedules rates, factors and ``gamma`` are at least
     0, and lengths such as ``step_size``, ``total_iters`` and ``T_max`` are at least 1, in steps.
 
     Args:
@@ -45,7 +48,8 @@ class LearningRateSchedule:
             )
         self.optimizer = optimizer
         self._formula = formula
-        self._go_to(float(optimizer.lr), 0)
+        rate, base = getattr(optimizer, "_scheduled", (None, None))
+        self._go_to(float(optimizer.lr if base is None or rate != optimizer.lr else base), 0)
 
     @property
     def last_lr(self) -> float:
@@ -90,6 +94,8 @@ class LearningRateSchedule:
     def _go_to(self, base: float, step: int) -> None:
         self.optimizer.lr = self._formula(base, step)  # both may refuse it
         self.base_lr, self.last_step = base, step
+        if hasattr(self.optimizer, "__dict__"):  # in an array, as the rate: no change of structure
+            vars(self.optimizer).setdefault("_scheduled", np.empty(2))[:] = self.optimizer.lr, base
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(step {self.last_step}, lr {self.last_lr:g})"

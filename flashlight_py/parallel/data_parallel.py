@@ -10,10 +10,17 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from flashlight_py import random
 from flashlight_py.autograd import Variable
 from flashlight_py.device import Array, array_module, is_cupy
-from flashlight_py.distributed import DistributedConstants, ProcessGroup, broadcast_object
+from flashlight_py.distributed import (
+    DistributedConstants,
+    ProcessGroup,
+    all_gather_object,
+    broadcast_object,
+)
 from flashlight_py.distributed.calls.checks import whole_number
 from flashlight_py.distributed.reducers.hook import CommunicationHook
 from flashlight_py.distributed.reducers.reducer import EagerReducer, Reducer, plan_buckets
@@ -39,7 +46,7 @@ from flashlight_py.parallel.gradient_pass import (
 )
 from flashlight_py.parallel.leaf_sync import LeafSync
 from flashlight_py.parallel.synchronize import give_state, require_module
-from flashlight_py.structure import changed
+from flashlight_py.structure import changed, here
 
 
 def distribute_module_grads(
@@ -53,6 +60,7 @@ def distribute_module_grads(
     bucket_bytes: int | None = None,
     ignore: Iterable[str | Variable] = (),
     broadcast_buffers: bool = True,
+    check_finite: bool = False,
 ) -> None:
     """Reduce the module's gradients over the ranks in every backward pass from now on.
 
@@ -93,8 +101,13 @@ def distribute_module_grads(
             on every rank; not within ``no_sync``, nor within ``join``, whose end does it. A
             module without buffers sends nothing. With ``leaves`` each leaf begins with the
             buffers of the step's beginning, and they change by the mean of the leaves' changes.
+        check_finite: look for NaN and infinity in every pass, before gradients are sent and in
+            their sums; with ``hook`` or ``reducer`` it takes a message more. Such steps are not
+            captured. ``amp.DynamicScaler`` finds and skips them itself.
 
     Raises:
+        FloatingPointError: by ``backward()`` with ``check_finite``, on every rank: gradients are
+            not finite; names the ranks and the parameters. All gradients are None then.
         TypeError: ``module`` is no Module, ``leaves`` is no integer, ``hook`` is not callable
             or compresses other dtypes, ``ignore`` holds something else.
         ValueError: ``reducer`` is passed beside ``scale``, ``hook``, ``group`` or
@@ -113,7 +126,7 @@ def distribute_module_grads(
     beside = [name for name, value in (*given.items(), ("reducer", reducer)) if value is not None]
     if leaves is not None:
         leaves = whole_number("distribute_module_grads", "leaves", leaves, least=1)
-        for name in beside:
+        for name in (*beside, *(["check_finite"] if check_finite else ())):
             if name != "group":
                 raise ValueError(
                     "distribute_module_grads: leaves adds up gradients in an order of its own, to "
@@ -152,6 +165,8 @@ def distribute_module_grads(
     else:
         sync = _bucketed(in_order, scale, hook, group, limit)
     sync.ignored = ignored
+    if check_finite and isinstance(sync, GradientSync):
+        sync.names = {param: name for name, param in named.items()}
     install(module, sync, before_forward if buffers and leaves is None else None)
     warn_of_differing("distribute_module_grads", digests, members)
 
@@ -180,8 +195,10 @@ class GradientSync(GradientPass[GradientUnit]):
 
     ``flags``: space for a number of each parameter in the array of the last unit; None: whether it
     was used travels in a message of its own. ``averages``: the reducer leaves the mean over the
-    ranks.
+    ranks. ``names``, where it is set, is of parameters whose gradients must be finite.
     """
+
+    names: Mapping[Variable, str] | None = None
 
     def __init__(
         self,
@@ -193,6 +210,7 @@ class GradientSync(GradientPass[GradientUnit]):
         super().__init__(reducer, units)
         self.averages, self.ends_with_message = averages, flags is None
         self._flags = flags
+        self._not_finite: list[str] = []  # on this rank, in this pass
         self.install()
 
     def _give(self, unit: GradientUnit, weight: float) -> None:
@@ -203,6 +221,12 @@ class GradientSync(GradientPass[GradientUnit]):
             if grad is not home and home is not None:
                 home[...] = 0 if grad is None else grad
                 param.grad = home
+        if self.names is not None:
+            if here.recorder is not None:
+                here.recorder.leave("check_finite looks at gradients")
+            if not _is_finite(unit.flat):
+                wrong = [each for each in unit.params if not _is_finite(gradient_of(each))]
+                self._not_finite += [self.names[param] for param in wrong]
         if weight != 1.0:
             weigh_in_place(unit.flat, weight)
         flags = self._flags
@@ -217,6 +241,8 @@ class GradientSync(GradientPass[GradientUnit]):
 
     def _finish(self) -> None:
         self.reducer.finalize()
+        if self.names is not None:
+            self._require_finite()
         if self._flags is None:
             used = used_on_any_rank(self._used_here(), self.reducer.group)
         elif self._unused:
@@ -227,6 +253,34 @@ class GradientSync(GradientPass[GradientUnit]):
             # A hook may bring what it had left over of gradients of earlier passes.
             if not (anywhere or gradient_of(param).any()):
                 param.grad = None
+
+    def _require_finite(self) -> None:
+        """Raise on all ranks where a gradient is not finite, or a sum: they all see the same one.
+
+        A hook may hide what a rank had, so then they ask each other.
+        """
+        mine, self._not_finite = self._not_finite, []
+        wrong = bool(mine) or not all(_is_finite(unit.flat) for unit in self._units)
+        group = group_or_world(self.reducer.group)
+        if self._flags is None:
+            (wrong,) = used_on_any_rank([wrong], group)
+        if not wrong:
+            return
+        first = ", ".join(mine[:3]) + f" and {len(mine) - 3} more" * (len(mine) > 3)
+        ranks = enumerate(all_gather_object(first, group=group))
+        found = "; ".join(f"rank {rank}: {names}" for rank, names in ranks if names)
+        raise FloatingPointError(
+            f"[backward] rank {group.rank} of {group.size}: gradients are not finite ("
+            f"{found or 'no rank has such ones, but their sums are too large'}). They are None on "
+            "every rank now; look at the batch and the loss there"
+        )
+
+
+def _is_finite(array: Array) -> bool:
+    """Return whether there is neither NaN nor infinity; one sum, as a rule, says so."""
+    xp = array_module(array)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return bool(xp.isfinite(array.sum())) or bool(xp.isfinite(array).all())
 
 
 # The backward pass accumulates into shared memory, so nothing is packed, copied in or copied out.

@@ -31,7 +31,7 @@ from flashlight_py.distributed import ProcessGroup, all_reduce, shared_empty
 from flashlight_py.distributed.calls.arrays import scale_in_place
 from flashlight_py.distributed.reducers.reducer import Reducer, reduce_all
 from flashlight_py.distributed.start.world import group_or_world
-from flashlight_py.errors import DistributedError
+from flashlight_py.errors import DistributedError, OutOfMemoryError
 from flashlight_py.nn import Module
 from flashlight_py.parallel.failing import end_together, fail
 from flashlight_py.structure import HoldsState, changed
@@ -275,7 +275,10 @@ def reduce_used(params: Sequence[Variable], scale: float, group: ProcessGroup | 
 
 def shared_zeros(size: int, dtype: DTypeLike, group: ProcessGroup | None) -> Array:
     """Return zeros in memory that collectives reduce where it is. Collective, blocking."""
-    flat = shared_empty(size, dtype, group)
+    try:
+        flat = shared_empty(size, dtype, group)
+    except MemoryError as error:
+        raise OutOfMemoryError(f"buckets of gradients cannot be made: {error}") from error
     flat[...] = 0
     return flat
 

@@ -19,7 +19,8 @@ from flashlight_py.autograd import Variable
 from flashlight_py.dataset.shares import contiguous_share
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.reducers.host_memory import hosts_of
+from flashlight_py.distributed.memory.memory_file import made_together
+from flashlight_py.distributed.reducers.host_memory import hosts_of, store_of
 from flashlight_py.structure import HoldsState
 
 Steps: TypeAlias = "list[tuple[int, int]]"
@@ -179,8 +180,9 @@ class Rows(HoldsState):
         step = _LINE * members.size
         self._width = max(1, -(-sum(sizes) // step)) * step  # each rank's share is as large
         shape = depth, self._width
+        backend, store = local.backend(), store_of(members)
         with local.journal.recording("shared_empty", like=(dtype, shape)):
-            self._seen = local.backend().shared_by_all(shape, dtype)
+            self._seen = made_together(store, lambda: backend.shared_by_all(shape, dtype))
         self._place = local.rank if len(self._seen) > 1 else 0
         self.own = self._seen[self._place]
         if members.all_reduce(np.array(len(self._seen)), op="min") < local.size:

@@ -27,7 +27,7 @@ from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.api.verb_call import refusing
 from flashlight_py.distributed.calls.arrays import scale_in_place
 from flashlight_py.distributed.reducers.host_memory import add_up, hosts_of, map_zeros, meet
-from flashlight_py.errors import TornStateError, UnavailableEverywhereError
+from flashlight_py.errors import OutOfMemoryError, TornStateError, UnavailableEverywhereError
 from flashlight_py.parallel.agreement import of_all_ranks
 from flashlight_py.parallel.gradient_pass import Unit
 
@@ -137,6 +137,7 @@ class HostMemory:
         self._turn = 0
         self._lock = threading.RLock()  # of the thread that changes parameters
         self._change = ""  # what does
+        self._unwritten = 0  # bytes of this host's arrays that take no memory yet
         self.is_debugged = os.environ.get(DEBUG, "0") == "1"
         self.params: dict[str, Array] = {}
         self.grads: dict[str, Array] = {}
@@ -153,8 +154,10 @@ class HostMemory:
                 self.units += units
                 self.params[name] = self.new_flat(length, those[0].dtype)
                 self.grads[name] = self.new_flat(length, those[0].dtype)
+                if name.endswith(FROZEN):  # these stay zeros that nobody has written
+                    self._unwritten -= self.grads[name].nbytes
             # How often each rank has begun and ended to change parameters: odd while it does.
-            self._marks = map_zeros(local, local.size * 64).view(np.int64)[::8]
+            self._marks = map_zeros(local, local.size * 64, "fully_shard").view(np.int64)[::8]
             self.protect(True)
             largest = max(
                 (chunk.stop - chunk.start) * unit.params[0].dtype.itemsize
@@ -163,7 +166,9 @@ class HostMemory:
             )
             flags = max(len(unit.params) for unit in self.units)
             nbytes = -(-(largest + flags) // 4096) * 4096
-            self._buckets = map_zeros(local, local.size * 2 * nbytes).reshape(local.size, 2, nbytes)
+            shape = local.size, 2, nbytes
+            buckets = map_zeros(local, math.prod(shape), "buckets of fully_shard", self._unwritten)
+            self._buckets = buckets.reshape(shape)
 
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:
@@ -179,7 +184,8 @@ class HostMemory:
             raise
         for rank, reason in enumerate(of_all_ranks("", group) if several else ()):
             if reason:
-                raise UnavailableEverywhereError(
+                lacks = reason.partition(":")[0].endswith("MemoryError")
+                raise (OutOfMemoryError if lacks else UnavailableEverywhereError)(
                     f"[fully_shard] rank {group.rank} of {group.size}: rank {rank} has failed "
                     f"({reason}), so no rank has changed anything; mend that and call it again"
                 )
@@ -187,7 +193,9 @@ class HostMemory:
     def new_flat(self, length: int, dtype: DTypeLike) -> Array:
         """Return ``length`` zeros of ``dtype`` that this host's ranks share. Collective, blocks."""
         kind = np.dtype(dtype)
-        flat: Array = map_zeros(self.local, length * kind.itemsize)
+        what = "parameters, gradients or state of an optimizer in fully_shard"
+        flat: Array = map_zeros(self.local, length * kind.itemsize, what, self._unwritten)
+        self._unwritten += flat.nbytes
         return flat.view(kind) if length else np.zeros(0, kind)
 
     def part(self, chunk: slice) -> slice:
@@ -293,6 +301,7 @@ class HostMemory:
                     for between, host, part in self._led(self.params):
                         between.broadcast(part, root=host)
                 marks[local.rank] += 1
+                self._unwritten = 0
                 self.protect(True)
                 meet(local, STEP)
             finally:
@@ -304,6 +313,7 @@ class HostMemory:
         self.protect(False)
         yield
         self._marks[...] = 0
+        self._unwritten = min(self._unwritten, sum(flat.nbytes for flat in self.grads.values()))
         self.protect(True)
 
     def protect(self, on: bool) -> None:

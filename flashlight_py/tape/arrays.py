@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
+from flashlight_py.autograd import Variable
 from flashlight_py.structure import here
 
 Array = np.ndarray[Any, Any]
@@ -52,10 +53,13 @@ def plain(value: Any) -> Any:
     return mapped(value, lambda x: x.plain if type(x) in STAND_INS else x)
 
 
+AFTER = "return it, and read it after the call"
+
+
 def read(how: str, value: Any = None) -> Any:
     """Return ``value``, which the recording cannot go on with."""
     if here.recorder is not None:
-        here.recorder.leave(f"{how} reads a value that is computed in it")
+        here.recorder.leave(f"{how} reads a value that is computed in it", AFTER)
     return value
 
 
@@ -74,10 +78,14 @@ class Recorded(NDArrayOperatorsMixin):
     __class__ = property(lambda _: np.ndarray)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        if Variable in map(type, inputs):
+            return NotImplemented  # it says how it is computed with
         function = ufunc if method == "__call__" else getattr(ufunc, method)
         return compute(function, *inputs, **options)
 
-    def __array_function__(self, function: Any, _: Any, args: Any, options: Any) -> Any:
+    def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
+        if Variable in types:
+            return NotImplemented
         if function in _SAY_NOTHING_OF_VALUES:
             return function(*map(plain, args), **options)
         if function in _HAVE_ANY_SHAPE or (function is np.where and len(args) == 1):

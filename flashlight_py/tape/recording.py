@@ -29,7 +29,16 @@ from flashlight_py.autograd import Variable
 from flashlight_py.autograd.graph import Leaf
 from flashlight_py.distributed.groups.membership import divert
 from flashlight_py.structure import here
-from flashlight_py.tape.arrays import KINDS, Number, Recorded, RecordedScalar, keep, mapped, plain
+from flashlight_py.tape.arrays import (
+    AFTER,
+    KINDS,
+    Number,
+    Recorded,
+    RecordedScalar,
+    keep,
+    mapped,
+    plain,
+)
 from flashlight_py.tape.operations import Draws, Later, are_numbers, record_verb
 
 Array = np.ndarray[Any, Any]
@@ -76,6 +85,7 @@ class Recording:
         self._numbers: dict[int, int] = {}  # of pieces of memory: which of ``made`` each is
         self._constants: dict[Any, tuple[bytes, Array]] = {}
         self.constants: list[Any] = []  # what they hold: the same, if they are none
+        self.lines: list[str] = []  # of each, where it is used
         self.stand_ins: list[weakref.ref[Any]] = []
         self.begun: list[Later] = []
         self._draws = Draws(self)
@@ -107,13 +117,13 @@ class Recording:
         if any(each.is_pending for each in self.begun):
             self.leave("an operation is begun that the step does not wait for,")
 
-    def leave(self, reason: str) -> None:
-        """Give up; the step goes on, and computes what it would compute without a recording."""
+    def leave(self, reason: str, instead: str = "") -> None:
+        """Give up; the step goes on, and computes what it would compute without a recording.
+
+        ``instead``: what to write for it to be captured.
+        """
         if not self.left:
-            frame, _ = user_frame()
-            file, line = frame.f_code.co_filename, frame.f_lineno
-            text = linecache.getline(file, line).strip()
-            self.left = f"{reason} at {file}:{line}" + (f" ({text})" if text else "")
+            self.left = f"{reason} at {_line_of_user()}" + (instead and f"; {instead}")
 
     def _listen(self) -> None:
         self._draws.begin()
@@ -202,7 +212,10 @@ class Recording:
         """
         frame, _ = user_frame((_HERE, _NUMPY))
         if not frame.f_code.co_filename.startswith(_PACKAGE):
-            self.leave("a truth value reads a value that is computed in it")
+            self.leave(
+                "a truth value reads a value that is computed in it",
+                "check arguments before the call, and what is computed after it: return that",
+            )
             return
         is_as_found = value.astype(np.bool_) if found else np.logical_not(value)
         required = self.noted(is_as_found.plain)
@@ -289,6 +302,7 @@ class Recording:
         if key not in self._constants or self._constants[key][0] != bits:
             self._constants[key] = bits, array.copy(order="K")
             self.constants.append((array.dtype.str, array.shape, bits))
+            self.lines.append(_line_of_user())
         return self._constants[key][1]
 
     def is_made(self, array: Array) -> bool:
@@ -303,7 +317,7 @@ class Recording:
         is_scalar = kind is not np.ndarray and isinstance(result, np.generic)
         if kind is not np.ndarray and not is_scalar:
             if result is not None:
-                self.leave("a value is read that is computed in it")
+                self.leave("a value is read that is computed in it", AFTER)
             return result
         array = np.asarray(result) if is_scalar else result
         self._check(array)
@@ -351,6 +365,13 @@ def user_frame(libraries: tuple[str, ...] = _LIBRARIES) -> tuple[Any, int]:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(libraries):
         frame, level = frame.f_back, level + 1
     return frame, level
+
+
+def _line_of_user() -> str:
+    frame, _ = user_frame()
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    text = linecache.getline(file, line).strip()
+    return f"{file}:{line}" + (f" ({text})" if text else "")
 
 
 def _is_dot(args: Sequence[Any], result: Any) -> bool:

@@ -117,10 +117,16 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
             # Arrays that NumPy has made unseen count as constants if they were so twice.
             found = recording.constants
             if found and found not in self._constants:
+                before, *_ = self._constants or ((),)
+                pairs = zip(recording.lines, zip_longest(found, before[: len(found)]), strict=True)
+                line = next((line for line, (x, y) in pairs if x != y), recording.lines[-1])
                 self._constants = [found, *self._constants][:_MOST_PROGRAMS]
                 if not recording.left:
                     call.is_to_be_continued = True
-                    recording.left = "arrays that NumPy makes in it differ each time: pass them"
+                    recording.left = (
+                        f"arrays that NumPy makes in it differ each time, at {line}; draw random "
+                        "ones from fl.random.generator(), whose draws replays draw, and pass others"
+                    )
             self._anew = self._anew + 1 if call.is_to_be_continued else 0
             if not recording.left:
                 program = _tape.Program(call.description(self._forget), *call.stamp)

@@ -64,7 +64,9 @@ class Message:
 
 
 Digest = tuple[int | None, int, int]
-Op = tuple[str, Message, int | None]  # "send" or "recv", and of or to whom; None: of any rank
+# "send" or "recv", and of or to whom; None: of any rank.
+Op = tuple[str, Message, int | None]
+NOBODY = -2
 # Of one rank: "do" an op, "begin" some (their number), "wait" for those or "poll" until they end.
 Action = tuple[str, list[Op], int]
 
@@ -105,6 +107,8 @@ class Program:
         begun, waiting, late = 0, list[int](), list[int]()
         for step in self.steps:
             ops = [op for message in step for op in _ops(message, rank, own)]
+            if len(step) > 1 and own.random() < 0.5:
+                ops += [(own.choice(("send", "recv")), own.choice(step), NOBODY) for _ in range(2)]
             own.shuffle(ops)
             overtaken = any(kind == "send" and m.tag.receives == "any" for kind, m, _ in ops)
             if len(ops) == 1 and not overtaken and own.random() < 0.4:
@@ -171,23 +175,32 @@ class Ours:
         return array
 
     def begin(self, ops: list[tuple[Op, Array]]) -> Any:
-        """Begin several messages, as a batch where they are more than one."""
+        """Begin several messages, as a batch where they are more than one and none of any rank."""
         given = [
-            (kind, array, peer, message.tag.number, message.tag.partial and kind == "recv")
+            (kind, array, None if peer == NOBODY else peer, message.tag.number, message.tag.partial)
             for (kind, message, peer), array in ops
         ]
-        if len(given) > 1:
-            return fl.batch_isend_irecv([fl.P2POp(*one) for one in given])
-        ((kind, *rest, partial),) = given
-        return fl.isend(*rest) if kind == "send" else fl.irecv(*rest, partial=partial)
+        if len(ops) > 1 and all(op[2] is not None for op, _ in ops):
+            return fl.batch_isend_irecv(
+                [fl.P2POp(*one, partial and one[0] == "recv") for *one, partial in given]
+            )
+        return [
+            fl.isend(*rest) if kind == "send" else fl.irecv(*rest, partial=partial)
+            for (kind, *rest, partial), (op, _) in zip(given, ops, strict=True)
+            if op[2] != NOBODY
+        ]
 
     def is_done(self, works: Any) -> bool:
+        if isinstance(works, list):
+            return all(work.is_completed() for work in works)
         return bool(works.is_completed())
 
     def wait(self, works: Any, ops: list[tuple[Op, Array]]) -> list[Array]:
         """Return the arrays, of what was received in part the part."""
-        result = works.wait()
-        return result if len(ops) > 1 else [result]
+        if not isinstance(works, list):
+            return works.wait()
+        parts = (work.wait() for work in works)
+        return [array if op[2] == NOBODY else next(parts) for op, array in ops]
 
 
 class Mpi:
@@ -199,11 +212,12 @@ class Mpi:
         self._mpi, self._comm = MPI, MPI.COMM_WORLD.Dup()
 
     def _arguments(self, op: Op, array: Array) -> tuple[Any, int, int]:
-        peer = self._mpi.ANY_SOURCE if op[2] is None else op[2]
+        others = {None: self._mpi.ANY_SOURCE, NOBODY: self._mpi.PROC_NULL}
+        peer = others.get(op[2], op[2])
         return [array.view(np.uint8), self._mpi.BYTE], peer, op[1].tag.number
 
     def _part(self, op: Op, array: Array, status: Any) -> Array:
-        if op[0] == "send":
+        if op[0] == "send" or op[2] == NOBODY:
             return array
         return array[: status.Get_count(self._mpi.BYTE) // array.itemsize]
 
@@ -240,20 +254,25 @@ def _run(library: Ours | Mpi, program: Program, rank: int) -> list[tuple[Message
             works, given, places = begun[number]
             while what == "poll" and not library.is_done(works):
                 pass
-            for (op, _), place, part in zip(given, places, library.wait(works, given), strict=True):
-                if op[0] == "recv":
+            for (op, array), place, part in zip(
+                given, places, library.wait(works, given), strict=True
+            ):
+                if op[2] == NOBODY:
+                    assert part is array
+                    assert op[0] == "send" or not array.view(np.uint8).any()
+                elif op[0] == "recv":
                     asked[place] = op[1], part
             begun[number] = None, [], []
             continue
         given, places = [], []
         for op in ops:
-            kind, message, _ = op
+            kind, message, peer = op
             array = (
-                message.array() if kind == "send" else np.empty(message.tag.rows, message.tag.dtype)
+                message.array() if kind == "send" else np.zeros(message.tag.rows, message.tag.dtype)
             )
             given.append((op, array))
             places.append(len(asked))
-            if kind == "recv":
+            if kind == "recv" and peer != NOBODY:
                 asked.append((message, array))
         if what == "do":
             part = library.do(*given[0])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,97 @@ def test_what_is_no_array_of_numbers_is_refused_by_name(value: Any, named: str) 
     with pytest.raises(TypeError, match="all_reduce") as caught:
         fl.all_reduce(value)
     assert named in str(caught.value)
+
+
+class Table:
+    """Stands for an array of pandas, which is not installed for tests."""
+
+    def __array__(self, *args: Any, **how: Any) -> Any:
+        return np.zeros(3)
+
+
+def test_errors_say_how_tables_and_sparse_matrices_become_arrays() -> None:
+    sparse = pytest.importorskip("scipy.sparse")
+    for value, remedy in ((Table(), "np.array(x)"), (sparse.eye(2), "x.toarray()")):
+        with pytest.raises(TypeError, match=re.escape(remedy)):
+            fl.all_reduce(value)
+
+
+OPS = {
+    **{"SUM": "sum", np.add: "sum", np.multiply: "prod", np.maximum: "max", np.minimum: "min"},
+    **{np.bitwise_or: "or", np.logical_and: "land", "LXOR": "lxor"},
+}
+
+
+def reduced_by_other_names(rank: int, size: int) -> None:
+    for op, ours in OPS.items():
+        for x in (np.arange(3) + rank, np.arange(6).reshape(2, 3).T + rank):
+            expected = fl.all_reduce(x.copy(), op=ours)  # type: ignore[arg-type]
+            assert (fl.all_reduce(x, op=op) == expected).all()  # type: ignore[arg-type]
+        assert fl.all_reduce(rank + 2, op=op) == fl.all_reduce(rank + 2, op=ours)  # type: ignore[arg-type]
+    with pytest.raises(OverflowError):
+        fl.all_reduce(2**62, op=np.add)
+    assert fl.all_reduce_multiple([np.ones(2)], op=np.add)[0].tolist() == [size] * 2
+    assert fl.all_reduce_location(np.array([rank]), np.maximum)[1] == size - 1
+    v = fl.param(np.ones(size))
+    fl.functional.reduce_scatter(v, op="AVG").sum().backward()
+    assert v.grad.tolist() == [1 / size] * size
+
+
+def test_names_of_operations_of_others(pool: Any) -> None:
+    pool(2).run(reduced_by_other_names)
+
+
+def named_as_in_torch(rank: int, size: int) -> list[str]:
+    x, words = np.ones(2), []
+    calls: list[Callable[[], Any]] = [
+        lambda: fl.broadcast(x, src=1),
+        lambda: fl.reduce(x, dst=0),
+        lambda: fl.gather(x, dst=0),
+        lambda: fl.scatter([x] * size, src=0),
+        lambda: fl.broadcast_object(x, src=0),
+        lambda: fl.gather_object(x, dst=0),
+        lambda: fl.scatter_object([x] * size, src=0),
+        lambda: fl.broadcast(x, rot=1),
+        lambda: fl.send(x, 1 - rank, dest=0),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError) as caught:
+            call()
+        words.append(str(caught.value))
+    with pytest.raises(TypeError if rank else fl.errors.MismatchError, match="it is root= here"):
+        fl.broadcast(x, **{"src" if rank else "root": 0})
+    assert fl.all_reduce(1) == size
+    return words
+
+
+def test_errors_name_our_arguments(pool: Any) -> None:
+    *rooted, unknown, message = pool(2).run(named_as_in_torch)[0]
+    assert all("it is root= here" in words for words in rooted)
+    assert unknown == "broadcast got rot=: it takes x, root, async_op, group"
+    assert "it is dst= here" in message
+
+
+def reduced_elsewhere(rank: int, size: int) -> None:
+    x = np.arange(3.0) + rank
+    x.flags.writeable = False
+    out = np.empty(3)
+    total = size * np.arange(3.0) + sum(range(size))
+    assert fl.all_reduce(x, out=out) is out
+    assert (out == total).all()
+    assert (x == np.arange(3.0) + rank).all()
+    assert fl.all_reduce(x, op="max", out=out, async_op=True).wait() is out
+    assert (out == np.arange(3.0) + size - 1).all()
+    wrong: list[Any] = [np.empty(4), np.empty(3, int), x, "text"]
+    for place in wrong:  # on one rank: the other is told
+        with pytest.raises((TypeError, ValueError) if rank == 0 else fl.errors.MismatchError):
+            fl.all_reduce(x, out=place if rank == 0 else out)
+    with pytest.raises(TypeError, match="takes an array, got int"):
+        fl.all_reduce(3, out=out)
+
+
+def test_a_result_may_go_elsewhere(pool: Any) -> None:
+    pool(2).run(reduced_elsewhere)
 
 
 def test_a_read_only_array_is_refused() -> None:

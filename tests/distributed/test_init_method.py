@@ -126,11 +126,14 @@ def test_a_host_timeout_is_a_number_of_seconds(value: object) -> None:
         Settings.from_params({"HOST_TIMEOUT": value})
 
 
-def test_a_host_timeout_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Settings.from_params({}).host_timeout == 5.0
-    monkeypatch.setenv("FLASHLIGHT_HOST_TIMEOUT", "60")
-    assert Settings.from_params({}).host_timeout == 60.0
-    assert Settings.from_params({"HOST_TIMEOUT": 0}).host_timeout == 0.0
-    monkeypatch.setenv("FLASHLIGHT_HOST_TIMEOUT", "long")
-    with pytest.raises(ValueError, match="FLASHLIGHT_HOST_TIMEOUT must be"):
+@pytest.mark.parametrize(("key", "usual"), [("TIMEOUT", 300.0), ("HOST_TIMEOUT", 5.0)])
+def test_timeouts_may_come_from_the_environment(
+    key: str, usual: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert getattr(Settings.from_params({}), key.lower()) == usual
+    monkeypatch.setenv(f"FLASHLIGHT_{key}", "60")
+    assert getattr(Settings.from_params({}), key.lower()) == 60.0
+    assert getattr(Settings.from_params({key: 2}), key.lower()) == 2.0
+    monkeypatch.setenv(f"FLASHLIGHT_{key}", "long")
+    with pytest.raises(ValueError, match=f"FLASHLIGHT_{key} must be"):
         Settings.from_params({})

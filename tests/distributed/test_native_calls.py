@@ -149,7 +149,6 @@ def what_is_not_plain(rank: int, size: int) -> None:
     assert (
         group.native_sendrecv(shared[:4], 1 - rank, shared[2:6], 1 - rank, 0, 0) is NotImplemented
     )
-    assert group.native_sendrecv(x, 1 - rank, ints, None, 0, 0) is NotImplemented
     for dtype in DTYPES:
         if dtype != "bfloat16":
             assert native(group, "broadcast", np.zeros(3, dtype)) is not NotImplemented
@@ -411,16 +410,17 @@ def test_receives_of_any_rank_are_native(pool: Any, backend: str) -> None:
     pool(2, params={"BACKEND": backend}).run(receives_of_any)
 
 
-def batches_of_any(rank: int, size: int) -> None:
-    """Receives of any rank and of a named one are posted in the order of the list."""
+def batches_with_nobody(rank: int, size: int) -> None:
+    """Of messages to or from nobody the array keeps its place, whole or in part."""
     settle()
     group, peer = current_world().group, 1 - rank
-    rooms = [np.zeros((4, 2)) for _ in range(4)]
-    given = [(None, False), (peer, True), (None, True), (peer, False)]
+    rooms = [np.zeros((4, 2)) for _ in range(5)]
+    given = [(None, False), (peer, True), (None, True), (peer, False), (peer, True)]
     ops = [
         fl.P2POp("recv", x, src, 3, partial=partial)
         for x, (src, partial) in zip(rooms, given, strict=True)
     ]
+    ops.insert(2, fl.P2POp("send", rooms[1], None))  # nobody reads what is being filled
     for python in (False, True):
         work = group.native_sendrecv(ops)
         assert isinstance(work, Work)
@@ -428,22 +428,49 @@ def batches_of_any(rank: int, size: int) -> None:
             with pytest.raises(CollectiveTimeoutError, match="still running"):
                 work.wait(timeout=0)
         fl.barrier()
-        for i, (_, partial) in enumerate(given):
-            fl.send(np.full((3 if partial else 4, 2), i + 1.0), peer, 3)
+        for i, rows in enumerate((3, 4, 2)):
+            fl.send(np.full((rows, 2), i + 1.0), peer, 3)
         for _ in range(2):
             parts = work.wait()
-            assert [len(part) for part in parts] == [4, 3, 3, 4]
-            assert all(np.all(part == i + 1) for i, part in enumerate(parts))
+            assert [len(part) for part in parts] == [4, 3, 4, 4, 4, 2]
+            assert [part[0, 0] for part in parts] == [0, 1, 1, 0, 2, 3]
             assert parts[0] is rooms[0]
             assert parts[1].base is rooms[1]
-        assert [record.what[7] for record in group.journal.records() if record.what[2] == "recv"][
-            -4:
-        ] == [-1, peer, -1, peer]
+            assert parts[3] is rooms[2]
+        written = [record.what for record in group.journal.records() if record.what[2] == "recv"]
+        assert [what[7] for what in written][-3:] == [peer] * 3
         fl.barrier()
+    nobody = [fl.P2POp("send", rooms[0], None), fl.P2POp("recv", rooms[1], None)]
+    count = len(group.journal.records())
+    work = group.native_sendrecv(nobody)
+    assert work.is_completed()
+    assert [given is got for given, got in zip(rooms, work.wait(), strict=False)] == [True] * 2
+    assert len(group.journal.records()) == count
 
 
-def test_batches_of_any_rank_are_native(pool: Any) -> None:
-    pool(2, params={"BACKEND": "shm"}).run(batches_of_any)
+def test_batches_with_nobody_are_native(pool: Any) -> None:
+    pool(2, params={"BACKEND": "shm"}).run(batches_with_nobody)
+
+
+def halves(rank: int, size: int) -> None:
+    """One half of a sendrecv, or none."""
+    settle()
+    group, x, out = current_world().group, np.full(3, rank + 1.0), np.zeros(3)
+    assert group.native_sendrecv(x, None, out, None, 0, 0) is out
+    assert not out.any()
+    ends: list[tuple[int | None, int | None]] = [(1 - rank, None), (None, 1 - rank)]
+    for dst, src in ends if rank == 0 else ends[::-1]:
+        assert group.native_sendrecv(x, dst, out, src, 4, 4) is out
+    assert out.tolist() == [2.0 - rank] * 3
+    assert [record.what[2] for record in group.journal.records()][-2:] == (
+        ["send", "recv"] if rank == 0 else ["recv", "send"]
+    )
+    fl.barrier()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_half_a_sendrecv_is_native(pool: Any, backend: str) -> None:
+    pool(2, params={"BACKEND": backend}).run(halves)
 
 
 def rows_of_one_rank(rank: int, size: int) -> None:

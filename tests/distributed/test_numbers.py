@@ -9,6 +9,7 @@ import pytest
 
 import flashlight_py as fl
 from flashlight_py.distributed.calls.checks import require_bits
+from flashlight_py.distributed.constants import ReduceOp
 
 
 def all_of_them(rank: int, size: int) -> list[Any]:
@@ -68,10 +69,10 @@ def test_an_int_that_could_pass_64_bits(
     x: int, op: str, scale: float, size: int, fits: bool
 ) -> None:
     if fits:
-        require_bits("all_reduce", x, op, scale, size)
+        require_bits("all_reduce", x, ReduceOp[op.upper()], scale, size)
         return
     with pytest.raises(OverflowError, match=f"all_reduce: {x}, an int, travels in 64 bits"):
-        require_bits("all_reduce", x, op, scale, size)
+        require_bits("all_reduce", x, ReduceOp[op.upper()], scale, size)
 
 
 def test_alone_a_number_is_the_same_number() -> None:

@@ -204,3 +204,35 @@ def one_rank_through_python(rank: int, size: int) -> None:
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_ranks_with_and_without_the_short_way(pool: Any, backend: str) -> None:
     pool(3, params={"BACKEND": backend}).run(one_rank_through_python)
+
+
+def objects_as_messages(rank: int, size: int) -> None:
+    given: list[Any] = [{"rank": 0}, np.arange(100), list(range(5000)), "é"]
+    if size == 1:
+        with pytest.raises(ValueError, match="this rank itself"):
+            fl.send_object(1, 0)
+        return
+    if rank == 0:
+        for obj in given:
+            fl.send_object(obj, 1, tag=3)
+        fl.send(np.arange(2), 1, tag=3)
+        with pytest.raises(TypeError, match="the object of rank 0 cannot be pickled"):
+            fl.send_object(Unpicklable(), 1)
+        assert sorted(fl.recv_object(None) for _ in range(size - 1)) == list(range(1, size))
+    else:
+        if rank == 1:
+            for obj in given:
+                assert np.array_equal(fl.recv_object(0, tag=3), obj)
+            x = np.zeros(2, int)
+            assert fl.recv(x, 0, tag=3).tolist() == [0, 1]
+            with pytest.raises(TypeError, match=r"rank 0 cannot be pickled .*this one stays"):
+                fl.recv_object(0)
+        fl.send_object(rank, 0)
+    for wrong in (size, -1, None, True):
+        with pytest.raises(ValueError, match="send_object: dst must be a rank"):
+            fl.send_object(1, wrong)  # type: ignore[arg-type]
+    fl.barrier()
+
+
+def test_objects_are_messages(ranks: Any) -> None:
+    ranks.run(objects_as_messages)

@@ -290,21 +290,21 @@ def test_a_generator_of_messages_is_as_good_as_a_list(ranks: Any) -> None:
     ranks.run(begin_what_a_generator_yields)
 
 
-def refuse_beside_an_open_receive(rank: int, size: int) -> None:
+def refuse_beside_nobody(rank: int, size: int) -> None:
     if rank == ODD:
         ops = [fl.P2POp("send", None, 0, tag=4), fl.P2POp("recv", ones(), None, tag=9)]
         with pytest.raises(TypeError):
             fl.batch_isend_irecv(ops)
+        with pytest.raises(TypeError):
+            fl.sendrecv(None, 0, ones(), None, tag=5)
     elif rank == 0:
-        check(lambda: fl.recv(ones(), ODD, tag=4), "beside a receive from any rank")
+        check(lambda: fl.recv(ones(), ODD, tag=4), "beside a message from nobody")
+        check(lambda: fl.recv(ones(), ODD, tag=5), "half a sendrecv")
     assert fl.all_reduce(np.ones(3))[0] == size
 
 
-def test_a_refused_batch_with_a_receive_from_any_rank_raises_where_it_is_awaited(
-    ranks: Any,
-) -> None:
-    """Nobody is known to wait for the receive; the message beside it has its peer."""
-    ranks.run(refuse_beside_an_open_receive)
+def test_a_refused_message_beside_nobody_raises_where_it_is_awaited(ranks: Any) -> None:
+    ranks.run(refuse_beside_nobody)
 
 
 def without_an_argument(rank: int, size: int) -> None:

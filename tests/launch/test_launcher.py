@@ -369,6 +369,7 @@ def test_files_instead_of_the_terminal(tmp_path: Path) -> None:
         (["--node-rank", "1", "x"], "--node-rank: expected 0 to 0, got 1"),
         (["-n", "2", "--min-n", "3", "x"], "--min-n: expected 1 to 2"),
         (["--grace", "-1", "x"], "--grace: expected a number of seconds from 0 to"),
+        (["--timeout", "0", "x"], "--timeout: expected more than 0 seconds, got '0'"),
         (["--lost-after", "1e7", "x"], "--lost-after: expected a number of seconds from 0 to"),
         ([], "the following arguments are required: PROGRAM"),
     ],
@@ -381,6 +382,28 @@ def test_senseless_arguments_are_refused(
     with pytest.raises(SystemExit):
         read_options(arguments, "python")
     assert reported in capsys.readouterr().err
+
+
+def test_a_timeout_is_that_of_the_ranks(tmp_path: Path) -> None:
+    program = write(
+        tmp_path,
+        """
+        import threading
+
+        import flashlight_py as fl
+
+        fl.distributed_init()
+        if fl.get_world_rank() == 0:
+            fl.all_reduce(1.0)
+            fl.all_reduce(1.0)  # alone
+        else:
+            fl.all_reduce(1.0)
+            threading.Event().wait()
+        """,
+    )
+    done = launch("-n", 2, "--timeout", 1, program)
+    assert done.returncode == 1
+    assert "within 1 s" in done.stderr
 
 
 def test_a_program_that_cannot_be_run() -> None:

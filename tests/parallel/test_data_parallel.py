@@ -332,3 +332,39 @@ def test_arguments() -> None:
         pass
     with pytest.raises(ValueError, match="no parameter"):
         fl.distribute_module_grads(fl.nn.Sequential(fl.nn.ReLU()))
+
+
+def not_finite(rank: int, size: int, how: dict[str, Any]) -> list[str]:
+    """What is said of passes in which rank 1 has a NaN, and all have sums that are too large."""
+    if "hook" in how:
+        how = {"hook": fl.Float16Compression()}
+    elif "reducer" in how:
+        how = {"reducer": fl.InlineReducer(1.0)}
+    model = build()
+    fl.distribute_module_grads(model, scale=None if how else 1.0, check_finite=True, **how)
+    said = []
+    large = 0.6 * np.finfo(float).max
+    for value in (1.0, np.nan if rank == 1 else 1.0, large, 1.0):
+        for param in model.params():
+            param.zero_grad()
+        try:
+            model(fl.input(np.full((1, 6), 0.1))).backward(np.full((1, 3), value))
+            assert all(np.isfinite(param.grad).all() for param in model.params())
+            said.append("")
+        except FloatingPointError as error:
+            assert all(param.grad is None for param in model.params())
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("how", [{}, {"bucket_bytes": 100}, {"reducer": True}, {"hook": True}])
+def test_a_gradient_that_is_not_finite_is_named(pool: Any, how: dict[str, Any]) -> None:
+    for rank, said in enumerate(pool(2).run(not_finite, how)):
+        assert said[0] == said[3] == ""
+        assert f"rank {rank} of 2: gradients are not finite (rank 1: 2.bias" in said[1]
+        assert "their sums are too large" in said[2] or "hook" in how
+
+
+def test_leaves_look_at_no_gradients() -> None:
+    with pytest.raises(ValueError, match="takes no check_finite"):
+        fl.distribute_module_grads(build(), leaves=2, check_finite=True)

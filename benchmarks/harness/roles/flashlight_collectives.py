@@ -67,6 +67,8 @@ class Flashlight(RankRole, CollectiveRole):
             "all_reduce": lambda x: (lambda: fl.all_reduce(x), x),
             "all_reduce, min": lambda x: (lambda: fl.all_reduce(x, op="min"), x),
             "all_reduce, max": lambda x: (lambda: fl.all_reduce(x, op="max"), x),
+            "all_reduce, number": lambda x: (lambda: [fl.all_reduce(float(x[0]))], x),
+            "all_reduce, every second": lambda x: (lambda: fl.all_reduce(x[::2]), x),
             "reduce": lambda x: (lambda: fl.reduce(x), x),
             "broadcast": lambda x: (lambda: fl.broadcast(x), x),
             "all_gather": lambda x: with_out(fl.all_gather, x, whole(x)),

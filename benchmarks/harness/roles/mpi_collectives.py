@@ -66,6 +66,8 @@ class Mpi(CollectiveRole):
 
         return {
             "all_reduce": lambda x: (lambda: comm.Allreduce(place, x), x),
+            "all_reduce, number": lambda x: (lambda: [comm.allreduce(float(x[0]))], x),
+            "all_reduce, every second": self._of_every_second,
             "reduce": lambda x: with_out(comm.Reduce, x, np.empty_like(x) if root else None),
             "broadcast": lambda x: (lambda: comm.Bcast(x, 0), x),
             "all_gather": lambda x: with_out(comm.Allgather, x, whole(x)),
@@ -81,6 +83,16 @@ class Mpi(CollectiveRole):
             "broadcast_object": lambda x: (lambda: comm.bcast(x), x),
             "all_gather_object": lambda x: (lambda: comm.allgather(x)[-1], x),
         }
+
+    def _of_every_second(self, x: Any) -> tuple[Call, Any]:
+        out = x[::2]
+
+        def call() -> None:
+            packed = out.copy()
+            self._comm.Allreduce(MPI.IN_PLACE, packed)
+            out[...] = packed
+
+        return call, out
 
     def _all_gather_unequal(self, x: Any) -> tuple[Call, Any]:
         out = np.empty(x.shape[0] * (self.size + 1) // 2, x.dtype)

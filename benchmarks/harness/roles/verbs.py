@@ -86,6 +86,8 @@ VERBS: dict[str, Callable[[int], Callable[[int], Expected | None]]] = {
     "all_reduce, async": lambda n: _everywhere(1, total(n), total(n)),
     "all_reduce, min": lambda n: _everywhere(1, 1, 1),
     "all_reduce, max": lambda n: _everywhere(1, n, n),
+    "all_reduce, number": lambda n: _everywhere(1, total(n), total(n)),
+    "all_reduce, every second": lambda n: _everywhere(0.5, total(n), total(n)),
     "reduce": lambda n: _on_root(1, total(n), total(n)),
     "broadcast": lambda n: _everywhere(1, 1, 1),
     "all_gather": lambda n: _everywhere(n, 1, n),
@@ -133,6 +135,7 @@ CUTTING = {
     "all_to_all": 1,
     "all_gather, unequal": 1,
     "all_to_all, unequal": 2,
+    "all_reduce, every second": 2,
 }
 PARTS = {"halo, batch": FIELDS, "halo, sendrecv": FIELDS}
 

@@ -43,5 +43,5 @@ def _method(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 for _name in api.__all__:
-    if _name not in ("P2POp", "sync_distributed"):  # no verb; Membership.synchronize
+    if _name not in ("Grid", "P2POp", "sync_distributed"):  # no verbs; Membership.synchronize
         setattr(ProcessGroup, _name, _method(getattr(api, _name)))

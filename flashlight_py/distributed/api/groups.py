@@ -15,6 +15,7 @@ from flashlight_py.distributed.backends.exchange import Steps, exchange_bytes
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.checks import check_rank, check_seconds, whole
 from flashlight_py.distributed.groups import membership
+from flashlight_py.distributed.groups.grid import Grid, extents_of
 from flashlight_py.distributed.groups.membership import Membership, groups_so_far, of
 from flashlight_py.distributed.rendezvous.places import FAN
 from flashlight_py.distributed.rendezvous.store import Roster, Store
@@ -24,7 +25,7 @@ from flashlight_py.errors import MismatchError
 if TYPE_CHECKING:
     from flashlight_py.distributed.api.group import ProcessGroup
 
-__all__ = ["barrier", "new_group", "split", "sync_distributed"]
+__all__ = ["Grid", "barrier", "grid", "new_group", "split", "sync_distributed"]
 
 # Users' tags begin at 0: this one is for members that are about to become a group.
 _TAG = -1
@@ -111,6 +112,45 @@ def split(
             alike = [(k, rank) for rank, (c, k, *_) in enumerate(choices) if c == mine[0]]
             members = [] if mine[0] is None else [rank for _, rank in sorted(alike)]
             return _founded(parent, steps, members, seconds, [count for *_, count in choices])
+
+
+def grid(
+    shape: int | Sequence[int | None],
+    periodic: bool | Sequence[bool] = False,
+    group: Group = None,
+) -> Grid:
+    """Give the ranks of the world, or of ``group``, their places in a Cartesian grid.
+
+    As MPI_Cart_create, without reordering; but nothing is sent, and no group is made.
+    ``shift(dim, +1)`` of the result names the neighbours along a dimension, for :func:`sendrecv`
+    and :class:`P2POp`: None, which is nobody there, at an edge.
+
+    Args:
+        shape: extents, whose product is the size of the group. None or -1 in place of some: they
+            are worked out, near each other and the larger ones first, as MPI_Dims_create does.
+        periodic: whether the two ends of a dimension are neighbours: of all, or one for each.
+        group: the process group, default the world.
+
+    Raises:
+        ValueError: the grid has not as many places as the group has ranks, ``shape`` has something
+            else than extents, ``periodic`` another length, or this process is not in the group.
+
+    Example:
+        >>> fl.grid((1, None), periodic=(True, False)).shift(0, +1)  # a ring of one, (src, dst)
+        (0, 0)
+        >>> fl.grid((1, None)).shift(0, +1)  # its edges have no neighbour
+        (None, None)
+    """
+    members = of(group)
+    rank = check_rank(members.size, "grid", "the rank of this process", members.rank)
+    extents = extents_of(shape, members.size)
+    wraps = (periodic,) * len(extents) if isinstance(periodic, bool | np.bool_) else tuple(periodic)
+    if len(wraps) != len(extents):
+        raise ValueError(
+            f"grid: periodic must be one truth value, or one for each of the {len(extents)} "
+            f"dimensions; got {periodic!r}"
+        )
+    return Grid(rank, extents, tuple(map(bool, wraps)))
 
 
 def _require_same(parent: Membership, verb: str, asked: Iterable[tuple[str, float | None]]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import mmap
-import os
 import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,10 +18,16 @@ from flashlight_py.distributed.backends.exchange import BackendStore, Steps
 from flashlight_py.distributed.calls.arrays import dtype_code
 from flashlight_py.distributed.calls.checks import whole
 from flashlight_py.distributed.groups.membership import of
-from flashlight_py.distributed.memory.memory_file import MemoryFile, needs_names, open_memory
+from flashlight_py.distributed.memory.memory_file import (
+    MemoryFile,
+    made_together,
+    needs_names,
+    open_memory,
+)
+from flashlight_py.distributed.memory.memory_room import reserve
 from flashlight_py.distributed.memory.topology import exchange_process_info, ranks_by_memory
 from flashlight_py.distributed.rendezvous.store import Store
-from flashlight_py.errors import RankFailedError
+from flashlight_py.errors import OutOfMemoryError, RankFailedError
 
 __all__ = ["host_array", "shared_empty"]
 
@@ -49,6 +54,8 @@ def shared_empty(
     Raises:
         ValueError: a dimension is negative.
         TypeError: the dtype cannot be sent.
+        OutOfMemoryError: there is not enough memory, of this host or its container, for an ordinary
+            array either; raised on every rank, before anything is taken.
         DistributedError: as for :func:`all_reduce`.
     """
     members = of(group)
@@ -57,7 +64,9 @@ def shared_empty(
         dtype_code("shared_empty", kind)
         backend = members.backend()
         with members.journal.recording("shared_empty", like=(kind, extents)):
-            return backend.shared_empty(extents, kind)
+            store = BackendStore(Steps(backend, "shared_empty"))
+            array: Array = made_together(store, lambda: backend.shared_empty(extents, kind))
+            return array
 
 
 def host_array(
@@ -94,7 +103,9 @@ def host_array(
         TypeError: ``load`` is not callable, or the dtype holds Python objects.
         ValueError: a dimension is negative.
         Exception: what ``load`` raises, on the rank where it does. The group goes on.
-        RankFailedError: ``load`` raised on another rank (named), or there is not enough memory.
+        OutOfMemoryError: there is not enough memory; raised on every rank, as soon as it is known:
+            with ``shape`` before ``load`` is called. The group goes on.
+        RankFailedError: ``load`` raised on another rank (named).
         DistributedError: as for :func:`all_reduce`.
 
     Example:
@@ -202,8 +213,10 @@ def _array_at(path: str, layout: Layout, new: bool = False) -> Array:
     nbytes = max(1, int(np.prod(layout.shape, dtype=object)) * layout.dtype.itemsize)
     with open_memory(path) as fd:
         if new:
-            # Reserved now, a lack of memory is an error here; later it would be a SIGBUS.
-            os.posix_fallocate(fd, 0, nbytes)
+            try:
+                reserve(fd, nbytes, f"host_array, {layout.dtype} {layout.shape}")
+            except MemoryError as error:
+                raise OutOfMemoryError(error) from None
         memory = mmap.mmap(fd, nbytes, prot=mmap.PROT_READ | new * mmap.PROT_WRITE)
     return np.ndarray(layout.shape, layout.dtype, buffer=memory)
 
@@ -233,7 +246,17 @@ def _copy(source: Array, target: Array) -> None:
 
 
 def _raise_first(store: Store, doing: str, problems: Sequence[str], own: Exception | None) -> None:
-    """Raise this rank's own exception, else RankFailedError for the first rank that has one."""
+    """Raise this rank's own exception, else RankFailedError for the first rank that has one.
+
+    Where a rank lacks memory every rank raises an OutOfMemoryError.
+    """
+    lacking = f"{OutOfMemoryError.__name__}: "
+    for rank, problem in enumerate(problems):
+        if problem.startswith(lacking):
+            raise OutOfMemoryError(
+                f"[host_array] rank {store.rank} of {store.size}: there is not enough memory on "
+                f"rank {rank}. {problem.removeprefix(lacking)}"
+            )
     try:
         if own is not None:
             raise own

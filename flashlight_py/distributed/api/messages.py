@@ -7,7 +7,14 @@ from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
 from flashlight_py.device import Array, is_cupy
-from flashlight_py.distributed.api.verb_call import Group, Output, finish, refusing
+from flashlight_py.distributed.api.verb_call import (
+    Group,
+    Output,
+    finish,
+    packed_natively,
+    refuse_names,
+    refusing,
+)
 from flashlight_py.distributed.calls.arrays import as_array, may_overlap, pack
 from flashlight_py.distributed.calls.call import ANY_RANK, Call, Matched, P2POp
 from flashlight_py.distributed.calls.checks import Apart, check_rank
@@ -22,7 +29,7 @@ __all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send", "send
 X = TypeVar("X")
 
 
-def send(x: Any, dst: int, tag: int = 0, group: Group = None) -> None:
+def send(x: Any, dst: int, tag: int = 0, group: Group = None, **unknown: Any) -> None:
     """Send array ``x`` (any shape and dtype) to rank ``dst``. Blocks until ``x`` may be changed.
 
     That is when it has been copied, where it is small (up to 16 KB on a host) and the world has
@@ -38,13 +45,17 @@ def send(x: Any, dst: int, tag: int = 0, group: Group = None) -> None:
             call of the group where the send had ended.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
+    if unknown:
+        refuse_names(send, unknown, group)
     if (membership.world_native if group is None else of(group).native)(
         SEND.code, x, None, None, None, dst, tag, False
     ) is NotImplemented:
         _message(send, x, dst, tag, group)
 
 
-def recv(x: X, src: int | None, tag: int = 0, group: Group = None, partial: bool = False) -> X:
+def recv(
+    x: X, src: int | None, tag: int = 0, group: Group = None, partial: bool = False, **unknown: Any
+) -> X:
     """Fill array ``x``, in place, with what rank ``src`` sends under ``tag``. Blocks; returns x.
 
     Shape and dtype must be those of the array that is sent. NumPy arrays only can be received from
@@ -73,13 +84,15 @@ def recv(x: X, src: int | None, tag: int = 0, group: Group = None, partial: bool
         MismatchError: ``src`` sends another shape or dtype; raised on both.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
+    if unknown:
+        refuse_names(recv, unknown, group)
     y = (membership.world_native if group is None else of(group).native)(
         RECV.code, x, None, partial, None, src, tag, False
     )
     return _message(recv, x, src, tag, group, partial) if y is NotImplemented else y
 
 
-def isend(x: X, dst: int, tag: int = 0, group: Group = None) -> Work[X]:
+def isend(x: X, dst: int, tag: int = 0, group: Group = None, **unknown: Any) -> Work[X]:
     """Begin to send array ``x`` to rank ``dst``, and return a ``Work`` at once.
 
     As :func:`send`, but it runs beside collectives and other messages. ``x`` must not change until
@@ -90,6 +103,8 @@ def isend(x: X, dst: int, tag: int = 0, group: Group = None) -> Work[X]:
     Raises:
         TypeError, ValueError, DistributedError: as for :func:`send`.
     """
+    if unknown:
+        refuse_names(isend, unknown, group)
     y = (membership.world_native if group is None else of(group).native)(
         SEND.code, x, None, None, None, dst, tag, True
     )
@@ -97,7 +112,7 @@ def isend(x: X, dst: int, tag: int = 0, group: Group = None) -> Work[X]:
 
 
 def irecv(
-    x: X, src: int | None, tag: int = 0, group: Group = None, partial: bool = False
+    x: X, src: int | None, tag: int = 0, group: Group = None, partial: bool = False, **unknown: Any
 ) -> Work[X]:
     """Begin to fill array ``x`` with what rank ``src`` sends, and return a ``Work`` at once.
 
@@ -109,6 +124,8 @@ def irecv(
     Raises:
         TypeError, ValueError, DistributedError: as for :func:`recv`.
     """
+    if unknown:
+        refuse_names(irecv, unknown, group)
     y = (membership.world_native if group is None else of(group).native)(
         RECV.code, x, None, partial, None, src, tag, True
     )
@@ -117,23 +134,26 @@ def irecv(
 
 def sendrecv(
     x: Any,
-    dst: int,
+    dst: int | None,
     out: X,
-    src: int,
+    src: int | None,
     tag: int = 0,
     recv_tag: int | None = None,
     group: Group = None,
+    **unknown: Any,
 ) -> X:
     """Send ``x`` to rank ``dst`` and fill ``out``, in place, with what rank ``src`` sends.
 
     Both at once, so that rings and exchanges need no order; blocks until both have ended. ``dst``
-    and ``src`` may be this rank itself, and ``out`` may share memory with ``x``.
+    and ``src`` may be this rank itself, and ``out`` may share memory with ``x``. None in place of a
+    rank is nobody, as MPI's PROC_NULL: that half does nothing, and ``out`` stays as it is. So the
+    edges of a :func:`grid` need no case of their own.
 
     Args:
         x: array to send.
-        dst: rank in the group that gets it.
+        dst: rank in the group that gets it; None: nobody.
         out: array to fill, of the shape and dtype that ``src`` sends.
-        src: rank in the group that sends it.
+        src: rank in the group that sends it; None: nobody.
         tag: of what is sent.
         recv_tag: of what is received; default ``tag``.
         group: the process group, default the world.
@@ -150,24 +170,29 @@ def sendrecv(
         >>> fl.sendrecv(x, (rank + 1) % size, out, (rank - 1) % size)  # a ring of one
         array([0, 1, 2])
     """
+    if unknown:
+        refuse_names(sendrecv, unknown, group)
     other = tag if recv_tag is None else recv_tag
     y = (membership.world_native_sendrecv if group is None else of(group).native_sendrecv)(
         x, dst, out, src, tag, other
     )
     if y is not NotImplemented:
         return y
-    members, sending = of(group), P2POp("send", x, dst, tag)
-    receiving = P2POp("recv", out, src, other)
-    with refusing(members, "sendrecv", [sending, receiving], [x, out]):
-        check_rank(members.size, "sendrecv", "src", src)
-        both = [_prepare(members, "sendrecv", op, True) for op in (sending, receiving)]
+    members, both_ops = of(group), (P2POp("send", x, dst, tag), P2POp("recv", out, src, other))
+    ops = [op for op in both_ops if op.peer is not None]
+    with refusing(members, "sendrecv", ops, [x, out]):
+        members.backend()  # a closed group has no neighbours, not even nobody
+        both = [_prepare(members, "sendrecv", op, True) for op in ops]
         calls = [message.call for message in both]
-        if may_overlap(calls[0].array, both[1].array):
+        is_pair = len(both) == 2
+        if is_pair and may_overlap(calls[0].array, both[1].array):
             calls[0].array = calls[0].array.copy()
-        if members.rank in (dst, src) or any(is_cupy(message.array) for message in both):
+        on_gpu = any(is_cupy(message.array) for message in both)
+        if not is_pair or members.rank in (dst, src) or on_gpu:
             for call in calls:
                 call.blocking = False
-            return AllOf(_begin_all(members, both[::-1])).wait()[0]
+            ended = AllOf(_begin_all(members, both[::-1])).wait()
+            return out if src is None else ended[0]
         y = members.native_sendrecv(calls[0].array, dst, calls[1].array, src, tag, other)
         work = members.run_many(calls, "sendrecv") if y is NotImplemented else Done(y)
         return _home(members, both[1], work)
@@ -179,7 +204,8 @@ def batch_isend_irecv(ops: Sequence[P2POp], group: Group = None) -> Work[list[An
     Every one is checked before any begins.
 
     Args:
-        ops: sends and receives, in any order; receives begin in that of the list.
+        ops: sends and receives, in any order; receives begin in that of the list. One whose
+            ``peer`` is None, nobody, does nothing, and its array stays as it is.
         group: the process group, default the world.
 
     Raises:
@@ -194,9 +220,8 @@ def batch_isend_irecv(ops: Sequence[P2POp], group: Group = None) -> Work[list[An
         return work
     members, ops = of(group), list(ops)
     given = [getattr(op, "x", None) for op in ops]
-    # Nobody in particular waits for a receive from any rank.
     known = all(isinstance(op, P2POp) for op in ops)
-    begun = [op for op in ops if op.sends or op.peer is not None] if known else []
+    begun = [op for op in ops if op.peer is not None] if known else []
     with refusing(members, "batch_isend_irecv", begun, given):
         for op in ops:
             if not isinstance(op, P2POp):
@@ -204,11 +229,13 @@ def batch_isend_irecv(ops: Sequence[P2POp], group: Group = None) -> Work[list[An
                     "batch_isend_irecv takes flashlight_py.P2POp('send' or 'recv', x, peer), got "
                     f"{type(op).__name__}"
                 )
-        messages = [_prepare(members, f"i{op.kind}", op, blocking=False) for op in ops]
+        members.backend()
+        messages = [_prepare(members, f"i{op.kind}", op, blocking=False) for op in begun]
         apart = Apart("batch_isend_irecv")
         for message in messages:
             apart.add(message.array, writes=not message.op.sends)
-        return AllOf(_begin_all(members, messages))
+        works = iter(_begin_all(members, messages))
+        return AllOf([Done(op.x) if op.peer is None else next(works) for op in ops])
 
 
 class _Message(NamedTuple):
@@ -225,6 +252,11 @@ def _message(
     """Do what a public ``function`` does for one message, where there is no short way."""
     verb, members = function.__name__, of(group)
     op = P2POp("recv" if verb.endswith("recv") else "send", x, peer, tag, partial)
+    if verb == op.kind and not partial:
+        row = SEND if op.sends else RECV
+        y = packed_natively(members, row, x, None, None, None, op.peer, op.tag)
+        if y is not NotImplemented:
+            return y
     with refusing(members, verb, [op], [x]):
         message = _prepare(members, verb, op, blocking=verb == op.kind)
         if not message.call.blocking:
@@ -300,7 +332,12 @@ def _home(members: Membership, message: _Message, work: Work) -> Any:
 def _prepare(members: Membership, verb: str, op: P2POp, blocking: bool) -> _Message:
     """Check everything that a message is given, and return it."""
     array = as_array(verb, op.x, writes=not op.sends, of_any_dtype=True, anew=True)
-    if op.peer is not None or op.sends:
+    if op.sends and op.peer is None:
+        raise ValueError(
+            f"{verb}: dst must be a rank of this group, 0 to {members.size - 1}; got None, which "
+            "is nobody in sendrecv and in a P2POp of batch_isend_irecv only"
+        )
+    if op.peer is not None:
         check_rank(members.size, verb, "dst" if op.sends else "src", op.peer)
     elif members.size == 1:
         raise ValueError(f"{verb}: src=None is any other rank, and this group has one rank")

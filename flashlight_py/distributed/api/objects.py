@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from flashlight_py.device import Array
-from flashlight_py.distributed.api.verb_call import Group, refusing
+from flashlight_py.distributed.api.messages import irecv, recv, send
+from flashlight_py.distributed.api.verb_call import Group, refuse_names, refusing
 from flashlight_py.distributed.backends.exchange import (
     LATER,
     PROBLEM,
@@ -34,6 +35,7 @@ from flashlight_py.distributed.groups.membership import Membership, of
 from flashlight_py.distributed.verbs import ALL_GATHER, ALL_TO_ALL, BROADCAST, GATHER, SCATTER, Verb
 
 __all__ = ["all_gather_object", "broadcast_object", "gather_object", "scatter_object"]
+__all__ += ["recv_object", "send_object"]
 
 T = TypeVar("T")
 
@@ -47,7 +49,7 @@ _WORDS_BYTES = _SHORT_BYTES - 64
 _NOTHING = np.empty(0, np.uint8)
 
 
-def broadcast_object(obj: Any = None, root: int = 0, group: Group = None) -> Any:
+def broadcast_object(obj: Any = None, root: int = 0, group: Group = None, **unknown: Any) -> Any:
     """Return rank ``root``'s ``obj``, on every rank; the others' is not looked at.
 
     Collective, blocking. On ``root`` it is the object itself, elsewhere a copy, made by pickle:
@@ -60,6 +62,8 @@ def broadcast_object(obj: Any = None, root: int = 0, group: Group = None) -> Any
             ranks.
         DistributedError: as for :func:`all_reduce`.
     """
+    if unknown:
+        refuse_names(broadcast_object, unknown, group)
     return _moved(BROADCAST_OBJECT, obj, root, group)[0]
 
 
@@ -80,7 +84,7 @@ def all_gather_object(obj: T, group: Group = None) -> list[T]:
     return _moved(ALL_GATHER_OBJECT, obj, 0, group)
 
 
-def gather_object(obj: T, root: int = 0, group: Group = None) -> list[T] | None:
+def gather_object(obj: T, root: int = 0, group: Group = None, **unknown: Any) -> list[T] | None:
     """Return the list of all ranks' objects on rank ``root``, None elsewhere.
 
     Collective, blocking; as :func:`all_gather_object`.
@@ -89,10 +93,14 @@ def gather_object(obj: T, root: int = 0, group: Group = None) -> list[T] | None:
         ValueError: ``root`` is no rank of the group.
         TypeError, DistributedError: as for :func:`all_gather_object`.
     """
+    if unknown:
+        refuse_names(gather_object, unknown, group)
     return _moved(GATHER_OBJECT, obj, root, group)
 
 
-def scatter_object(objs: Sequence[Any] | None = None, root: int = 0, group: Group = None) -> Any:
+def scatter_object(
+    objs: Sequence[Any] | None = None, root: int = 0, group: Group = None, **unknown: Any
+) -> Any:
     """Return this rank's one of the objects that rank ``root`` passes, one per rank.
 
     Collective, blocking; as :func:`broadcast_object`.
@@ -101,7 +109,57 @@ def scatter_object(objs: Sequence[Any] | None = None, root: int = 0, group: Grou
         ValueError: ``root`` is no rank of the group, or has not one object for each rank.
         TypeError, DistributedError: as for :func:`broadcast_object`.
     """
+    if unknown:
+        refuse_names(scatter_object, unknown, group)
     return _moved(SCATTER_OBJECT, objs, root, group)[0]
+
+
+def send_object(obj: Any, dst: int, tag: int = 0, group: Group = None) -> None:
+    """Send any object that can be pickled to rank ``dst``, which calls :func:`recv_object`.
+
+    Blocks until ``obj`` may be changed. Objects and arrays between two ranks under one ``tag`` are
+    received in the order in which they were sent.
+
+    Raises:
+        TypeError: the object cannot be pickled; raised on ``dst``, too.
+        ValueError, DistributedError: as for :func:`send`.
+    """
+    members = of(group)
+    check_rank(members.size, "send_object", "dst", dst)
+    (frame,) = _pickled([obj])
+    if frame.size > _SHORT_BYTES:
+        send(_announced(frame), dst, tag, group)
+    send(frame, dst, tag, group)
+    _raise_problem(read_frames(frame)[0], members, "send_object", members.rank)
+
+
+def recv_object(src: int | None, tag: int = 0, group: Group = None) -> Any:
+    """Return the object that rank ``src`` sends by :func:`send_object`; a copy. Blocks.
+
+    ``src`` may be None: of any other rank, as of :func:`recv`.
+
+    Raises:
+        TypeError: it cannot be pickled there.
+        ValueError, DistributedError: as for :func:`recv`. What unpickling raises is raised here.
+    """
+    members = of(group)
+    work = irecv(np.empty(_SHORT_BYTES, np.uint8), src, tag, group, partial=True)
+    whole = work.wait()
+    (frame,), source = read_frames(whole), work.source
+    if frame.kind == LATER:
+        whole = np.empty(_announced_bytes(frame), np.uint8)
+        recv(whole, source, tag, group)
+        (frame,) = read_frames(whole)
+    _raise_problem(frame, members, "recv_object", source)
+    return pickle.loads(frame.content, buffers=frame.buffers)
+
+
+def _raise_problem(frame: Frame, members: Membership, verb: str, source: int | None) -> None:
+    if frame.kind == PROBLEM:
+        raise TypeError(
+            f"[{verb}] rank {members.rank} of {members.size}: the object of rank {source} cannot "
+            f"be pickled ({bytes(frame.content).decode(errors='replace')})"
+        )
 
 
 def _moved(verb: Verb, given: Any, root: Any, group: Group) -> Any:
@@ -207,8 +265,7 @@ class _Move:
         if verb is GATHER_OBJECT:
             long = mine[0] if mine[0].size > _SHORT_BYTES else _NOTHING
             return self._come(Call(GATHER, long, root=self._root))
-        length = int(np.frombuffer(first.content, np.int64)[0])
-        whole = mine[0] if mine else np.empty(length, np.uint8)
+        whole = mine[0] if mine else np.empty(_announced_bytes(first), np.uint8)
         return self._come(Call(BROADCAST, whole, root=self._root))
 
     def _come(self, call: Call) -> Array:
@@ -257,3 +314,7 @@ def _rows(frames: Sequence[Array]) -> Array:
 
 def _announced(frame: Array) -> Array:
     return Frame(np.int64(frame.size).tobytes(), LATER).pack()
+
+
+def _announced_bytes(frame: Frame) -> int:
+    return int(np.frombuffer(frame.content, np.int64)[0])

@@ -13,7 +13,9 @@ from flashlight_py.distributed.api.verb_call import (
     Output,
     arrived,
     collective,
+    output,
     reduction,
+    refuse_names,
     refusing,
 )
 from flashlight_py.distributed.calls.arrays import (
@@ -27,7 +29,7 @@ from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.checks import Apart
 from flashlight_py.distributed.calls.combining import cut
 from flashlight_py.distributed.calls.kinds import returned
-from flashlight_py.distributed.constants import Op
+from flashlight_py.distributed.constants import Op, ReduceOp
 from flashlight_py.distributed.groups import membership
 from flashlight_py.distributed.groups.membership import Membership, of
 from flashlight_py.distributed.verbs import (
@@ -47,7 +49,12 @@ X = TypeVar("X")
 
 
 def all_reduce(
-    x: X, scale: float = 1.0, op: Op = "sum", async_op: bool = False, group: Group = None
+    x: X,
+    scale: float = 1.0,
+    op: Op = "sum",
+    async_op: bool = False,
+    group: Group = None,
+    out: X | None = None,
 ) -> X | Work[X]:
     """Combine ``x`` of all ranks; afterwards every rank holds ``scale`` times the result.
 
@@ -65,14 +72,18 @@ def all_reduce(
             operations on bits and truth values.
         op: ``"sum"``, ``"avg"``, ``"prod"``, ``"min"``, ``"max"``; ``"and"``, ``"or"``, ``"xor"``
             of the bits of integers and bool; ``"land"``, ``"lor"``, ``"lxor"`` of truth values: 1
-            or 0 in the dtype of ``x``, true being any number but zero.
+            or 0 in the dtype of ``x``, true being any number but zero. Also in upper case, and
+            the functions of NumPy that mean the same, such as ``np.add`` and ``np.maximum``.
         async_op: return a ``Work`` at once; its ``wait()`` returns ``x``.
         group: the process group, default the world.
+        out: array of the shape and dtype of ``x`` that the result goes to, while ``x`` stays as
+            it is: for arrays that are read-only, as of pandas and Arrow. Where the call fails it
+            holds what ``x`` does.
 
     Returns:
-        ``x``, or the result where ``x`` is a number; or the ``Work``. Blocks, without the GIL,
-        unless ``async_op``. An array of JAX, which cannot be changed, stays as it is, here and in
-        every verb: a new one is returned.
+        ``x``, or ``out``, or the result where ``x`` is a number; or the ``Work``. Blocks, without
+        the GIL, unless ``async_op``. An array of JAX, which cannot be changed, stays as it is, here
+        and in every verb: a new one is returned.
 
     Raises:
         OverflowError: ``x`` is a Python int and the result could pass 64 bits.
@@ -94,12 +105,26 @@ def all_reduce(
         >>> fl.all_reduce(3.5, op="max")
         3.5
     """
+    if out is not None:
+        _copied(x, out, group)
+        x = out
     y = (membership.world_native if group is None else of(group).native)(
         ALL_REDUCE.code, x, None, op, scale, 0, 0, async_op
     )
     if y is not NotImplemented:
         return y
     return collective(group, ALL_REDUCE, x, scale=scale, op=op, async_op=async_op)
+
+
+def _copied(x: Any, out: Any, group: Group) -> None:
+    """Copy ``x`` to ``out``, which is reduced in its place."""
+    members = of(group)
+    with refusing(members, ALL_REDUCE, given=(x, out)):
+        array = as_array("all_reduce", x, writes=False, of_any_dtype=True)
+        as_array("all_reduce(out=)", out)
+        place = output("all_reduce", out, array, array.shape, x).array
+        assert place is not None
+        place[...] = array
 
 
 def reduce(
@@ -109,6 +134,7 @@ def reduce(
     scale: float = 1.0,
     async_op: bool = False,
     group: Group = None,
+    **unknown: Any,
 ) -> X | Work[X]:
     """Combine ``x`` of all ranks; afterwards rank ``root`` holds ``scale`` times the result.
 
@@ -131,6 +157,8 @@ def reduce(
         ValueError: ``root`` is no rank of the group, or as for :func:`all_reduce`.
         TypeError, DistributedError: as for :func:`all_reduce`.
     """
+    if unknown:
+        refuse_names(reduce, unknown, group)
     y = (membership.world_native if group is None else of(group).native)(
         REDUCE.code, x, None, op, scale, root, 0, async_op
     )
@@ -277,12 +305,13 @@ def all_reduce_location(
     verb, members = "all_reduce_location", of(group)
     with refusing(members, verb, given=[x]):
         array = as_array(verb, x, writes=False, of_any_dtype=True)
-        check_reduction(verb, array.dtype, parse_op(verb, op), 1.0)
-        if op not in ("min", "max"):
+        kind = parse_op(verb, op)
+        check_reduction(verb, array.dtype, kind, 1.0)
+        if kind not in (ReduceOp.MIN, ReduceOp.MAX):
             raise ValueError(f"{verb}: op must be 'min' or 'max', got {op!r}")
-        xp = array_module(array)
-        find = xp.argmin if op == "min" else xp.argmax  # of equal ones the first
-        step = Call(ALL_GATHER, pack(array)[None], blocking=not async_op, part_of=f"{verb}({op})")
+        xp, name = array_module(array), kind.name.lower()
+        find = xp.argmin if kind is ReduceOp.MIN else xp.argmax  # of equal ones the first
+        step = Call(ALL_GATHER, pack(array)[None], blocking=not async_op, part_of=f"{verb}({name})")
 
         def locate(rows: Array) -> tuple[Any, ...]:
             ranks = xp.asarray(find(rows, axis=0))

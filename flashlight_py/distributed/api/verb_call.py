@@ -8,8 +8,9 @@ other end or tag is wrong itself is no part of any call: nobody is notified.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -31,8 +32,8 @@ from flashlight_py.distributed.calls.checks import (
     check_rows,
     require_bits,
 )
-from flashlight_py.distributed.calls.kinds import OTHER, kind_of, returned
-from flashlight_py.distributed.constants import ReduceOp
+from flashlight_py.distributed.calls.kinds import OTHER, as_numpy, kind_of, returned
+from flashlight_py.distributed.constants import Op, ReduceOp
 from flashlight_py.distributed.groups.membership import Membership, of
 from flashlight_py.distributed.verbs import BARRIER, RECV, SEND, Verb
 from flashlight_py.distributed.work import AllOf, Done, Then, Work
@@ -50,7 +51,7 @@ def collective(
     verb: Verb,
     x: Any,
     *,
-    op: str = "sum",
+    op: Op = "sum",
     scale: float = 1.0,
     root: Any = 0,
     rows: Iterable[object] | None = None,
@@ -68,15 +69,44 @@ def collective(
     several = verb.lists and isinstance(x, list | tuple)
     begun = len(x) if several and async_op else 1
     with refusing(members, verb, [COLLECTIVE] * begun, (x, out)):
+        known = parse_op(verb.name, op) if verb.reduces else ReduceOp.SUM
+        how["op"] = known
+        if not (several or async_op) and rows is None and received is None:
+            y = packed_natively(members, verb, x, out, known, scale, root)
+            if y is not NotImplemented:
+                return y
         if verb.numbers and isinstance(x, NUMBERS):
             if verb.reduces:
-                require_bits(verb.name, x, op, scale, members.size)
+                require_bits(verb.name, x, known, scale, members.size)
             array, number = as_number(verb.name, x)
             done = _prepare(members, verb, array, how)()
             return Then(done, lambda _: number()) if async_op else number()
         if several:
             return _each(members, verb, x, how)
         return _prepare(members, verb, x, how, received)()
+
+
+def packed_natively(
+    group: Membership, verb: Verb, x: Any, out: Any, op: Any, scale: Any, root: Any, tag: Any = 0
+) -> Any:
+    """Let native code do what is plain once it is packed; NotImplemented where it is not.
+
+    The arguments are those of ``native`` of ``Backend.bind``, for a call that blocks.
+    """
+    array, room = as_numpy(x), None if out is None else as_numpy(out)
+    filled = array if verb.in_place else room
+    if array is None or (room is None) is not (out is None):
+        return NotImplemented
+    if filled is not None and not filled.flags.writeable:
+        return NotImplemented
+    packed, space = pack(array), None if room is None else pack(room)
+    y = group.native(verb.code, packed, space, op, scale, root, tag, False)
+    if y is NotImplemented:
+        return y
+    for used, own in ((packed, array), (space, room)):
+        if y is used and own is not None and used is not own:
+            own[...] = used
+    return returned(out if y is space else x, y, y is packed or y is space)
 
 
 def _each(group: Membership, verb: Verb, xs: Sequence[Any], how: dict[str, Any]) -> Any:
@@ -116,7 +146,12 @@ def _prepare(
 
 
 def reduction(
-    group: Membership, name: str, array: Array, op: str, scale: float, of_some: bool = False
+    group: Membership,
+    name: str,
+    array: Array,
+    op: Op | ReduceOp,
+    scale: float,
+    of_some: bool = False,
 ) -> tuple[ReduceOp, float]:
     """Check the operation and the factor; an average, unless ``of_some``, becomes a scaled sum."""
     reduce_op = parse_op(name, op)
@@ -213,6 +248,22 @@ def arrived(value: Any, space: Output, back: Callable[[Array], Array] | None) ->
     if array is not None and part is not array:
         array[...] = part
     return returned(given, part, array is not None)
+
+
+# What torch and mpi4py call arguments that are ours by another name.
+_OURS = {
+    **{"src": "root", "dst": "root", "source": "src", "dest": "dst", "comm": "group"},
+    **{"sendtag": "tag", "recvtag": "recv_tag", "recvbuf": "out", "obj": "objs"},
+}
+
+
+def refuse_names(function: Callable[..., Any], given: Iterable[str], group: Group) -> NoReturn:
+    """Raise TypeError for arguments that ``function`` has not; of a collective on all ranks."""
+    verb, known = function.__name__, list(inspect.signature(function).parameters)[:-1]
+    ours = [f"{_OURS[name]}=" for name in given if _OURS.get(name) in known]
+    names = f"it is {' and '.join(ours)} here" if ours else f"it takes {', '.join(known)}"
+    with refusing(of(group), verb, [COLLECTIVE] if "root" in known else ()):
+        raise TypeError(f"{verb} got {', '.join(f'{name}=' for name in given)}: {names}")
 
 
 COLLECTIVE = None  # in place of a message

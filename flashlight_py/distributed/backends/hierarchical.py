@@ -200,7 +200,16 @@ class HierarchicalBackend(Backend):
     def shared_empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return an array in the memory of this rank's host; see ``Backend``."""
         call = Call(BARRIER, part_of=f"shared_empty({dtype} {shape})")
-        array: Array = self._start(call, lambda: self._inside.shared_empty(shape, dtype)).wait()
+
+        def inside() -> Array | MemoryError:
+            try:
+                return self._inside.shared_empty(shape, dtype)
+            except MemoryError as error:  # which need not end the group
+                return error
+
+        array: Array | MemoryError = self._start(call, inside).wait()
+        if isinstance(array, MemoryError):
+            raise array
         return array
 
     def _refuse(self, call: Call) -> Work:

@@ -59,10 +59,10 @@ _MESSAGE_BYTES = 1024
 _ARRAY = object()
 
 _LEAST_RUNNING = 8  # operations, before it is looked which have ended
-_SLOWER = "small calls take some microseconds longer"
+SLOWER = "small calls take some microseconds longer"
 
 # What csrc/fast/plain.h wants to know of each verb, by its code.
-_FLAGS = bytes(
+FLAGS = bytes(
     0
     if verb is None
     else 1 | verb.rooted << 1 | verb.in_place << 2 | verb.reduces << 3 | verb.prefix << 4
@@ -96,7 +96,7 @@ class NativeBackend(NativeGroup):
 
     def bind(self, journal: Journal) -> tuple[Callable[..., Any], ...]:
         """Let native code read plain arrays by itself; see ``Backend``."""
-        if (fast := _native.optional("fast", _SLOWER)) is None:
+        if (fast := _native.optional("fast", SLOWER)) is None:
             return super().bind(journal)
         self.journal = journal
         journal.open_to_native(fast.clocks)
@@ -105,13 +105,13 @@ class NativeBackend(NativeGroup):
     def step(self, verb: Verb, array: Array, seconds: float) -> Any:
         """Let native code make a step of a call; see ``Backend``. Nothing is recorded."""
         if (native := self._step) is None:
-            fast = _native.optional("fast", _SLOWER)
+            fast = _native.optional("fast", SLOWER)
             native = self._step = left_to_python if fast is None else self._bound(fast, Ring())[0]
         result = native(verb.code, array, None, "sum", 1.0, 0, 0, False, seconds)
         return super().step(verb, array, seconds) if result is NotImplemented else result
 
     def _bound(self, fast: Any, ring: Ring) -> tuple[Callable[..., Any], ...]:
-        fast.verbs(_FLAGS)
+        fast.verbs(FLAGS)
         group = self._open("bind")
         self._callers.of_native = ring.header
         self._kept.append(ring.memory)

@@ -20,9 +20,15 @@ from flashlight_py.distributed.backends.exchange import BackendStore, Steps
 from flashlight_py.distributed.backends.native import NativeBackend
 from flashlight_py.distributed.backends.native_work import freed_by, keeping
 from flashlight_py.distributed.constants import DistributedBackend
-from flashlight_py.distributed.memory.memory_file import map_together, needs_names
+from flashlight_py.distributed.memory.memory_file import (
+    made_together,
+    map_together,
+    needs_names,
+    open_memory,
+)
+from flashlight_py.distributed.memory.memory_room import ordinary_empty, reserve
 from flashlight_py.distributed.rendezvous.store import Kin, Store
-from flashlight_py.errors import BackendUnavailableError
+from flashlight_py.errors import BackendUnavailableError, OutOfMemoryError
 
 _PAGE = 4096
 
@@ -87,7 +93,8 @@ class ShmBackend(NativeBackend):
     def shared_empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return an array, not initialised, in memory that all ranks have mapped. Collective.
 
-        Ordinary memory where the shared one is too small, on every rank, with a warning.
+        Ordinary memory where the shared one is too small, on every rank, with a warning; an
+        OutOfMemoryError on every rank where that is, too.
         """
         arrays = self.shared_by_all(shape, dtype)
         return arrays[self.rank if len(arrays) > 1 else 0]
@@ -96,19 +103,26 @@ class ShmBackend(NativeBackend):
         """Return the array of each rank, in memory that all have mapped; see ``Backend``."""
         count = math.prod(shape)
         stride = max(_PAGE, -(-count * dtype.itemsize // _PAGE) * _PAGE)
+        what = f"shared_empty, {self.size} arrays of {dtype} {shape}"
+        store = BackendStore(Steps(self, "shared_empty"))
 
         def add(path: str, create: bool) -> Any:
             group, where = self._open("shared_empty"), path.encode()
+            if create:
+                with open_memory(path) as fd:
+                    reserve(fd, stride * self.size, what)
             region = self.lib.fl_shm_add_region(group, where, create, stride, *self._reason)
             if region == self.ffi.NULL:
                 raise OSError(self.reason())
             return region
 
         try:
-            region = map_together(BackendStore(Steps(self, "shared_empty")), add, self._named)
+            region = map_together(store, add, self._named)
+        except OutOfMemoryError:
+            raise
         except BackendUnavailableError as error:
             _log.warning("shared_empty%s returns ordinary memory: %s", shape, error)
-            return [np.empty(shape, dtype)]
+            return [made_together(store, lambda: ordinary_empty(shape, dtype, self.size))]
         pointer = self.ffi.cast("char *", self.lib.fl_shm_region_array(region))
         # It may be collected in the middle of a wait, where the group may hold its lock: which is
         # not notified then, but before its next operation.

@@ -55,7 +55,21 @@ _codes_seen: dict[np.dtype[Any], int] = {}
 
 _OF_OBJECTS = ("all_gather", "broadcast", "gather", "scatter")
 
-_OPS = {op.name.lower(): op for op in ReduceOp}
+_OP_NAMES = [op.name.lower() for op in ReduceOp]
+_UFUNCS = {
+    "sum": np.add,
+    "prod": np.multiply,
+    **{"min": np.minimum, "max": np.maximum},
+    **{"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor},
+    **{"land": np.logical_and, "lor": np.logical_or, "lxor": np.logical_xor},
+}
+# Ours, those of MPI and torch, and functions of NumPy that mean the same.
+_OPS: dict[object, ReduceOp] = {
+    known: op
+    for op, name in zip(ReduceOp, _OP_NAMES, strict=True)
+    for known in (name, op.name, _UFUNCS.get(name))
+    if known is not None
+}
 _EXTREMES = (ReduceOp.MIN, ReduceOp.MAX)
 _BITWISE = (ReduceOp.AND, ReduceOp.OR, ReduceOp.XOR)
 # Logical operations are these of truth values, which they reduce as bytes: no kernels of their own
@@ -144,6 +158,10 @@ def _advice(verb: str, value: Any) -> str:
     of_objects = f"{name}_object" if name in _OF_OBJECTS else "all_gather_object"
     arrays = isinstance(value, list | tuple | bool | int | float | complex | np.generic)
     by_array = "np.asarray(x) makes an array of numbers, and " if arrays else ""
+    if hasattr(value, "toarray"):  # a sparse matrix
+        by_array = "x.toarray() makes a dense array, and "
+    elif hasattr(value, "__array__") and not arrays:  # of pandas, for example
+        by_array = "np.array(x) makes an array of it, a copy, and "
     return f"{by_array}{of_objects}(x) sends any object"
 
 
@@ -255,11 +273,16 @@ def dtype_of_code(code: int) -> np.dtype[Any]:
     return _joined(DTYPES[code])
 
 
-def parse_op(verb: str, op: str) -> ReduceOp:
-    """Return the reduce operation called ``op``."""
-    found = _OPS.get(op) if isinstance(op, str) else None
+def parse_op(verb: str, op: object) -> ReduceOp:
+    """Return the reduce operation called ``op``, or that such a function of NumPy is."""
+    if isinstance(op, ReduceOp):
+        return op
+    found = _OPS.get(op) if isinstance(op, str | np.ufunc) else None
     if found is None:
-        raise ValueError(f"{verb}: op must be one of {', '.join(_OPS)}; got {op!r}")
+        raise ValueError(
+            f"{verb}: op must be one of {', '.join(_OP_NAMES)}, or a function of NumPy such as "
+            f"np.add or np.maximum; got {op!r}"
+        )
     return found
 
 

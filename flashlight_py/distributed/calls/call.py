@@ -6,7 +6,7 @@ A backend is given it (``Backend.start``); nothing below describes a call in any
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -205,9 +205,10 @@ class P2POp:
     """One message of :func:`flashlight_py.batch_isend_irecv`.
 
     Args:
-        kind: ``"send"`` or ``"recv"``.
+        kind: ``"send"`` or ``"recv"``; or, as in PyTorch, ``fl.isend`` or ``fl.irecv``.
         x: the array that is sent, or filled in place.
-        peer: the other rank; None, for ``"recv"``: any other rank.
+        peer: the other rank; None: nobody, as MPI's PROC_NULL. A receive from any rank is
+            ``fl.irecv(x, None)``.
         tag: a number from 0 to 2**31 - 1.
         partial: for ``"recv"``: fewer rows may arrive than ``x`` has.
 
@@ -215,18 +216,21 @@ class P2POp:
         ValueError: ``kind`` is something else.
     """
 
+    __slots__ = ("kind", "partial", "peer", "tag", "x")
+
     def __init__(
         self,
-        kind: Literal["send", "recv"],
+        kind: Literal["send", "recv"] | Callable[..., Any],
         x: Any,
         peer: int | None,
         tag: int = 0,
         partial: bool = False,
     ) -> None:
         if kind not in ("send", "recv"):
-            raise ValueError(f"P2POp: kind must be 'send' or 'recv', got {kind!r}")
-        self.kind, self.x, self.peer, self.tag = kind, x, _plain(peer), _plain(tag)
-        self.partial = partial
+            kind = _kind_of(kind)
+        self.kind, self.x, self.partial = kind, x, partial
+        self.peer = peer if type(peer) is int else _plain(peer)
+        self.tag = tag if type(tag) is int else _plain(tag)
 
     @property
     def sends(self) -> bool:
@@ -235,6 +239,17 @@ class P2POp:
 
     def __repr__(self) -> str:
         return f"P2POp({self.kind!r}, peer={self.peer}, tag={self.tag})"
+
+
+def _kind_of(verb: Any) -> Literal["send", "recv"]:
+    """Return the kind of a message that the function ``isend`` or ``irecv`` would begin."""
+    name = getattr(verb, "__name__", None)
+    if name not in ("isend", "irecv"):
+        raise ValueError(
+            f"P2POp: kind must be 'send' or 'recv', or one of the functions isend and irecv; got "
+            f"{verb!r}"
+        )
+    return "send" if name == "isend" else "recv"
 
 
 def _plain(number: Any) -> Any:

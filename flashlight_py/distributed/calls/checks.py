@@ -14,6 +14,7 @@ from numpy.exceptions import TooHardError
 
 from flashlight_py import _native
 from flashlight_py.device import Array, array_module, is_cupy
+from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.errors import BackendUnavailableError
 
 
@@ -106,18 +107,24 @@ def as_number(verb: str, x: Any) -> tuple[Array, Callable[[], Any]]:
     return array, (lambda: array[()]) if isinstance(x, np.generic) else array.item
 
 
-def require_bits(verb: str, x: Any, op: str = "", scale: float = 1.0, size: int = 1) -> None:
+def require_bits(
+    verb: str, x: Any, op: ReduceOp | None = None, scale: float = 1.0, size: int = 1
+) -> None:
     """Refuse a Python int whose reduction could pass 64 bits, where NumPy's would wrap around.
 
     Each rank looks at its own, as if all ``size`` had the same: then none passes.
     """
     if type(x) is not int:
         return
-    largest = {"sum": abs(x) * size, "prod": abs(x) ** size}.get(op, abs(x))
+    largest = abs(x)
+    if op is ReduceOp.SUM:
+        largest *= size
+    elif op is ReduceOp.PROD:
+        largest **= size
     if isinstance(scale, int | float) and math.isfinite(scale):
         largest = math.ceil(largest * abs(int(scale)))
     if largest >= 2**63:
-        of = f" of {size} ranks by {op!r}" if op else ""
+        of = f" of {size} ranks by {op.name.lower()!r}" if op is not None else ""
         raise OverflowError(
             f"{verb}: {x}, an int, travels in 64 bits, and its reduction{of} could pass them; pass "
             "a float, or the digits by all_gather_object"

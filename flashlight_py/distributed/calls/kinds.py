@@ -43,6 +43,22 @@ def kind_of(value: object) -> ArrayKind:
     return next((kind for kind in KINDS if is_of(value, kind.module, kind.name)), OTHER)
 
 
+def as_numpy(value: Any) -> np.ndarray[Any, Any] | None:
+    """Return a NumPy array of the memory of what verbs fill, where that is simple; else None."""
+    if getattr(value, "has_history", None) is False:
+        value = value.array
+    if type(value) is np.ndarray:
+        return value
+    if isinstance(value, np.ndarray):
+        return None if isinstance(value, np.ma.MaskedArray) else value.view(np.ndarray)
+    if not is_of(value, "torch", "Tensor") or value.requires_grad or value.is_cuda:
+        return None
+    try:
+        return value.numpy()  # type: ignore[no-any-return]
+    except (RuntimeError, TypeError):  # a sparse one, a conjugate, a dtype that NumPy lacks
+        return None
+
+
 def returned(given: Any, array: Array | None, in_place: bool) -> Any:
     """Return what a verb returns: ``given`` where it was filled, else ``array`` in its kind."""
     kind = OTHER if type(given) is np.ndarray else kind_of(given)

@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 # threads add to it while others read it.
 _watched: dict[weakref.ref[Membership], list[Backend]] = {}
 
+_SHORT_WAYS = ("native", "native_sendrecv", "native_object", "native_barrier")
+_NO_SHORT_WAYS = (left_to_python,) * len(_SHORT_WAYS)
+
 # Results that are still to be brought home, before it is looked which of them have been.
 _LEAST_UNFINISHED = 8
 
@@ -70,7 +73,6 @@ class Membership:
 
     rank = -1
     gpus: Backend | None = None  # that of CuPy arrays, once the GPUs are joined
-    on_first_use: Callable[[], None] | None = None
     native: Callable[..., Any]
     native_sendrecv: Callable[..., Any]
     native_object: Callable[..., Any]
@@ -82,7 +84,9 @@ class Membership:
         backend: Backend | None,
         ranks: Sequence[int] | None = None,
         joiner: Joiner | None = None,
+        first_use: Callable[[], None] | None = None,
     ) -> None:
+        self.on_first_use = first_use  # whoever calls first comes by there, on no short way
         self._backend, self._joiner = backend, joiner
         self._joined: list[Backend] = []  # what is to be closed, also where the group is dropped
         self._children: dict[weakref.ref[Membership], None] = {}
@@ -91,7 +95,7 @@ class Membership:
         self.messages_to_self = SelfMessages()
         if backend is None:
             self.ranks, self.journal = tuple(ranks or ()), Journal("none of this process", (), "")
-            self._bind((left_to_python,) * len(_SHORT_WAYS))
+            self._bind(_NO_SHORT_WAYS)
         else:
             self.ranks = tuple(range(backend.size) if ranks is None else ranks)
             self.rank = backend.rank
@@ -100,7 +104,7 @@ class Membership:
             self._joined.append(backend)
             if joiner is not None or backend.size > 1:
                 _watched[weakref.ref(self, dropped.append)] = self._joined
-            self._bind(backend.bind(self.journal))
+            self._bind(backend.bind(self.journal) if first_use is None else _NO_SHORT_WAYS)
             backend.count = self.journal.count
         self.size = len(self.ranks)
         self.native_again = reduced_alone if self.size == 1 else self.native
@@ -108,6 +112,20 @@ class Membership:
     def _bind(self, ways: Sequence[Callable[..., Any]]) -> None:
         for name, way in zip(_SHORT_WAYS, ways, strict=True):
             setattr(self, name, way)
+
+    def take_short_ways(self) -> None:
+        """Take the backend's short ways as they are now."""
+        self.on_first_use = None
+        with _diverting:
+            for name, way in zip(_SHORT_WAYS, self.backend().bind(self.journal), strict=True):
+                if name == "native_barrier" and self.gpus is not None:
+                    continue
+                is_diverted = isinstance(getattr(self, name), functools.partial)
+                setattr(self, name, _diverted(way) if is_diverted else way)
+                if name == "native" and self.size > 1:
+                    self.native_again = way
+            if self is _world:
+                use_as_world(self)
 
     @property
     def is_member(self) -> bool:
@@ -127,7 +145,8 @@ class Membership:
         if dropped:
             close_dropped()
         if self.on_first_use is not None:
-            first_use, self.on_first_use = self.on_first_use, None
+            first_use = self.on_first_use
+            self.take_short_ways()
             first_use()
         if self._backend is None:
             raise self._unusable()
@@ -214,21 +233,12 @@ class Membership:
 
         It is the timeout of groups that are made of this one later, too.
         """
-        backend = self.backend()
+        self.backend()
         if self._joiner is not None:
             self._joiner = self._joiner.limited(seconds)
         for joined in self._joined:
             joined.limit(seconds)
-        with _diverting:
-            for name, way in zip(_SHORT_WAYS, backend.bind(self.journal), strict=True):
-                if name == "native_barrier" and self.gpus is not None:
-                    continue
-                is_diverted = isinstance(getattr(self, name), functools.partial)
-                setattr(self, name, _diverted(way) if is_diverted else way)
-                if name == "native" and self.size > 1:
-                    self.native_again = way
-            if self is of(None):
-                use_as_world(self)
+        self.take_short_ways()
 
     def run(self, call: Call) -> Work:
         """Start ``call``, and wait for its end if it is blocking; the journal has it."""
@@ -293,7 +303,7 @@ class Membership:
         self._forked |= forked
         backends, self._joined = self._joined, []
         self.gpus = self._backend = None
-        self._bind((left_to_python,) * len(_SHORT_WAYS))
+        self._bind(_NO_SHORT_WAYS)
         self.native_again = left_to_python
         _watched.pop(weakref.ref(self), None)
         return backends
@@ -374,7 +384,6 @@ world_native_barrier: Callable[..., Any] = left_to_python
 _native_again: Callable[..., Any] = left_to_python
 
 
-_SHORT_WAYS = ("native", "native_sendrecv", "native_object", "native_barrier")
 _diversions = 0
 _diverting = threading.Lock()
 

@@ -9,6 +9,7 @@ owner was killed in that moment, is removed by whoever makes the next such file.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from flashlight_py.distributed.rendezvous.store import Store, kernel_and
-from flashlight_py.errors import UnavailableEverywhereError
+from flashlight_py.errors import DistributedError, OutOfMemoryError, UnavailableEverywhereError
 
 DIRECTORY = Path("/dev/shm")
 _PREFIX = "flashlight-"
@@ -111,19 +112,20 @@ def map_together(store: Store, map_path: Callable[[str, bool], Any], named: bool
     which it has until all have mapped it.
 
     Raises:
-        UnavailableEverywhereError: it failed on a rank; raised on every rank.
+        OutOfMemoryError: a rank lacks memory; raised on every rank.
+        UnavailableEverywhereError: it failed on a rank otherwise; raised on every rank.
     """
-    mapped, file, path, error = None, None, "", ""
+    mapped, file, path, error = None, None, "", ("", "")
     try:
         if store.rank == 0:
             file, error = _attempt(lambda: MemoryFile(named))
-            if not error:
+            if not any(error):
                 mapped, error = _attempt(lambda: map_path(file.own_path, True))
-        mine = json.dumps(["" if file is None else file.path, error])
-        path, problem = json.loads(store.exchange(mine.encode())[0])
-        if not problem and store.rank != 0:
+        mine = json.dumps(["" if file is None else file.path, any(error)])
+        path, has_failed = json.loads(store.exchange(mine.encode())[0])
+        if not has_failed and store.rank != 0:
             mapped, error = _attempt(lambda: map_path(path, False))
-        errors = [answer.decode() for answer in store.exchange(error.encode())]
+        _raise_together(store, error)
     finally:  # also where a rank was lost meanwhile, or a signal handler raised
         if file is not None:
             file.close()
@@ -131,17 +133,44 @@ def map_together(store: Store, map_path: Callable[[str, bool], Any], named: bool
             # As soon as all have mapped it, so nothing can be left behind, also by kill -9; and for
             # a rank 0 that has died.
             Path(path).unlink(missing_ok=True)
-    failed = [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text]
-    if failed:
-        raise UnavailableEverywhereError(
-            f"shared memory cannot be used: {'; '.join(failed)}. Give it more room (a container "
-            f"needs more memory, or its {DIRECTORY} more space: docker run --shm-size=1g)"
-        )
     return mapped
 
 
-def _attempt(do: Callable[[], Any]) -> tuple[Any, str]:
+def made_together(store: Store, make: Callable[[], Any]) -> Any:
+    """Return what ``make`` does, if every rank can make it: else raise as ``map_together``."""
+    made, error = _attempt(make)
+    _raise_together(store, error)
+    return made
+
+
+def _attempt(do: Callable[[], Any]) -> tuple[Any, tuple[str, str]]:
+    """Return what ``do`` does; or why it failed, for lack of memory and otherwise."""
     try:
-        return do(), ""
+        return do(), ("", "")
+    except OutOfMemoryError as error:
+        return None, (error.lack, "")
+    except DistributedError:  # some are OSErrors; the others would not be there either
+        raise
     except (OSError, MemoryError) as error:
-        return None, str(error) or repr(error)
+        text = str(error) or repr(error)
+        is_memory = isinstance(error, MemoryError) or error.errno == errno.ENOMEM
+        return None, (text, "") if is_memory else ("", text)
+
+
+def _raise_together(store: Store, error: tuple[str, str]) -> None:
+    """Raise what ``map_together`` does if a rank has an ``error`` of ``_attempt``. Collective."""
+    answers = map(json.loads, store.exchange(json.dumps(error).encode()))
+    lacks, others = (
+        "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
+        for texts in zip(*answers, strict=True)
+    )
+    if lacks:
+        words = f"rank {store.rank} of {store.size}: there is not enough memory. {lacks}"
+        error_of_all = OutOfMemoryError(words)
+        error_of_all.lack = lacks
+        raise error_of_all
+    if others:
+        raise UnavailableEverywhereError(
+            f"shared memory cannot be used: {others}. Give it more room (a container "
+            f"needs more memory, or its {DIRECTORY} more space: docker run --shm-size=1g)"
+        )

@@ -21,6 +21,7 @@ from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.combining import combined
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.memory.memory_file import map_together, needs_names, open_memory
+from flashlight_py.distributed.memory.memory_room import require, reserve
 from flashlight_py.distributed.memory.topology import exchange_process_info
 from flashlight_py.distributed.verbs import BARRIER
 
@@ -31,6 +32,11 @@ def hosts_of(group: ProcessGroup) -> list[list[int]]:
     Ranks that a backend joins by a network alone are each a host of their own.
     """
     return [list(host) for host in group.backend().hosts]
+
+
+def store_of(group: ProcessGroup) -> BackendStore:
+    """Return a store between the ranks of ``group``, for what they make together."""
+    return BackendStore(Steps(group.backend(), "shared_empty"))
 
 
 def meet(group: ProcessGroup, doing: str) -> None:
@@ -62,37 +68,42 @@ def add_up(arrays: Sequence[Array], scale: float, out: Array) -> Array:
     return out
 
 
-def map_zeros(group: ProcessGroup, nbytes: int) -> Array:
+def map_zeros(group: ProcessGroup, nbytes: int, what: str, unwritten: int = 0) -> Array:
     """Return ``nbytes`` zeros (uint8) that all ranks of ``group`` map. Collective, blocking.
 
     The ranks must share memory. The others read what one writes; nothing orders the two but what
-    the ranks do besides.
+    the ranks do besides. ``what`` they are for says who lacks memory; and there has to be some for
+    what the host has mapped besides and nobody has written yet, ``unwritten`` bytes.
 
     Raises:
+        OutOfMemoryError: there is no memory for them; raised on every rank.
         UnavailableEverywhereError: a rank cannot map it; raised on every rank.
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
     nbytes = max(nbytes, 1)
     if group.size == 1:
+        require(nbytes + unwritten, what)
         own = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # a kernel without large pages: nothing is lost
             own.madvise(mmap.MADV_HUGEPAGE)
         return np.frombuffer(own, np.uint8)
-    store = BackendStore(Steps(group.backend(), "shared_empty"))
+    store = store_of(group)
     exchange_process_info(store, checks=True)  # all ranks have agreed on that already
     named = needs_names(store.spaces)
 
     def map_path(path: str, create: bool) -> Array:
         try:
             with open_memory(path) as fd:
+                if create:
+                    require(nbytes + unwritten, what)
                 if create and named:
                     # Its file system has a size; what is missing later would end the process.
-                    os.posix_fallocate(fd, 0, nbytes)
+                    reserve(fd, nbytes, what)
                 elif create:
                     os.ftruncate(fd, nbytes)
                 return np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
         except OSError as error:
-            raise OSError(f"{nbytes:,} bytes: {error}") from error
+            raise OSError(error.errno, f"{what}, {nbytes:,} bytes: {error}") from error
 
     mapped: Array = map_together(store, map_path, named)
     return mapped

@@ -74,7 +74,7 @@ class Settings:
                 )
         values = {key: value for key, value in params.items() if value is not None}
         sources = {key: f"params[{key!r}]" for key in values}
-        variables = {Keys.HOST_TIMEOUT: "FLASHLIGHT_HOST_TIMEOUT"}
+        variables = {key: f"FLASHLIGHT_{key}" for key in (Keys.TIMEOUT, Keys.HOST_TIMEOUT)}
         if not values.keys().isdisjoint(_MASTER):
             variables |= {name: name for name in _MASTER}
         for key, name in variables.items():

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from flashlight_py.distributed.api.group import ProcessGroup
-from flashlight_py.distributed.backend import left_to_python
 from flashlight_py.distributed.backends.single import SingleBackend
 from flashlight_py.distributed.calls.call_site import caller
 from flashlight_py.distributed.constants import DistributedBackend
@@ -47,9 +46,7 @@ def _warn_of_forgotten_init() -> None:
 
 
 # Before distributed_init, and after distributed_shutdown, a process is a world of its own.
-_ALONE = World()
-_ALONE.group.on_first_use = _warn_of_forgotten_init
-_ALONE.group.native = left_to_python  # as the short way would not warn
+_ALONE = World(ProcessGroup(SingleBackend(), first_use=_warn_of_forgotten_init))
 _world: World | None = None
 membership.use_as_world(_ALONE.group)
 
@@ -68,7 +65,7 @@ def set_world(world: World | None) -> None:
     """Make ``world`` the current one; None: this process alone."""
     global _world  # noqa: PLW0603  (the one piece of process-wide state)
     _world = world
-    _ALONE.group.on_first_use = None  # whoever uses the process alone after this knows
+    _ALONE.group.take_short_ways()  # whoever uses the process alone after this knows
     membership.use_as_world(current_world().group)
 
 

@@ -17,8 +17,8 @@ from flashlight_py.autograd.engine import InPasses
 from flashlight_py.autograd.variable import record_in_order
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.calls.arrays import scale_in_place
-from flashlight_py.distributed.constants import LinearOp
+from flashlight_py.distributed.calls.arrays import parse_op, scale_in_place
+from flashlight_py.distributed.constants import LinearOp, ReduceOp
 from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.errors import MismatchError
 from flashlight_py.parallel.failing import fail
@@ -92,7 +92,7 @@ def reduce_scatter(
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
     call = DifferentiableCall("reduce_scatter", v, group, op)
-    factor = scale / call.group.size if op == "avg" else scale
+    factor = scale / call.group.size if call.op is ReduceOp.AVG else scale
 
     def gather(grad: Array) -> Array:
         whole: Array = call.group.all_gather(grad)
@@ -218,9 +218,12 @@ class DifferentiableCall(InPasses):
     ``rows`` are numbers that the ranks have exchanged, those of a rank in a row.
     """
 
-    def __init__(self, verb: str, v: Variable, group: ProcessGroup | None, op: str = "sum") -> None:
+    def __init__(
+        self, verb: str, v: Variable, group: ProcessGroup | None, op: LinearOp = "sum"
+    ) -> None:
         require_variable(verb, v)
-        if op not in ("sum", "avg"):
+        self.op = parse_op(f"functional.{verb}", op)
+        if self.op not in (ReduceOp.SUM, ReduceOp.AVG):
             raise ValueError(
                 f"functional.{verb}: op must be 'sum' or 'avg', got {op!r}; where no gradient is "
                 f"needed, flashlight_py.{verb} takes the others"

@@ -121,10 +121,9 @@ def put_numbers(plan: Plan, values: Iterable[Any]) -> Any:
 
 def put_buffer(module: Module, name: str, value: Any) -> None:
     """Set a buffer by its dotted name, as in ``Module.buffers``."""
-    *parents, own = name.split(".")
-    for parent in parents:
-        module = dict(module.children())[parent]
-    setattr(module, own, value)
+    place, _, own = name.rpartition(".")
+    owners = (each for prefix, each in module._walk() if prefix.rstrip(".") == place)
+    setattr(next(owners), own, value)
 
 
 def _made_anew(container: Any, entries: Mapping[Any, Any]) -> Any:

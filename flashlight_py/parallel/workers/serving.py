@@ -115,7 +115,8 @@ class _Share:
                 inputs[number] = Variable(array_of(inputs[number]), calc_grad)
             return inputs[number]
 
-        result = module(*put_together(form, find))
+        given, options = put_together(form, find)
+        result = module(*given, **options)
         _, results = take_apart(result, is_data)
         self.graphs[number] = inputs, results
         known = self._leaves(inputs)

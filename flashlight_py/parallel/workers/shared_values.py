@@ -19,6 +19,7 @@ import numpy as np
 
 from flashlight_py.autograd import Variable
 from flashlight_py.device import Array, is_cupy
+from flashlight_py.distributed.memory.memory_room import reserve
 from flashlight_py.launch.pickling import dumps
 
 _ALIGNMENT = 64
@@ -101,9 +102,9 @@ class WorkerMemory:
         return places
 
     def reserve(self, size: int) -> None:
-        """Make it at least ``size`` bytes; the new ones are zeros."""
+        """Make it at least ``size`` bytes; the new ones are zeros. Raises a MemoryError."""
         if size > os.fstat(self.fd).st_size:
-            os.posix_fallocate(self.fd, 0, size)
+            reserve(self.fd, size, "arrays for the workers of DataParallel")
 
     def views(self, places: Iterable[ArrayPlace]) -> list[Array]:
         """Return the arrays at ``places``: not copies, and valid for as long as they are used."""

@@ -83,6 +83,8 @@ class DataParallel(Module):
         ['bias', 'weight']
     """
 
+    _unsearched = ("_params", *Module._unsearched)
+
     def __init__(self, module: Module, nprocs: int | None = None) -> None:
         if not isinstance(module, Module):
             raise TypeError(f"{WHAT} takes a flashlight_py.nn.Module, got {type(module).__name__}")
@@ -94,8 +96,8 @@ class DataParallel(Module):
         self._team: Team | None = None
         self._number = 0
 
-    def forward(self, *inputs: Any) -> Any:
-        """Return ``module(*inputs)``, computed in shares; blocks until all have been computed.
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        """Return what ``module`` does, computed in shares; blocks until all have been computed.
 
         Raises:
             ValueError: arrays of the inputs have different first dimensions, or a result has no
@@ -111,12 +113,12 @@ class DataParallel(Module):
             OSError: the system starts no more processes, or has no more memory.
         """
         if self.nprocs == 1:
-            return self.module(*inputs)
-        form, parts = _apart("an input", inputs, is_data)
+            return self.module(*inputs, **options)
+        form, parts = _apart("an input", (inputs, options), is_data)
         rows = _rows(parts)
         count = min(rows, self.nprocs)
         if count < 2:
-            return self.module(*inputs)
+            return self.module(*inputs, **options)
         ends = [rows // count * k + min(k, rows % count) for k in range(count + 1)]
         shares = [slice(begin, end) for begin, end in pairwise(ends)]
         if self.module.before_forward is not None:  # it may change what the workers need
@@ -133,7 +135,8 @@ class DataParallel(Module):
         own_parts = [part[shares[0]] for part in parts]
         instead = self.module._instead
         compute = partial(instead, self.module) if instead else self.module.forward
-        result = compute(*put_together(form, lambda number, _: own_parts[number]))
+        inputs, options = put_together(form, lambda number, _: own_parts[number])
+        result = compute(*inputs, **options)
         others = team.answers()
         result_form, results = _apart("a result", result, is_data)
         joined = graph.join(results, others, self._params, parts)

@@ -1,0 +1,190 @@
+"""Cartesian grids, and messages to and from nobody at their edges."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.distributed.groups.grid import Grid, extents_of
+from tests.distributed import conformance
+from tests.distributed.conformance import LAYOUTS, WORLDS, assert_equal, lay_out, ranks_in, values
+from tests.distributed.harness import run_ranks
+
+ranks = ranks_in(*WORLDS)
+
+
+def factorisations(size: int, dims: int) -> Iterator[tuple[int, ...]]:
+    for shape in itertools.product(range(1, size + 1), repeat=dims):
+        if math.prod(shape) == size:
+            yield shape
+
+
+def as_in_mpi(rank: int, size: int, most_dims: int) -> int:
+    """All grids of up to ``most_dims`` dimensions of the first 1, 2, ... ranks, beside MPI's."""
+    from mpi4py import MPI
+
+    tried = 0
+    for count in range(1, size + 1) if size < 12 else [size]:
+        members = MPI.COMM_WORLD.group.Incl(range(count))
+        group = fl.new_group(range(count))
+        if rank < count:
+            communicator = MPI.COMM_WORLD.Create_group(members)
+            for dims in range(most_dims + 1):
+                for shape in factorisations(count, dims):
+                    for periodic in itertools.product((False, True), repeat=dims):
+                        cart = communicator.Create_cart(shape, periodic)
+                        same_as(cart, group.grid(shape, periodic), MPI.PROC_NULL)
+                        cart.Free()
+                        tried += 1
+            communicator.Free()
+        members.Free()
+        group.close()
+    return tried
+
+
+def same_as(cart: Any, grid: Grid, nobody: int) -> None:
+    where = repr(grid)
+    assert grid.coords == tuple(cart.coords), where
+    for other in range(cart.Get_size()):
+        assert grid.coords_of(other) == tuple(cart.Get_coords(other)), where
+        assert grid.rank_of(grid.coords_of(other)) == other, where
+    for dim, extent in enumerate(grid.shape):
+        for steps in range(-extent - 1, extent + 2):
+            theirs = tuple(None if r == nobody else r for r in cart.Shift(dim, steps))
+            assert grid.shift(dim, steps) == theirs, (where, dim, steps)
+            assert grid.shift(dim - len(grid.shape), steps) == theirs
+
+
+def test_grids_are_those_of_mpi(pool: Any) -> None:
+    pytest.importorskip("mpi4py")
+    tried = pool(4, init="mpi", params={"BACKEND": "mpi"}).run(as_in_mpi, 3)
+    assert tried[0] == tried[1] + 15
+
+
+@pytest.mark.slow
+def test_grids_of_twelve_ranks_are_those_of_mpi() -> None:
+    pytest.importorskip("mpi4py")
+    run_ranks(as_in_mpi, 12, 3, init="mpi", params={"BACKEND": "mpi"}, deadline=120.0)
+
+
+def test_extents_are_worked_out_as_by_mpi() -> None:
+    mpi = pytest.importorskip("mpi4py.MPI")
+    for size, dims in itertools.product(range(1, 65), range(1, 5)):
+        found, theirs = extents_of([None] * dims, size), mpi.Compute_dims(size, dims)
+        assert math.prod(found) == size
+        assert list(found) == sorted(found, reverse=True)
+        assert found[0] - found[-1] <= theirs[0] - theirs[-1], (size, dims, found, theirs)
+        if dims < 3:
+            assert list(found) == theirs
+    assert extents_of((2, None, -1), 36) == (2, 6, 3)
+    assert extents_of((np.int64(3), None), 12) == (3, 4)
+    assert extents_of(7, 7) == extents_of(None, 7) == (7,)
+    assert extents_of((None, None), 99_991) == (99_991, 1)  # a prime, worked out at once
+
+
+def test_what_is_no_grid_is_refused() -> None:
+    grid = fl.grid((1, 1), periodic=(True, False))
+    assert grid == Grid(0, (1, 1), (True, False))
+    assert grid.shift(0, 5) == (0, 0)
+    assert grid.shift(1) == (None, None)
+    assert grid.rank_of((-7, 0)) == 0
+    assert grid.rank_of((0, 1)) is None
+    for shape, said in [
+        ((2, 3), r"shape \(2, 3\) has 6 places, and this group has 1 ranks"),
+        ((2, None), r"shape \(2, None\) has a multiple of 2 places"),
+        ((0, 1), "whole number from 1 on"),
+        ((1.0, 1), "whole number from 1 on"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            fl.grid(shape)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="one for each of the 2 dimensions"):
+        fl.grid((1, 1), periodic=[True])
+    with pytest.raises(ValueError, match="dim must be one of the 2 dimensions"):
+        grid.shift(2)
+    with pytest.raises(ValueError, match="coords must have 2 numbers"):
+        grid.rank_of([0])
+    with pytest.raises(ValueError, match="rank must be a rank of this group"):
+        grid.coords_of(1)
+    with pytest.raises(TypeError, match="group must be a ProcessGroup"):
+        fl.grid(1, group=3)  # type: ignore[arg-type]
+
+
+def groups_that_have_none(rank: int, size: int) -> None:
+    group = fl.new_group([1])
+    if rank == 1:
+        assert group.grid((1, 1)).coords == (0, 0)
+    else:
+        with pytest.raises(ValueError, match="the rank of this process"):
+            group.grid((1, 1))
+    with pytest.raises(ValueError, match=f"and this group has {size} ranks"):
+        fl.grid((size, 2))
+
+
+def test_a_process_outside_of_a_group_has_no_place_in_its_grid(pool: Any) -> None:
+    pool(2, params={"BACKEND": "shm"}).run(groups_that_have_none)
+
+
+def halos(rank: int, size: int, layout: str, periodic: bool) -> None:
+    """Both neighbours' arrays come by sendrecv and in a batch; of nobody nothing comes."""
+    grid = fl.grid((1, size), periodic)
+    x, empty = (values(number, (6, 5), "float32") for number in (rank, 77))
+    given, ends = lay_out(x, layout), [grid.shift(1, -1), grid.shift(1, +1)]
+    wanted = [empty if src is None else values(src, (6, 5), "float32") for src, _ in ends]
+    for is_batch in (False, True):
+        outs = [lay_out(empty, layout) for _ in ends]
+        if is_batch:
+            sends = [fl.P2POp(fl.isend, given, ends[i][1], i) for i in (0, 1)]
+            receives = [fl.P2POp(fl.irecv, outs[i], ends[i][0], i) for i in (0, 1)]
+            got = fl.batch_isend_irecv([*sends, *receives]).wait()
+            assert got[0] is given
+            got = got[2:]
+        else:
+            got = [
+                fl.sendrecv(given, dst, out, src)
+                for (src, dst), out in zip(ends, outs, strict=True)
+            ]
+        for side in (0, 1):
+            assert got[side] is outs[side]
+            assert_equal(got[side], wanted[side], f"is_batch={is_batch}, of {ends[side]}")
+
+
+def test_halos_of_arrays_of_every_layout(ranks: Any) -> None:
+    shaped = [layout for layout in LAYOUTS if conformance.shape_of(layout) == (6, 5)]
+    ranks.run_each(halos, [*itertools.product(shaped, (False, True))])
+
+
+def edges(rank: int, size: int) -> None:
+    """What nobody gets or gives is not looked at; whom one must be named says where None may be."""
+    x, out = np.full(3, 1.0), np.zeros(3)
+    assert fl.sendrecv("no array", None, out, None) is out  # type: ignore[arg-type]
+    assert fl.sendrecv(x, rank, out, rank) is out
+    assert out.tolist() == [1.0] * 3
+    for send in (fl.send, fl.isend):
+        with pytest.raises(ValueError, match=r"got None, which is nobody in sendrecv and in a P2P"):
+            send(x, None)  # type: ignore[arg-type]
+    nobody = [fl.P2POp("send", x, None), fl.P2POp(fl.irecv, out, None, partial=True)]
+    work = fl.batch_isend_irecv(nobody)
+    assert work.is_completed()
+    assert [got is op.x for got, op in zip(work.wait(), nobody, strict=True)] == [True] * 2
+    assert fl.batch_isend_irecv([]).wait() == []
+    group = fl.new_group([0])
+    if rank == 0:
+        assert group.sendrecv(x, None, out, 0 if rank else None) is out
+    group.close()
+    calls = [lambda: group.sendrecv(x, None, out, None), lambda: group.batch_isend_irecv(nobody)]
+    for call in calls:
+        with pytest.raises((fl.errors.GroupClosedError, ValueError), match=r"closed|not in"):
+            call()
+    for kind in ("receive", fl.send, print, [], None):
+        with pytest.raises(ValueError, match="kind must be 'send' or 'recv'"):
+            fl.P2POp(kind, x, 0)  # type: ignore[arg-type]
+
+
+def test_nobody_is_no_rank_and_no_message(ranks: Any) -> None:
+    ranks.run(edges)

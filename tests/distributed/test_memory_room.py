@@ -1,0 +1,250 @@
+"""What is asked of the machine before memory is taken, and that all ranks raise where it lacks."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.distributed.memory import memory_room
+from flashlight_py.distributed.reducers.host_memory import hosts_of, map_zeros
+from flashlight_py.distributed.start.world import group_or_world
+from tests.distributed import conformance
+from tests.distributed.harness import run_outcomes
+
+MB = 1 << 20
+MEMINFO = "MemTotal: 999 kB\nMemAvailable:   65536 kB\nSwapFree:  {swap} kB\nHugePages_Free: 7\n"
+V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
+STAT = "anon 5\ninactive_file 1048576\nactive_file 2097152\n"
+LACK = "there is not enough memory"
+
+
+def machine(root: Path, files: dict[str, object], swap: int = 0) -> Path:
+    """Return ``root`` with 64 MB of memory and other files."""
+    for name, text in {"proc/meminfo": MEMINFO.format(swap=swap), **files}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(str(text))
+    return root
+
+
+def group(folder: str, limit: object, used: int) -> dict[str, object]:
+    """Return the files of a control group of version 2, with 3 MB of files that were read."""
+    names = f"{folder}/memory.max", f"{folder}/memory.current", f"{folder}/memory.stat"
+    return dict(zip(names, (limit, used, STAT), strict=True))
+
+
+def old_group(folder: str, limit: object, used: int) -> dict[str, object]:
+    names = "limit_in_bytes", "usage_in_bytes", "stat"
+    stat = STAT.replace("inactive", "total_inactive").replace("\nactive", "\ntotal_active")
+    values = zip(names, (limit, used, stat), strict=True)
+    return {f"{folder}/memory.{name}": value for name, value in values}
+
+
+NONE = {"proc/self/cgroup": "0::/"}
+JOB = {"proc/self/cgroup": "0::/slurm/job_7/step"}
+OLD = {"proc/self/cgroup": "5:cpu,memory:/docker/0a\n1:name=systemd:/docker/0a\n0::/"}
+
+
+@pytest.mark.parametrize(
+    ("files", "swap", "free", "limit"),
+    [
+        ({}, 0, 64 * MB, "MemAvailable"),
+        (NONE, 1024, 65 * MB, "MemAvailable"),
+        ({**NONE, **group(V2, 16 * MB, 9 * MB)}, 0, 10 * MB, f"{V2}"),
+        ({**NONE, **group(V2, "max", 9 * MB)}, 0, 64 * MB, "MemAvailable"),
+        ({**NONE, **group(V2, 999 * MB, 9 * MB)}, 0, 64 * MB, "MemAvailable"),
+        ({**JOB, **group(f"{V2}/slurm/job_7", 8 * MB, 8 * MB)}, 0, 3 * MB, f"{V2}/slurm/job_7"),
+        (
+            {
+                **JOB,
+                **group(f"{V2}/slurm/job_7/step", 32 * MB, 4 * MB),
+                **group(f"{V2}/slurm", 16 * MB, 4 * MB),
+            },
+            0,
+            15 * MB,
+            f"{V2}/slurm",
+        ),
+        ({**JOB, **group(f"{V2}/unified/slurm/job_7", 9 * MB, 8 * MB)}, 0, 4 * MB, "unified"),
+        ({**OLD, **old_group(f"{V1}/docker/0a", 8 * MB, 6 * MB)}, 0, 5 * MB, f"{V1}/docker/0a"),
+        ({**OLD, **old_group(V1, 8 * MB, 9 * MB)}, 9 << 20, 2 * MB, V1),
+        ({**OLD, **old_group(V1, 9223372036854771712, 9)}, 0, 64 * MB, "MemAvailable"),
+    ],
+)
+def test_the_least_of_all_limits_counts(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    files: dict[str, object],
+    swap: int,
+    free: int,
+    limit: str,
+) -> None:
+    """Of the machine and of each control group above this process, as a container sees it."""
+    monkeypatch.setattr(memory_room, "ROOT", machine(tmp_path, files, swap))
+    found, words = memory_room.available()
+    assert (found, limit in words) == (free, True), words
+    assert memory_room.available(ranks=4)[0] == min(found, (64 * MB + 1024 * swap) // 4)
+    memory_room.require(free * 9 // 10, "an array")
+    with pytest.raises(MemoryError, match=f"an array: {free:,} bytes are needed, and {free:,} can"):
+        memory_room.require(free, "an array")
+
+
+def test_a_file_stays_as_it_was_where_others_take_the_memory_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_room, "ROOT", machine(tmp_path, {}))
+    monkeypatch.setattr(memory_room, "_PIECE", MB)
+    fd = os.memfd_create("test")
+    memory_room.reserve(fd, 3 * MB, "a file")
+    left = iter([64 * MB, 3 * MB])
+    monkeypatch.setattr(memory_room, "available", lambda ranks: (next(left), "the test"))
+    with pytest.raises(MemoryError, match="3,145,728 can be had"):
+        memory_room.reserve(fd, 8 * MB, "a file")
+    status = os.fstat(fd)
+    os.close(fd)
+    assert (status.st_size, status.st_blocks * 512) == (3 * MB, 3 * MB)
+
+
+def test_a_file_system_that_is_too_small_is_named_before_it_is_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fd = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR)
+    system = os.fstatvfs(fd)
+    with pytest.raises(OSError, match=r"a file: its file system has [0-9,]* bytes of") as caught:
+        memory_room.reserve(fd, system.f_blocks * system.f_frsize + 1, "a file")
+    blocks = os.fstat(fd).st_blocks
+    os.close(fd)
+    assert (caught.value.errno, blocks) == (errno.ENOSPC, 0)
+
+
+# On several ranks ---------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def little_memory(folder: str) -> Iterator[None]:
+    """Have this rank believe that its machine has 64 MB."""
+    before, memory_room.ROOT = memory_room.ROOT, machine(Path(folder), {})
+    try:
+        yield
+    finally:
+        memory_room.ROOT = before
+
+
+def model(width: int) -> Any:
+    """Return a linear layer, the same on all ranks."""
+    fl.set_seed(1)
+    return fl.nn.Linear(width, width)
+
+
+def must_not_be_called(out: Any) -> None:
+    raise AssertionError("there is nothing to fill")
+
+
+# What takes more than 64 MB on a host of two ranks, and the name that its error has.
+TAKES: dict[str, Callable[[], object]] = {
+    "shared_empty": lambda: fl.shared_empty((9, MB)),
+    "host_array": lambda: fl.host_array(must_not_be_called, shape=(17, MB)),
+    "buckets of gradients": lambda: fl.distribute_module_grads(model(3000)),
+    "in fully_shard": lambda: fl.fully_shard(model(3000)),
+}
+
+
+def take_too_much(rank: int, size: int, name: str, folder: str) -> None:
+    with little_memory(f"{folder}/{rank}"), pytest.raises(fl.errors.OutOfMemoryError) as caught:
+        TAKES[name]()
+    assert isinstance(caught.value, MemoryError)
+    text = str(caught.value)
+    assert LACK in text, text
+    assert all(words in text for words in (name, f"rank {rank} of {size}", "MemAvailable")), text
+    assert fl.all_reduce(np.ones(3)).tolist() == [size] * 3  # the group goes on
+    x = fl.shared_empty(100_000)
+    x[...] = 1
+    assert fl.all_reduce(x)[-1] == size
+
+
+@pytest.mark.parametrize("name", TAKES)
+def test_every_rank_raises_where_its_host_lacks_memory(
+    pool: Any, tmp_path: Path, name: str
+) -> None:
+    pool(2, params={"BACKEND": "shm"}).run(take_too_much, name, str(tmp_path))
+
+
+def take_more_than_any_machine_has(rank: int, size: int) -> None:
+    takes: list[Callable[[], object]] = [
+        lambda: fl.shared_empty(10**15, np.float64),
+        lambda: fl.host_array(zeros, shape=10**15, dtype=np.float64),
+        lambda: map_zeros(group_or_world(None), 10**15, "zeros"),
+    ]
+    for take in takes:
+        with pytest.raises(MemoryError, match="000,000,000,000,000 bytes are needed"):
+            take()
+    assert fl.all_reduce(np.ones(1)) == size
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_no_machine_has_is_refused_before_anything_is_taken(pool: Any, size: int) -> None:
+    pool(size).run(take_more_than_any_machine_has)
+
+
+def lack_on_one_host(rank: int, size: int, folder: str) -> None:
+    assert len(hosts_of(group_or_world(None))) == 2
+    one: Callable[[], object] = lambda: fl.host_array(zeros, (17, MB))  # noqa: E731
+    takes = {**TAKES, "host_array": one}
+    for name, take in takes.items():
+        lacking = little_memory(f"{folder}/{rank}") if rank >= 2 else contextlib.nullcontext()
+        with lacking, pytest.raises(fl.errors.OutOfMemoryError, match="MemAvailable") as caught:
+            take()
+        assert "rank 2" in str(caught.value) or rank >= 2, (name, caught.value)
+        assert fl.all_reduce(np.ones(1)) == size
+
+
+def zeros(out: Any) -> None:
+    """Leave it as it is."""
+
+
+def test_other_hosts_raise_as_well(tmp_path: Path) -> None:
+    outcomes = run_outcomes(lack_on_one_host, 4, str(tmp_path), env=conformance.two_hosts)
+    assert all(outcome.ok for outcome in outcomes), "\n".join(each.report() for each in outcomes)
+
+
+def lack_over_gloo(rank: int, size: int, folder: str) -> None:
+    lacking = little_memory(folder) if rank == 1 else contextlib.nullcontext()
+    why = rf"rank {rank} of 2: {LACK}\. rank 1: an array of float32 \(17, 1048576\): 71,303,168 "
+    with lacking, pytest.raises(fl.errors.OutOfMemoryError, match=why):
+        fl.shared_empty((17, MB))
+    assert fl.all_reduce(np.ones(1)) == size
+
+
+def test_over_gloo_the_others_raise_as_well(pool: Any, tmp_path: Path) -> None:
+    pool(2, params={"BACKEND": "gloo"}).run(lack_over_gloo, str(tmp_path))
+
+
+def grow(rank: int, size: int, folder: str) -> None:
+    """Room for parameters and gradients is not room for the state of Adam as well."""
+    sharded = model(2500)
+    with little_memory(f"{folder}/{rank}"):
+        fl.fully_shard(sharded)
+        fl.optim.SGDOptimizer(sharded.params(), 1e-3, momentum=0.5)
+        with pytest.raises(fl.errors.OutOfMemoryError, match="state of an optimizer"):
+            fl.optim.AdamOptimizer(sharded.params(), 1e-3)
+
+
+def test_what_was_mapped_and_not_written_counts(pool: Any, tmp_path: Path) -> None:
+    pool(2, params={"BACKEND": "shm"}).run(grow, str(tmp_path))
+
+
+def test_workers_of_data_parallel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flashlight_py.parallel.workers.shared_values import WorkerMemory
+
+    monkeypatch.setattr(memory_room, "ROOT", machine(tmp_path, {}))
+    memory = WorkerMemory()
+    with pytest.raises(MemoryError, match="arrays for the workers of DataParallel"):
+        memory.put([np.empty((17, MB), np.float32)])
+    assert os.fstat(memory.fd).st_size == 0
+    memory.close()
