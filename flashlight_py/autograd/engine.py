@@ -11,10 +11,9 @@ memory. It also sums broadcast dimensions away and casts, so that no vjp has to.
 Operations that do more than compute, such as exchanging messages, can be recorded as ordered: a
 pass visits those in the reverse of the order of recording, whatever the graph looks like.
 
-Results that were computed without recording stand in the graph as ``Part``s (see ``graph``).
-Visited, they are computed again, recorded, and the walk goes on in that graph, which ends where the
-parts said that it would: everything is visited in the same order, and every hook called when it
-would be.
+Results computed without recording stand in the graph as ``Part``s (see ``graph``). Visited, they
+are computed again, recorded, and the walk goes on in that graph, which ends where the parts said
+that it would: everything is visited in the same order, and every hook called when it would be.
 
 All bookkeeping lives in local dictionaries: a pass that raises leaves nothing behind.
 """

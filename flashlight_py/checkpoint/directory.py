@@ -30,8 +30,7 @@ from flashlight_py._version import __version__
 from flashlight_py.device import Array
 
 PIECE_BYTES = 8 << 20
-# So much may wait for its digest: enough to compute and write at once, and little to hold in
-# memory.
+# So much may wait for its digest: enough to compute and write at once, and little to hold.
 WAITING_BYTES = 2 * PIECE_BYTES
 
 

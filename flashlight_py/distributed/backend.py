@@ -115,8 +115,7 @@ class Backend(abc.ABC):
     def abandon(self) -> None:  # noqa: B027  (optional: where there is nothing to let go of)
         """Close the descriptors and nothing else, in a child that was forked from a rank.
 
-        Things that it shares with other ranks are not this process's to change. Only this is called
-        there.
+        Things shared with other ranks are not this process's to change. Only this is called there.
         """
 
     def is_busy(self) -> bool:

@@ -22,9 +22,8 @@ _LONGEST_CAUSE = 200
 _LINKS = (b"During handling of the above exception", b"The above exception was the direct cause")
 _HEADS = (b"Traceback (most recent call last)", b'  File "')  # the second: of a SyntaxError
 
-# How far from a cause is what a rank raises because of another one. A rank that has waited in vain
-# may be the first to fail, where ranks wait for each other; one that has lost another rank is never
-# the first.
+# How far from a cause is what a rank raises because of another one. One that has waited in vain may
+# be the first to fail, where ranks wait for each other; one that has lost another rank never is.
 _WAITED, LOST = 1, 2
 CONSEQUENCES: Mapping[type[Exception], int] = {
     CollectiveTimeoutError: _WAITED,

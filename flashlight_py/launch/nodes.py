@@ -221,7 +221,7 @@ def _meet(
             payloads = store.exchange(json.dumps(mine).encode())
         if not store.secret:
             raise RendezvousError(
-                f"--rdzv {options.rdzv}: whoever reaches that port could join; {REMEDY}"
+                f"--rdzv {options.rdzv}: any process that reaches that port could join; {REMEDY}"
             )
         connections = store.node.hand_over()
     except BaseException as error:

@@ -17,7 +17,7 @@ from flashlight_py.launch.loop import LOST_SECONDS, MOST_SECONDS
 _EXAMPLES = """examples:
   flrun -n 4 train.py --epochs 10
   flrun -n 4 -m package.train
-  flrun -n 4 bash run.sh   (what is no file here but a program on the PATH is run as it is)
+  flrun -n 4 bash run.sh   (a program on the PATH that is no file here is run as it is)
   flrun -n 4 --max-restarts 3 --output-dir logs train.py
   flrun --hosts a:4,b:4 train.py
   flrun -n 4 --nnodes 2 --rdzv a:29511 train.py   (the same on each host; a is one of them)

@@ -34,8 +34,7 @@ class Trained(Protocol):
         """Give all ranks what ``root`` has. Collective, blocking."""
 
 
-# Anything with a ``GradientPass`` can join: modules by their gradients, TAGI networks by their
-# sums.
+# Owners of a ``GradientPass`` can join: modules by their gradients, TAGI networks by their sums.
 class Joined:
     """The object that :func:`flashlight_py.join` yields to the body of its ``with``."""
 

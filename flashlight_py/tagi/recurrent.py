@@ -333,8 +333,7 @@ class SLinear(Linear):
     def smooth(self, hidden: BaseHiddenStates) -> BaseHiddenStates:
         """Return the outputs of a whole series, ``[time steps, output_size]``.
 
-        By the parameters that it has now. Arrays that are kept for a backward pass stay as they
-        are.
+        By the parameters that it has now. Arrays kept for a backward pass stay as they are.
         """
         training, self.training = self.training, False
         try:

@@ -23,8 +23,7 @@ def capture(
     numbers. Other arrays are read and written where they lie: those of modules, optimizers and
     meters, variables and arrays that the function names (that it closes over, has as defaults,
     finds in globals or in ``self``), also in containers; ``state`` names what holds others. The
-    results of the step come back: new variables, arrays and numbers, also in tuples, lists and
-    dicts.
+    step's results come back: new variables, arrays and numbers, also in tuples, lists and dicts.
 
     Where modules, optimizers or hooks have changed, the step is recorded again. Where it cannot be
     captured, as it reads a value in the middle (``float(loss)``, ``if``) or uses an array from

@@ -26,9 +26,8 @@ Part = tuple[int, int, int, int]
 class Arena:
     """Memory for pieces that were made by a step: as long as they are used, and no longer.
 
-    Arrays that are ``returned`` are used until the end. The ``grads``, which have memory of their
-    own, have room for others until they are first written to: ``since`` which instruction, by their
-    ids.
+    Arrays ``returned`` are used until the end. The ``grads``, which have memory of their own, have
+    room for others until they are first written to: ``since`` which instruction, by their ids.
     """
 
     def __init__(

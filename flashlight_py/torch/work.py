@@ -18,8 +18,7 @@ from flashlight_py.errors import DistributedError
 
 # How long who completes futures waits for the first of several before it looks at the others.
 _LOOK_SECONDS = 0.005
-# A caller that asks for a future of so few bytes waits for so many seconds, as a thread takes
-# longer to wake.
+# A future of so few bytes is waited for so many seconds first, as a thread takes longer to wake.
 _SMALL_BYTES, _MOMENT = 64 << 10, 1e-4
 _types: dict[type[DistributedError], Any] = {}
 # Waiters in C++ do not keep what a process group in Python has returned, before torch 2.7.

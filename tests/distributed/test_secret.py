@@ -250,7 +250,7 @@ def test_another_user_who_listens_at_the_port_learns_and_sends_nothing(
 ) -> None:
     rank_0 = ranks.start(0, 2, uid=NOBODY)
     rank_0.await_event("constructed")
-    assert "who listens there, as rank 0, does not know the secret" in ranks.start(1, 2).refusal()
+    assert "the listener there, as rank 0, does not know the secret" in ranks.start(1, 2).refusal()
 
 
 def test_the_kernel_says_whose_a_connection_is() -> None:

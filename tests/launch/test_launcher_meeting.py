@@ -104,7 +104,7 @@ def test_a_launcher_says_soon_that_nobody_is_there_and_why() -> None:
         ]
         expected = [
             (place, "Connection refused"),
-            (silent, "who listens there has not answered the greeting"),
+            (silent, "the listener there has not answered the greeting"),
             ("no-such-host.invalid:29511", "Name or service not known"),
             ("no-such-host.invalid:29511", "Name or service not known"),
         ]

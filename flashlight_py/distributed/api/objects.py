@@ -140,7 +140,7 @@ def recv_object(src: int | None, tag: int = 0, group: Group = None) -> Any:
 
     Raises:
         TypeError: it cannot be pickled there.
-        ValueError, DistributedError: as for :func:`recv`. What unpickling raises is raised here.
+        ValueError, DistributedError: as for :func:`recv`. An error of unpickling is raised here.
     """
     members = of(group)
     work = irecv(np.empty(_SHORT_BYTES, np.uint8), src, tag, group, partial=True)

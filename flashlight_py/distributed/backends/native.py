@@ -458,8 +458,7 @@ class NativeBackend(NativeGroup):
     def close(self) -> None:
         """End what runs; the native threads have ended on return.
 
-        A call that this very thread is in the middle of, as in a signal handler, ends when that
-        goes on.
+        A call that this very thread is in, as in a signal handler, ends when that goes on.
         """
         group, self.group, self._step, self._kept = self.group, None, None, []
         if group is not None:

@@ -111,7 +111,7 @@ def _held_by(verb: str, value: Any, writes: bool) -> Array:
     """Return the array of a Variable, of another library, or of a class derived from NumPy's."""
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError(
-            f"{verb} knows no masks, and what is masked would take part; pass x.data, or a copy "
+            f"{verb} knows no masks, and masked elements would take part; pass x.data, or a copy "
             "such as x.filled(0)"
         )
     if getattr(value, "has_history", False):

@@ -1,11 +1,10 @@
 """Ranks that see one file system meet at a path: a file there says where rank 0 listens.
 
 Rank 0 listens on the loopback and announces its run, under a fresh random name: address, process,
-and a secret of this run. The file is for its user alone, so a process that proves to know the
-secret is a rank, and one that answers at the address and knows it is the rank 0 that is meant. All
-the rest goes over that connection, as at a port. A rank that nobody answers, as it may be on
-another host, leaves a file that asks rank 0 to listen on its other addresses as well, and to
-announce them.
+and a secret of this run. The file is for its user alone, so a process that knows the secret is a
+rank, and one that answers at the address and knows it is the rank 0 that is meant. All the rest
+goes over that connection, as at a port. A rank that nobody answers, as it may be on another host,
+leaves a file that asks rank 0 to listen on its other addresses as well, and to announce them.
 
 Leftovers of a dead run cannot disturb: its process is known to be dead, or its address refuses, or
 the listener there by now does not know the secret. Rank 0 removes them at its end. A rank that

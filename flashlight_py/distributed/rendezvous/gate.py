@@ -333,7 +333,7 @@ class Gate(abc.ABC):
                 before = f"{self._bereft}; " if self._bereft else ""
                 reason = message.body.decode(errors="replace")
                 raise self._failure(f"{before}{reason}", joining=True)
-            raise NobodyError("who listens there has gone, or names no place")
+            raise NobodyError("the listener there has gone, or names no place")
         seat = Seat(*json.loads(message.body))
         self.number = seat.rank
         if not seat.host:

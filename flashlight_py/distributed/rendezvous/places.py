@@ -16,9 +16,8 @@ from flashlight_py.interfaces import family_of, is_loopback
 # other; with fewer, the tree is deeper.
 FAN = 8
 
-# A rank that comes again within so many seconds has not found the one that it was sent to. From the
-# second time on it gets a place below rank 0, which has so many beyond ``FAN``; at the fourth
-# anyhow.
+# A rank that comes again within so many seconds has not found the one it was sent to. From the
+# second time on its place is below rank 0, which has so many beyond ``FAN``; at the fourth anyhow.
 _SOON, _SPARE, _ANY = 30.0, 16, 1 << 31
 
 # A rank, who is above it, how long what says which process it is, and how long its payload.
@@ -145,8 +144,7 @@ class Places:
     def missing(self, size: int) -> list[int]:
         """Return who has given nothing. Of whom that is who is above: who has not ``shown`` that.
 
-        A rank that is there shows it when asked, so a payload that does not come from below is held
-        up there.
+        A rank that is there shows it when asked, so payloads that do not come are held up below.
         """
         named, silent = set(), set(range(size)) - self.given.keys()
         held = set[int]()

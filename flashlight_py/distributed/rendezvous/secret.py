@@ -2,8 +2,7 @@
 
 A job's secret is what its environment says: FLASHLIGHT_SECRET, which launchers set, or
 MASTER_SECRET. Without one, processes of one host have the user's: a file that nobody else may read.
-Processes of several hosts have none in common then, and any process that reaches rank 0's port can
-join.
+Processes of several hosts have none in common then, and all that reach rank 0's port can join.
 """
 
 from __future__ import annotations

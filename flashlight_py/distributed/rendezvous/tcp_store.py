@@ -4,8 +4,8 @@ Where MASTER_ADDR is an address rank 0 listens there alone, where it is a name a
 its host, and the others connect, again and again until it is there, to whichever they can reach.
 Both sides prove that they know the job's secret, which never travels; then a greeting says rank
 and world size. Anything else that arrives is dropped without an answer, and nothing is unpickled.
-Between hosts, a job that was given no secret has none: then whoever can reach the port can take
-part.
+Between hosts, a job that was given no secret has none: then any process that can reach the port can
+take part.
 """
 
 from __future__ import annotations

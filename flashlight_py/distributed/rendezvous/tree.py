@@ -178,8 +178,8 @@ class TreeNode(Gate):
             self._place.next_look, self._place.ends = math.inf, self._ends
             if self._unproven:  # nothing keeps strangers out
                 _log.warning(
-                    "%s joined from another host, and this job has no secret: whoever can reach %s "
-                    "could have joined, and had this program run what it sends; %s",
+                    "%s joined from another host, and this job has no secret: anybody who can "
+                    "reach %s could have joined, and had this program run what it sends; %s",
                     name_ranks(self._unproven),
                     self._place.name,
                     REMEDY,

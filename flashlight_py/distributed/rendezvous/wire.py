@@ -432,7 +432,7 @@ def _greet_at(
         if welcome.kind is not Kind.WELCOME or not is_proven:
             ours = f"is from {offer.secret.source}" if handshake.key else "is missing"
             raise SecretError(
-                f"the secrets differ: who listens there, as rank 0, does not know the secret of "
+                f"the secrets differ: the listener there, as rank 0, does not know the secret of "
                 f"this process, which {ours}; {REMEDY}"
             )
     except BaseException:
@@ -450,8 +450,8 @@ def _ask(connection: Connection, kind: Kind, body: bytes, deadline: float, offer
     if message is not None:
         return message
     if connection.has_ended:
-        raise NobodyError("who listens there has hung up")
-    raise SilentError("who listens there has not answered the greeting")
+        raise NobodyError("the listener there has hung up")
+    raise SilentError("the listener there has not answered the greeting")
 
 
 def claim(offer: Offer, size: int, seconds: float) -> str:

@@ -184,7 +184,7 @@ def distributed_shutdown() -> None:
             membership.leave_all()
             group.barrier()
     except GroupClosedError:
-        _log.debug("the group broke before the shutdown; whoever used it has the error")
+        _log.debug("the group broke before the shutdown; its user has the error")
     finally:
         leave()
 

@@ -182,8 +182,7 @@ class Team:
     def answers(self) -> list[ShareResult]:
         """Return leaves and arrays of each worker that was asked; blocks until they are there.
 
-        The arrays are valid until the next request. The exception of a worker is the cause of an
-        error.
+        The arrays are valid until the next request. A worker's exception is an error's cause.
         """
         with self._ending_on_errors():
             found = [self._workers[number].receive() for number in range(self._waiting)]
