@@ -55,7 +55,10 @@ class Work(abc.ABC, Generic[Result_co]):
         return None
 
     def cancel(self) -> None:
-        """End a receive that nothing has come for; its result is None. Else nothing happens."""
+        """End a receive from any rank that a backend has begun for itself: its result is None.
+
+        Nothing happens where something has come, and to other operations, also those of users.
+        """
 
     def result(self) -> Result_co:
         """Return the result of an operation that has ended; raises what :meth:`wait` raises.
