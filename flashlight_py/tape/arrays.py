@@ -53,13 +53,10 @@ def plain(value: Any) -> Any:
     return mapped(value, lambda x: x.plain if type(x) in STAND_INS else x)
 
 
-AFTER = "return it, and read it after the call"
-
-
 def read(how: str, value: Any = None) -> Any:
     """Return ``value``, which the recording cannot go on with."""
     if here.recorder is not None:
-        here.recorder.leave(f"{how} reads a value that is computed in it", AFTER)
+        here.recorder.leave_reading(how)
     return value
 
 

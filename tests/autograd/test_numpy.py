@@ -91,9 +91,9 @@ REFUSED: dict[str, Callable[..., Any]] = {
     "numpy.sign": np.sign,
     "numpy.sort": np.sort,
     "numpy.add.reduce": np.add.reduce,
-    "numpy.sum with dtype=": lambda x: np.sum(x, dtype=np.float32),
+    "numpy.sum with dtype": lambda x: np.sum(x, dtype=np.float32),
     "numpy.sum cannot": lambda x: np.sum(x, 0, np.float32),
-    "numpy.add with out=": lambda x: np.add(A, x, out=A.copy()),
+    "numpy.add with out": lambda x: np.add(A, x, out=A.copy()),
     "numpy.linalg.norm": lambda x: np.linalg.norm(x, 2),
     "numpy.split": lambda x: np.split(x, 3),
 }

@@ -169,7 +169,7 @@ ALONE: dict[str, tuple[Callable[..., Any], list[Any], str]] = {
     "draws of another": (lambda x: x * GENERATOR.random(3), [(X[0],)] * 10, ANEW),
     "draws beside constants": (noisy, [(X[0],)] * 10, ANEW),
     "a check": (checked, [(X[0],)], r"else x\); check arguments before the call"),
-    "a number": (lambda x: x * float(x.sum()), [(X[0],)], "; return it, and read it after"),
+    "a number": (lambda x: x * float(x.sum()), [(X[0],)], r"\); return it, and read it after"),
     "a generator": (asked_for, [(X[0],)], "when what it returns is asked for"),
     "ever other values": (
         lambda x, power: x * power, [(X[0], n) for n in range(200)], "could not be replayed",
