@@ -23,7 +23,7 @@ def _reshape(self: Variable, *shape: Any) -> Variable:
 
 
 def _where(condition: Any, *others: Any) -> Any:
-    if Variable in map(type, others):
+    if any(isinstance(each, Variable) for each in others):
         return selecting.where(condition, *others)
     return np.where(condition.data, *others)
 
@@ -34,6 +34,7 @@ def _dot(a: Operand, b: Operand) -> Variable:
     return dimensions.matmul(a, b)
 
 
+# Ufuncs, with what they are of variables.
 _SAME = "add negative maximum minimum exp log log1p sqrt sin cos tanh matmul"
 _UFUNCS: dict[Any, Callable[..., Variable]] = {
     **{getattr(np, name): getattr(functions, name) for name in _SAME.split()},
@@ -58,7 +59,7 @@ def _call_ufunc(self: Variable, ufunc: Any, method: str, *inputs: Any, **options
     """Return what NumPy's ``ufunc`` does of variables, or of their arrays where none learns."""
     if ufunc in _UFUNCS and method == "__call__" and not options:
         return _UFUNCS[ufunc](*inputs)
-    if Variable in map(type, options.get("out", ())):
+    if any(isinstance(each, Variable) for each in options.get("out", ())):
         raise TypeError(f"numpy.{ufunc.__name__} cannot write to a Variable; name its array")
     is_test = all(types[-1] == "?" for types in ufunc.types if "O" not in types)
     name = ".".join(["numpy", ufunc.__name__, *[method] * (method != "__call__")])

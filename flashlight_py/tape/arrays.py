@@ -75,13 +75,13 @@ class Recorded(NDArrayOperatorsMixin):
     __class__ = property(lambda _: np.ndarray)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
-        if Variable in map(type, inputs):
+        if any(isinstance(each, Variable) for each in inputs):
             return NotImplemented  # it says how it is computed with
         function = ufunc if method == "__call__" else getattr(ufunc, method)
         return compute(function, *inputs, **options)
 
     def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
-        if Variable in types:
+        if any(issubclass(each, Variable) for each in types):
             return NotImplemented
         if function in _SAY_NOTHING_OF_VALUES:
             return function(*map(plain, args), **options)
