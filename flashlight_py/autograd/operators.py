@@ -1,11 +1,7 @@
-"""Functions as Python's operators on variables, and as the methods that NumPy's users expect.
-
-NumPy's own functions call the like of them here, so that they are differentiated as well.
-"""
+"""Functions as operators and methods of variables, and as what NumPy's functions do with them."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from inspect import signature
 from typing import Any
@@ -15,15 +11,10 @@ import numpy as np
 from flashlight_py.autograd import functions
 from flashlight_py.autograd.functions import dimensions, elementwise, selecting
 from flashlight_py.autograd.variable import Operand, Variable
-from flashlight_py.device import Array
 
 
 def _reversed(function: Callable[[Operand, Operand], Variable]) -> Callable[..., Variable]:
     return lambda self, other: function(other, self)
-
-
-def _comparing(compare: Callable[[Any, Any], Any]) -> Callable[..., Array]:
-    return lambda self, other: compare(self.data, _arrays_of(other))
 
 
 def _reshape(self: Variable, *shape: Any) -> Variable:
@@ -32,7 +23,7 @@ def _reshape(self: Variable, *shape: Any) -> Variable:
 
 
 def _where(condition: Any, *others: Any) -> Any:
-    if Variable in map(type, others):
+    if any(isinstance(each, Variable) for each in others):
         return selecting.where(condition, *others)
     return np.where(condition.data, *others)
 
@@ -43,6 +34,7 @@ def _dot(a: Operand, b: Operand) -> Variable:
     return dimensions.matmul(a, b)
 
 
+# Ufuncs, with what they are of variables.
 _SAME = "add negative maximum minimum exp log log1p sqrt sin cos tanh matmul"
 _UFUNCS: dict[Any, Callable[..., Variable]] = {
     **{getattr(np, name): getattr(functions, name) for name in _SAME.split()},
@@ -67,11 +59,11 @@ def _call_ufunc(self: Variable, ufunc: Any, method: str, *inputs: Any, **options
     """Return what NumPy's ``ufunc`` does of variables, or of their arrays where none learns."""
     if ufunc in _UFUNCS and method == "__call__" and not options:
         return _UFUNCS[ufunc](*inputs)
-    if Variable in map(type, options.get("out", ())):
+    if any(isinstance(each, Variable) for each in options.get("out", ())):
         raise TypeError(f"numpy.{ufunc.__name__} cannot write to a Variable; name its array")
     is_test = all(types[-1] == "?" for types in ufunc.types if "O" not in types)
-    name = f"numpy.{ufunc.__name__}" + (f".{method}" if method != "__call__" else "")
-    arrays = _arrays_of(inputs, "" if is_test else _with_names(name, options))
+    name = ".".join(["numpy", ufunc.__name__, *[method] * (method != "__call__")])
+    arrays = _arrays_of(inputs, "" if is_test else " with ".join([name, *options]))
     return getattr(ufunc, method)(*arrays, **options)
 
 
@@ -80,13 +72,9 @@ def _call_function(self: Variable, function: Any, _: Any, args: Any, options: An
     ours, most = _FUNCTIONS.get(function, (None, 0))
     if ours and len(args) <= most and options.keys() <= signature(ours).parameters.keys():
         return ours(*args, **options)
-    name = _with_names(f"{function.__module__}.{function.__name__}", options)
+    name = " with ".join([f"{function.__module__}.{function.__name__}", *options])
     args, options = _arrays_of((args, options), "" if function in _CONSTANT else name)
     return function(*args, **options)
-
-
-def _with_names(name: str, options: dict[str, Any]) -> str:
-    return name + (f" with {', '.join(options)}=" if options else "")
 
 
 def _arrays_of(value: Any, function: str = "") -> Any:
@@ -122,10 +110,10 @@ _OPERATORS: dict[str, Any] = {
     "__rpow__": _reversed(elementwise.pow),
     "__matmul__": dimensions.matmul,
     "__rmatmul__": _reversed(dimensions.matmul),
-    "__lt__": _comparing(operator.lt),
-    "__le__": _comparing(operator.le),
-    "__gt__": _comparing(operator.gt),
-    "__ge__": _comparing(operator.ge),
+    "__lt__": lambda self, other: self.data < _arrays_of(other),
+    "__le__": lambda self, other: self.data <= _arrays_of(other),
+    "__gt__": lambda self, other: self.data > _arrays_of(other),
+    "__ge__": lambda self, other: self.data >= _arrays_of(other),
     "__array_ufunc__": _call_ufunc,
     "__array_function__": _call_function,
     "__getitem__": dimensions.index,

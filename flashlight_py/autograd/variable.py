@@ -466,7 +466,7 @@ def function(forward: Callable[..., tuple[Any, Callable[[Array], Any]]]) -> Call
 
     @functools.wraps(forward)
     def operation(*args: Any, **options: Any) -> Variable:
-        if Variable in map(type, options.values()):
+        if any(isinstance(each, Variable) for each in options.values()):
             raise TypeError(f"{name}: pass variables by position; options have no gradient")
         given = [x.data if isinstance(x, Variable) else x for x in args]
         made = forward(*given, **options)

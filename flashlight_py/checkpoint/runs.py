@@ -68,7 +68,6 @@ class _Several:
     def load_state_dict(self, state: Any) -> None:
         if state.keys() != self.parts.keys():
             raise ValueError(f"expected {sorted(self.parts)}, it has {sorted(state)}")
-        name = ""
         try:
             for name, part in self.parts.items():
                 part.load_state_dict(state[name])

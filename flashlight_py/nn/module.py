@@ -237,7 +237,10 @@ class Module(Structured, ABC):
             yield from child._walk(f"{prefix}{name}.")
 
     def _own_params(self) -> Iterator[tuple[str, Variable]]:
-        return self._held(Variable)
+        for name, variable in self._held(Variable):
+            # Results in containers, such as an RNN's state, have no count of changes.
+            if "." not in name or (variable.node is None and hasattr(variable, "changed")):
+                yield name, variable
 
     def _held(self, kind: type[Kind]) -> Iterator[tuple[str, Kind]]:
         """Yield what attributes hold of ``kind``, also in containers, with its name."""
@@ -266,13 +269,8 @@ def _held_in(container: Any, path: str, kind: type[Kind]) -> Iterator[tuple[str,
     for key, value in items:
         if isinstance(value, _CONTAINERS):
             yield from _held_in(value, f"{path}.{key}", kind)
-        elif isinstance(value, kind) and not _is_result(value):
+        elif isinstance(value, kind):
             yield f"{path}.{key}", value
-
-
-def _is_result(value: object) -> bool:
-    """Return whether it is the result of an operation, such as an RNN's state."""
-    return isinstance(value, Variable) and (value.node is not None or not hasattr(value, "changed"))
 
 
 def _check_state(state: Mapping[str, Array], own: Mapping[str, Variable | Array]) -> None:

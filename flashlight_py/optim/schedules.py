@@ -25,10 +25,11 @@ class HasRate(Protocol):
 class LearningRateSchedule:
     """Sets ``optimizer.lr`` as a function of how often ``step()`` was called.
 
-    The base rate is the one that the optimizer has when the schedule is made, or where an earlier
-    schedule has set that, this one's base rate (torch's ``initial_lr``); the rate of step 0 is set
-    at once. Momentum stays as it is. In all schedules rates, factors and ``gamma`` are at least
-    0, and lengths such as ``step_size``, ``total_iters`` and ``T_max`` are at least 1, in steps.
+    The base rate is the one that the optimizer has when the schedule is made, or, where an earlier
+    schedule has set that, the base rate of the earlier one (torch's ``initial_lr``). The rate of
+    step 0 is set at once. Momentum stays as it is. In all schedules rates, factors and ``gamma``
+    are at least 0, and lengths such as ``step_size``, ``total_iters`` and ``T_max`` are at least 1,
+    in steps.
 
     Args:
         optimizer: of ``fl.optim``, an ``fl.DistributedOptimizer``, or anything else whose ``lr``

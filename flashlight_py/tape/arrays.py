@@ -53,13 +53,10 @@ def plain(value: Any) -> Any:
     return mapped(value, lambda x: x.plain if type(x) in STAND_INS else x)
 
 
-AFTER = "return it, and read it after the call"
-
-
 def read(how: str, value: Any = None) -> Any:
     """Return ``value``, which the recording cannot go on with."""
     if here.recorder is not None:
-        here.recorder.leave(f"{how} reads a value that is computed in it", AFTER)
+        here.recorder.leave_reading(how)
     return value
 
 
@@ -78,13 +75,13 @@ class Recorded(NDArrayOperatorsMixin):
     __class__ = property(lambda _: np.ndarray)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
-        if Variable in map(type, inputs):
+        if any(isinstance(each, Variable) for each in inputs):
             return NotImplemented  # it says how it is computed with
         function = ufunc if method == "__call__" else getattr(ufunc, method)
         return compute(function, *inputs, **options)
 
     def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
-        if Variable in types:
+        if any(issubclass(each, Variable) for each in types):
             return NotImplemented
         if function in _SAY_NOTHING_OF_VALUES:
             return function(*map(plain, args), **options)

@@ -57,10 +57,7 @@ class Draws:
         if recording is None or here.recorder is not recording:  # it is another thread
             return result
         if any(type(each) in KINDS for each in (*args, *options.values())):
-            recording.leave(
-                "random numbers are drawn with an array of the step",
-                "draw with numbers, and compute with the array and what was drawn",
-            )
+            recording.leave("random numbers are drawn with an array of the step")
         again = lambda: getattr(random.generator(), name)(*args, **options)  # noqa: E731
         return recording.effect(again, result=result)
 

@@ -29,16 +29,7 @@ from flashlight_py.autograd import Variable
 from flashlight_py.autograd.graph import Leaf
 from flashlight_py.distributed.groups.membership import divert
 from flashlight_py.structure import here
-from flashlight_py.tape.arrays import (
-    AFTER,
-    KINDS,
-    Number,
-    Recorded,
-    RecordedScalar,
-    keep,
-    mapped,
-    plain,
-)
+from flashlight_py.tape.arrays import KINDS, Number, Recorded, RecordedScalar, keep, mapped, plain
 from flashlight_py.tape.operations import Draws, Later, are_numbers, record_verb
 
 Array = np.ndarray[Any, Any]
@@ -118,12 +109,14 @@ class Recording:
             self.leave("an operation is begun that the step does not wait for,")
 
     def leave(self, reason: str, instead: str = "") -> None:
-        """Give up; the step goes on, and computes what it would compute without a recording.
-
-        ``instead``: what to write for it to be captured.
-        """
+        """Give up, and say what to write ``instead``; the step goes on as without a recording."""
         if not self.left:
             self.left = f"{reason} at {_line_of_user()}" + (instead and f"; {instead}")
+
+    def leave_reading(self, how: str) -> None:
+        self.leave(
+            f"{how} reads a value that is computed in it", "return it, and read it after that"
+        )
 
     def _listen(self) -> None:
         self._draws.begin()
@@ -317,7 +310,7 @@ class Recording:
         is_scalar = kind is not np.ndarray and isinstance(result, np.generic)
         if kind is not np.ndarray and not is_scalar:
             if result is not None:
-                self.leave("a value is read that is computed in it", AFTER)
+                self.leave_reading("a function")
             return result
         array = np.asarray(result) if is_scalar else result
         self._check(array)

@@ -117,9 +117,9 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
             # Arrays that NumPy has made unseen count as constants if they were so twice.
             found = recording.constants
             if found and found not in self._constants:
-                before, *_ = self._constants or ((),)
-                pairs = zip(recording.lines, zip_longest(found, before[: len(found)]), strict=True)
-                line = next((line for line, (x, y) in pairs if x != y), recording.lines[-1])
+                before, lines = [*self._constants, []][0][: len(found)], recording.lines
+                pairs = zip(lines, zip_longest(found, before), strict=True)
+                line = next((line for line, (x, y) in pairs if x != y), lines[-1])
                 self._constants = [found, *self._constants][:_MOST_PROGRAMS]
                 if not recording.left:
                     call.is_to_be_continued = True

@@ -49,6 +49,50 @@ def test_the_module_may_be_passed_by_position(tmp_path: Path) -> None:
     assert np.array_equal(model.weight.array, other.weight.array)
 
 
+@pytest.mark.parametrize("kind", [list, tuple, lambda parts: dict(zip("ab", parts, strict=True))])
+def test_parts_may_be_several(tmp_path: Path, kind: Any) -> None:
+    """As the networks and optimizers of a generator and its critic."""
+
+    def make(rate: float) -> tuple[Any, Any, Any]:
+        models = [fl.nn.Linear(3, 2), fl.nn.Linear(2, 1)]
+        optimizers = [
+            fl.optim.AdamOptimizer(models[0].params(), rate),
+            fl.optim.SGDOptimizer(models[1].params(), rate, momentum=0.9),
+        ]
+        for _ in range(2):
+            models[1](models[0](fl.input(np.ones((1, 3), np.float32)))).sum().backward()
+            for each in optimizers:
+                each.step()
+        schedules = [fl.optim.StepLR(each, 1) for each in optimizers]
+        schedules[1].step()
+        return kind(models), kind(optimizers), kind(schedules)
+
+    def states(parts: Any) -> list[Any]:
+        each = parts.values() if isinstance(parts, dict) else parts
+        return [repr(one.state_dict()) for one in each]
+
+    first, again = make(0.1), make(0.3)
+    saved = dict(zip(("module", "optimizer", "schedule"), first, strict=True))
+    fl.save(tmp_path, **saved, step=3)
+    loaded = dict(zip(saved, again, strict=True))
+    assert states(again[1]) != states(first[1])
+    assert fl.load(tmp_path, **loaded) is not None
+    assert list(map(states, again)) == list(map(states, first))
+    with pytest.raises(ValueError, match=r"the optimizer of .*: expected \['x'\], it has \['"):
+        fl.load(tmp_path, optimizer={"x": fl.optim.SGDOptimizer([fl.param(np.ones(2))], 0.1)})
+
+
+def test_what_is_wrong_in_one_of_several_is_named(tmp_path: Path) -> None:
+    def make(size: int) -> list[Any]:
+        return [fl.nn.Linear(3, size), fl.nn.ReLU()]
+
+    fl.save(tmp_path, make(2))
+    with pytest.raises(ValueError, match=r"the module of .*: '0': .*'weight' has shape"):
+        fl.load(tmp_path, make(4))
+    with pytest.raises(TypeError, match=r"save: module '1', a int, has no state_dict\(\)"):
+        fl.save(tmp_path, [fl.nn.ReLU(), 3])  # type: ignore[list-item]
+
+
 def test_nothing_saved_yet_is_no_error(tmp_path: Path) -> None:
     run = Run()
     before = run.everything()

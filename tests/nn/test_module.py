@@ -13,6 +13,11 @@ from flashlight_py.autograd import Variable, input, param
 from flashlight_py.autograd import functions as F
 from flashlight_py.device import to_device
 from flashlight_py.nn import Dropout, Linear, Module, ReLU, Sequential
+from flashlight_py.optim import SGDOptimizer
+from flashlight_py.parallel.tree.packing import put_buffer
+from flashlight_py.random import set_seed
+from tests.nn.oracle import Oracle
+from tests.tape.steps import compare
 
 
 class Scale(Module):
@@ -182,3 +187,107 @@ def test_copies_are_independent(duplicate: Any) -> None:
     for name, array in other.state_dict().items():
         np.testing.assert_array_equal(array, model.state_dict()[name])
         assert not np.shares_memory(array, model.state_dict()[name])
+
+
+class Held(Module):
+    """Parameters and modules in lists, tuples and dicts."""
+
+    def __init__(self) -> None:
+        self.layers: list[Any] = [Linear(3, 3), [ReLU(), Linear(3, 3, bias=False)]]
+        self.heads = {"one": Linear(3, 1), "two": (Linear(3, 2),)}
+        self.scales: list[Any] = [param(np.full(3, 2.0, "float32")), None]
+        self.shape, self.sizes = (3, 3), [1.0, "a"]
+
+    def forward(self, x: Variable, scale: Variable | None = None, head: str = "one") -> Any:
+        for layer in (self.layers[0], *self.layers[1]):
+            x = layer(x)
+        x = x * self.scales[0] if scale is None else x * scale
+        found: Any = self.heads[head]
+        return found(x) if head == "one" else found[0](x)
+
+
+class Keeping(Held):
+    def forward(self, x: Variable, *_: Any, **__: Any) -> Any:
+        self.state = [super().forward(x), (x * 1, super().forward(x))]
+        return self.state[0]
+
+
+class TestContainers:
+    def test_what_is_in_them_is_named_as_in_torch(self, oracle: Oracle) -> None:
+        model = Held()
+        names = oracle(
+            """
+class Held(nn.Module):
+    def __init__(self):
+        super().__init__()
+        inner = nn.ModuleList([nn.ReLU(), nn.Linear(3, 3, bias=False)])
+        self.layers = nn.ModuleList([nn.Linear(3, 3), inner])
+        heads = {"one": nn.Linear(3, 1), "two": nn.ModuleList([nn.Linear(3, 2)])}
+        self.heads = nn.ModuleDict(heads)
+        self.scales = nn.ParameterList([torch.full((3,), 2.0)])
+y = list(dict(Held().named_parameters()))
+"""
+        )["y"]
+        assert sorted(model.named_params()) == sorted(names)  # ours has own ones first
+        assert [name for name, _ in model.children()] == [
+            *("layers.0", "layers.1.0", "layers.1.1", "heads.one", "heads.two.0"),
+        ]
+        assert "layers.1.1   Linear(3, 3, bias=False)" in model.summary()
+
+    def test_results_are_no_parameters(self) -> None:
+        model, x = Keeping(), input(np.ones((2, 3), "float32"))
+        names = list(model.named_params())
+        for each in (model, model.eval(), model.train()):
+            each(x)
+            assert list(model.named_params()) == names
+
+    def test_modes_state_and_dtype_reach_them(self) -> None:
+        model, other = Held(), Held()
+        assert not any(p.calc_grad for p in model.eval().params())
+        assert all(p.calc_grad for p in model.train().params())
+        other.load_state_dict(model.state_dict())
+        for duplicate in (other, model.clone(), pickle.loads(pickle.dumps(model))):
+            for name, array in duplicate.state_dict().items():
+                np.testing.assert_array_equal(array, model.state_dict()[name])
+        assert {p.dtype.name for p in model.astype("float64").params()} == {"float64"}
+
+    def test_what_is_appended_later_counts(self) -> None:
+        model = Held()
+        model.layers.append(Scale())
+        assert "layers.2.inner.weight" in model.named_params()
+        assert "layers.2.count" in model.buffers
+        put_buffer(model, "layers.2.count", np.ones(1, "int64"))
+        assert model.buffers["layers.2.count"] == 1
+
+    def test_a_captured_step_sees_another_one(self) -> None:
+        def make() -> Any:
+            set_seed(0)
+            model = Held()
+            optimizer = SGDOptimizer(model.params(), 0.1)
+
+            def step(x: np.ndarray) -> Variable:
+                optimizer.zero_grad()
+                loss: Variable = model(input(x), scale=input(x[:1]), head="two").sum()
+                loss.backward()
+                optimizer.step()
+                return loss
+
+            return step, model
+
+        def change(number: int, model: Held) -> None:
+            if number == 3:
+                set_seed(1)
+                model.layers[1].append(Linear(3, 3))
+
+        compare(make, [np.full((2, 3), n, "float32") for n in range(6)], change, eager=3)
+
+
+def test_options_reach_forward() -> None:
+    model, x = Held(), input(np.ones((2, 3), "float32"))
+    calls: list[Module] = []
+    model.before_forward = calls.append
+    assert model(x, head="two").shape == (2, 2)
+    assert model(x, scale=x, head="one").shape == (2, 1)
+    assert calls == [model, model]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'mask'"):
+        model(x, mask=x)

@@ -22,6 +22,7 @@ from flashlight_py.optim import (
     SGDOptimizer,
     StepLR,
 )
+from tests.nn.oracle import Oracle
 
 BASE, STEPS = 0.8, 13
 T = np.arange(STEPS)
@@ -122,6 +123,61 @@ def test_a_run_goes_on_from_any_step_with_the_same_rates(name: str) -> None:
     other.load_state_dict(one.state_dict())
     assert again.lr == first.lr
     assert rates(other, lambda: again.lr, 8) == rates(one, lambda: first.lr, 8)
+
+
+def test_a_second_schedule_starts_from_the_first_rate() -> None:
+    optimizer = fl.DistributedOptimizer(optimizer_of_rate(0.1))
+    first = ExponentialLR(optimizer, 0.5)
+    first.step()
+    assert optimizer.lr == 0.05
+    second = LambdaLR(optimizer, lambda step: 1 + step)
+    assert (second.base_lr, optimizer.lr) == (0.1, 0.1)
+    second.step()
+    assert ExponentialLR(optimizer, 0.5).base_lr == 0.1
+    optimizer.lr = 0.3  # which the user chooses
+    assert ExponentialLR(optimizer, 0.5).base_lr == 0.3
+    first.step()  # goes on from its own
+    assert optimizer.lr == 0.025
+
+
+def test_a_second_schedule_starts_where_torch_s_does(oracle: Oracle) -> None:
+    code = """
+optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], 0.1)
+lr = torch.optim.lr_scheduler
+rates = []
+for make in (lambda o: lr.CosineAnnealingLR(o, 9), lambda o: lr.LambdaLR(o, lambda t: t + 1)):
+    schedule = make(optimizer)
+    for _ in range(3):
+        optimizer.step()
+        schedule.step()
+    rates += [schedule.base_lrs[0], optimizer.param_groups[0]["lr"]]
+y = rates
+"""
+    optimizer, found = optimizer_of_rate(0.1), []
+    for make in (lambda o: CosineAnnealingLR(o, 9), lambda o: LambdaLR(o, lambda t: t + 1)):
+        schedule: Any = make(optimizer)
+        for _ in range(3):
+            schedule.step()
+        found += [schedule.base_lr, optimizer.lr]
+    np.testing.assert_allclose(found, oracle(code)["y"])
+
+
+def test_a_captured_step_is_not_recorded_again_for_a_schedule() -> None:
+    weight = fl.param(np.ones(3))
+    optimizer = SGDOptimizer([weight], 0.1)
+
+    @fl.capture
+    def step(x: np.ndarray) -> None:
+        optimizer.zero_grad()
+        (weight * x).sum().backward()
+        optimizer.step()
+
+    schedule = ExponentialLR(optimizer, 0.5)
+    for _ in range(4):
+        step(np.ones(3))
+        schedule.step()
+    assert step.replays == 3
+    np.testing.assert_allclose(weight.array, 1 - 0.1 * (2 - 0.125))
 
 
 def test_a_checkpoint_and_synchronize_take_a_schedule(tmp_path: Path) -> None:

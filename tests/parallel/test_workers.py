@@ -228,7 +228,7 @@ def test_nested_values_and_several_results(nprocs: int) -> None:
     labels = np.arange(5)
     for model in (wrapped, alone):
         x, y = (fl.param(np.linspace(0, 1, 10).reshape(5, 2) + n) for n in range(2))
-        found = model({"x": x, "y": [y]}, labels, 3)
+        found = model({"x": x, "y": [y]}, labels=labels, extra=3)
         F.sum(found["product"] * found["sum"][0]).backward()
         found["last"] = [x.grad, y.grad]
         if model is wrapped:

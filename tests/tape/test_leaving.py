@@ -152,10 +152,24 @@ def asked_for(x: np.ndarray) -> Any:
     yield x
 
 
+def noisy(x: np.ndarray) -> Any:
+    even = x * np.ones(3)
+    return even, x + GENERATOR.normal(size=3)
+
+
+def checked(x: np.ndarray) -> Any:
+    return x * 0 if np.isnan(x).any() else x
+
+
+# The line of the noise, and what to write instead.
+ANEW = r"differ each time, at .*py:\d+ \(.*GENERATOR.*\); draw random ones from fl\.random\.gen"
 # Which no eager step goes along with: of each the calls.
 ALONE: dict[str, tuple[Callable[..., Any], list[Any], str]] = {
     "draws": (lambda x: x * np.random.random(3), [(X[0],)] * 10, "differ each time"),
-    "draws of another": (lambda x: x * GENERATOR.random(3), [(X[0],)] * 10, "differ each time"),
+    "draws of another": (lambda x: x * GENERATOR.random(3), [(X[0],)] * 10, ANEW),
+    "draws beside constants": (noisy, [(X[0],)] * 10, ANEW),
+    "a check": (checked, [(X[0],)], r"else x\); check arguments before the call"),
+    "a number": (lambda x: x * float(x.sum()), [(X[0],)], r"\); return it, and read it after"),
     "a generator": (asked_for, [(X[0],)], "when what it returns is asked for"),
     "ever other values": (
         lambda x, power: x * power, [(X[0], n) for n in range(200)], "could not be replayed",

@@ -1,0 +1,176 @@
+"""Operations of users with derivatives of their own, beside torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.device import array_module
+from tests.cupy_stand_in import StandInCupy
+from tests.nn.oracle import Oracle, weights_of
+from tests.tape.steps import compare
+
+X, W = np.random.default_rng(0).random((2, 3, 4)) + 0.5
+
+
+@fl.autograd.function
+def softplus(x: Any) -> Any:
+    """Return log(1 + exp(x))."""
+    e = array_module(x).exp(x)
+    return array_module(x).log1p(e), lambda grad: grad * e / (1 + e)
+
+
+@fl.autograd.function
+def clipped_product(x: Any, w: Any, limit: float, scale: float = 1.0) -> Any:
+    """Return x times w, as if the derivative were 0 above a limit."""
+    inside = x * w < limit
+    return x * w * scale, lambda grad: (grad * w * scale * inside, grad * x * scale * inside)
+
+
+@fl.autograd.function
+def passed(x: Any) -> Any:
+    return x, lambda grad: grad
+
+
+TORCH = """
+class Softplus(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        e = x.exp()
+        ctx.save_for_backward(e)
+        return e.log1p()
+    @staticmethod
+    def backward(ctx, grad):
+        e, = ctx.saved_tensors
+        return grad * e / (1 + e)
+class ClippedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w, limit, scale):
+        ctx.save_for_backward(x, w)
+        ctx.limit, ctx.scale = limit, scale
+        return x * w * scale
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        grad = grad * ctx.scale * (x * w < ctx.limit)
+        return grad * w, grad * x, None, None
+s = Softplus.apply(x)
+y = ClippedProduct.apply(s, w, 1.0, 3.0) + ClippedProduct.apply(s, s, 1.0, 1.0) * s
+"""
+
+
+def like_torch(x: fl.Variable, w: Any) -> fl.Variable:
+    s = softplus(x)
+    return clipped_product(s, w, 1.0, scale=3.0) + clipped_product(s, s, 1.0) * s
+
+
+def test_it_is_differentiated_as_torch_s(oracle: Oracle) -> None:
+    expected = oracle(TORCH, ["x", "w"], x=X, w=W)
+    x, w = fl.param(X), fl.param(W)
+    found = like_torch(x, w)
+    np.testing.assert_allclose(found.array, expected["y"], rtol=1e-12)
+    found.backward(weights_of(found.array))
+    np.testing.assert_allclose(x.grad, expected["x"], rtol=1e-9)  # type: ignore[arg-type]
+    np.testing.assert_allclose(w.grad, expected["w"], rtol=1e-9)  # type: ignore[arg-type]
+    assert softplus.__doc__ == "Return log(1 + exp(x))."
+
+
+def test_differences_agree() -> None:
+    fl.gradcheck(softplus, [X])
+    fl.gradcheck(lambda x, w: clipped_product(x, w, 1e9, scale=3.0), [X, W])
+    fl.gradcheck(lambda x: clipped_product(x, W, 1e9), [X])
+
+
+def test_nothing_is_recorded_without_gradients() -> None:
+    for x in (fl.input(X), fl.no_grad(X), X):
+        found = softplus(x)
+        assert isinstance(found, fl.Variable)
+        assert not found.calc_grad
+        assert not found.has_history
+
+
+def test_gradients_lie_in_memory_of_their_own() -> None:
+    x, seed = fl.param(X.copy()), np.ones_like(X)
+    kept = np.full_like(X, 2)
+    returning = fl.autograd.function(lambda x, w: (x + w, lambda grad: (kept, kept)))
+    (passed(x) + x).backward(seed)
+    returning(x, x).backward(seed)
+    returning(x, x).backward(seed)
+    assert x.grad is not None
+    assert not any(np.shares_memory(x.grad, each) for each in (seed, kept, x.array))
+    assert (seed.max(), kept.max(), x.grad.min(), x.grad.max()) == (1, 2, 10, 10)
+
+
+def test_it_is_captured() -> None:
+    def make() -> Any:
+        x = fl.param(X.copy())
+        optimizer = fl.optim.SGDOptimizer([x], 0.1)
+
+        def step(w: np.ndarray) -> fl.Variable:
+            optimizer.zero_grad()
+            loss = like_torch(passed(x), fl.input(w)).sum()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step, x
+
+    compare(make, [W * number for number in range(1, 6)])
+
+
+def test_it_is_computed_again() -> None:
+    class Block(fl.nn.Module):
+        def __init__(self) -> None:
+            self.weight = fl.param(W.copy())
+
+        def forward(self, x: fl.Variable, scale: float = 1.0) -> fl.Variable:
+            return like_torch(x, self.weight) * scale
+
+    grads = []
+    for block in (Block(), fl.recompute(Block())):
+        block(fl.input(X), scale=2.0).sum().backward()
+        grads.append(block.weight.grad)
+    np.testing.assert_array_equal(*grads)
+
+
+def test_on_another_array_library(strict: StandInCupy) -> None:
+    x = fl.param(strict.asarray(X))  # type: ignore[arg-type]
+    like_torch(x, strict.asarray(W)).sum().backward()  # type: ignore[arg-type]
+    assert type(x.grad) is type(x.array)
+
+
+def backward_of(gradients: Callable[[Any], Any]) -> Callable[[fl.Variable], Any]:
+    operation = fl.autograd.function(lambda x, w: (x * 2, gradients))
+    return lambda x: operation(x, W).backward(X)
+
+
+WRONG: dict[str, tuple[Callable[[fl.Variable], Any], type[Exception], str]] = {
+    "one": (backward_of(lambda grad: grad), ValueError, r"\[\(3, 4\), None\].*got \[\(3, 4\)\]"),
+    "three": (backward_of(lambda grad: (grad,) * 3), ValueError, "one for each variable or array"),
+    "shape": (backward_of(lambda grad: (grad[:2], None)), ValueError, r"\(2, 4\), 'NoneType'"),
+    "none": (backward_of(lambda grad: (None, grad)), ValueError, "'NoneType'"),
+    "number": (backward_of(lambda grad: (1.0, None)), ValueError, "'float'"),
+    "no function": (fl.autograd.function(lambda x: x), TypeError, "lambda> must return an array"),
+    "no array": (fl.autograd.function(lambda x: ("", str)), TypeError, "expected a NumPy or CuPy"),
+    "integers": (fl.autograd.function(lambda x: (x > 1, str)), TypeError, "dtype, got bool"),
+    "by name": (lambda x: clipped_product(W, 1.0, w=x), TypeError, "pass variables by position"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_wrong_is_named(what: str) -> None:
+    call, kind, words = WRONG[what]
+    with pytest.raises(kind, match=words):
+        call(fl.param(X))
+
+
+def test_a_variable_that_was_changed_is_named() -> None:
+    x = fl.param(X.copy())
+    loss = softplus(x).sum()
+    x.array = W
+    with pytest.raises(RuntimeError, match=r"function\(\) has used a variable of shape \(3, 4\)"):
+        loss.backward()

@@ -1,0 +1,148 @@
+"""NumPy's functions, comparisons and formats on variables: differentiated, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.autograd import Variable
+from tests.cupy_stand_in import StandInCupy
+from tests.nn.oracle import Oracle, weights_of
+from tests.tape.steps import compare
+
+RANDOM = np.random.default_rng(0)
+A, B = RANDOM.random((2, 3, 4)) + 0.5
+# By torch's expression, what NumPy's user writes of variables x and w and an array b.
+LIKE_TORCH: dict[str, Callable[..., Any]] = {
+    "-x * torch.exp(w) + torch.log(x)": lambda x, w, b: np.negative(x) * np.exp(w) + np.log(x),
+    "b * x - b / w": lambda x, w, b: b * x - b / w,
+    "b @ x.T + 2 ** w.T[0, 0]": lambda x, w, b: b @ x.T + np.float64(2) ** w.T[0, 0],
+    "torch.maximum(x, b) / torch.minimum(b, w)": lambda x, w, b: (
+        np.maximum(x, b) / np.minimum(b, w)
+    ),
+    "torch.sin(x) * torch.cos(w)": lambda x, w, b: np.multiply(np.sin(x), np.cos(w)),
+    "torch.tanh(x) + torch.log1p(w) - x.square()": (
+        lambda x, w, b: np.subtract(np.tanh(x) + np.log1p(w), np.square(x))
+    ),
+    "(x ** w).sqrt() + (x - w).abs()": lambda x, w, b: np.sqrt(np.power(x, w)) + np.abs(x - w),
+    "x.sum(1, keepdim=True) * w.mean(0)": (
+        lambda x, w, b: np.sum(x, 1, keepdims=True) * np.mean(w, axis=0)
+    ),
+    "x.var(0) + w.amax(0) - w.amin(0)": (
+        lambda x, w, b: np.var(x, axis=0, ddof=1) + np.max(w, 0) - np.amin(w, axis=0)
+    ),
+    "x.cumsum(1) + torch.linalg.norm(w)": lambda x, w, b: np.cumsum(x, 1) + np.linalg.norm(w),
+    "torch.cat([x, w], 1).reshape(4, 6).T": (
+        lambda x, w, b: np.transpose(np.reshape(np.concatenate([x, w], axis=1), (4, 6)))
+    ),
+    "torch.stack([x, w]).ravel() * x.tile(2, 1).ravel()": (
+        lambda x, w, b: np.ravel(np.stack([x, w])) * np.ravel(np.tile(x, (2, 1)))
+    ),
+    "torch.where(b > 1, x, w).clamp(0.6, 1.2)": (
+        lambda x, w, b: np.clip(np.where(b > 1, x, w), 0.6, 1.2)
+    ),
+    "torch.matmul(x, w.T) + x.mm(b.T)": lambda x, w, b: np.matmul(x, w.T) + np.dot(x, b.T),
+    "torch.einsum('ij,kj->ik', x, w)": lambda x, w, b: np.einsum("ij,kj->ik", x, w),
+    "x.reshape(2, -1).mul(x.reshape((2, 6)))": lambda x, w, b: x.reshape(2, -1) * x.reshape((2, 6)),
+}
+
+
+@pytest.mark.parametrize("torch", LIKE_TORCH)
+def test_they_are_differentiated(torch: str, oracle: Oracle) -> None:
+    x, w, b = fl.param(A), fl.param(B), B[::-1].copy()
+    expected = oracle(f"y = {torch}", ["x", "w"], x=A, w=B, b=b)
+    found = LIKE_TORCH[torch](x, w, b)
+    assert isinstance(found, Variable)
+    np.testing.assert_allclose(found.array, expected["y"], rtol=1e-12)
+    found.backward(weights_of(found.array))
+    for name, variable in (("x", x), ("w", w)):
+        if variable.grad is not None:
+            np.testing.assert_allclose(variable.grad, expected[name], rtol=1e-9, err_msg=name)
+
+
+@pytest.mark.parametrize("torch", LIKE_TORCH)
+def test_they_are_captured(torch: str) -> None:
+    def make() -> Any:
+        x, y = fl.param(A.copy()), fl.param(B.copy())
+
+        def step(b: np.ndarray) -> Any:
+            x.zero_grad()
+            y.zero_grad()
+            loss = LIKE_TORCH[torch](x, y, b).sum()
+            loss.backward()
+            return loss, np.multiply(np.float32(2), x), np.maximum(b, x), np.where(b > 1, x, 0.0)
+
+        return step, x, y
+
+    compare(make, [A * number for number in range(1, 6)], eager=2)  # NumPy makes an array of 2
+
+
+def test_on_another_array_library(strict: StandInCupy) -> None:
+    x = fl.param(strict.asarray(A))  # type: ignore[arg-type]
+    for of in (np.exp, np.sum, lambda x: np.stack([x, x]), lambda x: x.reshape(4, 3)[x.T > 1]):
+        assert type(of(x).array) is type(x.array)
+
+
+REFUSED: dict[str, Callable[..., Any]] = {
+    "numpy.sign": np.sign,
+    "numpy.sort": np.sort,
+    "numpy.add.reduce": np.add.reduce,
+    "numpy.sum with dtype": lambda x: np.sum(x, dtype=np.float32),
+    "numpy.sum cannot": lambda x: np.sum(x, 0, np.float32),
+    "numpy.add with out": lambda x: np.add(A, x, out=A.copy()),
+    "numpy.linalg.norm": lambda x: np.linalg.norm(x, 2),
+    "numpy.split": lambda x: np.split(x, 3),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_derivative_is_refused_and_names_ours(name: str) -> None:
+    words = r".* needs a gradient \(shape \(3, 4\)\).*fl\.autograd\.functions.*variable\.array"
+    with pytest.raises(TypeError, match=name + words):
+        REFUSED[name](fl.param(A))
+    expected = REFUSED[name](A)
+    np.testing.assert_array_equal(REFUSED[name](fl.input(A)), expected)
+
+
+def test_a_variable_is_no_output_and_a_product_has_no_more_dimensions() -> None:
+    x = fl.param(np.ones((2, 2, 2)))
+    with pytest.raises(TypeError, match="cannot write to a Variable"):
+        np.add(A, A, out=x)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="no second operand of more than 2"):
+        np.dot(x, x)
+
+
+def test_truth_values_indices_and_shapes_need_no_derivative() -> None:
+    x, y = fl.param(A), fl.param(B)
+    for compared, expected in (
+        *((x < y, A < B), (x <= 1, A <= 1), (x > B, A > B), (x >= y, A >= B)),
+        *((B < x, B < A), (np.equal(x, y), A == B), (np.isnan(x), np.isnan(A))),  # noqa: SIM300
+    ):
+        assert type(compared) is np.ndarray
+        np.testing.assert_array_equal(compared, expected)
+    assert (np.argmax(x), np.shape(x), np.ndim(x)) == (A.argmax(), (3, 4), 2)
+    assert np.allclose(x, A)
+    assert np.zeros_like(x).shape == (3, 4)
+    np.testing.assert_array_equal(np.where(fl.input(A > 1), A, B), np.where(A > 1, A, B))
+
+
+def test_equality_is_that_of_objects() -> None:
+    x, y = fl.param(A), fl.param(A)
+    assert x != y
+    assert [x, y].index(y) == 1
+    assert len({x, y, x}) == 2
+
+
+def test_a_number_is_formatted_and_read() -> None:
+    loss = fl.param(np.full((1, 1), 1.2345)) * 2
+    assert f"{loss:.3f} {loss:>8.1e}" == "2.469  2.5e+00"
+    assert f"{loss}" == str(loss)
+    assert loss.item() == 2.469
+    assert type(loss.item()) is float
+    for read in (lambda x: f"{x:.3f}", lambda x: x.item()):
+        with pytest.raises(ValueError, match=r"exactly one element, got shape \(3, 4\)"):
+            read(fl.param(A))
