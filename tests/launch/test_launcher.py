@@ -326,17 +326,17 @@ def test_variables_of_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         """
         import os, sys
         names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MKL_NUM_THREADS",
-                 "FLASHLIGHT_RESTART_COUNT", "MASTER_PORT", "OMP_NUM_THREADS"]
+                 "FLASHLIGHT_RESTART_COUNT", "MASTER_ADDR", "OMP_NUM_THREADS"]
         print(*[os.environ.get(name) for name in names], *sys.argv[1:])
         """,
     )
-    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.setenv("MASTER_ADDR", "of an outer launch")
     monkeypatch.setenv("MKL_NUM_THREADS", "5")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     done = launch("-n", 2, program, "-n", "3", "--x", cwd=tmp_path)
     share = max(1, len(os.sched_getaffinity(0)) // 2)
     assert sorted(done.stdout.splitlines()) == [
-        f"[{rank}] {rank} 2 {rank} 2 5 0 None {share} -n 3 --x" for rank in range(2)
+        f"[{rank}] {rank} 2 {rank} 2 5 0 127.0.0.1 {share} -n 3 --x" for rank in range(2)
     ]
     done = launch("-n", 1, "-m", "program", "y", cwd=tmp_path)
     assert done.stdout.endswith(" y\n")
