@@ -26,8 +26,6 @@ _INHERITED = ("FLASHLIGHT_", "PYTHON", "OMP_", "OPENBLAS_", "MKL_", "NCCL_", "GL
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the launcher with ``arguments``, default those of this process; return its exit code."""
     options = read_options(arguments, sys.executable)
-    if options.output_dir is not None:
-        options.output_dir.mkdir(parents=True, exist_ok=True)
     stdin, front = _input_for_rank_0(), os.getpid()
     folder = tempfile.mkdtemp(prefix="flashlight-")
 

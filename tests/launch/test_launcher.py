@@ -344,6 +344,21 @@ def test_variables_of_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert done.stdout == "[0] 0\n"
 
 
+@pytest.mark.parametrize("nodes", [(), ("--nnodes", 2, "--node-rank", 1, "--rdzv", "/nowhere/x")])
+@pytest.mark.parametrize("folder", ["file", "file/logs", "/proc/logs"])
+def test_a_folder_for_output_that_cannot_be_made(
+    tmp_path: Path, folder: str, nodes: tuple[object, ...]
+) -> None:
+    """It is refused as other options are, on its host, before anybody is met."""
+    (tmp_path / "file").touch()
+    program = write(tmp_path, "print('started')")
+    done = launch("-n", 2, *nodes, "--output-dir", folder, program, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"flrun: error: --output-dir: nothing can be written to {folder}: ")
+    assert "Traceback" not in done.stderr
+
+
 def test_files_instead_of_the_terminal(tmp_path: Path) -> None:
     program = write(tmp_path, "import os; print('out'); raise OSError(os.environ['RANK'])")
     done = launch("-n", 1, "--max-restarts", 1, "--output-dir", tmp_path / "logs", program)
