@@ -232,6 +232,17 @@ VERBS: list[Callable[[fl.Variable, int], fl.Variable]] = [
 ]
 
 
+def beside_bytes(divide: Callable[[Any], Any]) -> Callable[[], Any]:
+    """A module with a buffer that is sent, and that no program can have."""
+
+    def model() -> fl.nn.Sequential:
+        found = with_buffers(("norm",), False)
+        found[3].add_buffer("seen", np.zeros(2, ">f4"))
+        return found
+
+    return of_layers(model, divide)
+
+
 class Case(NamedTuple):
     """What ``compare`` gets; ``data`` returns the calls of a rank."""
 
@@ -288,6 +299,13 @@ CASES = {
         for kinds in (("norm",), ("dropout",), ("norm", "dropout"))
         for divide in (fl.distribute_module_grads, without_broadcast, fl.fully_shard)
     },
+    "a buffer of other bytes": Case(
+        beside_bytes(fl.distribute_module_grads),
+        r"model\[3\]\.seen of >f4 is no array of numbers",
+        data=few,
+        sizes=(1, 2),
+    ),
+    "other bytes that stay": Case(beside_bytes(without_broadcast), data=few),
     "images, over ranks": Case(
         of_layers(lambda: images(True), fl.distribute_module_grads), data=few
     ),
