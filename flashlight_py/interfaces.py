@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Sequence
-from socket import AF_INET, AF_INET6, SOCK_DGRAM, SOCK_STREAM, AddressFamily
+from socket import (
+    AF_INET,
+    AF_INET6,
+    IPPROTO_IPV6,
+    IPV6_V6ONLY,
+    SO_REUSEADDR,
+    SOCK_DGRAM,
+    SOCK_STREAM,
+    SOL_SOCKET,
+    AddressFamily,
+)
 from typing import Any, NamedTuple
 
 from flashlight_py import system
@@ -102,6 +112,22 @@ def listen_everywhere(port: int, backlog: int) -> system.Socket:
     both = system.has_dualstack_ipv6()
     family = AF_INET6 if both else AF_INET
     return system.create_server(("", port), family=family, backlog=backlog, dualstack_ipv6=both)
+
+
+def keep_port() -> system.Socket:
+    """Return a socket that has a free port of this host, and does not listen there.
+
+    Nobody is given that port who asks for any. Who asks for it by its number, and lets addresses be
+    reused, as servers do, can listen there: so it is free for the program that is told of it, where
+    one that was merely looked for could be somebody else's by then.
+    """
+    both = system.has_dualstack_ipv6()
+    kept = system.Socket(AF_INET6 if both else AF_INET, SOCK_STREAM)
+    kept.setsockopt(SOL_SOCKET, SO_REUSEADDR, 1)
+    if both:
+        kept.setsockopt(IPPROTO_IPV6, IPV6_V6ONLY, 0)
+    kept.bind(("", 0))
+    return kept
 
 
 def is_loopback(address: str) -> bool:

@@ -22,7 +22,9 @@ int place_names(void) {
   return name_back && name_file && name_function && name_instruction;
 }
 
-/* Whether `code` lies in one of the folders of the package and of libraries that call it. */
+enum { NAMELESS = 2 }; /* code of contextlib, the second of the folders */
+
+/* In which of the folders of the package and of libraries that call it `code` lies, from 1 on; 0: in none. */
 static int is_ours(Binding *binding, PyObject *code) {
   known_code *known = &binding->codes[(uintptr_t)code / 64 % CODES];
   if (known->code == code) return known->is_ours;
@@ -31,7 +33,7 @@ static int is_ours(Binding *binding, PyObject *code) {
   known->is_ours = 0;
   for (Py_ssize_t i = 0; i < PyTuple_Size(binding->folders) && !known->is_ours; ++i) {
     PyObject *folder = PyTuple_GetItem(binding->folders, i);
-    known->is_ours = PyUnicode_Tailmatch(file, folder, 0, PY_SSIZE_T_MAX, -1) > 0;
+    if (PyUnicode_Tailmatch(file, folder, 0, PY_SSIZE_T_MAX, -1) > 0) known->is_ours = (int)i + 1;
   }
   Py_INCREF(code);
   known->code = code;
@@ -48,11 +50,16 @@ static PyObject *frame_of_caller(Binding *binding, PyObject **code, PyObject **v
   Py_XINCREF(frame);
   while (frame != NULL) {
     *code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame);
-    PyObject *back = is_ours(binding, *code) ? PyObject_GetAttr(frame, name_back) : NULL;
+    const int ours = is_ours(binding, *code);
+    PyObject *back = ours ? PyObject_GetAttr(frame, name_back) : NULL;
     if (back == Py_None) Py_CLEAR(back);
     if (back == NULL && !PyErr_Occurred()) return frame;
-    Py_XDECREF(*via);
-    *via = *code;
+    if (ours != NAMELESS) {
+      Py_XDECREF(*via);
+      *via = *code;
+    } else {
+      Py_DECREF(*code);
+    }
     *code = NULL;
     Py_DECREF(frame);
     frame = back;

@@ -11,8 +11,23 @@ from typing import Any
 
 from flashlight_py.errors import BackendUnavailableError
 
-__all__ = ["load", "optional", "left_out"]
+__all__ = ["EXTENSIONS", "load", "optional", "left_out"]
 
+# What each is for, and what its absence means.
+EXTENSIONS = {
+    "shm": (
+        "shared memory between the ranks of a host",
+        "Gloo is used instead, if it is there, and is up to 100 times slower",
+    ),
+    "gloo": ("Gloo over TCP between hosts", "shared memory and MPI remain"),
+    "fast": ("all_reduce of small arrays in a quarter of a microsecond", "it takes a few more"),
+    "tree": ("synchronize in native code", "it is done in Python"),
+    "tagi": ("the kernels of fl.tagi", "it computes with NumPy alone, some times slower"),
+    "nn": ("the kernels of layers", "they are computed in NumPy, some times slower"),
+    "tape": ("captured steps in native code", "fl.capture runs them in NumPy, some times slower"),
+    "optim": ("the steps of optimizers", "they are done in NumPy, some ten times slower"),
+    "nccl": ("NCCL between GPUs (the binding; the library is below)", "CuPy arrays need MPI"),
+}
 # What an extension needs on the system, and the Debian package that has it.
 _LIBRARIES = {"gloo": ("libgloo", "libgloo-dev")}
 

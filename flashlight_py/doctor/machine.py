@@ -22,19 +22,6 @@ from flashlight_py.doctor import Finding, Health
 from flashlight_py.errors import BackendUnavailableError, RendezvousError
 from flashlight_py.interfaces import addresses_of, interfaces, own_addresses
 
-# What each is for, and what its absence means.
-_EXTENSIONS = {
-    "shm": (
-        "shared memory between the ranks of a host",
-        "Gloo is used instead, if it is there, and is up to 100 times slower",
-    ),
-    "gloo": ("Gloo over TCP between hosts", "shared memory and MPI remain"),
-    "fast": ("all_reduce of small arrays in a quarter of a microsecond", "it takes a few more"),
-    "tree": ("synchronize in native code", "it is done in Python"),
-    "tagi": ("the kernels of fl.tagi", "it computes with NumPy alone, some times slower"),
-    "optim": ("the steps of optimizers", "they are done in NumPy, some ten times slower"),
-    "nccl": ("NCCL between GPUs (the binding; the library is below)", "CuPy arrays need MPI"),
-}
 _PACKAGES = {
     "ml_dtypes": ("bfloat16", "the dtype bfloat16"),
     "cloudpickle": ("notebook", "spawn of functions of notebooks"),
@@ -51,7 +38,7 @@ def built() -> Iterator[Finding]:
 
     An extension that was left out is missing; one that was not, and cannot be loaded, has failed.
     """
-    for name, (purpose, without) in _EXTENSIONS.items():
+    for name, (purpose, without) in _native.EXTENSIONS.items():
         try:
             _native.load(name)
         except BackendUnavailableError as error:  # noqa: PERF203 - each for itself

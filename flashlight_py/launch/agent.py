@@ -18,7 +18,7 @@ from subprocess import DEVNULL
 from typing import Any
 
 from flashlight_py import system
-from flashlight_py.interfaces import listen_everywhere, own_addresses
+from flashlight_py.interfaces import keep_port, listen_everywhere, own_addresses
 from flashlight_py.launch.branches import Branches
 from flashlight_py.launch.channel import Outgoing, Reader, addressed, message, parsed, write_whole
 from flashlight_py.launch.front import die_with_parent, run_behind
@@ -26,6 +26,7 @@ from flashlight_py.launch.loop import LOST_SECONDS, Loop, Pulse
 from flashlight_py.launch.output import RankOutput, Source
 from flashlight_py.launch.ranks import (
     LISTENER,
+    PORT,
     RECORDS,
     SECRET,
     RankProcesses,
@@ -65,24 +66,30 @@ class Agent:
         self._notes: Notes | None = None
         self._ends = ExitStack()
 
-    def prepare(self, attempt: int, needs_port: bool) -> None:
-        """Report where ranks could meet on this host: its addresses, the best first, and a port."""
-        if not needs_port:
-            self.report("ready", attempt, [], 0)
+    def prepare(self, attempt: int, has_rank_0: bool, needs_port: bool) -> None:
+        """Report where ranks could meet on this host: its addresses, the best first, and ports.
+
+        That of MASTER_PORT, and one for ours, if it ``needs_port``.
+        """
+        if not has_rank_0:
+            self.report("ready", attempt, [], [])
             return
-        # Rank 0 inherits it: a port that is merely reserved could be taken by somebody else.
-        self._listener = self._ends.enter_context(listen_everywhere(0, _BACKLOG))
+        sockets = [self._ends.enter_context(keep_port())]
+        if needs_port:
+            # Rank 0 inherits it: a port that is merely reserved could be taken by somebody else.
+            self._listener = self._ends.enter_context(listen_everywhere(0, _BACKLOG))
+            sockets.append(self._listener)
         # Those first at which others have reached this host; one of them is that at which ssh came,
         # as sshd says (ssh(1)).
         by_ssh, own = system.environ.get("SSH_CONNECTION", "").split()[2:3], own_addresses()
         reached = [each for each in (*self.reached, *by_ssh) if each in own]
-        port = self._listener.getsockname()[1]
-        self.report("ready", attempt, list(dict.fromkeys([*reached, *own])), port)
+        ports = [each.getsockname()[1] for each in sockets]
+        self.report("ready", attempt, list(dict.fromkeys([*reached, *own])), ports)
 
     def task(self, task: Mapping[str, Any]) -> None:
         """Keep what the ranks of all hosts are: ``size`` of ``program``; see ``Job``."""
         meeting = task["meeting"]
-        if self.secret_of and "MASTER_PORT" in meeting:
+        if self.secret_of and PORT in meeting:
             meeting = {**meeting, SECRET: self.secret_of(task["restarts"])}
         self._task, self.grace = {**task, "meeting": meeting}, task["grace"]
 

@@ -28,8 +28,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = read_options(arguments, sys.executable)
     if options.timeout is not None:
         os.environ["FLASHLIGHT_TIMEOUT"] = f"{options.timeout:g}"
-    if options.output_dir is not None:
-        options.output_dir.mkdir(parents=True, exist_ok=True)
     stdin, front = _input_for_rank_0(), os.getpid()
     folder = tempfile.mkdtemp(prefix="flashlight-")
 

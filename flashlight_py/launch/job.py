@@ -19,7 +19,15 @@ from flashlight_py.launch.hosts import Hosts, StartError
 from flashlight_py.launch.loop import Loop
 from flashlight_py.launch.options import Options
 from flashlight_py.launch.output import RankOutput, Source
-from flashlight_py.launch.ranks import ADDRESSES, SECRET, Slot, counts_of_remaining, slots_of
+from flashlight_py.launch.ranks import (
+    ADDRESSES,
+    PORT,
+    SECRET,
+    Slot,
+    counts_of_remaining,
+    for_others,
+    slots_of,
+)
 from flashlight_py.launch.records import store_records
 from flashlight_py.launch.supervisor import Supervisor
 
@@ -127,7 +135,7 @@ class Job:
         self._first = self._slots[0].host
         self._working = {slot.host for slot in self._slots}
         self._unready = set(self._working)
-        self._addresses, self._port = list[str](), 0  # of the first host
+        self._addresses, self._ports = list[str](), list[int]()  # of the first host
         self._is_started = False
         self._stuck: list[int] = []
         # By rank, a flight record with the folder it comes from; and which ones stay there, why.
@@ -186,14 +194,14 @@ class Job:
 
     def _on_here(self, host: int, *places: int) -> None:
         if host in self._unready:
-            needs_port = host == self._first and not self._file
-            self._hosts.send(host, "prepare", self._restarts, needs_port)
+            has_rank_0 = host == self._first
+            self._hosts.send(host, "prepare", self._restarts, has_rank_0, not self._file)
 
-    def _on_ready(self, host: int, attempt: int, addresses: list[str], port: int) -> None:
+    def _on_ready(self, host: int, attempt: int, addresses: list[str], ports: list[int]) -> None:
         if attempt != self._restarts:
             return  # it was asked before the way there was lost
         if host == self._first:
-            self._addresses, self._port = addresses or [self._hosts.names[host]], port
+            self._addresses, self._ports = addresses or [self._hosts.names[host]], ports
         self._unready.discard(host)
         if not (self._unready or self._is_started or self._attempt.is_ending):
             self._is_started = True
@@ -213,13 +221,15 @@ class Job:
 
     def _meeting(self) -> dict[str, str]:
         """Return the variables that say where the ranks meet, less a secret that is known there."""
+        port, *ours = self._ports
+        is_alone = len(self._hosts.names) == 1 and self._file
+        there = for_others("127.0.0.1" if is_alone else self._addresses[0], port)
         if self._file:
-            return {"FLASHLIGHT_FILE": f"{self._file}-{self._restarts}"}
+            return {**there, "FLASHLIGHT_FILE": f"{self._file}-{self._restarts}"}
         # It travels inside ssh, and never in a command line, which every user can read.
         secret = {} if self._hosts.are_launchers else {SECRET: system.random_bytes(32).hex()}
         # Ranks try them all: which of them a host can reach, only that host knows.
-        where = {"MASTER_ADDR": self._addresses[0], ADDRESSES: ",".join(self._addresses)}
-        return {**where, "MASTER_PORT": str(self._port), **secret}
+        return {**there, ADDRESSES: ",".join(self._addresses), PORT: str(ours[0]), **secret}
 
     def _on_warning(self, host: int, text: str) -> None:
         self._say(f"warning: {text}")

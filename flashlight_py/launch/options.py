@@ -98,6 +98,7 @@ def read_options(arguments: Sequence[str] | None, interpreter: str) -> Options:
         parser.error(f"--node-rank: expected 0 to {nodes - 1} where --rdzv is a path, got none")
     if hosts and options.endpoint:
         parser.error("--rdzv HOST:PORT is for --nnodes; with --hosts a free port is used by itself")
+    _make_folder(parser, options.output_dir)
     return options
 
 
@@ -201,6 +202,22 @@ def _of_the_pod(environ: Mapping[str, str], nnodes: int) -> dict[str, str]:
     if found.get("nnodes", "1") != "1" and "PET_MASTER_ADDR" in environ:
         found["rdzv"] = f"{environ['PET_MASTER_ADDR']}:{environ.get('PET_MASTER_PORT', '29500')}"
     return found
+
+
+def _make_folder(parser: argparse.ArgumentParser, folder: Path | None) -> None:
+    """Make ``folder`` unless it is there; end this process where nothing can be written there."""
+    if folder is None:
+        return
+    why = "it is not writable"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = error.strerror or str(error)
+    if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+        parser.error(
+            f"--output-dir: nothing can be written to {folder}: {why}; no rank was started. Name a "
+            "folder of yours, or a path where one can be made"
+        )
 
 
 def _program(given: argparse.Namespace, interpreter: str) -> tuple[str, ...]:

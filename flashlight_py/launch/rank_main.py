@@ -129,3 +129,6 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:
         sys.exit(130)  # the parent reports it
+    finally:
+        # It leaves in order by now. An exception would end, and print, what runs at its exit.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)

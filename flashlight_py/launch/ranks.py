@@ -24,8 +24,12 @@ RECORDS = "FLASHLIGHT_RECORDS"  # where they say that they have written a flight
 LISTENER = "FLASHLIGHT_LISTENER"  # the descriptor at which rank 0 listens
 SECRET = "FLASHLIGHT_SECRET"  # what they prove to know
 ADDRESSES = "FLASHLIGHT_ADDRESSES"  # all of rank 0's host, MASTER_ADDR the first
+PORT = "FLASHLIGHT_PORT"  # of rank 0, there
 # Where ranks meet; what an outer launch says of it must not reach a rank.
-_MEETINGS = ("FLASHLIGHT_FILE", "MASTER_ADDR", "MASTER_PORT", ADDRESSES, LISTENER, SECRET, RECORDS)
+_MEETINGS = (
+    *("MASTER_ADDR", "MASTER_PORT", "FLASHLIGHT_FILE"),
+    *(ADDRESSES, PORT, LISTENER, SECRET, RECORDS),
+)
 
 
 class Slot(NamedTuple):
@@ -52,6 +56,14 @@ def counts_of_remaining(counts: Sequence[int], lost: Collection[int]) -> list[in
 def rank_variables(rank: int, size: int, file: str) -> dict[str, str]:
     """Return the variables of ``rank`` of ``size`` on one host, which meet at the path ``file``."""
     return {**_numbers(Slot(rank, rank, size, 0), size), "FLASHLIGHT_FILE": file}
+
+
+def for_others(address: str, port: int) -> dict[str, str]:
+    """Return the variables by which ranks of other libraries meet, as torch.distributed's do.
+
+    At a port of their own: ours listens before the program begins, or there is none.
+    """
+    return {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
 
 
 def environ_of(

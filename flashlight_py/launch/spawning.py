@@ -24,12 +24,13 @@ from typing import Any, TypeVar
 
 from flashlight_py.cores import thread_variables, usable_cores
 from flashlight_py.errors import RankFailedError
+from flashlight_py.interfaces import keep_port
 from flashlight_py.launch.calls import SpawnCall
 from flashlight_py.launch.failures import Failure, describe_exit
 from flashlight_py.launch.loop import Poll, await_end
 from flashlight_py.launch.output import STREAMS, RankOutput
 from flashlight_py.launch.pickling import pack_task
-from flashlight_py.launch.ranks import RankProcesses, rank_variables, without_place
+from flashlight_py.launch.ranks import RankProcesses, for_others, rank_variables, without_place
 from flashlight_py.launch.supervisor import Supervisor
 
 T = TypeVar("T")
@@ -152,6 +153,7 @@ class SpawnedWorld:
             poll, self._signal, self._output, range(call.size), ENDING_SECONDS
         )
         self._ranks = RankProcesses(poll, self._output.take, replaced)
+        self._kept = keep_port()
 
     def start(self, folder: str, task: int, restarts: int) -> None:
         """Start all ranks; they inherit the descriptor ``task`` and meet in ``folder``."""
@@ -162,6 +164,7 @@ class SpawnedWorld:
             **thread_variables(os.environ, self._size, usable_cores()),
             "FLASHLIGHT_RESTART_COUNT": str(restarts),
         }
+        common |= for_others("127.0.0.1", self._kept.getsockname()[1])
         meeting = os.path.join(folder, "meeting")
         for rank in range(self._size):
             environ = {**common, **rank_variables(rank, self._size, meeting)}
@@ -202,6 +205,7 @@ class SpawnedWorld:
                 self._close_link(rank)
             self._ranks.close()
             self._output.end()
+            self._kept.close()
         if self._output.error:
             raise OSError(f"{self._call.name}: {self._output.error}; all ranks were ended")
         return codes

@@ -61,13 +61,17 @@ class Recording:
     """The notes of a step on this thread, from ``begin`` to ``end``.
 
     ``known``: arrays that were there before. ``swap``: called with whether arrays of the state are
-    to be ``Recorded`` ones. ``variables``: of the state.
+    to be ``Recorded`` ones. ``variables``: of the state. ``names``: of its arrays, by their ids.
     """
 
     verb = record_verb
 
     def __init__(
-        self, known: Iterable[Array], swap: Callable[[bool], None], variables: Iterable[Variable]
+        self,
+        known: Iterable[Array],
+        swap: Callable[[bool], None],
+        variables: Iterable[Variable],
+        names: dict[int, str],
     ) -> None:
         self.notes: list[Note] = []
         self.left = ""  # why it cannot be captured, once something was found
@@ -80,7 +84,7 @@ class Recording:
         self.stand_ins: list[weakref.ref[Any]] = []
         self.begun: list[Later] = []
         self._draws = Draws(self)
-        self._swap = swap
+        self._swap, self._names = swap, names
         self.variables = set(variables)
         self.grads_read: set[Variable] = set()  # before they were set
         self.grads_set: set[Variable] = set()
@@ -328,7 +332,8 @@ class Recording:
 
     def _check(self, array: Array) -> None:
         if not are_numbers(array):
-            self.leave(f"an array of {array.dtype} is no array of numbers, or not aligned,")
+            name = self._names.get(id(array), "an array")
+            self.leave(f"{name} of {array.dtype} is no array of numbers, or not aligned,")
 
 
 # Of some functions: what does them and notes them, instead of Recording.as_one.

@@ -203,7 +203,8 @@ class _Call:
     @functools.cached_property
     def recording(self) -> Recording:
         known = plain_arrays((*[value for _, value in self._before], *self.arrays))
-        return Recording(known, self._swap, [*self.state.variables, *self._variables])
+        names = {id(value): words(place.path) for place, value in self._before}
+        return Recording(known, self._swap, [*self.state.variables, *self._variables], names)
 
     def saved(self, result: Any = None) -> State:
         others = {"what it returns": result, "an argument": self.arrays}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import os
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from flashlight_py import _native
 from flashlight_py.doctor import Finding, Health, machine, mpi, table, trial_run
 from flashlight_py.doctor.__main__ import main
 
@@ -30,6 +32,19 @@ def test_table_has_columns_and_wraps() -> None:
         "                          -> take more of it",
     ]
     assert table([], 60) == ""
+
+
+def test_every_extension_is_reported() -> None:
+    """Those that setup.py builds or makes."""
+    setup = ast.parse((Path(_native.__file__).parents[2] / "setup.py").read_text())
+    (needed,) = (
+        node.value
+        for node in ast.walk(setup)
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "NEEDED"
+    )
+    assert set(_native.EXTENSIONS) == {*ast.literal_eval(needed), "nccl"}
+    reported = [finding.what for finding in machine.built()]
+    assert set(_native.EXTENSIONS) <= set(reported)
 
 
 def test_names_that_are_the_loopback_are_reported() -> None:

@@ -326,22 +326,37 @@ def test_variables_of_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         """
         import os, sys
         names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MKL_NUM_THREADS",
-                 "FLASHLIGHT_RESTART_COUNT", "MASTER_PORT", "OMP_NUM_THREADS"]
+                 "FLASHLIGHT_RESTART_COUNT", "MASTER_ADDR", "OMP_NUM_THREADS"]
         print(*[os.environ.get(name) for name in names], *sys.argv[1:])
         """,
     )
-    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.setenv("MASTER_ADDR", "of an outer launch")
     monkeypatch.setenv("MKL_NUM_THREADS", "5")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     done = launch("-n", 2, program, "-n", "3", "--x", cwd=tmp_path)
     share = max(1, len(os.sched_getaffinity(0)) // 2)
     assert sorted(done.stdout.splitlines()) == [
-        f"[{rank}] {rank} 2 {rank} 2 5 0 None {share} -n 3 --x" for rank in range(2)
+        f"[{rank}] {rank} 2 {rank} 2 5 0 127.0.0.1 {share} -n 3 --x" for rank in range(2)
     ]
     done = launch("-n", 1, "-m", "program", "y", cwd=tmp_path)
     assert done.stdout.endswith(" y\n")
     done = launch("-n", 1, "--no-python", "sh", "-c", "echo $RANK; cat")
     assert done.stdout == "[0] 0\n"
+
+
+@pytest.mark.parametrize("nodes", [(), ("--nnodes", 2, "--node-rank", 1, "--rdzv", "/nowhere/x")])
+@pytest.mark.parametrize("folder", ["file", "file/logs", "/proc/logs"])
+def test_a_folder_for_output_that_cannot_be_made(
+    tmp_path: Path, folder: str, nodes: tuple[object, ...]
+) -> None:
+    """It is refused as other options are, on its host, before anybody is met."""
+    (tmp_path / "file").touch()
+    program = write(tmp_path, "print('started')")
+    done = launch("-n", 2, *nodes, "--output-dir", folder, program, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"flrun: error: --output-dir: nothing can be written to {folder}: ")
+    assert "Traceback" not in done.stderr
 
 
 def test_files_instead_of_the_terminal(tmp_path: Path) -> None:

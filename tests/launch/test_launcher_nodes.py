@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import flashlight_py as fl
 from flashlight_py.distributed.rendezvous.file_store import FileStore
-from tests.launch.launcher import write
+from tests.launch.launcher import launch, write
 from tests.launch.test_launcher_hosts import ALL_REDUCE, on_each_node, start_node, wait_for
 
 
@@ -161,3 +165,59 @@ def test_a_signal_that_ends_nothing_reaches_the_ranks_of_its_launcher(tmp_path: 
         nodes[node].send_signal(signal.SIGUSR1)
     errors = [each.communicate(timeout=20)[1] for each in nodes]
     assert ([each.returncode for each in nodes], errors) == ([0, 0], ["", ""])
+
+
+OTHER_LIBRARY = """
+import os, socket, sys, time
+import numpy as np
+import flashlight_py as fl
+host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+rank, restarts = int(os.environ["RANK"]), os.environ["FLASHLIGHT_RESTART_COUNT"]
+any_port = [socket.create_server(("", 0)) for _ in range(20)]
+assert port not in [each.getsockname()[1] for each in any_port]
+if rank == 0:
+    with socket.create_server(("", port)) as server:
+        met = [server.accept()[0] for _ in range(1, int(os.environ["WORLD_SIZE"]))]
+else:
+    while (connection := socket.socket()).connect_ex((host, port)):
+        connection.close()
+        time.sleep(0.01)
+fl.distributed_init()
+fl.barrier()
+print("met", port, flush=True)
+fl.barrier()
+sys.exit(int(rank > 0) if restarts == "0" else 0)
+"""
+
+
+@pytest.mark.parametrize("way", ["one host", "ssh", "a path", "a port"])
+def test_another_library_has_a_port_to_meet_at(tmp_path: Path, way: str) -> None:
+    """Of each start another one, which ours does not use, and nobody else is given."""
+    program = write(tmp_path, OTHER_LIBRARY)
+    stand_in = write(tmp_path, 'exec sh -c "$2"\n', "ssh")
+    if way in ("one host", "ssh"):
+        hosts = ("--hosts", "a,b", "--ssh", f"sh {stand_in}") if way == "ssh" else ("-n", 2)
+        outputs = [launch("--max-restarts", 1, *hosts, program)]
+    else:
+        place = tmp_path / "meet" if way == "a path" else f"localhost:{free_port()}"
+        outputs = on_each_node(place, "--max-restarts", 1, program)
+    assert all(done.returncode == 0 for done in outputs), outputs
+    ports = Counter(re.findall(r"met (\d+)", "".join(done.stdout for done in outputs)))
+    assert list(ports.values()) == ([2, 2] if len(outputs) == 1 else [3, 3])
+
+
+def other_library(rank: int) -> tuple[str, int]:
+    """Return where ranks of another library meet, where nobody listens yet."""
+    port = int(os.environ["MASTER_PORT"])
+    if rank == 0:
+        socket.create_server(("", port)).close()
+    assert fl.all_reduce(np.ones(1)) == 2
+    return os.environ["MASTER_ADDR"], port
+
+
+def test_so_have_the_ranks_of_spawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_PORT", "1")
+    first, second = (set(fl.spawn(other_library, nprocs=2)) for _ in range(2))
+    assert len(first) == len(second) == 1
+    assert first != second
+    assert {address for address, _ in first | second} == {"127.0.0.1"}

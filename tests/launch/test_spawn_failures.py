@@ -269,3 +269,17 @@ def fail_at_exit(rank: int) -> int:
     if rank == 1:
         atexit.register(os._exit, 5)
     return rank
+
+
+def leave_late(rank: int) -> None:
+    """Raise; and be told to end while what runs at the exit runs."""
+    atexit.register(os.kill, os.getpid(), signal.SIGTERM)
+    raise ValueError("bad")
+
+
+def test_sigterm_at_the_exit_of_a_failed_rank_prints_nothing(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(fl.errors.RankFailedError, match="bad"):
+        fl.spawn(leave_late, nprocs=1)
+    assert capfd.readouterr().err == ""

@@ -127,6 +127,18 @@ def images(sync: bool = False) -> fl.nn.Sequential:
     return nn.Sequential(*ends)
 
 
+def with_buffers(kinds: tuple[str, ...], is_sharded: bool) -> fl.nn.Sequential:
+    """A model with BatchNorm, dropout or both, so large that it can be sharded, or small."""
+    nn, width = fl.nn, 400_000 if is_sharded else 9
+    dropout = [nn.Dropout(0.2)] if "dropout" in kinds else []
+    norm = [nn.BatchNorm(3)] if "norm" in kinds else []
+    return nn.Sequential(nn.Linear(6, width), nn.ReLU(), *dropout, nn.Linear(width, 3), *norm)
+
+
+def without_broadcast(model: Any) -> None:
+    fl.distribute_module_grads(model, broadcast_buffers=False)
+
+
 def positions() -> fl.nn.Sequential:
     nn = fl.nn
     block = fl.recompute(nn.Transformer(4, 2, hidden=8, dropout=0.1, causal=True))
@@ -220,6 +232,17 @@ VERBS: list[Callable[[fl.Variable, int], fl.Variable]] = [
 ]
 
 
+def beside_bytes(divide: Callable[[Any], Any]) -> Callable[[], Any]:
+    """A module with a buffer that is sent, and that no program can have."""
+
+    def model() -> fl.nn.Sequential:
+        found = with_buffers(("norm",), False)
+        found[3].add_buffer("seen", np.zeros(2, ">f4"))
+        return found
+
+    return of_layers(model, divide)
+
+
 class Case(NamedTuple):
     """What ``compare`` gets; ``data`` returns the calls of a rank."""
 
@@ -267,6 +290,22 @@ CASES = {
         for name, model in [("images", images), ("positions", positions)]
         for divide in (fl.distribute_module_grads, fl.fully_shard, in_leaves)
     },
+    **{
+        f"{' and '.join(kinds)}, {divide.__name__}": Case(
+            of_layers(partial(with_buffers, kinds, divide is fl.fully_shard), divide),
+            data=few,
+            sizes=(1, 2),
+        )
+        for kinds in (("norm",), ("dropout",), ("norm", "dropout"))
+        for divide in (fl.distribute_module_grads, without_broadcast, fl.fully_shard)
+    },
+    "a buffer of other bytes": Case(
+        beside_bytes(fl.distribute_module_grads),
+        r"model\[3\]\.seen of >f4 is no array of numbers",
+        data=few,
+        sizes=(1, 2),
+    ),
+    "other bytes that stay": Case(beside_bytes(without_broadcast), data=few),
     "images, over ranks": Case(
         of_layers(lambda: images(True), fl.distribute_module_grads), data=few
     ),

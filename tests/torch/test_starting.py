@@ -112,6 +112,34 @@ def test_torchrun_restarts_ranks(tmp_path: Path, is_static: bool) -> None:
     assert said.count("sum 9 after 2") == 3
 
 
+ENVIRONMENT = """
+import torch, torch.distributed as dist
+import numpy as np
+import flashlight_py as fl
+
+for again in range(2):
+    dist.init_process_group("gloo")
+    x = torch.ones(3)
+    dist.all_reduce(x)
+    dist.destroy_process_group()
+fl.distributed_init()
+print(f"sum {x[0]:g} {fl.all_reduce(np.ones(1))[0]:g}")
+"""
+
+
+@pytest.mark.slow
+def test_flrun_starts_programs_that_meet_by_torchs_variables(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(ENVIRONMENT)
+    said = ran("-m", "flashlight_py.launch", "-n", 2, program, folder=tmp_path)
+    assert said.count("sum 2 2") == 2
+    ssh = tmp_path / "ssh"
+    ssh.write_text('exec sh -c "$2"')
+    over = "--hosts", "a,b", "--ssh", f"sh {ssh}"
+    said = ran("-m", "flashlight_py.launch", *over, program, folder=tmp_path)
+    assert said.count("sum 2 2") == 2
+
+
 @pytest.mark.slow
 def test_flrun_starts_programs_of_torch(tmp_path: Path) -> None:
     program = tmp_path / "program.py"

@@ -91,6 +91,25 @@ def test_every_verb_is_numbered_and_described(pool: Any, world: str) -> None:
         )
 
 
+def enter_and_leave(rank: int, size: int) -> list[dict[str, Any]]:
+    fl.set_seed(1)
+    model = fl.nn.Linear(3, 2)
+    fl.distribute_module_grads(model)
+    before = journal.groups()["world"]["calls"]
+    with fl.join(model):
+        pass
+    return calls_since(before)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_calls_at_the_end_of_a_block_are_of_its_line_and_its_name(pool: Any, world: str) -> None:
+    """And not of contextlib's, which calls ours there."""
+    for calls in pool(4 if world == "hierarchical" else 2, **WORLDS[world]).run(enter_and_leave):
+        assert calls
+        assert {call.get("via", "join") for call in calls} == {"join"}, calls
+        assert all(call.get("line", here()).startswith(here()) for call in calls), calls
+
+
 def mismatch(rank: int, size: int) -> list[dict[str, Any]]:
     before = journal.groups()["world"]["calls"]
     for verb in (

@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 
 import flashlight_py as fl
+from flashlight_py import system
 from flashlight_py.distributed.failures import watchdog
 from flashlight_py.distributed.failures.flight_record import Flight, write_record
-from flashlight_py.distributed.failures.watchdog import ANSWER, OtherRecords
+from flashlight_py.distributed.failures.watchdog import ANSWER, OtherRecords, Watchdog
 from flashlight_py.errors import PeerLostError
 
 
@@ -144,3 +145,23 @@ def test_a_process_may_have_any_name() -> None:
         assert not watchdog._is_in("SigCgt", signal.SIGKILL)
     finally:
         name.write_bytes(before.rstrip(b"\n"))
+
+
+def test_a_signal_while_the_thread_starts_leaves_it_what_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The handler raises in start(), when the thread runs already."""
+    errors: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", errors.append)
+
+    class Interrupted(threading.Thread):
+        def start(self) -> None:
+            super().start()
+            raise SystemExit(143)
+
+    monkeypatch.setattr(system, "Thread", Interrupted)
+    with pytest.raises(SystemExit):
+        Watchdog(Flight(tmp_path))
+    (thread,) = (each for each in threading.enumerate() if isinstance(each, Interrupted))
+    thread._target.__self__.stop()  # type: ignore[attr-defined]
+    assert not errors

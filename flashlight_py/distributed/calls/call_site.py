@@ -10,6 +10,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 PACKAGE = f"{Path(__file__).parents[2]}/"
+# Second: code there has a name that says nothing, as __exit__ (csrc/fast/place.c knows that too).
 _folders = [PACKAGE, contextlib.__file__]
 
 Place = tuple[str, int]
@@ -51,7 +52,9 @@ def frame_of_caller(depth: int) -> tuple[FrameType, CodeType]:
     frame = sys._getframe(depth)
     code = ours = frame.f_code
     while _IS_OURS[code.co_filename] and (back := frame.f_back) is not None:
-        ours, frame = code, back
+        if code.co_filename != _folders[1]:
+            ours = code
+        frame = back
         code = frame.f_code
     return frame, ours
 

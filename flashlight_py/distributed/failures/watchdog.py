@@ -119,8 +119,12 @@ class Watchdog:
             undo.callback(self.release_signal)
             name = "flashlight-watchdog"
             self._thread = system.Thread(target=self._run, name=name, daemon=True)
+            kept = undo.pop_all()
+        try:
             self._thread.start()
-            undo.pop_all()
+        except RuntimeError:  # there is none; but after what a signal's handler raises there is one
+            kept.close()
+            raise
 
     def stop(self, is_child: bool = False) -> None:
         """End the thread, which does not run in a child that was forked, and let go of all else."""

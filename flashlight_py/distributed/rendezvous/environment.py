@@ -29,6 +29,9 @@ ALONE = "FLASHLIGHT_ALONE"
 ADDRESSES = "FLASHLIGHT_ADDRESSES"
 """The environment variable with all addresses of rank 0's host, MASTER_ADDR among them."""
 
+PORT = "FLASHLIGHT_PORT"
+"""The one with its port there; MASTER_PORT is for other libraries then."""
+
 _log = logging.getLogger("flashlight_py")
 # Slurm numbers its special steps (batch, extern, interactive) down from 0xFFFFFFFF.
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
@@ -188,12 +191,14 @@ def _with_hints(
     if (address is None) != (port is None) and file is None and outer is None:
         given, other = ("MASTER_ADDR", "MASTER_PORT")[:: 1 if port is None else -1]
         raise ValueError(f"{given} is set and {other} is not; set both or none")
+    known = tuple(environ.get(ADDRESSES, "").split(","))
+    addresses = known if address in known else ()  # else they are another launch's
+    if addresses:
+        port = _integer(environ, PORT) or port
     if port is not None and not 0 < port < 65536:
         raise ValueError(f"MASTER_PORT must be a TCP port in [1, 65535], got {port}")
     if outer is not None and (outer.rank, outer.size) == (found.rank, found.size):
         address, port = address or outer.master_address, port or outer.master_port
-    known = tuple(environ.get(ADDRESSES, "").split(","))
-    addresses = known if address in known else ()  # else they are another launch's
     return replace(found, file=file, master_address=address, master_port=port, addresses=addresses)
 
 
