@@ -43,6 +43,7 @@ def test_the_other_verbs(ranks: Any) -> None:
 def test_arrays_of_both_kinds_side_by_side(ranks: Any) -> None:
     for contiguous in (False, True):
         ranks.run(verbs.all_reduce_multiple_mixed, contiguous, True)
+    ranks.run(verbs.halves_at_the_ends, "float32")
     assert ranks.run(verbs.side_by_side) == [["MPI", "MPI"]] * 3
     ranks.run(mpi_gpu_ranks.brought_home_unasked)
     ranks.run(verbs.dropped_work_is_safe)

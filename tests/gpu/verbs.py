@@ -259,6 +259,20 @@ def crossing_messages(rank: int, size: int, name: str) -> None:
     out = on_gpu(np.zeros(7, name))
     fl.sendrecv(on_gpu(values(rank, (7,), name)), (rank + 1) % size, out, (rank - 1) % size)
     np.testing.assert_array_equal(out.get(), values((rank - 1) % size, (7,), name))
+    halves_at_the_ends(rank, size, name)
+
+
+def halves_at_the_ends(rank: int, size: int, name: str) -> None:
+    """None is nobody, at both ends of a line."""
+    src, dst = fl.grid(size).shift(0, +1)
+    wanted = np.zeros(7, name) if src is None else values(src, (7,), name)
+    sent, outs = on_gpu(values(rank, (7,), name)), [on_gpu(np.zeros(7, name)) for _ in range(2)]
+    assert fl.sendrecv(sent, dst, outs[0], src) is outs[0]
+    got = fl.batch_isend_irecv([fl.P2POp("recv", outs[1], src), fl.P2POp("send", sent, dst)]).wait()
+    assert got[0] is outs[1]
+    assert got[1] is sent
+    for out in outs:
+        np.testing.assert_array_equal(out.get(), wanted)
 
 
 def side_by_side(rank: int, size: int) -> list[str]:

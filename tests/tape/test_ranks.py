@@ -192,6 +192,10 @@ def exchange() -> Any:
         sending = fl.isend(got + 1, peer, 3)
         other = fl.irecv(sent * 0, peer, 3).wait()
         sending.wait()
+        edges = (peer, None) if rank else (None, peer)  # half of it, on each rank another one
+        other += fl.sendrecv(sent, edges[0], sent * 0, edges[1], 4)
+        ops = [fl.P2POp("send", got, edges[0], 5), fl.P2POp("recv", sent * 0, edges[1], 5)]
+        other += fl.batch_isend_irecv(ops).wait()[1]
         return got + other, fl.all_gather(other * 2, async_op=True).wait()
 
     return step

@@ -144,12 +144,9 @@ def grid(
     members = of(group)
     rank = check_rank(members.size, "grid", "the rank of this process", members.rank)
     extents = extents_of(shape, members.size)
-    wraps = (periodic,) * len(extents) if isinstance(periodic, bool | np.bool_) else tuple(periodic)
+    wraps = (periodic,) * len(extents) if isinstance(periodic, bool) else tuple(periodic)
     if len(wraps) != len(extents):
-        raise ValueError(
-            f"grid: periodic must be one truth value, or one for each of the {len(extents)} "
-            f"dimensions; got {periodic!r}"
-        )
+        raise ValueError(f"grid: periodic must have one value, or {len(extents)}; got {periodic!r}")
     return Grid(rank, extents, tuple(map(bool, wraps)))
 
 

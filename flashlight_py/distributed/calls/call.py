@@ -245,10 +245,7 @@ def _kind_of(verb: Any) -> Literal["send", "recv"]:
     """Return the kind of a message that the function ``isend`` or ``irecv`` would begin."""
     name = getattr(verb, "__name__", None)
     if name not in ("isend", "irecv"):
-        raise ValueError(
-            f"P2POp: kind must be 'send' or 'recv', or one of the functions isend and irecv; got "
-            f"{verb!r}"
-        )
+        raise ValueError(f"P2POp: kind must be 'send' or 'recv', or isend or irecv; got {verb!r}")
     return "send" if name == "isend" else "recv"
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count, takewhile
 
+import numpy as np
+
 from flashlight_py.distributed.calls.checks import check_rank, whole
 
 
@@ -35,12 +37,8 @@ class Grid:
         Raises:
             ValueError: ``rank`` is no rank of the group.
         """
-        left = check_rank(math.prod(self.shape), "Grid.coords_of", "rank", rank)
-        places = []
-        for extent in reversed(self.shape):
-            left, place = divmod(left, extent)
-            places.append(place)
-        return tuple(reversed(places))
+        rank = check_rank(math.prod(self.shape), "Grid.coords_of", "rank", rank)
+        return tuple(map(int, np.unravel_index(rank, self.shape)))
 
     def rank_of(self, coords: Sequence[int]) -> int | None:
         """Return the rank at ``coords``; None, nobody, where a dimension has ended.
@@ -48,10 +46,8 @@ class Grid:
         Raises:
             ValueError: ``coords`` has not one number for each dimension.
         """
-        if len(coords) != len(self.shape):
-            raise ValueError(
-                f"Grid.rank_of: coords must have {len(self.shape)} numbers, got {tuple(coords)}"
-            )
+        if len(coords) != (dims := len(self.shape)):
+            raise ValueError(f"Grid.rank_of: coords must have {dims} numbers, got {tuple(coords)}")
         rank = 0
         for place, extent, wraps in zip(coords, self.shape, self.periodic, strict=True):
             if not wraps and not 0 <= place < extent:
@@ -69,10 +65,7 @@ class Grid:
             ValueError: the grid has no dimension ``dim``.
         """
         if not -len(self.shape) <= dim < len(self.shape):
-            raise ValueError(
-                f"Grid.shift: dim must be one of the {len(self.shape)} dimensions of shape "
-                f"{self.shape}, got {dim}"
-            )
+            raise ValueError(f"Grid.shift: shape {self.shape} has no dimension {dim}")
         ends = [list(self.coords), list(self.coords)]
         ends[0][dim] -= steps
         ends[1][dim] += steps
@@ -84,10 +77,7 @@ def extents_of(shape: int | Iterable[int | None], size: int) -> tuple[int, ...]:
     given: list[int | None] = list(shape) if isinstance(shape, Iterable) else [shape]
     known = [whole(extent) for extent in given if extent is not None and extent != -1]
     if any(extent is None or extent < 1 for extent in known):
-        raise ValueError(
-            "grid: each extent of shape must be a whole number from 1 on, or None to be worked "
-            f"out; got {shape!r}"
-        )
+        raise ValueError(f"grid: extents are whole numbers from 1 on, or None; got {shape!r}")
     places = math.prod(filter(None, known))
     unknown = len(given) - len(known)
     if size % places or (not unknown and places != size):

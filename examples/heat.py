@@ -1,0 +1,96 @@
+"""Heat flows through a plate that is cut into as many pieces as there are processes.
+
+    python examples/heat.py
+    mpirun -n 4 python examples/heat.py --plot heat.png
+
+Each process has one piece, and around it a margin one cell wide for what the neighbours have there.
+The edge of the plate has no neighbour: its margin keeps the temperature that it began with. A cell
+is computed by the same operations whoever has it, so any number of processes gives the same bits:
+the SHA-256 of all temperatures is printed at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import flashlight_py as fl
+
+FLOW = 0.2  # of the difference to each neighbour, in one step; stable up to 1/4
+
+
+def main(options: argparse.Namespace) -> None:
+    fl.distributed_init()
+    grid = fl.grid((None, None))  # as near to a square as the number of processes allows
+
+    # This rank's piece and its margin; coords (0, 0) is the upper left one.
+    cells, places = options.cells, zip(grid.coords, grid.shape, strict=True)
+    mine = tuple(slice(cells * i // n, cells * (i + 1) // n + 2) for i, n in places)
+    plate = beginning(cells)[mine].copy()
+
+    pictures = {0: gathered(grid, plate)}
+    for step in range(1, options.steps + 1):
+        exchange(grid, plate)
+        inside = plate[1:-1, 1:-1]
+        around = plate[:-2, 1:-1] + plate[2:, 1:-1] + plate[1:-1, :-2] + plate[1:-1, 2:]
+        plate[1:-1, 1:-1] = inside + FLOW * (around - 4 * inside)
+        if step in (options.steps // 8, options.steps):
+            pictures[step] = gathered(grid, plate)
+
+    if grid.rank == 0:
+        print(f"{grid.shape[0]} x {grid.shape[1]} pieces, {options.steps} steps")
+        digest = hashlib.sha256(pictures[options.steps]).hexdigest()
+        print(f"SHA-256 of the temperatures: {digest}")
+        if options.plot:
+            plot(grid, pictures, options.plot)
+
+
+def beginning(cells: int) -> np.ndarray:
+    """Return the whole plate as it begins: a hot bar along the left edge, and a hot disc."""
+    y, x = np.mgrid[-1 : 1 : (cells + 2) * 1j, -1 : 1 : (cells + 2) * 1j]
+    plate = np.where((x - 0.2) ** 2 + (y + 0.1) ** 2 < 0.16, 1.0, 0.0)
+    plate[cells // 3 : 2 * cells // 3, 0] = 1.0  # in the margin, which stays as it is
+    return plate
+
+
+def exchange(grid: fl.Grid, plate: np.ndarray) -> None:
+    """Fill the margins with the outermost cells of the neighbours. None is nobody's neighbour."""
+    for dim, lines in enumerate((plate, plate.T)):
+        before, after = grid.shift(dim, +1)
+        fl.sendrecv(lines[-2], after, lines[0], before)
+        fl.sendrecv(lines[1], before, lines[-1], after)
+
+
+def gathered(grid: fl.Grid, plate: np.ndarray) -> Any:
+    """Return the whole plate without its margin on rank 0, None elsewhere."""
+    pieces = fl.gather_object(plate[1:-1, 1:-1])
+    n = grid.shape[1]  # pieces of each row, as ranks are numbered
+    return pieces and np.block([pieces[i : i + n] for i in range(0, len(pieces), n)])
+
+
+def plot(grid: fl.Grid, pictures: dict[int, Any], file: Path) -> None:
+    """Draw the plate after some steps, and where it was cut."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3), layout="constrained")
+    panels = figure.subplots(1, len(pictures))
+    for axes, (step, picture) in zip(panels, pictures.items(), strict=True):
+        image = axes.imshow(picture, vmin=0, vmax=1, cmap="inferno")
+        for draw, n in zip((axes.axhline, axes.axvline), grid.shape, strict=True):
+            for i in range(1, n):
+                draw(len(picture) * i // n - 0.5, color="white", linewidth=0.7, linestyle=":")
+        axes.set(title=f"after {step:,} steps", xticks=[], yticks=[])
+    figure.colorbar(image, ax=figure.axes, label="temperature", shrink=0.85)
+    figure.savefig(file, dpi=150)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Heat in a plate on several processes.")
+    parser.add_argument("--cells", type=int, default=200, help="along each side")
+    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it (needs matplotlib)")
+    main(parser.parse_args())
