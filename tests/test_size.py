@@ -16,21 +16,23 @@ FILES = [path for path in PACKAGE.rglob("*.py") if path.name != "_nccl.py"]  # t
 # At most so many lines and files. Blank lines, comments and docstrings count.
 BUDGETS = {
     # Layers, their functions, amp and the data loader are 3,700 of them: errors name both shapes.
-    "": (50_045, 249),
+    "": (51_130, 251),
     # torch changes the timeouts of groups that are open; objects know two ways, native and not.
-    "distributed": (17_555, 90),
+    # Memory is asked for before it is taken; grids, objects as messages, names that others use.
+    "distributed": (18_190, 92),
     # Ranks meet in a tree of hosts, and name who is lost or late wherever it is; one that is
     # stopped holds nobody up, and launchers show each other that they are there.
     "distributed/rendezvous": (3_495, 12),
     # Not 1,200: last words need a communicator and a count of their own, or others get wrong sums.
     "distributed/backends/mpi": (1_260, 7),
-    "parallel": (6_460, 30),
-    # Agents reach others in a tree, and pass on what is for these.
-    "launch": (3_795, 21),
+    # Gradients that are not finite are named.
+    "parallel": (6_540, 30),
+    # Agents reach others in a tree, and pass on what is for these; a port for other libraries.
+    "launch": (3_865, 21),
     "engines": (910, 6),
     "tagi": (5_280, 21),
-    # Kernels of layers are instructions, and bfloat16 is a dtype.
-    "tape": (2_810, 13),
+    # Kernels of layers are instructions, and bfloat16 is a dtype; reasons say what to write instead.
+    "tape": (2_845, 13),
     "torch": (1_210, 6),
 }
 

@@ -46,7 +46,7 @@ from flashlight_py.parallel.gradient_pass import (
 )
 from flashlight_py.parallel.leaf_sync import LeafSync
 from flashlight_py.parallel.synchronize import give_state, require_module
-from flashlight_py.structure import changed, here
+from flashlight_py.structure import changed
 
 
 def distribute_module_grads(
@@ -166,7 +166,7 @@ def distribute_module_grads(
         sync = _bucketed(in_order, scale, hook, group, limit)
     sync.ignored = ignored
     if check_finite and isinstance(sync, GradientSync):
-        sync.names = {param: name for name, param in named.items()}
+        sync.checked = {param: name for name, param in named.items()}
     install(module, sync, before_forward if buffers and leaves is None else None)
     warn_of_differing("distribute_module_grads", digests, members)
 
@@ -195,10 +195,10 @@ class GradientSync(GradientPass[GradientUnit]):
 
     ``flags``: space for a number of each parameter in the array of the last unit; None: whether it
     was used travels in a message of its own. ``averages``: the reducer leaves the mean over the
-    ranks. ``names``, where it is set, is of parameters whose gradients must be finite.
+    ranks. ``checked``, where it is set, names parameters whose gradients must be finite.
     """
 
-    names: Mapping[Variable, str] | None = None
+    checked: Mapping[Variable, str] | None = None
 
     def __init__(
         self,
@@ -221,12 +221,10 @@ class GradientSync(GradientPass[GradientUnit]):
             if grad is not home and home is not None:
                 home[...] = 0 if grad is None else grad
                 param.grad = home
-        if self.names is not None:
-            if here.recorder is not None:
-                here.recorder.leave("check_finite looks at gradients")
+        if self.checked is not None:
             if not _is_finite(unit.flat):
                 wrong = [each for each in unit.params if not _is_finite(gradient_of(each))]
-                self._not_finite += [self.names[param] for param in wrong]
+                self._not_finite += [self.checked[param] for param in wrong]
         if weight != 1.0:
             weigh_in_place(unit.flat, weight)
         flags = self._flags
@@ -241,7 +239,7 @@ class GradientSync(GradientPass[GradientUnit]):
 
     def _finish(self) -> None:
         self.reducer.finalize()
-        if self.names is not None:
+        if self.checked is not None:
             self._require_finite()
         if self._flags is None:
             used = used_on_any_rank(self._used_here(), self.reducer.group)

@@ -152,6 +152,8 @@ class State:
         self._hooks += [(each, path, _TOLD) for each in (hook, placement) if each is not None]
         if placement is not None and placement.shards.steps:
             self.reason = f"{words(path)} is of a module sharded with step_in_backward"
+        if getattr(getattr(getattr(hook, "func", None), "__self__", None), "checked", None):
+            self.reason = f"the gradient of {words(path)} is looked at (check_finite=True)"
         if type(data) is not np.ndarray and is_cupy(data):
             self._refuse(data, path, _TOLD)
 

@@ -325,6 +325,9 @@ CASES = {
         r"model\[2\].bias is of a module sharded with step_in_backward",
         data=few,
     ),
+    "checked": Case(
+        reduced(check_finite=True), r"the gradient of model\[3\].bias is looked at", data=few
+    ),
     "begun and left": Case(begin_and_leave, "does not wait for", wait),
     "number of Python": Case(lambda: lambda x, y: (fl.all_reduce(3.0), x + 1), NO_ARRAY),
 }
