@@ -31,7 +31,7 @@ BUDGETS = {
     "launch": (3_865, 21),
     "engines": (910, 6),
     "tagi": (5_280, 21),
-    # Kernels of layers are instructions, and bfloat16 is a dtype; reasons say what to write instead.
+    # Kernels of layers are instructions; bfloat16 is a dtype; reasons say what to write instead.
     "tape": (2_845, 13),
     "torch": (1_210, 6),
 }

@@ -221,10 +221,9 @@ class GradientSync(GradientPass[GradientUnit]):
             if grad is not home and home is not None:
                 home[...] = 0 if grad is None else grad
                 param.grad = home
-        if self.checked is not None:
-            if not _is_finite(unit.flat):
-                wrong = [each for each in unit.params if not _is_finite(gradient_of(each))]
-                self._not_finite += [self.checked[param] for param in wrong]
+        if self.checked is not None and not _is_finite(unit.flat):
+            wrong = [each for each in unit.params if not _is_finite(gradient_of(each))]
+            self._not_finite += [self.checked[param] for param in wrong]
         if weight != 1.0:
             weigh_in_place(unit.flat, weight)
         flags = self._flags
