@@ -12,16 +12,11 @@
 
 #include "binding.h"
 
-static PyObject *name_kind, *name_peer, *name_tag, *name_partial, *name_x, *text_send;
+static PyObject *text_send;
 
 int batch_names(void) {
-  name_kind = PyUnicode_InternFromString("kind");
-  name_peer = PyUnicode_InternFromString("peer");
-  name_tag = PyUnicode_InternFromString("tag");
-  name_partial = PyUnicode_InternFromString("partial");
-  name_x = PyUnicode_InternFromString("x");
   text_send = PyUnicode_InternFromString("send");
-  return name_kind && name_peer && name_tag && name_partial && name_x && text_send;
+  return text_send != NULL;
 }
 
 typedef struct {
@@ -33,7 +28,7 @@ typedef struct {
   int count, sent; /* P2POps, and those of them that are messages */
 } batch;
 
-/* Give the message that comes next a copy of `match`, which lives as long as its operation; 0 with an
+/* Give the message of the last op a copy of `match`, which lives as long as its operation; 0 with an
    exception. */
 static int add_match(batch *all, const fl_match *match, Py_ssize_t count) {
   if (all->matches == NULL) {
@@ -41,46 +36,36 @@ static int add_match(batch *all, const fl_match *match, Py_ssize_t count) {
     if (all->matches == NULL) return 0;
     memset(PyBytes_AsString(all->matches), 0, (size_t)count * sizeof *match);
   }
-  fl_match *own = (fl_match *)(void *)PyBytes_AsString(all->matches) + all->count;
+  fl_match *own = (fl_match *)(void *)PyBytes_AsString(all->matches) + all->count - 1;
   *own = *match;
   all->messages[all->sent].match = own;
   return 1;
 }
 
-/* What a P2POp (calls/call.py) says, one of `count`: 1, or 0 with or without an exception. */
+/* What a P2POp (calls/call.py) says, one of `count`: 1, or 0 with or without an exception. It is a tuple. */
 static int read_message(const Binding *binding, PyObject *op, batch *all, Py_ssize_t count) {
-  PyObject *kind = PyObject_GetAttr(op, name_kind), *peer = PyObject_GetAttr(op, name_peer);
-  PyObject *tag = PyObject_GetAttr(op, name_tag), *partial = PyObject_GetAttr(op, name_partial);
-  PyObject *x = PyObject_GetAttr(op, name_x);
+  enum { KIND, ARRAY, PEER, TAG, PARTIAL, FIELDS };
+  if (!PyTuple_Check(op) || PyTuple_CheckExact(op) || PyTuple_Size(op) != FIELDS) return 0;
+  PyObject *kind = PyTuple_GetItem(op, KIND), *x = PyTuple_GetItem(op, ARRAY), *peer = PyTuple_GetItem(op, PEER);
+  started_op *one = &all->ops[all->count++];
+  *one = (started_op){.verb = FL_SEND, .peer = -1};
+  if (PyList_Append(all->arrays, x) != 0) return 0;
+  if (peer == Py_None) return 1; /* nobody */
+  const int sends = kind == text_send || PyUnicode_Compare(kind, text_send) == 0;
   plain_call call;
-  int plain = 0, is_message = peer != Py_None;
-  started_op *one = &all->ops[all->count];
-  if (!is_message) {
-    *one = (started_op){.verb = FL_SEND, .peer = -1};
-    plain = x != NULL;
-  } else if (kind != NULL && peer != NULL && tag != NULL && x != NULL && partial != NULL && PyUnicode_Check(kind)) {
-    const int sends = kind == text_send || PyUnicode_Compare(kind, text_send) == 0;
-    const int rank = binding->rank, verb = sends ? FL_SEND : FL_RECV;
-    plain = plain_message(verb, x, peer, tag, partial, rank, binding->size, &call);
+  if (!plain_message(sends ? FL_SEND : FL_RECV, x, peer, PyTuple_GetItem(op, TAG), PyTuple_GetItem(op, PARTIAL),
+                     binding->rank, binding->size, &call)) {
+    return 0;
   }
-  plain = plain && PyList_Append(all->arrays, x) == 0;
-  if (plain && is_message) {
-    fl_message *message = &all->messages[all->sent];
-    message->signature = call.signature;
-    message->data = call.data;
-    message->peer = call.peer;
-    message->match = NULL;
-    *one = (started_op){.verb = call.signature.verb, .root = call.signature.root, .peer = call.peer};
-    plain = call.output == NULL || add_match(all, &call.match, count);
-    ++all->sent;
-  }
-  ++all->count;
-  Py_XDECREF(kind);
-  Py_XDECREF(peer);
-  Py_XDECREF(tag);
-  Py_XDECREF(partial);
-  Py_XDECREF(x);
-  return plain;
+  fl_message *message = &all->messages[all->sent];
+  message->signature = call.signature;
+  message->data = call.data;
+  message->peer = call.peer;
+  message->match = NULL;
+  *one = (started_op){.verb = call.signature.verb, .root = call.signature.root, .peer = call.peer};
+  if (call.output != NULL && !add_match(all, &call.match, count)) return 0;
+  ++all->sent;
+  return 1;
 }
 
 /* Room for `count` messages; 0: there is none. */

@@ -316,14 +316,14 @@ class refusing:
         backend = group.backend(next(filter(is_cupy, held), None))
         for op in filter(None, begun):
             known = isinstance(op.peer, int) and isinstance(op.tag, int)
-            if not (known and 0 <= op.peer < group.size and 0 <= op.tag < 2**31):
+            if not known or op.peer not in range(group.size) or op.tag not in range(2**31):
                 return
         for message in begun:
             if message is COLLECTIVE:
                 call = Call(self._verb if isinstance(self._verb, Verb) else BARRIER)
             else:
                 verb = SEND if message.sends else RECV
-                call = Call(verb, peer=message.peer, tag=message.tag)
+                call = Call(verb, peer=message.peer or 0, tag=message.tag)
             call.blocking, call.refusal = False, words
             peer = None if message is COLLECTIVE else call.peer
             group.journal.refused(str(self._verb), error, peer)

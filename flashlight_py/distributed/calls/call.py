@@ -201,7 +201,15 @@ def array_in_words(kind: str, shape: Sequence[object]) -> str:
     return f"{kind} ({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
 
 
-class P2POp:
+class _Fields(NamedTuple):
+    kind: Literal["send", "recv"]
+    x: Any
+    peer: int | None
+    tag: int
+    partial: bool
+
+
+class P2POp(_Fields):
     """One message of :func:`flashlight_py.batch_isend_irecv`.
 
     Args:
@@ -216,21 +224,27 @@ class P2POp:
         ValueError: ``kind`` is something else.
     """
 
-    __slots__ = ("kind", "partial", "peer", "tag", "x")
+    __slots__ = ()
 
-    def __init__(
-        self,
+    # A tuple, which csrc/fast reads fast.
+    def __new__(
+        cls,
         kind: Literal["send", "recv"] | Callable[..., Any],
         x: Any,
         peer: int | None,
         tag: int = 0,
         partial: bool = False,
-    ) -> None:
+    ) -> P2POp:
         if kind not in ("send", "recv"):
             kind = _kind_of(kind)
-        self.kind, self.x, self.partial = kind, x, partial
-        self.peer = peer if type(peer) is int else _plain(peer)
-        self.tag = tag if type(tag) is int else _plain(tag)
+        if type(peer) is not int:
+            peer = _plain(peer)
+        if type(tag) is not int:
+            tag = _plain(tag)
+        return tuple.__new__(cls, (kind, x, peer, tag, partial))
+
+    __eq__ = object.__eq__  # arrays are not compared
+    __hash__ = object.__hash__
 
     @property
     def sends(self) -> bool:
