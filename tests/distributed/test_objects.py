@@ -216,7 +216,7 @@ def objects_as_messages(rank: int, size: int) -> None:
         for obj in given:
             fl.send_object(obj, 1, tag=3)
         fl.send(np.arange(2), 1, tag=3)
-        with pytest.raises(TypeError, match="the object of rank 0 cannot be pickled"):
+        with pytest.raises(TypeError, match="the sender.s object cannot be pickled"):
             fl.send_object(Unpicklable(), 1)
         assert sorted(fl.recv_object(None) for _ in range(size - 1)) == list(range(1, size))
     else:
@@ -225,7 +225,9 @@ def objects_as_messages(rank: int, size: int) -> None:
                 assert np.array_equal(fl.recv_object(0, tag=3), obj)
             x = np.zeros(2, int)
             assert fl.recv(x, 0, tag=3).tolist() == [0, 1]
-            with pytest.raises(TypeError, match=r"rank 0 cannot be pickled .*this one stays"):
+            with pytest.raises(
+                TypeError, match=r"sender.s object cannot be pickled: .*this one stays"
+            ):
                 fl.recv_object(0)
         fl.send_object(rank, 0)
     for wrong in (size, -1, None, True):
@@ -236,3 +238,27 @@ def objects_as_messages(rank: int, size: int) -> None:
 
 def test_objects_are_messages(ranks: Any) -> None:
     ranks.run(objects_as_messages)
+
+
+def long_objects_between_threads(rank: int, size: int) -> list[int]:
+    got: list[int] = []
+
+    def work() -> None:
+        for i in range(20):
+            if rank:
+                fl.send_object([rank] * (i * 1000), 0)
+            else:
+                got.append(len(fl.recv_object(None)))
+
+    threads = [threading.Thread(target=work) for _ in range(2 if rank else 2 * (size - 1))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    fl.barrier()
+    return sorted(got)
+
+
+def test_threads_send_and_receive_long_objects(pool: Any) -> None:
+    got = pool(3).run(long_objects_between_threads)[0]
+    assert got == sorted(4 * [i * 1000 for i in range(20)])

@@ -6,6 +6,7 @@ processes of one job and one user. Objects travel as bytes through the group's N
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from flashlight_py.device import Array
-from flashlight_py.distributed.api.messages import irecv, recv, send
+from flashlight_py.distributed.api.messages import recv, send
 from flashlight_py.distributed.api.verb_call import Group, refuse_names, refusing
 from flashlight_py.distributed.backends.exchange import (
     LATER,
@@ -32,7 +33,16 @@ from flashlight_py.distributed.failures.journal import (
 )
 from flashlight_py.distributed.groups import membership
 from flashlight_py.distributed.groups.membership import Membership, of
-from flashlight_py.distributed.verbs import ALL_GATHER, ALL_TO_ALL, BROADCAST, GATHER, SCATTER, Verb
+from flashlight_py.distributed.verbs import (
+    ALL_GATHER,
+    ALL_TO_ALL,
+    BROADCAST,
+    GATHER,
+    RECV,
+    SCATTER,
+    SEND,
+    Verb,
+)
 
 __all__ = ["all_gather_object", "broadcast_object", "gather_object", "scatter_object"]
 __all__ += ["recv_object", "send_object"]
@@ -47,6 +57,13 @@ _MOST_PADDING = 65536
 # So much of why an object cannot be pickled.
 _WORDS_BYTES = _SHORT_BYTES - 64
 _NOTHING = np.empty(0, np.uint8)
+# An object that is sent to one rank is its pickle, whose first byte is 0x80, where that is short.
+# Else what comes first is 0, the length, a number and the rank, and the pickle has a tag that is no
+# user's and the sender's alone: threads may send and receive at once. Or it is 1, and why not.
+_FIRST_BYTES = 16384
+_LATER, _NO_PICKLE = 0, b"\1"
+_LATER_TAGS = -2
+_numbers = itertools.count()
 
 
 def broadcast_object(obj: Any = None, root: int = 0, group: Group = None, **unknown: Any) -> Any:
@@ -126,11 +143,20 @@ def send_object(obj: Any, dst: int, tag: int = 0, group: Group = None) -> None:
     """
     members = of(group)
     check_rank(members.size, "send_object", "dst", dst)
-    (frame,) = _pickled([obj])
-    if frame.size > _SHORT_BYTES:
-        send(_announced(frame), dst, tag, group)
-    send(frame, dst, tag, group)
-    _raise_problem(read_frames(frame)[0], members, "send_object", members.rank)
+    try:
+        content = pickle.dumps(obj, 5)
+    except Exception as error:
+        send(np.frombuffer(_NO_PICKLE + _words_of(error), np.uint8), dst, tag, group)
+        raise TypeError(
+            f"{_at('send_object', members)}: {type(error).__name__}: {error}"
+        ) from error
+    whole = np.frombuffer(content, np.uint8)
+    if whole.size <= _FIRST_BYTES:
+        send(whole, dst, tag, group)
+    else:
+        number = next(_numbers) % 2**30
+        send(np.array([0, whole.size, number, members.rank]).view(np.uint8), dst, tag, group)
+        members.run(Call(SEND, whole, peer=dst, tag=_LATER_TAGS - number))
 
 
 def recv_object(src: int | None, tag: int = 0, group: Group = None) -> Any:
@@ -140,26 +166,27 @@ def recv_object(src: int | None, tag: int = 0, group: Group = None) -> Any:
 
     Raises:
         TypeError: it cannot be pickled there.
-        ValueError, DistributedError: as for :func:`recv`. An error of unpickling is raised here.
+        ValueError, DistributedError: as for :func:`recv`. What unpickling raises is raised here.
     """
     members = of(group)
-    work = irecv(np.empty(_SHORT_BYTES, np.uint8), src, tag, group, partial=True)
-    whole = work.wait()
-    (frame,), source = read_frames(whole), work.source
-    if frame.kind == LATER:
-        whole = np.empty(_announced_bytes(frame), np.uint8)
-        recv(whole, source, tag, group)
-        (frame,) = read_frames(whole)
-    _raise_problem(frame, members, "recv_object", source)
-    return pickle.loads(frame.content, buffers=frame.buffers)
-
-
-def _raise_problem(frame: Frame, members: Membership, verb: str, source: int | None) -> None:
-    if frame.kind == PROBLEM:
+    first = recv(np.empty(_FIRST_BYTES, np.uint8), src, tag, group, partial=True)
+    if first[0] == _LATER:
+        _, size, number, sender = first.view(np.int64).tolist()
+        first = np.empty(size, np.uint8)
+        members.run(Call(RECV, first, peer=sender, tag=_LATER_TAGS - number))
+    elif first[0] == _NO_PICKLE[0]:
         raise TypeError(
-            f"[{verb}] rank {members.rank} of {members.size}: the object of rank {source} cannot "
-            f"be pickled ({bytes(frame.content).decode(errors='replace')})"
+            f"{_at('recv_object', members)}: {first[1:].tobytes().decode(errors='replace')}"
         )
+    return pickle.loads(first.data)
+
+
+def _at(verb: str, members: Membership) -> str:
+    return f"[{verb}] rank {members.rank} of {members.size}: the sender's object cannot be pickled"
+
+
+def _words_of(error: Exception) -> bytes:
+    return f"{type(error).__name__}: {error}".encode(errors="backslashreplace")[:_WORDS_BYTES]
 
 
 def _moved(verb: Verb, given: Any, root: Any, group: Group) -> Any:
@@ -213,8 +240,7 @@ def _pickled(objs: Sequence[Any]) -> list[Array]:
     try:
         return [Frame(pickle.dumps(obj, 5)).pack() for obj in objs]
     except Exception as error:  # noqa: BLE001  (__reduce__ may raise anything; every rank raises it)
-        words = f"{type(error).__name__}: {error}".encode(errors="backslashreplace")
-        return [Frame(words[:_WORDS_BYTES], PROBLEM).pack()] * len(objs)
+        return [Frame(_words_of(error), PROBLEM).pack()] * len(objs)
 
 
 class _Move:
@@ -265,7 +291,8 @@ class _Move:
         if verb is GATHER_OBJECT:
             long = mine[0] if mine[0].size > _SHORT_BYTES else _NOTHING
             return self._come(Call(GATHER, long, root=self._root))
-        whole = mine[0] if mine else np.empty(_announced_bytes(first), np.uint8)
+        length = int(np.frombuffer(first.content, np.int64)[0])
+        whole = mine[0] if mine else np.empty(length, np.uint8)
         return self._come(Call(BROADCAST, whole, root=self._root))
 
     def _come(self, call: Call) -> Array:
@@ -314,7 +341,3 @@ def _rows(frames: Sequence[Array]) -> Array:
 
 def _announced(frame: Array) -> Array:
     return Frame(np.int64(frame.size).tobytes(), LATER).pack()
-
-
-def _announced_bytes(frame: Frame) -> int:
-    return int(np.frombuffer(frame.content, np.int64)[0])
