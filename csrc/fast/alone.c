@@ -21,7 +21,7 @@ int can_run_alone(const plain_call *call, PyObject *out) {
   const fl_signature *s = &call->signature;
   if (is_message(s->verb)) return 0;
   if (is_gather(s) && out != Py_None && call->rows != s->shape[0]) return 0;
-  return s->scale == 1.0 || is_float(s);
+  return s->scale == 1.0 || (is_float(s) && !call->is_scattered);
 }
 
 static void scale(const fl_signature *s, void *data) {

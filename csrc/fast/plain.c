@@ -127,11 +127,7 @@ static void *read_address(PyObject *given, fl_signature *out) {
   return address < PAGE || address == SIZE_MAX ? NULL : (void *)address;
 }
 
-/* Describe an array, or memory by its address: where its elements are; NULL: Python must do it. */
-static void *read_memory(PyObject *x, int writes, fl_signature *out) {
-  if (!PyArray_CheckExact(x)) return read_address(x, out);
-  PyArrayObject *array = (PyArrayObject *)x;
-  if (!(writes ? PyArray_ISCARRAY(array) : PyArray_ISCARRAY_RO(array))) return NULL;
+static void *describe(PyArrayObject *array, fl_signature *out) {
   out->dtype = dtype_code(PyArray_TYPE(array));
   out->ndim = PyArray_NDIM(array);
   if (out->dtype < 0 || out->ndim > SHAPE) return NULL;
@@ -139,6 +135,14 @@ static void *read_memory(PyObject *x, int writes, fl_signature *out) {
   out->count = 1;
   for (int d = 0; d < out->ndim; ++d) out->count *= out->shape[d] = PyArray_DIM(array, d);
   return PyArray_DATA(array);
+}
+
+/* Describe an array, or memory by its address: where its elements are; NULL: Python must do it. */
+static void *read_memory(PyObject *x, int writes, fl_signature *out) {
+  if (!PyArray_CheckExact(x)) return read_address(x, out);
+  PyArrayObject *array = (PyArrayObject *)x;
+  if (!(writes ? PyArray_ISCARRAY(array) : PyArray_ISCARRAY_RO(array))) return NULL;
+  return describe(array, out);
 }
 
 /* Names of operations are literals, so that they differ by identity; members of ReduceOp are
@@ -418,6 +422,10 @@ int plain_read(PyObject *const *args, int rank, int size, plain_call *call) {
     x = Py_None;
   } else if ((flags & VERB_IN_PLACE) != 0) {
     call->data = read_memory(x, 1, s);
+    if (call->data == NULL && size == 1 && PyArray_CheckExact(x) && PyArray_ISWRITEABLE((PyArrayObject *)x)) {
+      call->data = describe((PyArrayObject *)x, s); /* nobody reads it */
+      call->is_scattered = 1;
+    }
     if (call->data == NULL) return 0;
   } else {
     const int read = read_apart(x, out, rank, size, call);

@@ -16,6 +16,7 @@ typedef struct {
   fl_match match;      /* of a receive from any rank, or of fewer rows: `output` is this then */
   int64_t rows;        /* for which there is room, of an all_to_all of unequal parts */
   int peer;            /* of a message, -1: any; else -1 */
+  int is_scattered;    /* `data` lies not in one piece: of a group of one rank */
   double seconds;      /* that the call may take */
   PyObject *result;    /* what the call returns where all goes well; a reference of its own, or NULL */
 } plain_call;

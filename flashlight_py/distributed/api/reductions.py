@@ -121,7 +121,7 @@ def _copied(x: Any, out: Any, group: Group) -> None:
     members = of(group)
     with refusing(members, ALL_REDUCE, given=(x, out)):
         array = as_array("all_reduce", x, writes=False, of_any_dtype=True)
-        as_array("all_reduce(out=)", out)
+        as_array("all_reduce(out=)", out, of_any_dtype=True)
         place = output("all_reduce", out, array, array.shape, x).array
         assert place is not None
         place[...] = array

@@ -203,8 +203,9 @@ def output(name: str, out: Any, like: Any, shape: tuple[int | None, ...], given:
     first = array.shape[:1] if shape[:1] == (None,) and array.ndim else shape[:1]
     if array.shape != (*first, *shape[1:]) or array.dtype != like.dtype:
         extents = ", ".join("any" if extent is None else str(extent) for extent in shape)
+        comma = "," * (len(shape) == 1)
         raise ValueError(
-            f"{name}: out must be {like.dtype} ({extents}), got {array.dtype} {array.shape}"
+            f"{name}: out must be {like.dtype} ({extents}{comma}), got {array.dtype} {array.shape}"
         )
     return Output(out, array, pack(array))
 
