@@ -30,14 +30,20 @@ _REMEDIES = {
 
 
 def check_modules_agree(
-    params: Mapping[str, Variable], group: ProcessGroup, with_values: bool = False
+    params: Mapping[str, Variable],
+    group: ProcessGroup,
+    with_values: bool = False,
+    also: Iterable[str] = (),
 ) -> list[int]:
-    """Compare names, shapes and dtypes of parameters; return digests of the ranks' values."""
+    """Compare names, shapes and dtypes of parameters; return digests of the ranks' values.
+
+    ``also`` are words about what is to be done with them, compared as well.
+    """
     if group.size == 1:
         return [0]
     values = digest_of_values(params.values()) if with_values else 0
     differ, remedy = "the modules differ in parameter", "Build the same module on every rank"
-    words = []
+    words = [*also]
     for name, param in params.items():
         frozen = "" if param.calc_grad else ", frozen"
         placed = "" if param.placement is None else param.placement.words()

@@ -149,7 +149,8 @@ def distribute_module_grads(
         _check_for_leaves(named)
     group = group if reducer is None else reducer.group
     members = group_or_world(group)
-    digests = check_modules_agree(named, members, with_values=True)
+    checked = ["gradients must be finite (check_finite)"] if check_finite else []
+    digests = check_modules_agree(named, members, with_values=True, also=checked)
     release(module)
     buffers = [name for name in module.buffers if broadcast_buffers and name not in ignored]
     sync: GradientPass[Any]

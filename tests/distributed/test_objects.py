@@ -216,7 +216,7 @@ def objects_as_messages(rank: int, size: int) -> None:
         for obj in given:
             fl.send_object(obj, 1, tag=3)
         fl.send(np.arange(2), 1, tag=3)
-        with pytest.raises(TypeError, match="the sender.s object cannot be pickled"):
+        with pytest.raises(TypeError, match=r"the sender.s object cannot be pickled"):
             fl.send_object(Unpicklable(), 1)
         assert sorted(fl.recv_object(None) for _ in range(size - 1)) == list(range(1, size))
     else:

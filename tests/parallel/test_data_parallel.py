@@ -368,3 +368,12 @@ def test_a_gradient_that_is_not_finite_is_named(pool: Any, how: dict[str, Any]) 
 def test_leaves_look_at_no_gradients() -> None:
     with pytest.raises(ValueError, match="takes no check_finite"):
         fl.distribute_module_grads(build(), leaves=2, check_finite=True)
+
+
+def checked_on_one_rank(rank: int, size: int) -> None:
+    with pytest.raises(fl.errors.MismatchError, match="check_finite"):
+        fl.distribute_module_grads(build(), check_finite=rank == 1)
+
+
+def test_all_ranks_look_at_their_gradients_or_none(pool: Any) -> None:
+    pool(2).run(checked_on_one_rank)
