@@ -62,7 +62,20 @@ class Launch:
         self.world.on_output = self.said.append
 
     def _launcher(self, node: int, nodes: int, per_host: int) -> Callable[[], int]:
-        how = ((), (), (), nodes, node, "host1:29511", None, self._min_n, None, 5.0, LOST_SECONDS)
+        how = (
+            (),
+            (),
+            (),
+            nodes,
+            node,
+            "host1:29511",
+            None,
+            self._min_n,
+            None,
+            None,
+            5.0,
+            LOST_SECONDS,
+        )
         options = Options(per_host, *how, ("rank",))
 
         def main() -> int:

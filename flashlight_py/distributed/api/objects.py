@@ -15,7 +15,7 @@ import numpy as np
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.api.messages import recv, send
-from flashlight_py.distributed.api.verb_call import Group, refuse_names, refusing
+from flashlight_py.distributed.api.verb_call import Group, ending, refuse_names, refusing
 from flashlight_py.distributed.backends.exchange import (
     LATER,
     PROBLEM,
@@ -155,8 +155,9 @@ def send_object(obj: Any, dst: int, tag: int = 0, group: Group = None) -> None:
         send(whole, dst, tag, group)
     else:
         number = next(_numbers) % 2**30
-        send(np.array([0, whole.size, number, members.rank]).view(np.uint8), dst, tag, group)
-        members.run(Call(SEND, whole, peer=dst, tag=_LATER_TAGS - number))
+        with ending(members):
+            send(np.array([0, whole.size, number, members.rank]).view(np.uint8), dst, tag, group)
+            members.run(Call(SEND, whole, peer=dst, tag=_LATER_TAGS - number))
 
 
 def recv_object(src: int | None, tag: int = 0, group: Group = None) -> Any:
@@ -173,7 +174,8 @@ def recv_object(src: int | None, tag: int = 0, group: Group = None) -> Any:
     if first[0] == _LATER:
         _, size, number, sender = first.view(np.int64).tolist()
         first = np.empty(size, np.uint8)
-        members.run(Call(RECV, first, peer=sender, tag=_LATER_TAGS - number))
+        with ending(members):
+            members.run(Call(RECV, first, peer=sender, tag=_LATER_TAGS - number))
     elif first[0] == _NO_PICKLE[0]:
         raise TypeError(
             f"{_at('recv_object', members)}: {first[1:].tobytes().decode(errors='replace')}"
