@@ -20,7 +20,7 @@ from tests.distributed import conformance
 from tests.distributed.harness import run_outcomes
 
 MB = 1 << 20
-MEMINFO = "MemTotal: 999 kB\nMemAvailable:   65536 kB\nSwapFree:  {swap} kB\nHugePages_Free: 7\n"
+MEMINFO = "MemTotal: 131072 kB\nMemAvailable:   65536 kB\nSwapFree:  {swap} kB\nHugePages_Free: 7\n"
 V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
 STAT = "anon 5\ninactive_file 1048576\nactive_file 2097152\n"
 LACK = "there is not enough memory"
@@ -87,6 +87,7 @@ def test_the_least_of_all_limits_counts(
 ) -> None:
     """Of the machine and of each control group above this process, as a container sees it."""
     monkeypatch.setattr(memory_room, "ROOT", machine(tmp_path, files, swap))
+    monkeypatch.setattr(memory_room, "LITTLE", 0)
     found, words = memory_room.available()
     assert (found, limit in words) == (free, True), words
     assert memory_room.available(ranks=4)[0] == min(found, (64 * MB + 1024 * swap) // 4)
@@ -100,6 +101,7 @@ def test_a_file_stays_as_it_was_where_others_take_the_memory_meanwhile(
 ) -> None:
     monkeypatch.setattr(memory_room, "ROOT", machine(tmp_path, {}))
     monkeypatch.setattr(memory_room, "_PIECE", MB)
+    monkeypatch.setattr(memory_room, "LITTLE", 0)
     fd = os.memfd_create("test")
     memory_room.reserve(fd, 3 * MB, "a file")
     left = iter([64 * MB, 3 * MB])

@@ -167,7 +167,7 @@ def _raise_together(store: Store, error: tuple[str, str]) -> None:
     if lacks:
         words = f"rank {store.rank} of {store.size}: there is not enough memory. {lacks}"
         error_of_all = OutOfMemoryError(words)
-        error_of_all.lack = lacks
+        error_of_all.lack = error[0]  # others add their ranks, by the numbers of a larger group
         raise error_of_all
     if others:
         raise UnavailableEverywhereError(
