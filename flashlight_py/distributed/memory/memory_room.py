@@ -75,7 +75,9 @@ def require(nbytes: int, what: str, ranks: int = 1) -> None:
 
 def ordinary_empty(shape: tuple[int, ...], dtype: np.dtype[Any], ranks: int = 1) -> Array:
     """Return ``numpy.empty``; a MemoryError where ``ranks`` of this machine have no room for it."""
-    require(math.prod(shape) * dtype.itemsize, f"an array of {dtype} {shape}", ranks)
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes * ranks >= LITTLE:  # the words take longer than a small array
+        require(nbytes, f"an array of {dtype} {shape}", ranks)
     return np.empty(shape, dtype)
 
 
