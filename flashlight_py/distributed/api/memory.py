@@ -65,7 +65,7 @@ def shared_empty(
         dtype_code("shared_empty", kind)
         backend = members.backend()
         with members.journal.recording("shared_empty", like=(kind, extents)):
-            if math.prod(extents) * kind.itemsize * backend.size < LITTLE:
+            if math.prod(extents) * kind.itemsize * backend.size < LITTLE:  # never refused
                 return backend.shared_empty(extents, kind)
             store = BackendStore(Steps(backend, "shared_empty"))
             array: Array = made_together(store, lambda: backend.shared_empty(extents, kind))

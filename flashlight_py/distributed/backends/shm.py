@@ -107,13 +107,12 @@ class ShmBackend(NativeBackend):
 
         def add(path: str, create: bool) -> Any:
             group, where = self._open("shared_empty"), path.encode()
-            is_large = create and stride * self.size >= LITTLE
-            if is_large:
+            large = create and stride * self.size >= LITTLE
+            if large:
+                what = f"shared_empty, {self.size} arrays of {dtype} {shape}"
                 with open_memory(path) as fd:
-                    what = f"shared_empty, {self.size} arrays of {dtype} {shape}"
                     reserve(fd, stride * self.size, what)
-            way = create + is_large
-            region = self.lib.fl_shm_add_region(group, where, way, stride, *self._reason)
+            region = self.lib.fl_shm_add_region(group, where, create + large, stride, *self._reason)
             if region == self.ffi.NULL:
                 raise OSError(self.reason())
             return region

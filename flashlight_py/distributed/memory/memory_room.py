@@ -15,26 +15,21 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from flashlight_py.device import Array
-
-T = TypeVar("T")
 
 ROOT = Path("/")  # of /proc and /sys; tests have others
 
 # Less, by all ranks of a host together, is given without a question. To ask takes 0.1 ms, as does
 # writing 0.3 MB; it is a lack of gigabytes that ends processes.
 LITTLE = 64 << 20
-# For more the control groups are looked for anew, which takes 1 ms: they may have other limits.
-_MUCH = 1 << 30
 # Of what there is this much stays free: processes need some for what they do.
 _KEPT = 1 / 20
 # What is reserved between two questions, as others may take memory meanwhile.
 _PIECE = 256 << 20
-
 
 # Of control groups: the name between the colons of /proc/self/cgroup (version 2 has one hierarchy
 # for all), where they are, the files of what one may have and has, and how its caches are named.
@@ -52,7 +47,7 @@ def available(ranks: int = 1) -> tuple[int, str]:
     that were read counts as free. So does swap, but for the limits of control groups: how much of
     it theirs may use is often nothing.
     """
-    free = _known(_of_machine, ranks)
+    free: list[tuple[int, str]] = _known(_of_machine, ranks)
     for limit in _limits(ROOT):
         free += _known(_of_group, *limit)
     return min(free, default=(sys.maxsize, "no limit is known"))
@@ -62,7 +57,7 @@ def require(nbytes: int, what: str, ranks: int = 1) -> None:
     """Raise a MemoryError that says ``what`` needs ``nbytes``, unless they are ``available``."""
     if nbytes * ranks < LITTLE:
         return
-    if nbytes > _MUCH:
+    if nbytes >= 16 * LITTLE:  # worth 1 ms: control groups may have got other limits
         _limits.cache_clear()
     free, limit = available(ranks)
     if nbytes > free * (1 - _KEPT):
@@ -113,34 +108,31 @@ def _of_machine(ranks: int) -> tuple[int, str]:
 def _of_group(group: Path, limit: int, name: str, used: str, caches: str) -> tuple[int, str]:
     stat = _words_after(group / "memory.stat")
     cached = sum(int(stat.get(f"{caches}{kind}_file", 0)) for kind in ("inactive", "active"))
-    return limit - _number(group / used) + cached, f"{name} of the control group {group}"
+    return limit - int((group / used).read_text()) + cached, f"{name} of the control group {group}"
 
 
 @functools.lru_cache(maxsize=1)
 def _limits(root: Path) -> list[tuple[Path, int, str, str, str]]:
     """Return the control groups above this process that may have less than the machine has."""
     machine = _known(lambda: 1024 * int(_words_after(root / "proc/meminfo")["MemTotal:"]))
-    text = "".join(_known(Path.read_text, root / "proc/self/cgroup"))
+    text = "".join(_known((root / "proc/self/cgroup").read_text))
     found = []
     for (names, path), row in itertools.product(re.findall(":(.*?):(.*)", text), _CONTROLLERS):
         controller, mount, name, *others = row
         # A container may see its own group alone, where the mount is, by a longer path.
         for group in (root / mount / path.lstrip("/") / "x").parents:
             if controller in names.split(",") and group.is_relative_to(root / mount):
-                found += [(group, n, name, *others) for n in _known(_number, group / name)]
+                limits = _known(lambda file: int(file.read_text()), group / name)
+                found += [(group, limit, name, *others) for limit in limits]
     return [each for each in found if each[1] < min(machine, default=sys.maxsize)]
-
-
-def _number(path: Path) -> int:
-    return int(Path.read_text(path))
 
 
 def _words_after(path: Path) -> dict[str, str]:
     """Return the word after each: numbers by their names, of a file with lines of both."""
-    return dict(itertools.pairwise(Path.read_text(path).split()))
+    return dict(itertools.pairwise(path.read_text().split()))
 
 
-def _known(read: Callable[..., T], *arguments: Any) -> list[T]:
+def _known(read: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Return a list of what is read, which is empty where that is not known."""
     try:
         return [read(*arguments)]
