@@ -86,7 +86,7 @@ class OutOfMemoryError(UnavailableEverywhereError, MemoryError):
     Raised on every rank. No rank has made anything, and the group goes on.
     """
 
-    lack = ""  # what and where, for those who tell others
+    lack = ""  # what this rank lacks, for those who tell others
 
 
 class GroupClosedError(DistributedError):

@@ -124,7 +124,7 @@ fl_shm_region* fl_shm_add_region(fl_shm_group* group, const char* path, int crea
                                  char* message, size_t message_bytes) {
   return guarded<fl_shm_region*>(nullptr, message, message_bytes, [&] {
     const auto mapping = std::make_shared<fl::Mapping>(
-        map(path, create != 0, bytes * group->group.size(), false));  // reserved by the caller
+        map(path, create != 0, bytes * group->group.size(), create == 1));
     mapping->close_file();  // there may be many of them
     return new fl_shm_region{mapping, group->group.add_region(mapping, bytes)};
   });

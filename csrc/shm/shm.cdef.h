@@ -68,9 +68,9 @@ int fl_shm_ready(fl_shm_group *group, int spins);
 fl_op *fl_shm_finish(fl_shm_group *group, const fl_signature *signature, void *data, void *output);
 
 /* Memory for an array of `bytes` on each rank; operations on it skip the copies. Collective: every
-   rank maps the same file, in the same order. NULL with a message on failure. The memory lives
-   until the region was freed and the group has dropped the array, or was freed. It is dropped later, 0,
-   while a thread runs a collective. */
+   rank maps the same file, in the same order, which one creates; with 2 its memory is reserved already.
+   NULL with a message on failure. The memory lives until the region was freed and the group has dropped
+   the array, or was freed. It is dropped later, 0, while a thread runs a collective. */
 fl_shm_region *fl_shm_add_region(fl_shm_group *group, const char *path, int create, size_t bytes,
                                  char *message, size_t message_bytes);
 void *fl_shm_region_array(fl_shm_region *region);

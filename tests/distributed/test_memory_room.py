@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
+from flashlight_py.distributed.backends.exchange import BackendStore
 from flashlight_py.distributed.memory import memory_room
 from flashlight_py.distributed.reducers.host_memory import hosts_of, map_zeros
 from flashlight_py.distributed.start.world import group_or_world
@@ -20,7 +23,7 @@ from tests.distributed import conformance
 from tests.distributed.harness import run_outcomes
 
 MB = 1 << 20
-MEMINFO = "MemTotal: 999 kB\nMemAvailable:   65536 kB\nSwapFree:  {swap} kB\nHugePages_Free: 7\n"
+MEMINFO = "MemTotal: 131072 kB\nMemAvailable:   65536 kB\nSwapFree:  {swap} kB\nHugePages_Free: 7\n"
 V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
 STAT = "anon 5\ninactive_file 1048576\nactive_file 2097152\n"
 LACK = "there is not enough memory"
@@ -87,6 +90,7 @@ def test_the_least_of_all_limits_counts(
 ) -> None:
     """Of the machine and of each control group above this process, as a container sees it."""
     monkeypatch.setattr(memory_room, "ROOT", machine(tmp_path, files, swap))
+    monkeypatch.setattr(memory_room, "LITTLE", 0)
     found, words = memory_room.available()
     assert (found, limit in words) == (free, True), words
     assert memory_room.available(ranks=4)[0] == min(found, (64 * MB + 1024 * swap) // 4)
@@ -95,11 +99,63 @@ def test_the_least_of_all_limits_counts(
         memory_room.require(free, "an array")
 
 
+LIMITED = {**JOB, **group(f"{V2}/slurm", 16 * MB, 4 * MB)}
+
+
+@pytest.mark.parametrize(
+    ("files", "is_known"),
+    [
+        ({"proc/meminfo": "MemTotal: 999 kB\nMemFree: 9 kB\n"}, False),  # of an old kernel
+        ({"proc/meminfo": "MemAvailable:\n"}, False),
+        ({"proc/meminfo": ""}, False),
+        ({"proc/meminfo": "\n" + MEMINFO.format(swap=0) + "\n"}, True),
+        ({"proc/self/cgroup": "\nnonsense\n"}, True),
+        *(({**LIMITED, f"{V2}/slurm/memory.{name}": ""}, True) for name in ("max", "current")),
+        ({**LIMITED, f"{V2}/slurm/memory.stat": "inactive_file many\n"}, True),
+    ],
+)
+def test_what_cannot_be_read_does_not_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, object], is_known: bool
+) -> None:
+    monkeypatch.setattr(memory_room, "ROOT", machine(tmp_path, files))
+    expected = (64 * MB, "MemAvailable of /proc/meminfo") if is_known else (sys.maxsize, "no limit")
+    found, words = memory_room.available()
+    assert (found, expected[1] in words) == (expected[0], True), words
+
+
+def test_little_is_given_without_a_question_and_limits_are_looked_for_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups without a limit, or with more than the machine has, are not read again."""
+    files = {**LIMITED, **group(f"{V2}/slurm/job_7", "max", 1), **group(V2, 999 * MB, 1)}
+    monkeypatch.setattr(memory_room, "ROOT", machine(tmp_path, files))
+    memory_room.available()
+    reads: list[str] = []
+    read_text = Path.read_text
+
+    def counted(path: Path) -> str:
+        reads.append(str(path.relative_to(tmp_path)))
+        return read_text(path)
+
+    monkeypatch.setattr(Path, "read_text", counted)
+    memory_room.require(63 * MB, "an array")
+    memory_room.ordinary_empty((31, MB), np.dtype(np.uint8), ranks=2)
+    assert reads == []
+    with pytest.raises(MemoryError, match="15,728,640 can be had"):
+        memory_room.require(64 * MB, "an array")
+    slurm = [f"{V2}/slurm/memory.{name}" for name in ("stat", "current")]
+    assert reads == ["proc/meminfo", *slurm]
+    (tmp_path / f"{V2}/slurm/memory.max").write_text("max")
+    with pytest.raises(MemoryError, match="67,108,864 can be had"):
+        memory_room.require(1025 * MB, "an array")  # for so much they are looked for anew
+
+
 def test_a_file_stays_as_it_was_where_others_take_the_memory_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_room, "ROOT", machine(tmp_path, {}))
     monkeypatch.setattr(memory_room, "_PIECE", MB)
+    monkeypatch.setattr(memory_room, "LITTLE", 0)
     fd = os.memfd_create("test")
     memory_room.reserve(fd, 3 * MB, "a file")
     left = iter([64 * MB, 3 * MB])
@@ -162,10 +218,38 @@ def take_too_much(rank: int, size: int, name: str, folder: str) -> None:
     text = str(caught.value)
     assert LACK in text, text
     assert all(words in text for words in (name, f"rank {rank} of {size}", "MemAvailable")), text
+    assert not re.search(r"rank \d: rank", text), text
     assert fl.all_reduce(np.ones(3)).tolist() == [size] * 3  # the group goes on
     x = fl.shared_empty(100_000)
     x[...] = 1
     assert fl.all_reduce(x)[-1] == size
+
+
+def know_nothing(rank: int, size: int, folder: str) -> None:
+    """Of rank 0's memory; what is little takes no longer for that there is a question for much."""
+    exchanges: list[bytes] = []
+    exchange = BackendStore.exchange
+
+    def counted(store: BackendStore, payload: bytes) -> list[bytes]:
+        exchanges.append(payload)
+        return exchange(store, payload)
+
+    with little_memory(f"{folder}/{rank}"), pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            (memory_room.ROOT / "proc/meminfo").write_text("MemFree: 9 kB\n")
+        patch.setattr(BackendStore, "exchange", counted)
+        fl.shared_empty((16, MB))[-1] = rank
+        del exchanges[:]
+        fl.shared_empty(1)
+        assert len(exchanges) == (2 if size > 1 else 0)
+    assert fl.all_reduce(np.ones(1)) == size
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_rank_that_knows_nothing_of_its_memory_takes_it(
+    pool: Any, tmp_path: Path, size: int
+) -> None:
+    pool(size, params={"BACKEND": "shm"}).run(know_nothing, str(tmp_path))
 
 
 @pytest.mark.parametrize("name", TAKES)
@@ -201,6 +285,7 @@ def lack_on_one_host(rank: int, size: int, folder: str) -> None:
         with lacking, pytest.raises(fl.errors.OutOfMemoryError, match="MemAvailable") as caught:
             take()
         assert "rank 2" in str(caught.value) or rank >= 2, (name, caught.value)
+        assert not re.search(r"rank \d: rank", str(caught.value)), (name, caught.value)
         assert fl.all_reduce(np.ones(1)) == size
 
 

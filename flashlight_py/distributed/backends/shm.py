@@ -26,7 +26,7 @@ from flashlight_py.distributed.memory.memory_file import (
     needs_names,
     open_memory,
 )
-from flashlight_py.distributed.memory.memory_room import ordinary_empty, reserve
+from flashlight_py.distributed.memory.memory_room import LITTLE, ordinary_empty, reserve
 from flashlight_py.distributed.rendezvous.store import Kin, Store
 from flashlight_py.errors import BackendUnavailableError, OutOfMemoryError
 
@@ -103,15 +103,16 @@ class ShmBackend(NativeBackend):
         """Return the array of each rank, in memory that all have mapped; see ``Backend``."""
         count = math.prod(shape)
         stride = max(_PAGE, -(-count * dtype.itemsize // _PAGE) * _PAGE)
-        what = f"shared_empty, {self.size} arrays of {dtype} {shape}"
         store = BackendStore(Steps(self, "shared_empty"))
 
         def add(path: str, create: bool) -> Any:
             group, where = self._open("shared_empty"), path.encode()
-            if create:
+            large = create and stride * self.size >= LITTLE
+            if large:
+                what = f"shared_empty, {self.size} arrays of {dtype} {shape}"
                 with open_memory(path) as fd:
                     reserve(fd, stride * self.size, what)
-            region = self.lib.fl_shm_add_region(group, where, create, stride, *self._reason)
+            region = self.lib.fl_shm_add_region(group, where, create + large, stride, *self._reason)
             if region == self.ffi.NULL:
                 raise OSError(self.reason())
             return region

@@ -159,7 +159,7 @@ def _attempt(do: Callable[[], Any]) -> tuple[Any, tuple[str, str]]:
 
 def _raise_together(store: Store, error: tuple[str, str]) -> None:
     """Raise what ``map_together`` does if a rank has an ``error`` of ``_attempt``. Collective."""
-    answers = map(json.loads, store.exchange(json.dumps(error).encode()))
+    answers = [answer.decode().split("\0") for answer in store.exchange("\0".join(error).encode())]
     lacks, others = (
         "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
         for texts in zip(*answers, strict=True)
@@ -167,7 +167,7 @@ def _raise_together(store: Store, error: tuple[str, str]) -> None:
     if lacks:
         words = f"rank {store.rank} of {store.size}: there is not enough memory. {lacks}"
         error_of_all = OutOfMemoryError(words)
-        error_of_all.lack = lacks
+        error_of_all.lack = error[0]  # others add their ranks, by the numbers of a larger group
         raise error_of_all
     if others:
         raise UnavailableEverywhereError(

@@ -7,12 +7,15 @@ memory is to have it at once, it ends a process to find some: maybe one that has
 from __future__ import annotations
 
 import errno
+import functools
+import itertools
 import math
 import os
-from collections.abc import Iterator
-from contextlib import suppress
+import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -20,36 +23,21 @@ from flashlight_py.device import Array
 
 ROOT = Path("/")  # of /proc and /sys; tests have others
 
-# Less is given without a question, which takes 0.1 ms.
-_LITTLE = 1 << 20
+# Less, by all ranks of a host together, is given without a question. To ask takes 0.1 ms, as does
+# writing 0.3 MB; it is a lack of gigabytes that ends processes.
+LITTLE = 64 << 20
 # Of what there is this much stays free: processes need some for what they do.
 _KEPT = 1 / 20
 # What is reserved between two questions, as others may take memory meanwhile.
 _PIECE = 256 << 20
 
-
-class _Controller(NamedTuple):
-    """Files of a version of control groups: what a group may have, has, and could do without."""
-
-    mounts: tuple[str, ...]
-    limit: str
-    used: str
-    cache: tuple[str, ...]
-
-
-# By what stands between the colons of /proc/self/cgroup. Version 2 has one hierarchy for all.
-_CONTROLLERS = {
-    "": _Controller(
-        ("sys/fs/cgroup", "sys/fs/cgroup/unified"),
-        *("memory.max", "memory.current"),
-        ("inactive_file", "active_file"),
-    ),
-    "memory": _Controller(
-        ("sys/fs/cgroup/memory",),
-        *("memory.limit_in_bytes", "memory.usage_in_bytes"),
-        ("total_inactive_file", "total_active_file"),
-    ),
-}
+# Of control groups: the name between the colons of /proc/self/cgroup (version 2 has one hierarchy
+# for all), where they are, the files of what one may have and has, and how its caches are named.
+_CONTROLLERS = [
+    ("", "sys/fs/cgroup", "memory.max", "memory.current", ""),
+    ("", "sys/fs/cgroup/unified", "memory.max", "memory.current", ""),
+    ("memory", "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+]
 
 
 def available(ranks: int = 1) -> tuple[int, str]:
@@ -59,16 +47,18 @@ def available(ranks: int = 1) -> tuple[int, str]:
     that were read counts as free. So does swap, but for the limits of control groups: how much of
     it theirs may use is often nothing.
     """
-    table = _numbers(ROOT / "proc/meminfo")
-    of_machine = 1024 * (table["MemAvailable:"] + table.get("SwapFree:", 0)) // ranks
-    shared = f", by each of {ranks} ranks" if ranks > 1 else ""
-    return min([(of_machine, f"MemAvailable of /proc/meminfo{shared}"), *_of_groups()])
+    free: list[tuple[int, str]] = _known(_of_machine, ranks)
+    for limit in _limits(ROOT):
+        free += _known(_of_group, *limit)
+    return min(free, default=(sys.maxsize, "no limit is known"))
 
 
 def require(nbytes: int, what: str, ranks: int = 1) -> None:
     """Raise a MemoryError that says ``what`` needs ``nbytes``, unless they are ``available``."""
-    if nbytes < _LITTLE:
+    if nbytes * ranks < LITTLE:
         return
+    if nbytes >= 16 * LITTLE:  # worth 1 ms: control groups may have got other limits
+        _limits.cache_clear()
     free, limit = available(ranks)
     if nbytes > free * (1 - _KEPT):
         raise MemoryError(
@@ -80,7 +70,9 @@ def require(nbytes: int, what: str, ranks: int = 1) -> None:
 
 def ordinary_empty(shape: tuple[int, ...], dtype: np.dtype[Any], ranks: int = 1) -> Array:
     """Return ``numpy.empty``; a MemoryError where ``ranks`` of this machine have no room for it."""
-    require(math.prod(shape) * dtype.itemsize, f"an array of {dtype} {shape}", ranks)
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes * ranks >= LITTLE:  # the words take longer than a small array
+        require(nbytes, f"an array of {dtype} {shape}", ranks)
     return np.empty(shape, dtype)
 
 
@@ -106,33 +98,45 @@ def reserve(fd: int, nbytes: int, what: str) -> None:
         raise
 
 
-def _of_groups() -> Iterator[tuple[int, str]]:
-    """Yield what each control group that this process is in may still take; see ``available``."""
-    with suppress(FileNotFoundError):  # of a kernel without them
-        for line in (ROOT / "proc/self/cgroup").read_text().splitlines():
-            _, names, path = line.split(":", 2)
-            controller = _CONTROLLERS.get("memory" if "memory" in names.split(",") else names)
-            if controller is None:
-                continue
-            for mount in controller.mounts:
-                # A container may see its own group alone, where the mount is, by a longer path.
-                for group in (ROOT / mount / path.lstrip("/") / "x").parents:
-                    if not group.is_relative_to(ROOT / mount):
-                        break
-                    yield from _of_group(group, controller)
+def _of_machine(ranks: int) -> tuple[int, str]:
+    table = _words_after(ROOT / "proc/meminfo")
+    nbytes = 1024 * (int(table["MemAvailable:"]) + int(table.get("SwapFree:", 0)))
+    shared = f", by each of {ranks} ranks" if ranks > 1 else ""
+    return nbytes // ranks, f"MemAvailable of /proc/meminfo{shared}"
 
 
-def _of_group(group: Path, controller: _Controller) -> Iterator[tuple[int, str]]:
-    with suppress(OSError):  # the root has no limit, and other groups may not be visible
-        limit = (group / controller.limit).read_text().strip()
-        if limit.isdecimal():  # not "max"
-            used = int((group / controller.used).read_text())
-            stat = _numbers(group / "memory.stat")
-            used -= sum(stat.get(name, 0) for name in controller.cache)
-            yield int(limit) - used, f"{controller.limit} of the control group {group}"
+def _of_group(group: Path, limit: int, name: str, used: str, caches: str) -> tuple[int, str]:
+    stat = _words_after(group / "memory.stat")
+    cached = sum(int(stat.get(f"{caches}{kind}_file", 0)) for kind in ("inactive", "active"))
+    return limit - int((group / used).read_text()) + cached, f"{name} of the control group {group}"
 
 
-def _numbers(path: Path) -> dict[str, int]:
-    """Return the numbers of a file whose lines are names and numbers."""
-    lines = (line.split() for line in path.read_text().splitlines())
-    return {words[0]: int(words[1]) for words in lines}
+@functools.lru_cache(maxsize=1)
+def _limits(root: Path) -> list[tuple[Path, int, str, str, str]]:
+    """Return the control groups above this process that may have less than the machine has."""
+    machine = _known(lambda: 1024 * int(_words_after(root / "proc/meminfo")["MemTotal:"]))
+    text = "".join(_known((root / "proc/self/cgroup").read_text))
+    found = []
+    for (names, path), row in itertools.product(re.findall(":(.*?):(.*)", text), _CONTROLLERS):
+        controller, mount, name, *others = row
+        # A container may see its own group alone, where the mount is, by a longer path.
+        for group in (root / mount / path.lstrip("/") / "x").parents:
+            if controller in names.split(",") and group.is_relative_to(root / mount):
+                limits = _known(lambda file: int(file.read_text()), group / name)
+                found += [(group, limit, name, *others) for limit in limits]
+    return [each for each in found if each[1] < min(machine, default=sys.maxsize)]
+
+
+def _words_after(path: Path) -> dict[str, str]:
+    """Return the word after each: numbers by their names, of a file with lines of both."""
+    return dict(itertools.pairwise(path.read_text().split()))
+
+
+def _known(read: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Return a list of what is read, which is empty where that is not known."""
+    try:
+        return [read(*arguments)]
+    # A kernel may lack a file or a line, a group have no limit ("max") or be gone, and a container
+    # show other things. That does not limit: an error, on one rank alone, would hang the others.
+    except (OSError, ValueError, KeyError, IndexError):
+        return []
