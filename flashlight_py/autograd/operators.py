@@ -31,7 +31,16 @@ def _where(condition: Any, *others: Any) -> Any:
 def _dot(a: Operand, b: Operand) -> Variable:
     if np.ndim(b) > 2:
         raise TypeError("numpy.dot of a Variable takes no second operand of more than 2 dimensions")
-    return dimensions.matmul(a, b)
+    return dimensions.matmul(a, b) if np.ndim(a) and np.ndim(b) else elementwise.mul(a, b)
+
+
+def _concatenate(variables: Any, axis: int | None = 0) -> Variable:
+    flats = variables if axis is not None else [dimensions.flat(each) for each in variables]
+    return dimensions.concatenate(flats, axis or 0)
+
+
+def _cumsum(a: Variable, axis: int | None = None) -> Variable:
+    return dimensions.cumsum(a if axis is not None else dimensions.flat(a), axis or 0)
 
 
 # Ufuncs, with what they are of variables.
@@ -42,10 +51,11 @@ _UFUNCS: dict[Any, Callable[..., Variable]] = {
     **{np.power: elementwise.pow, np.square: lambda x: x * x, np.absolute: elementwise.abs},
 }
 # Other functions; the second number is how many arguments by position mean the same here.
-_AS_HERE = "sum mean var max min cumsum concatenate stack transpose reshape tile"
+_AS_HERE = "sum mean var max min stack transpose reshape tile"
 _FUNCTIONS: dict[Any, tuple[Callable[..., Variable], int]] = {
     **{getattr(np, name): (getattr(functions, name), 2) for name in _AS_HERE.split()},
     **{np.amax: (dimensions.max, 2), np.amin: (dimensions.min, 2), np.dot: (_dot, 2)},
+    **{np.concatenate: (_concatenate, 2), np.cumsum: (_cumsum, 2)},
     **{np.ravel: (dimensions.flat, 1), np.linalg.norm: (dimensions.norm, 1)},
     **{np.clip: (elementwise.clip, 3), np.where: (_where, 3), np.einsum: (dimensions.einsum, 99)},
 }

@@ -200,7 +200,7 @@ class Container(Module):
         TypeError: a member is not a module.
     """
 
-    _unsearched = ("_members", *Module._unsearched)
+    _unsearched = "_members"
 
     def __init__(self, *modules: Module | Sequence[Module]) -> None:
         self._members: list[Module] = []

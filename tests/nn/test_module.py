@@ -190,26 +190,40 @@ def test_copies_are_independent(duplicate: Any) -> None:
 
 
 class Held(Module):
-    """Parameters and modules in lists, tuples and dicts."""
+    """Modules in lists, tuples and dicts."""
 
     def __init__(self) -> None:
         self.layers: list[Any] = [Linear(3, 3), [ReLU(), Linear(3, 3, bias=False)]]
         self.heads = {"one": Linear(3, 1), "two": (Linear(3, 2),)}
-        self.scales: list[Any] = [param(np.full(3, 2.0, "float32")), None]
-        self.shape, self.sizes = (3, 3), [1.0, "a"]
+        self.scale = param(np.full(3, 2.0, "float32"))
+        self.shape, self.sizes = (3, 3), [1.0, "a", None]
 
     def forward(self, x: Variable, scale: Variable | None = None, head: str = "one") -> Any:
         for layer in (self.layers[0], *self.layers[1]):
             x = layer(x)
-        x = x * self.scales[0] if scale is None else x * scale
+        x = x * self.scale if scale is None else x * scale
         found: Any = self.heads[head]
         return found(x) if head == "one" else found[0](x)
 
 
 class Keeping(Held):
     def forward(self, x: Variable, *_: Any, **__: Any) -> Any:
-        self.state = [super().forward(x), (x * 1, super().forward(x))]
+        self.state = [super().forward(x), (x * 1, super().forward(x)), x, self.scale]
         return self.state[0]
+
+
+class Free(Module):
+    """Whatever the test puts into attributes."""
+
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
+
+    def forward(self, *_: Any) -> Any:
+        raise NotImplementedError
+
+
+def names_of(model: Module) -> list[str]:
+    return [prefix[:-1] for prefix, _ in model._walk()][1:]
 
 
 class TestContainers:
@@ -224,7 +238,7 @@ class Held(nn.Module):
         self.layers = nn.ModuleList([nn.Linear(3, 3), inner])
         heads = {"one": nn.Linear(3, 1), "two": nn.ModuleList([nn.Linear(3, 2)])}
         self.heads = nn.ModuleDict(heads)
-        self.scales = nn.ParameterList([torch.full((3,), 2.0)])
+        self.scale = nn.Parameter(torch.full((3,), 2.0))
 y = list(dict(Held().named_parameters()))
 """
         )["y"]
@@ -234,12 +248,53 @@ y = list(dict(Held().named_parameters()))
         ]
         assert "layers.1.1   Linear(3, 3, bias=False)" in model.summary()
 
-    def test_results_are_no_parameters(self) -> None:
+    def test_inputs_and_results_are_no_parameters(self) -> None:
         model, x = Keeping(), input(np.ones((2, 3), "float32"))
         names = list(model.named_params())
         for each in (model, model.eval(), model.train()):
             each(x)
-            assert list(model.named_params()) == names
+            for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+                assert list(one.named_params()) == names
+                one.load_state_dict(model.state_dict())
+
+    def test_a_name_in_an_attribute_comes_first(self) -> None:
+        one, two = Linear(1, 1), Linear(1, 1)
+        assert names_of(Free(all=[one, two], l0=one, l1=two)) == ["l0", "l1"]
+        assert names_of(Free(all=[one, two, one], l1=two)) == ["l1", "all.0"]
+        first = Free(hidden=[two], inner=one)  # of which another module has the name
+        assert names_of(Free(a=first, b=two)) == ["a", "a.inner", "b"]
+        assert names_of(Sequential(one, one)) == ["0", "1"]
+
+    def test_what_leads_back_is_visited_once(self) -> None:
+        child, tree = Free(leaf=Linear(1, 1)), {"children": [{"leaf": ReLU()}]}
+        tree["children"][0]["parent"] = tree  # type: ignore[assignment]
+        parent = Free(child=child, tree=tree)
+        child.parents, child.parent = [parent], parent
+        assert names_of(parent) == ["child", "child.leaf", "tree.children.0.leaf"]
+        endless: list[Any] = []
+        endless.append(endless)
+        assert names_of(Free(endless=endless)) == []
+
+    def test_one_is_found_among_the_first_items(self) -> None:
+        words = {f"w{n}": [n] for n in range(1000)}
+        layers = [("one", ReLU()), None, ("two", ReLU())]
+        model = Free(words=words, names=[*words], layers=layers, late=[*range(100), ReLU()])
+        assert names_of(model) == ["layers.0.1", "layers.2.1"]
+        assert names_of(Free(of={"words": words, "layer": ReLU()})) == ["of.layer"]
+
+    @pytest.mark.parametrize(
+        ("items", "name"),
+        [
+            ({1: ReLU(), "1": ReLU()}, "of.1"),
+            ({"a.b": ReLU(), "a": {"b": ReLU()}}, "of.a.b"),
+            ({"a.b": ReLU(), "a": Free(b=ReLU())}, "of.a.b"),
+            ({"a": Free(b=ReLU()), "a.b": ReLU()}, "of.a.b"),
+        ],
+    )
+    def test_a_name_of_two_is_refused(self, items: Any, name: str) -> None:
+        for call in (Module.params, Module.named_params, Module.state_dict):
+            with pytest.raises(ValueError, match=f"Free: two modules have the name '{name}'"):
+                call(Free(of=items))
 
     def test_modes_state_and_dtype_reach_them(self) -> None:
         model, other = Held(), Held()

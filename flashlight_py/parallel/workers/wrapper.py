@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import pairwise, zip_longest
 from operator import itemgetter
@@ -83,8 +83,6 @@ class DataParallel(Module):
         ['bias', 'weight']
     """
 
-    _unsearched = ("_params", *Module._unsearched)
-
     def __init__(self, module: Module, nprocs: int | None = None) -> None:
         if not isinstance(module, Module):
             raise TypeError(f"{WHAT} takes a flashlight_py.nn.Module, got {type(module).__name__}")
@@ -155,10 +153,10 @@ class DataParallel(Module):
     def __repr__(self) -> str:
         return f"{WHAT}({self.module!r}, nprocs={self.nprocs})"
 
-    def _walk(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
-        """Yield this module and those of the one inside, under the names that they have without."""
-        yield prefix, self
-        yield from self.module._walk(prefix)
+    def _visit(self, prefix: str, met: set[int], found: Any, held: Any) -> Any:
+        """Add this module and those in the one inside, under the names that they have without."""
+        found.append((prefix, self))
+        return self.module._visit(prefix, met, found, held)
 
     def _ready_team(self) -> tuple[Team, bytes]:
         """Return workers that map whatever Variables the module has, and the form of the module."""
