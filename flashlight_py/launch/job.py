@@ -229,7 +229,7 @@ class Job:
         # It travels inside ssh, and never in a command line, which every user can read.
         secret = {} if self._hosts.are_launchers else {SECRET: system.random_bytes(32).hex()}
         # Ranks try them all: which of them a host can reach, only that host knows.
-        return {**there, ADDRESSES: ",".join(self._addresses), PORT: str(ours[0]), **secret}
+        return {**there, ADDRESSES: ",".join(self._addresses), PORT: f"{ours[0]}:{port}", **secret}
 
     def _on_warning(self, host: int, text: str) -> None:
         self._say(f"warning: {text}")

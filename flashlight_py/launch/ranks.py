@@ -24,11 +24,11 @@ RECORDS = "FLASHLIGHT_RECORDS"  # where they say that they have written a flight
 LISTENER = "FLASHLIGHT_LISTENER"  # the descriptor at which rank 0 listens
 SECRET = "FLASHLIGHT_SECRET"  # what they prove to know
 ADDRESSES = "FLASHLIGHT_ADDRESSES"  # all of rank 0's host, MASTER_ADDR the first
-PORT = "FLASHLIGHT_PORT"  # of rank 0, there
+PORT = "FLASHLIGHT_PORT"  # of rank 0, there, and the MASTER_PORT with which alone it is meant
 # Where ranks meet; what an outer launch says of it must not reach a rank.
 _MEETINGS = (
     *("MASTER_ADDR", "MASTER_PORT", "FLASHLIGHT_FILE"),
-    *(ADDRESSES, PORT, LISTENER, SECRET, RECORDS),
+    *(ADDRESSES, PORT, LISTENER, SECRET, RECORDS, "TORCHELASTIC_USE_AGENT_STORE"),
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flashlight_py.distributed.rendezvous.environment import LaunchEnvironment, detect
+from flashlight_py.distributed.rendezvous.environment import LaunchEnvironment, derived_port, detect
 
 TORCHRUN = {
     "RANK": "3",
@@ -81,6 +81,30 @@ def test_our_launcher_with_a_file() -> None:
     assert place(found) == ("launcher", 0, 2, None, None)
     assert found is not None
     assert found.file == "/shared/meet"
+
+
+@pytest.mark.parametrize(
+    ("change", "port", "addresses"),
+    [
+        ({}, 40001, ("10.0.0.1", "fd00::1")),
+        ({"MASTER_PORT": "40002"}, 40002, ()),
+        ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "40002"}, 40002, ()),
+    ],
+)
+def test_our_port_counts_while_master_port_is_the_one_set_with_it(
+    change: dict[str, str], port: int, addresses: tuple[str, ...]
+) -> None:
+    """An inner launcher sets another one, on the same host, and inherits ours."""
+    ours = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "40000"}
+    meeting = {"FLASHLIGHT_PORT": "40001:40000", "FLASHLIGHT_ADDRESSES": "10.0.0.1,fd00::1"}
+    found = detect({**ours, **meeting, **change})
+    assert found is not None
+    assert (found.master_port, found.addresses) == (port, addresses)
+
+
+def test_a_port_beside_that_of_torchruns_agent_is_never_the_same() -> None:
+    assert all(12_000 <= derived_port(port, 1) < 32_000 for port in range(1, 65536))
+    assert not any(derived_port(port, 1) == port for port in range(1, 65536))
 
 
 def test_our_launcher_inside_a_step_of_another_one() -> None:

@@ -82,6 +82,19 @@ def test_the_variables_of_torchrun(method: str) -> None:
     assert set(got) == expected(3)
 
 
+@pytest.mark.parametrize("has_one_host", [True, False])
+def test_where_torchruns_agent_listens_at_master_port(tmp_path: Path, has_one_host: bool) -> None:
+    """In the user's folder, or at a port of their own."""
+    with socket.create_server(("127.0.0.1", 0)) as agent:
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agent.getsockname()[1])}
+        where |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "XDG_RUNTIME_DIR": str(tmp_path)}
+        where |= {"WORLD_SIZE": "3", **({"LOCAL_WORLD_SIZE": "3"} if has_one_host else {})}
+        got = finish([start("auto", RANK=str(rank), **where) for rank in range(3)])
+    assert set(got) == expected(3)
+    left = [] if has_one_host else ["flashlight-secret"]
+    assert [path.name for path in tmp_path.iterdir()] == left
+
+
 def test_variables_and_a_file(tmp_path: Path) -> None:
     where = {"FLASHLIGHT_FILE": str(tmp_path / "meet"), "WORLD_SIZE": "2"}
     got = finish([start("env", RANK=str(rank), **where) for rank in range(2)])

@@ -48,7 +48,7 @@ import glob, os, pathlib, socket
 import numpy as np
 import flashlight_py as fl
 
-secret, port = os.environ["FLASHLIGHT_SECRET"], int(os.environ["FLASHLIGHT_PORT"])
+secret, port = os.environ["FLASHLIGHT_SECRET"], int(os.environ["FLASHLIGHT_PORT"].split(":")[0])
 for file in glob.glob("/proc/[0-9]*/cmdline"):
     try:
         words = pathlib.Path(file).read_bytes()

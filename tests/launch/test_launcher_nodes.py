@@ -68,6 +68,34 @@ def test_at_a_port_that_other_hosts_reach_a_secret_is_needed(
         assert (done.returncode, done.stderr) == (0, "")
 
 
+INNER = """
+import os, socket, subprocess, sys
+import flashlight_py as fl
+
+fl.distributed_init()
+if len(sys.argv) > 1:  # of the inner launch
+    print("inner", fl.get_world_rank(), fl.all_reduce(1))
+elif fl.get_world_rank() == 0:
+    with socket.create_server((os.environ["MASTER_ADDR"], 0)) as free:
+        port = free.getsockname()[1]
+    sizes = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": str(port)}
+    command = [sys.executable, __file__, "inner"]
+    numbers = [{"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    ranks = [subprocess.Popen(command, env=os.environ | sizes | each) for each in numbers]
+    print("codes", [each.wait() for each in ranks])
+fl.barrier()
+"""
+
+
+def test_a_launcher_in_a_rank_chooses_another_port_of_the_host(tmp_path: Path) -> None:
+    """By MASTER_PORT alone: the rest its ranks inherit."""
+    first, second = on_each_node(f"localhost:{free_port()}", write(tmp_path, INNER))
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    *inner, last = first.stdout.splitlines()
+    assert sorted(inner) == ["[0] inner 0 2", "[0] inner 1 2"]
+    assert last == "[0] codes [0, 0]"
+
+
 WAITING = """
 import os, pathlib, signal, subprocess, sys
 child = subprocess.Popen(["sleep", "60"], start_new_session=True)

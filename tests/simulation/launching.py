@@ -96,7 +96,7 @@ class Launch:
         self.starts[size] += 1
 
         def create() -> TcpStore:
-            host, port = environ["MASTER_ADDR"], int(environ["FLASHLIGHT_PORT"])
+            host, port = environ["MASTER_ADDR"], int(environ["FLASHLIGHT_PORT"].split(":")[0])
             also = environ["FLASHLIGHT_ADDRESSES"].split(",")
             store = TcpStore(host, port, rank, size, self.timeout, also=also)
             store.local_rank = int(environ["LOCAL_RANK"])

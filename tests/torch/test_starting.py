@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,43 @@ def test_torchrun_restarts_ranks(tmp_path: Path, is_static: bool) -> None:
     more = "--nproc-per-node=3", "--max-restarts=3", "--monitor-interval=0.2"
     said = ran("-m", "torch.distributed.run", how, *more, program, folder=tmp_path)
     assert said.count("sum 9 after 2") == 3
+
+
+OURS = """
+import os, sys
+import flashlight_py as fl
+
+fl.distributed_init()
+total = fl.all_reduce(1)
+restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+if restarts == 0 and "fail" in sys.argv and fl.get_world_rank() == 1:
+    os._exit(1)
+fl.barrier()
+sys.stdout.write(f"{total} after {restarts}\\n")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["", "--standalone", "--master-port"])
+def test_torchrun_starts_programs_without_torch(tmp_path: Path, how: str) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(OURS)
+    option = [f"{how}={free_port()}" if how == "--master-port" else how] if how else []
+    option += ["--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.2"]
+    said = ran("-m", "torch.distributed.run", *option, program, "fail", folder=tmp_path)
+    assert said.count("2 after 1") == 2
+
+
+@pytest.mark.slow
+def test_torchrun_starts_them_on_several_nodes(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(OURS)
+    option = "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-id=run"
+    where = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
+    command = "-m", "torch.distributed.run", *option, where, program
+    with ThreadPoolExecutor(2) as nodes:
+        said = list(nodes.map(lambda _: ran(*command, folder=tmp_path), range(2)))
+    assert [each.count("4 after 0") for each in said] == [2, 2]
 
 
 ENVIRONMENT = """

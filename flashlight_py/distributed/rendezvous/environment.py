@@ -30,7 +30,7 @@ ADDRESSES = "FLASHLIGHT_ADDRESSES"
 """The environment variable with all addresses of rank 0's host, MASTER_ADDR among them."""
 
 PORT = "FLASHLIGHT_PORT"
-"""The one with its port there; MASTER_PORT is for other libraries then."""
+"""The one with its port there, a colon, and the MASTER_PORT beside it, for other libraries."""
 
 _log = logging.getLogger("flashlight_py")
 # Slurm numbers its special steps (batch, extern, interactive) down from 0xFFFFFFFF.
@@ -192,14 +192,30 @@ def _with_hints(
         given, other = ("MASTER_ADDR", "MASTER_PORT")[:: 1 if port is None else -1]
         raise ValueError(f"{given} is set and {other} is not; set both or none")
     known = tuple(environ.get(ADDRESSES, "").split(","))
-    addresses = known if address in known else ()  # else they are another launch's
-    if addresses:
-        port = _integer(environ, PORT) or port
+    ours, _, theirs = environ.get(PORT, "").partition(":")
+    # Else they are those of an outer launch.
+    addresses = known if address in known and theirs in ("", str(port)) else ()
+    if addresses and ours:
+        port = _integer({PORT: ours}, PORT)
     if port is not None and not 0 < port < 65536:
         raise ValueError(f"MASTER_PORT must be a TCP port in [1, 65535], got {port}")
     if outer is not None and (outer.rank, outer.size) == (found.rank, found.size):
         address, port = address or outer.master_address, port or outer.master_port
     return replace(found, file=file, master_address=address, master_port=port, addresses=addresses)
+
+
+def agent_port(environ: Mapping[str, str] = system.environ) -> int | None:
+    """Return MASTER_PORT where torchrun's agent listens there itself, for torch's own ranks."""
+    is_taken = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return _integer(environ, "MASTER_PORT") if is_taken else None
+
+
+def derived_port(run: int, part: int = 0) -> int:
+    """Return a port that all ranks of a run derive alike, and that other runs rarely share.
+
+    It is below 32768, where Linux starts to hand out ports by itself.
+    """
+    return 12_000 + (run * 31 + part) % 20_000
 
 
 # Slurm --------------------------------------------------------------------------------------------
@@ -230,9 +246,7 @@ def _slurm(environ: Mapping[str, str]) -> LaunchEnvironment | None:
         variables=(*found.variables, "SLURM_STEP_ID"),
         local_size=local_size,
         master_address=address,
-        # One that every task of a step derives alike and other steps rarely share; below 32768,
-        # where Linux starts to hand out ports by itself.
-        master_port=None if job is None else 12_000 + (job * 31 + step) % 20_000,
+        master_port=None if job is None else derived_port(job, step),
     )
 
 

@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flashlight_py import _native
+from flashlight_py import _native, system
 from flashlight_py.cores import fair_share
 from flashlight_py.distributed.api.group import ProcessGroup
 from flashlight_py.distributed.backend import Backend
@@ -32,7 +32,7 @@ from flashlight_py.distributed.rendezvous import environment
 from flashlight_py.distributed.rendezvous.file_store import FileStore
 from flashlight_py.distributed.rendezvous.meeting import MeetingPoint
 from flashlight_py.distributed.rendezvous.mpi_store import MpiStore
-from flashlight_py.distributed.rendezvous.secret import nonce, proof
+from flashlight_py.distributed.rendezvous.secret import folder, nonce, proof
 from flashlight_py.distributed.rendezvous.store import (
     Peer,
     Roster,
@@ -289,6 +289,11 @@ def _by_environment(
     rank, size, timeout = found.rank, found.size, settings.timeout
     file = settings.file_path or found.file
     host, port = found.master_address, found.master_port
+    if file is None and port is not None and port == environment.agent_port():
+        if found.local_size == size:
+            file = str(folder(system.environ) / f"torchrun-{port}")
+        else:
+            port = environment.derived_port(port, 1)  # with 0, 13600 would be its own
     if file is not None:
         return lambda: _placed(FileStore(file, rank, size, timeout), found)
     if host is not None and port is not None:
