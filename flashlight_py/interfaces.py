@@ -117,9 +117,9 @@ def listen_everywhere(port: int, backlog: int) -> system.Socket:
 def keep_port() -> system.Socket:
     """Return a socket that has a free port of this host, and does not listen there.
 
-    Nobody is given that port who asks for any. Who asks for it by its number, and lets addresses be
-    reused, as servers do, can listen there: so it is free for the program that is told of it, where
-    one that was merely looked for could be somebody else's by then.
+    Nobody is given that port who asks for any. A program that asks for it by its number, and lets
+    addresses be reused, as servers do, can listen there: so it is free for the one that is told of
+    it, where a port that was merely looked for could be somebody else's by then.
     """
     both = system.has_dualstack_ipv6()
     kept = system.Socket(AF_INET6 if both else AF_INET, SOCK_STREAM)

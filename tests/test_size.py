@@ -16,13 +16,13 @@ FILES = [path for path in PACKAGE.rglob("*.py") if path.name != "_nccl.py"]  # t
 # At most so many lines and files. Blank lines, comments and docstrings count.
 BUDGETS = {
     # Layers, their functions, amp and the data loader are 3,700 of them: errors name both shapes.
-    "": (51_130, 251),
+    "": (51_260, 251),
     # torch changes the timeouts of groups that are open; objects know two ways, native and not.
     # Memory is asked for before it is taken; grids, objects as messages, names that others use.
-    "distributed": (18_190, 92),
+    "distributed": (18_260, 92),
     # Ranks meet in a tree of hosts, and name who is lost or late wherever it is; one that is
     # stopped holds nobody up, and launchers show each other that they are there.
-    "distributed/rendezvous": (3_495, 12),
+    "distributed/rendezvous": (3_510, 12),
     # Not 1,200: last words need a communicator and a count of their own, or others get wrong sums.
     "distributed/backends/mpi": (1_260, 7),
     # Gradients that are not finite are named.

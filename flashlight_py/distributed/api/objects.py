@@ -167,7 +167,7 @@ def recv_object(src: int | None, tag: int = 0, group: Group = None) -> Any:
 
     Raises:
         TypeError: it cannot be pickled there.
-        ValueError, DistributedError: as for :func:`recv`. What unpickling raises is raised here.
+        ValueError, DistributedError: as for :func:`recv`. Errors of unpickling are raised, too.
     """
     members = of(group)
     first = recv(np.empty(_FIRST_BYTES, np.uint8), src, tag, group, partial=True)
