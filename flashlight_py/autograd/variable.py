@@ -442,7 +442,7 @@ def function(forward: Callable[..., tuple[Any, Callable[[Array], Any]]]) -> Call
     with arrays in the place of variables, and returns an array and ``backward``. A backward pass
     calls that once with the gradient of the result, which it must not change. It returns a gradient
     for each variable or array that was passed by position, in a tuple if there are several, of
-    their shapes; None where none is needed. It may use whatever ``forward`` has computed.
+    their shapes; None where it is zero or not needed. It may use whatever ``forward`` has computed.
 
     ``fl.recompute`` and captured steps, whose replays repeat what NumPy has computed, take it as
     any other; ``fl.gradcheck`` compares its derivative with differences.
@@ -483,16 +483,22 @@ def function(forward: Callable[..., tuple[Any, Callable[[Array], Any]]]) -> Call
         def gradients(grad: Array) -> Any:
             found = backward(grad)
             found = found if isinstance(found, tuple) else (found,)
-            got = [getattr(each, "shape", type(each).__name__) for each in found]
+            got = [None if x is None else getattr(x, "shape", type(x).__name__) for x in found]
             if len(got) != len(shapes) or any(
-                shape not in (None, one) for shape, one in zip(shapes, got, strict=True)
+                None not in (shape, one) and shape != one
+                for shape, one in zip(shapes, got, strict=True)
             ):
                 raise ValueError(
                     f"the gradients of {name}: expected one for each variable or array that was "
                     f"passed by position, of the shapes {shapes} (None: any), got {got}"
                 )
             # Views, of which the pass makes copies: the function may keep what it has returned.
-            return {at: each[...] for at, each in zip(places, found, strict=True) if at in ends}
+            zero = array_module(grad).zeros_like
+            return {
+                at: zero(given[at]) if each is None else each[...]
+                for at, each in zip(places, found, strict=True)
+                if at in ends
+            }
 
         edges = [(x, lambda found, at=at: found[at]) for at, x in learning.items()]
         return record_all(result, edges, gradients)

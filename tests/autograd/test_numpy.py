@@ -46,6 +46,11 @@ LIKE_TORCH: dict[str, Callable[..., Any]] = {
         lambda x, w, b: np.clip(np.where(b > 1, x, w), 0.6, 1.2)
     ),
     "torch.matmul(x, w.T) + x.mm(b.T)": lambda x, w, b: np.matmul(x, w.T) + np.dot(x, b.T),
+    "x * 2 + 3 * w": lambda x, w, b: np.dot(x, 2.0) + np.dot(3, w),
+    "torch.cat([x.ravel(), w.ravel()]) * 2": (
+        lambda x, w, b: np.concatenate([x, w], axis=None) * 2
+    ),
+    "x.ravel().cumsum(0) * w.ravel()": lambda x, w, b: np.cumsum(x) * np.ravel(w),
     "torch.einsum('ij,kj->ik', x, w)": lambda x, w, b: np.einsum("ij,kj->ik", x, w),
     "x.reshape(2, -1).mul(x.reshape((2, 6)))": lambda x, w, b: x.reshape(2, -1) * x.reshape((2, 6)),
 }
