@@ -74,7 +74,7 @@ import flashlight_py as fl
 
 fl.distributed_init()
 if len(sys.argv) > 1:  # of the inner launch
-    print("inner", fl.get_world_rank(), fl.all_reduce(1))
+    sys.stdout.write(f"inner {fl.get_world_rank()} {fl.all_reduce(1)}\\n")  # at once, whole
 elif fl.get_world_rank() == 0:
     with socket.create_server((os.environ["MASTER_ADDR"], 0)) as free:
         port = free.getsockname()[1]
