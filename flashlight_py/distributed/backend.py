@@ -17,7 +17,7 @@ from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.failures.journal import Journal
 from flashlight_py.distributed.memory.memory_room import ordinary_empty
-from flashlight_py.distributed.verbs import Verb
+from flashlight_py.distributed.verbs import BARRIER, Verb
 from flashlight_py.distributed.work import AllOf, Work
 from flashlight_py.errors import DistributedError
 
@@ -73,6 +73,7 @@ class Backend(abc.ABC):
         A MemoryError, of this rank or host alone, where there is no memory for it: whoever calls
         this has all ranks know of it.
         """
+        self.start(Call(BARRIER, part_of="shared_empty")).wait()
         return ordinary_empty(shape, dtype)
 
     def shared_by_all(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> list[Array]:
