@@ -30,6 +30,7 @@ NEEDED = {
     "optim": "",
     "nn": "",
     "tape": "",
+    "launch": "",
 }
 # What a system must have for the extension, as a program that includes it.
 HEADERS = {"gloo": ["gloo/transport/tcp/device.h"], "shm": ["linux/futex.h"]}
@@ -319,7 +320,10 @@ TAPE.language = "c++"
 
 setup(
     ext_modules=[FAST, NN, OPTIM, TAPE, TREE],
-    cffi_modules=[f"csrc/{name}/build_{name}.py:ffi" for name in ("gloo", "shm", "tagi", "nccl")],
+    cffi_modules=[
+        *(f"csrc/{name}/build_{name}.py:ffi" for name in ("gloo", "shm", "tagi", "nccl")),
+        "csrc/nccl/build_launch.py:ffi",
+    ],
     cmdclass={"build_ext": BuildOptionalExtensions},
     options={
         "bdist_wheel": {"py_limited_api": "cp310"},

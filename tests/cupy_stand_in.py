@@ -11,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
+import weakref
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -190,12 +191,15 @@ class Device(contextlib.nullcontext[None]):
 
 
 class Event:
-    """``done`` unless a test holds it back."""
+    """``done`` as soon as it is recorded, unless a test sets ``ends_at_once`` to False."""
 
+    ends_at_once = True
     _numbers = itertools.count()
+    by_ptr: ClassVar[weakref.WeakValueDictionary[int, Event]] = weakref.WeakValueDictionary()
 
     def __init__(self, block: bool = False, disable_timing: bool = False) -> None:
         self.number = next(self._numbers)
+        self.by_ptr[self.number] = self
         self.done = True
 
     @property
@@ -203,6 +207,7 @@ class Event:
         return self.number
 
     def record(self, stream: Stream) -> None:
+        self.done = self.ends_at_once
         LOG.append(("record", stream.name, self.number))
 
 
@@ -210,9 +215,11 @@ class Stream:
     """The current one is the last that was entered."""
 
     current: Stream
+    by_ptr: ClassVar[weakref.WeakValueDictionary[int, Stream]] = weakref.WeakValueDictionary()
 
     def __init__(self, non_blocking: bool = False, name: str = "communication") -> None:
         self.ptr, self.name = id(self), name
+        self.by_ptr[self.ptr] = self
         self._before: list[Stream] = []
 
     def wait_event(self, event: Event) -> None:

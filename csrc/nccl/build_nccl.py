@@ -9,5 +9,6 @@ from pathlib import Path
 from cffi import FFI
 
 ffi = FFI()
-ffi.cdef((Path(__file__).parent / "nccl.cdef.h").read_text())
+for name in ("nccl", "cuda"):
+    ffi.cdef((Path(__file__).parent / f"{name}.cdef.h").read_text())
 ffi.set_source("flashlight_py._native._nccl", None)

@@ -17,12 +17,17 @@ typedef enum {
   ncclTimeout = 8
 } ncclResult_t;
 
-/* The fields of 2.14, which every later version takes and completes with its own defaults. */
+/* The fields of 2.18. Older versions ignore the last ones, later versions add their own defaults. */
 typedef struct {
   size_t size;
   unsigned int magic;
   unsigned int version;
   int blocking;
+  int cgaClusterSize;
+  int minCTAs;
+  int maxCTAs;
+  const char *netName;
+  int splitShare;
 } ncclConfig_t;
 
 typedef enum { ncclSum = 0, ncclProd = 1, ncclMax = 2, ncclMin = 3, ncclAvg = 4 } ncclRedOp_t;
@@ -49,6 +54,8 @@ const char *ncclGetLastError(ncclComm_t comm);
 
 ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int ranks, ncclUniqueId id, int rank,
                                     ncclConfig_t *config);
+ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t *child,
+                           ncclConfig_t *config);
 ncclResult_t ncclCommFinalize(ncclComm_t comm);
 ncclResult_t ncclCommDestroy(ncclComm_t comm);
 ncclResult_t ncclCommAbort(ncclComm_t comm);

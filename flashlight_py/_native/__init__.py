@@ -27,6 +27,7 @@ EXTENSIONS = {
     "tape": ("captured steps in native code", "fl.capture runs them in NumPy, some times slower"),
     "optim": ("the steps of optimizers", "they are done in NumPy, some ten times slower"),
     "nccl": ("NCCL between GPUs (the binding; the library is below)", "CuPy arrays need MPI"),
+    "launch": ("the launch of NCCL's collectives", "CuPy arrays need MPI"),
 }
 # What an extension needs on the system, and the Debian package that has it.
 _LIBRARIES = {"gloo": ("libgloo", "libgloo-dev")}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import pickle
 import sys
 from typing import Any
 
@@ -23,7 +22,36 @@ from flashlight_py.distributed.backends.nccl.communicator import Communicator
 from flashlight_py.distributed.backends.nccl.library import NcclLibrary
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.verbs import RECV, SEND
-from tests.cupy_stand_in import LOG, StandInCupy
+from tests.cupy_stand_in import LOG, Event, StandInCupy, Stream
+
+# The functions that csrc/nccl/launch.c calls, as C has them.
+_SIGNATURES = {
+    "ncclAllReduce": "int(void *, void *, size_t, int, int, void *, void *)",
+    "ncclReduceScatter": "int(void *, void *, size_t, int, int, void *, void *)",
+    "ncclReduce": "int(void *, void *, size_t, int, int, int, void *, void *)",
+    "ncclBroadcast": "int(void *, void *, size_t, int, int, void *, void *)",
+    "ncclAllGather": "int(void *, void *, size_t, int, void *, void *)",
+    "ncclSend": "int(void *, size_t, int, int, void *, void *)",
+    "ncclRecv": "int(void *, size_t, int, int, void *, void *)",
+    "ncclGroupStart": "int(void)",
+    "ncclGroupEnd": "int(void)",
+    "cuEventRecord": "int(void *, void *)",
+    "cuStreamWaitEvent": "int(void *, void *, unsigned int)",
+}
+_INTERNAL_ERROR = 3  # of an exception in a function
+
+
+class StandInLibrary(NcclLibrary):
+    """A library whose functions are Python's, and which C can call all the same."""
+
+    def address(self, name: str) -> int:
+        def call(*arguments: Any) -> int:
+            status: int = getattr(self.lib, name)(*arguments)
+            return status
+
+        made = self.ffi.callback(_SIGNATURES[name], call, error=_INTERNAL_ERROR)
+        self.lib.callbacks.append(made)
+        return int(self.ffi.cast("uintptr_t", made))
 
 
 class StandInNccl:
@@ -31,6 +59,7 @@ class StandInNccl:
 
     def __init__(self, ffi: Any, cpu: Backend | None) -> None:
         self.ffi, self._cpu = ffi, cpu
+        self.callbacks: list[Any] = []  # which C calls as long as this lives
         for enum in ("ncclResult_t", "ncclRedOp_t", "ncclDataType_t", "ncclScalarResidence_t"):
             vars(self).update(ffi.typeof(enum).relements)
         names = {code: name for name, code in ffi.typeof("ncclDataType_t").relements.items()}
@@ -55,9 +84,25 @@ class StandInNccl:
     ) -> int:
         assert (ranks, rank) == (self._cpu.size, self._cpu.rank)
         assert bytes(self.ffi.buffer(self.ffi.addressof(identity))) == bytes(range(128))
-        assert config.blocking == 0
+        assert (config.blocking, config.splitShare) == (0, 1)
         place[0] = self.ffi.cast("ncclComm_t", 1)
         return 0
+
+    def ncclCommSplit(self, comm: Any, color: int, key: int, place: Any, config: Any) -> int:
+        assert (config.blocking, key) == (1, self._cpu.rank)
+        place[0] = self.ffi.cast("ncclComm_t", 2)
+        return 0
+
+    def cuEventRecord(self, event: Any, stream: Any) -> int:
+        Event.by_ptr[self._number(event)].record(Stream.by_ptr[self._number(stream)])
+        return 0
+
+    def cuStreamWaitEvent(self, stream: Any, event: Any, flags: int) -> int:
+        Stream.by_ptr[self._number(stream)].wait_event(Event.by_ptr[self._number(event)])
+        return 0
+
+    def _number(self, handle: Any) -> int:
+        return int(self.ffi.cast("uintptr_t", handle))
 
     def ncclCommGetAsyncError(self, comm: Any, state: Any) -> int:
         state[0] = 0
@@ -165,18 +210,20 @@ class StandInNccl:
                 self._at(target, count, code)[:] = total
 
     def _exchange_messages(self, calls: list[tuple[Any, ...]]) -> None:
-        sent = [
-            (peer, self._at(source, count, code).tobytes())
-            for name, source, count, code, peer, _, _ in calls
-            if name == "send"
-        ]
-        everyone = [pickle.loads(blob) for blob in exchange_bytes(self._cpu, pickle.dumps(sent))]
-        inbox = [[data for to, data in sends if to == self._cpu.rank] for sends in everyone]
-        for name, target, count, code, peer, _, _ in calls:
-            if name == "recv":
-                kind = self._dtype(code)
-                self._at(target, count, code)[:] = np.frombuffer(inbox[peer].pop(0), kind)
-        assert not any(inbox), "messages that nobody received"
+        own, begun = [], list[Call]()
+        for name, data, count, code, peer, _, _ in calls:
+            array = self._at(data, count, code)
+            if peer != self._cpu.rank:
+                verb = SEND if name == "send" else RECV
+                begun.append(Call(verb, array, peer=peer, tag=12345, blocking=False))
+            elif name == "send":
+                own.append(array.copy())
+        for name, data, count, code, peer, _, _ in calls:
+            if name == "recv" and peer == self._cpu.rank:
+                self._at(data, count, code)[:] = own.pop(0)
+        assert not own, "messages that nobody received"
+        if begun:
+            self._cpu.start_many(begun).wait()
 
     def _dtype(self, code: int) -> np.dtype[Any]:
         name = self._names[code]
@@ -196,7 +243,7 @@ def install(cpu: Backend, devices: int = 8) -> StandInNccl:
     ffi = _native.load("nccl").ffi
     nccl = StandInNccl(ffi, cpu)
     sys.modules["cupy"] = StandInCupy(devices)
-    library = NcclLibrary(ffi, nccl, "stand-in", 22703)
+    library = StandInLibrary(ffi, nccl, "stand-in", 22703)
     joining.load = lambda: library  # type: ignore[assignment]
     join = joining._communicator
 

@@ -30,15 +30,11 @@ class Stuck(nccl_stand_in.StandInNccl):
         return 0
 
 
-def never_done(event: Any, block: bool = False, disable_timing: bool = False) -> None:
-    event.number, event.done = next(cupy_stand_in.Event._numbers), False
-
-
 def gpus(group: Any) -> Any:
     """Join the stand-ins of GPUs, and return what makes arrays on them."""
     nccl = nccl_stand_in.install(group.backend())
     nccl.__class__ = Stuck
-    cupy_stand_in.Event.__init__ = never_done  # type: ignore[method-assign]
+    cupy_stand_in.Event.ends_at_once = False
     group.join_gpus()
     import cupy
 
@@ -250,7 +246,7 @@ def fail_in_nccl(rank: int, size: int) -> str:
     fl.all_reduce(np.ones(1))
     call = world.gpus.synchronize
     if rank == 0:
-        world.gpus.functions.ncclCommGetAsyncError = lambda comm, state: 2
+        world.gpus.communicator.lib.ncclCommGetAsyncError = lambda comm, state: 2
     else:
         call = lambda: finish(world, world.all_reduce, cp.zeros(3))  # noqa: E731
     with pytest.raises(fl.errors.DistributedError) as caught:

@@ -18,7 +18,6 @@ from flashlight_py import _native
 from flashlight_py.distributed.backends.nccl.backend import NcclBackend
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
 from flashlight_py.distributed.backends.nccl.comparing import Comparisons
-from flashlight_py.distributed.backends.nccl.library import NcclLibrary
 from flashlight_py.distributed.backends.single import SingleBackend
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.verbs import ALL_REDUCE, BARRIER, BROADCAST
@@ -30,7 +29,7 @@ from flashlight_py.errors import (
     PeerLostError,
 )
 from tests.cupy_stand_in import LOG, Event, StandInArray, StandInCupy, Stream
-from tests.distributed.nccl_stand_in import StandInNccl
+from tests.distributed.nccl_stand_in import StandInLibrary, StandInNccl
 
 ffi = _native.load("nccl").ffi
 IN_PROGRESS, REMOTE, INVALID_USAGE, SYSTEM_ERROR = 7, 6, 5, 2
@@ -93,7 +92,9 @@ def nccl() -> Nccl:
 
 
 def communicator(nccl: Nccl, timeout: float = 0.05) -> Communicator:
-    made = Communicator(NcclLibrary(ffi, nccl, "stand-in", 22703), bytes(range(128)), 0, 2, timeout)
+    made = Communicator(
+        StandInLibrary(ffi, nccl, "stand-in", 22703), bytes(range(128)), 0, 2, timeout
+    )
     made.who_is_missing = lambda: (None, "rank 1 is missing")
     return made
 
@@ -126,7 +127,7 @@ def test_a_late_call_cuts_off_once_and_names_who_is_missing(nccl: Nccl) -> None:
     made = communicator(nccl)
     nccl.state = IN_PROGRESS
     with pytest.raises(CollectiveTimeoutError, match="rank 1 is missing"):
-        made.call("all_reduce", (lambda: IN_PROGRESS,))
+        made.call("all_reduce", lambda _: IN_PROGRESS)
     made.close()
     assert nccl.calls.count("ncclCommAbort") == 1
     assert "ncclCommDestroy" not in nccl.calls
@@ -138,7 +139,7 @@ def test_a_call_that_is_on_its_way_is_waited_for(nccl: Nccl) -> None:
     made = communicator(nccl, timeout=30.0)
     nccl.state = IN_PROGRESS
     threading.Timer(0.02, vars(nccl).update, [{"state": 0}]).start()
-    made.call("all_reduce", (lambda: IN_PROGRESS,))
+    made.call("all_reduce", lambda _: IN_PROGRESS)
     assert made.broken is None
 
 
@@ -150,7 +151,7 @@ def test_a_call_that_begins_soon_is_not_slept_on(
     states = iter([IN_PROGRESS] * 3 + [0])
     monkeypatch.setattr(made, "poll", lambda: next(states))
     monkeypatch.setattr(time, "sleep", None)
-    made.call("all_reduce", (lambda: IN_PROGRESS,))
+    made.call("all_reduce", lambda _: IN_PROGRESS)
     assert made.broken is None
 
 
@@ -160,7 +161,7 @@ def test_whoever_waits_for_a_call_to_begin_looks_for_trouble_meanwhile(nccl: Ncc
     nccl.state = IN_PROGRESS
     began = time.monotonic()
     with pytest.raises(PeerLostError, match="rank 1 has raised"):
-        made.call("all_reduce", (lambda: IN_PROGRESS,))
+        made.call("all_reduce", lambda _: IN_PROGRESS)
     assert time.monotonic() - began < 10
     assert nccl.calls.count("ncclCommAbort") == 1
 
@@ -193,10 +194,14 @@ def test_what_takes_too_long_is_cut_off_and_what_does_not_is_left(nccl: Nccl) ->
     assert isinstance(made.broken, CollectiveTimeoutError)
 
 
-def test_a_failure_inside_a_group_is_raised_after_its_end(nccl: Nccl) -> None:
-    made = communicator(nccl)
+def test_a_failure_inside_a_group_is_raised_after_its_end(
+    nccl: Nccl, backend: Any, cupy: StandInCupy
+) -> None:
+    nccl.answers["ncclAllReduce"] = INVALID_USAGE
+    calls = [Call(ALL_REDUCE, cupy.asarray(np.ones(3))) for _ in range(2)]
     with pytest.raises(DistributedError, match=r"status 5"):
-        made.call("all_reduce", (lambda: INVALID_USAGE,), (lambda: 0,))
+        backend.start_many(calls)
+    assert nccl.calls.count("ncclAllReduce") == 2
     assert nccl.calls.index("ncclGroupEnd") < nccl.calls.index("ncclCommAbort")
 
 
@@ -236,7 +241,10 @@ def test_an_end_that_the_others_do_not_join_is_cut_off(nccl: Nccl) -> None:
 # Streams, events and lifetimes --------------------------------------------------------------
 
 
-def test_streams_wait_for_each_other_and_the_host_for_none(backend: Any, cupy: StandInCupy) -> None:
+def test_streams_wait_for_each_other_and_the_host_for_none(
+    backend: Any, cupy: StandInCupy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Event, "ends_at_once", False)
     x = cupy.asarray(np.ones(4))
     with Stream(name="mine"):
         work = backend.start(Call(ALL_REDUCE, x, blocking=False))
@@ -248,6 +256,7 @@ def test_streams_wait_for_each_other_and_the_host_for_none(backend: Any, cupy: S
         ]
         assert LOG[0][2] == LOG[1][2]
         assert work.wait() is x
+    backend._flights.newest().event.done = True
     assert LOG[4] == ("wait", "mine", LOG[3][2])
 
 
@@ -260,7 +269,7 @@ def test_a_blocking_verb_orders_the_current_stream_at_once(backend: Any, cupy: S
 def test_arrays_are_kept_until_the_device_is_done(
     backend: Any, cupy: StandInCupy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Event, "__init__", not_done)
+    monkeypatch.setattr(Event, "ends_at_once", False)
     work = backend.start(Call(ALL_REDUCE, cupy.asarray(np.ones(4)), blocking=False))
     flight = backend._flights.newest()
     assert len(flight.arrays) == 1
@@ -273,17 +282,13 @@ def test_arrays_are_kept_until_the_device_is_done(
     assert work.wait(timeout=0.01) is not None
 
 
-def not_done(event: Event, block: bool = False, disable_timing: bool = False) -> None:
-    event.number, event.done = next(Event._numbers), False
-
-
 def test_work_in_flight_when_the_communicator_breaks_raises_what_broke_it(
     backend: Any, cupy: StandInCupy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = cupy.asarray(np.ones(4))
     ended = backend.start(Call(ALL_REDUCE, x, blocking=False))
     assert ended.is_completed()
-    monkeypatch.setattr(Event, "__init__", not_done)
+    monkeypatch.setattr(Event, "ends_at_once", False)
     work = backend.start(Call(ALL_REDUCE, x, blocking=False))
     flight = backend._flights.newest()
     backend.communicator.fail(PeerLostError("rank 1 is gone"))
@@ -316,7 +321,7 @@ def test_the_watchdog_finds_what_takes_too_long(
     nccl: Nccl, cupy: StandInCupy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = NcclBackend(Cpu(), communicator(nccl), cupy, 0)
-    monkeypatch.setattr(Event, "__init__", not_done)
+    monkeypatch.setattr(Event, "ends_at_once", False)
     backend.start(Call(ALL_REDUCE, cupy.asarray(np.ones(4)), blocking=False))
     with pytest.raises(CollectiveTimeoutError, match=r"within 0.05 seconds.*Asked over the CPU"):
         backend.synchronize()
@@ -343,7 +348,7 @@ def test_a_rank_that_dies_while_nccl_connects_is_noticed_as_soon_as_any(
 def test_a_failure_of_cuda_is_no_collective_that_takes_long(
     backend: Any, cupy: StandInCupy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Event, "__init__", not_done)
+    monkeypatch.setattr(Event, "ends_at_once", False)
     backend.start(Call(ALL_REDUCE, cupy.asarray(np.ones(4)), blocking=False))
     for status in (600, 900):  # not ready; a graph is being captured
         monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", lambda event, status=status: status)
@@ -361,7 +366,7 @@ def test_a_watchdog_that_fails_lets_nobody_wait_for_ever(
 
     told: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", told.append)
-    monkeypatch.setattr(Event, "__init__", not_done)
+    monkeypatch.setattr(Event, "ends_at_once", False)
     monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", fail)
     backend.start(Call(ALL_REDUCE, cupy.asarray(np.ones(4)), blocking=False))
     with pytest.raises(DistributedError, match=r"\[watchdog\] rank 0 of 2: ZeroDivisionError"):

@@ -41,7 +41,7 @@ def real_unique_id(rank: int, size: int, port: int = 0) -> tuple[bytes, bytes]:
         join_by_environment(rank, port, size)
     made = library.load().unique_id() if rank == 0 else b""
     card = NcclCard(version=library.load().version, gpu=f"gpu {rank}", unique_id=made.hex())
-    arrived = meet(current_world().group.backend(), card)
+    arrived, _ = meet(current_world().group.backend(), card)
     if port:
         fl.distributed_shutdown()
     return made, arrived

@@ -77,7 +77,10 @@ def test_declarations_are_those_of_nccl_h(nccl: NcclLibrary) -> None:
     theirs, ours = header.read_text(), cdef()
     enumerators = re.findall(r"\b(nccl\w+)\s*=\s*(\d+)", ours)
     assert len(enumerators) >= 20
+    added = {"ncclTimeout": 22900}  # by which version
     for name, value in enumerators:
+        if nccl.version < added.get(name, 0):
+            continue
         assert re.search(rf"\b{name}\s*=\s*{value}\b", theirs), name
     for name in re.findall(r"\b(nccl\w+)\(", ours):
         assert parameters(theirs, name) == parameters(ours, name), name

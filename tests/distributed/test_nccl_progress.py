@@ -19,6 +19,7 @@ import pytest
 from flashlight_py import _native
 from flashlight_py.distributed.backends.nccl.backend import NcclBackend
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
+from flashlight_py.distributed.backends.nccl.launching import Launcher
 from flashlight_py.distributed.backends.nccl.library import NcclLibrary
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.constants import ReduceOp
@@ -101,16 +102,29 @@ LIBRARY = r"""
 #include <stddef.h>
 #include <string.h>
 typedef struct { char internal[128]; } ncclUniqueId;
-typedef struct { size_t size; unsigned magic, version; int blocking; } ncclConfig_t;
-static int right, communicator, asked;
+typedef struct {
+  size_t size;
+  unsigned magic, version;
+  int blocking, cga, least, most;
+  const char *name;
+  int share;
+} ncclConfig_t;
+static int communicator, child, asked, events;
 
+static int is_right(const ncclConfig_t *config, int blocking) {
+  return config->magic == 0xcafebeef && config->blocking == blocking && config->share == 1 &&
+         config->cga == -2147483647 - 1 && !config->name && config->size == sizeof *config;
+}
 int ncclCommInitRankConfig(void **comm, int ranks, ncclUniqueId id, int rank,
                            ncclConfig_t *config) {
-  right = ranks == 5 && rank == 3 && config->magic == 0xcafebeef && !config->blocking &&
-          config->size >= offsetof(ncclConfig_t, blocking) + sizeof(int);
+  int right = ranks == 5 && rank == 3 && is_right(config, 0);
   for (int i = 0; i < 128; i++) right = right && id.internal[i] == (char)i;
   *comm = &communicator;
   return right ? 7 : 4;
+}
+int ncclCommSplit(void *comm, int color, int key, void **made, ncclConfig_t *config) {
+  *made = &child;
+  return comm == &communicator && !color && key == 3 && is_right(config, 1) ? 0 : 4;
 }
 int ncclCommGetAsyncError(void *comm, int *state) {
   *state = comm == &communicator ? (asked++ < 3 ? 7 : 0) : 4;
@@ -119,15 +133,46 @@ int ncclCommGetAsyncError(void *comm, int *state) {
 int ncclRedOpCreatePreMulSum(int *op, void *scalar, int type, int residence, void *comm) {
   float quarter = 0.25f;
   *op = 0x7abc1234; /* such numbers have the operations that users create */
-  return !memcmp(scalar, &quarter, 4) && type == 7 && residence == 1 && comm == &communicator
-             ? 0 : 4;
+  return !memcmp(scalar, &quarter, 4) && type == 7 && residence == 1 && comm == &child ? 0 : 4;
 }
-int ncclAllReduce(void *from, void *to, size_t count, int type, int op, void *comm, void *stream) {
-  return from == (void *)0x7f0000001000 && to == (void *)0x7f0000002000 && count == 1ull << 40 &&
-                 type == 7 && op == 0x7abc1234 && comm == &communicator && stream == (void *)0x55
-             ? 0 : 4;
+#define FROM (from == (void *)0x7f0000001000)
+#define TO (to == (void *)0x7f0000002000)
+#define REST (count == 1ull << 40 && type == 7 && comm == &child && stream == (void *)0x55)
+#define OP (op == 0x7abc1234)
+#define PEER (peer == 2)
+#define NCCL(name, arguments, right) \
+  int nccl##name arguments { return (right) && events == 2 ? 0 : 4; }
+NCCL(AllReduce, (void *from, void *to, size_t count, int type, int op, void *comm, void *stream),
+     FROM && TO && REST && OP)
+NCCL(ReduceScatter,
+     (void *from, void *to, size_t count, int type, int op, void *comm, void *stream),
+     FROM && TO && REST && OP)
+NCCL(Reduce,
+     (void *from, void *to, size_t count, int type, int op, int peer, void *comm, void *stream),
+     FROM && TO && REST && OP && PEER)
+NCCL(Broadcast, (void *from, void *to, size_t count, int type, int peer, void *comm, void *stream),
+     FROM && TO && REST && PEER)
+NCCL(AllGather, (void *from, void *to, size_t count, int type, void *comm, void *stream),
+     FROM && TO && REST)
+NCCL(Send, (void *from, size_t count, int type, int peer, void *comm, void *stream),
+     FROM && REST && PEER)
+NCCL(Recv, (void *to, size_t count, int type, int peer, void *comm, void *stream),
+     TO && REST && PEER)
+int ncclGroupStart(void) { return events == 2 ? 0 : 4; }
+int ncclGroupEnd(void) { return events == 2 ? 0 : 4; }
+/* The caller's stream 0x66 is recorded and waited for; then the communication stream, in turn. */
+int cuEventRecord(void *event, void *stream) {
+  const int first = events == 0 && event == (void *)0x77 && stream == (void *)0x66;
+  const int last = events == 2 && event == (void *)0x88 && stream == (void *)0x55;
+  return ++events, first || last ? 0 : 1;
 }
-int ncclCommFinalize(void *comm) { return comm == &communicator ? 0 : 4; }
+int cuStreamWaitEvent(void *stream, void *event, unsigned flags) {
+  const int first = events == 1 && event == (void *)0x77 && stream == (void *)0x55;
+  const int last = events == 3 && event == (void *)0x88 && stream == (void *)0x66;
+  events = last ? 0 : events + 1;
+  return first || last ? 0 : 1;
+}
+int ncclCommFinalize(void *comm) { return comm == &communicator || comm == &child ? 0 : 4; }
 int ncclCommDestroy(void *comm) { return 0; }
 int ncclCommAbort(void *comm) { return 0; }
 const char *ncclGetErrorString(int status) { return "wrong arguments"; }
@@ -135,20 +180,33 @@ const char *ncclGetLastError(void *comm) { return ""; }
 """
 
 
+class OwnDriver(NcclLibrary):
+    """A library that has the driver's functions too."""
+
+    def address(self, name: str) -> int:
+        return int(self.ffi.cast("uintptr_t", getattr(self.lib, name)))
+
+
 def test_arguments_arrive_as_c_declares_them(tmp_path: Path) -> None:
-    """A struct by value among them, and a number of no enumerator for an enumeration."""
+    """Of each function that is launched, between the events that order two streams."""
     if shutil.which("cc") is None:
         pytest.skip("needs a C compiler")
     source, built = tmp_path / "nccl.c", tmp_path / "libnccl.so"
     source.write_text(LIBRARY)
+    declared = Path(__file__).parents[2] / "csrc" / "nccl" / "cuda.cdef.h"
+    assert "cuEventRecord(void *event, void *stream)" in declared.read_text()
     subprocess.run(["cc", "-shared", "-fPIC", "-o", built, source], check=True)
     ffi = _native.load("nccl").ffi
     lib = ffi.dlopen(str(built))
-    made = Communicator(NcclLibrary(ffi, lib, str(built), 23203), bytes(range(128)), 3, 5, 30.0)
+    nccl = OwnDriver(ffi, lib, str(built), 23203)
+    made = Communicator(nccl, bytes(range(128)), 3, 5, 30.0, splits=True)
     op = made.scaled_sum("all_reduce", 0.25, "float32", lib.ncclFloat32)
     assert op == 0x7ABC1234
-    there = [ffi.cast("void *", address) for address in (0x7F0000001000, 0x7F0000002000)]
-    stream = ffi.cast("cudaStream_t", 0x55)
-    made.call("all_reduce", (lib.ncclAllReduce, *there, 1 << 40, 7, op, made.handle, stream))
+    launcher = Launcher(nccl, 0x55, 0x77)
+    for kind in range(7):
+        steps = launcher.steps([(kind, 0x7F0000001000, 0x7F0000002000, 1 << 40, 7, op, 2)])
+        for is_group in (False, True):
+            how = is_group, steps, 0x66, 0x88, True
+            made.call("all_reduce", lambda comm, how=how: launcher.launch(comm, *how))
     made.close()
     assert made.broken is None

@@ -7,20 +7,26 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.backend import Backend
+from flashlight_py.distributed.backends.nccl import launching
 from flashlight_py.distributed.backends.nccl.communicator import FINALIZE_SECONDS, Communicator
 from flashlight_py.distributed.backends.nccl.comparing import Comparisons, begins_at_once, compared
+from flashlight_py.distributed.backends.nccl.launching import Launcher, Step
 from flashlight_py.distributed.backends.nccl.library import version_text
 from flashlight_py.distributed.backends.nccl.reduction import BYTES, OPS, ReducedArray
-from flashlight_py.distributed.backends.nccl.streams import DeviceFlight, Flights, NcclWatchdog
+from flashlight_py.distributed.backends.nccl.streams import (
+    MOST_UNFINISHED,
+    DeviceFlight,
+    Flights,
+    NcclWatchdog,
+)
 from flashlight_py.distributed.calls.arrays import require_length, row_bytes
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.calls.combining import MEANINGS, cut
@@ -44,17 +50,22 @@ class NcclBackend(Backend):
 
     def __init__(self, cpu: Backend, communicator: Communicator, cupy: Any, device: int) -> None:
         self.rank, self.size, self.device = cpu.rank, cpu.size, device
-        self.functions: Any = communicator.lib
-        self.path = f"NCCL {version_text(communicator.nccl.version)}, here CUDA device {device}"
+        nccl = communicator.nccl
+        self.path = f"NCCL {version_text(nccl.version)}, here CUDA device {device}"
+        if not communicator.child:
+            self.path += f"; calls begin on a thread of NCCL, 150 us later: {nccl.slow_because}"
         self.communicator, self._cupy = communicator, cupy
-        self._ffi = communicator.nccl.ffi
         with self.on_device():
             # Not ordered with the legacy default stream, which would serialise what is to overlap.
             self._stream = cupy.cuda.Stream(non_blocking=True)
+            make_event = functools.partial(cupy.cuda.Event, disable_timing=True)
             # One event serves every call: a wait is for the record that came last before it.
-            self._ready = cupy.cuda.Event(disable_timing=True)
-        self._stream_handle = self._ffi.cast("cudaStream_t", int(self._stream.ptr))
-        self._flights = Flights()
+            self._ready = make_event()
+            self._flights = Flights(make_event() for _ in range(MOST_UNFINISHED))
+        self._launcher = Launcher(nccl, int(self._stream.ptr), int(self._ready.ptr))
+        # Messages whose two ends are connected: the function, and the other rank.
+        self._connected: set[tuple[int, int]] = set()
+        self._bytes = self._empty((2,), cupy.uint8)
         self._steps: dict[Verb, Callable[[Call], Work]] = {
             verb: getattr(self, f"_{verb.name}", self._by_meaning)
             for verb in VERBS
@@ -100,7 +111,7 @@ class NcclBackend(Backend):
                 self._comparisons.post(call)
             arrays = [call.array for call in calls]
             pairs = list(zip(arrays, arrays, strict=True))
-            return self._reduce_pairs(calls[0], self.functions.ncclAllReduce, pairs, arrays)
+            return self._reduce_pairs(calls[0], launching.ALL_REDUCE, pairs, arrays)
 
     def _require(self, call: Call) -> None:
         """Raise where ``call`` cannot be begun, before anything is sent."""
@@ -118,7 +129,7 @@ class NcclBackend(Backend):
 
     def _all_reduce(self, call: Call) -> Work:
         pair = call.array, call.array
-        return self._reduce_pairs(call, self.functions.ncclAllReduce, [pair], call.array)
+        return self._reduce_pairs(call, launching.ALL_REDUCE, [pair], call.array)
 
     def _reduce_scatter(self, call: Call) -> Work:
         """Reduce to this rank's part; unequal ones are reduced one by one."""
@@ -134,51 +145,49 @@ class NcclBackend(Backend):
                 step = Call(REDUCE, term, call.op, call.scale, root, blocking=call.blocking)
                 works.append(self._reduce(step))
             return Then(AllOf(works), lambda _: part)
-        return self._reduce_pairs(call, self.functions.ncclReduceScatter, [(array, part)], part)
+        return self._reduce_pairs(call, launching.REDUCE_SCATTER, [(array, part)], part)
 
     def _reduce(self, call: Call) -> Work:
         """Reduce in place on the root; the array of every other rank stays as it is."""
         array, root = call.array, call.root
-        target = array if self.rank == root else self._empty(array.shape, array)
-        return self._reduce_pairs(call, self.functions.ncclReduce, [(array, target)], array, root)
+        target = array if self.rank == root else self._empty(array.shape, array.dtype)
+        return self._reduce_pairs(call, launching.REDUCE, [(array, target)], array, root)
 
     def _by_meaning(self, call: Call) -> Work:
         """Combine in place what NCCL does not: each GPU gathers all arrays, and does it itself."""
         array, combine = call.array, MEANINGS[call.verb]
-        pieces = self._empty((self.size, *array.shape), array)
+        pieces = self._empty((self.size, *array.shape), array.dtype)
 
-        def begin() -> None:
-            self._gather_rows(array, pieces, dict.fromkeys(range(self.size), array.nbytes))
+        def finish() -> None:
             if call.verb.fills(self.rank, call.root):
                 with self._stream:
                     array[...] = combine(list(pieces), self.rank, call)
 
-        return self._launch(call, begin, [array, pieces], array)
+        steps = self._gathering(array, pieces, dict.fromkeys(range(self.size), array.nbytes))
+        return self._launch(call, steps, [array, pieces], array, finish=finish)
 
     def _broadcast(self, call: Call) -> Work:
-        array, there = call.array, self._pointer(call.array)
-        step = self.functions.ncclBroadcast, there, there, array.nbytes, BYTES, call.root
-        return self._launch(call, lambda: self._call(call.name, [step]), [array], array)
+        array, there = call.array, _address(call.array)
+        step = launching.BROADCAST, there, there, array.nbytes, BYTES, 0, call.root
+        return self._launch(call, [step], [array], array)
 
     def _all_gather(self, call: Call) -> Work:
         array, rows = call.array, self._comparisons.ask(call)
         lengths = _lengths(array, rows)
 
         def gather(joined: Array) -> Work:
-            begin = functools.partial(self._gather_rows, array, joined, lengths)
-            return self._launch(call, begin, [array, joined], joined)
+            steps = self._gathering(array, joined, lengths)
+            return self._launch(call, steps, [array, joined], joined)
 
         return self._into(call, sum(rows), gather)
 
-    def _gather_rows(self, array: Array, joined: Array, lengths: dict[int, int]) -> None:
-        """Gather ``lengths`` bytes from each rank: unequal ones as one broadcast from each."""
-        lib, source = self.functions, self._pointer(array)
+    def _gathering(self, array: Array, joined: Array, lengths: dict[int, int]) -> list[Step]:
+        """Return the steps that gather ``lengths`` bytes: unequal ones by a broadcast of each."""
+        source = _address(array)
         if len(set(lengths.values())) == 1:
-            steps = [(lib.ncclAllGather, source, self._pointer(joined), array.nbytes, BYTES)]
-        else:
-            blocks = self._blocks(joined, lengths)
-            steps = [(lib.ncclBroadcast, source, *place, BYTES, root) for root, *place in blocks]
-        self._call("all_gather", steps)
+            return [(launching.ALL_GATHER, source, _address(joined), array.nbytes, BYTES, 0, 0)]
+        blocks = _blocks(joined, lengths)
+        return [(launching.BROADCAST, source, at, n, BYTES, 0, root) for root, at, n in blocks]
 
     def _gather(self, call: Call) -> Work:
         rows = self._comparisons.ask(call)
@@ -191,7 +200,7 @@ class NcclBackend(Backend):
         out = call.out
         if out is None:
             assert call.array is not None  # other ranks know by their out that a GPU is meant
-            out = self._empty(call.array.shape[1:], call.array)
+            out = self._empty(call.array.shape[1:], call.array.dtype)
         self._comparisons.ask(call)
         sent = dict.fromkeys(range(self.size), out.nbytes)
         return self._swap(call, sent, out, {call.root: out.nbytes})
@@ -215,23 +224,15 @@ class NcclBackend(Backend):
         function for (before 2.28): messages, begun as one. A rank's message to itself is a message
         too, as NCCL allows.
         """
-        lib = self.functions
-        both = (lib.ncclSend, call.array, sent), (lib.ncclRecv, result, received)
-        ways = [(function, array, each) for function, array, each in both if array is not None]
-        steps = [
-            (function, *place, BYTES, rank)
-            for function, array, lengths in ways
-            for rank, *place in self._blocks(array, lengths)
-        ]
-        begin = functools.partial(self._call, call.name, steps, together=True)
-        return self._launch(call, begin, [array for _, array, _ in ways], result)
-
-    def _blocks(self, array: Array, lengths: dict[int, int]) -> Iterator[tuple[int, Any, int]]:
-        """Yield of each rank that has any of the bytes: it, where they are, and how many."""
-        starts = itertools.accumulate(lengths.values(), initial=0)
-        for (rank, length), start in zip(lengths.items(), starts, strict=False):
-            if length:
-                yield rank, self._pointer(array, start), length
+        steps: list[Step] = []
+        if call.array is not None:
+            for rank, start, nbytes in _blocks(call.array, sent):
+                steps.append((launching.SEND, start, 0, nbytes, BYTES, 0, rank))
+        if result is not None:
+            for rank, start, nbytes in _blocks(result, received):
+                steps.append((launching.RECV, 0, start, nbytes, BYTES, 0, rank))
+        arrays = [array for array in (call.array, result) if array is not None]
+        return self._launch(call, steps, arrays, result, together=True)
 
     def _into(self, call: Call, rows: int, run: Callable[[Array], Work]) -> Work:
         """Have ``run`` fill where the result of ``call`` goes, of ``rows`` rows.
@@ -253,16 +254,11 @@ class NcclBackend(Backend):
         self._comparisons.meet([compared(call, blocking=True) for call in calls])
         name = calls[0].name if len(calls) == 1 else "exchange"
         # NCCL knows no tags: both ends begin messages in their order.
-        lib, arrays = self.functions, [call.array for call in calls]
+        arrays = [call.array for call in calls]
         steps = [
-            (
-                lib.ncclSend if call.verb is SEND else lib.ncclRecv,
-                *(self._pointer(call.array), call.array.nbytes, BYTES, call.peer),
-            )
-            for call in sorted(calls, key=lambda call: call.tag)
-            if call.array.size
+            _message(call) for call in sorted(calls, key=lambda call: call.tag) if call.array.size
         ]
-        return self._launch(calls[0], lambda: self._call(name, steps), arrays, arrays, name)
+        return self._launch(calls[0], steps, arrays, arrays, name)
 
     def _barrier(self, call: Call) -> Work:
         """Block until this rank's collectives have ended and every rank is here."""
@@ -288,70 +284,110 @@ class NcclBackend(Backend):
         with self.on_device(), self.communicator.lock:
             if self._flights.newest() is not None:
                 self._comparisons.find_lost("close")  # nothing waits for those who have gone
-            if self.communicator.close():  # else nobody waits for this rank
-                self._comparisons.finish(FINALIZE_SECONDS)
+            if self.communicator.close(self._ends_within(FINALIZE_SECONDS)):
+                self._comparisons.finish(FINALIZE_SECONDS)  # else nobody waits for this rank
         self._flights.clear()
         # Else the stream and the events would wait for the collector, which knows no GPU's memory.
         self._steps.clear()
         self.communicator.look = self.communicator.who_is_missing = None
 
+    def _ends_within(self, seconds: float) -> bool:
+        """Return whether the device ends all collectives within ``seconds``; blocks until then."""
+        end = time.monotonic() + min(seconds, self.communicator.timeout)
+        while self._flights.oldest() is not None and self.communicator.broken is None:
+            if time.monotonic() >= end:
+                return False
+            time.sleep(_LOOK_SECONDS)
+        return True
+
     def _launch(
         self,
         call: Call,
-        begin: Callable[[], None],
+        steps: Sequence[Step],
         arrays: Sequence[Array],
         result: Any,
         name: str = "",
+        together: bool = False,
+        prepare: Callable[[], Sequence[Step]] | None = None,
+        finish: Callable[[], None] | None = None,
     ) -> Work:
-        """Give to the device what ``begin`` calls, unless all ``arrays`` are empty.
+        """Launch ``steps`` on the device, several as one, unless all ``arrays`` are empty.
 
-        These are all that the device reads or writes. A blocking call's caller's current stream
-        waits at once; the host does so in neither case.
+        These are all that the device reads or writes. ``together``: as one with those of other
+        ranks. ``prepare`` computes on the communication stream before, and returns the steps;
+        ``finish`` computes there afterwards. A blocking call's caller's current stream waits at
+        once; the host does so in neither case.
 
         Raises:
             DistributedError: as :meth:`Communicator.call`.
         """
         verb, kept = name or call.name, [array for array in arrays if array.size]
-        with self.communicator.lock, self.on_device():
-            self.communicator.require(verb)
+        communicator, launcher = self.communicator, self._launcher
+        with communicator.lock, self.on_device():
+            communicator.require(verb)
             if not kept:
                 return Done(result)
-            # The next work waits for all that the caller's current stream has so far.
-            self._ready.record(self.current_stream())
-            self._stream.wait_event(self._ready)
-            begin()
-            done = self._cupy.cuda.Event(disable_timing=True)
-            done.record(self._stream)
-            flight = DeviceFlight(verb, done, kept, self._comparisons.latest)
+            caller, event = int(self.current_stream().ptr), self._free_event(verb)
+            done = int(event.ptr)
+            if prepare is not None:
+                launcher.wait_for(caller)
+                steps = prepare()
+            if communicator.child:
+                self._connect(verb, steps)
+            is_group, packed = together or len(steps) > 1, launcher.steps(steps)
+            if communicator.child and prepare is None and finish is None:
+                how = is_group, packed, caller, done, call.blocking
+                communicator.call(verb, lambda comm: launcher.launch(comm, *how))
+            else:
+                if prepare is None:
+                    launcher.wait_for(caller)
+                communicator.call(verb, lambda comm: launcher.call(comm, is_group, packed))
+                if finish is not None:
+                    finish()
+                event.record(self._stream)
+                if call.blocking:
+                    self.current_stream().wait_event(event)
+            flight = DeviceFlight(verb, event, kept, self._comparisons.latest)
             self._flights.add(flight)
             if call.blocking:
-                self.current_stream().wait_event(done)
                 led = Done(result)
                 led.flight = flight
                 return led
         return StreamWork(self, flight, result)
 
-    def _call(self, verb: str, steps: Sequence[tuple[Any, ...]], together: bool = False) -> None:
-        """Call collectives of NCCL on the communication stream; see ``Communicator.call``.
+    def _connect(self, verb: str, steps: Iterable[Step]) -> None:
+        """Send a byte to each rank, and from each, to which ``steps`` have the first message.
 
-        Each of ``steps`` is a function and what it takes first; several begin as one.
+        NCCL connects two ranks at their first message, for which one has to wait for the other.
         """
-        where = self.communicator.handle, self._stream_handle
-        self.communicator.call(verb, *((*step, *where) for step in steps), together=together)
+        ends = [(kind, peer) for kind, *_, peer in steps if kind >= launching.SEND]
+        messages = {end for end in ends if end[1] != self.rank}
+        first = sorted(messages - self._connected)
+        if not first:
+            return
+        sent, received = _address(self._bytes), _address(self._bytes) + 1
+        packed = self._launcher.steps(
+            (kind, sent, received, 1, BYTES, 0, peer) for kind, peer in first
+        )
+        begin = lambda comm: self._launcher.call(comm, True, packed)  # noqa: E731
+        self.communicator.call(verb, begin, connects=True)
+        self._connected |= messages
+
+    def _free_event(self, verb: str) -> Any:
+        """Return an event that no collective uses; blocks while the device has too many of them."""
+        while (event := self._flights.free_event()) is None:
+            self.communicator.require(verb)  # the watchdog ends what takes too long
+            time.sleep(_LOOK_SECONDS)
+        return event
 
     def current_stream(self) -> Any:
         """Return the caller's, on this rank's device, which is the current one."""
         return self._cupy.cuda.get_current_stream(self.device)
 
-    def _pointer(self, array: Array, offset: int = 0) -> Any:
-        """Return the address of ``array``'s data, ``offset`` bytes on."""
-        memory: Any = array.data
-        return self._ffi.cast("void *", memory.ptr + offset)
-
-    def _empty(self, shape: tuple[int, ...], like: Array) -> Array:
-        """Return a new array of ``like``'s dtype that belongs to the caller's current stream."""
+    def _empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Return a new array that belongs to the caller's current stream."""
         with self.on_device():
-            array: Array = self._cupy.empty(shape, like.dtype)
+            array: Array = self._cupy.empty(shape, dtype)
         return array
 
     def on_device(self) -> Any:
@@ -363,30 +399,60 @@ class NcclBackend(Backend):
     def _reduce_pairs(
         self,
         call: Call,
-        function: Callable[..., int],
+        kind: int,
         pairs: Sequence[tuple[Array, Array]],
         result: Any,
-        *root: int,
+        root: int = 0,
     ) -> Work:
         """Reduce each pair (source, target), several of them begun as one."""
-        verb, scaled_sum = call.name, self.communicator.scaled_sum
         full = [pair for pair in pairs if pair[0].size]
+        parts = [ReducedArray(self._stream, *pair, call.op, call.scale) for pair in full]
 
-        def begin() -> None:
-            parts = [ReducedArray(self._stream, *pair, call.op, call.scale) for pair in full]
-            steps = []
+        def steps() -> list[Step]:
+            return [self._reducing(call, kind, part, root) for part in parts]
+
+        def prepare() -> list[Step]:
             for part in parts:
-                rule, code = OPS[call.op], part.form.code
-                if part.factor != 1.0:
-                    rule = scaled_sum(verb, part.factor, part.form.dtype, code)
-                there = self._pointer(part.source), self._pointer(part.room)
-                steps.append((function, *there, part.count, code, rule, *root))
-            self._call(verb, steps)
+                part.convert()
+            return steps()
+
+        def finish() -> None:
             for part in parts:
                 part.finish()
 
-        arrays = {id(array): array for pair in full for array in pair}
-        return self._launch(call, begin, list(arrays.values()), result)
+        arrays = list({id(array): array for pair in full for array in pair}.values())
+        if any(part.computes for part in parts):
+            return self._launch(call, (), arrays, result, prepare=prepare, finish=finish)
+        return self._launch(call, steps() if full else (), arrays, result)
+
+    def _reducing(self, call: Call, kind: int, part: ReducedArray, root: int) -> Step:
+        rule, form = OPS[call.op], part.form
+        if part.factor != 1.0:
+            rule = self.communicator.scaled_sum(call.name, part.factor, form.dtype, form.code)
+        there = _address(part.source), _address(part.room)
+        return kind, *there, part.count, form.code, rule, root
+
+
+def _address(array: Array) -> int:
+    """Return where the data of ``array`` begin on the device."""
+    memory: Any = array.data
+    return int(memory.ptr)
+
+
+def _message(call: Call) -> Step:
+    start, nbytes = _address(call.array), call.array.nbytes
+    if call.verb is SEND:
+        return launching.SEND, start, 0, nbytes, BYTES, 0, call.peer
+    return launching.RECV, 0, start, nbytes, BYTES, 0, call.peer
+
+
+def _blocks(array: Array, lengths: dict[int, int]) -> Iterator[tuple[int, int, int]]:
+    """Yield for each rank that has any of the bytes: the rank, their address and their number."""
+    start = _address(array)
+    for rank, length in lengths.items():
+        if length:
+            yield rank, start, length
+        start += length
 
 
 def _lengths(array: Array, rows: Sequence[int]) -> dict[int, int]:
@@ -412,14 +478,14 @@ class StreamWork(Work):
         with communicator.lock:
             if communicator.broken is not None and not self.flight.landed:
                 raise communicator.error()
-        with backend.on_device():
-            backend.current_stream().wait_event(self.flight.event)
+        if not self.flight.landed:  # else its event may serve another one
+            with backend.on_device():
+                backend.current_stream().wait_event(self.flight.event)
         return self._result
 
     def is_completed(self) -> bool:
         """Return whether the device is done with it, or it failed."""
-        with self._backend.communicator.lock:
-            return self._backend.communicator.broken is not None or self.flight.ask()
+        return self._backend.communicator.broken is not None or self.flight.ask()
 
     def end_time(self) -> float | None:
         return self.flight.ended

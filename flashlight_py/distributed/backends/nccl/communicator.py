@@ -1,16 +1,23 @@
-"""One NCCL communicator: made, called, watched and ended without ever blocking for good.
+"""A pair of NCCL communicators: made, called, watched and ended within a time limit.
 
-The communicator is non-blocking: a call that must wait for other ranks returns ``ncclInProgress``
-and is asked about until it has ended or the time is up. NCCL has no wait with a time limit and no
-descriptor to watch, so asking in short intervals is the only way.
+The first communicator is non-blocking. A call that must wait for other ranks returns
+``ncclInProgress``, and the caller polls until the call has ended or the time limit has passed: NCCL
+has no wait with a time limit. NCCL starts a thread for each such call, which takes 150 us.
+
+Therefore collectives are launched on a second, blocking communicator that is split from the first
+one and shares its connections. All connections of collectives exist before the first launch, so a
+launch waits for no other rank. If a launch blocks nevertheless, another thread aborts the first
+communicator: both share the flag that ends kernels and the waits of the host.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +30,8 @@ from flashlight_py.errors import CollectiveTimeoutError, DistributedError, Group
 _log = logging.getLogger("flashlight_py")
 
 _MAGIC = 0xCAFEBEEF  # NCCL_API_MAGIC
-_CONFIG_VERSION = 21400  # of the fields that csrc/nccl/nccl.cdef.h declares
+_CONFIG_VERSION = 21800  # of the fields that csrc/nccl/nccl.cdef.h declares
+_UNDEFINED = -(2**31)  # NCCL_CONFIG_UNDEF_INT
 
 # NCCL begins a call on a thread that it starts for it, within some hundred microseconds. So long it
 # is asked about without a pause: the shortest sleep takes as long as that.
@@ -31,16 +39,22 @@ _SOON = 0.001
 _INTERVAL = 0.0005
 _LOOK_INTERVAL = 0.2
 _MOST_SCALED_SUMS = 64
-# How long the end of an orderly shutdown may take, before the communicator is cut off instead.
+# Seconds that an orderly shutdown may take before the communicator is aborted.
 FINALIZE_SECONDS = 5.0
+# Seconds that a thread inside a launch has to leave it after the abort.
+_LEAVE_SECONDS = 1.0
 
 
 class Communicator:
     """This rank's end of a communicator of ``size`` ranks; collective, blocks up to ``timeout``.
 
-    Every call holds ``lock``: the watchdog may end the communicator from its own thread. The
-    current CUDA device is the rank's. ``who_is_missing``, if set, completes the error of a failure.
-    ``look``, if set, is called a few times a second while a call waits, and may break it off.
+    The current CUDA device is the rank's. A caller holds ``lock`` during each call, which gives all
+    ranks one order of calls. No other thread needs ``lock`` to end the communicator. If set,
+    ``who_is_missing`` completes the error of a failure, and ``look`` is called a few times a second
+    while a call waits; it may end the communicator.
+
+    ``captured`` are objects with CUDA graphs that launch on this communicator. NCCL frees a
+    communicator after its graphs, so their method ``release`` is called first.
 
     Raises:
         CollectiveTimeoutError: the others did not join in time.
@@ -48,50 +62,78 @@ class Communicator:
     """
 
     def __init__(
-        self, nccl: NcclLibrary, unique_id: bytes, rank: int, size: int, timeout: float
+        self,
+        nccl: NcclLibrary,
+        unique_id: bytes,
+        rank: int,
+        size: int,
+        timeout: float,
+        splits: bool = False,
     ) -> None:
         self.nccl, self.lib = nccl, nccl.lib
         self.rank, self.size, self.timeout = rank, size, timeout
         self.lock = threading.RLock()
+        # Held while the first communicator is used or freed, and never during a launch.
+        self._using = threading.RLock()
         self.broken: DistributedError | None = None
         self._was_raised = False
-        self.handle: Any = nccl.ffi.NULL
-        # What is wrong in words, and the class of error that it is, if that is known better then.
+        self.handle = self.child = nccl.ffi.NULL
+        self.launching_since = math.inf  # when a thread entered a blocking launch
+        # The error's class, if it is known better by then, and the ranks that are missing in words.
         self.who_is_missing: Callable[[], tuple[type[DistributedError] | None, str]] | None = None
         self.look: Callable[[], None] | None = None
+        self.captured: weakref.WeakSet[Any] = weakref.WeakSet()
         self._scaled_sums: dict[tuple[float, str], int] = {}
         ffi = nccl.ffi
         self._state = ffi.new("ncclResult_t *")
         identity, place = ffi.new("ncclUniqueId *"), ffi.new("ncclComm_t *")
         ffi.buffer(identity)[:] = unique_id
-        config = ffi.new("ncclConfig_t *")
-        config.size, config.magic = ffi.sizeof("ncclConfig_t"), _MAGIC
-        config.version, config.blocking = _CONFIG_VERSION, 0
+        config = self._config(blocking=0)
         status = self.lib.ncclCommInitRankConfig(place, size, identity[0], rank, config)
         self.handle = place[0]
         self._check("init", status)
+        if splits:
+            place[0] = ffi.NULL
+            self._check(
+                "init", self.lib.ncclCommSplit(self.handle, 0, rank, place, self._config(1))
+            )
+            self.child = place[0]
 
-    def call(self, verb: str, *steps: tuple[Any, ...], together: bool = False) -> None:
-        """Call functions of NCCL, each given with its arguments, and wait until they have begun.
+    def _config(self, blocking: int) -> Any:
+        ffi = self.nccl.ffi
+        config = ffi.new("ncclConfig_t *")
+        config.size, config.magic = ffi.sizeof("ncclConfig_t"), _MAGIC
+        config.version, config.blocking, config.splitShare = _CONFIG_VERSION, blocking, 1
+        config.cgaClusterSize = config.minCTAs = config.maxCTAs = _UNDEFINED
+        return config
 
-        Several begin as one, and one ``together`` with those of other ranks.
+    @property
+    def launched_on(self) -> Any:
+        """The communicator that collectives are launched on."""
+        return self.child or self.handle
+
+    def call(self, verb: str, begin: Callable[[Any], int], connects: bool = False) -> None:
+        """Call ``begin`` with a communicator; returns when NCCL has begun what it asks for.
+
+        ``begin`` returns a status of NCCL. ``connects``: it may have to wait until other ranks
+        connect, so it gets the communicator that does not block.
 
         Raises:
-            CollectiveTimeoutError: it needs other ranks, and they did not join in time.
-            DistributedError: NCCL refused, or what ``look`` has found.
+            CollectiveTimeoutError: other ranks are needed, and they did not join in time.
+            DistributedError: NCCL failed, or ``look`` has found an error.
         """
-        together |= len(steps) > 1
-        if together:
-            self._check(verb, self.lib.ncclGroupStart())
-        statuses: list[int] = []
-        try:
-            for function, *arguments in steps:
-                statuses.append(function(*arguments))
-        finally:
-            if together:  # also after an error: NCCL counts the levels
-                statuses.append(self.lib.ncclGroupEnd())
-        begun = self.lib.ncclSuccess, self.lib.ncclInProgress
-        self._check(verb, next((s for s in statuses if s not in begun), statuses[-1]))
+        if self.child and not connects:
+            self.launching_since = time.monotonic()
+            try:
+                status = begin(self.child)
+            finally:
+                self.launching_since = math.inf
+        else:
+            with self._using:
+                if self.broken is not None:
+                    raise self.error()
+                status = begin(self.handle)
+        self._check(verb, status)
 
     def scaled_sum(self, verb: str, scale: float, dtype: str, code: int) -> int:
         """Return NCCL's number of the sum that multiplies each rank's values by ``scale`` first.
@@ -108,17 +150,20 @@ class Communicator:
         ffi, lib = self.nccl.ffi, self.lib
         if len(self._scaled_sums) >= _MOST_SCALED_SUMS:
             oldest = self._scaled_sums.pop(next(iter(self._scaled_sums)))
-            self.call(verb, (lib.ncclRedOpDestroy, oldest, self.handle))
+            self.call(verb, lambda comm: lib.ncclRedOpDestroy(oldest, comm))
         op, scalar = ffi.new("ncclRedOp_t *"), ffi.from_buffer(_as_scalar(scale, dtype))
-        what = scalar, code, lib.ncclScalarHostImmediate, self.handle
-        self.call(verb, (lib.ncclRedOpCreatePreMulSum, op, *what))
+        what = op, scalar, code, lib.ncclScalarHostImmediate
+        self.call(verb, lambda comm: lib.ncclRedOpCreatePreMulSum(*what, comm))
         found = self._scaled_sums[scale, dtype] = int(op[0])
         return found
 
     def poll(self) -> int:
-        """Return the communicator's state: ncclSuccess, ncclInProgress, or what went wrong."""
-        status = self.lib.ncclCommGetAsyncError(self.handle, self._state)
-        return int(self._state[0]) if status == self.lib.ncclSuccess else int(status)
+        """Return the communicator's state: ncclSuccess, ncclInProgress, or a failure."""
+        with self._using:
+            if self.broken is not None:  # it is freed
+                return int(self.lib.ncclSuccess)
+            status = self.lib.ncclCommGetAsyncError(self.handle, self._state)
+            return int(self._state[0]) if status == self.lib.ncclSuccess else int(status)
 
     def require(self, verb: str) -> None:
         """Raise unless the communicator can be used.
@@ -149,49 +194,89 @@ class Communicator:
         return self.broken
 
     def watch(self, verb: str, started: float, failure: str = "") -> None:
-        """Break the communicator if it failed, or ``verb`` began too long ago; from any thread.
+        """End the communicator if it failed, or ``verb`` began too long ago; from any thread.
 
         ``started`` is a time of ``time.monotonic()``, in seconds; ``failure`` is CUDA's, if any.
         """
-        with self.lock:
-            if self.handle == self.nccl.ffi.NULL:
-                return
-            state = self.poll()
-            if failure:
-                self.who_is_missing = None  # it is this rank
-                self.fail(
-                    DistributedError(
-                        f"{self._doing(verb)}: CUDA has failed, in this collective or in a kernel "
-                        f"before it: {failure}. This process cannot use its GPU any more; run it "
-                        "with CUDA_LAUNCH_BLOCKING=1 to find the kernel"
-                    )
+        if self.broken is not None or self.handle == self.nccl.ffi.NULL:
+            return
+        state = self.poll()
+        if failure:
+            self.who_is_missing = None  # it is this rank
+            self.fail(
+                DistributedError(
+                    f"{self._doing(verb)}: CUDA has failed, in this collective or in a kernel "
+                    f"before it: {failure}. This process cannot use its GPU any more; run it "
+                    "with CUDA_LAUNCH_BLOCKING=1 to find the kernel"
                 )
-            elif state not in (self.lib.ncclSuccess, self.lib.ncclInProgress):
-                self.fail(self.nccl.failure(self._doing(verb), state))
-            elif time.monotonic() - started > self.timeout:
-                self.fail(self._late(verb))
+            )
+        elif state not in (self.lib.ncclSuccess, self.lib.ncclInProgress):
+            self.fail(self.nccl.failure(self._doing(verb), state))
+        elif time.monotonic() - min(started, self.launching_since) > self.timeout:
+            self.fail(self._late(verb))
 
     def fail(self, error: DistributedError) -> None:
-        """Cut the communicator off because of ``error``: what runs on the device ends."""
-        with self.lock:
-            if self.broken is None:
-                self.broken = error
-                self._release(self.lib.ncclCommAbort)
+        """End the communicator because of ``error``, from any thread; kernels on the device end.
 
-    def close(self) -> bool:
-        """End in order where all ranks do so within a few seconds, else cut off; returns which."""
-        with self.lock:
+        Blocks for about half a second, and for a second more if a thread does not leave a launch.
+        """
+        with self._using:
+            if self.broken is not None:
+                return
+            self.broken = error
+            self._end("handle", self.lib.ncclCommAbort, forget=True)
+        self._abort_child()
+
+    def close(self, is_idle: bool = True) -> bool:
+        """Finalize and free the communicator, if all ranks do so within seconds; else abort it.
+
+        Returns whether it was finalized. The caller holds ``lock``. ``is_idle``: the device has
+        ended all collectives.
+        """
+        with self._using:
             if self.handle == self.nccl.ffi.NULL:
                 return False
-            status = self.lib.ncclCommFinalize(self.handle)
-            if status == self.lib.ncclInProgress:
+            self._release_captured()
+            lib = self.lib
+            if is_idle and self.child:
+                self._end("child", lib.ncclCommFinalize)
+                self._end("child", lib.ncclCommDestroy, forget=True)
+            status = lib.ncclCommFinalize(self.handle) if is_idle else lib.ncclInProgress
+            if status == lib.ncclInProgress and is_idle:
                 status = self._settle(min(self.timeout, FINALIZE_SECONDS))
-            if status == self.lib.ncclSuccess:
-                self._release(self.lib.ncclCommDestroy)
+            if status == lib.ncclSuccess:
+                self._end("handle", lib.ncclCommDestroy, forget=True)
                 return True
-            _log.info("%s; cutting NCCL off", self.nccl.failure(self._doing("close"), status))
-            self._release(self.lib.ncclCommAbort)
-            return False
+            _log.info("%s; aborting NCCL", self.nccl.failure(self._doing("close"), status))
+            self._end("handle", lib.ncclCommAbort, forget=True)
+        self._abort_child()
+        return False
+
+    def _abort_child(self) -> None:
+        """Abort the second communicator when no thread launches on it.
+
+        The abort of the first one has set the flag that both share: kernels end, and so does each
+        wait of a launch. A thread inside a launch still uses the memory of the second one.
+        """
+        if self.child == self.nccl.ffi.NULL:
+            return
+        if self.lock.acquire(timeout=_LEAVE_SECONDS):
+            try:
+                self._release_captured()
+                self._end("child", self.lib.ncclCommAbort, forget=True)
+            finally:
+                self.lock.release()
+        else:
+            self.child = self.nccl.ffi.NULL
+            _log.warning(
+                "%s: a thread has not left NCCL %g seconds after the abort; the memory of the "
+                "communicator is not freed before the process ends",
+                *(self._doing("abort"), _LEAVE_SECONDS),
+            )
+
+    def _release_captured(self) -> None:
+        for captured in list(self.captured):
+            captured.release()
 
     def _check(self, verb: str, status: int) -> None:
         """Wait while ``status`` is ncclInProgress; end the communicator if it is a failure.
@@ -242,10 +327,13 @@ class Communicator:
     def _doing(self, verb: str) -> str:
         return f"[{verb}] rank {self.rank} of {self.size}"
 
-    def _release(self, function: Callable[[Any], int]) -> None:
-        handle, self.handle = self.handle, self.nccl.ffi.NULL
+    def _end(self, name: str, function: Callable[[Any], int], forget: bool = False) -> None:
+        """Call ``function`` with the communicator of that attribute; log a failure."""
+        handle = getattr(self, name)
         if handle == self.nccl.ffi.NULL:
             return
+        if forget:
+            setattr(self, name, self.nccl.ffi.NULL)
         status = function(handle)
         if status not in (self.lib.ncclSuccess, self.lib.ncclInProgress):
             _log.warning("%s", self.nccl.failure(self._doing("close"), status))

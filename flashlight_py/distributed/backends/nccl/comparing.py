@@ -7,6 +7,7 @@ aborted. Of all else the host has to know sizes or peers, so that it is compared
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -54,7 +55,10 @@ class Comparisons:
 
     def __init__(self, cpu: Backend, communicator: Communicator) -> None:
         self._cpu, self._communicator = cpu, communicator
-        self._posted: deque[Work] = deque()  # guarded by the communicator's lock, as what follows
+        self._posted: deque[Work] = deque()
+        # Of ``_posted``. The communicator's lock is held during a launch, which the watchdog
+        # must be able to end.
+        self._lock = threading.RLock()  # signal handlers run on the thread that holds it
         self.latest: Work = Done()
 
     def post(self, call: Call) -> None:
@@ -80,12 +84,17 @@ class Comparisons:
 
     def _add(self, call: Call) -> None:
         self.latest = self._cpu.start(call)
-        self._posted.append(self.latest)
+        with self._lock:
+            self._posted.append(self.latest)
 
     def look(self) -> None:
-        """End the communicator if a comparison has failed; the lock is held. Does not wait."""
-        while self._posted and self._posted[0].is_completed():
-            error = _failure(self._posted.popleft())
+        """End the communicator if a comparison has failed; from any thread. Does not wait."""
+        while True:
+            with self._lock:
+                if not self._posted or not self._posted[0].is_completed():
+                    return
+                ended = self._posted.popleft()
+            error = _failure(ended)
             if error is not None:
                 self._judge(error)
 
@@ -97,8 +106,8 @@ class Comparisons:
 
     def oldest(self) -> Work | None:
         """Return the first that is still being compared, if any; does not wait."""
-        with self._communicator.lock:
-            self.look()
+        self.look()
+        with self._lock:
             ended = self._communicator.broken is not None or not self._posted
             return None if ended else self._posted[0]
 
@@ -126,12 +135,11 @@ class Comparisons:
             work = cpu.start(calls[0]) if len(calls) == 1 else cpu.start_many(calls)
             return work.wait()
         except _ENDS_OF_GROUPS as error:
-            with self._communicator.lock:
-                self.look()
-                self._judge(error)
-                if self._communicator.broken in (None, error):
-                    raise
-                raise self._communicator.error() from error
+            self.look()
+            self._judge(error)
+            if self._communicator.broken in (None, error):
+                raise
+            raise self._communicator.error() from error
 
     def _judge(self, error: DistributedError) -> None:
         """End the communicator because of ``error``, unless NCCL has begun none of the calls."""
@@ -142,7 +150,7 @@ class Comparisons:
             self._end(MismatchError(words, group_lives=False, calls=error.calls))
 
     def find_lost(self, doing: str) -> None:
-        """End the communicator if a rank is lost, though nothing waits for it; the lock is held."""
+        """End the communicator if a rank is lost, though nothing waits for it; from any thread."""
         trouble = self._cpu.lost(doing)
         if trouble is not None:
             self._end(trouble)

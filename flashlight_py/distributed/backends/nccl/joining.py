@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from flashlight_py.distributed.backend import Backend
@@ -31,13 +31,15 @@ from flashlight_py.errors import (
 class NcclCard:
     """A rank's report of itself: a ``problem`` if it cannot, else its NCCL version and its GPU.
 
-    ``unique_id`` (hexadecimal) is rank 0's for the communicator, empty from the others.
+    ``unique_id`` (hexadecimal) is rank 0's for the communicator, empty from the others;
+    ``slow_because`` is that of ``NcclLibrary``.
     """
 
     problem: str = ""
     version: int = 0
     gpu: str = ""
     unique_id: str = ""
+    slow_because: str = ""
 
 
 def join_gpus(rule: DeviceRule, timeout: float, joining: float, cpu: Backend) -> NcclBackend:
@@ -51,9 +53,10 @@ def join_gpus(rule: DeviceRule, timeout: float, joining: float, cpu: Backend) ->
         DistributedError: NCCL failed, or a rank (named) did not join.
     """
     tools, card = _look(rule, first=cpu.rank == 0)
-    unique_id = meet(Steps(cpu, seconds=joining), card)
+    unique_id, slow_because = meet(Steps(cpu, seconds=joining), card)
     assert tools is not None  # else meet has raised the problem
     nccl, cupy, index = tools
+    nccl = replace(nccl, slow_because=slow_because)
     with cupy.cuda.Device(index):
         communicator = _communicator(cpu, nccl, unique_id, joining)
     communicator.timeout = timeout
@@ -75,11 +78,13 @@ def _look(rule: DeviceRule, first: bool) -> tuple[tuple[NcclLibrary, Any, int] |
     except DistributedError as error:
         return None, NcclCard(problem=str(error))
     gpu = topology.gpu_identity(cupy, index)
-    return (nccl, cupy, index), NcclCard("", nccl.version, gpu, identity)
+    return (nccl, cupy, index), NcclCard("", nccl.version, gpu, identity, nccl.slow_because)
 
 
-def meet(cpu: Backend, mine: NcclCard) -> bytes:
-    """Exchange ``mine`` and return the communicator's unique id. Collective, blocking.
+def meet(cpu: Backend, mine: NcclCard) -> tuple[bytes, str]:
+    """Exchange ``mine``; return the communicator's unique id, and why its calls are slow, if so.
+
+    Collective, blocking.
 
     Raises:
         UnavailableEverywhereError: some rank cannot, versions differ, or two ranks have one GPU;
@@ -90,7 +95,8 @@ def meet(cpu: Backend, mine: NcclCard) -> bytes:
     cards = [NcclCard(**json.loads(text)) for text in exchange_bytes(cpu, payload)]
     if problem := _first_problem(cards):
         raise UnavailableEverywhereError(f"rank {cpu.rank} of {cpu.size}: {problem}")
-    return bytes.fromhex(cards[0].unique_id)
+    slow = next((f"rank {n}: {c.slow_because}" for n, c in enumerate(cards) if c.slow_because), "")
+    return bytes.fromhex(cards[0].unique_id), slow
 
 
 def _first_problem(cards: Sequence[NcclCard]) -> str:
@@ -120,7 +126,8 @@ def _communicator(
     """Join on every rank, or raise on every rank. Collective, blocking."""
     communicator, problem = None, None
     try:
-        communicator = Communicator(nccl, unique_id, cpu.rank, cpu.size, joining)
+        splits = not nccl.slow_because
+        communicator = Communicator(nccl, unique_id, cpu.rank, cpu.size, joining, splits)
     except DistributedError as error:
         problem = error
     try:

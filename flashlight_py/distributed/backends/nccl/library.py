@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,12 @@ VARIABLE = "FLASHLIGHT_NCCL_LIBRARY"
 WHEELS = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
 SONAME = "libnccl.so.2"
 
+DRIVER = "libcuda.so.1"
+
 MINIMUM = 21400
+SPLITS = 21800  # ncclCommSplit with shared resources
+# Read by NCCL at the first communicator of a process: 0 lets it connect every algorithm then.
+CONNECT = "NCCL_RUNTIME_CONNECT"
 _WHY_MINIMUM = (
     "2.14 is needed for ncclCommInitRankConfig and ncclCommFinalize, the non-blocking "
     "communicators without which a rank that never joins is a hang instead of an error"
@@ -37,12 +42,25 @@ Opener = Callable[[str], Any]
 
 @dataclass(frozen=True)
 class NcclLibrary:
-    """NCCL, opened: ``lib`` has its functions, ``version`` is coded as NCCL does (22703)."""
+    """NCCL, opened: ``lib`` has its functions, ``version`` is coded as NCCL does (22703).
+
+    ``slow_because`` says why each call has to begin on a thread of NCCL's; empty: it has not.
+    """
 
     ffi: Any
     lib: Any
     path: str
     version: int
+    slow_because: str = ""
+
+    def address(self, name: str) -> int:
+        """Return the address of a function of NCCL, or of CUDA's driver (``cu...``).
+
+        Raises:
+            BackendUnavailableError: the driver cannot be opened.
+        """
+        lib = _driver(self.ffi) if name.startswith("cu") else self.lib
+        return int(self.ffi.cast("uintptr_t", getattr(lib, name)))
 
     def unique_id(self) -> bytes:
         """Return a new id of 128 bytes, by which the ranks of a communicator find each other.
@@ -75,11 +93,44 @@ class NcclLibrary:
 def load() -> NcclLibrary:
     """Return NCCL, from the first place that has it: the variable, the wheel, CuPy, the system.
 
+    Sets ``NCCL_RUNTIME_CONNECT=0`` in the environment of this process, unless it is set or another
+    library has loaded NCCL before.
+
     Raises:
         BackendUnavailableError: it is nowhere, or too old; names every place that was tried.
     """
-    ffi = _native.load("nccl").ffi
-    return open_first(ffi, candidates(), ffi.dlopen)
+    ffi, loaded = _native.load("nccl").ffi, _path_in_process()
+    library = open_first(ffi, candidates(), ffi.dlopen)
+    reason = why_slow(library.version, loaded, os.environ)
+    if not reason:
+        os.environ[CONNECT] = "0"
+    return replace(library, slow_because=reason)
+
+
+def why_slow(version: int, loaded: str | None, environment: Mapping[str, str]) -> str:
+    """Return why calls cannot be launched on the caller's thread; empty: they can be.
+
+    ``loaded`` is the path of an NCCL that another library has loaded, if there is one.
+    """
+    if version < SPLITS:
+        return f"NCCL {version_text(version)} is older than {version_text(SPLITS)}"
+    required = {CONNECT: "0", "NCCL_COMM_SPLIT_SHARE_RESOURCES": "1", "NCCL_COMM_BLOCKING": None}
+    for name, value in required.items():
+        if environment.get(name, value) != value:
+            return f"{name}={environment[name]} is set"
+    if loaded is not None and CONNECT not in environment:
+        return f"{loaded} was loaded before, perhaps without {CONNECT}=0; set it at the start"
+    return ""
+
+
+@functools.cache
+def _driver(ffi: Any) -> Any:
+    try:
+        return ffi.dlopen(DRIVER)
+    except OSError as error:
+        raise BackendUnavailableError(
+            f"CUDA's driver {DRIVER} cannot be opened: {error}. Install NVIDIA's driver"
+        ) from error
 
 
 def candidates() -> Iterator[tuple[str, str]]:

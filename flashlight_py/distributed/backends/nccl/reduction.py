@@ -85,15 +85,20 @@ class ReducedArray:
         # NCCL multiplies the terms of a sum on their way, and nothing else.
         self.factor = scale if op is ReduceOp.SUM else 1.0
         self._scale = 1.0 if op is ReduceOp.SUM else scale
+        self.computes = self.form.widened or self._scale != 1.0  # before or after the call
+
+    def convert(self) -> None:
+        """Convert to the type that NCCL calculates with; for before the call."""
         if self.form.widened:
-            with stream:
+            source, target = self.source, self._target
+            with self._stream:
                 self.source = self.room = source.astype(self.form.dtype)
                 if target is not source:
                     self.room = array_module(target).empty(target.shape, self.form.dtype)
 
     def finish(self) -> None:
         """Convert back, and scale what NCCL cannot scale; for after the call."""
-        if not self.form.widened and self._scale == 1.0:
+        if not self.computes:
             return
         with self._stream:
             if self.form.widened:

@@ -14,7 +14,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,9 @@ from flashlight_py.errors import DistributedError
 _INTERVAL = 0.2
 # While a profile is taken, which wants to know when collectives ended.
 _INTERVAL_OF_PROFILE = 0.0005
+# Most collectives of a communicator on the device. CUDA queues 1,024 launches; the next launch
+# blocks the host, and so does an abort then.
+MOST_UNFINISHED = 256
 # Whether a rank is lost is asked for less often than that: it takes some system calls for each.
 _INTERVAL_OF_LOSSES = 0.15
 # Of an event's status: success, cudaErrorNotReady, and what concerns a graph that somebody captures
@@ -39,7 +42,8 @@ _NO_FAILURES = {0, 600, *range(900, 909)}
 class DeviceFlight:
     """A collective that was given to the device; ``started`` is a time in seconds.
 
-    ``ended`` is when it was first seen to have ended, ``compared`` what compares the calls of it.
+    ``event`` is recorded after it, and serves another one when it has ended. ``ended`` is when it
+    was first seen to have ended, ``compared`` what compares the calls of it.
 
     ``arrays`` are kept: CuPy would hand the memory of one that is dropped to whoever asks next on
     the stream that it was made on, while the collective still reads and writes it.
@@ -72,24 +76,34 @@ class DeviceFlight:
 class Flights:
     """The collectives on their way, in the order of the launches, which is that of the ends.
 
-    The watchdog lets go of what has ended while other threads ask.
+    ``events`` serve them in turn. The watchdog lets go of what has ended while other threads ask.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, events: Iterable[Any]) -> None:
         self._pending: deque[DeviceFlight] = deque()
+        self._events = deque(events)
         self._lock = threading.RLock()  # to let go of an array may run anything
 
-    def add(self, flight: DeviceFlight) -> None:
-        """Keep ``flight``, and forget those that have ended."""
+    def free_event(self) -> Any | None:
+        """Return an event for the next collective; None: all are in use."""
         with self._lock:
-            self.oldest()
+            if not self._events:
+                self.oldest()
+            return self._events[0] if self._events else None
+
+    def add(self, flight: DeviceFlight) -> None:
+        """Keep ``flight``, whose event is that of ``free_event``; forget one that has ended."""
+        with self._lock:
+            self._events.popleft()
             self._pending.append(flight)
+            if self._pending[0].ask():
+                self._events.append(self._pending.popleft().event)
 
     def oldest(self) -> DeviceFlight | None:
         """Return the first that has not ended, if any."""
         with self._lock:
             while self._pending and self._pending[0].ask():
-                self._pending.popleft()
+                self._events.append(self._pending.popleft().event)
             return self._pending[0] if self._pending else None
 
     def newest(self) -> DeviceFlight | None:
@@ -102,6 +116,7 @@ class Flights:
         with self._lock:
             while self._pending:
                 self._pending.popleft().arrays = ()
+            self._events.clear()
 
 
 class NcclWatchdog:
@@ -150,21 +165,25 @@ class NcclWatchdog:
     def look(self, needs_all: bool = False) -> None:
         """Break the communicator if ranks differ, one is lost, or a collective is late or fails.
 
-        ``needs_all``: this rank waits for the others, though no collective is on its way yet.
+        ``needs_all``: this rank waits for the others, though no collective is on its way yet. Takes
+        no lock that a thread inside a launch holds.
         """
-        with self._communicator.lock:
-            self._comparisons.look()
-            # The remains of an aborted communicator look as if it had ended well.
-            if self._communicator.broken is not None:
-                return
-            oldest = self._flights.oldest()
-            now = time.monotonic()
-            if (oldest is not None or needs_all) and now >= self._next:
-                self._next = now + _INTERVAL_OF_LOSSES
-                self._comparisons.find_lost("NCCL" if oldest is None else oldest.verb)
-            if oldest is not None:
-                # The event cannot end if CUDA itself has failed.
-                status = self._runtime.eventQuery(oldest.event.ptr)
-                error = self._runtime.CUDARuntimeError
-                failure = "" if status in _NO_FAILURES else str(error(status))
-                self._communicator.watch(oldest.verb, oldest.begun(), failure)
+        communicator = self._communicator
+        self._comparisons.look()
+        # The remains of an aborted communicator look as if it had ended well.
+        if communicator.broken is not None:
+            return
+        oldest, now = self._flights.oldest(), time.monotonic()
+        blocks = now - communicator.launching_since > _INTERVAL
+        if (oldest is not None or needs_all or blocks) and now >= self._next:
+            self._next = now + _INTERVAL_OF_LOSSES
+            self._comparisons.find_lost("NCCL" if oldest is None else oldest.verb)
+        if oldest is not None:
+            # The event cannot end if CUDA itself has failed.
+            status = self._runtime.eventQuery(oldest.event.ptr)
+            error = self._runtime.CUDARuntimeError
+            failure = "" if status in _NO_FAILURES else str(error(status))
+            if not oldest.landed:  # else the event serves another one by now
+                communicator.watch(oldest.verb, oldest.begun(), failure)
+        elif blocks:
+            communicator.watch("launch", math.inf)

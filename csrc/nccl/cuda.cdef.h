@@ -1,0 +1,4 @@
+/* Functions of CUDA's driver, whose addresses launch.c gets; handles are those of the runtime. */
+
+int cuEventRecord(void *event, void *stream);
+int cuStreamWaitEvent(void *stream, void *event, unsigned int flags);

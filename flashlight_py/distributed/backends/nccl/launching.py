@@ -1,0 +1,88 @@
+"""Launching collectives: one native call that orders two streams and calls NCCL between.
+
+See ``csrc/nccl/launch.cdef.h``, whose arguments are those of ``Launcher``'s methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from flashlight_py import _native
+from flashlight_py.distributed.backends.nccl.library import NcclLibrary
+from flashlight_py.errors import DistributedError
+
+# The functions of NCCL in the order of the enumeration of launch.cdef.h.
+_FUNCTIONS = "AllReduce", "ReduceScatter", "Reduce", "Broadcast", "AllGather", "Send", "Recv"
+ALL_REDUCE, REDUCE_SCATTER, REDUCE, BROADCAST, ALL_GATHER, SEND, RECV = range(len(_FUNCTIONS))
+
+# A call of a function: its number, the addresses it reads and writes, the number of elements, their
+# type, the operation, and the root or the other rank of a message.
+Step = tuple[int, int, int, int, int, int, int]
+
+
+class Launcher:
+    """Launches on the stream at address ``stream``; ``ready`` is an event for the caller's work.
+
+    Raises:
+        BackendUnavailableError: the native module was not built, or CUDA's driver is missing.
+    """
+
+    def __init__(self, nccl: NcclLibrary, stream: int, ready: int) -> None:
+        module: Any = _native.load("launch")
+        self._lib, self._ffi, self.stream = module.lib, module.ffi, stream
+        self._struct = self._ffi.new("fl_launcher *")
+        made = self._struct
+        made.event_record, made.stream_wait = map(
+            nccl.address, ("cuEventRecord", "cuStreamWaitEvent")
+        )
+        made.group_start, made.group_end = map(nccl.address, ("ncclGroupStart", "ncclGroupEnd"))
+        made.functions = [nccl.address(f"nccl{name}") for name in _FUNCTIONS]
+        made.stream, made.ready = stream, ready
+        self._status = self._ffi.new("int *")
+        self._cast = nccl.ffi.cast
+
+    def steps(self, steps: Iterable[Step]) -> Any:
+        """Return the arguments of the calls of NCCL as C has them."""
+        return self._ffi.new("fl_step[]", list(steps))
+
+    def order(self, event: int, recorded: int, waiting: int) -> None:
+        """Let the stream ``waiting`` wait for all work that the stream ``recorded`` has so far.
+
+        Raises:
+            DistributedError: CUDA refused.
+        """
+        self._require(self._lib.fl_order(self._struct, event, recorded, waiting))
+
+    def wait_for(self, caller: int) -> None:
+        """Let the communication stream wait for the work of ``caller``; see ``order``."""
+        self.order(self._struct.ready, caller, self.stream)
+
+    def call(self, communicator: Any, is_group: bool, steps: Any) -> int:
+        """Call NCCL on the communication stream; returns its status."""
+        handle = int(self._cast("uintptr_t", communicator))
+        status: int = self._lib.fl_call(self._struct, handle, is_group, len(steps), steps)
+        return status
+
+    def launch(
+        self, communicator: Any, is_group: bool, steps: Any, caller: int, done: int, waits: bool
+    ) -> int:
+        """Wait for ``caller``, call NCCL, record ``done``; ``waits``: ``caller`` waits for that.
+
+        Returns NCCL's status; ``done`` is not recorded if that is not ncclSuccess.
+
+        Raises:
+            DistributedError: CUDA refused.
+        """
+        handle = int(self._cast("uintptr_t", communicator))
+        both = is_group, len(steps), steps, caller, done, waits, self._status
+        self._require(self._lib.fl_launch(self._struct, handle, *both))
+        return int(self._status[0])
+
+    @staticmethod
+    def _require(status: int) -> None:
+        if status:
+            raise DistributedError(
+                f"CUDA's driver returned status {status} for an event of a collective, which a "
+                "kernel before it may have caused; CUDA_LAUNCH_BLOCKING=1 finds that kernel"
+            )
