@@ -14,10 +14,11 @@ reach the peers.
 
     python benchmarks/all_reduce.py --device cuda --ranks 1 2 4
 
-measures CuPy arrays through NCCL beside NCCL itself (called through cupy.cuda.nccl),
-cupyx.distributed and, where it is installed, torch's nccl: the time until the device is done, and
-the host's time to launch. Ranks that must share a GPU communicate over the loopback, all libraries
-alike.
+measures CuPy arrays through NCCL. The peers are NCCL itself, called on the communicator of this
+package and through cupy.cuda.nccl, cupyx.distributed, nccl4py and torch's backends nccl and nccl2.
+A peer that is not installed is named with the reason. Two times are measured: until the device is
+done, and the host's time to launch. Each case is printed, and written to the JSON file, when it is
+measured. Ranks that must share a GPU communicate over the loopback, with every library.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import argparse
 import contextlib
 import itertools
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from harness import all_reduce_targets as targets
@@ -94,11 +96,12 @@ def measure(options: argparse.Namespace, conductor: Conductor) -> list[Measureme
 
 
 def measure_cuda(
-    options: argparse.Namespace, conductor: Conductor
+    options: argparse.Namespace, conductor: Conductor, machine: Mapping[str, str]
 ) -> tuple[list[Measurement], cuda_targets.HostTimes]:
     """Return all cases on the GPU, and the host's seconds to launch, by ranks and bytes.
 
-    Ctrl-C ends it with what is measured by then.
+    Print each case, and write the cases so far: the machine may be taken away. Ctrl-C ends the
+    loop with the cases that are measured by then.
     """
     results, times = [], {}
     with contextlib.suppress(KeyboardInterrupt):
@@ -108,6 +111,10 @@ def measure_cuda(
             entrants = cuda_targets.contenders(options, ranks, conductor.absent)
             results.append(conductor.measure(case, entrants))
             times[ranks, nbytes] = cuda_targets.host_times(conductor)
+            print(cuda_targets.case_line(measurement, times[ranks, nbytes]), flush=True)
+            if options.json:
+                judged = cuda_targets.verdicts(results, times)
+                write_json(options.json, machine, conductor, results, judged)
     return results, times
 
 
@@ -153,7 +160,7 @@ def main() -> None:
     machine = machine_facts()
     with Conductor(plan_of(options)) as conductor:
         if options.device == "cuda":
-            measurements, times = measure_cuda(options, conductor)
+            measurements, times = measure_cuda(options, conductor, machine)
             judged = report_cuda(measurements, times)
             if options.json:
                 write_json(options.json, machine, conductor, measurements, judged)

@@ -36,8 +36,6 @@ HOOKS: dict[str, list[Any] | None] = {
     NONE: None,
     "Float16": ["Float16Compression", {}],
     "Bfloat16": ["Bfloat16Compression", {}],
-    "TopK, 1 %": ["TopKCompression", {"ratio": 0.01}],
-    "TopK, 10 %": ["TopKCompression", {"ratio": 0.1}],
     "PowerSGD, rank 2": ["PowerSGDCompression", {"rank": 2}],
     "PowerSGD, rank 4": ["PowerSGDCompression", {"rank": 4}],
 }

@@ -40,7 +40,7 @@ MODELS = {
     "4 x Linear(512)": [512] * 5,
 }
 FSDP2 = "torch FSDP2, gloo"
-WAYS = ["data parallel", "fully_shard", "step_in_backward"]
+WAYS = ["data parallel", "fully_shard"]
 HERE = Path(__file__).parent
 
 
@@ -65,7 +65,7 @@ def build(sizes: list[int], way: str) -> Any:
     if way == "data parallel":
         fl.distribute_module_grads(model)
     else:
-        fl.fully_shard(model, step_in_backward=way == "step_in_backward")
+        fl.fully_shard(model)
     return model
 
 
@@ -105,7 +105,7 @@ def measure(rank: int, sizes: list[int], way: str, steps: int) -> tuple[list[flo
 def move(rank: int, sizes: list[int]) -> list[tuple[float, int]]:
     """Return when this rank had how much memory for the model, from before fully_shard on."""
     fl.all_reduce(np.ones(1000, np.float32))
-    train(rank, [512, 512], "step_in_backward", 2)
+    fl.fully_shard(plain([512, 512]), across_hosts=True)  # which shards small modules as well
     empty = pss()
     model = plain(sizes)
     fl.barrier()

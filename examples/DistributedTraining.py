@@ -61,7 +61,7 @@ def main(options: argparse.Namespace) -> None:
         loss = criterion(model(inputs), targets)
         loss.backward()
         optimizer.step()
-        meter.add(loss.scalar())
+        meter.add(loss)
 
     if options.capture:  # the same step, replayed by native code
         step = fl.capture(step)

@@ -31,7 +31,7 @@ _HOMES = {
         *("get_world_rank", "get_world_size", "get_local_rank", "get_local_size"),
         *("is_main_process", "RankFilter", "abort_on_exception", "ProcessGroup", "Work"),
         *("Reducer", "InlineReducer", "CoalescingReducer"),
-        *("Float16Compression", "Bfloat16Compression", "TopKCompression", "PowerSGDCompression"),
+        *("Float16Compression", "Bfloat16Compression", "PowerSGDCompression"),
     ],
     "parallel": [
         *("functional", "broadcast_parameters", "all_reduce_parameters", "all_reduce_gradients"),

@@ -41,7 +41,6 @@ from flashlight_py.distributed import InlineReducer as InlineReducer
 from flashlight_py.distributed import CoalescingReducer as CoalescingReducer
 from flashlight_py.distributed import Float16Compression as Float16Compression
 from flashlight_py.distributed import Bfloat16Compression as Bfloat16Compression
-from flashlight_py.distributed import TopKCompression as TopKCompression
 from flashlight_py.distributed import PowerSGDCompression as PowerSGDCompression
 from flashlight_py.parallel import functional as functional
 from flashlight_py.parallel import broadcast_parameters as broadcast_parameters

@@ -162,15 +162,14 @@ class DynamicScaler:
 
         Raises:
             RuntimeError: it was done since the last ``update``, or the optimizer has stepped.
-            ValueError: a gradient is float16: parameters under autocast are float32. Or the module
-                is sharded with ``step_in_backward``.
+            ValueError: a gradient is float16: parameters under autocast are float32.
         """
         if not self.enabled:
             return
         if optimizer in self._found:
             turn = "after step()" if optimizer in self._stepped else "twice"
             raise RuntimeError(f"DynamicScaler.unscale was called {turn} since the last update()")
-        grads, sharded = gradients_of(optimizer.params, "DynamicScaler.unscale")
+        grads, sharded = gradients_of(optimizer.params)
         if any(grad.dtype.char == "e" for grad in grads):
             raise ValueError(
                 "DynamicScaler.unscale: a gradient is float16, which would lose what the scale has "

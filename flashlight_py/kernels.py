@@ -82,6 +82,18 @@ _ELEMENTWISE = {
         "T result",
         "result = T((R(a) - R(b)) * (R(factor) * scale));",
     ),
+    "add_moments": (
+        "T mean, float64 squares, float64 weight, float64 count",
+        "raw float64 sums",
+        """
+        const double before = sums[0], more = weight * count, total = before + more;
+        const double delta = double(mean) - sums[2];
+        sums[3] += weight * squares + delta * delta * before * more / total;
+        sums[2] += delta * more / total;
+        sums[1] += weight * weight * count;
+        sums[0] = total;
+        """,
+    ),
 }
 _C_NAMES = {"float32": "float", "float64": "double"}
 
@@ -216,6 +228,15 @@ def scaled_difference(a: Array, b: Array, factor: Array, scale: float) -> Array:
     """
     result: Array = _elementwise("scaled_difference", _computed_in(a))(a, b, factor, scale)
     return result
+
+
+def add_moments(sums: Array, mean: Array, squares: Any, weight: float, count: int) -> None:
+    """Add ``count`` values of ``weight`` each to ``sums`` of an ``AverageValueMeter``, in place.
+
+    ``mean`` has one element. ``squares`` is the sum of squared deviations from it: a float64 array
+    without dimensions, or a number.
+    """
+    _elementwise("add_moments")(mean, squares, weight, count, sums)
 
 
 def _computed_in(array: Array) -> str:

@@ -65,6 +65,14 @@ class StandInArray:
         LOG.append(("to the device", type(array.base).__name__))
         self.hidden[...] = array
 
+    def dot(self, other: Any, out: Any = None) -> Any:
+        """As CuPy, a method of the class."""
+        return (
+            wrapped(self.hidden.dot)(other)
+            if out is None
+            else wrapped(self.hidden.dot)(other, out=out)
+        )
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "hidden":
             raise AttributeError(name)
@@ -228,6 +236,9 @@ class Stream:
     def synchronize(self) -> None:
         LOG.append(("synchronize", self.name))
 
+    def begin_capture(self) -> None:
+        raise RuntimeError("the stand-in captures nothing")
+
     def __enter__(self) -> Stream:
         self._before.append(Stream.current)
         Stream.current = self
@@ -272,7 +283,11 @@ class StandInCupy(ModuleType):
             Event=Event,
             get_current_stream=lambda index=-1: Stream.current,
             alloc_pinned_memory=PinnedMemory,
+            MemoryPool=lambda: SimpleNamespace(malloc=None),
+            using_allocator=contextlib.nullcontext,
+            set_pinned_memory_allocator=lambda allocator: None,
         )
+        self.get_default_pinned_memory_pool = lambda: SimpleNamespace(malloc=PinnedMemory)
 
     def ElementwiseKernel(self, *description: str) -> Callable[..., Any]:
         kernel = compiled_kernels.ElementwiseKernel(*description)

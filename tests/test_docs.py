@@ -406,10 +406,6 @@ sharding: `PeriodicAveraging` have nothing to do here, and are refused
     ValueError: fl.PeriodicAveraging(sharded(), 2)
 sharding: `DistributedOptimizer` is refused for both
     ValueError: fl.DistributedOptimizer(sgd(sharded()))
-sharding: It excludes `clip_grad_norm`
-    ValueError: fl.optim.clip_grad_norm(sharded(step_in_backward=True).params(), 1.0)
-sharding: `no_sync` and several passes before a step, which raise `ValueError`
-    ValueError: within(fl.no_sync(sharded(step_in_backward=True)))
 leaves: `reducer`, `hook`, `scale` or `bucket_bytes` beside `leaves`
     ValueError: distributed(leaves=2, scale=0.5)
 leaves: `no_sync` and `join` refuse such a module

@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "nn": (*FRAMEWORK[:5], "structure"),
     "optim": (*FRAMEWORK[:6], "structure", "_native"),
     "dataset": ("errors", "device", "random"),
-    "meter": ("device", "structure"),
+    "meter": ("device", "kernels", "structure"),
     "distributed.rendezvous": ("errors", "interfaces", "system"),
     "distributed": (
         *(

@@ -1,8 +1,11 @@
-"""all_reduce on GPUs: who is measured, what is printed, and the numbers that it is to reach."""
+"""all_reduce on GPUs: the contenders, the tables, and the numbers that the package must reach."""
 
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib.util
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,42 +13,87 @@ from pathlib import Path
 from harness.conductor import Conductor, Contender
 from harness.environments import PEERS, python_of
 from harness.launchers import Library
-from harness.report import markdown, size_name
-from harness.statistics import Measurement
+from harness.report import duration, markdown, size_name
+from harness.statistics import Measurement, median
 from harness.verdicts import Verdict, at_most
 
-__all__ = ["contenders", "host_times", "launch_table", "verdicts"]
+__all__ = ["case_line", "contenders", "host_times", "launch_table", "verdicts"]
 
 OURS, CUPY, CUPYX = "flashlight_py", "raw NCCL (cupy.cuda.nccl)", "cupyx.distributed"
-TORCH = "torch nccl"
+SAME, NCCL4PY = "raw NCCL, same communicator", "nccl4py"
+TORCH, TORCH2 = "torch nccl", "torch nccl2"
+RAW = (CUPY, SAME)
+TITLES = (OURS, SAME, CUPY, CUPYX, NCCL4PY, TORCH, TORCH2)
 KB, MB = 1 << 10, 1 << 20
-SMALL, LARGE = 64 * KB, 64 * MB  # bytes: up to the one, and from the other on
-ALLOWED = 3e-6  # seconds beyond the fastest peer, for what a small array costs
+SMALL, LARGE = 64 * KB, 64 * MB  # bytes: the largest small array, the smallest large array
+ALLOWED = 3e-6  # seconds of a small array beyond the fastest peer
+ALLOWED_LAUNCH = 10e-6  # seconds of the host for a launch beyond raw NCCL
+PROBE_SECONDS = 30.0
 HostTimes = dict[tuple[int, int], dict[str, float]]
 
 
 def contenders(options: argparse.Namespace, ranks: int, absent: dict[str, str]) -> list[Contender]:
-    """Return this package, CuPy's two ways to NCCL and, where it is installed, torch."""
+    """Return this package and its peers. Add a missing peer to ``absent`` with the reason."""
     here = Path(sys.executable)
     roles = {OURS: "flashlight_cuda", CUPY: "cupy_nccl", CUPYX: "cupyx_nccl"}
+    if ranks > 1:  # a world of one rank has no communicator
+        roles[SAME] = "flashlight_nccl"
     libraries = [Library(title, role, here) for title, role in roles.items()]
+    if importlib.util.find_spec("nccl") is None:
+        absent[NCCL4PY] = "not installed: pip install nccl4py"
+    else:
+        libraries.append(Library(NCCL4PY, "nccl4py_nccl", here))
     torch = python_of(PEERS["torch"], options.environments)
     if isinstance(torch, Path):
         libraries.append(Library(TORCH, "torch_cuda", torch))
+        if reason := _without_nccl2(torch):
+            absent[TORCH2] = reason
+        else:
+            libraries.append(Library(TORCH2, "torch_cuda", torch, options={"backend": "nccl2"}))
     else:
-        absent[TORCH] = torch
+        absent[TORCH] = absent[TORCH2] = torch
     return [Contender(library.title, library, ranks) for library in libraries]
 
 
+@functools.cache
+def _without_nccl2(python: Path) -> str:
+    """Return why the torch of ``python`` has no backend nccl2, or "" if it has one."""
+    ask = "import torch; from torch.distributed import is_backend_available as known; "
+    ask += "print(torch.__version__, known('nccl2'))"
+    try:
+        done = subprocess.run(
+            [str(python), "-c", ask],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=PROBE_SECONDS,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"torch could not be asked for nccl2: {error}"
+    version, known = done.stdout.split()[-2:]
+    return "" if known == "True" else f"torch {version} has no backend nccl2"
+
+
+def case_line(measurement: Measurement, launches: Mapping[str, float]) -> str:
+    """Return the medians of one case as one line of text, with the host times to launch."""
+    cells = []
+    for title, seconds in measurement.seconds.items():
+        launch = f" (launch {_microseconds(launches[title])})" if title in launches else ""
+        cells.append(f"{title} {duration(median(seconds))}{launch}")
+    cells += [f"{title} left out: {why}" for title, why in measurement.left_out.items()]
+    name = f"{measurement.ranks} ranks, {size_name(measurement.nbytes)}"
+    return f"{name}: {'; '.join(cells) or 'nothing measured'}"
+
+
 def host_times(conductor: Conductor) -> dict[str, float]:
-    """Return the seconds that a launch of the last case took each contender's slowest rank."""
-    known = {title: seconds for title, seconds in conductor.details.items() if None not in seconds}
-    return {title: max(seconds) for title, seconds in known.items()}
+    """Return each contender's seconds for a launch of the last case, of its slowest rank."""
+    details = conductor.details.items()
+    return {title: max(seconds) for title, seconds in details if None not in seconds}
 
 
 def launch_table(times: HostTimes) -> str:
     """Return the host's microseconds for one launch, as Markdown."""
-    titles = [t for t in (OURS, CUPY, CUPYX, TORCH) if any(t in found for found in times.values())]
+    titles = [title for title in TITLES if any(title in found for found in times.values())]
     rows = [
         [str(ranks), size_name(nbytes), *(_microseconds(found.get(title)) for title in titles)]
         for (ranks, nbytes), found in times.items()
@@ -59,11 +107,14 @@ def _microseconds(seconds: float | None) -> str:
 
 
 def verdicts(measurements: Sequence[Measurement], times: HostTimes) -> list[Verdict]:
-    """Judge small arrays against the fastest peer plus ALLOWED, large ones against raw NCCL."""
+    """Judge the host time to launch, the time of small arrays and the time of large arrays.
+
+    The bounds are raw NCCL plus ALLOWED_LAUNCH, the fastest peer plus ALLOWED, and raw NCCL.
+    """
     launches = {
-        f"{ranks} ranks, {size_name(nbytes)}": [_to_fastest(found)]
-        for (ranks, nbytes), found in times.items()
-        if OURS in found and len(found) > 1
+        f"{ranks} ranks, {size_name(nbytes)}": [_to_raw(seconds)]
+        for (ranks, nbytes), seconds in times.items()
+        if OURS in seconds and any(title in seconds for title in RAW)
     }
     small, large = (
         {
@@ -73,14 +124,24 @@ def verdicts(measurements: Sequence[Measurement], times: HostTimes) -> list[Verd
         }
         for first, last, ratios in ((0, SMALL, _small), (LARGE, 1 << 40, _large))
     )
+    beyond = f"to raw NCCL's plus {ALLOWED_LAUNCH * 1e6:g} us"
     return [
-        at_most(f"host time to launch, up to {size_name(SMALL)}, {BEYOND}", 1.0, launches),
+        at_most(f"host time to launch, up to {size_name(SMALL)}, {beyond}", 1.0, launches),
         at_most(f"time up to {size_name(SMALL)}, {BEYOND}", 1.0, small),
         at_most(f"time from {size_name(LARGE)} on, to raw NCCL's", 1.02, large),
     ]
 
 
 BEYOND = f"to the fastest peer's plus {ALLOWED * 1e6:g} us"
+
+
+def _to_raw(seconds: Mapping[str, float]) -> float:
+    """Return the launch time divided by its bound.
+
+    The faster raw call counts: CuPy's communicator may be of another kind than the package's.
+    """
+    raw = min(seconds[title] for title in RAW if title in seconds)
+    return seconds[OURS] / (raw + ALLOWED_LAUNCH)
 
 
 def _to_fastest(seconds: Mapping[str, float]) -> float:

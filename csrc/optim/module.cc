@@ -75,21 +75,10 @@ PyObject* step(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return left != nullptr ? left.release() : new_reference(Py_None).release();
 }
 
-// The slices of a gradient, if all fit.
-bool take_slices(PyObject* given, Task* task, std::vector<void*>* grads) {
-  for (Py_ssize_t i = 0; i < PySequence_Size(given); ++i) {
-    Owned slice(PySequence_GetItem(given, i));
-    PyArrayObject* array = readable(slice.get(), param_of(*task));
-    if (array == nullptr || overlap(array, param_of(*task))) return false;
-    grads->push_back(PyArray_DATA(array));
-  }
-  return !grads->empty();
-}
-
 /* change((rule, numbers), piece, grad_scale): whether the piece fits and was stepped. It is
-   (parameter, [gradients], *states). */
+   (parameter, gradient, *states). */
 PyObject* change(PyObject*, PyObject* args) {
-  PyObject *rule, *piece, *grads;
+  PyObject *rule, *piece;
   double scale;
   Fields fields;
   if (!PyArg_ParseTuple(args, "O!O!d", &PyTuple_Type, &rule, &PyTuple_Type, &piece, &scale) ||
@@ -97,24 +86,21 @@ PyObject* change(PyObject*, PyObject* args) {
     return nullptr;
   }
   const int states = fields.rule->states;
-  if (PyTuple_Size(piece) != 2 + states || !PyList_Check(grads = PyTuple_GetItem(piece, 1))) {
-    return PyErr_Format(PyExc_ValueError, "a piece of %s is (parameter, [gradients], %d states)",
+  if (PyTuple_Size(piece) != 2 + states) {
+    return PyErr_Format(PyExc_ValueError, "a piece of %s is (parameter, gradient, %d states)",
                         fields.rule->name, states);
   }
   double numbers[MOST_NUMBERS];
   for (int i = 0; i < fields.rule->numbers; ++i) numbers[i] = fields.each[i].a;
   Task task{};
-  std::vector<void*> slices;
   bool fits = take_param(new_reference(PyTuple_GetItem(piece, 0)), &task) &&
-              take_slices(grads, &task, &slices);
+              take_grad(new_reference(PyTuple_GetItem(piece, 1)), &task, false);
   for (int i = 0; fits && i < states; ++i) {
     fits = take_state(i, PyTuple_GetItem(piece, 2 + i), &task);
   }
   if (PyErr_Occurred()) return nullptr;
   if (!fits) Py_RETURN_FALSE;
-  task.piece.grads = slices.data();
-  task.piece.slices = static_cast<int>(slices.size());
-  Py_BEGIN_ALLOW_THREADS;  // the caller's tuple and list keep the arrays
+  Py_BEGIN_ALLOW_THREADS;
   run(task, *fields.rule, numbers, scale);
   Py_END_ALLOW_THREADS;
   Py_RETURN_TRUE;

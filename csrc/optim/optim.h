@@ -9,11 +9,10 @@ namespace fl::optim {
 
 enum { MOST_STATES = 3, MOST_NUMBERS = 9, RULES = 9 };
 
-// What a kernel changes. `grads` are `slices` arrays, which count as their sum in this order.
+// The arrays of a step, of which a kernel changes all but the gradient.
 struct Piece {
   void* param;
-  void** grads;
-  int slices;
+  const void* grad;
   void* states[MOST_STATES];
   size_t size;
 };

@@ -67,7 +67,7 @@ bool evaluate(const Source& source, const Task& task, npy_int64 time, double* nu
       case INVERSE: {
         double& norm = source.norms[task.position];
         const Squares sum = task.is_double ? chosen_set().float64 : chosen_set().float32;
-        const double squares = sum(task.grad, task.piece.size) * std::pow(source.scale, TWO);
+        const double squares = sum(task.piece.grad, task.piece.size) * std::pow(source.scale, TWO);
         norm = field.a * norm + (1 - field.a) * squares;
         const double divisor = std::sqrt(norm) + field.b;
         numbers[i] = divisor != 0 ? 1 / divisor : 0;
@@ -136,12 +136,12 @@ PyArrayObject* writable(PyObject* object, PyArrayObject* like) {
   PyArrayObject* array = readable(object, like);
   return array != nullptr && PyArray_ISWRITEABLE(array) ? array : nullptr;
 }
-}  // namespace
 
 bool overlap(PyArrayObject* one, PyArrayObject* other) {
   const char *a = PyArray_BYTES(one), *b = PyArray_BYTES(other);
   return a < b + PyArray_NBYTES(other) && b < a + PyArray_NBYTES(one);
 }
+}  // namespace
 
 bool take_param(Owned param, Task* task) {
   PyArrayObject* array = writable(param.get(), nullptr);
@@ -168,8 +168,7 @@ bool take_grad(Owned grad, Task* task, bool may_copy) {
   }
   PyArrayObject* array = readable(grad.get(), param);
   if (array == nullptr || overlap(array, param)) return false;
-  task->grad = PyArray_DATA(array);
-  task->piece.slices = 1;
+  task->piece.grad = PyArray_DATA(array);
   task->kept[1] = std::move(grad);
   return true;
 }
@@ -183,10 +182,7 @@ bool take_state(int number, PyObject* state, Task* task) {
 }
 
 void run(const Task& task, const Rule& rule, const double* numbers, double scale) {
-  Piece piece = task.piece;
-  void* grad = task.grad;
-  if (piece.grads == nullptr) piece.grads = &grad;
-  (task.is_double ? rule.float64 : rule.float32)(piece, numbers, scale);
+  (task.is_double ? rule.float64 : rule.float32)(task.piece, numbers, scale);
 }
 
 bool run_all(const std::vector<Task>& tasks, const Source& source) {

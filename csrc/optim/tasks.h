@@ -58,7 +58,6 @@ struct Task {
   Piece piece;
   bool is_double;
   Py_ssize_t position;
-  void* grad;  // where piece.grads points to when there is one
   Owned kept[2 + MOST_STATES];
 };
 
@@ -69,7 +68,6 @@ bool read_source(PyObject* const* given, Source* to);
 
 // An array that a kernel can read, of the dtype and shape of `like` unless that is null; or null.
 PyArrayObject* readable(PyObject* object, PyArrayObject* like);
-bool overlap(PyArrayObject* one, PyArrayObject* other);
 
 // Take `param` as what the task steps; false: it does not fit.
 bool take_param(Owned param, Task* task);

@@ -204,7 +204,7 @@ PyType_Spec program_spec = {"flashlight_py._native._tape.Program", sizeof(Progra
 PyMemberDef step_members[] = {{"slow", T_OBJECT_EX, offsetof(Step, slow), 0, nullptr},
                               {"left", T_OBJECT_EX, offsetof(Step, left), 0, nullptr},
                               {"programs", T_OBJECT_EX, offsetof(Step, programs), 0, nullptr},
-                              {"replays", T_PYSSIZET, offsetof(Step, replays), READONLY, nullptr},
+                              {"replays", T_PYSSIZET, offsetof(Step, replays), 0, nullptr},
                               {nullptr, 0, 0, 0, nullptr}};
 PyType_Slot step_slots[] = {{Py_tp_new, reinterpret_cast<void*>(create_step)},
                             {Py_tp_call, reinterpret_cast<void*>(call)},

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import ExitStack
 from heapq import heappop, heappush
 from operator import itemgetter
@@ -39,7 +38,6 @@ class GradSink:
 
     __slots__ = ()
 
-    is_stepped = False  # whether the leaf may change as soon as it has its last contribution
     shape: tuple[int, ...]
     dtype: np.dtype[np.generic]
 
@@ -111,18 +109,6 @@ def is_last_contribution(leaf: Leaf) -> bool:
     return _current.walk is not None and _current.walk.pending.get(leaf) == 1
 
 
-def after_node(callback: Callable[[], None]) -> None:
-    """Call ``callback`` once the node that the pass visits needs no inputs any more.
-
-    Outside of a pass over nodes it is called at once.
-    """
-    walk = _current.walk
-    if walk is None or not walk.pending:
-        callback()
-    else:
-        walk.after.append(callback)
-
-
 def in_backward() -> bool:
     """Return whether a backward pass runs on this thread."""
     return _current.walk is not None
@@ -176,7 +162,7 @@ def _visit_all(walk: Walk, root: Node) -> None:
     Ordered nodes wait until nothing else is ready. Then the latest of those below ``root`` is among
     them, for whatever consumes it was recorded later, and has been visited.
     """
-    pending, grads, replaced, after = walk.pending, walk.grads, walk.replaced, walk.after
+    pending, grads, replaced = walk.pending, walk.grads, walk.replaced
     walk.count([root], (), pending)
     ready = [root]
     ordered: list[tuple[Any, Node]] = []  # a heap of those with turns
@@ -210,8 +196,6 @@ def _visit_all(walk: Walk, root: Node) -> None:
         del grads[node]
         if not walk.retain_graph:
             node.edges = None
-        while after:
-            after.pop(0)()
 
 
 def _sum(walk: Walk, node: Node, contribution: Array) -> Array:

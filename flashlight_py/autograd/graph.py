@@ -158,9 +158,8 @@ class Walk:
     """The state of a backward pass on its way through a graph.
 
     ``pending``: how many contributions each target still waits for. ``grads``: their sums so far;
-    ``owned``: those whose sum was made by the pass, hence its own to add into. ``after``: what to
-    call when the node that is visited has sent all its gradients; ``callbacks``: what to call when
-    the pass ends, with turns. Of a pass that begins at a leaf there are callbacks alone.
+    ``owned``: those whose sum was made by the pass, hence its own to add into. ``callbacks``: what
+    to call when the pass ends, with turns. A pass that begins at a leaf has callbacks alone.
     """
 
     def __init__(self, root: Target, seed: Array, retain_graph: bool) -> None:
@@ -169,7 +168,6 @@ class Walk:
         self.pending: dict[Target, int] = {}
         self.grads = {root: seed} if isinstance(root, Node) else {}
         self.owned: set[Node] = set()
-        self.after: list[Callable[[], None]] = []
         self.callbacks: list[tuple[int, EndCallback]] = []
         self.replaced: dict[Target, Node] = {}  # parts of computations that were done again
         self._inside: set[Node] = set()  # those whose node is also used in its computation

@@ -19,7 +19,6 @@ _HOMES = {
     "reducers.reducer": ["Reducer", "InlineReducer", "CoalescingReducer"],
     "reducers.hook": ["Bucket", "Compression"],
     "reducers.half": ["Float16Compression", "Bfloat16Compression"],
-    "reducers.top_k": ["TopKCompression"],
     "reducers.power_sgd": ["PowerSGDCompression"],
     "api": api.__all__,
 }

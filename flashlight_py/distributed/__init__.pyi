@@ -23,7 +23,6 @@ from flashlight_py.distributed.reducers.hook import Bucket as Bucket
 from flashlight_py.distributed.reducers.hook import Compression as Compression
 from flashlight_py.distributed.reducers.half import Float16Compression as Float16Compression
 from flashlight_py.distributed.reducers.half import Bfloat16Compression as Bfloat16Compression
-from flashlight_py.distributed.reducers.top_k import TopKCompression as TopKCompression
 from flashlight_py.distributed.reducers.power_sgd import PowerSGDCompression as PowerSGDCompression
 from flashlight_py.distributed.api import Grid as Grid
 from flashlight_py.distributed.api import barrier as barrier

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -228,8 +228,7 @@ class NovogradOptimizer(RuleOptimizer):
     ``m = beta1 * m + (1 - beta1) * (g / (sqrt(v) + eps) + weight_decay * p)``; ``p -= lr * m``, as
     in flashlight. The paper begins with ``v = n`` and has no factor ``1 - beta1``.
 
-    The norm needs all of a gradient, so this one cannot step inside the backward pass; and it is a
-    number in Python: on a GPU each parameter is waited for.
+    The norm is a number in Python: on a GPU each parameter is waited for.
 
     Arguments and errors in common: see :class:`FirstOrderOptimizer`.
 
@@ -238,8 +237,6 @@ class NovogradOptimizer(RuleOptimizer):
         eps: keeps the divisor from 0, at least 0; where it is 0, a gradient of zeros counts as 0.
         weight_decay: the coefficient of decay, which is scaled by ``lr``; at least 0.
     """
-
-    needs_whole_gradient: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -41,13 +41,12 @@ def clip_grad_norm(
 
     Raises:
         TypeError: ``params`` is not an iterable of variables, or ``max_norm`` is no number.
-        ValueError: ``params`` is empty without a group, ``max_norm`` is negative, or some
-            parameters are sharded with ``step_in_backward``.
+        ValueError: ``params`` is empty without a group, or ``max_norm`` is negative.
         DistributedError: with a group, or sharded parameters, as :func:`flashlight_py.all_reduce`.
     """
     limit = check_at_least_zero("max_norm", max_norm)
     params = as_param_list(params, may_be_empty=group is not None)
-    own, sharded = _by_shards(params, "clip_grad_norm")
+    own, sharded = _by_shards(params)
     if group is None and not sharded:
         return _limit_norm(own, limit)
     sums = [part for grad in own for part in sums_of_squares(grad)]
@@ -80,29 +79,24 @@ def _scale(grads: Iterable[Array], factor: float) -> None:
         np.multiply(grad, np.float32(factor) if grad.dtype.itemsize == 2 else factor, out=grad)
 
 
-def gradients_of(params: Iterable[Variable], what: str) -> tuple[list[Array], list[Shards]]:
+def gradients_of(params: Iterable[Variable]) -> tuple[list[Array], list[Shards]]:
     """Return the gradients that this process has of ``params``, and who has pieces of them.
 
     After a change of them ``meet()`` of each of the latter is to be called.
     """
-    own, sharded = _by_shards(params, what)
+    own, sharded = _by_shards(params)
     pieces = [grad for shards, those in sharded.items() for grad in shards.own_gradients(those)]
     return [*own, *pieces], list(sharded)
 
 
 def _by_shards(
-    params: Iterable[Variable], what: str
+    params: Iterable[Variable],
 ) -> tuple[list[Array], dict[Shards, list[Variable]]]:
     """Return this process's own gradients, and the sharded parameters that have one."""
     own: list[Array] = []
     sharded: dict[Shards, list[Variable]] = {}
     for param in params:
         placement = param.placement
-        if placement is not None and placement.shards.steps:
-            raise ValueError(
-                f"{what}: the module is sharded with step_in_backward=True, so there are no "
-                "gradients after a pass; shard it without"
-            )
         if param.grad is None:
             continue
         if not param.grad.shape:  # what NumPy has computed of it is a scalar

@@ -41,15 +41,12 @@ def change(rule: str, numbers: Sequence[float], piece: Sequence[Any], grad_scale
     """Change the arrays of ``piece`` in place by NumPy or CuPy, to the bit as csrc/optim does.
 
     Narrower types than float32 are computed in float32, and rounded once. ``numbers`` are those of
-    the rule's fields. A piece is (parameter, gradients, *states), all of one shape: the gradients
-    count as their sum, added in their order, times ``grad_scale``, and stay as they are.
+    the rule's fields. A piece is (parameter, gradient, *states), all of one shape: the gradient
+    counts times ``grad_scale``, and stays as it is.
     """
     fields, changed, statements = _rules()[rule]
-    param, (first, *others), *states = piece
-    wide = widened(param)
-    total = widened(first)
-    for other in others:
-        total = total + widened(other)
+    param, grad, *states = piece
+    wide, total = widened(param), widened(grad)
     # Python's numbers would make float64 of arrays without dimensions.
     real = wide.dtype.type
     if grad_scale != 1:

@@ -16,13 +16,17 @@ from typing import Any
 
 import numpy as np
 
+from flashlight_py.autograd.graph import note_changes
 from flashlight_py.device import is_cupy
+from flashlight_py.optim.cpu import FORMS, INVERSE, RATE, ROOT
+from flashlight_py.structure import here
 
 # Threads of a block, and elements that a block steps.
 BLOCK, CHUNK = 256, 4096
 # A table of so many words is an argument of the kernel; a larger one must be copied to the GPU.
 _WORDS = 448
 _BY_VALUE = np.dtype([("words", np.int64, _WORDS)])
+_TO_DEVICE = 1  # cudaMemcpyHostToDevice
 _HERE = contextlib.nullcontext()
 # A rule with its numbers, and with what it changes: (parameter, gradient, *states).
 Rule = tuple[str, tuple[float, ...]]
@@ -112,16 +116,87 @@ def _launch(steps: Sequence[Step], grad_scale: float) -> None:
     if not blocks:
         return
     packed = struct.pack(f"={len(words)}q{len(values)}d", *words, *values)
-    is_short = len(packed) <= 8 * _WORDS
+    recorder = here.recorder
+    is_short = recorder is None and len(packed) <= 8 * _WORDS
     shape = len(numbers), len(states), param.dtype.char, grad.dtype.char, is_short
     kernel, device = _kernel(name, *shape), param.device.id
     is_here = cupy.cuda.runtime.getDevice() == device
     with _HERE if is_here else cupy.cuda.Device(device):
         if is_short:
             table = np.frombuffer(packed.ljust(8 * _WORDS, b"\0"), _BY_VALUE)
+        elif recorder is not None:
+            table = recorder.table(packed, 8 * len(values), [piece[0] for _, piece in steps])
         else:
             table = cupy.asarray(np.frombuffer(packed, np.int64))
         kernel((blocks,), (BLOCK,), (table, np.int64(len(steps)), np.float64(grad_scale)))
+
+
+class CapturedStep:
+    """A step of ``optimizer``, a RuleOptimizer, that a CUDA graph repeats.
+
+    The kernels of the graph read their numbers, such as the learning rate, in tables on the device,
+    which ``advance`` writes.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer, self._before = optimizer, optimizer._steps.copy()
+        self._rule: Sequence[Any] = optimizer._rule()[1]
+        forms = [field[0] for field in self._rule if isinstance(field, tuple)]
+        self._is_timed, self._has_norm = not {RATE, ROOT}.isdisjoint(forms), INVERSE in forms
+        self._at = {id(variable.data): n for n, variable in enumerate(optimizer.params)}
+        # Of each table: the words before the numbers, and the positions of the parameters.
+        self._tables: list[tuple[Any, bytes, list[int]]] = []
+        self._written: Any = None
+
+    def table(self, packed: bytes, numbers: int, params: Sequence[Any]) -> Any:
+        """Return a new table on the device for ``params``; ``numbers``: how many bytes end it."""
+        import cupy
+
+        positions = [self._at[id(param)] for param in params]
+        table = cupy.empty(len(packed) // 8, np.int64)
+        self._tables.append((table, packed[: len(packed) - numbers], positions))
+        return table
+
+    def end(self) -> str:
+        """Undo the count of the step, as no kernel has run; return why it cannot be repeated."""
+        optimizer = self._optimizer
+        optimizer._steps[:] = self._before
+        self._positions = [position for *_, positions in self._tables for position in positions]
+        if optimizer._shards or self._has_norm:
+            return "an optimizer steps shards, or needs a norm"
+        if len(self._positions) < sum(variable.grad is not None for variable in optimizer.params):
+            return "an optimizer steps parameters that are not contiguous, or on the CPU"
+        return ""
+
+    def advance(self, stream: int) -> None:
+        """Count a step, and queue the copies of its numbers to the tables if they have changed."""
+        import cupy
+
+        optimizer, steps = self._optimizer, self._optimizer._steps
+        steps[self._positions] += 1
+        note_changes(optimizer.params)
+        times = steps[self._positions].tolist() if self._is_timed else []
+        lr = optimizer.lr
+        if (lr, times) == self._written:
+            return
+        self._written = lr, times
+        known: dict[int, bytes] = {}
+        for table, words, positions in self._tables:
+            values = []
+            for position in positions:
+                time = steps.item(position)
+                if time not in known:
+                    known[time] = self._numbers(lr, time)
+                values.append(known[time])
+            packed = b"".join((words, *values))
+            # CUDA has copied memory that is not pinned when this returns.
+            source = np.frombuffer(packed, np.uint8).ctypes.data
+            cupy.cuda.runtime.memcpyAsync(table.data.ptr, source, len(packed), _TO_DEVICE, stream)
+
+    def _numbers(self, lr: float, time: int) -> bytes:
+        fields = self._rule
+        found = [FORMS[f[0]](lr, time, f, None) if isinstance(f, tuple) else f for f in fields]
+        return struct.pack(f"={len(found)}d", *found)
 
 
 @functools.cache

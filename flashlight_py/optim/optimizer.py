@@ -35,14 +35,9 @@ class Shards:
     """
 
     group: Summing
-    steps = False  # inside the backward pass, so that there are no gradients afterwards
 
     def attach(self, optimizer: FirstOrderOptimizer) -> None:
-        """Take note of an optimizer that was made for parameters of the module.
-
-        Raises:
-            ValueError: the module was sharded in a way that this optimizer cannot step.
-        """
+        """Take note of an optimizer that was made for parameters of the module."""
 
     def check(self, what: str) -> None:
         """Refuse ``what``, in words, where a process has ended in the middle of a change.
@@ -332,8 +327,6 @@ class RuleOptimizer(FirstOrderOptimizer):
     ``load_state_dict`` are collective.
     """
 
-    # Whether the rule needs all elements of a parameter's gradient at once.
-    needs_whole_gradient: ClassVar[bool] = False
     # The running mean of each parameter's squared gradient norm; None: the rule has none.
     _square_norms: Any = None
     _in_arrays: ClassVar[dict[str, Any]] = {
@@ -421,28 +414,6 @@ class RuleOptimizer(FirstOrderOptimizer):
                 variable.grad = held
             cuda.change(queued, grad_scale)
 
-    def step_pieces(
-        self,
-        position: int,
-        pieces: Iterable[Sequence[Any]],
-        grad_scale: float = 1.0,
-        is_first: bool = True,
-    ) -> None:
-        """Take one step of a parameter, of which this process has ``pieces``, in place.
-
-        For what shards a module; the caller sees to it that no process reads what changes.
-
-        Args:
-            position: of the parameter in ``params``.
-            pieces: each is (parameter, gradient, *states), arrays of one shape, writable; the
-                gradient may be a list of arrays, which count as their sum, added in its order.
-            grad_scale: a factor by which gradients count.
-            is_first: whether the step begins; else it goes on with more pieces.
-        """
-        self._steps[position] -= not is_first
-        note_changes((self.params[position],))
-        cuda.change(self._step_pieces(position, pieces, grad_scale), grad_scale)
-
     def states_of(self, position: int) -> tuple[Array, ...]:
         """Return the state of parameter ``position`` in the order of a piece; not copies."""
         return tuple(entries[position] for entries in self._states)
@@ -472,18 +443,16 @@ class RuleOptimizer(FirstOrderOptimizer):
         return name, tuple(numbers)
 
     def _step_pieces(
-        self, position: int, pieces: Iterable[Sequence[Any]], grad_scale: float
+        self, position: int, pieces: Iterable[tuple[Any, ...]], grad_scale: float
     ) -> list[cuda.Step]:
         """Step pieces of host memory, and count the step; return those that GPUs have."""
         rule = self._next_numbers(position, grad_scale)
         queued: list[cuda.Step] = []
-        for param, grad, *states in pieces:
-            grads = list(grad) if isinstance(grad, (list, tuple)) else [grad]
-            on_device = (param, grads[0], *states)
-            if len(grads) == 1 and cuda.fits(on_device):
-                queued.append((rule, on_device))
+        for piece in pieces:
+            if cuda.fits(piece):
+                queued.append((rule, piece))
                 continue
-            module, piece = native(), (param, grads, *states)
+            module = native()
             if module is None or not module.change(rule, piece, grad_scale):
                 cpu.change(*rule, piece, grad_scale)
         return queued

@@ -320,11 +320,6 @@ def _check_for_leaves(named: Mapping[str, Variable]) -> None:
                 f"distribute_module_grads: leaves is for NumPy arrays, and {name!r} is a CuPy "
                 "array: the bits that a GPU computes depend on its model and its libraries"
             )
-        if param.placement is not None and param.placement.shards.steps:
-            raise ValueError(
-                "distribute_module_grads: the module is sharded with step_in_backward=True, so "
-                "every backward pass is a step, and one over a leaf must not be; shard it without"
-            )
 
 
 def _names(module: Module, ignore: Iterable[str | Variable]) -> frozenset[str]:
@@ -368,14 +363,9 @@ def no_sync(module: Module) -> Iterator[None]:
 
     Raises:
         ValueError: neither ``distribute_module_grads`` nor ``fully_shard`` was called for this
-            module, or the former with ``leaves``, or the latter with ``step_in_backward``.
+            module, or the former with ``leaves``.
     """
     sync = gradient_sync_of(module, "no_sync")
-    if sync.steps:
-        raise ValueError(
-            "no_sync: the module is sharded with step_in_backward=True: every backward pass is a "
-            "step, so gradients cannot add up"
-        )
     before, sync.enabled = sync.enabled, False
     changed()
     try:

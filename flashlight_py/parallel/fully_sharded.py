@@ -16,7 +16,7 @@ from flashlight_py.parallel.agreement import check_modules_agree, check_settings
 from flashlight_py.parallel.data_parallel import before_forward, distribute_module_grads
 from flashlight_py.parallel.gathered_shards import shard_by_gathering
 from flashlight_py.parallel.gradient_pass import install, release
-from flashlight_py.parallel.sharder import HostSharder, StepSharder
+from flashlight_py.parallel.sharder import HostSharder
 from flashlight_py.parallel.synchronize import broadcast_parameters, give_state, require_module
 
 # Of all parameters. Below it ranks take less time to step alone than to wait for each other: at 8
@@ -27,7 +27,6 @@ SMALL_BYTES = 12 << 20
 def fully_shard(
     module: Module,
     group: ProcessGroup | None = None,
-    step_in_backward: bool = False,
     across_hosts: bool = False,
 ) -> None:
     """Keep one copy of the module, its gradients and its optimizer's state on each host.
@@ -47,7 +46,7 @@ def fully_shard(
 
     A module with less than 12 MiB of parameters stays each rank's own, as by
     :func:`flashlight_py.distribute_module_grads`: waiting for each other would take longer than to
-    step alone. Not so with ``step_in_backward`` or ``across_hosts``.
+    step alone. This does not apply with ``across_hosts``.
 
     Ranks that share no memory, as through Gloo alone, count as a host each: then it is
     data-parallel training, and only ``across_hosts`` saves memory.
@@ -57,18 +56,14 @@ def fully_shard(
             sharded over all ranks, and gathered module by module while they are used (ZeRO-3):
             docs/sharding-gpu.md says what is different then.
         group: the process group, default the world.
-        step_in_backward: step while the backward pass goes on, so that no gradient exists as a
-            whole: ``grad`` is None afterwards, and ``step()`` does little. Excludes clipping,
-            ``no_sync`` and several passes before a step.
         across_hosts: each host keeps state for, and steps, its part of the parameters, and sends
             it to the others, as ZeRO-1 does; ``grad`` is then complete in that part alone.
 
     Raises:
         TypeError: ``module`` is no Module.
         ValueError: it has no parameter with ``calc_grad``; the array of one is not C-contiguous;
-            ``step_in_backward`` is asked for with ranks that do not all share memory; of
-            parameters on GPUs: ``across_hosts`` is asked for, or they are sharded already or have
-            a gradient hook.
+            of parameters on GPUs: ``across_hosts`` is asked for, or they are sharded already or
+            have a gradient hook.
         MemoryError, OSError: there is no memory for it; no rank's module has changed, but on GPUs
             parameters may be sharded in part: make the module anew.
         MismatchError: ranks' modules or arguments differ, or another rank has raised one of the
@@ -85,8 +80,7 @@ def fully_shard(
     """
     require_module(module)
     members = group_or_world(group)
-    settings = {"step_in_backward": bool(step_in_backward), "across_hosts": bool(across_hosts)}
-    check_settings_agree("fully_shard", settings, members)
+    check_settings_agree("fully_shard", {"across_hosts": bool(across_hosts)}, members)
     named = module.named_params()
     check_modules_agree(named, members)
     if not any(param.calc_grad for param in named.values()):
@@ -96,7 +90,7 @@ def fully_shard(
             how = "on GPUs each rank has a part of everything in any case"
             raise ValueError(f"fully_shard: across_hosts is for parameters on the CPU; {how}")
         with refusing(members, "fully_shard"):
-            sync = shard_by_gathering(module, members, step_in_backward)
+            sync = shard_by_gathering(module, members)
             install(module, sync, before_forward)
         return
     for name, param in named.items():
@@ -108,7 +102,7 @@ def fully_shard(
         if param.placement is not None:
             param.placement.shards.check("fully_shard")
     nbytes = sum(param.data.nbytes for param in named.values())
-    if nbytes < SMALL_BYTES and not (step_in_backward or across_hosts):
+    if nbytes < SMALL_BYTES and not across_hosts:
         with refusing(members, "fully_shard"):  # each rank has its own again, of all or none
             own = {p: np.array(p.data) for p in named.values() if p.placement is not None}
             for param, data in own.items():
@@ -125,8 +119,7 @@ def fully_shard(
                     f"{param.shape}, and common memory is in C order, in which products may have "
                     "other last bits. Before, do: param.array = np.ascontiguousarray(param.array)"
                 )
-    kind = StepSharder if step_in_backward else HostSharder
-    sharder = kind(_in_order(module), members, step_in_backward, across_hosts)
+    sharder = HostSharder(_in_order(module), members, across_hosts)
     give_state(module, module.buffers, 0, members)
     release(module)
     sharder.take()

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from flashlight_py.autograd import Variable
-from flashlight_py.autograd.engine import GradSink, after_node, in_backward
+from flashlight_py.autograd.engine import GradSink, in_backward
 from flashlight_py.device import Array, array_module, device_of, is_cupy, is_floating, to_device
 from flashlight_py.distributed import ProcessGroup, Work
 from flashlight_py.distributed.start.world import group_or_world
@@ -39,9 +39,7 @@ from flashlight_py.parallel.synchronize import give_state
 GRAIN = 16
 
 
-def shard_by_gathering(
-    module: Module, group: ProcessGroup | None = None, step_in_backward: bool = False
-) -> GatheringSharder:
+def shard_by_gathering(module: Module, group: ProcessGroup | None = None) -> GatheringSharder:
     """Shard the floating parameters of ``module``; see ``fully_shard``."""
     members = group_or_world(group)
     params = module.named_params()
@@ -55,7 +53,7 @@ def shard_by_gathering(
                 f"fully_shard: {name!r} has a gradient hook or buffer, and sharding needs its own; "
                 "clear it before"
             )
-    sharder = GatheringSharder(members, _flats(module, members), step_in_backward)
+    sharder = GatheringSharder(members, _flats(module, members))
     if module.buffers:
         give_state(module, module.buffers, 0, members)
     return sharder
@@ -297,15 +295,13 @@ class GatheringSharder(Sharder[Flat]):
         "without data has no part; give every rank the same number of batches"
     )
 
-    def __init__(self, group: ProcessGroup, flats: Iterator[Flat], step_in_backward: bool) -> None:
-        super().__init__(group, map(self._take, flats), step_in_backward)
-        self.ends_with_message = not step_in_backward
+    def __init__(self, group: ProcessGroup, flats: Iterator[Flat]) -> None:
+        super().__init__(group, map(self._take, flats))
         self._here: set[Flat] = set()  # gathered, or on their way
         self._read: tuple[bool, Flat] | None = None  # last; whether in a backward pass
         self._next: dict[tuple[bool, Flat], Flat] = {}
         self._reductions: list[Reduction] = []  # of this pass
         self._settled = 0  # of those
-        self._stepped: set[Flat] = set()  # in this pass
 
     def _take(self, flat: Flat) -> Flat:
         """Have the parameters of ``flat`` sharded from now on."""
@@ -335,11 +331,6 @@ class GatheringSharder(Sharder[Flat]):
 
     def _turn_to(self, now: tuple[bool, Flat]) -> None:
         backward, flat = now
-        if flat in self._stepped:
-            raise RuntimeError(
-                "fully_shard(step_in_backward=True): parameters are read again after they were "
-                "stepped in this backward pass; step after the pass instead"
-            )
         if backward:
             self.join_failed()
         last, self._read = self._read, now
@@ -350,7 +341,7 @@ class GatheringSharder(Sharder[Flat]):
         expected = self._next.get(now)
         self._release(flat, expected)
         for each in (flat, expected):
-            if each is not None and each not in self._stepped:
+            if each is not None:
                 self._here.add(each)
                 each.start()
 
@@ -365,6 +356,7 @@ class GatheringSharder(Sharder[Flat]):
         """Return this pass's gradients of ``flat``."""
         if flat.opened is None:
             self.join_failed()
+            self._settle(but=1)  # frees the memory of an earlier reduction before it takes more
             flat.opened = Reduction(flat)
         return flat.opened
 
@@ -378,14 +370,12 @@ class GatheringSharder(Sharder[Flat]):
             self._give(flat, 1.0)
 
     def _give(self, flat: Flat, weight: float) -> None:
-        """Begin to reduce; by now the one before has had the time to end, and its memory goes."""
+        """Begin to reduce the gradients of ``flat``."""
         assert flat.opened is not None
         flat.opened.send()
         self._reductions.append(flat.opened)
         flat.opened = None
         self._given += 1
-        # The last reader of the parameters may be in the middle of it.
-        after_node(functools.partial(self._settle, but=1))
 
     def _give_rest(self) -> None:
         for flat in self._units:
@@ -393,31 +383,14 @@ class GatheringSharder(Sharder[Flat]):
                 self._give(flat, 1.0)
 
     def _settle(self, but: int = 0) -> None:
-        """Wait for all reductions but the last ones; take the steps that are part of the pass."""
+        """Wait for all reductions but the last ``but`` ones."""
         while self._settled < len(self._reductions) - but:
             reduction = self._reductions[self._settled]
             self._settled += 1
             reduction.wait()
-            if self.steps:
-                self._step(reduction)
-
-    def _step(self, reduction: Reduction) -> None:
-        """Step the parameters whose gradients have arrived; nothing reads them in this pass."""
-        flat = reduction.flat
-        flat.release()
-        reduction.add(reduction.used)
-        self._stepped.add(flat)
-        for param in flat.params:
-            optimizer, position = self._steppers.get(param, (None, 0))
-            if param.grad is not None and optimizer is not None:
-                pieces = param.placement.pieces(param, optimizer.states_of(position))
-                optimizer.step_pieces(position, pieces)
-                param.grad = None
 
     def _finish(self) -> None:
         self._settle()
-        if self.steps:
-            return
         here = set().union(*(reduction.used for reduction in self._reductions))
         anywhere = used_on_any_rank((param in here for param in self._params), self.group)
         used = set(itertools.compress(self._params, anywhere))
@@ -435,6 +408,5 @@ class GatheringSharder(Sharder[Flat]):
     def _reset(self) -> None:
         super()._reset()
         self._reductions, self._settled = [], 0
-        self._stepped = set()
         self._read = None
         self._release()

@@ -59,7 +59,6 @@ class GradientPass(HoldsState, InPasses, abc.ABC, Generic[AnyUnit]):
     rank's own.
     """
 
-    steps = False  # inside the pass, so that there are no gradients to keep
     averages = True  # over the ranks
     ends_with_message = True  # which ranks wait for after that of the last unit
     is_shared = False  # the optimizer's state, between ranks

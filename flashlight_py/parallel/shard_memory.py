@@ -114,13 +114,11 @@ class HostMemory:
 
     ``hosts``: the ranks of each, of which ``host`` is this one. ``local`` joins this host's ranks,
     ``between`` counterparts on all hosts, in their order; None where there are none. With
-    ``across`` each host steps a part of its own, and sends it to the others. Where sums are kept
-    (``keeps``) a rank that is alone on its host needs no bucket. Making it is collective, blocking.
+    ``across`` each host steps a part of its own, and sends it to the others. A rank that is alone
+    on its host needs no bucket. Making it is collective, blocking.
     """
 
-    def __init__(
-        self, group: ProcessGroup, params: Sequence[Variable], across_hosts: bool, keeps: bool
-    ) -> None:
+    def __init__(self, group: ProcessGroup, params: Sequence[Variable], across_hosts: bool) -> None:
         self.group = self.local = group
         self.between: ProcessGroup | None = None
         self.hosts = hosts = sorted(hosts_of(group))
@@ -133,7 +131,7 @@ class HostMemory:
             self.between = between if place < self._leaders else None
         self.across = across_hosts and len(hosts) > 1
         self._scale = 1.0 / group.size if len(hosts) == 1 else 1.0
-        self._alone = keeps and self.local.size == 1
+        self._alone = self.local.size == 1
         self._turn = 0
         self._lock = threading.RLock()  # of the thread that changes parameters
         self._change = ""  # what does
@@ -164,8 +162,7 @@ class HostMemory:
                 for unit in self.units
                 for chunk in unit.chunks
             )
-            flags = max(len(unit.params) for unit in self.units)
-            nbytes = -(-(largest + flags) // 4096) * 4096
+            nbytes = -(-largest // 4096) * 4096
             shape = local.size, 2, nbytes
             buckets = map_zeros(local, math.prod(shape), "buckets of fully_shard", self._unwritten)
             self._buckets = buckets.reshape(shape)
@@ -224,10 +221,6 @@ class HostMemory:
         nbytes = (chunk.stop - chunk.start) * dtype.itemsize
         rooms: list[Array] = [rank[self._turn, :nbytes].view(dtype) for rank in self._buckets]
         return rooms
-
-    def flags(self, unit: HostUnit) -> Array:
-        """Return which gradients of ``unit`` a rank has: a row for each rank, beside its room."""
-        return self._buckets[:, self._turn, -len(unit.params) :].view(np.bool_)
 
     def add_rooms(self, name: str, chunk: slice, adds: bool) -> None:
         """Sum what ranks have in their rooms, by this rank's part of ``chunk``. Collective, blocks.

@@ -19,15 +19,15 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from flashlight_py.autograd import Variable
-from flashlight_py.autograd.engine import GradSink, after_node, is_last_contribution
+from flashlight_py.autograd.engine import GradSink, is_last_contribution
 from flashlight_py.device import Array, array_module, to_device
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.api.verb_call import refusing
-from flashlight_py.distributed.reducers.host_memory import add_up, hosts_of, meet
+from flashlight_py.distributed.reducers.host_memory import meet
 from flashlight_py.distributed.reducers.reducer import InlineReducer
 from flashlight_py.errors import DistributedError
 from flashlight_py.optim.cpu import BLOCK, sum_of_squares, sums_of_squares
-from flashlight_py.optim.optimizer import FirstOrderOptimizer, Placement, RuleOptimizer, Shards
+from flashlight_py.optim.optimizer import FirstOrderOptimizer, Placement, Shards
 from flashlight_py.parallel.failing import fail
 from flashlight_py.parallel.gradient_pass import (
     AnyUnit,
@@ -35,7 +35,7 @@ from flashlight_py.parallel.gradient_pass import (
     used_on_any_rank,
     weigh_in_place,
 )
-from flashlight_py.parallel.shard_memory import BACKWARD, FROZEN, HostMemory, HostUnit
+from flashlight_py.parallel.shard_memory import FROZEN, HostMemory, HostUnit
 from flashlight_py.structure import as_one
 
 # A gradient, or the two matrices whose product it is.
@@ -43,33 +43,13 @@ Given: TypeAlias = "Array | tuple[Array, Array]"
 
 
 class Sharder(Shards, GradientPass[AnyUnit]):
-    """The pass of a module whose parameters ``group`` has in common, and what they share.
-
-    With ``step_in_backward`` units are stepped when their gradients are there.
-    """
+    """The pass of a module whose parameters ``group`` has in common, and what they share."""
 
     group: ProcessGroup
-    steps_parts = False  # of parameters, where it steps in the pass
 
-    def __init__(
-        self, group: ProcessGroup, units: Iterable[AnyUnit], step_in_backward: bool
-    ) -> None:
+    def __init__(self, group: ProcessGroup, units: Iterable[AnyUnit]) -> None:
         super().__init__(InlineReducer(1.0, group=group), units)
-        self.group, self.steps = group, step_in_backward
-        self._steppers: dict[Variable, tuple[RuleOptimizer, int]] = {}
-
-    def attach(self, optimizer: FirstOrderOptimizer) -> None:
-        """Let ``optimizer`` step its parameters inside the pass, if that is asked for."""
-        if not self.steps:
-            return
-        if not isinstance(optimizer, RuleOptimizer) or (
-            optimizer.needs_whole_gradient and self.steps_parts
-        ):
-            raise ValueError(
-                f"fully_shard(step_in_backward=True): {type(optimizer).__name__} cannot step a "
-                "part of a parameter by itself; shard the module without step_in_backward"
-            )
-        self._steppers.update((p, (optimizer, i)) for i, p in enumerate(optimizer.params))
+        self.group = group
 
 
 class HostPlace(Placement, GradSink):
@@ -85,7 +65,6 @@ class HostPlace(Placement, GradSink):
         param, start, memory = unit.params[position], unit.starts[position], shards.memory
         self.shards, self.unit = shards, unit
         self.shape, self.dtype = param.shape, param.dtype
-        self.is_stepped = shards.steps
         self._place = slice(start, start + param.size)
         # Of the parameter's elements: what this host steps, and what of it this rank.
         own = memory.own(unit.name, memory.host)
@@ -168,24 +147,12 @@ class HostSharder(Sharder[HostUnit]):
     ``params``: in the order in which their gradients are sent.
     """
 
-    is_shared = steps_parts = True
+    is_shared = True
 
-    def __init__(
-        self,
-        params: Sequence[Variable],
-        group: ProcessGroup,
-        step_in_backward: bool,
-        across_hosts: bool,
-    ) -> None:
-        if step_in_backward and len(hosts_of(group)) > 1:
-            raise ValueError(
-                "fully_shard: step_in_backward needs ranks that all share memory: parameters would "
-                "change before other hosts' gradients are there. These ranks are on "
-                f"{len(hosts_of(group))} hosts (see fl.distributed.describe())"
-            )
-        self.memory = HostMemory(group, params, across_hosts, keeps=not step_in_backward)
+    def __init__(self, params: Sequence[Variable], group: ProcessGroup, across_hosts: bool) -> None:
+        self.memory = HostMemory(group, params, across_hosts)
         sent = [unit for unit in self.memory.units if not unit.name.endswith(FROZEN)]
-        super().__init__(group, sent, step_in_backward)
+        super().__init__(group, sent)
         for unit in self.memory.units:
             unit.places = [HostPlace(self, unit, number) for number in range(len(unit.params))]
         self._states: dict[tuple[str, str, int], Array] = {}
@@ -193,8 +160,6 @@ class HostSharder(Sharder[HostUnit]):
         # Those that ranks step together, in order.
         self._optimizers = weakref.WeakKeyDictionary[FirstOrderOptimizer, None]()
         self._error: Exception | None = None  # by which the pass fails, on this rank alone
-        self._change = contextlib.ExitStack()  # of parameters, inside a pass
-        self._is_done = False  # a pass has stepped, and optimizer.step() was not called since
 
     def take(self) -> None:
         """Move the parameters here, a unit at a time: those of rank 0. Collective, blocking.
@@ -243,7 +208,6 @@ class HostSharder(Sharder[HostUnit]):
 
     def attach(self, optimizer: FirstOrderOptimizer) -> None:
         """Begin new state for an optimizer, and remember it; see ``Shards``."""
-        super().attach(optimizer)
         self._optimizers[optimizer] = None
         self._states, self._taken = {}, Counter()
 
@@ -273,7 +237,6 @@ class HostSharder(Sharder[HostUnit]):
         meet(self.memory.local, "clip_grad_norm of a sharded module")
 
     def changing(self, what: str) -> AbstractContextManager[None]:
-        self._is_done = False
         return self.memory.changing(what)
 
     @as_one
@@ -332,10 +295,7 @@ class HostSharder(Sharder[HostUnit]):
             bucket = self.memory.room(chunk, self.memory.grads[unit.name], adds)
             _fill(bucket, chunk, unit, own)
             weigh_in_place(bucket, weight)
-            self._send(unit, chunk, adds)
-
-    def _send(self, unit: HostUnit, chunk: slice, adds: bool) -> None:
-        self.memory.add_rooms(unit.name, chunk, adds)
+            self.memory.add_rooms(unit.name, chunk, adds)
 
     def _finish(self) -> None:
         used = self._complete(self._used_here())
@@ -394,59 +354,6 @@ class HostSharder(Sharder[HostUnit]):
             with contextlib.suppress(DistributedError):
                 self.memory.sum_between_hosts()
                 refusing(self.group, "backward", how="failed").refuse(error)
-
-
-class StepSharder(HostSharder):
-    """Steps parameters while the pass goes on; all ranks are of one host."""
-
-    def _on_ready(self, unit: HostUnit, _: object = None) -> None:
-        after_node(lambda: super(StepSharder, self)._on_ready(unit))
-
-    def _enter(self) -> None:
-        with refusing(self.group, BACKWARD):
-            if self._is_done:
-                raise ValueError(
-                    "fully_shard(step_in_backward=True): a second backward pass without "
-                    "optimizer.step(); every pass is a step, so gradients cannot add up"
-                )
-        self._change.enter_context(self.memory.changing("backward"))
-
-    def _send(self, unit: HostUnit, chunk: slice, adds: bool) -> None:
-        flags = self.memory.flags(unit)
-        flags[self.group.rank] = [param not in self._unused for param in unit.params]
-        meet(self.group, BACKWARD)
-        rooms = self.memory.rooms(chunk, unit.params[0].dtype)
-        part = self.memory.part(chunk)
-        used = map(any, flags.T.tolist())
-        in_turn = zip(unit.params, unit.starts, unit.sizes, used, strict=True)
-        for param, start, size, is_used in in_turn:
-            stepper = self._steppers.get(param)
-            if stepper is None or not is_used:
-                continue
-            optimizer, number = stepper
-            # What this rank has of the parameter, which may be nothing.
-            low, high = max(part.start, start), min(part.stop, start + size)
-            pieces, scale = [], 1.0 / self.group.size
-            if low < high:
-                grads = [room[low - chunk.start : high - chunk.start] for room in rooms]
-                own = slice(low - start, high - start)
-                states = [state.reshape(-1)[own] for state in optimizer.states_of(number)]
-                data = self.memory.params[unit.name][low:high]
-                if data.itemsize == 2:  # a gradient that is an array is rounded before the step
-                    grads, scale = [add_up(grads, scale, np.empty_like(data))], 1.0
-                pieces = [(data, grads, *states)]
-            is_first = chunk is unit.chunks[0]
-            optimizer.step_pieces(number, pieces, scale, is_first)
-
-    def _finish(self) -> None:
-        """Let the ranks go on together, unless one has failed; there are no gradients."""
-        self._complete([])
-        self._change.close()
-        self._is_done = True
-
-    def _reset(self) -> None:
-        super()._reset()
-        self._change.pop_all()  # a pass that has failed leaves its marks, and nothing to the next
 
 
 def _places(units: Iterable[HostUnit]) -> Iterator[tuple[Variable, HostPlace]]:

@@ -95,9 +95,7 @@ class Recording:
         with contextlib.ExitStack() as stack:
             divert(1)
             stack.callback(divert, -1)
-            # One recording at a time, but all threads have one class of variables.
-            setattr(Variable, "grad", property(_read_grad, _set_grad))  # noqa: B010
-            stack.callback(delattr, Variable, "grad")
+            note_gradients(stack)
             stack.callback(_tape.use_memory, _tape.use_memory(self._memory))
             stack.callback(self._ignore)
             self._listen()
@@ -115,7 +113,7 @@ class Recording:
     def leave(self, reason: str, instead: str = "") -> None:
         """Give up, and say what to write ``instead``; the step goes on as without a recording."""
         if not self.left:
-            self.left = f"{reason} at {_line_of_user()}" + (instead and f"; {instead}")
+            self.left = f"{reason} at {line_of_user()}" + (instead and f"; {instead}")
 
     def leave_reading(self, how: str) -> None:
         self.leave(
@@ -299,7 +297,7 @@ class Recording:
         if key not in self._constants or self._constants[key][0] != bits:
             self._constants[key] = bits, array.copy(order="K")
             self.constants.append((array.dtype.str, array.shape, bits))
-            self.lines.append(_line_of_user())
+            self.lines.append(line_of_user())
         return self._constants[key][1]
 
     def is_made(self, array: Array) -> bool:
@@ -342,6 +340,13 @@ handlers: dict[Any, Callable[[Recording, Any, Any, Any], Any]] = {}
 _GRAD = Leaf.__dict__["grad"]  # the slot that the property hides
 
 
+def note_gradients(stack: contextlib.ExitStack) -> None:
+    """Let recorders note which gradients are read and set until ``stack`` ends."""
+    # One recording at a time, but all threads have one class of variables.
+    setattr(Variable, "grad", property(_read_grad, _set_grad))  # noqa: B010
+    stack.callback(delattr, Variable, "grad")
+
+
 def _read_grad(variable: Variable) -> Any:
     recorder = here.recorder
     if recorder is not None and variable not in recorder.grads_set:
@@ -365,7 +370,7 @@ def user_frame(libraries: tuple[str, ...] = _LIBRARIES) -> tuple[Any, int]:
     return frame, level
 
 
-def _line_of_user() -> str:
+def line_of_user() -> str:
     frame, _ = user_frame()
     file, line = frame.f_code.co_filename, frame.f_lineno
     text = linecache.getline(file, line).strip()

@@ -107,7 +107,7 @@ class State:
         way = self._ways.get(type(value))
         if way is None:
             found = (way for kinds, way in _WAYS if issubclass(type(value), kinds))
-            way = next(found, State._refuse if is_cupy(value) else "other")
+            way = next(found, "array" if is_cupy(value) else "other")
             self._ways[type(value)] = way
         if way == "other" and "__wrapped__" in getattr(value, "__dict__", ()):
             return State._visit_callable  # such as a captured step
@@ -150,12 +150,8 @@ class State:
             place = Place(variable, name, (path, _ATTRIBUTE, name))
             self.held.append((place, getattr(variable, name)))
         self._hooks += [(each, path, _TOLD) for each in (hook, placement) if each is not None]
-        if placement is not None and placement.shards.steps:
-            self.reason = f"{words(path)} is of a module sharded with step_in_backward"
         if getattr(getattr(getattr(hook, "func", None), "__self__", None), "checked", None):
             self.reason = f"the gradient of {words(path)} is looked at (check_finite=True)"
-        if type(data) is not np.ndarray and is_cupy(data):
-            self._refuse(data, path, _TOLD)
 
     def _visit_object(self, one: Any, path: Any, _: int) -> None:
         self._structure += [_mark(one), type(one)]
@@ -214,9 +210,6 @@ class State:
         for each in called:
             self._start(each, path)
 
-    def _refuse(self, _: Any, path: Any, __: int) -> None:
-        self.reason = f"{words(path)} is an array of a GPU, of which no step is captured"
-
     def save(self, others: dict[str, Any]) -> State:
         """Keep what is there for ``restore`` and ``differences``; ``others`` are compared too."""
         self._random = random.state_dict()
@@ -232,7 +225,7 @@ class State:
         for place, value in self.held:
             place.set(value)
         for array, copy in self._copies:
-            np.copyto(array, copy)
+            array[...] = copy
         random.load_state_dict(self._random)
 
     def differences(self, other: State) -> list[str]:
@@ -263,13 +256,13 @@ def _mark(value: Any) -> Any:
 
 
 def plain_arrays(value: Any) -> list[np.ndarray[Any, Any]]:
-    """Return the array that ``value`` is or stands for, or those in a tuple."""
+    """Return the array that ``value`` is or stands for, or those in a tuple; also CuPy's."""
     kind = type(value)
     if kind is np.ndarray:
         return [value]
     if isinstance(value, tuple):
         return [*chain.from_iterable(map(plain_arrays, value))]
-    return [value.plain] if kind in KINDS else []
+    return [value.plain] if kind in KINDS else [value] if is_cupy(value) else []
 
 
 def parts(one: Any) -> list[tuple[Any, Any, Any]]:
@@ -322,7 +315,7 @@ def replace_all(found: Sequence[Any], change: Callable[[Any], Any], is_outer: bo
 def _bits_of(value: Any) -> Any:
     """Return what is equal where all numbers have the same bits; other objects count as equal."""
     value = value.data if isinstance(value, Variable) else value
-    if isinstance(value, (np.ndarray, np.generic)):
+    if isinstance(value, (np.ndarray, np.generic)) or is_cupy(value):
         return type(value), value.shape, value.dtype, value.tobytes()
     if isinstance(value, dict):
         value = [*value, *value.values()]

@@ -19,9 +19,11 @@ import numpy as np
 from flashlight_py import _native
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.graph import Leaf
+from flashlight_py.device import is_cupy
 from flashlight_py.optim.optimizer import RuleOptimizer
 from flashlight_py.structure import changed, count, here
 from flashlight_py.tape.arrays import Array, Recorded
+from flashlight_py.tape.graphs import Graphs
 from flashlight_py.tape.operands import CannotCapture, Memory
 from flashlight_py.tape.operations import are_numbers, record_step
 from flashlight_py.tape.program import (
@@ -88,13 +90,16 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
             result = self._run_eagerly(args, options)  # which may refuse what is no such array
             self._stay_eager(reason)
             return result
+        if call.is_on_gpu:
+            graphs = Graphs(self.__wrapped__, self._state, _recording)
+            self.slow = functools.partial(self._run_on_gpu, graphs)
+            return self.slow(args, call.options)
         for program in (*self.programs, *self._unchecked):
             if program.signature == call.state.signature:
                 program.stamp = stamp
             if program.fits(args, options):
-                if program in self._unchecked:
-                    return self._try(program, call)
-                return self(*args, **call.options)
+                is_tried = program in self._unchecked
+                return self._try(program, call) if is_tried else self(*args, **call.options)
         if _recording.acquire(blocking=False):
             try:
                 self._tries += 1
@@ -109,6 +114,26 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
             finally:
                 _recording.release()
         return self._run_eagerly(args, options)
+
+    def _run_on_gpu(
+        self, graphs: Graphs, args: tuple[Any, ...], options: dict[str, Any] | None
+    ) -> Any:
+        options = options or {}
+        if self.reason or here.recorder is not None:
+            return self._run_eagerly(args, options)
+        before = graphs.replays
+        if self.check and before < _CHECKED:
+            call = _Call(self.__wrapped__, self._state, args, options)
+            saved = call.saved()
+            result = graphs(args, options)
+            if graphs.replays > before:
+                self._compare(call, saved, result)
+        else:
+            result = graphs(args, options)
+        self.replays = graphs.replays
+        if graphs.reason:
+            self._stay_eager(graphs.reason)
+        return result
 
     def _record(self, call: _Call) -> Any:
         recording = call.recording
@@ -157,6 +182,14 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         replay.programs, replay.slow, replay.left = [program], self.left, self.left
         before = call.saved()
         result = replay(*call.args, **call.options)
+        self._compare(call, before, result)
+        self._unchecked.remove(program)
+        if program not in self._unchecked:
+            self.programs = [program, *self.programs][:_MOST_PROGRAMS]
+        return result
+
+    def _compare(self, call: _Call, before: State, result: Any) -> None:
+        """Raise if the step itself, from ``before``, does otherwise than the replay has done."""
         after = call.saved(result)
         before.restore()
         expected = call.saved(self._run_eagerly(call.args, call.options))
@@ -169,10 +202,6 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
             )
             raise RuntimeError(self.reason)
         after.restore()  # to which arrays have come to lie where replays look for them
-        self._unchecked.remove(program)
-        if program not in self._unchecked:
-            self.programs = [program, *self.programs][:_MOST_PROGRAMS]
-        return result
 
     def _stay_eager(self, reason: str) -> None:
         self.reason, self.programs = reason, []
@@ -187,7 +216,7 @@ class _Call:
         self.step, self.args, self.options = step, args, options
         self.values = (*args, *options.values())
         data = [x.data if isinstance(x, Variable) else x for x in self.values]
-        self.arrays = [x if type(x) is np.ndarray else None for x in data]
+        self.arrays = [x if type(x) is np.ndarray or is_cupy(x) else None for x in data]
         others = [x for x, array in zip(self.values, self.arrays, strict=True) if array is None]
         self._roots = (*roots, *others)  # what an argument holds, such as a model, is state
         self.state = State(step, self._roots)
@@ -195,6 +224,8 @@ class _Call:
         given = [(Place(x, "data", "argument"), x.data) for x in self._variables]
         self._before = [*self.state.held, *given]
         self._grads = {variable: variable.grad for variable in self.state.variables}
+        held = plain_arrays((*self.arrays, *[value for _, value in self._before]))
+        self.is_on_gpu = any(map(is_cupy, held))
         self._moved: dict[int, Any] = {}  # what took the place of arrays, and of tuples of them
         self._known: dict[int, tuple[Any, Any]] = {}  # what stands for each, which it also keeps
         self.is_to_be_continued = False  # it has made state, and another run would not
@@ -223,9 +254,13 @@ class _Call:
             return "it runs when what it returns is asked for"
         if self.state.reason:
             return self.state.reason
+        if self.is_on_gpu and any(type(v.data) is np.ndarray for v in self.state.variables):
+            return "it names variables on the CPU, and arrays of a GPU"
         for number, (value, array) in enumerate(zip(self.values, self.arrays, strict=True)):
             is_variable, kind = isinstance(value, Variable), cast(Any, type(value))
-            if array is not None and not are_numbers(array):
+            if self.is_on_gpu and type(array) is np.ndarray:
+                what = "an array of the CPU, and others are on a GPU"
+            elif array is not None and not self.is_on_gpu and not are_numbers(array):
                 what = f"an array of {array.dtype} that is no array of numbers, or not aligned"
             elif is_variable and (value.calc_grad or value.node):
                 what = "a variable with a gradient"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from harness import all_reduce_targets as targets
 from harness import collectives_targets, cuda_targets, step_targets
 from harness.statistics import Measurement
@@ -165,11 +167,32 @@ def on_gpu(nbytes: int, **seconds: float) -> Measurement:
 def test_small_arrays_on_gpus_may_take_3_us_more_than_the_fastest_peer() -> None:
     fits, late = on_gpu(4, ours=12e-6, raw=10e-6, torch=9.5e-6), on_gpu(4, ours=14e-6, raw=10e-6)
     large = on_gpu(64 * MB, ours=1.03, raw=1.0)
-    launches = {(2, 4): {"flashlight_py": 5e-6, cuda_targets.CUPY: 1e-6}, (2, 64 * MB): {}}
-    launch, small, big = cuda_targets.verdicts([fits, large], launches)
-    assert (launch.reached, small.reached, big.reached) == (False, True, False)
-    assert launch.measured.startswith("1.25x")
+    _, small, big = cuda_targets.verdicts([fits, large], {})
+    assert (small.reached, big.reached) == (True, False)
     assert cuda_targets.verdicts([late], {})[1].reached is False
+
+
+@pytest.mark.parametrize(
+    ("launch", "measured", "reached"), [(10e-6, "0.909x", True), (22e-6, "2x", False)]
+)
+def test_launch_may_take_10_us_more_than_the_faster_raw_call(
+    launch: float, measured: str, reached: bool
+) -> None:
+    raw = {cuda_targets.CUPY: 5e-6, cuda_targets.SAME: 1e-6, cuda_targets.CUPYX: 0.1e-6}
+    launches = {(2, 4): {"flashlight_py": launch, **raw}, (2, 64 * MB): {}}
+    verdict = cuda_targets.verdicts([], launches)[0]
+    assert verdict.measured.startswith(measured)
+    assert verdict.reached is reached
+
+
+def test_case_line_has_times_and_reasons() -> None:
+    measurement = on_gpu(4 << 10, ours=12e-6, raw=10e-6)
+    measurement.left_out["nccl4py"] = "a rank ended"
+    line = cuda_targets.case_line(measurement, {"flashlight_py": 2.5e-6})
+    assert line == (
+        "2 ranks, 4 KB: flashlight_py 12 us (launch 2.5 us); raw NCCL (cupy.cuda.nccl) 10 us; "
+        "nccl4py left out: a rank ended"
+    )
 
 
 def test_without_a_peer_nothing_is_judged() -> None:

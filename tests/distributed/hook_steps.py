@@ -17,10 +17,8 @@ BYTES = 6_000
 HOOKS: dict[str, dict[str, Any]] = {
     "Float16Compression": {},
     "Bfloat16Compression": {},
-    "TopKCompression": {"ratio": 0.1},
     "PowerSGDCompression": {"rank": 2},
 }
-WITH_FEEDBACK = ["TopKCompression", "PowerSGDCompression"]
 
 
 def make(name: str, **options: Any) -> Any:

@@ -67,6 +67,7 @@ class StandInNccl:
         self._scales: dict[int, Any] = {}
         self._numbers = itertools.count(100)
         self._group: list[tuple[Any, ...]] | None = None
+        self._splits: list[Any] = []  # where the communicator of a split appears, when asked again
         self._texts = [ffi.new("char[]", text) for text in (b"stand-in status", b"stand-in words")]
 
     def ncclGetErrorString(self, status: int) -> Any:
@@ -89,8 +90,9 @@ class StandInNccl:
         return 0
 
     def ncclCommSplit(self, comm: Any, color: int, key: int, place: Any, config: Any) -> int:
+        """Return success at once, as NCCL does, and make it later."""
         assert (config.blocking, key) == (1, self._cpu.rank)
-        place[0] = self.ffi.cast("ncclComm_t", 2)
+        self._splits = [place, place]
         return 0
 
     def cuEventRecord(self, event: Any, stream: Any) -> int:
@@ -105,7 +107,10 @@ class StandInNccl:
         return int(self.ffi.cast("uintptr_t", handle))
 
     def ncclCommGetAsyncError(self, comm: Any, state: Any) -> int:
-        state[0] = 0
+        state[0] = self.ncclInProgress if self._splits else 0
+        place = self._splits.pop() if self._splits else None
+        if place is not None and not self._splits:
+            place[0] = self.ffi.cast("ncclComm_t", 2)
         return 0
 
     def ncclCommFinalize(self, comm: Any) -> int:

@@ -1,4 +1,4 @@
-"""The arithmetic of the hooks by itself: rounding, orthonormal columns, products, choices."""
+"""The arithmetic of the hooks by itself: rounding, orthonormal columns, products."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 
 from flashlight_py.distributed.reducers.half import LARGEST, from_half, to_half
 from flashlight_py.distributed.reducers.power_sgd import orthonormal, outer_sum
-from flashlight_py.distributed.reducers.top_k import indices_of_largest
 
 
 def test_half_precision_is_numpys_for_every_kind_of_number() -> None:
@@ -93,33 +92,3 @@ def test_outer_sum_is_the_product(shape: tuple[int, int]) -> None:
     out = np.empty(shape)
     outer_sum(left, right, out)
     np.testing.assert_allclose(out, left @ right.T, rtol=0, atol=1e-14)
-
-
-@pytest.mark.parametrize("size", [1, 100, 70_000, pytest.param(300_001, marks=pytest.mark.slow)])
-def test_the_largest_are_found(size: int) -> None:
-    for kind in ("normal", "mostly zeros", "sorted", "equal"):
-        values = some_values(size, kind)
-        magnitudes = np.sort(abs(values))
-        for share in (0.0, 0.01, 0.5, 1.0):
-            k = max(1, round(share * size))
-            chosen = indices_of_largest(values, k)
-            assert len(np.unique(chosen)) == k, (kind, share)
-            assert np.array_equal(np.sort(abs(values[chosen])), magnitudes[size - k :]), (kind, k)
-
-
-def some_values(size: int, kind: str) -> Any:
-    values = np.random.default_rng(size).standard_normal(size).astype(np.float32)
-    if kind == "mostly zeros":
-        values[np.random.default_rng(1).random(size) < 0.999] = 0
-    if kind == "sorted":
-        values.sort()
-    if kind == "equal":
-        values[:] = -2
-    return values
-
-
-@pytest.mark.parametrize("size", [100, 100_000])
-def test_nan_counts_as_largest(size: int) -> None:
-    values = np.arange(float(size))
-    values[[5, 17]] = np.nan
-    assert set(indices_of_largest(values, 3).tolist()) == {5, 17, size - 1}

@@ -136,11 +136,10 @@ def test_training_equals_one_process_on_the_cpu(ranks: Any, kind: str) -> None:
             np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("in_backward", [False, True])
-def test_sharded_training_too(ranks: Any, in_backward: bool) -> None:
+def test_sharded_training_too(ranks: Any) -> None:
     """Parameters gathered while they are used; the layers and their ReLU share a launch."""
     expected = test_training.train(0, 1, "cpu", "adam")
-    for got in ranks.run(test_training.train, "cuda", "adam", True, in_backward):
+    for got in ranks.run(test_training.train, "cuda", "adam", True):
         for one, other in zip(got, expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-10)
     test_training.test_states_are_those_of_the_whole(ranks)

@@ -130,3 +130,38 @@ def test_kernels_take_any_layout() -> None:
     expected = np.where(out.get() > 0, grad.get(), 0)
     slope: Any = kernels.relu_slope(grad, out)
     np.testing.assert_array_equal(slope.get(), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int32", "bool"])
+def test_average_value_meter_adds_arrays_of_any_dtype(dtype: str) -> None:
+    values = (4 * rows("float32", 0, (50,))).astype(dtype)
+
+    def value_of(*arrays: Any) -> Any:
+        meter = fl.meter.AverageValueMeter()
+        meter.add(arrays[0])
+        for number in range(5):
+            meter.add(arrays[0][number], 0.5 + number)
+        return np.array(meter.value())
+
+    import cupy
+
+    np.testing.assert_allclose(value_of(cupy.asarray(values)), value_of(values), rtol=1e-12)
+
+
+def test_average_value_meter_adds_in_a_cuda_graph() -> None:
+    """A copy to the host would end the capture with an error."""
+    import cupy
+
+    meter, loss = fl.meter.AverageValueMeter(), cupy.asarray(np.float32(2))
+    meter.add(loss)  # compiles the kernel and allocates the sums
+    meter.reset()
+    cupy.cuda.Device().synchronize()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        meter.add(loss)
+        graph = stream.end_capture()
+        for _ in range(3):
+            graph.launch()
+            loss += 1
+        assert meter.value() == (3.0, 1.0, 3.0)

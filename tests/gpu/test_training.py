@@ -16,9 +16,7 @@ pytestmark = pytest.mark.gpu
 SAMPLES, STEPS = 60, 20
 
 
-def train(
-    rank: int, size: int, device: str, kind: str, sharded: bool = False, in_backward: bool = False
-) -> list[np.ndarray]:
+def train(rank: int, size: int, device: str, kind: str, sharded: bool = False) -> list[np.ndarray]:
     """Train on this rank's share, one batch of everything per step; return the parameters."""
     fl.set_seed(0)
     if device == "cuda":
@@ -29,7 +27,7 @@ def train(
     )
     model.to(device)
     if sharded:
-        fl.fully_shard(model, step_in_backward=in_backward)
+        fl.fully_shard(model)
     else:
         fl.broadcast_parameters(model)
         fl.distribute_module_grads(model)
@@ -57,10 +55,9 @@ def test_parameters_equal_those_of_one_process_on_the_cpu(ranks: Any, kind: str)
             np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("in_backward", [False, True])
-def test_sharded_parameters_too(ranks: Any, in_backward: bool) -> None:
+def test_sharded_parameters_too(ranks: Any) -> None:
     expected = train(0, 1, "cpu", "adam")
-    for got in ranks.run(train, "cuda", "adam", True, in_backward):
+    for got in ranks.run(train, "cuda", "adam", True):
         for one, other in zip(got, expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-10)
 

@@ -28,15 +28,11 @@ def change(rule: str, numbers: Sequence[float], piece: Sequence[Any], grad_scale
     Args:
         rule: the name of one of the rules below.
         numbers: what the rule takes, in the order of its parameters.
-        piece: parameter, list of gradients, states, all of one shape; the gradients count as their
-            sum, added in their order.
+        piece: parameter, gradient, states, all of one shape.
         grad_scale: the factor of the gradient.
     """
-    param, (first, *others), *states = piece
-    wide = widened(param)
-    total = widened(first)
-    for other in others:
-        total = total + widened(other)
+    param, grad, *states = piece
+    wide, total = widened(param), widened(grad)
     # Python's numbers would make float64 of arrays without dimensions.
     if grad_scale != 1:
         total = total * wide.dtype.type(grad_scale)

@@ -116,19 +116,6 @@ def test_one_module_s_parameters_change_together() -> None:
     assert shards.calls == ["SGDOptimizer", "SGDOptimizer.step", "changed"]
 
 
-@EVERY_RULE
-def test_slices_of_a_gradient_count_as_their_sum_in_order(make: Any) -> None:
-    straight, sliced = make(parameters()), make(parameters())
-    seeds = [1, 2, 3]
-    total = (arrays(1)[0] + arrays(2)[0] + arrays(3)[0]) * np.float32(1 / 3)
-    straight.params[0].grad = total
-    straight.step()
-    piece = (sliced.params[0].data, [arrays(seed)[0] for seed in seeds], *sliced.states_of(0))
-    sliced.step_pieces(0, [piece], grad_scale=1 / 3)
-    same_state(sliced.state_dict(), straight.state_dict())
-    np.testing.assert_array_equal(sliced.params[0].data, straight.params[0].data)
-
-
 def test_a_parameter_that_was_sharded_afterwards_is_refused() -> None:
     optimizer = SGDOptimizer(parameters(), 0.1)
     optimizer.params[1].placement = Pieces(Notes(), (5,))

@@ -13,8 +13,7 @@ import pytest
 import flashlight_py as fl
 from flashlight_py.autograd.graph import note_changes
 from flashlight_py.autograd.variable import record
-from flashlight_py.distributed.reducers.host_memory import hosts_of
-from flashlight_py.errors import DistributedError, MismatchError, PeerLostError, TornStateError
+from flashlight_py.errors import DistributedError, MismatchError, PeerLostError
 from flashlight_py.parallel import fully_sharded, gradient_pass
 from tests.distributed.conformance import ranks_in
 from tests.distributed.harness import run_ranks
@@ -89,12 +88,8 @@ WAYS: dict[str, Callable[..., None]] = {
     "compressed in the background": lambda model: compressed_in_background(
         model, fl.PowerSGDCompression(rank=1)
     ),
-    "sparsified in the background": lambda model: compressed_in_background(
-        model, fl.TopKCompression(0.5)
-    ),
     "sharded": sharded,
     "sharded across hosts": lambda model: sharded(model, across_hosts=True),
-    "stepped": lambda model: sharded(model, step_in_backward=True),
 }
 
 
@@ -127,27 +122,17 @@ def failing(model: Net, rank: int, places: dict[int, str], way: str) -> Iterator
 
 
 def goes_on(rank: int, size: int, way: str, cases: list[dict[int, str]]) -> None:
-    group = fl.distributed.start.world.current_world().group
-    if way == "stepped" and len(hosts_of(group)) > 1:
-        return
     model = Net()
     WAYS[way](model)
     optimizer = fl.optim.SGDOptimizer(model.params(), 0.0)
-    saved = {name: array.copy() for name, array in model.state_dict().items()}
     wanted: list[Any] = []
     for places in [{}, *cases]:
         if places:
             with failing(model, rank, places, way):
                 one_pass(model)
-            if way == "stepped":
-                with pytest.raises(TornStateError):
-                    model(fl.input(np.ones((1, 6))))
-                fl.barrier()
-                model.load_state_dict(saved)
-                fl.barrier()
         optimizer.zero_grad()
         one_pass(model)
-        if way == "stepped" or way.startswith(("compressed", "sparsified")):
+        if way.startswith("compressed"):
             optimizer.step()  # what is left over of earlier passes counts, too
             continue
         fl.barrier()
@@ -189,9 +174,6 @@ def leaves_go_on(rank: int, size: int) -> None:
 
 def refused(rank: int, size: int, way: str) -> None:
     """Rank 1 has a gradient that cannot be sent, which is found when the pass has ended."""
-    group = fl.distributed.start.world.current_world().group
-    if way == "stepped" and len(hosts_of(group)) > 1:
-        return
     model = Net()
     model.spare = fl.param(np.ones(2))
     WAYS[way](model)
@@ -200,8 +182,7 @@ def refused(rank: int, size: int, way: str) -> None:
     with pytest.raises((ValueError, TypeError) if rank == 1 else MismatchError):
         one_pass(model)
     model.spare.grad = None
-    if way != "stepped":
-        one_pass(model)
+    one_pass(model)
     assert fl.all_reduce(np.ones(1))[0] == size
 
 
@@ -211,12 +192,9 @@ def test_a_refusal_at_the_end_of_a_pass(ranks: Any) -> None:
 
 def changed(rank: int, size: int, way: str) -> None:
     """Rank 1 has changed a parameter since its forward pass; a pass before has left gradients."""
-    group = fl.distributed.start.world.current_world().group
-    if way == "stepped" and len(hosts_of(group)) > 1:
-        return
     model = Net()
     WAYS[way](model)
-    if way != "stepped" and not way.startswith(("compressed", "sparsified")):
+    if not way.startswith("compressed"):
         one_pass(model)
         assert all(param.grad is not None for param in model.params())
     loss = model(fl.input(np.ones((2, 6)))).mean()
@@ -263,14 +241,9 @@ def test_two_modules_of_one_loss(ranks: Any) -> None:
 
 def across(rank: int, size: int, way: str) -> None:
     """What another group knows of, this one does not: a pass whose own message has failed there."""
-    group = fl.distributed.start.world.current_world().group
-    if way == "stepped" and len(hosts_of(group)) > 1:
-        return
     pair, model = fl.new_group([0, 1]), Net()
     WAYS[way](model)
     one_pass(model)
-    if way == "stepped":
-        fl.optim.SGDOptimizer(model.params(), 0.0).step()
 
     def pair_differs(grad: Any) -> Any:
         if rank < 2:
@@ -280,8 +253,7 @@ def across(rank: int, size: int, way: str) -> None:
     y = model(fl.param(np.ones((2, 6)))).mean()
     with pytest.raises(MismatchError, match="different things"):
         record(y.array, (y, pair_differs)).backward()
-    if way != "stepped":
-        one_pass(model)
+    one_pass(model)
     assert fl.all_reduce(np.ones(1))[0] == size
 
 
@@ -371,7 +343,7 @@ def interrupted(rank: int, size: int, way: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("way", ["in buckets", "in the background", "sharded", "stepped"])
+@pytest.mark.parametrize("way", ["in buckets", "in the background", "sharded"])
 def test_an_interrupt_ends_the_group(way: str) -> None:
     for said in run_ranks(interrupted, 2, way, params={"BACKEND": "shm", "TIMEOUT": 20.0}):
         assert "KeyboardInterrupt" in said

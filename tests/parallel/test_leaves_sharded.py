@@ -64,10 +64,3 @@ def outside(rank: int, size: int) -> None:
     fl.fully_shard(model)  # back to sums over whole passes
     model(fl.input(np.ones((2, 3), np.float32))).mean().backward()
     assert model.params()[0].grad is not None
-
-
-def test_leaves_of_a_module_that_steps_in_every_pass_are_refused() -> None:
-    model = fl.nn.Linear(3, 2)
-    fl.fully_shard(model, step_in_backward=True)
-    with pytest.raises(ValueError, match="every backward pass is a step"):
-        fl.distribute_module_grads(model, leaves=4)

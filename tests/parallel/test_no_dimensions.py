@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 import flashlight_py as fl
-from flashlight_py.distributed.reducers.host_memory import hosts_of
 from flashlight_py.parallel import fully_sharded
 from flashlight_py.parallel.gathered_shards import shard_by_gathering
 from tests.distributed.conformance import ranks_in
@@ -53,11 +52,10 @@ WAYS: dict[str, Callable[[Net], None]] = {
     "sharded": sharded,
     "sharded across hosts": lambda model: sharded(model, across_hosts=True),
     "computed again": computed_again,
-    "stepped": lambda model: sharded(model, step_in_backward=True),
     "gathered": shard_by_gathering,
     "one by one": lambda model: None,  # what they are compared with
 }
-WITHOUT_WHOLE_GRADIENTS = "gathered", "stepped", "sharded across hosts"
+WITHOUT_WHOLE_GRADIENTS = "gathered", "sharded across hosts"
 RULES = {
     "sgd": lambda params: fl.optim.SGDOptimizer(params, 0.01, momentum=0.9, weight_decay=0.1),
     "adam": lambda params: fl.optim.AdamOptimizer(params, 0.01),
@@ -105,15 +103,9 @@ def train(way: str, rule: str, kind: str, rank: int, size: int) -> Any:
     return [np.copy(param.array) for param in model.params()], states, grads
 
 
-def one_host() -> bool:
-    return len(hosts_of(fl.distributed.start.world.current_world().group)) == 1
-
-
 def equal(rank: int, size: int, rule: str, kind: str) -> None:
     expected = train("one by one", rule, kind, rank, size)
     for way in WAYS:
-        if way == "stepped" and not (kind == "once" and rule != "novograd" and one_host()):
-            continue
         for found, other in zip(train(way, rule, kind, rank, size), expected, strict=True):
             for mine, theirs in zip(found, other, strict=bool(found)):
                 np.testing.assert_allclose(mine, theirs, rtol=1e-9, err_msg=way)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -51,7 +50,6 @@ def trained(rank: int, again: Callable[[Any], Any], bucket_bytes: int) -> list[b
 
 SHARDED: dict[str, Callable[[Any], Any]] = {
     "in shared memory": fl.fully_shard,
-    "stepped inside": functools.partial(fl.fully_shard, step_in_backward=True),
     "by gathering": shard_by_gathering,
 }
 

@@ -125,37 +125,6 @@ def test_training_equals_plain_data_parallel(ranks: Any) -> None:
     ranks.run(equals_data_parallel)
 
 
-def steps_inside(rank: int, size: int) -> None:
-    """Steps inside the backward pass make of parameters what steps after it make of them."""
-    if len(hosts_of(fl.distributed.start.world.current_world().group)) > 1:
-        with pytest.raises(ValueError, match="share memory"):
-            build("float32", "sharded", step_in_backward=True)
-        return
-    rules = ("float32", "sgd"), ("float64", "adam"), ("float16", "sgd"), ("float16", "adam")
-    for dtype, rule in rules:
-        expected = train(rank, size, "sharded", dtype, rule)
-        losses, params, state = train(rank, size, "sharded", dtype, rule, step_in_backward=True)
-        assert losses == expected[0]
-        assert all(map(np.array_equal, params, expected[1])), "the same bits"
-        assert state.get("steps") == expected[2].get("steps")
-    model = build("float32", "sharded", step_in_backward=True)
-    optimizer = optimizer_of(model, "adam")
-    with pytest.raises(ValueError, match="step_in_backward"), fl.no_sync(model):
-        pass
-    loss_of(model, rank, 0).backward()
-    assert all(param.grad is None for param in model.params())
-    with pytest.raises(ValueError, match="step_in_backward"):
-        fl.optim.clip_grad_norm(model.params(), 1.0)
-    with pytest.raises(ValueError, match="second backward pass"):
-        loss_of(model, rank, 1).backward()
-    optimizer.step()
-    loss_of(model, rank, 1).backward()
-
-
-def test_a_step_inside_the_backward_pass(ranks: Any) -> None:
-    ranks.run(steps_inside)
-
-
 def in_common(rank: int, size: int) -> None:
     """What one rank writes, all of its host see; and gradients of what no rank used are None."""
     model = build("float32", "sharded")
@@ -379,17 +348,12 @@ def moved(rank: int, size: int) -> None:
     del own
     before = resident()
     tracemalloc.start()
-    fl.fully_shard(model, step_in_backward=len(this_host()) == size)
+    fl.fully_shard(model)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < one
     assert len(found) == 6, "nobody else has them"
     assert max(found) < before + 3 * one, "of six"
-
-
-def this_host() -> list[int]:
-    hosts = hosts_of(fl.distributed.start.world.current_world().group)
-    return next(host for host in hosts if fl.get_world_rank() in host)
 
 
 def test_parameters_move_one_by_one(ranks: Any) -> None:

@@ -14,7 +14,7 @@ import flashlight_py as fl
 from flashlight_py.parallel import fully_sharded
 from flashlight_py.parallel.gathered_shards import shard_by_gathering
 from tests.distributed.conformance import ranks_in
-from tests.parallel.test_sharded import Net, build, loss_of, optimizer_of, same, this_host
+from tests.parallel.test_sharded import Net, build, loss_of, optimizer_of, same
 
 ranks = ranks_in(("single", 1), ("gloo", 3), ("shm", 4), ("hierarchical", 4))
 
@@ -78,8 +78,6 @@ def test_any_number_of_ranks_goes_on(pool: Any, tmp_path: Path, size: int, shard
 def copied(rank: int, size: int) -> None:
     """A copy of the module and its optimizer is ordinary, and goes on from the same state."""
     ways: list[dict[str, bool] | None] = [None, {}, {"across_hosts": True}]
-    if len(this_host()) == size:
-        ways.append({"step_in_backward": True})
     for how in ways:
         if how is None:
             model = Net("float64")

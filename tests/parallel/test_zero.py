@@ -243,26 +243,6 @@ def test_inference_gathers_as_well(ranks: Any) -> None:
     ranks.run(infer)
 
 
-def step_inside(rank: int, size: int, within: bool) -> Any:
-    model = build("adam")
-    shard_by_gathering(model, None, step_in_backward=within)
-    optimizer = optimizer_of(model, "adam")
-    optimizer.lr = 0.02
-    for step in range(3):
-        one_pass(model, step, rank, size)
-        optimizer.step()  # of the gradients that are left: none, if they were stepped before
-        assert not within or all(param.grad is None for param in model.params())
-        optimizer.zero_grad()
-    return {name: array.copy() for name, array in model.state_dict().items()}
-
-
-def test_a_step_inside_the_backward_pass_is_the_step_after_it(ranks: Any) -> None:
-    inside, after = (ranks.run(step_inside, within) for within in (True, False))
-    for got, expected in zip(inside, after, strict=True):
-        for name, array in expected.items():
-            np.testing.assert_array_equal(got[name], array)
-
-
 def fail_midway(rank: int, size: int) -> None:
     """Every rank raises in the same place; the next pass is as if that one had not been."""
     model, other = build("sgd"), build("sgd")

@@ -179,10 +179,6 @@ def cut(model: Any) -> None:
     fl.parallel.shard_linear(model[2], "row")
 
 
-def stepping_in_backward(model: Any) -> None:
-    fl.fully_shard(model, step_in_backward=True)
-
-
 def exchange() -> Any:
     rank = fl.get_world_rank()
 
@@ -320,11 +316,6 @@ CASES = {
     # What sends more than arrays of the step, or something else, stays eager.
     "reducer": Case(reduced(reducer=fl.InlineReducer(0.5)), NO_ARRAY + r", at .*steps\.py"),
     "hook": Case(reduced(hook=fl.Float16Compression()), r"reads a value .* at .*steps\.py"),
-    "step in backward": Case(
-        sharded(stepping_in_backward, ADAM),
-        r"model\[2\].bias is of a module sharded with step_in_backward",
-        data=few,
-    ),
     "checked": Case(
         reduced(check_finite=True), r"the gradient of model\[3\].bias is looked at", data=few
     ),

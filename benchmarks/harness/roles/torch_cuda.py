@@ -1,4 +1,4 @@
-"""torch.distributed's all_reduce on its nccl backend."""
+"""torch.distributed's all_reduce on its backend nccl, or on the backend of the option."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ class TorchCuda(CudaRole):
         share_gpus(place.rank, place.size, gpus)
         torch.cuda.set_device(place.rank % gpus)
         meeting = (Path(place.folder) / "meet").as_uri()
-        dist.init_process_group("nccl", init_method=meeting, rank=place.rank, world_size=place.size)
+        backend = place.options.get("backend", "nccl")
+        dist.init_process_group(
+            backend, init_method=meeting, rank=place.rank, world_size=place.size
+        )
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def facts(self) -> dict[str, str]:

@@ -445,9 +445,6 @@ def _linear(x: Input, weight: Input, bias: Input | None, with_relu: bool) -> Var
         edges.append((bias, bias_vjp))
     if x._calc_grad:
         edges.append((x, x_vjp))
-        buffer = weight.buffer
-        if isinstance(buffer, GradSink) and buffer.is_stepped:
-            edges.insert(0, edges.pop())
     return record_all(out, edges, slope)
 
 

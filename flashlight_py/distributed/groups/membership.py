@@ -132,6 +132,11 @@ class Membership:
         """Whether this process is one of the group's ranks."""
         return self.rank >= 0
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the group can be used: it was not closed, and the process is not a fork."""
+        return self._backend is not None
+
     def backend(self, array: Any = None) -> Backend:
         """Return the backend that ``array`` (None: a NumPy array) goes through.
 

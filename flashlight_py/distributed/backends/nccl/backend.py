@@ -33,6 +33,7 @@ from flashlight_py.distributed.calls.combining import MEANINGS, cut
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.verbs import REDUCE, SEND, VERBS, Verb
 from flashlight_py.distributed.work import AllOf, Done, Then, Work, limit_passed
+from flashlight_py.structure import here
 
 _ALONE = contextlib.nullcontext()
 # CUDA has no wait with a time limit, and one without would not answer Ctrl-C.
@@ -58,10 +59,10 @@ class NcclBackend(Backend):
         with self.on_device():
             # Not ordered with the legacy default stream, which would serialise what is to overlap.
             self._stream = cupy.cuda.Stream(non_blocking=True)
-            make_event = functools.partial(cupy.cuda.Event, disable_timing=True)
+            self._make_event = functools.partial(cupy.cuda.Event, disable_timing=True)
             # One event serves every call: a wait is for the record that came last before it.
-            self._ready = make_event()
-            self._flights = Flights(make_event() for _ in range(MOST_UNFINISHED))
+            self._ready = self._make_event()
+            self._flights = Flights(self._make_event() for _ in range(MOST_UNFINISHED))
         self._launcher = Launcher(nccl, int(self._stream.ptr), int(self._ready.ptr))
         # Messages whose two ends are connected: the function, and the other rank.
         self._connected: set[tuple[int, int]] = set()
@@ -327,7 +328,9 @@ class NcclBackend(Backend):
             communicator.require(verb)
             if not kept:
                 return Done(result)
-            caller, event = int(self.current_stream().ptr), self._free_event(verb)
+            caller, recorder = int(self.current_stream().ptr), here.recorder
+            # An event that a graph has noted never ends for the host.
+            event = self._free_event(verb) if recorder is None else self._make_event()
             done = int(event.ptr)
             if prepare is not None:
                 launcher.wait_for(caller)
@@ -348,12 +351,41 @@ class NcclBackend(Backend):
                 if call.blocking:
                     self.current_stream().wait_event(event)
             flight = DeviceFlight(verb, event, kept, self._comparisons.latest)
-            self._flights.add(flight)
-            if call.blocking:
-                led = Done(result)
+            led = Done(result)
+            if recorder is not None:
+                recorder.keep(event, kept, packed)
+            else:
+                self._flights.add(flight)
                 led.flight = flight
+            if call.blocking:
                 return led
         return StreamWork(self, flight, result)
+
+    def why_not_captured(self) -> str:
+        """Return why CUDA graphs cannot have collectives of this group; empty: they can."""
+        if self.communicator.child:
+            return ""
+        return f"NCCL launches on threads of its own here: {self.communicator.nccl.slow_because}"
+
+    def hold(self, captured: Any) -> None:
+        """Release ``captured``, an object with a CUDA graph of this group, before the group ends.
+
+        Held weakly.
+        """
+        self.communicator.captured.add(captured)
+
+    def launched(self, name: str) -> None:
+        """Have the watchdog see to it that all work of the caller's current stream ends.
+
+        That is a CUDA graph with collectives of this group, launched under ``name``.
+
+        Raises:
+            DistributedError: the group has failed.
+        """
+        with self.communicator.lock, self.on_device():
+            event = self._free_event(name)
+            event.record(self.current_stream())
+            self._flights.add(DeviceFlight(name, event, ()))
 
     def _connect(self, verb: str, steps: Iterable[Step]) -> None:
         """Send a byte to each rank, and from each, to which ``steps`` have the first message.

@@ -1,0 +1,443 @@
+"""Steps on a GPU: captured as CUDA graphs, each replayed by one launch.
+
+The first call with arguments of some form runs eagerly: kernels are compiled, and NCCL connects its
+ranks. The second one is captured: Python runs, and CUDA notes the kernels instead of running them.
+Later calls copy the arguments to where the graph reads them, and launch it.
+
+Ranks replay a graph with collectives together, or none of them does (NCCL, "Using NCCL with CUDA
+Graphs"). Therefore the ranks of each group that the step uses compare before each call which graph
+they have; if they differ, every rank runs the step eagerly.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import numpy as np
+
+from flashlight_py.autograd import Variable
+from flashlight_py.device import is_cupy
+from flashlight_py.distributed.calls.call import Call
+from flashlight_py.distributed.groups.membership import Membership, divert
+from flashlight_py.distributed.verbs import ALL_REDUCE
+from flashlight_py.distributed.work import Work
+from flashlight_py.errors import DistributedError
+from flashlight_py.optim.cuda import CapturedStep
+from flashlight_py.optim.optimizer import RuleOptimizer
+from flashlight_py.products import capture_products
+from flashlight_py.structure import count, here
+from flashlight_py.tape.operands import CannotCapture
+from flashlight_py.tape.recording import line_of_user, note_gradients
+from flashlight_py.tape.state import State, plain_arrays
+
+_MOST_GRAPHS = 8  # each keeps the memory of a step
+_MOST_FORMS = 64  # of arguments, that have not been captured
+_EAGER, _CAPTURE = 0, -1  # what a rank wants to do, beside the number of a graph
+_TO_DEVICE = 3  # cudaMemcpyDeviceToDevice
+
+
+class Recorder:
+    """Notes what a step does on this thread beside computing: verbs, optimizers, gradients.
+
+    ``groups``: those whose ranks have agreed on a capture; None: the step runs eagerly, and groups
+    are only noted.
+    """
+
+    def __init__(self, variables: Iterable[Variable] = (), groups: Any = None) -> None:
+        self.is_capturing = groups is not None
+        self.groups: dict[Membership, None] = dict.fromkeys(groups or ())
+        self.backends: dict[Any, None] = {}
+        self.steps: list[CapturedStep] = []
+        self.left = ""  # why the step cannot be captured
+        self.variables = set(variables)
+        self.grads_read: set[Variable] = set()  # before they were set
+        self.grads_set: set[Variable] = set()
+        self._kept: list[Any] = []  # what the device uses while it runs the graph
+        self._tables: Any = None  # the memory of tables of numbers
+
+    def leave(self, reason: str, instead: str = "") -> None:
+        """Note why the step cannot be captured, and what to write ``instead``."""
+        self.left = self.left or f"{reason} at {line_of_user()}" + (instead and f"; {instead}")
+
+    def keep(self, *values: Any) -> None:
+        """Keep ``values`` as long as the graph."""
+        self._kept += values
+
+    def as_one(self, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Call ``function``; an optimizer's step gets its numbers anew at each replay."""
+        if function is not RuleOptimizer.step.__wrapped__:  # type: ignore[attr-defined]
+            return function(*args, **options)
+        step = CapturedStep(args[0])
+        self.steps.append(step)
+        function(*args, **options)
+        if self.is_capturing and (reason := step.end()):
+            self.leave(reason)
+        return None
+
+    def table(self, packed: bytes, numbers: int, params: Sequence[Any]) -> Any:
+        """Return the table of a kernel that steps ``params``; see ``CapturedStep.table``."""
+        import cupy
+
+        if not self.steps:
+            raise CannotCapture(f"parameters are stepped, and by no optimizer, at {line_of_user()}")
+        self._tables = self._tables or cupy.cuda.MemoryPool()
+        # Not in memory that kernels of the graph before this one may use as well.
+        with cupy.cuda.using_allocator(self._tables.malloc):
+            table = self.steps[-1].table(packed, numbers, params)
+        if not self.is_capturing:
+            table.set(np.frombuffer(packed, np.int64))
+        return table
+
+    def verb(self, group: Membership, calls: Sequence[Call], name: str) -> Work:
+        """Start ``calls``; their launches become a part of the graph."""
+        call = calls[0]
+        array = call.out if call.array is None else call.array
+        if not self.is_capturing:
+            if group.size > 1:
+                self.groups[group] = None
+            return self._without(group, calls, name)
+        if not is_cupy(array):
+            raise CannotCapture(f"{name} sends arrays of the CPU, or none, at {line_of_user()}")
+        backend: Any = group.backend(array)
+        if group.size > 1:
+            if group not in self.groups:
+                raise CannotCapture(f"{name} uses a group that the step has not used before")
+            if reason := backend.why_not_captured():
+                raise CannotCapture(reason)
+            self.backends[backend] = None
+        if len(calls) == 1:
+            return group.journal.run(calls, name, lambda: backend.start(call))
+        return group.journal.run(calls, name, lambda: backend.start_many(calls))
+
+    def _without(self, group: Membership, calls: Sequence[Call], name: str) -> Work:
+        here.recorder = None
+        try:
+            return group.run(calls[0]) if len(calls) == 1 else group.run_many(calls, name)
+        finally:
+            here.recorder = self
+
+
+class Graph:
+    """A captured step: one CUDA graph, where it reads its arguments, and what it leaves behind.
+
+    ``recorder`` has noted the step; ``signature`` and ``stamp`` are of the structure since.
+    """
+
+    signature: Any
+    stamp: int
+
+    def __init__(self, number: int, key: Any, recorder: Recorder) -> None:
+        self.number, self.key, self.recorder = number, key, recorder
+        self.inputs: list[Any] = []
+        self._names: list[tuple[Any, Any]] = []
+        self._reads: list[tuple[Variable, Any]] = []
+        self._grads: list[tuple[Variable, Any]] = []
+        self._graph: Any = None
+        self._result: Any = None
+        self._stream: Any = None  # that of the last launch
+
+    def finish(
+        self, graph: Any, inputs: list[Any], result: Any, state: State, before: dict[Variable, Any]
+    ) -> None:
+        """Take what was captured; ``before`` are the gradients as they were."""
+        recorder, self._graph, self.inputs, self._result = self.recorder, graph, inputs, result
+        self._names = [(place, value) for place, value in state.names if type(value) is not int]
+        self._kept = {id(value) for _, value in state.held}
+        self._reads = [(v, before[v]) for v in recorder.grads_read if v in before]
+        changed = [v for v in before if v in recorder.grads_set or v.grad is not before[v]]
+        self._grads = [(v, v.grad) for v in changed]
+        for backend in recorder.backends:
+            backend.hold(self)
+
+    def release(self) -> None:
+        """Destroy the CUDA graph: NCCL frees a communicator after its graphs."""
+        self._graph = None
+
+    def fits(self, key: Any, state: Callable[[], State]) -> bool:
+        """Return whether a call with arguments of the form ``key`` may replay it."""
+        if key != self.key or self._graph is None:
+            return False
+        stamp = int(count[0])
+        if self.stamp != stamp:
+            if state().signature != self.signature:
+                return False
+            self.stamp = stamp
+        names = all(place.get() is value for place, value in self._names)
+        return names and all(variable.grad is before for variable, before in self._reads)
+
+    def replay(self, arrays: Sequence[Any]) -> Any:
+        """Launch the graph on the current stream with ``arrays``; return what the step returned.
+
+        Raises:
+            DistributedError: a group of the step has failed before.
+        """
+        import cupy
+
+        stream, graph = cupy.cuda.get_current_stream(), self._graph
+        if self._stream is not None and self._stream.ptr != stream.ptr:
+            stream.wait_event(self._stream.record())
+        self._stream = stream
+        for backend in self.recorder.backends:
+            backend.communicator.require("a captured step")
+        for given, array in zip(arrays, self.inputs, strict=True):
+            if given.flags.c_contiguous or given.flags.f_contiguous:
+                where = array.data.ptr, given.data.ptr, given.nbytes
+                cupy.cuda.runtime.memcpyAsync(*where, _TO_DEVICE, stream.ptr)
+            else:
+                array[...] = given
+        for step in self.recorder.steps:
+            step.advance(stream.ptr)
+        graph.launch()
+        for backend in self.recorder.backends:
+            backend.launched("a captured step")
+        for variable, grad in self._grads:
+            variable.grad = grad
+        return self._copied(self._result)
+
+    def changes(self, arrays: Sequence[Any]) -> bool:
+        """Return whether the last replay has changed an argument; blocks until it has ended."""
+        pairs = zip(arrays, self.inputs, strict=True)
+        return any(given.tobytes() != array.tobytes() for given, array in pairs)
+
+    def _copied(self, value: Any) -> Any:
+        """Return ``value`` with copies of arrays that the next replay writes to."""
+        kind = type(value)
+        if kind in (tuple, list):
+            return kind([self._copied(each) for each in value])
+        if kind is dict:
+            return {name: self._copied(each) for name, each in value.items()}
+        if isinstance(value, Variable):
+            is_state = value in self.recorder.variables
+            return value if is_state else Variable(self._copied(value.data))
+        return value.copy() if is_cupy(value) and id(value) not in self._kept else value
+
+
+class Graphs:
+    """The graphs of ``step``, whose state is also found by ``roots``.
+
+    ``recording`` is held while a step of this process is recorded.
+    """
+
+    def __init__(
+        self, step: Callable[..., Any], roots: Sequence[Any], recording: threading.Lock
+    ) -> None:
+        self._step, self._roots, self._recording = step, roots, recording
+        self._graphs: list[Graph] = []
+        self._warm: dict[Any, int] = {}  # forms of arguments that ran eagerly, at which structure
+        self._groups: list[Membership] | None = None  # that the step uses; None: it has not run
+        self._numbers = itertools.count(1)
+        self._lock = threading.RLock()
+        self.replays = 0
+        self.reason = ""  # why the step stays eager, once that is known
+
+    def __call__(self, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Run the step, replay a graph of it, or capture it; the same on every rank."""
+        with self._lock:
+            if self._groups is not None and not all(group.is_open for group in self._groups):
+                self._graphs, self._warm, self._groups = [], {}, None
+            values = (*args, *options.values())
+            key = (*map(_form, values), *options)
+            state = functools.partial(self._state, values)
+            graph = next((each for each in self._graphs if each.fits(key, state)), None)
+            wanted = _CAPTURE if self._warm.get(key) == int(count[0]) else _EAGER
+            agreed = self._agreed(wanted if graph is None else graph.number)
+            if graph is not None and agreed == graph.number:
+                self.replays += 1
+                return graph.replay(_arrays(values))
+            if agreed == _CAPTURE:
+                return self._capture(key, args, options)
+            return self._run(key, args, options)
+
+    def _state(self, values: Iterable[Any]) -> State:
+        """Return the state that the step and arguments, such as a model, name."""
+        others = [value for value in values if not _arrays([value])]
+        return State(self._step, (*self._roots, *others))
+
+    def _run(self, key: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        if self.reason or self._groups is not None:
+            result = self._step(*args, **options)
+        else:
+            recorder = Recorder()
+            with ExitStack() as stack:
+                stack.enter_context(self._recording)
+                record(recorder, stack)
+                result = self._step(*args, **options)
+            self._groups = list(recorder.groups)
+        if len(self._warm) >= _MOST_FORMS:
+            self._warm.clear()
+        self._warm[key] = int(count[0])
+        return result
+
+    def _agreed(self, wanted: int) -> int:
+        """Return ``wanted`` if all ranks of each group want it, else to run eagerly. Blocking."""
+        for group in self._groups or ():
+            both = np.array([wanted, -wanted], np.int64)
+            if group.native(ALL_REDUCE.code, both, None, "max", 1.0, 0, 0, False) is not both:
+                group.all_reduce(both, op="max")  # type: ignore[attr-defined]
+            if both[0] != -both[1]:
+                return _EAGER
+        return wanted
+
+    def _capture(self, key: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Capture the step and replay it once; if a rank cannot, run the step eagerly on all."""
+        values = (*args, *options.values())
+        arrays, state = _arrays(values), self._state(values)
+        graph = Graph(next(self._numbers), key, Recorder(state.variables, self._groups))
+        host = [(each, each.copy()) for each in _host_arrays(state)]
+        try:
+            reason = self._record(graph, args, options, state)
+            after = self._state(values)
+        except BaseException:
+            _restore(state, host)
+            raise
+        if not reason and any(array.tobytes() != copy.tobytes() for array, copy in host):
+            reason = "an array of the CPU changes; keep it on the GPU"
+        if not reason and state.numbers != after.numbers:
+            reason = "a number of a module, an optimizer or a meter changes; keep it in an array"
+        if not self._all_without(reason):
+            _restore(state, host)
+            self._stay_eager(graph, reason)
+            return self._step(*args, **options)
+        graph.signature, graph.stamp = after.signature, int(count[0])
+        result = graph.replay(arrays)
+        if graph.changes(arrays):
+            reason = "an argument is changed in place; make a copy of it"
+            for array, changed in zip(arrays, graph.inputs, strict=True):
+                array[...] = changed
+        if not self._all_without(reason):
+            self._stay_eager(graph, reason)
+            return result
+        self._graphs = [graph, *self._graphs][:_MOST_GRAPHS]
+        self.replays += 1
+        return result
+
+    def _all_without(self, reason: str) -> bool:
+        """Return whether no rank has a reason to stay eager. Collective, blocking."""
+        return self._agreed(_EAGER if reason else 1) == 1
+
+    def _stay_eager(self, graph: Graph, reason: str) -> None:
+        graph.release()
+        self.reason = reason or "another rank cannot capture it"
+
+    def _record(
+        self, graph: Graph, args: tuple[Any, ...], options: dict[str, Any], state: State
+    ) -> str:
+        """Run the step while CUDA captures it; return why that failed, if it did."""
+        import cupy
+
+        recorder = graph.recorder
+        before = {variable: variable.grad for variable in state.variables}
+        # Memory of the graph, which nobody else gets while the graph lives.
+        pool = cupy.cuda.MemoryPool()
+        stream = cupy.cuda.Stream(non_blocking=True)
+        inputs: list[Any] = []
+
+        def place(value: Any) -> Any:
+            data = value.data if isinstance(value, Variable) else value
+            if not is_cupy(data):
+                return value
+            inputs.append(data.copy(order="K"))
+            return Variable(inputs[-1]) if isinstance(value, Variable) else inputs[-1]
+
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(self._recording)
+                stack.enter_context(cupy.cuda.using_allocator(pool.malloc))
+                placed = [*map(place, args)], {name: place(x) for name, x in options.items()}
+                stack.enter_context(stream)
+                record(recorder, stack)
+                capture_products(stack, recorder)
+                _refuse_copies(stack, recorder)
+                captured = stack.enter_context(_capturing(stream))
+                result = self._step(*placed[0], **placed[1])
+        except DistributedError:
+            raise
+        except (CannotCapture, RuntimeError, TypeError, ValueError) as error:
+            return recorder.left or f"{type(error).__name__}: {error}"
+        recorder.keep(pool)
+        graph.finish(captured[0], inputs, result, state, before)
+        if any(map(_is_of_host, _parts(result))):
+            recorder.leave("it returns a number or an array of the CPU; return arrays of the GPU")
+        return recorder.left
+
+
+@contextmanager
+def _capturing(stream: Any) -> Iterator[list[Any]]:
+    """Capture what the block gives to ``stream``; the list has the graph after it."""
+    captured: list[Any] = []
+    stream.begin_capture()
+    try:
+        yield captured
+    except BaseException:
+        with suppress(RuntimeError):  # CUDA's, of a capture that is invalid
+            stream.end_capture()
+        raise
+    captured.append(stream.end_capture())
+
+
+def record(recorder: Recorder, stack: ExitStack) -> None:
+    """Let ``recorder`` note what this thread does until ``stack`` ends."""
+    divert(1)
+    stack.callback(divert, -1)
+    note_gradients(stack)
+    here.recorder = recorder
+    stack.callback(setattr, here, "recorder", None)
+
+
+def _refuse_copies(stack: ExitStack, recorder: Recorder) -> None:
+    """Refuse copies from the host: a graph would read memory that is not kept."""
+    import cupy
+
+    def allocate(size: int) -> Any:
+        if here.recorder is recorder:
+            raise CannotCapture(
+                f"an array of the CPU is copied to the GPU at {line_of_user()}; copy it before"
+            )
+        return usual(size)
+
+    usual = cupy.get_default_pinned_memory_pool().malloc
+    cupy.cuda.set_pinned_memory_allocator(allocate)
+    stack.callback(cupy.cuda.set_pinned_memory_allocator, usual)
+
+
+def _form(value: Any) -> Any:
+    """Return what two arguments have in common that one graph can take."""
+    data = value.data if isinstance(value, Variable) else value
+    if is_cupy(data):
+        return type(value), data.shape, data.strides, data.dtype.char
+    return value
+
+
+def _host_arrays(state: State) -> list[Any]:
+    return [array for _, value in state.held for array in plain_arrays(value) if not is_cupy(array)]
+
+
+def _restore(state: State, host: Iterable[tuple[Any, Any]]) -> None:
+    """Undo what Python has done in a capture, in which the device has done nothing."""
+    for place, value in state.held:
+        place.set(value)
+    for array, copy in host:
+        np.copyto(array, copy)
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """Yield what is in a result, and in tuples, lists and dicts there."""
+    if isinstance(value, (tuple, list, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _parts(each)
+    else:
+        yield value.data if isinstance(value, Variable) else value
+
+
+def _is_of_host(value: Any) -> bool:
+    return isinstance(value, (np.ndarray, np.generic, float, int))
+
+
+def _arrays(values: Sequence[Any]) -> list[Any]:
+    data = [value.data if isinstance(value, Variable) else value for value in values]
+    return [each for each in data if is_cupy(each)]
