@@ -9,6 +9,8 @@ typedef int (*broadcast_fn)(const void *, void *, size_t, int, int, void *, void
 typedef int (*gather_fn)(const void *, void *, size_t, int, void *, void *);
 typedef int (*send_fn)(const void *, size_t, int, int, void *, void *);
 typedef int (*receive_fn)(void *, size_t, int, int, void *, void *);
+typedef int (*copy_fn)(unsigned long long to, unsigned long long from, size_t, void *stream);
+typedef int (*graph_fn)(void *graph, void *stream);
 
 enum { NCCL_SUCCESS = 0, NCCL_IN_PROGRESS = 7 };
 
@@ -61,4 +63,17 @@ int fl_launch(const fl_launcher *l, uintptr_t comm, int is_group, int count, con
   if (*nccl_status) return 0;
   if (caller_waits) return fl_order(l, done, l->stream, caller);
   return ((record_fn)l->event_record)((void *)done, (void *)l->stream);
+}
+
+int fl_replay(const fl_replayer *r, int count, const fl_copy *blocks, uintptr_t stream,
+              uintptr_t done) {
+  for (int i = 0; i < count; ++i) {
+    const fl_copy *b = &blocks[i];
+    if (!b->bytes) continue;
+    const int status = ((copy_fn)r->copy)(b->target, b->source, b->bytes, (void *)stream);
+    if (status) return status;
+  }
+  const int status = ((graph_fn)r->launch)((void *)r->graph, (void *)stream);
+  if (status || !done) return status;
+  return ((record_fn)r->record)((void *)done, (void *)stream);
 }

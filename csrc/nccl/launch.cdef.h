@@ -1,7 +1,8 @@
-/* One collective of NCCL, with the events that order it between two streams, in one call.
+/* One collective of NCCL, with the events that order it between two streams, in one call. And one
+ * launch of a CUDA graph, with the copies of its arguments.
  *
  * The functions of NCCL and of CUDA's driver are passed as addresses, so neither is needed to build
- * this. Streams, events and communicators are handles. */
+ * this. Streams, events, graphs and communicators are handles. */
 
 enum {
   FL_ALL_REDUCE,
@@ -40,3 +41,18 @@ int fl_call(const fl_launcher *l, uintptr_t comm, int is_group, int count, const
  * recorded if that is not success. */
 int fl_launch(const fl_launcher *l, uintptr_t comm, int is_group, int count, const fl_step *steps,
               uintptr_t caller, uintptr_t done, int caller_waits, int *nccl_status);
+
+typedef struct {
+  uintptr_t target, source; /* on the device */
+  size_t bytes;
+} fl_copy;
+
+typedef struct {
+  uintptr_t copy, launch, record; /* cuMemcpyDtoDAsync_v2, cuGraphLaunch, cuEventRecord */
+  uintptr_t graph;
+} fl_replayer;
+
+/* On `stream`: copy `count` blocks, launch the graph, record `done` unless it is 0. Returns a
+ * CUresult. */
+int fl_replay(const fl_replayer *r, int count, const fl_copy *blocks, uintptr_t stream,
+              uintptr_t done);

@@ -161,10 +161,12 @@ class CapturedStep:
         """Undo the count of the step, as no kernel has run; return why it cannot be repeated."""
         optimizer = self._optimizer
         optimizer._steps[:] = self._before
-        self._positions = [position for *_, positions in self._tables for position in positions]
+        positions = [position for *_, positions in self._tables for position in positions]
+        is_all = sorted(positions) == [*range(len(optimizer.params))]
+        self._positions: Any = slice(None) if is_all else positions
         if optimizer._shards or self._has_norm:
             return "an optimizer steps shards, or needs a norm"
-        if len(self._positions) < sum(variable.grad is not None for variable in optimizer.params):
+        if len(positions) < sum(variable.grad is not None for variable in optimizer.params):
             return "an optimizer steps parameters that are not contiguous, or on the CPU"
         return ""
 

@@ -22,11 +22,12 @@ import numpy as np
 
 from flashlight_py.autograd import Variable
 from flashlight_py.device import is_cupy
+from flashlight_py.distributed.backends.nccl.launching import GraphLauncher
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.groups.membership import Membership, divert
 from flashlight_py.distributed.verbs import ALL_REDUCE
 from flashlight_py.distributed.work import Work
-from flashlight_py.errors import DistributedError
+from flashlight_py.errors import DistributedError, GroupClosedError
 from flashlight_py.optim.cuda import CapturedStep
 from flashlight_py.optim.optimizer import RuleOptimizer
 from flashlight_py.products import capture_products
@@ -38,7 +39,6 @@ from flashlight_py.tape.state import State, plain_arrays
 _MOST_GRAPHS = 8  # each keeps the memory of a step
 _MOST_FORMS = 64  # of arguments, that have not been captured
 _EAGER, _CAPTURE = 0, -1  # what a rank wants to do, beside the number of a graph
-_TO_DEVICE = 3  # cudaMemcpyDeviceToDevice
 
 
 class Recorder:
@@ -145,7 +145,11 @@ class Graph:
         self, graph: Any, inputs: list[Any], result: Any, state: State, before: dict[Variable, Any]
     ) -> None:
         """Take what was captured; ``before`` are the gradients as they were."""
-        recorder, self._graph, self.inputs, self._result = self.recorder, graph, inputs, result
+        recorder, self.inputs, self._result = self.recorder, inputs, result
+        flags = [array.flags.c_contiguous or array.flags.f_contiguous for array in inputs]
+        self._plain = [number for number, is_plain in enumerate(flags) if is_plain]
+        self._strided = [number for number, is_plain in enumerate(flags) if not is_plain]
+        self._graph = GraphLauncher(graph, [inputs[number] for number in self._plain])
         self._names = [(place, value) for place, value in state.names if type(value) is not int]
         self._kept = {id(value) for _, value in state.held}
         self._reads = [(v, before[v]) for v in recorder.grads_read if v in before]
@@ -182,19 +186,22 @@ class Graph:
         if self._stream is not None and self._stream.ptr != stream.ptr:
             stream.wait_event(self._stream.record())
         self._stream = stream
-        for backend in self.recorder.backends:
-            backend.communicator.require("a captured step")
-        for given, array in zip(arrays, self.inputs, strict=True):
-            if given.flags.c_contiguous or given.flags.f_contiguous:
-                where = array.data.ptr, given.data.ptr, given.nbytes
-                cupy.cuda.runtime.memcpyAsync(*where, _TO_DEVICE, stream.ptr)
-            else:
-                array[...] = given
+        if graph is None:
+            raise GroupClosedError("a captured step: the group of its collectives has ended")
+        for number in self._strided:
+            self.inputs[number][...] = arrays[number]
         for step in self.recorder.steps:
             step.advance(stream.ptr)
-        graph.launch()
-        for backend in self.recorder.backends:
-            backend.launched("a captured step")
+        sources = [arrays[number].data.ptr for number in self._plain]
+        launch = functools.partial(graph.launch, sources, stream.ptr)
+        first, *others = self.recorder.backends or (None,)
+        if first is None:
+            launch()
+        else:
+            first.launch_captured("a captured step", launch)
+        for backend in others:
+            record = functools.partial(cupy.cuda.runtime.eventRecord, stream=stream.ptr)
+            backend.launch_captured("a captured step", record)
         for variable, grad in self._grads:
             variable.grad = grad
         return self._copied(self._result)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,9 +20,11 @@ from flashlight_py import _native
 from flashlight_py.distributed.backends.nccl.backend import NcclBackend
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
 from flashlight_py.distributed.backends.nccl.comparing import Comparisons
+from flashlight_py.distributed.backends.nccl.library import why_slow
+from flashlight_py.distributed.backends.nccl.streams import MOST_UNFINISHED
 from flashlight_py.distributed.backends.single import SingleBackend
 from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.verbs import ALL_REDUCE, BARRIER, BROADCAST
+from flashlight_py.distributed.verbs import ALL_REDUCE, BARRIER, BROADCAST, RECV, SEND
 from flashlight_py.distributed.work import Done, Work
 from flashlight_py.errors import (
     CollectiveTimeoutError,
@@ -91,10 +95,9 @@ def nccl() -> Nccl:
     return Nccl()
 
 
-def communicator(nccl: Nccl, timeout: float = 0.05) -> Communicator:
-    made = Communicator(
-        StandInLibrary(ffi, nccl, "stand-in", 22703), bytes(range(128)), 0, 2, timeout
-    )
+def communicator(nccl: Nccl, timeout: float = 0.05, splits: bool = False) -> Communicator:
+    library = StandInLibrary(ffi, nccl, "stand-in", 22703)
+    made = Communicator(library, bytes(range(128)), 0, 2, timeout, splits)
     made.who_is_missing = lambda: (None, "rank 1 is missing")
     return made
 
@@ -236,6 +239,157 @@ def test_an_end_that_the_others_do_not_join_is_cut_off(nccl: Nccl) -> None:
     nccl.answers["ncclCommFinalize"] = nccl.state = IN_PROGRESS
     made.close()
     assert nccl.calls.count("ncclCommAbort") == 1
+
+
+# The communicator that collectives are launched on -------------------------------------------
+
+
+class Splits(Nccl):
+    """Notes on which communicator each function is called, and blocks in a launch if told so."""
+
+    def __init__(self, leaves: bool = True) -> None:
+        super().__init__()
+        self.on: list[tuple[str, int]] = []
+        self.blocks, self.leaves = False, leaves
+        self.aborted, self.ended = threading.Event(), threading.Event()
+
+    def ncclCommGetAsyncError(self, comm: Any, state: Any) -> int:
+        return StandInNccl.ncclCommGetAsyncError(self, comm, state)
+
+    def ncclCommAbort(self, comm: Any) -> int:
+        self.on.append(("abort", self._number(comm)))
+        self.aborted.set()
+        return 0
+
+    def ncclCommDestroy(self, comm: Any) -> int:
+        self.on.append(("destroy", self._number(comm)))
+        return 0
+
+    def ncclCommFinalize(self, comm: Any) -> int:
+        self.on.append(("finalize", self._number(comm)))
+        return 0
+
+    def _do(self, name: str, *arguments: Any) -> int:
+        self.on.append((name, self._number(arguments[-2])))
+        if self.blocks:
+            assert self.aborted.wait(10)
+            assert self.leaves or self.ended.wait(10)
+        return 0
+
+
+@pytest.fixture
+def split(cupy: StandInCupy) -> Any:
+    def make(timeout: float = 30.0, leaves: bool = True) -> tuple[NcclBackend, Splits]:
+        nccl = Splits(leaves)
+        backend = NcclBackend(Cpu(), communicator(nccl, timeout, splits=True), cupy, 0)
+        made.append((backend, nccl))
+        return backend, nccl
+
+    made: list[tuple[NcclBackend, Splits]] = []
+    yield make
+    for backend, nccl in made:
+        nccl.ended.set()
+        backend.close()
+
+
+def test_collectives_are_launched_on_the_communicator_that_was_split(
+    split: Any, cupy: StandInCupy
+) -> None:
+    backend, nccl = split()
+    assert int(ffi.cast("uintptr_t", backend.communicator.launched_on)) == 2
+    backend.start(Call(ALL_REDUCE, cupy.asarray(np.ones(3))))
+    backend.start(Call(ALL_REDUCE, cupy.asarray(np.ones(3, np.int16)), scale=2.0))
+    backend.start(Call(BROADCAST, cupy.asarray(np.ones(3))))
+    assert nccl.on == [("all_reduce", 2), ("all_reduce", 2), ("broadcast", 2)]
+    backend.close()
+    assert nccl.on[3:] == [("finalize", 2), ("destroy", 2), ("finalize", 1), ("destroy", 1)]
+
+
+def test_the_first_message_of_a_pair_connects_on_the_communicator_that_does_not_block(
+    split: Any, cupy: StandInCupy
+) -> None:
+    backend, nccl = split()
+    for _ in range(2):
+        backend.start(Call(SEND, cupy.asarray(np.ones(3)), peer=1))
+        backend.start(Call(RECV, cupy.asarray(np.ones(3)), peer=1))
+    assert nccl.on == [("send", 1), ("send", 2), ("recv", 1), ("recv", 2), ("send", 2), ("recv", 2)]
+
+
+def test_a_launch_that_blocks_ends_when_the_watchdog_aborts(split: Any, cupy: StandInCupy) -> None:
+    """The abort of the first communicator ends the launch, then the second one is freed."""
+    backend, nccl = split(timeout=0.3)
+    nccl.blocks = True
+    with pytest.raises(CollectiveTimeoutError, match=r"within 0.3 seconds"):
+        backend.start(Call(ALL_REDUCE, cupy.asarray(np.ones(3))))
+    backend.close()
+    assert nccl.on == [("all_reduce", 2), ("abort", 1), ("abort", 2)]
+
+
+def test_a_thread_that_stays_in_a_launch_keeps_its_communicator(
+    split: Any, cupy: StandInCupy, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend, nccl = split(timeout=0.3, leaves=False)
+    nccl.blocks = True
+    array = cupy.asarray(np.ones(3))
+    with ThreadPoolExecutor(1) as thread:
+        launched = thread.submit(backend.start, Call(ALL_REDUCE, array))
+        assert nccl.aborted.wait(10)
+        backend._watchdog.stop()
+        nccl.ended.set()
+        with pytest.raises(CollectiveTimeoutError):
+            launched.result()
+    assert nccl.on == [("all_reduce", 2), ("abort", 1)]
+    assert "is not freed" in caplog.text
+
+
+def test_a_launch_waits_while_too_many_collectives_have_not_ended(
+    split: Any, cupy: StandInCupy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, nccl = split()
+    monkeypatch.setattr(Event, "ends_at_once", False)
+    array = cupy.asarray(np.ones(3))
+    call = Call(ALL_REDUCE, array, blocking=False)
+    for _ in range(MOST_UNFINISHED):
+        backend.start(call)
+    with ThreadPoolExecutor(1) as thread:
+        next_one = thread.submit(backend.start, call)
+        with pytest.raises(TimeoutError):
+            next_one.result(0.05)
+        assert len(nccl.on) == MOST_UNFINISHED
+        backend._flights._pending[0].event.done = True
+        next_one.result(10)
+    assert len(nccl.on) == MOST_UNFINISHED + 1
+    for flight in backend._flights._pending:
+        flight.event.done = True
+
+
+@pytest.mark.parametrize(
+    ("version", "loaded", "environment", "reason"),
+    [
+        (22809, None, {}, ""),
+        (22809, None, {"NCCL_RUNTIME_CONNECT": "0"}, ""),
+        (22809, "/lib/libnccl.so.2", {"NCCL_RUNTIME_CONNECT": "0"}, ""),
+        (22809, "/lib/libnccl.so.2", {}, "/lib/libnccl.so.2 was loaded before"),
+        (22809, None, {"NCCL_RUNTIME_CONNECT": "1"}, "NCCL_RUNTIME_CONNECT=1 is set"),
+        (22809, None, {"NCCL_COMM_BLOCKING": "0"}, "NCCL_COMM_BLOCKING=0 is set"),
+        (21600, None, {}, "NCCL 2.16.0 is older than 2.18.0"),
+    ],
+)
+def test_the_reason_why_calls_begin_on_a_thread_of_nccl(
+    version: int, loaded: str | None, environment: dict[str, str], reason: str
+) -> None:
+    found = why_slow(version, loaded, environment)
+    assert found.startswith(reason)
+    assert bool(found) == bool(reason)
+
+
+def test_the_path_says_why_calls_begin_on_a_thread_of_nccl(nccl: Nccl, cupy: StandInCupy) -> None:
+    made = communicator(nccl)
+    made.nccl = replace(made.nccl, slow_because="rank 1: NCCL 2.16.0 is older than 2.18.0")
+    backend = NcclBackend(Cpu(), made, cupy, 0)
+    assert "150 us later: rank 1: NCCL 2.16.0 is older" in backend.path
+    assert "2.16.0 is older" in backend.why_not_captured()
+    backend.close()
 
 
 # Streams, events and lifetimes --------------------------------------------------------------

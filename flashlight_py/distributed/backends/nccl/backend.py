@@ -374,17 +374,18 @@ class NcclBackend(Backend):
         """
         self.communicator.captured.add(captured)
 
-    def launched(self, name: str) -> None:
-        """Have the watchdog see to it that all work of the caller's current stream ends.
+    def launch_captured(self, name: str, launch: Callable[[int], None]) -> None:
+        """Call ``launch``, which launches a graph with collectives of this group.
 
-        That is a CUDA graph with collectives of this group, launched under ``name``.
+        It gets an event to be recorded after the graph, at which the watchdog looks.
 
         Raises:
             DistributedError: the group has failed.
         """
         with self.communicator.lock, self.on_device():
+            self.communicator.require(name)
             event = self._free_event(name)
-            event.record(self.current_stream())
+            launch(int(event.ptr))
             self._flights.add(DeviceFlight(name, event, ()))
 
     def _connect(self, verb: str, steps: Iterable[Step]) -> None:

@@ -94,9 +94,10 @@ class Communicator:
         self._check("init", status)
         if splits:
             place[0] = ffi.NULL
-            self._check(
-                "init", self.lib.ncclCommSplit(self.handle, 0, rank, place, self._config(1))
-            )
+            lib = self.lib
+            status = lib.ncclCommSplit(self.handle, 0, rank, place, self._config(blocking=1))
+            # It reports success when it has begun, unlike the call before.
+            self._check("init", lib.ncclInProgress if status == lib.ncclSuccess else status)
             self.child = place[0]
 
     def _config(self, blocking: int) -> Any:
@@ -122,6 +123,8 @@ class Communicator:
             CollectiveTimeoutError: other ranks are needed, and they did not join in time.
             DistributedError: NCCL failed, or ``look`` has found an error.
         """
+        if self.broken is not None:
+            raise self.error()
         if self.child and not connects:
             self.launching_since = time.monotonic()
             try:
@@ -130,7 +133,7 @@ class Communicator:
                 self.launching_since = math.inf
         else:
             with self._using:
-                if self.broken is not None:
+                if self.broken is not None:  # since the caller has asked
                     raise self.error()
                 status = begin(self.handle)
         self._check(verb, status)

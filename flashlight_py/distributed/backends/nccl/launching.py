@@ -5,11 +5,11 @@ See ``csrc/nccl/launch.cdef.h``, whose arguments are those of ``Launcher``'s met
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from flashlight_py import _native
-from flashlight_py.distributed.backends.nccl.library import NcclLibrary
+from flashlight_py.distributed.backends.nccl.library import NcclLibrary, driver_address
 from flashlight_py.errors import DistributedError
 
 # The functions of NCCL in the order of the enumeration of launch.cdef.h.
@@ -52,7 +52,7 @@ class Launcher:
         Raises:
             DistributedError: CUDA refused.
         """
-        self._require(self._lib.fl_order(self._struct, event, recorded, waiting))
+        _require(self._lib.fl_order(self._struct, event, recorded, waiting))
 
     def wait_for(self, caller: int) -> None:
         """Let the communication stream wait for the work of ``caller``; see ``order``."""
@@ -76,13 +76,42 @@ class Launcher:
         """
         handle = int(self._cast("uintptr_t", communicator))
         both = is_group, len(steps), steps, caller, done, waits, self._status
-        self._require(self._lib.fl_launch(self._struct, handle, *both))
+        _require(self._lib.fl_launch(self._struct, handle, *both))
         return int(self._status[0])
 
-    @staticmethod
-    def _require(status: int) -> None:
-        if status:
-            raise DistributedError(
-                f"CUDA's driver returned status {status} for an event of a collective, which a "
-                "kernel before it may have caused; CUDA_LAUNCH_BLOCKING=1 finds that kernel"
-            )
+
+class GraphLauncher:
+    """Launches ``graph``, a CUDA graph of CuPy, after copies to ``targets``, contiguous arrays.
+
+    Raises:
+        BackendUnavailableError: as for ``Launcher``.
+    """
+
+    def __init__(self, graph: Any, targets: Sequence[Any]) -> None:
+        module: Any = _native.load("launch")
+        self._lib, self._graph = module.lib, graph
+        functions = "cuMemcpyDtoDAsync_v2", "cuGraphLaunch", "cuEventRecord"
+        addresses = (*map(driver_address, functions), int(graph.graphExec))
+        self._struct = module.ffi.new("fl_replayer *", addresses)
+        blocks = [(int(target.data.ptr), 0, target.nbytes) for target in targets]
+        self._blocks = module.ffi.new("fl_copy[]", blocks)
+
+    def launch(self, sources: Iterable[int], stream: int, done: int = 0) -> None:
+        """Copy from ``sources``, launch on ``stream``, and record the event ``done``, if any.
+
+        Raises:
+            DistributedError: CUDA refused.
+        """
+        blocks, count = self._blocks, 0
+        for source in sources:
+            blocks[count].source = source
+            count += 1
+        _require(self._lib.fl_replay(self._struct, count, blocks, stream, done))
+
+
+def _require(status: int) -> None:
+    if status:
+        raise DistributedError(
+            f"CUDA's driver returned status {status} for an event or a launch, which a kernel "
+            "before it may have caused; CUDA_LAUNCH_BLOCKING=1 finds that kernel"
+        )

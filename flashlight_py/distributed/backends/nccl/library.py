@@ -59,8 +59,9 @@ class NcclLibrary:
         Raises:
             BackendUnavailableError: the driver cannot be opened.
         """
-        lib = _driver(self.ffi) if name.startswith("cu") else self.lib
-        return int(self.ffi.cast("uintptr_t", getattr(lib, name)))
+        if name.startswith("cu"):
+            return driver_address(name)
+        return int(self.ffi.cast("uintptr_t", getattr(self.lib, name)))
 
     def unique_id(self) -> bytes:
         """Return a new id of 128 bytes, by which the ranks of a communicator find each other.
@@ -124,9 +125,15 @@ def why_slow(version: int, loaded: str | None, environment: Mapping[str, str]) -
 
 
 @functools.cache
-def _driver(ffi: Any) -> Any:
+def driver_address(name: str) -> int:
+    """Return the address of a function of CUDA's driver.
+
+    Raises:
+        BackendUnavailableError: the driver cannot be opened.
+    """
+    ffi = _native.load("nccl").ffi
     try:
-        return ffi.dlopen(DRIVER)
+        return int(ffi.cast("uintptr_t", getattr(ffi.dlopen(DRIVER), name)))
     except OSError as error:
         raise BackendUnavailableError(
             f"CUDA's driver {DRIVER} cannot be opened: {error}. Install NVIDIA's driver"
