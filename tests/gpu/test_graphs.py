@@ -53,7 +53,11 @@ class Training:
             self.meter.add(loss)
             return loss
 
+        def step_of_example(x: Any, y: Any) -> None:
+            step(x, y)
+
         self.step: Any = fl.capture(step, check=check) if captured else step
+        self.example: Any = fl.capture(step_of_example) if captured else step_of_example
 
     def state(self) -> list[Any]:
         """Return all that the steps have changed."""
@@ -111,6 +115,8 @@ def test_dropout_draws_anew_in_each_replay(ranks: Any) -> None:
 def forms(rank: int, size: int) -> None:
     """Batches of another length, train() and eval(), a reset meter; then check=True."""
     training = Training("sgd", captured=True)
+    training.model.eval()  # the first time it adds attributes to the layers
+    training.model.train()
     for rows in (ROWS, ROWS, 3, 3, ROWS, 3):
         for batch in batches(rank, 1, rows):
             training.step(*batch)
@@ -326,14 +332,14 @@ def times(rank: int, size: int) -> dict[str, float]:
             fl.distribute_module_grads(training.model)
         known = list(batches(rank, 1))
         for _ in range(10):
-            training.step(*known[0])
+            training.example(*known[0])
         count, series = 20, []
         for _ in range(5):
             cupy.cuda.Device().synchronize()
             fl.barrier()
             began = time.perf_counter()
             for _ in range(count):
-                training.step(*known[0])
+                training.example(*known[0])
             host = time.perf_counter() - began
             cupy.cuda.Device().synchronize()
             series.append((host / count * 1e6, (time.perf_counter() - began) / count * 1e6))

@@ -8,6 +8,7 @@ other end or tag is wrong itself is no part of any call: nobody is notified.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
@@ -35,7 +36,7 @@ from flashlight_py.distributed.calls.checks import (
 from flashlight_py.distributed.calls.kinds import OTHER, as_numpy, kind_of, returned
 from flashlight_py.distributed.constants import Op, ReduceOp
 from flashlight_py.distributed.groups.membership import Membership, of
-from flashlight_py.distributed.verbs import BARRIER, RECV, SEND, Verb
+from flashlight_py.distributed.verbs import ALL_REDUCE, BARRIER, RECV, SEND, Verb
 from flashlight_py.distributed.work import AllOf, Done, Then, Work
 from flashlight_py.errors import DistributedError
 
@@ -69,6 +70,11 @@ def collective(
     several = verb.lists and isinstance(x, list | tuple)
     begun = len(x) if several and async_op else 1
     with refusing(members, verb, [COLLECTIVE] * begun, (x, out)):
+        is_plain = verb is ALL_REDUCE and isinstance(op, str) and type(scale) is float
+        if is_plain and op in PLAIN_OPS and is_cupy(x) and is_reduced_as_it_is(x):
+            known, scale = checked(verb, x.dtype, op, scale, members.size)
+            work = members.run(Call(verb, x, known, scale, blocking=not async_op))
+            return work if async_op else work.wait()
         known = parse_op(verb.name, op) if verb.reduces else ReduceOp.SUM
         how["op"] = known
         if not (several or async_op) and rows is None and received is None:
@@ -84,6 +90,26 @@ def collective(
         if several:
             return _each(members, verb, x, how)
         return _prepare(members, verb, x, how, received)()
+
+
+PLAIN_OPS = frozenset({"sum", "avg", "prod", "min", "max"})
+
+
+def is_reduced_as_it_is(x: Any) -> bool:
+    """Return whether backends take ``x``, a CuPy array, without packing or another dtype."""
+    return bool(x.flags.c_contiguous) and x.dtype.kind in "fiu"
+
+
+@functools.lru_cache(256)
+def checked(
+    verb: Verb, dtype: np.dtype[Any], op: Op, scale: float, size: int
+) -> tuple[ReduceOp, float]:
+    """Return the operation and the factor of a reduction over ``size`` ranks, checked."""
+    reduce_op = parse_op(verb.name, op)
+    factor = check_reduction(verb.name, dtype, reduce_op, scale)
+    if reduce_op is ReduceOp.AVG and not verb.prefix:
+        return ReduceOp.SUM, factor / size
+    return reduce_op, factor
 
 
 def packed_natively(

@@ -20,7 +20,13 @@ from flashlight_py.distributed.backends.nccl.communicator import FINALIZE_SECOND
 from flashlight_py.distributed.backends.nccl.comparing import Comparisons, begins_at_once, compared
 from flashlight_py.distributed.backends.nccl.launching import Launcher, Step
 from flashlight_py.distributed.backends.nccl.library import version_text
-from flashlight_py.distributed.backends.nccl.reduction import BYTES, OPS, ReducedArray
+from flashlight_py.distributed.backends.nccl.reduction import (
+    BYTES,
+    OPS,
+    NcclForm,
+    ReducedArray,
+    plain_form,
+)
 from flashlight_py.distributed.backends.nccl.streams import (
     MOST_UNFINISHED,
     DeviceFlight,
@@ -116,17 +122,15 @@ class NcclBackend(Backend):
 
     def _require(self, call: Call) -> None:
         """Raise where ``call`` cannot be begun, before anything is sent."""
-        given: list[Any] = [array for array in (call.array, call.out) if array is not None]
+        given: tuple[Any, ...] = call.array, call.out
         for array in given:
-            found = array.device.id
-            if found != self.device:
+            if array is not None and (found := array.device.id) != self.device:
                 raise ValueError(
                     f"{call.name}: rank {self.rank} of {self.size} is joined to the others through "
                     f"CUDA device {self.device}, and the array is on device {found}; move it "
                     f"(flashlight_py.device.to_device(x, 'cuda:{self.device}'))"
                 )
-        with self.communicator.lock:
-            self.communicator.require(call.name)
+        self.communicator.require(call.name)
 
     def _all_reduce(self, call: Call) -> Work:
         pair = call.array, call.array
@@ -335,7 +339,7 @@ class NcclBackend(Backend):
             if prepare is not None:
                 launcher.wait_for(caller)
                 steps = prepare()
-            if communicator.child:
+            if communicator.child and steps and steps[0][0] >= launching.SEND:
                 self._connect(verb, steps)
             is_group, packed = together or len(steps) > 1, launcher.steps(steps)
             if communicator.child and prepare is None and finish is None:
@@ -439,10 +443,20 @@ class NcclBackend(Backend):
     ) -> Work:
         """Reduce each pair (source, target), several of them begun as one."""
         full = [pair for pair in pairs if pair[0].size]
+        if len(full) == 1:
+            form = plain_form(full[0][0].dtype, call.op, call.scale)
+            if form is not None:
+                source, target = full[0]
+                step = self._reducing(call, kind, source, target, form, call.scale, root)
+                arrays = [source] if target is source else [source, target]
+                return self._launch(call, (step,), arrays, result)
         parts = [ReducedArray(self._stream, *pair, call.op, call.scale) for pair in full]
 
         def steps() -> list[Step]:
-            return [self._reducing(call, kind, part, root) for part in parts]
+            return [
+                self._reducing(call, kind, part.source, part.room, part.form, part.factor, root)
+                for part in parts
+            ]
 
         def prepare() -> list[Step]:
             for part in parts:
@@ -458,12 +472,21 @@ class NcclBackend(Backend):
             return self._launch(call, (), arrays, result, prepare=prepare, finish=finish)
         return self._launch(call, steps() if full else (), arrays, result)
 
-    def _reducing(self, call: Call, kind: int, part: ReducedArray, root: int) -> Step:
-        rule, form = OPS[call.op], part.form
-        if part.factor != 1.0:
-            rule = self.communicator.scaled_sum(call.name, part.factor, form.dtype, form.code)
-        there = _address(part.source), _address(part.room)
-        return kind, *there, part.count, form.code, rule, root
+    def _reducing(
+        self,
+        call: Call,
+        kind: int,
+        source: Array,
+        target: Array,
+        form: NcclForm,
+        factor: float,
+        root: int,
+    ) -> Step:
+        """Return the step that reduces ``source`` to ``target``, times ``factor``."""
+        rule, count = OPS[call.op], target.size * form.parts
+        if factor != 1.0:
+            rule = self.communicator.scaled_sum(call.name, factor, form.dtype, form.code)
+        return kind, _address(source), _address(target), count, form.code, rule, root
 
 
 def _address(array: Array) -> int:

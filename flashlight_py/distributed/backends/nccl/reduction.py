@@ -79,7 +79,6 @@ class ReducedArray:
         self, stream: Any, source: Array, target: Array, op: ReduceOp, scale: float
     ) -> None:
         self.form = _form(source.dtype, op)
-        self.count = target.size * self.form.parts
         self.source, self.room = source, target
         self._stream, self._target = stream, target
         # NCCL multiplies the terms of a sum on their way, and nothing else.
@@ -104,6 +103,13 @@ class ReducedArray:
             if self.form.widened:
                 self._target[...] = self.room
             scale_in_place(self._target, self._scale)
+
+
+@functools.cache
+def plain_form(dtype: np.dtype[Any], op: ReduceOp, scale: float) -> NcclForm | None:
+    """Return the form in which NCCL reduces an array as it is; None: it has to be computed too."""
+    form = _form(dtype, op)
+    return None if form.widened or (op is not ReduceOp.SUM and scale != 1.0) else form
 
 
 @functools.cache
