@@ -74,7 +74,8 @@ fl_shm_group* fl_shm_part(fl_shm_group* whole, const int* ranks, unsigned number
 fl_op* fl_shm_run(fl_shm_group* group, const fl_signature* signature, void* data, void* output,
                   int peer, double seconds, int async, const fl_site* site) {
   if (async != 0) {
-    return fl::handle([&] { return group->group.start(*signature, data, output, peer, seconds, site); });
+    const bool is_ahead = async == FL_AHEAD;
+    return fl::handle([&] { return group->group.start(*signature, data, output, peer, seconds, site, is_ahead); });
   }
   return fl::handle([&] { return group->group.run(*signature, data, output, peer, seconds, site); });
 }
@@ -150,6 +151,15 @@ void fl_shm_compare_at_once(fl_shm_group* group) { group->group.compare_at_once(
 
 void fl_shm_call_ranks(fl_shm_group* group, const int* numbers) {
   group->group.call_ranks({numbers, numbers + group->group.size()});
+}
+
+fl_op* fl_shm_look_back(fl_shm_group* group, double seconds, int* is_behind) {
+  return fl::handle([&] {
+    bool behind = false;
+    auto found = group->group.look_back(seconds, behind);
+    *is_behind = behind ? 1 : 0;
+    return found;
+  });
 }
 
 int fl_shm_is_ahead(fl_shm_group* group, int rank, fl_signature* call) {

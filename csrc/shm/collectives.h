@@ -66,7 +66,7 @@ class Collectives {
   // The first step of every verb: show the others what this rank calls, without waiting. The verb's
   // own function does the rest; in between, progress() says how far the others are. `site`, which lives as
   // long as the call, is where the program calls; null: where this rank needs nobody it waits for all then.
-  void call(const fl_signature& mine, const void* data, const fl_site* site);
+  void call(const fl_signature& mine, const void* data, const fl_site* site, bool is_ahead = false);
   // Whether all that this rank has for the others goes with that, at once.
   bool can_begin(const fl_signature& mine);
   // Later, and maybe on another thread, before the rest: as begin() for the call that was made.
@@ -101,6 +101,10 @@ class Collectives {
 
   // Whether `rank` has made a call that this rank has not made yet, and which.
   bool is_ahead(int rank, fl_signature& call) const;
+
+  // Compare the calls that this rank has made ahead of others; whether some ranks have not made one of them.
+  // Throws Mismatch if the ranks differ in a call, or Failure if a rank has not made one for so long.
+  bool look_back(double seconds);
 
   // Arrays in this memory are reduced where they are. Collective in effect: every rank adds the
   // same regions in the same order. Returns this rank's array.

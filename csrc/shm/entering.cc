@@ -68,9 +68,10 @@ void Collectives::go_on(double seconds, InterruptCheck interrupt) {
 
 // Showing this rank's call --------------------------------------------------------------------
 
-void Collectives::call(const fl_signature& mine, const void* data, const fl_site* site) {
+// With `is_ahead` the call needs no other rank: it moves nothing, and is compared later.
+void Collectives::call(const fl_signature& mine, const void* data, const fl_site* site, bool is_ahead) {
   const Given given = given_in(mine, data);
-  needed_ = needed_by(rank_, mine);
+  needed_ = is_ahead ? Ranks{} : needed_by(rank_, mine);
   const size_t bytes = static_cast<size_t>(mine.count) * mine.itemsize;
   // A rank that needs nobody is gone when others find that they differ: it must say beforehand where it is.
   const bool is_lost = needed_.count() == 0 && site == nullptr;
@@ -277,6 +278,16 @@ void Collectives::receive_some(const fl_signature& mine) {
   }
   expect_to_write(&segment_.block(rank_).calls[(calls_ + 1) % kCalls]);
   if (!same) raise_now();
+}
+
+bool Collectives::look_back(double seconds) {
+  while (compared_ != calls_ && all_have_called(compared_ + 1)) compare_call(compared_ + 1);
+  raise_earlier(true);
+  if (compared_ == calls_) return false;
+  const uint32_t oldest = compared_ + 1;
+  const double age = (coarse_now() - description_of(rank_, oldest).called_at) * 1e-9;
+  if (age > seconds) wait_for_all(Watch(peers_, Concern{-1, oldest}, 0, nullptr), oldest);
+  return true;
 }
 
 void Collectives::wait_for_all(Watch watch, uint32_t number) {

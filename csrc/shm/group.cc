@@ -74,12 +74,12 @@ Handle ShmGroup::run(const fl_signature& signature, void* data, void* output, in
 }
 
 Handle ShmGroup::start(const fl_signature& signature, void* data, void* output, int peer, double seconds,
-                       const fl_site* site) {
+                       const fl_site* site, bool is_ahead) {
   if (is_message(signature)) {
     return port_.start({signature, data, peer, asked(site), match_of(signature, output)}, seconds);
   }
   if (auto refused = port_.refused()) return refused;
-  return handle_of(start_collective(signature, data, output, seconds, asked(site)));
+  return handle_of(start_collective(signature, data, output, seconds, asked(site), is_ahead));
 }
 
 // On the caller's own thread, unless operations are queued: they come first.

@@ -41,8 +41,12 @@ class ShmGroup : private Helper, private Family::Ticking {
   // `site` is the caller's; null: it is asked for where that matters.
   Handle run(const fl_signature& signature, void* data, void* output, int peer, double seconds,
              const fl_site* site = nullptr);
+  // With `is_ahead` a call that is only compared ends at once; look_back() compares it.
   Handle start(const fl_signature& signature, void* data, void* output, int peer, double seconds,
-               const fl_site* site = nullptr);
+               const fl_site* site = nullptr, bool is_ahead = false);
+  // Compare such calls as far as the others have made them; `is_behind`: they have not made all. Null: the
+  // ranks do not differ, and none has been missing for so many seconds.
+  Result look_back(double seconds, bool& is_behind);
 
   // Several messages at once; see Port.
   std::vector<Handle> exchange(const fl_message* messages, int count, double seconds) {
@@ -106,11 +110,11 @@ class ShmGroup : private Helper, private Family::Ticking {
   template <typename Body>
   auto reporting(const fl_site* site, Body body);
   Result start_collective(const fl_signature& signature, void* data, void* output, double seconds,
-                          const fl_site& site);
+                          const fl_site& site, bool is_ahead = false);
   Result make_collective(const fl_signature& signature, void* data, void* output, double seconds,
                          const fl_site& site, bool is_begun);
   bool begin_small(const fl_signature& signature, void* data, void* output, double seconds,
-                   const fl_site& site, Result& result);
+                   const fl_site& site, bool is_ahead, Result& result);
   void end_begun(Patience patience, bool or_hand_over);
   void hand_over();
   bool has_caught_up();

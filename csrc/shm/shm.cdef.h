@@ -43,6 +43,14 @@ fl_shm_group *fl_shm_part(fl_shm_group *whole, const int *ranks, unsigned number
 fl_op *fl_shm_run(fl_shm_group *group, const fl_signature *signature, void *data, void *output,
                   int peer, double seconds, int async, const fl_site *site);
 
+/* In place of `async`, for a call that is only compared: the result is NULL as a rule, before the other
+   ranks have made the call, and fl_shm_look_back compares it. */
+enum { FL_AHEAD = 2 };
+
+/* Compare such calls as far as the others have made them. `is_behind`: they have not made all. The result
+   is a handle of the failure if the ranks differ, or if one has not made a call for so many seconds. */
+fl_op *fl_shm_look_back(fl_shm_group *group, double seconds, int *is_behind);
+
 /* Run several messages at once, on the caller's thread; `async`: for a moment only. results[i] is NULL
    where message i has ended well, else a handle: of its failure, or of one that goes on (async, or an
    earlier message of its id is not done). */

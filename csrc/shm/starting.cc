@@ -51,7 +51,7 @@ std::shared_ptr<Operation> ShmGroup::make_collective(const fl_signature& signatu
 }
 
 ShmGroup::Result ShmGroup::start_collective(const fl_signature& signature, void* data, void* output,
-                                            double seconds, const fl_site& site) {
+                                            double seconds, const fl_site& site, bool is_ahead) {
   if (starting_.is_mine()) return ended(FL_FAILED, kInTheMiddle, {}, {});
   while (!starting_.try_take_for(kSliceMilliseconds)) {
     if (peers_.has_ended()) return ended(peers_.why_ended());
@@ -59,7 +59,7 @@ ShmGroup::Result ShmGroup::start_collective(const fl_signature& signature, void*
   const Turn::Held held(starting_);
   end_begun(kLittleTime, true);
   Result result;
-  if (begin_small(signature, data, output, seconds, site, result)) return result;
+  if (begin_small(signature, data, output, seconds, site, is_ahead, result)) return result;
   result = make_collective(signature, data, output, seconds, site, false);
   queue_.submit(result);
   return result;
@@ -67,18 +67,19 @@ ShmGroup::Result ShmGroup::start_collective(const fl_signature& signature, void*
 
 // Where that can be: `result` is what became of it. `starting_` is held.
 bool ShmGroup::begin_small(const fl_signature& s, void* data, void* output, double seconds,
-                           const fl_site& site, Result& result) {
+                           const fl_site& site, bool is_ahead, Result& result) {
   if (queued_.load(std::memory_order_relaxed) != 0) return false;
   if (peers_.has_ended() || !turn_.try_take()) return false;
   {
     const Running running(*this);
     if (!collectives_.can_begin(s)) return false;
     collectives_.begin(seconds, nullptr);
-    collectives_.call(s, data, &site);
+    collectives_.call(s, data, &site, is_ahead);
     if (collectives_.progress() == Progress::kComplete) {
       result = guarded([&](Seen& seen) {
         return reporting(&site, [&] { return complete(s, data, output, seen); });
       });
+      if (result == nullptr && is_ahead) return true;
       // A handle all the same: what was started can be waited for where it was started, and only there.
       if (result == nullptr) result = ended(FL_OK, "", {}, {});
       result->ended = Clock::now();
@@ -112,6 +113,20 @@ void ShmGroup::end_begun(Patience patience, bool or_hand_over) {
   } else if (or_hand_over) {
     hand_over();
   }
+}
+
+ShmGroup::Result ShmGroup::look_back(double seconds, bool& is_behind) {
+  is_behind = true;
+  if (!starting_.try_take()) return nullptr;
+  const Turn::Held held(starting_);
+  // What is queued compares what was called before it.
+  if (begun_ != nullptr || queued_.load(std::memory_order_relaxed) != 0) return nullptr;
+  if (peers_.has_ended() || !turn_.try_take()) return nullptr;
+  const Running running(*this);
+  const auto operation =
+      queue_.make(seconds, [&](Operation&) { is_behind = collectives_.look_back(seconds); });
+  execute(peers_, *operation);
+  return operation->status == FL_OK ? nullptr : operation;
 }
 
 void ShmGroup::hand_over() {

@@ -67,6 +67,19 @@ class Backend(abc.ABC):
         """Start several calls of one kind, all blocking or none, as one: its result is a list."""
         return AllOf([self.start(replace(call, blocking=False)) for call in calls])
 
+    compares_ahead = False  # whether calls may be ``Call.is_ahead``
+
+    def look_back(self, name: str, seconds: float) -> bool:
+        """Return whether all ranks have made the calls of this rank that were ``Call.is_ahead``.
+
+        Does not block. ``name`` is the last of them, for errors.
+
+        Raises:
+            MismatchError: the ranks differ in one of them.
+            CollectiveTimeoutError: a rank has not made one for ``seconds``.
+        """
+        return True
+
     def shared_empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return a new NumPy array, not initialised, that is cheap to reduce. Collective.
 

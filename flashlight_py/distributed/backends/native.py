@@ -263,7 +263,7 @@ class NativeBackend(NativeGroup):
                 runs_ahead = verb.rooted or verb.prefix
                 site = self.ffi.NULL if asks and not runs_ahead else self._here()
             where = source, target, call.peer
-            how = seconds, not call.blocking, site
+            how = seconds, 2 if call.is_ahead else not call.blocking, site
             handle = self._run_there(group, self._next.signature, *where, *how)
             raise_interruption(self.lib, handle)
         finally:

@@ -18,7 +18,7 @@ from flashlight_py.device import Array
 from flashlight_py.distributed.backends.callers import answer_where
 from flashlight_py.distributed.backends.exchange import BackendStore, Steps
 from flashlight_py.distributed.backends.native import NativeBackend
-from flashlight_py.distributed.backends.native_work import freed_by, keeping
+from flashlight_py.distributed.backends.native_work import NativeWork, freed_by, keeping
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.memory.memory_file import (
     made_together,
@@ -54,6 +54,7 @@ class ShmBackend(NativeBackend):
     path = "shared memory"
     symbols = "fl_shm"
     asks_for_sites = True
+    compares_ahead = True
     steps = ("fl_shm_begin", "fl_shm_ready", "fl_shm_finish", "fl_shm_post", "fl_shm_deliver")
 
     def __init__(self, store: Store, timeout: float, at_once: bool = False) -> None:
@@ -89,6 +90,16 @@ class ShmBackend(NativeBackend):
         if group == self.ffi.NULL:
             raise OSError(self.reason())
         return self._owned(group)
+
+    def look_back(self, name: str, seconds: float) -> bool:
+        group = self.group
+        if group is None:
+            return True  # it has ended, and whoever waits raises why
+        is_behind = self.ffi.new("int *")
+        handle = self.lib.fl_shm_look_back(group, seconds, is_behind)
+        if handle != self.ffi.NULL:
+            NativeWork(self, name, handle, (), seconds).wait()
+        return not is_behind[0]
 
     def shared_empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return an array, not initialised, in memory that all ranks have mapped. Collective.

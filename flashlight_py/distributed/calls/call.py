@@ -78,6 +78,8 @@ class Call:
             do so itself, and that may be given arrays of a GPU. The result of a verb in which
             shapes may differ is every rank's first dimension, of a scatter the dtype and shape of a
             part, as the root has it, else None.
+        is_ahead: such a call ends before the other ranks have made it, in a backend that
+            ``compares_ahead``; ``Backend.look_back`` compares it.
         holds: the dtype and shape of what ``array`` stands for, where they are not its own: dates
             are reduced as integers, and a scatter of a dtype that the others cannot know beforehand
             has it with each part.
@@ -104,6 +106,7 @@ class Call:
     compared: bool = False
     holds: tuple[np.dtype[Any], tuple[int, ...]] | None = None
     refusal: str = ""
+    is_ahead: bool = False
 
     @property
     def like(self) -> Any:

@@ -7,7 +7,9 @@ aborted. Of all else the host has to know sizes or peers, so that it is compared
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -30,6 +32,7 @@ from flashlight_py.errors import (
 
 # How long the others may take to answer when one of them seems to be missing.
 _DIAGNOSIS_SECONDS = 10.0
+_LOOK_SECONDS = 0.0002
 _ENDS_OF_GROUPS = (MismatchError, PeerLostError, CollectiveTimeoutError, GroupClosedError)
 
 
@@ -60,6 +63,8 @@ class Comparisons:
         # must be able to end.
         self._lock = threading.RLock()  # signal handlers run on the thread that holds it
         self.latest: Work = Done()
+        # Calls that a backend compares later: how many, and how many were compared by which time.
+        self._ahead, self.compared_ahead, self._name = 0, (0, 0.0), ""
 
     def post(self, call: Call) -> None:
         """Begin to compare ``call``, which NCCL is about to begin; the lock is held.
@@ -67,8 +72,9 @@ class Comparisons:
         Raises:
             DistributedError: what an earlier comparison has found.
         """
-        self._add(compared(call, blocking=False))
-        self.look()
+        self._add(compared(call, blocking=False, is_ahead=self._cpu.compares_ahead))
+        if self._posted:
+            self.look()
         self._communicator.require(call.name)
 
     def refuse(self, call: Call) -> None:
@@ -83,9 +89,32 @@ class Comparisons:
             self._add(call)
 
     def _add(self, call: Call) -> None:
-        self.latest = self._cpu.start(call)
+        work = self._cpu.start(call)
+        if call.is_ahead and type(work) is Done:
+            self._ahead += 1
+            self._name = call.name
+            self.latest = _Ahead(self, self._ahead)
+            return
+        self.latest = work
         with self._lock:
-            self._posted.append(self.latest)
+            self._posted.append(work)
+
+    def look_back(self) -> bool:
+        """Compare the calls that the CPU's backend has not; return whether all are compared.
+
+        A difference ends the communicator. From any thread; does not wait.
+        """
+        ahead = self._ahead
+        if self.compared_ahead[0] < ahead:
+            try:
+                is_over = self._cpu.look_back(self._name, self._communicator.timeout)
+            except DistributedError as error:
+                self._judge(error)
+                return True
+            if not is_over:
+                return False
+            self.compared_ahead = ahead, time.monotonic()
+        return True
 
     def look(self) -> None:
         """End the communicator if a comparison has failed; from any thread. Does not wait."""
@@ -100,6 +129,11 @@ class Comparisons:
 
     def finish(self, seconds: float | None = None) -> None:
         """Block until all that was posted has been compared, but for each at most ``seconds``."""
+        end = math.inf if seconds is None else time.monotonic() + seconds
+        while not self.look_back() and self._communicator.broken is None:
+            if time.monotonic() > end:
+                return
+            time.sleep(_LOOK_SECONDS)
         while (work := self.oldest()) is not None:
             if _failure(work, seconds) is not None and not work.is_completed():
                 return
@@ -187,8 +221,27 @@ def _failure(work: Work, seconds: float | None = None) -> DistributedError | Non
     return None
 
 
-def compared(call: Call, blocking: bool) -> Call:
+class _Ahead(Work):
+    """The comparison of call ``number`` of those that a backend compares later."""
+
+    def __init__(self, comparisons: Comparisons, number: int) -> None:
+        self._comparisons, self._number, self._ended = comparisons, number, 0.0
+
+    def is_completed(self) -> bool:
+        count, ended = self._comparisons.compared_ahead
+        if not self._ended and count >= self._number:
+            self._ended = ended
+        return bool(self._ended)
+
+    def end_time(self) -> float | None:
+        return self._ended or None
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return at once: whoever waits for the call finds what its comparison has found."""
+
+
+def compared(call: Call, blocking: bool, is_ahead: bool = False) -> Call:
     """Return ``call`` as one that ranks only compare; faster than ``replace``."""
     how = call.op, call.scale, call.root, call.peer, call.tag, call.rows, call.out
     rest = blocking, call.seconds, call.part_of
-    return Call(call.verb, call.array, *how, *rest, compared=True)
+    return Call(call.verb, call.array, *how, *rest, compared=True, is_ahead=is_ahead)

@@ -170,6 +170,7 @@ class NcclWatchdog:
         """
         communicator = self._communicator
         self._comparisons.look()
+        self._comparisons.look_back()
         # The remains of an aborted communicator look as if it had ended well.
         if communicator.broken is not None:
             return
