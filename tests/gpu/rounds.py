@@ -37,12 +37,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import flashlight_py as fl
+from flashlight_py.distributed.groups.membership import of
 from tests.distributed.harness import Outcome, RanksFailedError, run_outcomes, run_ranks
 from tests.gpu import verbs
 from tests.gpu.conftest import world
 from tests.gpu.machine import NO_GPU
 
-TIMEOUT = 3.0  # seconds of a collective, as ranks pass it to distributed_init
+TIMEOUT = 3.0  # seconds of a collective, once all ranks have joined
+JOINING = 25.0  # seconds to join, as many ranks start CUDA and NCCL at the same time
 SOON = 4.0  # seconds until the error, after the kill or after the timeout of a stopped rank
 DELAY = 0.2, 1.5  # seconds from the first collective to the signal
 LOST = 1  # the rank that is killed or stopped
@@ -146,6 +148,7 @@ def call_until_error(rank: int, size: int, kind: str, seed: int, folder: str) ->
     fl.barrier()
     fl.all_reduce(arrays.large)
     fl.sync_distributed()
+    of(None).limit(TIMEOUT)
     if rank == LOST:
         threading.Thread(target=send_signal, args=(kind, seed, Path(folder)), daemon=True).start()
     raised = first_error(arrays, random.Random(seed), size)
@@ -242,7 +245,7 @@ def play(each: Round, ends: float, worlds: Callable[..., dict[str, Any]] = world
         return None
     with tempfile.TemporaryDirectory(prefix="round-") as folder:
         arguments = each.kind, each.seed, folder
-        where = {"deadline": ROUND_SECONDS, **worlds(each.size, TIMEOUT=TIMEOUT)}
+        where = {"deadline": ROUND_SECONDS, **worlds(each.size, TIMEOUT=JOINING)}
         try:
             outcomes = run_outcomes(call_until_error, each.size, *arguments, **where)
         except RanksFailedError as error:

@@ -30,8 +30,9 @@ from flashlight_py.errors import (
     PeerLostError,
 )
 
-# How long the others may take to answer when one of them seems to be missing.
-_DIAGNOSIS_SECONDS = 10.0
+# Seconds that the others have to answer when one of them seems to be missing. They ask as well,
+# as soon as their own watchdog finds that the collective does not end.
+_DIAGNOSIS_SECONDS = 2.0
 _LOOK_SECONDS = 0.0002
 _ENDS_OF_GROUPS = (MismatchError, PeerLostError, CollectiveTimeoutError, GroupClosedError)
 
