@@ -160,7 +160,9 @@ class Graph:
 
     def release(self) -> None:
         """Destroy the CUDA graph: NCCL frees a communicator after its graphs."""
-        self._graph = None
+        graph, self._graph = self._graph, None
+        if graph is not None:
+            graph.release()
 
     def fits(self, key: Any, state: Callable[[], State]) -> bool:
         """Return whether a call with arguments of the form ``key`` may replay it."""

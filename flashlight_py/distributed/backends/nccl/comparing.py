@@ -34,6 +34,7 @@ from flashlight_py.errors import (
 # as soon as their own watchdog finds that the collective does not end.
 _DIAGNOSIS_SECONDS = 2.0
 _LOOK_SECONDS = 0.0002
+_ENDING_SECONDS = 1.0  # of a process whose sockets are closed already
 _ENDS_OF_GROUPS = (MismatchError, PeerLostError, CollectiveTimeoutError, GroupClosedError)
 
 
@@ -203,6 +204,10 @@ class Comparisons:
         try:
             self._cpu.start(Call(BARRIER, seconds=seconds, refusal=refusal)).wait()
         except MismatchError:
+            # A rank that has ended since may have answered by a call that it made ahead.
+            gone = self._lost_within(_ENDING_SECONDS)
+            if gone is not None:
+                return PeerLostError, f"Asked over {self._cpu.path}: {gone}"
             return None, f"Every rank answered over {self._cpu.path}, so none is gone"
         except DistributedError as error:
             # A comparison has found it before where the group is closed by now.
@@ -211,6 +216,18 @@ class Comparisons:
             lost = PeerLostError if isinstance(found, PeerLostError) else None
             return lost, f"Asked over {self._cpu.path}: {found}"
         return None, f"Nothing is known over {self._cpu.path}"
+
+    def _lost_within(self, seconds: float) -> DistributedError | None:
+        """Return which rank is lost, if NCCL has noticed the end of a process before the host has.
+
+        Blocks for up to ``seconds`` if none is.
+        """
+        broken, end = self._communicator.broken, time.monotonic() + seconds
+        while (lost := self._cpu.lost("NCCL")) is None and isinstance(broken, PeerLostError):
+            if time.monotonic() > end:
+                return None
+            time.sleep(_LOOK_SECONDS)
+        return lost if isinstance(lost, PeerLostError) else None
 
 
 def _failure(work: Work, seconds: float | None = None) -> DistributedError | None:

@@ -5,12 +5,13 @@ See ``csrc/nccl/launch.cdef.h``, whose arguments are those of ``Launcher``'s met
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from flashlight_py import _native
 from flashlight_py.distributed.backends.nccl.library import NcclLibrary, driver_address
-from flashlight_py.errors import DistributedError
+from flashlight_py.errors import DistributedError, GroupClosedError
 
 # The functions of NCCL in the order of the enumeration of launch.cdef.h.
 _FUNCTIONS = "AllReduce", "ReduceScatter", "Reduce", "Broadcast", "AllGather", "Send", "Recv"
@@ -90,6 +91,7 @@ class GraphLauncher:
     def __init__(self, graph: Any, targets: Sequence[Any]) -> None:
         module: Any = _native.load("launch")
         self._lib, self._graph = module.lib, graph
+        self._lock = threading.Lock()  # NCCL may free a communicator on another thread
         functions = "cuMemcpyDtoDAsync_v2", "cuGraphLaunch", "cuEventRecord"
         addresses = (*map(driver_address, functions), int(graph.graphExec))
         self._struct = module.ffi.new("fl_replayer *", addresses)
@@ -100,13 +102,22 @@ class GraphLauncher:
         """Copy from ``sources``, launch on ``stream``, and record the event ``done``, if any.
 
         Raises:
+            GroupClosedError: the graph was released.
             DistributedError: CUDA refused.
         """
         blocks, count = self._blocks, 0
         for source in sources:
             blocks[count].source = source
             count += 1
-        _require(self._lib.fl_replay(self._struct, count, blocks, stream, done))
+        with self._lock:
+            if self._graph is None:
+                raise GroupClosedError("a captured step: the group of its collectives has ended")
+            _require(self._lib.fl_replay(self._struct, count, blocks, stream, done))
+
+    def release(self) -> None:
+        """Destroy the graph, whoever refers to this object, such as the traceback of an error."""
+        with self._lock:
+            self._graph = None
 
 
 def _require(status: int) -> None:
