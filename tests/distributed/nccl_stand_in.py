@@ -37,6 +37,8 @@ _SIGNATURES = {
     "ncclGroupEnd": "int(void)",
     "cuEventRecord": "int(void *, void *)",
     "cuStreamWaitEvent": "int(void *, void *, unsigned int)",
+    "cuGraphLaunch": "int(void *, void *)",
+    "cuMemcpyDtoDAsync_v2": "int(unsigned long long, unsigned long long, size_t, void *)",
 }
 _INTERNAL_ERROR = 3  # of an exception in a function
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 
 from flashlight_py import _native
+from flashlight_py.distributed.backends.nccl import launching
 from flashlight_py.distributed.backends.nccl.backend import NcclBackend
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
 from flashlight_py.distributed.backends.nccl.comparing import Comparisons
@@ -30,6 +32,7 @@ from flashlight_py.errors import (
     CollectiveTimeoutError,
     DistributedError,
     GroupClosedError,
+    MismatchError,
     PeerLostError,
 )
 from tests.cupy_stand_in import LOG, Event, StandInArray, StandInCupy, Stream
@@ -469,6 +472,49 @@ def test_what_a_comparison_has_found_meanwhile_says_who_is_missing(nccl: Nccl) -
     kind, found = comparisons.who_is_missing()
     assert kind is PeerLostError
     assert found == "Asked over the CPU: lost rank 1 (its process has ended)"
+
+
+class AnsweredAhead(Cpu):
+    """The other rank made a call ahead, which answers a barrier, and then ended."""
+
+    def start(self, call: Call) -> Work:
+        raise MismatchError("rank 1 called all_reduce")
+
+    def lost(self, doing: str) -> DistributedError | None:
+        found, self.dead = self.dead, PeerLostError("lost rank 1 (its process has ended)")
+        return found
+
+
+def test_a_rank_that_answers_by_an_earlier_call_is_named_when_it_has_ended(nccl: Nccl) -> None:
+    """NCCL notices the end of a process before the host does."""
+    made = communicator(nccl)
+    nccl.state = REMOTE
+    comparisons = Comparisons(AnsweredAhead(), made)
+    made.who_is_missing = comparisons.who_is_missing
+    made.watch("all_reduce", time.monotonic())
+    assert str(made.error()).endswith("Asked over the CPU: lost rank 1 (its process has ended)")
+
+
+def test_a_released_graph_is_destroyed_and_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The traceback of an error may refer to the launcher; NCCL waits for the graph's end."""
+    driver = StandInLibrary(ffi, StandInNccl(ffi, None), "stand-in", 22809)
+    driver.lib.cuGraphLaunch = driver.lib.cuEventRecord = lambda *_: LOG.append("launch") or 0
+    monkeypatch.setattr(launching, "driver_address", driver.address)
+    graph = StandInGraph()
+    graphs = weakref.ref(graph)
+    launcher = launching.GraphLauncher(graph, [])
+    LOG.clear()
+    launcher.launch([], 1, 2)
+    assert LOG == ["launch", "launch"]  # of the graph, and of the event
+    del graph
+    launcher.release()
+    assert graphs() is None
+    with pytest.raises(GroupClosedError, match="its collectives has ended"):
+        launcher.launch([], 1, 2)
+
+
+class StandInGraph:
+    graphExec = 3
 
 
 def test_the_watchdog_finds_what_takes_too_long(

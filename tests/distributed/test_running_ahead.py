@@ -10,6 +10,11 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
+from flashlight_py.distributed.calls.call import Call
+from flashlight_py.distributed.constants import ReduceOp
+from flashlight_py.distributed.groups.membership import of
+from flashlight_py.distributed.verbs import ALL_REDUCE
+from flashlight_py.errors import MismatchError
 from tests.distributed.conformance import BACKENDS
 from tests.distributed.harness import run_ranks
 from tests.distributed.told import told, told_later
@@ -43,6 +48,31 @@ def go_ahead(rank: int, size: int, verb: str) -> None:
             fl.send(token, other)
     total = fl.all_reduce(np.full(3, rank + 1.0))
     assert np.all(total == size * (size + 1) / 2)
+
+
+def compare_later(rank: int, size: int, differ: bool) -> list[str]:
+    """Make many calls that are compared ahead, the last of another op on rank 1 if they differ."""
+    cpu, x, found = of(None).backend(), np.ones(3), list[str]()
+    assert cpu.compares_ahead
+    try:
+        for n in range(100):
+            op = ReduceOp.MAX if differ and rank == 1 and n == 99 else ReduceOp.SUM
+            call = Call(ALL_REDUCE, x, op, compared=True, is_ahead=True, blocking=False)
+            cpu.start(call).wait()
+        while not cpu.look_back("all_reduce", 30.0):
+            time.sleep(0)
+    except MismatchError as error:
+        found.append(str(error))
+        with pytest.raises(MismatchError):
+            fl.barrier()  # the next call that compares finds it too
+    return found
+
+
+def test_calls_that_are_compared_ahead_are_compared_when_a_rank_looks_back() -> None:
+    assert run_ranks(compare_later, 3, False) == [[]] * 3
+    for (error,) in run_ranks(compare_later, 3, True):
+        assert "op=max" in error
+        assert "op=sum" in error
 
 
 @pytest.mark.parametrize("verb", VERBS)
