@@ -16,10 +16,13 @@ FILES = [path for path in PACKAGE.rglob("*.py") if path.name != "_nccl.py"]  # t
 # At most so many lines and files. Blank lines, comments and docstrings count.
 BUDGETS = {
     # Layers, their functions, amp and the data loader are 3,700 of them: errors name both shapes.
-    "": (51_260, 251),
+    # CUDA graphs of steps, and launches on a blocking communicator of NCCL: 1,415 lines, for which
+    # 401 were removed (top-k compression, steps in the backward pass).
+    "": (52_270, 253),
     # torch changes the timeouts of groups that are open; objects know two ways, native and not.
     # Memory is asked for before it is taken; grids, objects as messages, names that others use.
-    "distributed": (18_260, 92),
+    # NCCL has two communicators, a ring of events, and comparisons that are made later.
+    "distributed": (18_700, 92),
     # Ranks meet in a tree of hosts, and name who is lost or late wherever it is; one that is
     # stopped holds nobody up, and launchers show each other that they are there.
     "distributed/rendezvous": (3_510, 12),
@@ -32,7 +35,8 @@ BUDGETS = {
     "engines": (910, 6),
     "tagi": (5_280, 21),
     # Kernels of layers are instructions; bfloat16 is a dtype; reasons say what to write instead.
-    "tape": (2_845, 13),
+    # CUDA graphs, with the products of matrices that CuPy does not capture.
+    "tape": (3_470, 13),
     "torch": (1_210, 6),
 }
 
@@ -84,4 +88,5 @@ def test_few_files_tell_the_tape_of_what_they_do() -> None:
     hooks = re.compile(r"\b(as_one|here\.recorder|random\.stand_in|flashlight_py\.tape)\b")
     files = [str(path.relative_to(PACKAGE)) for path in FILES if hooks.search(path.read_text())]
     outside = [file for file in files if not file.startswith("tape/")]
-    assert len(outside) <= 9, outside
+    # On a GPU also the kernels of optimizers and the backend of NCCL, whose launches a graph keeps.
+    assert len(outside) <= 11, outside

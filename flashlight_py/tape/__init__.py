@@ -27,9 +27,13 @@ def capture(
 
     Where modules, optimizers or hooks have changed, the step is recorded again. Where it cannot be
     captured, as it reads a value in the middle (``float(loss)``, ``if``) or uses an array from
-    elsewhere, it stays as it is, with one ``RuntimeWarning`` that says why and in which line; so on
-    CuPy. Gradients that replays leave behind are in the same arrays each time; NumPy's warnings
+    elsewhere, it stays as it is, with one ``RuntimeWarning`` that says why and in which line.
+    Gradients that replays leave behind are in the same arrays each time; NumPy's warnings
     (such as of a division by zero) are not repeated. See docs/capture.md.
+
+    With CuPy arrays, the second call is captured as a CUDA graph, which includes collectives, and
+    later calls launch that graph. Before each call the ranks of a step compare which graph they
+    want to launch, blocking; if they differ, all ranks run the step eagerly.
 
     Args:
         step: the function, or a method.

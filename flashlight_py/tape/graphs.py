@@ -30,9 +30,9 @@ from flashlight_py.distributed.work import Work
 from flashlight_py.errors import DistributedError, GroupClosedError
 from flashlight_py.optim.cuda import CapturedStep
 from flashlight_py.optim.optimizer import RuleOptimizer
-from flashlight_py.products import capture_products
 from flashlight_py.structure import count, here
 from flashlight_py.tape.operands import CannotCapture
+from flashlight_py.tape.products import capture_products
 from flashlight_py.tape.recording import line_of_user, note_gradients
 from flashlight_py.tape.state import State, plain_arrays
 
