@@ -17,7 +17,7 @@ __all__ = ["CudaRole"]
 # Launches in a row before the device is waited for. CUDA takes some 1000 before the host blocks.
 LAUNCHES = 20
 SERIES = 15
-SERIES_SHARED = 1  # ranks that share a GPU get slices of its time: a launch takes milliseconds
+SERIES_SHARED = 5  # ranks that share a GPU get slices of its time: a launch takes milliseconds
 # What the host does for a launch does not depend on the size, as the device's time does.
 LARGEST_LAUNCHED = 64 << 10
 
