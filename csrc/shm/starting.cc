@@ -117,14 +117,21 @@ void ShmGroup::end_begun(Patience patience, bool or_hand_over) {
 
 ShmGroup::Result ShmGroup::look_back(double seconds, bool& is_behind) {
   is_behind = true;
+  if (peers_.has_ended()) return ended(peers_.why_ended());
   if (!starting_.try_take()) return nullptr;
   const Turn::Held held(starting_);
   // What is queued compares what was called before it.
   if (begun_ != nullptr || queued_.load(std::memory_order_relaxed) != 0) return nullptr;
-  if (peers_.has_ended() || !turn_.try_take()) return nullptr;
+  if (!turn_.try_take()) return nullptr;
   const Running running(*this);
-  const auto operation =
-      queue_.make(seconds, [&](Operation&) { is_behind = collectives_.look_back(seconds); });
+  const auto operation = queue_.make(seconds, [&](Operation&) {
+    try {
+      is_behind = collectives_.look_back(seconds);
+    } catch (Failure& failure) {
+      if (failure.status == FL_TIMEOUT) failure.seen = collectives_.last_calls();
+      throw;
+    }
+  });
   execute(peers_, *operation);
   return operation->status == FL_OK ? nullptr : operation;
 }

@@ -5,8 +5,10 @@ ranks. The second one is captured: Python runs, and CUDA notes the kernels inste
 Later calls copy the arguments to where the graph reads them, and launch it.
 
 Ranks replay a graph with collectives together, or none of them does (NCCL, "Using NCCL with CUDA
-Graphs"). Therefore the ranks of each group that the step uses compare before each call which graph
-they have; if they differ, every rank runs the step eagerly.
+Graphs"). Therefore the ranks of a step compare before each call which graph they have; if they
+differ, every rank runs the step eagerly. They do so in the group of the step that contains all
+others. If there is none, the step stays eager: agreement in one group after the other is not
+transitive.
 """
 
 from __future__ import annotations
@@ -14,9 +16,11 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
@@ -25,20 +29,26 @@ from flashlight_py.device import is_cupy
 from flashlight_py.distributed.backends.nccl.launching import GraphLauncher
 from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.groups.membership import Membership, divert
-from flashlight_py.distributed.verbs import ALL_REDUCE
+from flashlight_py.distributed.verbs import ALL_REDUCE, SCATTER
 from flashlight_py.distributed.work import Work
 from flashlight_py.errors import DistributedError, GroupClosedError
 from flashlight_py.optim.cuda import CapturedStep
 from flashlight_py.optim.optimizer import RuleOptimizer
+from flashlight_py.random import generator
 from flashlight_py.structure import count, here
 from flashlight_py.tape.operands import CannotCapture
 from flashlight_py.tape.products import capture_products
 from flashlight_py.tape.recording import line_of_user, note_gradients
-from flashlight_py.tape.state import State, plain_arrays
+from flashlight_py.tape.state import Place, State, plain_arrays, words
 
 _MOST_GRAPHS = 8  # each keeps the memory of a step
 _MOST_FORMS = 64  # of arguments, that have not been captured
-_EAGER, _CAPTURE = 0, -1  # what a rank wants to do, beside the number of a graph
+_LEAST_CAPTURES = 16  # before most calls have to be replays
+_EAGER, _CAPTURE, _NEVER = 0, -1, -2  # what a rank wants to do, beside the number of a graph
+
+
+class _CannotSend(CannotCapture, DistributedError):
+    """A verb cannot be captured. The other ranks hear of it when all ranks compare."""
 
 
 class Recorder:
@@ -59,6 +69,8 @@ class Recorder:
         self.grads_set: set[Variable] = set()
         self._kept: list[Any] = []  # what the device uses while it runs the graph
         self._tables: Any = None  # the memory of tables of numbers
+        self._calls: dict[Membership, list[str]] = {}
+        self._size = 1  # of the group of the current verb
 
     def leave(self, reason: str, instead: str = "") -> None:
         """Note why the step cannot be captured, and what to write ``instead``."""
@@ -102,17 +114,45 @@ class Recorder:
                 self.groups[group] = None
             return self._without(group, calls, name)
         if not is_cupy(array):
-            raise CannotCapture(f"{name} sends arrays of the CPU, or none, at {line_of_user()}")
+            raise _CannotSend(f"{name} sends arrays of the CPU, or none, at {line_of_user()}")
         backend: Any = group.backend(array)
         if group.size > 1:
             if group not in self.groups:
-                raise CannotCapture(f"{name} uses a group that the step has not used before")
+                raise _CannotSend(f"{name} uses a group that the step has not used before")
             if reason := backend.why_not_captured():
-                raise CannotCapture(reason)
-            self.backends[backend] = None
+                raise _CannotSend(reason)
+            self.backends[backend], self._size = None, group.size
+            self._calls.setdefault(group, []).extend(map(_described, calls))
         if len(calls) == 1:
             return group.journal.run(calls, name, lambda: backend.start(call))
         return group.journal.run(calls, name, lambda: backend.start_many(calls))
+
+    def digest(self, group: Membership) -> int:
+        """Return a number that is equal if ranks have captured equal calls of ``group``."""
+        return crc32("; ".join(self._calls.get(group, [])).encode())
+
+    # In the place of ``Comparisons`` during a capture, in which ranks compare nothing: a rank that
+    # cannot capture the step makes no such call. All ranks compare digests afterwards.
+
+    def post(self, call: Call) -> None:
+        """Compare nothing."""
+
+    refuse = post
+
+    def ask(self, call: Call) -> list[int]:
+        """Return the rows of each rank: those of this rank, which the digests compare."""
+        return [len(call.like)] * self._size
+
+    def meet(self, calls: Any) -> Any:
+        """Refuse a call for which ranks have to exchange something.
+
+        Raises:
+            _CannotSend: always.
+        """
+        call = calls[0] if isinstance(calls, list) else calls
+        raise _CannotSend(f"{call.name} needs an answer of other ranks at {line_of_user()}")
+
+    rows_for_this_rank = meet
 
     def _without(self, group: Membership, calls: Sequence[Call], name: str) -> Work:
         here.recorder = None
@@ -142,15 +182,19 @@ class Graph:
         self._stream: Any = None  # that of the last launch
 
     def finish(
-        self, graph: Any, inputs: list[Any], result: Any, state: State, before: dict[Variable, Any]
+        self, graph: Any, pairs: Sequence[Any], result: Any, state: State, before: dict[Any, Any]
     ) -> None:
-        """Take what was captured; ``before`` are the gradients as they were."""
-        recorder, self.inputs, self._result = self.recorder, inputs, result
-        flags = [array.flags.c_contiguous or array.flags.f_contiguous for array in inputs]
+        """Take what was captured; ``before`` are the gradients as they were.
+
+        ``pairs``: of each argument, the array that was passed, and the one that the graph reads.
+        """
+        recorder, self._result = self.recorder, result
+        self.inputs = inputs = [array for _, array in pairs]
+        flags = [given.flags.c_contiguous or given.flags.f_contiguous for given, _ in pairs]
         self._plain = [number for number, is_plain in enumerate(flags) if is_plain]
         self._strided = [number for number, is_plain in enumerate(flags) if not is_plain]
         self._graph = GraphLauncher(graph, [inputs[number] for number in self._plain])
-        self._names = [(place, value) for place, value in state.names if type(value) is not int]
+        self._names, self._memory = state.names, _Memory(state)
         self._kept = {id(value) for _, value in state.held}
         self._reads = [(v, before[v]) for v in recorder.grads_read if v in before]
         changed = [v for v in before if v in recorder.grads_set or v.grad is not before[v]]
@@ -164,16 +208,16 @@ class Graph:
         if graph is not None:
             graph.release()
 
-    def fits(self, key: Any, state: Callable[[], State]) -> bool:
-        """Return whether a call with arguments of the form ``key`` may replay it."""
-        if key != self.key or self._graph is None:
+    def fits(self, key: Any, arrays: Sequence[Any], state: Callable[[], State]) -> bool:
+        """Return whether a call with ``arrays`` and others, of the form ``key``, may replay it."""
+        if key != self.key or self._graph is None or self._memory.has_any(arrays):
             return False
         stamp = int(count[0])
         if self.stamp != stamp:
             if state().signature != self.signature:
                 return False
             self.stamp = stamp
-        names = all(place.get() is value for place, value in self._names)
+        names = all(_is_there(place, value) for place, value in self._names)
         return names and all(variable.grad is before for variable, before in self._reads)
 
     def replay(self, arrays: Sequence[Any]) -> Any:
@@ -216,8 +260,9 @@ class Graph:
     def _copied(self, value: Any) -> Any:
         """Return ``value`` with copies of arrays that the next replay writes to."""
         kind = type(value)
-        if kind in (tuple, list):
-            return kind([self._copied(each) for each in value])
+        if isinstance(value, (tuple, list)):
+            copies = [self._copied(each) for each in value]
+            return copies if kind is list else getattr(kind, "_make", kind)(copies)
         if kind is dict:
             return {name: self._copied(each) for name, each in value.items()}
         if isinstance(value, Variable):
@@ -240,6 +285,7 @@ class Graphs:
         self._warm: dict[Any, int] = {}  # forms of arguments that ran eagerly, at which structure
         self._groups: list[Membership] | None = None  # that the step uses; None: it has not run
         self._numbers = itertools.count(1)
+        self._captures = 0
         self._lock = threading.RLock()
         self.replays = 0
         self.reason = ""  # why the step stays eager, once that is known
@@ -251,13 +297,14 @@ class Graphs:
                 self._graphs, self._warm, self._groups = [], {}, None
             values = (*args, *options.values())
             key = (*map(_form, values), *options)
-            state = functools.partial(self._state, values)
-            graph = next((each for each in self._graphs if each.fits(key, state)), None)
-            wanted = _CAPTURE if self._warm.get(key) == int(count[0]) else _EAGER
+            state, arrays = functools.partial(self._state, values), _arrays(values)
+            graph = next((each for each in self._graphs if each.fits(key, arrays, state)), None)
+            is_warm = graph is None and self._warm.get(key) == int(count[0])
+            wanted = _CAPTURE if is_warm and not _Memory(state()).has_any(arrays) else _EAGER
             agreed = self._agreed(wanted if graph is None else graph.number)
             if graph is not None and agreed == graph.number:
                 self.replays += 1
-                return graph.replay(_arrays(values))
+                return graph.replay(arrays)
             if agreed == _CAPTURE:
                 return self._capture(key, args, options)
             return self._run(key, args, options)
@@ -275,7 +322,12 @@ class Graphs:
             with ExitStack() as stack:
                 stack.enter_context(self._recording)
                 record(recorder, stack)
-                result = self._step(*args, **options)
+                try:
+                    result = self._step(*args, **options)
+                except BaseException:
+                    # A caught error must not end the agreement with the other ranks.
+                    self._groups = list(recorder.groups) or None
+                    raise
             self._groups = list(recorder.groups)
         if len(self._warm) >= _MOST_FORMS:
             self._warm.clear()
@@ -283,33 +335,47 @@ class Graphs:
         return result
 
     def _agreed(self, wanted: int) -> int:
-        """Return ``wanted`` if all ranks of each group want it, else to run eagerly. Blocking."""
-        for group in self._groups or ():
-            both = np.array([wanted, -wanted], np.int64)
-            if group.native(ALL_REDUCE.code, both, None, "max", 1.0, 0, 0, False) is not both:
-                group.all_reduce(both, op="max")  # type: ignore[attr-defined]
-            if both[0] != -both[1]:
-                return _EAGER
-        return wanted
+        """Return ``wanted`` if all ranks of the step want it, else to run eagerly. Blocking."""
+        groups = _spanning(self._groups or ())
+        if len(groups) > 1:
+            wanted = _NEVER
+        agreed = wanted
+        for group in groups:
+            least, most = _extremes(group, wanted)
+            if least == _NEVER:
+                self.reason = "a rank uses groups in it, and no group contains the ranks of all"
+            if least != most or least == _NEVER:
+                agreed = _EAGER
+        return agreed
 
     def _capture(self, key: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Capture the step and replay it once; if a rank cannot, run the step eagerly on all."""
         values = (*args, *options.values())
         arrays, state = _arrays(values), self._state(values)
+        self._captures += 1
         graph = Graph(next(self._numbers), key, Recorder(state.variables, self._groups))
         host = [(each, each.copy()) for each in _host_arrays(state)]
+        draws, drawn = generator().bit_generator, generator().bit_generator.state
         try:
             reason = self._record(graph, args, options, state)
             after = self._state(values)
         except BaseException:
             _restore(state, host)
+            draws.state = drawn
             raise
+        if self._captures > max(_LEAST_CAPTURES, self.replays):
+            reason = f"{self._captures} calls had to be captured, and {self.replays} were replayed"
+        if not reason and draws.state != drawn:
+            reason = "random numbers are drawn on the CPU; draw them on the GPU, or before"
+        if not reason:
+            reason = _moved(state)
         if not reason and any(array.tobytes() != copy.tobytes() for array, copy in host):
             reason = "an array of the CPU changes; keep it on the GPU"
         if not reason and state.numbers != after.numbers:
             reason = "a number of a module, an optimizer or a meter changes; keep it in an array"
-        if not self._all_without(reason):
+        if not self._all_without(reason) or not self._all_have_captured(graph.recorder):
             _restore(state, host)
+            draws.state = drawn
             self._stay_eager(graph, reason)
             return self._step(*args, **options)
         graph.signature, graph.stamp = after.signature, int(count[0])
@@ -329,9 +395,17 @@ class Graphs:
         """Return whether no rank has a reason to stay eager. Collective, blocking."""
         return self._agreed(_EAGER if reason else 1) == 1
 
+    def _all_have_captured(self, recorder: Recorder) -> bool:
+        """Return whether ranks have captured equal calls of their groups. Collective, blocking."""
+        digests = [_extremes(group, recorder.digest(group)) for group in self._groups or ()]
+        differ = any(least != most for least, most in digests)
+        return self._all_without("ranks have captured different calls" if differ else "")
+
     def _stay_eager(self, graph: Graph, reason: str) -> None:
         graph.release()
-        self.reason = reason or "another rank cannot capture it"
+        self.reason = (
+            reason or self.reason or "another rank cannot capture it, or has captured other calls"
+        )
 
     def _record(
         self, graph: Graph, args: tuple[Any, ...], options: dict[str, Any], state: State
@@ -344,18 +418,22 @@ class Graphs:
         # Memory of the graph, which nobody else gets while the graph lives.
         pool = cupy.cuda.MemoryPool()
         stream = cupy.cuda.Stream(non_blocking=True)
-        inputs: list[Any] = []
+        pairs: list[Any] = []
 
         def place(value: Any) -> Any:
             data = value.data if isinstance(value, Variable) else value
             if not is_cupy(data):
                 return value
-            inputs.append(data.copy(order="K"))
-            return Variable(inputs[-1]) if isinstance(value, Variable) else inputs[-1]
+            array = data.copy(order="K")
+            pairs.append((data, array))
+            return Variable(array) if isinstance(value, Variable) else array
 
         try:
             with ExitStack() as stack:
                 stack.enter_context(self._recording)
+                for group in self._groups or ():  # other threads must launch nothing meanwhile
+                    if group.gpus is not None:
+                        stack.enter_context(group.gpus.communicator.lock)  # type: ignore[attr-defined]
                 stack.enter_context(cupy.cuda.using_allocator(pool.malloc))
                 placed = [*map(place, args)], {name: place(x) for name, x in options.items()}
                 stack.enter_context(stream)
@@ -364,14 +442,16 @@ class Graphs:
                 _refuse_copies(stack, recorder)
                 captured = stack.enter_context(_capturing(stream))
                 result = self._step(*placed[0], **placed[1])
+        except CannotCapture as error:
+            return recorder.left or str(error)
         except DistributedError:
             raise
-        except (CannotCapture, RuntimeError, TypeError, ValueError) as error:
+        except (RuntimeError, TypeError, ValueError, MemoryError) as error:
             return recorder.left or f"{type(error).__name__}: {error}"
         recorder.keep(pool)
-        graph.finish(captured[0], inputs, result, state, before)
-        if any(map(_is_of_host, _parts(result))):
-            recorder.leave("it returns a number or an array of the CPU; return arrays of the GPU")
+        graph.finish(captured[0], pairs, result, state, before)
+        for other in itertools.filterfalse(_is_of_gpu, _parts(result)):
+            recorder.leave(f"it returns an object of {type(other).__name__}; return GPU arrays")
         return recorder.left
 
 
@@ -414,6 +494,83 @@ def _refuse_copies(stack: ExitStack, recorder: Recorder) -> None:
     stack.callback(cupy.cuda.set_pinned_memory_allocator, usual)
 
 
+def _described(call: Call) -> str:
+    """Return what ranks must have in common of a captured call."""
+    like = None if call.verb is SCATTER else call.like
+    kind = "" if like is None else f"{like.dtype} {like.shape}"
+    return f"{call.name} {kind} {call.op} {call.scale} {call.root}"
+
+
+def _spanning(groups: Sequence[Membership]) -> list[Membership]:
+    """Return the groups whose ranks are not those, or some of those, of another one of ``groups``.
+
+    Of groups with equal ranks, the first one. Each rank of a group finds the same about it.
+    """
+    ranks = [set(group.ranks) for group in groups]
+
+    def is_in(own: int, other: int) -> bool:
+        return ranks[own] < ranks[other] or (ranks[own] == ranks[other] and other < own)
+
+    numbers = range(len(groups))
+    return [groups[n] for n in numbers if not any(is_in(n, other) for other in numbers)]
+
+
+def _extremes(group: Membership, number: int) -> tuple[int, int]:
+    """Return the least and the greatest ``number`` of the ranks of ``group``. Blocking."""
+    both = np.array([number, -number], np.int64)
+    if group.native(ALL_REDUCE.code, both, None, "max", 1.0, 0, 0, False) is not both:
+        group.all_reduce(both, op="max")  # type: ignore[attr-defined]
+    return -int(both[1]), int(both[0])
+
+
+def _is_there(place: Place, value: Any) -> bool:
+    """Return whether ``place`` has ``value``, as ``State.names`` has noted it."""
+    if type(value) is int:
+        return len(place.holder) == value
+    return place.get() is value
+
+
+def _moved(state: State) -> str:
+    """Return why a graph would read arrays that are not state any more; empty: it does not.
+
+    Gradients may be other arrays: a replay sets them.
+    """
+    arrays = [each for each in state.held if isinstance(each[0].holder, Variable)]
+    for place, value in (*arrays, *state.names):
+        if place.key != "grad" and not _is_there(place, value):
+            return f"{words(place.path)} gets another value; write into its array instead"
+    return ""
+
+
+class _Memory:
+    """The addresses of the arrays in ``state`` that are on a GPU."""
+
+    def __init__(self, state: State) -> None:
+        arrays = [array for _, value in state.held for array in plain_arrays(value)]
+        self._ranges = sorted(_range(array) for array in arrays if is_cupy(array) and array.size)
+        # Of all ranges up to one, the greatest end.
+        self._ends = [*itertools.accumulate((end for _, end in self._ranges), max)]
+
+    def has_any(self, arrays: Iterable[Any]) -> bool:
+        """Return whether one of ``arrays`` has memory of the state."""
+        for start, end in map(_range, arrays):
+            before = bisect_right(self._ranges, (end,))
+            if before and self._ends[before - 1] > start:
+                return True
+        return False
+
+
+def _range(array: Any) -> tuple[int, int]:
+    """Return the address of the first byte of ``array`` and that after the last one."""
+    start = int(array.data.ptr)
+    if array.flags.c_contiguous or array.flags.f_contiguous:
+        return start, start + array.nbytes
+    spans = [(n - 1) * step for n, step in zip(array.shape, array.strides, strict=True) if n]
+    return start + sum(min(x, 0) for x in spans), start + sum(
+        max(x, 0) for x in spans
+    ) + array.itemsize
+
+
 def _form(value: Any) -> Any:
     """Return what two arguments have in common that one graph can take."""
     data = value.data if isinstance(value, Variable) else value
@@ -436,15 +593,16 @@ def _restore(state: State, host: Iterable[tuple[Any, Any]]) -> None:
 
 def _parts(value: Any) -> Iterator[Any]:
     """Yield what is in a result, and in tuples, lists and dicts there."""
-    if isinstance(value, (tuple, list, dict)):
+    if type(value) in (list, dict) or isinstance(value, tuple):
         for each in value.values() if isinstance(value, dict) else value:
             yield from _parts(each)
     else:
         yield value.data if isinstance(value, Variable) else value
 
 
-def _is_of_host(value: Any) -> bool:
-    return isinstance(value, (np.ndarray, np.generic, float, int))
+def _is_of_gpu(value: Any) -> bool:
+    """Return whether a replay can return ``value``: an array, or what is the same each time."""
+    return value is None or isinstance(value, str) or is_cupy(value)
 
 
 def _arrays(values: Sequence[Any]) -> list[Any]:

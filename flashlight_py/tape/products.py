@@ -19,6 +19,8 @@ from flashlight_py.device import Array, is_cupy
 from flashlight_py.errors import BackendUnavailableError
 from flashlight_py.libraries import mapped
 from flashlight_py.structure import here
+from flashlight_py.tape.operands import CannotCapture
+from flashlight_py.tape.recording import line_of_user
 
 # By dtype: cudaDataType, cublasComputeType_t, and the type of a factor.
 _TYPES: dict[str, tuple[int, int, Any]] = {
@@ -40,15 +42,20 @@ def capture_products(stack: ExitStack, recorder: Any) -> None:
     """
     import cupy
 
-    workspace = cupy.empty(_WORKSPACE, np.uint8)
+    workspace, stream = cupy.empty(_WORKSPACE, np.uint8), cupy.cuda.get_current_stream()
     recorder.keep(workspace)
     owners = (cupy.ndarray, "dot"), (cupy.ndarray, "__matmul__"), (cupy, "matmul"), (cupy, "dot")
     for owner, name in owners:
         usual = getattr(owner, name)
         is_own = name in vars(owner)
 
-        def product(a: Any, b: Any, out: Any = None, usual: Any = usual, **options: Any) -> Any:
-            if here.recorder is recorder and not options and _is_for_blas(a, b):
+        def product(
+            a: Any, b: Any, out: Any = None, usual: Any = usual, name: str = name, **options: Any
+        ) -> Any:
+            is_known = here.recorder is recorder and not options and _is_for_blas(a, b)
+            if is_known and (name != "dot" or b.ndim == 2):
+                if cupy.cuda.get_current_stream().ptr != stream.ptr:  # they share a workspace
+                    raise CannotCapture(f"a product on another stream at {line_of_user()}")
                 return _product(a, b, out, workspace)
             return usual(a, b, **options) if out is None else usual(a, b, out=out, **options)
 

@@ -1,5 +1,5 @@
 // The kernels of csrc/optim: every instruction set that this processor has gives the same bits, on
-// arrays that begin and end anywhere, in one slice or several, and touches nothing beside them.
+// arrays that begin and end anywhere, and touches nothing beside them.
 #include "steps.h"
 
 #include <cstring>
@@ -51,12 +51,11 @@ template <typename R>
 void one_step(int rule, Random& random) {
   const size_t around[] = {0, 8, 16, 64, 2048, 4096};
   const size_t count = random.one_in(2) ? random.below(5000) : around[random.below(6)] + random.below(2);
-  const int slices = 1 + static_cast<int>(random.below(4));
   const double scale = random.one_in(2) ? 1.0 : 1.0 / 3;
-  Arrays<R> start;  // the parameter, the slices, the states
-  for (int i = 0; i < 1 + slices + fl::optim::MOST_STATES; ++i) start.emplace_back(count, random);
+  Arrays<R> start;  // the parameter, the gradient, the states
+  for (int i = 0; i < 2 + fl::optim::MOST_STATES; ++i) start.emplace_back(count, random);
   for (size_t i = 0; i < count * fl::optim::MOST_STATES; ++i) {
-    R& state = start[1 + slices + i / count].data[i % count];
+    R& state = start[2 + i / count].data[i % count];
     state = state < 0 ? -state : state;  // means of squares
   }
   double numbers[fl::optim::MOST_NUMBERS];
@@ -68,19 +67,15 @@ void one_step(int rule, Random& random) {
     if (!fl::optim::choose(name)) continue;
     const fl::optim::Set& set = fl::optim::chosen_set();
     situation() = std::string(name) + ", " + set.rules[rule].name + ", " + std::to_string(count) +
-                  " elements, " + std::to_string(slices) + " slices";
+                  " elements";
     Arrays<R> arrays = copies(start, random);
-    std::vector<void*> grads;
-    for (int i = 0; i < slices; ++i) grads.push_back(arrays[1 + i].data);
-    fl::optim::Piece piece{arrays[0].data, grads.data(), slices, {}, count};
+    fl::optim::Piece piece{arrays[0].data, arrays[1].data, {}, count};
     for (int i = 0; i < fl::optim::MOST_STATES; ++i) {
-      piece.states[i] = i < set.rules[rule].states ? arrays[1 + slices + i].data : arrays[0].data;
+      piece.states[i] = i < set.rules[rule].states ? arrays[2 + i].data : arrays[0].data;
     }
     constexpr bool is_double = sizeof(R) == sizeof(double);
     (is_double ? set.rules[rule].float64 : set.rules[rule].float32)(piece, numbers, scale);
-    for (int i = 0; i < slices; ++i) {
-      check(arrays[1 + i] == start[1 + i], "a gradient has changed");
-    }
+    check(arrays[1] == start[1], "a gradient has changed");
     const double sum = (is_double ? set.float64 : set.float32)(start[1].data, count);
     if (baseline == nullptr) {
       baseline = std::make_unique<Arrays<R>>(std::move(arrays));

@@ -95,7 +95,7 @@ class NcclBackend(Backend):
         the host must know the sizes.
         """
         if call.refusal:
-            self._comparisons.refuse(call)
+            self._comparing.refuse(call)
             return Done()
         if call.verb.is_message:
             return Then(self._exchange([call]), lambda arrays: arrays[0])
@@ -104,7 +104,7 @@ class NcclBackend(Backend):
             return self._steps[call.verb](call)
         with self.communicator.lock:  # NCCL begins calls in the order in which they are compared
             self._require(call)
-            self._comparisons.post(call)
+            self._comparing.post(call)
             return self._steps[call.verb](call)
 
     def start_many(self, calls: Sequence[Call]) -> Work:
@@ -115,10 +115,15 @@ class NcclBackend(Backend):
             for call in calls:
                 self._require(call)
             for call in calls:
-                self._comparisons.post(call)
+                self._comparing.post(call)
             arrays = [call.array for call in calls]
             pairs = list(zip(arrays, arrays, strict=True))
             return self._reduce_pairs(calls[0], launching.ALL_REDUCE, pairs, arrays)
+
+    @property
+    def _comparing(self) -> Any:
+        """Where calls are compared; while CUDA captures this thread, what notes them."""
+        return here.recorder or self._comparisons
 
     def _require(self, call: Call) -> None:
         """Raise where ``call`` cannot be begun, before anything is sent."""
@@ -177,7 +182,7 @@ class NcclBackend(Backend):
         return self._launch(call, [step], [array], array)
 
     def _all_gather(self, call: Call) -> Work:
-        array, rows = call.array, self._comparisons.ask(call)
+        array, rows = call.array, self._comparing.ask(call)
         lengths = _lengths(array, rows)
 
         def gather(joined: Array) -> Work:
@@ -195,7 +200,7 @@ class NcclBackend(Backend):
         return [(launching.BROADCAST, source, at, n, BYTES, 0, root) for root, at, n in blocks]
 
     def _gather(self, call: Call) -> Work:
-        rows = self._comparisons.ask(call)
+        rows = self._comparing.ask(call)
         sent, lengths = {call.root: call.array.nbytes}, _lengths(call.array, rows)
         if self.rank != call.root:
             return self._swap(call, sent, None, lengths)
@@ -206,15 +211,15 @@ class NcclBackend(Backend):
         if out is None:
             assert call.array is not None  # other ranks know by their out that a GPU is meant
             out = self._empty(call.array.shape[1:], call.array.dtype)
-        self._comparisons.ask(call)
+        self._comparing.ask(call)
         sent = dict.fromkeys(range(self.size), out.nbytes)
         return self._swap(call, sent, out, {call.root: out.nbytes})
 
     def _all_to_all(self, call: Call) -> Work:
         sends = receives = [call.array.shape[0] // self.size] * self.size
-        self._comparisons.ask(call)
+        self._comparing.ask(call)
         if call.rows is not None:
-            sends, receives = list(call.rows), self._comparisons.rows_for_this_rank(call)
+            sends, receives = list(call.rows), self._comparing.rows_for_this_rank(call)
             if call.received is not None:
                 call.received += receives
         sent, received = _lengths(call.array, sends), _lengths(call.array, receives)
@@ -256,7 +261,7 @@ class NcclBackend(Backend):
         """Send and receive, begun as one; blocks until the peers do their part."""
         for call in calls:
             self._require(call)
-        self._comparisons.meet([compared(call, blocking=True) for call in calls])
+        self._comparing.meet([compared(call, blocking=True) for call in calls])
         name = calls[0].name if len(calls) == 1 else "exchange"
         # NCCL knows no tags: both ends begin messages in their order.
         arrays = [call.array for call in calls]
@@ -268,7 +273,7 @@ class NcclBackend(Backend):
     def _barrier(self, call: Call) -> Work:
         """Block until this rank's collectives have ended and every rank is here."""
         self.synchronize()
-        return Done(self._comparisons.meet([replace(call, blocking=True)]))
+        return Done(self._comparing.meet([replace(call, blocking=True)]))
 
     def synchronize(self) -> None:
         """Block the host until every collective that this rank has started has ended."""
@@ -389,7 +394,12 @@ class NcclBackend(Backend):
         with self.communicator.lock, self.on_device():
             self.communicator.require(name)
             event = self._free_event(name)
-            launch(int(event.ptr))
+
+            def begin(_: Any) -> int:
+                launch(int(event.ptr))
+                return int(self.communicator.lib.ncclSuccess)
+
+            self.communicator.call(name, begin)
             self._flights.add(DeviceFlight(name, event, ()))
 
     def _connect(self, verb: str, steps: Iterable[Step]) -> None:

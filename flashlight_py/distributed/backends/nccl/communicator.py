@@ -75,6 +75,7 @@ class Communicator:
         self.lock = threading.RLock()
         # Held while the first communicator is used or freed, and never during a launch.
         self._using = threading.RLock()
+        self._launching = threading.RLock()  # held during a launch on the second one, or its end
         self.broken: DistributedError | None = None
         self._was_raised = False
         self.handle = self.child = nccl.ffi.NULL
@@ -126,17 +127,27 @@ class Communicator:
         if self.broken is not None:
             raise self.error()
         if self.child and not connects:
-            self.launching_since = time.monotonic()
-            try:
-                status = begin(self.child)
-            finally:
-                self.launching_since = math.inf
+            status = self._launch(begin)
         else:
             with self._using:
                 if self.broken is not None:  # since the caller has asked
                     raise self.error()
                 status = begin(self.handle)
         self._check(verb, status)
+
+    def _launch(self, begin: Callable[[Any], int]) -> int:
+        """Call ``begin`` with the second communicator, which is kept meanwhile.
+
+        Does nothing if the communicator is broken; the caller raises that without the lock.
+        """
+        with self._launching:
+            if self.broken is not None:
+                return int(self.lib.ncclSuccess)
+            self.launching_since = time.monotonic()
+            try:
+                return begin(self.child)
+            finally:
+                self.launching_since = math.inf
 
     def scaled_sum(self, verb: str, scale: float, dtype: str, code: int) -> int:
         """Return NCCL's number of the sum that multiplies each rank's values by ``scale`` first.
@@ -263,12 +274,12 @@ class Communicator:
         """
         if self.child == self.nccl.ffi.NULL:
             return
-        if self.lock.acquire(timeout=_LEAVE_SECONDS):
+        if self._launching.acquire(timeout=_LEAVE_SECONDS):
             try:
                 self._release_captured()
                 self._end("child", self.lib.ncclCommAbort, forget=True)
             finally:
-                self.lock.release()
+                self._launching.release()
         else:
             self.child = self.nccl.ffi.NULL
             _log.warning(

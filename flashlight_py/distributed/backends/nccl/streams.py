@@ -57,14 +57,14 @@ class DeviceFlight:
     landed: bool = False
     ended: float | None = None
 
-    def begun(self) -> float:
-        """Return since when all ranks had called it, in seconds; inf: not yet, as far as is known.
+    def begun(self, free: float = 0.0) -> float:
+        """Return since when it can run, in seconds: all ranks have called, the stream is ``free``.
 
-        So long another limit holds, that of the comparison.
+        Infinite before the ranks have compared it: until then the limit of the comparison holds.
         """
         if not self.compared.is_completed():
             return math.inf
-        return max(self.started, self.compared.end_time() or 0.0)
+        return max(self.started, self.compared.end_time() or 0.0, free)
 
     def ask(self) -> bool:
         """Return whether it has ended; lets go of the arrays when it has."""
@@ -83,6 +83,7 @@ class Flights:
         self._pending: deque[DeviceFlight] = deque()
         self._events = deque(events)
         self._lock = threading.RLock()  # to let go of an array may run anything
+        self.last_end = 0.0  # when the newest ended collective was seen to have ended, in seconds
 
     def free_event(self) -> Any | None:
         """Return an event for the next collective; None: all are in use."""
@@ -97,14 +98,19 @@ class Flights:
             self._events.popleft()
             self._pending.append(flight)
             if self._pending[0].ask():
-                self._events.append(self._pending.popleft().event)
+                self._land()
 
     def oldest(self) -> DeviceFlight | None:
         """Return the first that has not ended, if any."""
         with self._lock:
             while self._pending and self._pending[0].ask():
-                self._events.append(self._pending.popleft().event)
+                self._land()
             return self._pending[0] if self._pending else None
+
+    def _land(self) -> None:
+        landed = self._pending.popleft()
+        self._events.append(landed.event)
+        self.last_end = landed.ended or self.last_end
 
     def newest(self) -> DeviceFlight | None:
         """Return the one that ends last, if any is on its way."""
@@ -185,6 +191,6 @@ class NcclWatchdog:
             error = self._runtime.CUDARuntimeError
             failure = "" if status in _NO_FAILURES else str(error(status))
             if not oldest.landed:  # else the event serves another one by now
-                communicator.watch(oldest.verb, oldest.begun(), failure)
+                communicator.watch(oldest.verb, oldest.begun(self._flights.last_end), failure)
         elif blocks:
             communicator.watch("launch", math.inf)
