@@ -16,13 +16,13 @@ FILES = [path for path in PACKAGE.rglob("*.py") if path.name != "_nccl.py"]  # t
 # At most so many lines and files. Blank lines, comments and docstrings count.
 BUDGETS = {
     # Layers, their functions, amp and the data loader are 3,700 of them: errors name both shapes.
-    # CUDA graphs of steps, and launches on a blocking communicator of NCCL: 1,415 lines, for which
+    # CUDA graphs of steps, and launches on a blocking communicator of NCCL: 1,605 lines, for which
     # 401 were removed (top-k compression, steps in the backward pass).
-    "": (52_270, 253),
+    "": (52_460, 253),
     # torch changes the timeouts of groups that are open; objects know two ways, native and not.
     # Memory is asked for before it is taken; grids, objects as messages, names that others use.
     # NCCL has two communicators, a ring of events, and comparisons that are made later.
-    "distributed": (18_700, 92),
+    "distributed": (18_720, 92),
     # Ranks meet in a tree of hosts, and name who is lost or late wherever it is; one that is
     # stopped holds nobody up, and launchers show each other that they are there.
     "distributed/rendezvous": (3_510, 12),
@@ -36,7 +36,7 @@ BUDGETS = {
     "tagi": (5_280, 21),
     # Kernels of layers are instructions; bfloat16 is a dtype; reasons say what to write instead.
     # CUDA graphs, with the products of matrices that CuPy does not capture.
-    "tape": (3_470, 13),
+    "tape": (3_635, 13),
     "torch": (1_210, 6),
 }
 

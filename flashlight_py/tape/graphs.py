@@ -566,9 +566,8 @@ def _range(array: Any) -> tuple[int, int]:
     if array.flags.c_contiguous or array.flags.f_contiguous:
         return start, start + array.nbytes
     spans = [(n - 1) * step for n, step in zip(array.shape, array.strides, strict=True) if n]
-    return start + sum(min(x, 0) for x in spans), start + sum(
-        max(x, 0) for x in spans
-    ) + array.itemsize
+    first, last = (sum(bound(x, 0) for x in spans) for bound in (min, max))
+    return start + first, start + last + array.itemsize
 
 
 def _form(value: Any) -> Any:

@@ -328,6 +328,35 @@ def test_a_launch_that_blocks_ends_when_the_watchdog_aborts(split: Any, cupy: St
     assert nccl.on == [("all_reduce", 2), ("abort", 1), ("abort", 2)]
 
 
+def test_a_thread_that_asks_who_is_missing_keeps_no_communicator(nccl: Nccl) -> None:
+    """It has left the launch, and holds the lock of the calls while it asks."""
+    made, aborted = communicator(nccl, 30.0, splits=True), threading.Event()
+    made.child = ffi.cast("ncclComm_t", 2)
+    is_freed = threading.Event()
+
+    def abort(comm: Any) -> int:
+        (is_freed if aborted.is_set() else aborted).set()
+        return 0
+
+    def ask() -> tuple[None, str]:
+        assert is_freed.wait(10)
+        return None, "rank 1 is missing"
+
+    nccl.ncclCommAbort = abort  # type: ignore[method-assign]
+    made.who_is_missing = ask
+
+    def launch() -> None:
+        with made.lock, pytest.raises(CollectiveTimeoutError, match="rank 1 is missing"):
+            made.call("all_reduce", lambda _: 0 if aborted.wait(10) else 1)
+
+    with ThreadPoolExecutor(1) as threads:
+        launched = threads.submit(launch)
+        while made.launching_since == float("inf"):
+            time.sleep(0)
+        made.fail(CollectiveTimeoutError("late"))
+        launched.result()
+
+
 def test_a_thread_that_stays_in_a_launch_keeps_its_communicator(
     split: Any, cupy: StandInCupy, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -57,6 +57,25 @@ def test_flights_land_once_if_several_threads_ask_at_the_same_time() -> None:
     assert len(flights._events) == 3
 
 
+def test_the_time_of_a_collective_begins_when_the_one_before_it_has_ended() -> None:
+    """Many may be queued on the device, each of which takes less than the time limit."""
+    flights = Flights(Event() for _ in range(2))
+    for _ in range(2):
+        event = flights.free_event()
+        assert event is not None
+        event.done = False
+        flights.add(DeviceFlight("all_reduce", event, ()))
+    first, second = flights.oldest(), flights.newest()
+    assert first is not None
+    assert second is not None
+    assert first.begun(flights.last_end) == first.started
+    first.event.done = True
+    assert flights.oldest() is second
+    assert second.begun(flights.last_end) == first.ended
+    assert first.ended is not None
+    assert first.ended > second.started
+
+
 def test_flights_have_no_free_event_if_all_are_in_use() -> None:
     flights = Flights(Landed() for _ in range(2))
     held = [DeviceFlight("all_reduce", flights.free_event(), []) for _ in range(1)]

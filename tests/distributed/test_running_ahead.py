@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import time
 from typing import Any
 
@@ -14,9 +16,9 @@ from flashlight_py.distributed.calls.call import Call
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.groups.membership import of
 from flashlight_py.distributed.verbs import ALL_REDUCE
-from flashlight_py.errors import MismatchError
+from flashlight_py.errors import DistributedError, MismatchError
 from tests.distributed.conformance import BACKENDS
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_outcomes, run_ranks
 from tests.distributed.told import told, told_later
 
 BACKEND = pytest.mark.parametrize("backend", ["shm", "gloo"])
@@ -66,6 +68,24 @@ def compare_later(rank: int, size: int, differ: bool) -> list[str]:
         with pytest.raises(MismatchError):
             fl.barrier()  # the next call that compares finds it too
     return found
+
+
+def look_back_after_the_end(rank: int, size: int) -> str:
+    """Look back at a call that rank 1 does not make, in a group that has ended meanwhile."""
+    cpu = of(None).backend()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    cpu.start(Call(ALL_REDUCE, np.ones(3), compared=True, is_ahead=True, blocking=False))
+    with pytest.raises(DistributedError):
+        fl.all_reduce(np.ones(100_000))
+    with pytest.raises(DistributedError) as caught:
+        cpu.look_back("all_reduce", 30.0)
+    return str(caught.value)
+
+
+def test_a_look_back_in_a_group_that_has_ended_raises() -> None:
+    outcome, _ = run_outcomes(look_back_after_the_end, 2)
+    assert "rank 1" in outcome.value
 
 
 def test_calls_that_are_compared_ahead_are_compared_when_a_rank_looks_back() -> None:

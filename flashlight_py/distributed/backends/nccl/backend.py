@@ -122,7 +122,7 @@ class NcclBackend(Backend):
 
     @property
     def _comparing(self) -> Any:
-        """Where calls are compared; while CUDA captures this thread, what notes them."""
+        """The comparisons of calls; during a capture by CUDA, the recorder that notes the calls."""
         return here.recorder or self._comparisons
 
     def _require(self, call: Call) -> None:

@@ -1,0 +1,222 @@
+"""The decisions of steps captured on a GPU, with stand-ins for CuPy, CUDA and NCCL.
+
+A capture runs the step on NumPy's arrays, and a launch runs what a test says. tests/gpu has real
+graphs: results and times are theirs.
+"""
+
+from __future__ import annotations
+
+import collections
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from flashlight_py.distributed.backends.nccl import launching
+from flashlight_py.distributed.groups.membership import of
+from flashlight_py.tape.graphs import Graphs, _spanning
+from tests.cupy_stand_in import Event, StandInArray, StandInCupy, Stream
+from tests.distributed import nccl_stand_in
+from tests.distributed.harness import run_ranks
+from tests.distributed.nccl_stand_in import StandInLibrary, StandInNccl
+
+
+class StandInDriver:
+    """CUDA's driver: copies at once, and calls ``launched`` for the launch of a graph."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.launched: Callable[[], None] = lambda: None
+        self.is_capturing = False
+        ffi = nccl_stand_in._native.load("nccl").ffi
+        functions: Any = StandInNccl(ffi, None)
+        functions.cuMemcpyDtoDAsync_v2 = self._copy
+        functions.cuGraphLaunch = lambda *_: self.launched() or 0
+        functions.cuEventRecord = lambda *_: 0
+        self._ffi, library = ffi, StandInLibrary(ffi, functions, "stand-in", 22809)
+        patch.setattr(launching, "driver_address", library.address)
+        patch.setattr(Stream, "begin_capture", lambda _: setattr(self, "is_capturing", True), False)
+        patch.setattr(Stream, "end_capture", self._end, False)
+        patch.setattr(Stream, "record", lambda _: Event(), False)
+        cupy: Any = sys.modules["cupy"]
+        patch.setattr(cupy, "empty", lambda shape, dtype: gpu(np.empty(shape, dtype)), False)
+
+    def _end(self) -> Any:
+        self.is_capturing = False
+        return SimpleNamespace(graphExec=1)
+
+    def _copy(self, target: int, source: int, count: int, _: Any) -> int:
+        cast = self._ffi.cast
+        self._ffi.memmove(cast("char *", target), cast("char *", source), count)
+        return 0
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInDriver]:
+    monkeypatch.setitem(sys.modules, "cupy", StandInCupy(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of steps that stay eager
+        yield StandInDriver(monkeypatch)
+
+
+def gpu(values: Any) -> Any:
+    return StandInArray(np.array(values))
+
+
+def test_an_argument_with_strides_is_copied_by_its_elements(driver: StandInDriver) -> None:
+    captured: Any = fl.capture(lambda x: x * 1)
+    every_second = gpu(np.arange(8.0))[::2]
+    captured(every_second)
+    captured(every_second)
+    captured(gpu(np.arange(10.0, 18.0))[::2])
+    assert captured.replays == 2
+    (graph,) = captured.slow.args[0]._graphs
+    assert graph.inputs[0].get().tolist() == [10.0, 12.0, 14.0, 16.0]
+    assert every_second.get().tolist() == [0.0, 2.0, 4.0, 6.0]
+
+
+def test_a_step_that_puts_another_array_into_a_variable_stays_eager(driver: StandInDriver) -> None:
+    weight = fl.Variable(gpu([1.0]), calc_grad=False)
+
+    def step(x: Any) -> Any:
+        weight.data = weight.data - x
+        return weight.data * 1
+
+    captured: Any = fl.capture(step)
+    results = [captured(gpu([1.0])).get()[0] for _ in range(4)]
+    assert results == [0.0, -1.0, -2.0, -3.0]
+    assert "weight.data gets another value" in captured.reason
+
+
+def test_a_call_whose_argument_is_state_runs_eagerly(driver: StandInDriver) -> None:
+    weight = fl.Variable(gpu([1.0, 2.0]), calc_grad=False)
+
+    def step(x: Any) -> Any:
+        weight.data[...] = weight.data - 1
+        return x * 1
+
+    captured: Any = fl.capture(step)
+    for _ in range(3):
+        captured(weight.data[1:])
+    assert weight.data.get().tolist() == [-2.0, -1.0]
+    assert (captured.replays, captured.reason) == (0, "")
+
+
+Pair = collections.namedtuple("Pair", "first second")
+
+
+def test_results_in_named_tuples_are_copies(driver: StandInDriver) -> None:
+    captured: Any = fl.capture(lambda x: Pair(x * 1, x * 2))
+    for _ in range(2):
+        captured(gpu([1.0]))
+    one, other = captured(gpu([1.0])), captured(gpu([2.0]))
+    assert type(one) is Pair
+    assert one.first is not other.first
+    assert captured.replays == 3
+
+
+def test_a_result_of_another_class_is_the_reason_to_stay_eager(driver: StandInDriver) -> None:
+    captured: Any = fl.capture(lambda x: SimpleNamespace(value=x * 1))
+    for _ in range(3):
+        captured(gpu([1.0]))
+    assert "an object of SimpleNamespace" in captured.reason
+
+
+def test_draws_of_the_cpu_are_the_reason_to_stay_eager(driver: StandInDriver) -> None:
+    """The attempt to capture draws nothing."""
+    fl.set_seed(7)
+    expected = [fl.random.generator().random() for _ in range(4)]
+    fl.set_seed(7)
+    captured: Any = fl.capture(lambda x: x * fl.random.generator().random())
+    assert [captured(gpu([1.0])).get()[0] for _ in range(4)] == expected
+    assert "random numbers are drawn on the CPU" in captured.reason
+
+
+def test_a_step_stays_eager_if_the_memory_does_not_suffice_for_two(driver: StandInDriver) -> None:
+    def step(x: Any) -> Any:
+        if driver.is_capturing:
+            raise MemoryError("out of memory allocating 512 bytes")
+        return x * 2
+
+    captured: Any = fl.capture(step)
+    assert [captured(gpu([1.0])).get()[0] for _ in range(3)] == [2.0] * 3
+    assert "out of memory" in captured.reason
+
+
+@pytest.mark.parametrize("calls", [2, 4])
+def test_a_step_stays_eager_if_most_calls_are_captures(driver: StandInDriver, calls: int) -> None:
+    captured: Any = fl.capture(lambda x: x * 1)
+    for length in range(1, 40):
+        for _ in range(calls):
+            captured(gpu(np.ones(length)))
+    assert bool(captured.reason) is (calls == 2)
+    assert captured.reason in ("", "17 calls had to be captured, and 16 were replayed")
+
+
+# Several ranks --------------------------------------------------------------------------------
+
+
+def agree(rank: int, size: int) -> tuple[int, str]:
+    """Rank 0 is in two groups, rank 1 has a shorter batch, and rank 2 has a graph."""
+    groups = [fl.new_group([0, 1]), fl.new_group([0, 2])]
+    graphs = Graphs(lambda: None, (), threading.Lock())
+    mine: Any = [group for group in groups if group.is_member]
+    graphs._groups = mine
+    return graphs._agreed({0: 5, 1: 0, 2: 5}[rank]), graphs.reason
+
+
+def test_ranks_stay_eager_if_no_group_contains_all_others() -> None:
+    for agreed, reason in run_ranks(agree, 3):
+        assert agreed == 0
+        assert "no group contains the ranks of all" in reason
+
+
+def test_ranks_agree_in_the_group_that_contains_all_others() -> None:
+    one, two, all_ranks, again = (
+        SimpleNamespace(ranks=ranks) for ranks in ((0, 1), (0, 2), (0, 1, 2), (2, 1, 0))
+    )
+    groups: Any = [one, all_ranks, two, again]
+    assert _spanning(groups) == [all_ranks]
+    assert _spanning([one, two]) == [one, two]  # type: ignore[list-item]
+
+
+def capture_on_one(rank: int, size: int, how: str) -> tuple[list[Any], str, int]:
+    """Capture a step with a collective; on rank 0 not, or with another factor."""
+    nccl_stand_in.install(of(None).backend())
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        driver = StandInDriver(patch)
+        reduce: Any = StandInNccl._do
+        patch.setattr(
+            StandInNccl, "_do", lambda *given: 0 if driver.is_capturing else reduce(*given)
+        )
+
+        def step(x: Any) -> Any:
+            y, scale = x * 2, 1.0
+            if driver.is_capturing and rank == 0:
+                if how == "reads":
+                    raise RuntimeError("cudaErrorStreamCaptureUnsupported")
+                scale = 2.0 if how == "differs" else 1.0
+            fl.all_reduce(y, scale)
+            return y
+
+        captured: Any = fl.capture(step)
+        results = [captured(gpu([1.0, 2.0])).get().tolist() for _ in range(3)]
+        fl.sync_distributed()
+        return results, captured.reason, captured.replays
+
+
+@pytest.mark.parametrize("how", ["reads", "differs", "alike"])
+def test_all_ranks_stay_eager_if_one_captures_nothing_or_other_calls(how: str) -> None:
+    for rank, (results, reason, replays) in enumerate(run_ranks(capture_on_one, 2, how)):
+        if how == "alike":
+            assert (reason, replays) == ("", 2)
+        else:
+            assert results == [[4.0, 8.0]] * 3
+            expected = "cudaErrorStreamCapture" if (how, rank) == ("reads", 0) else "another rank"
+            assert expected in reason
