@@ -155,6 +155,7 @@ def test_a_call_that_begins_soon_is_not_slept_on(
     """The shortest sleep, time.sleep(0) too, takes longer than most calls."""
     made = communicator(nccl, timeout=30.0)
     states = iter([IN_PROGRESS] * 3 + [0])
+    monkeypatch.setattr("flashlight_py.distributed.backends.nccl.communicator._SOON", 60.0)
     monkeypatch.setattr(made, "poll", lambda: next(states))
     monkeypatch.setattr(time, "sleep", None)
     made.call("all_reduce", lambda _: IN_PROGRESS)
