@@ -4,11 +4,11 @@ The first call with arguments of some form runs eagerly: kernels are compiled, a
 ranks. The second one is captured: Python runs, and CUDA notes the kernels instead of running them.
 Later calls copy the arguments to where the graph reads them, and launch it.
 
-Ranks replay a graph with collectives together, or none of them does (NCCL, "Using NCCL with CUDA
-Graphs"). Therefore the ranks of a step compare before each call which graph they have; if they
-differ, every rank runs the step eagerly. They do so in the group of the step that contains all
-others. If there is none, the step stays eager: agreement in one group after the other is not
-transitive.
+NCCL requires that all ranks launch a graph with collectives, or no rank (NCCL, "Using NCCL with
+CUDA Graphs"). Therefore the ranks of a step compare before each call which graph they have. If they
+differ, every rank runs the step eagerly. They compare in the group that contains the ranks of all
+other groups of the step. If there is no such group, the step stays eager: agreement in one group
+after the other is not transitive.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _EAGER, _CAPTURE, _NEVER = 0, -1, -2  # what a rank wants to do, beside the numb
 
 
 class _CannotSend(CannotCapture, DistributedError):
-    """A verb cannot be captured. The other ranks hear of it when all ranks compare."""
+    """A verb cannot be captured. The vote after the capture notifies the other ranks."""
 
 
 class Recorder:
@@ -131,8 +131,8 @@ class Recorder:
         """Return a number that is equal if ranks have captured equal calls of ``group``."""
         return crc32("; ".join(self._calls.get(group, [])).encode())
 
-    # In the place of ``Comparisons`` during a capture, in which ranks compare nothing: a rank that
-    # cannot capture the step makes no such call. All ranks compare digests afterwards.
+    # The methods of ``Comparisons``. Ranks compare nothing during a capture, because a rank that
+    # cannot capture the step does not make the call. All ranks compare digests afterwards.
 
     def post(self, call: Call) -> None:
         """Compare nothing."""
@@ -140,7 +140,7 @@ class Recorder:
     refuse = post
 
     def ask(self, call: Call) -> list[int]:
-        """Return the rows of each rank: those of this rank, which the digests compare."""
+        """Return the rows of each rank: the number of this rank, which the digests compare."""
         return [len(call.like)] * self._size
 
     def meet(self, calls: Any) -> Any:
@@ -163,7 +163,7 @@ class Recorder:
 
 
 class Graph:
-    """A captured step: one CUDA graph, where it reads its arguments, and what it leaves behind.
+    """A captured step: a CUDA graph, the memory of its arguments, its gradients and its result.
 
     ``recorder`` has noted the step; ``signature`` and ``stamp`` are of the structure since.
     """
@@ -470,7 +470,7 @@ def _capturing(stream: Any) -> Iterator[list[Any]]:
 
 
 def record(recorder: Recorder, stack: ExitStack) -> None:
-    """Let ``recorder`` note what this thread does until ``stack`` ends."""
+    """Let ``recorder`` note the verbs, optimizers and gradients of this thread in ``stack``."""
     divert(1)
     stack.callback(divert, -1)
     note_gradients(stack)
@@ -502,9 +502,10 @@ def _described(call: Call) -> str:
 
 
 def _spanning(groups: Sequence[Membership]) -> list[Membership]:
-    """Return the groups whose ranks are not those, or some of those, of another one of ``groups``.
+    """Return the groups whose ranks no other group of ``groups`` contains.
 
-    Of groups with equal ranks, the first one. Each rank of a group finds the same about it.
+    If groups have equal ranks, only the first one is returned. The result for a group is the same
+    on each of its ranks.
     """
     ranks = [set(group.ranks) for group in groups]
 
@@ -583,7 +584,7 @@ def _host_arrays(state: State) -> list[Any]:
 
 
 def _restore(state: State, host: Iterable[tuple[Any, Any]]) -> None:
-    """Undo what Python has done in a capture, in which the device has done nothing."""
+    """Undo the changes that Python has made in a capture; the device has done nothing."""
     for place, value in state.held:
         place.set(value)
     for array, copy in host:

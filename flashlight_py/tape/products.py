@@ -38,7 +38,8 @@ _WORKSPACE = 32 << 20
 def capture_products(stack: ExitStack, recorder: Any) -> None:
     """Let products of CuPy arrays call cuBLAS here while ``recorder`` records this thread.
 
-    That holds until ``stack`` ends. Other products, such as those of integers, stay CuPy's.
+    CuPy's functions are restored when ``stack`` ends. CuPy computes other products, such as
+    products of integers.
     """
     import cupy
 

@@ -1,6 +1,6 @@
 """Launching collectives: one native call that orders two streams and calls NCCL between.
 
-See ``csrc/nccl/launch.cdef.h``, whose arguments are those of ``Launcher``'s methods.
+``csrc/nccl/launch.cdef.h`` describes the arguments.
 """
 
 from __future__ import annotations
