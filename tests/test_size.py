@@ -16,9 +16,9 @@ FILES = [path for path in PACKAGE.rglob("*.py") if path.name != "_nccl.py"]  # t
 # At most so many lines and files. Blank lines, comments and docstrings count.
 BUDGETS = {
     # Layers, their functions, amp and the data loader are 3,700 of them: errors name both shapes.
-    # CUDA graphs of steps, and launches on a blocking communicator of NCCL: 1,605 lines, for which
+    # CUDA graphs of steps, and launches on a blocking communicator of NCCL: 1,625 lines, for which
     # 401 were removed (top-k compression, steps in the backward pass).
-    "": (52_460, 253),
+    "": (52_480, 253),
     # torch changes the timeouts of groups that are open; objects know two ways, native and not.
     # Memory is asked for before it is taken; grids, objects as messages, names that others use.
     # NCCL has two communicators, a ring of events, and comparisons that are made later.
@@ -36,7 +36,7 @@ BUDGETS = {
     "tagi": (5_280, 21),
     # Kernels of layers are instructions; bfloat16 is a dtype; reasons say what to write instead.
     # CUDA graphs, with the products of matrices that CuPy does not capture.
-    "tape": (3_635, 13),
+    "tape": (3_650, 13),
     "torch": (1_210, 6),
 }
 

@@ -17,6 +17,7 @@ import functools
 import itertools
 import threading
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -110,12 +111,14 @@ class Recorder:
         call = calls[0]
         array = call.out if call.array is None else call.array
         if not self.is_capturing:
-            if group.size > 1:
+            if group.size > 1 and not call.verb.is_message:
                 self.groups[group] = None
             return self._without(group, calls, name)
         if not is_cupy(array):
             raise _CannotSend(f"{name} sends arrays of the CPU, or none, at {line_of_user()}")
         backend: Any = group.backend(array)
+        if call.verb.is_message:
+            self.meet(calls)
         if group.size > 1:
             if group not in self.groups:
                 raise _CannotSend(f"{name} uses a group that the step has not used before")
@@ -149,7 +152,7 @@ class Recorder:
         Raises:
             _CannotSend: always.
         """
-        call = calls[0] if isinstance(calls, list) else calls
+        call = calls if isinstance(calls, Call) else calls[0]
         raise _CannotSend(f"{call.name} needs an answer of other ranks at {line_of_user()}")
 
     rows_for_this_rank = meet
@@ -194,9 +197,10 @@ class Graph:
         self._plain = [number for number, is_plain in enumerate(flags) if is_plain]
         self._strided = [number for number, is_plain in enumerate(flags) if not is_plain]
         self._graph = GraphLauncher(graph, [inputs[number] for number in self._plain])
-        self._names, self._memory = state.names, _Memory(state)
+        self._names = state.names
         self._kept = {id(value) for _, value in state.held}
         self._reads = [(v, before[v]) for v in recorder.grads_read if v in before]
+        self._memory = _Memory(state, [grad for _, grad in self._reads])
         changed = [v for v in before if v in recorder.grads_set or v.grad is not before[v]]
         self._grads = [(v, v.grad) for v in changed]
         for backend in recorder.backends:
@@ -498,7 +502,7 @@ def _described(call: Call) -> str:
     """Return what ranks must have in common of a captured call."""
     like = None if call.verb is SCATTER else call.like
     kind = "" if like is None else f"{like.dtype} {like.shape}"
-    return f"{call.name} {kind} {call.op} {call.scale} {call.root}"
+    return f"{call.name} {kind} {call.op} {call.scale} {call.root} {call.rows}"
 
 
 def _spanning(groups: Sequence[Membership]) -> list[Membership]:
@@ -531,6 +535,10 @@ def _is_there(place: Place, value: Any) -> bool:
     return place.get() is value
 
 
+def _is_grad(place: Place) -> bool:
+    return place.key == "grad" and isinstance(place.holder, Variable)
+
+
 def _moved(state: State) -> str:
     """Return why a graph would read arrays that are not state any more; empty: it does not.
 
@@ -538,16 +546,17 @@ def _moved(state: State) -> str:
     """
     arrays = [each for each in state.held if isinstance(each[0].holder, Variable)]
     for place, value in (*arrays, *state.names):
-        if place.key != "grad" and not _is_there(place, value):
+        if not _is_grad(place) and not _is_there(place, value):
             return f"{words(place.path)} gets another value; write into its array instead"
     return ""
 
 
 class _Memory:
-    """The addresses of the arrays in ``state`` that are on a GPU."""
+    """The addresses of the arrays in ``state`` that are on a GPU, of gradients only ``grads``."""
 
-    def __init__(self, state: State) -> None:
-        arrays = [array for _, value in state.held for array in plain_arrays(value)]
+    def __init__(self, state: State, grads: Sequence[Any] = ()) -> None:
+        held = [value for place, value in state.held if not _is_grad(place)]
+        arrays = plain_arrays((*held, *grads))
         self._ranges = sorted(_range(array) for array in arrays if is_cupy(array) and array.size)
         # Of all ranges up to one, the greatest end.
         self._ends = [*itertools.accumulate((end for _, end in self._ranges), max)]
@@ -585,8 +594,10 @@ def _host_arrays(state: State) -> list[Any]:
 
 def _restore(state: State, host: Iterable[tuple[Any, Any]]) -> None:
     """Undo the changes that Python has made in a capture; the device has done nothing."""
-    for place, value in state.held:
-        place.set(value)
+    moved = [each for each in state.names if type(each[1]) is not int and not _is_there(*each)]
+    for place, value in (*moved, *state.held):
+        is_short = isinstance(place.holder, (list, deque)) and len(place.holder) <= place.key
+        place.holder.append(value) if is_short else place.set(value)
     for array, copy in host:
         np.copyto(array, copy)
 

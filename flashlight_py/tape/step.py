@@ -83,12 +83,15 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
 
     def _run(self, args: tuple[Any, ...], options: dict[str, Any] | None) -> Any:
         stamp = int(count[0])  # before the lock: who has it changes the number first
-        if self.reason or here.recorder is not None or _recording.locked():
+        if self.reason or here.recorder is not None:
             return self._run_eagerly(args, options)
         call = _Call(self.__wrapped__, self._state, args, options or {})
-        if reason := call.why_not():
+        is_free = call.is_on_gpu or not _recording.locked()  # on GPUs, ranks vote before each call
+        reason = call.why_not() if is_free else ""
+        if reason or not is_free:
             result = self._run_eagerly(args, options)  # which may refuse what is no such array
-            self._stay_eager(reason)
+            if reason:
+                self._stay_eager(reason)
             return result
         if call.is_on_gpu:
             graphs = Graphs(self.__wrapped__, self._state, _recording)

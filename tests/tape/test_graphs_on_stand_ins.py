@@ -93,6 +93,45 @@ def test_a_step_that_puts_another_array_into_a_variable_stays_eager(driver: Stan
     assert "weight.data gets another value" in captured.reason
 
 
+@pytest.mark.parametrize("holds", ["object", "list", "dict"])
+def test_an_attempt_to_capture_changes_no_state(driver: StandInDriver, holds: str) -> None:
+    """A step whose hidden state is another variable, list item or entry after each call."""
+    holder: Any = SimpleNamespace(hidden=fl.Variable(gpu([1.0])), items=[gpu([1.0]), gpu([2.0])])
+    named = {"grad": gpu([1.0])}
+
+    def step(x: Any) -> Any:
+        if holds == "object":
+            holder.hidden = fl.Variable(holder.hidden.data + x)
+            return holder.hidden.data * 1
+        if holds == "list":
+            holder.items.append(holder.items.pop() + x)
+            return holder.items[-1] * 1
+        named["grad"] = named["grad"] + x
+        return named["grad"] * 1
+
+    captured: Any = fl.capture(step)
+    results = [captured(gpu([1.0])).get()[0] for _ in range(4)]
+    assert results == [3.0, 4.0, 5.0, 6.0] if holds == "list" else [2.0, 3.0, 4.0, 5.0]
+    assert captured.reason
+
+
+def test_an_array_in_the_memory_of_an_old_gradient_is_no_state(driver: StandInDriver) -> None:
+    weight = fl.param(gpu([1.0, 2.0]))
+    weight.grad = None
+
+    def step(x: Any) -> Any:
+        weight.zero_grad()
+        (weight * x).sum().backward()
+        return x * 1
+
+    captured: Any = fl.capture(step)
+    captured(gpu([1.0, 2.0]))
+    old = weight.grad
+    captured(gpu([1.0, 2.0]))
+    captured(old)
+    assert (captured.replays, captured.reason) == (2, "")
+
+
 def test_a_call_whose_argument_is_state_runs_eagerly(driver: StandInDriver) -> None:
     weight = fl.Variable(gpu([1.0, 2.0]), calc_grad=False)
 
