@@ -322,9 +322,9 @@ def gradient_sync_of(module: Module, caller: str) -> GradientPass[Any]:
         )
     if sync.leaves:
         raise ValueError(
-            f"{caller}: the module was distributed with leaves={sync.leaves}, whose gradients are "
-            "those of one loop over fl.leaves. Instead of accumulating pass a larger global batch, "
-            "and every rank the whole of it, so that none runs out of data before the others"
+            f"{caller}: the module was distributed with leaves={sync.leaves}, and one loop over "
+            "fl.leaves computes its gradients. Do not accumulate gradients: pass the same larger "
+            "global batch on every rank"
         )
     return sync
 

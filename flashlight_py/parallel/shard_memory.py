@@ -112,10 +112,10 @@ FROZEN = " frozen"
 class HostMemory:
     """Flat arrays for ``params``, in the order of their gradients, and the buckets of all ranks.
 
-    ``hosts``: the ranks of each, of which ``host`` is this one. ``local`` joins this host's ranks,
-    ``between`` counterparts on all hosts, in their order; None where there are none. With
-    ``across`` each host steps a part of its own, and sends it to the others. A rank that is alone
-    on its host needs no bucket. Making it is collective, blocking.
+    ``hosts`` are the ranks of each host, and ``host`` is the number of this host. ``local`` is the
+    group of this host's ranks; ``between`` is the group of the ranks with the same position on all
+    hosts, or None. With ``across`` each host steps its own part and sends it to the other hosts. A
+    rank that is alone on its host needs no bucket. The constructor is collective and blocking.
     """
 
     def __init__(self, group: ProcessGroup, params: Sequence[Variable], across_hosts: bool) -> None:

@@ -23,7 +23,6 @@ from flashlight_py.device import is_cupy
 from flashlight_py.optim.optimizer import RuleOptimizer
 from flashlight_py.structure import changed, count, here
 from flashlight_py.tape.arrays import Array, Recorded
-from flashlight_py.tape.graphs import Graphs
 from flashlight_py.tape.operands import CannotCapture, Memory
 from flashlight_py.tape.operations import are_numbers, record_step
 from flashlight_py.tape.program import (
@@ -94,6 +93,8 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
                 self._stay_eager(reason)
             return result
         if call.is_on_gpu:
+            from flashlight_py.tape.graphs import Graphs  # which imports the binding of NCCL
+
             graphs = Graphs(self.__wrapped__, self._state, _recording)
             self.slow = functools.partial(self._run_on_gpu, graphs)
             return self.slow(args, call.options)
@@ -119,7 +120,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         return self._run_eagerly(args, options)
 
     def _run_on_gpu(
-        self, graphs: Graphs, args: tuple[Any, ...], options: dict[str, Any] | None
+        self, graphs: Any, args: tuple[Any, ...], options: dict[str, Any] | None
     ) -> Any:
         options = options or {}
         if self.reason or here.recorder is not None:

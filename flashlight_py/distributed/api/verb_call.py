@@ -65,7 +65,6 @@ def collective(
     The arguments are those of the public functions; ``received`` as of ``Call``. Returns the
     result, or a Work.
     """
-    how = {"op": op, "scale": scale, "root": root, "rows": rows, "out": out, "async_op": async_op}
     members = of(group)
     several = verb.lists and isinstance(x, list | tuple)
     begun = len(x) if several and async_op else 1
@@ -76,7 +75,8 @@ def collective(
             work = members.run(Call(verb, x, known, scale, blocking=not async_op))
             return work if async_op else work.wait()
         known = parse_op(verb.name, op) if verb.reduces else ReduceOp.SUM
-        how["op"] = known
+        how = {"op": known, "scale": scale, "root": root, "rows": rows, "out": out}
+        how["async_op"] = async_op
         if not (several or async_op) and rows is None and received is None:
             y = packed_natively(members, verb, x, out, known, scale, root)
             if y is not NotImplemented:

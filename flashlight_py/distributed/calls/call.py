@@ -52,18 +52,17 @@ class Call:
     """A call of ``verb``, as one rank makes it.
 
     Args:
-        array: what is sent, filled, or both: C-contiguous, of native byte order, writable where
-            the verb writes it. Of a scatter the whole, of shape (size, shape of a part), on the
-            root alone. None elsewhere, and of a barrier or a refusal; a broadcast's on other ranks
-            than the root where the backend ``finds_shape``.
-        op: how values are combined. ``AVG`` arrives of a prefix alone: else it is ``SUM`` with
-            another scale.
-        peer: the other end of a message.
-        rows: how many rows rank 0, 1, ... gets, where parts are unequal.
-        out: where the result goes, else a new array. A gather's may be too long or too short,
-            which raises ValueError on this rank when all have called.
-        blocking: the caller waits at once: the backend may run the call on the caller's thread.
-        seconds: what it may take, default the group's timeout.
+        array: the array that is sent, filled, or both. It is C-contiguous, in native byte order,
+            and writable if the verb writes to it. For a scatter: all parts, of shape (size, *part),
+            on the root. None on the other ranks of a scatter, for a barrier and for a refusal. For
+            a broadcast it is None on receiving ranks if the backend ``finds_shape``.
+        op: the operation. Only prefix verbs pass ``AVG``; other verbs pass ``SUM`` and a scale.
+        peer: the other rank of a message.
+        rows: the number of rows of each rank, if the parts are unequal.
+        out: the array for the result; None: a new array. If the ``out`` of a gather has a wrong
+            length, this rank raises ValueError after all ranks have called.
+        blocking: whether the caller waits at once, so the backend may use the caller's thread.
+        seconds: the time limit in seconds; None: the timeout of the group.
         part_of: what it is a step of, one of ``COMPOSED``. It goes with calls of the other ranks
             that are steps of the same.
         partial: of a receive: fewer rows may arrive than ``array`` has, and fill its first ones.
