@@ -18,6 +18,7 @@ from flashlight_py.autograd import Variable, functions
 from flashlight_py.autograd.precision import casting, here
 from flashlight_py.device import array_module, floating
 from flashlight_py.distributed import all_reduce, get_world_size
+from flashlight_py.distributed.api.verb_call import in_step
 from flashlight_py.optim.clip import gradients_of
 
 __all__ = ["DynamicScaler", "autocast"]
@@ -153,6 +154,7 @@ class DynamicScaler:
             raise TypeError(f"DynamicScaler.scale takes a variable, got {type(loss).__name__}")
         return functions.mul(loss, self.get_scale())
 
+    @in_step()
     def unscale(self, optimizer: Any) -> None:
         """Divide the gradients of the optimizer's parameters by the scale, in place.
 

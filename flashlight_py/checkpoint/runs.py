@@ -27,6 +27,7 @@ from flashlight_py.checkpoint.directory import (
 from flashlight_py.checkpoint.tensors import from_bytes, pack, pieces
 from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
+from flashlight_py.distributed.api.verb_call import in_step
 from flashlight_py.distributed.backends.exchange import Steps, exchange_bytes
 from flashlight_py.distributed.calls.call import COMPOSED
 from flashlight_py.distributed.calls.checks import whole_number
@@ -79,6 +80,7 @@ class _Several:
 Part: TypeAlias = Stateful | Mapping[str, Stateful] | Sequence[Stateful]
 
 
+@in_step()
 def save(
     path: str | os.PathLike[str],
     module: Part | None = None,
@@ -191,6 +193,7 @@ class _Found(NamedTuple):
     skipped: tuple[str, ...]
 
 
+@in_step()
 def load(
     path: str | os.PathLike[str],
     module: Part | None = None,

@@ -132,12 +132,14 @@ class BatchNorm(_Affine):
 
     def forward(self, x: Variable) -> Variable:
         """Return ``x`` normalized; in training, running statistics are changed in place."""
+        if self.sync and (self.training or not self.track_statistics):
+            calls = import_module("flashlight_py.distributed.api.verb_call")
+            with calls.refusing(calls.of(None), "BatchNorm", given=[x], first=True):
+                return self._synchronized(self._of_channels(x))
         x = self._of_channels(x)
         if not self.training and self.track_statistics:
             running = self.running_mean, self.running_var
             return F.batch_norm(x, self.weight, self.bias, *running, self.eps)
-        if self.sync:
-            return self._synchronized(x)
         given = x, self.weight, self.bias, None, None
         out, mean, variance = batch_norm_with_moments(*given, self.eps)
         count = x.size // self.channels

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 
@@ -44,9 +45,11 @@ def clip_grad_norm(
         ValueError: ``params`` is empty without a group, or ``max_norm`` is negative.
         DistributedError: with a group, or sharded parameters, as :func:`flashlight_py.all_reduce`.
     """
-    limit = check_at_least_zero("max_norm", max_norm)
-    params = as_param_list(params, may_be_empty=group is not None)
+    with _in_step(group):
+        params = as_param_list(params, may_be_empty=group is not None)
     own, sharded = _by_shards(params)
+    with _in_step(next(iter(sharded), group)):  # those that the other ranks meet first
+        limit = check_at_least_zero("max_norm", max_norm)
     if group is None and not sharded:
         return _limit_norm(own, limit)
     sums = [part for grad in own for part in sums_of_squares(grad)]
@@ -61,6 +64,10 @@ def clip_grad_norm(
         for shards in sharded:
             shards.meet()
     return norm
+
+
+def _in_step(ranks: Summing | Shards | None) -> AbstractContextManager[None]:
+    return nullcontext() if ranks is None else ranks.in_step("clip_grad_norm")
 
 
 @as_one

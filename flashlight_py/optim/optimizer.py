@@ -27,6 +27,9 @@ class Summing(Protocol):
     def all_reduce(self, x: Any) -> Any:
         """Sum ``x`` over the ranks, in place."""
 
+    def in_step(self, name: str) -> AbstractContextManager[None]:
+        """Return a block in which ``name`` checks its arguments; if they are wrong, all raise."""
+
 
 class Shards:
     """The state that all parameters of one sharded module share.
@@ -38,6 +41,10 @@ class Shards:
 
     def attach(self, optimizer: FirstOrderOptimizer) -> None:
         """Take note of an optimizer that was made for parameters of the module."""
+
+    def in_step(self, name: str) -> AbstractContextManager[None]:
+        """Return a block in which ``name`` checks its arguments; if they are wrong, all raise."""
+        return self.group.in_step(name)
 
     def check(self, what: str) -> None:
         """Refuse ``what``, in words, where a process has ended in the middle of a change.

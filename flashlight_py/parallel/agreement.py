@@ -18,6 +18,7 @@ from flashlight_py.autograd import Variable
 from flashlight_py.device import Array, to_device
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.backends.exchange import exchange_bytes
+from flashlight_py.distributed.calls.call_site import caller
 from flashlight_py.distributed.start import blas
 from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.errors import MismatchError
@@ -81,11 +82,12 @@ def warn_of_differing(what: str, digests: Sequence[int], group: ProcessGroup) ->
     others = [str(rank) for rank, values in enumerate(digests) if values != digests[0]]
     if group.rank != 0 or not others:
         return
-    warnings.warn(
+    warnings.warn_explicit(
         f"{what}: rank 0 of {group.size}: rank(s) {', '.join(others)} start from other parameters "
         "than rank 0, and would each train a model of their own: gradients are reduced, parameters "
         "are not. Call fl.broadcast_parameters(module) before it, and after fl.distributed_init()",
-        stacklevel=3,
+        UserWarning,
+        *caller(),
     )
 
 

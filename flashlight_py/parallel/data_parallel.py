@@ -21,8 +21,9 @@ from flashlight_py.distributed import (
     all_gather_object,
     broadcast_object,
 )
+from flashlight_py.distributed.api.verb_call import in_step
 from flashlight_py.distributed.calls.checks import whole_number
-from flashlight_py.distributed.reducers.hook import CommunicationHook
+from flashlight_py.distributed.reducers.hook import CommunicationHook, check_hook
 from flashlight_py.distributed.reducers.reducer import EagerReducer, Reducer, plan_buckets
 from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.nn import Module
@@ -49,6 +50,7 @@ from flashlight_py.parallel.synchronize import give_state, require_module
 from flashlight_py.structure import changed
 
 
+@in_step()
 def distribute_module_grads(
     module: Module,
     scale: float | None = None,
@@ -145,8 +147,7 @@ def distribute_module_grads(
     in_order = [param for param in named.values() if param.calc_grad][::-1]  # as a pass ends them
     if not in_order:
         raise ValueError("distribute_module_grads: the module has no parameter with calc_grad")
-    if leaves is not None:
-        _check_for_leaves(named)
+    _check_arrays(named if leaves is not None else {}, hook, in_order)
     group = group if reducer is None else reducer.group
     members = group_or_world(group)
     checked = ["gradients must be finite (check_finite)"] if check_finite else []
@@ -313,8 +314,12 @@ def _bucketed(
     return GradientSync(units, EagerReducer(factor, group, hook, parts), None, scale is None)
 
 
-def _check_for_leaves(named: Mapping[str, Variable]) -> None:
-    for name, param in named.items():
+def _check_arrays(
+    of_leaves: Mapping[str, Variable], hook: CommunicationHook | None, params: Sequence[Variable]
+) -> None:
+    if hook is not None:
+        check_hook(hook, [[param.data] for param in params])
+    for name, param in of_leaves.items():
         if is_cupy(param.data):
             raise ValueError(
                 f"distribute_module_grads: leaves is for NumPy arrays, and {name!r} is a CuPy "
@@ -375,6 +380,7 @@ def no_sync(module: Module) -> Iterator[None]:
         changed()
 
 
+@in_step()
 def all_reduce_gradients(
     module: Module, scale: float = 1.0, group: ProcessGroup | None = None
 ) -> None:

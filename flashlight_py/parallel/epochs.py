@@ -17,9 +17,19 @@ from flashlight_py.dataset.shares import (
     strided_share,
     weight_of_part,
 )
+from flashlight_py.distributed import ProcessGroup
+from flashlight_py.distributed.api.verb_call import in_step
 from flashlight_py.distributed.calls.checks import whole_number
+from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.parallel.agreement import check_settings_agree
 from flashlight_py.parallel.data_container import Share
+
+
+def _ranks(given: dict[str, Any]) -> ProcessGroup | None:
+    """Return the world; None if rank and size were passed, so that nothing is compared."""
+    share = getattr(given["self"], "_share", None)
+    of_world = share.of_world if share else None in (given.get("rank"), given.get("size"))
+    return group_or_world(None) if of_world else None
 
 
 class InEpochs:
@@ -50,6 +60,7 @@ class InEpochs:
         """The current epoch, 0 at first."""
         return self._epoch
 
+    @in_step(_ranks)
     def set_epoch(self, epoch: int) -> None:
         """Go to the order of ``epoch``, before iterating; blocking.
 
@@ -98,6 +109,7 @@ class InEpochs:
         """
         return {**self._settings, "epoch": self._epoch, "consumed": self._consumed}
 
+    @in_step(_ranks)
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state`` was taken, on any number of ranks; blocking.
 
@@ -211,6 +223,7 @@ class DistributedSampler(InEpochs):
 
     _what = "DistributedSampler"
 
+    @in_step(_ranks)
     def __init__(
         self,
         n: int,
@@ -297,6 +310,7 @@ class ShardedDataset(InEpochs, Dataset):
 
     _what = "ShardedDataset"
 
+    @in_step(_ranks)
     def __init__(
         self,
         dataset: Dataset,

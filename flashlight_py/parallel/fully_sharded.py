@@ -9,7 +9,7 @@ import numpy as np
 from flashlight_py.autograd import Variable
 from flashlight_py.device import is_cupy
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.api.verb_call import refusing
+from flashlight_py.distributed.api.verb_call import in_step, refusing
 from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.nn import Module
 from flashlight_py.parallel.agreement import check_modules_agree, check_settings_agree
@@ -24,6 +24,7 @@ from flashlight_py.parallel.synchronize import broadcast_parameters, give_state,
 SMALL_BYTES = 12 << 20
 
 
+@in_step()
 def fully_shard(
     module: Module,
     group: ProcessGroup | None = None,

@@ -18,7 +18,7 @@ import functools
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -311,6 +311,13 @@ def release(module: Module) -> None:
 def pass_of(module: Module) -> GradientPass[Any] | None:
     """Return the pass that was installed for ``module``."""
     return _passes.get(module)
+
+
+def ranks_of(given: Mapping[str, Any]) -> ProcessGroup:
+    """Return the ranks that train the argument ``module``; the world if nothing was installed."""
+    module = given.get("module")
+    sync = pass_of(module) if isinstance(module, Module) else getattr(module, "sync", None)
+    return group_or_world(sync.reducer.group if isinstance(sync, GradientPass) else None)
 
 
 def gradient_sync_of(module: Module, caller: str) -> GradientPass[Any]:

@@ -15,12 +15,12 @@ from typing import Any, Protocol, SupportsIndex
 import numpy as np
 
 from flashlight_py.distributed import ProcessGroup, all_reduce
+from flashlight_py.distributed.api.verb_call import in_step
 from flashlight_py.distributed.calls.checks import whole_number
-from flashlight_py.distributed.start.world import current_world
 from flashlight_py.errors import MismatchError
 from flashlight_py.nn import Module
 from flashlight_py.optim import FirstOrderOptimizer
-from flashlight_py.parallel.gradient_pass import GradientPass, gradient_sync_of
+from flashlight_py.parallel.gradient_pass import GradientPass, gradient_sync_of, ranks_of
 from flashlight_py.parallel.synchronize import give_state, synchronize
 from flashlight_py.structure import changed
 
@@ -97,10 +97,10 @@ class Joined:
 _open: list[Joined] = []
 
 
-@contextlib.contextmanager
+@in_step(ranks_of)
 def join(
     module: Module | Trained, optimizer: FirstOrderOptimizer | None = None
-) -> Iterator[Joined]:
+) -> contextlib.AbstractContextManager[Joined]:
     """Within the context, ranks may run different numbers of backward passes, also none at all.
 
     ``with fl.join(module) as joined:`` goes around the loop over a rank's batches. A rank whose
@@ -149,12 +149,21 @@ def join(
         raise ValueError(f"join: {sync.not_joined}")
     if optimizer is not None and not isinstance(optimizer, FirstOrderOptimizer):
         raise TypeError(f"join: expected an optimizer of fl.optim, got {type(optimizer).__name__}")
-    group = sync.reducer.group or current_world().group
     if _open:
         raise ValueError(
             "join: another join is open on this rank, and one without data could not know whose "
             "backward pass comes next. Make the modules parts of one module and join that"
         )
+    return _joined(module, optimizer, sync, ranks_of({"module": module}))
+
+
+@contextlib.contextmanager
+def _joined(
+    module: Module | Trained,
+    optimizer: FirstOrderOptimizer | None,
+    sync: GradientPass[Any],
+    group: ProcessGroup,
+) -> Iterator[Joined]:
     joined = Joined(sync, group)
     _open.append(joined)
     sync.weigh = joined._weigh

@@ -23,14 +23,14 @@ from flashlight_py.autograd import Variable
 from flashlight_py.dataset.shares import contiguous_share
 from flashlight_py.device import Array, array_module, is_floating
 from flashlight_py.distributed import ProcessGroup
-from flashlight_py.distributed.api.verb_call import refusing
+from flashlight_py.distributed.api.verb_call import in_step
 from flashlight_py.distributed.reducers.reducer import InlineReducer
 from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.errors import MismatchError, NotInitializedError
 from flashlight_py.nn import Module
 from flashlight_py.parallel.agreement import all_have, differences, of_all_ranks
 from flashlight_py.parallel.failing import fail
-from flashlight_py.parallel.gradient_pass import GradientPass, Unit, pass_of
+from flashlight_py.parallel.gradient_pass import GradientPass, Unit, pass_of, ranks_of
 from flashlight_py.parallel.leaf_tree import Rows, join_hosts, push, rows_needed
 from flashlight_py.parallel.synchronize import give_state, require_module
 from flashlight_py.parallel.tree.packing import put_buffer
@@ -42,6 +42,7 @@ _DIGESTED = 1024  # elements of the first and the last row: enough to notice ano
 # The stream of random numbers of a step is drawn from the package's generator, the same on every
 # rank: its state is in a checkpoint already, so a run goes on without a counter of steps of its
 # own.
+@in_step(ranks_of)
 def leaves(module: Module, *arrays: Array) -> Iterator[Any]:
     """Iterate over this rank's leaves of a global batch; afterwards gradients are those of it all.
 
@@ -101,9 +102,7 @@ def leaves(module: Module, *arrays: Array) -> Iterator[Any]:
             f"{sync.where}: the module was distributed in a world that is no more; call "
             "distribute_module_grads again, after distributed_init"
         )
-    with refusing(sync.members, "leaves"):
-        rows = sync.rows_of(arrays)
-    return sync.steps_leaves(rows, arrays)
+    return sync.steps_leaves(sync.rows_of(arrays), arrays)
 
 
 class LeafSync(GradientPass[Unit]):

@@ -7,6 +7,7 @@ from typing import Any
 
 from flashlight_py.autograd import Variable
 from flashlight_py.distributed import ProcessGroup
+from flashlight_py.distributed.api.verb_call import in_step
 from flashlight_py.distributed.calls.arrays import as_array, check_reduction
 from flashlight_py.distributed.constants import ReduceOp
 from flashlight_py.distributed.reducers.reducer import reduce_all
@@ -20,6 +21,10 @@ from flashlight_py.parallel.agreement import (
     warn_of_differing,
 )
 from flashlight_py.parallel.gradient_pass import is_synchronised, reduce_used
+
+
+def _group_of(given: dict[str, Any]) -> ProcessGroup:
+    return group_or_world(given["self"]._group)
 
 
 class DistributedOptimizer:
@@ -108,6 +113,7 @@ class DistributedOptimizer:
         """
         self._optimizer.load_state_dict(state)
 
+    @in_step(_group_of)
     def step(self) -> None:
         """Reduce the gradients over the ranks, in place, and change the parameters by them.
 
@@ -132,6 +138,7 @@ class DistributedOptimizer:
         reduce_used(self.params, self._scale(), self._group)
         self._optimizer.step()
 
+    @in_step(_group_of)
     def reduce(self, updates: Sequence[Any]) -> list[Any]:
         """Reduce ``updates`` over the ranks, in place, as ``step`` reduces gradients; return them.
 

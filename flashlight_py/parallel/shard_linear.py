@@ -12,6 +12,7 @@ from flashlight_py.autograd import Variable
 from flashlight_py.autograd import functions as F
 from flashlight_py.device import Array, array_module, device_of, to_device
 from flashlight_py.distributed import ProcessGroup
+from flashlight_py.distributed.api.verb_call import in_step, refusing
 from flashlight_py.distributed.calls.checks import whole
 from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.errors import MismatchError
@@ -21,6 +22,7 @@ from flashlight_py.parallel.agreement import by_rank, check_modules_agree, check
 from flashlight_py.parallel.functional.collectives import DifferentiableCall, copy_of
 
 
+@in_step()
 def shard_linear(
     layer: Linear,
     how: Literal["column", "row"],
@@ -114,12 +116,13 @@ class ShardedLinear(Linear):
                 x = call.record(x, x.data, vjp=lambda grad: members.all_reduce(copy_of(grad)))
             return F.linear(x, self.weight, self.bias)
         size, bias = self.weight.shape[1], self.bias
-        if x.shape[-1:] != (size,):
-            raise ValueError(
-                f"a row layer of shard_linear expects this rank's part of its input, of shape "
-                f"[..., {size}], got {x.shape}; a column layer of the same sizes returns it"
-            )
-        part = F.linear(x, self.weight)
+        with refusing(members, "shard_linear", given=[x]):
+            if x.shape[-1:] != (size,):
+                raise ValueError(
+                    f"a row layer of shard_linear expects this rank's part of its input, of shape "
+                    f"[..., {size}], got {x.shape}; a column layer of the same sizes returns it"
+                )
+            part = F.linear(x, self.weight)
         array = members.all_reduce(part.data)  # in place: it is a new array that nobody else has
         if not part.calc_grad and (bias is None or not bias.calc_grad):
             if bias is not None:

@@ -220,6 +220,9 @@ class HostSharder(Sharder[HostUnit]):
             self._states[key] = self.memory.new_flat(self.memory.params[name].size, kind)
         return self._states[key]
 
+    def in_step(self, name: str) -> AbstractContextManager[None]:
+        return (self.group if self.memory.across else self.memory.local).in_step(name)
+
     def sum_of_squares(self, variables: Sequence[Variable]) -> float:
         """Return that of all gradients, the same for any number of ranks; see ``Shards``."""
         if self.memory.across:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from flashlight_py.distributed import ProcessGroup, all_reduce, broadcast
-from flashlight_py.distributed.api.verb_call import ending, refusing
+from flashlight_py.distributed.api.verb_call import ending, in_step, refusing
 from flashlight_py.distributed.calls.checks import check_rank, whole_number
 from flashlight_py.distributed.reducers.reducer import reduce_all
 from flashlight_py.distributed.start.world import group_or_world
@@ -37,6 +37,7 @@ SomeTree = TypeVar("SomeTree")
 _KINDS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": ValueError}
 
 
+@in_step()
 def synchronize(tree: SomeTree, root: int = 0, group: ProcessGroup | None = None) -> SomeTree:
     """Set every rank's values to those of rank ``root``, of all arrays and numbers in ``tree``.
 
@@ -80,6 +81,7 @@ def synchronize(tree: SomeTree, root: int = 0, group: ProcessGroup | None = None
     return synchronize_for("synchronize", "tree", tree, root, group)
 
 
+@in_step()
 def broadcast_parameters(module: Module, root: int = 0, group: ProcessGroup | None = None) -> None:
     """Set every rank's parameters and buffers to those of rank ``root``, in place.
 
@@ -110,6 +112,7 @@ def broadcast_parameters(module: Module, root: int = 0, group: ProcessGroup | No
     synchronize_for("broadcast_parameters", "module", module, root, group)
 
 
+@in_step()
 def all_reduce_parameters(module: Module, group: ProcessGroup | None = None) -> None:
     """Average every parameter over the ranks, in place, as flashlight does.
 
@@ -165,6 +168,7 @@ class PeriodicAveraging(Structured):
         [False, True, False, True, False]
     """
 
+    @in_step()
     def __init__(self, module: Module, every: int, group: ProcessGroup | None = None) -> None:
         require_module(module)
         refuse_sharded("PeriodicAveraging", module.params(), may_be_cut=True)
@@ -222,6 +226,7 @@ def require_module(module: object) -> None:
         raise TypeError(f"expected a flashlight_py.nn.Module, got {type(module).__name__}")
 
 
+@in_step()
 def sync_meter(meter: Meter) -> Any:
     """Return the value that ``meter`` would have if it had seen what all ranks' meters saw.
 

@@ -21,6 +21,7 @@ from flashlight_py.distributed import (
     distributed_init,
     is_distributed_init,
 )
+from flashlight_py.distributed.api.verb_call import in_step
 from flashlight_py.distributed.reducers.reducer import EagerReducer, plan_buckets
 from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.parallel.agreement import check_entries_agree, check_settings_agree
@@ -107,6 +108,7 @@ class DDPSequential:
         >>> mean, variance = model(np.ones((8, 1)))
     """
 
+    @in_step()
     def __init__(
         self,
         model: Sequential,
@@ -176,6 +178,7 @@ class DDPSequential:
         """
         return self.forward(mu_x, var_x)
 
+    @in_step(lambda given: given["self"].sync.ranks_of_forward())
     def forward(self, mu_x: Any, var_x: Any = None) -> tuple[Array, Array]:
         """Return means and variances of the outputs, as by calling it."""
         self.sync.begin_forward()
@@ -308,6 +311,10 @@ class DeltaSync(GradientPass[DeltaUnit]):
             for layer in bucket:
                 layer.on_sums = functools.partial(self._on_sums, self._units[-1])
         return [unit.bucket for unit in self._units]
+
+    def ranks_of_forward(self) -> ProcessGroup | None:
+        """Return the ranks that add up statistics in a forward pass now, if any do."""
+        return self._all if self._norms and self._model.training else None
 
     def begin_forward(self) -> None:
         """Begin the pass here where the ranks add up statistics on the way forward."""

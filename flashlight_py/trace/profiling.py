@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from flashlight_py.distributed.api.verb_call import in_step
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.exchange import exchange_bytes
 from flashlight_py.distributed.calls.call import Call
@@ -48,6 +49,7 @@ class Profile:
         self._spans: list[tuple[str, int, int]] = []
         self._offset = 0
 
+    @in_step()
     def start(self) -> None:
         """Begin to record; collective, blocking.
 
@@ -63,6 +65,7 @@ class Profile:
         journal.listener = self._records.append
         leave_to_python(True)
 
+    @in_step()
     def stop(self) -> None:
         """End the recording and write the file, on rank 0, for all ranks; collective, blocking.
 

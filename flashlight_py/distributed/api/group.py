@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flashlight_py.distributed import api
+from flashlight_py.distributed.api.verb_call import refusing
 from flashlight_py.distributed.groups.membership import Membership
 
 
@@ -21,6 +22,10 @@ class ProcessGroup(Membership):
 
     The methods are the public functions of the same names, without their argument ``group``.
     """
+
+    def in_step(self, name: str) -> refusing:
+        """Return a block in which ``name`` checks its arguments; if they are wrong, all raise."""
+        return refusing(self, name)
 
 
 def _method(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,9 +1,9 @@
 """From the arguments of a verb to a ``Call``, and from its end to what the user gets.
 
-Wrong arguments are found before anything is sent. A rank that refuses its arguments makes the call
-all the same, as one that equals no other rank's, and raises its own error at once: the others raise
-``MismatchError`` with its reason instead of waiting for it, and the group lives on. A message whose
-other end or tag is wrong itself is no part of any call: nobody is notified.
+Wrong arguments are found before anything is sent. A rank with invalid arguments still joins the
+call, with a signature that matches no other rank, and raises its own error at once: the others
+raise ``MismatchError`` with its reason instead of waiting for it, and the group lives on. A message
+whose other end or tag is invalid belongs to no call: no rank is notified.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 
 Group: TypeAlias = "ProcessGroup | None"
 """A process group; None: the world."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def collective(
@@ -307,7 +310,8 @@ class refusing:
     ``begun`` is what the verb begins on the other ranks: ``COLLECTIVE`` or this rank's ``P2POp``
     each; several where they do not wait for the first before they begin the second. ``given`` are
     its arguments: a CuPy array among them says which backend the others are in. ``how``: what the
-    rank has done. Ctrl-C ends the group.
+    rank has done. ``first``: only an error before the block's first collective is reported. Ctrl-C
+    ends the group.
     """
 
     def __init__(
@@ -317,9 +321,11 @@ class refusing:
         begun: Iterable[P2POp | None] = (COLLECTIVE,),
         given: Iterable[Any] = (),
         how: str = "refused its arguments",
+        first: bool = False,
     ) -> None:
         self._group, self._verb, self._how = group, verb, how
         self._begun, self._given = begun, given
+        self._calls = group.journal.count[0] if first else None
 
     def __enter__(self) -> None:
         pass
@@ -331,6 +337,8 @@ class refusing:
         if not isinstance(error, Exception) or isinstance(error, DistributedError):
             return  # the other ranks know of it
         if group.rank < 0 or group.size == 1 or not self._begun:
+            return
+        if self._calls not in (None, group.journal.count[0]):
             return
         if not group.journal.has_noted(error):  # else a call has begun, or was refused
             self.refuse(error)
@@ -356,6 +364,38 @@ class refusing:
             group.journal.refused(str(self._verb), error, peer)
             if call.peer != group.rank:
                 backend.start(call)
+
+
+def in_step(
+    group_of: Callable[[dict[str, Any]], Membership | None] = lambda given: of(given.get("group")),
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return a decorator for a function that consists of several calls of a group.
+
+    A rank whose arguments are invalid joins the first of these calls, see ``refusing``: so every
+    rank raises at once, and all can go on with the next call. Errors after the first call are the
+    function's own. ``group_of`` returns the group for the arguments by name, by default the
+    argument ``group`` or else the world. It returns None if the function sends nothing.
+    """
+
+    def decorated(function: Callable[P, R]) -> Callable[P, R]:
+        code = function.__code__
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+
+        @functools.wraps(function)
+        def joined(*args: P.args, **named: P.kwargs) -> R:
+            given = dict(zip(names, args, strict=False)) | named
+            group, name = group_of(given), function.__name__
+            if "self" in given:
+                name = f"{type(given['self']).__name__}.{name}".removesuffix(".__init__")
+            if group is None:
+                return function(*args, **named)
+            with refusing(group, name, first=True):
+                return function(*args, **named)
+
+        joined.__code__ = joined.__code__.replace(co_name=function.__name__)  # type: ignore[attr-defined]
+        return joined
+
+    return decorated
 
 
 def reason_of(error: BaseException) -> str:

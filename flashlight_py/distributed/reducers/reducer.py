@@ -10,6 +10,7 @@ from typing import Any
 from flashlight_py.device import Array, array_module, device_of, is_cupy
 from flashlight_py.distributed.api import all_reduce, all_reduce_multiple
 from flashlight_py.distributed.api.group import ProcessGroup
+from flashlight_py.distributed.api.verb_call import refusing
 from flashlight_py.distributed.calls.arrays import as_array, pack
 from flashlight_py.distributed.calls.checks import Apart
 from flashlight_py.distributed.calls.kinds import kind_of
@@ -122,7 +123,8 @@ class InlineReducer(Reducer):
             TypeError, ValueError, DistributedError: as :func:`flashlight_py.all_reduce`.
         """
         if not kind_of(array).is_filled:  # all_reduce would return another one
-            as_array("InlineReducer.add", array)
+            with refusing(group_or_world(self.group), "InlineReducer.add"):
+                as_array("InlineReducer.add", array)
         all_reduce(array, self.scale, group=self.group)
 
     def finalize(self) -> None:
@@ -246,10 +248,11 @@ class CoalescingReducer(_Pending):
             ValueError: it shares memory with one that was added before.
             TypeError, ValueError, DistributedError: as :func:`flashlight_py.all_reduce`.
         """
-        array = as_array("CoalescingReducer.add", array)
-        if self._hook is not None:
-            check_hook(self._hook, [[array]])
-        self._apart.add(array)
+        with refusing(group_or_world(self.group), "CoalescingReducer.add", given=[array]):
+            array = as_array("CoalescingReducer.add", array)
+            if self._hook is not None:
+                check_hook(self._hook, [[array]])
+            self._apart.add(array)
         # A hook is given one dtype on one device at a time.
         kind = None if self._hook is None else (array.dtype.name, device_of(array))
         self._send(self._filling.add(array, array.nbytes, kind))

@@ -17,6 +17,7 @@ from flashlight_py.autograd.engine import InPasses
 from flashlight_py.autograd.variable import record_in_order
 from flashlight_py.device import Array, array_module
 from flashlight_py.distributed import ProcessGroup
+from flashlight_py.distributed.api.verb_call import refusing
 from flashlight_py.distributed.calls.arrays import parse_op, scale_in_place
 from flashlight_py.distributed.constants import LinearOp, ReduceOp
 from flashlight_py.distributed.start.world import group_or_world
@@ -221,14 +222,15 @@ class DifferentiableCall(InPasses):
     def __init__(
         self, verb: str, v: Variable, group: ProcessGroup | None, op: LinearOp = "sum"
     ) -> None:
-        require_variable(verb, v)
-        self.op = parse_op(f"functional.{verb}", op)
-        if self.op not in (ReduceOp.SUM, ReduceOp.AVG):
-            raise ValueError(
-                f"functional.{verb}: op must be 'sum' or 'avg', got {op!r}; where no gradient is "
-                f"needed, flashlight_py.{verb} takes the others"
-            )
         self.group, self._verb = group_or_world(group), verb
+        with refusing(self.group, f"functional.{verb}", given=[v]):
+            require_variable(verb, v)
+            self.op = parse_op(f"functional.{verb}", op)
+            if self.op not in (ReduceOp.SUM, ReduceOp.AVG):
+                raise ValueError(
+                    f"functional.{verb}: op must be 'sum' or 'avg', got {op!r}; if no gradient is "
+                    f"needed, flashlight_py.{verb} takes the others"
+                )
 
     def record(
         self, v: Variable, result: Array, vjp: Callable[[Array], Array], rows: Sequence[int] = ()

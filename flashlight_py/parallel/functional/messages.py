@@ -16,6 +16,8 @@ from flashlight_py.autograd.engine import InPasses
 from flashlight_py.autograd.variable import record_in_order
 from flashlight_py.device import Array, array_module, is_cupy, is_floating
 from flashlight_py.distributed import ProcessGroup
+from flashlight_py.distributed.api.verb_call import refusing
+from flashlight_py.distributed.calls.call import P2POp
 from flashlight_py.distributed.calls.checks import whole
 from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.distributed.verbs import RECV, SEND, Verb
@@ -57,9 +59,10 @@ def send(v: Variable, dst: int, tag: int = 0, group: ProcessGroup | None = None)
         ValueError: ``dst`` is no other rank of the group, or ``tag`` is out of range.
         DistributedError: as :func:`flashlight_py.send`.
     """
-    require_variable("send", v)
     group = group_or_world(group)
     tag = _checked_tag("send", tag)
+    with refusing(group, "functional.send", [P2POp("send", v, dst, tag)], [v]):
+        require_variable("send", v)
     array = v.data
     group.send(array, dst, tag)
     answer = _Answer(group, RECV, dst, tag)
@@ -94,7 +97,8 @@ def recv(like: Like, src: int, tag: int = 0, group: ProcessGroup | None = None) 
     """
     group = group_or_world(group)
     tag = _checked_tag("recv", tag)
-    array = _receive(group, like, src, tag)
+    with refusing(group, "functional.recv", [P2POp("recv", like, src, tag)], [like]):
+        array = _receive(group, like, src, tag)
     answer = _Answer(group, SEND, src, tag)
     if not is_floating(array.dtype):
         return Variable(array)
