@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
+import os
+import re
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
 import flashlight_py as fl
+from flashlight_py.distributed.failures import journal
+from flashlight_py.distributed.start.world import current_world
 from tests.distributed.conformance import BACKENDS, ranks_in
 from tests.distributed.harness import run_ranks
 from tests.distributed.told import told, told_later, told_now_or_later
@@ -28,73 +35,270 @@ def ones(n: int = 6) -> Any:
 # What the odd rank calls, and what the others do.
 Calls = tuple[Callable[[], Any], Callable[[], Any]]
 COLLECTIVES: dict[str, Calls] = {
-    "what is no array": (lambda: fl.all_reduce(None), lambda: fl.all_reduce(ones())),
-    "a dtype": (lambda: fl.all_reduce(np.array(["a"])), lambda: fl.all_reduce(ones(1))),
-    "an op": (lambda: fl.reduce(np.ones(2, bool)), lambda: fl.reduce(ones(2))),
-    "a large array's scale": (
+    "all_reduce: no array": (lambda: fl.all_reduce(None), lambda: fl.all_reduce(ones())),
+    "all_reduce: a dtype": (lambda: fl.all_reduce(np.array(["a"])), lambda: fl.all_reduce(ones(1))),
+    "reduce: an op": (lambda: fl.reduce(np.ones(2, bool)), lambda: fl.reduce(ones(2))),
+    "all_reduce: a large array's scale": (
         lambda: fl.all_reduce(ones(99_999), scale=np.nan),
         lambda: fl.all_reduce(ones(99_999)),
     ),
-    "unequal parts": (lambda: fl.reduce_scatter(ones(7)), lambda: fl.reduce_scatter(ones())),
-    "parts that differ": (
+    "reduce_scatter: unequal parts": (
+        lambda: fl.reduce_scatter(ones(7)),
+        lambda: fl.reduce_scatter(ones()),
+    ),
+    "scatter: parts that differ": (
         lambda: fl.scatter([ones(1), ones(2), ones(3)], root=ODD),
         lambda: fl.scatter(root=ODD),
     ),
-    "out": (lambda: fl.all_gather(ones(), out=ones(7)[:, None]), lambda: fl.all_gather(ones())),
-    "rows": (
+    "all_gather: out": (
+        lambda: fl.all_gather(ones(), out=ones(7)[:, None]),
+        lambda: fl.all_gather(ones()),
+    ),
+    "all_to_all: rows": (
         lambda: fl.all_to_all(ones(), rows=[6]),
         lambda: fl.all_to_all(ones(), rows=[2, 2, 2]),
     ),
-    "a root": (lambda: fl.broadcast(ones(), root=7), lambda: fl.broadcast(ones(), root=2)),
-    "a timeout": (lambda: fl.barrier(timeout=-1), fl.barrier),
-    "an object's root": (
+    "broadcast: a root": (
+        lambda: fl.broadcast(ones(), root=7),
+        lambda: fl.broadcast(ones(), root=2),
+    ),
+    "barrier: a timeout": (lambda: fl.barrier(timeout=-1), fl.barrier),
+    "broadcast_object: a root": (
         lambda: fl.broadcast_object(3, root=-1),
         lambda: fl.broadcast_object(3),
     ),
-    "members": (lambda: fl.new_group([9]), lambda: fl.new_group([0, 1])),
-    "a color": (lambda: fl.split("red"), lambda: fl.split(0)),  # type: ignore[arg-type]
-    "a shape": (
+    "new_group: members": (lambda: fl.new_group([9]), lambda: fl.new_group([0, 1])),
+    "split: a color": (lambda: fl.split("red"), lambda: fl.split(0)),  # type: ignore[arg-type]
+    "shared_empty: a shape": (
         lambda: fl.distributed.shared_empty((1.5,)),  # type: ignore[arg-type]
         lambda: fl.distributed.shared_empty(3),
     ),
-    "one of several": (
+    "all_reduce_multiple: one of several": (
         lambda: fl.all_reduce_multiple([ones(), None]),
         lambda: fl.all_reduce_multiple([ones()]),
     ),
-    "several": (
+    "all_reduce_multiple: all": (
         lambda: fl.all_reduce_multiple([ones(), ones(2)], op="median"),
         lambda: fl.all_reduce_multiple([ones(), ones(2)]),
     ),
-    "several as one": (
+    "all_reduce_multiple: all as one": (
         lambda: fl.all_reduce_multiple([ones(), ones(2)], op="median", contiguous=True),
         lambda: fl.all_reduce_multiple([ones(), ones(2)], contiguous=True),
     ),
-    "another verb": (lambda: fl.all_reduce(None), lambda: fl.broadcast(ones())),
-    "one of several that were started": (
+    "all_reduce: beside another verb": (lambda: fl.all_reduce(None), lambda: fl.broadcast(ones())),
+    "all_gather: one of several that were started": (
         lambda: fl.all_gather([ones(), None], async_op=True),
         lambda: fl.all_gather([ones(), ones()], async_op=True).wait(),
     ),
-    "one of several parts that were started": (
+    "reduce_scatter: one of several that were started": (
         lambda: fl.reduce_scatter([ones(), ones(7)], async_op=True),
         lambda: fl.reduce_scatter([ones(), ones()], async_op=True).wait(),
     ),
-    "the first of several": (
+    "all_gather: the first of several": (
         lambda: fl.all_gather([None, ones()]),
         lambda: fl.all_gather([ones(), ones()]),
     ),
-    "what was started": (
+    "all_reduce: started": (
         lambda: fl.all_reduce(ones(), op="no", async_op=True),
         lambda: fl.all_reduce(ones(), async_op=True).wait(),
     ),
 }
 
 
+WRONG = TypeError, ValueError, RuntimeError
+
+
+def linear() -> Any:
+    return fl.nn.Linear(2, 2)
+
+
+def samples() -> Any:
+    return fl.dataset.TensorDataset([ones()])
+
+
+def row_layer() -> Any:
+    fl.set_seed(0)
+    return fl.parallel.shard_linear(fl.nn.Linear(3, 2), "row")
+
+
+def alike(leaves: int | None = None) -> Any:
+    """Return a module that is distributed, the same on all ranks."""
+    fl.set_seed(0)
+    module = linear()
+    fl.distribute_module_grads(module, leaves=leaves)
+    return module
+
+
+def rows(columns: int = 2) -> Any:
+    return fl.input(np.ones((3, columns), np.float32))
+
+
+def optimizer(dtype: str = "float32") -> Any:
+    weight = fl.param(np.ones(2, dtype))
+    weight.grad = np.ones(2, dtype)
+    return fl.optim.SGDOptimizer([weight], 0.1)
+
+
+def step(bad: bool) -> None:
+    module, inner = alike(), optimizer()
+    reducing = fl.DistributedOptimizer(inner)
+    inner.params[:] = module.params() if bad else inner.params
+    reducing.step()
+
+
+def sharded() -> list[fl.Variable]:
+    module = linear()
+    fl.fully_shard(module, across_hosts=True)
+    module(rows()).mean().backward()
+    return module.params()
+
+
+def train_joined(bad: bool) -> None:
+    module = alike()
+    with fl.join(3 if bad else module):  # type: ignore[arg-type]
+        module(rows()).mean().backward()
+
+
+def train_leaves(module: Any, array: Any) -> None:
+    for _ in fl.leaves(module, array):
+        module(rows()).mean().backward()
+
+
+def add(reducer: Any, array: Any) -> None:
+    reducer.add(array)
+    reducer.finalize()
+
+
+def tagi(sync: bool = False, **how: Any) -> Any:
+    layers = [fl.tagi.Conv2d(1, 1, 1, in_width=2, in_height=2), fl.tagi.BatchNorm2d(1)]
+    return fl.tagi.DDPSequential(fl.tagi.Sequential(*layers[: 1 + sync]), sync=sync, **how)
+
+
+def start_profile(bad: bool) -> None:
+    with mock.patch.object(journal, "listener", bool if bad else None):
+        fl.profile(os.devnull).start()
+
+
+def stop_profile(bad: bool) -> None:
+    fl.profile(os.devnull).stop() if bad else fl.profile(os.devnull).start()
+
+
+# Functions that consist of several calls; the odd rank passes True, the others False.
+COMPOSED: dict[str, Callable[[Any], Any]] = {
+    "gather: a root": lambda bad: fl.gather(ones(), root=bad * 9),
+    "scan: an op": lambda bad: fl.scan(ones(), op="no" if bad else "sum"),  # type: ignore[arg-type]
+    "exscan: an op": lambda bad: fl.exscan(ones(), "no" if bad else "sum"),  # type: ignore[arg-type]
+    "all_reduce_location: an op": lambda bad: fl.all_reduce_location(ones(), ["min", "sum"][bad]),  # type: ignore[arg-type]
+    "gather_object: a root": lambda bad: fl.gather_object(3, root=bad * 9),
+    "scatter_object: a root": lambda bad: fl.scatter_object([1, 2, 3], root=bad * 9),
+    "host_array: no function": lambda bad: fl.host_array([ones, 3][bad]),  # type: ignore[arg-type]
+    "save: a step": lambda bad: fl.save("nowhere", step=-bad),
+    "save: no module": lambda bad: fl.save("nowhere", module=[linear(), 3][bad]),
+    "load: no module": lambda bad: fl.load("nowhere", module=[linear(), 3][bad]),
+    "load: no path": lambda bad: fl.load(*[] if bad else ["nowhere"]),
+    "broadcast_parameters: no module": lambda bad: fl.broadcast_parameters([linear(), 3][bad]),
+    "synchronize: a root": lambda bad: fl.synchronize([1], root=bad * 9),
+    "all_reduce_parameters: no module": lambda bad: fl.all_reduce_parameters([linear(), 3][bad]),
+    "all_reduce_gradients: no module": lambda bad: fl.all_reduce_gradients([linear(), 3][bad]),
+    "distribute_module_grads: no module": lambda bad: fl.distribute_module_grads(
+        [linear(), 3][bad]
+    ),
+    "distribute_module_grads: a hook": lambda bad: fl.distribute_module_grads(
+        linear(), hook=[fl.Float16Compression(), fl.Float16Compression][bad]
+    ),
+    "fully_shard: no module": lambda bad: fl.fully_shard([linear(), 3][bad]),
+    "shard_linear: how": lambda bad: fl.parallel.shard_linear(linear(), ["row", 3][bad]),
+    "shard_linear: an input": lambda bad: row_layer()(rows(1 + bad)),
+    "leaves: no module": lambda bad: train_leaves([alike(3), 3][bad], ones()),
+    "leaves: no array": lambda bad: train_leaves(alike(3), [ones(), 3][bad]),
+    "join: no module": train_joined,
+    "PeriodicAveraging: every": lambda bad: fl.PeriodicAveraging(linear(), [2, 0][bad]),
+    "DistributedOptimizer.step: a synchronised parameter": step,
+    "DistributedOptimizer.reduce: no array": lambda bad: fl.DistributedOptimizer(
+        optimizer()
+    ).reduce([[ones(), None][bad]]),
+    "DynamicScaler.unscale: a dtype": lambda bad: fl.amp.DynamicScaler().unscale(
+        optimizer(["float32", "float16"][bad])
+    ),
+    "clip_grad_norm: a limit": lambda bad: fl.optim.clip_grad_norm(
+        optimizer().params, -bad, group=current_world().group
+    ),
+    "clip_grad_norm: a limit of sharded parameters": lambda bad: fl.optim.clip_grad_norm(
+        sharded(), -bad or 1e-9
+    ),
+    "sync_meter: no meter": lambda bad: fl.sync_meter([fl.meter.AverageValueMeter(), 3][bad]),
+    "DistributedSampler: a number": lambda bad: fl.DistributedSampler(-bad),
+    "DistributedSampler: a rank alone": lambda bad: fl.DistributedSampler(9, rank=[None, 0][bad]),
+    "ShardedDataset: no dataset": lambda bad: fl.ShardedDataset([samples(), 3][bad], 2),
+    "InEpochs.set_epoch: an epoch": lambda bad: fl.DistributedSampler(9).set_epoch(-bad),
+    "InEpochs.load_state_dict: a state": lambda bad: fl.DistributedSampler(9).load_state_dict(
+        {} if bad else fl.DistributedSampler(9, rank=0, size=1).state_dict()
+    ),
+    "InlineReducer: no array": lambda bad: add(fl.InlineReducer(1), [ones(), None][bad]),
+    "CoalescingReducer: no array": lambda bad: add(fl.CoalescingReducer(1), [ones(), None][bad]),
+    "gradcheck_over_ranks: a dtype": lambda bad: fl.parallel.gradcheck_over_ranks(
+        lambda v: v, [np.ones(2, ["f8", "f4"][bad])]
+    ),
+    "functional.all_reduce: an op": lambda bad: fl.functional.all_reduce(
+        rows(), op=["sum", "no"][bad]
+    ),
+    "functional.reduce_scatter: an op": lambda bad: fl.functional.reduce_scatter(
+        rows(), op=["sum", "max"][bad]
+    ),
+    "functional.all_gather: no variable": lambda bad: fl.functional.all_gather([rows(), 3][bad]),
+    "functional.all_to_all: rows": lambda bad: fl.functional.all_to_all(rows(), [1, 1, 1 + bad]),
+    "functional.broadcast: a root": lambda bad: fl.functional.broadcast(rows(), bad * 9),
+    "BatchNorm: an input": lambda bad: fl.nn.BatchNorm(2, sync=True)(rows(2 + bad)),
+    "DDPSequential: no network": lambda bad: fl.tagi.DDPSequential(3) if bad else tagi(),
+    "DDPSequential: a limit": lambda bad: tagi(bucket_bytes=[9, -1][bad]),
+    "DDPSequential.__call__: an input": lambda bad: tagi(sync=True)(np.ones((2, 4 + bad))),
+    "DDPSequential.synchronize: a root": lambda bad: tagi().synchronize(bad * 9),
+    "Profile.start: started": start_profile,
+    "Profile.stop: not started": stop_profile,
+}
+COLLECTIVES |= {n: (partial(call, True), partial(call, False)) for n, call in COMPOSED.items()}
+WITHOUT_CASE = {
+    "before or after the group": "distributed_init distributed_shutdown",
+    "no argument": "BaseLayer.forward_nothing DDPSequential.average_statistics "
+    "DDPSequential.barrier FirstOrderOptimizer.state_dict Membership.join_gpus Module.state_dict "
+    "PeriodicAveraging.step all_gather_object",
+    "sends nothing": "Bucket DistributedOptimizer DynamicScaler Joined Membership.backend "
+    "FirstOrderOptimizer.load_state_dict ProcessGroup Reducer grid profile sync_distributed",
+    "internal": "Membership.subgroup",
+    "tests/parallel/test_tagi.py": "DDPSequential.backward",
+    "tests/distributed/test_objects.py": "send_object recv_object",
+}
+
+
+def functions_of_groups() -> set[str]:
+    """Return the public functions that take a group, or say that they are collective."""
+    modules = fl, fl.functional, *(getattr(fl, name) for name in fl._HOMES[""])
+    public = [getattr(m, name) for m in modules for name in getattr(m, "__all__", ())]
+    classes = list(filter(inspect.isclass, public))
+    methods = [m for each in classes for _, m in inspect.getmembers(each, inspect.isfunction)]
+    names = set[str]()
+    for each in (*classes, *methods, *filter(inspect.isfunction, public)):
+        text = inspect.getdoc(each) or ""
+        says = re.search(r"\bcollective\b", text, re.IGNORECASE) and "ot collective" not in text
+        takes = inspect.signature(each.__init__ if inspect.isclass(each) else each).parameters
+        if (says or "group" in takes) and re.match(r"[^_]|__call__", each.__name__):
+            of = "functional." * each.__module__.startswith(fl.functional.__name__)
+            names.add(of + each.__qualname__)
+    return names
+
+
+def test_every_public_collective_function_is_called_with_a_wrong_argument() -> None:
+    tried = {name.partition(":")[0] for name in [*COLLECTIVES, *messages(0)]}
+    assert functions_of_groups() == tried | set(" ".join(WITHOUT_CASE.values()).split())
+
+
 def refuse(rank: int, size: int) -> None:
     for name, (wrong, right) in COLLECTIVES.items():
         began = time.monotonic()
         if rank == ODD:
-            with pytest.raises((TypeError, ValueError)):
+            with pytest.raises(WRONG) as caught:
                 wrong()
+            assert not isinstance(caught.value, fl.errors.DistributedError), name
             told_later()
         else:
             check(right, name, told_now_or_later)
@@ -139,7 +343,7 @@ def test_the_others_have_its_reason(ranks: Any) -> None:
 def refuse_alike(rank: int, size: int) -> None:
     for _ in range(3):
         for wrong, _right in COLLECTIVES.values():
-            with pytest.raises((TypeError, ValueError)):
+            with pytest.raises(WRONG):
                 wrong()
     with pytest.raises(ValueError, match="read-only"):
         fl.sendrecv(ones(), (rank + 1) % size, np.broadcast_to(1.0, 6), (rank - 1) % size)
@@ -157,11 +361,11 @@ def test_ranks_that_refuse_alike_raise_their_own_and_go_on(ranks: Any) -> None:
 
 
 def refuse_alike_but_scatter(rank: int, size: int) -> None:
-    scatter = COLLECTIVES.pop("parts that differ")
+    scatter = COLLECTIVES.pop("scatter: parts that differ")
     try:
         refuse_alike(rank, size)
     finally:
-        COLLECTIVES["parts that differ"] = scatter
+        COLLECTIVES["scatter: parts that differ"] = scatter
 
 
 def messages(peer: int) -> dict[str, Calls]:
@@ -177,7 +381,15 @@ def messages(peer: int) -> dict[str, Calls]:
             lambda: fl.sendrecv(ones(), peer, locked, peer),
             lambda: fl.sendrecv(ones(99_999), me, ones(), me),
         ),
-        "batch": (
+        "functional.send": (
+            lambda: fl.functional.send(None, peer),  # type: ignore[arg-type]
+            lambda: fl.functional.recv(ones(), me),
+        ),
+        "functional.recv": (
+            lambda: fl.functional.recv("x", peer),  # type: ignore[arg-type]
+            lambda: fl.functional.send(fl.input(ones(99_999)), me),
+        ),
+        "batch_isend_irecv": (
             lambda: fl.batch_isend_irecv([p2p("send", ones(), peer), p2p("recv", locked, peer)]),
             lambda: fl.batch_isend_irecv(
                 [p2p("recv", ones(), me), p2p("send", ones(99_999), me)]

@@ -19,6 +19,7 @@ from flashlight_py.device import Array, array_module
 from flashlight_py.distributed import ProcessGroup
 from flashlight_py.distributed.api.verb_call import refusing
 from flashlight_py.distributed.calls.arrays import parse_op, scale_in_place
+from flashlight_py.distributed.calls.checks import check_rank
 from flashlight_py.distributed.constants import LinearOp, ReduceOp
 from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.errors import MismatchError
@@ -204,7 +205,13 @@ def broadcast(v: Variable, root: int = 0, group: ProcessGroup | None = None) -> 
         summed: Array = call.group.reduce(copy_of(grad), root)
         return summed if call.group.rank == root else array_module(grad).zeros_like(grad)
 
-    return call.record(v, call.group.broadcast(copy_of(v.data), root), vjp=sum_for_root)
+    with refusing(call.group, "functional.broadcast", given=[v]):
+        root = check_rank(call.group.size, "functional.broadcast", "root", root)
+    # The ranks meet first: from a broadcast the root may return before another rank has raised.
+    result = copy_of(v.data)
+    variable = call.record(v, result, vjp=sum_for_root)
+    call.group.broadcast(result, root)
+    return variable
 
 
 # How many differentiable collectives each group has had: the same number on all of its ranks.
@@ -237,8 +244,7 @@ class DifferentiableCall(InPasses):
     ) -> Variable:
         """Return ``result`` as a variable whose backward pass calls ``vjp`` on every rank.
 
-        It has a gradient on all ranks if ``v`` has one on any. Collective: to be called when the
-        forward pass of the collective has succeeded.
+        It has a gradient on all ranks if ``v`` has one on any. Collective, blocking.
         """
         table = self._meet(False, v.calc_grad, *rows)
         self.rows = np.array([row[1:] for row in table])
