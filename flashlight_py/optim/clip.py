@@ -48,7 +48,7 @@ def clip_grad_norm(
     with _in_step(group):
         params = as_param_list(params, may_be_empty=group is not None)
     own, sharded = _by_shards(params)
-    with _in_step(next(iter(sharded), group)):  # those that the other ranks meet first
+    with _in_step(next(iter(sharded), group)):  # the group of the first call
         limit = check_at_least_zero("max_norm", max_norm)
     if group is None and not sharded:
         return _limit_norm(own, limit)

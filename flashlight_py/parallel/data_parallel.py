@@ -50,7 +50,7 @@ from flashlight_py.parallel.synchronize import give_state, require_module
 from flashlight_py.structure import changed
 
 
-@in_step()
+@in_step(lambda args: group_or_world(getattr(args.get("reducer"), "group", args.get("group"))))
 def distribute_module_grads(
     module: Module,
     scale: float | None = None,

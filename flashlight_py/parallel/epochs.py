@@ -25,10 +25,10 @@ from flashlight_py.parallel.agreement import check_settings_agree
 from flashlight_py.parallel.data_container import Share
 
 
-def _ranks(given: dict[str, Any]) -> ProcessGroup | None:
+def _ranks(arguments: dict[str, Any]) -> ProcessGroup | None:
     """Return the world; None if rank and size were passed, so that nothing is compared."""
-    share = getattr(given["self"], "_share", None)
-    of_world = share.of_world if share else None in (given.get("rank"), given.get("size"))
+    share = getattr(arguments["self"], "_share", None)
+    of_world = share.of_world if share else None in (arguments.get("rank"), arguments.get("size"))
     return group_or_world(None) if of_world else None
 
 

@@ -313,9 +313,9 @@ def pass_of(module: Module) -> GradientPass[Any] | None:
     return _passes.get(module)
 
 
-def ranks_of(given: Mapping[str, Any]) -> ProcessGroup:
+def ranks_of(arguments: Mapping[str, Any]) -> ProcessGroup:
     """Return the ranks that train the argument ``module``; the world if nothing was installed."""
-    module = given.get("module")
+    module = arguments.get("module")
     sync = pass_of(module) if isinstance(module, Module) else getattr(module, "sync", None)
     return group_or_world(sync.reducer.group if isinstance(sync, GradientPass) else None)
 

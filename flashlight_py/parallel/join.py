@@ -15,7 +15,6 @@ from typing import Any, Protocol, SupportsIndex
 import numpy as np
 
 from flashlight_py.distributed import ProcessGroup, all_reduce
-from flashlight_py.distributed.api.verb_call import in_step
 from flashlight_py.distributed.calls.checks import whole_number
 from flashlight_py.errors import MismatchError
 from flashlight_py.nn import Module
@@ -97,10 +96,10 @@ class Joined:
 _open: list[Joined] = []
 
 
-@in_step(ranks_of)
+@contextlib.contextmanager
 def join(
     module: Module | Trained, optimizer: FirstOrderOptimizer | None = None
-) -> contextlib.AbstractContextManager[Joined]:
+) -> Iterator[Joined]:
     """Within the context, ranks may run different numbers of backward passes, also none at all.
 
     ``with fl.join(module) as joined:`` goes around the loop over a rank's batches. A rank whose
@@ -138,32 +137,23 @@ def join(
         MismatchError: a rank called other collectives in the body, or did not use ``join``.
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
-    sync = getattr(module, "sync", None)
-    if isinstance(module, Module):
-        sync = gradient_sync_of(module, "join")
-    if not isinstance(sync, GradientPass):
-        raise TypeError(
-            f"join: expected a fl.nn.Module or a fl.tagi.DDPSequential, got {type(module).__name__}"
-        )
-    if sync.not_joined:
-        raise ValueError(f"join: {sync.not_joined}")
-    if optimizer is not None and not isinstance(optimizer, FirstOrderOptimizer):
-        raise TypeError(f"join: expected an optimizer of fl.optim, got {type(optimizer).__name__}")
-    if _open:
-        raise ValueError(
-            "join: another join is open on this rank, and one without data could not know whose "
-            "backward pass comes next. Make the modules parts of one module and join that"
-        )
-    return _joined(module, optimizer, sync, ranks_of({"module": module}))
-
-
-@contextlib.contextmanager
-def _joined(
-    module: Module | Trained,
-    optimizer: FirstOrderOptimizer | None,
-    sync: GradientPass[Any],
-    group: ProcessGroup,
-) -> Iterator[Joined]:
+    sync, group = getattr(module, "sync", None), ranks_of({"module": module})
+    with group.in_step("join"):
+        if isinstance(module, Module):
+            sync = gradient_sync_of(module, "join")
+        if not isinstance(sync, GradientPass):
+            name = type(module).__name__
+            raise TypeError(f"join: expected a fl.nn.Module or a fl.tagi.DDPSequential, got {name}")
+        if sync.not_joined:
+            raise ValueError(f"join: {sync.not_joined}")
+        if optimizer is not None and not isinstance(optimizer, FirstOrderOptimizer):
+            name = type(optimizer).__name__
+            raise TypeError(f"join: expected an optimizer of fl.optim, got {name}")
+        if _open:
+            raise ValueError(
+                "join: another join is open on this rank, and one without data could not know "
+                "whose backward pass comes next. Join one module that has these modules as parts"
+            )
     joined = Joined(sync, group)
     _open.append(joined)
     sync.weigh = joined._weigh

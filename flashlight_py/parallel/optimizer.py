@@ -23,10 +23,6 @@ from flashlight_py.parallel.agreement import (
 from flashlight_py.parallel.gradient_pass import is_synchronised, reduce_used
 
 
-def _group_of(given: dict[str, Any]) -> ProcessGroup:
-    return group_or_world(given["self"]._group)
-
-
 class DistributedOptimizer:
     """Reduces the gradients of its parameters over the ranks, then lets ``optimizer`` step.
 
@@ -113,7 +109,7 @@ class DistributedOptimizer:
         """
         self._optimizer.load_state_dict(state)
 
-    @in_step(_group_of)
+    @in_step()
     def step(self) -> None:
         """Reduce the gradients over the ranks, in place, and change the parameters by them.
 
@@ -138,7 +134,7 @@ class DistributedOptimizer:
         reduce_used(self.params, self._scale(), self._group)
         self._optimizer.step()
 
-    @in_step(_group_of)
+    @in_step()
     def reduce(self, updates: Sequence[Any]) -> list[Any]:
         """Reduce ``updates`` over the ranks, in place, as ``step`` reduces gradients; return them.
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from flashlight_py.distributed import ProcessGroup, all_reduce, broadcast
-from flashlight_py.distributed.api.verb_call import ending, in_step, refusing
+from flashlight_py.distributed.api.verb_call import in_step, refusing
 from flashlight_py.distributed.calls.checks import check_rank, whole_number
 from flashlight_py.distributed.reducers.reducer import reduce_all
 from flashlight_py.distributed.start.world import group_or_world
@@ -85,11 +85,9 @@ def synchronize(tree: SomeTree, root: int = 0, group: ProcessGroup | None = None
 def broadcast_parameters(module: Module, root: int = 0, group: ProcessGroup | None = None) -> None:
     """Set every rank's parameters and buffers to those of rank ``root``, in place.
 
-    Collective, blocking; one packed transfer. The start of data-parallel training, as PyTorch's
-    DistributedDataParallel makes it: the model is what it was on ``root``, whatever the others have
-    drawn. :func:`flashlight_py.all_reduce_parameters` takes the mean instead, as flashlight does;
-    the mean of n differently drawn weights is smaller than each by the square root of n. Call it
-    after ``distributed_init``: before, there is one rank, and nothing to do.
+    Collective, blocking; one packed transfer. Call it after ``distributed_init`` and before
+    training, since each rank may have drawn other parameters.
+    :func:`flashlight_py.all_reduce_parameters` takes the mean instead.
 
     Args:
         module: the same on every rank but for its values.
@@ -116,11 +114,9 @@ def broadcast_parameters(module: Module, root: int = 0, group: ProcessGroup | No
 def all_reduce_parameters(module: Module, group: ProcessGroup | None = None) -> None:
     """Average every parameter over the ranks, in place, as flashlight does.
 
-    Collective, blocking. Afterwards the parameters are the same on every rank. To start training
-    from weights that each rank has drawn by itself use :func:`flashlight_py.broadcast_parameters`:
-    independent draws cancel each other out, so the mean over n ranks is smaller than they are, by
-    the square root of n, and no longer what the initialisation meant. Where all have the same seed
-    both do the same. Buffers stay as they are.
+    Collective, blocking. Buffers stay as they are. If each rank has drawn its own parameters, call
+    :func:`flashlight_py.broadcast_parameters` instead: the mean of n independent draws is smaller
+    than each draw by the square root of n, and no longer what the initialisation meant.
 
     Args:
         module: the same on every rank but for its values.
@@ -252,44 +248,43 @@ def synchronize_for(
     members = group_or_world(group)
     root = check_rank(members.size, verb, "root", root)
     where = f"[{verb}] rank {members.rank} of {members.size}"
-    with ending(members):
-        # Dicts may have their keys in another order on other ranks. Few have, so keys are sorted
-        # only where the first walks do not agree.
-        for sort_keys in (False, True):
-            mine, encoded, packed, error = b"", b"", None, None
+    # Dicts may have their keys in another order on other ranks. Few have, so keys are sorted
+    # only where the first walks do not agree.
+    for sort_keys in (False, True):
+        mine, encoded, packed, error = b"", b"", None, None
+        try:
+            plan = plan_of(tree, sort_keys)
+            mine = plan.description + root.to_bytes(8, "little")
+            numbers = [number for _, _, number in plan.numbers]
+            # The root packs before it receives anything from the others, who may still be
+            # unpacking what arrived last.
+            if members.rank == root:
+                encoded = encode_numbers(numbers)
+                packed = TreeBuffers(plan, len(encoded))
+                packed.pack(encoded)
+        except Exception as found:  # noqa: BLE001 - whatever it is, all ranks raise it
+            error = found
+        facts = error is not None, len(encoded)
+        agreed, (failed, number_bytes) = all_have(mine, members, *facts)
+        if failed:  # on every rank, by what the first rank that failed reports
+            report = [type(error).__name__, f"{where}: {error}"] if error else None
+            name, text = next(filter(None, of_all_ranks(report, members)))
             try:
-                plan = plan_of(tree, sort_keys)
-                mine = plan.description + root.to_bytes(8, "little")
-                numbers = [number for _, _, number in plan.numbers]
-                # The root packs before it receives anything from the others, who may still be
-                # unpacking what arrived last.
-                if members.rank == root:
-                    encoded = encode_numbers(numbers)
-                    packed = TreeBuffers(plan, len(encoded))
-                    packed.pack(encoded)
-            except Exception as found:  # noqa: BLE001 - whatever it is, all ranks raise it
-                error = found
-            facts = error is not None, len(encoded)
-            agreed, (failed, number_bytes) = all_have(mine, members, *facts)
-            if failed:  # on every rank, by what the first rank that failed reports
-                report = [type(error).__name__, f"{where}: {error}"] if error else None
-                name, text = next(filter(None, of_all_ranks(report, members)))
-                try:
-                    raise _KINDS.get(name, DistributedError)(text) from error
-                finally:
-                    del error  # whose traceback has this frame, and the frame the tree
-            if agreed:
-                break
-        else:
-            raise MismatchError(f"{where}: {_what_differs(noun, tree, root, members)}")
-        with refusing(members, verb, how="failed"):
-            buffers = packed or TreeBuffers(plan, number_bytes)
-        for buffer in buffers.used:
-            broadcast(buffer, root, group=members)
-        if members.rank == root:
-            return tree
-        changed: SomeTree = put_numbers(plan, decode_numbers(numbers, buffers.unpack()))
-        return changed
+                raise _KINDS.get(name, DistributedError)(text) from error
+            finally:
+                del error  # whose traceback has this frame, and the frame the tree
+        if agreed:
+            break
+    else:
+        raise MismatchError(f"{where}: {_what_differs(noun, tree, root, members)}")
+    with refusing(members, verb, how="failed"):
+        buffers = packed or TreeBuffers(plan, number_bytes)
+    for buffer in buffers.used:
+        broadcast(buffer, root, group=members)
+    if members.rank == root:
+        return tree
+    changed: SomeTree = put_numbers(plan, decode_numbers(numbers, buffers.unpack()))
+    return changed
 
 
 def _what_differs(noun: str, tree: object, root: int, members: ProcessGroup) -> str:

@@ -178,7 +178,7 @@ class DDPSequential:
         """
         return self.forward(mu_x, var_x)
 
-    @in_step(lambda given: given["self"].sync.ranks_of_forward())
+    @in_step(lambda arguments: arguments["self"].sync.ranks_of_forward())
     def forward(self, mu_x: Any, var_x: Any = None) -> tuple[Array, Array]:
         """Return means and variances of the outputs, as by calling it."""
         self.sync.begin_forward()

@@ -159,6 +159,10 @@ def train_joined(bad: bool) -> None:
         module(rows()).mean().backward()
 
 
+def world() -> fl.ProcessGroup:
+    return current_world().group
+
+
 def train_leaves(module: Any, array: Any) -> None:
     for _ in fl.leaves(module, array):
         module(rows()).mean().backward()
@@ -206,6 +210,9 @@ COMPOSED: dict[str, Callable[[Any], Any]] = {
     "distribute_module_grads: a hook": lambda bad: fl.distribute_module_grads(
         linear(), hook=[fl.Float16Compression(), fl.Float16Compression][bad]
     ),
+    "distribute_module_grads: ignore": lambda bad: fl.distribute_module_grads(
+        linear(), reducer=fl.InlineReducer(1, world()), ignore=["bias", "no"][bad]
+    ),
     "fully_shard: no module": lambda bad: fl.fully_shard([linear(), 3][bad]),
     "shard_linear: how": lambda bad: fl.parallel.shard_linear(linear(), ["row", 3][bad]),
     "shard_linear: an input": lambda bad: row_layer()(rows(1 + bad)),
@@ -221,7 +228,7 @@ COMPOSED: dict[str, Callable[[Any], Any]] = {
         optimizer(["float32", "float16"][bad])
     ),
     "clip_grad_norm: a limit": lambda bad: fl.optim.clip_grad_norm(
-        optimizer().params, -bad, group=current_world().group
+        optimizer().params, -bad, group=world()
     ),
     "clip_grad_norm: a limit of sharded parameters": lambda bad: fl.optim.clip_grad_norm(
         sharded(), -bad or 1e-9
@@ -287,7 +294,7 @@ def functions_of_groups() -> set[str]:
     return names
 
 
-def test_every_public_collective_function_is_called_with_a_wrong_argument() -> None:
+def test_cases_cover_every_public_collective_function() -> None:
     tried = {name.partition(":")[0] for name in [*COLLECTIVES, *messages(0)]}
     assert functions_of_groups() == tried | set(" ".join(WITHOUT_CASE.values()).split())
 

@@ -54,7 +54,8 @@ def test_a_profile_of_two_ranks(pool: Any, tmp_path: Path) -> None:
     for rank in range(2):
         own = [e for e in events if e["pid"] == rank and e["cat"] != "late"]
         names = sorted(e["name"] for e in own)
-        expected = ["all_reduce", "all_reduce", "overlap", "sendrecv", "wait for all_reduce"]
+        expected = ["Profile.start", *["all_reduce"] * 2, "overlap", "sendrecv"]
+        expected += ["wait for all_reduce"]
         assert names == expected
         lines = {e["args"]["line"].split(":")[0] for e in own if "line" in e["args"]}
         assert lines == {"trace/test_profile.py"}

@@ -366,34 +366,36 @@ class refusing:
                 backend.start(call)
 
 
-def in_step(
-    group_of: Callable[[dict[str, Any]], Membership | None] = lambda given: of(given.get("group")),
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator for a function that consists of several calls of a group.
+def group_of(arguments: dict[str, Any]) -> Membership | None:
+    """Return the argument ``group``, or the ``_group`` of the argument ``self``, or the world."""
+    return of(arguments.get("group") or getattr(arguments.get("self"), "_group", None))
 
-    A rank whose arguments are invalid joins the first of these calls, see ``refusing``: so every
-    rank raises at once, and all can go on with the next call. Errors after the first call are the
-    function's own. ``group_of`` returns the group for the arguments by name, by default the
-    argument ``group`` or else the world. It returns None if the function sends nothing.
+
+def in_step(
+    group_of: Callable[[dict[str, Any]], Membership | None] = group_of,
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return a decorator for a function that makes several calls of a group.
+
+    If the function raises before its first call, the rank joins that call, see ``refusing``. So
+    every rank raises at once, and the next calls match. ``group_of`` takes the arguments by name;
+    it returns None if the function sends nothing.
     """
 
     def decorated(function: Callable[P, R]) -> Callable[P, R]:
-        code = function.__code__
+        code, name = function.__code__, function.__name__
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
         @functools.wraps(function)
-        def joined(*args: P.args, **named: P.kwargs) -> R:
-            given = dict(zip(names, args, strict=False)) | named
-            group, name = group_of(given), function.__name__
-            if "self" in given:
-                name = f"{type(given['self']).__name__}.{name}".removesuffix(".__init__")
-            if group is None:
+        def call(*args: P.args, **named: P.kwargs) -> R:
+            arguments = dict(zip(names, args, strict=False)) | named
+            if (group := group_of(arguments)) is None:
                 return function(*args, **named)
-            with refusing(group, name, first=True):
+            owner = f"{type(arguments['self']).__name__}." if "self" in arguments else ""
+            with refusing(group, f"{owner}{name}".removesuffix(".__init__"), first=True):
                 return function(*args, **named)
 
-        joined.__code__ = joined.__code__.replace(co_name=function.__name__)  # type: ignore[attr-defined]
-        return joined
+        call.__code__ = call.__code__.replace(co_name=name)  # type: ignore[attr-defined]
+        return call  # flight records name it
 
     return decorated
 
