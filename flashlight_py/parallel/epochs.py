@@ -176,12 +176,9 @@ class InEpochs:
 class DistributedSampler(InEpochs):
     """This rank's indices of ``n`` samples, in a new order for each epoch.
 
-    One permutation of all samples, the same on every rank, is dealt out like cards: rank r of s
-    gets its entries r, r + s, r + 2 s, ... So what the ranks have consumed when each took k
-    samples are the permutation's first s k entries: if together they take B samples per step (B
-    a multiple of s, B / s each), step t covers its entries [B t, B (t + 1)), whatever s is.
-    Contiguous shares have no such property, and a seed of one's own for each rank gives shares
-    that overlap.
+    Rank r of s gets the entries r, r + s, r + 2 s, ... of one permutation of all samples. If the
+    ranks together take B samples per step, B / s each, step t covers the entries
+    [B t, B (t + 1)) for every number of ranks s.
 
     No sample comes twice and none is padded. Without ``drop_last`` every sample comes once, for
     evaluation: numbers of samples differ by one at most, so ranks may end after different

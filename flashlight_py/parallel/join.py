@@ -147,8 +147,9 @@ def join(
         if sync.not_joined:
             raise ValueError(f"join: {sync.not_joined}")
         if optimizer is not None and not isinstance(optimizer, FirstOrderOptimizer):
-            name = type(optimizer).__name__
-            raise TypeError(f"join: expected an optimizer of fl.optim, got {name}")
+            raise TypeError(
+                f"join: expected an optimizer of fl.optim, got {type(optimizer).__name__}"
+            )
         if _open:
             raise ValueError(
                 "join: another join is open on this rank, and one without data could not know "

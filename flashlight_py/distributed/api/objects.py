@@ -15,7 +15,7 @@ import numpy as np
 
 from flashlight_py.device import Array
 from flashlight_py.distributed.api.messages import recv, send
-from flashlight_py.distributed.api.verb_call import Group, ending, refuse_names, refusing
+from flashlight_py.distributed.api.verb_call import Group, refuse_names, refusing
 from flashlight_py.distributed.backends.exchange import (
     LATER,
     PROBLEM,
@@ -155,7 +155,7 @@ def send_object(obj: Any, dst: int, tag: int = 0, group: Group = None) -> None:
         send(whole, dst, tag, group)
     else:
         number = next(_numbers) % 2**30
-        with ending(members):
+        with refusing(members, "send_object", ()):
             send(np.array([0, whole.size, number, members.rank]).view(np.uint8), dst, tag, group)
             members.run(Call(SEND, whole, peer=dst, tag=_LATER_TAGS - number))
 
@@ -174,7 +174,7 @@ def recv_object(src: int | None, tag: int = 0, group: Group = None) -> Any:
     if first[0] == _LATER:
         _, size, number, sender = first.view(np.int64).tolist()
         first = np.empty(size, np.uint8)
-        with ending(members):
+        with refusing(members, "recv_object", ()):
             members.run(Call(RECV, first, peer=sender, tag=_LATER_TAGS - number))
     elif first[0] == _NO_PICKLE[0]:
         raise TypeError(

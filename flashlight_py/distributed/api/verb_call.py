@@ -299,11 +299,6 @@ def refuse_names(function: Callable[..., Any], given: Iterable[str], group: Grou
 COLLECTIVE = None  # in place of a message
 
 
-def ending(group: Membership) -> refusing:
-    """Return a block of several calls: Ctrl-C between two of them ends it, as inside one."""
-    return refusing(group, "", ())
-
-
 class refusing:
     """A block in which a rank checks arguments: the others raise as well where that raises.
 
@@ -311,7 +306,7 @@ class refusing:
     each; several where they do not wait for the first before they begin the second. ``given`` are
     its arguments: a CuPy array among them says which backend the others are in. ``how``: what the
     rank has done. ``first``: only an error before the block's first collective is reported. Ctrl-C
-    ends the group.
+    ends the group, also between two calls of the block.
     """
 
     def __init__(

@@ -218,8 +218,7 @@ def broadcast(v: Variable, root: int = 0, group: ProcessGroup | None = None) -> 
 _calls: dict[weakref.ref[ProcessGroup], int] = {}
 
 
-# Numbered, and compared before each: the gradients of one result are never added to those of
-# another, at the price of one small message.
+# The small message ensures that gradients of different results are never added.
 class DifferentiableCall(InPasses):
     """A differentiable collective of ``group`` and of ``v``, numbered as all its ranks number it.
 
