@@ -23,6 +23,7 @@ from tests.distributed.told import told, told_later, told_now_or_later
 
 SIZE, ODD = 3, 1
 AT_ONCE = 20.0  # seconds, on a machine that does much else
+WRONG = TypeError, ValueError, RuntimeError
 
 
 ranks = ranks_in(*((name, SIZE) for name in ("gloo", "shm", "hierarchical", "mpi")))
@@ -103,9 +104,6 @@ COLLECTIVES: dict[str, Calls] = {
         lambda: fl.all_reduce(ones(), async_op=True).wait(),
     ),
 }
-
-
-WRONG = TypeError, ValueError, RuntimeError
 
 
 def linear() -> Any:
@@ -264,6 +262,7 @@ COMPOSED: dict[str, Callable[[Any], Any]] = {
     "Profile.stop: not started": stop_profile,
 }
 COLLECTIVES |= {n: (partial(call, True), partial(call, False)) for n, call in COMPOSED.items()}
+# Names that ``functions_of_groups`` returns and that need no case, by the reason.
 WITHOUT_CASE = {
     "before or after the group": "distributed_init distributed_shutdown",
     "no argument": "BaseLayer.forward_nothing DDPSequential.average_statistics "
