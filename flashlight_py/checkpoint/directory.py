@@ -1,18 +1,19 @@
 """The directory of a run's checkpoints: each appears whole or not at all.
 
-Each is a directory ``<number>-step-<step>`` with two files. Numbers count up, so the newest has the
-highest, also where a run went back to an earlier step. One that is being written, or removed, has
-a name that begins with a full stop; if we are killed then, the next ``save`` removes it.
+Each is a directory ``<number>-step-<step>`` with two files. Numbers count up, also if steps go back.
+While it is written or removed, its name begins with a full stop; after a kill the next ``save``
+removes it.
 
-The contents of a file are known by its length and its SHA-256. Computing the digest takes as long
-as writing to a fast disk, so it happens meanwhile, in a thread: hashlib releases the GIL. All raise
-the OSErrors of the system; a ValueError says what differs from what was written.
+A file's length and SHA-256 identify its content. A thread computes the digest during the write,
+because it takes as long as a fast disk: hashlib releases the GIL. Functions raise the OSErrors of
+the system; a ValueError says what differs from the written bytes.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import secrets
@@ -29,6 +30,8 @@ import numpy as np
 from flashlight_py._version import __version__
 from flashlight_py.device import Array
 
+_log = logging.getLogger("flashlight_py")
+
 PIECE_BYTES = 8 << 20
 # So much may wait for its digest: enough to compute and write at once, and little to hold.
 WAITING_BYTES = 2 * PIECE_BYTES
@@ -42,10 +45,9 @@ class Content(NamedTuple):
 
 
 def write_durable(file: Path, pieces: Iterable[Array]) -> Content:
-    """Create ``file`` of ``pieces`` (uint8); it is on the disk when this returns.
+    """Create ``file`` from ``pieces`` (uint8); it is on the disk when this returns.
 
-    A piece is held until it is written and digested: beside the last one, those of which 16 MiB
-    at most wait for the digest.
+    Holds the last piece, and at most 16 MiB of earlier pieces that wait for their digest.
     """
     with open(file, "xb") as stream, _Digest() as digest:
         for piece in pieces:
@@ -163,35 +165,42 @@ def _digest(content: Any) -> str:
 
 MANIFEST, STATE = "manifest.json", "state.safetensors"
 
-_NAME = re.compile(r"(\d{6,})-step-(\d+)", re.ASCII)
+_NAME = re.compile(r"\d{6,}-step-\d+", re.ASCII)
 _TEMPORARY = re.compile(r"\.(writing|removing)-[0-9a-f]{16}", re.ASCII)
 
 
 def publish(
-    directory: Path, step: int, ranks: int, parts: Iterable[str], state: Iterable[Array]
+    directory: Path, step: int, ranks: int, parts: Iterable[str], state: Iterable[Array], keep: int
 ) -> Path:
-    """Write a checkpoint, whose state is the pieces ``state``; return its path.
+    """Write a checkpoint, whose state is the pieces ``state``, and return its path.
 
-    It has its name, and is on the disk with it, only once all of it is on the disk. Nothing is left
-    behind when it raises.
+    The checkpoint gets its name once its content is on the disk. An exception leaves nothing
+    behind. All but the newest ``keep`` checkpoints are removed; a failure of that is a warning.
     """
-    if not directory.is_dir():
-        directory.mkdir(parents=True)
-        sync_directory(directory.parent)
-    _remove_temporaries(directory)  # a disk that was full stays so otherwise
-    last = next((_number(each) for each in newest_first(directory)), 0)
-    place = _temporary(directory, "writing")
+    missing = [each for each in (directory, *directory.parents) if not each.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    for each in missing:
+        sync_directory(each.parent)
+    for path in list(directory.iterdir()):  # Leftovers may fill the disk.
+        if _TEMPORARY.fullmatch(path.name):
+            _remove(path)
+    before = newest_first(directory)
+    place = directory / f".writing-{secrets.token_hex(8)}"
     place.mkdir()
     try:
         content = write_durable(place / STATE, state)
         manifest = Manifest(step, ranks, tuple(parts), content, __version__)
         write_durable(place / MANIFEST, [np.frombuffer(manifest.encode(), np.uint8)])
         sync_directory(place)
-        path = place.rename(directory / f"{last + 1:06d}-step-{step}")
+        number = _number(before[0]) + 1 if before else 1
+        path = place.rename(directory / f"{number:06d}-step-{step}")
     except BaseException:
         shutil.rmtree(place, ignore_errors=True)
         raise
     sync_directory(directory)
+    # Other entries may have such names, too: only a checkpoint has a state.
+    for old in [each for each in before if os.path.exists(each / STATE)][keep - 1 :]:
+        _remove(old)
     return path
 
 
@@ -202,38 +211,40 @@ def read(checkpoint: Path) -> tuple[Manifest, Array]:
 
 
 def newest_first(directory: Path) -> list[Path]:
-    """Return the checkpoints in ``directory``, whole or not; none where there is no directory."""
-    if not directory.is_dir():
-        return []
-    found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
-    return sorted(found, key=_number, reverse=True)
+    """Return the entries of ``directory`` with names of checkpoints; none if it does not exist."""
+    try:
+        # One listing of a large folder may miss the only checkpoint if it is replaced meanwhile.
+        listings = (list(directory.iterdir()) for _ in range(5))
+        paths = ([each for each in listing if _NAME.fullmatch(each.name)] for listing in listings)
+        return sorted(next(filter(None, paths), []), key=_number, reverse=True)
+    except OSError as error:
+        nearest = next(each for each in (directory, *directory.parents) if os.path.lexists(each))
+        if isinstance(error, FileNotFoundError) and nearest.is_dir():
+            return []
+        raise OSError(
+            f"expected the folder of a run or of a checkpoint, got {directory}: {error}. Pass the "
+            "folder that was given to save, or mount its disk"
+        ) from error
 
 
-def is_checkpoint(path: Path) -> bool:
-    """Return whether ``path`` is one checkpoint, and not the directory of several."""
-    return (path / MANIFEST).exists() or _NAME.fullmatch(path.name) is not None
+def candidates(path: Path) -> list[Path]:
+    """Return the checkpoints in the folder ``path``, newest first, or ``path`` if it is one."""
+    siblings = newest_first(path.parent) if _NAME.fullmatch(path.name) else []
+    files = [path / MANIFEST, *(each / STATE for each in (path, *siblings))]
+    return newest_first(path) or [path] * any(map(os.path.exists, files))
 
 
-def clear(directory: Path, keep: int) -> None:
-    """Remove all checkpoints but the ``keep`` newest."""
-    for path in newest_first(directory)[keep:]:
-        # First the name: what is half removed is not to be taken for a checkpoint.
-        path.rename(_temporary(directory, "removing"))
-    _remove_temporaries(directory)
-
-
-def _remove_temporaries(directory: Path) -> None:
-    """Remove what is being removed, and what a run that died was writing."""
-    for path in list(directory.iterdir()):
-        if _TEMPORARY.fullmatch(path.name):
-            shutil.rmtree(path)
+def _remove(path: Path) -> None:
+    """Remove a folder, a file, or a link without its target; warn if that fails."""
+    try:
+        if _NAME.fullmatch(path.name):
+            # A folder that is removed in part must not have the name of a checkpoint.
+            path = path.rename(path.parent / f".removing-{secrets.token_hex(8)}")
+        remove = shutil.rmtree if path.is_dir() and not path.is_symlink() else os.unlink
+        remove(path)
+    except OSError as error:
+        _log.warning("[save] rank 0: cannot remove %s: %s. Remove it by hand", path, error)
 
 
 def _number(path: Path) -> int:
-    match = _NAME.fullmatch(path.name)
-    assert match
-    return int(match[1])
-
-
-def _temporary(directory: Path, kind: str) -> Path:
-    return directory / f".{kind}-{secrets.token_hex(8)}"
+    return int(path.name.partition("-")[0])

@@ -16,14 +16,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from flashlight_py import random
-from flashlight_py.checkpoint.directory import (
-    Manifest,
-    clear,
-    is_checkpoint,
-    newest_first,
-    publish,
-    read,
-)
+from flashlight_py.checkpoint.directory import Manifest, candidates, publish, read
 from flashlight_py.checkpoint.tensors import from_bytes, pack, pieces
 from flashlight_py.device import Array
 from flashlight_py.distributed import ProcessGroup
@@ -118,7 +111,8 @@ def save(
             NumPy or CuPy (one, or a list, tuple or dict of them), whose state is saved as well.
         step: of the training, at least 0; the same on every rank.
         extra: whatever else: dicts, lists, tuples, arrays, numbers, strings, None.
-        keep: how many checkpoints stay, at least 1.
+        keep: number of checkpoints to keep, at least 1. Older ones are removed; of a link only the
+            link. An old checkpoint that cannot be removed is a warning. Other entries stay.
         group: the ranks that save together, default the world. The others wait while rank 0
             writes: that must not take longer than the group's timeout.
 
@@ -167,8 +161,7 @@ def save(
     with Attempt("save", members) as attempt:
         if members.rank == 0:
             names = [*parts, *(["rng"] if rng else [])]
-            written = str(publish(Path(path), step, members.size, names, pieces(tree)))
-            clear(Path(path), keep)
+            written = str(publish(Path(path), step, members.size, names, pieces(tree), keep))
     return Path(attempt.share(written)[0])
 
 
@@ -209,7 +202,8 @@ def load(
     Collective, blocking. Rank 0 alone reads, and broadcasts what it has read: all ranks go on from
     the same checkpoint, and ``path`` need not be seen by the others. A checkpoint that is truncated
     or damaged is skipped, with a warning of the logger ``flashlight_py`` that says why, and the one
-    before is used. The path of a single checkpoint is taken as well; then it must be whole.
+    before is used. If a job replaces it meanwhile, the newer one is used. The path of a single
+    checkpoint is taken as well; then it must be whole.
 
     Arrays are copied into those of the module and the optimizer, in place, across devices if need
     be. Another number of ranks may load than has saved; then a rank beyond those keeps the random
@@ -226,14 +220,16 @@ def load(
         group: the ranks that load together, default the world.
 
     Returns:
-        The step and whatever was saved as ``extra``; None where no checkpoint was saved yet.
+        The step and whatever was saved as ``extra``; None if the directory does not exist, or
+        contains no checkpoint.
 
     Raises:
         TypeError: an argument is of the wrong kind.
         ValueError: the checkpoint has no such part, or the part does not fit: another shape or
             number of parameters. Parts before it in the order above have been changed then.
         MismatchError: the ranks load different parts; on every rank, and nothing is changed.
-        CheckpointError: there are checkpoints, and none can be used; on every rank. Says why.
+        CheckpointError: there are checkpoints, and none can be used; or ``path`` is a file, cannot
+            be read, or is a link to nothing, such as a disk that is not mounted; on every rank.
         DistributedError: as :func:`flashlight_py.all_reduce`.
     """
     own = {"module": module, "optimizer": optimizer, "sampler": sampler, "schedule": schedule}
@@ -270,24 +266,27 @@ def load(
 
 def _newest_whole(path: Path, begin: str) -> tuple[_Found | None, Array]:
     """Return the newest checkpoint that is whole, and its state; warn of what is skipped."""
-    candidates = [path] if is_checkpoint(path) else newest_first(path)
-    skipped: list[str] = []
-    for candidate in candidates:
+    reasons: dict[Path, str] = {}
+    # Listed again after each failure: a job that saves may have replaced the checkpoint.
+    while untried := [each for each in candidates(path) if each not in reasons]:
+        newest = untried[0]
         try:
-            manifest, state = read(candidate)
+            manifest, state = read(newest)
         except (OSError, ValueError) as error:
-            skipped.append(f"{candidate.name}: {error}")
+            reasons[newest] = f"{newest.name}: {error}"
             continue
+        skipped = tuple(text for each, text in reasons.items() if os.path.lexists(each))
         for reason in skipped:
             _log.warning(
                 "%s: the checkpoint %s. It is skipped; %s is used instead",
-                *(begin, reason, candidate.name),
+                *(begin, reason, newest.name),
             )
-        return _Found(candidate, manifest, tuple(skipped)), state
-    if skipped:
+        return _Found(newest, manifest, skipped), state
+    if reasons:
         raise CheckpointError(
-            f"{begin}: none of the {len(skipped)} checkpoint(s) at {path} can be used: "
-            f"{'; '.join(skipped)}. Bring one back, or remove them to begin anew"
+            f"{begin}: none of the {len(reasons)} checkpoint(s) at {path} can be used: "
+            f"{'; '.join(reasons.values())}. Restore one from a backup, or pass another folder to "
+            "begin anew"
         )
     return None, np.empty(0, np.uint8)
 

@@ -98,6 +98,7 @@ def test_nothing_saved_yet_is_no_error(tmp_path: Path) -> None:
     before = run.everything()
     assert run.load(tmp_path) is None
     assert run.load(tmp_path / "missing") is None
+    assert run.load(tmp_path / "20261128-step-1") is None
     assert run.everything() == before
 
 

@@ -124,6 +124,8 @@ def fail_on_one(rank: int, size: int, folder: Path) -> None:
     file.touch()
     with pytest.raises(CheckpointError, match="rank 0 failed: "):
         fl.save(file / "below", module=Run().model)
+    with pytest.raises(CheckpointError, match="expected the folder of a run"):
+        fl.load(file)
     assert fl.load(folder / "empty") is None
     assert fl.all_reduce(np.ones(1)).tolist() == [size]  # the group goes on
 

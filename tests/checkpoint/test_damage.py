@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import flashlight_py as fl
+from flashlight_py.checkpoint import directory, runs
 from flashlight_py.errors import CheckpointError
 from tests.checkpoint.runs import Run
 
@@ -110,13 +114,12 @@ def test_all_damaged_is_an_error_and_changes_nothing(two: Path, tmp_path: Path) 
 def test_a_named_checkpoint_must_be_whole(two: Path, tmp_path: Path) -> None:
     shutil.copytree(two, tmp_path, dirs_exist_ok=True)
     (tmp_path / "000002-step-2" / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match="none of the 1 checkpoint"):
-        fl.load(tmp_path / "000002-step-2")
+    for name in ("000002-step-2", "000003-step-3"):  # the second does not exist
+        with pytest.raises(CheckpointError, match="none of the 1 checkpoint"):
+            fl.load(tmp_path / name)
 
 
 def test_a_later_format_is_reported(two: Path, tmp_path: Path) -> None:
-    from flashlight_py.checkpoint import directory
-
     shutil.copytree(two / "000001-step-1", tmp_path / "000001-step-1")
     file = tmp_path / "000001-step-1" / "manifest.json"
     with pytest.MonkeyPatch.context() as patch:
@@ -124,3 +127,120 @@ def test_a_later_format_is_reported(two: Path, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="in a format to come"):
             fl.load(tmp_path)
     assert file.exists()
+
+
+# The folder of a run: other entries, links, other users, and a job that saves there ---------------
+
+
+def archive(folder: Path, disk: Path) -> None:
+    """Move the first checkpoint to another disk, with a link in its place."""
+    shutil.move(folder / "000001-step-1", disk)
+    (folder / "000001-step-1").symlink_to(disk / "000001-step-1")
+
+
+@pytest.mark.parametrize(
+    ("change", "kept"),
+    [
+        (archive, ""),
+        (lambda folder, _: (folder / "000000-step-9").write_text("notes"), "000000-step-9"),
+        (
+            lambda folder, _: (folder / "20261128-step-1/plots").mkdir(parents=True),
+            "20261128-step-1",
+        ),
+        (lambda folder, disk: (folder / "000000-step-0").symlink_to(disk / "no"), "000000-step-0"),
+        (lambda folder, disk: (folder / f".removing-{'0' * 16}").symlink_to(disk), ""),
+        (lambda folder, _: (folder / f".removing-{'0' * 16}").write_text("old"), ""),
+    ],
+    ids=["link", "file", "folder of notes", "dangling link", "leftover link", "leftover file"],
+)
+def test_save_removes_old_checkpoints_and_nothing_else(
+    two: Path, tmp_path: Path, change: Any, kept: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, disk = tmp_path / "run", tmp_path / "disk"
+    shutil.copytree(two, folder)
+    disk.mkdir()
+    change(folder, disk)
+    archived = sorted(disk.rglob("*"))
+    paths = [fl.save(folder, step=step, keep=2) for step in range(3, 7)]
+    assert set(folder.iterdir()) == {*paths[-2:], *([folder / kept] if kept else [])}
+    assert sorted(disk.rglob("*")) == archived
+    assert fl.load(folder).step == 6  # type: ignore[union-attr]
+    assert not caplog.records
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+def test_save_warns_if_another_user_owns_what_it_removes(
+    two: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with tempfile.TemporaryDirectory() as shared:
+        folder, left = Path(shared), Path(shared, f".writing-{'0' * 16}")
+        shutil.copytree(two, folder, dirs_exist_ok=True)
+        shutil.copytree(two, left)
+        folder.chmod(0o1777)
+        os.seteuid(65534)
+        try:
+            with caplog.at_level(logging.WARNING, "flashlight_py"):
+                paths = [fl.save(folder, step=step, keep=1) for step in (3, 4)]
+        finally:
+            os.seteuid(0)
+        names = {left.name, "000001-step-1", "000002-step-2"}
+        assert {path.name for path in folder.iterdir()} == names | {paths[1].name}
+        assert fl.load(folder).step == 4  # type: ignore[union-attr]
+        assert all(f"cannot remove {folder / name}: [Errno" in caplog.text for name in names)
+
+
+@pytest.mark.parametrize("name", ["run", "20261128-step-1"])
+@pytest.mark.parametrize("stray", [*FILES, "20261129-step-1"])
+def test_load_ignores_other_entries_beside_whole_checkpoints(
+    two: Path, tmp_path: Path, name: str, stray: str
+) -> None:
+    shutil.copytree(two, tmp_path / name)
+    (tmp_path / name / stray).write_text("{}")
+    assert fl.load(tmp_path / name).step == 2  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        *((f"000002-step-2/manifest.json{below}", "Not a directory") for below in ("", "/run")),
+        *((f"lost{below}", "No such file") for below in ("", "/run")),
+        ("archived", "none of the 1 checkpoint"),
+    ],
+)
+def test_load_raises_checkpoint_error_if_path_is_a_file_or_a_dangling_link(
+    two: Path, tmp_path: Path, path: str, reason: str
+) -> None:
+    shutil.copytree(two, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "archived").mkdir()
+    for link in (tmp_path / "lost", tmp_path / "archived" / "000001-step-1"):
+        link.symlink_to(tmp_path / "not mounted")
+    with pytest.raises(CheckpointError, match=reason):
+        fl.load(tmp_path / path)
+
+
+@pytest.mark.parametrize("moment", ["in the listing", "before the manifest", "before the state"])
+def test_load_uses_the_checkpoint_that_a_job_saves_meanwhile(
+    tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """``keep=1`` removes the listed checkpoint. A listing may miss entries renamed meanwhile."""
+    place, name = {
+        "in the listing": (Path, "iterdir"),
+        "before the manifest": (runs, "read"),
+        "before the state": (directory, "read_durable"),
+    }[moment]
+    function: Any = getattr(place, name)
+    steps = iter(range(2, 5))
+
+    def saves_first(*arguments: Any) -> Any:
+        step = next(steps, None)
+        if step:
+            with monkeypatch.context() as patch:
+                patch.setattr(place, name, function)
+                fl.save(tmp_path, step=step, keep=1)
+        return iter(()) if step and place is Path else function(*arguments)
+
+    fl.save(tmp_path, step=1)
+    monkeypatch.setattr(place, name, saves_first)
+    loaded = fl.load(tmp_path)
+    assert loaded is not None
+    assert (loaded.step, loaded.skipped, caplog.records) == (4, (), [])
