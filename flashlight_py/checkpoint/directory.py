@@ -1,8 +1,8 @@
 """The directory of a run's checkpoints: each appears whole or not at all.
 
-Each is a directory ``<number>-step-<step>`` with two files. Numbers count up, also if steps go back.
-While it is written or removed, its name begins with a full stop; after a kill the next ``save``
-removes it.
+Each is a directory ``<number>-step-<step>`` with two files. Numbers count up, also if steps go
+back. A directory that is being written or removed has a name that begins with a full stop. After a
+kill the next ``save`` removes it.
 
 A file's length and SHA-256 identify its content. A thread computes the digest during the write,
 because it takes as long as a fast disk: hashlib releases the GIL. Functions raise the OSErrors of
