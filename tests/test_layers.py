@@ -233,11 +233,8 @@ def test_optional_libraries_are_imported_where_they_are_used() -> None:
 CONTROL_PLANE = (
     *("interfaces", "distributed.rendezvous", "distributed.start", "distributed.memory.topology"),
     *("distributed.failures.agreement", "distributed.failures.watchdog"),
-    *(f"launch.{name}" for name in ("agent", "branches", "channel", "failures", "hosts")),
-    *(
-        f"launch.{name}"
-        for name in ("job", "loop", "nodes", "output", "ranks", "records", "supervisor")
-    ),
+    *(f"launch.{name}" for name in ("agent", "channel", "failures", "hosts")),
+    *(f"launch.{name}" for name in ("job", "loop", "output", "ranks", "records", "supervisor")),
 )
 # What asks the operating system for nothing.
 ASKS_NOTHING = {"inet_pton", "AddressFamily", "strftime", "localtime", "register_at_fork"}

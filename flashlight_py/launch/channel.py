@@ -1,18 +1,15 @@
 """Messages between the launcher and its agents, one line of JSON each, and what descriptors need.
 
-To an agent: ``reach`` other hosts; ``prepare`` for ranks of a ``task``, ``start`` them, send them a
-``signal``, ``input`` for rank 0, ``say`` a line to the user, ``collect`` flight records, ``finish``
-what the ranks have left, ``leave`` with an exit code. The end of the connection means leave, too: a
-launcher that was killed leaves no ranks behind.
+To an agent: ``prepare`` for ranks of a ``task``, ``start`` them, send them a ``signal``, ``input``
+for rank 0, ``collect`` flight records, ``finish`` what the ranks have left, ``leave``. The end of
+the connection means leave, too: a launcher that was killed leaves no ranks behind.
 From an agent: it is ``here``, ``ready``, or ``cannot_run`` the program; ``output`` of a rank, a
-rank has ``exited``, ``more`` input can be taken; it has ``lost_output``, a signal is to
-``interrupt`` the job; the ``record`` of a rank, or why it is ``left_out``; all is ``finished``, but
-for some processes. An agent right below it is ``lost``, with others, or was ``unreached``. It
-``moves`` to another place, which the one above it alone is told.
-Both ways: a ``pulse`` of an end that is there, between neighbours; all else agents pass on.
+rank has ``exited``, ``more`` input can be taken; the ``record`` of a rank, or why it is
+``left_out``; all is ``finished``, but for some processes.
+Both ways: a ``pulse`` of an end that is there.
 
-An agent waits until who is above has taken its message; meanwhile its ranks wait to print. Nobody
-waits for an agent below, or each of the two might wait for the other.
+An agent waits until the launcher has taken its message; meanwhile its ranks wait to print. The
+launcher never waits for an agent, or each of the two might wait for the other.
 """
 
 from __future__ import annotations
@@ -39,14 +36,6 @@ def parsed(line: bytes) -> tuple[str, list[Any]]:
     if kind in _WITH_BYTES:
         values[-1] = values[-1].encode("latin-1")
     return kind, values
-
-
-def addressed(line: bytes) -> tuple[bytes, bytes]:
-    """Return whose a message is, or whom it is for, and the rest; nothing: the neighbour's."""
-    if line[:1] == b"[":
-        return b"", line
-    number, _, rest = line.partition(b" ")
-    return number, rest
 
 
 class Reader:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 import sys
 import tempfile
@@ -11,12 +10,11 @@ from collections.abc import Sequence
 from contextlib import closing, suppress
 
 from flashlight_py import system
-from flashlight_py.errors import DistributedError
 from flashlight_py.launch.agent import Agent
 from flashlight_py.launch.front import run_behind
-from flashlight_py.launch.hosts import Hosts, SshHosts
+from flashlight_py.launch.hosts import Hosts
 from flashlight_py.launch.job import Job
-from flashlight_py.launch.loop import Interrupted, Loop
+from flashlight_py.launch.loop import Loop
 from flashlight_py.launch.options import Options, read_options
 
 # What ranks elsewhere inherit from here; ssh itself hands on nothing.
@@ -48,33 +46,17 @@ def _run(options: Options, folder: str, stdin: int | None) -> int:
     try:
         # The loop is first: from here on no signal ends this process by itself.
         with closing(Loop()) as loop:
-            if options.nnodes == 1:
-                if options.hosts:
-                    inherited = {
-                        name: value
-                        for name, value in os.environ.items()
-                        if name.startswith(_INHERITED) or name in options.env
-                    }
-                    hosts: Hosts = SshHosts(
-                        loop, options.hosts, options.lost_after, options.ssh, inherited
-                    )
-                    file = f"{options.rdzv}.{secrets.token_hex(8)}" if options.rdzv else ""
-                else:
-                    here = [(system.gethostname(), options.ranks)]
-                    hosts = Hosts(loop, here, options.lost_after, Agent(loop, stdin))
-                    file = os.path.join(folder, "meeting")
-                return Job(loop, hosts, options, stdin, file).run()
-            from flashlight_py.launch.nodes import job_of_nodes, meeting_of, work_for_node_0
-
-            store = meeting_of(options)
-            if store.rank != 0:
-                return work_for_node_0(loop, options, store)
-            with job_of_nodes(loop, options, store, stdin) as job:
-                return job.run()
-    except Interrupted as interruption:
-        print(f"flrun: {interruption}; no rank was started", file=sys.stderr)
-        return 128 + interruption.number
-    except (DistributedError, OSError) as error:
+            if not options.hosts:
+                here = Hosts(loop, [(system.gethostname(), options.ranks)], Agent(loop, stdin))
+                return Job(loop, here, options, None, os.path.join(folder, "meeting")).run()
+            inherited = {
+                name: value
+                for name, value in os.environ.items()
+                if name.startswith(_INHERITED) or name in options.env
+            }
+            hosts = Hosts(loop, options.hosts, None, options.ssh, options.lost_after, inherited)
+            return Job(loop, hosts, options, stdin, "").run()
+    except OSError as error:
         print(f"flrun: {error}", file=sys.stderr)
         return 1
 

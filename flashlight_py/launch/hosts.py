@@ -1,172 +1,184 @@
-"""The hosts of a job. Each has an agent, here or elsewhere, that runs its ranks."""
+"""The hosts of a job. The agent of each, in this process or started over ssh, runs its ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from subprocess import PIPE
 from typing import Any
 
 from flashlight_py import system
 from flashlight_py.launch.agent import Agent
-from flashlight_py.launch.branches import FAN, MOST_LINKS, TREE_FROM, Branches
-from flashlight_py.launch.channel import message, parsed
-from flashlight_py.launch.loop import Loop
+from flashlight_py.launch.channel import Outgoing, Reader, message, parsed
+from flashlight_py.launch.failures import describe_exit
+from flashlight_py.launch.loop import LOST_SECONDS, Loop, Pulse
 
-_MOVED = "has lost its way to the launcher"
+# Seconds that agents may take to leave.
+LEAVING_SECONDS = 10.0
 
 
 class StartError(Exception):
     """A command cannot be run; says which and why."""
 
 
-class Hosts:
-    """The hosts of a job, by number: ``names``, how many ranks each takes, and ways to the agents.
+class SshAgent:
+    """The connection to the agent of a host, which ``ssh`` starts in this folder with this Python.
 
-    ``local`` is the agent of host 0, this one, if there is one. ``here`` are those whose agents are
-    there, ``lost`` those that are not any more, and why; ``since`` is when each was last here.
-    ``on_message`` is called with what an agent reports, ``on_lost`` with what has become of a host
-    that is gone, ``on_cut`` with what has become of the way to some: their ranks have ended, but
-    they may come again.
+    ``on_message`` is called with each message, and ``on_lost`` with the reason when ssh has ended.
+    An agent is lost if it sends nothing for ``lost_after`` seconds after its first message.
 
-    Those that come by themselves, for which they may take ``patience`` seconds, are launchers: they
-    have users before them, to whom they show what the ranks print, and who may send SIGUSR1; and
-    make the ranks' secret themselves, so that this need not be sent. ``environ`` is added to what
-    ranks inherit on their hosts.
+    Raises:
+        StartError: the command ``ssh`` cannot be run.
     """
-
-    environ: Mapping[str, str] = {}
 
     def __init__(
         self,
         loop: Loop,
-        named: Sequence[tuple[str, int]],
+        name: str,
+        ssh: Sequence[str],
         lost_after: float,
-        local: Agent | None = None,
-        patience: float = 0.0,
+        on_message: Callable[[str, list[Any]], None],
+        on_lost: Callable[[str], None],
     ) -> None:
-        self.patience, self.are_launchers = patience, patience > 0.0
-        self.names = [name for name, _ in named]
-        self.slots = [slots for _, slots in named]
-        self.here, self.lost = {0} if local else set[int](), dict[int, str]()
-        self.since = dict.fromkeys(range(len(named)), system.monotonic())
-        self.on_message: Callable[[int, str, list[Any]], None]
-        self.on_lost: Callable[[int, str], None]
-        self.on_cut: Callable[[Collection[int], str], None]
-        self.branches = Branches(loop, lost_after)
-        self.branches.on_lines, self.branches.on_lost = self._on_lines, self._gone
-        self._local = local
+        self._loop, self._name, self._silence, self._is_open = loop, name, "", True
+        self._on_message, self._on_lost = on_message, on_lost
+        folder, python = shlex.quote(os.getcwd()), shlex.quote(sys.executable)
+        agent = f"exec {python} -m flashlight_py.launch.agent {lost_after:g}"
+        command = [*ssh, name, f"cd {folder} && {agent}"]
+        try:
+            self._process = system.Popen(command, stdin=PIPE, stdout=PIPE, start_new_session=True)
+        except OSError as error:
+            raise StartError(f"{ssh[0]}: {error}") from error
+        assert self._process.stdin
+        assert self._process.stdout
+        with self._process.stdin as stdin:
+            self._outgoing = Outgoing(loop, stdin.fileno())
+        self._output = self._process.stdout
+        beat = partial(self._outgoing.put_if_idle, message("pulse"))
+        self._pulse = Pulse(loop, lost_after, beat, self._on_silence, is_there=False)
+        self._reader = Reader(self._output.fileno(), self._pulse.heard)
+        loop.watch(self._output.fileno(), self._read)
+        loop.child(self._process, self._on_exit, is_ours=True)
+
+    def put(self, line: bytes) -> None:
+        """Send ``line`` without blocking; an agent that has ended receives nothing."""
+        self._outgoing.put(line)
+
+    def close(self) -> None:
+        """Kill ssh and close the connection, which ends the agent. Idempotent."""
+        if self._is_open:
+            self._is_open = False
+            self._pulse.stop()
+            self._outgoing.close()
+            self._loop.forget(self._output.fileno())
+            self._output.close()
+            if self._process.returncode is None:
+                self._process.kill()
+                self._process.wait()
+
+    def _read(self) -> None:
+        for line in self._reader.lines():
+            self._on_message(*parsed(line))
+        if self._reader.has_ended:
+            self._loop.forget(self._output.fileno())
+
+    def _on_exit(self, code: int) -> None:
+        if not self._is_open:
+            return
+        before = -1
+        while self._reader.received > before:  # one read may leave more messages in the pipe
+            before = self._reader.received
+            self._read()
+        self.close()
+        self._on_lost(self._silence or f"ssh to {self._name} {describe_exit(code)}")
+
+    def _on_silence(self, since: str) -> None:
+        self._silence = f"nothing has come from host {self._name} {since}"
+        self._process.kill()
+
+
+class Hosts:
+    """The hosts of a job, by number: ``names``, and ``slots`` with the number of ranks of each.
+
+    ``local`` is the agent of host 0 if the job runs on this host alone. Otherwise the command
+    ``ssh`` starts an agent on each host. Hosts of agents that have reported are in ``here``. Each
+    report is passed to ``on_message``, and the reason of a lost host to ``on_lost``. ``environ`` is
+    added to the environment of the ranks.
+    """
+
+    on_message: Callable[[int, str, list[Any]], None]
+    on_lost: Callable[[int, str], None]
+
+    def __init__(
+        self,
+        loop: Loop,
+        hosts: Sequence[tuple[str, int]],
+        local: Agent | None = None,
+        ssh: Sequence[str] = (),
+        lost_after: float = LOST_SECONDS,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        self.names, self.slots = [name for name, _ in hosts], [slots for _, slots in hosts]
+        self.here, self.environ = {0} if local else set[int](), dict(environ or {})
+        self._loop, self._local, self._ssh, self._lost_after = loop, local, ssh, lost_after
+        self._agents: dict[int, SshAgent] = {}
         if local:
             local.report = lambda kind, *values: self.on_message(0, kind, list(values))
 
     def open(self, numbers: Sequence[int]) -> None:
-        """Reach agents that are not here; they will be ``here`` or lost.
+        """Start the agents of hosts that are not ``here``, unless they are starting already.
 
         Raises:
-            StartError: the command that does it cannot be run.
+            StartError: the ssh command cannot be run.
         """
         for number in numbers:
-            if number in self.lost:
-                self.on_lost(number, self.lost[number])
+            if number not in self._agents:
+                self._agents[number] = SshAgent(
+                    *(self._loop, self.names[number], self._ssh, self._lost_after),
+                    partial(self._on_report, number),
+                    partial(self._lose, number),
+                )
 
     def send(self, number: int, kind: str, *values: Any) -> None:
-        """Send a message to an agent: one elsewhere gets it later, the local one acts at once."""
-        if number == 0 and self._local:
+        """Send a message to an agent; the local agent acts at once, other agents later."""
+        if number in self._agents:
+            self._agents[number].put(message(kind, *values))
+        elif self._local:
             getattr(self._local, kind)(*values)
-        else:
-            self.branches.put(number, message(kind, *values))
 
     def send_all(self, kind: str, *values: Any) -> None:
-        """Send a message to all agents, the local one last."""
-        self.branches.broadcast(message(kind, *values))
+        """Send a message to all agents."""
+        line = message(kind, *values)
+        for agent in self._agents.values():
+            agent.put(line)
         if self._local:
             getattr(self._local, kind)(*values)
 
-    def drop(self, numbers: Collection[int], seconds: float) -> None:
-        """Talk no more to agents that have not answered for so long."""
+    def drop(self, numbers: Sequence[int], seconds: float) -> None:
+        """Give up the hosts ``numbers``, which have not answered for ``seconds``."""
         for number in numbers:
-            self.send(number, "leave", 1)
-            self._gone(number, f"its agent has not answered for {seconds:.3g} s", [number])
+            self._agents[number].close()
+            self._lose(number, f"its agent has not answered for {seconds:.3g} s")
 
-    def leave(self, code: int) -> None:
-        """End what is left here, and let all agents go."""
-        self.branches.is_leaving = True
-        self.branches.broadcast(message("leave", code))
-        if self._local:
-            self._local.finish(self._local.grace)
-        self.branches.wait_and_close()
+    def leave(self) -> None:
+        """End all agents and their ranks; blocks until they have left, for at most 10 s."""
+        self.send_all("leave")
+        ends = system.monotonic() + LEAVING_SECONDS
+        while self._agents and system.monotonic() < ends:
+            self._loop.once(ends)
+        for agent in self._agents.values():
+            agent.close()
+        self._agents.clear()
 
-    def _on_lines(self, lines: list[tuple[int, bytes]]) -> None:
-        for number, line in lines:
-            kind, values = parsed(line)
-            if kind == "here":
-                if number in self.here:
-                    self.on_cut([number], _MOVED)
-                self.here.add(number)
-                self.lost.pop(number, None)
-            if kind == "lost":
-                self._gone(*values)
-            elif kind == "unreached":
-                self._on_unreached(number, *values)
-            elif number in self.here:
-                self.on_message(number, kind, values)
+    def _on_report(self, number: int, kind: str, values: list[Any]) -> None:
+        if kind == "here":
+            self.here.add(number)
+        self.on_message(number, kind, values)
 
-    def _on_unreached(self, by: int, number: int, how: str) -> None:
-        """An agent cannot reach ``number``."""
-
-    def _gone(self, number: int, how: str, gone: Collection[int], has_come: bool = True) -> None:
-        """Note that no way leads to hosts any more; ``number``, if it is one of them, is lost."""
-        self.here.difference_update(gone)
-        self.since.update(dict.fromkeys(gone, system.monotonic()))
-        why = _MOVED
-        if number in gone:
-            self.lost[number] = f"is lost: {how}"
-            self.on_lost(number, self.lost[number])
-            why = f"cannot be reached: host {self.names[number]}, on the way there, is lost"
-        if cut := [each for each in gone if each != number]:
-            self.on_cut(cut, why)
-
-
-class SshHosts(Hosts):
-    """Hosts on which agents are started by ``ssh``."""
-
-    def __init__(
-        self,
-        loop: Loop,
-        named: Sequence[tuple[str, int]],
-        lost_after: float,
-        ssh: Sequence[str],
-        environ: Mapping[str, str],
-    ) -> None:
-        super().__init__(loop, named, lost_after)
-        self._ssh, self.environ, self._why = ssh, environ, ""
-        self._under_way: set[int] = set()
-
-    def open(self, numbers: Sequence[int]) -> None:
-        new = [number for number in numbers if number not in self._under_way]
-        self._under_way.update(new)
-        links, most = len(self.branches.links), len(new)
-        if links + most > TREE_FROM:
-            most = max(1, min(FAN, MOST_LINKS - links))
-        hosts = [(number, self.names[number]) for number in new]
-        self.branches.reach(hosts, self._ssh, FAN, most)
-        if not self.branches.links:
-            raise StartError(self._why)
-
-    def _on_lines(self, lines: list[tuple[int, bytes]]) -> None:
-        self._under_way.difference_update(number for number, _ in lines)
-        super()._on_lines(lines)
-
-    def _gone(self, number: int, how: str, gone: Collection[int], has_come: bool = True) -> None:
-        self._under_way.difference_update(gone)
-        self._why = how
-        super()._gone(number, how, gone)
-
-    def _on_unreached(self, by: int, number: int, how: str) -> None:
-        if number in self.here or number in self.branches.links:
-            return
-        words = f"host {self.names[by]} cannot reach host {self.names[number]} ({how})"
-        if len(self.branches.links) < MOST_LINKS:
-            self.on_message(by, "warning", [f"{words}; it is reached from here"])
-            self.branches.reach([(number, self.names[number])], self._ssh, FAN)
-        else:
-            most = f"this one has {MOST_LINKS} connections already"
-            self._gone(number, f"{words}, and {most}", [number])
+    def _lose(self, number: int, reason: str) -> None:
+        self.here.discard(number)
+        del self._agents[number]
+        self.on_lost(number, f"is lost: {reason}")

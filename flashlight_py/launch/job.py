@@ -6,15 +6,15 @@ The ranks of an attempt start when every host that takes some has reported to be
 from __future__ import annotations
 
 import signal
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
 from flashlight_py import system
-from flashlight_py.launch.channel import Supply, message
-from flashlight_py.launch.failures import LOST, Failure
+from flashlight_py.launch.channel import Supply
+from flashlight_py.launch.failures import Failure
 from flashlight_py.launch.hosts import Hosts, StartError
 from flashlight_py.launch.loop import Loop
 from flashlight_py.launch.options import Options
@@ -39,21 +39,16 @@ _FINISHING_SECONDS = 10.0
 class Job:
     """Runs the program of ``options`` as ranks on ``hosts``.
 
-    They meet at paths that begin with ``file``; or, where that is empty, at a free port of the
-    first host, which its agent opens, with a secret of that start. ``stdin`` is the input for rank
-    0 where its host is another one.
+    They meet at paths that begin with ``file``. If that is empty they meet at a free port of the
+    first host, which its agent opens, with a secret of that start. ``stdin`` is the input of rank
+    0, which is sent to another host.
     """
 
     _attempt: Supervisor
     _output: RankOutput
 
     def __init__(
-        self,
-        loop: Loop,
-        hosts: Hosts,
-        options: Options,
-        stdin: int | None,
-        file: str,
+        self, loop: Loop, hosts: Hosts, options: Options, stdin: int | None, file: str
     ) -> None:
         self._hosts, self._loop, self._options = hosts, loop, options
         self._stdin, self._file = stdin, file
@@ -62,27 +57,33 @@ class Job:
         self._unready: set[int] = set()  # those that are not ready
         self._awaited: set[int] = set()  # those that have not finished
         self._supply: Supply | None = None
+        self._handlers: dict[str, Callable[..., None]] = {
+            "here": self._on_here,
+            "ready": self._on_ready,
+            "cannot_run": self._on_cannot_run,
+            "output": self._on_output,
+            "exited": self._on_exited,
+            "more": self._on_more,
+            "record": self._on_record,
+            "left_out": self._on_left_out,
+            "finished": self._on_finished,
+        }
         hosts.on_message, hosts.on_lost = self._on_message, self._on_lost
-        hosts.on_cut = self._on_cut
 
     def run(self) -> int:
-        """Run the job and return its exit code: that of the rank that failed first, or 0.
-
-        The agents are let go; those that are launchers exit with the same code.
-        """
-        code = 1
+        """Run the job, end its agents, and return the exit code of the first failed rank, or 0."""
         try:
-            code = self._run()
+            return self._run()
         finally:
-            self._hosts.leave(code)
-        return code
+            self._hosts.leave()
 
     def _run(self) -> int:
-        options, say = self._options, self._say
+        options = self._options
         counts, restarts = self._hosts.slots, 0
         while True:
             size = sum(counts)
             self._output = output = RankOutput(size, options.output_dir)
+            say = output.say
             self._attempt = attempt = Supervisor(
                 self._loop, self._signal, output, range(size), options.grace, say
             )
@@ -91,6 +92,7 @@ class Job:
                 self._start(counts, restarts)
                 attempt.run()
             except StartError as error:
+                attempt.end(signal.SIGTERM)
                 say(f"cannot run {error}")
                 return _CANNOT_RUN
             self._finish()
@@ -98,7 +100,7 @@ class Job:
             if self._stuck:
                 say(f"processes that the kernel does not let go of are left: {self._stuck}")
             if output.error:
-                output.say(output.error)
+                say(output.error)
             if number := attempt.interrupted:
                 lost = "the output of the ranks is lost"
                 how = f"interrupted by {signal.Signals(number).name}"
@@ -124,12 +126,6 @@ class Job:
             restarts += 1
             say(f"starting again with {sum(counts)} rank(s), for the {_ordinal(restarts)} time")
 
-    def _say(self, text: str) -> None:
-        """Write a line of the launcher's own wherever output of the ranks is shown."""
-        self._output.say(text)
-        if self._hosts.are_launchers:
-            self._hosts.branches.broadcast(message("say", text))
-
     def _start(self, counts: Sequence[int], restarts: int) -> None:
         self._slots, self._restarts = slots_of(counts), restarts
         self._first = self._slots[0].host
@@ -145,28 +141,15 @@ class Job:
         if self._stdin is not None:
             deliver = partial(self._hosts.send, self._first, "input")
             self._supply = Supply(self._loop, self._stdin, deliver)
-        missing = self._working - self._hosts.here
+        absent = sorted(self._working - self._hosts.here)
         for index in sorted(self._working & self._hosts.here):
             self._on_here(index)
-        if missing and not self._attempt.is_ending:
-            self._hosts.open(sorted(missing))
-        patience, since = self._hosts.patience, self._hosts.since
-        while patience and not self._attempt.is_ending:  # else the next start waits for them
-            absent = self._working - self._hosts.here - self._hosts.lost.keys()
-            late = [each for each in absent if system.monotonic() >= since[each] + patience]
-            if not absent:
-                break
-            if late:
-                self._hosts.drop(late, patience)
-            else:
-                self._loop.once(min(since[each] for each in absent) + patience)
+        if not self._attempt.is_ending:
+            self._hosts.open(absent)
 
     def _signal(self, number: int) -> None:
-        """Send ``number`` to every rank, and to what it has started; SIGUSR1 where it was sent."""
-        if self._hosts.are_launchers and number in (signal.SIGUSR1, signal.SIGUSR2):
-            self._hosts.send(0, "signal", number)
-        else:
-            self._hosts.send_all("signal", number)
+        """Send ``number`` to every rank, and to what it has started."""
+        self._hosts.send_all("signal", number)
         if self._attempt.is_ending and not self._is_started:
             self._attempt.on_end(slot.rank for slot in self._slots)
 
@@ -190,16 +173,16 @@ class Job:
     # The agents' messages, see ``channel`` -------------------------------------------------------
 
     def _on_message(self, host: int, kind: str, values: list[Any]) -> None:
-        getattr(self, f"_on_{kind}")(host, *values)
+        self._handlers[kind](host, *values)
 
-    def _on_here(self, host: int, *places: int) -> None:
+    def _on_here(self, host: int) -> None:
         if host in self._unready:
             has_rank_0 = host == self._first
             self._hosts.send(host, "prepare", self._restarts, has_rank_0, not self._file)
 
     def _on_ready(self, host: int, attempt: int, addresses: list[str], ports: list[int]) -> None:
         if attempt != self._restarts:
-            return  # it was asked before the way there was lost
+            return  # the agent started while the last attempt ended
         if host == self._first:
             self._addresses, self._ports = addresses or [self._hosts.names[host]], ports
         self._unready.discard(host)
@@ -220,39 +203,33 @@ class Job:
                 self._hosts.send(index, "start", list(slots))
 
     def _meeting(self) -> dict[str, str]:
-        """Return the variables that say where the ranks meet, less a secret that is known there."""
+        """Return the variables that say where the ranks meet."""
         port, *ours = self._ports
-        is_alone = len(self._hosts.names) == 1 and self._file
-        there = for_others("127.0.0.1" if is_alone else self._addresses[0], port)
         if self._file:
-            return {**there, "FLASHLIGHT_FILE": f"{self._file}-{self._restarts}"}
-        # It travels inside ssh, and never in a command line, which every user can read.
-        secret = {} if self._hosts.are_launchers else {SECRET: system.random_bytes(32).hex()}
-        # Ranks try them all: which of them a host can reach, only that host knows.
-        return {**there, ADDRESSES: ",".join(self._addresses), PORT: f"{ours[0]}:{port}", **secret}
-
-    def _on_warning(self, host: int, text: str) -> None:
-        self._say(f"warning: {text}")
+            file = f"{self._file}-{self._restarts}"
+            return {**for_others("127.0.0.1", port), "FLASHLIGHT_FILE": file}
+        return {
+            **for_others(self._addresses[0], port),
+            # Ranks try them all: which of them a host can reach, only that host knows.
+            ADDRESSES: ",".join(self._addresses),
+            PORT: f"{ours[0]}:{port}",
+            # It travels inside ssh, and never in a command line, which every user can read.
+            SECRET: system.random_bytes(32).hex(),
+        }
 
     def _on_cannot_run(self, host: int, reason: str) -> None:
-        raise StartError(reason)
+        if not self._attempt.is_ending:  # else this host is not the first cause
+            raise StartError(reason)
 
     def _on_output(self, host: int, rank: int, stream: str, data: bytes) -> None:
         self._output.take(Source(rank, stream), data)
 
-    def _on_exited(self, host: int, rank: int, code: int, errors: list[str]) -> None:
-        if host not in self._unready:  # else it is of the last attempt, and the way there was lost
-            self._attempt.on_exit(rank, code, errors)
+    def _on_exited(self, host: int, rank: int, code: int) -> None:
+        self._attempt.on_exit(rank, code)
 
     def _on_more(self, host: int) -> None:
         if self._supply is not None:
             self._supply.ask()
-
-    def _on_lost_output(self, host: int) -> None:
-        self._attempt.on_lost_output()
-
-    def _on_interrupt(self, host: int, number: int) -> None:
-        self._loop.on_signal(signal.Signals(number))
 
     def _on_record(self, host: int, rank: int, folder: str, data: bytes) -> None:
         self._records[rank] = folder, data
@@ -270,13 +247,6 @@ class Job:
         self._awaited.discard(host)
         ranks = [slot.rank for slot in self._slots if slot.host == host]
         self._attempt.on_lost(ranks, Failure(how, system.monotonic()))
-
-    def _on_cut(self, hosts: Collection[int], how: str) -> None:
-        """The ranks of ``hosts`` have ended, as the way there is lost."""
-        self._awaited.difference_update(hosts)
-        cut = set(hosts)
-        ranks = [slot.rank for slot in self._slots if slot.host in cut]
-        self._attempt.on_cut(ranks, Failure(how, system.monotonic(), LOST))
 
 
 def may_restart(restarts: int, most: int | None, remaining: int, least: int | None) -> bool:

@@ -6,10 +6,9 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from selectors import EVENT_READ, EVENT_WRITE
-from typing import NoReturn
 
 from flashlight_py import system
 
@@ -207,31 +206,3 @@ class Pulse:
     def stop(self) -> None:
         """Beat and count no more; may be called again."""
         self._loop.stop(self)
-
-
-class Interrupted(BaseException):
-    """Signal ``number`` has arrived before there are ranks to hand it on to; no error."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"interrupted by {signal.Signals(number).name}")
-        self.number = number
-
-
-@contextmanager
-def interruptible() -> Iterator[None]:
-    """Raise ``Interrupted`` inside when a signal arrives that would end the job."""
-
-    def interrupt(number: int, frame: object) -> NoReturn:
-        raise Interrupted(number)
-
-    ending = set(FORWARDED) - {signal.SIGUSR1, signal.SIGUSR2}
-    before = {
-        number: system.signal(number, interrupt)
-        for number in ending
-        if system.getsignal(number) is not signal.SIG_IGN
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            system.signal(number, handler)

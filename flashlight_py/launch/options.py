@@ -20,14 +20,18 @@ _EXAMPLES = """examples:
   flrun -n 4 bash run.sh   (a program on the PATH that is no file here is run as it is)
   flrun -n 4 --max-restarts 3 --output-dir logs train.py
   flrun --hosts a:4,b:4 train.py
-  flrun -n 4 --nnodes 2 --rdzv a:29511 train.py   (the same on each host; a is one of them)
-  flrun -n 4 --nnodes 2 --node-rank 0 --rdzv /shared/run train.py   (on each host, with its number)
 """
 # OpenSSH would wait for minutes, or for ever. These leave the first word to our own ``Pulse``.
 _DEADLINES = ("ConnectTimeout=10", "ServerAliveInterval=5")
 LEAST_SECONDS = 2.0
-# Where torchrun's hosts meet; ours meet elsewhere.
-_TORCHRUNS = ("rdzv-endpoint", "rdzv-backend", "rdzv-id", "master-addr", "master-port")
+# The launcher has a process of ssh and three descriptors for each host.
+MOST_HOSTS = 64
+_OTHERS = "Start ranks on more hosts with torchrun, srun or mpirun: see docs/starting-jobs.md"
+# Options of torchrun for a launcher on each host, and the values that mean one host.
+_TORCHRUNS = {
+    **dict.fromkeys(("rdzv", "rdzv-endpoint", "rdzv-backend", "rdzv-id"), ""),
+    **{"master-addr": "", "master-port": "", "nnodes": "1", "node-rank": "0"},
+}
 
 
 class Options(NamedTuple):
@@ -37,9 +41,6 @@ class Options(NamedTuple):
     hosts: tuple[tuple[str, int], ...]
     ssh: tuple[str, ...]
     env: tuple[str, ...]
-    nnodes: int
-    node_rank: int | None
-    rdzv: str
     max_restarts: int | None
     min_n: int | None
     output_dir: Path | None
@@ -48,56 +49,34 @@ class Options(NamedTuple):
     lost_after: float
     program: tuple[str, ...]
 
-    @property
-    def endpoint(self) -> tuple[str, int] | None:
-        """The host and the port that ``rdzv`` names; None if it is a path."""
-        host, _, port = self.rdzv.rpartition(":")
-        if not host or "/" in host or not port.isdecimal():
-            return None
-        return host.strip("[]"), int(port)
-
 
 def read_options(arguments: Sequence[str] | None, interpreter: str) -> Options:
     """Read ``arguments``, by default those of this process; ends it where they make no sense."""
     parser = _parser()
     given = parser.parse_args(arguments)
     if not (given.hosts or given.standalone):
-        parser.set_defaults(**_of_the_pod(os.environ, given.nnodes))
+        parser.set_defaults(**_of_the_pod(os.environ))
         given = parser.parse_args(arguments)
-    for name in _TORCHRUNS:
-        if getattr(given, name.replace("-", "_")) is not None:
+    for name, one_host in _TORCHRUNS.items():
+        value = getattr(given, name.replace("-", "_"))
+        if value not in (None, one_host):
             parser.error(
-                f"--{name}: the launchers of several hosts meet at a path that all of them see, "
-                "or at a port of node 0: --nnodes N --node-rank I --rdzv PATH or HOST:PORT; or use "
-                "--hosts A:4,B:4. One host needs neither"
+                f"--{name} (or PET_*): expected a single launcher, got {value}: flrun starts ranks "
+                f"on this host, or over ssh on --hosts A:4,B:4. {_OTHERS}"
             )
     given.ranks, given.env = given.n or usable_cores(), tuple(given.env)
     given.hosts, given.program = _hosts(parser, given), _program(given, interpreter)
     options = Options(*(getattr(given, name) for name in Options._fields))
-    nodes, node, hosts, place = options.nnodes, options.node_rank, options.hosts, options.rdzv
-    _, port = options.endpoint or ("", 0)
-    if ":" in place and "/" not in place and not 0 < port < 65536:
-        parser.error(
-            "--rdzv: expected a path, or HOST:PORT with a port from 1 to 65535, "
-            f"got {place!r}; a path with a colon in its name needs a slash, as ./{place}"
-        )
-    total = sum(slots for _, slots in hosts) if hosts else options.ranks * nodes
-    if given.standalone and (hosts or nodes > 1):
-        parser.error("--standalone is for this host alone; leave it out with --hosts or --nnodes")
-    if hosts and nodes > 1:
-        parser.error("--hosts starts ranks on other hosts; --nnodes is for a launcher on each host")
-    if nodes > 1 and not place:
-        parser.error("--nnodes needs --rdzv: a path that all hosts see, or HOST:PORT of node 0")
-    if node is not None and node >= nodes:
-        parser.error(f"--node-rank: expected 0 to {nodes - 1}, got {node}")
+    hosts = options.hosts
+    if given.standalone and hosts:
+        parser.error("--standalone is for this host alone; leave it out with --hosts")
+    if len(hosts) > MOST_HOSTS:
+        parser.error(f"--hosts: expected at most {MOST_HOSTS} hosts, got {len(hosts)}. {_OTHERS}")
+    total = sum(slots for _, slots in hosts) if hosts else options.ranks
     if options.min_n is not None and options.min_n > total:
         parser.error(f"--min-n: expected 1 to {total}, the number of ranks, got {options.min_n}")
     if given.lost_after < LEAST_SECONDS:
         parser.error(f"--lost-after: expected {LEAST_SECONDS:g} or more, got {given.lost_after:g}")
-    if nodes > 1 and node is None and not options.endpoint:
-        parser.error(f"--node-rank: expected 0 to {nodes - 1} where --rdzv is a path, got none")
-    if hosts and options.endpoint:
-        parser.error("--rdzv HOST:PORT is for --nnodes; with --hosts a free port is used by itself")
     _make_folder(parser, options.output_dir)
     return options
 
@@ -135,15 +114,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="hand NAME on to --hosts too",
     )
-    add("--nnodes", type=_positive, default=1, metavar="N", help="hosts that run a launcher each")
-    add(
-        *("--node-rank", "--node_rank"),
-        type=_integer,
-        metavar="I",
-        help="which of them this is, from 0; at HOST:PORT it may be left out",
-    )
-    add("--standalone", action="store_true", help="on this host alone, as without --nnodes")
-    add("--rdzv", default="", metavar="PLACE", help="a path all hosts see, or HOST:PORT of node 0")
+    add("--standalone", action="store_true", help="on this host alone, as without --hosts")
     for name in _TORCHRUNS:
         add(f"--{name}", f"--{name.replace('-', '_')}", help=argparse.SUPPRESS)
     add(
@@ -179,29 +150,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-# Defaults of options, by torchrun's variables PET_*, which Kubeflow sets.
+# Variables of torchrun for defaults of options. Kubeflow sets them in each pod.
 _POD_OPTIONS = {
     "n": "PET_NPROC_PER_NODE",
     "nnodes": "PET_NNODES",
-    "node_rank": "PET_NODE_RANK",
     "max_restarts": "PET_MAX_RESTARTS",
 }
 
 
-def _of_the_pod(environ: Mapping[str, str], nnodes: int) -> dict[str, str]:
-    """Return defaults for a launcher in each pod: of PET_*, torchrun's variables, as from Kubeflow.
-
-    In an indexed Job of Kubernetes the index is the node's number. In a rank of torchrun or of
-    ours, which have used them, they are no longer meant.
-    """
+def _of_the_pod(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return defaults by PET_*, or no defaults in a rank: its launcher has read the variables."""
     if "LOCAL_RANK" in environ:
         return {}
-    found = {option: environ[name] for option, name in _POD_OPTIONS.items() if name in environ}
-    if nnodes > 1 and "JOB_COMPLETION_INDEX" in environ:
-        found.setdefault("node_rank", environ["JOB_COMPLETION_INDEX"])
-    if found.get("nnodes", "1") != "1" and "PET_MASTER_ADDR" in environ:
-        found["rdzv"] = f"{environ['PET_MASTER_ADDR']}:{environ.get('PET_MASTER_PORT', '29500')}"
-    return found
+    return {option: environ[name] for option, name in _POD_OPTIONS.items() if name in environ}
 
 
 def _make_folder(parser: argparse.ArgumentParser, folder: Path | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from flashlight_py import system
 from flashlight_py.launch.failures import Failure, first_cause
@@ -39,7 +39,6 @@ class Supervisor:
     ) -> None:
         self.failures: dict[int, Failure] = {}
         self._gone: set[int] = set()  # with their host
-        self._cut: set[int] = set()  # from us, with their host
         self.interrupted = 0
         self.is_ending = False
         self._loop, self._send, self._output, self._grace = loop, send, output, grace
@@ -64,7 +63,7 @@ class Supervisor:
     def lost(self) -> set[int]:
         """The ranks that failed of themselves, or whose host is lost; the first one at least."""
         own = {rank for rank, failure in self.failures.items() if not failure.follows}
-        return own | self._gone or ({self.cause[0]} if self.cause else set()) - self._cut
+        return own | self._gone or ({self.cause[0]} if self.cause else set())
 
     def on_failure(self, failures: Mapping[int, Failure]) -> None:
         """Record how ranks failed that are undecided; end all, unless the cause may be another."""
@@ -89,28 +88,18 @@ class Supervisor:
         self.failures.update(lost)
         self.on_end(ranks)
 
-    def on_cut(self, ranks: Collection[int], failure: Failure) -> None:
-        """Record that ``ranks``, all of some hosts, have ended as the way there is lost."""
-        self._cut.update(ranks)
-        self.on_failure(dict.fromkeys(ranks, failure))
-        self.on_end(ranks)
-
     def on_return(self, rank: int) -> None:
         """Record that ``rank`` has done its work; end all if it was waited for in vain."""
         self.undecided.discard(rank)
         if self.failures and not self.undecided:
             self.end(signal.SIGTERM)
 
-    def on_exit(self, rank: int, code: int, errors: Sequence[str]) -> None:
-        """Record the exit code of ``rank``, or minus the signal, and the ``errors`` it has written.
-
-        Without any, those are taken that its output has here.
-        """
+    def on_exit(self, rank: int, code: int) -> None:
+        """Record the exit code of ``rank``, or minus the signal."""
         if code == 0:
             self.on_return(rank)
         else:
-            errors = errors or self._output.last_errors(rank)
-            self.on_failure({rank: Failure.of_exit(code, errors)})
+            self.on_failure({rank: Failure.of_exit(code, self._output.last_errors(rank))})
         self.on_end([rank])
 
     def on_end(self, ranks: Iterable[int]) -> None:

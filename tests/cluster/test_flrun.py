@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.hosts import Cluster, Host
-from tests.launch.launcher import LAUNCH, LAUNCH_TREE, write
+from tests.launch.launcher import LAUNCH, write
 
 PIPES: dict[str, Any] = {
     "stdin": subprocess.DEVNULL,
@@ -104,29 +104,6 @@ def test_both_sides_of_a_host_that_is_lost_end(cluster: Cluster, fate: str) -> N
 
 
 @pytest.mark.slow
-def test_launchers_that_are_cut_off_from_each_other_both_end(cluster: Cluster) -> None:
-    program = write(cluster.folder, CALLING)
-    command = [*LAUNCH, "-n2", "--nnodes=2", "--rdzv", "h0:29514", program]
-    nodes = [
-        cluster[i].popen(command, env={"MASTER_SECRET": "of the job"}, **PIPES) for i in (0, 1)
-    ]
-    for node in nodes:
-        begin(node, 2)
-    began = time.monotonic()
-    cluster[1].cut()
-    try:
-        errors = [node.communicate(timeout=30)[1].splitlines()[-1] for node in nodes]
-        assert time.monotonic() - began < 15
-    finally:
-        cluster[1].mend()
-    assert [node.returncode for node in nodes] == [1, 1]
-    assert "nothing has come from its launcher (node 1) since" in "".join(errors[0])
-    assert errors[1].startswith("flrun: nothing has come from the launcher of node 0 since ")
-    for host in (cluster[0], cluster[1]):
-        wait_until_none(host, 1.0)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("fate", ["cut", "kill"])
 def test_all_ranks_of_a_lost_host_are_lost_at_once(cluster: Cluster, fate: str) -> None:
     program = write(cluster.folder, CALLING)
@@ -155,38 +132,6 @@ def test_all_ranks_of_a_lost_host_are_lost_at_once(cluster: Cluster, fate: str) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["ssh", "nnodes"])
-def test_a_host_on_the_way_to_another_is_lost(cluster: Cluster, way: str) -> None:
-    """Only its ranks are; the other host is reached without it."""
-    program = write(cluster.folder, CALLING)
-    again = ("--min-n", 2, "--max-restarts", 1)
-    if way == "ssh":  # the launcher reaches h0 and h1, and h1 reaches h2
-        command = ["--hosts", "h0:1,h1:1,h2:1", "--ssh", " ".join(cluster.ssh)]
-        nodes = [cluster[0].popen([*LAUNCH_TREE, *command, *again, program], **PIPES)]
-    else:  # one of h1 and h2 is right below h0, the other one below that
-        command = ["-n1", "--nnodes=3", "--rdzv", "h0:29515"]
-        environ = {"MASTER_SECRET": "of the job", "FAN": "1"}
-        nodes = [
-            each.popen([*LAUNCH_TREE, *command, *again, program], env=environ, **PIPES)
-            for each in cluster
-        ]
-    begin(nodes[0], 3 if way == "ssh" else 1)
-    cluster[1].cut()
-    try:
-        output, errors = nodes[0].communicate(timeout=60)
-    finally:
-        cluster[1].mend()
-        for node in nodes[1:]:
-            node.communicate(timeout=60)
-        for host in cluster:
-            wait_until_none(host, 20)
-    assert nodes[0].returncode == 0, errors
-    assert re.search(r"flrun: rank \d of 3 on h1 is lost: nothing has come from ", errors), errors
-    assert "flrun: starting again with 2 rank(s), for the 1st time" in errors
-    assert output.count("sum 2") == (2 if way == "ssh" else 1)
-
-
-@pytest.mark.slow
 def test_a_host_that_cannot_be_reached_at_the_start(cluster: Cluster) -> None:
     cluster[1].cut()
     began = time.monotonic()
@@ -199,48 +144,14 @@ def test_a_host_that_cannot_be_reached_at_the_start(cluster: Cluster) -> None:
     assert "flrun: rank 1 of 3 on h1 is lost: ssh to h1 exited with code 255" in errors
 
 
-def on_each(cluster: Cluster, size: int, *arguments: object, **environ: str) -> list[Any]:
-    """Run the same command line on ``size`` hosts; returns (exit code, output, errors) of each."""
-    command = [*LAUNCH, "-n2", f"--nnodes={size}", *arguments]
-    launchers = [cluster[i].popen(command, env=environ, **PIPES) for i in range(size)]
-    ends = [launcher.communicate(timeout=60) for launcher in launchers]
-    return [(each.returncode, *end) for each, end in zip(launchers, ends, strict=True)]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 3])
-def test_one_command_line_on_each_host(cluster: Cluster, size: int) -> None:
-    program = write(cluster.folder, SUM)
-    done = on_each(cluster, size, "--rdzv", "h0:29511", program, MASTER_SECRET="of the job")
-    assert [(code, errors) for code, _, errors in done] == [(0, "")] * size
-    lines = sorted(line for _, output, _ in done for line in output.splitlines())
-    assert lines == [f"[{rank}] {rank} {2 * size}" for rank in range(2 * size)]
-    assert done[0][1].count("\n") == 2
-    assert "[0] 0" in done[0][1]
-
-
-@pytest.mark.slow
-def test_launchers_on_several_hosts_need_a_secret(cluster: Cluster) -> None:
-    for code, _, errors in on_each(cluster, 2, "--rdzv", "h0:29512", "--no-python", "true"):
-        assert code == 1
-        assert "MASTER_SECRET" in errors.splitlines()[-1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["ssh", "nnodes"])
 def test_flight_records_of_all_hosts_can_be_compared(
-    cluster: Cluster, way: str, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those in folders of their own and, with --nnodes, at a path that each host has for itself."""
+    """Those in folders of their own."""
     program = write(cluster.folder, MISMATCH)
     monkeypatch.delenv("FLASHLIGHT_TRACE_DIR", raising=False)
-    if way == "ssh":
-        process = start(cluster, "h0:2,h1:2", program)
-        _, errors = process.communicate(timeout=60)
-    else:
-        monkeypatch.setenv("FLASHLIGHT_TRACE_DIR", "/tmp/records")
-        done = on_each(cluster, 2, "--rdzv", "h0:29513", program, MASTER_SECRET="of the job")
-        errors = done[0][2]
+    _, errors = start(cluster, "h0:2,h1:2", program).communicate(timeout=60)
     told = [line for line in errors.splitlines() if line.startswith("flrun: flight records of ")]
     assert "4 of 4 ranks are on h0" in told[0], errors
     folder = Path(told[0].rpartition(" ")[2])

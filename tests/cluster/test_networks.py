@@ -120,26 +120,12 @@ def by_flrun(cluster: Cluster) -> list[Outcome]:
     return finished([start(cluster[0], command, {})])
 
 
-def by_nodes(cluster: Cluster) -> list[Outcome]:
-    """One launcher on each host, which meet at a port."""
-    flrun = [sys.executable, "-m", "flashlight_py.launch", "-n", str(PER_HOST)]
-    meeting = ["--nnodes", str(len(cluster)), "--rdzv", f"h0:{PORT}"]
-    command = [*flrun, *meeting, str(program(cluster)), "{}"]
-    return finished(
-        [
-            start(host, [*command[:5], "--node-rank", str(host.index), *command[5:]], SECRET)
-            for host in cluster
-        ]
-    )
-
-
 WAYS: dict[str, Callable[[Cluster], list[Outcome]]] = {
     "env": lambda cluster: ranks(cluster, by_env),
     "address": lambda cluster: ranks(cluster, by_address),
     "file": lambda cluster: ranks(cluster, by_file),
     "slurm": lambda cluster: ranks(cluster, by_slurm),
     "flrun": by_flrun,
-    "nodes": by_nodes,
 }
 
 

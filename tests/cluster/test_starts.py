@@ -55,17 +55,6 @@ def test_one_launcher_over_ssh(cluster: Cluster) -> None:
     assert run_all([(cluster[0], [*command, cluster.folder / "program.py"])]) == EXPECTED
 
 
-@pytest.mark.parametrize("by", ["folder", "port"])
-def test_a_launcher_on_each_host(cluster: Cluster, by: str) -> None:
-    rdzv = cluster.folder / "meeting" if by == "folder" else "h0:29400"
-    nodes = ["-n2", "--nnodes=2", f"--rdzv={rdzv}"]
-    commands = [
-        (host, [*LAUNCH, *nodes, f"--node-rank={host.index}", cluster.folder / "program.py"])
-        for host in cluster
-    ]
-    assert run_all(commands, MASTER_SECRET="of this test") == EXPECTED
-
-
 def test_variables_set_by_hand(cluster: Cluster) -> None:
     def started(rank: int) -> tuple[Host, list[object]]:
         env = ["env", f"RANK={rank}", "WORLD_SIZE=4", "MASTER_ADDR=h0", "MASTER_PORT=29501"]

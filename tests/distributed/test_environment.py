@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from typing import Any, ClassVar
+
 import pytest
 
-from flashlight_py.distributed.rendezvous.environment import LaunchEnvironment, derived_port, detect
+from flashlight_py.distributed.rendezvous.environment import (
+    LaunchEnvironment,
+    agent_port,
+    derived_port,
+    detect,
+)
 
 TORCHRUN = {
     "RANK": "3",
@@ -137,7 +146,7 @@ def test_a_pod_of_kubeflow() -> None:
     for ranks in ("1", "auto"):
         assert place(detect({**pod, "PET_NPROC_PER_NODE": ranks}))[:3] == ("launcher", 1, 2)
     of_four = {**pod, "WORLD_SIZE": "4", "PET_NPROC_PER_NODE": "2"}
-    with pytest.raises(ValueError, match=r"RANK=1 is the pod's number.*`flrun` or by torchrun"):
+    with pytest.raises(ValueError, match=r"RANK=1 is the pod's number.*by torchrun, which reads"):
         detect(of_four)
     assert place(detect({**of_four, **TORCHRUN})) == ("launcher", 3, 4, 1, 2)
 
@@ -254,3 +263,30 @@ def test_variables_that_agree_with_mpirun_are_fine() -> None:
 def test_half_set_or_contradictory_variables_are_named(environ: dict[str, str], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         detect(environ)
+
+
+class Asked(dict[str, str]):
+    """An environment that remembers the variables that were read."""
+
+    read: ClassVar[set[str]] = set()
+
+    def get(self, name: str, *default: Any) -> Any:
+        self.read.add(name)
+        return super().get(name, *default)
+
+    def __contains__(self, name: object) -> bool:
+        self.read.add(str(name))
+        return super().__contains__(name)
+
+
+def test_variables_that_the_page_on_starting_jobs_names_are_read() -> None:
+    page = Path(__file__).parents[2].joinpath("docs/starting-jobs.md").read_text()
+    table = page.partition("### More than 64 hosts")[2].partition("\n## ")[0]
+    named = {name for name in re.findall(r"`([A-Z_]+)`", table) if "_" in name}
+    for set_ in (TORCHRUN, OPEN_MPI, HYDRA, STEP, TRAINJOB, {"JOB_COMPLETION_INDEX": "0"}):
+        detect(Asked(set_))
+    plain = {"SLURM_NTASKS_PER_NODE": "3", "SLURM_STEP_ID": "0", **BATCH_SHELL}
+    detect(Asked(plain))
+    agent_port(Asked())
+    assert len(named) > 20
+    assert named <= Asked.read

@@ -145,16 +145,6 @@ print(executor.submit(submitted, 10).results())
 
 
 @pytest.mark.slow
-def test_flrun_on_each_node_of_a_job(slurm: Slurm, tmp_path: Path) -> None:
-    launcher = f"{sys.executable} -m flashlight_py.launch -n 2 --nnodes $SLURM_NNODES"
-    command = f"{launcher} --node-rank $SLURM_NODEID --rdzv {tmp_path}/meet {PROGRAM}"
-    step = ["srun", "-N", "2", "--ntasks-per-node=1", "bash", "-c", command]
-    done = slurm.run(step, {"PYTHONPATH": ROOT})
-    assert done.returncode == 0, done.stderr
-    assert sums(done.stdout) == world(4)
-
-
-@pytest.mark.slow
 def test_nothing_outlives_the_process_of_the_tests(tmp_path: Path) -> None:
     """Killed by SIGKILL, it closes the pipe that the namespaces live by."""
     program = f"""

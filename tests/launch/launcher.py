@@ -9,20 +9,6 @@ from pathlib import Path
 from typing import Any
 
 LAUNCH = (sys.executable, "-m", "flashlight_py.launch")
-# Each process has two hosts below it, or FAN, where there are more; launchers that meet from three.
-LAUNCH_TREE = (
-    sys.executable,
-    "-c",
-    """if True:
-    import os, sys
-    from flashlight_py.distributed.rendezvous import places
-    from flashlight_py.launch import command_line, hosts, nodes
-
-    places.FAN = hosts.FAN = hosts.TREE_FROM = int(os.environ.get("FAN", 2))
-    nodes.TREE_FROM = 3
-    sys.exit(command_line.main())
-    """,
-)
 
 
 def write(folder: Path, program: str, name: str = "program.py") -> Path:

@@ -344,15 +344,12 @@ def test_variables_of_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert done.stdout == "[0] 0\n"
 
 
-@pytest.mark.parametrize("nodes", [(), ("--nnodes", 2, "--node-rank", 1, "--rdzv", "/nowhere/x")])
 @pytest.mark.parametrize("folder", ["file", "file/logs", "/proc/logs"])
-def test_a_folder_for_output_that_cannot_be_made(
-    tmp_path: Path, folder: str, nodes: tuple[object, ...]
-) -> None:
-    """It is refused as other options are, on its host, before anybody is met."""
+def test_a_folder_for_output_that_cannot_be_made(tmp_path: Path, folder: str) -> None:
+    """It is refused as other options are."""
     (tmp_path / "file").touch()
     program = write(tmp_path, "print('started')")
-    done = launch("-n", 2, *nodes, "--output-dir", folder, program, cwd=tmp_path)
+    done = launch("-n", 2, "--output-dir", folder, program, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     last = done.stderr.splitlines()[-1]
     assert last.startswith(f"flrun: error: --output-dir: nothing can be written to {folder}: ")
@@ -378,10 +375,6 @@ def test_files_instead_of_the_terminal(tmp_path: Path) -> None:
         (["-n", "0", "x"], "nproc_per_node: expected a whole number from 1 on, got '0'"),
         (["--hosts", "a,", "x"], "--hosts: expected NAME or NAME:RANKS"),
         (["--hosts=-oX,b", "x"], "--hosts: expected NAME or NAME:RANKS"),
-        (["--nnodes", "2", "x"], "--nnodes needs --rdzv"),
-        (["--nnodes", "2", "--rdzv", "/x", "--hosts", "a", "x"], "--hosts starts ranks on other"),
-        (["--hosts", "a,b", "--rdzv", "a:29500", "x"], "--rdzv HOST:PORT is for --nnodes"),
-        (["--node-rank", "1", "x"], "--node-rank: expected 0 to 0, got 1"),
         (["-n", "2", "--min-n", "3", "x"], "--min-n: expected 1 to 2"),
         (["--grace", "-1", "x"], "--grace: expected a number of seconds from 0 to"),
         (["--timeout", "0", "x"], "--timeout: expected more than 0 seconds, got '0'"),

@@ -1,4 +1,4 @@
-"""Several hosts: one launcher over ssh, or one on each. All hosts are this one.
+"""Several hosts: a launcher that starts an agent on each over ssh. All hosts are this one.
 
 There is no ssh server here. A stand-in takes its place, which runs the remote command in a local
 shell; what ssh itself does (keys, known hosts, the network) is not tested.
@@ -6,17 +6,21 @@ shell; what ssh itself does (keys, known hosts, the network) is not tested.
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
 
+import flashlight_py as fl
+from flashlight_py.launch.options import MOST_HOSTS
 from tests.launch.launcher import LAUNCH, launch, write
 
 ALL_REDUCE = """
@@ -184,145 +188,140 @@ def test_signals_reach_other_hosts(tmp_path: Path, ssh: str, number: signal.Sign
         assert "KeyboardInterrupt" in errors
 
 
-def start_node(
-    node: int, rdzv: Path | str, *arguments: object, nodes: int = 2, stdout: Any = subprocess.PIPE
-) -> Any:
-    """Start the launcher of one node, which has a rank more than its number."""
-    return subprocess.Popen(
-        [*LAUNCH, f"-n{node + 1}", f"--nnodes={nodes}", f"--node-rank={node}", f"--rdzv={rdzv}"]
-        + [str(argument) for argument in arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=stdout,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def on_each_node(rdzv: Path | str, *arguments: object) -> list[Any]:
-    """Run one launcher for each of two nodes."""
-    launchers = [start_node(node, rdzv, *arguments) for node in range(2)]
-    outputs = [launcher.communicate(timeout=30) for launcher in launchers]
-    return [
-        subprocess.CompletedProcess(launcher.args, launcher.returncode, *output)
-        for launcher, output in zip(launchers, outputs, strict=True)
-    ]
-
-
-def test_a_launcher_on_each_host(tmp_path: Path) -> None:
-    program = write(tmp_path, ALL_REDUCE)
-    meeting = tmp_path / "meeting"
-    meeting.mkdir()
-    first, second = on_each_node(meeting / "run", program)
-    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
-    assert first.stdout == "[0] 0 3 0 \n"
-    assert sorted(second.stdout.splitlines()) == ["[1] 1 3 0 ", "[2] 2 3 1 "]
-    assert list(meeting.iterdir()) == []
-
-
-def test_a_failure_ends_all_launchers_with_its_code(tmp_path: Path) -> None:
-    program = write(tmp_path, FAILING)
-    meeting = tmp_path / "meeting"
-    meeting.mkdir()
-    for done in on_each_node(meeting, "--max-restarts", 1, program):
-        assert done.returncode == 1
-        assert done.stderr.count("rank 1 of 3") == 2
-        assert "raised ValueError: a bad batch" in done.stderr.splitlines()[-1]
-    assert list(meeting.iterdir()) == []
-
-
-def test_launchers_go_on_together_with_the_ranks_that_remain(tmp_path: Path) -> None:
-    program = write(tmp_path, FAILING)
-    for done in on_each_node(tmp_path / "run", "--min-n", 2, program):
-        assert done.returncode == 1
-        reported = [line for line in done.stderr.splitlines() if line.startswith("flrun: ")]
-        assert reported[0].startswith("flrun: rank 1 of 3")
-        assert reported[1] == "flrun: starting again with 2 rank(s), for the 1st time"
-        assert reported[2].startswith("flrun: rank 1 of 2")
-
-
-def wait_for(folder: Path, pattern: str, seconds: float = 20.0) -> Path:
-    """Return the file below ``folder`` that has come."""
-    ends = time.monotonic() + seconds
-    while time.monotonic() < ends:
-        if found := list(folder.rglob(pattern)):
-            return found[0]
-        time.sleep(0.01)
-    raise AssertionError(f"no {pattern} in {list(folder.rglob('*'))}")
-
-
-def wait_for_connection(port: int) -> None:
-    """Wait until somebody has connected to the loopback at ``port``."""
-    ends = time.monotonic() + 20
-    while f" 0100007F:{port:04X} 0100007F:" not in Path("/proc/net/tcp").read_text():
-        assert time.monotonic() < ends, f"nobody has connected to port {port}"
-        time.sleep(0.01)
-
-
-def test_a_signal_before_all_launchers_are_there(tmp_path: Path) -> None:
-    """The third node never arrives. Who waits is named, and nothing is left in the folder."""
-    meeting = tmp_path / "meeting"
-    meeting.mkdir()
-    nodes = [start_node(node, meeting, "program.py", nodes=3) for node in range(2)]
-    wait_for(meeting, "job-*")
-    announced = json.loads(wait_for(meeting, "*.run-*").read_text())
-    wait_for_connection(announced["addresses"][0][1])
-    nodes[0].send_signal(signal.SIGINT)
-    errors = [node.communicate(timeout=20)[1] for node in nodes]
-    assert [node.returncode for node in nodes] == [130, 1]
-    assert errors[0] == "flrun: interrupted by SIGINT; no rank was started\n"
-    assert "aborted: interrupted by SIGINT" in errors[1]
-    assert list(meeting.iterdir()) == []
-
-
-FIRST_ENDS = """
-import os, pathlib, signal, sys
-pathlib.Path(sys.argv[1], f"pid-{os.environ['RANK']}").write_text(f"{os.getpid()}\\n")
-if os.environ["RANK"] != "0":
+FIRST_STAYS = """
+import os, pathlib, signal, subprocess, sys
+rank, folder = os.environ["RANK"], pathlib.Path(sys.argv[1])
+if os.environ["FLASHLIGHT_RESTART_COUNT"] == "0":
+    child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    print(f"ready {rank} {os.getpid()}")
     signal.pause()
+print("again", rank, os.environ["WORLD_SIZE"])
 """
 
 
-def wait_until_rank_0_has_ended(folder: Path) -> None:
-    """And the others run: each has written its number to ``folder``."""
-    for rank in range(3):
-        wait_for(folder, f"pid-{rank}")
-    ends = time.monotonic() + 20
-    while Path(f"/proc/{(folder / 'pid-0').read_text().strip() or os.getpid()}").exists():
-        assert time.monotonic() < ends
+@pytest.mark.parametrize("victim", ["rank", "agent"])
+@pytest.mark.parametrize("again", ["--min-n", "--max-restarts"])
+def test_rank_or_agent_that_is_killed_is_named_within_a_second(
+    tmp_path: Path, victim: str, again: str
+) -> None:
+    """With ``--max-restarts`` a lost host gets another agent, with ``--min-n`` it is left out."""
+    stand_in = write(tmp_path, f'echo $$ > {tmp_path}/pid-$1\nexec sh -c "$2"\n', "ssh")
+    options = ["--hosts", "a,b:2,c", "--ssh", f"sh {stand_in}", again, "1"]
+    with subprocess.Popen(
+        [*LAUNCH, *options, str(write(tmp_path, FIRST_STAYS)), str(tmp_path)],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout
+        assert process.stderr
+        ready = [process.stdout.readline().split()[1:] for _ in range(4)]
+        assert {word for word, _, _ in ready} == {"ready"}
+        front = (tmp_path / "pid-b").read_text().strip()
+        copy = Path(f"/proc/{front}/task/{front}/children").read_text()
+        pids = {int(rank): int(pid) for _, rank, pid in ready}
+        os.kill(pids[2] if victim == "rank" else int(copy), signal.SIGKILL)
+        began = time.monotonic()
+        first = next(line for line in process.stderr if line.startswith("flrun: rank "))
+        assert time.monotonic() < began + 1.0
+        output, errors = process.communicate(timeout=30)
+    how = "was killed by SIGKILL" if victim == "rank" else "is lost: ssh to b exited with code "
+    assert f"flrun: rank {2 if victim == 'rank' else 1} of 4 on b {how}" in first
+    left = 4 if again == "--max-restarts" else 3 if victim == "rank" else 2
+    assert errors == f"flrun: starting again with {left} rank(s), for the 1st time\n"
+    assert process.returncode == 0
+    assert sorted(output.splitlines()) == [f"[{rank}] again {rank} {left}" for rank in range(left)]
+
+
+def test_program_that_no_host_has_is_named(tmp_path: Path, ssh: str) -> None:
+    done = launch("--hosts", "a,b", "--ssh", ssh, "--no-python", "/no/such/program")
+    assert done.returncode == 127
+    assert done.stderr.startswith("flrun: cannot run /no/such/program: ")
+
+
+@pytest.mark.slow
+def test_ranks_on_as_many_hosts_as_are_allowed(tmp_path: Path, ssh: str) -> None:
+    hosts = ",".join(f"h{i}" for i in range(MOST_HOSTS))
+    program = ("--no-python", "sh", "-c", "echo $RANK of $WORLD_SIZE")
+    done = launch("--hosts", hosts, "--ssh", ssh, *program, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    expected = [f"[{rank:>2}] {rank} of {MOST_HOSTS}" for rank in range(MOST_HOSTS)]
+    assert sorted(done.stdout.splitlines()) == expected
+
+
+INNER = """
+import os, socket, subprocess, sys
+import flashlight_py as fl
+
+fl.distributed_init()
+if len(sys.argv) > 1:  # of the inner launch
+    sys.stdout.write(f"inner {fl.get_world_rank()} {fl.all_reduce(1)}\\n")  # at once, whole
+elif fl.get_world_rank() == 0:
+    with socket.create_server((os.environ["MASTER_ADDR"], 0)) as free:
+        port = free.getsockname()[1]
+    sizes = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": str(port)}
+    command = [sys.executable, __file__, "inner"]
+    numbers = [{"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    ranks = [subprocess.Popen(command, env=os.environ | sizes | each) for each in numbers]
+    print("codes", [each.wait() for each in ranks])
+fl.barrier()
+"""
+
+
+def test_launcher_in_a_rank_chooses_another_port_of_the_host(tmp_path: Path, ssh: str) -> None:
+    """By MASTER_PORT alone: the rest its ranks inherit."""
+    done = launch("--hosts", "a,b:2", "--ssh", ssh, write(tmp_path, INNER))
+    assert done.returncode == 0, done.stderr
+    *inner, last = done.stdout.splitlines()
+    assert sorted(inner) == ["[0] inner 0 2", "[0] inner 1 2"]
+    assert last == "[0] codes [0, 0]"
+
+
+OTHER_LIBRARY = """
+import os, socket, sys, time
+import numpy as np
+import flashlight_py as fl
+host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+rank, restarts = int(os.environ["RANK"]), os.environ["FLASHLIGHT_RESTART_COUNT"]
+any_port = [socket.create_server(("", 0)) for _ in range(20)]
+assert port not in [each.getsockname()[1] for each in any_port]
+if rank == 0:
+    with socket.create_server(("", port)) as server:
+        met = [server.accept()[0] for _ in range(1, int(os.environ["WORLD_SIZE"]))]
+else:
+    while (connection := socket.socket()).connect_ex((host, port)):
+        connection.close()
         time.sleep(0.01)
+fl.distributed_init()
+fl.barrier()
+print("met", port, flush=True)
+fl.barrier()
+sys.exit(int(rank > 0) if restarts == "0" else 0)
+"""
 
 
-def test_a_signal_to_a_launcher_whose_ranks_have_ended(tmp_path: Path) -> None:
-    meeting, program = tmp_path / "meeting", write(tmp_path, FIRST_ENDS)
-    meeting.mkdir()
-    nodes = [start_node(node, meeting, program, tmp_path) for node in range(2)]
-    wait_until_rank_0_has_ended(tmp_path)
-    nodes[0].send_signal(signal.SIGINT)
-    for node in nodes:
-        assert node.communicate(timeout=20)[1].endswith(
-            "flrun: interrupted by SIGINT; all ranks were ended\n"
-        )
-        assert node.returncode == 130
-    assert list(meeting.iterdir()) == []
+@pytest.mark.parametrize("on_hosts", [False, True])
+def test_another_library_has_a_port_to_meet_at(tmp_path: Path, ssh: str, on_hosts: bool) -> None:
+    """Of each start another one, which ours does not use, and nobody else is given."""
+    ranks = ("--hosts", "a,b", "--ssh", ssh) if on_hosts else ("-n", 2)
+    done = launch("--max-restarts", 1, *ranks, write(tmp_path, OTHER_LIBRARY))
+    assert done.returncode == 0, done.stderr
+    assert list(Counter(re.findall(r"met (\d+)", done.stdout)).values()) == [2, 2]
 
 
-def test_a_launcher_that_is_dead_is_not_waited_for(tmp_path: Path) -> None:
-    meeting, program = tmp_path / "meeting", write(tmp_path, FIRST_ENDS)
-    meeting.mkdir()
-    first, second = (
-        start_node(node, meeting, "--min-n", 1, program, tmp_path) for node in range(2)
-    )
-    wait_until_rank_0_has_ended(tmp_path)
-    children = Path(f"/proc/{second.pid}/task/{second.pid}/children").read_text()
-    os.kill(int(children), signal.SIGKILL)
-    second.communicate(timeout=20)
-    _, errors = first.communicate(timeout=20)
-    assert first.returncode == 0
-    lost, again = errors.splitlines()
-    assert lost.startswith("flrun: rank 1 of 3 ")
-    assert "is lost: the connection to its launcher (node 1) has ended" in lost
-    assert again == "flrun: starting again with 1 rank(s), for the 1st time"
-    assert list(meeting.iterdir()) == []
+def other_library(rank: int) -> tuple[str, int]:
+    """Return where ranks of another library meet, where nobody listens yet."""
+    port = int(os.environ["MASTER_PORT"])
+    if rank == 0:
+        socket.create_server(("", port)).close()
+    assert fl.all_reduce(np.ones(1)) == 2
+    return os.environ["MASTER_ADDR"], port
+
+
+def test_so_have_the_ranks_of_spawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_PORT", "1")
+    first, second = (set(fl.spawn(other_library, nprocs=2)) for _ in range(2))
+    assert len(first) == len(second) == 1
+    assert first != second
+    assert {address for address, _ in first | second} == {"127.0.0.1"}
 
 
 def test_slurms_variables_are_enough(tmp_path: Path) -> None:

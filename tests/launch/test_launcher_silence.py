@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.launch.launcher import LAUNCH, launch, write
-from tests.launch.test_launcher_hosts import ALL_REDUCE
-from tests.launch.test_launcher_nodes import free_port
 
 STAND_IN = 'exec sh -c "$2"\n'
 STOPPING = """
@@ -76,25 +74,3 @@ def test_an_agent_that_is_cut_off_says_so_and_ends_its_ranks(tmp_path: Path) -> 
     _, errors = launcher.communicate(timeout=30)
     assert launcher.returncode == 1
     assert "flrun: rank 0 of 1 on a is lost: ssh to a exited with code 1" in errors
-
-
-@pytest.mark.slow
-def test_launchers_at_one_port_number_themselves(tmp_path: Path) -> None:
-    command = ["-n2", "--nnodes=2", "--rdzv", f"localhost:{free_port()}"]
-    program = write(tmp_path, ALL_REDUCE)
-    launchers = [
-        subprocess.Popen(
-            [*LAUNCH, *command, str(program)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(2)
-    ]
-    outputs = [launcher.communicate(timeout=30)[0] for launcher in launchers]
-    assert [launcher.returncode for launcher in launchers] == [0, 0]
-    lines = [sorted(output.splitlines()) for output in outputs]
-    assert sorted(lines) == [
-        ["[0] 0 4 0 ", "[1] 1 4 1 "],
-        ["[2] 2 4 0 ", "[3] 3 4 1 "],
-    ]

@@ -66,12 +66,13 @@ def test_hosts_in_mpiruns_words() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--rdzv_endpoint=a:29500"], "--nnodes N --node-rank I --rdzv PATH"),
-        (
-            ["--master-port", "29500"],
-            "--master-port: the launchers of several hosts meet",
-        ),
-        (["--standalone", "--nnodes", "2"], "--standalone is for this host alone"),
+        (["--node_rank=1"], "--node-rank (or PET_*): expected a single launcher, got 1"),
+        (["--hosts=a", "--rdzv=/x"], "--rdzv (or PET_*): expected a single launcher, got /x"),
+        (["--rdzv_endpoint=a:29500"], "--rdzv-endpoint (or PET_*): expected a single launcher"),
+        (["--master-port", "29500"], "with torchrun, srun or mpirun"),
+        (["--standalone", "--nnodes", "2"], "expected a single launcher, got 2: flrun starts"),
+        (["--standalone", "--hosts", "a"], "--standalone is for this host alone"),
+        (["--hosts", ",".join("a" * 65)], "--hosts: expected at most 64 hosts, got 65. Start"),
         (["--nproc-per-node", "gpu"], "expected a whole number from 1 on, got 'gpu'"),
     ],
 )
@@ -83,35 +84,17 @@ def test_what_has_another_word_here_is_refused(
     assert said in capsys.readouterr().err
 
 
-TRAINJOB = {
-    "PET_NNODES": "2",
-    "PET_NPROC_PER_NODE": "3",
-    "PET_NODE_RANK": "1",
-    "PET_MASTER_ADDR": "train-node-0-0.train",
-    "PET_MASTER_PORT": "29400",
-    "JOB_COMPLETION_INDEX": "1",
-}
+POD = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "3", "PET_NODE_RANK": "0"}
 
 
 @pytest.mark.parametrize(
     ("environ", "words", "options"),
     [
-        (TRAINJOB, [], (3, 2, 1, ("train-node-0-0.train", 29400), None)),
-        (
-            {**TRAINJOB, "PET_MAX_RESTARTS": "5"},
-            ["-n", "1"],
-            (1, 2, 1, ("train-node-0-0.train", 29400), 5),
-        ),
-        (TRAINJOB, ["-n", "2", "--standalone"], (2, 1, None, None, None)),
-        (TRAINJOB, ["--hosts", "a:2"], (usable_cores(), 1, None, None, None)),
-        ({**TRAINJOB, "LOCAL_RANK": "0"}, ["-n", "2"], (2, 1, None, None, None)),
-        ({**TRAINJOB, "PET_NNODES": "1", "PET_NODE_RANK": "0"}, [], (3, 1, 0, None, None)),
-        ({"JOB_COMPLETION_INDEX": "1"}, ["-n", "2"], (2, 1, None, None, None)),
-        (
-            {"JOB_COMPLETION_INDEX": "1"},
-            ["-n", "2", "--nnodes", "4", "--rdzv", "train-0.train:29500"],
-            (2, 4, 1, ("train-0.train", 29500), None),
-        ),
+        (POD, [], (3, None)),
+        ({**POD, "PET_MAX_RESTARTS": "5"}, ["-n", "1"], (1, 5)),
+        ({**POD, "PET_NNODES": "2"}, ["-n", "2", "--standalone"], (2, None)),
+        ({**POD, "PET_NNODES": "2"}, ["--hosts", "a:2"], (usable_cores(), None)),
+        ({**POD, "PET_NNODES": "2", "LOCAL_RANK": "0"}, ["-n", "2"], (2, None)),
     ],
 )
 def test_a_pod_of_kubernetes_says_what_the_command_line_does_not(
@@ -123,8 +106,16 @@ def test_a_pod_of_kubernetes_says_what_the_command_line_does_not(
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     found = read_options([*words, "t.py"], PYTHON)
-    given = (found.ranks, found.nnodes, found.node_rank, found.endpoint, found.max_restarts)
-    assert given == options
+    assert (found.ranks, found.max_restarts) == options
+
+
+def test_flrun_in_one_of_several_pods_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PET_NNODES", "2")
+    with pytest.raises(SystemExit):
+        read_options(["t.py"], PYTHON)
+    assert "--nnodes (or PET_*): expected a single launcher, got 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

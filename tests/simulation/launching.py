@@ -1,4 +1,4 @@
-"""flrun on every host: production's launcher of node 0, and its agents; ranks are stand-ins.
+"""``flrun --hosts`` in virtual time: production's launcher and agents; ssh and ranks are stand-ins.
 
 A rank is a process that starts as others do (``scenario.meet``) and then waits for its end.
 """
@@ -11,83 +11,77 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
-from unittest import mock
 
-from flashlight_py.distributed.rendezvous import places
 from flashlight_py.distributed.rendezvous.tcp_store import TcpStore
 from flashlight_py.distributed.start import initialize
 from flashlight_py.distributed.start.settings import Settings
-from flashlight_py.errors import RendezvousError
+from flashlight_py.launch.agent import Agent, LauncherConnection
+from flashlight_py.launch.hosts import Hosts
+from flashlight_py.launch.job import Job
 from flashlight_py.launch.loop import LOST_SECONDS, Loop
-from flashlight_py.launch.nodes import job_of_nodes, meeting_of, work_for_node_0
 from flashlight_py.launch.options import Options
 from tests.simulation import costs
-from tests.simulation.network import divide
-from tests.simulation.scenario import named_in, native_stood_in_for
+from tests.simulation.network import Socket, divide
+from tests.simulation.scenario import native_stood_in_for
 from tests.simulation.world import Process, World, installed, me
 
 
 class Launch:
-    """A job of ``nodes`` hosts with ``per_host`` ranks each, started by a launcher on every host.
+    """A job with ``per_host`` ranks on each of ``hosts`` hosts, whose launcher is on another host.
 
-    Its ranks meet, unless the launchers alone are to be looked at. With ``min_n`` they start again
-    with those that are left; ``starts`` has how many ranks each start has had.
+    Ranks meet if ``meets``. With ``min_n`` the remaining ranks start again; ``starts`` contains the
+    number of ranks that each start has had, by its size.
     """
 
     def __init__(
-        self,
-        nodes: int,
-        seed: int,
-        per_host: int = 8,
-        timeout: float = 300.0,
-        meets: bool = True,
-        min_n: int | None = None,
-        **environ: str,
+        self, hosts: int, seed: int, per_host: int = 8, meets: bool = True, min_n: int | None = None
     ) -> None:
-        self.world, self.size, self.timeout = World(seed), nodes * per_host, timeout
-        self._meets, self._min_n = meets, min_n
+        self.world, self._meets, self._hosts = World(seed), meets, hosts
         self.starts: Counter[int] = Counter()
-        self.world.program = self._program
         self.up: dict[int, float] = {}
         self.ranks: dict[int, Process] = {}
-        self.said: list[bytes] = []  # by launchers, on their terminals
-        self.launchers = [
-            Process(
-                *(self.world.add_host(), self._launcher(node, nodes, per_host)),
-                {"FLASHLIGHT_SECRET": "s", **environ},
-            )
-            for node in range(nodes)
-        ]
+        self.agents: dict[int, Process] = {}  # the last one of each host
+        self.said: list[bytes] = []  # by the launcher, on its terminal
+        self.world.program, self.world.ssh = self._program, self._ssh
         self.world.on_output = self.said.append
+        self.launcher = Process(self.world.add_host(), self._launcher, {})
+        names = tuple((self.world.add_host().name, per_host) for _ in range(hosts))
+        plan: Sequence[Any] = (None, min_n, None, None, 5.0, LOST_SECONDS, ("rank",))
+        self._options = Options(per_host, names, ("ssh",), (), *plan)
 
-    def _launcher(self, node: int, nodes: int, per_host: int) -> Callable[[], int]:
-        how = (
-            (),
-            (),
-            (),
-            nodes,
-            node,
-            "host1:29511",
-            None,
-            self._min_n,
-            None,
-            None,
-            5.0,
-            LOST_SECONDS,
-        )
-        options = Options(per_host, *how, ("rank",))
+    def _launcher(self) -> int:
+        self.world.spend(costs.IMPORT)
+        with closing(Loop()) as loop:
+            hosts = Hosts(loop, self._options.hosts, None, ("ssh",), LOST_SECONDS)
+            return Job(loop, hosts, self._options, None, "").run()
 
-        def main() -> int:
-            self.world.spend(costs.IMPORT)
+    def _ssh(self, command: Sequence[str]) -> SimpleNamespace:
+        """Start an agent on another host, and a process here that ends with it, or ends it."""
+        here, number = me(), int(command[1].removeprefix("host")) - 1
+
+        def connect() -> int:
             with closing(Loop()) as loop:
-                store = meeting_of(options)
-                if store.rank != 0:
-                    return work_for_node_0(loop, options, store)
-                with job_of_nodes(loop, options, store, None) as job:
-                    return job.run()
+                work, launcher = Agent(loop), LauncherConnection(loop, *ends, LOST_SECONDS)
+                work.report = launcher.report
+                launcher.run(work)
+            return 0
 
-        return main
+        agent = Process(self.world.hosts[number], connect, {}, costs.IMPORT)
+        ssh = here.child(lambda: self.world.park() or 0, {})
+        agent.on_end = lambda: agent.host.side or ssh.end(255 if agent.code else 0)
+        down, stdin = Socket.pair(agent, here)
+        stdout, up = Socket.pair(here, agent)
+        ends = down.descriptor, up.descriptor
+        self.agents[number] = agent
+
+        def kill() -> None:
+            ssh.end(-signal.SIGKILL)
+
+        return SimpleNamespace(
+            pid=ssh.pid, returncode=None, stdin=stdin, stdout=stdout, kill=kill, wait=lambda: None
+        )
 
     def _program(self, process: Process, command: Any) -> Callable[[], int]:
         environ = process.environ
@@ -98,14 +92,14 @@ class Launch:
         def create() -> TcpStore:
             host, port = environ["MASTER_ADDR"], int(environ["FLASHLIGHT_PORT"].split(":")[0])
             also = environ["FLASHLIGHT_ADDRESSES"].split(",")
-            store = TcpStore(host, port, rank, size, self.timeout, also=also)
+            store = TcpStore(host, port, rank, size, 300.0, also=also)
             store.local_rank = int(environ["LOCAL_RANK"])
             return store
 
         def main() -> int:
             me().world.spend(costs.FIRST)
             if self._meets:
-                initialize.meet(create, Settings(timeout=self.timeout))
+                initialize.meet(create, Settings(timeout=300.0))
             self.up[rank] = self.world.clock()
             self.world.park()
             return 0
@@ -113,114 +107,91 @@ class Launch:
         return main
 
     def running(self) -> dict[int, int]:
-        """Return the nodes on which a rank runs, and how many ranks its start has."""
+        """Return the hosts on which a rank runs, and how many ranks its start has."""
         return {
             each.host.number - 1: int(each.environ["WORLD_SIZE"])
             for each in self.world.processes.values()
-            if each.code is None and each not in self.launchers
+            if each.code is None and "RANK" in each.environ
         }
 
     def run(self, until: float = 1e3, is_done: Callable[[], bool] = lambda: False) -> Launch:
-        """Let it happen until all launchers have ended, or what is waited for ``is_done``.
-
-        Raises what a launcher has raised, unless it is what its user would be told.
-        """
+        """Let it happen until the launcher has ended, or what is waited for ``is_done``."""
         with installed(self.world), native_stood_in_for(), costs.charged(self.world.spend):
-            over = lambda: is_done() or self.launchers[0].code is not None  # noqa: E731
-            self.world.run(until, over)
+            self.world.run(until, lambda: is_done() or self.launcher.code is not None)
             if not is_done() and self.world.now < until:
                 self.world.run(self.world.now + 30.0)
-        for each in self.launchers:
-            if each.error is not None and not isinstance(each.error, RendezvousError):
-                raise each.error
+        if self.launcher.error is not None:
+            raise self.launcher.error
         return self
 
 
 # Hosts that are silent for 6 s are lost. Two that are away one after the other are not, either.
 BRIEF, LONG = (0.1, 2.7), (7.0, 15.0)
-# When launchers meet, and when they run ranks, in seconds.
-MEETING, RUNNING = (costs.IMPORT, costs.IMPORT + 0.012), (1.0, 1.1)
-FAN = 2  # of a tree of 14 hosts that is as deep as one of some hundreds
 
-_STOP_AND_GO = signal.SIGSTOP, signal.SIGCONT
+# The first loss, in seconds: agents have just reported, or their ranks run.
+RUNNING = (2 * costs.IMPORT + 0.01, 4 * costs.IMPORT)
 
 
 class Loss(NamedTuple):
-    """What becomes of the launcher of a node, and for how many seconds."""
+    """What becomes of the agent of a host, and for how many seconds."""
 
     at: float
     what: str
-    node: int
+    host: int
     seconds: float
 
 
-def losses(launch: Launch, most: int, first: tuple[float, float]) -> list[Loss]:
-    """Choose what becomes of some launchers, the first within ``first``.
+def losses(launch: Launch, most: int) -> list[Loss]:
+    """Choose what becomes of some agents while they start ranks, run them, or start them again.
 
-    Without node 0 nobody goes on; it rests for a while.
+    All agents have sent a message: ssh notices by itself that a host does not answer before.
     """
     world, random = launch.world, launch.world.random
-    begin, found = random.uniform(*first), list[Loss]()
-    for node in random.sample(range(len(launch.launchers)), random.randint(1, most)):
-        process, host = launch.launchers[node], world.hosts[node]
+    begin, found = random.uniform(*RUNNING), list[Loss]()
+    for host in random.sample(range(1, 1 + launch._hosts), random.randint(1, most)):
+
+        def receive(number: int, host: int = host) -> None:
+            if host in launch.agents:
+                launch.agents[host].receive(number)
+
         what, *calls = random.choice(
             (
-                ("killed", partial(process.end, -signal.SIGKILL)),
-                ("stopped", *(partial(process.receive, each) for each in _STOP_AND_GO)),
-                ("cut off", *[partial(divide, world, [host], 1 << node)] * 2),
+                ("killed", partial(receive, signal.SIGKILL)),
+                ("stopped", partial(receive, signal.SIGSTOP), partial(receive, signal.SIGCONT)),
+                ("cut off", *[partial(divide, world, [world.hosts[host]], 1 << host)] * 2),
             )
         )
         at = begin + random.choice((0.0, random.uniform(0, 0.1), random.uniform(0, 8.0)))
         seconds = random.choice((math.inf, random.uniform(*BRIEF), random.uniform(*LONG)))
-        if node == 0:
-            what, calls = "stopped", [partial(process.receive, each) for each in _STOP_AND_GO]
-            seconds = random.uniform(*BRIEF)
         for when, call in zip((at, at + seconds), calls, strict=False):
             world.at(when, call)
-        found.append(Loss(at, what, node, seconds if len(calls) > 1 else math.inf))
+        found.append(Loss(at, what, host, seconds if len(calls) > 1 else math.inf))
     return found
 
 
 def objections(launch: Launch, losses: Sequence[Loss]) -> str:
-    """Say if not every node that is not lost has a rank of the same start.
-
-    Or, where one was lost while they met, an error that names such nodes alone.
-    """
-    running, nodes = launch.running(), range(len(launch.launchers))
-    lost = {
-        loss.node
-        for loss in losses
-        if loss.seconds == math.inf or (loss.seconds > BRIEF[1] and loss.node not in running)
-    }
-    errors = {node: launch.launchers[node].error for node in nodes if node not in lost}
-    named = set[int]().union(*(named_in(error) for error in errors.values() if error))
-    if lost and not launch.starts and None not in errors.values() and named and named <= lost:
-        return ""
-    seen = {node: running.get(node, 0) for node in nodes if node not in lost}
-    if set(seen.values()) == {len(seen)}:
-        return ""
-    return f"{losses} end with ranks of {seen}, {Counter(map(str, errors.values()))}"
+    """Return what is wrong unless all hosts that are not lost have a rank of the same start."""
+    lost = {each.host for each in losses if each.seconds > BRIEF[1]}
+    # The launcher cannot end ranks there, whose agents are stopped or ended by others.
+    unheard = {each.host for each in losses if each.what == "stopped" and each.seconds == math.inf}
+    seen = {host: size for host, size in launch.running().items() if host not in unheard}
+    is_right = set(range(1, 15)) - lost <= seen.keys() and set(seen.values()) == {len(seen)}
+    return "" if is_right else f"{losses} end with ranks of {seen}"
 
 
 def lose(seed: int) -> str:
-    """Let launchers of a deep tree be lost; return what is wrong in the end.
+    """Let agents of 14 hosts be lost; return what is wrong in the end: "" if nothing is."""
+    launch = Launch(14, seed, per_host=1, meets=False, min_n=1)
+    launch.world.loss = launch.world.random.choice((0.0, 0.0, 0.01, 0.05))
+    happens = losses(launch, 5)
+    look, wrong = max(at for at, *_ in happens) + LONG[1] + 10.0, "the launcher has ended"
 
-    Of each third seed the first are while they meet.
-    """
-    with mock.patch.object(places, "FAN", FAN):
-        how = {"per_host": 1, "meets": False, "min_n": 1, "FLASHLIGHT_TREE_FROM": "2"}
-        launch = Launch(14, seed, **how)
-        launch.world.loss = launch.world.random.choice((0.0, 0.0, 0.01, 0.05))
-        happens = losses(launch, 5, RUNNING if seed % 3 else MEETING)
-        wrong = "the launcher of node 0 has ended"
+    def is_over() -> bool:
+        nonlocal wrong, look
+        if launch.world.now < look:
+            return False
+        wrong, look = objections(launch, happens), look + 10.0
+        return not wrong or look > 80.0
 
-        def is_over() -> bool:
-            nonlocal wrong, look
-            if launch.world.now < look:
-                return False
-            wrong, look = objections(launch, happens), look + 10.0
-            return not wrong or look > (100.0 if launch.starts else 400.0)
-
-        look = max(at for at, *_ in happens) + LONG[1] + 10.0
-        launch.run(420.0, is_over)
-        return wrong if launch.starts else objections(launch, happens)
+    launch.run(100.0, is_over)
+    return wrong

@@ -123,10 +123,11 @@ class Socket(File):
         return new
 
     @classmethod
-    def pair(cls, process: Process) -> tuple[Socket, Socket]:
-        """Return the reading and the writing end of a pipe."""
-        ends = [cls.made(process.host, AF_INET, WINDOW_OF_PIPE) for _ in range(2)]
-        for end, other in zip(ends, ends[::-1], strict=True):
+    def pair(cls, *processes: Process) -> tuple[Socket, Socket]:
+        """Return the reading and the writing end of a pipe between ``processes``, or in one."""
+        processes = processes if len(processes) == 2 else processes * 2
+        ends = [cls.made(each.host, AF_INET, WINDOW_OF_PIPE) for each in processes]
+        for end, other, process in zip(ends, ends[::-1], processes, strict=True):
             end.peer, end.is_connected = other, True
             end.descriptor = end.copy(process)
         return ends[0], ends[1]

@@ -94,6 +94,7 @@ class Process:
         self.bytes_sent = self.bytes_received = self.memory = self.most_memory = 0
         self.ended_at = self.started_at = math.nan
         self.on_exchange: Callable[[], None] = lambda: None
+        self.on_end: Callable[[], object] = lambda: None
         self.on_roster: Callable[[bytes], object] = lambda body: None
         self.local_rank: int | None = None
         host.processes[self.pid] = host.world.processes[self.pid] = self
@@ -122,6 +123,12 @@ class Process:
         self.world.at(at, self.world.resume, fiber, True)
         return fiber
 
+    def child(self, main: Callable[[], int | None], environ: Mapping[str, str]) -> Process:
+        """Start a process whose parent this one is."""
+        child = Process(self.host, main, environ, IMPORT)
+        child.parent, self.children[child.pid] = self, child
+        return child
+
     def end(self, code: int) -> None:
         """End it as a kernel does: what it holds is closed, its parent hears of it."""
         if self.code is not None:
@@ -136,6 +143,7 @@ class Process:
             child.receive(signal.SIGKILL)  # as PR_SET_PDEATHSIG has it, which flrun asks for
         if self.parent is not None:
             self.parent.receive(signal.SIGCHLD)
+        self.on_end()
         self.world.at(self.world.clock(), self._reap)
 
     def _reap(self) -> None:
@@ -187,6 +195,7 @@ class World:
         self.messages = 0
         self.loss = 0.0  # of messages between hosts, the share that is sent twice
         self.program: Callable[[Process, Any], Callable[[], int | None]] | None = None
+        self.ssh: Callable[[Any], SimpleNamespace] | None = None
         self.stalled: dict[Any, None] = {}  # ends of connections that packets do not reach
         self.on_output: Callable[[bytes], object] = lambda data: None  # on terminals
 
@@ -365,11 +374,12 @@ def _system(world: World) -> dict[str, Any]:  # noqa: PLR0915 - a table of small
     def popen(command: Any, env: Mapping[str, str] | None = None, **how: Any) -> SimpleNamespace:
         parent, files = me(), world.files
         world.spend(FORK)
+        if env is None:
+            assert world.ssh is not None
+            return world.ssh(command)
         assert world.program is not None
-        child = Process(*(parent.host, lambda: 0, parent.environ if env is None else env), IMPORT)
+        child = parent.child(lambda: 0, env)
         child.main = world.program(child, command)
-        child.parent = parent
-        parent.children[child.pid] = child
         passed = (how.get("stdout"), how.get("stderr"), *how.get("pass_fds", ()))
         for number in (each for each in passed if each in files):
             theirs = str(files[number].copy(child))

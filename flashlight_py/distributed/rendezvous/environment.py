@@ -160,8 +160,8 @@ def _check_pod(environ: Mapping[str, str], launched: LaunchEnvironment) -> None:
     raise ValueError(
         f"PET_NPROC_PER_NODE={ranks} asks torchrun for {ranks} processes in each pod, and this one "
         f"was not started by it: RANK={launched.rank} is the pod's number, and of WORLD_SIZE="
-        f"{launched.size} ranks some would be missing. Start the program by `flrun` or by "
-        "torchrun, which read PET_*; or ask for one process in each pod"
+        f"{launched.size} ranks some would be missing. Start the program by torchrun, which reads "
+        "PET_*; or ask for one process in each pod"
     )
 
 
@@ -311,8 +311,9 @@ class _Scheduler(NamedTuple):
         return (
             f"{self.name} says {', '.join(f'{name}={environ[name]}' for name in names)}. "
             f"For one rank in each: `export RANK=${self.node} WORLD_SIZE={count} "
-            f"MASTER_ADDR={self.address} MASTER_PORT=29500`. For several: `flrun -n RANKS --nnodes "
-            f"{count} --node-rank ${self.node} --rdzv A_SHARED_PATH PROGRAM`, or torchrun"
+            f"MASTER_ADDR={self.address} MASTER_PORT=29500`. For several: `torchrun --nnodes "
+            f"{count} --node-rank ${self.node} --nproc-per-node RANKS --master-addr "
+            f"{self.address} PROGRAM`"
         )
 
 
