@@ -19,7 +19,6 @@ from socket import AF_UNIX, SOCK_STREAM
 from typing import TYPE_CHECKING
 
 from flashlight_py import system
-from flashlight_py.distributed.rendezvous.places import FAN
 from flashlight_py.distributed.rendezvous.secret import NONCE_BYTES, REMEDY, Secret, nonce, proof
 from flashlight_py.distributed.rendezvous.store import (
     ANY_RANK,
@@ -91,7 +90,6 @@ class Gate(abc.ABC):
         self._up: Connection | None = None  # to who is above
         self._process = this_process()
         self._seat = Seat(place.rank, 0, 0, str(self._process))
-        self.number = place.rank  # or what rank 0 has given it
         self._without = ANY_RANK  # who was above this rank and is not there
         self._bereft = ""  # and what has become of it
         self._missed = ""  # whom rank 0 has named, and why that one was not to be had
@@ -218,7 +216,7 @@ class Gate(abc.ABC):
         if kind is not Kind.PROOF or candidate.handshake is None:
             raise WireError("no greeting")
         greeting = Greeting.parse(body[PROOF_BYTES:])
-        if greeting is None or (greeting.rank == ANY_RANK and not self._place.unnumbered):
+        if greeting is None:
             raise WireError("a greeting of nonsense")
         if candidate.handshake.check_client(body):
             welcome = candidate.handshake.of_server()
@@ -262,7 +260,7 @@ class Gate(abc.ABC):
         """
         place, pause, problem = self._place, FIRST_PAUSE, ""
         is_first = self._round == 0  # else who is rank 0 is known
-        waiting = Waiting(f"rendezvous at {place.name}", place.first_report)
+        waiting = Waiting(f"rendezvous at {place.name}")
         speaks_from = system.monotonic()
         has_speaker = place.is_tree and bool(place.local_rank)
         if has_speaker and not self._bereft:
@@ -291,8 +289,7 @@ class Gate(abc.ABC):
                                 self._deadline = now
                             self._deadline = min(self._deadline, speaks_from + _BEREFT)
                 # That rank 0 is merely late, it says itself once it is there.
-                says = problem or place.first_report is not None
-                waiting.look([0] if says else [], problem)
+                waiting.look([0] if problem else [], problem)
                 system.sleep(max(0.0, min(pause, self._deadline - now)))
                 pause = min(pause * PAUSE_GROWTH, LONGEST_PAUSE)
         finally:
@@ -335,7 +332,6 @@ class Gate(abc.ABC):
                 raise self._failure(f"{before}{reason}", joining=True)
             raise NobodyError("the listener there has gone, or names no place")
         seat = Seat(*json.loads(message.body))
-        self.number = seat.rank
         if not seat.host:
             self._up, self._seat, self._without = connection, seat, ANY_RANK
             self._bereft = self._missed = ""
@@ -358,18 +354,12 @@ class Gate(abc.ABC):
     def _busy(self) -> float:
         return self._size * _EACH if self._place.is_tree else 0.0
 
-    @property
-    def moving_seconds(self) -> float:
-        """How long a move may take: rank 0, then whom it names, who is silent, then rank 0."""
-        levels = 1 + math.log(self._size, FAN)
-        return 2 * self._place.patience + _ABOVE + levels + 3 * self._busy
-
     def _introduce(self, connection: Connection, is_asking: bool) -> Greeting:
         """Return who this is, and to who is asked for a place, where others may be below it."""
         at = ""
         if self._place.is_tree:
             at = self._listen_at(connection.here) if is_asking else LEAF
-        return Greeting(self.number, self._size, self._process, at, self._without)
+        return Greeting(self._place.rank, self._size, self._process, at, self._without)
 
     def _listen_at(self, here: tuple[str, int]) -> str:
         """Listen at the address from which rank 0 was reached; return it and the port."""

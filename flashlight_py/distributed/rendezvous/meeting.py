@@ -9,7 +9,7 @@ from functools import cached_property
 
 from flashlight_py import system
 from flashlight_py.distributed.rendezvous.secret import Secret
-from flashlight_py.distributed.rendezvous.store import ANY_RANK, Roster, Store
+from flashlight_py.distributed.rendezvous.store import Roster, Store
 from flashlight_py.distributed.rendezvous.tree import TreeNode
 from flashlight_py.distributed.rendezvous.wire import Offer
 from flashlight_py.errors import RendezvousError
@@ -31,27 +31,19 @@ class MeetingPoint(Store):
     is_common = False
     moves = False  # while ranks gather, another rank 0 may take the place of one that died
     patience = math.inf  # so many seconds a client waits for the answer of one offer
-    # In a tree, while ranks gather: a neighbour that is silent for so many seconds has gone.
-    lost_after = math.inf
     next_look = math.inf  # when ``look`` has something to do, by ``time.monotonic``
     note = ""  # what rank 0 adds when it reports whom it waits for
-    # Rank 0 numbers who asks for ``ANY_RANK``, one process of each host unless all have one.
-    unnumbered = False
-    one_host = False
     local_rank: int | None = None  # among the ranks of this host; None: not known
-    tree_from = 64  # so many ranks meet in a tree, unless the environment says otherwise
-    # After so many seconds, not the usual ones, it is said who is missing, also with nobody there.
-    first_report: float | None = None
 
     def __init__(self, rank: int, size: int, timeout: float) -> None:
         self.rank, self.size, self.timeout = rank, size, timeout
-        self.node = TreeNode(self)  # whose connections may be taken over after an exchange
+        self.node = TreeNode(self)
         self._has_ended = False
 
     @cached_property
     def is_tree(self) -> bool:
         """Whether ranks meet in a tree, one of each host for all of it. Equal on all of them."""
-        text = system.environ.get(TREE_FROM, str(self.tree_from))
+        text = system.environ.get(TREE_FROM, "64")
         if not text.isdecimal():
             raise self.error(f"{TREE_FROM} is to be a number of ranks, got {text!r}")
         return self.size >= int(text)
@@ -81,11 +73,7 @@ class MeetingPoint(Store):
         """Notify the connected ranks that this one aborts; waits up to 2 s until they know."""
         if not self._has_ended:
             self._has_ended = True
-            self.node.abort(f"{self._who} aborted: {reason}")
-
-    @property
-    def _who(self) -> str:
-        return "one" if self.rank == ANY_RANK else f"rank {self.rank}"
+            self.node.abort(f"rank {self.rank} aborted: {reason}")
 
     # What its node asks of it --------------------------------------------------------------------
 
@@ -121,5 +109,5 @@ class MeetingPoint(Store):
 
     def error(self, reason: str) -> RendezvousError:
         """Return the error of this rank."""
-        where = f"rendezvous at {self.name}, {self._who} of {self.size}"
+        where = f"rendezvous at {self.name}, rank {self.rank} of {self.size}"
         return RendezvousError(f"{where}: {reason}")

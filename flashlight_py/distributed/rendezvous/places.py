@@ -75,13 +75,6 @@ class Places:
         self._openings: dict[int, _Opening] = {}
         # When who has lost the one above it came again, and how often.
         self._returned: dict[int, tuple[float, int]] = {}
-        self._lowest = 1  # that may be free
-
-    def free(self) -> int:
-        """Return the first rank that has no place yet."""
-        while self._lowest in self._above:
-            self._lowest += 1
-        return self._lowest
 
     def begin(self, payload: bytes, is_first: bool) -> None:
         """Begin a round, in which rank 0 gives ``payload``. After the first nobody joins."""
@@ -135,7 +128,6 @@ class Places:
         for each in gone:
             self.given.pop(each, None)
         del self._above[rank]
-        self._lowest = min(self._lowest, rank)
 
     def is_below(self, rank: int, above: int) -> bool:
         """Return whether ``above`` is where ``rank`` was seen last."""

@@ -313,14 +313,11 @@ def cannot_be_reached(who: str, seconds: float) -> str:
 
 
 class Waiting:
-    """One wait for others, in which who is missing is reported by who knows it, such as rank 0.
+    """One wait for others, in which who is missing is reported by who knows it, such as rank 0."""
 
-    For the first time after ``first`` seconds, or the usual ones.
-    """
-
-    def __init__(self, how: str, first: float | None = None) -> None:
+    def __init__(self, how: str) -> None:
         self._how, self._began = how, system.monotonic()
-        self.due = self._began + (FIRST_SECONDS if first is None else first)
+        self.due = self._began + FIRST_SECONDS
 
     def look(self, missing: Collection[int], why: str = "") -> None:
         """Log who is ``missing``, if it is time to, and ``why`` if that is known."""

@@ -23,15 +23,13 @@ from flashlight_py import system
 from flashlight_py.distributed.rendezvous.meeting import MeetingPoint
 from flashlight_py.distributed.rendezvous.secret import Secret
 from flashlight_py.distributed.rendezvous.store import check_member
-from flashlight_py.distributed.rendezvous.wire import NobodyError, Offer, claim
+from flashlight_py.distributed.rendezvous.wire import Offer
 from flashlight_py.interfaces import family_of, is_loopback, is_own, listen_everywhere, resolved
 
 # The port between hosts, as a listening socket that rank 0 inherits: one that is only bound is
 # shared with every user who allows it too, and to choose a free port and let go of it is a race.
 LISTENER = "FLASHLIGHT_LISTENER"
 """The environment variable with the descriptor of a socket that listens at MASTER_PORT already."""
-# So long another rank 0 at our address may take to answer.
-_RIVAL_SECONDS = 2.0
 
 
 class TcpStore(MeetingPoint):
@@ -39,8 +37,6 @@ class TcpStore(MeetingPoint):
 
     ``one_host``: all ranks are known to be on one host, so that they know the user's secret where
     the job was given none. ``also`` are further addresses of rank 0.
-    ``unnumbered``: ``rank`` may be ``ANY_RANK``, to take any but 0; rank 0 then numbers those.
-    ``is_strict``: a rank 0 that cannot listen has the one that does, which waits there, fail too.
 
     Raises:
         ValueError: ``rank``, ``size``, ``timeout`` or ``port`` make no sense.
@@ -60,16 +56,13 @@ class TcpStore(MeetingPoint):
         timeout: float,
         one_host: bool = False,
         also: Sequence[str] = (),
-        unnumbered: bool = False,
-        is_strict: bool = False,
     ) -> None:
-        check_member(max(rank, 0) if unnumbered else rank, size, timeout)
+        check_member(rank, size, timeout)
         if not 0 < port < 65536:
             raise ValueError(f"the port must be in [1, 65535], got {port}")
         self.name, self._host, self._port = f"{host}:{port}", host, port
         self._addresses = [(each, port) for each in dict.fromkeys([host, *also])]
-        self.one_host, self.unnumbered = one_host, unnumbered
-        self._is_strict = is_strict
+        self.one_host = one_host
         self.known = Secret.find(one_host, system.environ)
         self.secret = self.known.common
         super().__init__(rank, size, timeout)
@@ -96,22 +89,10 @@ class TcpStore(MeetingPoint):
 
     def listen(self, backlog: int) -> list[system.Socket]:
         """Listen at the address, or for a name at all that this host has; see ``MeetingPoint``."""
-        try:
-            listeners = listen(self._host, self._port, backlog, self.one_host)
-        except OSError as error:
-            rival = self._rival() if self._is_strict else ""
-            raise OSError(f"{error}{rival}") from error
+        listeners = listen(self._host, self._port, backlog, self.one_host)
         if not self.one_host and all(is_local(each.getsockname()[0]) for each in listeners):
             self.note = f", the loopback of {system.gethostname()}, which no other host reaches"
         return listeners
-
-    def _rival(self) -> str:
-        """Greet a rank 0 that listens there already, so that it does not wait for us in vain."""
-        (offer,) = self.offers()
-        with suppress(NobodyError):
-            reason = claim(offer, self.size, _RIVAL_SECONDS)
-            return f"; another rank 0 is there{reason and ': '}{reason}"
-        return ""
 
     def offers(self) -> list[Offer]:
         """Return the address; see ``MeetingPoint``."""

@@ -53,8 +53,6 @@ _ANSWER, _MORE = 2.0, 0.25
 _SETTLE = 1.0
 # Nobody waits for a rank that takes nothing of a roster for so many seconds.
 _STALLED = 0.5
-# So often neighbours show that they are there until one that does not has gone.
-_BEATS = 10
 _log = logging.getLogger("flashlight_py")
 
 
@@ -77,9 +75,7 @@ class TreeNode(Gate):
         self._complete: set[int] = set()  # of members: those that have given all in this round
         self._shows = True  # what is there goes up before all is
         self._is_late = False  # time is up, and those above know it
-        self._next_beat = math.inf
         self._is_leaving, self._gone = False, set[int]()
-        self._has_handed_over = False
         # Of rank 0: who has joined from where, and whom a stranger could have come before.
         self._ends: dict[int, tuple[Any, Any]] = {}
         self._unproven: set[int] = set()
@@ -100,16 +96,13 @@ class TreeNode(Gate):
         self._places.begin(payload, self._round == 0)
         if self._is_root:
             self._speak(place.known)
-        if self._round == 0 and place.is_tree and place.lost_after < math.inf:
-            self._next_beat = system.monotonic()
-        waiting = Waiting(f"rendezvous at {place.name}{place.note}", place.first_report)
+        waiting = Waiting(f"rendezvous at {place.name}{place.note}")
         self._pass_on()
         while not self._roster:
             is_over = system.monotonic() >= self._deadline
             due = min(waiting.due, place.next_look) if self._is_root else math.inf
-            self._serve(min(self._deadline, due, self._next_beat))
+            self._serve(min(self._deadline, due))
             if not self._roster:  # which is the last message upwards or downwards
-                self._beat()
                 self._pass_on()
             if not self._roster:
                 if is_over and system.monotonic() >= self._deadline:  # it may have been moved
@@ -153,19 +146,6 @@ class TreeNode(Gate):
         if system.monotonic() >= waiting.due:
             waiting.look(self._places.missing(self._size))
 
-    def _beat(self) -> None:
-        """Show neighbours that this rank is there, from time to time, and see who shows nothing."""
-        now, most = system.monotonic(), self._place.lost_after
-        if now < self._next_beat:
-            return
-        self._next_beat = now + most / _BEATS
-        for each in self._neighbours():
-            if now < each.heard + most:
-                each.put(Kind.PULSE, b"")
-            else:
-                each.is_silent = each.has_ended = True
-                self._heard(each)
-
     def _finish(self) -> None:
         """Send everybody's payload down.
 
@@ -173,7 +153,6 @@ class TreeNode(Gate):
         that cannot be reached any more is noticed then.
         """
         self._round += 1
-        self._next_beat = math.inf
         if self._round == 1 and self._is_root:
             self._place.next_look, self._place.ends = math.inf, self._ends
             if self._unproven:  # nothing keeps strangers out
@@ -201,9 +180,6 @@ class TreeNode(Gate):
     def _heard(self, connection: Connection) -> None:
         messages, is_up = connection.inbox, connection is self._up
         is_member = not is_up and self.members.get(connection.rank or 0) is connection
-        if is_member and self._has_handed_over:
-            self._heard_last(connection)
-            return
         while messages and not self._verdict:
             kind, body = messages.popleft()
             if kind is Kind.FAILURE:
@@ -212,7 +188,7 @@ class TreeNode(Gate):
                 self._heard_late(is_up, body)
             elif kind is Kind.ROSTER and is_up:
                 self._roster = body
-            elif is_member and kind is not Kind.PULSE:
+            elif is_member:
                 self._heard_below(connection.rank or 0, kind, body)
         messages.clear()
         if (is_up or is_member) and connection.is_unreachable and not self._verdict:
@@ -274,10 +250,7 @@ class TreeNode(Gate):
         self._drop(connection)
         if not (is_up or is_member):
             return
-        how = "has died or exited: it closed the connection"
-        if connection.is_silent:
-            how = f"is lost: nothing has come from it for {self._place.lost_after:.3g} s"
-        died = f"{self._who(connection)} {how}"
+        died = f"{self._who(connection)} has died or exited: it closed the connection"
         lost = Kind.LOST, f"{rank} {self._seat.rank} {died}\n".encode()
         if is_up:
             self._up, self._without = None, rank or ANY_RANK
@@ -353,25 +326,17 @@ class TreeNode(Gate):
         the right one, so it fails.
         """
         rank, size, peer, at, _ = greeting
-        if rank == ANY_RANK:
-            rank = min(self._places.free(), size - 1)
         if self._round == 0 and rank in self.members and self._processes[rank] == peer:
             self._heard_end(self.members[rank], False, True)  # it is read later that it has ended
         reason, own = "", self._place.rank
         me = f"rank {own}: {self._processes[own]}"
-        here = [self._processes[each] for each in (own, *self.members)]
-        twin = next((each for each in here if each.machine and each.machine == peer.machine), None)
-        if greeting.rank == ANY_RANK and twin and not self._place.one_host:
-            reason = f"two processes of one host ask for a rank: {twin} and {peer}; "
-        elif rank in self.members or rank == own:
+        if rank in self.members or rank == own:
             reason = f"two processes claim rank {rank}: {self._processes[rank]} and {peer}; "
         elif self._places.is_claimed(rank, identity(peer)):
             reason = f"two processes claim rank {rank}: {self._places.process(rank)} and {peer}; "
         if self._verdict:
             self._refuse(candidate, Kind.FAILURE, self._verdict)
             self._notified.add(rank)
-        elif self._round > 0 and self._may_return(greeting):
-            self._settle(candidate, rank, greeting)
         elif self._round > 0:
             reason += f"a run is under way at this {self._place.kind} already (its {me})"
             advice = f"wait for its end, or give every run a {self._place.own} of its own"
@@ -388,12 +353,6 @@ class TreeNode(Gate):
             raise self._disagreement(f"{reason}; set the same on every rank", rank, candidate)
         else:
             self._settle(candidate, rank, greeting)
-
-    def _may_return(self, greeting: Greeting) -> bool:
-        """Return whether it is a rank of this run, whose connections were handed over."""
-        is_other = self._is_root and self._places.is_claimed(greeting.rank, identity(greeting.peer))
-        is_ours = self._has_handed_over and self._place.is_tree and greeting.size == self._size
-        return is_ours and greeting.rank not in (ANY_RANK, self.number) and not is_other
 
     def _settle(self, candidate: Connection, rank: int, greeting: Greeting) -> None:
         """Tell a process its place; it becomes a member if that is here."""
@@ -412,10 +371,7 @@ class TreeNode(Gate):
         if not seat.host:
             self._candidates.remove(candidate)
             self.members[rank] = candidate
-        until = system.monotonic() + SHORTLY
-        candidate.send(Kind.PLACE, json.dumps(seat).encode(), until)
-        if not seat.host and self._has_handed_over:
-            candidate.send(Kind.ROSTER, self._roster, until)
+        candidate.send(Kind.PLACE, json.dumps(seat).encode(), system.monotonic() + SHORTLY)
 
     def _spoilt(self, connection: Connection, error: WireError) -> None:
         if connection.rank is not None and connection not in self._candidates:
@@ -423,84 +379,6 @@ class TreeNode(Gate):
         super()._spoilt(connection, error)
 
     # The end --------------------------------------------------------------------------------------
-
-    def hand_over(self) -> dict[int, system.Socket]:
-        """End after an exchange, and return the connections that are proven; collective.
-
-        Those of rank 0 to every other rank, by rank, and of these to rank 0; in a tree those to
-        the neighbours that have said, by GOODBYE, that nothing of the meeting follows, of which one
-        is ``above``. They block, and are the caller's to close. Rank 0 goes on listening where it
-        says so, and in a tree all do until ``close``: a rank that says so or comes later can be
-        read from ``selector``, see ``take_in``.
-        """
-        up, self._up, self._has_handed_over = self._up, None, True
-        if up is not None and self._place.is_tree:
-            up.send(Kind.GOODBYE, b"", system.monotonic() + _ANSWER)
-        found = self._take_out({self.above: up} if up else {})
-        self._place.clear()
-        if not self._place.is_tree and (self._place.moves or not self._is_root):
-            self.close()
-        return found
-
-    @property
-    def above(self) -> int:
-        """The rank above this one: rank 0, unless ranks meet in a tree."""
-        return self._seat.parent
-
-    def take_in(self) -> dict[int, system.Socket]:
-        """Serve who has come since; does not block. Others than these hear that a run is under way.
-
-        A rank that has lost the one above it in a tree gets another place. Returns connections to
-        those who have it here, by rank.
-        """
-        for _ in range(self._size):  # who leaves makes room for who waits
-            if not self.serve_ready(0.0):
-                break
-        return self._take_out({})
-
-    def move(self) -> system.Socket:
-        """Get another place in a tree, as the rank above is gone; returns the connection to it.
-
-        Raises:
-            RendezvousError: rank 0 names none that is there, for ``moving_seconds``.
-        """
-        seconds = self.moving_seconds
-        self._without, self._deadline = self.above, system.monotonic() + seconds
-        self._bereft = f"rank 0 of {self._size} has named no place for {seconds:.3g} s"
-        while True:
-            self._join()
-            up = self._up
-            assert up is not None
-            last = up.take(self._deadline)
-            while last is not None and last.kind is Kind.PULSE:
-                last = up.take(self._deadline)
-            if last is not None and last.kind is Kind.ROSTER:  # as all get it who come now
-                break
-            self._drop(up)
-            self._up, self._without = None, self.above
-        return self.hand_over()[self.above]
-
-    def _heard_last(self, member: Connection) -> None:
-        """Let go of who has ended, or has sent the last that is of the meeting."""
-        kinds = {packet.kind for packet in member.inbox}
-        member.inbox.clear()
-        if member.has_ended or kinds & {Kind.GOODBYE, Kind.FAILURE}:
-            self._gone.add(member.rank or 0)
-            self.selector.unregister(member.wire)
-
-    def _take_out(self, found: dict[int, Connection]) -> dict[int, system.Socket]:
-        """Return the connections ``found``, and to members of whom nothing of the meeting follows.
-
-        They are the caller's from now on.
-        """
-        for rank in self._gone & self.members.keys() if self._place.is_tree else [*self.members]:
-            found[rank] = self.members.pop(rank)
-        self._gone.clear()
-        for each in found.values():
-            if each.wire in self.selector.get_map():
-                self.selector.unregister(each.wire)
-            each.wire.setblocking(True)
-        return {rank: each.wire for rank, each in found.items()}
 
     def leave(self) -> None:
         """Wait until all below have left, take leave, and stop listening. Rank 0 alone raises."""
@@ -582,7 +460,7 @@ class TreeNode(Gate):
         return (*([self._up] if self._up else []), *self.members.values())
 
     def close(self) -> None:
-        """Stop listening, and close what is not handed over."""
+        """Stop listening, and close all connections."""
         self.selector.close()
         wires = (each.wire for each in (*self._neighbours(), *self._candidates))
         for end in (*self._listeners, *wires):

@@ -80,7 +80,6 @@ class Kind(enum.IntEnum):
     PLACE = 11  # server: where the client belongs, a ``Seat``
     PART = 12  # upwards: as PAYLOAD, and more may follow
     LOST = 13  # upwards: a rank, the one above it, as decimal text, and what has become of it
-    PULSE = 14  # either, while ranks gather: the sender is there
 
 
 _KINDS = {int(kind): kind for kind in Kind}
@@ -124,7 +123,7 @@ class Greeting(NamedTuple):
             found = cls(int(rank), int(size), peer, at, int(without))
         except ValueError:
             return None
-        return found if ANY_RANK <= found.rank < found.size < 1 << 31 else None
+        return found if 0 <= found.rank < found.size < 1 << 31 else None
 
 
 class Seat(NamedTuple):
@@ -185,13 +184,12 @@ class Connection:
             raise
         self.wire, self.address, self.here = wire, *map(plain, ends)
         self.ends = self.here[:2], self.address[:2]  # ours, and the other
-        self.since = self.heard = system.monotonic()  # it is there; something has come
+        self.since = system.monotonic()
         self.handshake: Handshake | None = None
         self.rank: int | None = None  # the other's, once it is known to be a rank
         self.is_refused = False  # it has been sent its last message
         self.inbox: deque[Packet] = deque()  # what has arrived
         self.has_ended = False  # nothing more will
-        self.is_silent = False  # has_ended, as nothing has come for too long
         self.is_unreachable = False  # has_ended, because nothing comes from the other host any more
         self._kind: Kind | None = None  # of the message whose body is arriving; None: its header is
         self._pieces, self._left = list[bytes](), _HEADER.size  # what is here, how much is not
@@ -268,7 +266,7 @@ class Connection:
                 return
             self.is_unreachable = error.errno in _UNREACHABLE
             data = b""
-        self.has_ended, self.heard = not data, system.monotonic()
+        self.has_ended = not data
         self._pieces.append(data)
         self._left -= len(data)
         if self._kind is None:
