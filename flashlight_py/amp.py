@@ -16,17 +16,19 @@ import numpy as np
 
 from flashlight_py.autograd import Variable, functions
 from flashlight_py.autograd.precision import casting, here
-from flashlight_py.device import array_module, floating
+from flashlight_py.device import array_module, device_of, floating, is_cupy, is_floating, to_device
 from flashlight_py.distributed import all_reduce, get_world_size
 from flashlight_py.distributed.api.verb_call import in_step
 from flashlight_py.optim.clip import gradients_of
+from flashlight_py.structure import HoldsState
+from flashlight_py.structure import here as recording
 
 __all__ = ["DynamicScaler", "autocast"]
 
 _STATE = "scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"  # torch's
 
 
-class autocast(ContextDecorator):
+class autocast(ContextDecorator, HoldsState):
     """Have functions choose their dtype: a context manager, or a decorator of functions.
 
     Products (``matmul``, ``linear`` and what is made of them) take their inputs in ``dtype`` and
@@ -77,7 +79,7 @@ class autocast(ContextDecorator):
         self._entered.pop().__exit__(None, None, None)
 
 
-class DynamicScaler:
+class DynamicScaler(HoldsState):
     """A factor of the loss, so that gradients of float16 neither vanish nor overflow.
 
     It follows torch's ``GradScaler``: a step whose gradients are not all finite is left out and the
@@ -85,7 +87,8 @@ class DynamicScaler:
     is multiplied by ``growth_factor``. bfloat16 has the range of float32 and needs none. In a world
     of several ranks ``unscale`` is collective: all leave the step out if one has to.
 
-    In a captured step its decisions cannot be replayed: capture what ends with ``backward()``.
+    Replays of a captured step read the scale, but cannot decide: capture a step that ends with
+    ``backward()``, and call ``step`` and ``update`` after it.
 
     Args:
         initial_scale: the first scale, above 0.
@@ -115,6 +118,8 @@ class DynamicScaler:
         backoff_factor: float = 0.5, growth_interval: int = 2000, enabled: bool = True,
     ) -> None:  # fmt: skip
         self.enabled = bool(enabled)
+        self._scale = np.ones((), np.float32)  # in memory, which replays read
+        self._on_gpu: Any = None  # a copy of it for losses on a GPU
         self._set(initial_scale, growth_factor, backoff_factor, growth_interval, 0)
         # Of this iteration, by optimizer: whether its gradients are finite, and if it has stepped.
         self._found: dict[Any, bool] = {}
@@ -132,13 +137,20 @@ class DynamicScaler:
                 f"DynamicScaler: {found[0]}; got scale {scale}, growth_factor {growth}, "
                 f"backoff_factor {backoff}, growth_interval {interval}"
             )
-        self._scale = np.float32(scale)
+        self._set_scale(scale)
         self.growth_factor, self.backoff_factor = float(growth), float(backoff)
         self.growth_interval, self._tracker = int(interval), int(steps)
 
+    def _set_scale(self, scale: Any) -> None:
+        if recording.recorder is not None:
+            recording.recorder.leave("a loss scale is set")
+        self._scale[...] = scale
+        if self._on_gpu is not None:
+            self._on_gpu[...] = scale
+
     def get_scale(self) -> float:
         """Return the scale: 1 where the scaler is not enabled."""
-        return float(self._scale) if self.enabled else 1.0
+        return self._scale.item() if self.enabled else 1.0
 
     def scale(self, loss: Any) -> Any:
         """Return the loss times the scale, in its dtype; of a list or tuple, each of it.
@@ -152,7 +164,13 @@ class DynamicScaler:
             return type(loss)(map(self.scale, loss))
         if not isinstance(loss, Variable):
             raise TypeError(f"DynamicScaler.scale takes a variable, got {type(loss).__name__}")
-        return functions.mul(loss, self.get_scale())
+        scale: Any = self._scale
+        if is_cupy(loss.data):
+            device = device_of(loss.data)
+            if self._on_gpu is None or device_of(self._on_gpu) != device:
+                self._on_gpu = to_device(scale, device)
+            scale = self._on_gpu
+        return functions.mul(loss, scale.astype(loss.dtype if is_floating(loss.dtype) else "f8"))
 
     @in_step()
     def unscale(self, optimizer: Any) -> None:
@@ -229,11 +247,13 @@ class DynamicScaler:
                 "DynamicScaler.update: no gradients were looked at since the last; call step()"
             )
         elif not all(self._found.values()):
-            self._scale, self._tracker = np.float32(float(self._scale) * self.backoff_factor), 0
+            self._set_scale(self.get_scale() * self.backoff_factor)
+            self._tracker = 0
         elif self._tracker + 1 == self.growth_interval:
             with np.errstate(over="ignore"):
-                grown = np.float32(float(self._scale) * self.growth_factor)
-            self._scale, self._tracker = grown if np.isfinite(grown) else self._scale, 0
+                grown = np.float32(self.get_scale() * self.growth_factor)
+            self._set_scale(grown if np.isfinite(grown) else self._scale)
+            self._tracker = 0
         else:
             self._tracker += 1
         self._found.clear()
@@ -263,4 +283,4 @@ class DynamicScaler:
             )
         scale, *others = (state[name] for name in _STATE)
         self._set(scale or 1, *others)
-        self._scale = np.float32(scale)  # 0 after many steps in turn that were left out
+        self._set_scale(scale)  # 0 after many steps in turn that were left out

@@ -161,6 +161,14 @@ PyObject* use_blas(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
+/* same(before, after): whether they are of one type, equal, and written alike. */
+PyObject* same(PyObject*, PyObject* args) {
+  PyObject *before, *after;
+  if (!PyArg_ParseTuple(args, "OO", &before, &after)) return nullptr;
+  const int answer = same_value(before, after);
+  return answer < 0 ? nullptr : PyBool_FromLong(answer);
+}
+
 PyObject* address(PyObject*, PyObject* array) {
   if (PyArray_Check(array)) return PyLong_FromVoidPtr(PyArray_DATA(reinterpret_cast<PyArrayObject*>(array)));
   return PyErr_Format(PyExc_TypeError, "address: no array: %R", array);
@@ -223,6 +231,7 @@ PyMethodDef methods[] = {
     {"new_memory", new_memory, METH_NOARGS, nullptr},
     {"use_memory", use_memory, METH_O, nullptr},
     {"find_memory", find_memory, METH_VARARGS, nullptr},
+    {"same", same, METH_VARARGS, nullptr},
     {"use_slots", use_slots, METH_VARARGS, nullptr},
     {"use_structure", use_structure, METH_O, nullptr},
     {"use_blas", use_blas, METH_VARARGS, nullptr},

@@ -100,12 +100,19 @@ PyObject* Slots::make(Owned array, PyObject* calc_grad, PyObject* node) const {
   return made.release();
 }
 
-// Of one type, equal, and written alike: 0.0 is not -0.0, and (1,) is not (True,).
+// Of one type, equal, and written alike: 0.0 is not -0.0, (1,) is not (True,), and NaN is NaN.
 int same_value(PyObject* before, PyObject* after) {
   if (before == after) return 1;
   if (Py_TYPE(before) != Py_TYPE(after)) return 0;
-  const int answer = PyObject_RichCompareBool(before, after, Py_EQ);
-  if (answer != 1 || PyLong_CheckExact(before) || PyUnicode_CheckExact(before)) return answer;
+  if (PyFloat_CheckExact(before)) {
+    const double numbers[] = {PyFloat_AsDouble(before), PyFloat_AsDouble(after)};
+    return std::memcmp(&numbers[0], &numbers[1], sizeof(double)) == 0;
+  }
+  const bool is_written_whole = PyArray_IsScalar(before, Number) || PyComplex_CheckExact(before);
+  const int answer = is_written_whole ? 1 : PyObject_RichCompareBool(before, after, Py_EQ);
+  if (answer != 1 || PyLong_CheckExact(before) || PyUnicode_CheckExact(before) || PyAnySet_Check(before)) {
+    return answer;
+  }
   const Owned first(PyObject_Repr(before)), second(PyObject_Repr(after));
   if (first == nullptr || second == nullptr) return -1;
   return PyObject_RichCompareBool(first.get(), second.get(), Py_EQ);
@@ -129,13 +136,15 @@ std::unique_ptr<Program> Program::read(PyObject* description) {
         PyArrayObject* array = reinterpret_cast<PyArrayObject*>(each);
         return p.state_.push_back({array, Form(array)}), true;
       }) &&
-      read_all<&Name::holder, &Name::name, &Name::value>(known, &p.known_) &&
+      read_all<&Name::holder, &Name::name, &Name::value, &Name::is_items, &Name::is_number>(known,
+                                                                                            &p.known_) &&
       read_all<&Binding::variable, &Binding::slot, &Binding::value>(found, &p.found_) &&
       read_all<&Binding::variable, &Binding::slot, &Binding::value, &Binding::since>(bindings,
                                                                                      &p.bindings_) &&
       read_each(table, [&](PyObject* each) { return p.read_table(each); }) &&
       read_each(instructions, [&](PyObject* each) { return p.read_instruction_of(each); }) &&
       p.read_result(result, &p.result_) && read_all<&Span::first, &Span::second>(occupied, &p.occupied_);
+  for (Name& each : p.known_) each.prepare();
   return is_read ? std::move(program) : nullptr;
 }
 
@@ -229,23 +238,52 @@ int Program::take_arguments(PyObject* args, PyObject* kwargs) {
   return 1;
 }
 
+void Program::Name::prepare() {
+  is_in_dict = !is_items && PyDict_Check(holder);
+  index = !is_items && PyList_Check(holder) ? PyLong_AsSsize_t(name) : -1;
+  if (is_items || is_in_dict || index >= 0) return;
+  descriptor.reset(PyObject_GetAttr(reinterpret_cast<PyObject*>(Py_TYPE(holder)), name));
+  if (descriptor == nullptr) return PyErr_Clear();
+  PyTypeObject* kind = Py_TYPE(descriptor.get());
+  if (kind != &PyGetSetDescr_Type && kind != &PyMemberDescr_Type) return;
+  read = reinterpret_cast<descrgetfunc>(PyType_GetSlot(kind, Py_tp_descr_get));
+}
+
+int Program::Name::is_as_before() const {
+  PyObject* item = nullptr;
+  Owned now;
+  if (is_in_dict) {
+    item = PyDict_GetItemWithError(holder, name);
+    if (item == nullptr && PyErr_Occurred()) return -1;
+  } else if (read != nullptr) {
+    now.reset(read(descriptor.get(), holder, reinterpret_cast<PyObject*>(Py_TYPE(holder))));
+    item = now.get();
+  } else if (index >= 0) {
+    if (index < PyList_Size(holder)) item = PyList_GetItem(holder, index);
+  } else if (!is_items) {
+    now.reset(PyObject_GetAttr(holder, name));
+    item = now.get();
+  } else if (PyLong_CheckExact(value)) {
+    const Py_ssize_t size = PyObject_Size(holder);
+    return size < 0 ? -1 : size == PyLong_AsSsize_t(value);
+  } else {
+    item = holder;
+  }
+  if (item == value) return 1;
+  if (item == nullptr && PyErr_Occurred()) {  // such as a variable of an outer function that was deleted
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) return -1;
+    PyErr_Clear();
+  }
+  if (item == nullptr || !is_number) return 0;
+  const Owned kept = share(item);  // to compare it may run Python
+  return same_value(value, kept.get());
+}
+
 // Whether names stand for what they have stood for, and state lies where it has lain: 1 or 0, -1 with
 // an exception.
 int Program::holds() const {
   for (const Name& each : known_) {
-    if (PyLong_CheckExact(each.value)) {
-      if (PyObject_Size(each.holder) != PyLong_AsSsize_t(each.value)) return PyErr_Occurred() ? -1 : 0;
-      continue;
-    }
-    if (PyDict_Check(each.holder)) {
-      if (PyDict_GetItemWithError(each.holder, each.name) != each.value) return PyErr_Occurred() ? -1 : 0;
-      continue;
-    }
-    const auto get = PyLong_Check(each.name) ? PyObject_GetItem : PyObject_GetAttr;
-    const Owned now(get(each.holder, each.name));
-    if (now == nullptr && !PyErr_ExceptionMatches(PyExc_Exception)) return -1;
-    if (now == nullptr) PyErr_Clear();  // such as a variable of an outer function that was deleted
-    if (now.get() != each.value) return 0;
+    if (const int same = each.is_as_before(); same != 1) return same;
   }
   for (const Binding& each : found_) {
     const Owned now = slots.get(each.variable, each.slot);

@@ -170,8 +170,17 @@ class Program {
     PyArrayObject* array;
     Form form;
   };
-  struct Name {  // what a name of the function stands for; an integer: how many items `holder` has
+  struct Name {  // what a name of the function stands for
     PyObject *holder, *name, *value;
+    bool is_items;      // `value` is how many items `holder`, a container, has; or a copy of it, a set
+    bool is_number;     // or a string: compared by value
+    bool is_in_dict;    // `holder` is one; else, with `index` >= 0, a list
+    Py_ssize_t index;
+    descrgetfunc read;  // of `descriptor`, if `name` is an attribute in C, such as that of a cell
+    Owned descriptor;
+
+    void prepare();
+    int is_as_before() const;  // 1 or 0; -1 with an exception
   };
   struct Binding {
     PyObject *variable, *value;

@@ -40,7 +40,15 @@ from flashlight_py.structure import count, here
 from flashlight_py.tape.operands import CannotCapture
 from flashlight_py.tape.products import capture_products
 from flashlight_py.tape.recording import line_of_user, note_gradients
-from flashlight_py.tape.state import Place, State, plain_arrays, words
+from flashlight_py.tape.state import (
+    EVERY_CALL,
+    ITEMS,
+    Changes,
+    Place,
+    State,
+    plain_arrays,
+    words,
+)
 
 _MOST_GRAPHS = 8  # each keeps the memory of a step
 _MOST_FORMS = 64  # of arguments, that have not been captured
@@ -221,7 +229,7 @@ class Graph:
             if state().signature != self.signature:
                 return False
             self.stamp = stamp
-        names = all(_is_there(place, value) for place, value in self._names)
+        names = all(place.has(value) for place, value in self._names)
         return names and all(variable.grad is before for variable, before in self._reads)
 
     def replay(self, arrays: Sequence[Any]) -> Any:
@@ -290,6 +298,7 @@ class Graphs:
         self._groups: list[Membership] | None = None  # that the step uses; None: it has not run
         self._numbers = itertools.count(1)
         self._captures = 0
+        self._changes = Changes(_LEAST_CAPTURES)
         self._lock = threading.RLock()
         self.replays = 0
         self.reason = ""  # why the step stays eager, once that is known
@@ -367,7 +376,9 @@ class Graphs:
             _restore(state, host)
             draws.state = drawn
             raise
-        if self._captures > max(_LEAST_CAPTURES, self.replays):
+        if name := self._changes.name(state, self.replays - self._captures):
+            reason = EVERY_CALL.format(name)
+        elif self._captures > max(_LEAST_CAPTURES, self.replays):
             reason = f"{self._captures} calls had to be captured, and {self.replays} were replayed"
         if not reason and draws.state != drawn:
             reason = "random numbers are drawn on the CPU; draw them on the GPU, or before"
@@ -528,13 +539,6 @@ def _extremes(group: Membership, number: int) -> tuple[int, int]:
     return -int(both[1]), int(both[0])
 
 
-def _is_there(place: Place, value: Any) -> bool:
-    """Return whether ``place`` has ``value``, as ``State.names`` has noted it."""
-    if type(value) is int:
-        return len(place.holder) == value
-    return place.get() is value
-
-
 def _is_grad(place: Place) -> bool:
     return place.key == "grad" and isinstance(place.holder, Variable)
 
@@ -546,7 +550,7 @@ def _moved(state: State) -> str:
     """
     arrays = [each for each in state.held if isinstance(each[0].holder, Variable)]
     for place, value in (*arrays, *state.names):
-        if not _is_grad(place) and not _is_there(place, value):
+        if not _is_grad(place) and not place.has(value):
             return f"{words(place.path)} gets another value; write into its array instead"
     return ""
 
@@ -594,7 +598,7 @@ def _host_arrays(state: State) -> list[Any]:
 
 def _restore(state: State, host: Iterable[tuple[Any, Any]]) -> None:
     """Undo the changes that Python has made in a capture; the device has done nothing."""
-    moved = [each for each in state.names if type(each[1]) is not int and not _is_there(*each)]
+    moved = [each for each in state.names if each[0].key is not ITEMS and not each[0].has(each[1])]
     for place, value in (*moved, *state.held):
         is_short = isinstance(place.holder, (list, deque)) and len(place.holder) <= place.key
         place.holder.append(value) if is_short else place.set(value)

@@ -3,23 +3,26 @@
 Followed are variables that the function closes over, its defaults, globals, the object whose
 method it is, functions of the user that are named there, and ``capture(state=)``. Of these count
 arrays, variables, modules, optimizers and meters, also in containers, and the hooks of variables.
+Values of other types, such as numbers, count if the bytecode of the functions loads their names.
 """
 
 from __future__ import annotations
 
+import dis
 import functools
 import gc
 import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, zip_longest
+from contextlib import suppress
+from itertools import chain, pairwise, zip_longest
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from flashlight_py import random
+from flashlight_py import _native, random
 from flashlight_py.autograd import Variable, precision
 from flashlight_py.device import is_cupy
 from flashlight_py.distributed.groups import membership
@@ -27,10 +30,14 @@ from flashlight_py.nn import Module
 from flashlight_py.structure import HoldsState, Structured
 from flashlight_py.tape.arrays import KINDS, Number
 
+_tape = _native.load("tape")
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 _SIMPLE = (int, float, complex, str, bytes, type(None), np.dtype, np.generic, Number)
 _LIBRARIES = ("flashlight_py", "numpy", "cupy")
 _MANY = 1000  # items of a container that counts as data, unless they are variables
+INSTEAD = "keep it in an array, or pass it as an argument"
+EVERY_CALL = f"{{}} has another value in every call; {INSTEAD}"
+ITEMS = object()  # the key of the number of items, or of a set's
 
 
 class Place(NamedTuple):
@@ -40,8 +47,15 @@ class Place(NamedTuple):
     key: Any
     path: Any  # a name, or the path of what it is a part of, a form for both, and the key
 
+    def has(self, value: Any) -> bool:
+        """Return whether ``value`` is there, or for numbers and strings one that equals it."""
+        now = self.get()
+        return now is value or (is_value(value) and _tape.same(value, now))
+
     def get(self) -> Any:
         holder, key, _ = self
+        if key is ITEMS:
+            return holder if isinstance(holder, set) else len(holder)
         if isinstance(holder, (list, deque)):
             return holder[key] if key < len(holder) else None
         return holder.get(key) if isinstance(holder, dict) else getattr(holder, key, None)
@@ -70,7 +84,7 @@ class State:
     """The state that ``function`` and ``roots`` lead to, as it was when this was made.
 
     ``held``: places of arrays, and of tuples that have some, with what was there. ``names``: those
-    that nobody tells of; an integer is how many items. ``variables``: each once. ``signature``: of
+    that nobody tells of, which replays compare. ``variables``: each once. ``signature``: of
     the structure; equal ones compute the same. ``numbers``: those in it, with their paths.
     ``reason``: why no recording can be made.
     """
@@ -82,22 +96,26 @@ class State:
         self.numbers: list[tuple[Any, list[str]]] = []
         self.reason = ""
         self._structure: list[Any] = [id(membership.of(None)), precision.here.dtype]
+        self._package = _package_of(function)
         self._seen: dict[Any, Any] = {}  # also keeps what was seen, so that ids stay its own
         self._ways: dict[type, Any] = {}
         self._unseen: list[tuple[Any, Any, int]] = []
         self._hooks: list[tuple[Any, Any, int]] = []  # last: variables are named before
+        self._objects: list[tuple[Any, Any]] = []  # of which attributes count that are loaded
+        self._loads = {"attribute": set[str](), "method": set(_IMPLICIT)}
         for root in roots:
             self._start(root, type(root).__name__)
         self._start(function, getattr(function, "__name__", "step"))
-        while self._unseen or self._hooks:
+        while self._unseen or self._hooks or self._meet_loaded():
             value, path, how = (self._unseen or self._hooks).pop()
             known, way = len(self._unseen), self._way(value)
             if isinstance(value, FunctionType):  # a hook may be one of the library
                 way = State._visit_function
+            visit = (id(value), None) if how == _NAMED else id(value)
             if not callable(way):
                 self._start(value, path)
-            elif id(value) not in self._seen:
-                self._seen[id(value)] = value
+            elif visit not in self._seen:
+                self._seen[visit] = value
                 way(self, value, path, how)
                 self._unseen[known:] = reversed(self._unseen[known:])  # in the order of finding
         self.signature = tuple(self._structure)
@@ -117,29 +135,81 @@ class State:
         """Take what is directly in an object that was named: of any class."""
         way = self._way(root)
         if callable(way):
-            self._unseen.append((root, path, _FOUND))
+            self._unseen.append((root, path, _NAMED if way is State._visit_items else _FOUND))
         elif way == "other" and id(root) not in self._seen:
             self._seen[id(root)] = root
-            for holder, name, value in parts(root):
+            self._objects.append((root, path))
+            for holder, name, value in () if isinstance(root, ModuleType) else parts(root):
                 self._meet(holder, name, (path, _ATTRIBUTE, name), value)
+
+    def _meet_loaded(self) -> bool:
+        """Meet attributes that functions load by their names; return whether they lead on."""
+        attributes, methods = self._loads.values()
+        for one, path in self._objects:  # which grow meanwhile
+            own, found = getattr(one, "__dict__", None), parts(one)
+            bases = (one if isinstance(one, type) else type(one)).__mro__
+            # Attributes of classes are in a dict behind a proxy: a lookup takes half of the time.
+            of_classes = [gc.get_referents(vars(x))[0] for x in bases if self._is_yours(x)]
+            found += [(held, *item) for held in of_classes for item in list(held.items())]
+            if hasattr(type(one), "__getattr__"):
+                for name in sorted(attributes.difference([name for _, name, _ in found])):
+                    with suppress(AttributeError, LookupError):
+                        found.append((one, name, getattr(one, name)))
+            holders: dict[str, Any] = {}
+            for holder, name, value in found:
+                of, key = (path, _ATTRIBUTE, name), (id(holder), name, None)
+                is_of_class = holder is not own and isinstance(holder, dict)
+                is_method = is_of_class and hasattr(type(value), "__get__")
+                is_simple = self._way(value) == "simple"
+                is_told = is_simple and holder is own and isinstance(one, Structured)
+                is_loaded = name in attributes or (name in methods and not is_simple)
+                if not is_loaded or is_told or key in self._seen:
+                    continue
+                self._seen[key] = holder
+                if is_method:  # also of a base class, which may be called by super()
+                    behind = [getattr(value, each, None) for each in ("fget", "func", "__func__")]
+                    function = next(filter(None, behind), value)
+                    if callable(self._way(function)):
+                        self._start(function, of)
+                elif holders.setdefault(name, holder) is holder and not (
+                    is_of_class and plain_arrays(value)
+                ):
+                    self._meet(holder, name, of, value, _NAMED)
+                    if is_of_class and isinstance(own, dict):
+                        self._compare(own, ITEMS, path, len(own))  # it may get one of that name
+        return bool(self._unseen or self._hooks)
+
+    def _is_yours(self, one: Any) -> bool:
+        """Return whether a function or a class is of the step's package, or not installed."""
+        package = _package_of(one)
+        file = getattr(sys.modules.get(package), "__file__", None) or ""
+        is_library = package in _LIBRARIES or package in sys.stdlib_module_names
+        return package == self._package or not (is_library or "-packages" in file)
+
+    def _compare(self, holder: Any, key: Any, path: Any, value: Any) -> None:
+        if (id(holder), key) not in self._seen:
+            place = self._seen[id(holder), key] = Place(holder, key, path)
+            self.names.append((place, value))
 
     def _meet(self, holder: Any, key: Any, path: Any, value: Any, how: int = _FOUND) -> None:
         """Note a value that was found; its contents come later."""
         way, arrays = self._way(value), plain_arrays(value)
         is_followed = callable(way)
         if is_followed:
-            self._unseen.append((value, path, min(how, _FOUND)))
-        if (how == _TOLD and not arrays) or (id(holder), key) in self._seen:
+            is_container = way is State._visit_items
+            self._unseen.append((value, path, how if is_container else min(how, _FOUND)))
+        is_compared = how == _NAMED or is_followed or arrays or value is None
+        if (how == _TOLD and not arrays) or not is_compared or (id(holder), key) in self._seen:
             return
-        place = self._seen[id(holder), key] = Place(holder, key, path)
-        is_object = how == _NAMED and way == "other" and not _is_library(value)
-        if is_object:
-            self._start(value, path)
         if arrays:
-            self.held.append((place, value))
+            self.held.append((Place(holder, key, path), value))
             self._structure += map(id, arrays)
-        if how != _TOLD and (is_followed or arrays or is_object or value is None):
-            self.names.append((place, value))
+        if how == _NAMED and way == "other" and not _is_library(value):
+            self._start(value, path)
+        if how == _TOLD:
+            self._seen[id(holder), key] = holder
+        else:
+            self._compare(holder, key, path, value)
 
     def _visit_variable(self, variable: Variable, path: Any, _: int) -> None:
         hook, placement, data = variable.hook, variable.placement, variable.data
@@ -155,6 +225,8 @@ class State:
 
     def _visit_object(self, one: Any, path: Any, _: int) -> None:
         self._structure += [_mark(one), type(one)]
+        if not _is_library(one):
+            self._objects.append((one, path))
         has_numbers, own = isinstance(one, Structured), one.__dict__
         how = _TOLD if _is_library(one) else _FOUND
         for name, value in list(own.items()):
@@ -162,6 +234,8 @@ class State:
             self._structure += [name, type(value)]
             if way != "simple":
                 self._meet(own, name, of, value, how)
+            if name == "enabled":
+                self._compare(own, name, of, value)
             if has_numbers or name == "enabled":
                 items = parts(value) if way is State._visit_items else [(own, name, value)]
                 numbers = [repr(x) for *_, x in items[:_MANY] if self._way(x) == "simple"]
@@ -171,33 +245,44 @@ class State:
     def _visit_items(self, items: Any, path: Any, how: int) -> None:
         found = parts(items)
         first = found[0][2] if found else None
+        is_set = isinstance(items, set) and all(self._way(x) == "simple" for *_, x in found)
+        if how == _NAMED and not isinstance(items, (tuple, frozenset)):
+            self._compare(items, ITEMS, path, set(items) if is_set else len(found))
         if len(found) > _MANY and not isinstance(first, Variable):
             return
         is_parameter = isinstance(first, Variable) and first.calc_grad and first.node is None
         if is_parameter or isinstance(first, Module):  # no list of results
             self._structure.append(len(found))
-            self.names += [(Place(items, None, path), len(found))] * (how != _TOLD)
+            if how != _TOLD:
+                self._compare(items, ITEMS, path, len(found))
         for _, key, value in found:
             of = (path, _ITEM, key) if self._way(key) == "simple" else path
             if isinstance(items, (dict, list)):
                 self._meet(items, key, of, value, how)
             elif callable(self._way(value)):
                 self._unseen.append((value, of, how))
+            elif how == _NAMED and self._way(value) == "other" and not _is_library(value):
+                self._start(value, of)
 
     def _visit_function(self, function: FunctionType, path: Any, _: int) -> None:
         self._structure.append(_mark(function))
-        codes, held = [function.__code__], function.__globals__
+        codes, held, loads = [function.__code__], function.__globals__, loads_of(function.__code__)
+        is_yours = self._is_yours(function)
+        for kind in self._loads if is_yours else ():
+            self._loads[kind] |= loads[kind]
         cells = zip(codes[0].co_freevars, function.__closure__ or (), strict=True)
-        places = [Place(cell, "cell_contents", name) for name, cell in cells]
+        places = [(Place(cell, "cell_contents", name), "free") for name, cell in cells]
         for code in codes:  # also those in it
             codes += [each for each in code.co_consts if isinstance(each, CodeType)]
         names = dict.fromkeys(chain(*(code.co_names for code in codes)))
-        places += [Place(held, name, name) for name in names if name in held]
+        places += [(Place(held, name, name), "global") for name in names if name in held]
         given = [name for name in ("__defaults__", "__kwdefaults__") if getattr(function, name)]
-        places += [Place(function, name, path) for name in given]
-        found = [(place, place.get()) for place in places]
-        for place, value in sorted(found, key=lambda each: not isinstance(each[1], Module)):
-            self._meet(*place, value, _NAMED)  # modules first, as they have names
+        places += [(Place(function, name, path), "") for name in given]
+        found = [(place, kind, place.get()) for place, kind in places]
+        for place, kind, value in sorted(found, key=lambda each: not isinstance(each[2], Module)):
+            # Modules first, as they have names.
+            is_loaded = not kind or (is_yours and place.path in loads[kind])
+            self._meet(*place, value, _NAMED if is_loaded else _FOUND)
 
     def _visit_callable(self, one: Any, path: Any, _: int) -> None:
         if isinstance(one, functools.partial):
@@ -245,6 +330,68 @@ _WAYS: tuple[tuple[Any, Any], ...] = (
 )
 
 
+# Methods that Python or a library calls.
+_IMPLICIT = "forward", "__call__", "__enter__", "__exit__", "__getitem__", "__iter__", "__len__"
+_ADDS = {"append", "extend", "add", "insert"}  # which read nothing of a container
+_KINDS = {"LOAD_SUPER_ATTR": "attribute", "LOAD_DEREF": "free", "LOAD_GLOBAL": "global", "LOAD_NAME": "global",
+          "LOAD_ATTR": "attribute", "LOAD_METHOD": "method"}  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1000)
+def loads_of(code: CodeType) -> dict[str, set[str]]:
+    """Return the names that ``code``, and functions in it, load, by the kinds of names."""
+    found: dict[str, set[str]] = {kind: set() for kind in _KINDS.values()}
+    loads: list[tuple[str, Any]] = []
+    for each in dis.get_instructions(code):
+        kind = _KINDS.get(each.opname, "")
+        if kind == "attribute" and sys.version_info >= (3, 12) and (each.arg or 0) & 1:
+            kind = "method"
+        if each.opname != "EXTENDED_ARG":
+            loads.append((kind, each.argval))
+    for (kind, name), after in pairwise([*loads, ("", None)]):
+        if kind and not (after[0] == "method" and after[1] in _ADDS):
+            found[kind].add(name)
+    if "getattr" in found["global"]:
+        found["attribute"] |= {each for each in code.co_consts if isinstance(each, str)}
+    for inner in [each for each in code.co_consts if isinstance(each, CodeType)]:
+        for kind, names in loads_of(inner).items():
+            found[kind] |= names
+    return found
+
+
+def _package_of(one: Any) -> str:
+    name = str(getattr(one, "__module__", ""))
+    spec = getattr(sys.modules.get(name), "__spec__", None)  # of a package that is run by -m
+    return str(spec.name if spec else name).partition(".")[0]
+
+
+class Changes:
+    """Finds what had another value in each of more than ``most`` recordings in turn."""
+
+    def __init__(self, most: int) -> None:
+        self._values: deque[dict[str, Any]] = deque(maxlen=most + 1)
+        self._replays = 0
+
+    def name(self, state: State, replays: int) -> str:
+        """Note the values before a recording, after ``replays``; return the name, or nothing."""
+        if replays > self._replays:
+            self._values.clear()
+        self._replays = replays
+        pairs = [(x.path, repr(v) if is_value(v) else id(v)) for x, v in state.names]
+        pairs += [(path, tuple(numbers)) for path, numbers in state.numbers]
+        last = {words(path): value for path, value in pairs}
+        self._values.append(last)
+        count = self._values.maxlen if len(self._values) == self._values.maxlen else -1
+        names = (x for x in last if len({each.get(x) for each in self._values}) == count)
+        return next(names, "")
+
+
+def is_value(value: Any) -> bool:
+    """Return whether another object of the same value is as good as ``value``."""
+    items = value if isinstance(value, tuple) else (value,)
+    return all(isinstance(each, (*_SIMPLE, set)) for each in items)
+
+
 def _mark(value: Any) -> Any:
     """Return what equals only that of the same object, or number."""
     if isinstance(value, MethodType):
@@ -274,10 +421,10 @@ def parts(one: Any) -> list[tuple[Any, Any, Any]]:
     own = getattr(one, "__dict__", None)  # which holds attributes, so that no setter is called
     slots = [base.__dict__.get("__slots__", ()) for base in type(one).__mro__]
     slots += ["cell_contents"] if isinstance(one, CellType) else []
-    names = chain(*([each] if isinstance(each, str) else each for each in slots))
-    found = [(one, name, getattr(one, name, None)) for name in names if name[:2] != "__"]
+    names: Any = chain(*([each] if isinstance(each, str) else each for each in slots))
+    names = [name for name in names if name[:2] != "__" and hasattr(one, name)]
     held = [(own, *item) for item in list(own.items())] if isinstance(own, dict) else []
-    return held + [each for each in found if each[2] is not None]
+    return held + [(one, name, getattr(one, name)) for name in names]
 
 
 def _is_library(one: Any) -> bool:

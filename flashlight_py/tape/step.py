@@ -34,7 +34,20 @@ from flashlight_py.tape.program import (
     unwrapped,
 )
 from flashlight_py.tape.recording import Note, Recording, arrays_in, handlers, meets, user_frame
-from flashlight_py.tape.state import Place, State, parts, plain_arrays, remade, replace_all, words
+from flashlight_py.tape.state import (
+    EVERY_CALL,
+    INSTEAD,
+    ITEMS,
+    Changes,
+    Place,
+    State,
+    is_value,
+    parts,
+    plain_arrays,
+    remade,
+    replace_all,
+    words,
+)
 
 _MOST_PROGRAMS = 16
 _MOST_TRIES = 64
@@ -64,6 +77,8 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         self.reason = ""  # why it stays eager; empty: it does not
         self._tries = self._anew = 0
         self._constants: list[Any] = []  # of the last recordings
+        self._changes = Changes(_MOST_PROGRAMS)
+        self._homes: Any = weakref.WeakValueDictionary()  # arrays that took the place of others
         self._unchecked: list[Any] = []  # programs, with check: each as often as to compare it
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -84,7 +99,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         stamp = int(count[0])  # before the lock: who has it changes the number first
         if self.reason or here.recorder is not None:
             return self._run_eagerly(args, options)
-        call = _Call(self.__wrapped__, self._state, args, options or {})
+        call = _Call(self.__wrapped__, self._state, args, options or {}, self._homes)
         is_free = call.is_on_gpu or not _recording.locked()  # on GPUs, ranks vote before each call
         reason = call.why_not() if is_free else ""
         if reason or not is_free:
@@ -107,7 +122,9 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         if _recording.acquire(blocking=False):
             try:
                 self._tries += 1
-                if self._tries > max(_MOST_TRIES, self.replays):
+                if name := self._changes.name(call.state, self.replays):
+                    self._stay_eager(EVERY_CALL.format(name))
+                elif self._tries > max(_MOST_TRIES, self.replays):
                     self._stay_eager(
                         f"{self._tries} calls could not be replayed, and {self.replays} could: of "
                         "other forms, dtypes, values or memory; pass what changes as an array"
@@ -127,7 +144,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
             return self._run_eagerly(args, options)
         before = graphs.replays
         if self.check and before < _CHECKED:
-            call = _Call(self.__wrapped__, self._state, args, options)
+            call = _Call(self.__wrapped__, self._state, args, options, self._homes)
             saved = call.saved()
             result = graphs(args, options)
             if graphs.replays > before:
@@ -188,6 +205,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         result = replay(*call.args, **call.options)
         self._compare(call, before, result)
         self._unchecked.remove(program)
+        self._changes = Changes(_MOST_PROGRAMS)
         if program not in self._unchecked:
             self.programs = [program, *self.programs][:_MOST_PROGRAMS]
         return result
@@ -216,7 +234,10 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
 class _Call:
     """A call of ``step``, and what is recorded of it; its state is found by ``roots`` as well."""
 
-    def __init__(self, step: Any, roots: Sequence[Any], args: Any, options: dict[str, Any]) -> None:
+    def __init__(
+        self, step: Any, roots: Sequence[Any], args: Any, options: dict[str, Any], homes: Any
+    ) -> None:
+        self._homes = homes
         self.step, self.args, self.options = step, args, options
         self.values = (*args, *options.values())
         data = [x.data if isinstance(x, Variable) else x for x in self.values]
@@ -294,8 +315,11 @@ class _Call:
         after = State(self.step, self._roots)
         before, now = self.state.numbers, after.numbers
         for path, _ in [one for one in now if one not in before] if now != before else ():
-            self._leave(f"it changes {words(path)}, which no replay does; keep it in an array")
+            self._leave(f"it changes {words(path)}, which no replay does,", INSTEAD)
         self._settle(after)
+        for place, value in self.state.names:
+            if value is not None and is_value(value) and not place.has(value):
+                self._leave(f"it changes {words(place.path)}, which no replay does,", INSTEAD)
         after = State(self.step, self._roots) if self._moved else after
         self.stamp = after.signature, int(count[0])  # what it belongs to, and when that was
 
@@ -363,8 +387,12 @@ class _Call:
             return
         homes: dict[int, Array] = {}
         for _, before, now in new:
-            home = room_like(before)  # which nobody else has, as who has returned the old one
-            recording.move(before, home)
+            # Nobody else has it, as who has returned the old one; all recordings have one.
+            home = self._homes.get(id(before))
+            if home is None:
+                home = room_like(before)
+                recording.move(before, home)
+                self._homes[id(home)] = home
             recording.notes.append(Note(np.copyto, (home, recording.noted(now)), {}, [], [home]))
             np.copyto(home, now)
             homes[id(now)] = self._moved[id(before)] = home
@@ -372,10 +400,10 @@ class _Call:
             self._moved[id(before)] = remade(now, lambda each: homes.get(id(each), each))
             place.set(self._moved[id(before)])
 
-    def _leave(self, reason: str) -> None:
+    def _leave(self, reason: str, instead: str = "") -> None:
         """Leave for what another run may not do again."""
         self.is_to_be_continued = True
-        self.recording.leave(reason)
+        self.recording.leave(reason, instead)
 
     def released(self) -> Any:
         """Return what the step returned; put arrays in the place of what stands for them."""
@@ -410,7 +438,7 @@ class _Call:
         arrays = plain_arrays(tuple([moved.get(id(value), value) for _, value in self._before]))
         used = {id(each): each for each in arrays if meets(memory.touched, each)}
         names = [
-            (x.holder, x.key, len(x.holder) if type(value) is int else moved.get(id(value), value))
+            (x.holder, x.key, moved.get(id(value), value), x.key is ITEMS, is_value(value))
             for x, value in self.state.names
             # Else it is the result of a call before, which somebody has kept there.
             if not (isinstance(value, Variable) and value.node) or meets(memory.touched, value.data)

@@ -78,6 +78,16 @@ def number_of_the_last_one() -> Any:
     return step, holder
 
 
+def count_of_calls() -> Any:
+    holder = SimpleNamespace(calls=0)
+
+    def step(x: np.ndarray) -> Any:
+        holder.calls += 1
+        return x * holder.calls
+
+    return step, holder
+
+
 def changing_hands(keep: bool) -> Callable[[], Any]:
     """The array that another one takes the place of is returned, or kept in a list."""
 
@@ -127,6 +137,10 @@ REASONS: dict[str, tuple[Callable[[], Any], str]] = {
     "a gradient of its own": (gradient_of_its_own, "stays eager"),
     "made anew": (made_anew, "puts an array where there was none"),
     "a count of steps": (counting, "it changes optimizer.count, which no replay does"),
+    "a count of calls": (
+        count_of_calls, r"changes holder\.calls, .*; keep it in an array, or pass it as an arg",
+    ),
+    "a schedule that is read": (lambda: lambda x: x * SCHEDULE.last_lr, "a schedule is read"),
     "a number of the last one": (
         number_of_the_last_one, r"puts an array where there was none, holder\.total",
     ),
