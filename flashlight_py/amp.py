@@ -16,19 +16,18 @@ import numpy as np
 
 from flashlight_py.autograd import Variable, functions
 from flashlight_py.autograd.precision import casting, here
-from flashlight_py.device import array_module, device_of, floating, is_cupy, is_floating, to_device
+from flashlight_py.device import array_module, device_of, floating, is_floating, to_device
 from flashlight_py.distributed import all_reduce, get_world_size
 from flashlight_py.distributed.api.verb_call import in_step
 from flashlight_py.optim.clip import gradients_of
 from flashlight_py.structure import HoldsState
-from flashlight_py.structure import here as recording
 
 __all__ = ["DynamicScaler", "autocast"]
 
 _STATE = "scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"  # torch's
 
 
-class autocast(ContextDecorator, HoldsState):
+class autocast(ContextDecorator):
     """Have functions choose their dtype: a context manager, or a decorator of functions.
 
     Products (``matmul``, ``linear`` and what is made of them) take their inputs in ``dtype`` and
@@ -87,8 +86,7 @@ class DynamicScaler(HoldsState):
     is multiplied by ``growth_factor``. bfloat16 has the range of float32 and needs none. In a world
     of several ranks ``unscale`` is collective: all leave the step out if one has to.
 
-    Replays of a captured step read the scale, but cannot decide: capture a step that ends with
-    ``backward()``, and call ``step`` and ``update`` after it.
+    A captured step ends with ``backward()``; call ``step`` and ``update`` after it.
 
     Args:
         initial_scale: the first scale, above 0.
@@ -118,8 +116,9 @@ class DynamicScaler(HoldsState):
         backoff_factor: float = 0.5, growth_interval: int = 2000, enabled: bool = True,
     ) -> None:  # fmt: skip
         self.enabled = bool(enabled)
-        self._scale = np.ones((), np.float32)  # in memory, which replays read
-        self._on_gpu: Any = None  # a copy of it for losses on a GPU
+        # In memory, which replays of captured steps read; the scale for losses of each device.
+        self._scales: dict[str, Any] = {"cpu": np.ones((), np.float32)}
+        self._tracker = np.zeros((), np.int64)
         self._set(initial_scale, growth_factor, backoff_factor, growth_interval, 0)
         # Of this iteration, by optimizer: whether its gradients are finite, and if it has stepped.
         self._found: dict[Any, bool] = {}
@@ -139,18 +138,16 @@ class DynamicScaler(HoldsState):
             )
         self._set_scale(scale)
         self.growth_factor, self.backoff_factor = float(growth), float(backoff)
-        self.growth_interval, self._tracker = int(interval), int(steps)
+        self.growth_interval = int(interval)
+        self._tracker[...] = int(steps)
 
     def _set_scale(self, scale: Any) -> None:
-        if recording.recorder is not None:
-            recording.recorder.leave("a loss scale is set")
-        self._scale[...] = scale
-        if self._on_gpu is not None:
-            self._on_gpu[...] = scale
+        for array in self._scales.values():
+            array[...] = scale
 
     def get_scale(self) -> float:
         """Return the scale: 1 where the scaler is not enabled."""
-        return self._scale.item() if self.enabled else 1.0
+        return self._scales["cpu"].item() if self.enabled else 1.0
 
     def scale(self, loss: Any) -> Any:
         """Return the loss times the scale, in its dtype; of a list or tuple, each of it.
@@ -164,13 +161,10 @@ class DynamicScaler(HoldsState):
             return type(loss)(map(self.scale, loss))
         if not isinstance(loss, Variable):
             raise TypeError(f"DynamicScaler.scale takes a variable, got {type(loss).__name__}")
-        scale: Any = self._scale
-        if is_cupy(loss.data):
-            device = device_of(loss.data)
-            if self._on_gpu is None or device_of(self._on_gpu) != device:
-                self._on_gpu = to_device(scale, device)
-            scale = self._on_gpu
-        return functions.mul(loss, scale.astype(loss.dtype if is_floating(loss.dtype) else "f8"))
+        device, dtype = device_of(loss.data), loss.dtype if is_floating(loss.dtype) else "f8"
+        if device not in self._scales:
+            self._scales[device] = to_device(self._scales["cpu"], device)
+        return functions.mul(loss, self._scales[device].astype(dtype))
 
     @in_step()
     def unscale(self, optimizer: Any) -> None:
@@ -197,7 +191,7 @@ class DynamicScaler(HoldsState):
             )
         is_finite = True
         with np.errstate(all="ignore"):
-            inverse = np.float32(1 / np.float64(self._scale))
+            inverse = np.float32(1 / np.float64(self._scales["cpu"]))
             for grad in grads:
                 xp = array_module(grad)
                 is_finite &= bool(xp.isfinite(grad).all())
@@ -248,12 +242,12 @@ class DynamicScaler(HoldsState):
             )
         elif not all(self._found.values()):
             self._set_scale(self.get_scale() * self.backoff_factor)
-            self._tracker = 0
-        elif self._tracker + 1 == self.growth_interval:
+            self._tracker[...] = 0
+        elif self._tracker.item() + 1 == self.growth_interval:
             with np.errstate(over="ignore"):
                 grown = np.float32(self.get_scale() * self.growth_factor)
-            self._set_scale(grown if np.isfinite(grown) else self._scale)
-            self._tracker = 0
+            self._set_scale(grown if np.isfinite(grown) else self.get_scale())
+            self._tracker[...] = 0
         else:
             self._tracker += 1
         self._found.clear()
@@ -265,7 +259,7 @@ class DynamicScaler(HoldsState):
         Empty where the scaler is not enabled.
         """
         factors = self.growth_factor, self.backoff_factor
-        values = self.get_scale(), *factors, self.growth_interval, self._tracker
+        values = self.get_scale(), *factors, self.growth_interval, self._tracker.item()
         return dict(zip(_STATE, values, strict=True)) if self.enabled else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -59,7 +59,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "tagi.distributed": ("tagi", "errors", "device", "distributed", "parallel"),
     "tagi": ("errors", "device", "random", "kernels", "_native"),
     "trace": ("errors", "distributed"),
-    "amp": (*FRAMEWORK, "distributed"),
+    "amp": (*FRAMEWORK, "distributed", "structure"),
     "torch": ("errors", "interfaces", "distributed"),
     "checkpoint": ("_version", *FRAMEWORK[:3], "distributed", "parallel"),
     "doctor": ("_version", "errors", "device", "interfaces", "_native", "distributed", "launch"),

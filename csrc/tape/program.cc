@@ -136,8 +136,8 @@ std::unique_ptr<Program> Program::read(PyObject* description) {
         PyArrayObject* array = reinterpret_cast<PyArrayObject*>(each);
         return p.state_.push_back({array, Form(array)}), true;
       }) &&
-      read_all<&Name::holder, &Name::name, &Name::value, &Name::is_items, &Name::is_number>(known,
-                                                                                            &p.known_) &&
+      read_all<&Name::holder, &Name::name, &Name::value, &Name::is_items, &Name::is_number,
+               &Name::descriptor>(known, &p.known_) &&
       read_all<&Binding::variable, &Binding::slot, &Binding::value>(found, &p.found_) &&
       read_all<&Binding::variable, &Binding::slot, &Binding::value, &Binding::since>(bindings,
                                                                                      &p.bindings_) &&
@@ -241,12 +241,8 @@ int Program::take_arguments(PyObject* args, PyObject* kwargs) {
 void Program::Name::prepare() {
   is_in_dict = !is_items && PyDict_Check(holder);
   index = !is_items && PyList_Check(holder) ? PyLong_AsSsize_t(name) : -1;
-  if (is_items || is_in_dict || index >= 0) return;
-  descriptor.reset(PyObject_GetAttr(reinterpret_cast<PyObject*>(Py_TYPE(holder)), name));
-  if (descriptor == nullptr) return PyErr_Clear();
-  PyTypeObject* kind = Py_TYPE(descriptor.get());
-  if (kind != &PyGetSetDescr_Type && kind != &PyMemberDescr_Type) return;
-  read = reinterpret_cast<descrgetfunc>(PyType_GetSlot(kind, Py_tp_descr_get));
+  if (descriptor == Py_None) return;
+  read = reinterpret_cast<descrgetfunc>(PyType_GetSlot(Py_TYPE(descriptor), Py_tp_descr_get));
 }
 
 int Program::Name::is_as_before() const {
@@ -256,7 +252,7 @@ int Program::Name::is_as_before() const {
     item = PyDict_GetItemWithError(holder, name);
     if (item == nullptr && PyErr_Occurred()) return -1;
   } else if (read != nullptr) {
-    now.reset(read(descriptor.get(), holder, reinterpret_cast<PyObject*>(Py_TYPE(holder))));
+    now.reset(read(descriptor, holder, reinterpret_cast<PyObject*>(Py_TYPE(holder))));
     item = now.get();
   } else if (index >= 0) {
     if (index < PyList_Size(holder)) item = PyList_GetItem(holder, index);

@@ -172,12 +172,12 @@ class Program {
   };
   struct Name {  // what a name of the function stands for
     PyObject *holder, *name, *value;
-    bool is_items;      // `value` is how many items `holder`, a container, has; or a copy of it, a set
-    bool is_number;     // or a string: compared by value
-    bool is_in_dict;    // `holder` is one; else, with `index` >= 0, a list
+    bool is_items;         // `value` is how many items `holder`, a container, has; or a copy of it, a set
+    bool is_number;        // or a string: compared by value
+    PyObject* descriptor;  // of an attribute in C, such as that of a cell; else None
+    bool is_in_dict;       // `holder` is one; else, with `index` >= 0, a list
     Py_ssize_t index;
-    descrgetfunc read;  // of `descriptor`, if `name` is an attribute in C, such as that of a cell
-    Owned descriptor;
+    descrgetfunc read;  // of `descriptor`
 
     void prepare();
     int is_as_before() const;  // 1 or 0; -1 with an exception

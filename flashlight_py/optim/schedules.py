@@ -11,7 +11,6 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 from flashlight_py.optim.optimizer import check_at_least_zero
-from flashlight_py.structure import here
 
 # From the base rate and the number of steps to the rate.
 Formula: TypeAlias = Callable[[float, int], float]
@@ -64,8 +63,6 @@ class LearningRateSchedule:
 
     def rate_at(self, step: int) -> float:
         """Return the rate after ``step`` steps, at least 0; changes nothing."""
-        if here.recorder is not None:
-            here.recorder.leave("a schedule is read", "read the learning rate of the optimizer")
         return self._formula(self.base_lr, step)
 
     def step(self) -> None:

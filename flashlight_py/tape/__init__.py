@@ -16,14 +16,14 @@ def capture(
 
     Also a decorator, with or without arguments. The first call with arguments of some shapes,
     strides and dtypes is recorded: what NumPy computes, gradient hooks, reductions, the optimizer
-    and meters. Later calls are one call into native code, with the same results to the bit. **They
-    read and write memory, and run no Python**: everything else in the step happens once.
+    and meters. Later calls are one call into native code, with the same results to the bit.
+    **Everything that the function reads by name is compared; everything else of Python runs once.**
 
     Arguments are arrays, variables without gradients, and values that are compared, such as
     numbers. Other arrays are read and written where they lie: those of modules, optimizers and
     meters, variables and arrays that the function names (that it closes over, has as defaults,
-    finds in globals or in ``self``), also in containers; ``state`` names what holds others. The
-    step's results come back: new variables, arrays and numbers, also in tuples, lists and dicts.
+    finds in globals or in ``self``), also in containers; ``state`` names what holds others.
+    Results are new variables, arrays and numbers, also in tuples, lists and dicts.
 
     Where modules, optimizers or hooks have changed, the step is recorded again. Where it cannot be
     captured, as it reads a value in the middle (``float(loss)``, ``if``) or uses an array from

@@ -40,15 +40,7 @@ from flashlight_py.structure import count, here
 from flashlight_py.tape.operands import CannotCapture
 from flashlight_py.tape.products import capture_products
 from flashlight_py.tape.recording import line_of_user, note_gradients
-from flashlight_py.tape.state import (
-    EVERY_CALL,
-    ITEMS,
-    Changes,
-    Place,
-    State,
-    plain_arrays,
-    words,
-)
+from flashlight_py.tape.state import ITEMS, EveryCall, Place, State, plain_arrays, words
 
 _MOST_GRAPHS = 8  # each keeps the memory of a step
 _MOST_FORMS = 64  # of arguments, that have not been captured
@@ -298,7 +290,7 @@ class Graphs:
         self._groups: list[Membership] | None = None  # that the step uses; None: it has not run
         self._numbers = itertools.count(1)
         self._captures = 0
-        self._changes = Changes(_LEAST_CAPTURES)
+        self._changes = EveryCall(_LEAST_CAPTURES)
         self._lock = threading.RLock()
         self.replays = 0
         self.reason = ""  # why the step stays eager, once that is known
@@ -376,10 +368,9 @@ class Graphs:
             _restore(state, host)
             draws.state = drawn
             raise
-        if name := self._changes.name(state, self.replays - self._captures):
-            reason = EVERY_CALL.format(name)
-        elif self._captures > max(_LEAST_CAPTURES, self.replays):
+        if self._captures > max(_LEAST_CAPTURES, self.replays):
             reason = f"{self._captures} calls had to be captured, and {self.replays} were replayed"
+        reason = self._changes.reason(state, self.replays - self._captures) or reason
         if not reason and draws.state != drawn:
             reason = "random numbers are drawn on the CPU; draw them on the GPU, or before"
         if not reason:

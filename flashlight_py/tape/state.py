@@ -17,7 +17,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import chain, pairwise, zip_longest
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import (
+    CellType,
+    CodeType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,9 +42,9 @@ _tape = _native.load("tape")
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 _SIMPLE = (int, float, complex, str, bytes, type(None), np.dtype, np.generic, Number)
 _LIBRARIES = ("flashlight_py", "numpy", "cupy")
+_DESCRIPTORS = (GetSetDescriptorType, MemberDescriptorType)
 _MANY = 1000  # items of a container that counts as data, unless they are variables
 INSTEAD = "keep it in an array, or pass it as an argument"
-EVERY_CALL = f"{{}} has another value in every call; {INSTEAD}"
 ITEMS = object()  # the key of the number of items, or of a set's
 
 
@@ -51,6 +59,12 @@ class Place(NamedTuple):
         """Return whether ``value`` is there, or for numbers and strings one that equals it."""
         now = self.get()
         return now is value or (is_value(value) and _tape.same(value, now))
+
+    def described(self, value: Any) -> tuple[Any, ...]:
+        """Return what csrc/tape/program.h compares with ``value``."""
+        found = getattr(type(self.holder), self.key, None) if type(self.key) is str else None
+        descriptor = found if isinstance(found, _DESCRIPTORS) else None
+        return self.holder, self.key, value, self.key is ITEMS, is_value(value), descriptor
 
     def get(self) -> Any:
         holder, key, _ = self
@@ -77,7 +91,7 @@ def words(path: Any) -> str:
 # How a value was found: in a holder that says itself when it gets another one, elsewhere, or by a
 # name of a function, so that attributes of an object of any class are met as well.
 _TOLD, _FOUND, _NAMED = range(3)
-_ATTRIBUTE, _ITEM = "{}.{}", "{}[{!r}]"
+_ATTRIBUTE, _ITEM, _LENGTH = "{}.{}", "{}[{!r}]", "len({})"
 
 
 class State:
@@ -151,33 +165,41 @@ class State:
             # Attributes of classes are in a dict behind a proxy: a lookup takes half of the time.
             of_classes = [gc.get_referents(vars(x))[0] for x in bases if self._is_yours(x)]
             found += [(held, *item) for held in of_classes for item in list(held.items())]
-            if hasattr(type(one), "__getattr__"):
-                for name in sorted(attributes.difference([name for _, name, _ in found])):
-                    with suppress(AttributeError, LookupError):
-                        found.append((one, name, getattr(one, name)))
-            holders: dict[str, Any] = {}
+            first = {name: holder for holder, name, _ in reversed(found)}
+            for name in (
+                sorted(attributes - first.keys()) if hasattr(type(one), "__getattr__") else ()
+            ):
+                with suppress(AttributeError, LookupError):  # it is of another object
+                    found.append((one, name, getattr(one, name)))
             for holder, name, value in found:
                 of, key = (path, _ATTRIBUTE, name), (id(holder), name, None)
-                is_of_class = holder is not own and isinstance(holder, dict)
-                is_method = is_of_class and hasattr(type(value), "__get__")
+                is_held = holder is own or first.get(name) is one
                 is_simple = self._way(value) == "simple"
                 is_told = is_simple and holder is own and isinstance(one, Structured)
                 is_loaded = name in attributes or (name in methods and not is_simple)
                 if not is_loaded or is_told or key in self._seen:
                     continue
                 self._seen[key] = holder
-                if is_method:  # also of a base class, which may be called by super()
+                if isinstance(holder, dict) and not is_held and hasattr(type(value), "__get__"):
+                    # A method, or a property; also of a base class, which super() may call.
                     behind = [getattr(value, each, None) for each in ("fget", "func", "__func__")]
                     function = next(filter(None, behind), value)
                     if callable(self._way(function)):
                         self._start(function, of)
-                elif holders.setdefault(name, holder) is holder and not (
-                    is_of_class and plain_arrays(value)
-                ):
+                elif first.get(name, one) is holder and (is_held or not plain_arrays(value)):
                     self._meet(holder, name, of, value, _NAMED)
-                    if is_of_class and isinstance(own, dict):
-                        self._compare(own, ITEMS, path, len(own))  # it may get one of that name
+                    if not is_held and isinstance(own, dict):
+                        self._compare(own, ITEMS, (path, _LENGTH, ""), len(own))  # it may hide it
         return bool(self._unseen or self._hooks)
+
+    def _read_object(self, one: Any, path: Any) -> None:
+        """Compare what functions read of an object: of one of a library, the public numbers."""
+        if not _is_library(one):
+            self._start(one, path)
+        elif not isinstance(one, (FunctionType, ModuleType, type)):
+            for holder, name, value in parts(one):
+                if self._way(value) == "simple" and name[0] != "_":
+                    self._compare(holder, name, (path, _ATTRIBUTE, name), value)
 
     def _is_yours(self, one: Any) -> bool:
         """Return whether a function or a class is of the step's package, or not installed."""
@@ -204,8 +226,8 @@ class State:
         if arrays:
             self.held.append((Place(holder, key, path), value))
             self._structure += map(id, arrays)
-        if how == _NAMED and way == "other" and not _is_library(value):
-            self._start(value, path)
+        if how == _NAMED and way == "other":
+            self._read_object(value, path)
         if how == _TOLD:
             self._seen[id(holder), key] = holder
         else:
@@ -234,7 +256,7 @@ class State:
             self._structure += [name, type(value)]
             if way != "simple":
                 self._meet(own, name, of, value, how)
-            if name == "enabled":
+            if name == "enabled":  # such as of a loss scale, which tells nobody
                 self._compare(own, name, of, value)
             if has_numbers or name == "enabled":
                 items = parts(value) if way is State._visit_items else [(own, name, value)]
@@ -247,7 +269,8 @@ class State:
         first = found[0][2] if found else None
         is_set = isinstance(items, set) and all(self._way(x) == "simple" for *_, x in found)
         if how == _NAMED and not isinstance(items, (tuple, frozenset)):
-            self._compare(items, ITEMS, path, set(items) if is_set else len(found))
+            of = path if is_set else (path, _LENGTH, "")
+            self._compare(items, ITEMS, of, set(items) if is_set else len(found))
         if len(found) > _MANY and not isinstance(first, Variable):
             return
         is_parameter = isinstance(first, Variable) and first.calc_grad and first.node is None
@@ -261,8 +284,8 @@ class State:
                 self._meet(items, key, of, value, how)
             elif callable(self._way(value)):
                 self._unseen.append((value, of, how))
-            elif how == _NAMED and self._way(value) == "other" and not _is_library(value):
-                self._start(value, of)
+            elif how == _NAMED and self._way(value) == "other":
+                self._read_object(value, of)
 
     def _visit_function(self, function: FunctionType, path: Any, _: int) -> None:
         self._structure.append(_mark(function))
@@ -280,8 +303,8 @@ class State:
         places += [(Place(function, name, path), "") for name in given]
         found = [(place, kind, place.get()) for place, kind in places]
         for place, kind, value in sorted(found, key=lambda each: not isinstance(each[2], Module)):
-            # Modules first, as they have names.
-            is_loaded = not kind or (is_yours and place.path in loads[kind])
+            is_loaded = not kind or place.path in loads[kind]  # modules first, as they have names
+            is_loaded &= is_yours or self._way(value) == "other"
             self._meet(*place, value, _NAMED if is_loaded else _FOUND)
 
     def _visit_callable(self, one: Any, path: Any, _: int) -> None:
@@ -294,6 +317,10 @@ class State:
             called = (getattr(one, "__func__", None) or one.__wrapped__,)
         for each in called:
             self._start(each, path)
+
+    def changed(self) -> list[Any]:
+        """Return the paths of the numbers and strings that are others now."""
+        return [x.path for x, v in self.names if v is not None and is_value(v) and not x.has(v)]
 
     def save(self, others: dict[str, Any]) -> State:
         """Keep what is there for ``restore`` and ``differences``; ``others`` are compared too."""
@@ -333,8 +360,9 @@ _WAYS: tuple[tuple[Any, Any], ...] = (
 # Methods that Python or a library calls.
 _IMPLICIT = "forward", "__call__", "__enter__", "__exit__", "__getitem__", "__iter__", "__len__"
 _ADDS = {"append", "extend", "add", "insert"}  # which read nothing of a container
-_KINDS = {"LOAD_SUPER_ATTR": "attribute", "LOAD_DEREF": "free", "LOAD_GLOBAL": "global", "LOAD_NAME": "global",
-          "LOAD_ATTR": "attribute", "LOAD_METHOD": "method"}  # fmt: skip
+_KINDS = {"LOAD_DEREF": "free", "LOAD_GLOBAL": "global", "LOAD_NAME": "global",
+          "LOAD_ATTR": "attribute", "LOAD_SUPER_ATTR": "attribute",
+          "LOAD_METHOD": "method"}  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1000)
@@ -365,25 +393,24 @@ def _package_of(one: Any) -> str:
     return str(spec.name if spec else name).partition(".")[0]
 
 
-class Changes:
-    """Finds what had another value in each of more than ``most`` recordings in turn."""
+class EveryCall:
+    """Finds a name that has another value in each of more than ``most`` recordings in turn."""
 
     def __init__(self, most: int) -> None:
-        self._values: deque[dict[str, Any]] = deque(maxlen=most + 1)
-        self._replays = 0
+        self._most, self._replays = most, 0
+        self._values: list[dict[str, Any]] = []
 
-    def name(self, state: State, replays: int) -> str:
-        """Note the values before a recording, after ``replays``; return the name, or nothing."""
-        if replays > self._replays:
-            self._values.clear()
+    def reason(self, state: State, replays: int) -> str:
+        """Note the values before a recording, after ``replays``; return why there is no other."""
+        self._values = self._values[-self._most :] if replays == self._replays else []
         self._replays = replays
         pairs = [(x.path, repr(v) if is_value(v) else id(v)) for x, v in state.names]
-        pairs += [(path, tuple(numbers)) for path, numbers in state.numbers]
-        last = {words(path): value for path, value in pairs}
-        self._values.append(last)
-        count = self._values.maxlen if len(self._values) == self._values.maxlen else -1
-        names = (x for x in last if len({each.get(x) for each in self._values}) == count)
-        return next(names, "")
+        pairs += [(path, repr(numbers)) for path, numbers in state.numbers]
+        self._values.append({words(path): value for path, value in pairs})
+        for name in self._values[-1] if len(self._values) > self._most else ():
+            if len({each.get(name) for each in self._values}) > self._most:
+                return f"{name} has another value in every call; {INSTEAD}"
+        return ""
 
 
 def is_value(value: Any) -> bool:

@@ -35,13 +35,10 @@ from flashlight_py.tape.program import (
 )
 from flashlight_py.tape.recording import Note, Recording, arrays_in, handlers, meets, user_frame
 from flashlight_py.tape.state import (
-    EVERY_CALL,
     INSTEAD,
-    ITEMS,
-    Changes,
+    EveryCall,
     Place,
     State,
-    is_value,
     parts,
     plain_arrays,
     remade,
@@ -77,7 +74,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         self.reason = ""  # why it stays eager; empty: it does not
         self._tries = self._anew = 0
         self._constants: list[Any] = []  # of the last recordings
-        self._changes = Changes(_MOST_PROGRAMS)
+        self._changes = EveryCall(_MOST_PROGRAMS)
         self._homes: Any = weakref.WeakValueDictionary()  # arrays that took the place of others
         self._unchecked: list[Any] = []  # programs, with check: each as often as to compare it
 
@@ -122,8 +119,8 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         if _recording.acquire(blocking=False):
             try:
                 self._tries += 1
-                if name := self._changes.name(call.state, self.replays):
-                    self._stay_eager(EVERY_CALL.format(name))
+                if reason := self._changes.reason(call.state, self.replays):
+                    self._stay_eager(reason)
                 elif self._tries > max(_MOST_TRIES, self.replays):
                     self._stay_eager(
                         f"{self._tries} calls could not be replayed, and {self.replays} could: of "
@@ -205,7 +202,7 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
         result = replay(*call.args, **call.options)
         self._compare(call, before, result)
         self._unchecked.remove(program)
-        self._changes = Changes(_MOST_PROGRAMS)
+        self._changes = EveryCall(_MOST_PROGRAMS)
         if program not in self._unchecked:
             self.programs = [program, *self.programs][:_MOST_PROGRAMS]
         return result
@@ -314,12 +311,10 @@ class _Call:
             recording.end()
         after = State(self.step, self._roots)
         before, now = self.state.numbers, after.numbers
-        for path, _ in [one for one in now if one not in before] if now != before else ():
-            self._leave(f"it changes {words(path)}, which no replay does,", INSTEAD)
+        changed = [one[0] for one in now if one not in before] if now != before else []
         self._settle(after)
-        for place, value in self.state.names:
-            if value is not None and is_value(value) and not place.has(value):
-                self._leave(f"it changes {words(place.path)}, which no replay does,", INSTEAD)
+        for path in changed + self.state.changed():
+            self._leave(f"it changes {words(path)}, which no replay does,", INSTEAD)
         after = State(self.step, self._roots) if self._moved else after
         self.stamp = after.signature, int(count[0])  # what it belongs to, and when that was
 
@@ -438,7 +433,7 @@ class _Call:
         arrays = plain_arrays(tuple([moved.get(id(value), value) for _, value in self._before]))
         used = {id(each): each for each in arrays if meets(memory.touched, each)}
         names = [
-            (x.holder, x.key, moved.get(id(value), value), x.key is ITEMS, is_value(value))
+            x.described(moved.get(id(value), value))
             for x, value in self.state.names
             # Else it is the result of a call before, which somebody has kept there.
             if not (isinstance(value, Variable) and value.node) or meets(memory.touched, value.data)

@@ -64,7 +64,7 @@ def run(steps: int, interval: int, share: float, _: bool) -> Any:
         grad[0] = np.nan if chance < share / 2 else np.inf if chance < share else 1
         scaler.step(optimizer)
         scaler.update()
-        digest.update(repr((scaler.get_scale(), scaler._tracker)).encode())
+        digest.update(repr((scaler.get_scale(), scaler._tracker.item())).encode())
     return [scaler.state_dict(), optimizer.steps, digest.hexdigest()]
 
 

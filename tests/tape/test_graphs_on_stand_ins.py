@@ -197,6 +197,28 @@ def test_a_step_stays_eager_if_most_calls_are_captures(driver: StandInDriver, ca
     assert captured.reason in ("", "17 calls had to be captured, and 16 were replayed")
 
 
+@pytest.mark.parametrize("calls", [1, 3])
+def test_another_number_is_another_graph(driver: StandInDriver, calls: int) -> None:
+    """If it changes in every call, the step stays eager."""
+    config = SimpleNamespace(beta=0.0)
+    captured: Any = fl.capture(lambda x: x * config.beta)
+    for number in range(20 * calls):
+        config.beta = float(number // calls)
+        result = captured(gpu([1.0])).get()[0]
+        assert result == config.beta
+    every_call = "config.beta has another value in every call; keep it in an array, or pass it as"
+    assert captured.reason.startswith(every_call) if calls == 1 else captured.reason == ""
+
+
+def test_the_scale_of_losses_on_a_gpu_follows_updates(driver: StandInDriver) -> None:
+    scaler, loss = fl.amp.DynamicScaler(4.0), fl.param(gpu(1.0))
+    first = scaler.scale(loss).data.get()
+    in_place = scaler._scales["cuda:0"]
+    scaler.update(8.0)
+    assert (float(first), float(scaler.scale(loss).data.get())) == (4, 8)
+    assert scaler._scales["cuda:0"] is in_place
+
+
 # Several ranks --------------------------------------------------------------------------------
 
 

@@ -140,7 +140,6 @@ REASONS: dict[str, tuple[Callable[[], Any], str]] = {
     "a count of calls": (
         count_of_calls, r"changes holder\.calls, .*; keep it in an array, or pass it as an arg",
     ),
-    "a schedule that is read": (lambda: lambda x: x * SCHEDULE.last_lr, "a schedule is read"),
     "a number of the last one": (
         number_of_the_last_one, r"puts an array where there was none, holder\.total",
     ),

@@ -1,0 +1,309 @@
+"""Numbers, strings and other values that a step reads by name: each value has its recording."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashlight_py as fl
+from tests.tape.steps import compare
+
+X = np.random.default_rng(0).random((30, 4, 3))
+NUMBER: Any = 1.0
+step = 0  # which no function here loads: the name of an attribute is no global
+
+
+class Settings:
+    """Has a number of the class, one behind a property, and one that ``__getattr__`` looks up."""
+
+    beta: Any = 1.0
+    config: Any = None
+
+    def __init__(self) -> None:
+        self._beta: Any = 1.0
+        self.others: dict[str, Any] = {"gamma": 1.0}
+        self.step = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return vars(self).get("others", {})[name]
+
+    @property
+    def behind(self) -> Any:
+        return self._beta
+
+    def by_a_method(self) -> Any:
+        return self._beta
+
+
+class Derived(Settings):
+    def by_a_method(self) -> Any:
+        return super().by_a_method()
+
+
+class Slotted:
+    __slots__ = ("beta",)
+
+
+class Reading(fl.nn.Module):
+    """Reads an attribute, an item and a global when it is called."""
+
+    def __init__(self) -> None:
+        self.beta, self.weights = 1.0, {"beta": 1.0}
+
+    def forward(self, what: str) -> Any:
+        values = {"attribute": self.beta, "item": self.weights["beta"], "global": NUMBER}
+        return values[what]
+
+
+def set_global(value: Any) -> None:
+    global NUMBER  # noqa: PLW0603
+    NUMBER = value
+
+
+def read_and_write() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """Return functions that read a value by a name, and that change it."""
+    number: Any = 1.0
+    one, other, slotted, module = Derived(), Settings(), Slotted(), Reading()
+    settings = type("Settings", (Settings,), {"beta": 1.0})
+    one.config, slotted.beta = SimpleNamespace(inner=other), 1.0
+    weights: dict[str, Any] = {"beta": 1.0, "inner": [{"beta": 1.0}, 1.0]}
+    betas: list[Any] = [1.0]
+    names: set[Any] = {1.0}
+    set_global(1.0)
+
+    def set_closure(value: Any) -> None:
+        nonlocal number
+        number = value
+
+    def refill(values: Any, value: Any) -> None:
+        values.clear()
+        values.add(value)
+
+    return {
+        "global": (lambda: NUMBER, set_global),
+        "closure": (lambda: number, set_closure),
+        "attribute": (lambda: other._beta, lambda value: setattr(other, "_beta", value)),
+        "attributes": (
+            lambda: one.config.inner._beta, lambda value: setattr(other, "_beta", value),
+        ),
+        "class": (lambda: settings().beta, lambda value: setattr(settings, "beta", value)),
+        "instead of the class": (lambda: one.beta, lambda value: setattr(one, "beta", value)),
+        "slot": (lambda: slotted.beta, lambda value: setattr(slotted, "beta", value)),
+        "getattr": (
+            lambda: getattr(one, "_beta"), lambda value: setattr(one, "_beta", value),  # noqa: B009
+        ),
+        "__getattr__": (lambda: one.gamma, lambda value: one.others.update(gamma=value)),
+        "property": (lambda: one.behind, lambda value: setattr(one, "_beta", value)),
+        "method": (one.by_a_method, lambda value: setattr(one, "_beta", value)),
+        "item": (lambda: weights["beta"], lambda value: weights.update(beta=value)),
+        "items": (
+            lambda: weights["inner"][0]["beta"],
+            lambda value: weights["inner"][0].update(beta=value),
+        ),
+        "attribute of a module": (
+            lambda: module("attribute"), lambda value: setattr(module, "beta", value),
+        ),
+        "item in a module": (
+            lambda: module("item"), lambda value: module.weights.update(beta=value),
+        ),
+        "global of a module": (lambda: module("global"), set_global),
+        "last item": (lambda: betas[-1], betas.append),
+        "length": (lambda: len(betas), betas.append),
+        "set": (lambda: "a" in names, lambda value: refill(names, value)),
+    }  # fmt: skip
+
+
+# Of one value and other types; -0.0 and 0.0, which are equal; NaN, which does not equal itself.
+VALUES: list[Any] = [1.0, 5.0, True, 1, 2**40, "7", None, -0.0, 0.0, np.float32(5), float("nan")]
+CONTAINERS = "last item", "length", "set"
+
+
+@pytest.mark.parametrize("where", [x for x in read_and_write() if x not in CONTAINERS])
+def test_another_number_is_another_recording(where: str) -> None:
+    """Each time another object: after a turn of all values, none is recorded again."""
+
+    def make() -> Any:
+        read, write = read_and_write()[where]
+        return lambda x: (x * float(read() or -1), repr(read())), write
+
+    def change(number: int, write: Callable[[Any], Any]) -> None:
+        write(pickle.loads(pickle.dumps(VALUES[number // 2 % len(VALUES)])))
+
+    compare(make, [*X, *X], change, eager=len(VALUES))
+
+
+@pytest.mark.parametrize("where", CONTAINERS)
+def test_another_container_is_another_recording(where: str) -> None:
+    def make() -> Any:
+        read, write = read_and_write()[where]
+        return lambda x: x * read(), write
+
+    def change(number: int, write: Callable[[Any], Any]) -> None:
+        if number % 10 == 9:
+            write("ab"[number // 10 % 2] if where == "set" else float(number))
+
+    compare(make, X, change, eager=4 - (where == "set"))
+
+
+@pytest.mark.parametrize("where", read_and_write())
+def test_a_value_that_changes_in_every_call_ends_the_recordings(where: str) -> None:
+    def make() -> Any:
+        read, write = read_and_write()[where]
+        return lambda x: x * len(repr(read())), write
+
+    change = lambda number, write: write(float(number) + 2.5)  # noqa: E731
+    named = r"(\w+(\.\w+|\[.*\])*|len\(.*\)) has another value in every call"
+    compare(make, X, change, told=f"{named}; keep it in an array, or pass it as an argument")
+
+
+def test_state_that_is_named_has_numbers() -> None:
+    """In an object that no name of the function leads to."""
+    vars(fl)["_elsewhere"] = holder = SimpleNamespace(beta=1.0, inner={"gamma": 1.0})
+
+    def make() -> Any:
+        step = lambda x: x * vars(fl)["_elsewhere"].beta * vars(fl)["_elsewhere"].inner["gamma"]  # noqa: E731
+        return step, holder
+
+    def change(number: int, holder: Any) -> None:
+        holder.beta, holder.inner["gamma"] = float(number // 20), float(number // 10)
+
+    compare(make, X, change, named=True, eager=3)
+    del vars(fl)["_elsewhere"]
+
+
+def test_a_number_that_a_hook_reads() -> None:
+    def make() -> Any:
+        weight, holder = fl.param(np.ones(3)), SimpleNamespace(factor=1.0)
+
+        def halve(variable: fl.Variable) -> None:
+            variable.grad = variable.grad * holder.factor
+
+        def step(x: np.ndarray) -> Any:
+            weight.zero_grad()
+            (weight * x).sum().backward()
+            return weight.grad * 1
+
+        weight.register_grad_hook(halve)
+        return step, holder, weight
+
+    def change(number: int, holder: Any, _: Any) -> None:
+        holder.factor = 0.5 ** (number // 10)
+
+    compare(make, X, change, eager=3)
+
+
+class Trainer:
+    """Alternates between two losses, and counts what the step does not read."""
+
+    def __init__(self) -> None:
+        self.weight = fl.param(np.ones(3))
+        self.optimizer = fl.optim.SGDOptimizer([self.weight], 0.1)
+        self.schedule = fl.optim.ExponentialLR(self.optimizer, 0.9)
+        self.turn, self.epoch, self.step, self.loss = "one", 0, 0, 0.0
+
+    @property
+    def factor(self) -> float:
+        return 2.0 if self.epoch > 2 else 1.0
+
+    def train(self, x: np.ndarray) -> Any:
+        self.optimizer.zero_grad()
+        loss = (self.weight * x).sum() * (self.factor if self.turn == "one" else -1.0)
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+
+def test_alternating_steps_and_counts_that_are_not_read() -> None:
+    def make() -> Any:
+        trainer = Trainer()
+        return trainer.train, trainer, trainer.weight
+
+    def change(number: int, trainer: Any, _: Any) -> None:
+        global step  # noqa: PLW0603
+        trainer.turn, trainer.epoch = ("one", "other")[number % 2], 3 * (number > 9)
+        trainer.step = step = number
+        trainer.loss = float(number)
+        trainer.schedule.step()
+
+    compare(make, X, change, eager=4)
+
+
+def read_by_the_package() -> dict[str, tuple[Callable[[Any], Any], Callable[[int], Any]]]:
+    """Return functions that use an object of the package, and that change it."""
+    weight = fl.param(np.full(3, 0.1, np.float32))
+    optimizer = fl.optim.SGDOptimizer([weight], 0.1)
+    scaler, autocast = fl.amp.DynamicScaler(4.0), fl.amp.autocast()
+    schedule = fl.optim.StepLR(optimizer, 1)
+    dropout, limits = fl.nn.Dropout(0.5), SimpleNamespace(norm=5.0, decay=0.5, is_half=True)
+    mean = np.zeros(3)
+
+    def grad_of(loss: fl.Variable) -> Any:
+        weight.zero_grad()
+        loss.backward()
+        return weight.grad
+
+    def clipped(x: Any) -> Any:
+        grad_of((weight * x).sum())
+        fl.optim.clip_grad_norm([weight], limits.norm)
+        return weight.grad
+
+    def averaged(x: Any) -> Any:
+        nonlocal mean
+        mean = limits.decay * mean + (1 - limits.decay) * x.mean(0)
+        return mean * 1
+
+    def half(x: Any, context: Callable[[], Any]) -> Any:
+        with context():
+            product = fl.input(x) @ fl.autograd.functions.reshape(weight, (3, 1))
+            return fl.autograd.functions.astype(product, "f8")
+
+    return {
+        "scaler": (
+            lambda x: grad_of(scaler.scale((weight * x).sum())),
+            lambda n: scaler.update(2.0**n),
+        ),
+        "scaler that is not enabled": (
+            lambda x: grad_of(scaler.scale((weight * x).sum())),
+            lambda n: setattr(scaler, "enabled", n % 2 == 1),
+        ),
+        "autocast": (
+            lambda x: half(x, lambda: autocast),
+            lambda n: setattr(autocast, "enabled", n % 2 == 1),
+        ),
+        "autocast by a name": (
+            lambda x: half(x, lambda: fl.amp.autocast(enabled=limits.is_half)),
+            lambda n: setattr(limits, "is_half", n % 2 == 1),
+        ),
+        "learning rate": (
+            lambda x: (grad_of((weight * x).sum()), optimizer.step(), weight.array * 1)[2],
+            lambda n: setattr(optimizer, "lr", 0.1**n),
+        ),
+        "schedule": (lambda x: x * schedule.last_lr, lambda n: schedule.step()),
+        "dropout": (
+            lambda x: dropout(fl.input(x)), lambda n: setattr(dropout, "ratio", (n % 2) / 3),
+        ),
+        "clip": (clipped, lambda n: setattr(limits, "norm", 0.1 * (n % 2))),
+        "average": (averaged, lambda n: setattr(limits, "decay", 0.1 * (n % 2))),
+    }  # fmt: skip
+
+
+# With how many calls are no replays.
+PACKAGE = {"scaler": 1, "scaler that is not enabled": 2, "autocast": 2, "autocast by a name": 2,
+           "learning rate": 1, "schedule": 5, "dropout": 3, "clip": 3, "average": 3}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", PACKAGE)
+def test_what_objects_of_the_package_read(what: str) -> None:
+    def make() -> Any:
+        return read_by_the_package()[what]
+
+    def change(number: int, write: Callable[[int], Any]) -> None:
+        if number % 7 == 6:
+            write(number // 7)
+
+    compare(make, X.astype(np.float32), change, eager=PACKAGE[what])
