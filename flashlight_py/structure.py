@@ -68,3 +68,13 @@ def as_one(function: Function) -> Function:
         return recorder.as_one(function, args, options)
 
     return call  # type: ignore[return-value]
+
+
+@as_one
+def require(holds: Any, values: Any, error: Callable[[Any], Exception]) -> None:
+    """Raise ``error(value)`` of the first of ``values`` where ``holds``, of their shape, is false.
+
+    On a GPU it waits for them. Replays of a captured step check their own values.
+    """
+    if not holds.all():
+        raise error(values[~holds][0])

@@ -47,6 +47,7 @@ class Variable(Leaf):
     remembers that operation until a backward pass has used it.
 
     Arrays must not be changed between a forward pass and its backward pass, which is not noticed.
+    Indices, targets and lengths are copied, and may be.
 
     NumPy's functions take variables where ``fl.autograd.functions`` has the like of them; others
     refuse those that need a gradient. ``<``, ``<=``, ``>`` and ``>=`` return arrays of truth

@@ -26,12 +26,12 @@ Part = tuple[int, int, int, int]
 class Arena:
     """Memory for pieces that were made by a step: as long as they are used, and no longer.
 
-    Arrays ``returned`` are used until the end. The ``grads``, which have memory of their own, have
-    room for others until they are first written to: ``since`` which instruction, by their ids.
+    Arrays ``returned`` are used until the end. The ``grads`` have memory of their own. ``since``:
+    which instruction first writes to each, by their ids; with ``lend`` others use it until then.
     """
 
     def __init__(
-        self, groups: Sequence[Group], returned: Iterable[Piece], grads: Sequence[Piece]
+        self, groups: Sequence[Group], returned: Iterable[Piece], grads: Sequence[Piece], lend: bool
     ) -> None:
         self._instead: dict[Piece, Piece] = {}  # whose place one takes
         self._strips: dict[Piece, int] = {}  # which of the strips is one's room
@@ -48,7 +48,8 @@ class Arena:
             if isinstance(group, Loops) and len(group.operations) > 1:
                 self._share(group, when)
         self.since = {id(piece.home): uses.get(piece, [0])[0] for piece in grads}
-        large = [p for p in grads if p.home.nbytes >= _LARGE and p.home.flags.c_contiguous]
+        lent = grads if lend else ()
+        large = [p for p in lent if p.home.nbytes >= _LARGE and p.home.flags.c_contiguous]
         self._place(sorted([(uses.get(p, [0])[0], id(p), p.home) for p in large]))
 
     def _share(self, group: Loops, when: int) -> None:

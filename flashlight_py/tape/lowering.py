@@ -120,7 +120,7 @@ def lowered(uses: Sequence[Use], memory: Memory) -> list[Group]:
 def _instructions(use: Use, memory: Memory) -> Sequence[Group]:
     note = use.note
     if note.required is not None:
-        return [Instruction(("require",), use.operands)]
+        return [Instruction(("require",), use.operands[-1:])]
     if type(note.function) is Kernel:
         _, sizes, numbers, *given = note.args
         are_given = (*(True for _ in note.made), *(each is not None for each in given))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from bisect import bisect_right, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -157,14 +157,16 @@ def may_raise(note: Note) -> bool:
     return getattr(note.function, "__module__", None) == "numpy.linalg"
 
 
-def hoisted(uses: Sequence[Use]) -> tuple[Sequence[Use], bool]:
-    """Return them with conditions before whatever changes something, and whether there are any.
+def hoisted(memory: Memory) -> tuple[Sequence[Use], bool]:
+    """Return uses with conditions before whatever changes something, and whether there are any.
 
-    So a step is left, because of a label that is no class, before anything has changed.
+    So a step is left, because of a label that is no class, before anything has changed. A check
+    of what depends on a change, such as of indices that are drawn, raises its error in its place.
 
     Raises:
-        CannotCapture: a condition depends on what changes.
+        CannotCapture: another condition depends on what changes.
     """
+    uses = memory.uses
     end = max((at for at, use in enumerate(uses, 1) if use.note.required is not None), default=0)
     first: list[Use] = []
     late: list[Use] = []
@@ -177,12 +179,14 @@ def hoisted(uses: Sequence[Use]) -> tuple[Sequence[Use], bool]:
             first.append(use)
             continue
         is_late = any(each.note.effect for each in late) or any(not p.is_made for p in changed)
-        if is_condition and is_late:
+        if is_condition and is_late and note.function is np.all:
             raise CannotCapture(
                 "a value is checked after something was changed, so that the step could not begin "
                 "anew where the check fails"
             )
-        late.append(use)
+        raises = is_condition and is_late
+        late.append(memory.use(replace(note, required=None)) if raises else use)
         for each in use.written:
             changed.setdefault(each.piece, []).append(each)
-    return [*first, *late, *uses[end:]], end > 0
+    may_leave = any(each.note.required is not None for each in (*first, *late))
+    return [*first, *late, *uses[end:]], may_leave

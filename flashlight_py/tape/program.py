@@ -63,15 +63,15 @@ class Builder:
         Raises:
             CannotCapture: it cannot be done.
         """
-        uses, may_leave = hoisted(self._memory.uses)
+        uses, may_leave = hoisted(self._memory)
         # Gradients lend no memory where a step may be left: then they are as they were.
-        memory, grads = self._memory, [] if may_leave else [*self._kept]
+        memory, grads, lend = self._memory, [*self._kept], not may_leave
         uses = self._needed(uses)
         groups = lowered(uses, memory)
         calls = [group for group in groups if isinstance(group, Use)]
         written = {each.piece for use in uses for each in use.written}
         self._find_homes({each.piece for use in calls for each in use.operands}, written)
-        since = Arena(groups, [each.piece for each in self._returned], grads).since
+        since = Arena(groups, [each.piece for each in self._returned], grads, lend).since
         bindings = [(*each, since.get(id(each[-1]), -1)) for each in bindings]
         instructions = [self._emit(group) for group in groups]
         result = self._describe_result(self._result)

@@ -28,7 +28,7 @@ from flashlight_py import _native
 from flashlight_py.autograd import Variable
 from flashlight_py.autograd.graph import Leaf
 from flashlight_py.distributed.groups.membership import divert
-from flashlight_py.structure import here
+from flashlight_py.structure import here, require
 from flashlight_py.tape.arrays import KINDS, Number, Recorded, RecordedScalar, keep, mapped, plain
 from flashlight_py.tape.operations import Draws, Later, are_numbers, record_verb
 
@@ -45,7 +45,8 @@ class Note:
     """One call: ``function(*args, **options)`` of plain arrays.
 
     ``made``: new arrays that it returned; ``changed``: arrays that it wrote to. An ``effect`` does
-    more than that, and is never left out. ``required``: a truth value that has to be true.
+    more than that, and is never left out. ``required``: a truth value that has to be true, else a
+    replay is left; ``numpy.all`` or ``structure.require`` is the function of such a note.
     """
 
     function: Callable[..., Any]
@@ -200,10 +201,11 @@ class Recording:
                 )
         return noted
 
-    def truth(self, value: Any, found: bool) -> None:
+    def truth(self, value: Any, found: bool, function: Any = np.all, args: Any = ()) -> None:
         """Note that the truth value is ``found`` wherever code of this package asks for it.
 
-        A replay is left where it is another one. Users get no such test: it might come too late.
+        A replay is left where it is another one, or calls ``function`` if it is too late for that.
+        Users get no such test.
         """
         frame, _ = user_frame((_HERE, _NUMPY))
         if not frame.f_code.co_filename.startswith(_PACKAGE):
@@ -214,7 +216,15 @@ class Recording:
             return
         is_as_found = value.astype(np.bool_) if found else np.logical_not(value)
         required = self.noted(is_as_found.plain)
-        self.notes.append(Note(np.all, (), effect=True, required=required))
+        self.notes.append(Note(function, args, effect=True, required=required))
+
+    def check(self, function: Any, args: tuple[Any, ...], _: Any) -> None:
+        """Do ``structure.require``, and note it."""
+        met, given = args[0].all(), plain(args)
+        if type(met) in KINDS:
+            found = bool(met.plain)
+            self.truth(met, found, *((function, self.noted(given)) if found else ()))
+        function(*given)
 
     def as_one(self, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Do an operation that does more than compute; it is done again by every replay."""
@@ -335,7 +345,9 @@ class Recording:
 
 
 # Of some functions: what does them and notes them, instead of Recording.as_one.
-handlers: dict[Any, Callable[[Recording, Any, Any, Any], Any]] = {}
+handlers: dict[Any, Callable[[Recording, Any, Any, Any], Any]] = {
+    require.__wrapped__: Recording.check  # type: ignore[attr-defined]
+}
 
 _GRAD = Leaf.__dict__["grad"]  # the slot that the property hides
 

@@ -117,3 +117,43 @@ def test_a_parameter_without_gradient_is_not_stepped_and_counts_as_it_was() -> N
     fl.optim.SGDOptimizer(model.params(), lr=0.5).step()
     loss.backward()
     assert model.params()[0].grad is not None
+
+
+TABLE, LOGS = np.arange(12.0).reshape(4, 3), np.log(np.full((2, 3, 4), 0.25))
+INTEGERS: dict[str, tuple[Any, Callable[[Any, Any], Variable], Any]] = {
+    "embedding": (TABLE, F.embedding, [1, 3, 1]),
+    "gather": (TABLE, lambda x, index: F.gather(x, index, 0), [[1, 3, 1]]),
+    "scatter_add": (TABLE, lambda x, index: F.scatter_add(x, index, x[:1] * 2, 0), [[1, 3, 1]]),
+    "index": (TABLE, lambda x, index: x[index], [1, 3, 1]),
+    "index by a tuple": (TABLE, lambda x, index: x[:, index], [1, 2, 1]),
+    "labels": (TABLE, F.categorical_cross_entropy, [1, 2, 1, 0]),
+    "targets": (LOGS, F.connectionist_temporal_classification, [[1, 2], [3, 1]]),
+    "input lengths": (
+        LOGS,
+        lambda x, lengths: F.connectionist_temporal_classification(x, TARGETS, lengths),
+        [2, 3],
+    ),
+    "target lengths": (
+        LOGS,
+        lambda x, lengths: F.connectionist_temporal_classification(x, TARGETS, None, lengths),
+        [1, 2],
+    ),
+}
+TARGETS = np.array([[1, 2], [3, 1]])
+
+
+@pytest.mark.parametrize("value", [0, 2, 4, 10**7, -(10**7)])
+@pytest.mark.parametrize("name", INTEGERS)
+def test_gradients_use_the_integers_of_the_forward_pass_if_they_are_refilled(
+    name: str, value: int
+) -> None:
+    array, function, values = INTEGERS[name]
+    gradients = []
+    for is_refilled in (False, True):
+        x, integers = param(array.copy()), np.array(values)
+        loss = (function(x, integers) ** 2).sum()
+        if is_refilled:
+            integers[...] = value
+        loss.backward()
+        gradients.append(x.grad)
+    np.testing.assert_array_equal(*gradients)

@@ -325,15 +325,15 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
     r"hardtanh: lower \(1\) must be below upper": (lambda: F.hardtanh(ONES, 1, 0), ValueError),
     r"mean_absolute_error: prediction has shape \(2, 3\), target \(3,\)": (
         lambda: F.mean_absolute_error(ONES, FLAT), ValueError),
-    r"binary_cross_entropy: probabilities must be 0 to 1, got 1.0 to 2.0 .* pass sigmoid": (
+    r"binary_cross_entropy: probabilities must be 0 to 1, got 2.0 .* pass sigmoid": (
         lambda: F.binary_cross_entropy(np.array([1.0, 2]), np.zeros(2)), ValueError),
-    r"binary_cross_entropy: probabilities must be 0 to 1, got nan to nan .* diverge": (
+    r"binary_cross_entropy: probabilities must be 0 to 1, got nan .* diverge": (
         lambda: F.binary_cross_entropy(np.array([0.5, np.nan]), np.zeros(2)), ValueError),
-    r"binary_cross_entropy: targets must be 0 to 1, got 1.0 to 7.0 in shape \(2,\)": (
+    r"binary_cross_entropy: targets must be 0 to 1, got 7.0 in shape \(2,\)": (
         lambda: F.binary_cross_entropy(np.ones(2), np.array([1.0, 7])), ValueError),
     r"label_smoothing must be 0 to 1, got 2": (
         lambda: fl.nn.CategoricalCrossEntropy(label_smoothing=2), ValueError),
-    r"temporal_classification: targets .* 0..3 and not 0, .* \(1, 2, 4\), got 0 in .* \(1, 1\)": (
+    r"temporal_classification: targets .* 0..3 and not 0, .* \(1, 2, 4\), in .* \(1, 1\), got 0": (
         lambda: F.connectionist_temporal_classification(np.ones((1, 2, 4)), np.array([[0]])),
         ValueError),
     r"target lengths must be 0 to 1, got 2": (

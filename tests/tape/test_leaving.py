@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import flashlight_py as fl
+from flashlight_py.autograd import functions as F
 from tests.tape.steps import compare, trained, training
 
 GENERATOR = np.random.default_rng(0)
@@ -218,6 +219,43 @@ def test_what_is_checked_of_values_raises_from_a_replay(layers: tuple[Any, ...])
     compare(make, calls, raises="target 5 is no class", eager=3)
 
 
+DRAWN: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "embedding": (F.embedding, r"IndexError\('embedding: index [567] is none of 0..2, axis 0 of"),
+    "gather": (lambda x, index: F.gather(x, index[:, None], 1), "IndexError.*gather: index [567]"),
+    "labels": (
+        lambda x, index: F.categorical_cross_entropy(x[index * 0], index), "target [567] is no"
+    ),
+    "probabilities": (
+        lambda x, index: F.binary_cross_entropy(
+            F.dropout(x[:1], 0.5), fl.input(index[None] / 4)
+        ),
+        "ValueError.*targets must be 0 to 1",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", DRAWN)
+def test_checks_of_drawn_values_raise_from_a_replay(what: str) -> None:
+    """A generator has changed before: such a replay cannot begin again."""
+    function, raised = DRAWN[what]
+
+    def make() -> Any:
+        fl.set_seed(1)
+        table = fl.param(X[:3, 0] / 9)
+        optimizer = fl.optim.AdamOptimizer([table], lr=0.001)
+
+        def loss_of(shift: np.ndarray) -> fl.Variable:
+            index = fl.random.generator().integers(0, 3, 3) + shift
+            loss = (function(table, index) ** 2).sum()
+            index += 10**7  # what backward() uses was copied
+            return loss
+
+        return training(optimizer, loss_of), table, optimizer
+
+    calls = [np.array([5 * (number % 7 == 6)]) for number in range(20)]
+    compare(make, calls, raises=raised, eager=3)
+
+
 def test_an_exception_in_the_middle_of_a_recording_leaves_nothing_behind() -> None:
     stop = {"now": True}
 
@@ -229,26 +267,28 @@ def test_an_exception_in_the_middle_of_a_recording_leaves_nothing_behind() -> No
     compare(partial(trained, read), X[:10], change, raises="stop", eager=2)
 
 
+@pytest.mark.parametrize("is_checked", [False, True])
 @pytest.mark.parametrize("is_late", [False, True])
-def test_gradients_after_a_replay_that_raises(is_late: bool) -> None:
+def test_gradients_after_a_replay_that_raises(is_late: bool, is_checked: bool) -> None:
     """None where they are not computed yet, though what replays lend their memory to was there."""
 
     def make() -> Any:
         params = [fl.param(np.full((300, 300), 0.1 * number)) for number in range(3)]
 
-        def step(x: np.ndarray, matrix: np.ndarray) -> Any:
+        def step(x: np.ndarray, matrix: np.ndarray, index: np.ndarray) -> Any:
             out = fl.input(x)
             for param in params:
                 param.zero_grad()
                 out = fl.autograd.functions.tanh(out @ param)
             inverse = None if is_late else np.linalg.inv(matrix)
-            (out * out).sum().backward()
+            rows = F.embedding(out, index) if is_checked else out
+            (rows * rows).sum().backward()
             return out, inverse if inverse is not None else np.linalg.inv(matrix)
 
         return step, params
 
     x = np.random.default_rng(0).random((300, 300))
-    calls = [(x, np.eye(2) * (number % 3 != 2)) for number in range(6)]
+    calls = [(x, np.eye(2) * (number % 3 != 2), np.arange(9)) for number in range(6)]
     compare(make, calls, raises="Sing", eager=3)
 
 

@@ -202,12 +202,12 @@ def index(x: Input, where: Any) -> Variable:
 
 
 def _as_index(where: Any, array: Array) -> Any:
-    """Return an index whose arrays, variables' included, are where ``array`` is."""
+    """Return an index whose arrays, variables' included, are copies where ``array`` is."""
     if isinstance(where, tuple):
         return tuple(_as_index(part, array) for part in where)
     if isinstance(where, Variable):
         where = where.data
-    return array_module(array).asarray(where) if hasattr(where, "__array__") else where
+    return array_module(array).array(where) if hasattr(where, "__array__") else where
 
 
 def astype(x: Input, dtype: Any) -> Variable:

@@ -16,6 +16,7 @@ from flashlight_py.autograd.native import contiguous, kernel
 from flashlight_py.autograd.precision import as_float32, real
 from flashlight_py.autograd.variable import Input, Variable, record, record_all
 from flashlight_py.device import Array, array_module, constant, is_cupy, narrowed, total, widened
+from flashlight_py.structure import require
 
 
 def softmax(x: Input, axis: int = -1) -> Variable:
@@ -151,13 +152,16 @@ def categorical_cross_entropy(
         )
     check_filled("categorical_cross_entropy", log_probabilities)
     classes, xp = logs.shape[-1], array_module(logs)
-    right = ((labels >= 0) & (labels < classes)) | (labels == ignore_index)
-    if not right.all():  # on a GPU it is waited for
-        raise ValueError(
-            f"categorical_cross_entropy: target {int(labels[~right][0])} is no class of "
-            f"0..{classes - 1} and not ignore_index ({ignore_index}), for log probabilities of "
-            f"shape {logs.shape}, got targets of shape {labels.shape}"
-        )
+    shape, given = logs.shape, labels.shape
+    require(
+        ((labels >= 0) & (labels < classes)) | (labels == ignore_index),
+        labels,
+        lambda wrong: ValueError(
+            f"categorical_cross_entropy: target {wrong} is no class of 0..{classes - 1} and not "
+            f"ignore_index ({ignore_index}), for log probabilities of shape {shape}, got targets "
+            f"of shape {given}"
+        ),
+    )
     counted = labels != ignore_index
     picked = xp.where(counted, labels, 0)[..., None]
     losses = -xp.take_along_axis(logs, picked, axis=-1)[..., 0]
@@ -212,15 +216,13 @@ def binary_cross_entropy(probabilities: Input, target: Input, reduction: str = "
         return xp.where(above, log, -100), xp.where(below, log_of_rest, -100)
 
     def value(xp: Any, p: Array, t: Array) -> Any:
-        to_do = (
-            "; pass sigmoid(x), or x to binary_cross_entropy_with_logits; a model diverges if nan"
+        shape, hint = p.shape, "pass sigmoid(x), or x to binary_cross_entropy_with_logits"
+        error = lambda what, wrong: ValueError(  # noqa: E731
+            f"binary_cross_entropy: {what} must be 0 to 1, got {wrong} in shape {shape}; {hint}; "
+            "a model diverges if nan"
         )
-        for what, array, hint in (("probabilities", p, to_do), ("targets", t, "")):
-            if not ((array >= 0) & (array <= 1)).all():  # on a GPU it is waited for
-                raise ValueError(
-                    f"binary_cross_entropy: {what} must be 0 to 1, got {float(array.min())} to "
-                    f"{float(array.max())} in shape {array.shape}{hint}"
-                )
+        for what, array in (("probabilities", p), ("targets", t)):
+            require((array >= 0) & (array <= 1), array, partial(error, what))
         log, log_of_rest = logs(xp, p)
         return (t - 1) * log_of_rest - t * log
 
@@ -363,18 +365,17 @@ def _check_sequences(
         number = xp.full(batch, most) if given is None else integers(name, given, logs)
         if number.shape != (batch,):
             raise ValueError(f"{name}: expected {what} lengths ({batch},), got {number.shape}")
-        right = (number >= least) & (number <= most)
-        if not right.all():
-            wrong = int(number[~right][0])
-            raise ValueError(f"{name}: {what} lengths must be {least} to {most}, got {wrong}")
-        found.append(number.astype("int64", copy=False))
+        text = f"{name}: {what} lengths must be {least} to {most}, got"
+        error = lambda wrong, text=text: ValueError(f"{text} {wrong}")  # noqa: E731
+        require((number >= least) & (number <= most), number, error)
+        found.append(number.astype("int64"))
     counted = xp.arange(labels.shape[1]) < found[1][:, None]
     right = ((labels >= 0) & (labels < classes) & (labels != blank)) | ~counted
-    if not right.all():
-        raise ValueError(
-            f"{name}: targets must be of 0..{classes - 1} and not {blank}, the blank, for shape "
-            f"{logs.shape}, got {int(labels[~right][0])} in shape {labels.shape}"
-        )
+    text = (
+        f"{name}: targets must be of 0..{classes - 1} and not {blank}, the blank, for shape "
+        f"{logs.shape}, in shape {labels.shape}, got"
+    )
+    require(right, labels, lambda wrong: ValueError(f"{text} {wrong}"))
     return xp.where(counted, labels, blank), found[0], found[1]
 
 

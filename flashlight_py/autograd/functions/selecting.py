@@ -12,6 +12,7 @@ from flashlight_py.autograd.functions.elementwise import as_pair, as_variable, c
 from flashlight_py.autograd.native import contiguous, kernel
 from flashlight_py.autograd.variable import Input, Operand, Variable, record
 from flashlight_py.device import Array, array_module, is_cupy, narrowed, widened
+from flashlight_py.structure import require
 
 
 def where(condition: Input, a: Operand, b: Operand) -> Variable:
@@ -92,8 +93,6 @@ def embedding(weight: Input, indices: Input, padding_idx: int | None = None) -> 
     check_filled("embedding", index)
     index = _in_range("embedding", index, weight.data.shape, 0)
 
-    index = contiguous(index)
-
     def vjp(grad: Array) -> Array:
         native = kernel("add_rows", grad)
         if native is not None:
@@ -154,14 +153,20 @@ def integers(name: str, value: Input, array: Array) -> Array:
 
 
 def _in_range(name: str, index: Array, shape: tuple[int, ...], axis: int) -> Array:
-    """Return indices along an axis of ``shape`` as int64, in which places are counted."""
-    right = (index >= 0) & (index < shape[axis])
-    if not right.all():  # on a GPU it is waited for
-        raise IndexError(
-            f"{name}: index {int(index[~right][0])} is none of 0..{shape[axis] - 1}, axis {axis} "
-            f"of shape {shape}, got indices of shape {index.shape}"
-        )
-    return index.astype("int64", copy=False)
+    """Return a copy of indices along an axis of ``shape``, int64, contiguous.
+
+    The copy is checked, and never the user's array, which may be filled again before ``backward``.
+    """
+    copy, given = index.astype("int64", order="C"), index.shape
+    require(
+        copy.view("uint64") < shape[axis],  # negative ones are large
+        index,
+        lambda wrong: IndexError(
+            f"{name}: index {wrong} is none of 0..{shape[axis] - 1}, axis {axis} of shape {shape}, "
+            f"got indices of shape {given}"
+        ),
+    )
+    return copy
 
 
 def _places(name: str, array: Array, index: Input, axis: int) -> Array:
