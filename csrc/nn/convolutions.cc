@@ -21,10 +21,10 @@ using namespace convolving;
 
 // Sizes: Windows.
 const Row convolutions[] = {
-    FL_BOTH("conv_forward", true, forward),
-    FL_BOTH("conv_to_input", true, to_input),
-    FL_BOTH("conv_to_weight", true, to_weight),
-    FL_BOTH("conv_to_bias", false, to_bias),
-    {nullptr, nullptr, false}};
+    FL_BOTH("conv_forward", "0456 0123 6378/f 6", true, forward),
+    FL_BOTH("conv_to_input", "0123 0456 6378/f", true, to_input),
+    FL_BOTH("conv_to_weight", "6378/f 0456 0123", true, to_weight),
+    FL_BOTH("conv_to_bias", "6 0456", false, to_bias),
+    {nullptr, nullptr, nullptr, false}};
 
 }  // namespace fl::nn

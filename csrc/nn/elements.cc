@@ -13,7 +13,7 @@ enum { GELU, GELU_BY_TANH, SILU, SIGMOID };
 #define FL_KERNELS "csrc/nn/elements.inc"
 #include "../common/each_set.inc"
 
-// (result, table, indices), sizes (count, width): rows of the table.
+// (result, table, indices), sizes (count, width, rows of the table): rows of the table.
 template <typename R>
 void take_rows(char* const* arrays, const int64_t* sizes, const double*) {
   const int64_t* index = reinterpret_cast<const int64_t*>(arrays[2]);
@@ -39,23 +39,23 @@ void add_rows(char* const* arrays, const int64_t* sizes, const double*) {
 
 }  // namespace
 
-const Row elements[] = {{"take_rows:f", take_rows<float>, false},
-                        {"take_rows:d", take_rows<double>, false},
-                        {"add_rows:f", add_rows<float>, false},
-                        {"add_rows:d", add_rows<double>, false},
-                        FL_BOTH("dropout", false, dropout),
-                        FL_BOTH("gelu", false, each, , GELU, false),
-                        FL_BOTH("gelu_with_slope", false, each, , GELU, true),
-                        FL_BOTH("gelu_by_tanh", false, each, , GELU_BY_TANH, false),
-                        FL_BOTH("gelu_by_tanh_with_slope", false, each, , GELU_BY_TANH, true),
-                        FL_BOTH("silu", false, each, , SILU, false),
-                        FL_BOTH("silu_with_slope", false, each, , SILU, true),
-                        FL_BOTH("sigmoid", false, each, , SIGMOID, false),
-                        FL_BOTH("sigmoid_with_slope", false, each, , SIGMOID, true),
-                        FL_BOTH("softmax", false, softmax, , false),
-                        FL_BOTH("softmax_back", false, softmax_back, , false),
-                        FL_BOTH("log_softmax", false, softmax, , true),
-                        FL_BOTH("log_softmax_back", false, softmax_back, , true),
-                        {nullptr, nullptr, false}};
+const Row elements[] = {{take_rows<float>, "take_rows:f", "01 21 I0", false},
+                        {take_rows<double>, "take_rows:d", "01 21 I0", false},
+                        {add_rows<float>, "add_rows:f", "21 01 I0", false},
+                        {add_rows<double>, "add_rows:d", "21 01 I0", false},
+                        FL_BOTH("dropout", "0 0 I", false, dropout),
+                        FL_BOTH("gelu", "0 0", false, each, , GELU, false),
+                        FL_BOTH("gelu_with_slope", "0 0 0", false, each, , GELU, true),
+                        FL_BOTH("gelu_by_tanh", "0 0", false, each, , GELU_BY_TANH, false),
+                        FL_BOTH("gelu_by_tanh_with_slope", "0 0 0", false, each, , GELU_BY_TANH, true),
+                        FL_BOTH("silu", "0 0", false, each, , SILU, false),
+                        FL_BOTH("silu_with_slope", "0 0 0", false, each, , SILU, true),
+                        FL_BOTH("sigmoid", "0 0", false, each, , SIGMOID, false),
+                        FL_BOTH("sigmoid_with_slope", "0 0 0", false, each, , SIGMOID, true),
+                        FL_BOTH("softmax", "01 01", false, softmax, , false),
+                        FL_BOTH("softmax_back", "01 01 01", false, softmax_back, , false),
+                        FL_BOTH("log_softmax", "01 01", false, softmax, , true),
+                        FL_BOTH("log_softmax_back", "01 01 01", false, softmax_back, , true),
+                        {nullptr, nullptr, nullptr, false}};
 
 }  // namespace fl::nn

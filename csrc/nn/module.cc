@@ -19,7 +19,7 @@ namespace {
 
 constexpr Py_ssize_t MOST_ARRAYS = 16, MOST_SIZES = 32, MOST_NUMBERS = 8;
 
-/* find(name): the kernel's address, or None where it needs BLAS and there is none. */
+/* find(name): the address of the kernel's row, or None where it needs BLAS and there is none. */
 PyObject* find(PyObject*, PyObject* name) {
   const char* wanted = PyUnicode_AsUTF8AndSize(name, nullptr);
   if (wanted == nullptr) return nullptr;
@@ -27,7 +27,7 @@ PyObject* find(PyObject*, PyObject* name) {
     for (const Row* row = rows; row->name != nullptr; ++row) {
       if (std::strcmp(row->name, wanted) != 0) continue;
       if (row->needs_blas && blas.gemm[0] == nullptr) Py_RETURN_NONE;
-      return PyLong_FromVoidPtr(reinterpret_cast<void*>(row->kernel));
+      return PyLong_FromVoidPtr(const_cast<Row*>(row));
     }
   }
   return PyErr_Format(PyExc_LookupError, "no kernel %s", wanted);
@@ -54,7 +54,56 @@ char* memory_of(PyObject* object) {
   return nullptr;
 }
 
-/* call(address, arrays, sizes, numbers): the results are written, the first of `arrays`. */
+// The bytes of an array by its word of Row::arrays.
+int64_t bytes_of(const char* word, const int64_t* sizes, int64_t item) {
+  bool divides = false;
+  for (; *word != ' ' && *word != 0; ++word) {
+    if (*word == '/') {
+      divides = true;
+    } else if (*word == 'I' || *word == 'B') {
+      item = *word == 'I' ? sizeof(int64_t) : 1;
+    } else {
+      const int64_t size = sizes[*word <= '9' ? *word - '0' : *word - 'a' + 10];
+      item = divides ? item / size : item * size;
+    }
+  }
+  return item;
+}
+
+// How many bytes can be read: 0 for a view of an array that has other memory since.
+int64_t bytes_in(PyArrayObject* array) {
+  PyObject* base = PyArray_BASE(array);
+  PyArrayObject* owner = reinterpret_cast<PyArrayObject*>(base);
+  if (base != nullptr && PyArray_Check(base) && PyArray_CHKFLAGS(owner, NPY_ARRAY_OWNDATA)) {
+    const char *low = PyArray_BYTES(owner), *begin = PyArray_BYTES(array);
+    if (begin < low || begin + PyArray_NBYTES(array) > low + PyArray_NBYTES(owner)) return 0;
+  }
+  return PyArray_NBYTES(array);
+}
+
+// Whether all arrays have the bytes that the kernel uses; false with an exception. Users may have resized one
+// since the forward pass.
+bool are_whole(const Row& row, PyObject* arrays, const int64_t* sizes) {
+  const char* word = row.arrays;
+  const int64_t item = row.name[std::strlen(row.name) - 1] == 'f' ? sizeof(float) : sizeof(double);
+  for (Py_ssize_t i = 0; i < PyTuple_Size(arrays); ++i) {
+    PyObject* array = PyTuple_GetItem(arrays, i);
+    const int64_t needed = bytes_of(word, sizes, item);
+    if (array != Py_None && bytes_in(reinterpret_cast<PyArrayObject*>(array)) < needed) {
+      PyErr_Format(PyExc_RuntimeError,
+                   "%s: expected array %zd to have %lld bytes, as in the forward pass, got %lld; call backward() "
+                   "before you resize an array",
+                   row.name, i, static_cast<long long>(needed),
+                   static_cast<long long>(bytes_in(reinterpret_cast<PyArrayObject*>(array))));
+      return false;
+    }
+    word += std::strcspn(word, " ");
+    word += *word == ' ';
+  }
+  return true;
+}
+
+/* call(row, arrays, sizes, numbers): the results are written, the first of `arrays`. */
 PyObject* call(PyObject*, PyObject* args) {
   PyObject *address, *arrays, *sizes, *numbers;
   char* memory[MOST_ARRAYS];
@@ -65,12 +114,12 @@ PyObject* call(PyObject*, PyObject* args) {
       !read(numbers, MOST_NUMBERS, number, PyFloat_AsDouble)) {
     return nullptr;
   }
-  const auto kernel = reinterpret_cast<Kernel*>(PyLong_AsVoidPtr(address));
-  if (kernel == nullptr) return nullptr;
+  const Row* row = static_cast<const Row*>(PyLong_AsVoidPtr(address));
+  if (row == nullptr || !are_whole(*row, arrays, size)) return nullptr;
   bool has_room = true;
   Py_BEGIN_ALLOW_THREADS;
   try {
-    kernel(memory, size, number);
+    row->kernel(memory, size, number);
   } catch (const std::bad_alloc&) {
     has_room = false;
   }

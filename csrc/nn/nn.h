@@ -12,15 +12,18 @@ namespace fl::nn {
 using Kernel = void(char* const* arrays, const int64_t* sizes, const double* numbers);
 
 struct Row {
+  Kernel* kernel;    // first, for csrc/tape
   const char* name;  // "layer_norm:f": the function and NumPy's letter of the dtype
-  Kernel* kernel;
+  // A word for each array: the numbers, in base 36, of the sizes whose product is the number of its elements. A
+  // "/" divides by what follows. Elements are of the dtype, after "I" int64, after "B" bytes.
+  const char* arrays;
   bool needs_blas;
 };
 
 // The rows of a kernel, a template of the dtype and of what follows (after a comma), for float and double.
-#define FL_BOTH(name, needs_blas, kernel, ...)                  \
-  {name ":f", FL_CHOSEN(kernel<float __VA_ARGS__>), needs_blas}, \
-      {name ":d", FL_CHOSEN(kernel<double __VA_ARGS__>), needs_blas}
+#define FL_BOTH(name, arrays, needs_blas, kernel, ...)                   \
+  {FL_CHOSEN(kernel<float __VA_ARGS__>), name ":f", arrays, needs_blas}, \
+      {FL_CHOSEN(kernel<double __VA_ARGS__>), name ":d", arrays, needs_blas}
 
 // The rows of each file, up to one without a name.
 extern const Row convolutions[], pools[], norms[], attentions[], elements[];

@@ -17,12 +17,12 @@ using namespace pooling;
 }  // namespace
 
 // Sizes: Windows.
-const Row pools[] = {FL_BOTH("pool_largest", false, largest),
-                     FL_BOTH("pool_spread_largest", false, spread_largest),
-                     FL_BOTH("pool_mean", false, mean, , false),
-                     FL_BOTH("pool_mean_of_all", false, mean, , true),
-                     FL_BOTH("pool_spread_mean", false, spread_mean, , false),
-                     FL_BOTH("pool_spread_mean_of_all", false, spread_mean, , true),
-                     {nullptr, nullptr, false}};
+const Row pools[] = {FL_BOTH("pool_largest", "0456 0123", false, largest),
+                     FL_BOTH("pool_spread_largest", "0123 0456 0123 0456", false, spread_largest),
+                     FL_BOTH("pool_mean", "0456 0123", false, mean, , false),
+                     FL_BOTH("pool_mean_of_all", "0456 0123", false, mean, , true),
+                     FL_BOTH("pool_spread_mean", "0123 0456", false, spread_mean, , false),
+                     FL_BOTH("pool_spread_mean_of_all", "0123 0456", false, spread_mean, , true),
+                     {nullptr, nullptr, nullptr, false}};
 
 }  // namespace fl::nn

@@ -36,7 +36,8 @@ class Call final : public Instruction {
 class Native final : public Instruction {
  public:
   using Kernel = void(char* const* arrays, const int64_t* sizes, const double* numbers);
-  Native(const char* address, int64_t work) : kernel_(reinterpret_cast<Kernel*>(address)), work_(work) {}
+  Native(const char* row, int64_t work)
+      : kernel_(*reinterpret_cast<Kernel* const*>(row)), work_(work) {}  // its first field
 
   Outcome run(Table table) override {
     for (size_t i = 0; i < at.size(); ++i) arrays_[i] = at[i] < 0 ? nullptr : table[at[i]];

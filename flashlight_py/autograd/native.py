@@ -26,7 +26,7 @@ Made = Sequence[tuple[tuple[int, ...], Any]]
 
 
 class Kernel:
-    """A native function by its name and dtype; ``address``: where it lies."""
+    """A native function by its name and dtype; ``address``: of its row in csrc/nn."""
 
     def __init__(self, name: str, address: int, call: Any) -> None:
         self.name, self.address, self._call = name, address, call
@@ -37,6 +37,9 @@ class Kernel:
         """Return a new array, or a tuple of several, with the shapes and dtypes of ``made``.
 
         ``sizes``, ``numbers`` and the order of arrays are the kernel's own; arrays are contiguous.
+
+        Raises:
+            RuntimeError: an array has fewer bytes than the kernel uses.
         """
         for each in arrays:
             if each is None or type(each) is np.ndarray:

@@ -367,3 +367,28 @@ def test_a_kernel_without_memory_raises() -> None:
     command = [sys.executable, "-c", TOO_LARGE]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     assert done.stdout.split() == ["MemoryError"] * 2, done.stderr
+
+
+ONE_CHANNEL, FILTERS = IMAGES[:, :1], RANDOM.standard_normal((2, 1, 3, 3))
+RESIZED: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
+    "layer_norm": (F.layer_norm, (ROWS, ROWS[0, 0])),
+    "group_norm": (lambda x, w: F.group_norm(x, 2, w), (IMAGES, WEIGHT)),
+    "log_softmax": (lambda x: F.log_softmax(x * 1), (ROWS,)),
+    "attention": (F.attention, (*HEADS, MAY)),
+    "self_attention": FUNCTIONS["self_attention"],
+    "conv2d": (lambda x: F.conv2d(x, fl.param(FILTERS)), (ONE_CHANNEL,)),
+    "pool2d": (lambda x: F.pool2d(x, 3), (ONE_CHANNEL,)),
+}
+
+
+@pytest.mark.parametrize("name", RESIZED)
+def test_backward_raises_runtime_error_if_an_array_was_resized(name: str) -> None:
+    """Also the owner of an array of which the kernel has a view, as of images of one channel."""
+    function, arrays = RESIZED[name]
+    for place in range(len(arrays)):
+        variables = [fl.Variable(each.copy(), each.dtype != bool) for each in arrays]
+        result = function(*variables)
+        loss = (result + 1).sum()
+        (result if name == "log_softmax" else variables[place]).array.resize(0, refcheck=False)
+        with pytest.raises(RuntimeError, match=r"got 0; call backward\(\) before you resize"):
+            loss.backward()

@@ -149,13 +149,13 @@ class _Attention:
             self.given = [each for each, _, _ in laid_out]
             steps = [each for _, each, _ in laid_out]
             self.across = [each for _, _, each in laid_out]
-        mask, kind, mask_steps = self.mask, 0, (0, 0, 0, 0)
+        mask, kind, mask_steps, mask_bytes = self.mask, 0, (0, 0, 0, 0), 0
         if mask is not None:
-            kind, of = 1 if mask.dtype == np.bool_ else 2, mask.shape
+            kind, of, mask_bytes = 1 if mask.dtype == np.bool_ else 2, mask.shape, mask.nbytes
             dense = of[1] * of[2] * of[3], of[2] * of[3], of[3], 1
             mask_steps = tuple(s if n > 1 else 0 for s, n in zip(dense, of, strict=True))  # type: ignore[assignment]
         begin = *self.shape, width, of_values, int(self.causal), kind
-        self.sizes: tuple[int, ...] = *begin, *chain(*steps), *mask_steps
+        self.sizes: tuple[int, ...] = *begin, *chain(*steps), *mask_steps, mask_bytes
         made = ((batch, queries, heads, of_values), q.dtype), ((batch, heads, queries, 2), q.dtype)
         inputs = *self.given, mask, self.seed
         self.out, self.saved = self.native(made, self.sizes, self.numbers, *inputs)

@@ -110,7 +110,7 @@ def embedding(weight: Input, indices: Input, padding_idx: int | None = None) -> 
         out = table[index]
     else:
         made = (((*index.shape, dim), table.dtype),)
-        out = native(made, (index.size, dim), (), contiguous(table), index)
+        out = native(made, (index.size, dim, rows), (), contiguous(table), index)
     return record(out, (weight, vjp))
 
 
