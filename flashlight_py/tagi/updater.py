@@ -71,7 +71,9 @@ def _natively(
         places = ffi.from_buffer("int64_t[]", np.ascontiguousarray(indices, np.int64))
         of_each = math.prod(indices.shape[1:])
     d, e = np.zeros((2, *outputs.mean.shape), REAL)
-    moments = [floats(module, a) for a in (outputs.mean, outputs.variance, outputs.slope)]
+    # Users may set them; the kernel reads as many of each.
+    arrays = (outputs.mean, outputs.variance, outputs.slope)
+    moments = [floats(module, None if a is None else a.reshape(d.shape)) for a in arrays]
     described = ffi.new("fl_tagi_outputs *", (*moments, each, observed.size, of_each))
     known, found = ([floats(module, a) for a in pair] for pair in ((observed, errors), (d, e)))
     module.lib.fl_tagi_observe(described, places, *known, int(errors.size != 1), *found)
@@ -136,7 +138,7 @@ class OutputUpdater:
             )
         if indices.dtype.kind not in "iu" and not np.equal(indices, np.floor(indices)).all():
             raise ValueError("update_using_indices: indices are whole numbers")
-        indices = indices.reshape(each).astype(np.int64, copy=False)
+        indices = indices.reshape(each).astype(np.int64)
         if indices.size and not (indices.min() >= 1 and indices.max() <= outputs):
             raise ValueError(
                 f"update_using_indices: indices are from 1 to {outputs}, the number of outputs; "

@@ -239,3 +239,14 @@ def test_an_odd_number_of_outputs_is_no_pairs() -> None:
         nn.OutputUpdater().update_heteros(states(2, 3), np.zeros(2), nn.BaseDeltaStates())
     with pytest.raises(ValueError, match=r"mu_obs: expected shape \(2, 2\)"):
         nn.OutputUpdater().update_heteros(states(2, 4), np.zeros((2, 4)), nn.BaseDeltaStates())
+
+
+@pytest.mark.parametrize("name", ["variance", "slope"])
+def test_update_raises_value_error_if_an_array_of_the_outputs_is_too_short(name: str) -> None:
+    net = nn.Sequential(nn.Linear(3, 400), nn.ReLU())
+    net(np.ones((2, 3)))
+    setattr(net.output_z_buffer, name, np.ones(1, np.float32))
+    with pytest.raises(ValueError, match="size 1 into shape"):
+        nn.OutputUpdater().update(
+            net.output_z_buffer, np.ones(800), np.ones(800), net.input_delta_z_buffer
+        )
