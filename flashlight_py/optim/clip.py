@@ -50,33 +50,33 @@ def clip_grad_norm(
     own, sharded = _by_shards(params)
     with _in_step(next(iter(sharded), group)):  # the group of the first call
         limit = check_at_least_zero("max_norm", max_norm)
-    if group is None and not sharded:
-        return _limit_norm(own, limit)
-    sums = [part for grad in own for part in sums_of_squares(grad)]
-    sums += [shards.sum_of_squares(those) for shards, those in sharded.items()]
+    return _limit_norm(own, list(sharded.items()), limit, group)
+
+
+@as_one
+def _limit_norm(
+    grads: list[Array],
+    sharded: list[tuple[Shards, list[Variable]]],
+    limit: float,
+    group: Summing | None,
+) -> float:
+    """Scale ``grads`` and those of ``sharded`` parameters in place; return their joint norm."""
+    sums = [part for grad in grads for part in sums_of_squares(grad)]
+    sums += [shards.sum_of_squares(those) for shards, those in sharded]
     squares = np.array([sum(sums)], np.float64)
     if group is not None:
         group.all_reduce(squares)
     norm = math.sqrt(squares[0])
     if limit < norm < math.inf:
-        pieces = [grad for shards, those in sharded.items() for grad in shards.own_gradients(those)]
-        _scale([*own, *pieces], limit / norm)
-        for shards in sharded:
+        pieces = [grad for shards, those in sharded for grad in shards.own_gradients(those)]
+        _scale([*grads, *pieces], limit / norm)
+        for shards, _ in sharded:
             shards.meet()
     return norm
 
 
 def _in_step(ranks: Summing | Shards | None) -> AbstractContextManager[None]:
     return nullcontext() if ranks is None else ranks.in_step("clip_grad_norm")
-
-
-@as_one
-def _limit_norm(grads: list[Array], limit: float) -> float:
-    """Scale ``grads`` in place to a joint norm of at most ``limit``; return what it was."""
-    norm = math.sqrt(sum(part for grad in grads for part in sums_of_squares(grad)))
-    if limit < norm < math.inf:
-        _scale(grads, limit / norm)
-    return norm
 
 
 def _scale(grads: Iterable[Array], factor: float) -> None:

@@ -47,7 +47,7 @@ from flashlight_py.parallel.gradient_pass import (
 )
 from flashlight_py.parallel.leaf_sync import LeafSync
 from flashlight_py.parallel.synchronize import give_state, require_module
-from flashlight_py.structure import changed
+from flashlight_py.structure import as_one, changed
 
 
 @in_step(lambda args: group_or_world(getattr(args.get("reducer"), "group", args.get("group"))))
@@ -242,15 +242,14 @@ class GradientSync(GradientPass[GradientUnit]):
         self.reducer.finalize()
         if self.checked is not None:
             self._require_finite()
-        if self._flags is None:
-            used = used_on_any_rank(self._used_here(), self.reducer.group)
-        elif self._unused:
-            used = [bool(flag) for flag in self._flags.tolist()]
-        else:  # nothing to learn from the others, and a GPU need not be waited for
+        flags: Any = self._flags
+        if flags is None:
+            flags = used_on_any_rank(self._used_here(), self.reducer.group)
+        elif not self._unused:  # a GPU need not be waited for
             return
-        for param, anywhere in zip(self._params, used, strict=True):
-            # A hook may bring what it had left over of gradients of earlier passes.
-            if not (anywhere or gradient_of(param).any()):
+        kept = _kept(flags, list(map(gradient_of, self._params)))
+        for param, is_kept in zip(self._params, kept, strict=True):
+            if not is_kept:
                 param.grad = None
 
     def _require_finite(self) -> None:
@@ -273,6 +272,16 @@ class GradientSync(GradientPass[GradientUnit]):
             f"{found or 'no rank has such ones, but their sums are too large'}). They are None on "
             "every rank now; look at the batch and the loss there"
         )
+
+
+@as_one
+def _kept(flags: Any, grads: list[Array]) -> list[bool]:
+    """Return which parameters keep their gradients: those that any rank has used.
+
+    Others may have one, too: what a hook has left over of earlier passes.
+    """
+    flags = flags if isinstance(flags, list) else flags.tolist()
+    return [bool(flag) or bool(grad.any()) for flag, grad in zip(flags, grads, strict=True)]
 
 
 def _is_finite(array: Array) -> bool:

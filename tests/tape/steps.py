@@ -198,10 +198,11 @@ def trained(read: Callable[[Any, Any], Any] = lambda loss, x: None) -> Any:
     return training(optimizer, loss_of), model, optimizer
 
 
-def regression(model: Any, optimizer: Any) -> Callable[..., Any]:
+def regression(model: Any, optimizer: Any, before_step: Any = None) -> Callable[..., Any]:
     """Return a step of ``optimizer`` by the mean squared error of ``model``."""
-    criterion = fl.nn.MeanSquaredError()
-    return training(optimizer, lambda x, y: criterion(model(fl.input(x)), fl.no_grad(y)))
+    loss_of = fl.nn.MeanSquaredError()
+    loss = lambda x, y: loss_of(model(fl.input(x)), fl.no_grad(y))  # noqa: E731
+    return training(optimizer, loss, before_step)
 
 
 def optimizers() -> dict[str, Callable[[list[fl.Variable]], Any]]:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -107,14 +107,18 @@ def enter_and_leave(number: int, model: Any, stack: contextlib.ExitStack) -> Non
         stack.enter_context(fl.no_sync(model))
 
 
-def sharded(divide: Callable[[Any], Any], optimizer_of: Any) -> Callable[[], Any]:
+def sharded(
+    divide: Callable[[Any], Any], optimizer_of: Any, limit: float = 0, in_group: bool = False
+) -> Callable[[], Any]:
     def make() -> Any:
         fl.set_seed(0)
         layers = fl.nn.Linear(6, 400_000), fl.nn.ReLU(), fl.nn.Linear(400_000, 3)
         model = fl.nn.Sequential(*layers)
         divide(model)
         optimizer = optimizer_of(model.params(), 0.01)
-        return regression(model, optimizer), model.params(), optimizer
+        group = fl.new_group([0, 1]) if in_group else None
+        clip = lambda: fl.optim.clip_grad_norm(model.params(), limit, group)  # noqa: E731
+        return regression(model, optimizer, clip if limit else None), model.params(), optimizer
 
     return make
 
@@ -243,6 +247,17 @@ def beside_bytes(divide: Callable[[Any], Any]) -> Callable[[], Any]:
     return of_layers(model, divide)
 
 
+class Partly(fl.nn.Module):
+    """A layer that ``ranks`` use beside one that every rank uses."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.ranks, self.first, self.second = ranks, fl.nn.Linear(6, 3), fl.nn.Linear(6, 3)
+
+    def forward(self, x: fl.Variable) -> fl.Variable:
+        is_used = fl.get_world_rank() in self.ranks
+        return self.first(x) + self.second(x) if is_used else self.first(x)
+
+
 class Case(NamedTuple):
     """What ``compare`` gets; ``data`` returns the calls of a rank."""
 
@@ -277,6 +292,10 @@ CASES = {
     "fully_shard": Case(sharded(fl.fully_shard, ADAM), data=few),
     "fully_shard, novograd": Case(sharded(fl.fully_shard, NOVOGRAD), data=few),
     "shard_linear": Case(sharded(cut, ADAM), data=lambda rank: few(0)),
+    "fully_shard, clipped": Case(sharded(fl.fully_shard, ADAM, 0.1), data=few),
+    "clipped in a group": Case(
+        sharded(fl.distribute_module_grads, ADAM, 0.1, in_group=True), data=few
+    ),
     "shard_linear, novograd": Case(sharded(cut, NOVOGRAD), data=lambda rank: few(0)),
     **{
         f"{name}, {divide.__name__}": Case(
@@ -314,6 +333,13 @@ CASES = {
         lambda: lambda x, y: (fl.reduce_scatter(x * 2, rows=[1, 3]), x + 1), data=few
     ),
     # What sends more than arrays of the step, or something else, stays eager.
+    **{
+        f"a layer that ranks {ranks} use, {divide.__name__}": Case(
+            of_layers(partial(Partly, ranks), divide), data=few
+        )
+        for ranks in ((), (1,))
+        for divide in (fl.distribute_module_grads, fl.fully_shard)
+    },
     "reducer": Case(reduced(reducer=fl.InlineReducer(0.5)), NO_ARRAY + r", at .*steps\.py"),
     "hook": Case(reduced(hook=fl.Float16Compression()), r"reads a value .* at .*steps\.py"),
     "checked": Case(
