@@ -37,6 +37,7 @@ from flashlight_py.optim.cuda import CapturedStep
 from flashlight_py.optim.optimizer import RuleOptimizer
 from flashlight_py.random import generator
 from flashlight_py.structure import count, here
+from flashlight_py.tape.interrupts import CtrlC
 from flashlight_py.tape.operands import CannotCapture
 from flashlight_py.tape.products import capture_products
 from flashlight_py.tape.recording import line_of_user, note_gradients
@@ -324,11 +325,10 @@ class Graphs:
             result = self._step(*args, **options)
         else:
             recorder = Recorder()
-            with ExitStack() as stack:
-                stack.enter_context(self._recording)
+            with self._recording, CtrlC() as ctrl_c, ExitStack() as stack:
                 record(recorder, stack)
                 try:
-                    result = self._step(*args, **options)
+                    result = ctrl_c.let_in(self._step, *args, **options)
                 except BaseException:
                     # A caught error must not end the agreement with the other ranks.
                     self._groups = list(recorder.groups) or None
@@ -435,8 +435,7 @@ class Graphs:
             return Variable(array) if isinstance(value, Variable) else array
 
         try:
-            with ExitStack() as stack:
-                stack.enter_context(self._recording)
+            with self._recording, CtrlC() as ctrl_c, ExitStack() as stack:
                 for group in self._groups or ():  # other threads must launch nothing meanwhile
                     if group.gpus is not None:
                         stack.enter_context(group.gpus.communicator.lock)  # type: ignore[attr-defined]
@@ -447,7 +446,7 @@ class Graphs:
                 capture_products(stack, recorder)
                 _refuse_copies(stack, recorder)
                 captured = stack.enter_context(_capturing(stream))
-                result = self._step(*placed[0], **placed[1])
+                result = ctrl_c.let_in(self._step, *placed[0], **placed[1])
         except CannotCapture as error:
             return recorder.left or str(error)
         except DistributedError:

@@ -23,6 +23,7 @@ from flashlight_py.device import is_cupy
 from flashlight_py.optim.optimizer import RuleOptimizer
 from flashlight_py.structure import changed, count, here
 from flashlight_py.tape.arrays import Array, Recorded
+from flashlight_py.tape.interrupts import CtrlC
 from flashlight_py.tape.operands import CannotCapture, Memory
 from flashlight_py.tape.operations import are_numbers, record_step
 from flashlight_py.tape.program import (
@@ -116,21 +117,23 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
             if program.fits(args, options):
                 is_tried = program in self._unchecked
                 return self._try(program, call) if is_tried else self(*args, **call.options)
-        if _recording.acquire(blocking=False):
-            try:
-                self._tries += 1
-                if reason := self._changes.reason(call.state, self.replays):
-                    self._stay_eager(reason)
-                elif self._tries > max(_MOST_TRIES, self.replays):
-                    self._stay_eager(
-                        f"{self._tries} calls could not be replayed, and {self.replays} could: of "
-                        "other forms, dtypes, values or memory; pass what changes as an array"
-                    )
-                elif call.is_apart() and int(count[0]) == stamp:  # none has recorded meanwhile
-                    changed()  # so that no captured step that this one calls is replayed
-                    return self._record(call)
-            finally:
-                _recording.release()
+        with CtrlC() as ctrl_c:
+            if _recording.acquire(blocking=False):
+                try:
+                    self._tries += 1
+                    if reason := self._changes.reason(call.state, self.replays):
+                        self._stay_eager(reason)
+                    elif self._tries > max(_MOST_TRIES, self.replays):
+                        self._stay_eager(
+                            f"{self._tries} calls could not be replayed, and {self.replays} could: "
+                            "of other forms, dtypes, values or memory; pass what changes as an "
+                            "array"
+                        )
+                    elif call.is_apart() and int(count[0]) == stamp:  # none has recorded meanwhile
+                        changed()  # so that no captured step that this one calls is replayed
+                        return self._record(call, ctrl_c)
+                finally:
+                    _recording.release()
         return self._run_eagerly(args, options)
 
     def _run_on_gpu(
@@ -153,10 +156,10 @@ class Captured(_tape.Step):  # type: ignore[misc, name-defined]
             self._stay_eager(graphs.reason)
         return result
 
-    def _record(self, call: _Call) -> Any:
+    def _record(self, call: _Call, ctrl_c: CtrlC) -> Any:
         recording = call.recording
         try:
-            call.record()
+            call.record(ctrl_c)
             # Arrays that NumPy has made unseen count as constants if they were so twice.
             found = recording.constants
             if found and found not in self._constants:
@@ -299,14 +302,15 @@ class _Call:
             return f"argument {number} is {what}; pass arrays and what can be compared"
         return ""
 
-    def record(self) -> None:
-        """Run the step, and note what it does."""
+    def record(self, ctrl_c: CtrlC) -> None:
+        """Run the step, which Ctrl-C may interrupt, and note what it does."""
         recording = self.recording
         given = [self._stand_in(v) if type(v) is np.ndarray else v for v in self.values]
         args, options = given[: len(self.args)], given[len(self.args) :]
+        named = dict(zip(self.options, options, strict=True))
         recording.begin()
         try:
-            self._result = self.step(*args, **dict(zip(self.options, options, strict=True)))
+            self._result = ctrl_c.let_in(self.step, *args, **named)
         finally:
             recording.end()
         after = State(self.step, self._roots)

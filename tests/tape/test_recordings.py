@@ -8,6 +8,8 @@ import gc
 import itertools
 import pickle
 import resource
+import signal
+import sys
 import threading
 import weakref
 from collections import deque
@@ -280,6 +282,43 @@ def test_a_recording_sees_its_own_thread_alone() -> None:
     assert step.reason == ""
     assert step(X[2]).scalar() == pytest.approx(X[2].sum())
     assert step.replays == 1
+
+
+def interrupt(at: int, step: Callable[[Any], Any]) -> int:
+    """Press Ctrl-C in one line of those that begin and end a recording; return their number."""
+    count = 0
+    names = {"_run", "record", "begin", "end", "pop_all", "close", "__exit__", "_exit_wrapper"}
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal count
+        is_line = event == "line" and frame.f_code.co_name in names
+        count += is_line
+        if is_line and count == at:
+            signal.raise_signal(signal.SIGINT)
+        return trace
+
+    sys.settrace(trace)
+    try:
+        step(X[0])
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
+    return count
+
+
+def test_ctrl_c_while_a_recording_begins_or_ends_leaves_nothing_behind() -> None:
+    handler, lines = signal.getsignal(signal.SIGINT), interrupt(0, fl.capture(trained()[0]))
+    for at in range(1, lines + 1):
+        (interrupted, model, _), (step, *_) = trained(), trained()
+        interrupt(at, fl.capture(interrupted))
+        assert {type(each.array) for each in model.params()} == {np.ndarray}, at
+        assert type(fl.random.generator()) is np.random.Generator, at
+        assert signal.getsignal(signal.SIGINT) is handler
+        captured = fl.capture(step)
+        for x in X[:3]:
+            captured(x)
+        assert captured.replays == 2, (at, captured.reason)
 
 
 def test_threads_share_a_captured_step() -> None:
