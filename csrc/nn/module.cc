@@ -70,7 +70,7 @@ int64_t bytes_of(const char* word, const int64_t* sizes, int64_t item) {
   return item;
 }
 
-// How many bytes can be read: 0 for a view of an array that has other memory since.
+// Bytes that can be read: 0 for a view of an array whose memory was replaced.
 int64_t bytes_in(PyArrayObject* array) {
   PyObject* base = PyArray_BASE(array);
   PyArrayObject* owner = reinterpret_cast<PyArrayObject*>(base);
@@ -81,8 +81,8 @@ int64_t bytes_in(PyArrayObject* array) {
   return PyArray_NBYTES(array);
 }
 
-// Whether all arrays have the bytes that the kernel uses; false with an exception. Users may have resized one
-// since the forward pass.
+// Whether all arrays have the bytes that the kernel uses; false with an exception. A user may have resized an
+// array since the forward pass.
 bool are_whole(const Row& row, PyObject* arrays, const int64_t* sizes) {
   const char* word = row.arrays;
   const int64_t item = row.name[std::strlen(row.name) - 1] == 'f' ? sizeof(float) : sizeof(double);

@@ -14,8 +14,8 @@ using Kernel = void(char* const* arrays, const int64_t* sizes, const double* num
 struct Row {
   Kernel* kernel;    // first, for csrc/tape
   const char* name;  // "layer_norm:f": the function and NumPy's letter of the dtype
-  // A word for each array: the numbers, in base 36, of the sizes whose product is the number of its elements. A
-  // "/" divides by what follows. Elements are of the dtype, after "I" int64, after "B" bytes.
+  // A word for each array. Its digits, in base 36, number the sizes whose product is the number of elements; "/"
+  // divides by the next size. Elements have the dtype of the row; after "I" they are int64, after "B" bytes.
   const char* arrays;
   bool needs_blas;
 };

@@ -276,10 +276,7 @@ class GradientSync(GradientPass[GradientUnit]):
 
 @as_one
 def _kept(flags: Any, grads: list[Array]) -> list[bool]:
-    """Return which parameters keep their gradients: those that any rank has used.
-
-    Others may have one, too: what a hook has left over of earlier passes.
-    """
+    """Return which gradients stay: a rank has used the parameter, or a hook has added to it."""
     flags = flags if isinstance(flags, list) else flags.tolist()
     return [bool(flag) or bool(grad.any()) for flag, grad in zip(flags, grads, strict=True)]
 

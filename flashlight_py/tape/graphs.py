@@ -37,10 +37,9 @@ from flashlight_py.optim.cuda import CapturedStep
 from flashlight_py.optim.optimizer import RuleOptimizer
 from flashlight_py.random import generator
 from flashlight_py.structure import count, here
-from flashlight_py.tape.interrupts import CtrlC
 from flashlight_py.tape.operands import CannotCapture
 from flashlight_py.tape.products import capture_products
-from flashlight_py.tape.recording import line_of_user, note_gradients
+from flashlight_py.tape.recording import CtrlC, line_of_user, note_gradients
 from flashlight_py.tape.state import ITEMS, EveryCall, Place, State, plain_arrays, words
 
 _MOST_GRAPHS = 8  # each keeps the memory of a step

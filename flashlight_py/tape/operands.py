@@ -161,10 +161,11 @@ def hoisted(memory: Memory) -> tuple[Sequence[Use], bool]:
     """Return uses with conditions before whatever changes something, and whether there are any.
 
     So a step is left, because of a label that is no class, before anything has changed. A check
-    of what depends on a change, such as of indices that are drawn, raises its error in its place.
+    by ``structure.require`` of values that depend on a change, such as drawn indices, stays in its
+    place and raises its error there.
 
     Raises:
-        CannotCapture: another condition depends on what changes.
+        CannotCapture: another condition depends on a change.
     """
     uses = memory.uses
     end = max((at for at, use in enumerate(uses, 1) if use.note.required is not None), default=0)

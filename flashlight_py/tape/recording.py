@@ -12,7 +12,9 @@ from __future__ import annotations
 import contextlib
 import linecache
 import operator
+import signal
 import sys
+import threading
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
@@ -45,8 +47,8 @@ class Note:
     """One call: ``function(*args, **options)`` of plain arrays.
 
     ``made``: new arrays that it returned; ``changed``: arrays that it wrote to. An ``effect`` does
-    more than that, and is never left out. ``required``: a truth value that has to be true, else a
-    replay is left; ``numpy.all`` or ``structure.require`` is the function of such a note.
+    more than that, and is never left out. ``required``: a truth value; if it is
+    false, the step runs eagerly. ``function`` is then ``numpy.all`` or ``structure.require``.
     """
 
     function: Callable[..., Any]
@@ -204,8 +206,8 @@ class Recording:
     def truth(self, value: Any, found: bool, function: Any = np.all, args: Any = ()) -> None:
         """Note that the truth value is ``found`` wherever code of this package asks for it.
 
-        A replay is left where it is another one, or calls ``function`` if it is too late for that.
-        Users get no such test.
+        If a replay finds another one, the step runs eagerly. If the replay has changed something
+        before, it calls ``function``, which raises. Code of users gets no such test.
         """
         frame, _ = user_frame((_HERE, _NUMPY))
         if not frame.f_code.co_filename.startswith(_PACKAGE):
@@ -342,6 +344,46 @@ class Recording:
         if not are_numbers(array):
             name = self._names.get(id(array), "an array")
             self.leave(f"{name} of {array.dtype} is no array of numbers, or not aligned,")
+
+
+class CtrlC:
+    """A block that handles Ctrl-C after its end, or at once within ``let_in``.
+
+    So a KeyboardInterrupt leaves no recording half ended. On threads other than the main thread,
+    which alone handles signals, the block does nothing.
+    """
+
+    def __init__(self) -> None:
+        is_main = threading.current_thread() is threading.main_thread()
+        self._handler: Any = signal.getsignal(signal.SIGINT) if is_main else None
+        self._waits, self._was_pressed = True, False
+
+    def __enter__(self) -> CtrlC:
+        if callable(self._handler):
+            signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if signal.getsignal(signal.SIGINT) == self._handle:
+            signal.signal(signal.SIGINT, self._handler)
+        if self._was_pressed:
+            self._handler(signal.SIGINT, None)
+
+    def let_in(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Return ``function(*args, **options)``, during which Ctrl-C is handled at once."""
+        self._waits = False
+        try:
+            return function(*args, **options)
+        finally:
+            self._waits = True
+
+    def _handle(self, number: int, frame: Any) -> None:
+        if self._waits:
+            self._was_pressed = True
+            return
+        self._waits = True  # if the handler raises, another Ctrl-C waits for the end
+        self._handler(number, frame)
+        self._waits = False
 
 
 # Of some functions: what does them and notes them, instead of Recording.as_one.

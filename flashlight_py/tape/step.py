@@ -23,7 +23,6 @@ from flashlight_py.device import is_cupy
 from flashlight_py.optim.optimizer import RuleOptimizer
 from flashlight_py.structure import changed, count, here
 from flashlight_py.tape.arrays import Array, Recorded
-from flashlight_py.tape.interrupts import CtrlC
 from flashlight_py.tape.operands import CannotCapture, Memory
 from flashlight_py.tape.operations import are_numbers, record_step
 from flashlight_py.tape.program import (
@@ -34,7 +33,15 @@ from flashlight_py.tape.program import (
     stood_for,
     unwrapped,
 )
-from flashlight_py.tape.recording import Note, Recording, arrays_in, handlers, meets, user_frame
+from flashlight_py.tape.recording import (
+    CtrlC,
+    Note,
+    Recording,
+    arrays_in,
+    handlers,
+    meets,
+    user_frame,
+)
 from flashlight_py.tape.state import (
     INSTEAD,
     EveryCall,

@@ -153,15 +153,12 @@ def categorical_cross_entropy(
     check_filled("categorical_cross_entropy", log_probabilities)
     classes, xp = logs.shape[-1], array_module(logs)
     shape, given = logs.shape, labels.shape
-    require(
-        ((labels >= 0) & (labels < classes)) | (labels == ignore_index),
-        labels,
-        lambda wrong: ValueError(
-            f"categorical_cross_entropy: target {wrong} is no class of 0..{classes - 1} and not "
-            f"ignore_index ({ignore_index}), for log probabilities of shape {shape}, got targets "
-            f"of shape {given}"
-        ),
+    error = lambda wrong: ValueError(  # noqa: E731
+        f"categorical_cross_entropy: target {wrong} is no class of 0..{classes - 1} and not "
+        f"ignore_index ({ignore_index}), for log probabilities of shape {shape}, got targets of "
+        f"shape {given}"
     )
+    require(((labels >= 0) & (labels < classes)) | (labels == ignore_index), labels, error)
     counted = labels != ignore_index
     picked = xp.where(counted, labels, 0)[..., None]
     losses = -xp.take_along_axis(logs, picked, axis=-1)[..., 0]
@@ -371,10 +368,8 @@ def _check_sequences(
         found.append(number.astype("int64"))
     counted = xp.arange(labels.shape[1]) < found[1][:, None]
     right = ((labels >= 0) & (labels < classes) & (labels != blank)) | ~counted
-    text = (
-        f"{name}: targets must be of 0..{classes - 1} and not {blank}, the blank, for shape "
-        f"{logs.shape}, in shape {labels.shape}, got"
-    )
+    text = f"{name}: targets must be of 0..{classes - 1} and not {blank}, the blank, for shape"
+    text = f"{text} {logs.shape}, in shape {labels.shape}, got"
     require(right, labels, lambda wrong: ValueError(f"{text} {wrong}"))
     return xp.where(counted, labels, blank), found[0], found[1]
 

@@ -153,19 +153,13 @@ def integers(name: str, value: Input, array: Array) -> Array:
 
 
 def _in_range(name: str, index: Array, shape: tuple[int, ...], axis: int) -> Array:
-    """Return a copy of indices along an axis of ``shape``, int64, contiguous.
-
-    The copy is checked, and never the user's array, which may be filled again before ``backward``.
-    """
+    """Return a checked copy, int64 and contiguous, as users may overwrite ``index`` later."""
     copy, given = index.astype("int64", order="C"), index.shape
-    require(
-        copy.view("uint64") < shape[axis],  # negative ones are large
-        index,
-        lambda wrong: IndexError(
-            f"{name}: index {wrong} is none of 0..{shape[axis] - 1}, axis {axis} of shape {shape}, "
-            f"got indices of shape {given}"
-        ),
+    error = lambda wrong: IndexError(  # noqa: E731
+        f"{name}: index {wrong} is none of 0..{shape[axis] - 1}, axis {axis} of shape {shape}, got "
+        f"indices of shape {given}"
     )
+    require(copy.view("uint64") < shape[axis], index, error)  # negative integers become large
     return copy
 
 
