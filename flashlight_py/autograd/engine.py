@@ -4,9 +4,9 @@ Every operation leaves a ``Node`` whose edges say where its gradient goes next: 
 input that was itself computed, or to a leaf ``Variable``. Each edge carries the input's
 vector-Jacobian product ("vjp"): a function from the gradient of the result to that of the input.
 
-A vjp returns a new array, its argument, or a view of its argument, and never changes its
-argument. So the engine knows who owns what, and copies only where two gradients would share
-memory. It also sums broadcast dimensions away and casts, so that no vjp has to.
+A vjp returns a new array, its argument, or a view of its argument, in the shape of its input, and
+never changes its argument. So the engine knows who owns what, and copies only where two gradients
+would share memory. It also casts, so that no vjp has to.
 
 Operations that do more than compute, such as exchanging messages, can be recorded as ordered: a
 pass visits those in the reverse of the order of recording, whatever the graph looks like.
@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from flashlight_py.autograd.graph import EndCallback, Leaf, Node, Part, Target, Walk
-from flashlight_py.device import Array, array_module, total
+from flashlight_py.device import Array, array_module
 
 
 class GradSink:
@@ -242,9 +242,14 @@ def _accumulate(leaf: Leaf, contribution: Array, incoming: Array) -> None:
 
 
 def _fit(grad: Array, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
-    """Sum a gradient over the dimensions that broadcasting added or stretched, and cast it."""
+    """Cast a gradient.
+
+    Raises:
+        ValueError: it has another shape than its input: the operation is wrong.
+    """
     if grad.shape != shape:
-        added = grad.ndim - len(shape)
-        stretched = [i + added for i, n in enumerate(shape) if n == 1 != grad.shape[i + added]]
-        grad = total(grad, (*range(added), *stretched)).reshape(shape)
+        raise ValueError(
+            f"backward: expected a gradient of shape {shape}, as its input has, got {grad.shape}; "
+            "the vector-Jacobian product of an operation is wrong"
+        )
     return grad.astype(dtype, copy=False)

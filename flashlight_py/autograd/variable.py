@@ -385,18 +385,21 @@ def shards_of(variables: Iterable[Variable]) -> list[Any]:
     return list(dict.fromkeys(v.placement.shards for v in variables if v.placement is not None))
 
 
-def record(array: Array | np.generic, *inputs: tuple[Variable, Vjp]) -> Variable:
+def record(
+    array: Array | np.generic, *inputs: tuple[Variable, Vjp], through: Vjp | None = None
+) -> Variable:
     """Return the result of an operation, which remembers how to reach those inputs that learn.
 
     Args:
         array: the result.
         inputs: each input with its vector-Jacobian product (see ``engine``); hooks of inputs
             that come first fire first.
+        through: see ``Node``.
     """
     if array.__class__ is not np.ndarray and isinstance(array, np.generic):
         # NumPy's answer where a result has no dimensions.
-        return record_all(getattr(array, "__array_library__", np).asarray(array), inputs)
-    return record_all(array, inputs)
+        return record_all(getattr(array, "__array_library__", np).asarray(array), inputs, through)
+    return record_all(array, inputs, through)
 
 
 def record_all(

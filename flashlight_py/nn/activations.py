@@ -8,6 +8,7 @@ import numpy as np
 
 from flashlight_py.autograd import Variable, param
 from flashlight_py.autograd import functions as F
+from flashlight_py.autograd.functions.activations import is_by_tanh
 from flashlight_py.nn.layers import Function, check_sizes
 from flashlight_py.nn.module import Module
 
@@ -22,11 +23,15 @@ class SiLU(Function):
 class GELU(Function):
     """``x * (1 + erf(x / sqrt(2))) / 2``, elementwise.
 
-    With ``approximate``: ``x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3))) / 2``.
+    If ``approximate`` is True or ``"tanh"``, and not False or ``"none"``:
+    ``x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3))) / 2``.
+
+    Raises:
+        ValueError: ``approximate`` is something else.
     """
 
-    def __init__(self, approximate: bool = False) -> None:
-        super().__init__(F.gelu, approximate=approximate)
+    def __init__(self, approximate: bool | str = False) -> None:
+        super().__init__(F.gelu, approximate=is_by_tanh(approximate))
 
 
 class ELU(Function):

@@ -279,6 +279,7 @@ CASES = [
         )
     ],
     Case("layer_norm", F.layer_norm, "F.layer_norm(a, (4,), b, c)", (CUBE, ROW, ROW + 1)),
+    Case("layer_norm_of_two", F.layer_norm, "F.layer_norm(a, (3, 4), b, c)", (CUBE, A, B)),
     Case(
         "layer_norm_plain",
         lambda x: F.layer_norm(x, dimensions=2),

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flashlight_py import nn
 from flashlight_py.autograd import Variable, functions, gradcheck, input, param
 from flashlight_py.autograd import functions as F
 from flashlight_py.random import set_seed
@@ -20,6 +21,20 @@ EVERY_CASE = pytest.mark.parametrize("case", CASES, ids=[case.name for case in C
 @EVERY_CASE
 def test_gradient_equals_central_differences(case: Case) -> None:
     gradcheck(case.ours, case.arrays)
+
+
+@EVERY_CASE
+@pytest.mark.parametrize("size", [0, 1])
+def test_gradient_has_the_shape_of_its_input_if_sizes_are_small(case: Case, size: int) -> None:
+    sizes = {n for array in case.arrays for n in array.shape}
+    for cut in (*({n} for n in sizes), sizes):
+        kept = [tuple(slice(size if n in cut else n) for n in x.shape) for x in case.arrays]
+        arrays = [x[part].copy() for x, part in zip(case.arrays, kept, strict=True)]
+        try:
+            case.ours(*map(param, arrays))
+        except (ValueError, IndexError):
+            continue  # the constants of the case have other sizes
+        gradcheck(case.ours, arrays)
 
 
 @EVERY_CASE
@@ -68,6 +83,27 @@ def test_every_function_has_a_case() -> None:
     names = {case.name for case in CASES}
     for name in set(functions.__all__) - checked_below:
         assert any(case == name or case.startswith(name + "_") for case in names), name
+
+
+@pytest.mark.parametrize("name", ["sum", "max", "min", "mean", "var", "cumsum"])
+@pytest.mark.parametrize(("shape", "axis"), [((0,), 0), ((1, 0), 0), ((1, 0), 1), ((2, 0, 3), -2)])
+def test_reductions_equal_numpy_or_raise_value_error_if_an_axis_is_empty(
+    name: str, shape: tuple[int, ...], axis: int
+) -> None:
+    x = np.ones(shape)
+    try:
+        expected = getattr(np, name)(x, axis)
+    except (ValueError, RuntimeWarning):  # the warning: NumPy returns nan
+        with pytest.raises(ValueError, match=r"nothing to reduce|zero-size"):
+            getattr(F, name)(x, axis)
+    else:
+        np.testing.assert_array_equal(getattr(F, name)(x, axis).array, expected)
+
+
+def test_gelu_raises_value_error_if_the_approximation_is_unknown() -> None:
+    for make in (nn.GELU, lambda name: F.gelu(np.ones(2), name)):
+        with pytest.raises(ValueError, match=r"'none', 'tanh', False or True, got 'erf'"):
+            make("erf")
 
 
 def gradient(result: Variable, leaf: Variable) -> np.ndarray:

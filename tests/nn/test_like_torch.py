@@ -55,7 +55,8 @@ def rnn(kind: str, **options: Any) -> Row:
 
 ROWS = [
     Row("gelu", fl.nn.GELU, "nn.GELU()", (X,)),
-    Row("gelu_tanh", lambda: fl.nn.GELU(True), "nn.GELU('tanh')", (X,)),
+    Row("gelu_none", lambda: fl.nn.GELU("none"), "nn.GELU('none')", (X,)),
+    Row("gelu_tanh", lambda: fl.nn.GELU("tanh"), "nn.GELU('tanh')", (X,)),
     Row("silu", fl.nn.SiLU, "nn.SiLU()", (X,)),
     Row("elu", lambda: fl.nn.ELU(0.5), "nn.ELU(0.5)", (X,)),
     Row("leaky_relu", lambda: fl.nn.LeakyReLU(0.2), "nn.LeakyReLU(0.2)", (X,)),

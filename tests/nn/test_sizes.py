@@ -65,6 +65,18 @@ def test_sizes_are_integers_of_any_kind(name: str, kind: Any) -> None:
             make(wrong)
 
 
+NOT_OF_ONE = {"Pool2D": "padding exceeds the window", "SinusoidalPositionEmbedding": "even sizes"}
+
+
+@pytest.mark.parametrize("name", [name for name in OF_SIZES if name not in NOT_OF_ONE])
+def test_layers_have_gradients_of_their_shapes_if_all_sizes_are_one(name: str) -> None:
+    make, shape = OF_SIZES[name]
+    module = make(lambda _: 1)
+    y = module(fl.param(np.ones((2, *[1] * (len(shape) - 1)), np.float32)))
+    F.sum(y[0] if isinstance(y, tuple) else y).backward()
+    assert [p.grad.shape for p in module.params()] == [p.shape for p in module.params()]
+
+
 def test_functions_take_integers_of_numpy() -> None:
     x, weight = np.ones((1, 4, 5, 5), np.float32), np.ones((4, 2, 3, 3), np.float32)
     two, one = np.int64(2), np.uint8(1)

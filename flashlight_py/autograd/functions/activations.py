@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from flashlight_py.autograd.functions.dimensions import reshape
-from flashlight_py.autograd.functions.elementwise import as_variable, check_filled
+from flashlight_py.autograd.functions.elementwise import as_variable, check_filled, record_pair
 from flashlight_py.autograd.native import record_mapped
 from flashlight_py.autograd.variable import Input, Variable, record
 from flashlight_py.device import Array, array_module, narrowed, widened
@@ -47,19 +47,22 @@ def erf(x: Input) -> Variable:
     )
 
 
-def gelu(x: Input, approximate: bool = False) -> Variable:
+def gelu(x: Input, approximate: bool | str = False) -> Variable:
     """Return ``x`` times the probability that a normal number is below it: ``x * Phi(x)``.
 
-    Hendrycks and Gimpel (2016). ``Phi(x) = (1 + erf(x / sqrt(2))) / 2``; with ``approximate``
-    their ``(1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3))) / 2``, as GPT-2 has it.
+    Hendrycks and Gimpel (2016). ``Phi(x) = (1 + erf(x / sqrt(2))) / 2``. If ``approximate`` is True
+    or ``"tanh"``: ``(1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3))) / 2``, as in GPT-2.
+
+    Raises:
+        ValueError: ``approximate`` is neither a bool nor ``"none"`` or ``"tanh"``, torch's names.
     """
-    x = as_variable(x)
-    found = record_mapped("gelu_by_tanh" if approximate else "gelu", x)
+    x, by_tanh = as_variable(x), is_by_tanh(approximate)
+    found = record_mapped("gelu_by_tanh" if by_tanh else "gelu", x)
     if found is not None:
         return found
     array = widened(x.data)
     xp = array_module(array)
-    if approximate:
+    if by_tanh:
         square = array * array
         doubled = xp.tanh(array * (square * (0.044715 * _GELU) + _GELU)) + 1
     else:
@@ -67,7 +70,7 @@ def gelu(x: Input, approximate: bool = False) -> Variable:
     half = array * 0.5
 
     def vjp(grad: Array) -> Any:
-        if approximate:
+        if by_tanh:
             inner = square * (3 * 0.044715 * _GELU) + _GELU
             slope = doubled * (2 - doubled) * inner
         else:
@@ -78,6 +81,15 @@ def gelu(x: Input, approximate: bool = False) -> Variable:
 
 
 _GELU = math.sqrt(2 / math.pi)
+
+
+def is_by_tanh(approximate: bool | str) -> bool:
+    """Return whether GELU is approximated; raise a ValueError if the option is unknown."""
+    if approximate not in (False, True, "none", "tanh"):
+        raise ValueError(
+            f"gelu: approximate must be 'none', 'tanh', False or True, got {approximate!r}"
+        )
+    return approximate in (True, "tanh")
 
 
 def silu(x: Input) -> Variable:
@@ -146,16 +158,15 @@ def prelu(x: Input, weight: Input) -> Variable:
             f"({channels},) or (1,), got {weight.data.shape}"
         )
     check_filled("prelu", x)
-    if weight.data.size > 1:
-        weight = reshape(weight, (-1, *(1,) * (len(shape) - 2)))
+    weight = reshape(weight, (-1, *(1,) * (len(shape) - 2)) if weight.data.size > 1 else ())
     array, w = widened(x.data), widened(weight.data)
     xp = array_module(array)
     above = array > 0
     out = xp.where(above, array, array * w)
-    return record(
+    return record_pair(
         narrowed(out, x.data),
-        (x, lambda grad: xp.where(above, grad, grad * w)),
-        (weight, lambda grad: widened(grad) * xp.minimum(array, 0)),
+        *(x, lambda grad: xp.where(above, grad, grad * w)),
+        *(weight, lambda grad: widened(grad) * xp.minimum(array, 0)),
     )
 
 

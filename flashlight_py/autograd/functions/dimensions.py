@@ -20,6 +20,7 @@ from flashlight_py.autograd.functions.elementwise import (
     as_pair,
     as_variable,
     mul,
+    record_pair,
     slope_of_relu,
     sub,
 )
@@ -522,19 +523,19 @@ def matmul(a: Operand, b: Operand) -> Variable:
 def _matmul(x: Variable, y: Variable) -> Variable:
     p, q = _to_keep(x), _to_keep(y)
     if x.data.dtype.char not in NARROW or is_cupy(x.data):
-        return record(
+        return record_pair(
             x.data @ y.data,
-            (x, lambda grad: grad @ (y.data if q is None else q).swapaxes(-1, -2)),
-            (y, lambda grad: (x.data if p is None else p).swapaxes(-1, -2) @ grad),
+            *(x, lambda grad: grad @ (y.data if q is None else q).swapaxes(-1, -2)),
+            *(y, lambda grad: (x.data if p is None else p).swapaxes(-1, -2) @ grad),
         )
     # Computed in float32, and widened once more in the backward pass.
     out = widened(x.data) @ widened(y.data)
-    edges: list[tuple[Variable, Vjp]] = [
-        (x, lambda grad: grad @ widened(y.data if q is None else q).swapaxes(-1, -2)),
-        (y, lambda grad: widened(x.data if p is None else p).swapaxes(-1, -2) @ grad),
-    ]
-    out = narrowed(out, x.data) if y.data.dtype.char in NARROW else out
-    return record_all(out, edges, widened)
+    return record_pair(
+        narrowed(out, x.data) if y.data.dtype.char in NARROW else out,
+        *(x, lambda grad: grad @ widened(y.data if q is None else q).swapaxes(-1, -2)),
+        *(y, lambda grad: widened(x.data if p is None else p).swapaxes(-1, -2) @ grad),
+        through=widened,
+    )
 
 
 def _to_keep(operand: Variable) -> Array | None:

@@ -16,7 +16,15 @@ from flashlight_py.autograd.graph import Vjp
 from flashlight_py.autograd.native import kernel, lies_last, mapped, record_mapped
 from flashlight_py.autograd.precision import as_float32, real
 from flashlight_py.autograd.variable import Input, Operand, Variable, record
-from flashlight_py.device import Array, array_module, constant, is_cupy, is_floating, narrowed
+from flashlight_py.device import (
+    Array,
+    array_module,
+    constant,
+    is_cupy,
+    is_floating,
+    narrowed,
+    total,
+)
 from flashlight_py.random import generator
 
 
@@ -50,6 +58,33 @@ def _as_constant(value: Operand, like: Variable) -> Variable:
     return Variable(array_module(like.data).asarray(value, dtype))
 
 
+def record_pair(
+    array: Any, x: Variable, x_vjp: Vjp, y: Variable, y_vjp: Vjp, through: Vjp | None = None
+) -> Variable:
+    """Return what ``record`` does of two operands, which may have been broadcast.
+
+    Each vjp may return the gradient of the broadcast operand: it is summed to the operand's shape.
+    """
+    if x.data.shape != array.shape:
+        x_vjp = _summed(x_vjp, x.data.shape)
+    if y.data.shape != array.shape:
+        y_vjp = _summed(y_vjp, y.data.shape)
+    return record(array, (x, x_vjp), (y, y_vjp), through=through)
+
+
+def _summed(vjp: Vjp, shape: tuple[int, ...]) -> Vjp:
+    def vjp_of_operand(grad: Array) -> Array:
+        grad = vjp(grad)
+        if grad.shape == shape:
+            return grad
+        added = grad.ndim - len(shape)
+        stretched = [i + added for i, n in enumerate(shape) if n == 1 != grad.shape[i + added]]
+        return total(grad, (*range(added), *stretched)).reshape(shape)
+
+    vjp_of_operand.__qualname__ = vjp.__qualname__  # which is in errors
+    return vjp_of_operand
+
+
 def negative(x: Input) -> Variable:
     """Return ``-x``, elementwise."""
     x = as_variable(x)
@@ -59,27 +94,27 @@ def negative(x: Input) -> Variable:
 def add(a: Operand, b: Operand) -> Variable:
     """Return ``a + b``, elementwise."""
     x, y = as_pair(a, b)
-    return record(x.data + y.data, (x, lambda grad: grad), (y, lambda grad: grad))
+    return record_pair(x.data + y.data, x, lambda grad: grad, y, lambda grad: grad)
 
 
 def sub(a: Operand, b: Operand) -> Variable:
     """Return ``a - b``, elementwise."""
     x, y = as_pair(a, b)
-    return record(x.data - y.data, (x, lambda grad: grad), (y, lambda grad: -grad))
+    return record_pair(x.data - y.data, x, lambda grad: grad, y, lambda grad: -grad)
 
 
 def mul(a: Operand, b: Operand) -> Variable:
     """Return ``a * b``, elementwise."""
     x, y = as_pair(a, b)
     p, q = x.data, y.data
-    return record(p * q, (x, lambda grad: grad * q), (y, lambda grad: grad * p))
+    return record_pair(p * q, x, lambda grad: grad * q, y, lambda grad: grad * p)
 
 
 def div(a: Operand, b: Operand) -> Variable:
     """Return ``a / b``, elementwise."""
     x, y = as_pair(a, b)
     p, q = x.data, y.data
-    return record(p / q, (x, lambda grad: grad / q), (y, lambda grad: -grad * p / (q * q)))
+    return record_pair(p / q, x, lambda grad: grad / q, y, lambda grad: -grad * p / (q * q))
 
 
 def pow(a: Operand, b: Operand) -> Variable:
@@ -101,7 +136,7 @@ def pow(a: Operand, b: Operand) -> Variable:
         xp = array_module(base)
         return grad * out * xp.log(xp.where(base == 0, 1, base))
 
-    return record(out, (x, base_vjp), (y, exponent_vjp))
+    return record_pair(out, x, base_vjp, y, exponent_vjp)
 
 
 def maximum(a: Operand, b: Operand) -> Variable:
@@ -109,8 +144,8 @@ def maximum(a: Operand, b: Operand) -> Variable:
     x, y = as_pair(a, b)
     p, q = x.data, y.data
     out = array_module(p).maximum(p, q)
-    return record(out, (x, lambda grad: grad * _share(p > q, p == q, grad)),
-                  (y, lambda grad: grad * _share(q > p, p == q, grad)))  # fmt: skip
+    return record_pair(out, x, lambda grad: grad * _share(p > q, p == q, grad),
+                       y, lambda grad: grad * _share(q > p, p == q, grad))  # fmt: skip
 
 
 def minimum(a: Operand, b: Operand) -> Variable:
@@ -118,8 +153,8 @@ def minimum(a: Operand, b: Operand) -> Variable:
     x, y = as_pair(a, b)
     p, q = x.data, y.data
     out = array_module(p).minimum(p, q)
-    return record(out, (x, lambda grad: grad * _share(p < q, p == q, grad)),
-                  (y, lambda grad: grad * _share(q < p, p == q, grad)))  # fmt: skip
+    return record_pair(out, x, lambda grad: grad * _share(p < q, p == q, grad),
+                       y, lambda grad: grad * _share(q < p, p == q, grad))  # fmt: skip
 
 
 def _share(chosen: Array, equal: Array, grad: Array) -> Any:

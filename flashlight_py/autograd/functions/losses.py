@@ -47,7 +47,7 @@ def _softmax(name: str, x: Input, axis: int) -> Variable:
         check_filled(name, x)
     native = kernel(name, array) if axis in (-1, ndim - 1) else None
     xp, is_log = array_module(array), name == "log_softmax"
-    width = array.shape[-1] if x.ndim else 1
+    width = array.shape[axis] if x.ndim else 1
     made, sizes = ((array.shape, array.dtype),), (x.size // width, width)
     if native is not None:
         out = native(made, sizes, (), contiguous(array))

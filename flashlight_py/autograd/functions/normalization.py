@@ -76,9 +76,10 @@ def _of_rows(
         raise ValueError(
             f"{name}: nothing to normalize in the last {dimensions} dimension(s) of shape {x.shape}"
         )
-    width = math.prod(x.shape[-dimensions:])
+    inner = x.shape[-dimensions:]
+    width = math.prod(inner)
     parts = x.size // width, width
-    return _normalized(name, x, given, eps, parts, parts, parts, (1,), (0,))[0]
+    return _normalized(name, x, given, eps, parts, parts[0], inner, parts, (1,), (0,))[0]
 
 
 def group_norm(
@@ -188,18 +189,18 @@ def _of_channels(
     parts, axes, others = (*first, *of_channel, positions), (1, 3, 4), (0, 1, 4)
     if is_last:
         parts, axes, others = (*first, positions, *of_channel), (1, 2, 4), (0, 1, 2)
-    counts = samples * groups, channels
-    return _normalized(name, x, given, eps, sizes, counts, parts, axes, others, moments, is_last)
+    of = samples * groups, (channels,), parts
+    return _normalized(name, x, given, eps, sizes, *of, axes, others, moments, is_last)
 
 
 def _normalized(
     name: str, x: Variable, given: _Given, eps: float, sizes: tuple[int, ...],
-    counts: tuple[int, int], parts: tuple[int, ...], axes: tuple[int, ...], others: tuple[int, ...],
-    moments: Sequence[Array] = (), is_last: bool = False,
+    count: int, inner: tuple[int, ...], parts: tuple[int, ...], axes: tuple[int, ...],
+    others: tuple[int, ...], moments: Sequence[Array] = (), is_last: bool = False,
 ) -> tuple[Variable, Array, Array]:  # fmt: skip
     """Return what is normalized, and what it was normalized by.
 
-    ``sizes`` are the kernel's; ``counts``: how many means there are, and elements of a parameter.
+    ``sizes`` are the kernel's, ``count`` the number of means, ``inner`` the shape of a parameter.
     In the shape ``parts`` elements of one mean are along ``axes``, those of one parameter along
     ``others``. ``moments`` are constants, used instead of the elements' own mean and variance;
     ``is_last``: whether channels are to lie last.
@@ -217,7 +218,7 @@ def _normalized(
     native, xp, shape, dtype = kernel(of_kernel, rows), array_module(rows), rows.shape, rows.dtype
     w, b, *moments = (_values(each, dtype) for each in (*given, *moments))
     if native is not None:
-        saved = () if moments else (((counts[0],), dtype),) * 2
+        saved = () if moments else (((count,), dtype),) * 2
         found = native(((shape, dtype), *saved), sizes, (eps,), rows, w, b, *moments)
         out, mean, variance = (found, *moments) if moments else found
     else:
@@ -237,7 +238,7 @@ def _normalized(
     def back(grad: Array) -> tuple[Array, Array, Array]:
         grad, w = laid_out(widened(grad)), _values(given[0], dtype)
         if native is not None:
-            made = (shape, dtype), *(((counts[1],), dtype),) * 2
+            made = (shape, dtype), *((inner, dtype),) * 2
             found: Any = kernel(f"{of_kernel}_back", rows)
             dx, dweight, dbias = found(made, sizes, (eps,), grad, rows, mean, variance, w)
             return as_given(dx), dweight, dbias
@@ -248,7 +249,7 @@ def _normalized(
             dx = slope - standard * (slope * standard).mean(axes, keepdims=True)
             if name != "rms_norm":
                 dx -= slope.mean(axes, keepdims=True)
-        dweight, dbias = (each.sum(others).reshape(-1) for each in (grad * standard, grad))
+        dweight, dbias = (each.sum(others).reshape(inner) for each in (grad * standard, grad))
         return as_given((dx * inverse).reshape(shape)), dweight, dbias
 
     result = record_jointly(name, narrowed(as_given(out), x.data), back, x, *given)

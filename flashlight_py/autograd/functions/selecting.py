@@ -8,7 +8,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from flashlight_py.autograd.functions.elementwise import as_pair, as_variable, check_filled
+from flashlight_py.autograd.functions.elementwise import (
+    as_pair,
+    as_variable,
+    check_filled,
+    record_pair,
+)
 from flashlight_py.autograd.native import contiguous, kernel
 from flashlight_py.autograd.variable import Input, Operand, Variable, record
 from flashlight_py.device import Array, array_module, is_cupy, narrowed, widened
@@ -29,8 +34,10 @@ def where(condition: Input, a: Operand, b: Operand) -> Variable:
     if holds.dtype != bool:
         raise TypeError(f"where: the condition needs dtype bool, got {holds.dtype}; compare it")
     pick = array_module(holds).where
-    edges = (x, lambda grad: pick(holds, grad, 0)), (y, lambda grad: pick(holds, 0, grad))
-    return record(pick(holds, x.data, y.data), *edges)
+    out = pick(holds, x.data, y.data)
+    return record_pair(
+        out, x, lambda grad: pick(holds, grad, 0), y, lambda grad: pick(holds, 0, grad)
+    )
 
 
 def gather(x: Input, index: Input, axis: int) -> Variable:
