@@ -35,6 +35,11 @@ def main(options: argparse.Namespace) -> None:
     if options.device == "cuda":
         options.device = fl.distributed.use_local_device()  # each process has a GPU of its own
     world_size = fl.get_world_size()
+    if options.samples < world_size:
+        raise SystemExit(
+            f"--samples: expected at least {world_size}, one for each process, got "
+            f"{options.samples}"
+        )
     fl.set_seed(options.seed)
 
     # The samples are shared out: this process trains on its part only.

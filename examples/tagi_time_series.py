@@ -137,8 +137,9 @@ def read_options() -> argparse.Namespace:
     options = parser.parse_args()
     if min(options.num_epochs, options.batch_size) < 1 or options.sigma_v <= 0:
         parser.error("--num-epochs and --batch-size are from 1 on, --sigma-v is above 0")
-    if options.samples <= WINDOW:
-        parser.error(f"--samples: more than a window of {WINDOW}, got {options.samples}")
+    if options.samples < WINDOW + options.batch_size:
+        needed = f"a window of {WINDOW} and a batch of {options.batch_size}"
+        parser.error(f"--samples: expected {needed}, got {options.samples}")
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install 'flashlight-py[plot]'")
     if options.plot and not options.plot.absolute().parent.is_dir():

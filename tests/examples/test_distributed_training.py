@@ -109,6 +109,15 @@ def test_samples_that_do_not_divide_leave_no_rank_waiting() -> None:
     assert len(losses(output)) == 2
 
 
+def test_every_rank_exits_with_an_error_if_there_are_fewer_samples_than_ranks(
+    tmp_path: Path,
+) -> None:
+    for process in by_file(tmp_path, 2, "--samples", 1):
+        output, error = process.communicate(timeout=DEADLINE)
+        assert (process.returncode, output) == (1, "")
+        assert "--samples: expected at least 2, one for each process, got 1" in error
+
+
 @pytest.mark.slow
 def test_saved_parameters_and_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")

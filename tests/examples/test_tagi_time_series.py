@@ -39,7 +39,7 @@ def test_its_own_length_is_enough_with_any_seed(ranks: int) -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (["--samples", 12], "--samples: more than a window of 12, got 12"),
+        (["--samples", 16], "--samples: expected a window of 12 and a batch of 5, got 16"),
         (["--batch-size", 0], "--num-epochs and --batch-size are from 1 on"),
         (["--plot", "/no/folder/p.png"], "the folder of /no/folder/p.png"),
     ],
