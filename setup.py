@@ -260,7 +260,7 @@ FAST = numpy_extension(
     "fast",
     [
         *(f"csrc/fast/{name}.c" for name in ("fast", "call", "alone", "place", "plain")),
-        *(f"csrc/fast/{name}.c" for name in ("uneven", "batch", "objects", "works")),
+        *(f"csrc/fast/{name}.c" for name in ("uneven", "batch", "several", "objects", "works")),
     ],
     [
         *(f"csrc/fast/{name}.h" for name in ("binding", "plain", "ring")),

@@ -12,6 +12,9 @@ new. Of a number it is a Python float that goes in and comes out, of every secon
 that is not contiguous, which users of mpi4py pack themselves. torch has no unequal all_gather. A
 copy of the argument by one core, beside them, shows what is a matter of memory alone.
 
+Several arrays are parts of the argument. This package reduces them by all_reduce_multiple, by the
+same with contiguous=True, and in a loop of all_reduce; the others reduce them in a loop.
+
 A halo is 4 fields, the parts of the argument, that go to both neighbours around a ring: as one
 batch, or one sendrecv after another. In a row of tasks rank 0 gives 100 of them, one at a time, to
 whichever rank asks first, by receives from any source; the time is that of all. Of open messages
@@ -34,7 +37,7 @@ from flashlight_py.distributed.calls.combining import MEANINGS
 from flashlight_py.distributed.verbs import VERBS as TABLE
 from flashlight_py.distributed.verbs import Verb
 from harness.all_reduce_targets import COPY
-from harness.collectives_targets import label, verdicts
+from harness.collectives_targets import SEVERALLY, label, verdicts
 from harness.conductor import Case, Conductor, Contender
 from harness.facts import machine_facts
 from harness.launchers import Library
@@ -47,6 +50,7 @@ from harness.report import (
     verdict_table,
     write_json,
 )
+from harness.roles.verbs import SEVERAL
 from harness.statistics import Measurement
 
 OURS = "flashlight_py"
@@ -88,6 +92,7 @@ VERBS: dict[str, Row] = {
     "all_gather_object, dict": Row(lambda ranks: 50 * ranks, OBJECTS),
 }
 
+VERBS |= dict.fromkeys(SEVERAL, Row(lambda ranks: 3, SIZES[1:]))
 # What the table of the verbs has beside them; peers do not know it: its meaning goes with a task.
 TABLED = {v.name: v for v in TABLE if v.reduces and v.in_place and v.name not in VERBS}
 VERBS |= dict.fromkeys(TABLED, VERBS["all_reduce"])
@@ -125,7 +130,11 @@ def measure(options: argparse.Namespace, conductor: Conductor) -> list[Measureme
         entrants = [Contender(OURS, ours("flashlight_collectives"), ranks)]
         entrants += collective_peers(options, ranks, conductor.absent)
         entrants.append(Contender(COPY, Library(COPY, "copy", Path(sys.executable)), 1))
-        results += [conductor.measure(case, entrants) for case in cases(options, ranks)]
+        library = entrants[0].library
+        ways = [Contender(title, library, ranks, {"kind": k}) for k, title in SEVERALLY.items()]
+        for case in cases(options, ranks):
+            more = ways if case.measurement.task in SEVERAL else []
+            results.append(conductor.measure(case, [*entrants, *more]))
     return results
 
 

@@ -13,6 +13,9 @@ __all__ = ["label", "verdicts"]
 
 # With a core for each rank, and where several ranks share one.
 EVERY_ROW = {2: 1.0, 4: 0.8}
+# How this package reduces several arrays, by the kind of the task.
+LOOP = f"{OURS}, loop"
+SEVERALLY = {"loop": LOOP, "contiguous": f"{OURS}, contiguous"}
 
 
 def label(measurement: Measurement) -> str:
@@ -39,6 +42,10 @@ def verdicts(measurements: Sequence[Measurement], absent: Mapping[str, str]) -> 
                 whole = {f"{len(rows)} rows": [median(rounds) for rounds in rows.values()]}
                 target = f"{ranks} ranks, the median row, to {name}"
                 judged.append(at_least(target, 1.0, whole, missing))
+        for title in (OURS, SEVERALLY["contiguous"]):
+            rows = {label(m): found for m in some if (found := m.ratios(LOOP, title))}
+            if rows:
+                judged.append(at_least(f"{ranks} ranks, {title}, to a loop", 1.0, rows))
     return judged
 
 

@@ -93,6 +93,8 @@ int run_in_steps(Binding *binding, const plain_call *call, const fl_signature *s
                  recorded *made);
 int run_at_once(Binding *binding, const plain_call *call, const fl_signature *shown, fl_op **op,
                 recorded *made);
+/* A collective on this thread; where there are steps, one that is behind others is left to Python. */
+PyObject *run_collective(Binding *binding, PyObject *x, PyObject *out, plain_call *call);
 /* Fetch or raise what became of an operation that has not simply ended well. */
 PyObject *fetch(const Binding *binding, fl_op *op, PyObject *x, PyObject *out, const plain_call *call,
                 recorded made);
@@ -114,6 +116,13 @@ typedef struct {
   uint64_t number; /* of the group's collectives by then */
   int32_t verb, root, peer; /* `root` is the tag of a message */
 } started_op;
+
+/* Start an operation that is waited for later, on the line of `place`. */
+started_op start_one(Binding *binding, const plain_call *call, PyObject *place, const fl_site *site);
+/* all_reduce of the arrays of a list: a new list of them, or a Work; NotImplemented as native_call; or a tuple of
+   the arrays that Python must reduce after the others. Arrays of at most as many bytes as the number in the
+   place of `out` travel together; negative: each by itself. */
+PyObject *native_several(PyObject *self, PyObject *const *args, int is_async);
 
 /* The Work of one that Python is to look after, with all that it uses. Where a signal handler raises
    meanwhile, nobody may have what the operation still writes to: that stays for ever. */

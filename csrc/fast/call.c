@@ -200,8 +200,7 @@ int run_at_once(Binding *binding, const plain_call *call, const fl_signature *sh
   return 1;
 }
 
-/* A collective on this thread; where there are steps, one that is behind others is left to Python. */
-static PyObject *run_collective(Binding *binding, PyObject *x, PyObject *out, plain_call *call) {
+PyObject *run_collective(Binding *binding, PyObject *x, PyObject *out, plain_call *call) {
   fl_op *op;
   recorded made;
   if (is_alone(binding)) {
@@ -305,17 +304,8 @@ static PyObject *kept_room(plain_call *call) {
   return room;
 }
 
-/* Through `run` without waiting: a Work, in which everything lives that the operation uses. */
-static PyObject *start(PyObject *self, PyObject *x, PyObject *out, plain_call *call) {
-  Binding *binding = binding_of(self);
+started_op start_one(Binding *binding, const plain_call *call, PyObject *place, const fl_site *site) {
   const fl_signature *s = &call->signature;
-  PyObject *place = NULL, *room = kept_room(call);
-  const fl_site *site;
-  if (room == NULL || (!is_alone(binding) && !place_and_site(binding, &place, &site))) {
-    Py_XDECREF(call->result);
-    Py_XDECREF(room);
-    return NULL;
-  }
   recorded made;
   fl_op *op = NULL;
   if (is_alone(binding)) {
@@ -333,11 +323,25 @@ static PyObject *start(PyObject *self, PyObject *x, PyObject *out, plain_call *c
   } else {
     binding->stamp(op, &made.row->ended, -(int64_t)made.id);
   }
+  return (started_op){op, made.id, binding->calls->number, s->verb, s->root, call->peer};
+}
+
+/* Through `run` without waiting: a Work, in which everything lives that the operation uses. */
+static PyObject *start(PyObject *self, PyObject *x, PyObject *out, plain_call *call) {
+  Binding *binding = binding_of(self);
+  const fl_signature *s = &call->signature;
+  PyObject *place = NULL, *room = kept_room(call);
+  const fl_site *site;
+  if (room == NULL || (!is_alone(binding) && !place_and_site(binding, &place, &site))) {
+    Py_XDECREF(call->result);
+    Py_XDECREF(room);
+    return NULL;
+  }
+  const started_op one = start_one(binding, call, place, site);
   PyObject *result = call->result == NULL ? Py_None : call->result, *work = NULL;
-  started_op one = {op, made.id, binding->calls->number, s->verb, s->root, call->peer};
   const int makes_result = s->verb == FL_GATHER || s->verb == FL_ALL_GATHER || s->verb == FL_SCATTER;
-  if (op != NULL && makes_result) {
-    work = work_for(binding, op, &one, x, out, result, room);
+  if (one.op != NULL && makes_result) {
+    work = work_for(binding, one.op, &one, x, out, result, room);
   } else {
     PyObject *kept = PyTuple_Pack(3, x, out, room);
     if (kept != NULL) work = make_work(self, &one, 0, result, kept);
@@ -375,7 +379,8 @@ static PyObject *call_number(PyObject *self, PyObject *const *args, Py_ssize_t c
 /* native(verb, x, out, op, scale, root or peer, tag, async_op): the result, or a Work; NotImplemented,
    and nothing has happened, where Python must do it. A ninth argument, `seconds`, is what a collective
    that blocks may take. In the place of `op` an all_to_all may have `rows`, a
-   list or a tuple, which no operation is, and a receive `partial`. */
+   list or a tuple, which no operation is, and a receive `partial`. In the place of `out` an all_reduce of
+   a list has a number: see native_several. */
 PyObject *native_call(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   Binding *binding = binding_of(self);
   plain_call call;
@@ -392,6 +397,9 @@ PyObject *native_call(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   const int is_async = PyObject_IsTrue(args[7]);
   const int inside = is_inside(binding);
   if (is_async < 0 || inside < 0) return NULL;
+  if (!inside && PyLong_CheckExact(args[2]) && PyLong_Check(args[0]) && PyLong_AsLong(args[0]) == FL_ALL_REDUCE) {
+    return native_several(self, args, is_async);
+  }
   if (!inside && !is_async && has_rows(args)) {
     return native_uneven(binding, args[1], args[2], args[3]);
   }

@@ -417,7 +417,8 @@ int plain_read(PyObject *const *args, int rank, int size, plain_call *call) {
   }
   if (verb == FL_ALL_TO_ALL && !PyUnicode_Check(args[3])) return 0; /* rows */
   begin_call(call, verb);
-  if ((flags & VERB_ROOTED) != 0 && !plain_int(args[5], size - 1, &s->root)) return 0;
+  const int most = verb == FL_ALL_REDUCE ? INT_MAX : size - 1; /* a digest of packed arrays; or the root */
+  if ((verb == FL_ALL_REDUCE || (flags & VERB_ROOTED) != 0) && !plain_int(args[5], most, &s->root)) return 0;
   if (verb == FL_BARRIER) {
     x = Py_None;
   } else if ((flags & VERB_IN_PLACE) != 0) {

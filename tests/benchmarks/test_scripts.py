@@ -75,6 +75,7 @@ VERBS += ["all_to_all", "send_recv", "sendrecv", "barrier", "all_gather, unequal
 VERBS += ["all_to_all, unequal", "batch_isend_irecv", "halo, batch", "halo, sendrecv"]
 VERBS += ["tasks, any source", "broadcast_object", "all_gather_object"]
 VERBS += ["broadcast_object, dict", "all_gather_object, dict"]
+VERBS += [f"all_reduce of {n} arrays" for n in (2, 10, 100)]
 VERBS += [v.name for v in TABLE if v.reduces and v.in_place and v.name not in VERBS]
 
 

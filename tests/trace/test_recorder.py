@@ -85,7 +85,7 @@ def test_every_verb_is_numbered_and_described(pool: Any, world: str) -> None:
         assert calls[1]["op"] == "max"
         assert calls[1]["async"]
         assert calls[3] | {"root": 1, "dtype": "float64", "shape": [2, 3]} == calls[3]
-        assert calls[12]["via"] == "all_reduce_multiple"
+        assert calls[12].get("via") == ("all_reduce_multiple" if "line" in calls[12] else None)
         assert (
             messages[0] | {"verb": "sendrecv", "peer": (rank + 1) % size, "tag": 3} == messages[0]
         )

@@ -50,6 +50,18 @@ class Flashlight(RankRole, CollectiveRole):
         function: Callable[[Any], object] = getattr(fl, verb)
         return function
 
+    def several(self, arrays: Sequence[Any], kind: str) -> Call:
+        contiguous = kind == "contiguous"
+
+        def together() -> None:
+            fl.all_reduce_multiple(arrays, contiguous=contiguous)
+
+        def loop() -> None:
+            for x in arrays:
+                fl.all_reduce(x)
+
+        return loop if kind == "loop" else together
+
     @property
     def builders(self) -> Mapping[str, Builder]:
         root = self.rank == 0

@@ -27,6 +27,7 @@ Transfer = Callable[[Any, Any, int], Any]  # of an array, with a rank, under a t
 
 TASKS = 100  # that a call hands out
 FIELDS = 4  # of a halo
+SEVERAL = {f"all_reduce of {n} arrays": n for n in (2, 10, 100)}  # parts of the argument
 STOP = 100  # where a task would be: there are no more; no rank's number
 
 
@@ -114,6 +115,7 @@ VERBS: dict[str, Callable[[int], Callable[[int], Expected | None]]] = {
         ("open messages", "open messages, one tag"),
         lambda n: lambda rank: _of(rank ^ 1) if rank ^ 1 < n else None,
     ),
+    **dict.fromkeys(SEVERAL, lambda n: _everywhere(1, total(n), total(n))),
     # What each worker gets last.
     "tasks, any source": lambda n: lambda rank: Expected(1, STOP, STOP) if rank else None,
     # The array as an object, or a dict as long; of all of them the last.
@@ -137,7 +139,7 @@ CUTTING = {
     "all_to_all, unequal": 2,
     "all_reduce, every second": 2,
 }
-PARTS = {"halo, batch": FIELDS, "halo, sendrecv": FIELDS}
+PARTS = {"halo, batch": FIELDS, "halo, sendrecv": FIELDS, **SEVERAL}
 
 
 def total(size: int) -> int:
@@ -182,7 +184,7 @@ class CollectiveRole(Role):
         """Return the verb's call on zeros, after one call whose result was checked."""
         verb = task["verb"]
         parts = self.size * CUTTING[verb] if verb in CUTTING else PARTS.get(verb, 1)
-        build = self._builder(verb)
+        build = self._several(task) if verb in SEVERAL else self._builder(verb)
         array = self.array(task["nbytes"], task["dtype"], parts, task.get("kind", ""))
         call, out = build(array)
         wanted = self._wanted(task)
@@ -212,6 +214,20 @@ class CollectiveRole(Role):
         if verb in VERBS:
             raise Refusal(f"has no {verb}")
         return self._in_place(verb)
+
+    def several(self, arrays: Sequence[Any], kind: str) -> Call:
+        """Return a call that reduces arrays in a loop, or like the library's ``kind`` of it."""
+        calls = [self._builder("all_reduce")(array)[0] for array in arrays]
+
+        def call() -> None:
+            for each in calls:
+                each()
+
+        return call
+
+    def _several(self, task: Mapping[str, Any]) -> Builder:
+        count, kind = SEVERAL[task["verb"]], task.get("kind", "")
+        return lambda x: (self.several([*x.reshape(count, -1)], kind), x)
 
     def _dict_of(self, x: Any) -> dict[int, int]:
         """Return a dict as long as the array, which is about as large when it is pickled."""

@@ -75,7 +75,7 @@ def collective(
         is_plain = verb is ALL_REDUCE and isinstance(op, str) and type(scale) is float
         if is_plain and op in PLAIN_OPS and is_cupy(x) and is_reduced_as_it_is(x):
             known, scale = checked(verb, x.dtype, op, scale, members.size)
-            work = members.run(Call(verb, x, known, scale, blocking=not async_op))
+            work = members.run(Call(verb, x, known, scale, root, blocking=not async_op))
             return work if async_op else work.wait()
         known = parse_op(verb.name, op) if verb.reduces else ReduceOp.SUM
         how = {"op": known, "scale": scale, "root": root, "rows": rows, "out": out}
@@ -157,7 +157,9 @@ def _prepare(
     ``how`` are the arguments beside ``x``, by name.
     """
     name, op, scale = verb.name, ReduceOp.SUM, 1.0
-    root = check_rank(group.size, name, "root", how["root"]) if verb.rooted else 0
+    root = how["root"]  # or of an all_reduce of several arrays a digest
+    if verb.rooted:
+        root = check_rank(group.size, name, "root", root)
     array = as_array(name, x, writes=verb.in_place, of_any_dtype=True, anew=True)
     if verb.ragged and array.ndim == 0:
         array = array.reshape(1)

@@ -55,6 +55,7 @@ class ShmBackend(NativeBackend):
     symbols = "fl_shm"
     asks_for_sites = True
     compares_ahead = True
+    packed_bytes = 8 << 10
     steps = ("fl_shm_begin", "fl_shm_ready", "fl_shm_finish", "fl_shm_post", "fl_shm_deliver")
 
     def __init__(self, store: Store, timeout: float, at_once: bool = False) -> None:

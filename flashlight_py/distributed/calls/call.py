@@ -16,7 +16,7 @@ from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed.calls.arrays import name_of
 from flashlight_py.distributed.calls.checks import whole
 from flashlight_py.distributed.constants import ReduceOp
-from flashlight_py.distributed.verbs import BROADCAST, RECV, SCATTER, Verb
+from flashlight_py.distributed.verbs import ALL_REDUCE, BROADCAST, RECV, SCATTER, Verb
 
 ANY_RANK = -1
 """The peer of a receive that takes what any rank sends."""
@@ -185,7 +185,12 @@ def _in_words(
 def in_words(
     verb: Verb, about: str, op: ReduceOp, scale: float, root: int, tag: int, rows: str = ""
 ) -> str:
-    """Return a call as it is written: ``about`` is its array in words, ``rows`` empty if equal."""
+    """Return a call as it is written: ``about`` is its array in words, ``rows`` empty if equal.
+
+    The root of an all_reduce is a digest of the shapes of the arrays that it packs, or 0.
+    """
+    if verb is ALL_REDUCE and root:
+        about += f" of packed arrays #{root:x}"
     short = f"{scale:g}"  # where it says all of it: unequal ones must look unequal
     exact = short if float(short) == scale else repr(scale)
     values = {"op": op.name.lower(), "scale": exact, "root": root, "tag": tag, "rows": rows}

@@ -93,6 +93,7 @@ class Membership:
         self._unfinished: list[Then] = []
         self._most_unfinished = _LEAST_UNFINISHED
         self.messages_to_self = SelfMessages()
+        self.packed_bytes = 0 if backend is None else backend.packed_bytes
         if backend is None:
             self.ranks, self.journal = tuple(ranks or ()), Journal("none of this process", (), "")
             self._bind(_NO_SHORT_WAYS)

@@ -1,0 +1,221 @@
+/* all_reduce of several plain arrays: one after another, or small ones of one dtype in one message. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#define NPY_NO_DEPRECATED_API NPY_1_25_API_VERSION
+#define NO_IMPORT_ARRAY
+#define PY_ARRAY_UNIQUE_SYMBOL flashlight_fast
+#include <numpy/arrayobject.h>
+#include <limits.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "binding.h"
+
+typedef struct {
+  plain_call call;
+  PyObject *x; /* a reference */
+  int is_done;
+} item;
+
+typedef struct {
+  item *items;
+  Py_ssize_t count;
+  const item **order;   /* room for all: by their addresses */
+  const item **message; /* room for all: those of one message */
+  int64_t limit;        /* bytes of an array that travels with others */
+} list;
+
+static int64_t bytes_of(const item *one) {
+  return one->call.signature.count * one->call.signature.itemsize;
+}
+
+static int by_address(const void *one, const void *other) {
+  const char *a = (*(const item *const *)one)->call.data, *b = (*(const item *const *)other)->call.data;
+  return (a > b) - (a < b);
+}
+
+/* Whether two of them share memory, which is an error that Python words. */
+static int is_mixed_up(const list *all) {
+  Py_ssize_t filled = 0;
+  int is_in_order = 1;
+  for (Py_ssize_t i = 0; i < all->count; ++i) {
+    if (bytes_of(&all->items[i]) == 0) continue;
+    all->order[filled++] = &all->items[i];
+    is_in_order &= filled < 2 || by_address(&all->order[filled - 2], &all->order[filled - 1]) < 0;
+  }
+  if (!is_in_order) qsort(all->order, (size_t)filled, sizeof *all->order, by_address);
+  for (Py_ssize_t i = 1; i < filled; ++i) {
+    if (plain_overlap(&all->order[i - 1]->call, &all->order[i]->call)) return 1;
+  }
+  return 0;
+}
+
+/* 1, or 0 if one of the arrays is not plain. */
+static int read_all(const Binding *binding, PyObject *xs, PyObject *const *args, list *all) {
+  PyObject *given[] = {args[0], NULL, Py_None, args[3], args[4], args[5], args[6], args[7]};
+  const int is_list = PyList_CheckExact(xs);
+  for (Py_ssize_t i = 0; i < all->count; ++i) {
+    item *one = &all->items[i];
+    plain_call *call = &one->call;
+    given[1] = is_list ? PyList_GetItem(xs, i) : PyTuple_GetItem(xs, i);
+    if (!PyArray_CheckExact(given[1]) || plain_read(given, binding->rank, binding->size, call) != 1) {
+      all->count = i;
+      return 0;
+    }
+    one->x = call->result;
+    one->is_done = 0;
+    call->seconds = binding->seconds;
+    if (call->is_scattered || (is_alone(binding) && !can_run_alone(call, Py_None))) {
+      all->count = i + 1;
+      return 0;
+    }
+  }
+  return 1;
+}
+
+/* Choose what travels with the first one, in the order of the list, by the plan of `plan_messages` in
+   flashlight_py/distributed/api/reductions.py. */
+static int choose(const list *all, const item *first) {
+  enum { MOST_PACKED = 64 };
+  int number = 0;
+  int64_t bytes = bytes_of(first);
+  all->message[number++] = first;
+  if (bytes > all->limit) return number;
+  for (const item *one = first + 1; one < all->items + all->count; ++one) {
+    const int64_t more = bytes_of(one);
+    if (one->is_done || one->call.signature.dtype != first->call.signature.dtype || more > all->limit) continue;
+    bytes += more;
+    if (bytes > MOST_PACKED * all->limit) break;
+    all->message[number++] = one;
+  }
+  return number;
+}
+
+/* Describe them as one array; the root is a digest of their shapes, which ranks compare. */
+static plain_call packed_call(const item *const *message, int number) {
+  plain_call call = message[0]->call;
+  fl_signature *s = &call.signature;
+  uint64_t digest = 0;
+  s->count = 0;
+  for (int i = 0; i < number; ++i) {
+    const fl_signature *part = &message[i]->call.signature;
+    s->count += part->count;
+    digest = digest * 1099511628211u + (uint64_t)part->ndim;
+    for (int d = 0; d < part->ndim; ++d) digest = digest * 1099511628211u + (uint64_t)part->shape[d];
+  }
+  s->ndim = 1;
+  s->shape[0] = s->count;
+  s->root = 1 + (int32_t)(digest >> 34);
+  return call;
+}
+
+/* Copy them into one piece of memory, or back. */
+static void copy_parts(const item *const *message, int number, char *flat, int is_back) {
+  for (int i = 0; i < number; ++i) {
+    const size_t bytes = (size_t)bytes_of(message[i]);
+    void *data = message[i]->call.data;
+    memcpy(is_back ? data : flat, is_back ? flat : data, bytes);
+    flat += bytes;
+  }
+}
+
+/* Reduce a message: 1, or 0 if Python must do it, or -1 with an exception. */
+static int run_message_of(Binding *binding, const item *const *message, int number) {
+  plain_call call = message[0]->call;
+  PyObject *x = message[0]->x;
+  if (number == 1) {
+    Py_INCREF(x);
+  } else {
+    call = packed_call(message, number);
+    npy_intp length = (npy_intp)call.signature.count;
+    PyArray_Descr *descr = PyArray_DESCR((PyArrayObject *)x);
+    Py_INCREF(descr);
+    x = PyArray_NewFromDescr(&PyArray_Type, descr, 1, &length, NULL, NULL, 0, NULL);
+    if (x == NULL) return -1;
+    call.data = PyArray_DATA((PyArrayObject *)x);
+    copy_parts(message, number, call.data, 0);
+  }
+  Py_INCREF(x);
+  call.result = x;
+  PyObject *y = run_collective(binding, x, Py_None, &call);
+  if (y == x && number > 1) copy_parts(message, number, call.data, 1);
+  const int is_done = y == NULL ? -1 : y == x;
+  Py_XDECREF(y);
+  Py_DECREF(x);
+  return is_done;
+}
+
+/* What Python must do: a tuple, or NotImplemented for all of them. */
+static PyObject *remaining(const list *all) {
+  PyObject *left = PyList_New(0), *result = NULL;
+  for (Py_ssize_t i = 0; left != NULL && i < all->count; ++i) {
+    if (!all->items[i].is_done && PyList_Append(left, all->items[i].x) < 0) Py_CLEAR(left);
+  }
+  if (left != NULL && PyList_Size(left) == all->count) {
+    result = Py_NotImplemented;
+    Py_INCREF(result);
+  } else if (left != NULL) {
+    result = PyList_AsTuple(left);
+  }
+  Py_XDECREF(left);
+  return result;
+}
+
+static PyObject *run_all(Binding *binding, PyObject *xs, const list *all) {
+  for (item *first = all->items; first < all->items + all->count; ++first) {
+    if (first->is_done) continue;
+    const int number = choose(all, first), is_done = run_message_of(binding, all->message, number);
+    if (is_done < 0) return NULL;
+    if (is_done == 0) return remaining(all);
+    for (int i = 0; i < number; ++i) all->items[all->message[i] - all->items].is_done = 1;
+  }
+  if (!PyList_CheckExact(xs)) return PySequence_List(xs);
+  Py_INCREF(xs);
+  return xs;
+}
+
+/* Begin all of them, each by itself: one Work. */
+static PyObject *start_all(PyObject *self, PyObject *xs, const list *all) {
+  Binding *binding = binding_of(self);
+  PyObject *place = NULL, *result = PySequence_List(xs);
+  const fl_site *site;
+  started_op *ops = PyMem_Malloc((size_t)all->count * sizeof *ops);
+  if (ops == NULL) PyErr_NoMemory();
+  if (result == NULL || ops == NULL || (!is_alone(binding) && !place_and_site(binding, &place, &site))) {
+    PyMem_Free(ops);
+    Py_XDECREF(result);
+    return NULL;
+  }
+  for (Py_ssize_t i = 0; i < all->count; ++i) ops[i] = start_one(binding, &all->items[i].call, place, site);
+  PyObject *work = make_work(self, ops, (int)all->count, result, NULL);
+  Py_DECREF(result);
+  return work;
+}
+
+PyObject *native_several(PyObject *self, PyObject *const *args, int is_async) {
+  enum { FEW = 8 };
+  Binding *binding = binding_of(self);
+  item few[FEW];
+  const item *room[2 * FEW];
+  PyObject *xs = args[1], *result = Py_NotImplemented;
+  const Py_ssize_t count = PyList_CheckExact(xs) || PyTuple_CheckExact(xs) ? PySequence_Size(xs) : 0;
+  list all = {few, count, room, room + FEW, is_alone(binding) ? -1 : PyLong_AsLongLong(args[2])};
+  if (all.limit == -1 && PyErr_Occurred()) return NULL;
+  if (count <= 0 || count >= INT_MAX || (is_async && all.limit >= 0)) Py_RETURN_NOTIMPLEMENTED;
+  if (count > FEW) {
+    all.items = PyMem_Malloc((size_t)count * (sizeof(item) + 2 * sizeof(item *)));
+    if (all.items == NULL) return PyErr_NoMemory();
+    all.order = (const item **)(void *)(all.items + count);
+    all.message = all.order + count;
+  }
+  if (!read_all(binding, xs, args, &all) || is_mixed_up(&all)) {
+    PyErr_Clear(); /* which Python raises again, in its words */
+    Py_INCREF(result);
+  } else {
+    result = is_async ? start_all(self, xs, &all) : run_all(binding, xs, &all);
+  }
+  for (Py_ssize_t i = 0; i < all.count; ++i) Py_DECREF(all.items[i].x);
+  if (all.items != few) PyMem_Free(all.items);
+  return result;
+}
