@@ -119,9 +119,10 @@ typedef struct {
 
 /* Start an operation that is waited for later, on the line of `place`. */
 started_op start_one(Binding *binding, const plain_call *call, PyObject *place, const fl_site *site);
-/* all_reduce of the arrays of a list: a new list of them, or a Work; NotImplemented as native_call; or a tuple of
-   the arrays that Python must reduce after the others. Arrays of at most as many bytes as the number in the
-   place of `out` travel together; negative: each by itself. */
+/* all_reduce of the arrays of a list: the list; or NotImplemented as native_call; or a tuple of the arrays that Python
+   must reduce after the others. Asynchronous: a tuple of a Work and a list, of each packed message (its array, the
+   arrays that are in it). Arrays of at most as many bytes as the number in the place of `out` are packed; negative:
+   none is. */
 PyObject *native_several(PyObject *self, PyObject *const *args, int is_async);
 
 /* The Work of one that Python is to look after, with all that it uses. Where a signal handler raises

@@ -120,22 +120,30 @@ static void copy_parts(const item *const *message, int number, char *flat, int i
   }
 }
 
-/* Reduce a message: 1, or 0 if Python must do it, or -1 with an exception. */
-static int run_message_of(Binding *binding, const item *const *message, int number) {
-  plain_call call = message[0]->call;
+/* Describe a message: returns its array, the one or a new one with the elements of all; or NULL with an exception. */
+static PyObject *describe(const item *const *message, int number, plain_call *call) {
   PyObject *x = message[0]->x;
+  *call = message[0]->call;
   if (number == 1) {
     Py_INCREF(x);
-  } else {
-    call = packed_call(message, number);
-    npy_intp length = (npy_intp)call.signature.count;
-    PyArray_Descr *descr = PyArray_DESCR((PyArrayObject *)x);
-    Py_INCREF(descr);
-    x = PyArray_NewFromDescr(&PyArray_Type, descr, 1, &length, NULL, NULL, 0, NULL);
-    if (x == NULL) return -1;
-    call.data = PyArray_DATA((PyArrayObject *)x);
-    copy_parts(message, number, call.data, 0);
+    return x;
   }
+  *call = packed_call(message, number);
+  npy_intp length = (npy_intp)call->signature.count;
+  PyArray_Descr *descr = PyArray_DESCR((PyArrayObject *)x);
+  Py_INCREF(descr);
+  x = PyArray_NewFromDescr(&PyArray_Type, descr, 1, &length, NULL, NULL, 0, NULL);
+  if (x == NULL) return NULL;
+  call->data = PyArray_DATA((PyArrayObject *)x);
+  copy_parts(message, number, call->data, 0);
+  return x;
+}
+
+/* Reduce a message: 1, or 0 if Python must do it, or -1 with an exception. */
+static int run_message_of(Binding *binding, const item *const *message, int number) {
+  plain_call call;
+  PyObject *x = describe(message, number, &call);
+  if (x == NULL) return -1;
   Py_INCREF(x);
   call.result = x;
   PyObject *y = run_collective(binding, x, Py_None, &call);
@@ -175,22 +183,57 @@ static PyObject *run_all(Binding *binding, PyObject *xs, const list *all) {
   return xs;
 }
 
-/* Begin all of them, each by itself: one Work. */
-static PyObject *start_all(PyObject *self, PyObject *xs, const list *all) {
+/* Note as done what travels with `first`: adds its array to `arrays`, and if that is packed a tuple of it and the
+   arrays to `packs`; 0 with an exception. */
+static int pack_message(const list *all, item *first, PyObject *arrays, PyObject *packs) {
+  const int number = choose(all, first);
+  plain_call call;
+  PyObject *x = describe(all->message, number, &call);
+  PyObject *pack = x == NULL || number == 1 ? NULL : PyTuple_New(number + 1);
+  int is_good = x != NULL && PyList_Append(arrays, x) == 0 && (number == 1 || pack != NULL);
+  for (int i = 0; i < number; ++i) {
+    all->items[all->message[i] - all->items].is_done = 1;
+    if (pack == NULL) continue;
+    Py_INCREF(all->message[i]->x);
+    PyTuple_SetItem(pack, i + 1, all->message[i]->x);
+  }
+  if (pack != NULL) {
+    Py_INCREF(x);
+    PyTuple_SetItem(pack, 0, x);
+    is_good = is_good && PyList_Append(packs, pack) == 0;
+    Py_DECREF(pack);
+  }
+  Py_XDECREF(x);
+  first->call = call;
+  return is_good;
+}
+
+/* Begin all messages: (their Work, a list of those that are packed). */
+static PyObject *start_all(PyObject *self, const list *all) {
   Binding *binding = binding_of(self);
-  PyObject *place = NULL, *result = PySequence_List(xs);
+  PyObject *place = NULL, *arrays = PyList_New(0), *packs = PyList_New(0), *result = NULL;
   const fl_site *site;
   started_op *ops = PyMem_Malloc((size_t)all->count * sizeof *ops);
-  if (ops == NULL) PyErr_NoMemory();
-  if (result == NULL || ops == NULL || (!is_alone(binding) && !place_and_site(binding, &place, &site))) {
-    PyMem_Free(ops);
-    Py_XDECREF(result);
-    return NULL;
+  int is_good = arrays != NULL && packs != NULL && ops != NULL;
+  is_good = is_good && (is_alone(binding) || place_and_site(binding, &place, &site));
+  int number = 0;
+  for (item *first = all->items; is_good && first < all->items + all->count; ++first) {
+    if (first->is_done) continue;
+    is_good = pack_message(all, first, arrays, packs);
+    all->order[number++] = first;
   }
-  for (Py_ssize_t i = 0; i < all->count; ++i) ops[i] = start_one(binding, &all->items[i].call, place, site);
-  PyObject *work = make_work(self, ops, (int)all->count, result, NULL);
-  Py_DECREF(result);
-  return work;
+  if (is_good) {
+    for (int i = 0; i < number; ++i) ops[i] = start_one(binding, &all->order[i]->call, place, site);
+    PyObject *work = make_work(self, ops, number, arrays, NULL);
+    result = work == NULL ? NULL : PyTuple_Pack(2, work, packs);
+    Py_XDECREF(work);
+  } else {
+    if (ops == NULL) PyErr_NoMemory();
+    PyMem_Free(ops);
+  }
+  Py_XDECREF(arrays);
+  Py_XDECREF(packs);
+  return result;
 }
 
 PyObject *native_several(PyObject *self, PyObject *const *args, int is_async) {
@@ -202,7 +245,7 @@ PyObject *native_several(PyObject *self, PyObject *const *args, int is_async) {
   const Py_ssize_t count = PyList_CheckExact(xs) || PyTuple_CheckExact(xs) ? PySequence_Size(xs) : 0;
   list all = {few, count, room, room + FEW, is_alone(binding) ? -1 : PyLong_AsLongLong(args[2])};
   if (all.limit == -1 && PyErr_Occurred()) return NULL;
-  if (count <= 0 || count >= INT_MAX || (is_async && all.limit >= 0)) Py_RETURN_NOTIMPLEMENTED;
+  if (count <= 0 || count >= INT_MAX) Py_RETURN_NOTIMPLEMENTED;
   if (count > FEW) {
     all.items = PyMem_Malloc((size_t)count * (sizeof(item) + 2 * sizeof(item *)));
     if (all.items == NULL) return PyErr_NoMemory();
@@ -213,7 +256,7 @@ PyObject *native_several(PyObject *self, PyObject *const *args, int is_async) {
     PyErr_Clear(); /* which Python raises again, in its words */
     Py_INCREF(result);
   } else {
-    result = is_async ? start_all(self, xs, &all) : run_all(binding, xs, &all);
+    result = is_async ? start_all(self, &all) : run_all(binding, xs, &all);
   }
   for (Py_ssize_t i = 0; i < all.count; ++i) Py_DECREF(all.items[i].x);
   if (all.items != few) PyMem_Free(all.items);

@@ -242,11 +242,7 @@ def _accumulate(leaf: Leaf, contribution: Array, incoming: Array) -> None:
 
 
 def _fit(grad: Array, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
-    """Cast a gradient.
-
-    Raises:
-        ValueError: it has another shape than its input: the operation is wrong.
-    """
+    """Cast a gradient; raise a ValueError if its shape is not that of the input."""
     if grad.shape != shape:
         raise ValueError(
             f"backward: expected a gradient of shape {shape}, as its input has, got {grad.shape}; "

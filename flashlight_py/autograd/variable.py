@@ -28,6 +28,7 @@ from flashlight_py.device import (
     is_cupy,
     is_floating,
     to_device,
+    total,
 )
 
 GradHook: TypeAlias = "Callable[[Variable], None]"
@@ -400,6 +401,33 @@ def record(
         # NumPy's answer where a result has no dimensions.
         return record_all(getattr(array, "__array_library__", np).asarray(array), inputs, through)
     return record_all(array, inputs, through)
+
+
+def record_pair(
+    array: Any, x: Variable, x_vjp: Vjp, y: Variable, y_vjp: Vjp, through: Vjp | None = None
+) -> Variable:
+    """Return what :func:`record` returns of two operands, which may have been broadcast.
+
+    A vjp may return the gradient of the broadcast operand: it is summed to the operand's shape.
+    """
+    if x.data.shape != array.shape:
+        x_vjp = _summed(x_vjp, x.data.shape)
+    if y.data.shape != array.shape:
+        y_vjp = _summed(y_vjp, y.data.shape)
+    return record(array, (x, x_vjp), (y, y_vjp), through=through)
+
+
+def _summed(vjp: Vjp, shape: tuple[int, ...]) -> Vjp:
+    def vjp_of_operand(grad: Array) -> Array:
+        grad = vjp(grad)
+        if grad.shape == shape:
+            return grad
+        added = grad.ndim - len(shape)
+        stretched = [i + added for i, n in enumerate(shape) if n == 1 != grad.shape[i + added]]
+        return total(grad, (*range(added), *stretched)).reshape(shape)
+
+    vjp_of_operand.__qualname__ = vjp.__qualname__  # which is in errors
+    return vjp_of_operand
 
 
 def record_all(

@@ -150,6 +150,10 @@ class Backend(abc.ABC):
         ``native_sendrecv(x, dst, out, src, tag, recv_tag)`` likewise; ``native_sendrecv(ops)``
         begins a list of messages, and returns one of the array of each that has ended, or its Work.
 
+        ``native(code of all_reduce, list, limit, op, scale, 0, 0, async_op)`` reduces the arrays of
+        a list: see ``native_several`` in csrc/fast. The root of an all_reduce is a digest of the
+        shapes of the arrays that are packed in ``x``, or 0; the ranks compare it.
+
         In place of an array ``(address, dtype code, shape, owner)`` stands for memory in one piece
         that can be written to as long as ``owner`` lives: results need ``out`` then, and are what
         was given.

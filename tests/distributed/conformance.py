@@ -269,6 +269,33 @@ def all_reduce_multiple_mixed(rank: int, size: int, contiguous: bool, async_op: 
         assert_equal(x, expected, f"array {i}, contiguous={contiguous}")
 
 
+def all_reduce_multiple_equals_a_loop(
+    rank: int, size: int, contiguous: bool, async_op: bool, op: str, scale: float
+) -> None:
+    """Arrays below and above the limit of packing, more than one message holds, plain or not."""
+    names = ["float32", "float16", "float64"]
+    shapes = [
+        (),
+        (0,),
+        (3, 2),
+        (2, 3),
+        *[(1500,)] * 60,
+        (2500,),
+        (9000,),
+        *[(n,) for n in range(99)],
+    ]
+    xs = [values(rank, shape, names[i % 3]).copy() for i, shape in enumerate(shapes)]
+    if rank % 2:  # which is left to Python on this rank
+        xs[7] = lay_out(xs[7], "strided")
+    expected = [x.copy() for x in xs]
+    for x in expected:
+        fl.all_reduce(x, scale, op)
+    result = fl.all_reduce_multiple(xs, scale, op, async_op, contiguous)
+    got = result.wait() if async_op else result
+    assert all(a is b for a, b in zip(got, xs, strict=True))
+    assert [x.tobytes() for x in xs] == [x.tobytes() for x in expected]
+
+
 def many_in_flight(rank: int, size: int) -> None:
     arrays = [np.full(10 ** (i % 6), float(i + rank)) for i in range(30)]
     works = [fl.all_reduce(array, async_op=True) for array in arrays]

@@ -403,7 +403,7 @@ def owner_of_a_dropped_work(rank: int, size: int, count: int) -> None:
             watched = [weakref.ref(owner) for owner in owners]
             given = None if verb != "all_gather" else out
             how = (None, None) if verb == "send" else ("sum", 1.0)
-            group.native(CODES[verb], x, given, *how, 1, 7, True)
+            group.native(CODES[verb], x, given, *how, int(verb == "send"), 7, True)
             del x, out, owners, given
             gc.collect()
             used = watched if verb == "all_gather" else watched[:1]

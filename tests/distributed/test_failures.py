@@ -71,6 +71,10 @@ CALLS: dict[str, Any] = {
     ),
     "bits or truth": lambda rank: fl.all_reduce(np.zeros(3, int), op="land" if rank else "or"),
     "rest of the shape": lambda rank: fl.all_gather(np.zeros((3, 2 + min(rank, 1)))),
+    "shapes in a list": lambda rank: fl.all_reduce_multiple([np.zeros(3), np.zeros(4 + rank)]),
+    "shapes of packed arrays": lambda rank: fl.all_reduce_multiple(
+        [np.zeros(3 + rank), np.zeros(5 - rank)], contiguous=True
+    ),
     "list length": lambda rank: fl.all_reduce_multiple(
         [np.zeros(3)] * 0 + [np.zeros(3) for _ in range(2 + rank)], contiguous=True
     ),

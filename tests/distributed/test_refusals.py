@@ -86,6 +86,13 @@ COLLECTIVES: dict[str, Calls] = {
         lambda: fl.all_reduce_multiple([ones(), ones(2)], op="median", contiguous=True),
         lambda: fl.all_reduce_multiple([ones(), ones(2)], contiguous=True),
     ),
+    **{
+        f"all_reduce_multiple: several that were started, contiguous={c}": (
+            lambda c=c: fl.all_reduce_multiple([ones(), ones(2)], 1.0, "no", True, c),
+            lambda c=c: fl.all_reduce_multiple([ones(), ones(2)], 1.0, "sum", True, c).wait(),
+        )
+        for c in (False, True)
+    },
     "all_reduce: beside another verb": (lambda: fl.all_reduce(None), lambda: fl.broadcast(ones())),
     "all_gather: one of several that were started": (
         lambda: fl.all_gather([ones(), None], async_op=True),

@@ -66,6 +66,19 @@ def two_threads_reduce(rank: int, size: int) -> list[float]:
     return [float(array[0]) for array in arrays]
 
 
+def reduce_lists_beside_a_thread(rank: int, size: int) -> None:
+    """Native code leaves the rest of a list to Python when the thread's calls are before it."""
+    lists = [[np.ones(3) for _ in range(20)] for _ in range(100)]
+    begin = [lambda: fl.all_reduce(np.ones(3), async_op=True)] * 300
+    thread, works = in_thread(lambda: [each() for each in begin])
+    for xs in lists:
+        fl.all_reduce_multiple(xs)
+    thread.join(SOON)
+    for work in works[0]:
+        work.wait()
+    assert all(np.all(x == size) for xs in lists for x in xs)
+
+
 def a_barrier_then_a_reduction(rank: int, size: int) -> float:
     """Rank 0 has both on their way, in this order, before the others begin the first."""
     x = np.full(8, rank + 1.0)
@@ -90,6 +103,13 @@ def a_barrier_then_a_reduction(rank: int, size: int) -> float:
 def test_two_threads_wait_for_a_late_peer(pool: Any, backend: str, work: Any) -> None:
     got = pool(2, params={"BACKEND": backend}).run(work)
     assert got == ([[3.0, 3.0]] * 2 if work is two_threads_reduce else [3.0] * 2)
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_all_reduce_multiple_goes_on_if_another_thread_begins_calls(
+    pool: Any, backend: str
+) -> None:
+    pool(2, params={"BACKEND": backend}).run(reduce_lists_beside_a_thread)
 
 
 def another_thread_closes(rank: int, size: int) -> list[str]:

@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any
 
 from flashlight_py.autograd.functions.dimensions import reshape
-from flashlight_py.autograd.functions.elementwise import as_variable, check_filled, record_pair
+from flashlight_py.autograd.functions.elementwise import as_variable, check_filled
 from flashlight_py.autograd.native import record_mapped
-from flashlight_py.autograd.variable import Input, Variable, record
+from flashlight_py.autograd.variable import Input, Variable, record, record_pair
 from flashlight_py.device import Array, array_module, narrowed, widened
 
 

@@ -20,13 +20,19 @@ from flashlight_py.autograd.functions.elementwise import (
     as_pair,
     as_variable,
     mul,
-    record_pair,
     slope_of_relu,
     sub,
 )
 from flashlight_py.autograd.graph import Vjp
 from flashlight_py.autograd.precision import as_float32, as_half, here
-from flashlight_py.autograd.variable import Input, Operand, Variable, record, record_all
+from flashlight_py.autograd.variable import (
+    Input,
+    Operand,
+    Variable,
+    record,
+    record_all,
+    record_pair,
+)
 from flashlight_py.device import (
     NARROW,
     Array,

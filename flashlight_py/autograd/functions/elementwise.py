@@ -15,16 +15,8 @@ from flashlight_py import kernels
 from flashlight_py.autograd.graph import Vjp
 from flashlight_py.autograd.native import kernel, lies_last, mapped, record_mapped
 from flashlight_py.autograd.precision import as_float32, real
-from flashlight_py.autograd.variable import Input, Operand, Variable, record
-from flashlight_py.device import (
-    Array,
-    array_module,
-    constant,
-    is_cupy,
-    is_floating,
-    narrowed,
-    total,
-)
+from flashlight_py.autograd.variable import Input, Operand, Variable, record, record_pair
+from flashlight_py.device import Array, array_module, constant, is_cupy, is_floating, narrowed
 from flashlight_py.random import generator
 
 
@@ -56,33 +48,6 @@ def _as_constant(value: Operand, like: Variable) -> Variable:
     if isinstance(value, float) and not is_floating(dtype):
         dtype = None  # type: ignore[assignment]  # integers and a fraction: the library's choice
     return Variable(array_module(like.data).asarray(value, dtype))
-
-
-def record_pair(
-    array: Any, x: Variable, x_vjp: Vjp, y: Variable, y_vjp: Vjp, through: Vjp | None = None
-) -> Variable:
-    """Return what ``record`` does of two operands, which may have been broadcast.
-
-    Each vjp may return the gradient of the broadcast operand: it is summed to the operand's shape.
-    """
-    if x.data.shape != array.shape:
-        x_vjp = _summed(x_vjp, x.data.shape)
-    if y.data.shape != array.shape:
-        y_vjp = _summed(y_vjp, y.data.shape)
-    return record(array, (x, x_vjp), (y, y_vjp), through=through)
-
-
-def _summed(vjp: Vjp, shape: tuple[int, ...]) -> Vjp:
-    def vjp_of_operand(grad: Array) -> Array:
-        grad = vjp(grad)
-        if grad.shape == shape:
-            return grad
-        added = grad.ndim - len(shape)
-        stretched = [i + added for i, n in enumerate(shape) if n == 1 != grad.shape[i + added]]
-        return total(grad, (*range(added), *stretched)).reshape(shape)
-
-    vjp_of_operand.__qualname__ = vjp.__qualname__  # which is in errors
-    return vjp_of_operand
 
 
 def negative(x: Input) -> Variable:

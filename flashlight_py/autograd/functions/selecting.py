@@ -8,14 +8,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from flashlight_py.autograd.functions.elementwise import (
-    as_pair,
-    as_variable,
-    check_filled,
-    record_pair,
-)
+from flashlight_py.autograd.functions.elementwise import as_pair, as_variable, check_filled
 from flashlight_py.autograd.native import contiguous, kernel
-from flashlight_py.autograd.variable import Input, Operand, Variable, record
+from flashlight_py.autograd.variable import Input, Operand, Variable, record, record_pair
 from flashlight_py.device import Array, array_module, is_cupy, narrowed, widened
 from flashlight_py.structure import require
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, Literal, TypeVar
 
@@ -361,16 +362,27 @@ def all_reduce_multiple(
         return y
     if y is NotImplemented:
         return _in_python(xs, scale, op, async_op, limit, of(group))
-    if type(y) is tuple:  # the arrays that native code has not reduced
+    results = list(xs)
+    if not async_op:  # y: the arrays that native code has not reduced
         all_reduce_multiple(y, scale, op, False, contiguous, group)
-        return list(xs)
-    return y  # type: ignore[no-any-return]
+        return results
+    work, packs = y
+    return of(group).keep(Then(work, partial(_unpack, packs, results))) if packs else work
+
+
+def _unpack(packs: Sequence[Sequence[Array]], results: list[X], _: Any) -> list[X]:
+    """Copy what each first array holds to the others, which it was packed from."""
+    for flat, *arrays in packs:
+        parts = cut(flat, [array.size for array in arrays])
+        for array, part in zip(arrays, parts, strict=True):
+            array[...] = part.reshape(array.shape)
+    return results
 
 
 def _in_python(
     xs: Sequence[X], scale: float, op: Op, async_op: bool, limit: int, members: Membership
 ) -> Any:
-    """Do what :func:`all_reduce_multiple` does of arrays that are not plain."""
+    """Do what :func:`all_reduce_multiple` does, also with arrays that are not plain."""
     with refusing(members, "all_reduce_multiple", _begun(xs, limit, async_op)):
         xs = list(xs)
         checked = [as_array("all_reduce_multiple", x, of_any_dtype=True, anew=True) for x in xs]
@@ -378,9 +390,9 @@ def _in_python(
         for array in checked:
             reduction(members, "all_reduce_multiple", array, op, scale)
             apart.add(array)
-        how: dict[str, Any] = {"op": op, "scale": scale, "async_op": async_op}
-        works = [_together(members, same, limit, how) for same in plan_messages(checked, limit)]
-        pairs = zip(xs, checked, strict=True)
+        plan = plan_messages(sorted(checked, key=is_cupy), limit)
+        works = [_together(members, same, limit, op, scale, async_op) for same in plan]
+        pairs = [*zip(xs, checked, strict=True)]
         together = Then(AllOf(works), lambda _: [returned(*pair, True) for pair in pairs])
         return together if async_op else together.wait()
 
@@ -402,7 +414,8 @@ def plan_messages(arrays: Sequence[Array], limit: int) -> list[list[Array]]:
     latest: dict[tuple[bool, str], tuple[list[Array], int]] = {}
     for array in arrays:
         on_gpu = is_cupy(array)
-        kind = on_gpu, "" if limit < 0 else array.dtype.name
+        name: Any = getattr(array.dtype, "name", "")  # a tensor's dtype has no name
+        kind = on_gpu, name if limit >= 0 else ""
         packed, size = latest.get(kind, ([], 0))
         size += array.nbytes
         if not on_gpu and array.nbytes > limit:
@@ -416,45 +429,35 @@ def plan_messages(arrays: Sequence[Array], limit: int) -> list[list[Array]]:
     return messages
 
 
-def _together(members: Membership, arrays: list[Array], limit: int, how: dict[str, Any]) -> Work:
+def _together(
+    members: Membership, arrays: list[Array], limit: int, op: Op, scale: float, async_op: bool
+) -> Work:
     """Reduce the arrays of one message, and wait for the end unless it is asynchronous."""
+    how: dict[str, Any] = {"op": op, "scale": scale, "async_op": async_op}
     if len(arrays) == 1:
         y = collective(members, ALL_REDUCE, arrays[0], **how)
-        return y if how["async_op"] else Done()  # type: ignore[no-any-return]
-    unpack, y = _begin_together(members, arrays, limit, **how)
-    if how["async_op"]:
-        return members.keep(Then(y, unpack))
-    unpack(y.wait() if isinstance(y, Work) else y)
-    return Done()
-
-
-def _begin_together(
-    members: Membership, arrays: list[Array], limit: int, op: Op, scale: float, async_op: bool
-) -> tuple[Callable[[Any], None], Any]:
-    """Begin the message of several arrays: return what brings the results home, and its Work."""
+        return y if async_op else Done()
+    unpack: Callable[[Any], Any]
     if limit < 0:  # on a GPU, each by itself
         reduce_op, factor = reduction(members, "all_reduce_multiple", arrays[0], op, scale)
         terms = [pack_terms(array, reduce_op) for array in arrays]
         calls = [Call(ALL_REDUCE, *term[:2], factor, blocking=False) for term in terms]
+        y = members.run_many(calls, "all_reduce_multiple")
 
-        def unpack_each(_: Any) -> None:
+        def unpack(_: Any) -> None:
             for array, term in zip(arrays, terms, strict=True):
                 arrived(None, Output(array, array, term.array), term.back)
 
-        return unpack_each, members.run_many(calls, "all_reduce_multiple")
-    flat = array_module(arrays[0]).concatenate([array.ravel() for array in arrays])
-    digest = 0
-    for extent in chain.from_iterable((array.ndim, *array.shape) for array in arrays):
-        digest = (digest * 1099511628211 + extent) % 2**64
-    root = 1 + (digest >> 34)  # compared by the ranks, which may have other shapes of as many
-
-    def unpack(_: Any) -> None:
-        parts = cut(flat, [array.size for array in arrays])
-        for array, part in zip(arrays, parts, strict=True):
-            array[...] = part.reshape(array.shape)
-
-    y = members.native(ALL_REDUCE.code, flat, None, op, scale, root, 0, async_op)
-    if y is NotImplemented:
-        how: dict[str, Any] = {"op": op, "scale": scale, "root": root, "async_op": async_op}
-        y = collective(members, ALL_REDUCE, flat, **how)
-    return unpack, y
+    else:
+        flat, digest = array_module(arrays[0]).concatenate([x.ravel() for x in arrays]), 0
+        for extent in chain.from_iterable((array.ndim, *array.shape) for array in arrays):
+            digest = (digest * 1099511628211 + extent) % 2**64
+        root = 1 + (digest >> 34)  # ranks compare it: other shapes may have as many elements
+        y = members.native(ALL_REDUCE.code, flat, None, op, scale, root, 0, async_op)
+        if y is NotImplemented:
+            y = collective(members, ALL_REDUCE, flat, root=root, **how)
+        unpack = partial(_unpack, [(flat, *arrays)], [])
+    together = Then(y if isinstance(y, Work) else Done(), unpack)
+    if not async_op:
+        together.wait()
+    return members.keep(together)

@@ -277,10 +277,8 @@ class CoalescingReducer(_Pending):
         if not bucket:
             return
         if self._hook is None:
-            packed = self._contiguous and len(bucket) > 1
-            work: Any = all_reduce_multiple(
-                bucket, self.scale, async_op=self._async, contiguous=packed, group=self.group
-            )
+            how: Any = {"async_op": self._async, "contiguous": self._contiguous}
+            work = all_reduce_multiple(bucket, self.scale, **how, group=self.group)
         else:
             work = self._pass_on(self._hook, bucket)
         if self._async:
