@@ -289,7 +289,7 @@ NN = numpy_extension(
     "nn",
     [
         f"csrc/nn/{name}.cc"
-        for name in ("module", "convolutions", "pools", "norms", "attentions", "elements")
+        for name in ("module", "memory", "convolutions", "pools", "norms", "attentions", "elements")
     ],
     [
         *("csrc/nn/nn.h", "csrc/nn/windows.h", "csrc/common/each_set.inc"),

@@ -3,6 +3,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #define NPY_NO_DEPRECATED_API NPY_1_25_API_VERSION
+#define PY_ARRAY_UNIQUE_SYMBOL fl_nn_array_api
 #include <numpy/arrayobject.h>
 
 #include <cstring>
@@ -103,6 +104,16 @@ bool are_whole(const Row& row, PyObject* arrays, const int64_t* sizes) {
   return true;
 }
 
+/* begin_pass(): a backward pass begins in this thread; see memory.cc. */
+PyObject* begin_pass_here(PyObject*, PyObject*) {
+  begin_pass();
+  if (!keep_freed()) return nullptr;
+  Py_RETURN_NONE;
+}
+
+/* kept_bytes(): the bytes of freed blocks that are kept now. */
+PyObject* kept_bytes_now(PyObject*, PyObject*) { return PyLong_FromSize_t(kept_bytes()); }
+
 /* call(row, arrays, sizes, numbers): the results are written, the first of `arrays`. */
 PyObject* call(PyObject*, PyObject* args) {
   PyObject *address, *arrays, *sizes, *numbers;
@@ -115,7 +126,7 @@ PyObject* call(PyObject*, PyObject* args) {
     return nullptr;
   }
   const Row* row = static_cast<const Row*>(PyLong_AsVoidPtr(address));
-  if (row == nullptr || !are_whole(*row, arrays, size)) return nullptr;
+  if (row == nullptr || !are_whole(*row, arrays, size) || !keep_freed()) return nullptr;
   bool has_room = true;
   Py_BEGIN_ALLOW_THREADS;
   try {
@@ -140,6 +151,8 @@ PyObject* use_blas(PyObject*, PyObject* args) {
 
 PyMethodDef methods[] = {{"find", find, METH_O, nullptr},
                          {"call", call, METH_VARARGS, nullptr},
+                         {"begin_pass", begin_pass_here, METH_NOARGS, nullptr},
+                         {"kept_bytes", kept_bytes_now, METH_NOARGS, nullptr},
                          {"use_blas", use_blas, METH_VARARGS, nullptr},
                          {nullptr, nullptr, 0, nullptr}};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_nn",   nullptr, -1,     methods,

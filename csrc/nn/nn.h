@@ -28,6 +28,12 @@ struct Row {
 // The rows of each file, up to one without a name.
 extern const Row convolutions[], pools[], norms[], attentions[], elements[];
 
+// Have NumPy's arrays of this thread take memory from the blocks that are kept; false with an exception.
+bool keep_freed();
+// Note that a backward pass begins: blocks that several have not used are returned to the system.
+void begin_pass();
+size_t kept_bytes();
+
 // NumPy's BLAS: the functions' addresses, for float and for double, and whether their integers have 64
 // bits.
 struct Blas {

@@ -3,6 +3,10 @@
 A ``Variable`` wraps a NumPy or CuPy array; ``functions`` compute with variables and remember how;
 ``Variable.backward`` walks that memory back to the leaves. Hooks on leaves and
 ``on_backward_end`` let other layers act on gradients; nothing here knows who does.
+
+From its first backward pass or native kernel on, a thread takes memory of NumPy's arrays from a
+cache: freed blocks of 32 KB or more, at most 32 MB in a process. A block that 8 backward passes
+have not used returns to the system. An import of this package changes nothing in the process.
 """
 
 from __future__ import annotations

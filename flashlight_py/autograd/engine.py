@@ -20,6 +20,7 @@ All bookkeeping lives in local dictionaries: a pass that raises leaves nothing b
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from contextlib import ExitStack
@@ -29,6 +30,7 @@ from typing import Any
 
 import numpy as np
 
+from flashlight_py import _native
 from flashlight_py.autograd.graph import EndCallback, Leaf, Node, Part, Target, Walk
 from flashlight_py.device import Array, array_module
 
@@ -114,11 +116,19 @@ def in_backward() -> bool:
     return _current.walk is not None
 
 
+@functools.cache
+def extension() -> Any | None:
+    """Return the module of csrc/nn, or None if it was not built."""
+    return _native.optional("nn", "layers compute with NumPy alone, some times slower")
+
+
 def run_pass(start: Target, seed: Array, retain_graph: bool) -> None:
     """Send ``seed``, the gradient of ``start``, to every leaf below, then call the end callbacks.
 
     A leaf is itself all that is below.
     """
+    if module := extension():
+        module.begin_pass()
     outer = _current.walk
     walk = _current.walk = Walk(start, seed, retain_graph)
     completed = False

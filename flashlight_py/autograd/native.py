@@ -13,14 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from flashlight_py import _native, libraries
+from flashlight_py import libraries
+from flashlight_py.autograd.engine import extension
 from flashlight_py.autograd.graph import recording
 from flashlight_py.autograd.variable import Variable, record_all
 from flashlight_py.device import Array, array_module, is_cupy
-
-# Freed memory stays with the process from now on, up to twice this size. Else glibc returns it to
-# the system, and takes every page of the next result anew: as long as computing a GELU of 1.5 MB.
-np.empty((32 << 20) - (64 << 10), np.uint8)
 
 Made = Sequence[tuple[tuple[int, ...], Any]]
 
@@ -59,7 +56,7 @@ class Kernel:
 
 @functools.cache
 def _module() -> Any | None:
-    module = _native.optional("nn", "layers compute with NumPy alone, some times slower")
+    module = extension()
     if module is not None and (found := libraries.blas("sgemm", "dgemm")):
         module.use_blas(*found)
     return module

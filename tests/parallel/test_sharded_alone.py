@@ -6,12 +6,14 @@ import contextlib
 import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import flashlight_py as fl
 from flashlight_py.parallel import fully_sharded
+from tests.launch.launcher import launch, write
 from tests.parallel.test_sharded import Net, loss_of, optimizer_of
 
 
@@ -154,3 +156,32 @@ def test_a_step_that_is_refused_changes_nothing(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(RuntimeError, match="was sharded after the optimizer was made"):
         optimizer.step()
     loss.backward()
+
+
+_TRAIN = """
+import numpy as np
+import flashlight_py as fl
+
+fl.distributed_init()
+model = fl.nn.Sequential(*(fl.nn.Linear(2048, 2048) for _ in range(4)))  # 64 MB
+fl.fully_shard(model)
+optimizer = fl.optim.AdamOptimizer(model.params(), 0.001)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(fl.input(np.ones((32, 2048), np.float32))).mean().backward()
+    optimizer.step()
+fl.barrier()
+with open("/proc/self/smaps_rollup") as file:
+    kilobytes = int(file.read().split("Pss:")[1].split()[0])
+kilobytes = fl.all_reduce(kilobytes)
+if fl.is_main_process():
+    print(kilobytes)
+"""
+
+
+def test_four_ranks_take_the_memory_of_one_and_35_mb_each(tmp_path: Path) -> None:
+    """Proportional set sizes; weights, gradients and moments are 256 MB."""
+    file = write(tmp_path, _TRAIN)
+    texts = (launch("-n", size, file, timeout=60).stdout for size in (1, 4))
+    alone, together = (int(text.removeprefix("[0] ")) for text in texts)
+    assert together <= 1.25 * alone + 4 * 35 * 1024

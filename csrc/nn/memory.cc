@@ -1,0 +1,145 @@
+// Memory of NumPy's arrays while the engine computes: large blocks that were freed are used again.
+//
+// Without this each result is new memory of the kernel, which clears every page of it: in small networks that
+// takes as long as the arithmetic. glibc keeps such blocks only if its thresholds are raised for all memory of
+// the process.
+
+#include <Python.h>
+#define NPY_NO_DEPRECATED_API NPY_1_25_API_VERSION
+#define NO_IMPORT_ARRAY
+#define PY_ARRAY_UNIQUE_SYMBOL fl_nn_array_api
+#include <numpy/arrayobject.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <mutex>
+
+#include "nn.h"
+
+namespace fl::nn {
+namespace {
+
+constexpr size_t LEAST = 32 << 10, LIMIT = 32 << 20, LINE = 64, PAGE = 4096;
+constexpr size_t HUGE_FROM = 4 << 20;  // as in NumPy
+constexpr size_t PASSES = 8;           // a block that so many passes have not used is returned
+
+// Precedes the elements of an array; `start`: of the block, which is the array's own if `room` is 0.
+struct alignas(16) Header {
+  size_t room, size;
+  char* start;
+};
+struct Block {
+  char* start;
+  size_t room, pass;  // `pass`: the number of the backward pass in which it was freed
+};
+
+Block kept[LIMIT / LEAST];  // in the order in which they were freed
+size_t count = 0, bytes = 0, pass = 0;
+std::atomic<size_t> turn = 0;
+// No thread waits for it: in a process that was forked meanwhile, it may stay locked.
+std::mutex mutex;
+using Lock = std::unique_lock<std::mutex>;
+
+const PyDataMemAllocator& under() {
+  static const auto* handler =
+      static_cast<PyDataMem_Handler*>(PyCapsule_GetPointer(PyDataMem_DefaultHandler, "mem_handler"));
+  return handler->allocator;
+}
+
+Header& header_of(void* array) { return static_cast<Header*>(array)[-1]; }
+
+Block remove(size_t i) {
+  const Block block = kept[i];
+  std::copy(kept + i + 1, kept + count--, kept + i);
+  bytes -= block.room;
+  return block;
+}
+
+// A block of `room` bytes, or up to an eighth more; `is_new`: it holds zeros.
+Block take(size_t room, bool* is_new) {
+  if (Lock lock(mutex, std::try_to_lock); lock.owns_lock()) {
+    for (size_t i = count; i-- > 0;) {
+      if (kept[i].room >= room && kept[i].room - room <= room / 8) return remove(i);
+    }
+  }
+  void* start = mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (start == MAP_FAILED) return {};
+  if (room >= HUGE_FROM) madvise(start, room, MADV_HUGEPAGE);
+  *is_new = true;
+  return {static_cast<char*>(start), room, 0};
+}
+
+void give_back(const Block& block) { munmap(block.start, block.room); }
+
+void keep(char* start, size_t room) {
+  Lock lock(mutex, std::try_to_lock);
+  if (!lock.owns_lock() || room > LIMIT) return give_back({start, room, 0});
+  while (bytes + room > LIMIT) give_back(remove(0));
+  kept[count++] = {start, room, pass};
+  bytes += room;
+}
+
+void* allocate_either(size_t size, bool zeros) {
+  const size_t whole = size + sizeof(Header);
+  if (whole < LEAST) {
+    void* start = zeros ? under().calloc(under().ctx, 1, whole) : under().malloc(under().ctx, whole);
+    if (start == nullptr) return nullptr;
+    *static_cast<Header*>(start) = {0, size, static_cast<char*>(start)};
+    return static_cast<Header*>(start) + 1;
+  }
+  bool is_new = false;
+  const Block block = take((size + 2 * PAGE - 1) / PAGE * PAGE, &is_new);
+  if (block.start == nullptr) return nullptr;
+  // Arrays at the same place of their pages would share the lines of the first cache.
+  char* array = block.start + LINE * (1 + turn++ % (PAGE / LINE));
+  header_of(array) = {block.room, size, block.start};
+  return zeros && !is_new ? std::memset(array, 0, size) : array;
+}
+
+void* allocate(void*, size_t size) { return allocate_either(size, false); }
+
+void* allocate_zeros(void*, size_t number, size_t size) { return allocate_either(number * size, true); }
+
+void release(void*, void* array, size_t) {
+  if (array == nullptr) return;
+  const Header header = header_of(array);
+  if (header.room != 0) return keep(header.start, header.room);
+  under().free(under().ctx, header.start, header.size + sizeof(Header));
+}
+
+void* reallocate(void*, void* array, size_t size) {
+  void* other = allocate(nullptr, size);
+  if (other == nullptr || array == nullptr) return other;
+  std::memcpy(other, array, std::min(size, header_of(array).size));
+  release(nullptr, array, 0);
+  return other;
+}
+
+PyDataMem_Handler handler{"flashlight_py", 1, {nullptr, allocate, allocate_zeros, reallocate, release}};
+
+}  // namespace
+
+// An allocator that the program or a recording has chosen for this thread stays.
+bool keep_freed() {
+  static PyObject* const ours = PyCapsule_New(&handler, "mem_handler", nullptr);
+  PyObject* now = ours == nullptr ? nullptr : PyDataMem_GetHandler();
+  if (now == nullptr) return false;
+  PyObject* before = now == PyDataMem_DefaultHandler ? PyDataMem_SetHandler(ours) : Py_NewRef(now);
+  Py_DECREF(now);
+  Py_XDECREF(before);
+  return before != nullptr;
+}
+
+void begin_pass() {
+  if (Lock lock(mutex, std::try_to_lock); lock.owns_lock()) {
+    ++pass;
+    while (count > 0 && kept[0].pass + PASSES < pass) give_back(remove(0));
+  }
+}
+
+size_t kept_bytes() { return bytes; }
+
+}  // namespace fl::nn
