@@ -1,21 +1,48 @@
-"""The processor cores of a process, and how the ranks of a host share them."""
+"""The processor cores and the memory of a host, and how many processes they are enough for."""
 
 from __future__ import annotations
 
 import math
 import os
+import resource
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 
-__all__ = ["fair_share", "thread_variables", "usable_cores"]
+__all__ = ["MOST_RANKS", "check_processes", "fair_share", "thread_variables", "usable_cores"]
 
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+_MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
+MOST_RANKS = 1 << 17  # of a job on any number of hosts
+# The least memory of a process, in bytes; descriptors that are left for other purposes.
+_PROCESS_BYTES, _OTHER_DESCRIPTORS = 4 << 20, 64
 
 
 def usable_cores() -> int:
     """Return how many cores this process may use: by its affinity, and by a container's quota."""
     return _within_quota(len(os.sched_getaffinity(0)))
+
+
+def check_processes(what: str, count: int, descriptors: int) -> None:
+    """Check that this process can start ``count`` others, with ``descriptors`` open for each.
+
+    Raises:
+        ValueError: the host has too little memory, or the limit of descriptors is too low.
+    """
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if _MEMORY_LIMIT.exists() and (limit := _MEMORY_LIMIT.read_text().strip()).isdecimal():
+        memory = min(memory, int(limit))
+    bounds = [(memory // _PROCESS_BYTES, f"{memory >> 20} MB of memory, {_PROCESS_BYTES >> 20}")]
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files != resource.RLIM_INFINITY:
+        rest = (files - _OTHER_DESCRIPTORS) // descriptors
+        bounds.append((rest, f"{files} descriptors (ulimit -n), {descriptors}"))
+    most, why = min(bounds)
+    if count > max(1, most):
+        raise ValueError(
+            f"{what}: expected 1 to {max(1, most)} processes on this host, which has {why} for "
+            f"each, got {count}; start fewer"
+        )
 
 
 def thread_variables(environ: Mapping[str, str], processes: int, cores: int) -> dict[str, str]:

@@ -6,6 +6,7 @@ the connection. ``channel`` describes the messages.
 
 from __future__ import annotations
 
+import signal
 import sys
 import syslog
 from collections import deque
@@ -16,6 +17,7 @@ from subprocess import DEVNULL
 from typing import Any
 
 from flashlight_py import system
+from flashlight_py.cores import check_processes
 from flashlight_py.interfaces import keep_port, listen_everywhere, own_addresses
 from flashlight_py.launch.channel import Outgoing, Reader, message, parsed, write_whole
 from flashlight_py.launch.front import die_with_parent, run_behind
@@ -34,6 +36,7 @@ from flashlight_py.launch.records import Notes, send_records
 _IN, _OUT = 0, 1
 # How many ranks may wait to connect before rank 0 answers; others are let in later.
 _BACKLOG = 1024
+_NOT_ENDING = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 
 
 class Agent:
@@ -52,6 +55,7 @@ class Agent:
         self._listener: system.Socket | None = None
         self._input: Outgoing | None = None
         self._notes: Notes | None = None
+        self._waiting = deque[Slot]()  # ranks that are not started yet
         self._ends = ExitStack()
 
     def prepare(self, attempt: int, has_rank_0: bool, needs_port: bool) -> None:
@@ -77,7 +81,7 @@ class Agent:
         self._task = task
 
     def start(self, slots: Sequence[Sequence[int]]) -> None:
-        """Start the ranks of this host."""
+        """Start the ranks of this host, one in each round of the loop, which handles signals."""
         task = self._task
         self._ranks = RankProcesses(self._loop, self._on_output)
         self._ends.callback(self._ranks.close)
@@ -85,17 +89,26 @@ class Agent:
             self._notes = Notes(self._loop)
             self._ends.callback(self._notes.close)
         try:
-            for slot in map(Slot._make, slots):
-                self._start(slot, task)
-        except OSError as error:
-            self.report("cannot_run", f"{task['program'][0]}: {error}")
-        if self._listener is not None:
-            self._listener.close()  # it is rank 0's alone, and ends with it
+            check_processes(f"ranks on {system.gethostname()}", len(slots), 2)
+        except ValueError as error:
+            self.report("cannot_run", str(error))
+            return
+        self._waiting.extend(map(Slot._make, slots))
+        always, end = system.pipe()  # a pipe without a writer can always be read
+        system.close(end)
+        self._ends.callback(system.close, always)
+        self._ends.callback(self._loop.forget, always)
+        self._loop.watch(always, partial(self._start_next, always))
 
     def signal(self, number: int) -> None:
-        """Send ``number`` to the ranks and what they have started."""
+        """Send ``number`` to the ranks and to processes that they have started.
+
+        A signal other than SIGUSR1, SIGUSR2 and SIGCONT also cancels the ranks that wait.
+        """
         if self._ranks is not None:
             self._ranks.signal(number)
+        while self._waiting and number not in _NOT_ENDING:
+            self.report("exited", self._waiting.popleft().rank, -number)
 
     def input(self, data: bytes) -> None:
         """Pass on the next input of rank 0; nothing: its end."""
@@ -110,6 +123,7 @@ class Agent:
 
     def finish(self, grace: float) -> None:
         """End what the ranks have left, by SIGKILL after ``grace`` seconds; blocks until then."""
+        self._waiting.clear()
         stuck = end_leftovers(self._loop, grace)
         self._ends.close()
         self._ranks = self._listener = self._input = self._notes = None
@@ -118,6 +132,19 @@ class Agent:
     def leave(self) -> None:
         """End the ranks that are left; blocks like ``finish``."""
         self.finish(self._task["grace"])
+
+    def _start_next(self, always: int) -> None:
+        """Start the next rank that waits; if no rank waits, stop watching ``always``."""
+        if self._waiting:
+            try:
+                self._start(self._waiting.popleft(), self._task)
+            except OSError as error:
+                self._waiting.clear()
+                self.report("cannot_run", f"{self._task['program'][0]}: {error}")
+            return
+        self._loop.forget(always)
+        if self._listener is not None:
+            self._listener.close()  # it is rank 0's alone, and ends with it
 
     def _start(self, slot: Slot, task: Mapping[str, Any]) -> None:
         assert self._ranks is not None

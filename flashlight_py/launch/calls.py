@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, SupportsIndex, TypeVar
 
-from flashlight_py.cores import usable_cores
+from flashlight_py.cores import MOST_RANKS, usable_cores
 from flashlight_py.errors import RankFailedError
 from flashlight_py.launch.failures import Failure
 from flashlight_py.launch.loop import MOST_SECONDS
@@ -52,8 +52,10 @@ class SpawnCall(NamedTuple):
         if not isinstance(args, tuple | list):
             raise TypeError(f"{what}: args must be a tuple such as (x,), got {type(args).__name__}")
         size = usable_cores() if nprocs is None else _whole(nprocs)
-        if size < 1:
-            raise ValueError(f"{what}: nprocs must be an integer of at least 1, got {nprocs!r}")
+        if not 1 <= size <= MOST_RANKS:
+            raise ValueError(
+                f"{what}: nprocs must be an integer from 1 to {MOST_RANKS}, got {nprocs!r}"
+            )
         if timeout is not None and not (0 < timeout <= MOST_SECONDS or timeout == math.inf):
             raise ValueError(
                 f"{what}: timeout must be a positive number of seconds, at most {MOST_SECONDS:.0f} "

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flashlight_py._version import __version__
-from flashlight_py.cores import usable_cores
+from flashlight_py.cores import MOST_RANKS, check_processes, usable_cores
 from flashlight_py.launch.loop import LOST_SECONDS, MOST_SECONDS
 
 _EXAMPLES = """examples:
@@ -73,6 +73,7 @@ def read_options(arguments: Sequence[str] | None, interpreter: str) -> Options:
     if len(hosts) > MOST_HOSTS:
         parser.error(f"--hosts: expected at most {MOST_HOSTS} hosts, got {len(hosts)}. {_OTHERS}")
     total = sum(slots for _, slots in hosts) if hosts else options.ranks
+    _check_ranks(parser, options, total)
     if options.min_n is not None and options.min_n > total:
         parser.error(f"--min-n: expected 1 to {total}, the number of ranks, got {options.min_n}")
     if given.lost_after < LEAST_SECONDS:
@@ -163,6 +164,16 @@ def _of_the_pod(environ: Mapping[str, str]) -> dict[str, str]:
     if "LOCAL_RANK" in environ:
         return {}
     return {option: environ[name] for option, name in _POD_OPTIONS.items() if name in environ}
+
+
+def _check_ranks(parser: argparse.ArgumentParser, options: Options, total: int) -> None:
+    if total > MOST_RANKS:
+        parser.error(f"expected at most {MOST_RANKS} ranks of a job, got {total}")
+    try:
+        if not options.hosts:
+            check_processes("-n", options.ranks, 4 if options.output_dir else 2)
+    except ValueError as error:
+        parser.error(str(error))
 
 
 def _make_folder(parser: argparse.ArgumentParser, folder: Path | None) -> None:

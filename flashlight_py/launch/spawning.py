@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flashlight_py.cores import thread_variables, usable_cores
+from flashlight_py.cores import check_processes, thread_variables, usable_cores
 from flashlight_py.errors import RankFailedError
 from flashlight_py.interfaces import keep_port
 from flashlight_py.launch.calls import SpawnCall
@@ -106,6 +106,7 @@ def spawn(
         ...     print(fl.spawn(total, args=(10,), nprocs=2))  # [21, 21]
     """
     call = SpawnCall.checked("spawn", fn, args, nprocs, params, timeout, max_restarts)
+    check_processes("spawn: nprocs", call.size, 3)
     task = pack_task(call.name, fn, tuple(args), dict(params or {}))
     with _in_memory(task) as memory:
         results, codes = call.attempted(partial(_attempt, call, memory))

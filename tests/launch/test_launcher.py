@@ -196,6 +196,15 @@ def test_signals_are_handed_on(tmp_path: Path, number: signal.Signals) -> None:
     assert ("KeyboardInterrupt" in errors) == (number == signal.SIGINT)
 
 
+def test_a_signal_ends_the_job_while_ranks_are_being_started(tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    command = f"echo $RANK >> {started}; [ $RANK = 0 ] && kill -TERM $PPID; exec sleep 60"
+    done = launch("-n", 300, "--no-python", "sh", "-c", command)
+    assert done.returncode == 128 + signal.SIGTERM
+    assert "interrupted by SIGTERM; all ranks were ended" in done.stderr
+    assert len(started.read_text().splitlines()) < 200
+
+
 def test_other_signals_reach_the_ranks_and_the_job_goes_on(tmp_path: Path) -> None:
     program = """
     import os, signal, sys
@@ -373,6 +382,10 @@ def test_files_instead_of_the_terminal(tmp_path: Path) -> None:
     ("arguments", "reported"),
     [
         (["-n", "0", "x"], "nproc_per_node: expected a whole number from 1 on, got '0'"),
+        (["-n", "1000000", "x"], "ranks of a job, got 1000000"),
+        (["-n", "100000", "x"], "processes on this host, which has"),
+        (["-n", "2", "--min-n", "1000000", "x"], "--min-n: expected 1 to 2"),
+        (["--hosts", "a:1000000", "x"], "ranks of a job, got 1000000"),
         (["--hosts", "a,", "x"], "--hosts: expected NAME or NAME:RANKS"),
         (["--hosts=-oX,b", "x"], "--hosts: expected NAME or NAME:RANKS"),
         (["-n", "2", "--min-n", "3", "x"], "--min-n: expected 1 to 2"),

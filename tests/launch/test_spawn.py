@@ -225,8 +225,8 @@ def test_what_cannot_be_pickled_is_refused_before_a_process_starts(
     [
         ({"fn": 3}, TypeError, "must be a function"),
         ({"args": "text"}, TypeError, r"tuple such as \(x,\), got str"),
-        ({"nprocs": 0}, ValueError, "at least 1, got 0"),
-        ({"nprocs": True}, ValueError, "at least 1, got True"),
+        ({"nprocs": 0}, ValueError, "from 1 to 131072, got 0"),
+        ({"nprocs": True}, ValueError, "from 1 to 131072, got True"),
         ({"nprocs": 2.0}, ValueError, r"got 2\.0"),
         ({"timeout": 0}, ValueError, "positive number of seconds"),
         ({"timeout": 1e7}, ValueError, "at most 1000000"),

@@ -187,6 +187,12 @@ def make_trap(rank: int) -> Trap:
     return Trap()
 
 
+@pytest.mark.parametrize("nprocs", [10**5, 10**6])
+def test_spawn_raises_value_error_if_this_host_cannot_have_so_many_ranks(nprocs: int) -> None:
+    with pytest.raises(ValueError, match=f"spawn: nprocs.* got {nprocs}"):
+        fl.spawn(make_trap, nprocs=nprocs)
+
+
 def test_all_ranks_are_started_again(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     assert fl.spawn(killed_before, (1, str(tmp_path)), 2, max_restarts=2) == ["1", "1"]
     (record,) = caplog.records

@@ -402,6 +402,8 @@ def test_what_cannot_be_wrapped_or_computed_is_refused(strict: Any) -> None:
         fl.DataParallel(agree)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="nprocs must be at least 1, got 0"):
         fl.DataParallel(Net(), nprocs=0)
+    with pytest.raises(ValueError, match=r"processes on this host, which has .*, got 1000000"):
+        fl.DataParallel(Net(), nprocs=10**6)
     with pytest.raises(ValueError, match="contains a DataParallel already"):
         fl.DataParallel(fl.nn.Sequential(fl.DataParallel(Net())))
     model = fl.DataParallel(Net(), nprocs=2)

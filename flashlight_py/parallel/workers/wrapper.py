@@ -16,7 +16,7 @@ from flashlight_py.autograd import Variable
 from flashlight_py.autograd.engine import on_backward_end
 from flashlight_py.autograd.graph import Vjp
 from flashlight_py.autograd.variable import record, record_in_order
-from flashlight_py.cores import usable_cores
+from flashlight_py.cores import check_processes, usable_cores
 from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed import get_local_size
 from flashlight_py.distributed.calls.checks import whole_number
@@ -73,7 +73,8 @@ class DataParallel(Module):
 
     Raises:
         TypeError: ``module`` is no module, or ``nprocs`` is no integer.
-        ValueError: ``nprocs`` is below 1, or the module contains a DataParallel.
+        ValueError: ``nprocs`` is below 1 or too large for this host, or the module contains a
+            DataParallel.
 
     Example:
         >>> model = fl.DataParallel(fl.nn.Linear(3, 2), nprocs=1)
@@ -90,6 +91,7 @@ class DataParallel(Module):
             raise ValueError(f"{WHAT}: the module contains a {WHAT} already; wrap the outermost")
         self._cores = max(1, usable_cores() // get_local_size())
         self.nprocs = self._cores if nprocs is None else whole_number(WHAT, "nprocs", nprocs, 1)
+        check_processes(f"{WHAT}: nprocs", self.nprocs, 3)
         self.module = module
         self._team: Team | None = None
         self._number = 0
