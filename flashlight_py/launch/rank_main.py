@@ -6,7 +6,7 @@ the key of multiprocessing, the rank one report, and the parent, when all have r
 leave: nobody leaves the world while others compute.
 
 Without a FOLDER it is a worker: it is in no world, reports that it has its task, or why not, and
-the task's function goes on with the link. Without a PARENT (0), only the end of the link ends it.
+the task's function goes on with the link.
 
 Run by its path, it imports nothing of ours before the parent's ``sys.path`` is in place.
 """
@@ -35,11 +35,10 @@ _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 def main() -> None:
     """Do the task, report, and stay until all ranks have returned."""
-    folder, task, parent = sys.argv[1], int(sys.argv[2]), int(sys.argv[4])
+    folder, task = sys.argv[1], int(sys.argv[2])
     link = Connection(int(sys.argv[3]))
     os.set_inheritable(link.fileno(), False)  # its end must mean the end of this process
-    if parent:
-        die_with_parent(parent)
+    die_with_parent(int(sys.argv[4]))
     signal.signal(signal.SIGTERM, _leave_in_order)
     os.register_at_fork(after_in_child=lambda: _be_no_rank(link))
     if sys.stderr is not None:

@@ -15,6 +15,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from multiprocessing import spawn as mp_spawn
@@ -272,6 +273,24 @@ def _command(folder: str, task: int, link: Connection, parent: int) -> list[str]
 # Workers ------------------------------------------------------------------------------------------
 
 
+# The kernel kills a child when the thread that started it ends: see PR_SET_PDEATHSIG in prctl(2).
+def _in_a_lasting_thread(start: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
+    """Return the process that ``start`` returns, called in a thread that waits for its end."""
+    started = Future[subprocess.Popen[bytes]]()
+
+    def run() -> None:
+        try:
+            started.set_result(start())
+        except BaseException as error:  # noqa: BLE001 - the caller raises it
+            started.set_exception(error)
+            return
+        with suppress(ChildProcessError):  # another thread has reaped it
+            await_end(started.result())
+
+    threading.Thread(target=run, daemon=True).start()
+    return started.result()
+
+
 class Worker:
     """Starts ``fn(link, *args)`` in a new process; ``what`` and ``number`` of ``count`` name it.
 
@@ -297,17 +316,17 @@ class Worker:
         self._what, self.number, self._count = name
         task = pack_task(self._what, fn, tuple(args), {})
         self._link, theirs = Pipe()
-        # The kernel ends a child when the thread that has started it ends: only the main one lasts.
-        is_main = threading.current_thread() is threading.main_thread()
-        parent = os.getpid() if is_main else 0
         with theirs, _in_memory(task) as memory:
-            self._process = subprocess.Popen(
-                _command("", memory, theirs, parent),
+            start = partial(
+                subprocess.Popen,
+                _command("", memory, theirs, os.getpid()),
                 env={**without_place(os.environ), **variables},
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
                 pass_fds=[theirs.fileno(), memory, *descriptors],
             )
+            is_main = threading.current_thread() is threading.main_thread()
+            self._process = start() if is_main else _in_a_lasting_thread(start)
         with suppress(ConnectionError):  # one that has died already is noticed by wait_for_start
             self._link.send_bytes(multiprocessing.current_process().authkey)
 

@@ -139,8 +139,9 @@ import numpy as np
 import flashlight_py as fl
 from tests.parallel.worker_modules import Net, rows, worker_pids
 
-def end(pid):
-    if sys.argv[1] == "kill":
+def end(pid, worker):
+    if sys.argv[1].startswith("kill"):
+        os.kill(worker, signal.SIGSTOP)  # it cannot notice the end of the link
         os.kill(os.getpid(), signal.SIGKILL)
     elif sys.argv[1] == "exit":
         sys.exit()
@@ -155,9 +156,14 @@ def end(pid):
 
 if __name__ == "__main__":
     model = fl.DataParallel(Net(), nprocs=2)
+    if sys.argv[1].endswith("thread"):
+        thread = threading.Thread(target=model, args=(rows(0, 0),))
+        thread.start()
+        thread.join()
     model(rows(0, 0))
-    print(*worker_pids(model), flush=True)
-    end(os.getpid())
+    (worker,) = worker_pids(model)
+    print(worker, flush=True)
+    end(os.getpid(), worker)
 """
 
 UNGUARDED = """
@@ -183,6 +189,7 @@ def _run(path: Path, program: str, *arguments: str) -> subprocess.CompletedProce
     "how",
     [
         "kill",
+        "kill after a first call in a thread",
         pytest.param("exit", marks=pytest.mark.slow),
         pytest.param("fork", marks=pytest.mark.slow),
     ],
@@ -193,7 +200,7 @@ def test_workers_end_with_the_process_that_has_started_them(tmp_path: Path, how:
     processes.await_end({int(pid)}, 5)
     command = Path(f"/proc/{pid}/cmdline")  # empty where nobody has reaped it
     assert not command.exists() or not command.read_text()
-    assert done.returncode == (-signal.SIGKILL if how == "kill" else 0), done.stderr
+    assert done.returncode == (-signal.SIGKILL if how.startswith("kill") else 0), done.stderr
     if how == "fork":
         assert "was forked from the one whose workers these are" in more[0]
         assert more[1] == "(2, 3)"
