@@ -1,4 +1,4 @@
-"""The shared libraries that this process has mapped."""
+"""The shared libraries that this process has loaded."""
 
 from __future__ import annotations
 
@@ -8,21 +8,36 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-_MAPS = Path("/proc/self/maps")
 # How builds of BLAS spell their names: NumPy's wheels first; 64_ is for 64-bit integers.
 _SPELLINGS = ("scipy_cblas_{}64_", "cblas_{}64_", "scipy_cblas_{}", "cblas_{}")
 
 
-def mapped(name: str) -> Iterator[ctypes.CDLL]:
-    """Yield those whose file name contains ``name``; none where the system does not say.
+class _Info(ctypes.Structure):
+    """The first members of a struct dl_phdr_info; see dl_iterate_phdr(3)."""
 
-    NumPy's own come first, of several that bring the same library.
-    """
-    lines = _MAPS.read_text(errors="surrogateescape").splitlines() if _MAPS.exists() else []
-    paths = {line.split(maxsplit=5)[-1] for line in lines if name in line}
+    _fields_ = (("address", ctypes.c_void_p), ("name", ctypes.c_char_p))
+
+
+_Note = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Info), ctypes.c_size_t, ctypes.c_void_p)
+
+
+def paths_of(name: str) -> list[str]:
+    """Return the paths of loaded libraries whose file names contain ``name``, NumPy's own first."""
+    paths = set[str]()
+
+    def note(info: Any, size: int, data: object) -> int:
+        paths.add(os.fsdecode(info.contents.name or b""))
+        return 0
+
+    ctypes.CDLL(None).dl_iterate_phdr(_Note(note), None)
     found = [path for path in paths if name in Path(path).name]
-    for path in sorted(found, key=lambda path: ("numpy" not in path, path)):
-        if os.path.exists(path):  # else replaced since, and mapped as "... (deleted)"
+    return sorted(found, key=lambda path: ("numpy" not in path, path))
+
+
+def mapped(name: str) -> Iterator[ctypes.CDLL]:
+    """Yield the loaded libraries whose file names contain ``name``, NumPy's own first."""
+    for path in paths_of(name):
+        if os.path.exists(path):  # else its file was removed since
             yield ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
 
 

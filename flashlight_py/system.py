@@ -90,9 +90,12 @@ def read_text(path: str) -> str:
 
 
 def children() -> list[int]:
-    """Return the processes whose parent is this one, also those that have ended just now."""
+    """Return the processes whose parent is this one, also those that have ended just now.
+
+    Without /proc it finds none.
+    """
     me, found = os.getpid(), []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
+    for pid in filter(str.isdigit, os.listdir("/proc") if os.path.exists("/proc/self") else ()):
         with suppress(FileNotFoundError, ProcessLookupError):
             stat = Path(f"/proc/{pid}/stat").read_bytes()
             # The name, in brackets, may itself have brackets and spaces; state and parent follow.

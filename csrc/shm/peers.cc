@@ -118,12 +118,12 @@ std::vector<int> Peers::dead(const Concern& concern) {
 }
 
 // A rank may not be there yet, or not all that it says of itself: it is asked again. A rank in another
-// container holds a lock instead.
+// container, or without /proc, holds a lock instead.
 bool Peers::is_dead(int r) {
   const RankBlock& block = segment_.block(r);
   const int32_t pid = block.pid.load(std::memory_order_relaxed);
   if (pid == 0) return false;
-  if (block.pid_namespace.load(std::memory_order_relaxed) != space_) {
+  if (space_ == 0 || block.pid_namespace.load(std::memory_order_relaxed) != space_) {
     return block.holds_lock.load(std::memory_order_relaxed) != 0 && !segment_.mapping().is_locked(r);
   }
   if (processes_[r] == nullptr) processes_[r] = Process::find(pid);

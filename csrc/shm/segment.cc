@@ -83,7 +83,7 @@ struct flock byte_of_file(int number) {
 
 Mapping Mapping::create(const std::string& path, size_t bytes, bool reserve) {
   const bool named = has_name(path);
-  const int flags = named ? O_CREAT | O_EXCL | O_NOFOLLOW : 0;
+  const int flags = named ? O_CREAT | O_NOFOLLOW : 0;
   const int fd = ::open(path.c_str(), flags | O_RDWR | O_CLOEXEC, 0600);
   if (fd < 0) fail("create");
   Descriptor descriptor(fd);

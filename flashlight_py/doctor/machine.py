@@ -181,7 +181,8 @@ def folder(path: Path) -> Iterator[Finding]:
     """
     try:
         with tempfile.TemporaryDirectory(prefix=".flashlight-doctor-", dir=path) as inside:
-            mounts = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
+            table = Path("/proc/self/mountinfo")  # absent without /proc
+            mounts = table.read_text(errors="surrogateescape") if table.exists() else ""
             kind, mount = file_system_of(path.resolve(), mounts)
             network = kind.startswith(_NETWORK)
             whose = "several hosts" if network else "the ranks of this host, unless others mount it"

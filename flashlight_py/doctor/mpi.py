@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from flashlight_py import libraries
 from flashlight_py.doctor import Finding, Health
 
 SECONDS = 60.0
@@ -112,10 +113,8 @@ def _report() -> dict[str, Any]:
     vendor = MPI.get_vendor()[0]
     # mpi4py has a module for each ABI, and chooses the one that fits the library that it finds.
     variant = Path(MPI.__file__).name.split(".")[1]
-    lines = Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines()
-    mapped = (line.split(maxsplit=5)[-1] for line in lines if "/" in line)
-    path = next((file for file in mapped if Path(file).name.startswith("libmpi")), "")
-    query = getattr(ctypes.CDLL(path or None), "MPIX_Query_cuda_support", None)
+    library = next(libraries.mapped("libmpi"), ctypes.CDLL(None))
+    query = getattr(library, "MPIX_Query_cuda_support", None)
     return {
         "mpi4py": mpi4py.__version__,
         "library": " ".join(MPI.Get_library_version().splitlines()[0].split(",")[0].split()),
@@ -123,7 +122,7 @@ def _report() -> dict[str, Any]:
         "abi": _ABIS.get(variant, f"{vendor}'s, mpi4py was compiled for it"),
         "standard": ".".join(map(str, MPI.Get_version())),
         "threads": MPI.Query_thread() == MPI.THREAD_MULTIPLE,
-        "path": path,
+        "path": library._name or "",
         "cuda": None if query is None else bool(query()),
     }
 

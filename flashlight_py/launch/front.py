@@ -30,6 +30,9 @@ def run_behind(work: Callable[[], int], clean_up: Callable[[], None]) -> int:
     ``clean_up`` is called here when that has ended, however it did. Descendants that it left are
     killed. The copy does not return: it exits.
     """
+    if not os.path.exists("/proc/self"):
+        text = "without /proc it cannot find, and end, processes that ranks leave behind"
+        print(f"flrun: warning: {text}; mount /proc", file=sys.stderr)
     adopt_orphans()
     front = os.getpid()
     # A shell that started others and then became this process has left them to us.

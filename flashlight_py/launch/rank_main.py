@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import io
+import mmap
 import multiprocessing
 import os
 import pickle
@@ -96,8 +97,8 @@ def _load(task: int) -> tuple[Any, Any, Any]:
     would start them in every process again.
     """
     process: Any = multiprocessing.current_process()
-    # Opened anew: the ranks share the descriptor, and with it the place up to which it was read.
-    with open(f"/proc/self/fd/{task}", "rb") as file:
+    # Mapped: the ranks share the descriptor, and with it the position up to which it was read.
+    with mmap.mmap(task, 0, prot=mmap.PROT_READ) as file:
         os.close(task)
         process._inheriting = True
         try:

@@ -317,14 +317,18 @@ class Worker:
         task = pack_task(self._what, fn, tuple(args), {})
         self._link, theirs = Pipe()
         with theirs, _in_memory(task) as memory:
-            start = partial(
-                subprocess.Popen,
-                _command("", memory, theirs, os.getpid()),
-                env={**without_place(os.environ), **variables},
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                pass_fds=[theirs.fileno(), memory, *descriptors],
-            )
+            command = _command("", memory, theirs, os.getpid())
+            inherited = [theirs.fileno(), memory, *descriptors]
+
+            def start() -> subprocess.Popen[bytes]:
+                return subprocess.Popen(
+                    command,
+                    env={**without_place(os.environ), **variables},
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                    pass_fds=inherited,
+                )
+
             is_main = threading.current_thread() is threading.main_thread()
             self._process = start() if is_main else _in_a_lasting_thread(start)
         with suppress(ConnectionError):  # one that has died already is noticed by wait_for_start

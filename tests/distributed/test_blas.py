@@ -75,10 +75,10 @@ def test_who_has_chosen_keeps_his_choice(tmp_path: Path) -> None:
     assert threads(tmp_path, str(more)) == (more, more, f"{more}, as it was", more)
 
 
-def test_another_blas_is_not_touched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_another_blas_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in blas._VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(blas.libraries, "_MAPS", tmp_path / "maps")
+    monkeypatch.setattr(blas.libraries, "paths_of", lambda name: [])
     blas.limit(1)
     try:
         assert blas.describe().startswith("not set: NumPy's is no OpenBLAS")

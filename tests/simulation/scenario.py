@@ -47,7 +47,7 @@ class _Memory:
     fd = os.memfd_create("simulated")
 
     def __init__(self, named: bool) -> None:
-        self.path = self.own_path = f"/{me().host.name}"
+        self.path = f"/{me().host.name}"
 
     def close(self) -> None:
         """Keep the descriptor."""

@@ -173,7 +173,7 @@ def _array_of_host(store: Store, load: Callable[..., Any], layout: Layout | None
         _, path, layout = offers[loader]
         _raise_first(store, "while it made it", [problem for problem, _, _ in offers], error)
         try:
-            array = _array_at(path if file is None else file.own_path, layout)
+            array = _array_at(path, layout)
         except OSError as failure:
             error, words = failure, reason_of(failure)
         problems = [text.decode() for text in store.exchange(words.encode())]
@@ -200,7 +200,7 @@ def _load(
         layout = Layout(source.shape, _checked(source.dtype))
     file = MemoryFile(named)
     try:
-        target = _array_at(file.own_path, layout, new=True)
+        target = _array_at(file.path, layout, new=True)
         if source is None:
             load(target)
         else:

@@ -8,6 +8,7 @@ adds the calls. Where a handler for SIGUSR1 is there already, it stays and is no
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import fcntl
 import logging
@@ -224,20 +225,19 @@ def _take(number: signal.Signals, file: int) -> bool:
 
     MPICH does, to be notified of processes that have ended: its handler is called afterwards.
     """
-    caught, ignored = _is_in("SigCgt", number), _is_in("SigIgn", number)
+    handler = _handler(number)
     by_mpi = "mpi4py" in sys.modules and system.getsignal(number) is signal.SIG_DFL
-    if ignored or (caught and not by_mpi):
+    if handler != signal.SIG_DFL and not (by_mpi and handler != signal.SIG_IGN):
         return False
-    faulthandler.register(number, file, all_threads=True, chain=caught)
+    faulthandler.register(number, file, all_threads=True, chain=handler != signal.SIG_DFL)
     return True
 
 
-def _is_in(mask: str, number: signal.Signals) -> bool:
-    """Return whether the kernel has the signal in this mask of the process, also by C code."""
-    # The first line holds the process's name, which is cut off anywhere.
-    lines = Path("/proc/self/status").read_text(errors="replace").splitlines()
-    bits = next(line.split()[1] for line in lines if line.startswith(f"{mask}:"))
-    return bool(int(bits, 16) >> (number - 1) & 1)
+def _handler(number: signal.Signals) -> int:
+    """Return SIG_DFL, SIG_IGN, or the address of the signal's handler, which may be of C code."""
+    action = (ctypes.c_void_p * 64)()  # a struct sigaction, which begins with the handler, and more
+    ctypes.CDLL(None).sigaction(number, None, action)
+    return action[0] or signal.SIG_DFL
 
 
 current: Watchdog | None = None

@@ -48,7 +48,7 @@ def needs_names(spaces: Sequence[str]) -> bool:
 class MemoryFile:
     """An empty file in memory, for this user alone, until :meth:`close`.
 
-    Others of this user open it at ``path``; its maker also at ``own_path``.
+    Processes of this user open it at ``path``.
 
     Raises:
         OSError: it cannot be made.
@@ -56,23 +56,22 @@ class MemoryFile:
 
     def __init__(self, named: bool) -> None:
         name = f"{_PREFIX}{secrets.token_hex(12)}"
-        self._named: Path | None = None
+        self._named = named
         if named:
             _remove_orphans()
-            self._named = DIRECTORY / name
+            self.path = str(DIRECTORY / name)
             flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-            self.fd = os.open(self._named, flags, 0o600)
+            self.fd = os.open(self.path, flags, 0o600)
             fcntl.flock(self.fd, fcntl.LOCK_SH)  # it has an owner that lives
         else:
             self.fd = os.memfd_create(name, os.MFD_CLOEXEC)
             os.fchmod(self.fd, 0o600)
-        self.own_path = f"/proc/{os.getpid()}/fd/{self.fd}"
-        self.path = self.own_path if self._named is None else str(self._named)
+            self.path = f"/proc/{os.getpid()}/fd/{self.fd}"
 
     def close(self) -> None:
         """Take its name away; memory that is mapped stays."""
-        if self._named is not None:
-            self._named.unlink(missing_ok=True)
+        if self._named:
+            Path(self.path).unlink(missing_ok=True)
         os.close(self.fd)
 
 
@@ -120,7 +119,7 @@ def map_together(store: Store, map_path: Callable[[str, bool], Any], named: bool
         if store.rank == 0:
             file, error = _attempt(lambda: MemoryFile(named))
             if not any(error):
-                mapped, error = _attempt(lambda: map_path(file.own_path, True))
+                mapped, error = _attempt(lambda: map_path(file.path, True))
         mine = json.dumps(["" if file is None else file.path, any(error)])
         path, has_failed = json.loads(store.exchange(mine.encode())[0])
         if not has_failed and store.rank != 0:

@@ -7,10 +7,9 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
-from flashlight_py import _native
+from flashlight_py import _native, libraries
 from flashlight_py.errors import (
     BackendUnavailableError,
     CollectiveTimeoutError,
@@ -168,11 +167,8 @@ def _path_in_wheel(distribution: str) -> str | None:
 
 
 def _path_in_process() -> str | None:
-    """Return the path of an NCCL that somebody, such as CuPy, has opened in this process."""
-    maps = Path("/proc/self/maps")
-    lines = maps.read_text(errors="surrogateescape").splitlines() if maps.exists() else []
-    paths = (line.partition("/")[2] for line in lines)
-    return next((f"/{path}" for path in paths if Path(path).name.startswith("libnccl.so")), None)
+    """Return the path of an NCCL that other code, such as CuPy, has loaded in this process."""
+    return next(iter(libraries.paths_of("libnccl.so")), None)
 
 
 def open_first(ffi: Any, places: Iterator[tuple[str, str]], open_path: Opener) -> NcclLibrary:

@@ -1,0 +1,73 @@
+"""A mount namespace without /proc: start, shared memory, lost ranks, spawn, workers, flrun."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch.launcher import LAUNCH, write
+
+UNSHARED = ("unshare", "-m", "sh", "-c")
+PROGRAM = """
+import os, signal, sys
+import numpy as np
+import flashlight_py as fl
+
+def compute(rank):
+    model = fl.fully_shard(fl.nn.Linear(600, 600))
+    table = fl.host_array(lambda: np.arange(3.0))
+    return fl.distributed_backend().name, fl.all_reduce(table.copy()).tolist()
+
+def lose_rank_1(folder):
+    pid = os.fork()
+    place = {"FILE_PATH": folder + "/meeting", "TIMEOUT": 60, "BACKEND": "shm"}
+    fl.distributed_init(fl.DistributedInit.FILE_SYSTEM, int(pid == 0), 2, place)
+    if pid == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        fl.barrier()
+    except fl.errors.PeerLostError:
+        print("lost")
+
+if __name__ == "__main__":
+    assert not os.path.exists("/proc/self")
+    if len(sys.argv) > 1:
+        lose_rank_1(sys.argv[1])
+        sys.exit()
+    fl.distributed_init()
+    if fl.get_world_size() > 1:
+        print(fl.all_reduce(1))
+        sys.exit()
+    print(*fl.spawn(compute, nprocs=2))
+    workers = fl.DataParallel(fl.nn.Linear(3, 2), nprocs=2)
+    print(workers(fl.input(np.ones((4, 3), np.float32))).shape)
+    workers.close()
+"""
+
+
+@pytest.fixture(params=["umount -l /proc", "mount -t tmpfs none /proc"])
+def without_proc(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """Words before a command that runs it without /proc."""
+    if subprocess.run([*UNSHARED, request.param], capture_output=True, check=False).returncode:
+        pytest.skip("needs a mount namespace")
+    return (*UNSHARED, f'{request.param} && exec "$@"', "sh")
+
+
+def output_of(*command: object) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    words = [*map(str, command)]
+    return subprocess.run(words, capture_output=True, text=True, timeout=60, check=True, env=env)
+
+
+def test_ranks_and_workers_run_without_proc(without_proc: tuple[str, ...], tmp_path: Path) -> None:
+    file = write(tmp_path, PROGRAM)
+    one = "('SHM', [0.0, 2.0, 4.0])"
+    assert output_of(*without_proc, sys.executable, file).stdout == f"{one} {one}\n(4, 2)\n"
+    assert output_of(*without_proc, sys.executable, file, tmp_path).stdout == "lost\n"
+    done = output_of(*without_proc, *LAUNCH, "-n", 2, file)
+    assert sorted(done.stdout.splitlines()) == ["[0] 2", "[1] 2"]
+    assert "flrun: warning: without /proc it cannot find" in done.stderr
