@@ -154,7 +154,7 @@ static int run_message_of(Binding *binding, const item *const *message, int numb
   return is_done;
 }
 
-/* What Python must do: a tuple, or NotImplemented for all of them. */
+/* The arrays that Python must reduce: a tuple, or NotImplemented for all of them. */
 static PyObject *remaining(const list *all) {
   PyObject *left = PyList_New(0), *result = NULL;
   for (Py_ssize_t i = 0; left != NULL && i < all->count; ++i) {
@@ -208,7 +208,7 @@ static int pack_message(const list *all, item *first, PyObject *arrays, PyObject
   return is_good;
 }
 
-/* Begin all messages: (their Work, a list of those that are packed). */
+/* Begin all messages: (their Work, a list of the packed messages). */
 static PyObject *start_all(PyObject *self, const list *all) {
   Binding *binding = binding_of(self);
   PyObject *place = NULL, *arrays = PyList_New(0), *packs = PyList_New(0), *result = NULL;
