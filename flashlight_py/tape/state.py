@@ -45,7 +45,7 @@ _LIBRARIES = ("flashlight_py", "numpy", "cupy")
 _DESCRIPTORS = (GetSetDescriptorType, MemberDescriptorType)
 _MANY = 1000  # items of a container that counts as data, unless they are variables
 INSTEAD = "keep it in an array, or pass it as an argument"
-ITEMS = object()  # the key of the number of items, or of a set's
+ITEMS = object()  # the key of the number of items of a container, or of the items of a set
 
 
 class Place(NamedTuple):
@@ -115,7 +115,7 @@ class State:
         self._ways: dict[type, Any] = {}
         self._unseen: list[tuple[Any, Any, int]] = []
         self._hooks: list[tuple[Any, Any, int]] = []  # last: variables are named before
-        self._objects: list[tuple[Any, Any]] = []  # of which attributes count that are loaded
+        self._objects: list[tuple[Any, Any]] = []  # whose loaded attributes are compared
         self._loads = {"attribute": set[str](), "method": set(_IMPLICIT)}
         for root in roots:
             self._start(root, type(root).__name__)
@@ -157,7 +157,7 @@ class State:
                 self._meet(holder, name, (path, _ATTRIBUTE, name), value)
 
     def _meet_loaded(self) -> bool:
-        """Meet attributes that functions load by their names; return whether they lead on."""
+        """Meet attributes that functions load by name; return whether new values were found."""
         attributes, methods = self._loads.values()
         for one, path in self._objects:  # which grow meanwhile
             own, found = getattr(one, "__dict__", None), parts(one)
@@ -193,7 +193,7 @@ class State:
         return bool(self._unseen or self._hooks)
 
     def _read_object(self, one: Any, path: Any) -> None:
-        """Compare what functions read of an object: of one of a library, the public numbers."""
+        """Follow an object; of an object of a library compare the public numbers and strings."""
         if not _is_library(one):
             self._start(one, path)
         elif not isinstance(one, (FunctionType, ModuleType, type)):
@@ -394,14 +394,14 @@ def _package_of(one: Any) -> str:
 
 
 class EveryCall:
-    """Finds a name that has another value in each of more than ``most`` recordings in turn."""
+    """Detector of a name with another value in each of ``most`` + 1 consecutive recordings."""
 
     def __init__(self, most: int) -> None:
         self._most, self._replays = most, 0
         self._values: list[dict[str, Any]] = []
 
     def reason(self, state: State, replays: int) -> str:
-        """Note the values before a recording, after ``replays``; return why there is no other."""
+        """Note the values before a recording, after ``replays``; return why to stop recording."""
         self._values = self._values[-self._most :] if replays == self._replays else []
         self._replays = replays
         pairs = [(x.path, repr(v) if is_value(v) else id(v)) for x, v in state.names]
@@ -414,7 +414,7 @@ class EveryCall:
 
 
 def is_value(value: Any) -> bool:
-    """Return whether another object of the same value is as good as ``value``."""
+    """Return whether replays compare ``value`` by its value: a number, a string, a set of them."""
     items = value if isinstance(value, tuple) else (value,)
     return all(isinstance(each, (*_SIMPLE, set)) for each in items)
 
