@@ -25,6 +25,7 @@ namespace {
 constexpr size_t LEAST = 32 << 10, LIMIT = 32 << 20, LINE = 64, PAGE = 4096;
 constexpr size_t HUGE_FROM = 4 << 20;  // as in NumPy
 constexpr size_t PASSES = 8;           // a block that so many passes have not used is returned
+constexpr size_t MOST_MAPPED = 16384;  // a process has 65,530 mappings (vm.max_map_count)
 
 // Precedes the elements of an array; `start`: of the block, which is the array's own if `room` is 0.
 struct alignas(16) Header {
@@ -38,7 +39,7 @@ struct Block {
 
 Block kept[LIMIT / LEAST];  // in the order in which they were freed
 size_t count = 0, bytes = 0, pass = 0;
-std::atomic<size_t> turn = 0;
+std::atomic<size_t> turn = 0, mapped = 0;
 // No thread waits for it: in a process that was forked meanwhile, it may stay locked.
 std::mutex mutex;
 using Lock = std::unique_lock<std::mutex>;
@@ -58,21 +59,26 @@ Block remove(size_t i) {
   return block;
 }
 
-// A block of `room` bytes, or up to an eighth more; `is_new`: it holds zeros.
+// A block of `room` bytes, or up to an eighth more; null: none can be mapped. `is_new`: it holds zeros.
 Block take(size_t room, bool* is_new) {
   if (Lock lock(mutex, std::try_to_lock); lock.owns_lock()) {
     for (size_t i = count; i-- > 0;) {
       if (kept[i].room >= room && kept[i].room - room <= room / 8) return remove(i);
     }
   }
+  if (mapped >= MOST_MAPPED) return {};
   void* start = mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (start == MAP_FAILED) return {};
+  ++mapped;
   if (room >= HUGE_FROM) madvise(start, room, MADV_HUGEPAGE);
   *is_new = true;
   return {static_cast<char*>(start), room, 0};
 }
 
-void give_back(const Block& block) { munmap(block.start, block.room); }
+void give_back(const Block& block) {
+  --mapped;
+  if (munmap(block.start, block.room) != 0) madvise(block.start, block.room, MADV_DONTNEED);
+}
 
 void keep(char* start, size_t room) {
   Lock lock(mutex, std::try_to_lock);
@@ -84,15 +90,14 @@ void keep(char* start, size_t room) {
 
 void* allocate_either(size_t size, bool zeros) {
   const size_t whole = size + sizeof(Header);
-  if (whole < LEAST) {
+  bool is_new = false;
+  const Block block = whole < LEAST ? Block{} : take((size + 2 * PAGE - 1) / PAGE * PAGE, &is_new);
+  if (block.start == nullptr) {
     void* start = zeros ? under().calloc(under().ctx, 1, whole) : under().malloc(under().ctx, whole);
     if (start == nullptr) return nullptr;
     *static_cast<Header*>(start) = {0, size, static_cast<char*>(start)};
     return static_cast<Header*>(start) + 1;
   }
-  bool is_new = false;
-  const Block block = take((size + 2 * PAGE - 1) / PAGE * PAGE, &is_new);
-  if (block.start == nullptr) return nullptr;
   // Arrays at the same place of their pages would share the lines of the first cache.
   char* array = block.start + LINE * (1 + turn++ % (PAGE / LINE));
   header_of(array) = {block.room, size, block.start};

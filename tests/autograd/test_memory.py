@@ -115,6 +115,14 @@ def test_arrays_of_kept_blocks_behave_like_other_arrays(kept_bytes: KeptBytes, s
     assert np.fromiter(range(size // 100), np.int64).sum() == sum(range(size // 100))
 
 
+def test_many_arrays_leave_mappings_for_other_uses(kept_bytes: KeptBytes) -> None:
+    run_passes(1)
+    arrays = [np.empty(40_000, np.uint8) for _ in range(40_000)]
+    del arrays[::2]  # mappings beside each other count as one
+    with open("/proc/self/maps") as file:
+        assert sum(1 for _ in file) < 12_000
+
+
 def test_a_forked_process_uses_its_own_copy_of_kept_blocks(kept_bytes: KeptBytes) -> None:
     run_passes(1)
     np.ones(MB, np.uint8)
