@@ -169,6 +169,19 @@ PyObject* same(PyObject*, PyObject* args) {
   return answer < 0 ? nullptr : PyBool_FromLong(answer);
 }
 
+/* run(instruction, arrays): one instruction, whose operands are these arrays by their numbers. */
+PyObject* run(PyObject*, PyObject* args) {
+  PyObject *described, *arrays;
+  if (!PyArg_ParseTuple(args, "OO!", &described, &PyTuple_Type, &arrays)) return nullptr;
+  const std::unique_ptr<Instruction> instruction = read_instruction(described);
+  std::vector<char*> table;
+  const bool is_read = instruction != nullptr && read_each(arrays, [&](PyObject* array) {
+    return table.push_back(PyArray_BYTES(reinterpret_cast<PyArrayObject*>(array))), true;
+  });
+  if (!is_read || instruction->run(table.data()) == Outcome::failed) return nullptr;
+  Py_RETURN_NONE;
+}
+
 PyObject* address(PyObject*, PyObject* array) {
   if (PyArray_Check(array)) return PyLong_FromVoidPtr(PyArray_DATA(reinterpret_cast<PyArrayObject*>(array)));
   return PyErr_Format(PyExc_TypeError, "address: no array: %R", array);
@@ -232,6 +245,7 @@ PyMethodDef methods[] = {
     {"use_memory", use_memory, METH_O, nullptr},
     {"find_memory", find_memory, METH_VARARGS, nullptr},
     {"same", same, METH_VARARGS, nullptr},
+    {"run", run, METH_VARARGS, nullptr},
     {"use_slots", use_slots, METH_VARARGS, nullptr},
     {"use_structure", use_structure, METH_O, nullptr},
     {"use_blas", use_blas, METH_VARARGS, nullptr},

@@ -301,8 +301,6 @@ class Variable(Leaf):
                 f"{self.shape}): what it computes would not be part of the graph. Where that is "
                 "meant, pass it variable.numpy(); else use the functions of fl.autograd.functions"
             )
-        if copy is None:  # only if need be, which NumPy 1 spells otherwise
-            return np.asarray(self.data, dtype)
         return np.array(self.data, dtype=dtype, copy=copy)
 
     def __len__(self) -> int:

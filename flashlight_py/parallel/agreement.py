@@ -219,6 +219,5 @@ def check_arithmetic(what: str, leaves: int, members: ProcessGroup) -> None:
 
 def _features() -> str:
     """Return which of the instruction sets that NumPy has loops for this processor has."""
-    core = "numpy._core" if int(np.__version__.partition(".")[0]) > 1 else "numpy.core"
-    loops = importlib.import_module(f"{core}._multiarray_umath")
+    loops = importlib.import_module("numpy._core._multiarray_umath")
     return " ".join(name for name in loops.__cpu_dispatch__ if loops.__cpu_features__[name])

@@ -5,8 +5,11 @@ An operation without a native instruction stays a call of the very same function
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
+import sys
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,16 +19,17 @@ from flashlight_py import _native, libraries
 from flashlight_py.autograd.native import Kernel
 from flashlight_py.tape.arrays import Array, mapped
 from flashlight_py.tape.operands import Memory, Operand, Use
-from flashlight_py.tape.recording import Note, arrays_in
+from flashlight_py.tape.recording import Note, arrays_in, user_frame
 
 Shape = tuple[int, ...]
 Steps = tuple[Shape, ...]  # of each operand: bytes from one to the next of each dimension
 
 _MOST_DIMENSIONS = 8  # in csrc/tape/tape.h
 _MOST_PLANS = 4096
+_tape = _native.load("tape")
 _blas = libraries.blas("sgemm", "dgemm", "sgemv", "dgemv", "sdot", "ddot")
 if _blas:
-    _native.load("tape").use_blas(*_blas)
+    _tape.use_blas(*_blas)
 
 
 def need(condition: object) -> None:
@@ -276,6 +280,7 @@ class _Plan:
         base, exponent = note.args
         need(isinstance(base, np.ndarray) and base.dtype.kind == "f")
         is_number = type(exponent) in (int, float)
+        need(is_number or np.ndim(exponent))  # NumPy 2.2 compares numbers in arrays with 2 as well
         self._elementwise(note, (_POWERS.get(float(exponent)) if is_number else None) or np.power)
 
     def _concatenate(self, note: Note) -> None:
@@ -321,13 +326,15 @@ class _Plan:
         parts: Any = lambda x, axis=0, dtype=None, out=None, keepdims=False: (x, axis, out)  # noqa: E731
         x, axis, out = parts(*note.args, **note.options)
         need((ufunc in _INITIALS or ufunc in _LIMITS) and isinstance(x, np.ndarray) and x.size)
-        need(len(note.made) == 1 and out is None)
+        need(len(note.made) == 1 and out is None and note.made[0].flags.c_contiguous)
         target = note.made[0]
         kind = np.dtype(np.bool_) if ufunc in (np.logical_and, np.logical_or) else target.dtype
         need(kind == target.dtype and kind.isbuiltin == 1 == x.dtype.isbuiltin)
-        need(x.dtype == kind or x.size <= _BUFFERED or kind.kind != "f")
+        depends_on_order = kind.kind in "fc" and ufunc is np.add
+        need(x.dtype == kind or x.size <= _BUFFERED or not depends_on_order)
         arrays = self._as(x, kind), target
         (rows, columns), along_rows = _as_matrix(arrays[0], axis)
+        need(not depends_on_order or _longest_sum() >= (columns if along_rows else 1))
         types, size, is_sum = (kind.num,) * 3, kind.itemsize, ufunc is np.add and kind.char in "fd"
         if is_sum and along_rows and rows == 1:
             self._note((ufunc, types), arrays, ((size,), (0,)), (columns,))
@@ -337,6 +344,43 @@ class _Plan:
             begins_with = np.asarray(_INITIALS[ufunc], kind) if ufunc in _INITIALS else None
             end = rows, columns, size, along_rows, begins_with
             self._note(("reduce", ufunc, types), arrays, end)
+
+
+@functools.cache
+def _longest_sum() -> int:
+    """Return the number of adjacent floats up to which NumPy adds in the order of replays.
+
+    NumPy 2.2 begins a new sum after each buffer. If even shorter sums differ: 0, with a warning.
+    """
+    for longest, columns in ((sys.maxsize, 9_001), (_BUFFERED, 1_001)):
+        x = np.random.default_rng(0).standard_normal((7, columns))
+        matrices = [each.astype(kind) for each in (x, 0 * -abs(x)) for kind in ("f4", "f8")]
+        if all(map(_is_added_in_order, matrices)):
+            return longest
+    warnings.warn(
+        f"capture: NumPy {np.__version__} adds floats in an order that flashlight_py does not "
+        "know: replays call NumPy for each sum, which is slower. Install another version of NumPy",
+        RuntimeWarning,
+        stacklevel=user_frame()[1],
+    )
+    return 0
+
+
+def _is_added_in_order(x: Array) -> bool:
+    """Return whether the sums of a matrix by native instructions have the bits of NumPy's."""
+    (rows, columns), size, types = x.shape, x.itemsize, (x.dtype.num,) * 3
+    copy = f"copy:{size}", (), (0, 1), ((size,), (size,)), (size, size)
+    add = np.add, types, (1, 2), ((size,), (0,)), (size, size)
+    zero, same = np.zeros((), x.dtype), np.empty_like(x)
+    sums = [np.empty(shape, x.dtype) for shape in ((), columns, rows)]
+    for instruction in (
+        ("loops", (x.size,), [copy, add]),
+        ("add_rows", size == 8, 0, 3, rows, columns),
+        ("reduce", np.add, types, 0, 4, rows, columns, size, True, zero),
+    ):
+        _tape.run(instruction, (x, same, *sums))
+    by_numpy = np.sum(x, None), np.sum(x, 0), np.sum(x, 1)
+    return all(a.tobytes() == b.tobytes() for a, b in zip(sums, by_numpy, strict=True))
 
 
 def _result_of(note: Note, *options: str) -> Array:
@@ -436,7 +480,7 @@ def _dtype_of(value: Any) -> Any:
 # Functions whose loops write to wrong elements where these are not side by side (NumPy 2.4.6):
 # only NumPy itself makes the same ones wrong.
 _FAULTY = {np.isfinite, np.isinf, np.isnan, np.signbit}
-_CLIP: np.ufunc = (np._core if hasattr(np, "_core") else np.core).umath.clip
+_CLIP: np.ufunc = np._core.umath.clip  # type: ignore[attr-defined]
 # NumPy is slow with one number. Of 0.0 and -0.0 it takes the limit where our loop does it.
 _LIMITS = {f for f in (np.maximum, np.minimum) if not np.signbit(f(np.full(64, -0.0), 0.0)).any()}
 _BUFFERED = 8192  # elements that NumPy casts at a time
