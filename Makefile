@@ -33,7 +33,7 @@ DEV := .venv/.dev
 SOURCES := $(shell find csrc -type f -not -name '*.o' -not -name '*.so')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup example tiny test test-slow test-all tools tools-slow oracle torch engines test-gpu lint docs simulate simulate-night chaos sanitize wheel gpu-bundle bench clean model-hosts simulate-heartbeats model model-night model-mutants arm
+.PHONY: help setup example tiny test test-slow test-versions test-all tools tools-slow oracle torch engines test-gpu lint docs simulate simulate-night chaos sanitize wheel gpu-bundle bench clean model-hosts simulate-heartbeats model model-night model-mutants arm
 
 help: ## show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ test: lint tools torch ## lint, types, then every test that is not marked slow: 
 
 test-slow: $(DEV) tools-slow oracle torch engines ## the slow tests: packaging, sanitizers, long failure rounds, documents' programs
 	$(IN_VENV) python -m pytest -m slow $(SLOW) $(PYTEST)
+
+test-versions: $(DEV) ## tests with the lowest and the highest declared versions of NumPy, CFFI, mpi4py, torch
+	$(IN_VENV) python -m pytest -rP tests/packaging/test_versions.py $(PYTEST)
 
 test-all: lint tools-slow oracle torch engines ## lint, types, then every test; before a release
 	$(IN_VENV) python -m pytest $(PYTEST)

@@ -46,7 +46,7 @@ class Peer:
     libraries: tuple[str, ...] = ()
 
 
-_MPI4PY = ("numpy>=1.25,<3", "ml_dtypes", "mpi4py>=4.1,<5")
+_MPI4PY = ("numpy>=2.2.5,<3", "ml_dtypes", "mpi4py>=4.1,<5")
 
 PEERS: dict[str, Peer] = {
     "openmpi": Peer(
@@ -60,16 +60,16 @@ PEERS: dict[str, Peer] = {
     "torch": Peer(
         "torch gloo",
         "torch",
-        ("numpy>=1.25,<3", "torch==2.13.0", "cffi>=1.16,<3", "expecttest"),
+        ("numpy>=2.2.5,<3", "torch==2.13.0", "cffi>=1.16,<3", "expecttest"),
         ("torch",),
         index=TORCH_INDEX,
     ),
-    "jax": Peer("JAX", "jax", ("numpy>=1.25,<3", "jax[cpu]"), ("jax",)),
+    "jax": Peer("JAX", "jax", ("numpy>=2.2.5,<3", "jax[cpu]"), ("jax",)),
     # The wheel is linked with Open MPI 4, whose C++ bindings later ones lack, and with NCCL.
     "pytagi": Peer(
         "pytagi",
         "pytagi",
-        ("numpy>=1.25,<3", "pytagi==0.2.1", "nvidia-nccl-cu12"),
+        ("numpy>=2.2.5,<3", "pytagi==0.2.1", "nvidia-nccl-cu12"),
         ("pytagi",),
         packages=("libopenmpi3", "libhwloc15", "libevent-pthreads-2.1-7"),
         libraries=("debian/usr/lib/*", "lib/python3*/site-packages/nvidia/nccl/lib"),

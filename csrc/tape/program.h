@@ -4,6 +4,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #define NPY_NO_DEPRECATED_API NPY_1_25_API_VERSION
+#define NPY_TARGET_VERSION NPY_2_0_API_VERSION  // before NumPy 2.3 the default lacks PyDataMem_SetHandler
 #define PY_ARRAY_UNIQUE_SYMBOL flashlight_tape
 #ifndef FL_TAPE_MODULE
 #define NO_IMPORT_ARRAY

@@ -104,6 +104,7 @@ def test_rates_are_those_of_the_published_formulas(name: str) -> None:
 
 
 @EACH
+@pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")  # of torch 2.6 itself
 def test_rates_are_those_of_torch(name: str) -> None:
     torch = pytest.importorskip("torch")
     make, expected = SCHEDULES[name]

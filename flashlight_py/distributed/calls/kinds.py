@@ -111,8 +111,7 @@ def _by_cuda(value: Any) -> Array:
     return cupy.asarray(silent)  # type: ignore[no-any-return]
 
 
-# numpy() serves every version of NumPy, while from_dlpack returns read-only arrays before 2.1.
-# Neither knows bfloat16, so that travels as int16 of the same memory.
+# NumPy has no bfloat16 of its own, so that is converted as int16 of the same memory.
 def _of_torch(tensor: Any) -> Array:
     if tensor.is_cuda:
         return _by_dlpack(tensor)

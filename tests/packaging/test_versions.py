@@ -1,0 +1,73 @@
+"""Tests with the lowest and the highest declared version of what this package computes with."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.packaging.building import ROOT, copy_of_sources, run
+
+NAMES = "numpy|cffi|mpi4py|mpich|ml_dtypes|torch"
+RANGE = re.compile(rf"\b({NAMES})(?: \| `)?(>=[\d.]+,<[\d.]+)")
+DECLARED = dict(RANGE.findall((ROOT / "pyproject.toml").read_text()))
+WITH_RANGES = (
+    *("pyproject.toml", "scripts/setup", "benchmarks/harness/environments.py", "docs/design.md"),
+    *("README.md", "docs/torch.md", "docs/mpi.md"),
+)
+TOOLS = "setuptools>=77", "pytest>=8,<10", "pytest-timeout>=2.3,<3", "hypothesis", "safetensors"
+TESTS = (
+    *("autograd", "tape", "nn", "optim", "test_tiny.py", "distributed/test_mpi_backend.py"),
+    *("distributed/test_interop.py", "torch/test_meeting.py", "torch/test_training.py"),
+)
+
+
+def test_each_range_of_versions_is_the_one_of_pyproject() -> None:
+    assert DECLARED.keys() == {*NAMES.split("|")}
+    for name in WITH_RANGES:
+        text = (ROOT / name).read_text()
+        assert {*RANGE.findall(text)} <= DECLARED.items(), name
+
+
+def interpreters() -> list[str]:
+    """Return the interpreters of this machine that the package supports, by their versions."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    named = [shutil.which(f"python3.{minor}") for minor in range(10, 20)]
+    ask = "import sys, venv, ensurepip; print(sys.version_info >= (3, 10), *sys.version_info[:2])"
+    versions = {}
+    for python in filter(None, [sys.executable, *named, *pyenv.glob("versions/*/bin/python")]):
+        done = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=False)
+        if done.stdout.startswith("True"):
+            versions[tuple(map(int, done.stdout.split()[1:]))] = str(python)
+    return [versions[each] for each in sorted(versions)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("which", ["lowest", "highest"])
+def test_the_tests_pass_with_declared_versions(which: str, tmp_path: Path) -> None:
+    """Also with the oldest and the newest supported Python of this machine."""
+    wanted = [name + each for name, each in DECLARED.items()]
+    if which == "lowest":
+        wanted = [each.split(",")[0].replace(">=", "==") for each in wanted]
+    made, source = tmp_path / "environment", copy_of_sources(tmp_path)
+    python, path = made / "bin" / "python", f"{made / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    try:
+        run(interpreters()[-(which == "highest")], "-m", "venv", made)
+        run(python, "-m", "pip", "install", "--quiet", *wanted, *TOOLS)
+        install = "install", "--quiet", *wanted, "--no-build-isolation", "--editable"
+        run(python, "-m", "pip", *install, f"{source}[mpi,torch]", PATH=path)
+        print(run(python, "-VV"), run(python, "-m", "pip", "freeze"))
+        (source / ".venv-bench-torch").symlink_to(made)  # where tests look for torch
+        options = "-q", "-m", "not slow", "-p", "no:cacheprovider"
+        tests = [source / "tests" / each for each in TESTS]
+        output = run(python, "-m", "pytest", *options, *tests, PATH=path)
+        assert not re.search("could not import|needs (?!CuPy)", output), output
+        print(output.splitlines()[-1])
+    finally:
+        shutil.rmtree(made, ignore_errors=True)  # gigabytes
