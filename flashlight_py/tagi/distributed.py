@@ -1,9 +1,7 @@
 """Data-parallel training of TAGI networks: ranks add up what their batches teach each parameter.
 
-Each rank goes forward and back on its own samples. The sums of a backward pass are sums over
-samples, so that adding them over the ranks gives exactly those of one process with all samples;
-then every rank takes the same step. Sums lie in flat buckets, in memory that the ranks of a host
-share, and a bucket travels as soon as the backward pass has completed it.
+Each rank computes the sums of a backward pass over its own samples. All ranks add them up, bucket by
+bucket in shared memory: the sums of one process with all samples, so all take the same step.
 """
 
 from __future__ import annotations
@@ -25,12 +23,7 @@ from flashlight_py.distributed.api.verb_call import in_step
 from flashlight_py.distributed.reducers.reducer import EagerReducer, plan_buckets
 from flashlight_py.distributed.start.world import group_or_world
 from flashlight_py.parallel.agreement import check_entries_agree, check_settings_agree
-from flashlight_py.parallel.gradient_pass import (
-    GradientPass,
-    Unit,
-    shared_zeros,
-    weigh_in_place,
-)
+from flashlight_py.parallel.gradient_pass import GradientPass, Unit, shared_zeros, weigh_in_place
 from flashlight_py.parallel.synchronize import synchronize
 from flashlight_py.tagi.layer import BaseLayer
 from flashlight_py.tagi.normalization import BatchNorm2d
@@ -42,7 +35,7 @@ _BACKENDS = ("auto", "nccl", "gloo", "shm", "mpi")
 
 
 class DDPConfig:
-    """The configuration of pytagi's DDPSequential; here nothing of it is needed.
+    """The configuration of pytagi's DDPSequential; no argument is required here.
 
     Args:
         device_ids: the GPU of each rank; empty: the network stays where it is.
@@ -304,9 +297,8 @@ class DeltaSync(GradientPass[DeltaUnit]):
         planned = [[layers[i] for i in bucket] for bucket in plan_buckets(sizes, limit)]
         for bucket in planned:
             parameters = [each for layer in bucket for each in layer.parameters_in_use]
-            # At the end of the last one travels how many samples there were.
-            extra = 1 if bucket is planned[-1] else 0
-            room = ParameterBucket(parameters, on_device(device), sums, extra)
+            has_samples = int(bucket is planned[-1])  # the last element is their number
+            room = ParameterBucket(parameters, on_device(device), sums, has_samples)
             self._units.append(DeltaUnit(room, len(bucket)))
             for layer in bucket:
                 layer.on_sums = functools.partial(self._on_sums, self._units[-1])
@@ -317,8 +309,8 @@ class DeltaSync(GradientPass[DeltaUnit]):
         return self._all if self._norms and self._model.training else None
 
     def begin_forward(self) -> None:
-        """Begin the pass here where the ranks add up statistics on the way forward."""
-        if self._norms and self._model.training and self.weigh is not None:
+        """Begin the pass here if the ranks add up statistics in the forward pass."""
+        if self.ranks_of_forward() is not None and self.weigh is not None:
             self._weight = self.weigh(True)
 
     def backward(self) -> None:

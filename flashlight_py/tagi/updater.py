@@ -71,7 +71,7 @@ def _natively(
         places = ffi.from_buffer("int64_t[]", np.ascontiguousarray(indices, np.int64))
         of_each = math.prod(indices.shape[1:])
     d, e = np.zeros((2, *outputs.mean.shape), REAL)
-    # Users may set them; the kernel reads as many of each.
+    # The user may set arrays of other sizes; the kernel reads ``d.size`` numbers of each.
     arrays = (outputs.mean, outputs.variance, outputs.slope)
     moments = [floats(module, None if a is None else a.reshape(d.shape)) for a in arrays]
     described = ffi.new("fl_tagi_outputs *", (*moments, each, observed.size, of_each))
