@@ -220,7 +220,8 @@ def _hosts(
     hosts = []
     for entry in given.hosts.split(",") if given.hosts is not None else ():
         name, _, slots = entry.partition(":")
-        if not name or name.startswith("-") or (slots and not slots.isdecimal()):
+        is_number = slots.isdecimal() and len(slots) < 10
+        if not name or name.startswith("-") or (slots and not is_number):
             parser.error(
                 f"--hosts: expected NAME or NAME:RANKS, separated by commas, got {entry!r}"
             )

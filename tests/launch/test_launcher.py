@@ -388,6 +388,7 @@ def test_files_instead_of_the_terminal(tmp_path: Path) -> None:
         (["--hosts", "a:1000000", "x"], "ranks of a job, got 1000000"),
         (["--hosts", "a,", "x"], "--hosts: expected NAME or NAME:RANKS"),
         (["--hosts=-oX,b", "x"], "--hosts: expected NAME or NAME:RANKS"),
+        (["--hosts", "a:" + "9" * 5000, "x"], "--hosts: expected NAME or NAME:RANKS"),
         (["-n", "2", "--min-n", "3", "x"], "--min-n: expected 1 to 2"),
         (["--grace", "-1", "x"], "--grace: expected a number of seconds from 0 to"),
         (["--timeout", "0", "x"], "--timeout: expected more than 0 seconds, got '0'"),
