@@ -6,7 +6,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from functools import partial
+from functools import partial, wraps
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 import numpy as np
@@ -41,6 +41,10 @@ class Shards:
 
     def attach(self, optimizer: FirstOrderOptimizer) -> None:
         """Take note of an optimizer that was made for parameters of the module."""
+
+    def making(self, name: str) -> AbstractContextManager[None]:
+        """Return the block in which the constructor ``name`` runs; see ``in_step``."""
+        return nullcontext()
 
     def in_step(self, name: str) -> AbstractContextManager[None]:
         """Return a block in which ``name`` checks its arguments; if they are wrong, all raise."""
@@ -136,6 +140,8 @@ Placed: TypeAlias = tuple[int, Array, Sequence[tuple[Array, ...]]]
 class FirstOrderOptimizer(Structured, ABC):
     """Changes parameters in place by their gradients; one without a gradient is skipped.
 
+    Collective, blocking, if ``fully_shard`` has put the parameters in memory of the host.
+
     Make it after ``Module.astype`` and ``Module.to``: its state has the parameters' dtype and
     device. Unless they say otherwise, in all optimizers ``beta1`` and ``beta2`` (of gradients and
     of their squares) and ``rho`` are the decays of running means, at least 0 and below 1; ``eps``,
@@ -150,6 +156,21 @@ class FirstOrderOptimizer(Structured, ABC):
         TypeError: ``params`` is not an iterable of variables, or a number is none.
         ValueError: ``params`` is empty or names a variable twice, or a number is outside its range.
     """
+
+    def __init_subclass__(cls) -> None:
+        """Let the constructor raise on all processes if its arguments are wrong on one."""
+        super().__init_subclass__()
+        init: Any = cls.__init__
+
+        @wraps(init)
+        def call(self: Any, *args: Any, **named: Any) -> None:
+            lists = [each for each in (*args, *named.values()) if isinstance(each, (list, tuple))]
+            variables = (x for each in lists for x in each if isinstance(x, Variable))
+            shards = next(iter(shards_of(variables)), None)
+            with nullcontext() if shards is None else shards.making(type(self).__name__):
+                init(self, *args, **named)
+
+        cls.__init__ = call  # type: ignore[method-assign]
 
     def __init__(self, params: Iterable[Variable], lr: float) -> None:
         self.params = as_param_list(params)

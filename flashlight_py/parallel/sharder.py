@@ -207,9 +207,13 @@ class HostSharder(Sharder[HostUnit]):
     # What optimizers ask ------------------------------------------------------------------------
 
     def attach(self, optimizer: FirstOrderOptimizer) -> None:
-        """Begin new state for an optimizer, and remember it; see ``Shards``."""
+        """Begin new state for an optimizer, and remember it; collective, see ``Shards``."""
+        self.group.barrier()
         self._optimizers[optimizer] = None
         self._states, self._taken = {}, Counter()
+
+    def making(self, name: str) -> AbstractContextManager[None]:
+        return self.group.in_step(name)
 
     def new_state(self, place: HostPlace, dtype: DTypeLike) -> Array:
         """Return a flat array that has new state for a parameter. May be collective."""

@@ -238,6 +238,9 @@ COMPOSED: dict[str, Callable[[Any], Any]] = {
     "clip_grad_norm: a limit of sharded parameters": lambda bad: fl.optim.clip_grad_norm(
         sharded(), -bad or 1e-9
     ),
+    "FirstOrderOptimizer: a rate for sharded parameters": lambda bad: fl.optim.SGDOptimizer(
+        sharded(), -bad
+    ),
     "sync_meter: no meter": lambda bad: fl.sync_meter([fl.meter.AverageValueMeter(), 3][bad]),
     "DistributedSampler: a number": lambda bad: fl.DistributedSampler(-bad),
     "DistributedSampler: a rank alone": lambda bad: fl.DistributedSampler(9, rank=[None, 0][bad]),
