@@ -43,6 +43,7 @@ class Backend(abc.ABC):
     # Whether ranks may leave out the array that a broadcast fills: it has what the root's has.
     finds_shape = False
     packed_bytes = 32 << 10  # of an array that all_reduce_multiple copies, for fewer calls
+    packed_bytes_async = 32 << 10  # likewise, with async_op
     count: Sequence[int] = (0,)  # how many calls users have made in its group, where that is known
     # That of all its ranks whose connections groups share that are made of this one; see ``Kin``.
     network: Any = None

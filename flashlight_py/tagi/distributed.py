@@ -1,7 +1,7 @@
 """Data-parallel training of TAGI networks: ranks add up what their batches teach each parameter.
 
-Each rank computes the sums of a backward pass over its own samples. All ranks add them up, bucket by
-bucket in shared memory: the sums of one process with all samples, so all take the same step.
+Each rank computes the sums of a backward pass over its own samples. The ranks add up these sums,
+bucket by bucket in shared memory, and all take the step of one process with all samples.
 """
 
 from __future__ import annotations

@@ -342,8 +342,9 @@ def all_reduce_multiple(
         op: as for :func:`all_reduce`.
         async_op: return a ``Work`` at once; its ``wait()`` returns the list.
         contiguous: copy small arrays of one dtype into a buffer and reduce them by one call, which
-            is the fastest way for many of them. NumPy arrays above 8 KiB in shared memory, or above
-            32 KiB over a network, are not copied; CuPy arrays of any size are.
+            is the fastest way for many of them. NumPy arrays above 8 KiB in shared memory, above
+            32 KiB over a network, or in shared memory with ``async_op``, are not copied; CuPy
+            arrays of any size are.
         group: the process group, default the world.
 
     Returns:
@@ -354,7 +355,7 @@ def all_reduce_multiple(
         TypeError, DistributedError: as for :func:`all_reduce`; every array is checked before
             any is sent.
     """
-    limit = of(group).packed_bytes if contiguous else -1
+    limit = of(group).packed_bytes[bool(async_op)] if contiguous else -1
     y = (membership.world_native if group is None else of(group).native)(
         ALL_REDUCE.code, xs, limit, op, scale, 0, 0, async_op
     )

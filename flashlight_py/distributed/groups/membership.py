@@ -93,7 +93,8 @@ class Membership:
         self._unfinished: list[Then] = []
         self._most_unfinished = _LEAST_UNFINISHED
         self.messages_to_self = SelfMessages()
-        self.packed_bytes = 0 if backend is None else backend.packed_bytes
+        both = (0, 0) if backend is None else (backend.packed_bytes, backend.packed_bytes_async)
+        self.packed_bytes = both  # of a blocking call, and of an asynchronous one
         if backend is None:
             self.ranks, self.journal = tuple(ranks or ()), Journal("none of this process", (), "")
             self._bind(_NO_SHORT_WAYS)
