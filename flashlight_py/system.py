@@ -95,7 +95,7 @@ def children() -> list[int]:
     Without /proc it finds none.
     """
     me, found = os.getpid(), []
-    for pid in filter(str.isdigit, os.listdir("/proc") if os.path.exists("/proc/self") else ()):
+    for pid in filter(str.isdigit, os.listdir("/proc") if Path("/proc/self").exists() else ()):
         with suppress(FileNotFoundError, ProcessLookupError):
             stat = Path(f"/proc/{pid}/stat").read_bytes()
             # The name, in brackets, may itself have brackets and spaces; state and parent follow.

@@ -62,7 +62,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "amp": (*FRAMEWORK, "distributed", "structure"),
     "torch": ("errors", "interfaces", "distributed"),
     "checkpoint": ("_version", *FRAMEWORK[:3], "distributed", "parallel"),
-    "doctor": ("_version", "errors", "device", "interfaces", "_native", "distributed", "launch"),
+    "doctor": (
+        *("_version", "errors", "device", "interfaces", "libraries", "_native"),
+        *("distributed", "launch"),
+    ),
     # Ranks of engines, too, import the package inside the function that starts them.
     "engines": ("launch", "", "interfaces", "distributed.rendezvous"),
     # The program of a rank imports the package (""), as the script of a user does.
