@@ -240,7 +240,7 @@ int Program::take_arguments(PyObject* args, PyObject* kwargs) {
 
 void Program::Name::prepare() {
   is_in_dict = !is_items && PyDict_Check(holder);
-  index = !is_items && PyList_Check(holder) ? PyLong_AsSsize_t(name) : -1;
+  index = !is_items && PySequence_Check(holder) && PyLong_Check(name) ? PyLong_AsSsize_t(name) : -1;
   if (descriptor == Py_None) return;
   read = reinterpret_cast<descrgetfunc>(PyType_GetSlot(Py_TYPE(descriptor), Py_tp_descr_get));
 }
@@ -254,8 +254,11 @@ int Program::Name::is_as_before() const {
   } else if (read != nullptr) {
     now.reset(read(descriptor, holder, reinterpret_cast<PyObject*>(Py_TYPE(holder))));
     item = now.get();
-  } else if (index >= 0) {
+  } else if (index >= 0 && PyList_Check(holder)) {
     if (index < PyList_Size(holder)) item = PyList_GetItem(holder, index);
+  } else if (index >= 0) {
+    now.reset(PySequence_GetItem(holder, index));
+    item = now.get();
   } else if (!is_items) {
     now.reset(PyObject_GetAttr(holder, name));
     item = now.get();

@@ -39,7 +39,7 @@ from flashlight_py.structure import HoldsState, Structured
 from flashlight_py.tape.arrays import KINDS, Number
 
 _tape = _native.load("tape")
-_CONTAINERS = (list, tuple, dict, set, frozenset)
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _SIMPLE = (int, float, complex, str, bytes, type(None), np.dtype, np.generic, Number)
 _LIBRARIES = ("flashlight_py", "numpy", "cupy")
 _DESCRIPTORS = (GetSetDescriptorType, MemberDescriptorType)
@@ -116,7 +116,7 @@ class State:
         self._unseen: list[tuple[Any, Any, int]] = []
         self._hooks: list[tuple[Any, Any, int]] = []  # last: variables are named before
         self._objects: list[tuple[Any, Any]] = []  # whose loaded attributes are compared
-        self._loads = {"attribute": set[str](), "method": set(_IMPLICIT)}
+        self._loads = {"attribute": set[str](), "method": set[str]()}
         for root in roots:
             self._start(root, type(root).__name__)
         self._start(function, getattr(function, "__name__", "step"))
@@ -166,17 +166,22 @@ class State:
             of_classes = [gc.get_referents(vars(x))[0] for x in bases if self._is_yours(x)]
             found += [(held, *item) for held in of_classes for item in list(held.items())]
             first = {name: holder for holder, name, _ in reversed(found)}
-            for name in (
-                sorted(attributes - first.keys()) if hasattr(type(one), "__getattr__") else ()
-            ):
+            others = attributes - first.keys() if hasattr(type(one), "__getattr__") else ()
+            for name in sorted(others):
                 with suppress(AttributeError, LookupError):  # it is of another object
-                    found.append((one, name, getattr(one, name)))
+                    value = getattr(one, name)
+                    # Other objects may be made by each read, without an end.
+                    found += [(one, name, value)] if self._way(value) == "simple" else []
+            if isinstance(own, dict) and "hasattr" in methods and attributes - first.keys():
+                self._compare(own, ITEMS, (path, _LENGTH, ""), len(own))  # it may come to have one
             for holder, name, value in found:
                 of, key = (path, _ATTRIBUTE, name), (id(holder), name, None)
                 is_held = holder is own or first.get(name) is one
                 is_simple = self._way(value) == "simple"
                 is_told = is_simple and holder is own and isinstance(one, Structured)
-                is_loaded = name in attributes or (name in methods and not is_simple)
+                is_loaded = name in attributes or (
+                    (name in methods or _is_implicit(name, one)) and not is_simple
+                )
                 if not is_loaded or is_told or key in self._seen:
                     continue
                 self._seen[key] = holder
@@ -184,8 +189,8 @@ class State:
                     # A method, or a property; also of a base class, which super() may call.
                     behind = [getattr(value, each, None) for each in ("fget", "func", "__func__")]
                     function = next(filter(None, behind), value)
-                    if callable(self._way(function)):
-                        self._start(function, of)
+                    self._start(function, of)
+                    self._compare(holder, name, of, value)
                 elif first.get(name, one) is holder and (is_held or not plain_arrays(value)):
                     self._meet(holder, name, of, value, _NAMED)
                     if not is_held and isinstance(own, dict):
@@ -280,7 +285,7 @@ class State:
                 self._compare(items, ITEMS, path, len(found))
         for _, key, value in found:
             of = (path, _ITEM, key) if self._way(key) == "simple" else path
-            if isinstance(items, (dict, list)):
+            if isinstance(items, (dict, list, deque)):
                 self._meet(items, key, of, value, how)
             elif callable(self._way(value)):
                 self._unseen.append((value, of, how))
@@ -298,9 +303,15 @@ class State:
         for code in codes:  # also those in it
             codes += [each for each in code.co_consts if isinstance(each, CodeType)]
         names = dict.fromkeys(chain(*(code.co_names for code in codes)))
-        places += [(Place(held, name, name), "global") for name in names if name in held]
+        used = (loads["global"] | loads["stored"]) & held.keys()
+        places += [(Place(held, name, name), "global") for name in names if name in used]
         given = [name for name in ("__defaults__", "__kwdefaults__") if getattr(function, name)]
         places += [(Place(function, name, path), "") for name in given]
+        for name in (
+            sorted(loads["module"]) if is_yours else ()
+        ):  # also relative to the function's package
+            for each in (name, f"{held.get('__package__')}.{name}".rstrip(".")):
+                self._read_object(sys.modules.get(each), each)
         found = [(place, kind, place.get()) for place, kind in places]
         for place, kind, value in sorted(found, key=lambda each: not isinstance(each[2], Module)):
             is_loaded = not kind or place.path in loads[kind]  # modules first, as they have names
@@ -357,12 +368,17 @@ _WAYS: tuple[tuple[Any, Any], ...] = (
 )
 
 
-# Methods that Python or a library calls.
-_IMPLICIT = "forward", "__call__", "__enter__", "__exit__", "__getitem__", "__iter__", "__len__"
-_ADDS = {"append", "extend", "add", "insert"}  # which read nothing of a container
+def _is_implicit(name: str, one: Any) -> bool:
+    """Return whether ``name`` is a method of ``one`` that Python or a library calls."""
+    is_of_all = name[:2] != "__" or name in vars(object)  # such as __repr__
+    return not is_of_all or name == "forward" or (name == "__init__" and isinstance(one, type))
+
+
+_ADDS = {"append", "appendleft", "extend", "add", "insert"}  # which read nothing of a container
 _KINDS = {"LOAD_DEREF": "free", "LOAD_GLOBAL": "global", "LOAD_NAME": "global",
           "LOAD_ATTR": "attribute", "LOAD_SUPER_ATTR": "attribute",
-          "LOAD_METHOD": "method"}  # fmt: skip
+          "LOAD_METHOD": "method", "IMPORT_NAME": "module", "IMPORT_FROM": "attribute",
+          "STORE_GLOBAL": "stored"}  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1000)
@@ -379,8 +395,9 @@ def loads_of(code: CodeType) -> dict[str, set[str]]:
     for (kind, name), after in pairwise([*loads, ("", None)]):
         if kind and not (after[0] == "method" and after[1] in _ADDS):
             found[kind].add(name)
-    if "getattr" in found["global"]:
+    if found["global"] & {"getattr", "hasattr", "AttributeError"}:
         found["attribute"] |= {each for each in code.co_consts if isinstance(each, str)}
+        found["method"].add("hasattr")  # an attribute may be missing
     for inner in [each for each in code.co_consts if isinstance(each, CodeType)]:
         for kind, names in loads_of(inner).items():
             found[kind] |= names
@@ -404,7 +421,10 @@ class EveryCall:
         """Note the values before a recording, after ``replays``; return why to stop recording."""
         self._values = self._values[-self._most :] if replays == self._replays else []
         self._replays = replays
-        pairs = [(x.path, repr(v) if is_value(v) else id(v)) for x, v in state.names]
+        pairs = [
+            (x.path, v if type(v) is int else repr(v) if is_value(v) else id(v))
+            for x, v in state.names
+        ]
         pairs += [(path, repr(numbers)) for path, numbers in state.numbers]
         self._values.append({words(path): value for path, value in pairs})
         for name in self._values[-1] if len(self._values) > self._most else ():
@@ -443,7 +463,7 @@ def parts(one: Any) -> list[tuple[Any, Any, Any]]:
     """Return the items of a container, or the attributes of an object: holder, key, value."""
     if isinstance(one, dict):
         return [(one, *item) for item in list(one.items())]
-    if isinstance(one, (deque, *_CONTAINERS)):
+    if isinstance(one, _CONTAINERS):
         return [(one, *item) for item in enumerate(list(one))]
     own = getattr(one, "__dict__", None)  # which holds attributes, so that no setter is called
     slots = [base.__dict__.get("__slots__", ()) for base in type(one).__mro__]

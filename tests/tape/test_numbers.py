@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +40,28 @@ class Settings:
     def by_a_method(self) -> Any:
         return self._beta
 
+    def __invert__(self) -> Any:
+        return self._beta
+
+
+class Descriptor:
+    def __get__(self, one: Any, _: Any) -> Any:
+        return one._beta
+
+
+class Bare:
+    """Comes to have attributes; one is behind a descriptor, and reads make objects."""
+
+    described = Descriptor()
+
+    def __init__(self) -> None:
+        self._beta: Any = 1.0
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "missing":
+            raise AttributeError(name)
+        return Bare()
+
 
 class Derived(Settings):
     def by_a_method(self) -> Any:
@@ -73,6 +96,13 @@ def read_and_write() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]
     one.config, slotted.beta = SimpleNamespace(inner=other), 1.0
     weights: dict[str, Any] = {"beta": 1.0, "inner": [{"beta": 1.0}, 1.0]}
     betas: list[Any] = [1.0]
+    recent, bare, replaced = deque([1.0], 1), Bare(), type("Replaced", (), {"get": lambda _: 1.0})
+
+    def by_import() -> Any:
+        from tests.tape import test_numbers  # noqa: PLW0406
+
+        return test_numbers.NUMBER
+
     names: set[Any] = {1.0}
     set_global(1.0)
 
@@ -100,6 +130,16 @@ def read_and_write() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]
         "__getattr__": (lambda: one.gamma, lambda value: one.others.update(gamma=value)),
         "property": (lambda: one.behind, lambda value: setattr(one, "_beta", value)),
         "method": (one.by_a_method, lambda value: setattr(one, "_beta", value)),
+        "operator": (lambda: ~one, lambda value: setattr(one, "_beta", value)),
+        "descriptor": (lambda: bare.described, lambda value: setattr(bare, "_beta", value)),
+        "missing attribute": (
+            lambda: getattr(bare, "missing", 1.0), lambda value: setattr(bare, "missing", value),
+        ),
+        "replaced method": (
+            lambda: replaced().get(), lambda value: setattr(replaced, "get", lambda _: value),
+        ),
+        "import in the function": (by_import, set_global),
+        "deque": (lambda: recent[-1], recent.append),
         "item": (lambda: weights["beta"], lambda value: weights.update(beta=value)),
         "items": (
             lambda: weights["inner"][0]["beta"],
@@ -120,7 +160,7 @@ def read_and_write() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]
 
 # Of one value and other types; -0.0 and 0.0, which are equal; NaN, which does not equal itself.
 VALUES: list[Any] = [1.0, 5.0, True, 1, 2**40, "7", None, -0.0, 0.0, np.float32(5), float("nan")]
-CONTAINERS = "last item", "length", "set"
+CONTAINERS = "last item", "length", "set", "replaced method", "missing attribute"
 
 
 @pytest.mark.parametrize("where", [x for x in read_and_write() if x not in CONTAINERS])
@@ -159,6 +199,16 @@ def test_a_value_that_changes_in_every_call_ends_the_recordings(where: str) -> N
     change = lambda number, write: write(float(number) + 2.5)  # noqa: E731
     named = r"(\w+(\.\w+|\[.*\])*|len\(.*\)) has another value in every call"
     compare(make, X, change, told=f"{named}; keep it in an array, or pass it as an argument")
+
+
+def test_what_a_name_does_not_lead_to_is_not_compared() -> None:
+    """A global with the name of an attribute, and objects that each read makes."""
+
+    def make() -> Any:
+        holder, bare = SimpleNamespace(step=2.0), Bare()
+        return lambda x: (bare.other, x * holder.step)[1]
+
+    compare(make, X, lambda number: globals().update(step=lambda: number))
 
 
 def test_state_that_is_named_has_numbers() -> None:
