@@ -16,27 +16,25 @@ FILES = [path for path in PACKAGE.rglob("*.py") if path.name != "_nccl.py"]  # t
 # At most so many lines and files. Blank lines, comments and docstrings count.
 BUDGETS = {
     # Layers, their functions, amp and the data loader are 3,700 of them: errors name both shapes.
-    # CUDA graphs of steps, and launches on a blocking communicator of NCCL: 1,625 lines, for which
-    # 401 were removed (top-k compression, steps in the backward pass).
-    "": (52_480, 253),
+    "": (52_290, 251),
     # torch changes the timeouts of groups that are open; objects know two ways, native and not.
     # Memory is asked for before it is taken; grids, objects as messages, names that others use.
     # NCCL has two communicators, a ring of events, and comparisons that are made later.
-    "distributed": (18_720, 92),
+    "distributed": (18_650, 89),
     # Ranks meet in a tree of hosts, and name who is lost or late wherever it is; one that is
     # stopped holds nobody up, and launchers show each other that they are there.
-    "distributed/rendezvous": (3_510, 12),
+    "distributed/rendezvous": (3_330, 12),
     # Not 1,200: last words need a communicator and a count of their own, or others get wrong sums.
     "distributed/backends/mpi": (1_260, 7),
     # Gradients that are not finite are named.
-    "parallel": (6_540, 30),
-    # Agents reach others in a tree, and pass on what is for these; a port for other libraries.
-    "launch": (3_865, 21),
+    "parallel": (6_460, 29),
+    "launch": (3_170, 19),
     "engines": (910, 6),
-    "tagi": (5_280, 21),
+    "tagi": (5_280, 20),
     # Kernels of layers are instructions; bfloat16 is a dtype; reasons say what to write instead.
-    # CUDA graphs, with the products of matrices that CuPy does not capture.
-    "tape": (3_650, 13),
+    # CUDA graphs, with the products of matrices that CuPy does not capture. Numbers that the step
+    # reads by name are found in its bytecode and compared.
+    "tape": (3_980, 12),
     "torch": (1_210, 6),
 }
 
@@ -89,4 +87,5 @@ def test_few_files_tell_the_tape_of_what_they_do() -> None:
     files = [str(path.relative_to(PACKAGE)) for path in FILES if hooks.search(path.read_text())]
     outside = [file for file in files if not file.startswith("tape/")]
     # On a GPU also the kernels of optimizers and the backend of NCCL, whose launches a graph keeps.
-    assert len(outside) <= 11, outside
+    # Data-parallel modules repeat the choice of gradients that no rank has used.
+    assert len(outside) <= 12, outside
