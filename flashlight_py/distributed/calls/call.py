@@ -63,27 +63,25 @@ class Call:
             length, this rank raises ValueError after all ranks have called.
         blocking: whether the caller waits at once, so the backend may use the caller's thread.
         seconds: the time limit in seconds; None: the timeout of the group.
-        part_of: what it is a step of, one of ``COMPOSED``. It goes with calls of the other ranks
-            that are steps of the same.
-        partial: of a receive: fewer rows may arrive than ``array`` has, and fill its first ones.
-        patience: of a receive, in seconds: it ends without a message after them, with None;
-            negative: no limit.
-        claim: of receives from any rank of which one is to take a message, by different ways: what
-            they have in common, an int32 that is 0 first, and 1 when one of them has.
-        received: where the rows go that each rank has sent here, at the end at the latest; of a
-            message that is only compared its number, which both ends have in common: no other
-            message has it that the one has sent to the other.
-        compared: nothing moves: the ranks only compare what they call, for a library that does not
-            do so itself, and that may be given arrays of a GPU. The result of a verb in which
-            shapes may differ is every rank's first dimension, of a scatter the dtype and shape of a
-            part, as the root has it, else None.
-        is_ahead: such a call ends before the other ranks have made it, in a backend that
-            ``compares_ahead``; ``Backend.look_back`` compares it.
-        holds: the dtype and shape of what ``array`` stands for, where they are not its own: dates
-            are reduced as integers, and a scatter of a dtype that the others cannot know beforehand
-            has it with each part.
-        refusal: why this rank does not make the call, in words: it takes part all the same, so that
-            the others raise ``MismatchError``. Nothing moves then, and nothing is to be waited for.
+        part_of: the composed operation that this call is a step of, one of ``COMPOSED``. The call
+            matches only steps of the same operation on other ranks.
+        partial: whether a receive accepts fewer rows than ``array`` has; they fill its first rows.
+        patience: seconds until a receive ends without a message and returns None; negative: no
+            limit.
+        claim: an int32 that several receives from any rank share, if only one of them may take a
+            message: 0 at first, 1 once a receive has taken the message.
+        received: the list for the number of rows that each rank sent, filled before the call ends.
+            For a comparison-only message: a number that is unique for this pair of ranks.
+        compared: whether ranks only compare the call and move no data, for a library that does not
+            compare by itself and may use arrays on a GPU. If shapes may differ, the result is the
+            first dimension of every rank; for a scatter, the dtype and shape of a part on the root;
+            for other verbs None.
+        is_ahead: whether a comparison ends before the other ranks join, in a backend that
+            ``compares_ahead``; ``Backend.look_back`` compares it later.
+        holds: the dtype and shape that ``array`` represents, if they differ from its own: dates are
+            reduced as integers, and parts of a scatter may carry their dtype.
+        refusal: the reason why this rank rejects its arguments. The rank joins the call, so that
+            the other ranks raise ``MismatchError``; no data moves and no rank waits.
     """
 
     verb: Verb

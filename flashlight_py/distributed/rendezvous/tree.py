@@ -1,12 +1,12 @@
-"""The ranks of a meeting as a tree: their payloads go up to rank 0, and everybody's come down.
+"""A tree of ranks that exchange payloads: each rank sends its payload up and receives all payloads.
 
-Where they are few, all are below rank 0. From some number on (``MeetingPoint.is_tree``) one of each
-host speaks for it: the others connect to that one alone, by a socket inside the host. Speakers ask
-rank 0 for their places, in order of arrival, and connect to whom it names. So no process has more
-than some dozens of connections, besides those of its host. In the first exchange payloads go up as
-they arrive, in batches, and a rank that loses the one above it asks for another place and gives
-them again. From then on each node sends all that is below it at once, and the end of a connection
-is a death. A rank that sees why the meeting fails tells all neighbours, and these theirs.
+In a small job, rank 0 is the parent of all ranks. In a large one (``MeetingPoint.is_tree``) one
+rank speaks for each host, and the other ranks of the host connect to this speaker by a local
+socket. A speaker asks rank 0 for its parent and connects to it. A process has at most some dozens
+of connections to other hosts. In the first exchange, payloads travel up in batches as they arrive;
+a rank that loses its parent asks for another one and sends them again. In later exchanges each
+node sends the payloads of its subtree at once, and a closed connection means a dead rank. A rank
+that detects why the rendezvous fails notifies its neighbours, which notify theirs.
 """
 
 from __future__ import annotations
