@@ -83,21 +83,20 @@ def distribute_module_grads(
     Args:
         module: the same on every rank.
         scale: factor of the sums, default 1 / size of the group: the mean.
-        reducer: is passed each gradient by itself, instead of the buckets; it brings its own
-            scale and group.
-        hook: reduces the buckets in a way of its own, such as ``fl.Float16Compression()``; made
-            alike on every rank, and for this module alone.
-        leaves: cut every global batch into so many parts, and compute and add up their gradients
-            one by one, so that the bits do not depend on the number of ranks. Backward passes then
-            belong into loops over :func:`flashlight_py.leaves`, and nowhere else; arrays are
-            NumPy's. BLAS computes with one thread from now on, and this rank's random numbers and
-            the buffers become rank 0's. 8 keeps up to 8 ranks busy.
+        reducer: receives each gradient instead of the buckets; its scale and group are used.
+        hook: reduces the buckets instead of all_reduce, such as ``fl.Float16Compression()``; every
+            rank must create an equal hook, for this module only.
+        leaves: number of parts of every global batch. Gradients of the parts are computed and added
+            one by one, so that the bits do not depend on the number of ranks. Backward passes must
+            then run in a loop over :func:`flashlight_py.leaves`, with NumPy arrays. BLAS uses one
+            thread from this call on, and rank 0's random state and buffers are copied to all ranks.
+            With 8 leaves up to 8 ranks have work.
         group: the process group, default the world.
-        bucket_bytes: how large a bucket may become, default
-            ``DistributedConstants.COALESCE_CACHE_SIZE`` (20 MiB); a larger gradient is one of its
-            own.
-        ignore: parameters and buffers that are each rank's own, by name (as in ``state_dict()``)
-            or as Variables; they are neither compared nor sent, and keep hooks of their own.
+        bucket_bytes: maximum size of a bucket in bytes, default
+            ``DistributedConstants.COALESCE_CACHE_SIZE`` (20 MiB). A larger gradient has a bucket
+            of its own.
+        ignore: parameters and buffers that differ between ranks, by name (as in ``state_dict()``)
+            or as Variables. They are neither compared nor sent, and keep their gradient hooks.
         broadcast_buffers: before each forward pass in training, send every rank the buffers (see
             ``Module.add_buffer``) of the group's rank 0: collective and blocking, by ``module(x)``
             on every rank; not within ``no_sync``, nor within ``join``, whose end does it. A
