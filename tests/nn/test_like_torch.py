@@ -294,18 +294,18 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
     r"where: the condition needs dtype bool, got float64": (
         lambda: F.where(ONES, fl.param(ONES), 0.0), TypeError),
     r"gather: indices must be integers, got float64": (lambda: F.gather(ONES, ONES, 0), TypeError),
-    r"gather: index 3 is none of 0..2, .* shape \(3,\), got indices of shape \(1,\)": (
+    r"gather: expected indices of 0..2 .* shape \(3,\), got index 3 in shape \(1,\)": (
         lambda: F.gather(FLAT, np.array([3]), 0), IndexError),
     r"gather: .* shape \(2, 3\) along axis 0 .* got \(1, 4\)": (
         lambda: F.gather(ONES, np.zeros((1, 4), int), 0), ValueError),
     r"scatter_add: expected a source .* \(2,\), got \(3,\)": (
         lambda: F.scatter_add(FLAT, np.zeros(2, int), FLAT, 0), ValueError),
-    r"embedding: index -1 is none of 0..1": (lambda: F.embedding(ONES, np.array(-1)), IndexError),
-    r"embedding: index 7 is none of 0..6, .* shape \(7, 2\), got indices of shape \(1,\)": (
+    r"embedding: .* 0..1 .* index -1": (lambda: F.embedding(ONES, np.array(-1)), IndexError),
+    r"embedding: .* 0..6 for .* shape \(7, 2\), got index 7 in shape \(1,\)": (
         lambda: fl.nn.Embedding(7, 2)(fl.input(np.array([7]))), IndexError),
-    r"embedding: index 9223372036854775808 is": (
+    r"embedding: .* index 9223372036854775808 in": (
         lambda: F.embedding(ONES, np.array([2**63], "u8")), IndexError),
-    r"categorical_cross_entropy: target 3 .* \(2, 3\), got targets of shape \(2,\)": (
+    r"categorical_cross_entropy: .* \(2, 3\), got target 3 in shape \(2,\)": (
         lambda: F.categorical_cross_entropy(ONES, np.array([0, 3])), ValueError),
     r"embedding: expected a weight \[rows, dim\], got \(3,\)": (
         lambda: F.embedding(FLAT, np.zeros(1, int)), ValueError),
@@ -326,11 +326,11 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
     r"hardtanh: lower \(1\) must be below upper": (lambda: F.hardtanh(ONES, 1, 0), ValueError),
     r"mean_absolute_error: prediction has shape \(2, 3\), target \(3,\)": (
         lambda: F.mean_absolute_error(ONES, FLAT), ValueError),
-    r"binary_cross_entropy: probabilities must be 0 to 1, got 2.0 .* pass sigmoid": (
+    r"binary_cross_entropy: probabilities .* 0 to 1 \(pass sigmoid.* got 2.0": (
         lambda: F.binary_cross_entropy(np.array([1.0, 2]), np.zeros(2)), ValueError),
-    r"binary_cross_entropy: probabilities must be 0 to 1, got nan .* diverge": (
+    r"binary_cross_entropy: probabilities .* diverged\), got nan": (
         lambda: F.binary_cross_entropy(np.array([0.5, np.nan]), np.zeros(2)), ValueError),
-    r"binary_cross_entropy: targets must be 0 to 1, got 7.0 in shape \(2,\)": (
+    r"binary_cross_entropy: targets of shape \(2,\) must be 0 to 1 .* got 7.0": (
         lambda: F.binary_cross_entropy(np.ones(2), np.array([1.0, 7])), ValueError),
     r"label_smoothing must be 0 to 1, got 2": (
         lambda: fl.nn.CategoricalCrossEntropy(label_smoothing=2), ValueError),

@@ -216,20 +216,20 @@ def test_what_is_checked_of_values_raises_from_a_replay(layers: tuple[Any, ...])
         return training(optimizer, loss_of), model, optimizer
 
     calls = [(x, np.arange(4) + 5 * (number % 7 == 6)) for number, x in enumerate(X[:20])]
-    compare(make, calls, raises="target 5 is no class", eager=3)
+    compare(make, calls, raises="got target 5 in", eager=3)
 
 
 DRAWN: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
-    "embedding": (F.embedding, r"IndexError\('embedding: index [567] is none of 0..2, axis 0 of"),
-    "gather": (lambda x, index: F.gather(x, index[:, None], 1), "IndexError.*gather: index [567]"),
+    "embedding": (F.embedding, r"IndexError\('embedding: .* 0..2 for axis 0 .* index [567] in"),
+    "gather": (lambda x, index: F.gather(x, index[:, None], 1), "gather: .* index [567]"),
     "labels": (
-        lambda x, index: F.categorical_cross_entropy(x[index * 0], index), "target [567] is no"
+        lambda x, index: F.categorical_cross_entropy(x[index * 0], index), "got target [567] in"
     ),
     "probabilities": (
         lambda x, index: F.binary_cross_entropy(
             F.dropout(x[:1], 0.5), fl.input(index[None] / 4)
         ),
-        "ValueError.*targets must be 0 to 1",
+        "ValueError.*targets .* 0 to 1",
     ),
 }  # fmt: skip
 

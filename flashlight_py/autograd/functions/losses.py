@@ -153,12 +153,15 @@ def categorical_cross_entropy(
     check_filled("categorical_cross_entropy", log_probabilities)
     classes, xp = logs.shape[-1], array_module(logs)
     shape, given = logs.shape, labels.shape
-    error = lambda wrong: ValueError(  # noqa: E731
-        f"categorical_cross_entropy: target {wrong} is no class of 0..{classes - 1} and not "
-        f"ignore_index ({ignore_index}), for log probabilities of shape {shape}, got targets of "
-        f"shape {given}"
+    require(
+        ((labels >= 0) & (labels < classes)) | (labels == ignore_index),
+        labels,
+        lambda target: ValueError(
+            f"categorical_cross_entropy: expected targets of 0..{classes - 1}, or ignore_index "
+            f"({ignore_index}), for log probabilities of shape {shape}, got target {target} in "
+            f"shape {given}"
+        ),
     )
-    require(((labels >= 0) & (labels < classes)) | (labels == ignore_index), labels, error)
     counted = labels != ignore_index
     picked = xp.where(counted, labels, 0)[..., None]
     losses = -xp.take_along_axis(logs, picked, axis=-1)[..., 0]
@@ -213,13 +216,10 @@ def binary_cross_entropy(probabilities: Input, target: Input, reduction: str = "
         return xp.where(above, log, -100), xp.where(below, log_of_rest, -100)
 
     def value(xp: Any, p: Array, t: Array) -> Any:
-        shape, hint = p.shape, "pass sigmoid(x), or x to binary_cross_entropy_with_logits"
-        error = lambda what, wrong: ValueError(  # noqa: E731
-            f"binary_cross_entropy: {what} must be 0 to 1, got {wrong} in shape {shape}; {hint}; "
-            "a model diverges if nan"
-        )
+        hint = "pass sigmoid(x), or x to binary_cross_entropy_with_logits; nan: the model diverged"
         for what, array in (("probabilities", p), ("targets", t)):
-            require((array >= 0) & (array <= 1), array, partial(error, what))
+            limits = f"binary_cross_entropy: {what} of shape {p.shape} must be 0 to 1 ({hint}), got"
+            require((array >= 0) & (array <= 1), array, partial(_value_error, limits))
         log, log_of_rest = logs(xp, p)
         return (t - 1) * log_of_rest - t * log
 
@@ -362,16 +362,19 @@ def _check_sequences(
         number = xp.full(batch, most) if given is None else integers(name, given, logs)
         if number.shape != (batch,):
             raise ValueError(f"{name}: expected {what} lengths ({batch},), got {number.shape}")
-        text = f"{name}: {what} lengths must be {least} to {most}, got"
-        error = lambda wrong, text=text: ValueError(f"{text} {wrong}")  # noqa: E731
-        require((number >= least) & (number <= most), number, error)
+        limits = f"{name}: {what} lengths must be {least} to {most}, got"
+        require((number >= least) & (number <= most), number, partial(_value_error, limits))
         found.append(number.astype("int64"))
     counted = xp.arange(labels.shape[1]) < found[1][:, None]
     right = ((labels >= 0) & (labels < classes) & (labels != blank)) | ~counted
-    text = f"{name}: targets must be of 0..{classes - 1} and not {blank}, the blank, for shape"
-    text = f"{text} {logs.shape}, in shape {labels.shape}, got"
-    require(right, labels, lambda wrong: ValueError(f"{text} {wrong}"))
+    limits = f"{name}: targets must be of 0..{classes - 1} and not {blank}, the blank, for shape"
+    limits = f"{limits} {logs.shape}, in shape {labels.shape}, got"
+    require(right, labels, partial(_value_error, limits))
     return xp.where(counted, labels, blank), found[0], found[1]
+
+
+def _value_error(limits: str, value: Any) -> ValueError:
+    return ValueError(f"{limits} {value}")
 
 
 def check_reduction(reduction: str) -> None:

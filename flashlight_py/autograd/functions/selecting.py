@@ -157,11 +157,14 @@ def integers(name: str, value: Input, array: Array) -> Array:
 def _in_range(name: str, index: Array, shape: tuple[int, ...], axis: int) -> Array:
     """Return a checked copy, int64 and contiguous, as users may overwrite ``index`` later."""
     copy, given = index.astype("int64", order="C"), index.shape
-    error = lambda wrong: IndexError(  # noqa: E731
-        f"{name}: index {wrong} is none of 0..{shape[axis] - 1}, axis {axis} of shape {shape}, got "
-        f"indices of shape {given}"
+    require(
+        copy.view("uint64") < shape[axis],  # negative integers become large
+        index,
+        lambda wrong: IndexError(
+            f"{name}: expected indices of 0..{shape[axis] - 1} for axis {axis} of shape {shape}, "
+            f"got index {wrong} in shape {given}"
+        ),
     )
-    require(copy.view("uint64") < shape[axis], index, error)  # negative integers become large
     return copy
 
 
