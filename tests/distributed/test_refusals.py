@@ -309,6 +309,8 @@ def test_cases_cover_every_public_collective_function() -> None:
 
 
 def refuse(rank: int, size: int) -> None:
+    journal = fl.distributed.start.world.current_world().group.journal
+    before = journal.count[0]
     for name, (wrong, right) in COLLECTIVES.items():
         began = time.monotonic()
         if rank == ODD:
@@ -321,6 +323,8 @@ def refuse(rank: int, size: int) -> None:
         assert fl.all_reduce(np.ones(3))[0] == size, name  # in step
         assert time.monotonic() - began < AT_ONCE, name
     fl.sync_distributed()  # nothing is left to be raised
+    # The calls of a flight record have the same numbers on every rank.
+    assert len(set(fl.all_gather_object(journal.count[0] - before))) == 1
 
 
 def check(

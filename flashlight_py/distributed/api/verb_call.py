@@ -38,7 +38,7 @@ from flashlight_py.distributed.constants import Op, ReduceOp
 from flashlight_py.distributed.groups.membership import Membership, of
 from flashlight_py.distributed.verbs import ALL_REDUCE, BARRIER, RECV, SEND, Verb
 from flashlight_py.distributed.work import AllOf, Done, Then, Work
-from flashlight_py.errors import DistributedError
+from flashlight_py.errors import DistributedError, MismatchError
 
 if TYPE_CHECKING:
     from flashlight_py.distributed.api.group import ProcessGroup
@@ -331,6 +331,8 @@ class refusing:
         group = self._group
         if error is not None and not isinstance(error, Exception):
             group.end(error)
+        if isinstance(error, MismatchError) and self._calls == group.journal.count[0]:
+            group.journal.refused(str(self._verb), error)  # the rank that refused counts it, too
         if not isinstance(error, Exception) or isinstance(error, DistributedError):
             return  # the other ranks know of it
         if group.rank < 0 or group.size == 1 or not self._begun:

@@ -227,7 +227,7 @@ class Journal(Ring):
         return self._begin((self.name, self._count(), verb, array.dtype, array.shape, op), 4)
 
     def refused(self, verb: str, error: Exception, peer: int | None = None) -> None:
-        """Count and record a call that this rank refused to make, because of ``error``."""
+        """Count and record a call that ``error`` ended before it began, on this rank or another."""
         number = self._count() if peer is None else 0
         what = (self.name, number, verb, None, None, None, None, peer)
         _fail(self._begin(what, 4), error)
