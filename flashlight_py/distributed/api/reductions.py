@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
@@ -341,10 +342,9 @@ def all_reduce_multiple(
         scale: real number that the results are multiplied by.
         op: as for :func:`all_reduce`.
         async_op: return a ``Work`` at once; its ``wait()`` returns the list.
-        contiguous: copy small arrays of one dtype into a buffer and reduce them by one call, which
-            is the fastest way for many of them. NumPy arrays above 8 KiB in shared memory, above
-            32 KiB over a network, or in shared memory with ``async_op``, are not copied; CuPy
-            arrays of any size are.
+        contiguous: copy arrays of one dtype into a buffer and reduce them by one call, which is
+            fastest for many small arrays. NumPy arrays are copied up to 8 KiB in shared memory (if
+            the call blocks) and up to 32 KiB over a network, CuPy arrays of any size.
         group: the process group, default the world.
 
     Returns:
@@ -362,7 +362,7 @@ def all_reduce_multiple(
     if type(y) is list:
         return y
     if y is NotImplemented:
-        return _in_python(xs, scale, op, async_op, limit, of(group))
+        return _in_python(xs, scale, op, async_op, limit, group)
     results = list(xs)
     if not async_op:  # y: the arrays that native code has not reduced
         all_reduce_multiple(y, scale, op, False, contiguous, group)
@@ -380,20 +380,27 @@ def _unpack(packs: Sequence[Sequence[Array]], results: list[X], _: Any) -> list[
     return results
 
 
-def _in_python(
-    xs: Sequence[X], scale: float, op: Op, async_op: bool, limit: int, members: Membership
-) -> Any:
+def _in_python(xs: Any, scale: float, op: Op, async_op: bool, limit: int, group: Group) -> Any:
     """Do what :func:`all_reduce_multiple` does, also with arrays that are not plain."""
+    members = of(group)
     with refusing(members, "all_reduce_multiple", _begun(xs, limit, async_op)):
-        xs = list(xs)
-        checked = [as_array("all_reduce_multiple", x, of_any_dtype=True, anew=True) for x in xs]
+        checked_array = partial(as_array, "all_reduce_multiple", of_any_dtype=True, anew=True)
+        pairs = [(x, checked_array(x)) for x in xs]
+        checked = [array for _, array in pairs]
+        for array in {array.dtype: array for array in checked}.values():
+            reduction(members, "all_reduce_multiple", array, op, scale)
         apart = Apart("all_reduce_multiple")
         for array in checked:
-            reduction(members, "all_reduce_multiple", array, op, scale)
             apart.add(array)
+        packs = not (async_op or any(map(is_cupy, checked)) or sum(x.nbytes for x in checked) >> 20)
+        packed = list(map(pack, checked)) if packs else checked
+        if any(map(operator.is_not, packed, checked)):  # native code takes the copies
+            all_reduce_multiple(packed, scale, op, False, limit >= 0, group)
+            for array, copy in zip(checked, packed, strict=True):
+                array[...] = copy
+            return [returned(*pair, True) for pair in pairs]
         plan = plan_messages(sorted(checked, key=is_cupy), limit)
         works = [_together(members, same, limit, op, scale, async_op) for same in plan]
-        pairs = [*zip(xs, checked, strict=True)]
         together = Then(AllOf(works), lambda _: [returned(*pair, True) for pair in pairs])
         return together if async_op else together.wait()
 
