@@ -29,9 +29,10 @@ from contextlib import suppress
 from multiprocessing import spawn
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
+_leaving = False  # whether this process is on its way out
 
 
 def main() -> None:
@@ -78,9 +79,15 @@ def die_with_parent(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _leave_in_order(number: int, _: object) -> NoReturn:
-    """Answer SIGTERM by an exception: half-done work, such as memory with a name, is undone."""
-    sys.exit(128 + number)
+def _leave_in_order(number: int, _: object) -> None:
+    """Answer the first SIGTERM by an exception: half-done work, such as named memory, is undone.
+
+    Later ones are ignored: an exception would end, and print, what runs at the exit.
+    """
+    global _leaving  # noqa: PLW0603 - a process leaves once
+    if not _leaving:
+        _leaving = True
+        sys.exit(128 + number)
 
 
 def _be_no_rank(link: Connection) -> None:
@@ -130,5 +137,5 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         sys.exit(130)  # the parent reports it
     finally:
-        # It leaves in order by now. An exception would end, and print, what runs at its exit.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        # Not signal(): if a SIGTERM is pending, it calls the old handler and sets no new one.
+        _leaving = True

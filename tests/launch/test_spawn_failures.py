@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -283,9 +284,20 @@ def leave_late(rank: int) -> None:
     raise ValueError("bad")
 
 
+def leave_twice_late(rank: int) -> None:
+    """Be told to end also at the last line of the rank's program."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+    frame.f_trace = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+    sys.settrace(lambda *_: None)
+    leave_late(rank)
+
+
+@pytest.mark.parametrize("leave", [leave_late, leave_twice_late])
 def test_sigterm_at_the_exit_of_a_failed_rank_prints_nothing(
-    capfd: pytest.CaptureFixture[str],
+    leave: Callable[[int], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(fl.errors.RankFailedError, match="bad"):
-        fl.spawn(leave_late, nprocs=1)
+        fl.spawn(leave, nprocs=1)
     assert capfd.readouterr().err == ""
