@@ -106,19 +106,28 @@ static PyObject *clocks(PyObject *module, PyObject *args) {
   return Py_BuildValue("LL", ticks, nanoseconds);
 }
 
-/* address(array): that of its elements. */
-static PyObject *address(PyObject *module, PyObject *array) {
+/* bounds(array): (start, end), the addresses between which its elements lie. */
+static PyObject *bounds(PyObject *module, PyObject *given) {
   (void)module;
-  if (PyArray_Check(array)) return PyLong_FromVoidPtr(PyArray_DATA((PyArrayObject *)array));
-  PyErr_SetString(PyExc_TypeError, "expected an array");
-  return NULL;
+  if (!PyArray_Check(given)) {
+    PyErr_SetString(PyExc_TypeError, "expected an array");
+    return NULL;
+  }
+  PyArrayObject *array = (PyArrayObject *)given;
+  char *start = PyArray_BYTES(array), *end = start + PyArray_ITEMSIZE(array);
+  if (PyArray_SIZE(array) == 0) end = start;
+  for (int d = 0; start != end && d < PyArray_NDIM(array); ++d) {
+    const npy_intp reach = (PyArray_DIM(array, d) - 1) * PyArray_STRIDE(array, d);
+    *(reach < 0 ? &start : &end) += reach;
+  }
+  return Py_BuildValue("NN", PyLong_FromVoidPtr(start), PyLong_FromVoidPtr(end));
 }
 
 static PyMethodDef methods[] = {
     {"bind", bind, METH_VARARGS, NULL},
     {"clocks", clocks, METH_NOARGS, NULL},
     {"verbs", plain_verbs, METH_O, NULL},
-    {"address", address, METH_O, NULL},
+    {"bounds", bounds, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -62,10 +62,22 @@ int plain_names(void) {
   return 1;
 }
 
+/* Whether `descr`, of a user's dtype, is ml_dtypes' bfloat16. NumPy numbers such dtypes as they are registered. */
+static int is_bfloat16(const PyArray_Descr *descr) {
+  static int number = NPY_NOTYPE;
+  if (number == NPY_NOTYPE) {
+    PyObject *name = PyObject_GetAttrString((PyObject *)descr->typeobj, "__name__");
+    if (name != NULL && PyUnicode_CompareWithASCIIString(name, "bfloat16") == 0) number = descr->type_num;
+    if (name == NULL) PyErr_Clear();
+    Py_XDECREF(name);
+  }
+  return number == descr->type_num;
+}
+
 /* The codes of csrc/reduce/reduce.h, or -1 for what is left to Python. */
-static int dtype_code(int type) {
+static int dtype_code(const PyArray_Descr *descr) {
   enum { LONG = sizeof(long) == 8 ? 4 : 3 };
-  switch (type) {
+  switch (descr->type_num) {
     case NPY_BOOL: return CODE_BOOL;
     case NPY_BYTE: return 1;
     case NPY_SHORT: return 2;
@@ -84,7 +96,7 @@ static int dtype_code(int type) {
     case NPY_CFLOAT: return CODE_COMPLEX;
     case NPY_CDOUBLE: return 15;
     case NPY_CLONGDOUBLE: return 16;
-    default: return -1;
+    default: return PyTypeNum_ISUSERDEF(descr->type_num) && is_bfloat16(descr) ? CODE_BFLOAT16 : -1;
   }
 }
 
@@ -128,7 +140,7 @@ static void *read_address(PyObject *given, fl_signature *out) {
 }
 
 static void *describe(PyArrayObject *array, fl_signature *out) {
-  out->dtype = dtype_code(PyArray_TYPE(array));
+  out->dtype = dtype_code(PyArray_DESCR(array));
   out->ndim = PyArray_NDIM(array);
   if (out->dtype < 0 || out->ndim > SHAPE) return NULL;
   out->itemsize = (int32_t)PyArray_ITEMSIZE(array);

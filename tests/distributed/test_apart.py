@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.lib.array_utils import byte_bounds
 
 import flashlight_py as fl
 from flashlight_py.distributed.calls import checks
@@ -38,9 +39,9 @@ APART: list[tuple[Any, Any]] = [
 
 
 @pytest.fixture(params=[False, True], ids=["natively", "by NumPy"], autouse=True)
-def address(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def bounds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param:
-        monkeypatch.setattr(checks, "_numpy_address", lambda: lambda array: array.ctypes.data)
+        monkeypatch.setattr(checks, "_numpy_bounds", lambda: byte_bounds)
 
 
 def add_all(arrays: Any) -> None:

@@ -71,8 +71,7 @@ def same_as_arrays(rank: int, size: int, async_op: bool, count: int) -> None:
             wanted = getattr(fl, verb)(x.copy(), **how)
             in_place = verb_named(verb).in_place
             out = None if in_place or wanted is None else np.zeros_like(wanted)
-            # An array of bfloat16 is left to Python.
-            for one, other in MIXED[: 1 if in_place or code == BFLOAT16 else 3]:
+            for one, other in MIXED[: 1 if in_place else 3]:
                 first = by_address(mine) if one else mine
                 second = None if out is None else by_address(out) if other else out
                 got = native(group, verb, first, out=second, async_op=async_op, **given)

@@ -93,6 +93,18 @@ COLLECTIVES: dict[str, Calls] = {
         )
         for c in (False, True)
     },
+    "all_reduce_multiple: strided arrays": (
+        lambda: fl.all_reduce_multiple([ones()[::2], ones()[::3]], op="no"),
+        lambda: fl.all_reduce_multiple([ones()[::2], ones()[::3]]),
+    ),
+    "all_reduce_multiple: strided arrays that were started": (
+        lambda: fl.all_reduce_multiple([ones()[::2], ones()[::3]], op="no", async_op=True),
+        lambda: fl.all_reduce_multiple([ones()[::2], ones()[::3]], async_op=True).wait(),
+    ),
+    "all_reduce: a strided array that was started": (
+        lambda: fl.all_reduce(ones()[::2], op="no", async_op=True),
+        lambda: fl.all_reduce(ones()[::2], async_op=True).wait(),
+    ),
     "all_reduce: beside another verb": (lambda: fl.all_reduce(None), lambda: fl.broadcast(ones())),
     "all_gather: one of several that were started": (
         lambda: fl.all_gather([ones(), None], async_op=True),

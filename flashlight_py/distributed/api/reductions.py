@@ -382,27 +382,31 @@ def _unpack(packs: Sequence[Sequence[Array]], results: list[X], _: Any) -> list[
 
 def _in_python(xs: Any, scale: float, op: Op, async_op: bool, limit: int, group: Group) -> Any:
     """Do what :func:`all_reduce_multiple` does, also with arrays that are not plain."""
-    members = of(group)
-    with refusing(members, "all_reduce_multiple", _begun(xs, limit, async_op)):
-        checked_array = partial(as_array, "all_reduce_multiple", of_any_dtype=True, anew=True)
-        pairs = [(x, checked_array(x)) for x in xs]
-        checked = [array for _, array in pairs]
-        for array in {array.dtype: array for array in checked}.values():
-            reduction(members, "all_reduce_multiple", array, op, scale)
-        apart = Apart("all_reduce_multiple")
+    members, verb = of(group), "all_reduce_multiple"
+    with refusing(members, verb, _begun(xs, limit, async_op)):
+        given = list(xs)
+        checked = [as_array(verb, x, of_any_dtype=True, anew=True) for x in given]
+        apart = Apart(verb)
         for array in checked:
             apart.add(array)
-        packs = not (async_op or any(map(is_cupy, checked)) or sum(x.nbytes for x in checked) >> 20)
+        packs = not (any(map(is_cupy, checked)) or sum(x.nbytes for x in checked) >> 20)
         packed = list(map(pack, checked)) if packs else checked
         if any(map(operator.is_not, packed, checked)):  # native code takes the copies
-            all_reduce_multiple(packed, scale, op, False, limit >= 0, group)
+            y: Any = all_reduce_multiple(packed, scale, op, async_op, limit >= 0, group)
+            works: list[Work[Any]] = [y] if async_op else []
+        else:
+            for array in {array.dtype: array for array in checked}.values():
+                reduction(members, verb, array, op, scale)
+            plan = plan_messages(sorted(checked, key=is_cupy), limit)
+            works = [_together(members, same, limit, op, scale, async_op) for same in plan]
+
+        def results(_: Any) -> list[Any]:
             for array, copy in zip(checked, packed, strict=True):
-                array[...] = copy
-            return [returned(*pair, True) for pair in pairs]
-        plan = plan_messages(sorted(checked, key=is_cupy), limit)
-        works = [_together(members, same, limit, op, scale, async_op) for same in plan]
-        together = Then(AllOf(works), lambda _: [returned(*pair, True) for pair in pairs])
-        return together if async_op else together.wait()
+                if array is not copy:
+                    array[...] = copy
+            return [returned(x, array, True) for x, array in zip(given, checked, strict=True)]
+
+        return members.keep(Then(AllOf(works), results)) if async_op else results(None)
 
 
 def _begun(xs: Any, limit: int, async_op: bool) -> Iterator[None]:

@@ -80,8 +80,8 @@ def collective(
         known = parse_op(verb.name, op) if verb.reduces else ReduceOp.SUM
         how = {"op": known, "scale": scale, "root": root, "rows": rows, "out": out}
         how["async_op"] = async_op
-        if not (several or async_op) and rows is None and received is None:
-            y = packed_natively(members, verb, x, out, known, scale, root)
+        if not several and rows is None and received is None:
+            y = packed_natively(members, verb, x, out, known, scale, root, 0, async_op)
             if y is not NotImplemented:
                 return y
         if verb.numbers and isinstance(x, NUMBERS):
@@ -116,11 +116,19 @@ def checked(
 
 
 def packed_natively(
-    group: Membership, verb: Verb, x: Any, out: Any, op: Any, scale: Any, root: Any, tag: Any = 0
+    group: Membership,
+    verb: Verb,
+    x: Any,
+    out: Any,
+    op: Any,
+    scale: Any,
+    root: Any,
+    tag: Any = 0,
+    async_op: bool = False,
 ) -> Any:
-    """Let native code do what is plain once it is packed; NotImplemented where it is not.
+    """Let native code do what is plain if it is packed; otherwise return NotImplemented.
 
-    The arguments are those of ``native`` of ``Backend.bind``, for a call that blocks.
+    The arguments are those of ``native`` of ``Backend.bind``.
     """
     array, room = as_numpy(x), None if out is None else as_numpy(out)
     filled = array if verb.in_place else room
@@ -129,13 +137,20 @@ def packed_natively(
     if filled is not None and not filled.flags.writeable:
         return NotImplemented
     packed, space = pack(array), None if room is None else pack(room)
-    y = group.native(verb.code, packed, space, op, scale, root, tag, False)
+    y = group.native(verb.code, packed, space, op, scale, root, tag, async_op)
     if y is NotImplemented:
         return y
-    for used, own in ((packed, array), (space, room)):
-        if y is used and own is not None and used is not own:
-            own[...] = used
-    return returned(out if y is space else x, y, y is packed or y is space)
+
+    def unpacked(y: Any) -> Any:
+        for used, own in ((packed, array), (space, room)):
+            if y is used and own is not None and used is not own:
+                own[...] = used
+        return returned(out if y is space else x, y, y is packed or y is space)
+
+    if not async_op:
+        return unpacked(y)
+    is_copied = packed is not array or space is not room
+    return group.keep(Then(y, unpacked)) if is_copied else Then(y, unpacked)
 
 
 def _each(group: Membership, verb: Verb, xs: Sequence[Any], how: dict[str, Any]) -> Any:

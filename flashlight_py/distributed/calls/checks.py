@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from numpy.exceptions import TooHardError
+from numpy.lib.array_utils import byte_bounds
 
 from flashlight_py import _native
 from flashlight_py.device import Array, array_module, is_cupy
@@ -172,10 +173,9 @@ class Apart:
 
 def _bounds(array: Array) -> tuple[int, int]:
     """Return the addresses between which all elements lie, the second one beyond."""
-    if type(array) is np.ndarray:
-        start = int(_numpy_address()(array))
-    else:
-        start = int(array.data.ptr if is_cupy(array) else array.ctypes.data)  # type: ignore[attr-defined]
+    if not is_cupy(array):
+        return _numpy_bounds()(array)
+    start = int(array.data.ptr)  # type: ignore[attr-defined]
     if array.flags.c_contiguous or not array.size:
         return start, start + array.nbytes
     end = start + array.itemsize
@@ -201,10 +201,10 @@ def _overlap(one: Array, other: Array) -> bool:
 
 
 @functools.cache
-def _numpy_address() -> Callable[[Any], int]:
-    """Return what finds where a NumPy array lies: 0.1 us natively, 1 us by NumPy."""
+def _numpy_bounds() -> Callable[[Any], tuple[int, int]]:
+    """Return what finds where a NumPy array lies: 0.1 us natively, 2 us by NumPy."""
     try:
-        native: Callable[[Any], int] = _native.load("fast").address
+        native: Callable[[Any], tuple[int, int]] = _native.load("fast").bounds
     except BackendUnavailableError:
-        return lambda array: int(array.ctypes.data)
+        return byte_bounds
     return native
