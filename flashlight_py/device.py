@@ -60,19 +60,7 @@ def to_device(array: Array, device: str) -> Array:
     kind, _, index = device.partition(":")
     if kind != "cuda" or not (index.isdigit() or index == ""):
         raise ValueError(f"device must be 'cpu', 'cuda' or 'cuda:<index>', got {device!r}")
-    try:
-        import cupy
-    except ImportError as error:
-        raise BackendUnavailableError(
-            f"device {device!r} needs CuPy, which is not installed ({error}); "
-            "install it with: pip install 'flashlight-py[cuda12]' (or [cuda13])"
-        ) from error
-    try:
-        count = int(cupy.cuda.runtime.getDeviceCount())
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        raise BackendUnavailableError(
-            f"device {device!r} was asked for and CUDA finds none here: {error}"
-        ) from error
+    cupy, count = cuda()
     number = int(index or 0)
     if number >= count:
         raise BackendUnavailableError(
@@ -81,6 +69,29 @@ def to_device(array: Array, device: str) -> Array:
     with cupy.cuda.Device(number):
         moved: Array = cupy.asarray(array)
     return moved
+
+
+def cuda() -> tuple[Any, int]:
+    """Return CuPy, and how many CUDA devices it sees: at least one.
+
+    Raises:
+        BackendUnavailableError: CuPy is missing, or finds no device.
+    """
+    try:
+        import cupy
+    except ImportError as error:
+        raise BackendUnavailableError(
+            f"CuPy, which holds arrays on a GPU, cannot be imported ({error}). Install it: "
+            "pip install 'flashlight-py[cuda12]' (or [cuda13])"
+        ) from error
+    try:
+        count = int(cupy.cuda.runtime.getDeviceCount())
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise BackendUnavailableError(
+            f"CUDA finds no GPU here ({error}). Use NumPy arrays, or run where nvidia-smi lists a "
+            "device"
+        ) from error
+    return cupy, count
 
 
 def constant(value: float, like: Array) -> Any:

@@ -120,8 +120,8 @@ class Then(Work):
         end = time.monotonic() + limit
         try:
             value = self._work.wait(timeout)
-        except DistributedError as failure:
-            self._failure_reported = not failure.goes_on  # such a one is not final
+        except (DistributedError, ValueError) as failure:  # ValueError: other rows than out has
+            self._failure_reported = not getattr(failure, "goes_on", False)  # which is not final
             raise
         left = max(0, end - time.monotonic())
         if not self._making.acquire(timeout=min(left, threading.TIMEOUT_MAX)):

@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from flashlight_py import _native
+from flashlight_py.device import cuda
 from flashlight_py.distributed.backends.nccl.library import load, version_text
 from flashlight_py.distributed.memory.memory_file import DIRECTORY
-from flashlight_py.distributed.memory.topology import cuda
 from flashlight_py.distributed.rendezvous.secret import REMEDY, Secret
 from flashlight_py.doctor import Finding, Health
 from flashlight_py.errors import BackendUnavailableError, RendezvousError

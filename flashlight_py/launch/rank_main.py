@@ -80,12 +80,9 @@ def die_with_parent(parent: int) -> None:
 
 
 def _leave_in_order(number: int, _: object) -> None:
-    """Answer the first SIGTERM by an exception: half-done work, such as named memory, is undone.
-
-    Later ones are ignored: an exception would end, and print, what runs at the exit.
-    """
+    """Answer the first SIGTERM by an exception: half-done work, such as named memory, is undone."""
     global _leaving  # noqa: PLW0603 - a process leaves once
-    if not _leaving:
+    if not _leaving:  # else the exception would end, and print, what runs at the exit
         _leaving = True
         sys.exit(128 + number)
 

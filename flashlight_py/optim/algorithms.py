@@ -9,7 +9,7 @@ import numpy as np
 
 from flashlight_py.autograd import Variable
 from flashlight_py.optim.cpu import INVERSE, LR, RATE, ROOT, SHRINK, Rule
-from flashlight_py.optim.optimizer import RuleOptimizer, check_at_least_zero, check_below_one
+from flashlight_py.optim.optimizer import RuleOptimizer, check_at_least_zero
 
 
 class SGDOptimizer(RuleOptimizer):
@@ -39,11 +39,10 @@ class SGDOptimizer(RuleOptimizer):
         nesterov: bool = False,
     ) -> None:
         self.momentum = check_at_least_zero("momentum", momentum)
-        self.weight_decay = check_at_least_zero("weight_decay", weight_decay)
         self.nesterov = bool(nesterov)
         if nesterov and not momentum:
             raise ValueError("nesterov=True needs a momentum above 0")
-        super().__init__(params, lr, ["velocity"] if momentum else [])
+        super().__init__(params, lr, ["velocity"] if momentum else [], weight_decay=weight_decay)
 
     def _rule(self) -> Rule:
         if not self._states:
@@ -81,12 +80,9 @@ class AdamOptimizer(RuleOptimizer):
         *,
         decoupled: bool = True,
     ) -> None:
-        self.beta1 = check_below_one("beta1", beta1)
-        self.beta2 = check_below_one("beta2", beta2)
-        self.eps = check_at_least_zero("eps", eps)
-        self.weight_decay = check_at_least_zero("weight_decay", weight_decay)
         self.decoupled = decoupled
-        super().__init__(params, lr, ["mean", "square"])
+        numbers = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, lr, ["mean", "square"], **numbers)
 
     def _rule(self) -> Rule:
         beta1, beta2, decay = self.beta1, self.beta2, self.weight_decay
@@ -114,9 +110,7 @@ class AdagradOptimizer(RuleOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0,
     ) -> None:
-        self.eps = check_at_least_zero("eps", eps)
-        self.weight_decay = check_at_least_zero("weight_decay", weight_decay)
-        super().__init__(params, lr, ["square"])
+        super().__init__(params, lr, ["square"], eps=eps, weight_decay=weight_decay)
 
     def _rule(self) -> Rule:
         return "adagrad", (self.eps, (LR,), 1 - self.weight_decay)
@@ -145,10 +139,8 @@ class RMSPropOptimizer(RuleOptimizer):
         weight_decay: float = 0,
         use_first: bool = False,
     ) -> None:
-        self.rho = check_below_one("rho", rho)
-        self.eps = check_at_least_zero("eps", eps)
-        self.weight_decay = check_at_least_zero("weight_decay", weight_decay)
-        super().__init__(params, lr, ["square", "mean"] if use_first else ["square"])
+        states = ["square", "mean"] if use_first else ["square"]
+        super().__init__(params, lr, states, rho=rho, eps=eps, weight_decay=weight_decay)
 
     def _rule(self) -> Rule:
         name = "rmsprop_centered" if "mean" in self._names else "rmsprop"
@@ -180,12 +172,10 @@ class AdadeltaOptimizer(RuleOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0,
     ) -> None:
-        self.rho = check_below_one("rho", rho)
-        self.eps = check_at_least_zero("eps", eps)
-        if not self.eps:
+        if eps == 0:
             raise ValueError("eps must be above 0, got 0: no parameter would ever change")
-        self.weight_decay = check_at_least_zero("weight_decay", weight_decay)
-        super().__init__(params, lr, ["square", "change"])
+        numbers = {"rho": rho, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, lr, ["square", "change"], **numbers)
 
     def _rule(self) -> Rule:
         return "adadelta", (self.rho, 1 - self.rho, self.eps, (LR,), 1 - self.weight_decay)
@@ -210,11 +200,8 @@ class AMSgradOptimizer(RuleOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0,
     ) -> None:
-        self.beta1 = check_below_one("beta1", beta1)
-        self.beta2 = check_below_one("beta2", beta2)
-        self.eps = check_at_least_zero("eps", eps)
-        self.weight_decay = check_at_least_zero("weight_decay", weight_decay)
-        super().__init__(params, lr, ["mean", "square", "largest"])
+        numbers = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, lr, ["mean", "square", "largest"], **numbers)
 
     def _rule(self) -> Rule:
         keep = (self.beta1, 1 - self.beta1, self.beta2, 1 - self.beta2)
@@ -247,11 +234,8 @@ class NovogradOptimizer(RuleOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0,
     ) -> None:
-        self.beta1 = check_below_one("beta1", beta1)
-        self.beta2 = check_below_one("beta2", beta2)
-        self.eps = check_at_least_zero("eps", eps)
-        self.weight_decay = check_at_least_zero("weight_decay", weight_decay)
-        super().__init__(params, lr, ["mean"])
+        numbers = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, lr, ["mean"], **numbers)
         self._square_norms = np.zeros(len(self.params))
 
     def _rule(self) -> Rule:

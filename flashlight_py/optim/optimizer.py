@@ -320,14 +320,6 @@ def check_at_least_zero(name: str, value: float) -> float:
     return number
 
 
-def check_below_one(name: str, value: float) -> float:
-    """Return ``value`` as a float; as ``check_at_least_zero``, and a ``ValueError`` from 1 on."""
-    number = check_at_least_zero(name, value)
-    if not number < 1:
-        raise ValueError(f"{name} must be below 1, got {value}")
-    return number
-
-
 def as_param_list(params: Iterable[Variable], may_be_empty: bool = False) -> list[Variable]:
     """Return ``params`` as a list, or raise the errors of those who take parameters."""
     if isinstance(params, Variable) or not isinstance(params, Iterable):
@@ -347,6 +339,9 @@ def as_param_list(params: Iterable[Variable], may_be_empty: bool = False) -> lis
 
 # A step is one native call for all parameters: a small model's takes some microseconds, and
 # Python needs one to look at an array.
+_BELOW_ONE = ("beta1", "beta2", "rho")
+
+
 class RuleOptimizer(FirstOrderOptimizer):
     """The base of this package's optimizers; each adds its rule and its state's names.
 
@@ -361,8 +356,20 @@ class RuleOptimizer(FirstOrderOptimizer):
         "_lr": np.float64, "_steps": np.int64, "_square_norms": np.float64,
     }  # fmt: skip
 
-    def __init__(self, params: Iterable[Variable], lr: float, states: Sequence[str]) -> None:
+    beta1: float
+    beta2: float
+    rho: float
+    eps: float
+    weight_decay: float
+
+    def __init__(
+        self, params: Iterable[Variable], lr: float, states: Sequence[str], **numbers: float
+    ) -> None:
         super().__init__(params, lr)
+        for name, value in numbers.items():
+            setattr(self, name, check_at_least_zero(name, value))
+            if name in _BELOW_ONE and not value < 1:
+                raise ValueError(f"{name} must be below 1, got {value}")
         self._steps = np.zeros(len(self.params), np.int64)
         self._names = tuple(states)
         self._made_for = [getattr(each.placement, "shards", None) for each in self.params]

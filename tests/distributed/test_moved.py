@@ -89,6 +89,18 @@ def test_an_out_without_rows_is_too_short(ranks: Any) -> None:
     ranks.run(out_without_rows)
 
 
+def raised_by_wait_alone(rank: int, size: int) -> None:
+    for out in (np.zeros((size + 1, 4))[:, ::2], np.zeros((size + 1, 2))):
+        for x in (np.zeros((1, 4))[:, ::2], np.zeros((1, 2))):
+            with pytest.raises(ValueError, match=f"and {size} arrived from all ranks"):
+                fl.all_gather(x, out=out, async_op=True).wait()
+    fl.sync_distributed()
+
+
+def test_what_wait_has_raised_is_not_raised_again(ranks: Any) -> None:
+    ranks.run(raised_by_wait_alone)
+
+
 RECORD = np.dtype([("x", "f4"), ("y", "i8", (2,)), ("when", "M8[ms]"), ("name", "U3")])
 HOLES = np.dtype({"names": ["b", "a"], "formats": ["f8", "u1"], "offsets": [8, 1], "itemsize": 24})
 MOVED = [

@@ -254,7 +254,7 @@ def _message(
     op = P2POp("recv" if verb.endswith("recv") else "send", x, peer, tag, partial)
     if verb == op.kind and not partial:
         row = SEND if op.sends else RECV
-        y = packed_natively(members, row, x, None, None, None, op.peer, op.tag)
+        y = packed_natively(members, row, x, None, None, None, op.peer, op.tag, False)
         if y is not NotImplemented:
             return y
     with refusing(members, verb, [op], [x]):

@@ -391,7 +391,8 @@ def _in_python(xs: Any, scale: float, op: Op, async_op: bool, limit: int, group:
             apart.add(array)
         packs = not (any(map(is_cupy, checked)) or sum(x.nbytes for x in checked) >> 20)
         packed = list(map(pack, checked)) if packs else checked
-        if any(map(operator.is_not, packed, checked)):  # native code takes the copies
+        is_copied = any(map(operator.is_not, packed, checked))
+        if is_copied:  # native code takes the copies
             y: Any = all_reduce_multiple(packed, scale, op, async_op, limit >= 0, group)
             works: list[Work[Any]] = [y] if async_op else []
         else:
@@ -406,7 +407,10 @@ def _in_python(xs: Any, scale: float, op: Op, async_op: bool, limit: int, group:
                     array[...] = copy
             return [returned(x, array, True) for x, array in zip(given, checked, strict=True)]
 
-        return members.keep(Then(AllOf(works), results)) if async_op else results(None)
+        if not async_op:
+            return results(None)
+        together = Then(AllOf(works), results)
+        return members.keep(together) if is_copied else together
 
 
 def _begun(xs: Any, limit: int, async_op: bool) -> Iterator[None]:

@@ -115,20 +115,10 @@ def checked(
     return reduce_op, factor
 
 
-def packed_natively(
-    group: Membership,
-    verb: Verb,
-    x: Any,
-    out: Any,
-    op: Any,
-    scale: Any,
-    root: Any,
-    tag: Any = 0,
-    async_op: bool = False,
-) -> Any:
+def packed_natively(group: Membership, verb: Verb, x: Any, out: Any, *how: Any) -> Any:
     """Let native code do what is plain if it is packed; otherwise return NotImplemented.
 
-    The arguments are those of ``native`` of ``Backend.bind``.
+    ``how`` are the further arguments of ``native`` of ``Backend.bind``, the last one ``async_op``.
     """
     array, room = as_numpy(x), None if out is None else as_numpy(out)
     filled = array if verb.in_place else room
@@ -137,7 +127,7 @@ def packed_natively(
     if filled is not None and not filled.flags.writeable:
         return NotImplemented
     packed, space = pack(array), None if room is None else pack(room)
-    y = group.native(verb.code, packed, space, op, scale, root, tag, async_op)
+    y = group.native(verb.code, packed, space, *how)
     if y is NotImplemented:
         return y
 
@@ -147,10 +137,10 @@ def packed_natively(
                 own[...] = used
         return returned(out if y is space else x, y, y is packed or y is space)
 
-    if not async_op:
+    if not how[-1]:
         return unpacked(y)
-    is_copied = packed is not array or space is not room
-    return group.keep(Then(y, unpacked)) if is_copied else Then(y, unpacked)
+    is_copied_back = space is not room or (verb.in_place and packed is not array)
+    return group.keep(Then(y, unpacked)) if is_copied_back else Then(y, unpacked)
 
 
 def _each(group: Membership, verb: Verb, xs: Sequence[Any], how: dict[str, Any]) -> Any:

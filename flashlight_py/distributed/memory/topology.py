@@ -75,29 +75,6 @@ class DeviceRule:
         return index
 
 
-def cuda() -> tuple[Any, int]:
-    """Return CuPy, and how many CUDA devices it sees: at least one.
-
-    Raises:
-        BackendUnavailableError: CuPy is missing, or finds no device.
-    """
-    try:
-        import cupy
-    except ImportError as error:
-        raise BackendUnavailableError(
-            f"CuPy, which holds arrays on a GPU, cannot be imported ({error}). Install it: "
-            "pip install 'flashlight-py[cuda12]' (or [cuda13])"
-        ) from error
-    try:
-        count = int(cupy.cuda.runtime.getDeviceCount())
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        raise BackendUnavailableError(
-            f"CUDA finds no GPU here ({error}). NCCL joins GPUs only: use NumPy arrays, or run "
-            "where nvidia-smi lists a device"
-        ) from error
-    return cupy, count
-
-
 def gpu_identity(cupy: Any, index: int) -> str:
     """Return a text that two ranks share exactly if NCCL takes their GPUs for one and the same.
 

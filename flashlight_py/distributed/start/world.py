@@ -7,13 +7,13 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from flashlight_py.device import cuda
 from flashlight_py.distributed.api.group import ProcessGroup
 from flashlight_py.distributed.backends.single import SingleBackend
 from flashlight_py.distributed.calls.call_site import caller
 from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.failures.flight_record import new_job
 from flashlight_py.distributed.groups import membership
-from flashlight_py.distributed.memory import topology
 from flashlight_py.distributed.memory.topology import DeviceRule
 from flashlight_py.distributed.rendezvous.environment import ALONE, started_as
 from flashlight_py.distributed.start import blas
@@ -145,7 +145,7 @@ def use_local_device() -> str:
     Raises:
         BackendUnavailableError: CuPy is missing, or there is no such GPU.
     """
-    cupy, count = topology.cuda()
+    cupy, count = cuda()
     index = current_world().device_rule.index(count)
     cupy.cuda.Device(index).use()
     return f"cuda:{index}"

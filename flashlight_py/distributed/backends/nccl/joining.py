@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from flashlight_py.device import cuda
 from flashlight_py.distributed.backend import Backend
 from flashlight_py.distributed.backends.exchange import Steps, exchange_bytes
 from flashlight_py.distributed.backends.nccl.backend import NcclBackend
 from flashlight_py.distributed.backends.nccl.communicator import Communicator
 from flashlight_py.distributed.backends.nccl.library import NcclLibrary, load, version_text
-from flashlight_py.distributed.memory import topology
-from flashlight_py.distributed.memory.topology import DeviceRule
+from flashlight_py.distributed.memory.topology import DeviceRule, gpu_identity
 from flashlight_py.errors import (
     BackendUnavailableError,
     DistributedError,
@@ -72,12 +72,12 @@ def _look(rule: DeviceRule, first: bool) -> tuple[tuple[NcclLibrary, Any, int] |
                 "overrides what this package asks of it; unset it"
             )
         nccl = load()
-        cupy, count = topology.cuda()
+        cupy, count = cuda()
         index = rule.index(count)
         identity = nccl.unique_id().hex() if first else ""
     except DistributedError as error:
         return None, NcclCard(problem=str(error))
-    gpu = topology.gpu_identity(cupy, index)
+    gpu = gpu_identity(cupy, index)
     return (nccl, cupy, index), NcclCard("", nccl.version, gpu, identity, nccl.slow_because)
 
 
