@@ -172,7 +172,7 @@ class AllOf(Work[list[Any]]):
     def __init__(self, works: Sequence[Work]) -> None:
         self._works = list(works)
         self._ended = 0  # so many, from the first on, need not be asked again
-        self._failure: DistributedError | None = None  # once all have ended
+        self._failure: DistributedError | ValueError | None = None  # once all have ended
 
     def wait(self, timeout: float | None = None) -> list[Any]:
         """Wait for each in turn, up to ``timeout`` seconds each; then raise the first failure.
@@ -203,9 +203,9 @@ class AllOf(Work[list[Any]]):
         return max(times) if times and len(times) == len(self._works) else None
 
 
-def _outcome(work: Work, timeout: float | None) -> tuple[Any, DistributedError | None]:
+def _outcome(work: Work, timeout: float | None) -> tuple[Any, DistributedError | ValueError | None]:
     """Return what ``work`` returns or raises: others beside it still use their arrays."""
     try:
         return work.wait(timeout), None
-    except DistributedError as failure:
+    except (DistributedError, ValueError) as failure:
         return None, failure

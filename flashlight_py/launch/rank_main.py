@@ -32,7 +32,8 @@ from pathlib import Path
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
-_leaving = False  # whether this process is on its way out
+_SIG_IGN = 1  # of signal(2)
+_leaving = False  # whether the task has ended
 
 
 def main() -> None:
@@ -80,10 +81,8 @@ def die_with_parent(parent: int) -> None:
 
 
 def _leave_in_order(number: int, _: object) -> None:
-    """Answer the first SIGTERM by an exception: half-done work, such as named memory, is undone."""
-    global _leaving  # noqa: PLW0603 - a process leaves once
+    """Answer SIGTERM by an exception: half-done work, such as memory with a name, is undone."""
     if not _leaving:  # else the exception would end, and print, what runs at the exit
-        _leaving = True
         sys.exit(128 + number)
 
 
@@ -134,5 +133,7 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         sys.exit(130)  # the parent reports it
     finally:
-        # Not signal(): if a SIGTERM is pending, it calls the old handler and sets no new one.
         _leaving = True
+        # First in the kernel: Python prints an error if a SIGTERM comes while signal() runs.
+        ctypes.CDLL(None).signal(signal.SIGTERM, _SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -172,7 +172,7 @@ class AdadeltaOptimizer(RuleOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0,
     ) -> None:
-        if eps == 0:
+        if not check_at_least_zero("eps", eps):
             raise ValueError("eps must be above 0, got 0: no parameter would ever change")
         numbers = {"rho": rho, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, lr, ["square", "change"], **numbers)

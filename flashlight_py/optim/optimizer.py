@@ -339,9 +339,6 @@ def as_param_list(params: Iterable[Variable], may_be_empty: bool = False) -> lis
 
 # A step is one native call for all parameters: a small model's takes some microseconds, and
 # Python needs one to look at an array.
-_BELOW_ONE = ("beta1", "beta2", "rho")
-
-
 class RuleOptimizer(FirstOrderOptimizer):
     """The base of this package's optimizers; each adds its rule and its state's names.
 
@@ -368,7 +365,7 @@ class RuleOptimizer(FirstOrderOptimizer):
         super().__init__(params, lr)
         for name, value in numbers.items():
             setattr(self, name, check_at_least_zero(name, value))
-            if name in _BELOW_ONE and not value < 1:
+            if name in ("beta1", "beta2", "rho") and not value < 1:
                 raise ValueError(f"{name} must be below 1, got {value}")
         self._steps = np.zeros(len(self.params), np.int64)
         self._names = tuple(states)

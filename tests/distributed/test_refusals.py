@@ -78,6 +78,10 @@ COLLECTIVES: dict[str, Calls] = {
         lambda: fl.all_reduce_multiple([ones(), None]),
         lambda: fl.all_reduce_multiple([ones()]),
     ),
+    "all_reduce_multiple: one of several that were started": (
+        lambda: fl.all_reduce_multiple([ones(), None], async_op=True),
+        lambda: fl.all_reduce_multiple([ones(), ones()], async_op=True).wait(),
+    ),
     "all_reduce_multiple: all": (
         lambda: fl.all_reduce_multiple([ones(), ones(2)], op="median"),
         lambda: fl.all_reduce_multiple([ones(), ones(2)]),

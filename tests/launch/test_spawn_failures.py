@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import builtins
 import errno
 import io
 import os
@@ -284,20 +285,40 @@ def leave_late(rank: int) -> None:
     raise ValueError("bad")
 
 
-def leave_twice_late(rank: int) -> None:
-    """Be told to end also at the last line of the rank's program."""
+def leave_after_lines(rank: int) -> None:
+    """Be told to end also at each of the last lines of the rank's program."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
-    frame.f_trace = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        if frame.f_globals.get("_leaving", True):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return trace
+
+    frame.f_trace = trace
     sys.settrace(lambda *_: None)
     leave_late(rank)
 
 
-@pytest.mark.parametrize("leave", [leave_late, leave_twice_late])
+@pytest.mark.parametrize("leave", [leave_late, leave_after_lines])
 def test_sigterm_at_the_exit_of_a_failed_rank_prints_nothing(
     leave: Callable[[int], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(fl.errors.RankFailedError, match="bad"):
         fl.spawn(leave, nprocs=1)
     assert capfd.readouterr().err == ""
+
+
+class ToldToEnd:
+    def __del__(self, pid: int = os.getpid(), kill: Any = os.kill) -> None:
+        kill(pid, signal.SIGTERM)
+
+
+def be_told_at_the_end(rank: int) -> None:
+    """Be told to end when Python has put back the handlers of signals."""
+    builtins.told = ToldToEnd()  # type: ignore[attr-defined]
+
+
+def test_sigterm_after_the_handlers_is_no_failure() -> None:
+    assert fl.spawn(be_told_at_the_end, nprocs=1) == [None]

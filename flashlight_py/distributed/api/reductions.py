@@ -417,7 +417,8 @@ def _begun(xs: Any, limit: int, async_op: bool) -> Iterator[None]:
     """Yield the calls that other ranks begin where this rank refuses; asked for only then."""
     held = [getattr(x, "array", x) for x in xs] if async_op and isinstance(xs, Iterable) else []
     arrays: list[Any] = [x for x in held if hasattr(x, "nbytes")]
-    yield from itertools.repeat(COLLECTIVE, max(1, len(plan_messages(arrays, limit))))
+    others = len(held) - len(arrays) if limit < 0 else 0  # each begins a call of its own elsewhere
+    yield from itertools.repeat(COLLECTIVE, max(1, len(plan_messages(arrays, limit)) + others))
 
 
 def plan_messages(arrays: Sequence[Array], limit: int) -> list[list[Array]]:

@@ -17,9 +17,12 @@ import numpy as np
 
 from flashlight_py.device import Array, is_cupy
 from flashlight_py.distributed.calls.arrays import (
+    LOGICAL,
+    MOVED,
     Terms,
     as_array,
     check_reduction,
+    code_of,
     may_overlap,
     pack,
     pack_terms,
@@ -81,7 +84,8 @@ def collective(
         how = {"op": known, "scale": scale, "root": root, "rows": rows, "out": out}
         how["async_op"] = async_op
         if not several and rows is None and received is None:
-            y = packed_natively(members, verb, x, out, known, scale, root, 0, async_op)
+            rest = (known if verb.reduces else "sum"), scale, root, 0, async_op
+            y = packed_natively(members, verb, x, out, *rest)
             if y is not NotImplemented:
                 return y
         if verb.numbers and isinstance(x, NUMBERS):
@@ -125,6 +129,8 @@ def packed_natively(group: Membership, verb: Verb, x: Any, out: Any, *how: Any) 
     if array is None or (room is None) is not (out is None):
         return NotImplemented
     if filled is not None and not filled.flags.writeable:
+        return NotImplemented
+    if how[0] in LOGICAL or code_of(array.dtype) == MOVED:  # before it is copied
         return NotImplemented
     packed, space = pack(array), None if room is None else pack(room)
     y = group.native(verb.code, packed, space, *how)

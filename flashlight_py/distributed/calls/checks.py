@@ -173,9 +173,9 @@ class Apart:
 
 def _bounds(array: Array) -> tuple[int, int]:
     """Return the addresses between which all elements lie, the second one beyond."""
-    if not is_cupy(array):
+    if type(array) is np.ndarray:
         return _numpy_bounds()(array)
-    start = int(array.data.ptr)  # type: ignore[attr-defined]
+    start = int(array.data.ptr if is_cupy(array) else array.ctypes.data)  # type: ignore[attr-defined]
     if array.flags.c_contiguous or not array.size:
         return start, start + array.nbytes
     end = start + array.itemsize
