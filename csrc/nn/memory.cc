@@ -6,6 +6,7 @@
 
 #include <Python.h>
 #define NPY_NO_DEPRECATED_API NPY_1_25_API_VERSION
+#define NPY_TARGET_VERSION NPY_2_0_API_VERSION  // before NumPy 2.3 the default lacks PyDataMem_SetHandler
 #define NO_IMPORT_ARRAY
 #define PY_ARRAY_UNIQUE_SYMBOL fl_nn_array_api
 #include <numpy/arrayobject.h>
