@@ -72,11 +72,7 @@ def to_device(array: Array, device: str) -> Array:
 
 
 def cuda() -> tuple[Any, int]:
-    """Return CuPy, and how many CUDA devices it sees: at least one.
-
-    Raises:
-        BackendUnavailableError: CuPy is missing, or finds no device.
-    """
+    """Return CuPy and the number of CUDA devices; BackendUnavailableError if either is missing."""
     try:
         import cupy
     except ImportError as error:

@@ -32,8 +32,9 @@ def test_gradient_has_the_shape_of_its_input_if_sizes_are_small(case: Case, size
         arrays = [x[part].copy() for x, part in zip(case.arrays, kept, strict=True)]
         try:
             case.ours(*map(param, arrays))
-        except (ValueError, IndexError):
-            continue  # the constants of the case have other sizes
+        # The constants of the case have other sizes. NumPy before 2.3 warns of some indices.
+        except (ValueError, IndexError, DeprecationWarning):
+            continue
         gradcheck(case.ours, arrays)
 
 

@@ -393,13 +393,12 @@ def _in_python(xs: Any, scale: float, op: Op, async_op: bool, limit: int, group:
         packed = list(map(pack, checked)) if packs else checked
         is_copied = any(map(operator.is_not, packed, checked))
         if is_copied:  # native code takes the copies
-            y: Any = all_reduce_multiple(packed, scale, op, async_op, limit >= 0, group)
-            works: list[Work[Any]] = [y] if async_op else []
+            work: Any = all_reduce_multiple(packed, scale, op, async_op, limit >= 0, group)
         else:
             for array in {array.dtype: array for array in checked}.values():
                 reduction(members, verb, array, op, scale)
             plan = plan_messages(sorted(checked, key=is_cupy), limit)
-            works = [_together(members, same, limit, op, scale, async_op) for same in plan]
+            work = AllOf([_together(members, same, limit, op, scale, async_op) for same in plan])
 
         def results(_: Any) -> list[Any]:
             for array, copy in zip(checked, packed, strict=True):
@@ -409,7 +408,7 @@ def _in_python(xs: Any, scale: float, op: Op, async_op: bool, limit: int, group:
 
         if not async_op:
             return results(None)
-        together = Then(AllOf(works), results)
+        together = Then(work, results)
         return members.keep(together) if is_copied else together
 
 

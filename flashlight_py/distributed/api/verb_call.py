@@ -128,9 +128,8 @@ def packed_natively(group: Membership, verb: Verb, x: Any, out: Any, *how: Any) 
     filled = array if verb.in_place else room
     if array is None or (room is None) is not (out is None):
         return NotImplemented
-    if filled is not None and not filled.flags.writeable:
-        return NotImplemented
-    if how[0] in LOGICAL or code_of(array.dtype) == MOVED:  # before it is copied
+    is_read_only = filled is not None and not filled.flags.writeable
+    if is_read_only or how[0] in LOGICAL or code_of(array.dtype) == MOVED:
         return NotImplemented
     packed, space = pack(array), None if room is None else pack(room)
     y = group.native(verb.code, packed, space, *how)
@@ -143,10 +142,9 @@ def packed_natively(group: Membership, verb: Verb, x: Any, out: Any, *how: Any) 
                 own[...] = used
         return returned(out if y is space else x, y, y is packed or y is space)
 
-    if not how[-1]:
-        return unpacked(y)
-    is_copied_back = space is not room or (verb.in_place and packed is not array)
-    return group.keep(Then(y, unpacked)) if is_copied_back else Then(y, unpacked)
+    if how[-1] and (space is not room or (verb.in_place and packed is not array)):
+        return group.keep(Then(y, unpacked))
+    return Then(y, unpacked) if how[-1] else unpacked(y)
 
 
 def _each(group: Membership, verb: Verb, xs: Sequence[Any], how: dict[str, Any]) -> Any:
