@@ -387,7 +387,7 @@ class FutureWork(Work):
                 raise limit_passed("an operation over several hosts", timeout)
         try:
             return self._future.result()
-        except DistributedError:
+        except (DistributedError, ValueError):
             self.failure_reported = True
             raise
 
