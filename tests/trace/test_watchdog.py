@@ -119,9 +119,9 @@ def held() -> tuple[list[str], int, bool]:
     return listed, threading.active_count(), watchdog._handler(signal.SIGUSR1) > signal.SIG_IGN
 
 
-@pytest.mark.parametrize("allowed", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("allowed", [1, 2, 3])
 def test_what_cannot_start_leaves_nothing(tmp_path: Path, allowed: int) -> None:
-    """It needs two pipes, and one file for a moment: four descriptors are too few."""
+    """It needs two pipes: three descriptors are too few."""
     before = held()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = (number for number in count() if not os.path.exists(f"/proc/self/fd/{number}"))
