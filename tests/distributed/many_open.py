@@ -19,8 +19,8 @@ from flashlight_py.errors import DistributedError, GroupClosedError, PeerLostErr
 
 # What a message may hold beside its array and Python's objects, in bytes.
 MOST_BYTES = 200
-# A list or a table of Python's that grows with the first messages, in bytes.
-ONCE = 600_000
+# Lists and tables of Python's that grow with the first messages, in bytes: two may grow at once.
+ONCE = 1_200_000
 
 # From what ends them to the end of all, in seconds.
 SOON = 5.0  # on two ranks
