@@ -9,11 +9,11 @@ import pytest
 
 
 def test_ranks_meet_again_at_a_file_that_is_left(torch_ranks: Any, tmp_path: Path) -> None:
-    assert torch_ranks("meeting.by_method", 3, f"file://{tmp_path}/f", 3) == [[3.0] * 3] * 3
+    assert torch_ranks("meeting.again_at_a_file", 3, f"{tmp_path}/f") == [[3.0] * 3] * 3
 
 
 def test_ranks_meet_by_a_port(torch_ranks: Any) -> None:
-    assert torch_ranks("meeting.by_method", 2, "env://") == [[2.0]] * 2
+    assert torch_ranks("meeting.by_method", 2, "env://") == [2.0] * 2
 
 
 @pytest.mark.parametrize("kind", ["tcp", "file", "prefix", "hash"])

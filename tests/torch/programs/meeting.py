@@ -24,13 +24,22 @@ def total(group: Any = None) -> float:
     return x.tolist()[2]
 
 
-def by_method(rank: int, size: int, method: str, times: int = 1) -> list[float]:
-    """Meet several times, as at a file that somebody has left."""
-    found = []
-    for _ in range(times):
-        dist.init_process_group(FLASHLIGHT, init_method=method, rank=rank, world_size=size)
-        found.append(total())
-        dist.destroy_process_group()
+def by_method(rank: int, size: int, method: str) -> float:
+    dist.init_process_group(FLASHLIGHT, init_method=method, rank=rank, world_size=size)
+    found = total()
+    dist.destroy_process_group()
+    return found
+
+
+def again_at_a_file(rank: int, size: int, place: str) -> list[float]:
+    """Meet three times at a file that contains the keys of the earlier worlds.
+
+    The last FileStore of a world removes the file, even while another rank writes to it for the
+    next world. A FileStore that every rank keeps prevents the removal.
+    """
+    kept = dist.FileStore(place, size)
+    found = [by_method(rank, size, f"file://{place}") for _ in range(3)]
+    assert os.path.exists(kept.path)
     return found
 
 
@@ -95,8 +104,8 @@ def _numbers() -> list[str]:
 def again_and_again(rank: int, size: int, place: str, times: int) -> dict[str, list[int]]:
     """Begin and end so many worlds and groups; return what was held after some and after all."""
     held: dict[str, list[int]] = {"descriptors": [], "threads": []}
-    how = {"init_method": "file://" + place, "rank": rank, "world_size": size}
     for number in range(times):
+        how = {"init_method": f"file://{place}{number}", "rank": rank, "world_size": size}
         dist.init_process_group(FLASHLIGHT, **how)
         groups = [dist.new_group(ranks) for ranks in ([0, 1], [1, 0], range(size))]
         assert [total(group) for group in groups[1:]] == [2 if rank < 2 else 1, size]
