@@ -60,7 +60,7 @@ def to_device(array: Array, device: str) -> Array:
     kind, _, index = device.partition(":")
     if kind != "cuda" or not (index.isdigit() or index == ""):
         raise ValueError(f"device must be 'cpu', 'cuda' or 'cuda:<index>', got {device!r}")
-    cupy, count = cuda()
+    cupy, count = cuda(f"device {device!r}")
     number = int(index or 0)
     if number >= count:
         raise BackendUnavailableError(
@@ -71,21 +71,21 @@ def to_device(array: Array, device: str) -> Array:
     return moved
 
 
-def cuda() -> tuple[Any, int]:
+def cuda(wanted: str = "an array on a GPU") -> tuple[Any, int]:
     """Return CuPy and the number of CUDA devices; BackendUnavailableError if either is missing."""
     try:
         import cupy
     except ImportError as error:
         raise BackendUnavailableError(
-            f"CuPy, which holds arrays on a GPU, cannot be imported ({error}). Install it: "
+            f"{wanted} needs CuPy, which cannot be imported ({error}). Install it: "
             "pip install 'flashlight-py[cuda12]' (or [cuda13])"
         ) from error
     try:
         count = int(cupy.cuda.runtime.getDeviceCount())
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise BackendUnavailableError(
-            f"CUDA finds no GPU here ({error}). Use NumPy arrays, or run where nvidia-smi lists a "
-            "device"
+            f"{wanted} needs a GPU, and CUDA finds none ({error}). Use NumPy arrays, or run where "
+            "nvidia-smi lists a device"
         ) from error
     return cupy, count
 

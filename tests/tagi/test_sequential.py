@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
 
 from flashlight_py import tagi
+from flashlight_py.errors import BackendUnavailableError
 from flashlight_py.tagi import nn
 from tests.tagi.oracle import oracle_run
 
@@ -388,6 +390,12 @@ def test_a_network_describes_itself() -> None:
     net.params_to_host()
     with pytest.raises(ValueError, match="device must be"):
         net.to_device("tpu")
+
+
+def test_a_device_without_its_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)  # its import fails, if it is installed too
+    with pytest.raises(BackendUnavailableError, match=r"device 'cuda:1' needs CuPy, .* Install"):
+        network().to_device("cuda:1")
 
 
 def test_a_layer_stands_in_one_place() -> None:
