@@ -60,15 +60,16 @@ static void free_work(PyObject *self) {
   Py_DECREF(type);
 }
 
-/* Keep `work`: the library writes into its arrays whether or not anybody else does. Those that have ended are
-   let go of when there are twice as many as there were. 0 with an exception. */
+/* Keep `work`: the library writes into its arrays whether or not anybody else does. Those that have ended well
+   are let go of when there are twice as many as there were; a failure is kept for sync_distributed(). 0 with an
+   exception. */
 static int track(Binding *binding, PyObject *work) {
   PyObject *running = binding->running;
   if (PyDict_SetItem(running, work, Py_None) < 0) return 0;
   if (PyDict_Size(running) <= binding->most_running) return 1;
   PyObject *all = PyDict_Keys(running);
   for (Py_ssize_t i = 0; all != NULL && i < PyList_Size(all); ++i) {
-    PyObject *other = PyList_GetItem(all, i), *ended = PyObject_CallMethod(other, "is_completed", NULL);
+    PyObject *other = PyList_GetItem(all, i), *ended = PyObject_CallMethod(other, "has_ended_well", NULL);
     if (ended == NULL || (ended == Py_True && PyDict_DelItem(running, other) < 0)) PyErr_Clear();
     Py_XDECREF(ended);
   }
@@ -260,6 +261,13 @@ static PyObject *is_completed(PyObject *self, PyObject *args) {
   return PyBool_FromLong(status_of(work, 0) != FL_PENDING);
 }
 
+/* Whether nobody has to be told how it ended. */
+static PyObject *has_ended_well(PyObject *self, PyObject *args) {
+  (void)args;
+  const work_object *work = (work_object *)self;
+  return PyBool_FromLong(work->forks != forks || has_ended(work) || status_of(work, 0) == FL_OK);
+}
+
 static PyObject *get_source(PyObject *self, void *closure) {
   (void)closure;
   const int source = ((work_object *)self)->source;
@@ -270,6 +278,7 @@ static PyObject *get_source(PyObject *self, void *closure) {
 static PyMethodDef methods[] = {
     {"wait", (PyCFunction)(void (*)(void))wait, METH_FASTCALL | METH_KEYWORDS, NULL},
     {"is_completed", is_completed, METH_NOARGS, NULL},
+    {"has_ended_well", has_ended_well, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 static PyGetSetDef attributes[] = {{"source", get_source, NULL, NULL, NULL}, {NULL, NULL, NULL, NULL, NULL}};

@@ -352,6 +352,7 @@ class RuleOptimizer(FirstOrderOptimizer):
     _in_arrays: ClassVar[dict[str, Any]] = {
         "_lr": np.float64, "_steps": np.int64, "_square_norms": np.float64,
     }  # fmt: skip
+
     beta1: float
     beta2: float
     rho: float

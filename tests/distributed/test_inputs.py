@@ -126,6 +126,30 @@ def test_a_failure_that_was_reported_is_not_raised_by_sync_distributed(ranks: An
     ranks.run(fails_late_and_is_reported_once)
 
 
+def arrive_with_other_rows(rank: int, size: int, is_reported: bool) -> None:
+    """Start a call whose rows do not fit into ``out``, and another one with gaps in memory."""
+    x, out, gaps = np.ones((rank + 1, 2)), np.zeros((1, 2)), np.ones((3, 4))[:, ::2]
+    work = fl.all_gather(x, out=out, async_op=True)
+    fl.all_reduce(gaps, async_op=True)  # its result is copied to where the gaps are
+    error = pytest.raises(ValueError, match="arrived from all ranks")
+    if is_reported:
+        with error:
+            work.wait()
+        fl.sync_distributed()
+    else:
+        with error:
+            fl.sync_distributed()
+    same(gaps, np.full((3, 2), size))
+    fl.sync_distributed()
+
+
+@pytest.mark.parametrize("is_reported", [True, False])
+def test_rows_that_do_not_fit_are_raised_once_and_no_result_is_lost(
+    ranks: Any, is_reported: bool
+) -> None:
+    ranks.run(arrive_with_other_rows, is_reported)
+
+
 def test_a_result_that_cannot_be_brought_home_is_never_reported_as_done() -> None:
     columns = np.ones((4, 4))[:, ::2]
     fl.barrier()  # the first call takes no short way, and others leave a sum where it lies
@@ -215,3 +239,26 @@ def test_a_list_of_ranks_is_no_group() -> None:
     for verb in (fl.all_reduce, fl.broadcast, fl.all_gather_object):
         with pytest.raises(TypeError, match=r"ProcessGroup, as new_group.*got list"):
             verb(np.ones(1), group=[0])  # type: ignore[operator]
+
+
+def fail_unnoticed(rank: int, size: int, kind: str) -> None:
+    """Start calls that fail, keep no Work, start others that end well, and look only then."""
+    x = np.ones(3)
+    for _ in range(3):
+        if kind == "rows":
+            fl.all_gather(np.ones((rank + 1, 2)), out=np.zeros((1, 2)), async_op=True)
+        else:
+            fl.all_reduce(np.ones(3 + rank), async_op=True)
+    for work in [fl.all_reduce(x, async_op=True) for _ in range(30)]:
+        work.wait()
+    error = ValueError if kind == "rows" else fl.errors.MismatchError
+    with pytest.raises(error):
+        fl.sync_distributed()
+    fl.sync_distributed()
+
+
+@pytest.mark.parametrize("kind", ["rows", "calls"])
+def test_sync_distributed_raises_a_failure_that_nobody_has_waited_for(
+    ranks: Any, kind: str
+) -> None:
+    ranks.run(fail_unnoticed, kind)

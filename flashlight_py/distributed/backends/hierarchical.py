@@ -43,7 +43,7 @@ from flashlight_py.distributed.verbs import (
     SCATTER,
     Verb,
 )
-from flashlight_py.distributed.work import Done, Work, limit_passed
+from flashlight_py.distributed.work import AllOf, Done, Work, limit_passed
 from flashlight_py.errors import (
     CollectiveTimeoutError,
     DistributedError,
@@ -121,6 +121,7 @@ class HierarchicalBackend(Backend):
         self._rows: Sequence[int] = ()  # of each rank's array, in the call that has been agreed on
         self._thread: futures.ThreadPoolExecutor | None = None
         self._running: list[FutureWork] = []
+        self._failed: list[FutureWork] = []  # those of whose failure nobody knows
         self._receives: list[OpenReceive] = []
         self._beginning = threading.RLock()  # signal handlers run on the thread that holds it
         self._notified: list[Backend] = []  # parts that end since another one was lost
@@ -228,6 +229,7 @@ class HierarchicalBackend(Backend):
         running = self._running  # they end in their order
         ended = next((n for n, one in enumerate(running) if not one.is_completed()), len(running))
         self._running = running[ended:]
+        self._failed = [one for one in (*self._failed, *running[:ended]) if one.has_failed()]
         try:
             self._callers.threads.add(thread)
             if call.blocking and not self._running:
@@ -311,11 +313,9 @@ class HierarchicalBackend(Backend):
         return self._callers.has_this()
 
     def synchronize(self) -> None:
-        for work in self._running:
-            if not work.failure_reported:
-                work.wait()
-        for receive in list(self._receives):
-            receive.wait()
+        failed, self._failed = self._failed, []
+        works = [one for one in (*failed, *self._running) if not one.failure_reported]
+        AllOf([*works, *self._receives]).wait()
         for part in self._parts:  # messages
             self.guarded("sync_distributed", part.synchronize)
 
@@ -393,6 +393,10 @@ class FutureWork(Work):
 
     def is_completed(self) -> bool:
         return self._future.done()
+
+    def has_failed(self) -> bool:
+        """Return whether it has, of an operation that has ended, and nobody knows."""
+        return not self.failure_reported and self._future.exception() is not None
 
     def end_time(self) -> float | None:
         return self._end_time

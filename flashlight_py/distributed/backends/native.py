@@ -287,7 +287,7 @@ class NativeBackend(NativeGroup):
         self._running[work] = None
         if len(self._running) > self._most_running:
             for other in list(self._running):
-                if other.is_completed():
+                if other.has_ended_well():
                     self.forget(other)
             self._most_running = max(_LEAST_RUNNING, 2 * len(self._running))
 
@@ -424,8 +424,7 @@ class NativeBackend(NativeGroup):
 
     def synchronize(self) -> None:
         """Block until all that was started has ended; raises what the first failure raises."""
-        for work in list(self._running):
-            work.wait()
+        AllOf(list(self._running)).wait()
 
     def abort(self, cause: str | DistributedError) -> None:
         group = self.group

@@ -27,7 +27,7 @@ class NativeGroup(Backend):
         # The library's handle, which is freed when the last call that has it is done; None once the
         # group is closed.
         self.group: Any = None
-        self._running: dict[Work, None] = {}  # in order; threads change it at the same time
+        self._running: dict[Any, None] = {}  # in order; threads change it at the same time
 
     def forget(self, work: Work) -> None:
         """Let go of an operation that has ended, and of whose end the caller learns now."""

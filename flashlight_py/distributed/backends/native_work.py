@@ -131,6 +131,14 @@ class NativeWork(Work):
             return True
         return self._status(0.0) != int(self._lib.FL_PENDING)
 
+    def has_ended_well(self) -> bool:
+        """Return whether it has ended, and nobody has to be told how."""
+        if self._forks != journal.forks():
+            return True
+        if self._status(0.0) != self._lib.FL_OK:
+            return False
+        return self._result is not GATHERED or self._out is None or not self._fetched()[0]
+
     def end_time(self) -> float | None:
         if self._forks != journal.forks():
             return None

@@ -39,7 +39,7 @@ from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.failures import abort
 from flashlight_py.distributed.failures.wording import UNUSABLE, did_not_join, who_that_was
 from flashlight_py.distributed.verbs import BARRIER, SCATTER
-from flashlight_py.distributed.work import Done, Then, Work, limit_passed
+from flashlight_py.distributed.work import AllOf, Done, Work, limit_passed
 from flashlight_py.errors import (
     CollectiveTimeoutError,
     DistributedError,
@@ -85,6 +85,7 @@ class Operation(Work):
         self.error: BaseException | None = None
         self.was_raised = self.doubts = False  # somebody knows of its failure; a rank may be lost
         self.look_at = self.deadline = math.inf
+        self.room: Array | None = None  # for what comes, whose length has to be the same
         self._value: Any = None
         self._end_time: float | None = None
         self._group = group
@@ -95,7 +96,12 @@ class Operation(Work):
             return
         if inspect.getgeneratorstate(self.steps) != inspect.GEN_RUNNING:
             self.steps.close()  # else this is a signal handler, which has interrupted it
-        self._end_time = time.monotonic()
+        self._end_time, group = time.monotonic(), self._group
+        if error is None and self.room is not None:
+            try:
+                require_length(self.name, self.room, value.shape[0], group.rank, group.size)
+            except ValueError as failure:  # of this rank alone: the group goes on
+                error = failure
         self._value, self.error, self.ended = value, error, True
 
     def cause(self) -> DistributedError | None:
@@ -196,21 +202,9 @@ class MpiBackend(Backend):
             if call.verb.is_message:
                 call.received = []  # what the two ends call it
             work = self._begin(call)
-            return self._fitting(call, Done(work.wait()) if call.blocking else work)
+            return Done(work.wait()) if call.blocking else work
         finally:
             self._callers.threads.discard(thread)
-
-    def _fitting(self, call: Call, work: Work) -> Work:
-        """Return ``work``, which fails at its end if ``out`` has another length than what came."""
-        room = call.out
-        if room is None or not (call.is_ragged and call.verb.fills(self.rank, call.root)):
-            return work
-
-        def check(arrived: Array) -> Array:
-            require_length(call.name, room, arrived.shape[0], self.rank, self.size)
-            return arrived
-
-        return Then(work, check)
 
     def _begin(self, call: Call) -> Operation:
         """Begin ``call``: once all ranks agree, MPI does it."""
@@ -220,6 +214,8 @@ class MpiBackend(Backend):
             seconds = self.seconds if call.seconds is None else call.seconds
             operation = Operation(self, call.name, seconds)
             operation.steps = self._steps(operation, call)
+            if call.is_ragged and call.verb.fills(self.rank, call.root):
+                operation.room = call.out
             try:
                 if self._is_compared(call):
                     compared = replace(call, compared=True, blocking=False)
@@ -258,9 +254,7 @@ class MpiBackend(Backend):
     def synchronize(self) -> None:
         """Block until all has ended; raises the first failure nobody knows of. See ``Backend``."""
         unheard, self._unheard = self._unheard, []
-        for operation in unheard:
-            if not operation.was_raised:
-                operation.wait()
+        AllOf([operation for operation in unheard if not operation.was_raised]).wait()
 
     def advance(self) -> None:
         """Take each operation as far as it gets without waiting."""
