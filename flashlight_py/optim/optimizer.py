@@ -277,7 +277,7 @@ class FirstOrderOptimizer(Structured, ABC):
     _in_arrays: ClassVar[dict[str, Any]] = {"_lr": np.float64}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take what ``__getstate__`` has returned, also that of before numbers lay in arrays."""
+        """Restore the state of ``__getstate__``; older states have numbers instead of arrays."""
         kinds = self._in_arrays.items()
         arrays: Any = {n: np.array(state[n], kind, ndmin=1) for n, kind in kinds if n in state}
         vars(self).update(state, **arrays)

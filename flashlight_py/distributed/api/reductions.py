@@ -253,8 +253,8 @@ def exscan(
 ) -> X | Work[X]:
     """Combine ``x`` of the ranks before this one, in rank order: an exclusive prefix reduction.
 
-    As :func:`scan`, without this rank's own: rank r gets the result of ranks 0 to r - 1. Rank 0,
-    which has none before it, keeps its ``x`` as it is, whatever ``op`` and ``scale`` are.
+    Like :func:`scan`, but without this rank's ``x``: rank r receives the result of ranks 0 to
+    r - 1. The ``x`` of rank 0 stays unchanged for every ``op`` and ``scale``.
 
     Args:
         x: array, or a number; the same shape and dtype on every rank.

@@ -202,7 +202,7 @@ def reduction(
 
 
 def _run(group: Membership, call: Call, array: Array, x: Any, space: Output) -> Any:
-    """Do ``call`` of what stands for ``array``, that of ``x``."""
+    """Do ``call`` with ``array``, or with its packed terms, and return the result for ``x``."""
     verb = call.verb
     terms = pack_terms(array, call.op) if verb.reduces else Terms(pack(array), call.op)
     call.array, call.op, back = terms
@@ -311,7 +311,7 @@ COLLECTIVE = None  # in place of a message
 
 
 class refusing:
-    """A block in which a rank checks arguments: the others raise as well where that raises.
+    """A block in which a rank checks arguments. If it raises an error, the other ranks raise too.
 
     ``begun`` is what the verb begins on the other ranks: ``COLLECTIVE`` or this rank's ``P2POp``
     each; several where they do not wait for the first before they begin the second. ``given`` are
