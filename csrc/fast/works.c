@@ -261,7 +261,7 @@ static PyObject *is_completed(PyObject *self, PyObject *args) {
   return PyBool_FromLong(status_of(work, 0) != FL_PENDING);
 }
 
-/* Whether nobody has to be told how it ended. */
+/* Whether it has ended without an error that wait() would raise. */
 static PyObject *has_ended_well(PyObject *self, PyObject *args) {
   (void)args;
   const work_object *work = (work_object *)self;

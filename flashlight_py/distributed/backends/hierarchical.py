@@ -121,7 +121,7 @@ class HierarchicalBackend(Backend):
         self._rows: Sequence[int] = ()  # of each rank's array, in the call that has been agreed on
         self._thread: futures.ThreadPoolExecutor | None = None
         self._running: list[FutureWork] = []
-        self._failed: list[FutureWork] = []  # those of whose failure nobody knows
+        self._failed: list[FutureWork] = []  # ended, with an error that no ``wait`` has raised
         self._receives: list[OpenReceive] = []
         self._beginning = threading.RLock()  # signal handlers run on the thread that holds it
         self._notified: list[Backend] = []  # parts that end since another one was lost
@@ -313,8 +313,7 @@ class HierarchicalBackend(Backend):
         return self._callers.has_this()
 
     def synchronize(self) -> None:
-        failed, self._failed = self._failed, []
-        works = [one for one in (*failed, *self._running) if not one.failure_reported]
+        works = [one for one in (*self._failed, *self._running) if not one.failure_reported]
         AllOf([*works, *self._receives]).wait()
         for part in self._parts:  # messages
             self.guarded("sync_distributed", part.synchronize)
@@ -395,8 +394,9 @@ class FutureWork(Work):
         return self._future.done()
 
     def has_failed(self) -> bool:
-        """Return whether it has, of an operation that has ended, and nobody knows."""
-        return not self.failure_reported and self._future.exception() is not None
+        """Return whether an ended operation has failed and no ``wait`` has raised its error."""
+        is_known = self.failure_reported or self._future.cancelled()
+        return not is_known and self._future.exception() is not None
 
     def end_time(self) -> float | None:
         return self._end_time

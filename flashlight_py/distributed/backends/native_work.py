@@ -132,7 +132,7 @@ class NativeWork(Work):
         return self._status(0.0) != int(self._lib.FL_PENDING)
 
     def has_ended_well(self) -> bool:
-        """Return whether it has ended, and nobody has to be told how."""
+        """Return whether it has ended without an error that ``wait`` would raise."""
         if self._forks != journal.forks():
             return True
         if self._status(0.0) != self._lib.FL_OK:

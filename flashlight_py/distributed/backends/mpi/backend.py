@@ -85,7 +85,7 @@ class Operation(Work):
         self.error: BaseException | None = None
         self.was_raised = self.doubts = False  # somebody knows of its failure; a rank may be lost
         self.look_at = self.deadline = math.inf
-        self.room: Array | None = None  # for what comes, whose length has to be the same
+        self.room: Array | None = None  # ``out``, which needs as many rows as arrive
         self._value: Any = None
         self._end_time: float | None = None
         self._group = group
