@@ -254,6 +254,6 @@ def sync_distributed(group: Group = None) -> None:
     """Block until every operation that this rank has started has ended, as flashlight names it.
 
     Raises:
-        DistributedError, ValueError: the first failure that no ``wait()`` has raised.
+        DistributedError, ValueError: a failure that no ``wait()`` has raised; each only once.
     """
     of(group).synchronize()

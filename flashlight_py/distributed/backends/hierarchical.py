@@ -43,7 +43,7 @@ from flashlight_py.distributed.verbs import (
     SCATTER,
     Verb,
 )
-from flashlight_py.distributed.work import AllOf, Done, Work, limit_passed
+from flashlight_py.distributed.work import Done, Work, limit_passed
 from flashlight_py.errors import (
     CollectiveTimeoutError,
     DistributedError,
@@ -313,8 +313,11 @@ class HierarchicalBackend(Backend):
         return self._callers.has_this()
 
     def synchronize(self) -> None:
-        works = [one for one in (*self._failed, *self._running) if not one.failure_reported]
-        AllOf([*works, *self._receives]).wait()
+        for work in (*self._failed, *self._running):
+            if not work.failure_reported:
+                work.wait()
+        for receive in list(self._receives):
+            receive.wait()
         for part in self._parts:  # messages
             self.guarded("sync_distributed", part.synchronize)
 
@@ -396,7 +399,7 @@ class FutureWork(Work):
     def has_failed(self) -> bool:
         """Return whether an ended operation has failed and no ``wait`` has raised its error."""
         is_known = self.failure_reported or self._future.cancelled()
-        return not is_known and self._future.exception() is not None
+        return not is_known and isinstance(self._future.exception(), DistributedError | ValueError)
 
     def end_time(self) -> float | None:
         return self._end_time

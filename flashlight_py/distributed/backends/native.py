@@ -424,7 +424,8 @@ class NativeBackend(NativeGroup):
 
     def synchronize(self) -> None:
         """Block until all that was started has ended; raises what the first failure raises."""
-        AllOf(list(self._running)).wait()
+        for work in list(self._running):
+            work.wait()
 
     def abort(self, cause: str | DistributedError) -> None:
         group = self.group

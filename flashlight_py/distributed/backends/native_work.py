@@ -133,9 +133,7 @@ class NativeWork(Work):
 
     def has_ended_well(self) -> bool:
         """Return whether it has ended without an error that ``wait`` would raise."""
-        if self._forks != journal.forks():
-            return True
-        if self._status(0.0) != self._lib.FL_OK:
+        if self._forks == journal.forks() and self._status(0.0) != self._lib.FL_OK:
             return False
         return self._result is not GATHERED or self._out is None or not self._fetched()[0]
 

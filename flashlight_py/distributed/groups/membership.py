@@ -15,7 +15,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -274,11 +274,10 @@ class Membership:
     def synchronize(self) -> None:
         """Block until every operation that this rank has started in the group has ended."""
         unfinished, self._unfinished = self._unfinished, []
-        with ExitStack() as stack:  # all of it, even if one raises
-            if self.gpus is not None:
-                stack.callback(self.gpus.synchronize)
-            stack.callback(self.backend().synchronize)
-            AllOf([work for work in unfinished if not work.is_finished()]).wait()
+        AllOf([work for work in unfinished if not work.is_finished()]).wait()
+        self.backend().synchronize()
+        if self.gpus is not None:
+            self.gpus.synchronize()
 
     def is_calling(self) -> bool:
         """Return whether this thread is in the middle of a call: it runs a signal handler."""

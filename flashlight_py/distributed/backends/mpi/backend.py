@@ -39,7 +39,7 @@ from flashlight_py.distributed.constants import DistributedBackend
 from flashlight_py.distributed.failures import abort
 from flashlight_py.distributed.failures.wording import UNUSABLE, did_not_join, who_that_was
 from flashlight_py.distributed.verbs import BARRIER, SCATTER
-from flashlight_py.distributed.work import AllOf, Done, Work, limit_passed
+from flashlight_py.distributed.work import Done, Work, limit_passed
 from flashlight_py.errors import (
     CollectiveTimeoutError,
     DistributedError,
@@ -222,10 +222,9 @@ class MpiBackend(Backend):
                     operation.comparison = self.control.start(compared)
                 (self._beside if call.verb.is_message else self._queue).append(operation)
                 if not call.blocking:
+                    kept = (*self._unheard, operation)
                     self._unheard = [
-                        other
-                        for other in (*self._unheard, operation)
-                        if not other.ended or (other.error is not None and not other.was_raised)
+                        o for o in kept if not o.ended or (o.error and not o.was_raised)
                     ]
                     self.advance()
             except BaseException as error:
@@ -253,8 +252,10 @@ class MpiBackend(Backend):
 
     def synchronize(self) -> None:
         """Block until all has ended; raises the first failure nobody knows of. See ``Backend``."""
-        unheard, self._unheard = self._unheard, []
-        AllOf([operation for operation in unheard if not operation.was_raised]).wait()
+        for operation in list(self._unheard):
+            if not operation.was_raised:
+                operation.wait()
+        self._unheard = []
 
     def advance(self) -> None:
         """Take each operation as far as it gets without waiting."""
