@@ -83,7 +83,7 @@ class Operation(Work):
         self.comparison: Work | None = None
         self.ended = False
         self.error: BaseException | None = None
-        self.was_raised = self.doubts = False  # somebody knows of its failure; a rank may be lost
+        self.is_heard = self.doubts = False  # a ``wait`` raises no new error; a rank may be lost
         self.look_at = self.deadline = math.inf
         self.room: Array | None = None  # ``out``, which needs as many rows as arrive
         self._value: Any = None
@@ -102,7 +102,7 @@ class Operation(Work):
                 require_length(self.name, self.room, value.shape[0], group.rank, group.size)
             except ValueError as failure:  # of this rank alone: the group goes on
                 error = failure
-        self._value, self.error, self.ended = value, error, True
+        self._value, self.error, self.is_heard, self.ended = value, error, error is None, True
 
     def cause(self) -> DistributedError | None:
         """Return what other ranks have done where the comparison has failed, which ends soon."""
@@ -125,7 +125,7 @@ class Operation(Work):
         if timeout is not None and not in_time:
             raise limit_passed(f"[{self.name}] {self._group.place}", timeout)
         if self.error is not None:
-            self.was_raised = True
+            self.is_heard = True
             raise self.error
         return self._value
 
@@ -222,10 +222,8 @@ class MpiBackend(Backend):
                     operation.comparison = self.control.start(compared)
                 (self._beside if call.verb.is_message else self._queue).append(operation)
                 if not call.blocking:
-                    kept = (*self._unheard, operation)
-                    self._unheard = [
-                        o for o in kept if not o.ended or (o.error and not o.was_raised)
-                    ]
+                    begun = (*self._unheard, operation)
+                    self._unheard = [one for one in begun if not (one.ended and one.is_heard)]
                     self.advance()
             except BaseException as error:
                 if not isinstance(error, DistributedError):  # the others count on this call
@@ -253,7 +251,7 @@ class MpiBackend(Backend):
     def synchronize(self) -> None:
         """Block until all has ended; raises the first failure nobody knows of. See ``Backend``."""
         for operation in list(self._unheard):
-            if not operation.was_raised:
+            if not operation.is_heard:
                 operation.wait()
         self._unheard = []
 
