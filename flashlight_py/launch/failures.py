@@ -98,8 +98,10 @@ class Tail:
             self._is_inside = self._is_linked = False
 
 
-def describe_exit(code: int) -> str:
-    """Return how a process ended, in words, from its exit code or minus its signal."""
+def describe_exit(code: int | None) -> str:
+    """Return how a process ended, in words, from its exit code or minus its signal, if known."""
+    if code is None:
+        return "has ended (its exit code is unknown: a handler of SIGCHLD has taken it)"
     if code >= 0:
         return f"exited with code {code}"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"

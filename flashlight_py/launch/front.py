@@ -35,10 +35,12 @@ def run_behind(work: Callable[[], int], clean_up: Callable[[], None]) -> int:
         print(f"flrun: warning: {text}; mount /proc", file=sys.stderr)
     adopt_orphans()
     front = os.getpid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else the kernel would keep no exit code
     # A shell that started others and then became this process has left them to us.
     strangers = system.children() if has_children() else []
-    # No signal may arrive between the copy's birth and our readiness to hand it on.
-    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    # No signal may arrive between the copy's birth and our readiness to hand it on. Others are
+    # not blocked, also if the parent has blocked them.
+    signal.pthread_sigmask(signal.SIG_SETMASK, FORWARDED)
     pid = os.fork()
     if pid == 0:
         _be_the_copy(front, work)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import signal
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from selectors import EVENT_READ, EVENT_WRITE
 
 from flashlight_py import system
@@ -82,7 +83,7 @@ class Loop(Poll):
         self.watch(self._signals, self._on_signals)
         system.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
         for number in (signal.SIGCHLD, *FORWARDED):
-            if system.getsignal(number) is not signal.SIG_IGN:
+            if number == signal.SIGCHLD or system.getsignal(number) is not signal.SIG_IGN:
                 # A handler must be there for the signal to wake the loop.
                 system.signal(number, lambda number, frame: None)
 
@@ -155,14 +156,32 @@ def code_of(end: os.waitid_result) -> int:
     return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
 
 
-def await_end(process: system.Popen[bytes]) -> int:
+def await_end(process: system.Popen[bytes]) -> int | None:
     """Wait for the end of ``process`` and return its exit code, or minus the signal.
 
-    It is not reaped, so that a signal still reaches what it has left in its group.
+    It is not reaped, so that a signal still reaches what it has left in its group. None: something
+    else in this process, such as a handler of SIGCHLD, has reaped it.
     """
-    end = system.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    try:
+        end = system.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    except ChildProcessError:
+        return None
     assert end is not None, "waitid returns None only with WNOHANG"
     return code_of(end)
+
+
+@contextmanager
+def kept_exit_codes() -> Iterator[None]:
+    """Have the kernel keep the exit codes of children, also if this process ignores SIGCHLD."""
+    if system.getsignal(signal.SIGCHLD) is not signal.SIG_IGN:
+        yield
+        return
+    set_handler = ctypes.CDLL(None).signal  # on any thread, which signal.signal() does not allow
+    set_handler(signal.SIGCHLD, ctypes.c_void_p(int(signal.SIG_DFL)))
+    try:
+        yield
+    finally:
+        set_handler(signal.SIGCHLD, ctypes.c_void_p(int(signal.SIG_IGN)))
 
 
 class Pulse:

@@ -166,7 +166,7 @@ class RankProcesses:
         for stream in self._streams:
             self._drain(Source(rank, stream))
 
-    def exit_code(self, rank: int) -> int:
+    def exit_code(self, rank: int) -> int | None:
         """Wait for the end of ``rank``, which is not reaped; return its code; see ``await_end``."""
         return await_end(self._processes[rank])
 

@@ -28,7 +28,7 @@ from flashlight_py.errors import RankFailedError
 from flashlight_py.interfaces import keep_port
 from flashlight_py.launch.calls import SpawnCall
 from flashlight_py.launch.failures import Failure, describe_exit
-from flashlight_py.launch.loop import Poll, await_end
+from flashlight_py.launch.loop import Poll, await_end, kept_exit_codes
 from flashlight_py.launch.output import STREAMS, RankOutput
 from flashlight_py.launch.pickling import pack_task
 from flashlight_py.launch.ranks import RankProcesses, for_others, rank_variables, without_place
@@ -130,6 +130,7 @@ def _attempt(call: SpawnCall, task: int, restarts: int) -> tuple[dict[int, bytes
     with (
         tempfile.TemporaryDirectory(prefix="flashlight-", ignore_cleanup_errors=True) as folder,
         closing(Poll()) as poll,
+        kept_exit_codes(),
     ):
         world = SpawnedWorld(poll, call)
         codes = world.run(folder, task, restarts)
@@ -284,8 +285,7 @@ def _in_a_lasting_thread(start: Callable[[], subprocess.Popen[bytes]]) -> subpro
         except BaseException as error:  # noqa: BLE001 - the caller raises it
             started.set_exception(error)
             return
-        with suppress(ChildProcessError):  # another thread has reaped it
-            await_end(started.result())
+        await_end(started.result())
 
     threading.Thread(target=run, daemon=True).start()
     return started.result()

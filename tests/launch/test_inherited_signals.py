@@ -1,0 +1,86 @@
+"""A parent may hand down ignored and blocked signals: exit codes are known, and jobs end."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.launch.launcher import LAUNCH, write
+
+SPAWN = """
+import os, signal, sys
+import flashlight_py as fl
+
+def job(rank, code):
+    fl.barrier()
+    if rank == 1 and code:
+        os._exit(code)
+    return rank
+
+def reap(*_):
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass
+
+if __name__ == "__main__":
+    if sys.argv[1] == "ignored here":
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    elif sys.argv[1] == "reaped here":
+        signal.signal(signal.SIGCHLD, reap)
+    assert fl.spawn(job, (0,), nprocs=2) == [0, 1]
+    try:
+        fl.spawn(job, (7,), nprocs=2)
+    except fl.errors.RankFailedError as error:
+        print(error.rank, error.exit_code)
+    try:  # what spawn found is as it was
+        os.waitpid(os.posix_spawnp("true", ["true"], os.environ), 0)
+        print("kept")
+    except ChildProcessError:
+        print("ignored")
+"""
+RANKS = "import os, sys, time; time.sleep(0.2); sys.exit(7 * int(os.environ['RANK']))"
+
+
+def ignore() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+
+
+def block() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+
+
+@pytest.mark.parametrize("before", [ignore, block])
+def test_flrun_knows_exit_codes(before: Callable[[], None], tmp_path: Path) -> None:
+    program = write(tmp_path, RANKS)
+    command = [*LAUNCH, "-n", "2", str(program)]
+    done = subprocess.run(command, preexec_fn=before, capture_output=True, text=True, check=False)
+    assert done.returncode == 7, done.stderr
+    assert "rank 1 of 2" in done.stderr
+
+
+def test_flrun_and_its_ranks_end_by_signals_that_were_blocked(tmp_path: Path) -> None:
+    program = write(tmp_path, "import signal; print('here', flush=True); signal.pause()")
+    command = [*LAUNCH, "-n", "1", "--grace", "60", str(program)]
+    with subprocess.Popen(command, preexec_fn=block, stdout=subprocess.PIPE) as process:  # noqa: PLW1509 - one thread
+        assert process.stdout is not None
+        assert b"here" in process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("how", ["inherited", "ignored here", "reaped here"])
+def test_spawn_knows_exit_codes(how: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(write(tmp_path, SPAWN)), how]
+    before = ignore if how == "inherited" else None
+    done = subprocess.run(command, preexec_fn=before, capture_output=True, text=True, check=False)
+    if how == "reaped here":
+        assert done.stdout.startswith(("1 7\n", "1 None\n")), done.stderr
+    else:
+        assert done.stdout == "1 7\nignored\n", done.stderr
