@@ -18,7 +18,8 @@ enum ReduceOp { kSum = 0, kProd = 1, kMin = 2, kMax = 3, kAvg = 4, kAnd = 5, kOr
 // into[i] = scale * (from[0][i] op from[1][i] op ...), always in this order, so that the bits do
 // not depend on who computes them. float16 and bfloat16 accumulate in float32 and round once;
 // integers wrap and multiply by the integral scale; min and max propagate NaN, as NumPy does; and, or
-// and xor are bitwise, of integers and bool, and know no scale; avg is sum with scale / ranks.
+// and xor are bitwise, of integers, or of the truth of bool, and know no scale; avg is sum with
+// scale / ranks.
 // `into` may be one of `from`. Returns false where dtype and op do not go together.
 bool reduce(int dtype, int op, double scale, void* into, const void* const* from, int ranks,
             size_t count);

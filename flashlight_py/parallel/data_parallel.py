@@ -283,7 +283,7 @@ def _kept(flags: Any, grads: list[Array]) -> list[bool]:
 def _is_finite(array: Array) -> bool:
     """Return whether there is neither NaN nor infinity; one sum, as a rule, says so."""
     xp = array_module(array)
-    with np.errstate(over="ignore", invalid="ignore"):
+    with np.errstate(all="ignore"):
         return bool(xp.isfinite(array.sum())) or bool(xp.isfinite(array).all())
 
 

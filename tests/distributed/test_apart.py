@@ -77,6 +77,16 @@ def test_what_is_only_read_may_overlap() -> None:
         together.add(X[2], writes=True)
 
 
+@pytest.mark.parametrize("verb", [fl.all_gather, fl.reduce_scatter])
+def test_results_in_a_list_lie_apart(verb: Any) -> None:
+    one, two, out = np.ones((1, 2)), np.full((1, 2), 2.0), np.zeros((1, 2))
+    with pytest.raises(ValueError, match=r"out\[1\] shares memory with out\[0\]"):
+        verb([one, two], out=[out, out])
+    with pytest.raises(ValueError, match=r"x\[1\] shares memory with out\[0\]"):
+        verb([one, two], out=[two, out])
+    assert [x.tolist() for x in verb([one, two], out=[one, out])] == [[[1, 1]], [[2, 2]]]
+
+
 def many(make: Callable[[], reducer.Reducer]) -> Callable[[Any, Any], None]:
     def reduce(one: Any, other: Any) -> None:
         each = make()

@@ -31,6 +31,7 @@ from flashlight_py.distributed.calls.arrays import (
 from flashlight_py.distributed.calls.call import Call, P2POp
 from flashlight_py.distributed.calls.checks import (
     NUMBERS,
+    Apart,
     as_number,
     check_rank,
     check_rows,
@@ -152,6 +153,12 @@ def _each(group: Membership, verb: Verb, xs: Sequence[Any], how: dict[str, Any])
     outs = [None] * len(xs) if how["out"] is None else list(how["out"])
     if len(outs) != len(xs):
         raise ValueError(f"{verb}: {len(xs)} arrays are passed, and out has {len(outs)}")
+    if how["out"] is not None:
+        apart = Apart(verb.name, len(outs))
+        for out in outs:
+            apart.add(as_array(f"{verb}(out=)", out, of_any_dtype=True, anew=True))
+        for place, x in enumerate(xs):  # which may share memory with its own part of out
+            apart.add(as_array(verb.name, x, writes=False, of_any_dtype=True), False, place)
     pairs = zip(xs, outs, strict=True)
     prepared = [_prepare(group, verb, x, {**how, "out": out}) for x, out in pairs]
     results = [start() for start in prepared]

@@ -345,7 +345,8 @@ def check_reduction(verb: str, dtype: np.dtype[Any], op: ReduceOp, scale: float)
 
 def pack(array: Array) -> Array:
     """Return ``array`` itself where a backend can take it, else a packed, native copy."""
-    if array.flags.c_contiguous and array.dtype.isnative:
+    flags = array.flags
+    if flags.c_contiguous and array.dtype.isnative and getattr(flags, "aligned", True):  # CuPy: is
         return array
     xp = array_module(array)
     packed: Array = xp.array(array, dtype=array.dtype.newbyteorder("="), order="C")
@@ -418,8 +419,12 @@ def require_length(verb: str, out: Any, rows: int, rank: int, size: int) -> None
         )
 
 
+@np.errstate(all="ignore")
 def scale_in_place(array: Array, scale: float) -> None:
-    """Multiply ``array`` by ``scale``, rounding as the native reductions do."""
+    """Multiply ``array`` by ``scale``, rounding as the native reductions do.
+
+    Whatever one rank has set by ``np.seterr``: ranks have the same results and errors.
+    """
     if scale == 1.0:
         return
     if array.dtype.kind in "iu":

@@ -143,15 +143,19 @@ class Apart:
     Two that do would be written twice, or read while they are written.
     """
 
-    def __init__(self, verb: str) -> None:
-        self._verb = verb
+    def __init__(self, verb: str, outs: int = 0) -> None:
+        """The first ``outs`` arrays are those of ``out``, the others those of ``x``."""
+        self._verb, self._outs = verb, outs
         # Where they begin, their places in the order, where they end, whether they are written.
         self._known: list[tuple[int, int, int, bool, Array]] = []
         self._longest = 0
         self._count = 0
 
-    def add(self, array: Array, writes: bool = True) -> None:
-        """Take one more; few of those before it are looked at, if they lie apart."""
+    def add(self, array: Array, writes: bool = True, beside: int = -1) -> None:
+        """Take one more; few of those before it are looked at, if they lie apart.
+
+        It may share memory with the one at the place ``beside``.
+        """
         place, self._count = self._count, self._count + 1
         start, end = _bounds(array)
         if start == end:
@@ -160,15 +164,21 @@ class Apart:
         at = bisect_left(known, (end,)) - 1  # the last one that begins before the end
         while at >= 0 and known[at][0] + self._longest > start:
             _, other_place, other_end, other_writes, other = known[at]
-            if other_end > start and (writes or other_writes) and _overlap(array, other):
+            is_near = other_end > start and (writes or other_writes) and other_place != beside
+            if is_near and _overlap(array, other):
                 raise ValueError(
-                    f"{self._verb}: array {place} shares memory with array {other_place} before it "
-                    "(or is the same one twice), and would be written twice; pass arrays that "
-                    "lie apart, or a copy of one"
+                    f"{self._verb}: {self._name(place)} shares memory with "
+                    f"{self._name(other_place)} before it (or is the same one twice), and would be "
+                    "written twice; pass arrays that lie apart, or a copy of one"
                 )
             at -= 1
         insort(known, (start, place, end, writes, array))
         self._longest = max(self._longest, end - start)
+
+    def _name(self, place: int) -> str:
+        if not self._outs:
+            return f"array {place}"
+        return f"out[{place}]" if place < self._outs else f"x[{place - self._outs}]"
 
 
 def _bounds(array: Array) -> tuple[int, int]:

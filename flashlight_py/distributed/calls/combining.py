@@ -40,7 +40,7 @@ def combined(arrays: Sequence[Array], op: ReduceOp, scale: float = 1.0) -> Array
     if op in LOGICAL:
         op, terms = LOGICAL[op], [array != 0 for array in arrays]  # of one alone too
     fold = functools.partial(functools.reduce, getattr(xp, _UFUNCS[op]))
-    with np.errstate(over="ignore", invalid="ignore"):  # infinities come as they come
+    with np.errstate(all="ignore"):  # infinities come as they come
         total = xp.array(fold(terms))
         scale_in_place(total, scale)
         result: Array = total.astype(dtype, copy=False)

@@ -42,7 +42,7 @@ class CastCompression(Compression):
 
     def _narrow(self, flat: Array) -> Array:
         """Round to the dtype. Finite numbers stay finite; infinities and NaN stay what they are."""
-        with np.errstate(over="ignore", under="ignore"):
+        with np.errstate(all="ignore"):
             narrow: Array = flat.astype(self._dtype)
         bits = narrow.view(np.uint16)
         beyond = bits & 0x7FFF == self._infinity  # isinf takes 20 times as long
@@ -130,7 +130,7 @@ def to_half(flat: Array) -> NDArray[np.float16]:
     """
     half = np.empty(flat.shape, np.float16)
     bits = half.view(np.uint16)
-    with np.errstate(invalid="ignore", under="ignore"):
+    with np.errstate(all="ignore"):
         for start in range(0, flat.size, _BLOCK):
             block = flat[start : start + _BLOCK]
             bits[start : start + _BLOCK] = _half_bits(block)

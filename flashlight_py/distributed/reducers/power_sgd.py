@@ -110,7 +110,7 @@ class PowerSGDCompression(Compression):
         shapes = [(len(matrix), self.rank) for matrix in matrices]
         message, parts = self._message(bucket, shapes + [part.shape for part in rest])
         lefts, exact = parts[: len(shapes)], parts[len(shapes) :]
-        with np.errstate(invalid="ignore"):
+        with np.errstate(all="ignore"):
             for number, residual in enumerate(residuals):
                 matrices[number] += residual
                 xp.matmul(matrices[number], factors[number], out=lefts[number])
@@ -123,7 +123,7 @@ class PowerSGDCompression(Compression):
             message, rights = self._message(bucket, shapes)
             bases = [orthonormal(left) for left in lefts]
             products = list(zip(bases, rights, matrices, strict=True))
-            with np.errstate(invalid="ignore"):
+            with np.errstate(all="ignore"):
                 for (base, right, matrix), residual in zip(products, residuals, strict=True):
                     xp.matmul(matrix.T, base, out=right)
                     xp.matmul(base, right.T, out=residual)  # what the product lacks

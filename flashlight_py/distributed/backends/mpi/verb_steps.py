@@ -206,7 +206,7 @@ class MpiForm(NamedTuple):
 def _decode(form: MpiForm, carrier: Array, out: Array, scale: float) -> None:
     """Write ``scale`` times the numbers of ``carrier`` into ``out``, which it may lie in."""
     values = form.decode(carrier)
-    with np.errstate(over="ignore", invalid="ignore"):  # infinities come as they come
+    with np.errstate(all="ignore"):  # infinities come as they come
         scale_in_place(values, scale)
         if not np.may_share_memory(values, out):
             out[...] = values.reshape(out.shape)
@@ -227,8 +227,8 @@ def _form_of(mpi: Any, array: Array, op: ReduceOp) -> MpiForm | None:
     if kind in "biu":
         if plain:  # unsigned, which wraps around; some libraries (Open MPI, by AVX) saturate 8 and
             carrier = np.dtype(f"uint{max(bits, 32)}")  # 16 bits: they go as 32
-        elif kind == "b":
-            carrier = np.dtype(np.uint8)
+        elif kind == "b":  # any byte but 0 is true
+            return MpiForm(does, _truth, lambda carrier: carrier.view(np.bool_))
     elif op in (ReduceOp.MIN, ReduceOp.MAX):
         return _extreme_form(does, op, array.dtype) if bits <= 64 else None
     elif bits == 16:
@@ -241,6 +241,12 @@ def _form_of(mpi: Any, array: Array, op: ReduceOp) -> MpiForm | None:
         return lambda values: values.view(dtype) if same else values.astype(dtype)
 
     return MpiForm(does, seen_as(carrier), seen_as(array.dtype))
+
+
+def _truth(array: Array) -> Array:
+    """Return 1 for each element that is true, else 0, as bytes."""
+    truth: Array = (array.view(np.uint8) != 0).view(np.uint8)
+    return truth
 
 
 def _extreme_form(does: Any, op: ReduceOp, dtype: np.dtype[Any]) -> MpiForm:
