@@ -263,3 +263,42 @@ def test_sync_distributed_raises_each_failure_that_nobody_has_waited_for(
     ranks: Any, kind: str
 ) -> None:
     ranks.run(fail_unnoticed, kind)
+
+
+def bools_of_any_byte(rank: int, size: int) -> None:
+    """Files and C code make bools whose byte is neither 0 nor 1."""
+    everyone = [np.array([r + 2, 255 * (r == 0), 0, 7 - r] * 9, np.uint8) for r in range(size)]
+    truth = [each != 0 for each in everyone]
+    for op in (np.logical_and, np.logical_or, np.logical_xor):
+        name = op.__name__.removeprefix("logical_")
+        for each in (name, f"l{name}"):
+            same(fl.all_reduce(everyone[rank].view(bool).copy(), op=each), op.reduce(truth))
+    same(fl.all_reduce(everyone[rank].view(bool).copy(), op="min"), np.logical_and.reduce(truth))
+    same(fl.all_reduce(everyone[rank].view(bool).copy(), op="max"), np.logical_or.reduce(truth))
+
+
+def arrays_at_odd_addresses(rank: int, size: int) -> None:
+    for count in (size, 30_000 * size):
+        odd = np.zeros(8 * count + 1, np.uint8)[1:].view("f8")
+        odd[:] = rank
+        same(fl.all_reduce(odd.copy(), op="avg"), fl.all_reduce(odd, op="avg"))
+        same(fl.all_gather(odd[:1]), [(size - 1) / 2] * size)
+        fl.broadcast(odd, root=1)
+        same(fl.reduce_scatter(odd)[:1], [size * odd[0]])
+
+
+def errors_of_numpy_on_one_rank(rank: int, size: int) -> None:
+    """What one rank has set by np.seterr decides no result and raises nothing."""
+    with np.errstate(all="raise" if rank == 1 else "ignore"):
+        for dtype in ("f2", "f4", "f8", "c8", "g"):
+            large, small = np.finfo(dtype).max, np.finfo(dtype).tiny
+            assert np.isinf(fl.all_reduce(np.full(3, large, dtype), scale=2.0).real).all(), dtype
+            fl.all_reduce(np.full(3, small, dtype), scale=1e-3)
+            fl.all_reduce(np.full(3, np.inf if rank else -np.inf, dtype))
+
+
+@pytest.mark.parametrize(
+    "check", [bools_of_any_byte, arrays_at_odd_addresses, errors_of_numpy_on_one_rank]
+)
+def test_unusual_data(ranks: Any, check: Any) -> None:
+    ranks.run(check)
