@@ -297,8 +297,28 @@ def errors_of_numpy_on_one_rank(rank: int, size: int) -> None:
             fl.all_reduce(np.full(3, np.inf if rank else -np.inf, dtype))
 
 
+def arrays_without_dimensions(rank: int, size: int) -> None:
+    """They stay arrays, of their dtype, where indexing makes scalars of NumPy."""
+    for value in ("abc", 3.0, 1j, np.datetime64(7, "s")):
+        x = np.asarray(value)
+        for out in (None, np.zeros_like(x)):
+            for how in (False, True):
+                parts = [x] * size if rank == 0 else None
+                done: Any = fl.scatter(parts, out=out, async_op=how)
+                part = done.wait() if how else done
+                assert type(part) is np.ndarray
+                assert part.dtype == x.dtype
+                same(part, x)
+        assert [each.shape for each in fl.all_gather([x, x])] == [(size,)] * 2
+        assert type(fl.broadcast_object([x])[0]) is np.ndarray
+
+
 @pytest.mark.parametrize(
-    "check", [bools_of_any_byte, arrays_at_odd_addresses, errors_of_numpy_on_one_rank]
+    "check",
+    [
+        *(bools_of_any_byte, arrays_at_odd_addresses),
+        *(errors_of_numpy_on_one_rank, arrays_without_dimensions),
+    ],
 )
 def test_unusual_data(ranks: Any, check: Any) -> None:
     ranks.run(check)

@@ -273,13 +273,18 @@ def _scatter_equal(members: Membership, call: Call, xs: Any, out: Any, kind: Any
             f"scatter: a part has at most {_DIMENSIONS} dimensions, got shape {whole.shape[1:]}; "
             "reshape it"
         )
-    like = _array_of(out) if whole is None else whole[0]
+    # Not whole[0], which is no array if that has no dimension.
+    like = _array_of(out) if whole is None else whole[0, ...]
     space = output("scatter", out, like, () if like is None else like.shape, kind)
     if like is not None and code_of(like.dtype) == MOVED:
         # It goes with each part, in text, for ranks that pass no ``out``.
         call.holds = like.dtype, like.shape
         call.out = room = np.empty_like(with_text(pack(like)))
-        call.array = None if whole is None else np.stack([with_text(part) for part in whole])
+        call.array = (
+            None
+            if whole is None
+            else np.stack([with_text(whole[i, ...]) for i in range(len(whole))])
+        )
         return finish(members, call, members.run(call), space._replace(packed=room), of_bytes)
     call.array = None if whole is None else pack_apart(whole, space)
     call.out = space.packed

@@ -43,10 +43,11 @@ class SingleBackend(Backend):
         if call.received is not None and call.rows is not None:
             call.received += call.rows
         if array is not None and not verb.in_place:
-            given = array[0] if verb is SCATTER else array
+            given = array[0, ...] if verb is SCATTER else array
             array = given.copy() if call.out is None else call.out
             if call.out is not None:
-                require_length(call.name, call.out, given.shape[0] if given.ndim else 1, 0, 1)
+                if call.out.ndim:
+                    require_length(call.name, call.out, given.shape[0] if given.ndim else 1, 0, 1)
                 call.out[...] = given
         if array is not None and verb.reduces and verb.fills(0, call.root):
             scale_in_place(array, call.scale)
