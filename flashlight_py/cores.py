@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
+import re
 import resource
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from pathlib import Path
+from typing import TypeAlias
 
 __all__ = ["MOST_RANKS", "check_processes", "fair_share", "thread_variables", "usable_cores"]
 
-_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+ROOT = Path("/")  # of /proc and /sys; tests have others
+# Of control groups: the controller between the colons of /proc/self/cgroup (version 2 has one
+# hierarchy for all), where the groups are, and the files with a quota and its period.
+_QUOTAS = [
+    ("", "sys/fs/cgroup", "cpu.max"),
+    ("", "sys/fs/cgroup/unified", "cpu.max"),
+    ("cpu", "sys/fs/cgroup/cpu", "cpu.cfs_quota_us", "cpu.cfs_period_us"),
+    ("cpu", "sys/fs/cgroup/cpu,cpuacct", "cpu.cfs_quota_us", "cpu.cfs_period_us"),
+]
 _MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
+Row: TypeAlias = tuple[str, ...]
 MOST_RANKS = 1 << 17  # of a job on any number of hosts
 # The least memory of a process, in bytes; descriptors that are left for other purposes.
 _PROCESS_BYTES, _OTHER_DESCRIPTORS = 4 << 20, 64
@@ -72,15 +85,26 @@ def fair_share(rank: int, affinities: Sequence[AbstractSet[int]]) -> int:
 
 
 def _within_quota(cores: int) -> int:
-    if not _CPU_QUOTA.exists():
-        return cores
-    return min(cores, cores_of_quota(_CPU_QUOTA.read_text()) or cores)
+    """Return ``cores``, or fewer if a control group has less: 150 ms in each 100 ms are two."""
+    for group, (_, _, *files) in control_groups(ROOT, _QUOTAS):
+        with suppress(OSError, ValueError):  # no limit ("max", -1), or no such file
+            quota, period = map(int, " ".join((group / f).read_text() for f in files).split())
+            cores = min(cores, math.ceil(quota / period)) if quota > 0 else cores
+    return cores
 
 
-def cores_of_quota(cpu_max: str) -> int | None:
-    """Return the cores that cgroup 2's ``cpu.max`` amounts to; None: no limit.
+def control_groups(root: Path, rows: Iterable[Row]) -> Iterator[tuple[Path, Row]]:
+    """Yield the control groups that this process is in, and those above, for each of ``rows``.
 
-    ``150000 100000``: 150 ms of processor time in each 100 ms, rounded up to two cores.
+    A row begins with a controller and where its groups are.
     """
-    quota, _, period = cpu_max.partition(" ")
-    return math.ceil(int(quota) / int(period)) if quota.isdecimal() else None
+    try:
+        text = (root / "proc/self/cgroup").read_text()
+    except OSError:
+        return
+    for (names, path), row in itertools.product(re.findall(":(.*?):(.*)", text), rows):
+        controller, mount, *_ = row
+        # A container may see its own group alone, where the mount is, by a longer path.
+        for group in (root / mount / path.lstrip("/") / "x").parents:
+            if controller in names.split(",") and group.is_relative_to(root / mount):
+                yield group, row

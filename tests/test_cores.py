@@ -3,23 +3,48 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
 from flashlight_py import cores
-from flashlight_py.cores import cores_of_quota, fair_share, thread_variables, usable_cores
+from flashlight_py.cores import fair_share, thread_variables, usable_cores
 
 
 def test_usable_cores_are_at_most_those_of_the_affinity() -> None:
     assert 1 <= usable_cores() <= len(os.sched_getaffinity(0))
 
 
+V1, V2 = "4:cpu,cpuacct:/jobs/7\n1:name=systemd:/jobs/7\n0::/\n", "0::/jobs/7\n"
+
+
 @pytest.mark.parametrize(
-    ("cpu_max", "cores"),
-    [("max 100000\n", None), ("400000 100000\n", 4), ("150000 100000\n", 2), ("5000 100000\n", 1)],
+    ("groups", "quotas", "expected"),
+    [
+        (V2, {"cpu.max": "max 100000\n"}, 8),
+        (V2, {"cpu.max": "400000 100000\n"}, 4),
+        (V2, {"cpu.max": "max 100000\n", "jobs/7/cpu.max": "150000 100000\n"}, 2),
+        (V2, {"jobs/cpu.max": "5000 100000\n", "jobs/7/cpu.max": "300000 100000\n"}, 1),
+        (V2, {"jobs/7/cpu.max": "nonsense"}, 8),
+        (V1, {"cpu/jobs/7/cpu.cfs_quota_us": "-1\n", "cpu/jobs/7/cpu.cfs_period_us": "1\n"}, 8),
+        (V1, {"cpu/jobs/cpu.cfs_quota_us": "250000", "cpu/jobs/cpu.cfs_period_us": "100000"}, 3),
+        (V1, {"cpu,cpuacct/cpu.cfs_quota_us": "9", "cpu,cpuacct/cpu.cfs_period_us": "9"}, 1),
+        ("", {"cpu.max": "100000 100000\n"}, 8),
+    ],
 )
-def test_a_containers_quota_in_cores(cpu_max: str, cores: int | None) -> None:
-    assert cores_of_quota(cpu_max) == cores
+def test_the_least_quota_of_the_control_groups_counts(
+    groups: str,
+    quotas: dict[str, str],
+    expected: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    files = {f"sys/fs/cgroup/{name}": text for name, text in quotas.items()}
+    for name, text in {"proc/self/cgroup": groups, **files}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(cores, "ROOT", tmp_path)
+    assert fair_share(0, [set(range(8))]) == expected
 
 
 NAMES = {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"}

@@ -124,6 +124,22 @@ def test_a_folder_or_a_file_that_others_can_read_is_refused(
         Secret.find(True, {})
 
 
+def test_a_folder_that_cannot_be_written_to_is_passed_over(
+    public: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(public))
+    folder = public / "run"
+    folder.mkdir(mode=0o500)
+    user = os.geteuid() or 65534  # root may write everywhere
+    os.chown(folder, user, -1)
+    pid = os.fork()
+    if pid == 0:
+        os.setuid(user)
+        found = secret.folder({"XDG_RUNTIME_DIR": str(folder)})
+        os._exit(found != public / f"flashlight-{user}")
+    assert os.waitpid(pid, 0)[1] == 0
+
+
 def test_the_environment_is_first_and_an_empty_secret_is_refused() -> None:
     both = {"FLASHLIGHT_SECRET": "a", "MASTER_SECRET": "b"}
     assert Secret.find(False, both).common == b"a"

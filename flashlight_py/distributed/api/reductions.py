@@ -225,7 +225,7 @@ def scan(
 
     Args:
         x: array, or a number, as of :func:`all_reduce`; the same shape and dtype on every rank.
-        op: as for :func:`all_reduce`; ``"avg"`` divides by r + 1, as many as are combined.
+        op: as for :func:`all_reduce`; ``"avg"`` multiplies by 1 / (r + 1): r + 1 are combined.
         scale: real number that the result is multiplied by.
         async_op: return a ``Work`` at once; its ``wait()`` returns ``x``.
         group: the process group, default the world.
@@ -258,7 +258,7 @@ def exscan(
 
     Args:
         x: array, or a number; the same shape and dtype on every rank.
-        op: as for :func:`scan`; ``"avg"`` divides by r.
+        op: as for :func:`scan`; ``"avg"`` multiplies by 1 / r.
         scale: real number that the result is multiplied by.
         async_op: return a ``Work`` at once; its ``wait()`` returns ``x``.
         group: the process group, default the world.

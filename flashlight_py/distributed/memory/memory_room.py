@@ -11,7 +11,6 @@ import functools
 import itertools
 import math
 import os
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from flashlight_py.cores import control_groups
 from flashlight_py.device import Array
 
 ROOT = Path("/")  # of /proc and /sys; tests have others
@@ -31,8 +31,7 @@ _KEPT = 1 / 20
 # What is reserved between two questions, as others may take memory meanwhile.
 _PIECE = 256 << 20
 
-# Of control groups: the name between the colons of /proc/self/cgroup (version 2 has one hierarchy
-# for all), where they are, the files of what one may have and has, and how its caches are named.
+# See ``control_groups``: the files of what one may have and has, and how its caches are named.
 _CONTROLLERS = [
     ("", "sys/fs/cgroup", "memory.max", "memory.current", ""),
     ("", "sys/fs/cgroup/unified", "memory.max", "memory.current", ""),
@@ -115,15 +114,10 @@ def _of_group(group: Path, limit: int, name: str, used: str, caches: str) -> tup
 def _limits(root: Path) -> list[tuple[Path, int, str, str, str]]:
     """Return the control groups above this process that may have less than the machine has."""
     machine = _known(lambda: 1024 * int(_words_after(root / "proc/meminfo")["MemTotal:"]))
-    text = "".join(_known((root / "proc/self/cgroup").read_text))
     found = []
-    for (names, path), row in itertools.product(re.findall(":(.*?):(.*)", text), _CONTROLLERS):
-        controller, mount, name, *others = row
-        # A container may see its own group alone, where the mount is, by a longer path.
-        for group in (root / mount / path.lstrip("/") / "x").parents:
-            if controller in names.split(",") and group.is_relative_to(root / mount):
-                limits = _known(lambda file: int(file.read_text()), group / name)
-                found += [(group, limit, name, *others) for limit in limits]
+    for group, (_, _, name, used, caches) in control_groups(root, _CONTROLLERS):
+        limits = _known(lambda file: int(file.read_text()), group / name)
+        found += [(group, limit, name, used, caches) for limit in limits]
     return [each for each in found if each[1] < min(machine, default=sys.maxsize)]
 
 

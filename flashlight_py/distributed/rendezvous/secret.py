@@ -120,7 +120,8 @@ def folder(environ: Mapping[str, str]) -> Path:
 def _objection(path: Path) -> str:
     """Return why ``path`` is no folder of this user alone; empty if it is one."""
     try:
-        return _not_ours(path.lstat(), stat.S_ISDIR)
+        objection = _not_ours(path.lstat(), stat.S_ISDIR)
+        return objection or ("" if os.access(path, os.W_OK | os.X_OK) else "cannot be written to")
     except OSError as error:
         return f"cannot be looked at ({error.strerror})"
 
