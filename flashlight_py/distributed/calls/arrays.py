@@ -122,8 +122,10 @@ def _held_by(verb: str, value: Any, writes: bool) -> Array:
             f"no gradient is to flow, {verb}(x.array)"
         )
     held: Any = getattr(value, "array", value)
-    if isinstance(held, np.ndarray) or is_cupy(held):
+    if is_cupy(held):
         return held  # type: ignore[no-any-return]
+    if isinstance(held, np.ndarray):
+        return held.view(np.ndarray)  # a np.matrix has two dimensions, whatever is done with it
     if isinstance(held, np.generic) and writes:
         raise TypeError(
             f"{verb} works in place and a NumPy scalar ({type(held).__name__}) cannot change; "
