@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +22,8 @@ _LONGEST_CAUSE = 200
 # Between tracebacks of one chain.
 _LINKS = (b"During handling of the above exception", b"The above exception was the direct cause")
 _HEADS = (b"Traceback (most recent call last)", b'  File "')  # the second: of a SyntaxError
+
+_PREFIX = re.compile(rb"^\[rank\d+\]: ?")  # torch.distributed writes it before each line
 
 # How far from a cause is what a rank raises because of another one. One that has waited in vain may
 # be the first to fail, where ranks wait for each other; one that has lost another rank never is.
@@ -88,6 +91,7 @@ class Tail:
 
     def read(self, line: bytes) -> None:
         """Read one line; its end does not matter."""
+        line = _PREFIX.sub(b"", line)
         if line.startswith(_HEADS):
             self._is_inside = True
         elif line.startswith(_LINKS):

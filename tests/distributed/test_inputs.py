@@ -316,12 +316,15 @@ def arrays_without_dimensions(rank: int, size: int) -> None:
 def matrices(rank: int, size: int) -> None:
     """Two dimensions stay two, however they are indexed."""
     for how in (False, True):
-        xs = [np.matrix([[1.0, 2.0], [3.0, rank]]), np.matrix([[rank]])]
+        xs = [
+            np.array([[1.0, 2.0], [3.0, rank]]).view(np.matrix),
+            np.array([[rank]]).view(np.matrix),
+        ]
         done: Any = fl.all_reduce_multiple(xs, contiguous=True, async_op=how)
         assert (done.wait() if how else done)[0] is xs[0]
         same(xs[0], [[size, 2 * size], [3 * size, size * (size - 1) / 2]])
         same(xs[1], [[size * (size - 1) / 2]])
-    values, ranks = fl.all_reduce_location(np.matrix([[rank, -rank]]))
+    values, ranks = fl.all_reduce_location(np.array([[rank, -rank]]).view(np.matrix))
     same(values, [[0, 1 - size]])
     same(ranks, [[0, size - 1]])
 

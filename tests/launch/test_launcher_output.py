@@ -144,6 +144,8 @@ LINK = "\nDuring handling of the above exception, another exception occurred:\n\
         (f"{HEAD}  File\n    x\nError: a\nmore\n", ["Error: a"]),
         (f"{HEAD}  a\nA: 1\n\n{HEAD}  b\nB: 2\n", ["B: 2"]),
         (f"{HEAD}  a\nA: 1\n{LINK}{HEAD}  b\nB: 2\n", ["A: 1", "B: 2"]),
+        # As torch.distributed writes it.
+        (f"[rank12]: {HEAD}[rank12]:   File\n[rank12]: \n[rank12]: B: 2\n", ["B: 2"]),
         (f"{HEAD}  a\nA: 1\n\nThe traceback of rank 1:\n  {HEAD}    b\n  B: 2\n", ["A: 1"]),
         (
             '  File "x.py", line 1\n    x y\n      ^\nSyntaxError: no\n',
