@@ -85,8 +85,7 @@ class Verb:
 ALL_REDUCE = Verb("all_reduce", 1, ("op", "scale"), numbers=True)
 REDUCE = Verb("reduce", 8, ("op", "scale", "root"), "root's array", numbers=True)
 SCAN = Verb("scan", 14, ("op", "scale"), prefix=True, numbers=True)
-# Rank 0 of an exscan keeps its array, since nothing is before it. MPI leaves it undefined; not
-# every operation has a value of nothing: an average has none.
+# Rank 0 of an exscan keeps its array here, as nothing is before it; ``exscan`` fills it then.
 EXSCAN = Verb("exscan", 15, ("op", "scale"), "later array", prefix=True, numbers=True)
 REDUCE_SCATTER = Verb(
     "reduce_scatter", 2, ("op", "scale", "rows"), "result", cuts=True, uneven=13, lists=True

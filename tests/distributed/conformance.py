@@ -206,6 +206,24 @@ def assert_equal(got: Array, expected: Array, what: str) -> None:
         np.testing.assert_array_equal(got, expected, err_msg=what)
 
 
+UFUNCS = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}
+UFUNCS |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+UFUNCS |= {"land": np.logical_and, "lor": np.logical_or, "lxor": np.logical_xor}
+
+
+def kept(verb: str, own: np.ndarray, op: str = "sum") -> np.ndarray:
+    """Return what a rank has if nothing is for it: its own, or of an exscan the identity."""
+    if verb != "exscan" or op == "avg":
+        return own
+    value: Any = UFUNCS[op].identity
+    if value is None:
+        limits = [False, True] if own.dtype == bool else [-np.inf, np.inf]
+        if own.dtype.kind in "iu":
+            limits = [np.iinfo(own.dtype).min, np.iinfo(own.dtype).max]
+        value = limits[op == "min"]
+    return np.broadcast_to(np.array(value).astype(own.dtype), own.shape)
+
+
 # What runs on the ranks ---------------------------------------------------------------------
 
 
@@ -223,7 +241,7 @@ def every_op(rank: int, size: int, verb: str, name: str, layout: str) -> None:
             assert (x.dtype, x.strides) == before
             what = f"{verb} {name} {layout} {op} scale={scale} on rank {rank} of {size}"
             expected = meant(row, everyone, rank, op, scale=scale, **root)
-            expected = everyone[rank] if expected is None else expected
+            expected = kept(verb, everyone[rank], op) if expected is None else expected
             assert_equal(x, expected.astype(x.dtype), what)
     if dtype_of(name).kind not in "iub":
         x = lay_out(everyone[rank], layout)
@@ -232,7 +250,7 @@ def every_op(rank: int, size: int, verb: str, name: str, layout: str) -> None:
         assert work.is_completed()
         assert work.result() is x
         expected = meant(row, everyone, rank, scale=0.25, **root)
-        expected = everyone[rank] if expected is None else expected
+        expected = kept(verb, everyone[rank]) if expected is None else expected
         assert_equal(x, expected.astype(x.dtype), f"async {verb} {name} {layout}")
 
 
@@ -243,7 +261,7 @@ def every_size(rank: int, size: int, verb: str, name: str, counts: list[int]) ->
         # The values have a period, and so have their sums.
         everyone = [values(r, (min(count, PERIOD),), name) for r in range(size)]
         expected = meant(BY_NAME[verb], everyone, rank)
-        expected = everyone[rank] if expected is None else expected
+        expected = kept(verb, everyone[rank]) if expected is None else expected
         assert_equal(x, np.resize(expected, count), f"{verb} of {count} elements of {name}")
 
 

@@ -150,7 +150,7 @@ def filled_in_place(rank: int, size: int, library: str, dtype: str) -> None:
     fills(fl.broadcast, [2, 2], root=1)
     fills(fl.reduce, total if rank == 1 else before, root=1, op=op)
     fills(fl.scan, total if rank == 1 else before, op=op)
-    fills(fl.exscan, [1, 0], op=op)
+    fills(fl.exscan, [1, 0] if rank else [0, 0], op=op)
     for contiguous in (False, True):
         for async_op in (False, True):
             xs = [check.make(before), check.make([before])]

@@ -20,14 +20,14 @@ def prefixes(rank: int, size: int) -> None:
     x = np.full((2, 3), rank + 1.0)
     assert fl.scan(x) is x
     assert np.all(x == (rank + 1) * (rank + 2) / 2)
-    for op, kept, wanted in (
-        ("sum", [5, 0], [10 * rank, 0]),
-        ("max", [5, -1], [10, -2]),
-        ("lor", [5, 0], [1, 0]),
+    for op, own, wanted, first in (
+        ("sum", [5, 0], [10 * rank, 0], [0, 0]),
+        ("max", [5, -1], [10, -2], [-(2**63)] * 2),
+        ("lor", [5, 0], [1, 0], [0, 0]),
     ):
-        y = np.array(kept).repeat(2)[::2]  # not contiguous
+        y = np.array(own).repeat(2)[::2]  # not contiguous
         assert fl.exscan(y, op, scale=1 if op == "lor" else 2) is y  # type: ignore[call-overload]
-        assert y.tolist() == (wanted if rank else kept), op
+        assert y.tolist() == (wanted if rank else first), op
     averages = np.array([[rank, 2 * rank]], np.float16)
     assert fl.scan(averages, op="avg").tolist() == [[rank / 2, rank]]
     mean = fl.exscan(np.array(float(rank)), op="avg")
@@ -36,9 +36,10 @@ def prefixes(rank: int, size: int) -> None:
 
 def numbers(rank: int, size: int) -> None:
     assert fl.scan(1) == rank + 1
-    assert fl.exscan(2.5) == (2.5 * rank or 2.5)
+    assert fl.exscan(2.5) == 2.5 * rank
     product = fl.exscan(rank + 2, op="prod")
-    assert product == (math.prod(range(2, rank + 2)) if rank else 2)
+    assert product == math.prod(range(2, rank + 2))
+    assert fl.exscan(True, op="or") is (rank > 0)
     assert fl.scan(rank > 0, op="or") is (rank > 0)
     with pytest.raises(OverflowError):
         fl.scan(2**63 - size + 1)
@@ -55,7 +56,7 @@ def in_flight(rank: int, size: int) -> None:
         assert np.all(group.scan(np.ones(2)) == group.rank + 1)
     fl.sync_distributed()
     assert all(work.wait() is x for work, x in zip(works, arrays, strict=True))
-    sums = [(rank + 1) * (rank + 2) / 2, rank * (rank + 1) / 2 if rank else 1.0]
+    sums = [(rank + 1) * (rank + 2) / 2, rank * (rank + 1) / 2]
     for i, x in enumerate(arrays):
         assert np.all(x == sums[i % 2]), i
 

@@ -9,6 +9,8 @@ from functools import partial
 from itertools import chain
 from typing import Any, Literal, TypeVar
 
+import numpy as np
+
 from flashlight_py.device import Array, array_module, is_cupy
 from flashlight_py.distributed.api.verb_call import (
     COLLECTIVE,
@@ -24,12 +26,13 @@ from flashlight_py.distributed.api.verb_call import (
 from flashlight_py.distributed.calls.arrays import (
     as_array,
     check_reduction,
+    identity_of,
     pack,
     pack_terms,
     parse_op,
 )
 from flashlight_py.distributed.calls.call import Call
-from flashlight_py.distributed.calls.checks import Apart
+from flashlight_py.distributed.calls.checks import NUMBERS, Apart
 from flashlight_py.distributed.calls.combining import cut
 from flashlight_py.distributed.calls.kinds import returned
 from flashlight_py.distributed.constants import Op, ReduceOp
@@ -254,7 +257,9 @@ def exscan(
     """Combine ``x`` of the ranks before this one, in rank order: an exclusive prefix reduction.
 
     Like :func:`scan`, but without this rank's ``x``: rank r receives the result of ranks 0 to
-    r - 1. The ``x`` of rank 0 stays unchanged for every ``op`` and ``scale``.
+    r - 1. Rank 0 receives the identity of ``op``: 0 for a sum, 1 for a product, False for or, the
+    largest value of the dtype for min. An average and dates have no identity: ``x`` of rank 0
+    stays unchanged.
 
     Args:
         x: array, or a number; the same shape and dtype on every rank.
@@ -269,12 +274,26 @@ def exscan(
     Raises:
         TypeError, ValueError, OverflowError, DistributedError: as for :func:`all_reduce`.
     """
-    y = (membership.world_native if group is None else of(group).native)(
-        EXSCAN.code, x, None, op, scale, 0, 0, async_op
-    )
-    if y is not NotImplemented:
+    members = of(group)
+    y = members.native(EXSCAN.code, x, None, op, scale, 0, 0, async_op)
+    if y is NotImplemented:
+        y = collective(members, EXSCAN, x, op=op, scale=scale, async_op=async_op)
+    if members.rank != 0:
         return y
-    return collective(group, EXSCAN, x, op=op, scale=scale, async_op=async_op)
+    fill = partial(_filled_with_identity, parse_op("exscan", op))
+    return members.keep(Then(y, fill)) if async_op else fill(y)
+
+
+def _filled_with_identity(op: ReduceOp, x: Any) -> Any:
+    """Return the array ``x`` filled with the identity of ``op``, or it as a number, if it exists."""
+    is_number = isinstance(x, NUMBERS)
+    array = np.asarray(x) if is_number else as_array("exscan", x, of_any_dtype=True, anew=True)
+    if (value := identity_of(op, array.dtype)) is None:
+        return x
+    if is_number:
+        return type(x)(value)
+    array[...] = value
+    return returned(x, array, True)
 
 
 def all_reduce_location(

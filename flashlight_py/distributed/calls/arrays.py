@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flashlight_py.device import Array, array_module, is_cupy
+from flashlight_py.device import Array, array_module, is_cupy, is_floating
 from flashlight_py.distributed.calls.kinds import copy_to_fill, is_of, kind_of
 from flashlight_py.distributed.constants import ReduceOp
 
@@ -71,6 +71,10 @@ _OPS: dict[object, ReduceOp] = {
     if known is not None
 }
 _EXTREMES = (ReduceOp.MIN, ReduceOp.MAX)
+_IDENTITIES = dict.fromkeys(
+    (ReduceOp.SUM, ReduceOp.OR, ReduceOp.XOR, ReduceOp.LOR, ReduceOp.LXOR), 0
+)
+_IDENTITIES |= dict.fromkeys((ReduceOp.PROD, ReduceOp.LAND), 1)
 _BITWISE = (ReduceOp.AND, ReduceOp.OR, ReduceOp.XOR)
 # Logical operations are these of truth values, which they reduce as bytes: no kernels of their own
 # on any backend, and an eighth of the bytes.
@@ -286,6 +290,19 @@ def parse_op(verb: str, op: object) -> ReduceOp:
             f"np.add or np.maximum; got {op!r}"
         )
     return found
+
+
+def identity_of(op: ReduceOp, dtype: np.dtype[Any]) -> Any:
+    """Return the value that changes no other one by ``op``; None: the dtype has none."""
+    if op in _IDENTITIES:
+        return _IDENTITIES[op]
+    if dtype.kind == "b":
+        return op is not ReduceOp.MAX
+    is_least = op is ReduceOp.MAX
+    if dtype.kind in "iu" and op is not ReduceOp.AVG:
+        info = np.iinfo(dtype)
+        return -1 if op is ReduceOp.AND and info.min else info.min if is_least else info.max
+    return (-math.inf if is_least else math.inf) if op in _EXTREMES and is_floating(dtype) else None
 
 
 def check_reduction(verb: str, dtype: np.dtype[Any], op: ReduceOp, scale: float) -> float:
