@@ -285,7 +285,7 @@ def exscan(
 
 
 def _filled_with_identity(op: ReduceOp, x: Any) -> Any:
-    """Return the array ``x`` filled with the identity of ``op``, or it as a number, if it exists."""
+    """Return the array ``x`` filled with the identity of ``op``, or that number, if any."""
     is_number = isinstance(x, NUMBERS)
     array = np.asarray(x) if is_number else as_array("exscan", x, of_any_dtype=True, anew=True)
     if (value := identity_of(op, array.dtype)) is None:
