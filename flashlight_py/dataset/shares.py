@@ -89,11 +89,11 @@ def partition_by_round_robin(
 def epoch_order(n: int, seed: int, epoch: int) -> Indices:
     """Return a permutation of ``n`` samples that ``seed`` and ``epoch`` alone decide.
 
-    Each sample draws a key of 64 bits, and the keys are sorted; equal ones stay in the order of
-    the samples. Only integers take part: those of PCG64 (O'Neill 2014, "PCG: A Family of Simple
-    Fast Space-Efficient Statistically Good Algorithms for Random Number Generation"), whose
-    stream NumPy guarantees for a fixed seed. So the permutation is the same on every platform
-    and with every NumPy, which ``Generator.permutation`` does not promise.
+    Each sample draws a key of 64 bits, whose last bits its number replaces, and the keys are
+    sorted. Only integers take part: those of PCG64 (O'Neill 2014, "PCG: A Family of Simple Fast
+    Space-Efficient Statistically Good Algorithms for Random Number Generation"), whose stream NumPy
+    guarantees for a fixed seed. So the permutation is the same on every platform and with every
+    NumPy, which ``Generator.permutation`` does not promise.
 
     Returns:
         A new int64 array of shape (n,).
@@ -106,5 +106,11 @@ def epoch_order(n: int, seed: int, epoch: int) -> Indices:
     # the words of a large seed run into those of the epoch.
     seeds = np.random.SeedSequence(seed, spawn_key=(epoch,))
     keys = np.random.PCG64(seeds).random_raw(n)
-    order: Indices = np.argsort(keys, kind="stable").astype(np.int64, copy=False)
+    bits = n.bit_length()
+    keys >>= bits
+    keys <<= bits
+    keys |= np.arange(n, dtype=np.uint64)
+    keys.sort()  # a quarter of the time of an argsort
+    keys &= (1 << bits) - 1
+    order: Indices = keys.view(np.int64)
     return order
